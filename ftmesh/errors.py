@@ -1,0 +1,36 @@
+"""Every error ftmesh raises on purpose.
+
+Each message says what was given, what the rule is, and what to do instead.
+"""
+
+
+class FtmeshError(Exception):
+    """Base of all ftmesh errors; catch this to catch them all."""
+
+
+class TopologyError(FtmeshError, ValueError):
+    """The mesh, the failed blocks or the devices described do not make a topology."""
+
+
+class RoutingError(FtmeshError, ValueError):
+    """No route exists, or a set of routes could deadlock."""
+
+
+class ScheduleError(FtmeshError, ValueError):
+    """The transfers given do not form valid rounds."""
+
+
+class PlanError(FtmeshError, ValueError):
+    """An algorithm cannot serve this topology; the message names one that can."""
+
+
+class VerificationError(FtmeshError):
+    """A schedule breaks one of its promises."""
+
+
+class ScheduleFileError(FtmeshError, ValueError):
+    """A file is not a readable ftmesh schedule."""
+
+
+class TopologyWarning(UserWarning):
+    """Something about the devices was decided for the user and is worth knowing."""

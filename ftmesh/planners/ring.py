@@ -1,0 +1,127 @@
+"""`ring`: one Hamiltonian circuit through every live chip, run in both directions at once.
+
+The paper's figures 3 and 8. A mesh of 2x2 tiles is joined by a comb: each row of tiles is a tooth,
+the first column of tiles the spine. Walking round the comb, one hand on it, visits every chip once:
+out and back along the teeth, and home along the outer column. Where failed tiles break a tooth,
+its far part hangs on a neighbouring row instead and the walk folds around the hole.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+
+from ftmesh.notation import Coord, format_failed
+from ftmesh.planners.rings import all_reduce, reduce_scatter
+from ftmesh.schedule import Schedule, join
+from ftmesh.topology import Topology
+
+Tile = tuple[int, int]
+
+
+def refusal(topology: Topology) -> str | None:
+    """Why `ring` cannot serve `topology`; None where it can."""
+    if len(topology.shape) != 2:
+        return f"it works on 2-D meshes, and {topology.name} has {len(topology.shape)} axes"
+    width, height = topology.shape
+    if min(width, height) < 2:
+        return f"{topology.name} is a line, which has no circuit"
+    if width % 2 and height % 2 and not topology.failed:
+        return f"{topology.name} has an odd number of chips, so no circuit visits each once"
+    if (width % 2 or height % 2) and topology.failed:
+        return f"a damaged mesh must have even sides, and {topology.name} does not"
+    odd = [coord for coord in topology.failed if not _tile_failed(topology, coord)]
+    if odd:
+        return (
+            f"failed chips must form even blocks at even coordinates, and the 2x2 tile of chip "
+            f"{min(odd)} is only partly failed (failed: {format_failed(topology.failed)})"
+        )
+    walk = circuit(topology)
+    broken = [link for link in pairwise([*walk, walk[0]]) if not topology.is_link(*link)]
+    if broken:
+        return f"its circuit crosses the failed link between chips {broken[0][0]} and {broken[0][1]}"
+    return None
+
+
+def plan(topology: Topology) -> Schedule:
+    """Both directions of the circuit, half of the payload each."""
+    ring = np.array([[topology.rank(coord) for coord in circuit(topology)]])
+    live = topology.num_live
+    forward, owned_forward = reduce_scatter(ring, lane=0, first_chunk=0)
+    backward, owned_backward = reduce_scatter(ring[:, ::-1], lane=1, first_chunk=live)
+    owner = np.empty(2 * live, np.int32)
+    owner[owned_forward] = ring
+    owner[owned_backward] = ring[:, ::-1]
+    return all_reduce(
+        topology, "ring", 2 * live, [("Hamiltonian ring", join([forward, backward]))], owner
+    )
+
+
+def circuit(topology: Topology) -> list[Coord]:
+    """The live chips in the order of a closed walk over neighbours."""
+    width, height = topology.shape
+    if height % 2:
+        flipped = circuit(Topology(shape=(height, width), wrap=topology.wrap[::-1]))
+        return [(y, x) for x, y in flipped]
+    if width % 2:
+        return _snake(width, height)
+    return _around_tree(_comb(topology))
+
+
+def _tile_failed(topology: Topology, coord: Coord) -> bool:
+    x, y = (c // 2 * 2 for c in coord)
+    return all((x + dx, y + dy) in topology.failed for dx, dy in product((0, 1), repeat=2))
+
+
+def _snake(width: int, height: int) -> list[Coord]:
+    """Rows to and fro over all columns but the first, and back along that one."""
+    rows = [[(x, y) for x in range(1, width)] for y in range(height)]
+    there = [coord for y, row in enumerate(rows) for coord in (row[::-1] if y % 2 else row)]
+    return there + [(0, y) for y in reversed(range(height))]
+
+
+def _comb(topology: Topology) -> dict[Tile, set[Tile]]:
+    """A spanning tree of the live tiles, along rows where it can, as tile -> joined tiles."""
+    width, height = topology.shape
+    tiles = [
+        (i, j) for j in range(height // 2) for i in range(width // 2)
+        if topology.is_live((2 * i, 2 * j))
+    ]
+    along_rows = [((i, j), (i + 1, j)) for i, j in tiles]
+    along_columns = sorted((((i, j), (i, j + 1)) for i, j in tiles), key=lambda edge: edge[0])
+    joined: dict[Tile, set[Tile]] = {tile: set() for tile in tiles}
+    part = {tile: {tile} for tile in tiles}
+    for a, b in along_rows + along_columns:
+        if b in part and part[a] is not part[b]:
+            joined[a].add(b)
+            joined[b].add(a)
+            part[a] |= part[b]
+            for tile in part[b]:
+                part[tile] = part[a]
+    return joined
+
+
+def _around_tree(joined: dict[Tile, set[Tile]]) -> list[Coord]:
+    """The walk round a tree of 2x2 tiles, with the tree always on the right hand.
+
+    At each of its four chips a tile either leads into the next tile, if one is joined there, or to
+    the tile's own next chip.
+    """
+    # Clockwise with y down: a chip's place in its tile, and the way the walk leaves it.
+    ways = {(0, 0): (0, -1), (1, 0): (1, 0), (1, 1): (0, 1), (0, 1): (-1, 0)}
+    clockwise = {(0, 0): (1, 0), (1, 0): (1, 1), (1, 1): (0, 1), (0, 1): (0, 0)}
+    start = min(joined, key=lambda tile: tile[::-1])
+    here = (2 * start[0], 2 * start[1])
+    walk = []
+    for _ in range(4 * len(joined)):
+        walk.append(here)
+        x, y = here
+        tile, place = (x // 2, y // 2), (x % 2, y % 2)
+        dx, dy = ways[place]
+        if (tile[0] + dx, tile[1] + dy) in joined[tile]:
+            here = (x + dx, y + dy)
+        else:
+            nx, ny = clockwise[place]
+            here = (2 * tile[0] + nx, 2 * tile[1] + ny)
+    return walk
