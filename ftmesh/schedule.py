@@ -41,6 +41,12 @@ class Columns(NamedTuple):
         """The transfers at `index`."""
         return Columns(*(column[index] for column in self))
 
+    def expanded(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """One entry per chunk moved: the transfer it belongs to, and the chunk."""
+        row = np.repeat(np.arange(len(self.count)), self.count)
+        first = np.cumsum(self.count) - self.count
+        return row, self.chunk[row] + np.arange(len(row)) - first[row]
+
     def shifted(self, *, rounds: int) -> Columns:
         """The same transfers, `rounds` rounds later."""
         return self._replace(round=self.round + np.int32(rounds))
@@ -291,9 +297,8 @@ def _check_rounds(name: str, c: Columns) -> None:
     for ends, verb in ((c.src, "sends"), (c.dst, "receives")):
         reject(_repeats(c.round, c.lane, ends), f"the rank {verb} twice in one lane")
     if (c.op == COPY).any():
-        row = np.repeat(np.arange(len(c.round)), c.count)
-        offset = np.arange(len(row)) - np.repeat(np.cumsum(c.count) - c.count, c.count)
-        key = _key(c.round[row], c.dst[row], c.chunk[row] + offset)
+        row, chunk = c.expanded()
+        key = _key(c.round[row], c.dst[row], chunk)
         order = np.argsort(key, kind="stable")
         same = key[order][1:] == key[order][:-1]
         copies = c.op[row[order]] == COPY

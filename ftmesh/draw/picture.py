@@ -1,0 +1,235 @@
+"""Panels: what a drawing shows, before it is text or SVG.
+
+A `Panel` is a topology with arrows on it. `routes_panel` makes one of routes, `phase_panel` of a
+phase of a schedule (or of one round, one lane, one half of the payload), `schedule_panels` one for
+each phase. Nothing is placed by hand: chips come from the topology, arrows from routes.
+
+>>> from ftmesh.routing import dimension_order
+>>> topo = Topology.grid("4x4")
+>>> routes_panel(topo, [dimension_order(topo, (0, 0), (2, 1))]).arrows
+(Arrow(route=((0, 0), (1, 0), (2, 0), (2, 1)), colour='blue'),)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from ftmesh.errors import ScheduleError, TopologyError
+from ftmesh.notation import Coord
+from ftmesh.routing import Route
+from ftmesh.schedule import Columns, Phase, Schedule
+from ftmesh.topology import Topology
+
+Colour = Literal["blue", "orange", "green", "purple", "amber", "red"]
+Role = Literal["live", "failed", "off_ring"]
+Legend = tuple[tuple[Colour, str], ...]
+
+# Neighbouring rings take different colours of these; people who confuse hues can tell them apart.
+PALETTE: tuple[Colour, ...] = ("blue", "orange", "green", "purple")
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """A message's way over the mesh: from the first chip of its route to the last."""
+
+    route: Route
+    colour: Colour = "blue"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A mesh with arrows, a title, and what the colours mean; a value, equal by content.
+
+    `off_ring` are the live chips drawn yellow: those that hand their share to a neighbour on a
+    full ring and own no chunk themselves.
+    """
+
+    topology: Topology
+    title: str
+    arrows: tuple[Arrow, ...] = ()
+    off_ring: frozenset[Coord] = frozenset()
+    legend: Legend = ()
+
+    def __post_init__(self) -> None:
+        if len(self.topology.shape) > 2:
+            raise TopologyError(
+                f"only meshes of one or two axes can be drawn, and {self.topology.name} has "
+                f"{len(self.topology.shape)}"
+            )
+        for arrow in self.arrows:
+            for a, b in pairwise(arrow.route):
+                heading(self.topology, a, b)
+
+    def role(self, coord: Coord) -> Role:
+        """What the chip at `coord` is drawn as."""
+        if coord in self.topology.failed:
+            return "failed"
+        return "off_ring" if coord in self.off_ring else "live"
+
+    def only(self, *colours: Colour, title: str | None = None) -> Panel:
+        """The panel with the arrows of some colours, and what those mean."""
+        return replace(
+            self,
+            title=self.title if title is None else title,
+            arrows=tuple(arrow for arrow in self.arrows if arrow.colour in colours),
+            legend=tuple(entry for entry in self.legend if entry[0] in colours),
+        )
+
+
+def place(coord: Coord) -> tuple[int, int]:
+    """Where a chip stands on the page: x across, y down; a line of chips is one row."""
+    return (coord[0], coord[1] if len(coord) > 1 else 0)
+
+
+def heading(topology: Topology, a: Coord, b: Coord) -> tuple[int, int]:
+    """The unit step on the page from chip `a` to its neighbour `b`, across the edge if it wraps."""
+    (ax, ay), (bx, by) = place(a), place(b)
+    steps = (bx - ax, by - ay)
+    for axis, step in enumerate(steps):
+        if steps[1 - axis] == 0 and step != 0:
+            wraps = axis < len(topology.wrap) and topology.wrap[axis]
+            if abs(step) != 1 and wraps and abs(step) == topology.shape[axis] - 1:
+                step = -step
+            elif abs(step) != 1:
+                break
+            sign = 1 if step > 0 else -1
+            return (sign, 0) if axis == 0 else (0, sign)
+    raise TopologyError(
+        f"an arrow goes from chip to neighbouring chip, and {b} is not beside {a} on {topology.name}"
+    )
+
+
+def routes_panel(topology: Topology, routes: Iterable[Route], *, title: str | None = None) -> Panel:
+    """Routes on a mesh, each in the next colour."""
+    arrows = tuple(
+        Arrow(route, PALETTE[index % len(PALETTE)]) for index, route in enumerate(routes)
+    )
+    return Panel(topology, str(topology) if title is None else title, arrows)
+
+
+def phase_panel(
+    schedule: Schedule,
+    index: int,
+    *,
+    round: int | None = None,
+    lane: int | None = None,
+    half: Literal[0, 1] | None = None,
+    title: str | None = None,
+) -> Panel:
+    """Who sends to whom in phase `index`, along the links the messages take.
+
+    `round` (counted within the phase), `lane` and `half` of the payload narrow it down; where a
+    ring runs in both directions, ``half=0`` leaves one. Colours tell apart, in this order: the work
+    of chips off the rings, the halves of the payload where they run on different rings, the rings.
+    """
+    if not 0 <= index < len(schedule.phases):
+        raise ScheduleError(
+            f"phase {index} does not exist: {schedule.algorithm} on {schedule.topology} has "
+            f"phases 0 to {len(schedule.phases) - 1}"
+        )
+    phase = schedule.phases[index]
+    if round is not None and not 0 <= round < phase.num_rounds:
+        raise ScheduleError(
+            f"round {round} does not exist: phase {index}, {phase.name!r}, has rounds 0 to "
+            f"{phase.num_rounds - 1}"
+        )
+    c = phase.columns
+    shown = np.ones(len(c.src), np.bool_)
+    for wanted, column in ((round, c.round), (lane, c.lane), (half, _half(schedule, c))):
+        if wanted is not None:
+            shown &= column == wanted
+    off_ring = off_ring_chips(schedule)
+    colour, legend = _colouring(schedule, phase, off_ring)
+    chosen = c.take(shown)
+    columns = map(_plain, (chosen.src, chosen.dst, _half(schedule, chosen)))
+    sends = sorted(set(zip(*columns, strict=True)))
+    arrows = dict.fromkeys(
+        Arrow(schedule.routes[src, dst], colour(src, dst, part)) for src, dst, part in sends
+    )
+    if title is None:
+        title = f"{schedule.algorithm} on {schedule.topology}: {phase.name}"
+        title += "" if round is None else f", round {round}"
+    return Panel(schedule.topology, title, tuple(arrows), off_ring, legend)
+
+
+def schedule_panels(schedule: Schedule, *, half: Literal[0, 1] | None = None) -> list[Panel]:
+    """A panel for each phase of `schedule`."""
+    return [phase_panel(schedule, index, half=half) for index in range(len(schedule.phases))]
+
+
+def off_ring_chips(schedule: Schedule) -> frozenset[Coord]:
+    """The live chips that own no chunk, though others do."""
+    owners = set(_plain(schedule.owner))
+    if owners <= {-1}:
+        return frozenset()
+    coords = schedule.topology.coords
+    return frozenset(coord for rank, coord in enumerate(coords) if rank not in owners)
+
+
+def _colouring(
+    schedule: Schedule, phase: Phase, off_ring: frozenset[Coord]
+) -> tuple[Callable[[int, int, int], Colour], Legend]:
+    """The colour of a transfer by source, destination and half; and what the colours mean."""
+    c = phase.columns
+    off = {schedule.topology.rank(coord) for coord in off_ring}
+    if any(off.intersection(pair) for pair in phase.pairs):
+        by_ends: tuple[Colour, ...] = ("blue", "green", "amber")
+        return lambda src, dst, half: by_ends[(src in off) + (dst in off)], (
+            ("amber", "small rings"),
+            ("green", "to and from the full rings"),
+            ("blue", "full rings"),
+        )
+    first, second = (_joined(c.take(_half(schedule, c) == half)) for half in (0, 1))
+    if first and second and first != second:
+        by_half: tuple[Colour, ...] = ("red", "blue")
+        return lambda src, dst, half: by_half[half], (
+            ("red", "first half of the payload"),
+            ("blue", "second half"),
+        )
+    by_ring = _ring_colours(schedule.topology, _joined(c))
+    return lambda src, dst, half: by_ring[src], ()
+
+
+def _half(schedule: Schedule, c: Columns) -> np.ndarray:
+    """0 for transfers of the first half of the payload, 1 for those of the second."""
+    return (2 * c.chunk >= schedule.num_chunks).astype(np.int32)
+
+
+def _plain(column: np.ndarray) -> list[int]:
+    return [int(n) for n in column]
+
+
+def _joined(c: Columns) -> dict[int, int]:
+    """Every rank that takes part, and the lowest rank that transfers join it to, however far."""
+    beside: dict[int, set[int]] = {}
+    for src, dst in set(zip(_plain(c.src), _plain(c.dst), strict=True)):
+        beside.setdefault(src, set()).add(dst)
+        beside.setdefault(dst, set()).add(src)
+    lowest: dict[int, int] = {}
+    for start in sorted(beside):
+        frontier = [start]
+        while frontier:
+            rank = frontier.pop()
+            if rank not in lowest:
+                lowest[rank] = start
+                frontier.extend(beside[rank])
+    return lowest
+
+
+def _ring_colours(topology: Topology, ring_of: dict[int, int]) -> dict[int, Colour]:
+    """A colour per rank, the same all along a ring, not the same for rings side by side."""
+    beside: dict[int, set[int]] = {}
+    for rank, ring in ring_of.items():
+        near = (topology.rank(coord) for coord in topology.neighbours(topology.coords[rank]))
+        beside.setdefault(ring, set()).update(ring_of[n] for n in near if n in ring_of)
+    colours: dict[int, Colour] = {}
+    for index, ring in enumerate(sorted(beside)):
+        taken = {colours.get(other) for other in beside[ring]}
+        free = [colour for colour in PALETTE if colour not in taken]
+        colours[ring] = free[0] if free else PALETTE[index % len(PALETTE)]
+    return {rank: colours[ring] for rank, ring in ring_of.items()}

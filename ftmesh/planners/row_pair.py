@@ -1,0 +1,161 @@
+"""`row_pair`: rings of two rows, then rings over the same place in every pair.
+
+The paper's figures 6 and 7, and 9 and 10 where chips have failed. Each pair of rows is one ring; no
+two rings share a link, and each runs in both directions, with half of the payload each way. A pair
+that damage has broken is left out: its live chips sum among neighbours and forward to the full
+rings beside them (`ftmesh.planners.forwarding`), while those run. The second phase joins the full
+rings by folded rings across them, whose longer hops go around the damage.
+
+The rings may lie along x or along y, whichever needs fewer rounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import numpy as np
+
+from ftmesh.errors import PlanError
+from ftmesh.notation import Coord
+from ftmesh.planners.forwarding import Forwarder, Piece, form_groups
+from ftmesh.planners.rings import all_reduce, fold, reduce_scatter
+from ftmesh.schedule import Columns, Schedule, join, transfers
+from ftmesh.topology import Topology
+
+AXES = ("row", "column")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The full rings of one orientation: ``rings[i][p]`` is the chip at place p of full pair i."""
+
+    along: int
+    rings: list[list[Coord]]
+    forwarders: list[Forwarder]
+
+    @property
+    def head_start(self) -> int:
+        """Rounds by which the forwarding chips run ahead of the rings."""
+        return max((forwarder.head_start for forwarder in self.forwarders), default=0)
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of the reduce-scatter half."""
+        return self.head_start + len(self.rings[0]) - 1 + len(self.rings) - 1
+
+
+def refusal(topology: Topology) -> str | None:
+    """Why `row_pair` cannot serve `topology`; None where it can."""
+    if len(topology.shape) != 2 or min(topology.shape) < 2:
+        return f"it needs a 2-D mesh with sides of 2 or more, not {topology.name}"
+    reasons = []
+    for along in (0, 1):
+        try:
+            _full_rings(topology, along)
+            return None
+        except PlanError as error:
+            reasons.append(str(error))
+    return "; ".join(reasons)
+
+
+def plan(topology: Topology) -> Schedule:
+    """The schedule with the fewest rounds over both orientations."""
+    choices = []
+    for along in (0, 1):
+        try:
+            choices.append(_pairs(topology, along))
+        except PlanError:
+            continue
+    pairs = min(choices, key=lambda pairs: (pairs.num_rounds, pairs.along))
+    return _schedule(topology, pairs)
+
+
+def _full_rings(topology: Topology, along: int) -> list[list[Coord]]:
+    """The chips of every unbroken pair of rows (`along` 0) or columns (1), in ring order."""
+    length, across = topology.shape[along], topology.shape[1 - along]
+    name = AXES[along]
+    if across % 2:
+        raise PlanError(f"its {across} {name}s do not make pairs")
+    rings = []
+    for low in range(0, across, 2):
+        flat = [(u, low) for u in range(length)] + [(u, low + 1) for u in reversed(range(length))]
+        ring: list[Coord] = [place[:: 1 - 2 * along] for place in flat]
+        if all(topology.is_link(a, b) for a, b in pairwise([*ring, ring[0]])):
+            rings.append(ring)
+    if not rings:
+        raise PlanError(f"no pair of {name}s is whole")
+    return rings
+
+
+def _pairs(topology: Topology, along: int) -> Pairs:
+    """Full rings of one orientation, and the forwarding that brings everyone else onto them."""
+    rings = _full_rings(topology, along)
+    length = len(rings[0])
+    place = {coord: p for ring in rings for p, coord in enumerate(ring)}
+    loose = [coord for coord in topology.coords if coord not in place]
+
+    def leaves(chip: Coord, piece: Piece) -> int:
+        half, index = piece
+        here = length - 1 - place[chip] if half else place[chip]
+        return (here - index) % length
+
+    forwarders = []
+    for group in form_groups(topology, set(loose), across=1 - along):
+        if not group.exits:
+            chips = ", ".join(map(str, sorted(group.chips)))
+            raise PlanError(f"chips {chips} touch no whole pair of {AXES[along]}s")
+        forwarder = Forwarder(topology, group, leaves)
+        forwarder.book(product((0, 1), range(length)))
+        forwarders.append(forwarder)
+    return Pairs(along, rings, forwarders)
+
+
+def _schedule(topology: Topology, pairs: Pairs) -> Schedule:
+    rings = np.array([[topology.rank(coord) for coord in ring] for ring in pairs.rings], np.int32)
+    num_rings, length = rings.shape
+    half_chunks = length * num_rings
+    order = fold(num_rings, wraps=topology.wrap[1 - pairs.along])
+    owner = np.empty(2 * half_chunks, np.int32)
+    first, second = [], []
+    for half, direction in enumerate((+1, -1)):
+        places = rings[:, ::direction]
+        columns, owned = reduce_scatter(
+            places, lane=half, first_chunk=half * half_chunks, count=num_rings
+        )
+        first.append(columns.shifted(rounds=pairs.head_start))
+        towers = places[order[::direction]].T
+        columns, owned = reduce_scatter(towers, lane=half, first_chunk=owned[0])
+        second.append(columns)
+        owner[owned] = towers
+    if pairs.forwarders:
+        first.append(_forwarding(topology, pairs, half_chunks))
+        first = [_in_compass_lanes(topology, join(first))]
+    name = AXES[pairs.along]
+    halves = [(f"{name}-pair rings", join(first))]
+    if num_rings > 1:
+        halves.append((f"rings across {name} pairs", join(second)))
+    return all_reduce(topology, "row_pair", 2 * half_chunks, halves, owner)
+
+
+def _forwarding(topology: Topology, pairs: Pairs, half_chunks: int) -> Columns:
+    """The bookings of all groups as transfers, to be given lanes."""
+    size = len(pairs.rings)
+    rows = [
+        (b.round, topology.rank(b.link[0]), topology.rank(b.link[1]), b.piece[0], b.piece[1])
+        for forwarder in pairs.forwarders
+        for b in forwarder.bookings
+    ]
+    when, src, dst, half, index = np.array(rows).T
+    return transfers(
+        round=when, lane=0, src=src, dst=dst, chunk=half * half_chunks + index * size, count=size
+    )
+
+
+def _in_compass_lanes(topology: Topology, columns: Columns) -> Columns:
+    """A lane per direction of travel: every link has one, so lanes are the same in all rounds."""
+    coords = np.array(topology.coords)
+    step = coords[columns.dst] - coords[columns.src]
+    axis = (step[:, 1] != 0).astype(np.int32)
+    backwards = step.sum(axis=1) < 0
+    return columns._replace(lane=2 * axis + backwards)
