@@ -20,6 +20,7 @@ FAILED_VARIABLE = "FTMESH_FAILED"
 _SHAPE = re.compile(r"\d+(x\d+)*")
 _BLOCK = re.compile(r"(\d+(?:x\d+)*)@(\d+(?:,\d+)*)")
 _LINK = re.compile(r"(\d+(?:,\d+)*)-(\d+(?:,\d+)*)")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])?(i)?b?", re.IGNORECASE)
 
 
 class Block(NamedTuple):
@@ -80,7 +81,7 @@ def parse_failed(failed: str | Iterable[Sequence[int]] | None, shape: Coord) -> 
 
 
 def parse_links(links: str | Iterable[Sequence[Sequence[int]]]) -> frozenset[tuple[Coord, Coord]]:
-    """Pairs of neighbouring chips, ``"3,2-4,2;0,0-0,1"`` or a list of coord pairs; low end first."""
+    """Links as pairs of coords, low end first, from ``"3,2-4,2;0,0-0,1"`` or a list of pairs."""
     if isinstance(links, str):
         pairs = []
         for piece in filter(None, (piece.strip() for piece in links.split(";"))):
@@ -125,6 +126,28 @@ def format_failed(failed: Iterable[Coord]) -> str:
     return ";".join(map(str, blocks))
 
 
+def parse_bytes(text: str) -> int:
+    """``"100MB"`` as a number of bytes; decimal units (kB, MB, GB) or binary (KiB, MiB, GiB)."""
+    match = _BYTES.fullmatch(text.strip())
+    if not match:
+        raise TopologyError(f"{text!r} is not a size: write a number and a unit, as in '100MB'")
+    scale = 1024 if match[3] else 1000
+    return round(float(match[1]) * scale ** " kmg".index((match[2] or " ").lower()))
+
+
+def format_bytes(amount: float) -> str:
+    """Bytes in the decimal unit that suits.
+
+    >>> format_bytes(48_437_500)
+    '48.4 MB'
+    """
+    for unit in ("B", "kB", "MB"):
+        if amount < 1000:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.4g} GB"
+
+
 def _grown(size: Sequence[int], axis: int) -> Coord:
     return tuple(n + (i == axis) for i, n in enumerate(size))
 
@@ -146,7 +169,8 @@ def _parse_block(text: str, source: str) -> Block:
 def _check_inside(block: Block, shape: Coord, source: str) -> None:
     if not len(block.size) == len(block.corner) == len(shape):
         raise TopologyError(
-            f"block {block}{source} does not have the {len(shape)} axes of mesh {format_shape(shape)}"
+            f"block {block}{source} does not have the {len(shape)} axes of mesh "
+            f"{format_shape(shape)}"
         )
     for corner, size, limit in zip(block.corner, block.size, shape, strict=True):
         if not 0 <= corner <= corner + size <= limit:

@@ -56,7 +56,7 @@ def replay(schedule: Schedule, chunk: int, num_rounds: int) -> Replay:
     c = schedule.columns
     c = c.take((c.chunk <= chunk) & (chunk < c.chunk + c.count) & (c.round < num_rounds))
     counts = np.eye(len(coords), dtype=np.int64)
-    reached = {s: "never left it" for s in range(len(coords))}
+    reached = dict.fromkeys(range(len(coords)), "never left it")
     doubled: dict[int, str] = {}
     for now in np.unique(c.round):
         this = c.take(c.round == now)

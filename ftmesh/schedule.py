@@ -10,23 +10,25 @@ cannot exist.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ftmesh.errors import ScheduleError
+from ftmesh.notation import format_bytes
 from ftmesh.routing import Route, around
 from ftmesh.topology import Link, Topology
 
 Ints = NDArray[np.int32]
 ADD, COPY = 0, 1
+COLUMN_NAMES = ("round", "lane", "src", "dst", "chunk", "count", "op")
 
 
-class Columns(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Columns:
     """Transfers side by side: entry i of every column belongs to transfer i."""
 
     round: Ints
@@ -36,6 +38,13 @@ class Columns(NamedTuple):
     chunk: Ints
     count: Ints
     op: Ints
+
+    def __iter__(self) -> Iterator[Ints]:
+        return (getattr(self, name) for name in COLUMN_NAMES)
+
+    def replace(self, **columns: Ints) -> Columns:
+        """The same transfers with some columns exchanged."""
+        return replace(self, **columns)
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> Columns:
         """The transfers at `index`."""
@@ -49,7 +58,7 @@ class Columns(NamedTuple):
 
     def shifted(self, *, rounds: int) -> Columns:
         """The same transfers, `rounds` rounds later."""
-        return self._replace(round=self.round + np.int32(rounds))
+        return self.replace(round=self.round + np.int32(rounds))
 
 
 def join(pieces: Iterable[Columns]) -> Columns:
@@ -59,7 +68,7 @@ def join(pieces: Iterable[Columns]) -> Columns:
 
 def transfers(
     *,
-    round: ArrayLike,  # noqa: A002 -- the word the whole project uses
+    round: ArrayLike,
     lane: ArrayLike,
     src: ArrayLike,
     dst: ArrayLike,
@@ -99,8 +108,9 @@ class Phase:
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
         """The distinct (source rank, destination rank) pairs, sorted."""
-        both = np.unique(np.stack([self.columns.src, self.columns.dst]), axis=1)
-        return [(int(s), int(d)) for s, d in both.T]
+        _, first = np.unique(_key(self.columns.src, self.columns.dst), return_index=True)
+        both = self.columns.take(first)
+        return list(zip(both.src.tolist(), both.dst.tolist(), strict=True))
 
     def mirrored(self, name: str) -> Phase:
         """The phase run backwards in time: every addition becomes a copy the other way.
@@ -110,7 +120,8 @@ class Phase:
         c = self.columns
         last = self.num_rounds - 1
         return Phase(
-            name, c._replace(round=last - c.round, src=c.dst, dst=c.src, op=np.full_like(c.op, COPY))
+            name,
+            c.replace(round=last - c.round, src=c.dst, dst=c.src, op=np.full_like(c.op, COPY)),
         )
 
     def rounds(self) -> Iterator[Columns]:
@@ -200,7 +211,9 @@ class Schedule:
     def describe_round(self, index: int) -> str:
         """Every transfer of round `index`, counted from the schedule's start."""
         if not 0 <= index < self.num_rounds:
-            raise ScheduleError(f"round {index} does not exist: rounds are 0 to {self.num_rounds - 1}")
+            raise ScheduleError(
+                f"round {index} does not exist: rounds are 0 to {self.num_rounds - 1}"
+            )
         start = 0
         for phase in self.phases:
             if index < start + phase.num_rounds:
@@ -230,8 +243,7 @@ class Schedule:
             and np.array_equal(self.owner, other.owner)
             and len(self.phases) == len(other.phases)
             and all(
-                mine.name == theirs.name
-                and all(map(np.array_equal, mine.columns, theirs.columns))
+                mine.name == theirs.name and all(map(np.array_equal, mine.columns, theirs.columns))
                 for mine, theirs in zip(self.phases, other.phases, strict=True)
             )
         )
@@ -268,15 +280,6 @@ class Schedule:
             )
 
 
-def format_bytes(amount: float) -> str:
-    """Bytes in the unit that suits: ``48.4 MB``."""
-    for unit in ("B", "kB", "MB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.4g} GB"
-
-
 def _check_rounds(name: str, c: Columns) -> None:
     if len(c.round) == 0:
         raise ScheduleError(f"phase {name!r} has no transfers")
@@ -307,7 +310,7 @@ def _check_rounds(name: str, c: Columns) -> None:
         reject(clash, "another transfer of the round writes the same chunk there")
 
 
-def _key(*parts: Ints) -> NDArray[np.int64]:
+def _key(*parts: NDArray[np.integer]) -> NDArray[np.int64]:
     """One integer per row that is equal for equal rows and sorts as the rows do."""
     key = np.zeros(len(parts[0]), np.int64)
     for part in parts:

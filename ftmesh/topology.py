@@ -162,24 +162,29 @@ class Topology:
 
     # Links ----------------------------------------------------------------------------------
 
+    @cached_property
+    def _neighbours(self) -> dict[Coord, tuple[Coord, ...]]:
+        return {
+            a: tuple(
+                b
+                for b in self._beside(a)
+                if b in self._ranks and (min(a, b), max(a, b)) not in self.failed_links
+            )
+            for a in self.coords
+        }
+
     def neighbours(self, coord: Sequence[int]) -> tuple[Coord, ...]:
         """The live chips one live link away from a live chip."""
-        coord = tuple(coord)
-        return tuple(other for other in self._beside(coord) if self.is_link(coord, other))
+        return self._neighbours[self.coords[self.rank(coord)]]
 
     def is_link(self, a: Coord, b: Coord) -> bool:
         """Whether a live link leads from live chip `a` to live chip `b`."""
-        return (
-            a in self._ranks
-            and b in self._ranks
-            and b in self._beside(a)
-            and (min(a, b), max(a, b)) not in self.failed_links
-        )
+        return b in self._neighbours.get(a, ())
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
         """Every directed pair of neighbouring live chips, by rank of the first."""
-        return tuple((a, b) for a in self.coords for b in self.neighbours(a))
+        return tuple((a, b) for a, beside in self._neighbours.items() for b in beside)
 
     def components(self) -> tuple[tuple[Coord, ...], ...]:
         """The connected parts of the live mesh, largest first."""
@@ -189,9 +194,8 @@ class Topology:
             frontier = [next(iter(left))]
             part = set(frontier)
             while frontier:
-                frontier = [
-                    b for a in frontier for b in self.neighbours(a) if b not in part and not part.add(b)
-                ]
+                frontier = list({b for a in frontier for b in self._neighbours[a]} - part)
+                part.update(frontier)
             parts.append(tuple(c for c in left if c in part))
             for coord in part:
                 del left[coord]

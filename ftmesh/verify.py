@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import VerificationError
-from ftmesh.routing import Route, Router, around, find_cycle
 from ftmesh.replay import replay
+from ftmesh.routing import Route, Router, around, find_cycle
 from ftmesh.schedule import ADD, Columns, Schedule
 
 _STATE_BYTES = 256 * 2**20  # bits kept at a time; more chunks than fit are verified in turns
@@ -114,7 +114,8 @@ def _check_routes(schedule: Schedule, router: Router) -> list[Route]:
     if cycle:
         links = ", ".join(f"{a}->{b}" for a, b in cycle)
         raise VerificationError(
-            f"routes can deadlock: expected no cycle of links that wait for each other, found {links}"
+            "routes can deadlock: expected no cycle of links that wait for each other, found "
+            f"{links}"
         )
     return routes
 
@@ -173,8 +174,8 @@ def _singletons(ranks: int) -> Bits:
 def _run_round(held: Bits, columns: Columns, chunks: range, suspects: set[int]) -> None:
     """Move the sets of one round: all reads, then the writes lane after lane."""
     row, chunk = columns.expanded()
-    if len(chunks) != held.shape[1] or chunks.start or chunk.max(initial=0) >= chunks.stop:
-        inside = (chunk >= chunks.start) & (chunk < chunks.stop)
+    inside = (chunk >= chunks.start) & (chunk < chunks.stop)
+    if not inside.all():
         row, chunk = row[inside], chunk[inside]
     place = chunk - chunks.start
     cells = held.reshape(-1, held.shape[2])

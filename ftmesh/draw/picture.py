@@ -81,27 +81,39 @@ class Panel:
         )
 
 
+def size(topology: Topology) -> tuple[int, int]:
+    """Columns and rows of chips on the page; a mesh of one axis is a row."""
+    return place((*topology.shape, 1))
+
+
 def place(coord: Coord) -> tuple[int, int]:
-    """Where a chip stands on the page: x across, y down; a line of chips is one row."""
+    """Where a chip stands on the page: x across, y down."""
     return (coord[0], coord[1] if len(coord) > 1 else 0)
 
 
 def heading(topology: Topology, a: Coord, b: Coord) -> tuple[int, int]:
-    """The unit step on the page from chip `a` to its neighbour `b`, across the edge if it wraps."""
-    (ax, ay), (bx, by) = place(a), place(b)
-    steps = (bx - ax, by - ay)
-    for axis, step in enumerate(steps):
-        if steps[1 - axis] == 0 and step != 0:
-            wraps = axis < len(topology.wrap) and topology.wrap[axis]
-            if abs(step) != 1 and wraps and abs(step) == topology.shape[axis] - 1:
-                step = -step
-            elif abs(step) != 1:
-                break
-            sign = 1 if step > 0 else -1
-            return (sign, 0) if axis == 0 else (0, sign)
+    """The unit step on the page from chip `a` to its neighbour `b`, over the edge if that wraps."""
+    for axis, last in enumerate(n - 1 for n in topology.shape):
+        step = b[axis] - a[axis]
+        if a[:axis] + a[axis + 1 :] == b[:axis] + b[axis + 1 :]:
+            if topology.wrap[axis] and abs(step) == last > 1:
+                step = -step // last
+            if abs(step) == 1:
+                return (step, 0) if axis == 0 else (0, step)
     raise TopologyError(
-        f"an arrow goes from chip to neighbouring chip, and {b} is not beside {a} on {topology.name}"
+        f"an arrow goes from chip to neighbouring chip, and {b} is not beside {a} on {topology}"
     )
+
+
+def gaps(topology: Topology, a: Coord, b: Coord) -> list[tuple[int, int]]:
+    """The places left of, or above, the room that the link between `a` and `b` takes on the page.
+
+    One for chips that stand side by side; a link over the edge takes room at both edges.
+    """
+    dx, dy = heading(topology, a, b)
+    low, high = (place(a), place(b)) if dx + dy > 0 else (place(b), place(a))
+    before = (high[0] - abs(dx), high[1] - abs(dy))
+    return [low] if low == before else [low, before]
 
 
 def routes_panel(topology: Topology, routes: Iterable[Route], *, title: str | None = None) -> Panel:
@@ -180,8 +192,8 @@ def _colouring(
     if any(off.intersection(pair) for pair in phase.pairs):
         by_ends: tuple[Colour, ...] = ("blue", "green", "amber")
         return lambda src, dst, half: by_ends[(src in off) + (dst in off)], (
-            ("amber", "small rings"),
-            ("green", "to and from the full rings"),
+            ("amber", "off the rings"),
+            ("green", "to or from a ring"),
             ("blue", "full rings"),
         )
     first, second = (_joined(c.take(_half(schedule, c) == half)) for half in (0, 1))
@@ -189,14 +201,14 @@ def _colouring(
         by_half: tuple[Colour, ...] = ("red", "blue")
         return lambda src, dst, half: by_half[half], (
             ("red", "first half of the payload"),
-            ("blue", "second half"),
+            ("blue", "second half of the payload"),
         )
     by_ring = _ring_colours(schedule.topology, _joined(c))
     return lambda src, dst, half: by_ring[src], ()
 
 
 def _half(schedule: Schedule, c: Columns) -> np.ndarray:
-    """0 for transfers of the first half of the payload, 1 for those of the second."""
+    """0 for transfers whose first chunk is in the first half of the payload, else 1."""
     return (2 * c.chunk >= schedule.num_chunks).astype(np.int32)
 
 

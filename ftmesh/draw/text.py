@@ -1,6 +1,8 @@
 """Panels as text, for a terminal and for tests that read like pictures.
 
 >>> from ftmesh.draw.picture import routes_panel
+>>> from ftmesh.routing import around
+>>> from ftmesh.topology import Topology
 >>> topo = Topology.from_drawing('''
 ... ....
 ... .XX.
@@ -13,27 +15,34 @@ around
 1  o   X   X   o
    ⇣
 2  o─→─o   o   o
-o live  X failed  → arrives  ⇢ passes on
+o live   X failed   → arrives   ⇢ passes on
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import groupby, pairwise
 
-from ftmesh.draw.picture import Colour, Panel, heading, place
-from ftmesh.routing import around
-from ftmesh.topology import Topology
+from ftmesh.draw.picture import Colour, Panel, gaps, heading, size
 
 Spot = tuple[int, int]
 Ink = tuple[str, Colour | None]
+Traffic = dict[Spot, tuple[bool, Colour]]
 
 _ACROSS, _DOWN = 4, 2  # characters from chip to chip
 _CHIPS = {"live": "o", "failed": "X", "off_ring": "y"}
-_ARRIVES = {(1, 0): "→", (-1, 0): "←", (0, 1): "↓", (0, -1): "↑"}
-_PASSES = {(1, 0): "⇢", (-1, 0): "⇠", (0, 1): "⇣", (0, -1): "⇡"}
-_BOTH = {(1, 0): "↔", (0, 1): "↕"}
-_ANSI = {
+_STOPS = {(-1, 0): "←", (1, 0): "→", (0, 1): "↓", (0, -1): "↑"}
+_PASSES = {(-1, 0): "⇠", (1, 0): "⇢", (0, 1): "⇣", (0, -1): "⇡"}
+_BOTH_STOP = {(1, 0): "↔", (0, 1): "↕"}
+_MEANING = {
+    "o": "live",
+    "y": "off the rings",
+    "X": "failed",
+    "╳": "failed link",
+    "→←↓↑↔↕": "arrives",
+    "⇢⇠⇣⇡": "passes on",
+}
+_ANSI: dict[Colour, str] = {
     "blue": "34",
     "orange": "38;5;208",
     "green": "32",
@@ -46,44 +55,81 @@ _ANSI = {
 def draw_text(panel: Panel, *, colour: bool = False) -> str:
     """The panel in characters: x across, y down, ``→`` into the chip where a message stops.
 
-    On the way there it is ``⇢``: the chip it points at passes the message on. Where a link has both
-    in one direction, only the stop is shown. `colour` adds the ANSI codes of a terminal.
+    Before that it is ``⇢``: the chip it points at passes the message on. Where a link has both in
+    one direction, only the stop is shown. `colour` adds the codes that colour a terminal.
     """
     canvas = dict(_links(panel))
-    topology = panel.topology
-    width, height = (*topology.shape, 1)[:2]
+    width, height = size(panel.topology)
     for y in range(height):
         for x in range(width):
-            coord = (x, y)[: len(topology.shape)]
-            canvas[x * _ACROSS, y * _DOWN] = (_CHIPS[panel.role(coord)], None)
+            chip = _CHIPS[panel.role((x, y)[: len(panel.topology.shape)])]
+            canvas[x * _ACROSS, y * _DOWN] = (chip, None)
     seen = {char for char, _ in canvas.values()}
-    left = min(column for column, _ in canvas) - len(str(height - 1)) - 2
+    digits = len(str(height - 1))
+    left = min(column for column, _ in canvas) - digits - 2
     top = min(row for _, row in canvas) - 1
     for y in range(height):
-        _write(canvas, (left, y * _DOWN), f"{y:>{len(str(height - 1))}}")
+        canvas.update(_inks((left, y * _DOWN), f"{y:>{digits}}"))
     for x in range(width):
-        _write(canvas, (x * _ACROSS, top), str(x))
-    return "\n".join([panel.title, *_lines(canvas, colour), _legend(panel, seen, colour)])
+        canvas.update(_inks((x * _ACROSS, top), str(x)))
+    return "\n".join([panel.title, *_lines(canvas, colour), *_legend(panel, seen, colour)])
 
 
 def _links(panel: Panel) -> Iterator[tuple[Spot, Ink]]:
-    """The characters between chips."""
-    traffic: dict[tuple[Spot, Spot], dict[Spot, tuple[bool, Colour]]] = {}
+    """What stands between the chips."""
+    traffic: dict[tuple[Spot, bool], Traffic] = {}
     for arrow in panel.arrows:
-        hops = list(pairwise(arrow.route))
-        for index, (a, b) in enumerate(hops):
+        for a, b in pairwise(arrow.route):
             way = heading(panel.topology, a, b)
-            low, high = (place(a), place(b)) if sum(way) > 0 else (place(b), place(a))
-            on_link = traffic.setdefault((low, high), {})
-            stops = index == len(hops) - 1
-            if stops or way not in on_link:
-                on_link[way] = (stops, arrow.colour)
-    for (low, high), on_link in traffic.items():
-        along = tuple(map(abs, next(iter(on_link))))
-        starts = [low] if high == (low[0] + along[0], low[1] + along[1]) else [low, _before(high, along)]
-        for start in starts:
-            draw = _across if along == (1, 0) else _down
-            yield from draw(start, on_link)
+            stops = b == arrow.route[-1]
+            for gap in gaps(panel.topology, a, b):
+                on_link = traffic.setdefault((gap, way[0] != 0), {})
+                if stops or way not in on_link:
+                    on_link[way] = (stops, arrow.colour)
+    for ((x, y), across), on_link in traffic.items():
+        glyphs = _glyphs(on_link)
+        if across:
+            line: list[Ink] = [("─", next(iter(on_link.values()))[1])] * 3
+            if len(glyphs) == 1:
+                line[1] = glyphs[0]
+            else:
+                line[0], line[2] = glyphs
+            yield from (((x * _ACROSS + 1 + i, y * _DOWN), ink) for i, ink in enumerate(line))
+        else:
+            yield from (((x * _ACROSS + i, y * _DOWN + 1), ink) for i, ink in enumerate(glyphs))
     for a, b in sorted(panel.topology.failed_links):
-        (ax, ay), (bx, by) = place(a), place(b)
-        yield ((ax + bx) * _ACROSS // 2, (ay + by) * _DOWN // 2), ("╳", None)
+        for x, y in gaps(panel.topology, a, b):
+            across = heading(panel.topology, a, b)[0] != 0
+            yield (x * _ACROSS + 2 * across, y * _DOWN + (not across)), ("╳", None)
+
+
+def _glyphs(on_link: Traffic) -> list[Ink]:
+    """One arrow for a link in use one way, or by stops both ways; else one for each way."""
+    if len(on_link) == 2 and all(stops for stops, _ in on_link.values()):
+        way = next(way for way in on_link if sum(way) > 0)
+        return [(_BOTH_STOP[way], on_link[way][1])]
+    used = ((way, *on_link[way]) for way in _STOPS if way in on_link)
+    return [((_STOPS if stops else _PASSES)[way], colour) for way, stops, colour in used]
+
+
+def _inks(spot: Spot, text: str) -> dict[Spot, Ink]:
+    return {(spot[0] + i, spot[1]): (char, None) for i, char in enumerate(text)}
+
+
+def _lines(canvas: dict[Spot, Ink], colour: bool) -> Iterator[str]:
+    columns, rows = (range(min(line), max(line) + 1) for line in zip(*canvas, strict=True))
+    for row in rows:
+        inks = [canvas.get((column, row), (" ", None)) for column in columns]
+        runs = groupby(inks, key=lambda ink: ink[1])
+        text = (_painted("".join(c for c, _ in run), hue if colour else None) for hue, run in runs)
+        yield "".join(text).rstrip()
+
+
+def _legend(panel: Panel, seen: set[str], colour: bool) -> Iterator[str]:
+    yield "   ".join(f"{key[0]} {text}" for key, text in _MEANING.items() if seen & set(key))
+    if colour and panel.legend:
+        yield "   ".join(_painted(text, hue) for hue, text in panel.legend)
+
+
+def _painted(text: str, colour: Colour | None) -> str:
+    return f"\033[{_ANSI[colour]}m{text}\033[0m" if colour else text

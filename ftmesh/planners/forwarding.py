@@ -1,179 +1,165 @@
 """How chips that are on no full ring get their contributions onto one, in time.
 
-The paper's yellow chips. They stand in small groups, 2x2 where the damage is even; a group sums
-each piece of the payload on its way to one of its exits, a link to a chip on a full ring. That chip
-passes the piece on at a known round, so every piece has a deadline at every exit. `Forwarder` books
-links greedily in the order of those deadlines and tells how much of a head start it needs over
-the rings. Everything here is in coords; no link is ever booked twice in one round.
+The paper's yellow chips. They stand in small groups, 2x2 where the damage is even, and have exits:
+links to chips on a full ring. Think of the gather half, which is easier to see: a ring chip gets
+each piece of the result in a known round, and from then on may hand it across an exit; a group
+spreads it over its own links until every chip has it. Run backwards, the same transfers sum
+the group's contributions on their way to the ring, each before the ring moves on.
+
+Each chip receives each piece once and no link carries two pieces in one round. Everything here is
+in coords.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from itertools import product
+import heapq
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from ftmesh.notation import Coord
 from ftmesh.topology import Link, Topology
 
 Piece = tuple[int, int]  # which half of the payload, and which piece of that half
+Arrival = Callable[[Coord, Piece], int]  # the first round in which a ring chip can hand it on
 
-
-@dataclass
-class Group:
-    """Connected chips off the rings, and the links that lead from them onto a ring."""
-
-    chips: set[Coord]
-    exits: list[Link]
-
-    def merge(self, other: Group) -> None:
-        """Take over the chips and exits of `other`."""
-        self.chips |= other.chips
-        self.exits += other.exits
+RELUCTANCES = (3, math.inf)  # see `_spread`; the better of the two is kept for each group
 
 
 @dataclass(frozen=True)
 class Booking:
-    """One transfer: `piece` crosses `link` in `round`."""
+    """One transfer of the gather half: `piece` crosses `link` in `round`."""
 
     round: int
     link: Link
     piece: Piece
 
 
-def form_groups(topology: Topology, loose: Collection[Coord], *, across: int) -> list[Group]:
-    """Cut the `loose` chips into groups, each with two exits to other live chips if it can be.
+@dataclass(frozen=True)
+class Group:
+    """Connected chips off the rings, and the links that lead to them from ring chips."""
 
-    Columns of loose chips along the axis `across`, which crosses the rings, stay together, and two
-    equal columns side by side make one group: a 2x2 block where a single pair of rings is broken.
+    chips: frozenset[Coord]
+    exits: tuple[Link, ...]
+
+
+def form_groups(topology: Topology, loose: Collection[Coord], *, across: int) -> list[Group]:
+    """Cut the `loose` chips into groups.
+
+    Runs of loose chips along the axis `across`, which crosses the rings, stay together, and two
+    equal runs side by side make one group: a 2x2 block where a single pair of rings is broken.
     """
-    columns = _columns(topology, loose, across)
+    runs = _runs(topology, loose, across)
     groups: list[Group] = []
     taken: set[Coord] = set()
-    for column in columns:
-        if column[0] in taken:
+    for run in runs:
+        if run[0] in taken:
             continue
-        beside = [_moved(coord, 1 - across, +1) for coord in column]
-        whole = all(topology.is_link(a, b) for a, b in zip(column, beside, strict=True))
-        pair = [column, beside] if whole and beside in columns else [column]
-        chips = {coord for part in pair for coord in part}
+        beside = [_moved(coord, 1 - across, +1) for coord in run]
+        whole = all(topology.is_link(a, b) for a, b in zip(run, beside, strict=True))
+        chips = {*run, *beside} if whole and beside in runs else set(run)
         taken |= chips
-        exits = [
-            (end, _moved(end, across, step))
-            for part in pair
-            for end, step in ((part[0], -1), (part[-1], +1))
+        exits = ((b, a) for a in sorted(chips) for b in topology.neighbours(a) if b not in loose)
+        groups.append(Group(frozenset(chips), tuple(exits)))
+    return groups
+
+
+def book(
+    topology: Topology, groups: list[Group], pieces: Collection[Piece], arrival: Arrival, *, by: int
+) -> list[Booking]:
+    """Bookings that bring every piece to every chip of every group, before round `by` if possible.
+
+    A group that cannot make it alone is joined with those beside it and booked again.
+    """
+    waiting = list(groups)
+    booked: list[tuple[Group, list[Booking]]] = []
+    while waiting:
+        group = waiting.pop()
+        bookings = min(
+            (_spread(topology, group, pieces, arrival, reluctance) for reluctance in RELUCTANCES),
+            key=_end,
+        )
+        short = len(bookings) < len(pieces) * len(group.chips)
+        if short or _end(bookings) > by:
+            reach = {b for a in group.chips for b in topology.neighbours(a)} - group.chips
+            beside = [other for other in waiting if other.chips & reach]
+            beside += [other for other, _ in booked if other.chips & reach]
+            if beside:
+                waiting = [other for other in waiting if other not in beside]
+                booked = [(other, done) for other, done in booked if other not in beside]
+                waiting.append(_union([group, *beside]))
+                continue
+        booked.append((group, bookings))
+    return [booking for _, bookings in booked for booking in bookings]
+
+
+def _end(bookings: list[Booking]) -> int:
+    return max((booking.round + 1 for booking in bookings), default=0)
+
+
+def _union(groups: list[Group]) -> Group:
+    return Group(
+        chips=frozenset(chip for group in groups for chip in group.chips),
+        exits=tuple(link for group in groups for link in group.exits),
+    )
+
+
+def _spread(
+    topology: Topology,
+    group: Group,
+    pieces: Collection[Piece],
+    arrival: Arrival,
+    reluctance: float,
+) -> list[Booking]:
+    """Book the links of `group`; pieces that the ring has last choose first, for they are urgent.
+
+    A piece enters by the exit that is free first, and by another only where that saves more than
+    `reluctance` rounds: exits are scarce, and what has entered can be passed on inside.
+    """
+    busy: dict[Link, set[int]] = {}
+
+    def free(link: Link, start: int) -> int:
+        taken = busy.setdefault(link, set())
+        while start in taken:
+            start += 1
+        return start
+
+    def urgency(piece: Piece) -> tuple[int, Piece]:
+        return -min((arrival(chip, piece) for chip, _ in group.exits), default=0), piece
+
+    bookings = []
+    for piece in sorted(pieces, key=urgency):
+        entries = sorted((free(link, arrival(link[0], piece)), link) for link in group.exits)
+        queue = [
+            (start + reluctance * (i > 0), start, link) for i, (start, link) in enumerate(entries)
         ]
-        on_ring = [(a, b) for a, b in exits if topology.is_link(a, b) and b not in loose]
-        groups.append(Group(chips, on_ring))
-    return _join_poor_groups(topology, groups)
+        reached: set[Coord] = set()
+        while queue:
+            key, start, link = heapq.heappop(queue)
+            here = link[1]
+            if here in reached:
+                continue
+            reached.add(here)
+            busy[link].add(start)
+            bookings.append(Booking(start, link, piece))
+            for there in topology.neighbours(here):
+                if there in group.chips and there not in reached:
+                    onward = free((here, there), start + 1)
+                    heapq.heappush(queue, (key + onward - start, onward, (here, there)))
+    return bookings
 
 
 def _moved(coord: Coord, axis: int, step: int) -> Coord:
     return (*coord[:axis], coord[axis] + step, *coord[axis + 1 :])
 
 
-def _columns(topology: Topology, loose: Collection[Coord], across: int) -> list[list[Coord]]:
+def _runs(topology: Topology, loose: Collection[Coord], across: int) -> list[list[Coord]]:
     """Unbroken runs of loose chips along the axis `across`, in the order of their place."""
-    columns: list[list[Coord]] = []
+    runs: list[list[Coord]] = []
     for coord in sorted(loose, key=lambda c: (c[1 - across], c[across])):
-        if columns and coord == _moved(columns[-1][-1], across, +1):
-            if topology.is_link(columns[-1][-1], coord):
-                columns[-1].append(coord)
-                continue
-        columns.append([coord])
-    return columns
-
-
-def _join_poor_groups(topology: Topology, groups: list[Group]) -> list[Group]:
-    """Merge groups with fewer than two exits into neighbours until none can be helped."""
-    poor = [group for group in groups if len(group.exits) < 2]
-    while poor:
-        group = min(poor, key=lambda g: (len(g.exits), min(g.chips)))
-        reach = {b for a in group.chips for b in topology.neighbours(a)} - group.chips
-        hosts = [other for other in groups if other is not group and other.chips & reach]
-        poor.remove(group)
-        if hosts:
-            host = min(hosts, key=lambda g: (len(g.chips), min(g.chips)))
-            host.merge(group)
-            groups.remove(group)
-            if host not in poor and len(host.exits) < 2:
-                poor.append(host)
-    return groups
-
-
-@dataclass
-class Forwarder:
-    """Books the links of one group so that every piece meets its ring before the ring moves on.
-
-    ``leaves(chip, piece)`` is the round, counted from the rings' own start, in which the ring chip
-    sends the piece on (or, at the piece's last stop, in which the phase is over).
-    """
-
-    topology: Topology
-    group: Group
-    leaves: Callable[[Coord, Piece], int]
-    bookings: list[Booking] = field(default_factory=list)
-    head_start: int = 0
-
-    def book(self, pieces: Iterable[Piece]) -> None:
-        """Book every piece, and set `head_start`: how many rounds later the rings must start."""
-        pieces = list(pieces)
-        trees = [
-            (link, tree) for link in self.group.exits for tree in _trees(self.topology, self.group, link)
-        ]
-        due = {piece: max(self.leaves(b, piece) for _, b in self.group.exits) for piece in pieces}
-        in_order = sorted(pieces, key=lambda piece: (due[piece], piece))
-        lateness = 1
-        while lateness > 0:
-            lateness = self._attempt(in_order, trees)
-            self.head_start += lateness
-
-    def _attempt(self, pieces: list[Piece], trees: list[tuple[Link, list[Link]]]) -> int:
-        """Book all pieces under the present head start; by how many rounds the worst is late."""
-        busy: dict[Link, set[int]] = {}
-        self.bookings = []
-        worst = 0
-        for piece in pieces:
-            offers = []
-            for (_, ring_chip), tree in trees:
-                rounds = _earliest(tree, busy)
-                late = rounds[-1] - (self.head_start + self.leaves(ring_chip, piece) - 1)
-                offers.append((max(late, 0), rounds[-1], sum(rounds), tree, rounds))
-            late, _, _, tree, rounds = min(offers)
-            worst = max(worst, late)
-            for link, when in zip(tree, rounds, strict=True):
-                busy.setdefault(link, set()).add(when)
-                self.bookings.append(Booking(when, link, piece))
-        return worst
-
-
-def _trees(topology: Topology, group: Group, way_out: Link) -> list[list[Link]]:
-    """In-trees of a group that end in the link `way_out`, leaves first; one per order of turns."""
-    found: list[list[Link]] = []
-    for turn, start in product((1, -1), (0, 1)):
-        order = [way_out]
-        seen = {way_out[0]}
-        for link in order:
-            here = link[0]
-            beside = sorted(topology.neighbours(here), key=lambda c: (c[start] == here[start], c))
-            for there in beside[::turn]:
-                if there in group.chips and there not in seen:
-                    seen.add(there)
-                    order.append((there, here))
-        if order[::-1] not in found:
-            found.append(order[::-1])
-    return found
-
-
-def _earliest(tree: list[Link], busy: dict[Link, set[int]]) -> list[int]:
-    """The first free round of each link of `tree`, after everything it has to wait for."""
-    ready: dict[Coord, int] = {}
-    rounds = []
-    for src, dst in tree:
-        when = ready.get(src, 0)
-        taken = busy.get((src, dst), ())
-        while when in taken:
-            when += 1
-        rounds.append(when)
-        ready[dst] = max(ready.get(dst, 0), when + 1)
-    return rounds
+        before = _moved(coord, across, -1)
+        if runs and runs[-1][-1] == before and topology.is_link(before, coord):
+            runs[-1].append(coord)
+        else:
+            runs.append([coord])
+    return runs

@@ -40,7 +40,9 @@ def refusal(topology: Topology) -> str | None:
     walk = circuit(topology)
     broken = [link for link in pairwise([*walk, walk[0]]) if not topology.is_link(*link)]
     if broken:
-        return f"its circuit crosses the failed link between chips {broken[0][0]} and {broken[0][1]}"
+        return (
+            f"its circuit crosses the failed link between chips {broken[0][0]} and {broken[0][1]}"
+        )
     return None
 
 
@@ -62,8 +64,8 @@ def circuit(topology: Topology) -> list[Coord]:
     """The live chips in the order of a closed walk over neighbours."""
     width, height = topology.shape
     if height % 2:
-        flipped = circuit(Topology(shape=(height, width), wrap=topology.wrap[::-1]))
-        return [(y, x) for x, y in flipped]
+        flipped = Topology(shape=(height, width), wrap=topology.wrap[::-1])
+        return [coord[::-1] for coord in circuit(flipped)]
     if width % 2:
         return _snake(width, height)
     return _around_tree(_comb(topology))
@@ -76,16 +78,20 @@ def _tile_failed(topology: Topology, coord: Coord) -> bool:
 
 def _snake(width: int, height: int) -> list[Coord]:
     """Rows to and fro over all columns but the first, and back along that one."""
-    rows = [[(x, y) for x in range(1, width)] for y in range(height)]
-    there = [coord for y, row in enumerate(rows) for coord in (row[::-1] if y % 2 else row)]
-    return there + [(0, y) for y in reversed(range(height))]
+    walk: list[Coord] = []
+    for y in range(height):
+        row = [(x, y) for x in range(1, width)]
+        walk += reversed(row) if y % 2 else row
+    return [*walk, *((0, y) for y in reversed(range(height)))]
 
 
 def _comb(topology: Topology) -> dict[Tile, set[Tile]]:
     """A spanning tree of the live tiles, along rows where it can, as tile -> joined tiles."""
     width, height = topology.shape
     tiles = [
-        (i, j) for j in range(height // 2) for i in range(width // 2)
+        (i, j)
+        for j in range(height // 2)
+        for i in range(width // 2)
         if topology.is_live((2 * i, 2 * j))
     ]
     along_rows = [((i, j), (i + 1, j)) for i, j in tiles]
@@ -113,7 +119,7 @@ def _around_tree(joined: dict[Tile, set[Tile]]) -> list[Coord]:
     clockwise = {(0, 0): (1, 0), (1, 0): (1, 1), (1, 1): (0, 1), (0, 1): (0, 0)}
     start = min(joined, key=lambda tile: tile[::-1])
     here = (2 * start[0], 2 * start[1])
-    walk = []
+    walk: list[Coord] = []
     for _ in range(4 * len(joined)):
         walk.append(here)
         x, y = here

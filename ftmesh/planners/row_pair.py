@@ -18,12 +18,13 @@ import numpy as np
 
 from ftmesh.errors import PlanError
 from ftmesh.notation import Coord
-from ftmesh.planners.forwarding import Forwarder, Piece, form_groups
+from ftmesh.planners.forwarding import Booking, Piece, book, form_groups
 from ftmesh.planners.rings import all_reduce, fold, reduce_scatter
 from ftmesh.schedule import Columns, Schedule, join, transfers
 from ftmesh.topology import Topology
 
 AXES = ("row", "column")
+MAX_HEAD_START = 8  # rounds; a group of forwarding chips that needs more is joined with others
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,22 @@ class Pairs:
 
     along: int
     rings: list[list[Coord]]
-    forwarders: list[Forwarder]
+    bookings: list[Booking]
 
     @property
-    def head_start(self) -> int:
-        """Rounds by which the forwarding chips run ahead of the rings."""
-        return max((forwarder.head_start for forwarder in self.forwarders), default=0)
+    def ring_rounds(self) -> int:
+        """Rounds that a reduce-scatter along the rings takes by itself."""
+        return len(self.rings[0]) - 1
+
+    @property
+    def first_rounds(self) -> int:
+        """Rounds of the first phase; what exceeds `ring_rounds` is the forwarding's head start."""
+        return max([self.ring_rounds, *(booking.round + 1 for booking in self.bookings)])
 
     @property
     def num_rounds(self) -> int:
         """Rounds of the reduce-scatter half."""
-        return self.head_start + len(self.rings[0]) - 1 + len(self.rings) - 1
+        return self.first_rounds + len(self.rings) - 1
 
 
 def refusal(topology: Topology) -> str | None:
@@ -93,22 +99,18 @@ def _pairs(topology: Topology, along: int) -> Pairs:
     rings = _full_rings(topology, along)
     length = len(rings[0])
     place = {coord: p for ring in rings for p, coord in enumerate(ring)}
-    loose = [coord for coord in topology.coords if coord not in place]
+    loose = {coord for coord in topology.coords if coord not in place}
 
-    def leaves(chip: Coord, piece: Piece) -> int:
+    def arrival(chip: Coord, piece: Piece) -> int:
         half, index = piece
         here = length - 1 - place[chip] if half else place[chip]
-        return (here - index) % length
+        return length - 1 - (here - index) % length
 
-    forwarders = []
-    for group in form_groups(topology, set(loose), across=1 - along):
-        if not group.exits:
-            chips = ", ".join(map(str, sorted(group.chips)))
-            raise PlanError(f"chips {chips} touch no whole pair of {AXES[along]}s")
-        forwarder = Forwarder(topology, group, leaves)
-        forwarder.book(product((0, 1), range(length)))
-        forwarders.append(forwarder)
-    return Pairs(along, rings, forwarders)
+    groups = form_groups(topology, loose, across=1 - along)
+    pieces = list(product((0, 1), range(length)))
+    return Pairs(
+        along, rings, book(topology, groups, pieces, arrival, by=length - 1 + MAX_HEAD_START)
+    )
 
 
 def _schedule(topology: Topology, pairs: Pairs) -> Schedule:
@@ -123,12 +125,12 @@ def _schedule(topology: Topology, pairs: Pairs) -> Schedule:
         columns, owned = reduce_scatter(
             places, lane=half, first_chunk=half * half_chunks, count=num_rings
         )
-        first.append(columns.shifted(rounds=pairs.head_start))
+        first.append(columns.shifted(rounds=pairs.first_rounds - pairs.ring_rounds))
         towers = places[order[::direction]].T
         columns, owned = reduce_scatter(towers, lane=half, first_chunk=owned[0])
         second.append(columns)
         owner[owned] = towers
-    if pairs.forwarders:
+    if pairs.bookings:
         first.append(_forwarding(topology, pairs, half_chunks))
         first = [_in_compass_lanes(topology, join(first))]
     name = AXES[pairs.along]
@@ -141,10 +143,10 @@ def _schedule(topology: Topology, pairs: Pairs) -> Schedule:
 def _forwarding(topology: Topology, pairs: Pairs, half_chunks: int) -> Columns:
     """The bookings of all groups as transfers, to be given lanes."""
     size = len(pairs.rings)
+    last = pairs.first_rounds - 1
     rows = [
-        (b.round, topology.rank(b.link[0]), topology.rank(b.link[1]), b.piece[0], b.piece[1])
-        for forwarder in pairs.forwarders
-        for b in forwarder.bookings
+        (last - b.round, topology.rank(b.link[1]), topology.rank(b.link[0]), *b.piece)
+        for b in pairs.bookings
     ]
     when, src, dst, half, index = np.array(rows).T
     return transfers(
@@ -158,4 +160,4 @@ def _in_compass_lanes(topology: Topology, columns: Columns) -> Columns:
     step = coords[columns.dst] - coords[columns.src]
     axis = (step[:, 1] != 0).astype(np.int32)
     backwards = step.sum(axis=1) < 0
-    return columns._replace(lane=2 * axis + backwards)
+    return columns.replace(lane=2 * axis + backwards)

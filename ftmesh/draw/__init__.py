@@ -1,0 +1,14 @@
+"""Pictures of meshes, routes and schedules, as text and as SVG, that a person can check.
+
+`routes_panel`, `phase_panel` and `schedule_panels` say what to draw; `draw_text` and `draw_svg`
+draw it. `figure` has the figures of the paper.
+"""
+
+from ftmesh.draw.figures import figure as figure
+from ftmesh.draw.picture import Arrow as Arrow
+from ftmesh.draw.picture import Panel as Panel
+from ftmesh.draw.picture import phase_panel as phase_panel
+from ftmesh.draw.picture import routes_panel as routes_panel
+from ftmesh.draw.picture import schedule_panels as schedule_panels
+from ftmesh.draw.svg import draw_svg as draw_svg
+from ftmesh.draw.text import draw_text as draw_text

@@ -1,0 +1,169 @@
+"""Schedule files: an ``.npz`` of plain integer columns that anyone can replay with NumPy.
+
+The columns ``round, lane, src, dst, chunk, count, op`` have one row per transfer, sorted by round,
+with nothing left to expand. Beside them: ``coords`` (rank to coord), ``owner`` (chunk to rank, or
+-1), ``rounds_in_reduce_scatter``, and ``meta``, a JSON string.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ftmesh.errors import FtmeshError, ScheduleFileError
+from ftmesh.schedule import COLUMN_NAMES, Columns, Phase, Schedule
+from ftmesh.topology import Topology
+from ftmesh.verify import verify as _verify
+
+FORMAT = "ftmesh.schedule/1"
+_ARRAYS = (*COLUMN_NAMES, "coords", "owner", "rounds_in_reduce_scatter", "meta")
+
+
+def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Write `schedule` to `path`, whole or not at all."""
+    topology = schedule.topology
+    meta = {
+        "format": FORMAT,
+        "shape": topology.shape,
+        "wrap": topology.wrap,
+        "failed": sorted(topology.failed),
+        "failed_links": sorted(topology.failed_links),
+        "devices_per_chip": topology.devices_per_chip,
+        "algorithm": schedule.algorithm,
+        "num_chunks": schedule.num_chunks,
+        "phases": [{"name": p.name, "rounds": p.num_rounds} for p in schedule.phases],
+    }
+    arrays: dict[str, Any] = dict(zip(COLUMN_NAMES, schedule.columns, strict=True))
+    arrays["coords"] = np.array(topology.coords, np.int32)
+    arrays["owner"] = schedule.owner
+    arrays["rounds_in_reduce_scatter"] = np.int32(schedule.rounds_in_reduce_scatter)
+    arrays["meta"] = np.array(json.dumps(meta))
+    path = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise ScheduleFileError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez_compressed(file, **arrays)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def load(path: str | os.PathLike[str], *, verify: bool = True) -> Schedule:
+    """Read a schedule file and, unless told otherwise, prove it right."""
+    try:
+        arrays = _read(path)
+        schedule = _build(arrays)
+        if verify:
+            _verify(schedule)
+    except FtmeshError as error:
+        raise type(error)(f"{path}: {error}") from error
+    return schedule
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise ScheduleFileError(
+                    "is a single array, not an .npz with the schedule's columns"
+                )
+            missing = [name for name in _ARRAYS if name not in file]
+            if missing:
+                raise ScheduleFileError(f"has no {missing[0]!r}: it is not a schedule file")
+            return {name: file[name] for name in _ARRAYS}
+    except FileNotFoundError:
+        raise ScheduleFileError("there is no such file") from None
+    except ScheduleFileError:
+        raise
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        if "pickle" in str(error):
+            raise ScheduleFileError(
+                "is not a plain .npz: it is pickled, or nothing that NumPy knows, and a schedule "
+                "never is; plan it again with 'ftmesh plan ... --out'"
+            ) from error
+        raise ScheduleFileError(f"is damaged or cut short ({error}); plan it again") from error
+
+
+def _build(arrays: dict[str, NDArray[Any]]) -> Schedule:
+    meta = _meta(arrays["meta"])
+    for name in (*COLUMN_NAMES, "coords", "owner", "rounds_in_reduce_scatter"):
+        if arrays[name].dtype != np.int32:
+            raise ScheduleFileError(f"column {name!r} is {arrays[name].dtype}, not int32")
+    lengths = {name: arrays[name].shape for name in COLUMN_NAMES}
+    if len(set(lengths.values())) != 1 or arrays["round"].ndim != 1:
+        raise ScheduleFileError(f"the columns differ in length: {lengths}")
+    if (np.diff(arrays["round"]) < 0).any():
+        raise ScheduleFileError("the rows are not sorted by round")
+    topology = Topology(
+        shape=tuple(meta["shape"]),
+        wrap=tuple(meta["wrap"]),
+        failed=frozenset(map(tuple, meta["failed"])),
+        failed_links=frozenset((tuple(a), tuple(b)) for a, b in meta["failed_links"]),
+        devices_per_chip=meta.get("devices_per_chip", 1),
+    )
+    if arrays["coords"].tolist() != [list(coord) for coord in topology.coords]:
+        raise ScheduleFileError(
+            f"'coords' are not the live chips of {topology} in order, x fastest"
+        )
+    half = int(arrays["rounds_in_reduce_scatter"])
+    columns = Columns(*(arrays[name] for name in COLUMN_NAMES))
+    return Schedule(
+        topology=topology,
+        algorithm=meta["algorithm"],
+        num_chunks=meta["num_chunks"],
+        phases=_phases(columns, meta.get("phases") or _halves(columns, half)),
+        owner=arrays["owner"],
+        rounds_in_reduce_scatter=half,
+    )
+
+
+def _meta(array: NDArray[Any]) -> dict[str, Any]:
+    try:
+        meta = json.loads(str(array))
+    except json.JSONDecodeError as error:
+        raise ScheduleFileError(f"'meta' is not JSON: {error}") from error
+    found = meta.get("format") if isinstance(meta, dict) else None
+    if found != FORMAT:
+        raise ScheduleFileError(f"is of format {found!r}; this ftmesh reads {FORMAT!r}")
+    wanted = ("shape", "wrap", "failed", "failed_links", "algorithm", "num_chunks")
+    for key in wanted:
+        if key not in meta:
+            raise ScheduleFileError(f"'meta' has no {key!r}")
+    return dict(meta)
+
+
+def _halves(columns: Columns, half: int) -> list[dict[str, Any]]:
+    """The phases of a file that does not name any: what comes before `half`, and the rest."""
+    rounds = int(columns.round.max(initial=-1)) + 1
+    parts = [("reduce-scatter", half), ("all-gather" if half else "all-reduce", rounds - half)]
+    return [{"name": name, "rounds": count} for name, count in parts if count]
+
+
+def _phases(columns: Columns, named: list[dict[str, Any]]) -> tuple[Phase, ...]:
+    phases, start = [], 0
+    for entry in named:
+        stop = start + int(entry["rounds"])
+        low, high = np.searchsorted(columns.round, [start, stop])
+        phase = Phase(str(entry["name"]), columns.take(slice(low, high)).shifted(rounds=-start))
+        if phase.num_rounds != stop - start:
+            raise ScheduleFileError(
+                f"round {stop - 1}, the last of {phase.name!r}, has no transfer"
+            )
+        phases.append(phase)
+        start = stop
+    if start != int(columns.round.max(initial=-1)) + 1:
+        raise ScheduleFileError(f"the phases named in 'meta' end at round {start}, the rows do not")
+    return tuple(phases)
