@@ -132,7 +132,8 @@ def parse_bytes(text: str) -> int:
     if not match:
         raise TopologyError(f"{text!r} is not a size: write a number and a unit, as in '100MB'")
     scale = 1024 if match[3] else 1000
-    return round(float(match[1]) * scale ** " kmg".index((match[2] or " ").lower()))
+    power = " kmg".index((match[2] or " ").lower())
+    return int(float(match[1]) * scale**power)
 
 
 def format_bytes(amount: float) -> str:

@@ -24,8 +24,8 @@ class Replay:
     chunk: int
     num_rounds: int
     counts: NDArray[np.int64]
-    reached: dict[int, str]
-    doubled: dict[int, str]
+    travelled: dict[int, tuple[int, int, int]]  # contribution -> its last move: round, src, dst
+    doubled: dict[int, tuple[int, int, int]]  # contribution -> the move that first doubled it
 
     def complaint(self, rank: int) -> str | None:
         """What is wrong with the sum at `rank`; None where each contribution is there once."""
@@ -38,16 +38,27 @@ class Replay:
             f"expected each of {len(coords)} contributions exactly once, found "
         )
         parts = []
-        often = np.flatnonzero(found > 1)
-        if len(often):
-            s = int(often[0])
-            how = self.doubled[s]
-            parts.append(f"{len(often)} too often: chip {coords[s]}'s {found[s]} times ({how})")
-        missing = np.flatnonzero(found == 0)
-        if len(missing):
-            s = int(missing[0])
-            parts.append(f"{len(missing)} missing: chip {coords[s]}'s {self.reached[s]}")
+        often = [int(s) for s in np.flatnonzero(found > 1)]
+        if often:
+            worst = min(often, key=lambda s: self.doubled[s])
+            parts.append(
+                f"{len(often)} too often, such as chip {coords[worst]}'s {found[worst]} times "
+                f"(first doubled {self._move(self.doubled[worst])})"
+            )
+        missing = [int(s) for s in np.flatnonzero(found == 0)]
+        if missing:
+            nearest = max(missing, key=lambda s: self.travelled.get(s, (-1, 0, 0)))
+            if nearest in self.travelled:
+                how = f"which last travelled {self._move(self.travelled[nearest])}"
+            else:
+                how = "which never left it"
+            parts.append(f"{len(missing)} missing, such as chip {coords[nearest]}'s, {how}")
         return says + "; ".join(parts)
+
+    def _move(self, move: tuple[int, int, int]) -> str:
+        now, src, dst = move
+        coords = self.schedule.topology.coords
+        return f"in round {now}, chip {coords[src]} to chip {coords[dst]}"
 
 
 def replay(schedule: Schedule, chunk: int, num_rounds: int) -> Replay:
@@ -56,17 +67,17 @@ def replay(schedule: Schedule, chunk: int, num_rounds: int) -> Replay:
     c = schedule.columns
     c = c.take((c.chunk <= chunk) & (chunk < c.chunk + c.count) & (c.round < num_rounds))
     counts = np.eye(len(coords), dtype=np.int64)
-    reached = dict.fromkeys(range(len(coords)), "never left it")
-    doubled: dict[int, str] = {}
+    travelled: dict[int, tuple[int, int, int]] = {}
+    doubled: dict[int, tuple[int, int, int]] = {}
     for now in np.unique(c.round):
         this = c.take(c.round == now)
         read = counts[this.src]
         for src, dst, op, value in zip(this.src, this.dst, this.op, read, strict=True):
             before = counts[dst].copy()
             counts[dst] = before + value if op == ADD else value
-            step = f"in round {now}, chip {coords[src]} to chip {coords[dst]}"
+            move = (int(now), int(src), int(dst))
             for s in np.flatnonzero((before == 0) & (counts[dst] > 0)):
-                reached[int(s)] = f"last travelled {step}"
+                travelled[int(s)] = move
             for s in np.flatnonzero((counts[dst] > 1) & (counts[dst] > before)):
-                doubled.setdefault(int(s), f"first doubled {step}")
-    return Replay(schedule, chunk, num_rounds, counts, reached, doubled)
+                doubled.setdefault(int(s), move)
+    return Replay(schedule, chunk, num_rounds, counts, travelled, doubled)

@@ -15,6 +15,7 @@ from ftmesh.notation import Coord
 from ftmesh.topology import Link, Topology
 
 Route = tuple[Coord, ...]
+Channel = tuple[Link, bool]
 Router = Callable[[Topology, Coord, Coord], Route]
 
 
@@ -62,7 +63,7 @@ def _shortest(topology: Topology, src: Coord, dst: Coord) -> Route:
     queue: list[tuple[int, int, Route, int]] = [(0, 0, (src,), -1)]
     done: set[tuple[Coord, int]] = set()
     while queue:
-        hops, turns, route, heading = heapq.heappop(queue)
+        _, turns, route, heading = heapq.heappop(queue)
         here = route[-1]
         if here == dst:
             return route
@@ -70,10 +71,25 @@ def _shortest(topology: Topology, src: Coord, dst: Coord) -> Route:
             continue
         done.add((here, heading))
         for there in topology.neighbours(here):
-            axis = next(i for i in range(len(here)) if here[i] != there[i])
-            turned = turns + (heading not in (-1, axis))
-            heapq.heappush(queue, (hops + 1, turned, (*route, there), axis))
+            axis = _axis(here, there)
+            if (there, axis) not in done:
+                turned = turns + (heading not in (-1, axis))
+                at_least = len(route) + _distance(topology, there, dst)
+                heapq.heappush(queue, (at_least, turned, (*route, there), axis))
     raise RoutingError(f"no live route leads from chip {src} to chip {dst} on {topology}")
+
+
+def _axis(a: Coord, b: Coord) -> int:
+    """The axis along which neighbours `a` and `b` differ."""
+    return next(i for i, (p, q) in enumerate(zip(a, b, strict=True)) if p != q)
+
+
+def _distance(topology: Topology, a: Coord, b: Coord) -> int:
+    """Hops between two chips were nothing damaged."""
+    total = 0
+    for p, q, size, wraps in zip(a, b, topology.shape, topology.wrap, strict=True):
+        total += min(abs(p - q), size - abs(p - q)) if wraps else abs(p - q)
+    return total
 
 
 def find_cycle(routes: Iterable[Route]) -> tuple[Link, ...]:
@@ -81,26 +97,39 @@ def find_cycle(routes: Iterable[Route]) -> tuple[Link, ...]:
 
     A message on a route holds each link until it gets the next. If those dependencies close a
     circle, routers with finite buffers can come to a stand. One-hop routes depend on nothing.
+    Where an axis wraps, links are taken to have the second virtual channel that every torus has,
+    for messages that have already crossed the edge along that axis.
     """
-    waits_for: dict[Link, set[Link]] = {}
-    for route in routes:
-        links = list(pairwise(route))
-        for held, wanted in pairwise(links):
+    waits_for: dict[Channel, set[Channel]] = {}
+    for route in (route for route in routes if len(route) > 2):
+        for held, wanted in pairwise(_channels(route)):
             waits_for.setdefault(held, set()).add(wanted)
-    finished: set[Link] = set()
+    finished: set[Channel] = set()
     for start in sorted(waits_for):
-        path: dict[Link, None] = {}
-        stack: list[tuple[Link, bool]] = [(start, False)]
+        path: dict[Channel, None] = {}
+        stack: list[tuple[Channel, bool]] = [(start, False)]
         while stack:
-            link, leaving = stack.pop()
+            channel, leaving = stack.pop()
             if leaving:
-                del path[link]
-                finished.add(link)
-            elif link in path:
+                del path[channel]
+                finished.add(channel)
+            elif channel in path:
                 trail = list(path)
-                return tuple(trail[trail.index(link) :])
-            elif link not in finished:
-                path[link] = None
-                stack.append((link, True))
-                stack.extend((wanted, False) for wanted in sorted(waits_for.get(link, ())))
+                return tuple(link for link, _ in trail[trail.index(channel) :])
+            elif channel not in finished:
+                path[channel] = None
+                stack.append((channel, True))
+                stack.extend((wanted, False) for wanted in sorted(waits_for.get(channel, ())))
     return ()
+
+
+def _channels(route: Route) -> list[Channel]:
+    """The links of a route, each with whether the route has crossed the edge along its axis."""
+    channels = []
+    crossed: set[int] = set()
+    for a, b in pairwise(route):
+        axis = _axis(a, b)
+        if abs(a[axis] - b[axis]) > 1:
+            crossed.add(axis)
+        channels.append(((a, b), axis in crossed))
+    return channels

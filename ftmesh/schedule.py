@@ -266,11 +266,15 @@ class Schedule:
                     f"phase {phase.name!r} moves chunk {last - 1} of a schedule of "
                     f"{self.num_chunks} chunks"
                 )
-        low, high = int(self.owner.min(initial=-1)), int(self.owner.max(initial=-1))
-        if self.owner.shape != (self.num_chunks,) or low < -1 or high >= self.topology.num_live:
+        if self.owner.shape != (self.num_chunks,):
             raise ScheduleError(
-                f"owner must give each of {self.num_chunks} chunks a rank below "
-                f"{self.topology.num_live}, or -1; it has shape {self.owner.shape} and values from "
+                f"owner must have an entry for each of {self.num_chunks} chunks; it has shape "
+                f"{self.owner.shape}"
+            )
+        low, high = int(self.owner.min()), int(self.owner.max())
+        if low < -1 or high >= self.topology.num_live:
+            raise ScheduleError(
+                f"owner must give ranks below {self.topology.num_live}, or -1; it has values from "
                 f"{low} to {high}"
             )
         if not 0 <= self.rounds_in_reduce_scatter <= self.num_rounds:

@@ -75,20 +75,19 @@ def load(path: str | os.PathLike[str], *, verify: bool = True) -> Schedule:
 
 def _read(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as raw:
+            file = np.load(raw, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ScheduleFileError(
-                    "is a single array, not an .npz with the schedule's columns"
-                )
+                raise ScheduleFileError("is a single array, not the .npz of a schedule")
             missing = [name for name in _ARRAYS if name not in file]
             if missing:
                 raise ScheduleFileError(f"has no {missing[0]!r}: it is not a schedule file")
             return {name: file[name] for name in _ARRAYS}
     except FileNotFoundError:
         raise ScheduleFileError("there is no such file") from None
-    except ScheduleFileError:
-        raise
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        if isinstance(error, ScheduleFileError):
+            raise
         if "pickle" in str(error):
             raise ScheduleFileError(
                 "is not a plain .npz: it is pickled, or nothing that NumPy knows, and a schedule "

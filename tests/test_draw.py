@@ -24,7 +24,6 @@ from ftmesh.draw import (
 from ftmesh.draw.tracks import HALF, PITCH, arrow_paths
 from ftmesh.errors import FtmeshError, ScheduleError, TopologyError
 from ftmesh.planners import ring, row_pair, two_dim
-from ftmesh.planners.rings import fold
 from ftmesh.routing import around, dimension_order
 from ftmesh.schedule import Phase, Schedule, transfers
 from ftmesh.topology import Topology
@@ -47,7 +46,8 @@ def chips_off_the_ring():
 
 
 def folded(topology, line):
-    order = [line[place] for place in fold(len(line), wraps=False)]
+    """A ring over a line: out over every second chip, back over the others."""
+    order = [*line[::2], *line[1::2][::-1]]
     return [dimension_order(topology, a, b) for a, b in pairwise([*order, order[0]])]
 
 

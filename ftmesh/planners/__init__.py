@@ -1,7 +1,7 @@
 """The algorithms: one file each, from a topology to a schedule, knowing nothing of JAX.
 
-A planner is a module with two functions: ``refusal(topology)``, which says in a sentence why the
-algorithm cannot serve a mesh (None where it can), and ``plan(topology)``.
+A planner is a module with a function ``plan(topology)``, which returns a schedule or raises a
+`PlanError` that says in a sentence why the algorithm cannot serve that mesh.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from ftmesh.topology import Topology
 
 
 class Planner(Protocol):
-    """What each module in this package offers."""
-
-    def refusal(self, topology: Topology) -> str | None:
-        """Why the algorithm cannot serve `topology`; None where it can."""
+    """What each algorithm's module offers."""
 
     def plan(self, topology: Topology) -> Schedule:
-        """A schedule for a topology that is not refused."""
+        """A schedule for `topology`, or a `PlanError` that says why not."""
 
 
 PLANNERS: dict[str, Planner] = {"row_pair": row_pair, "two_dim": two_dim, "ring": ring}
@@ -35,37 +32,41 @@ def schedule(topology: Topology, algorithm: str = "auto") -> Schedule:
     """
     if algorithm not in ALGORITHMS:
         raise PlanError(f"there is no algorithm {algorithm!r}: choose from {', '.join(ALGORITHMS)}")
-    _check_connected(topology)
-    if algorithm in PLANNERS:
-        reason = PLANNERS[algorithm].refusal(topology)
-        if reason is None:
-            return PLANNERS[algorithm].plan(topology)
-        able = [name for name, planner in PLANNERS.items() if planner.refusal(topology) is None]
-        remedy = f"use {' or '.join(able)}" if able else _no_way_out(topology)
-        raise PlanError(f"{algorithm} cannot run on {topology}: {reason}; {remedy}")
+    _check_whole(topology)
     reasons = []
-    for name, planner in PLANNERS.items():
-        reason = planner.refusal(topology)
-        if reason is None:
-            return planner.plan(topology)
-        reasons.append(f"{name}: {reason}")
-    raise PlanError(
-        f"no algorithm can run on {topology} ({'; '.join(reasons)}); {_no_way_out(topology)}"
-    )
+    for name in PLANNERS if algorithm == "auto" else [algorithm]:
+        try:
+            return PLANNERS[name].plan(topology)
+        except PlanError as error:
+            reasons.append(f"{name} cannot run on {topology}: {error}")
+    able = [name for name in PLANNERS if _can_plan(name, topology)]
+    if able:
+        raise PlanError(f"{reasons[0]}; use {' or '.join(able)}")
+    rest = f"no other algorithm can; the largest whole sub-mesh is {topology.largest_rectangle()}"
+    raise PlanError("; ".join([*reasons, rest]))
 
 
-def _check_connected(topology: Topology) -> None:
+def _can_plan(name: str, topology: Topology) -> bool:
+    try:
+        PLANNERS[name].plan(topology)
+    except PlanError:
+        return False
+    return True
+
+
+def _check_whole(topology: Topology) -> None:
+    """Refuse what no algorithm could serve."""
     if topology.num_live < 2:
         raise PlanError(f"{topology} has a single live chip: there is nothing to sum")
+    if sum(size > 1 for size in topology.shape) < 2:
+        raise PlanError(
+            f"{topology} is a line of chips; every algorithm here needs a mesh with two sides of 2 "
+            "or more"
+        )
     parts = topology.components()
     if len(parts) > 1:
-        sizes = ", ".join(f"{len(part)} around {part[0]}" for part in parts)
+        sizes = ", ".join(f"{len(part)} chips around {part[0]}" for part in parts)
         raise PlanError(
-            f"{topology} is cut into {len(parts)} parts that no link joins ({sizes} chips); "
+            f"{topology} is cut into {len(parts)} parts that no link joins: {sizes}; "
             f"the largest whole sub-mesh is {topology.largest_rectangle()}"
         )
-
-
-def _no_way_out(topology: Topology) -> str:
-    block = topology.largest_rectangle()
-    return f"no other algorithm can either; the largest whole sub-mesh is {block}"

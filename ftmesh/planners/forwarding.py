@@ -23,7 +23,7 @@ from ftmesh.topology import Link, Topology
 Piece = tuple[int, int]  # which half of the payload, and which piece of that half
 Arrival = Callable[[Coord, Piece], int]  # the first round in which a ring chip can hand it on
 
-RELUCTANCES = (3, math.inf)  # see `_spread`; the better of the two is kept for each group
+RELUCTANCES = (3, math.inf)  # see `_spread`; the second is tried where the first is late
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ def book(
     booked: list[tuple[Group, list[Booking]]] = []
     while waiting:
         group = waiting.pop()
-        bookings = min(
-            (_spread(topology, group, pieces, arrival, reluctance) for reluctance in RELUCTANCES),
-            key=_end,
-        )
-        short = len(bookings) < len(pieces) * len(group.chips)
-        if short or _end(bookings) > by:
+        for reluctance in RELUCTANCES:
+            bookings = _spread(topology, group, pieces, arrival, reluctance)
+            in_time = group.exits and max(booking.round for booking in bookings) < by
+            if in_time:
+                break
+        if not in_time:
             reach = {b for a in group.chips for b in topology.neighbours(a)} - group.chips
             beside = [other for other in waiting if other.chips & reach]
             beside += [other for other, _ in booked if other.chips & reach]
@@ -91,10 +91,6 @@ def book(
                 continue
         booked.append((group, bookings))
     return [booking for _, bookings in booked for booking in bookings]
-
-
-def _end(bookings: list[Booking]) -> int:
-    return max((booking.round + 1 for booking in bookings), default=0)
 
 
 def _union(groups: list[Group]) -> Group:

@@ -12,46 +12,21 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from ftmesh.notation import Coord, format_failed
-from ftmesh.planners.rings import all_reduce, reduce_scatter
+from ftmesh.errors import PlanError
+from ftmesh.notation import Coord
+from ftmesh.planners.scatter import all_reduce, along_rings
 from ftmesh.schedule import Schedule, join
 from ftmesh.topology import Topology
 
 Tile = tuple[int, int]
 
 
-def refusal(topology: Topology) -> str | None:
-    """Why `ring` cannot serve `topology`; None where it can."""
-    if len(topology.shape) != 2:
-        return f"it works on 2-D meshes, and {topology.name} has {len(topology.shape)} axes"
-    width, height = topology.shape
-    if min(width, height) < 2:
-        return f"{topology.name} is a line, which has no circuit"
-    if width % 2 and height % 2 and not topology.failed:
-        return f"{topology.name} has an odd number of chips, so no circuit visits each once"
-    if (width % 2 or height % 2) and topology.failed:
-        return f"a damaged mesh must have even sides, and {topology.name} does not"
-    odd = [coord for coord in topology.failed if not _tile_failed(topology, coord)]
-    if odd:
-        return (
-            f"failed chips must form even blocks at even coordinates, and the 2x2 tile of chip "
-            f"{min(odd)} is only partly failed (failed: {format_failed(topology.failed)})"
-        )
-    walk = circuit(topology)
-    broken = [link for link in pairwise([*walk, walk[0]]) if not topology.is_link(*link)]
-    if broken:
-        return (
-            f"its circuit crosses the failed link between chips {broken[0][0]} and {broken[0][1]}"
-        )
-    return None
-
-
 def plan(topology: Topology) -> Schedule:
     """Both directions of the circuit, half of the payload each."""
     ring = np.array([[topology.rank(coord) for coord in circuit(topology)]])
     live = topology.num_live
-    forward, owned_forward = reduce_scatter(ring, lane=0, first_chunk=0)
-    backward, owned_backward = reduce_scatter(ring[:, ::-1], lane=1, first_chunk=live)
+    forward, owned_forward = along_rings(ring, lane=0, first_chunk=0)
+    backward, owned_backward = along_rings(ring[:, ::-1], lane=1, first_chunk=live)
     owner = np.empty(2 * live, np.int32)
     owner[owned_forward] = ring
     owner[owned_backward] = ring[:, ::-1]
@@ -62,10 +37,39 @@ def plan(topology: Topology) -> Schedule:
 
 def circuit(topology: Topology) -> list[Coord]:
     """The live chips in the order of a closed walk over neighbours."""
+    _check(topology)
+    walk = _walk(topology)
+    if len(set(walk)) < topology.num_live:
+        raise PlanError("its 2x2 tiles are joined only over the edge, where the walk does not go")
+    for a, b in pairwise([*walk, walk[0]]):
+        if not topology.is_link(a, b):
+            raise PlanError(f"its circuit crosses the failed link between chips {a} and {b}")
+    return walk
+
+
+def _check(topology: Topology) -> None:
+    if len(topology.shape) != 2:
+        raise PlanError(f"it works on 2-D meshes, and {topology.name} has another number of axes")
+    odd_sides = [n for n in topology.shape if n % 2]
+    if len(odd_sides) == 2 and not topology.failed:
+        raise PlanError(
+            f"{topology.name} has an odd number of chips, so no circuit visits each once"
+        )
+    if odd_sides and topology.failed:
+        raise PlanError(f"a damaged mesh must have even sides, and {topology.name} does not")
+    partly = [coord for coord in topology.failed if not _tile_failed(topology, coord)]
+    if partly:
+        raise PlanError(
+            "failed chips must form even blocks at even coordinates, and the 2x2 tile of chip "
+            f"{min(partly)} is only partly failed"
+        )
+
+
+def _walk(topology: Topology) -> list[Coord]:
     width, height = topology.shape
     if height % 2:
         flipped = Topology(shape=(height, width), wrap=topology.wrap[::-1])
-        return [coord[::-1] for coord in circuit(flipped)]
+        return [coord[::-1] for coord in _walk(flipped)]
     if width % 2:
         return _snake(width, height)
     return _around_tree(_comb(topology))

@@ -1,10 +1,12 @@
-"""`row_pair`: rings of two rows, then rings over the same place in every pair.
+"""`row_pair`: rings of two rows, then sums over the same place in every pair.
 
 The paper's figures 6 and 7, and 9 and 10 where chips have failed. Each pair of rows is one ring; no
 two rings share a link, and each runs in both directions, with half of the payload each way. A pair
 that damage has broken is left out: its live chips sum among neighbours and forward to the full
 rings beside them (`ftmesh.planners.forwarding`), while those run. The second phase joins the full
-rings by folded rings across them, whose longer hops go around the damage.
+rings from pair to pair, over hops of two rows; where damage is in the way, hops go around it. Where
+the axis across the pairs wraps, each place's chips form a ring; where it does not, sums flow along
+the line to their owners from both ends, since a ring would have to fold back over its own links.
 
 The rings may lie along x or along y, whichever needs fewer rounds.
 """
@@ -19,7 +21,8 @@ import numpy as np
 from ftmesh.errors import PlanError
 from ftmesh.notation import Coord
 from ftmesh.planners.forwarding import Booking, Piece, book, form_groups
-from ftmesh.planners.rings import all_reduce, fold, reduce_scatter
+from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
+from ftmesh.routing import find_cycle
 from ftmesh.schedule import Columns, Schedule, join, transfers
 from ftmesh.topology import Topology
 
@@ -51,30 +54,22 @@ class Pairs:
         return self.first_rounds + len(self.rings) - 1
 
 
-def refusal(topology: Topology) -> str | None:
-    """Why `row_pair` cannot serve `topology`; None where it can."""
-    if len(topology.shape) != 2 or min(topology.shape) < 2:
-        return f"it needs a 2-D mesh with sides of 2 or more, not {topology.name}"
-    reasons = []
-    for along in (0, 1):
-        try:
-            _full_rings(topology, along)
-            return None
-        except PlanError as error:
-            reasons.append(str(error))
-    return "; ".join(reasons)
-
-
 def plan(topology: Topology) -> Schedule:
     """The schedule with the fewest rounds over both orientations."""
-    choices = []
+    if len(topology.shape) != 2:
+        raise PlanError(f"it works on 2-D meshes, and {topology.name} has another number of axes")
+    choices, reasons = [], []
     for along in (0, 1):
         try:
             choices.append(_pairs(topology, along))
-        except PlanError:
-            continue
-    pairs = min(choices, key=lambda pairs: (pairs.num_rounds, pairs.along))
-    return _schedule(topology, pairs)
+        except PlanError as error:
+            reasons.append(str(error))
+    for pairs in sorted(choices, key=lambda pairs: (pairs.num_rounds, pairs.along)):
+        schedule = _schedule(topology, pairs)
+        if not find_cycle(schedule.routes.values()):
+            return schedule
+        reasons.append(f"hops across its {AXES[pairs.along]} pairs could deadlock in their detours")
+    raise PlanError(" and ".join(reasons))
 
 
 def _full_rings(topology: Topology, along: int) -> list[list[Coord]]:
@@ -117,17 +112,17 @@ def _schedule(topology: Topology, pairs: Pairs) -> Schedule:
     rings = np.array([[topology.rank(coord) for coord in ring] for ring in pairs.rings], np.int32)
     num_rings, length = rings.shape
     half_chunks = length * num_rings
-    order = fold(num_rings, wraps=topology.wrap[1 - pairs.along])
+    across = along_rings if topology.wrap[1 - pairs.along] else along_lines
     owner = np.empty(2 * half_chunks, np.int32)
     first, second = [], []
     for half, direction in enumerate((+1, -1)):
         places = rings[:, ::direction]
-        columns, owned = reduce_scatter(
+        columns, owned = along_rings(
             places, lane=half, first_chunk=half * half_chunks, count=num_rings
         )
         first.append(columns.shifted(rounds=pairs.first_rounds - pairs.ring_rounds))
-        towers = places[order[::direction]].T
-        columns, owned = reduce_scatter(towers, lane=half, first_chunk=owned[0])
+        towers = places[::direction].T
+        columns, owned = across(towers, lane=2 * half, first_chunk=owned[0])
         second.append(columns)
         owner[owned] = towers
     if pairs.bookings:
@@ -136,7 +131,7 @@ def _schedule(topology: Topology, pairs: Pairs) -> Schedule:
     name = AXES[pairs.along]
     halves = [(f"{name}-pair rings", join(first))]
     if num_rings > 1:
-        halves.append((f"rings across {name} pairs", join(second)))
+        halves.append((f"across {name} pairs", join(second)))
     return all_reduce(topology, "row_pair", 2 * half_chunks, halves, owner)
 
 
@@ -158,6 +153,7 @@ def _in_compass_lanes(topology: Topology, columns: Columns) -> Columns:
     """A lane per direction of travel: every link has one, so lanes are the same in all rounds."""
     coords = np.array(topology.coords)
     step = coords[columns.dst] - coords[columns.src]
+    over_edge = abs(step) > 1
+    backwards = np.where(over_edge, step > 0, step < 0).any(axis=1)
     axis = (step[:, 1] != 0).astype(np.int32)
-    backwards = step.sum(axis=1) < 0
     return columns.replace(lane=2 * axis + backwards)

@@ -1,26 +1,19 @@
 """`two_dim`: along x then along y for one half of the payload, y then x for the other, at once.
 
-The paper's figures 4 and 5. Both phases run on rings along single rows and columns. On a line
-without wrap links such a ring is folded, which takes hops of two and uses each direction of every
-link once; on a line that wraps, half of each half runs backwards, for the same reason.
+The paper's figures 4 and 5. Along an axis that wraps, rows (or columns) are rings, and half of each
+half runs backwards, so that both directions of every link are used. Along one that does not, a
+ring would have to fold back over its own links, with hops of two; sums flow along the line to
+their owners instead, from both ends, which takes as many rounds and single hops.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ftmesh.planners.rings import all_reduce, fold, reduce_scatter
+from ftmesh.errors import PlanError
+from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
 from ftmesh.schedule import Schedule, join
 from ftmesh.topology import Topology
-
-
-def refusal(topology: Topology) -> str | None:
-    """Why `two_dim` cannot serve `topology`; None where it can."""
-    if len(topology.shape) != 2 or min(topology.shape) < 2:
-        return f"it needs a 2-D mesh with sides of 2 or more, not {topology.name}"
-    if topology.failed or topology.failed_links:
-        return "it needs every row and column whole, and the mesh is damaged"
-    return None
 
 
 def plan(topology: Topology) -> Schedule:
@@ -29,8 +22,12 @@ def plan(topology: Topology) -> Schedule:
     Where one side is a multiple of the other, a step along the short side is spread over as many
     rounds, so that both halves move pieces of one size in every round.
     """
-    place_of = np.array([topology.rank(c) for c in np.ndindex(topology.shape)], np.int32)
-    ranks = place_of.reshape(topology.shape)
+    if len(topology.shape) != 2:
+        raise PlanError(f"it works on 2-D meshes, and {topology.name} has another number of axes")
+    if topology.failed or topology.failed_links:
+        raise PlanError("it needs every row and column whole, and the mesh is damaged")
+    ranks = np.array([topology.rank(c) for c in np.ndindex(topology.shape)], np.int32)
+    ranks = ranks.reshape(topology.shape)
     short, long = sorted(topology.shape)
     spread = long // short if long % short == 0 else 1
     strands = [+1, -1] if any(topology.wrap) else [+1]
@@ -39,22 +36,21 @@ def plan(topology: Topology) -> Schedule:
     owner = np.empty(num_chunks, np.int32)
     first, second = [], []
     for half, axes in enumerate([(0, 1), (1, 0)]):
-        along, across = (topology.shape[axis] for axis in axes)
-        grid = ranks.transpose(axes)[fold(along, wraps=topology.wrap[axes[0]])]
-        grid = grid[:, fold(across, wraps=topology.wrap[axes[1]])]
+        along, across = (along_rings if topology.wrap[axis] else along_lines for axis in axes)
+        grid = ranks.transpose(axes)
         for strand, direction in enumerate(strands):
-            lane = half * len(strands) + strand
-            rings = grid[::direction, ::direction]
-            columns, owned = reduce_scatter(
-                rings.T,
-                lane=lane,
-                first_chunk=lane * chips,
-                count=across,
-                rounds_per_step=spread if along < across else 1,
+            part = half * len(strands) + strand
+            grid = grid[::direction, ::direction]
+            columns, owned = along(
+                grid.T,
+                lane=2 * part,
+                first_chunk=part * chips,
+                count=grid.shape[1],
+                rounds_per_step=spread if grid.shape[0] == short else 1,
             )
             first.append(columns)
-            columns, owned = reduce_scatter(rings, lane=lane, first_chunk=owned[0])
+            columns, owned = across(grid, lane=2 * part, first_chunk=owned[0])
             second.append(columns)
-            owner[owned] = rings
-    halves = [("x rings and y rings", join(first)), ("y rings and x rings", join(second))]
+            owner[owned] = grid
+    halves = [("x first and y first", join(first)), ("y next and x next", join(second))]
     return all_reduce(topology, "two_dim", num_chunks, halves, owner)

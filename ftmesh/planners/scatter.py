@@ -1,4 +1,4 @@
-"""What the planners share: reduce-scatter along rings, and an all-reduce from a reduce-scatter."""
+"""What the planners share: reduce-scatter along rings and lines, and an all-reduce made from it."""
 
 from __future__ import annotations
 
@@ -7,30 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ftmesh.schedule import Columns, Ints, Phase, Schedule, transfers
+from ftmesh.schedule import Columns, Ints, Phase, Schedule, join, transfers
 from ftmesh.topology import Topology
 
 
-def fold(length: int, *, wraps: bool) -> list[int]:
-    """The order in which a ring visits a line of `length` places.
-
-    A line that wraps is a ring as it stands. Otherwise out over the even places and back over the
-    odd ones: no hop is longer than two, and each direction of the line is crossed once.
-
-    >>> fold(6, wraps=False)
-    [0, 2, 4, 5, 3, 1]
-    """
-    if wraps:
-        return list(range(length))
-    return [*range(0, length, 2), *reversed(range(1, length, 2))]
-
-
-def reduce_scatter(
+def along_rings(
     rings: ArrayLike, *, lane: int, first_chunk: ArrayLike, count: int = 1, rounds_per_step: int = 1
 ) -> tuple[Columns, Ints]:
     """Reduce-scatter along rings of equal length, all at once; and the chunk each place ends with.
 
-    `rings[j, p]` is the rank at place p of ring j. Ring j works on ``length * count`` chunks from
+    ``rings[j, p]`` is the rank at place p of ring j. Ring j works on ``length * count`` chunks from
     ``first_chunk[j]`` on, in pieces of `count`: in step s, place p sends piece p - s to place
     p + 1, which adds it. After ``length - 1`` steps place p holds piece p + 1 complete; the first
     chunk of that piece is the second result, shaped like `rings`. A step may be spread over
@@ -38,7 +24,7 @@ def reduce_scatter(
     """
     order = np.asarray(rings, np.int32)
     length = order.shape[1]
-    base = np.broadcast_to(np.asarray(first_chunk, np.int32), order.shape[:1])[:, None]
+    base = _per_row(first_chunk, order)
     place = np.arange(length)
     step = np.arange(length - 1)[:, None, None, None]
     part = np.arange(rounds_per_step)[:, None, None]
@@ -52,6 +38,42 @@ def reduce_scatter(
         count=size,
     )
     return columns, base + (place + 1) % length * count
+
+
+def along_lines(
+    lines: ArrayLike, *, lane: int, first_chunk: ArrayLike, count: int = 1, rounds_per_step: int = 1
+) -> tuple[Columns, Ints]:
+    """The same along lines: sums flow from both ends to the place that is to own them.
+
+    Place p ends with piece p. What has the farthest to go leaves first, so that after
+    ``length - 1`` steps everything has arrived, over single hops, and no hop is used twice in a
+    round. Takes two lanes, `lane` upwards and ``lane + 1`` downwards.
+    """
+    order = np.asarray(lines, np.int32)
+    length = order.shape[1]
+    base = _per_row(first_chunk, order)
+    part = np.arange(rounds_per_step)[:, None, None]
+    size = count // rounds_per_step
+    place, goal = np.triu_indices(length, k=1)
+    columns = []
+    for downwards in (0, 1):
+        along = order[:, ::-1] if downwards else order
+        piece = length - 1 - goal if downwards else goal
+        columns.append(
+            transfers(
+                round=(length - 1 - goal + place) * rounds_per_step + part,
+                lane=lane + downwards,
+                src=along[:, place],
+                dst=along[:, place + 1],
+                chunk=base + piece * count + part * size,
+                count=size,
+            )
+        )
+    return join(columns), base + np.arange(length) * count
+
+
+def _per_row(values: ArrayLike, rows: Ints) -> Ints:
+    return np.broadcast_to(np.asarray(values, np.int32), rows.shape[:1])[:, None]
 
 
 def all_reduce(

@@ -1,0 +1,45 @@
+"""The command line: ``ftmesh plan 16x32 --failed 4x2@6,14``. One file per command.
+
+Bad input ends with exit status 2 and one line that says what was wrong, never a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import ftmesh
+from ftmesh.cli import draw, plan, verify
+from ftmesh.cli.arguments import Parser
+from ftmesh.errors import FtmeshError
+
+COMMANDS = {"plan": plan, "verify": verify, "draw": draw}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    parser = Parser(
+        prog="ftmesh",
+        description="All-reduce schedules for TPU meshes with failed chips: plan them, prove them "
+        "right, look at them.",
+        epilog="Blocks of failed chips are written WxH@x,y and joined by ';': 4x2@6,14 is 4 chips "
+        "along x and 2 along y, with its low corner at x=6, y=14.",
+    )
+    parser.add_argument("--version", action="version", version=f"ftmesh {ftmesh.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS.values():
+        command.add(commands)
+    args = parser.parse_args(argv)
+    try:
+        COMMANDS[args.command].run(args)
+    except FtmeshError as error:
+        print(f"ftmesh: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ftmesh: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return 0

@@ -1,0 +1,112 @@
+"""Arguments that several commands take, and what they share in carrying them out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from ftmesh.errors import ScheduleFileError, TopologyError
+from ftmesh.planners import ALGORITHMS
+from ftmesh.topology import Topology
+
+T = TypeVar("T")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where help is, and exit with status 2."""
+        self.exit(2, f"{self.prog}: {message} (see '{self.prog} --help')\n")
+
+
+def add_mesh(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """MESH, --failed, --failed-links, --wrap."""
+    parser.add_argument(
+        "mesh", metavar="MESH", nargs="?" if optional else None, help="shape, x first: 16x32"
+    )
+    parser.add_argument(
+        "--failed",
+        metavar="BLOCKS",
+        help="failed chips: '4x2@6,14' or '2x2@2,2;2x2@8,4' "
+        "(default: the environment variable FTMESH_FAILED)",
+    )
+    parser.add_argument(
+        "--failed-links", metavar="LINKS", default="", help="failed links: '3,2-4,2;0,0-0,1'"
+    )
+    parser.add_argument("--wrap", metavar="AXES", default="", help="axes that wrap: 'x', 'xy'")
+
+
+def add_algorithm(parser: argparse.ArgumentParser) -> None:
+    """--algorithm."""
+    parser.add_argument(
+        "--algorithm",
+        choices=ALGORITHMS,
+        default="auto",
+        help="how to sum (default: auto, the first of the others that fits the damage)",
+    )
+
+
+def add_payload(parser: argparse.ArgumentParser) -> None:
+    """--payload."""
+    parser.add_argument(
+        "--payload",
+        metavar="SIZE",
+        default="100MB",
+        help="bytes to sum, as 100MB or 64KiB (default: 100MB)",
+    )
+
+
+def topology_of(args: argparse.Namespace) -> Topology:
+    """The topology that the arguments of `add_mesh` describe."""
+    wrong = set(args.wrap) - set("xyz"[: args.mesh.count("x") + 1])
+    if wrong:
+        raise TopologyError(
+            f"--wrap {args.wrap}: mesh {args.mesh} has no axis {sorted(wrong)[0]!r}"
+        )
+    return Topology.grid(
+        args.mesh,
+        failed=args.failed,
+        failed_links=args.failed_links,
+        wrap=[axis in args.wrap for axis in "xyz"[: args.mesh.count("x") + 1]],
+    )
+
+
+def check_writable(*paths: str | None) -> None:
+    """Refuse an output path before any work is done for it."""
+    for path in filter(None, paths):
+        folder = Path(path).parent
+        if not folder.is_dir():
+            raise ScheduleFileError(f"cannot write {path}: there is no folder {folder}")
+        if Path(path).is_dir() or not os.access(folder, os.W_OK):
+            raise ScheduleFileError(
+                f"cannot write {path}: it is a folder, or lies in one that is read-only"
+            )
+
+
+class Stages:
+    """Says on a terminal what long work is under way, and remembers how long each part took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def run(self, name: str, work: Callable[[], T]) -> T:
+        """Do `work`, under the name of what is being done."""
+        shown = sys.stderr.isatty()
+        if shown:
+            print(f"{name} ...", end="", file=sys.stderr, flush=True)
+        start = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self.seconds[name] = time.perf_counter() - start
+            if shown:
+                print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())

@@ -1,0 +1,65 @@
+"""``ftmesh draw``: a picture on the terminal, or an SVG for a page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import ftmesh
+from ftmesh.cli.arguments import add_algorithm, add_mesh, check_writable, topology_of
+from ftmesh.draw import Panel, draw_svg, draw_text, figure, phase_panel, schedule_panels
+from ftmesh.errors import PlanError
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "draw",
+        help="draw a schedule, or one of the paper's figures",
+        description="Draw the phases of a schedule, on the terminal or as SVG. MESH may also be a "
+        "saved schedule, FILE.npz.",
+        epilog="examples: ftmesh draw 8x8 --failed 2x2@2,2 --phase 0; ftmesh draw --figure 9 "
+        "--svg figure-9.svg",
+    )
+    add_mesh(parser, optional=True)
+    add_algorithm(parser)
+    parser.add_argument("--phase", type=int, metavar="K", help="only phase K, counted from 0")
+    parser.add_argument("--round", type=int, metavar="R", help="only round R of phase K")
+    parser.add_argument(
+        "--half", type=int, choices=(0, 1), help="only one half of the payload: one way of a ring"
+    )
+    parser.add_argument(
+        "--figure", type=int, metavar="N", help="figure N of Kumar and Jouppi (2020), 1 to 10"
+    )
+    parser.add_argument("--svg", metavar="FILE.svg", help="write an SVG instead of text")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Draw what was asked for."""
+    check_writable(args.svg)
+    panels = _panels(args)
+    if args.svg:
+        Path(args.svg).write_text(draw_svg(panels), encoding="utf-8")
+        print(f"wrote {args.svg}")
+    else:
+        colour = sys.stdout.isatty()
+        print("\n\n".join(draw_text(panel, colour=colour) for panel in panels))
+
+
+def _panels(args: argparse.Namespace) -> list[Panel]:
+    if args.figure is not None:
+        if args.mesh is not None:
+            raise PlanError("give a MESH or --figure, not both")
+        return figure(args.figure)
+    if args.mesh is None:
+        raise PlanError("give a MESH such as 8x8, a FILE.npz, or --figure N")
+    if args.round is not None and args.phase is None:
+        raise PlanError("--round counts within a phase: give --phase too")
+    if args.mesh.endswith(".npz"):
+        schedule = ftmesh.load(args.mesh)
+    else:
+        schedule = ftmesh.plan(topology_of(args), args.algorithm).schedule
+    if args.phase is None:
+        return schedule_panels(schedule, half=args.half)
+    return [phase_panel(schedule, args.phase, round=args.round, half=args.half)]

@@ -1,0 +1,97 @@
+"""``ftmesh plan``: from a damaged mesh to a proven schedule."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import ftmesh
+from ftmesh.cli.arguments import (
+    Stages,
+    add_algorithm,
+    add_mesh,
+    add_payload,
+    check_writable,
+    topology_of,
+)
+from ftmesh.draw import draw_svg, schedule_panels
+from ftmesh.notation import parse_bytes
+from ftmesh.plan import Plan
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "plan",
+        help="plan an all-reduce on a mesh and prove it right",
+        description="Plan an all-reduce on a mesh, prove it right, and say what it does.",
+        epilog="example: ftmesh plan 16x32 --failed 4x2@6,14 --out plan.npz --svg plan.svg",
+    )
+    add_mesh(parser)
+    add_algorithm(parser)
+    add_payload(parser)
+    parser.add_argument("--out", metavar="FILE.npz", help="save the schedule")
+    parser.add_argument("--svg", metavar="FILE.svg", help="draw the phases")
+    parser.add_argument("--round", type=int, metavar="R", help="also list the transfers of round R")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Plan, verify, and write what was asked for."""
+    check_writable(args.out, args.svg)
+    topology = topology_of(args)
+    payload_bytes = parse_bytes(args.payload)
+    stages = Stages()
+    plan = stages.run(
+        "planning",
+        lambda: ftmesh.plan(topology, args.algorithm, payload_bytes=payload_bytes, verify=False),
+    )
+    proof = stages.run("verifying", lambda: ftmesh.verify(plan.schedule))
+    plan = Plan(plan.schedule, plan.payload_bytes, proof)
+    one_round = None if args.round is None else plan.schedule.describe_round(args.round)
+    if args.svg:
+        picture = stages.run("drawing", lambda: draw_svg(schedule_panels(plan.schedule)))
+    if args.out:
+        stages.run("saving", lambda: ftmesh.save(plan.schedule, args.out))
+    if args.svg:
+        Path(args.svg).write_text(picture, encoding="utf-8")
+    if args.json:
+        print(json.dumps(summary(plan), indent=2))
+        return
+    print(plan)
+    if one_round:
+        print(one_round)
+    print(proof)
+    print(stages)
+    for path in filter(None, (args.out, args.svg)):
+        print(f"wrote {path}")
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """What a program would want to know of a plan."""
+    schedule = plan.schedule
+    return {
+        "algorithm": plan.algorithm,
+        "mesh": plan.topology.name,
+        "failed": sorted(plan.topology.failed),
+        "live": plan.topology.num_live,
+        "payload_bytes": plan.payload_bytes,
+        "rounds": schedule.num_rounds,
+        "rounds_in_reduce_scatter": schedule.rounds_in_reduce_scatter,
+        "chunks": schedule.num_chunks,
+        "neighbour_only": schedule.is_neighbour_only,
+        "verified": plan.proof is not None,
+        "phases": [
+            {
+                "name": phase.name,
+                "rounds": phase.num_rounds,
+                "lanes": len(set(phase.columns.lane.tolist())),
+                "busiest_link_bytes": plan.payload_bytes
+                * max(schedule.link_loads(phase).values())
+                / schedule.num_chunks,
+            }
+            for phase in schedule.phases
+        ],
+    }

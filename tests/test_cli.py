@@ -1,0 +1,164 @@
+"""The command line, in this process; and once as users start it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import ftmesh
+from ftmesh.cli import main
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*argv):
+        try:
+            status = main(argv)
+        except SystemExit as stop:  # argparse
+            status = stop.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+def test_plan_says_what_it_planned_and_writes_it(run, tmp_path):
+    out, svg = tmp_path / "a.npz", tmp_path / "a.svg"
+    status, text, _ = run(
+        "plan", "8x8", "--failed", "2x2@2,2", "--algorithm", "ring", "--out", str(out),
+        "--svg", str(svg), "--round", "0",
+    )  # fmt: skip
+    assert status == 0
+    assert "ring on 8x8 less 2x2@2,2: 60 live chips, 118 rounds, 120 chunks" in text
+    assert "lane 0: (0, 0) -> (1, 0)  add chunk 0" in text
+    assert "verified: 60 ranks hold every contribution" in text
+    assert ftmesh.load(out).num_rounds == 118
+    assert svg.read_text().startswith("<svg")
+
+
+def test_plan_as_json(run):
+    status, text, _ = run("plan", "16x16", "--failed", "4x2@4,4", "--payload", "64MB", "--json")
+    found = json.loads(text)
+    assert status == 0
+    assert found["algorithm"] == "row_pair"
+    assert (found["live"], found["rounds"], found["verified"]) == (248, 76, True)
+    assert found["payload_bytes"] == 64_000_000
+    assert [phase["rounds"] for phase in found["phases"]] == [32, 6, 6, 32]
+    assert found["phases"][0]["busiest_link_bytes"] == pytest.approx(64e6 * 31 / 64)
+
+
+def test_the_environment_tells_what_failed(run, monkeypatch):
+    monkeypatch.setenv("FTMESH_FAILED", "2x2@2,2")
+    assert "60 live chips" in run("plan", "8x8")[1]
+    assert "64 live chips" in run("plan", "8x8", "--failed", "")[1]
+
+
+def test_wrap_and_failed_links(run):
+    assert "8x8 (wrapping in x)" in run("plan", "8x8", "--wrap", "x")[1]
+    assert "less links 0,0-1,0" in run("plan", "8x8", "--failed-links", "1,0-0,0")[1]
+
+
+def test_verify_a_file(run, tmp_path):
+    path = str(tmp_path / "a.npz")
+    run("plan", "8x8", "--failed", "2x2@2,2", "--out", path)
+    status, text, _ = run("verify", path)
+    assert (status, "verified: 60 ranks" in text) == (0, True)
+    assert json.loads(run("verify", path, "--json")[1])["num_ranks"] == 60
+    status, _, error = run("verify", path, "--router", "dimension_order")
+    assert status == 2
+    assert "crosses failed chip (2, 2)" in error
+
+
+def test_draw_on_the_terminal_and_as_svg(run, tmp_path):
+    status, text, _ = run(
+        "draw", "4x4", "--failed", "2x2@2,0", "--algorithm", "ring", "--phase", "0"
+    )
+    assert status == 0
+    assert "o─↔─o   X   X" in text
+    path = tmp_path / "figure.svg"
+    assert run("draw", "--figure", "9", "--svg", str(path)) == (0, f"wrote {path}\n", "")
+    assert "row_pair on 8x8 less 2x2@2,2" in path.read_text()
+    plan = str(tmp_path / "a.npz")
+    run("plan", "4x4", "--out", plan)
+    assert run("draw", plan)[1] == run("draw", "4x4")[1]
+    assert "round 1" in run("draw", "4x4", "--phase", "0", "--round", "1")[1]
+
+
+@pytest.mark.parametrize("number", range(1, 11))
+def test_every_figure_of_the_paper(run, number):
+    status, text, _ = run("draw", "--figure", str(number))
+    assert status == 0
+    assert "8x8" in text or "1." in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("plan 8x8 --failed 2x2@7,7", "2x2@7,7 is not inside mesh 8x8"),
+        ("plan 8x8 --failed 3x2@2,2 --algorithm ring", "only partly failed; use row_pair"),
+        ("plan 8x8 --failed 2x2@2,2;2x2@3,2 --algorithm ring", "only partly failed"),
+        ("plan 8x8 --failed 8x2@0,2", "32 chips around (0, 4), 16 chips around (0, 0)"),
+        ("plan 1x8", "1x8 is a line of chips"),
+        ("plan 4x4 --failed 4x4@0,0", "all 16 chips of mesh 4x4 have failed"),
+        ("plan 8by8", "'8by8' is not a mesh shape"),
+        ("plan 8x8 --failed board", "'board' is not a block"),
+        ("plan 8x8 --payload much", "'much' is not a size"),
+        ("plan 8x8 --wrap z", "has no axis 'z'"),
+        ("plan 8x8 --round 999", "round 999 does not exist"),
+        ("plan 8x8 --algorithm best", "invalid choice: 'best'"),
+        ("plan", "the following arguments are required: MESH"),
+        ("fly", "invalid choice: 'fly'"),
+        ("verify missing.npz", "missing.npz: there is no such file"),
+        ("draw", "give a MESH such as 8x8"),
+        ("draw 8x8 --figure 3", "not both"),
+        ("draw --figure 11", "the paper has no figure 11"),
+        ("draw 8x8 --phase 9", "phase 9 does not exist"),
+        ("draw 8x8 --round 1", "give --phase too"),
+    ],
+)
+def test_bad_input_gets_one_line_and_status_2(run, tmp_path, monkeypatch, argv, says):
+    monkeypatch.chdir(tmp_path)
+    outputs = ["--out", "a.npz", "--svg", "a.svg"] if argv.startswith("plan ") else []
+    status, out, error = run(*argv.split(), *outputs)
+    assert status == 2
+    assert says in error
+    assert error.count("\n") == 1
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_cannot_be_written_is_refused_first(run, tmp_path):
+    status, _, error = run("plan", "64x64", "--out", str(tmp_path / "no" / "a.npz"))
+    assert (status, "there is no folder" in error) == (2, True)
+    status, _, error = run("draw", "8x8", "--svg", str(tmp_path))
+    assert (status, "it is a folder" in error) == (2, True)
+
+
+def test_a_damaged_file_gets_one_line(run, tmp_path):
+    path = tmp_path / "a.npz"
+    run("plan", "4x4", "--out", str(path))
+    path.write_bytes(path.read_bytes()[:500])
+    status, _, error = run("verify", str(path))
+    assert status == 2
+    assert error.count("\n") == 1
+    assert "cut short" in error
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["plan", "--help"], ["verify", "-h"], ["draw", "-h"]])
+def test_help_helps(run, argv):
+    status, text, _ = run(*argv)
+    assert status == 0
+    assert "@" in text or "example" in text
+
+
+def test_python_m_ftmesh():
+    done = subprocess.run(
+        [sys.executable, "-m", "ftmesh", "plan", "4x4"], capture_output=True, text=True, check=True
+    )
+    assert "row_pair on 4x4" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "ftmesh", "plan", "4y4"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
