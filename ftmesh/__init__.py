@@ -6,6 +6,11 @@ print(plan)                              # what it does, a line per phase
 ftmesh.save(plan.schedule, "plan.npz")   # plain integer columns
 """
 
+import importlib
+from typing import Any
+
+from ftmesh.errors import ArgumentError as ArgumentError
+from ftmesh.errors import CollectiveError as CollectiveError
 from ftmesh.errors import FtmeshError as FtmeshError
 from ftmesh.errors import PlanError as PlanError
 from ftmesh.errors import RoutingError as RoutingError
@@ -27,3 +32,19 @@ from ftmesh.verify import Proof as Proof
 from ftmesh.verify import verify as verify
 
 __version__ = "0.1.0"
+
+# These import JAX, so they are loaded when they are first asked for.
+_WITH_JAX = {
+    "psum": "ftmesh.collectives",
+    "pmean": "ftmesh.collectives",
+    "psum_scatter": "ftmesh.collectives",
+    "all_gather": "ftmesh.collectives",
+    "reduce_to_owners": "ftmesh.collectives",
+    "gather_from_owners": "ftmesh.collectives",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_JAX:
+        return getattr(importlib.import_module(_WITH_JAX[name]), name)
+    raise AttributeError(f"module 'ftmesh' has no attribute {name!r}")

@@ -8,26 +8,47 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ftmesh.errors import TopologyError, TopologyWarning
 from ftmesh.notation import Coord, format_shape
 
 
 class Layout(NamedTuple):
-    """Where devices sit: the chips' grid, each chip's devices, and the chips that are missing."""
+    """Where devices sit: the chips' grid, each chip's devices, and the chips that are missing.
+
+    The grid starts at `low` in the devices' own coords.
+    """
 
     shape: Coord
     devices_at: dict[Coord, tuple[Any, ...]]
     missing: frozenset[Coord]
     devices_per_chip: int
+    low: Coord
+
+    @property
+    def reach(self) -> Coord:
+        """The shape of the smallest grid from zero that has all of this one in it."""
+        return tuple(start + size for start, size in zip(self.low, self.shape, strict=True))
+
+    def moved(self, coords: frozenset[Coord]) -> frozenset[Coord]:
+        """Coords of devices as coords of the grid, without those that lie outside it."""
+        inside = {
+            tuple(c - start for c, start in zip(coord, self.low, strict=True)) for coord in coords
+        }
+        return frozenset(coord for coord in inside if min(coord) >= 0)
 
 
-def read_layout(devices: Sequence[Any], shape: Coord | None) -> Layout:
+def read_layout(devices: Iterable[Any], shape: Coord | None) -> Layout:
     """The grid `devices` sit on; `shape` states it where the coords alone would not."""
+    devices = list(devices.flat if isinstance(devices, np.ndarray) else devices)
     if not devices:
         raise TopologyError("no devices were given")
+    if len({id(device) for device in devices}) < len(devices):
+        raise TopologyError("a device was given more than once: pass each device once")
     with_coords = [d for d in devices if getattr(d, "coords", None) is not None]
     if not with_coords:
         return _by_order(devices, shape)
@@ -54,10 +75,12 @@ def _by_order(devices: Sequence[Any], shape: Coord | None) -> Layout:
         )
     coords = [_nth_coord(i, shape) for i in range(len(devices))]
     at = {coord: (device,) for coord, device in zip(coords, devices, strict=True)}
-    return Layout(shape, at, frozenset(), 1)
+    return Layout(shape, at, frozenset(), 1, (0,) * len(shape))
 
 
 def _by_coords(devices: Sequence[Any], shape: Coord | None) -> Layout:
+    if len({len(device.coords) for device in devices}) > 1:
+        raise TopologyError("devices have coords of different lengths: pass those of one slice")
     cores: dict[Coord, dict[int, Any]] = {}
     for device in devices:
         coord = tuple(int(n) for n in device.coords)
@@ -74,9 +97,11 @@ def _by_coords(devices: Sequence[Any], shape: Coord | None) -> Layout:
         kept = [axis for axis in range(len(low)) if high[axis] > low[axis]] or [0]
         cores = {tuple(c[a] - low[a] for a in kept): v for c, v in cores.items()}
         shape = tuple(high[axis] - low[axis] + 1 for axis in kept)
+        low = tuple(low[axis] for axis in kept)
     else:
         cores = {_fit(coord, shape): v for coord, v in cores.items()}
         shape = tuple(n for n in shape if n > 1) or (1,)
+        low = (0,) * len(shape)
     per_chip = max(len(found) for found in cores.values())
     at = {}
     for coord, found in cores.items():
@@ -91,7 +116,7 @@ def _by_coords(devices: Sequence[Any], shape: Coord | None) -> Layout:
             )
     every = (_nth_coord(i, shape) for i in range(math.prod(shape)))
     missing = frozenset(coord for coord in every if coord not in at)
-    return Layout(shape, at, missing, per_chip)
+    return Layout(shape, at, missing, per_chip, low)
 
 
 def _fit(coord: Coord, shape: Coord) -> Coord:

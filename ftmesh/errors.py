@@ -8,6 +8,10 @@ class FtmeshError(Exception):
     """Base of all ftmesh errors; catch this to catch them all."""
 
 
+class ArgumentError(FtmeshError, ValueError):
+    """An argument is not of the form it must have."""
+
+
 class TopologyError(FtmeshError, ValueError):
     """The mesh, the failed blocks or the devices described do not make a topology."""
 
@@ -30,6 +34,10 @@ class VerificationError(FtmeshError):
 
 class ScheduleFileError(FtmeshError, ValueError):
     """A file is not a readable ftmesh schedule."""
+
+
+class CollectiveError(FtmeshError, ValueError):
+    """A collective was called where, or on what, its plan does not fit."""
 
 
 class TopologyWarning(UserWarning):

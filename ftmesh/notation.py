@@ -7,12 +7,14 @@ business of `ftmesh.topology`.
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ftmesh.errors import TopologyError
+from ftmesh.errors import ArgumentError, TopologyError
 
 Coord = tuple[int, ...]
 FAILED_VARIABLE = "FTMESH_FAILED"
@@ -21,6 +23,9 @@ _SHAPE = re.compile(r"\d+(x\d+)*")
 _BLOCK = re.compile(r"(\d+(?:x\d+)*)@(\d+(?:,\d+)*)")
 _LINK = re.compile(r"(\d+(?:,\d+)*)-(\d+(?:,\d+)*)")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])?(i)?b?", re.IGNORECASE)
+
+
+MAX_CHIPS = 1_000_000
 
 
 class Block(NamedTuple):
@@ -42,6 +47,9 @@ class Block(NamedTuple):
         return [tuple(reversed(c)) for c in itertools.product(*reversed(axes))]
 
 
+Failed = str | Block | Iterable["Block | Sequence[int]"] | None
+
+
 def parse_shape(shape: str | Sequence[int]) -> Coord:
     """``"16x32"`` or ``(16, 32)`` as a tuple; x first."""
     if isinstance(shape, str):
@@ -50,9 +58,13 @@ def parse_shape(shape: str | Sequence[int]) -> Coord:
                 f"{shape!r} is not a mesh shape: write sizes joined by 'x', x first, as in '16x32'"
             )
         shape = [int(n) for n in shape.split("x")]
-    sizes = tuple(int(n) for n in shape)
-    if not sizes or min(sizes) < 1:
-        raise TopologyError(f"mesh shape {sizes} needs at least one axis and sizes of 1 or more")
+    sizes = _whole_numbers(shape)
+    if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
+        raise TopologyError(f"mesh shape {sizes} needs one to three axes, of 1 or more chips each")
+    if math.prod(sizes) > MAX_CHIPS:
+        raise TopologyError(
+            f"mesh {format_shape(sizes)} has more than the {MAX_CHIPS:,} chips that are taken"
+        )
     return sizes
 
 
@@ -61,8 +73,8 @@ def format_shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def parse_failed(failed: str | Iterable[Sequence[int]] | None, shape: Coord) -> frozenset[Coord]:
-    """The failed chips named by blocks (``"2x2@2,2;4x2@6,14"``) or by a list of coords.
+def parse_failed(failed: Failed, shape: Coord) -> frozenset[Coord]:
+    """The failed chips named by blocks (``"2x2@2,2;4x2@6,14"``) or a list of blocks or coords.
 
     ``None`` reads the environment variable ``FTMESH_FAILED``; an empty string means no failures.
     """
@@ -74,7 +86,11 @@ def parse_failed(failed: str | Iterable[Sequence[int]] | None, shape: Coord) -> 
         pieces = [piece.strip() for piece in failed.split(";")]
         blocks = [_parse_block(piece, source) for piece in pieces if piece]
     else:
-        blocks = [Block((1,) * len(shape), tuple(int(n) for n in coord)) for coord in failed]
+        listed = [failed] if isinstance(failed, Block) else failed
+        blocks = [
+            part if isinstance(part, Block) else Block((1,) * len(shape), _whole_numbers(part))
+            for part in listed
+        ]
     for block in blocks:
         _check_inside(block, shape, source)
     return frozenset(coord for block in blocks for coord in block.coords())
@@ -90,7 +106,7 @@ def parse_links(links: str | Iterable[Sequence[Sequence[int]]]) -> frozenset[tup
                 raise TopologyError(f"{piece!r} is not a link: write two coords, as in '3,2-4,2'")
             pairs.append((_parse_coord(match[1]), _parse_coord(match[2])))
     else:
-        pairs = [(tuple(map(int, a)), tuple(map(int, b))) for a, b in links]
+        pairs = [(_whole_numbers(a), _whole_numbers(b)) for a, b in links]
     return frozenset((min(a, b), max(a, b)) for a, b in pairs)
 
 
@@ -130,7 +146,7 @@ def parse_bytes(text: str) -> int:
     """``"100MB"`` as a number of bytes; decimal units (kB, MB, GB) or binary (KiB, MiB, GiB)."""
     match = _BYTES.fullmatch(text.strip())
     if not match:
-        raise TopologyError(f"{text!r} is not a size: write a number and a unit, as in '100MB'")
+        raise ArgumentError(f"{text!r} is not a size: write a number and a unit, as in '100MB'")
     scale = 1024 if match[3] else 1000
     power = " kmg".index((match[2] or " ").lower())
     return int(float(match[1]) * scale**power)
@@ -143,10 +159,17 @@ def format_bytes(amount: float) -> str:
     '48.4 MB'
     """
     for unit in ("B", "kB", "MB"):
-        if amount < 1000:
+        if amount < 999.5:
             return f"{amount:.3g} {unit}"
         amount /= 1000
     return f"{amount:.4g} GB"
+
+
+def _whole_numbers(values: Iterable[Any]) -> Coord:
+    try:
+        return tuple(operator.index(n) for n in values)
+    except TypeError:
+        raise TopologyError(f"{values!r} is not a list of whole numbers, such as (6, 14)") from None
 
 
 def _grown(size: Sequence[int], axis: int) -> Coord:

@@ -1,23 +1,31 @@
-"""Plan: a proven schedule for a topology and a payload."""
+"""Plan: a proven schedule for a topology and a payload, with the collectives bound to it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from ftmesh import planners
+from ftmesh.errors import ArgumentError
+from ftmesh.lower import Program, lower
 from ftmesh.schedule import Schedule
 from ftmesh.topology import Topology
 from ftmesh.verify import Proof
 from ftmesh.verify import verify as _verify
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """A schedule chosen for a topology and payload; `proof` is what verification counted."""
+    """A schedule chosen for a topology and payload; `proof` is what verification counted.
+
+    With `with_idle` the mesh axis has the devices of failed chips too, which stay idle.
+    """
 
     schedule: Schedule
     payload_bytes: int
     proof: Proof | None = None
+    with_idle: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -29,8 +37,44 @@ class Plan:
         """The algorithm that was taken, also where ``auto`` was asked for."""
         return self.schedule.algorithm
 
+    @cached_property
+    def program(self) -> Program:
+        """The schedule as an executor runs it."""
+        return lower(
+            self.schedule,
+            devices_per_chip=self.topology.devices_per_chip,
+            with_idle=self.with_idle,
+        )
+
+    def jax_mesh(self, axis_name: str) -> Any:
+        """The ``jax.sharding.Mesh`` whose axis this plan's collectives run along."""
+        return self.topology.jax_mesh(axis_name, with_idle=self.with_idle)
+
+    def psum(self, x: Any, axis_name: Any, **options: Any) -> Any:
+        """`ftmesh.psum` on this plan."""
+        return _collectives().psum(x, axis_name, plan=self, **options)
+
+    def pmean(self, x: Any, axis_name: Any, **options: Any) -> Any:
+        """`ftmesh.pmean` on this plan."""
+        return _collectives().pmean(x, axis_name, plan=self, **options)
+
+    def psum_scatter(self, x: Any, axis_name: Any, **options: Any) -> Any:
+        """`ftmesh.psum_scatter` on this plan."""
+        return _collectives().psum_scatter(x, axis_name, plan=self, **options)
+
+    def all_gather(self, x: Any, axis_name: Any, **options: Any) -> Any:
+        """`ftmesh.all_gather` on this plan."""
+        return _collectives().all_gather(x, axis_name, plan=self, **options)
+
     def __str__(self) -> str:
         return self.schedule.describe(self.payload_bytes)
+
+
+def _collectives() -> Any:
+    """Planning does without JAX; the first collective imports it."""
+    from ftmesh import collectives
+
+    return collectives
 
 
 def plan(
@@ -39,12 +83,17 @@ def plan(
     *,
     payload_bytes: int = 100_000_000,
     verify: bool = True,
+    with_idle: bool = False,
 ) -> Plan:
     """Plan an all-reduce of `payload_bytes` on `topology`, and prove it right.
+
+    `with_idle` is for a mesh axis that has the devices of failed chips too.
 
     >>> topo = Topology.grid("8x8", failed="2x2@2,2")
     >>> plan(topo, "ring").schedule.num_rounds
     118
     """
+    if not isinstance(payload_bytes, int) or payload_bytes < 1:
+        raise ArgumentError(f"payload_bytes must be a positive whole number, not {payload_bytes!r}")
     schedule = planners.schedule(topology, algorithm)
-    return Plan(schedule, payload_bytes, _verify(schedule) if verify else None)
+    return Plan(schedule, payload_bytes, _verify(schedule) if verify else None, with_idle)

@@ -108,7 +108,7 @@ class Phase:
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
         """The distinct (source rank, destination rank) pairs, sorted."""
-        _, first = np.unique(_key(self.columns.src, self.columns.dst), return_index=True)
+        _, first = np.unique(row_key(self.columns.src, self.columns.dst), return_index=True)
         both = self.columns.take(first)
         return list(zip(both.src.tolist(), both.dst.tolist(), strict=True))
 
@@ -255,7 +255,10 @@ class Schedule:
             raise ScheduleError("a schedule needs at least one phase")
         for phase in self.phases:
             c = phase.columns
-            ranks, last = max(int(c.src.max()), int(c.dst.max())), int((c.chunk + c.count).max())
+            ranks, last = (
+                max(int(c.src.max()), int(c.dst.max())),
+                int((c.chunk.astype(np.int64) + c.count).max()),
+            )
             if ranks >= self.topology.num_live:
                 raise ScheduleError(
                     f"phase {phase.name!r} names rank {ranks}, but {self.topology} has ranks 0 to "
@@ -277,6 +280,8 @@ class Schedule:
                 f"owner must give ranks below {self.topology.num_live}, or -1; it has values from "
                 f"{low} to {high}"
             )
+        if high >= 0 and self.rounds_in_reduce_scatter == 0:
+            raise ScheduleError("chunks have owners, but rounds_in_reduce_scatter is 0")
         if not 0 <= self.rounds_in_reduce_scatter <= self.num_rounds:
             raise ScheduleError(
                 f"rounds_in_reduce_scatter is {self.rounds_in_reduce_scatter}, but there are "
@@ -305,7 +310,7 @@ def _check_rounds(name: str, c: Columns) -> None:
         reject(_repeats(c.round, c.lane, ends), f"the rank {verb} twice in one lane")
     if (c.op == COPY).any():
         row, chunk = c.expanded()
-        key = _key(c.round[row], c.dst[row], chunk)
+        key = row_key(c.round[row], c.dst[row], chunk)
         order = np.argsort(key, kind="stable")
         same = key[order][1:] == key[order][:-1]
         copies = c.op[row[order]] == COPY
@@ -314,8 +319,8 @@ def _check_rounds(name: str, c: Columns) -> None:
         reject(clash, "another transfer of the round writes the same chunk there")
 
 
-def _key(*parts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """One integer per row that is equal for equal rows and sorts as the rows do."""
+def row_key(*parts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """One integer per row, equal for equal rows and sorted as they are; `parts` are the columns."""
     key = np.zeros(len(parts[0]), np.int64)
     for part in parts:
         key = key * (int(part.max(initial=0)) + 1) + part
@@ -324,7 +329,7 @@ def _key(*parts: NDArray[np.integer]) -> NDArray[np.int64]:
 
 def _repeats(*parts: Ints) -> NDArray[np.bool_]:
     """Which rows repeat an earlier one."""
-    key = _key(*parts)
+    key = row_key(*parts)
     order = np.argsort(key, kind="stable")
     repeats = np.zeros(len(key), np.bool_)
     repeats[order[1:]] = key[order][1:] == key[order][:-1]

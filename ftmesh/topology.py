@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from ftmesh.errors import TopologyError
 from ftmesh.notation import (
     Block,
     Coord,
+    Failed,
     format_failed,
     format_shape,
     parse_drawing,
@@ -40,7 +41,8 @@ class Topology:
 
     Build one with `grid`, `from_devices` or `from_drawing`. Live chips are numbered by dense
     ranks, x fastest, which is the order of the JAX mesh axis. A failed link is a cable: it fails
-    in both directions, and is kept with its lower end first.
+    in both directions, and is kept with its lower end first. A topology built from devices holds
+    those of its live chips, by rank, and all that were given, by place.
     """
 
     shape: Coord
@@ -49,6 +51,7 @@ class Topology:
     failed_links: frozenset[Link] = frozenset()
     devices_per_chip: int = 1
     devices: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    all_devices: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.wrap) != len(self.shape):
@@ -56,8 +59,10 @@ class Topology:
         outside = sorted(c for c in self.failed if not self._inside(c))
         if outside:
             raise TopologyError(f"failed chip {outside[0]} is not on mesh {self.name}")
-        for a, b in sorted(self.failed_links):
-            if b not in self._beside(a):
+        links = {(min(a, b), max(a, b)) for a, b in self.failed_links}
+        object.__setattr__(self, "failed_links", frozenset(links))
+        for a, b in sorted(links):
+            if not self._inside(a) or not self._inside(b) or b not in self._beside(a):
                 raise TopologyError(
                     f"failed link {a}-{b}: {b} is not a neighbour of {a} on mesh {self.name}"
                 )
@@ -71,7 +76,7 @@ class Topology:
         cls,
         shape: str | Sequence[int],
         *,
-        failed: str | Iterable[Sequence[int]] | None = None,
+        failed: Failed = None,
         failed_links: str | Iterable[Sequence[Sequence[int]]] = (),
         wrap: bool | Sequence[bool] = False,
     ) -> Topology:
@@ -90,21 +95,22 @@ class Topology:
     @classmethod
     def from_devices(
         cls,
-        devices: Sequence[Any],
+        devices: Iterable[Any],
         *,
         shape: str | Sequence[int] | None = None,
-        failed: str | Iterable[Sequence[int]] | None = None,
+        failed: Failed = None,
         failed_links: str | Iterable[Sequence[Sequence[int]]] = (),
         wrap: bool | Sequence[bool] = False,
     ) -> Topology:
         """The mesh that `devices` sit on: ``jax.devices()``, or a compile-only TPU topology's.
 
         TPU devices are placed by their coords. Axes of size 1 are dropped, and coords missing
-        from `shape` (or, where it is not given, from the bounding box) are failed. Devices
-        without coords fill `shape`, or a near-square grid, row by row.
+        from `shape` (or, where it is not given, from the bounding box) are failed. `failed` is in
+        the devices' own coords; the topology's start at the low corner of the box. Devices without
+        coords fill `shape`, or a near-square grid, row by row.
         """
         layout = read_layout(devices, None if shape is None else parse_shape(shape))
-        failed_chips = parse_failed(failed, layout.shape) | layout.missing
+        failed_chips = layout.missing | layout.moved(parse_failed(failed, layout.reach))
         bare = cls(
             shape=layout.shape,
             wrap=_per_axis(wrap, layout.shape),
@@ -112,9 +118,10 @@ class Topology:
             failed_links=parse_links(failed_links),
             devices_per_chip=layout.devices_per_chip,
         )
-        live = tuple(device for coord in bare.coords for device in layout.devices_at[coord])
-        object.__setattr__(bare, "devices", live)
-        return bare
+        at = layout.devices_at
+        live = tuple(device for coord in bare.coords for device in at[coord])
+        every = tuple(device for coord in bare._every_coord() for device in at.get(coord, ()))
+        return replace(bare, devices=live, all_devices=every)
 
     @classmethod
     def from_drawing(cls, drawing: str, *, wrap: bool | Sequence[bool] = False) -> Topology:
@@ -155,6 +162,10 @@ class Topology:
             state = "has failed" if self._inside(tuple(coord)) else "is not on the mesh"
             raise TopologyError(f"chip {tuple(coord)} {state} on {self}")
         return rank
+
+    def place(self, coord: Sequence[int]) -> int:
+        """The place of `coord` among all chips, live and failed, x fastest."""
+        return int(np.ravel_multi_index(tuple(coord)[::-1], self.shape[::-1]))
 
     def is_live(self, coord: Sequence[int]) -> bool:
         """Whether `coord` is a live chip of this mesh."""
@@ -257,6 +268,18 @@ class Topology:
             groups.setdefault(key, []).append(rank)
         return tuple(map(tuple, groups.values()))
 
+    # JAX ------------------------------------------------------------------------------------
+
+    def jax_mesh(self, axis_name: str, *, with_idle: bool = False) -> Any:
+        """A ``jax.sharding.Mesh`` of one axis: the live devices by rank.
+
+        With `with_idle`, every device by its place, those of failed chips too, for platforms that
+        insist on whole slices and for chips that still run but must be kept out.
+        """
+        from ftmesh.mesh import jax_mesh
+
+        return jax_mesh(self, axis_name, with_idle=with_idle)
+
     # Text -----------------------------------------------------------------------------------
 
     def drawing(self) -> str:
@@ -306,7 +329,10 @@ class Topology:
 
 
 def _per_axis(wrap: bool | Sequence[bool], shape: Coord) -> tuple[bool, ...]:
-    return (wrap,) * len(shape) if isinstance(wrap, bool) else tuple(map(bool, wrap))
+    each = (wrap,) * len(shape) if isinstance(wrap, bool) else tuple(wrap)
+    if not all(isinstance(one, (bool, np.bool_)) for one in each):
+        raise TopologyError(f"wrap is True, False, or one of these per axis, not {wrap!r}")
+    return tuple(map(bool, each))
 
 
 def _dots(coord: Coord) -> str:

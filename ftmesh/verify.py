@@ -99,6 +99,11 @@ def _check_routes(schedule: Schedule, router: Router) -> list[Route]:
     for phase in schedule.phases:
         for src, dst in phase.pairs:
             route = routes[src, dst]
+            if len(route) < 2 or (route[0], route[-1]) != (coords[src], coords[dst]):
+                raise VerificationError(
+                    f"{phase.name}: expected a route from chip {coords[src]} to chip "
+                    f"{coords[dst]}, found {_path(route) or 'none'}"
+                )
             for a, b in pairwise(route):
                 if topology.is_link(a, b):
                     continue
@@ -184,8 +189,8 @@ def _run_round(held: Bits, columns: Columns, chunks: range, suspects: set[int]) 
     moved = cells.take(columns.src[row] * len(chunks) + place, axis=0)
     there = columns.dst[row] * len(chunks) + place
     adds = columns.op[row] == ADD
-    ends = np.searchsorted(columns.lane[row], np.arange(int(columns.lane.max(initial=-1)) + 2))
-    for start, stop in pairwise(ends):
+    starts = np.flatnonzero(np.diff(columns.lane[row], prepend=-1))
+    for start, stop in pairwise([*starts, len(row)]):
         lane = slice(start, stop)
         before = cells.take(there[lane], axis=0)
         before[~adds[lane]] = 0

@@ -111,7 +111,14 @@ def test_every_figure_of_the_paper(run, number):
         ("fly", "invalid choice: 'fly'"),
         ("verify missing.npz", "missing.npz: there is no such file"),
         ("draw", "give a MESH such as 8x8"),
-        ("draw 8x8 --figure 3", "not both"),
+        ("draw 8x8 --figure 3", "give --figure alone"),
+        ("draw --figure 3 --failed 2x2@0,0", "give --figure alone"),
+        ("draw a.npz --algorithm ring", "leave the other options away"),
+        ("plan 2x2x2x2", "one to three axes"),
+        ("plan 4x4x4", "4x4x4 has 3 axes"),
+        ("plan 9999x9999", "more than the 1,000,000 chips"),
+        ("plan 4x4 --failed-links 4,0-4,1", "is not a neighbour"),
+        ("plan 4x4 --failed-links 0-1", "is not a neighbour"),
         ("draw --figure 11", "the paper has no figure 11"),
         ("draw 8x8 --phase 9", "phase 9 does not exist"),
         ("draw 8x8 --round 1", "give --phase too"),
@@ -135,6 +142,12 @@ def test_an_output_that_cannot_be_written_is_refused_first(run, tmp_path):
     assert (status, "it is a folder" in error) == (2, True)
 
 
+def test_one_path_cannot_be_two_outputs(run, tmp_path):
+    path = str(tmp_path / "a")
+    status, _, error = run("plan", "4x4", "--out", path, "--svg", path)
+    assert (status, "two outputs at once" in error) == (2, True)
+
+
 def test_a_damaged_file_gets_one_line(run, tmp_path):
     path = tmp_path / "a.npz"
     run("plan", "4x4", "--out", str(path))
@@ -156,7 +169,7 @@ def test_python_m_ftmesh():
     done = subprocess.run(
         [sys.executable, "-m", "ftmesh", "plan", "4x4"], capture_output=True, text=True, check=True
     )
-    assert "row_pair on 4x4" in done.stdout
+    assert "two_dim on 4x4" in done.stdout
     done = subprocess.run(
         [sys.executable, "-m", "ftmesh", "plan", "4y4"], capture_output=True, text=True, check=False
     )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from ftmesh import Topology, TopologyError, TopologyWarning
@@ -64,7 +65,22 @@ def test_a_given_shape_finds_failures_at_the_edge():
 
 def test_a_slice_that_does_not_start_at_the_origin_is_numbered_from_zero():
     devices = [Tpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
-    assert Topology.from_devices(devices, failed="2x2@0,0").num_live == 12
+    assert Topology.from_devices(devices) == Topology.grid("4x4")
+    damaged = Topology.from_devices(devices, failed="2x2@4,2")  # as the devices count
+    assert damaged == Topology.grid("4x4", failed="2x2@0,0")
+
+
+def test_failed_chips_that_are_missing_anyway_do_not_hit_others():
+    devices = [d for d in slice_of(4, 4) if d.coords[0] > 0]
+    assert Topology.from_devices(devices, failed="1x4@0,0") == Topology.grid("3x4")
+
+
+def test_devices_may_come_as_an_array_or_from_a_generator():
+    devices = slice_of(4, 4)
+    grid = np.empty((4, 4), object)
+    grid.flat = devices
+    assert Topology.from_devices(grid) == Topology.grid("4x4")
+    assert Topology.from_devices(d for d in devices) == Topology.grid("4x4")
 
 
 def test_two_devices_per_chip():
@@ -110,6 +126,10 @@ def test_devices_without_coords_fill_the_shape_row_by_row_and_failed_ones_are_le
 def test_no_devices_and_mixed_devices_are_refused():
     with pytest.raises(TopologyError, match="no devices"):
         Topology.from_devices([])
+    with pytest.raises(TopologyError, match="more than once"):
+        Topology.from_devices([Cpu(0)] * 4)
+    with pytest.raises(TopologyError, match="different lengths"):
+        Topology.from_devices([Tpu((0, 0, 0)), Tpu((0, 1))])
     with pytest.raises(TopologyError, match="1 of 2 devices have no coords"):
         Topology.from_devices([Tpu((0, 0, 0)), Cpu(1)])
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftmesh.errors import TopologyError
+from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.notation import (
     Block,
     format_bytes,
@@ -102,11 +102,12 @@ def test_sizes(text, size):
 
 
 def test_bad_sizes_are_named():
-    with pytest.raises(TopologyError, match="'1zb' is not a size"):
+    with pytest.raises(ArgumentError, match="'1zb' is not a size"):
         parse_bytes("1zb")
 
 
 def test_sizes_are_written_in_the_unit_that_suits():
+    assert format_bytes(999_700) == "1 MB"
     assert [format_bytes(n) for n in (12, 4096, 48_437_500, 1_344_904_432)] == [
         "12 B", "4.1 kB", "48.4 MB", "1.345 GB",
     ]  # fmt: skip

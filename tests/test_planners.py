@@ -169,7 +169,7 @@ class TestRing:
             (Topology.grid("8x8", failed="2x2@1,2"), "even blocks at even coordinates"),
             (Topology.grid("8x8", failed="2x2@2,2;2x2@3,2"), "only partly failed"),
             (Topology.grid("8x8", failed_links="2,0-3,0"), "failed link between chips"),
-            (Topology.grid("4x4x4"), "2-D meshes"),
+            (Topology.grid("4x4x4"), "meshes of two axes"),
         ],
     )
     def test_what_it_cannot_do_it_refuses(self, topo, says):
@@ -276,8 +276,9 @@ class TestRowPair:
 
 class TestRegistry:
     def test_auto_takes_what_fits(self):
-        assert planners.schedule(Topology.grid("8x8")).algorithm == "row_pair"
-        assert planners.schedule(Topology.grid("5x5")).algorithm == "two_dim"
+        assert planners.schedule(Topology.grid("8x8")).algorithm == "two_dim"
+        damaged = Topology.grid("8x8", failed="2x2@2,2")
+        assert planners.schedule(damaged).algorithm == "row_pair"
         blocks = "2x2@0,2;2x2@2,6;2x2@4,0;2x2@6,4"
         assert planners.schedule(Topology.grid("8x8", failed=blocks)).algorithm == "ring"
 
@@ -286,8 +287,13 @@ class TestRegistry:
         [
             (Topology.grid("8x8", failed="2x2@2,2"), "two_dim", "; use row_pair or ring$"),
             (Topology.grid("8x8", failed="2x2@1,1"), "ring", "; use row_pair$"),
-            (Topology.grid("8x8"), "psum", "no algorithm 'psum': choose from auto, row_pair, "),
+            (
+                Topology.grid("8x8"),
+                "psum",
+                "no algorithm 'psum': choose from auto, two_dim",
+            ),
             (Topology.grid("1x8"), "auto", "1x8 is a line of chips"),
+            (Topology.grid("4x4x4"), "auto", "4x4x4 has 3 axes"),
             (Topology.grid("8x1"), "ring", "8x1 is a line of chips"),
             (Topology.grid("2x2", failed="2x1@0,0;1x1@0,1"), "auto", "single live chip"),
             (

@@ -9,6 +9,7 @@ import pytest
 import ftmesh
 from ftmesh import ScheduleError, ScheduleFileError, Topology, VerificationError
 from ftmesh.planners import PLANNERS, ring, row_pair
+from ftmesh.schedule import COLUMN_NAMES
 
 HOLE = Topology.grid("6x6", failed="2x2@2,2")
 
@@ -145,11 +146,52 @@ class TestDamagedFiles:
             (lambda a: a | {"src": a["src"][1:]}, "differ in length"),
             (lambda a: a | {"round": a["round"][::-1]}, "not sorted by round"),
             (lambda a: a | {"coords": a["coords"][::-1]}, "'coords' are not the live chips"),
+            (lambda a: a | {"chunk": a["chunk"] + np.int32(2**31 - 9)}, "a transfer moves chunk"),
+            (lambda a: a | {"count": a["count"] * np.int32(2**31 - 1)}, "a transfer moves chunk"),
+            (lambda a: a | {"round": a["round"] * np.int32(2**20)}, "transfers cannot fill"),
+            (lambda a: a | {"lane": a["lane"] + np.int32(2**31 - 2)}, "transfers cannot fill"),
+            (lambda a: {k: v[:0] if k in COLUMN_NAMES else v for k, v in a.items()}, "no transf"),
+            (lambda a: a | {"rounds_in_reduce_scatter": np.zeros(1, np.int32)}, "single number"),
         ],
     )
     def test_inconsistent(self, path, change, says):
         rewrite(path, change(arrays_of(ring.plan(HOLE), path)))
         self.refused(path, says)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            *(("shape", value) for value in (4, None, ["6", "6"], [6.0, 6.0], [], [6, -6])),
+            *(("wrap", value) for value in (False, "no", [0, 0])),
+            *(("failed", value) for value in (5, None, [2, 2], [["a"]])),
+            *(("failed_links", value) for value in (5, [[[0], [1], [2]]], [[0, 1]])),
+            *(("num_chunks", value) for value in (24.0, "24", None, -1, 2**40, True)),
+            *(
+                ("phases", value)
+                for value in ("x", [1], [{"name": "a"}], [{"name": 1, "rounds": 2}])
+            ),
+            ("algorithm", [1]),
+            ("devices_per_chip", -3),
+        ],
+    )
+    def test_nonsense_in_meta(self, path, key, value):
+        arrays = arrays_of(ring.plan(HOLE), path)
+        meta = json.loads(str(arrays["meta"])) | {key: value}
+        rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
+        self.refused(path, f"'meta' has {key} ")
+
+    def test_a_failed_link_with_its_high_end_first_is_failed(self, path):
+        arrays = arrays_of(ring.plan(HOLE), path)
+        meta = json.loads(str(arrays["meta"])) | {"failed_links": [[[1, 0], [0, 0]]]}
+        rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
+        loaded = ftmesh.load(path)
+        assert loaded.topology.failed_links == {((0, 0), (1, 0))}
+        assert not loaded.is_neighbour_only  # a hop now leads around that link
+
+    def test_owners_without_a_half_to_own_after(self, path):
+        arrays = arrays_of(ring.plan(HOLE), path)
+        rewrite(path, arrays | {"rounds_in_reduce_scatter": np.int32(0)})
+        self.refused(path, "chunks have owners", ScheduleError)
 
     def test_a_single_array(self, tmp_path):
         np.save(tmp_path / "plan.npy", np.arange(3))
@@ -170,6 +212,6 @@ class TestDamagedFiles:
 def test_nothing_is_written_where_writing_fails(tmp_path):
     with pytest.raises(ScheduleFileError, match="cannot write"):
         ftmesh.save(ring.plan(HOLE), tmp_path / "nowhere" / "plan.npz")
-    with pytest.raises(OSError, match="directory"):
+    with pytest.raises(ScheduleFileError, match="it is not a file"):
         ftmesh.save(ring.plan(HOLE), tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -63,6 +63,19 @@ def test_neighbours_stop_at_edges_damage_and_failed_links():
     assert not topo.is_link((1, 0), (0, 0))
 
 
+def test_blocks_are_taken_as_blocks():
+    block = Block((4, 2), (6, 6))
+    wanted = Topology.grid("16x16", failed="4x2@6,6")
+    assert Topology.grid("16x16", failed=block) == wanted
+    assert Topology.grid("16x16", failed=[block]) == wanted
+
+
+def test_a_failed_link_fails_in_whatever_order_it_is_given():
+    topo = Topology((4, 4), (False, False), failed_links=frozenset({((1, 0), (0, 0))}))
+    assert not topo.is_link((0, 0), (1, 0))
+    assert topo == Topology.grid("4x4", failed_links="0,0-1,0")
+
+
 def test_wrapped_axes_have_links_over_the_edge():
     topo = Topology.grid("4x3", wrap=[True, False])
     assert topo.neighbours((0, 0)) == ((1, 0), (3, 0), (0, 1))
@@ -84,7 +97,14 @@ def test_three_axes_are_no_special_case():
         (lambda: Topology.grid("4x4", failed="4x4@0,0"), "all 16 chips of mesh 4x4 have failed"),
         (lambda: Topology.grid("4x4", failed="2x2@3,3"), "2x2@3,3 is not inside mesh 4x4"),
         (lambda: Topology.grid("4x4", failed_links="0,0-2,0"), "is not a neighbour of"),
+        (lambda: Topology.grid("4x4", failed_links="4,0-4,1"), "is not a neighbour of"),
+        (lambda: Topology.grid("4x4", failed_links="0-1"), "is not a neighbour of"),
         (lambda: Topology.grid("4x4", wrap=[True]), "one entry per axis"),
+        (lambda: Topology.grid("4x4", wrap="no"), "wrap is True, False, or"),
+        (lambda: Topology.grid((4.5, 4)), "not a list of whole numbers"),
+        (lambda: Topology.grid("4x4", failed=[(1.5, 2)]), "not a list of whole numbers"),
+        (lambda: Topology.grid("4x4", failed=(2, 2)), "whole numbers"),
+        (lambda: Topology.grid("2x2x2x2"), "one to three axes"),
         (lambda: Topology((4, 4), (False, False), frozenset({(4, 0)})), "is not on mesh 4x4"),
         (lambda: Topology.grid("4x4").groups(3), "cannot be cut into equal boxes of 3 chips"),
         (lambda: Topology.grid("4x4x4").drawing(), "only 2-D meshes"),

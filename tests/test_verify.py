@@ -157,6 +157,19 @@ def test_a_failed_link():
         verify(schedule, router=straight)
 
 
+def test_a_router_that_does_not_get_there():
+    for lost in ((), ((0, 0),), ((0, 0), (1, 0))):
+        with pytest.raises(VerificationError, match="expected a route from chip"):
+            verify(SCHEDULES["ring"], router=lambda *_, lost=lost: lost)
+
+
+def test_counting_does_not_wrap_around():
+    """A contribution doubled 64 times is not back at zero."""
+    moves = [(0, 1, ADD), (1, 0, ADD)] * 40 + [(0, 1, COPY)]
+    with pytest.raises(VerificationError, match="too often"):
+        verify(by_hand(*moves))
+
+
 def test_routes_that_can_deadlock():
     corner = transfers(round=0, lane=0, src=[0, 1, 3, 2], dst=[3, 2, 0, 1], chunk=0)
     topo = Topology.grid("2x2")

@@ -5,6 +5,7 @@ Bad input ends with exit status 2 and one line that says what was wrong, never a
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in COMMANDS.values():
         command.add(commands)
     args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # arrows, on a terminal without them
     try:
         COMMANDS[args.command].run(args)
     except FtmeshError as error:
@@ -42,4 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"ftmesh: {error}", file=sys.stderr)
+        return 2
     return 0

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from ftmesh.errors import ScheduleFileError, TopologyError
+from ftmesh.errors import ArgumentError, ScheduleFileError
+from ftmesh.notation import parse_shape
 from ftmesh.planners import ALGORITHMS
 from ftmesh.topology import Topology
 
@@ -64,22 +65,24 @@ def add_payload(parser: argparse.ArgumentParser) -> None:
 
 def topology_of(args: argparse.Namespace) -> Topology:
     """The topology that the arguments of `add_mesh` describe."""
-    wrong = set(args.wrap) - set("xyz"[: args.mesh.count("x") + 1])
+    axes = "xyz"[: len(parse_shape(args.mesh))]
+    wrong = sorted(set(args.wrap) - set(axes))
     if wrong:
-        raise TopologyError(
-            f"--wrap {args.wrap}: mesh {args.mesh} has no axis {sorted(wrong)[0]!r}"
-        )
+        raise ArgumentError(f"--wrap {args.wrap}: mesh {args.mesh} has no axis {wrong[0]!r}")
     return Topology.grid(
         args.mesh,
         failed=args.failed,
         failed_links=args.failed_links,
-        wrap=[axis in args.wrap for axis in "xyz"[: args.mesh.count("x") + 1]],
+        wrap=[axis in args.wrap for axis in axes],
     )
 
 
 def check_writable(*paths: str | None) -> None:
-    """Refuse an output path before any work is done for it."""
-    for path in filter(None, paths):
+    """Refuse output paths before any work is done for them."""
+    given = [path for path in paths if path]
+    if len(set(given)) < len(given):
+        raise ArgumentError(f"{given[0]} cannot be two outputs at once")
+    for path in given:
         folder = Path(path).parent
         if not folder.is_dir():
             raise ScheduleFileError(f"cannot write {path}: there is no folder {folder}")

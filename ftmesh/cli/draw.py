@@ -9,7 +9,7 @@ from pathlib import Path
 import ftmesh
 from ftmesh.cli.arguments import add_algorithm, add_mesh, check_writable, topology_of
 from ftmesh.draw import Panel, draw_svg, draw_text, figure, phase_panel, schedule_panels
-from ftmesh.errors import PlanError
+from ftmesh.errors import ArgumentError
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,15 +48,18 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _panels(args: argparse.Namespace) -> list[Panel]:
+    describes_mesh = args.failed or args.failed_links or args.wrap or args.algorithm != "auto"
     if args.figure is not None:
-        if args.mesh is not None:
-            raise PlanError("give a MESH or --figure, not both")
+        if args.mesh is not None or describes_mesh or args.phase is not None:
+            raise ArgumentError("a figure of the paper is what it is: give --figure alone")
         return figure(args.figure)
     if args.mesh is None:
-        raise PlanError("give a MESH such as 8x8, a FILE.npz, or --figure N")
+        raise ArgumentError("give a MESH such as 8x8, a FILE.npz, or --figure N")
     if args.round is not None and args.phase is None:
-        raise PlanError("--round counts within a phase: give --phase too")
+        raise ArgumentError("--round counts within a phase: give --phase too")
     if args.mesh.endswith(".npz"):
+        if describes_mesh:
+            raise ArgumentError(f"{args.mesh} says what it is for: leave the other options away")
         schedule = ftmesh.load(args.mesh)
     else:
         schedule = ftmesh.plan(topology_of(args), args.algorithm).schedule

@@ -49,7 +49,7 @@ def circuit(topology: Topology) -> list[Coord]:
 
 def _check(topology: Topology) -> None:
     if len(topology.shape) != 2:
-        raise PlanError(f"it works on 2-D meshes, and {topology.name} has another number of axes")
+        raise PlanError(f"it works on meshes of two axes, not on {topology.name}")
     odd_sides = [n for n in topology.shape if n % 2]
     if len(odd_sides) == 2 and not topology.failed:
         raise PlanError(

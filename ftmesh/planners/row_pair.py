@@ -57,7 +57,7 @@ class Pairs:
 def plan(topology: Topology) -> Schedule:
     """The schedule with the fewest rounds over both orientations."""
     if len(topology.shape) != 2:
-        raise PlanError(f"it works on 2-D meshes, and {topology.name} has another number of axes")
+        raise PlanError(f"it works on meshes of two axes, not on {topology.name}")
     choices, reasons = [], []
     for along in (0, 1):
         try:

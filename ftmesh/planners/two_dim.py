@@ -23,7 +23,7 @@ def plan(topology: Topology) -> Schedule:
     rounds, so that both halves move pieces of one size in every round.
     """
     if len(topology.shape) != 2:
-        raise PlanError(f"it works on 2-D meshes, and {topology.name} has another number of axes")
+        raise PlanError(f"it works on meshes of two axes, not on {topology.name}")
     if topology.failed or topology.failed_links:
         raise PlanError("it needs every row and column whole, and the mesh is damaged")
     ranks = np.array([topology.rank(c) for c in np.ndindex(topology.shape)], np.int32)

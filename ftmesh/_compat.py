@@ -1,0 +1,113 @@
+"""All contact with what JAX does not promise to keep: primitives, varying axes, batching rules.
+
+Under ``shard_map(check_vma=True)`` every value has a set of mesh axes over which it may differ, and
+nothing public takes an axis out of that set. A sum over ranks must, as `lax.psum` does; so ftmesh's
+collectives are primitives of their own, which say what they do to types, derivatives and batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+from jax import lax
+from jax._src import config, core
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+AxisName = Hashable
+
+
+def checks_varying() -> bool:
+    """Whether values carry the axes they vary over: inside ``shard_map(check_vma=True)``."""
+    return bool(config._check_vma.value)
+
+
+def varying_axes(x: Any) -> frozenset[AxisName]:
+    """The axes over which `x` may differ; empty where nothing is checked."""
+    return _varying(jax.typeof(x))
+
+
+def to_varying(x: Any, axis_name: AxisName) -> Any:
+    """`x` as a value that may differ along `axis_name`."""
+    if hasattr(lax, "pcast"):
+        return lax.pcast(x, axis_name, to="varying")
+    return lax.pvary(x, axis_name)  # JAX 0.8
+
+
+def axis_exists(axis_name: AxisName) -> bool:
+    """Whether `axis_name` is bound here, by shard_map, pmap or vmap."""
+    return bool(core.get_axis_env().axis_exists(axis_name))
+
+
+def _varying(aval: Any) -> frozenset[AxisName]:
+    mat = getattr(aval, "mat", None)  # JAX 0.10 and later
+    return frozenset(aval.vma if mat is None else mat.varying)
+
+
+def _invariant(aval: Any, axis_name: AxisName) -> Any:
+    """The type `aval` without `axis_name` among its varying axes."""
+    rest = _varying(aval) - {axis_name}
+    if hasattr(aval, "mat"):
+        return aval.update(manual_axis_type=aval.mat.update(varying=rest))
+    return aval.update(vma=rest)
+
+
+def linear_collective(
+    name: str,
+    run: Callable[..., Any],
+    transpose: Callable[..., Any],
+    *,
+    check_mesh: Callable[..., None],
+    makes_invariant: bool,
+) -> Primitive:
+    """A primitive over one named axis, linear in its one array argument, shape and type kept.
+
+    ``run(x, axis_name=..., emulated=..., **params)`` is the program of one rank; `emulated` tells
+    that the axis is that of a vmap. ``transpose(cotangent, axis_name=..., **params)`` is its
+    transpose. ``check_mesh(mesh, axis_name=..., **params)`` may refuse the devices it is to run on.
+    Dimensions behind the first three are carried along, which is how vmaps over other axes work.
+    """
+    primitive = Primitive(name)
+
+    def abstract_eval(aval: Any, *, axis_name: AxisName, **params: Any) -> Any:
+        effects = {core.NamedAxisEffect(axis_name)}
+        return (_invariant(aval, axis_name) if makes_invariant else aval), effects
+
+    def one_rank(x: Any, **params: Any) -> Any:
+        return run(x, emulated=False, **params)
+
+    def batch(axis_data: Any, values: Any, dims: Any, *, axis_name: AxisName, **params: Any) -> Any:
+        (x,), (dim,) = values, dims
+        if axis_data.name != axis_name:
+            if dim is None:
+                return primitive.bind(x, axis_name=axis_name, **params), None
+            x = jax.numpy.moveaxis(x, dim, -1)
+            return primitive.bind(x, axis_name=axis_name, **params), x.ndim - 1
+        if dim is None:
+            x, dim = jax.numpy.broadcast_to(x, (axis_data.size, *x.shape)), 0
+
+        def every_rank(x: Any) -> Any:
+            return run(x, axis_name=axis_name, emulated=True, **params)
+
+        return jax.vmap(every_rank, in_axes=dim, axis_name=axis_name)(x), 0
+
+    def transpose_rule(cotangent: Any, x: Any, *, axis_name: AxisName, **params: Any) -> Any:
+        if makes_invariant and checks_varying():
+            return (to_varying(cotangent, axis_name),)
+        return (transpose(cotangent, axis_name=axis_name, **params),)
+
+    lower_one_rank = mlir.lower_fun(one_rank, multiple_results=False)
+
+    def lowering(ctx: Any, x: Any, **params: Any) -> Any:
+        mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+        if isinstance(mesh, jax.sharding.Mesh):
+            check_mesh(mesh, **params)
+        return lower_one_rank(ctx, x, **params)
+
+    primitive.def_effectful_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, lowering)
+    ad.deflinear2(primitive, transpose_rule)
+    batching.fancy_primitive_batchers[primitive] = batch
+    return primitive
