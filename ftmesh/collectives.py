@@ -142,7 +142,8 @@ def all_gather(
     """Every rank's `x`, as `jax.lax.all_gather`.
 
     Takes the all-gather half of the schedule where every rank owns as many chunks as any other, and
-    the whole schedule otherwise.
+    the whole schedule otherwise, adding zeros to each value; some processors round denormal numbers
+    to zero in that.
     """
     axis_name = _the_axis(axis_name, axis_index_groups, plan, "all_gather", whole=True)
 

@@ -1,4 +1,9 @@
-"""Settings for every test: no damage from the environment, and hypothesis without a clock."""
+"""Settings for every test: 64 emulated devices, no damage from the environment, no clock."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=64"
 
 import pytest
 from hypothesis import settings
