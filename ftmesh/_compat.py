@@ -31,9 +31,7 @@ def varying_axes(x: Any) -> frozenset[AxisName]:
 
 def to_varying(x: Any, axis_name: AxisName) -> Any:
     """`x` as a value that may differ along `axis_name`."""
-    if hasattr(lax, "pcast"):
-        return lax.pcast(x, axis_name, to="varying")
-    return lax.pvary(x, axis_name)  # JAX 0.8
+    return lax.pcast(x, axis_name, to="varying")
 
 
 def axis_exists(axis_name: AxisName) -> bool:

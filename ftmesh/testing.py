@@ -48,7 +48,8 @@ def on_one_device(run: Callable[..., Any], axis_name: str = "data") -> Callable[
     >>> int(total[0]), int(total[11])
     (66, 66)
     """
-    return jax.jit(jax.vmap(run, axis_name=axis_name))
+    every_rank: Callable[..., Any] = jax.jit(jax.vmap(run, axis_name=axis_name))
+    return every_rank
 
 
 def _cpu_devices(wanted: int) -> list[Any]:

@@ -39,14 +39,20 @@ WITHOUT_JAX = [
     "cli.plan",
     "cli.verify",
     "cli.draw",
+    "cli.bench",
     "cli",
     "__main__",
 ]
-WITH_JAX = ["_compat", "mesh", "packing", "execute", "collectives"]
+WITH_JAX = ["_compat", "mesh", "packing", "execute", "collectives", "testing", "bench"]
 ORDER = WITHOUT_JAX + WITH_JAX
 
 # What is imported later on, when a user first asks for something that needs JAX.
-DOORS = {("topology", "mesh"), ("plan", "collectives")}
+DOORS = {
+    ("topology", "mesh"),
+    ("plan", "collectives"),
+    ("cli.bench", "testing"),
+    ("cli.bench", "bench"),
+}
 
 
 def module_name(path):
