@@ -73,21 +73,19 @@ class _Lane:
     """A lane as one rank sees it."""
 
     def __init__(self, lane: Lane, rank: Any, setting: Setting) -> None:
-        self.count = lane.count
-        self.send = _chunk_of(lane.send, rank)
-        self.receive = _chunk_of(lane.receive, rank)
-        self.always = lane.op if isinstance(lane.op, int) else None
-        if self.always is None:
-            self.op = jnp.asarray(lane.op)[rank]
-            self.kinds = set(np.unique(lane.op).tolist()) - {IDLE}
+        self.lane = lane
         self.setting = setting
         self.permutation = lane.permutation
         if setting.emulated:
             self.permutation = _completed(lane.permutation, setting.num_ranks)
+        source = jnp.asarray(lane.source)[rank]
+        self.receives = source >= 0
+        self.sent = _chunk_of(lane.send, rank)
+        self.received = _chunk_of(lane.send, jnp.maximum(source, 0))
 
     def read(self, buffer: jax.Array, now: Any) -> jax.Array:
-        """What the rank sends."""
-        x = lax.dynamic_slice_in_dim(buffer, self.send(now), self.count)
+        """What the rank sends; anything, where it has nothing to send."""
+        x = lax.dynamic_slice_in_dim(buffer, jnp.maximum(self.sent(now), 0), self.lane.count)
         return x if self.setting.wire is None else x.astype(self.setting.wire)
 
     def carry(self, x: jax.Array) -> jax.Array:
@@ -96,27 +94,26 @@ class _Lane:
 
     def write(self, buffer: jax.Array, x: jax.Array, now: Any) -> jax.Array:
         """The buffer with what arrived added to, or put in place of, the chunk it is for."""
-        x, chunk = x.astype(buffer.dtype), self.receive(now)
-        if self.always == COPY:
+        x, chunk = x.astype(buffer.dtype), self.received(now)
+        if self.lane.is_full and self.lane.op == COPY:
             return lax.dynamic_update_slice_in_dim(buffer, x, chunk, 0)
-        here = lax.dynamic_slice_in_dim(buffer, chunk, self.count)
-        if self.always == ADD:
-            new = here + x
-        else:
-            new = here + x if ADD in self.kinds else x
-            if self.kinds == {ADD, COPY}:
-                new = jnp.where(self.op[now] == COPY, x, new)
-            new = jnp.where(self.op[now] == IDLE, here, new)
+        something = self.receives & (chunk != IDLE)
+        chunk = jnp.maximum(chunk, 0)
+        here = lax.dynamic_slice_in_dim(buffer, chunk, self.lane.count)
+        new = here + x if self.lane.op == ADD else x
+        if not self.lane.is_full:
+            new = jnp.where(something, new, here)
         return lax.dynamic_update_slice_in_dim(buffer, new, chunk, 0)
 
 
 def _chunk_of(index: Table | Rule, rank: Any) -> Any:
-    """The chunk of this rank as a function of the round."""
+    """The chunk that `rank` sends, as a function of the round; IDLE for none."""
     if isinstance(index, Rule):
         first, place = jnp.asarray(index.first)[rank], jnp.asarray(index.place)[rank]
         return lambda now: first + (place + index.step * now) % index.size * index.count
-    row = jnp.asarray(index.values)[rank]
-    return lambda now: row[now]
+    base = jnp.asarray(index.base)[rank]
+    row = jnp.asarray(index.rows)[jnp.asarray(index.row)[rank]]
+    return lambda now: jnp.where(row[now] == IDLE, IDLE, base + row[now])
 
 
 def _completed(

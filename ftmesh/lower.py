@@ -1,9 +1,10 @@
 """Lower: a schedule as a small program of constant permutations and integer tables.
 
 Each phase becomes a `Loop`: the same few permutations in every round, one per `Lane`, and per rank
-and round the chunk to send, the chunk to receive into, and what to do with it. Where those chunks
-follow a rule, as along a ring, the rule replaces the table. Nothing here knows JAX, or rings: the
-rule is found in the numbers, so that a schedule read from a file lowers as well as a planned one.
+and round the chunk to send. Where those chunks follow a rule, as along a ring, the rule replaces
+the table; otherwise ranks that do the same share a row of it. So a program grows little with the
+mesh. Nothing here knows JAX, or rings: rules and rows are found in the numbers, so that a schedule
+read from a file lowers as well as a planned one.
 """
 
 from __future__ import annotations
@@ -13,27 +14,40 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ftmesh.schedule import ADD, COPY, Columns, Ints, Phase, Schedule, join, row_key, transfers
 
 Pairs = tuple[tuple[int, int], ...]
-IDLE = -1  # in a lane's `op`: this rank receives nothing to keep in this round
+IDLE = -1  # in place of a chunk: the rank sends nothing in this round
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A chunk per rank and round, written out: ``values[rank, round]``."""
+    """Chunks written out: rank r sends ``base[r] + rows[row[r], round]``, or nothing where IDLE."""
 
-    values: Ints
+    base: Ints
+    row: Ints
+    rows: Ints
+
+    @staticmethod
+    def of(chunks: Ints) -> Table:
+        """The table of ``chunks[rank, round]``: ranks that differ by a shift share a row."""
+        idle = chunks == IDLE
+        base = np.where(idle, np.iinfo(np.int32).max, chunks).min(axis=1)
+        base = np.where(idle.all(axis=1), 0, base).astype(np.int32)
+        shifted = np.where(idle, IDLE, chunks - base[:, None]).astype(np.int32)
+        rows, row = np.unique(shifted, axis=0, return_inverse=True)
+        return Table(base, row.reshape(-1).astype(np.int32), rows)
+
+    def chunks(self, num_rounds: int) -> Ints:
+        """Written out in full, ``[rank, round]``."""
+        full = self.rows[self.row]
+        return np.where(full == IDLE, IDLE, full + self.base[:, None]).astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """A chunk per rank and round, computed.
-
-    ``first[rank] + (place[rank] + step * round) % size * count``
-    """
+    """Chunks computed: rank r sends ``first[r] + (place[r] + step * round) % size * count``."""
 
     first: Ints
     place: Ints
@@ -41,25 +55,29 @@ class Rule:
     size: int
     count: int
 
-    def table(self, num_rounds: int) -> Ints:
-        """The values written out, ``[rank, round]``."""
+    def chunks(self, num_rounds: int) -> Ints:
+        """Written out in full, ``[rank, round]``."""
         turn = self.place[:, None] + self.step * np.arange(num_rounds, dtype=np.int32)
         return np.asarray(self.first[:, None] + turn % self.size * self.count, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """One permutation, the same in every round of a loop.
+    """One permutation, the same in every round of a loop, and what travels over it.
 
-    ``op[rank, round]`` is ADD, COPY or IDLE for what the rank receives; an int where it is the same
-    for all ranks and rounds.
+    A rank receives into the chunk that its source sends, which is added or copied as `op` says.
     """
 
     permutation: Pairs
+    source: Ints  # rank -> the rank it receives from, or -1
     count: int
+    op: int
     send: Table | Rule
-    receive: Table | Rule
-    op: NDArray[np.int8] | int
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every rank receives something in every round."""
+        return isinstance(self.send, Rule)
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,13 +217,13 @@ def _on_two_cores(schedule: Schedule, halves: tuple[Half, Half]) -> tuple[tuple[
 
 def _loop(name: str, columns: Columns, num_ranks: int) -> Loop:
     num_rounds = int(columns.round.max()) + 1
+    kind = 2 * columns.count + columns.op  # transfers of a lane have one size and one operation
     lanes = []
-    for count in np.unique(columns.count):
-        same_size = columns.take(columns.count == count)
-        colour = _constant_lanes(same_size)
+    for this in np.unique(kind):
+        alike = columns.take(kind == this)
+        colour = _constant_lanes(alike)
         lanes += [
-            _lane(same_size.take(colour == lane), num_ranks, num_rounds)
-            for lane in np.unique(colour)
+            _lane(alike.take(colour == lane), num_ranks, num_rounds) for lane in np.unique(colour)
         ]
     return Loop(name, num_rounds, tuple(lanes))
 
@@ -267,30 +285,28 @@ def _edge_colours(edges: list[tuple[int, int, int]]) -> dict[tuple[int, int, int
 
 
 def _lane(columns: Columns, num_ranks: int, num_rounds: int) -> Lane:
-    count = int(columns.count[0])
     _, distinct = np.unique(row_key(columns.src, columns.dst), return_index=True)
-    pairs = tuple(zip(columns.src[distinct].tolist(), columns.dst[distinct].tolist(), strict=True))
-    send = np.zeros((num_ranks, num_rounds), np.int32)
-    receive = np.zeros((num_ranks, num_rounds), np.int32)
-    op = np.full((num_ranks, num_rounds), IDLE, np.int8)
-    send[columns.src, columns.round] = columns.chunk
-    receive[columns.dst, columns.round] = columns.chunk
-    op[columns.dst, columns.round] = columns.op
-    everywhere = (op == op[0, 0]).all() and op[0, 0] != IDLE
+    src, dst = columns.src[distinct], columns.dst[distinct]
+    source = np.full(num_ranks, -1, np.int32)
+    source[dst] = src
+    chunks = np.full((num_ranks, num_rounds), IDLE, np.int32)
+    chunks[columns.src, columns.round] = columns.chunk
+    count = int(columns.count[0])
+    rule = _rule(chunks, count) if (chunks != IDLE).all() and (source >= 0).all() else None
     return Lane(
-        permutation=pairs,
+        permutation=tuple(zip(src.tolist(), dst.tolist(), strict=True)),
+        source=source,
         count=count,
-        send=_rule(send, count) if everywhere else Table(send),
-        receive=_rule(receive, count) if everywhere else Table(receive),
-        op=int(op[0, 0]) if everywhere else op,
+        op=int(columns.op[0]),
+        send=rule or Table.of(chunks),
     )
 
 
-def _rule(values: Ints, count: int) -> Table | Rule:
-    """The rule behind a full table, if it is one of stepping round a circle of pieces."""
+def _rule(values: Ints, count: int) -> Rule | None:
+    """The rule behind a table without gaps, if it is one of stepping round a circle of pieces."""
     num_rounds = values.shape[1]
     if num_rounds < 3:
-        return Table(values)
+        return None
     steps = np.diff(values, axis=1)
     step = 1 if (steps == count).sum() > (steps == -count).sum() else -1
     size = num_rounds + 1
@@ -304,29 +320,25 @@ def _rule(values: Ints, count: int) -> Table | Rule:
     ).astype(np.int32)
     place = ((values[:, 0] - first) // count).astype(np.int32)
     rule = Rule(first, place, step, size, count)
-    return rule if np.array_equal(rule.table(num_rounds), values) else Table(values)
+    return rule if np.array_equal(rule.chunks(num_rounds), values) else None
 
 
 def as_phase(loop: Loop) -> Phase:
     """The transfers of a loop again: what `lower` made, read back, for those who check it."""
     pieces: list[Columns] = []
     for lane in loop.lanes:
-        send = lane.send.table(loop.num_rounds) if isinstance(lane.send, Rule) else lane.send.values
+        chunks = lane.send.chunks(loop.num_rounds)
         src, dst = np.array(lane.permutation, np.int32).T
-        op = np.broadcast_to(np.asarray(lane.op), (len(send), loop.num_rounds))[dst]
-        pair, now = np.nonzero(op != IDLE)
+        pair, now = np.nonzero(chunks[src] != IDLE)
         pieces.append(
             transfers(
                 round=now,
                 lane=len(pieces),
                 src=src[pair],
                 dst=dst[pair],
-                chunk=send[src[pair], now],
+                chunk=chunks[src[pair], now],
                 count=lane.count,
-                op=op[pair, now],
+                op=lane.op,
             )
         )
     return Phase(loop.name, join(pieces))
-
-
-__all__ = ["ADD", "COPY", "IDLE", "Lane", "Loop", "Program", "Rule", "Table", "as_phase", "lower"]
