@@ -41,6 +41,7 @@ _WITH_JAX = {
     "all_gather": "ftmesh.collectives",
     "reduce_to_owners": "ftmesh.collectives",
     "gather_from_owners": "ftmesh.collectives",
+    "compiler_options": "ftmesh.compiled",
 }
 
 

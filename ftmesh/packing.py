@@ -19,7 +19,7 @@ import numpy as np
 from ftmesh import _compat
 
 WIDTH = 128  # lanes of a TPU's vector registers
-TILE_BYTES = 8 * 4  # rows of a memory tile, times the bytes of an element
+TILE_ROWS = 8  # a tile of a TPU's memory has so many rows of that width, of 4 bytes each
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ def chunk_shape(size: int, num_chunks: int, itemsize: int) -> tuple[int, int]:
     if length < WIDTH:
         return 1, length
     rows = math.ceil(length / WIDTH)
-    tile = max(1, TILE_BYTES // itemsize)
+    tile = max(1, TILE_ROWS * 4 // itemsize)
     return (math.ceil(rows / tile) * tile if rows >= tile else rows), WIDTH
 
 
-def pack(flat: Iterable[jax.Array], num_chunks: int) -> jax.Array:
+def pack(leaves: Iterable[jax.Array], num_chunks: int) -> jax.Array:
     """Arrays of one dtype, laid end to end in a buffer of `num_chunks` chunks."""
-    parts = [jnp.ravel(x) for x in flat]
+    parts = [piece for leaf in leaves for piece in _flat(leaf)]
     size = sum(x.size for x in parts)
     rows, width = chunk_shape(size, num_chunks, parts[0].dtype.itemsize)
     padding = num_chunks * rows * width - size
@@ -82,6 +82,39 @@ def unpack(buffer: jax.Array, shapes: Iterable[tuple[int, ...]]) -> list[jax.Arr
     arrays, start = [], 0
     for shape in shapes:
         stop = start + math.prod(shape)
-        arrays.append(flat[start:stop].reshape(shape))
+        arrays.append(_shaped(flat[start:stop], shape))
         start = stop
     return arrays
+
+
+# A TPU keeps a matrix tile by tile. Elements may travel in any order that all ranks agree on, so a
+# matrix travels in the order of its tiles, and the compiler has nothing to rearrange: row by row,
+# packing would take twice the payload in temporary memory, and unpacking too.
+
+
+def _tiled_rows(shape: tuple[int, ...]) -> int:
+    """How many rows of an array, taken as a matrix, are whole rows of tiles."""
+    if len(shape) < 2 or shape[-1] % WIDTH or (len(shape) > 2 and shape[-2] % TILE_ROWS):
+        return 0
+    return math.prod(shape[:-1]) // TILE_ROWS * TILE_ROWS
+
+
+def _flat(x: jax.Array) -> list[jax.Array]:
+    """The elements of an array as vectors: first those of its whole tiles, then the others."""
+    rows = _tiled_rows(x.shape)
+    if not rows:
+        return [jnp.ravel(x)]
+    matrix = x.reshape(-1, x.shape[-1])
+    tiles = matrix[:rows].reshape(rows // TILE_ROWS, TILE_ROWS, -1, WIDTH).swapaxes(1, 2)
+    return [tiles.reshape(-1), *([matrix[rows:].reshape(-1)] if rows < len(matrix) else [])]
+
+
+def _shaped(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The array of a given shape that `_flat` made vectors of."""
+    rows = _tiled_rows(shape)
+    if not rows:
+        return flat.reshape(shape)
+    width = shape[-1]
+    tiles = flat[: rows * width].reshape(rows // TILE_ROWS, -1, TILE_ROWS, WIDTH).swapaxes(1, 2)
+    parts = [tiles.reshape(rows, width), flat[rows * width :].reshape(-1, width)]
+    return (jnp.concatenate(parts) if len(parts[1]) else parts[0]).reshape(shape)

@@ -40,10 +40,11 @@ WITHOUT_JAX = [
     "cli.verify",
     "cli.draw",
     "cli.bench",
+    "cli.compile",
     "cli",
     "__main__",
 ]
-WITH_JAX = ["_compat", "mesh", "packing", "execute", "collectives", "testing", "bench"]
+WITH_JAX = ["_compat", "mesh", "packing", "execute", "collectives", "testing", "bench", "compiled"]
 ORDER = WITHOUT_JAX + WITH_JAX
 
 # What is imported later on, when a user first asks for something that needs JAX.
@@ -52,6 +53,7 @@ DOORS = {
     ("plan", "collectives"),
     ("cli.bench", "testing"),
     ("cli.bench", "bench"),
+    ("cli.compile", "compiled"),
 }
 
 

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Sequence
 
 import ftmesh
-from ftmesh.cli import bench, draw, plan, verify
+from ftmesh.cli import bench, compile, draw, plan, verify
 from ftmesh.cli.arguments import Parser
 from ftmesh.errors import FtmeshError
 
-COMMANDS = {"plan": plan, "verify": verify, "draw": draw, "bench": bench}
+COMMANDS = {"plan": plan, "verify": verify, "draw": draw, "bench": bench, "compile": compile}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,55 @@
+"""``ftmesh compile``: what the TPU compiler makes of a plan, without a TPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import ftmesh
+from ftmesh.cli.arguments import Stages, add_algorithm, add_payload
+from ftmesh.notation import parse_bytes
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "compile",
+        help="compile a plan for a TPU slice, without a TPU",
+        description="Compile the all-reduce of a plan for a TPU slice and say what came out: "
+        "whether the compiler takes it, its memory, and whether the permutations of a round "
+        "travel together. Needs libtpu (pip install libtpu, x86_64 Linux), and no TPU.",
+        epilog="example: ftmesh compile v6e:16x16 --failed 2x2@2,2 --algorithm row_pair",
+    )
+    parser.add_argument("slice", metavar="SLICE", help="TPU generation and shape: v6e:16x16")
+    parser.add_argument(
+        "--failed",
+        metavar="BLOCKS",
+        help="failed chips: '4x2@6,14' or '2x2@2,2;2x2@8,4' "
+        "(default: the environment variable FTMESH_FAILED)",
+    )
+    add_algorithm(parser)
+    add_payload(parser)
+    parser.add_argument(
+        "--idle",
+        action="store_true",
+        help="keep the failed chips in the program, idle: for v5e, which insists on whole slices",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Plan for the slice, compile, and report."""
+    payload_bytes = parse_bytes(args.payload)
+    from ftmesh.compiled import compile_report, tpu_devices
+
+    stages = Stages()
+    devices = stages.run(f"loading {args.slice}", lambda: tpu_devices(args.slice))
+    topology = ftmesh.Topology.from_devices(devices, failed=args.failed)
+    plan = stages.run(
+        "planning",
+        lambda: ftmesh.plan(
+            topology, args.algorithm, payload_bytes=payload_bytes, with_idle=args.idle
+        ),
+    )
+    report = stages.run("compiling", lambda: compile_report(plan, payload_bytes))
+    print(json.dumps(report.as_dict(), indent=2) if args.json else f"{report}\n{stages}")
