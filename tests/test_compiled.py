@@ -125,18 +125,22 @@ def test_the_compilers_strategy():
 # Options, devices, the command ------------------------------------------------------------------
 
 
+FOUR = {"xla_max_concurrent_async_collective_permutes": "4"}
+ASYNC = {"xla_enable_async_collective_permute": "true"}
+
+
 @pytest.mark.parametrize(
-    ("platform", "lanes"),
+    ("platform", "options"),
     [
-        ("tpu v6e", "4"), ("v6e", "4"), ("TPU v6 lite", "4"), ("v6e:16x16", "4"), ("v6e-256", "4"),
-        ("tpu v5p", "4"), ("TPU v5", "4"), ("tpu7x", "4"),
-        ("v2", None), ("v3:16x32", None), ("v4", None), ("TPU v5 lite", None),
-        ("v5litepod-4", None), ("cpu", None), ("gpu", None), ("cuda", None),
+        ("tpu v6e", FOUR), ("v6e", FOUR), ("TPU v6 lite", FOUR), ("v6e:16x16", FOUR),
+        ("v6e-256", FOUR), ("tpu v5p", FOUR), ("TPU v5", FOUR), ("tpu7x", FOUR),
+        ("v2", ASYNC), ("v3:16x32", ASYNC), ("TPU v3", ASYNC),
+        ("v4", {}), ("TPU v5 lite", {}), ("v5litepod-4", {}),
+        ("cpu", {}), ("gpu", {}), ("cuda", {}),
     ],
 )  # fmt: skip
-def test_compiler_options(platform, lanes):
-    expected = {"xla_max_concurrent_async_collective_permutes": lanes} if lanes else {}
-    assert ftmesh.compiler_options(platform) == expected
+def test_compiler_options(platform, options):
+    assert ftmesh.compiler_options(platform) == options
 
 
 def test_an_unknown_platform_is_refused():
@@ -256,6 +260,14 @@ def permutations(report):
     }
 
 
+def travels_at_once(report):
+    """Whether every permutation of a round starts before the first is waited for."""
+    return all(
+        loop["in_flight"] == loop["permutations"] and not loop["synchronous"]
+        for loop in report["loops"]
+    )
+
+
 @needs_libtpu
 @pytest.mark.parametrize("algorithm", LANES)
 @pytest.mark.parametrize(
@@ -268,18 +280,19 @@ def test_two_cores_a_chip(name, failed, devices, algorithm):
     assert report["num_devices"] == devices
     assert report["compile_seconds"] < 30
     assert permutations(report) == {LANES[algorithm]}
+    assert travels_at_once(report)
     assert report["lax_psum"] == "StrategyRing{colors:1 phases:1}"
 
 
 @needs_libtpu
 @pytest.mark.parametrize("algorithm", LANES)
-def test_all_permutations_of_a_round_travel_at_once(algorithm):
+def test_memory_for_little_more_than_the_payload(algorithm):
     report = compile_for("v6e:16x16", "2x2@2,2", algorithm)
     assert report["accepted"], report["refusal"]
     assert report["num_devices"] == 252
     assert report["temporary_ratio"] < 1.3
     assert permutations(report) == {LANES[algorithm]}
-    assert all(loop["in_flight"] == loop["permutations"] for loop in report["loops"])
+    assert travels_at_once(report)
     assert report["lax_psum"] == "StrategyRing{colors:1 phases:1}"
 
 
@@ -290,6 +303,7 @@ def test_whole_slices_with_idle_chips(algorithm):
     assert report["accepted"], report["refusal"]
     assert (report["num_devices"], report["with_idle"]) == (256, True)
     assert permutations(report) == {LANES[algorithm]}
+    assert travels_at_once(report)
 
 
 @needs_libtpu
