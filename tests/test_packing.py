@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftmesh.packing import WIDTH, chunk_shape, make_buckets, pack, unpack
@@ -30,6 +30,7 @@ def numbered(shapes):
     ]
 
 
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5), st.integers(1, 40))
 def test_what_is_packed_comes_out_again(shapes, num_chunks):
     leaves = numbered(shapes)
