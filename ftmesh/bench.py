@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ftmesh.errors import PlanError
-from ftmesh.notation import format_bytes
 from ftmesh.plan import Plan, plan
 from ftmesh.planners import PLANNERS
 from ftmesh.topology import Topology
+from ftmesh.units import format_bytes
 
 Progress = Callable[[int, int, str], None]
 

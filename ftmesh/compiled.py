@@ -27,7 +27,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ftmesh import collectives
 from ftmesh.errors import ArgumentError, FtmeshError, TopologyError
-from ftmesh.notation import format_bytes, parse_shape
+from ftmesh.notation import parse_shape
+from ftmesh.units import format_bytes
 
 if TYPE_CHECKING:
     from ftmesh.plan import Plan

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ftmesh.errors import ArgumentError, TopologyError
+from ftmesh.errors import TopologyError
 
 Coord = tuple[int, ...]
 FAILED_VARIABLE = "FTMESH_FAILED"
@@ -22,7 +22,6 @@ FAILED_VARIABLE = "FTMESH_FAILED"
 _SHAPE = re.compile(r"\d+(x\d+)*")
 _BLOCK = re.compile(r"(\d+(?:x\d+)*)@(\d+(?:,\d+)*)")
 _LINK = re.compile(r"(\d+(?:,\d+)*)-(\d+(?:,\d+)*)")
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])?(i)?b?", re.IGNORECASE)
 
 
 MAX_CHIPS = 1_000_000
@@ -140,29 +139,6 @@ def format_failed(failed: Iterable[Coord]) -> str:
         blocks.append(Block(tuple(size), corner))
         left.difference_update(blocks[-1].coords())
     return ";".join(map(str, blocks))
-
-
-def parse_bytes(text: str) -> int:
-    """``"100MB"`` as a number of bytes; decimal units (kB, MB, GB) or binary (KiB, MiB, GiB)."""
-    match = _BYTES.fullmatch(text.strip())
-    if not match:
-        raise ArgumentError(f"{text!r} is not a size: write a number and a unit, as in '100MB'")
-    scale = 1024 if match[3] else 1000
-    power = " kmg".index((match[2] or " ").lower())
-    return int(float(match[1]) * scale**power)
-
-
-def format_bytes(amount: float) -> str:
-    """Bytes in the decimal unit that suits.
-
-    >>> format_bytes(48_437_500)
-    '48.4 MB'
-    """
-    for unit in ("B", "kB", "MB"):
-        if amount < 999.5:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.4g} GB"
 
 
 def _whole_numbers(values: Iterable[Any]) -> Coord:

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ftmesh.errors import ScheduleError
-from ftmesh.notation import format_bytes
 from ftmesh.routing import Route, around
 from ftmesh.topology import Link, Topology
+from ftmesh.units import format_bytes
 
 Ints = NDArray[np.int32]
 ADD, COPY = 0, 1

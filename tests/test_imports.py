@@ -13,6 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "ftmesh"
 WITHOUT_JAX = [
     "errors",
     "notation",
+    "units",
+    "network",
     "devices",
     "topology",
     "routing",

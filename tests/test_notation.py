@@ -2,13 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftmesh.errors import ArgumentError, TopologyError
+from ftmesh.errors import TopologyError
 from ftmesh.notation import (
     Block,
-    format_bytes,
     format_failed,
     format_shape,
-    parse_bytes,
     parse_drawing,
     parse_failed,
     parse_links,
@@ -91,23 +89,3 @@ def test_formatted_failures_read_back(failed):
 
 def test_an_even_block_is_formatted_as_itself():
     assert format_failed(Block((4, 2), (6, 14)).coords()) == "4x2@6,14"
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("100MB", 10**8), ("64KiB", 65536), ("1.5 GB", 1_500_000_000), ("12", 12), ("3b", 3)],
-)
-def test_sizes(text, size):
-    assert parse_bytes(text) == size
-
-
-def test_bad_sizes_are_named():
-    with pytest.raises(ArgumentError, match="'1zb' is not a size"):
-        parse_bytes("1zb")
-
-
-def test_sizes_are_written_in_the_unit_that_suits():
-    assert format_bytes(999_700) == "1 MB"
-    assert [format_bytes(n) for n in (12, 4096, 48_437_500, 1_344_904_432)] == [
-        "12 B", "4.1 kB", "48.4 MB", "1.345 GB",
-    ]  # fmt: skip

@@ -7,13 +7,16 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from ftmesh.errors import ArgumentError, ScheduleFileError
+from ftmesh.network import DEFAULT, NETWORKS, Network, network
 from ftmesh.notation import parse_shape
 from ftmesh.planners import ALGORITHMS
 from ftmesh.topology import Topology
+from ftmesh.units import format_rate, format_time, parse_rate
 
 T = TypeVar("T")
 
@@ -61,6 +64,34 @@ def add_payload(parser: argparse.ArgumentParser) -> None:
         default="100MB",
         help="bytes to sum, as 100MB or 64KiB (default: 100MB)",
     )
+
+
+def add_network(parser: argparse.ArgumentParser) -> None:
+    """--tpu, --link, --latency, --overhead."""
+    parser.add_argument(
+        "--tpu",
+        choices=NETWORKS,
+        help="take the published link rate of a TPU generation, and 1us a hop",
+    )
+    parser.add_argument(
+        "--link",
+        metavar="RATE",
+        help=f"bytes per second of a link, each way (default: {format_rate(DEFAULT.bandwidth)})",
+    )
+    parser.add_argument(
+        "--latency", metavar="TIME", help=f"per hop (default: {format_time(DEFAULT.latency)})"
+    )
+    parser.add_argument(
+        "--overhead", metavar="TIME", help="per transfer at its sender (default: none)"
+    )
+
+
+def network_of(args: argparse.Namespace) -> Network:
+    """The network that the arguments of `add_network` describe."""
+    base = network(args.tpu or DEFAULT, args.latency, args.overhead)
+    if args.link:
+        base = replace(base, bandwidth=parse_rate(args.link), source="as given")
+    return base
 
 
 def topology_of(args: argparse.Namespace) -> Topology:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from ftmesh.cli.arguments import add_mesh, topology_of
 from ftmesh.errors import ArgumentError
-from ftmesh.notation import parse_bytes
+from ftmesh.units import parse_bytes
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -7,7 +7,7 @@ import json
 
 import ftmesh
 from ftmesh.cli.arguments import Stages, add_algorithm, add_payload
-from ftmesh.notation import parse_bytes
+from ftmesh.units import parse_bytes
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -17,8 +17,8 @@ from ftmesh.cli.arguments import (
     topology_of,
 )
 from ftmesh.draw import draw_svg, schedule_panels
-from ftmesh.notation import parse_bytes
 from ftmesh.plan import Plan
+from ftmesh.units import parse_bytes
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

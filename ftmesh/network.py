@@ -1,0 +1,91 @@
+"""Network: what the links of a mesh can do, in seconds and bytes per second.
+
+The parameter sets of TPU generations are published figures, each with its source; nobody publishes
+the latency of a hop, so one figure stands for all of them.
+
+>>> NETWORKS["v3"].bandwidth
+82000000000.0
+>>> network("100GB/s").latency == DEFAULT.latency
+True
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ftmesh.errors import ArgumentError
+from ftmesh.units import format_rate, format_time, parse_rate, parse_time
+
+
+@dataclass(frozen=True)
+class Network:
+    """Full-duplex links, all alike.
+
+    A transfer of b bytes over h free hops takes ``overhead + h * latency + b / bandwidth``: the
+    sender spends `overhead` seconds on it, its head moves on after `latency` seconds at each hop,
+    and every link on the way is taken for the time of its bytes.
+    """
+
+    bandwidth: float  # bytes per second, each way
+    latency: float  # seconds per hop
+    overhead: float = 0.0  # seconds at the sender, per transfer
+    source: str = "as given"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
+            raise ArgumentError(f"bandwidth must be above 0 bytes/s, not {self.bandwidth!r}")
+        for name in ("latency", "overhead"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ArgumentError(f"{name} must be 0 seconds or more, not {value!r}")
+
+    def __str__(self) -> str:
+        text = f"links of {format_rate(self.bandwidth)} each way, {format_time(self.latency)} a hop"
+        if self.overhead:
+            text += f", {format_time(self.overhead)} at the sender"
+        return text
+
+
+DEFAULT = Network(50e9, 0.5e-6, source="round figures, as used in studies of collectives")
+
+# "How to Scale Your Model" (Austin et al., 2025), chapter 2, puts a hop at about a microsecond.
+_HOP = 1e-6
+_CACM = "Jouppi et al., A Domain-Specific Supercomputer (CACM 2020)"
+_CLOUD = "cloud.google.com/tpu/docs, system architecture"
+NETWORKS = {
+    "v2": Network(62e9, _HOP, source=f"496 Gbit/s a link each way: {_CACM}"),
+    "v3": Network(82e9, _HOP, source=f"656 Gbit/s a link each way: {_CACM}"),
+    "v4": Network(50e9, _HOP, source="50 GB/s a link: Jouppi et al., TPU v4 (ISCA 2023)"),
+    "v5e": Network(50e9, _HOP, source=f"400 GB/s a chip, both ways, over 4 links: {_CLOUD}"),
+    "v5p": Network(100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}"),
+    "v6e": Network(100e9, _HOP, source=f"3200 Gbit/s a chip, each way, over 4 links: {_CLOUD}"),
+    "v7x": Network(100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}"),
+}
+
+
+def network(
+    link: Network | float | str = DEFAULT,
+    latency: float | str | None = None,
+    overhead: float | str | None = None,
+) -> Network:
+    """A network from what a user says of it.
+
+    `link` is a network, the name of a TPU generation, or a rate: bytes per second, or text such as
+    ``"50GB/s"``. Times are seconds, or text such as ``"0.5us"``; what is not given is `link`'s own,
+    or that of `DEFAULT` where `link` is a rate.
+    """
+    if isinstance(link, Network):
+        base = link
+    elif isinstance(link, str) and link in NETWORKS:
+        base = NETWORKS[link]
+    else:
+        rate = parse_rate(link) if isinstance(link, str) else float(link)
+        base = replace(DEFAULT, bandwidth=rate, source="as given")
+    given = {"latency": latency, "overhead": overhead}
+    times = {
+        name: parse_time(value) if isinstance(value, str) else float(value)
+        for name, value in given.items()
+        if value is not None
+    }
+    return replace(base, **times) if times else base  # type: ignore[arg-type]

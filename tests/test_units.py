@@ -1,0 +1,67 @@
+"""Sizes, rates and times as people write them."""
+
+import pytest
+
+from ftmesh.errors import ArgumentError
+from ftmesh.units import (
+    format_bytes,
+    format_rate,
+    format_time,
+    parse_bytes,
+    parse_rate,
+    parse_time,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("100MB", 10**8), ("64KiB", 65536), ("1.5 GB", 1_500_000_000), ("12", 12), ("3b", 3)],
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+def test_bad_sizes_are_named():
+    with pytest.raises(ArgumentError, match="'1zb' is not a size"):
+        parse_bytes("1zb")
+
+
+def test_sizes_are_written_in_the_unit_that_suits():
+    assert format_bytes(999_700) == "1 MB"
+    assert [format_bytes(n) for n in (12, 4096, 48_437_500, 1_344_904_432)] == [
+        "12 B", "4.1 kB", "48.4 MB", "1.345 GB",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "rate"), [("50GB/s", 5e10), ("1.5 MB/s", 1.5e6), ("7B/s", 7.0)])
+def test_rates(text, rate):
+    assert parse_rate(text) == rate
+    assert parse_rate(format_rate(rate)) == rate
+
+
+@pytest.mark.parametrize("text", ["50GB", "fast", "50GB/h", "/s", ""])
+def test_bad_rates_are_named(text):
+    with pytest.raises(ArgumentError, match="is not a rate"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0.5us", 5e-7), ("20 ns", 2e-8), ("50ms", 0.05), ("8h", 28800.0), ("3 d", 259200.0)],
+)
+def test_times(text, seconds):
+    assert parse_time(text) == pytest.approx(seconds, rel=1e-15)
+    assert parse_time(format_time(seconds)) == pytest.approx(seconds, rel=1e-15)
+
+
+@pytest.mark.parametrize("text", ["0.5", "us", "-1us", "1 fortnight"])
+def test_bad_times_are_named(text):
+    with pytest.raises(ArgumentError, match="is not a time"):
+        parse_time(text)
+
+
+def test_times_are_written_in_the_unit_that_suits():
+    amounts = (0.0, 4e-7, 0.0015, 59.0, 120.0, 7200.0, 864000.0)
+    assert [format_time(seconds) for seconds in amounts] == [
+        "0 us", "0.4 us", "1.5 ms", "59 s", "2 min", "2 h", "10 d",
+    ]  # fmt: skip
