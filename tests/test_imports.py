@@ -19,6 +19,7 @@ WITHOUT_JAX = [
     "topology",
     "routing",
     "schedule",
+    "simulate",
     "replay",
     "verify",
     "planners.scatter",
