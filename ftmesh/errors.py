@@ -40,5 +40,13 @@ class CollectiveError(FtmeshError, ValueError):
     """A collective was called where, or on what, its plan does not fit."""
 
 
+class DataError(FtmeshError, ValueError):
+    """Training data is missing, incomplete or not what it should be."""
+
+
+class RecordError(DataError):
+    """A single record is damaged; the others can be used."""
+
+
 class TopologyWarning(UserWarning):
     """Something about the devices was decided for the user and is worth knowing."""

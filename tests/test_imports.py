@@ -47,7 +47,19 @@ WITHOUT_JAX = [
     "cli",
     "__main__",
 ]
-WITH_JAX = ["_compat", "mesh", "packing", "execute", "collectives", "testing", "bench", "compiled"]
+WITH_JAX = [
+    "_compat",
+    "mesh",
+    "packing",
+    "execute",
+    "collectives",
+    "testing",
+    "bench",
+    "compiled",
+    "train.records",
+    "train.lr_schedules",
+    "train.mllog",
+]
 ORDER = WITHOUT_JAX + WITH_JAX
 
 # What is imported later on, when a user first asks for something that needs JAX.
