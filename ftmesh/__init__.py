@@ -19,6 +19,9 @@ from ftmesh.errors import ScheduleFileError as ScheduleFileError
 from ftmesh.errors import TopologyError as TopologyError
 from ftmesh.errors import TopologyWarning as TopologyWarning
 from ftmesh.errors import VerificationError as VerificationError
+from ftmesh.limits import Limits as Limits
+from ftmesh.limits import limits as limits
+from ftmesh.network import Network as Network
 from ftmesh.notation import Block as Block
 from ftmesh.notation import Coord as Coord
 from ftmesh.plan import Plan as Plan
@@ -27,6 +30,8 @@ from ftmesh.schedule import Phase as Phase
 from ftmesh.schedule import Schedule as Schedule
 from ftmesh.serialize import load as load
 from ftmesh.serialize import save as save
+from ftmesh.simulate import Simulation as Simulation
+from ftmesh.simulate import simulate as simulate
 from ftmesh.topology import Topology as Topology
 from ftmesh.verify import Proof as Proof
 from ftmesh.verify import verify as verify

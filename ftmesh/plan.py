@@ -7,8 +7,10 @@ from functools import cached_property
 from typing import Any
 
 from ftmesh import planners
+from ftmesh.choose import AUTO, Choice, choose
 from ftmesh.errors import ArgumentError
 from ftmesh.lower import Program, lower
+from ftmesh.network import DEFAULT, Network, network
 from ftmesh.schedule import Schedule
 from ftmesh.topology import Topology
 from ftmesh.verify import Proof
@@ -19,13 +21,15 @@ from ftmesh.verify import verify as _verify
 class Plan:
     """A schedule chosen for a topology and payload; `proof` is what verification counted.
 
-    With `with_idle` the mesh axis has the devices of failed chips too, which stay idle.
+    With `with_idle` the mesh axis has the devices of failed chips too, which stay idle. `network`
+    is what the choice was made for, where ``auto`` was asked for.
     """
 
     schedule: Schedule
     payload_bytes: int
     proof: Proof | None = None
     with_idle: bool = False
+    network: Network = DEFAULT
 
     @property
     def topology(self) -> Topology:
@@ -45,6 +49,10 @@ class Plan:
             devices_per_chip=self.topology.devices_per_chip,
             with_idle=self.with_idle,
         )
+
+    def explain(self) -> Choice:
+        """Every algorithm on this topology and payload beside this one; print it for a table."""
+        return choose(self.topology, self.payload_bytes, self.network)
 
     def jax_mesh(self, axis_name: str) -> Any:
         """The ``jax.sharding.Mesh`` whose axis this plan's collectives run along."""
@@ -79,21 +87,29 @@ def _collectives() -> Any:
 
 def plan(
     topology: Topology,
-    algorithm: str = "auto",
+    algorithm: str = AUTO,
     *,
     payload_bytes: int = 100_000_000,
+    link: Network | float | str = DEFAULT,
     verify: bool = True,
     with_idle: bool = False,
 ) -> Plan:
     """Plan an all-reduce of `payload_bytes` on `topology`, and prove it right.
 
-    `with_idle` is for a mesh axis that has the devices of failed chips too.
+    ``"auto"`` simulates every algorithm for this payload, on links as `ftmesh.simulate` takes them,
+    and takes the fastest; `Plan.explain` shows them all. `with_idle` is for a mesh axis that has
+    the devices of failed chips too.
 
     >>> topo = Topology.grid("8x8", failed="2x2@2,2")
     >>> plan(topo, "ring").schedule.num_rounds
     118
+    >>> [plan(topo, payload_bytes=size).algorithm for size in (100_000, 100_000_000)]
+    ['row_pair', 'ring']
     """
     if not isinstance(payload_bytes, int) or payload_bytes < 1:
         raise ArgumentError(f"payload_bytes must be a positive whole number, not {payload_bytes!r}")
+    on = network(link)
+    if algorithm == AUTO:
+        algorithm = choose(topology, payload_bytes, on).algorithm
     schedule = planners.schedule(topology, algorithm)
-    return Plan(schedule, payload_bytes, _verify(schedule) if verify else None, with_idle)
+    return Plan(schedule, payload_bytes, _verify(schedule) if verify else None, with_idle, on)

@@ -269,7 +269,7 @@ class _Traffic:
 
     def rounds(self, per_chunk: float) -> Iterator[tuple[slice, Floats, Any]]:
         """For each round: its transfers, how long each keeps a link, and its waves."""
-        busy = self.columns.count * per_chunk
+        busy = self.columns.count.astype(np.float64) * per_chunk
         for (a, b), waves in zip(pairwise(self.bounds), self.waves, strict=True):
             if b > a:
                 yield slice(a, b), busy[a:b], waves

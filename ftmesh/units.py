@@ -68,4 +68,5 @@ def format_time(seconds: float) -> str:
     """
     names = ("d", "h", "min") if seconds >= 99.5 else ("s", "ms", "us")
     unit = next((name for name in names if seconds >= 0.9995 * _SECONDS[name]), "us")
-    return f"{seconds / _SECONDS[unit]:.3g} {unit}"
+    amount = seconds / _SECONDS[unit]
+    return f"{amount:.0f} {unit}" if amount >= 999.5 else f"{amount:.3g} {unit}"

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,7 +39,17 @@ def test_plan_says_what_it_planned_and_writes_it(run, tmp_path):
 
 
 def test_plan_as_json(run):
-    status, text, _ = run("plan", "16x16", "--failed", "4x2@4,4", "--payload", "64MB", "--json")
+    status, text, _ = run(
+        "plan",
+        "16x16",
+        "--failed",
+        "4x2@4,4",
+        "--algorithm",
+        "row_pair",
+        "--payload",
+        "64MB",
+        "--json",
+    )
     found = json.loads(text)
     assert status == 0
     assert found["algorithm"] == "row_pair"
@@ -61,13 +72,101 @@ def test_wrap_and_failed_links(run):
 
 def test_verify_a_file(run, tmp_path):
     path = str(tmp_path / "a.npz")
-    run("plan", "8x8", "--failed", "2x2@2,2", "--out", path)
+    run("plan", "8x8", "--failed", "2x2@2,2", "--algorithm", "row_pair", "--out", path)
     status, text, _ = run("verify", path)
     assert (status, "verified: 60 ranks" in text) == (0, True)
     assert json.loads(run("verify", path, "--json")[1])["num_ranks"] == 60
     status, _, error = run("verify", path, "--router", "dimension_order")
     assert status == 2
     assert "crosses failed chip (2, 2)" in error
+
+
+def test_plan_explains_its_choice(run):
+    text = run("plan", "8x8", "--failed", "2x2@2,2", "--payload", "10kB", "--explain")[1]
+    assert "row_pair on 8x8 less 2x2@2,2" in text
+    assert "no all-reduce can take less than 7 us" in text
+    slow = run("plan", "8x8", "--payload", "10MB", "--latency", "1ms", "--json")[1]
+    assert json.loads(slow)["algorithm"] == "two_dim"
+
+
+def test_simulate_every_algorithm(run):
+    status, text, _ = run("simulate", "8x8", "--failed", "2x2@2,2", "--payload", "100MB")
+    assert status == 0
+    header, columns, *rows = text.splitlines()
+    assert header == "100 MB on 8x8 less 2x2@2,2, links of 50 GB/s each way, 0.5 us a hop"
+    assert columns.split()[:3] == ["algorithm", "rounds", "synchronous"]
+    assert [row.split()[0] for row in rows[:3]] == ["ring", "row_pair", "two_dim"]
+    assert rows[0].split()[1:7] == ["118", "2.03", "ms", "2.03", "ms", "1.69"]
+    assert "cannot: it needs every row" in rows[2]
+
+
+def test_simulate_as_json(run):
+    argv = "simulate 8x8 --failed 2x2@2,2 --algorithm all --link 50GB/s --latency 0.5us --json"
+    ring, pairs = json.loads(run(*argv.split())[1])
+    assert (ring["algorithm"], pairs["algorithm"]) == ("ring", "row_pair")
+    assert ring["time_us"] == pytest.approx(2 * 59 * (0.5 + 1e8 / (120 * 5e4)))
+    assert ring["limit_us"] == pairs["limit_us"] == pytest.approx(1200)
+    assert pairs["dataflow_us"] < pairs["time_us"] == pairs["synchronous_us"]
+    assert sum(phase["time_us"] for phase in pairs["phases"]) == pytest.approx(pairs["time_us"])
+    (auto,) = json.loads(run("simulate", "8x8", "--algorithm", "auto", "--json")[1])
+    assert auto["algorithm"] == "two_dim"
+
+
+def test_simulate_one_algorithm_in_detail(run):
+    status, text, _ = run(
+        "simulate", "8x8", "--algorithm", "row_pair", "--tpu", "v3", "--mode", "dataflow"
+    )
+    assert status == 0
+    assert "row_pair on 8x8: 100 MB in" in text
+    assert "(dataflow)" in text
+    assert "links of 82 GB/s each way, 1 us a hop" in text
+    assert "times the limit" in text
+
+
+ADVISE = [
+    "advise",
+    "8x8",
+    "--failed",
+    "2x2@2,2",
+    "--step",
+    "20ms",
+    "--runs",
+    "3",
+    "--horizon",
+    "500d",
+    "--mtbf",
+    "100d",
+]
+
+
+def test_advise(run):
+    status, text, _ = run(*ADVISE)
+    assert status == 0
+    assert "8x8, 16 boards, each failing every 100 d and repaired in 8 h" in text
+    assert "route around the damage and go on with all 60 live chips" in " ".join(text.split())
+    assert run(*ADVISE)[1] == text  # the seed decides
+    assert run(*ADVISE, "--seed", "1")[1] != text
+    found = json.loads(run(*ADVISE, "--json")[1])
+    assert found["at_hand"]["best"] == "fault-tolerant"
+    assert [answer["answer"] for answer in found["answers"]] == [
+        "wait for repair", "largest sub-mesh", "hot spares", "fault-tolerant",
+    ]  # fmt: skip
+
+
+def test_advise_before_anything_has_failed_and_when_repair_is_near(run):
+    assert "over time, 'fault-tolerant' does most" in run(*ADVISE, "--failed", "")[1]
+    text = run(*ADVISE, "--repair", "9min")[1]
+    assert "too soon to be worth a restart" in " ".join(text.split())
+
+
+def test_plots_are_written(run, tmp_path):
+    curve, heat, shares = (str(tmp_path / name) for name in ("a.svg", "b.png", "c.pdf"))
+    argv = ["simulate", "6x6", "--failed", "2x2@2,2", "--plot", curve, "--heat-map", heat]
+    assert f"wrote {heat}" in run(*argv)[1]
+    assert "row_pair" in Path(curve).read_text()
+    assert run(*ADVISE, "--plot", shares)[0] == 0
+    assert Path(shares).read_bytes().startswith(b"%PDF")
+    assert "cannot write" in run("simulate", "6x6", "--plot", str(tmp_path / "a.doc"))[2]
 
 
 def test_draw_on_the_terminal_and_as_svg(run, tmp_path):

@@ -275,12 +275,16 @@ class TestRowPair:
 
 
 class TestRegistry:
-    def test_auto_takes_what_fits(self):
-        assert planners.schedule(Topology.grid("8x8")).algorithm == "two_dim"
-        damaged = Topology.grid("8x8", failed="2x2@2,2")
-        assert planners.schedule(damaged).algorithm == "row_pair"
-        blocks = "2x2@0,2;2x2@2,6;2x2@4,0;2x2@6,4"
-        assert planners.schedule(Topology.grid("8x8", failed=blocks)).algorithm == "ring"
+    def test_outcomes_are_schedules_or_reasons(self):
+        found = planners.outcomes(Topology.grid("8x8", failed="2x2@2,2"))
+        assert list(found) == ["two_dim", "row_pair", "ring"]
+        assert "it needs every row and column whole" in str(found["two_dim"])
+        assert [found[name].algorithm for name in ("row_pair", "ring")] == ["row_pair", "ring"]
+
+    def test_where_nothing_fits_every_reason_is_given(self):
+        says = "two_dim cannot .*; row_pair cannot .*; ring cannot .*; the largest whole sub-mesh"
+        with pytest.raises(PlanError, match=says):
+            planners.outcomes(Topology.from_drawing("X..\n...\n..."))
 
     @pytest.mark.parametrize(
         ("topo", "algorithm", "says"),
@@ -290,12 +294,12 @@ class TestRegistry:
             (
                 Topology.grid("8x8"),
                 "psum",
-                "no algorithm 'psum': choose from auto, two_dim",
+                "no algorithm 'psum': choose from two_dim",
             ),
-            (Topology.grid("1x8"), "auto", "1x8 is a line of chips"),
-            (Topology.grid("4x4x4"), "auto", "4x4x4 has 3 axes"),
+            (Topology.grid("1x8"), "row_pair", "1x8 is a line of chips"),
+            (Topology.grid("4x4x4"), "two_dim", "4x4x4 has 3 axes"),
             (Topology.grid("8x1"), "ring", "8x1 is a line of chips"),
-            (Topology.grid("2x2", failed="2x1@0,0;1x1@0,1"), "auto", "single live chip"),
+            (Topology.grid("2x2", failed="2x1@0,0;1x1@0,1"), "ring", "single live chip"),
             (
                 Topology.grid("8x8", failed="8x2@0,2"),
                 "row_pair",
@@ -304,8 +308,8 @@ class TestRegistry:
             ),
             (
                 Topology.from_drawing("X..\n...\n..."),
-                "auto",
-                "no other algorithm can; the largest whole sub-mesh is",
+                "ring",
+                "ring cannot run on 3x3 less 1x1@0,0: .*; the largest whole sub-mesh is",
             ),
         ],
     )

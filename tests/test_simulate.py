@@ -128,7 +128,7 @@ def test_dataflow_is_never_slower_than_synchronous_nor_faster_than_the_limit(see
     on = rng.choice(NETWORKS_TRIED)
     simulator = Simulator(schedule)
     synchronous, dataflow = (simulator.seconds(payload, on, mode) for mode in MODES)
-    least = limits(schedule.topology).all_reduce_seconds(payload, on.bandwidth, on.latency)
+    least = limits(schedule.topology).all_reduce_seconds(payload, on)
     assert least * (1 - 1e-12) <= dataflow <= synchronous * (1 + 1e-12)
 
 
@@ -138,7 +138,7 @@ def test_planned_schedules_keep_the_bounds_too(algorithm, payload):
     topology = Topology.grid("8x8", failed="4x2@2,2")
     simulator = Simulator(planners.schedule(topology, algorithm))
     synchronous, dataflow = (simulator.seconds(payload, mode=mode) for mode in MODES)
-    least = limits(topology).all_reduce_seconds(payload, DEFAULT.bandwidth, DEFAULT.latency)
+    least = limits(topology).all_reduce_seconds(payload, DEFAULT)
     assert least < dataflow <= synchronous * (1 + 1e-12)
 
 

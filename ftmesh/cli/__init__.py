@@ -11,11 +11,21 @@ import sys
 from collections.abc import Sequence
 
 import ftmesh
-from ftmesh.cli import bench, compile, draw, plan, verify
+from ftmesh.cli import advise, bench, compile, draw, limits, paper, plan, simulate, verify
 from ftmesh.cli.arguments import Parser
 from ftmesh.errors import FtmeshError
 
-COMMANDS = {"plan": plan, "verify": verify, "draw": draw, "bench": bench, "compile": compile}
+COMMANDS = {
+    "plan": plan,
+    "verify": verify,
+    "draw": draw,
+    "simulate": simulate,
+    "limits": limits,
+    "paper": paper,
+    "advise": advise,
+    "compile": compile,
+    "bench": bench,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="ftmesh",
         description="All-reduce schedules for TPU meshes with failed chips: plan them, prove them "
-        "right, look at them.",
+        "right, look at them, price them, and see what a TPU's compiler makes of them.",
         epilog="Blocks of failed chips are written WxH@x,y and joined by ';': 4x2@6,14 is 4 chips "
         "along x and 2 along y, with its low corner at x=6, y=14.",
     )

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from ftmesh.choose import ALGORITHMS
 from ftmesh.errors import ArgumentError, ScheduleFileError
 from ftmesh.network import DEFAULT, NETWORKS, Network, network
 from ftmesh.notation import parse_shape
-from ftmesh.planners import ALGORITHMS
 from ftmesh.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate
 
@@ -52,7 +52,7 @@ def add_algorithm(parser: argparse.ArgumentParser) -> None:
         "--algorithm",
         choices=ALGORITHMS,
         default="auto",
-        help="how to sum (default: auto, the first of the others that fits the damage)",
+        help="how to sum (default: auto, the fastest of the others by simulation)",
     )
 
 

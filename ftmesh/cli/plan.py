@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from ftmesh.cli.arguments import (
     Stages,
     add_algorithm,
     add_mesh,
+    add_network,
     add_payload,
     check_writable,
+    network_of,
     topology_of,
 )
 from ftmesh.draw import draw_svg, schedule_panels
@@ -32,6 +35,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_mesh(parser)
     add_algorithm(parser)
     add_payload(parser)
+    add_network(parser)
+    parser.add_argument("--explain", action="store_true", help="also price every algorithm")
     parser.add_argument("--out", metavar="FILE.npz", help="save the schedule")
     parser.add_argument("--svg", metavar="FILE.svg", help="draw the phases")
     parser.add_argument("--round", type=int, metavar="R", help="also list the transfers of round R")
@@ -46,10 +51,16 @@ def run(args: argparse.Namespace) -> None:
     stages = Stages()
     plan = stages.run(
         "planning",
-        lambda: ftmesh.plan(topology, args.algorithm, payload_bytes=payload_bytes, verify=False),
+        lambda: ftmesh.plan(
+            topology,
+            args.algorithm,
+            payload_bytes=payload_bytes,
+            link=network_of(args),
+            verify=False,
+        ),
     )
     proof = stages.run("verifying", lambda: ftmesh.verify(plan.schedule))
-    plan = Plan(plan.schedule, plan.payload_bytes, proof)
+    plan = replace(plan, proof=proof)
     one_round = None if args.round is None else plan.schedule.describe_round(args.round)
     if args.svg:
         picture = stages.run("drawing", lambda: draw_svg(schedule_panels(plan.schedule)))
@@ -63,6 +74,8 @@ def run(args: argparse.Namespace) -> None:
     print(plan)
     if one_round:
         print(one_round)
+    if args.explain:
+        print(plan.explain())
     print(proof)
     print(stages)
     for path in filter(None, (args.out, args.svg)):

@@ -22,36 +22,39 @@ class Planner(Protocol):
 
 
 PLANNERS: dict[str, Planner] = {"two_dim": two_dim, "row_pair": row_pair, "ring": ring}
-ALGORITHMS = ("auto", *PLANNERS)
 
 
-def schedule(topology: Topology, algorithm: str = "auto") -> Schedule:
-    """The schedule of `algorithm`, or a `PlanError` that says why not and which one can.
-
-    ``"auto"`` takes the first of two_dim, row_pair and ring that accepts the mesh.
-    """
-    if algorithm not in ALGORITHMS:
-        raise PlanError(f"there is no algorithm {algorithm!r}: choose from {', '.join(ALGORITHMS)}")
+def schedule(topology: Topology, algorithm: str) -> Schedule:
+    """The schedule of `algorithm`, or a `PlanError` that says why not and which one can."""
+    if algorithm not in PLANNERS:
+        raise PlanError(f"there is no algorithm {algorithm!r}: choose from {', '.join(PLANNERS)}")
     _check_whole(topology)
-    reasons = {}
-    for name in PLANNERS if algorithm == "auto" else [algorithm]:
-        try:
-            return PLANNERS[name].plan(topology)
-        except PlanError as error:
-            reasons[name] = f"{name} cannot run on {topology}: {error}"
-    able = [name for name in PLANNERS if name not in reasons and _can_plan(name, topology)]
-    if able:
-        raise PlanError(f"{reasons[algorithm]}; use {' or '.join(able)}")
-    rest = f"no other algorithm can; the largest whole sub-mesh is {topology.largest_rectangle()}"
-    raise PlanError("; ".join([*reasons.values(), rest]))
-
-
-def _can_plan(name: str, topology: Topology) -> bool:
     try:
-        PLANNERS[name].plan(topology)
+        return PLANNERS[algorithm].plan(topology)
     except PlanError:
-        return False
-    return True
+        found = outcomes(topology)  # raises where no algorithm can
+    able = [name for name, outcome in found.items() if isinstance(outcome, Schedule)]
+    raise PlanError(f"{_refusal(algorithm, topology, found)}; use {' or '.join(able)}")
+
+
+def outcomes(topology: Topology) -> dict[str, Schedule | PlanError]:
+    """What each algorithm makes of `topology`; a `PlanError` with all reasons where none can."""
+    _check_whole(topology)
+    found: dict[str, Schedule | PlanError] = {}
+    for name, planner in PLANNERS.items():
+        try:
+            found[name] = planner.plan(topology)
+        except PlanError as error:
+            found[name] = error
+    if not any(isinstance(outcome, Schedule) for outcome in found.values()):
+        reasons = [_refusal(name, topology, found) for name in found]
+        rest = f"the largest whole sub-mesh is {topology.largest_rectangle()}"
+        raise PlanError("; ".join([*reasons, rest]))
+    return found
+
+
+def _refusal(name: str, topology: Topology, found: dict[str, Schedule | PlanError]) -> str:
+    return f"{name} cannot run on {topology}: {found[name]}"
 
 
 def _check_whole(topology: Topology) -> None:

@@ -1,0 +1,166 @@
+"""``ftmesh simulate``: what schedules cost on the wires, and how far that is from the limit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ftmesh import planners
+from ftmesh.choose import ALGORITHMS, AUTO, choose
+from ftmesh.cli.arguments import (
+    Stages,
+    add_mesh,
+    add_network,
+    add_payload,
+    check_writable,
+    network_of,
+    topology_of,
+)
+from ftmesh.errors import PlanError
+from ftmesh.limits import limits
+from ftmesh.network import Network
+from ftmesh.schedule import Schedule
+from ftmesh.simulate import MODES, Simulation, Simulator
+from ftmesh.topology import Topology
+from ftmesh.units import format_bytes, format_time, parse_bytes
+
+ALL = "all"
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "simulate",
+        help="what an all-reduce costs, beside the physical limit",
+        description="Simulate all-reduces on a mesh, link by link, and set them beside the least "
+        "time that any all-reduce could take there. Nothing is run.",
+        epilog="example: ftmesh simulate 32x32 --failed 4x2@14,14 --algorithm all --tpu v3",
+    )
+    add_mesh(parser)
+    parser.add_argument(
+        "--algorithm",
+        choices=(ALL, *ALGORITHMS),
+        default=ALL,
+        help="one algorithm, in detail, or all that can serve the mesh (default: all)",
+    )
+    add_payload(parser)
+    add_network(parser)
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default=MODES[0],
+        help="the clock that ranks them: rounds that start together everywhere, or each transfer "
+        "as soon as it can (default: synchronous)",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw time against payload (matplotlib)")
+    parser.add_argument("--heat-map", metavar="FILE", help="draw what each link carries, likewise")
+    parser.add_argument("--json", action="store_true", help="print a list of results as JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Plan, simulate, and print."""
+    check_writable(args.plot, args.heat_map)
+    topology, network = topology_of(args), network_of(args)
+    payload_bytes = parse_bytes(args.payload)
+    stages = Stages()
+    schedules, refusals = stages.run("planning", lambda: _schedules(args, topology, network))
+    simulators = {name: Simulator(schedule) for name, schedule in schedules.items()}
+    priced = stages.run(
+        "simulating",
+        lambda: [
+            {mode: simulator.run(payload_bytes, network, mode) for mode in MODES}
+            for simulator in simulators.values()
+        ],
+    )
+    priced.sort(key=lambda one: one[args.mode].seconds)
+    limit = stages.run(
+        "finding the limit", lambda: limits(topology).all_reduce_seconds(payload_bytes, network)
+    )
+    if args.plot or args.heat_map:
+        from ftmesh import plots
+
+        if args.plot:
+            plots.save(plots.time_against_payload(simulators, network), args.plot)
+        if args.heat_map:
+            plots.save(plots.link_loads(priced[0][args.mode]), args.heat_map)
+    if args.json:
+        print(json.dumps([summary(one, args.mode, limit) for one in priced], indent=2))
+        return
+    if args.algorithm == ALL:
+        print(_table(priced, refusals, args.mode, limit))
+    else:
+        print(priced[0][args.mode])
+        print(f"  {priced[0][args.mode].seconds / limit:.2f} times the limit, {format_time(limit)}")
+    print(stages)
+    for path in filter(None, (args.plot, args.heat_map)):
+        print(f"wrote {path}")
+
+
+def _schedules(
+    args: argparse.Namespace, topology: Topology, network: Network
+) -> tuple[dict[str, Schedule], dict[str, PlanError]]:
+    """What there is to price, and why some algorithms are left out."""
+    name = args.algorithm
+    if name == AUTO:
+        name = choose(topology, parse_bytes(args.payload), network).algorithm
+    if name != ALL:
+        return {name: planners.schedule(topology, name)}, {}
+    found = planners.outcomes(topology)
+    return (
+        {name: outcome for name, outcome in found.items() if isinstance(outcome, Schedule)},
+        {name: outcome for name, outcome in found.items() if isinstance(outcome, PlanError)},
+    )
+
+
+def _table(
+    priced: list[dict[str, Simulation]], refusals: dict[str, PlanError], mode: str, limit: float
+) -> str:
+    any_one = priced[0][mode]
+    lines = [
+        f"{format_bytes(any_one.payload_bytes)} on {any_one.schedule.topology}, {any_one.network}",
+        f"  {'algorithm':<12}{'rounds':>7}{'synchronous':>13}{'dataflow':>11}{'x limit':>9}"
+        f"{'latency costs':>15}{'waiting costs':>15}{'links used':>12}",
+    ]
+    for one in priced:
+        ranked = one[mode]
+        lines.append(
+            f"  {ranked.schedule.algorithm:<12}{ranked.schedule.num_rounds:>7}"
+            f"{format_time(one['synchronous'].seconds):>13}"
+            f"{format_time(one['dataflow'].seconds):>11}{ranked.seconds / limit:>9.2f}"
+            f"{format_time(ranked.lost_to_latency):>15}"
+            f"{format_time(ranked.lost_to_contention):>15}{ranked.utilisation:>12.0%}"
+        )
+    lines += [f"  {name:<12}cannot: {refusal}" for name, refusal in refusals.items()]
+    return "\n".join([*lines, f"  no all-reduce can take less than {format_time(limit)}"])
+
+
+def summary(one: dict[str, Simulation], mode: str, limit: float) -> dict[str, Any]:
+    """What a program would want to know of a simulated schedule; times in microseconds."""
+    ranked = one[mode]
+    return {
+        "algorithm": ranked.schedule.algorithm,
+        "rounds": ranked.schedule.num_rounds,
+        "mode": mode,
+        "time_us": 1e6 * ranked.seconds,
+        "limit_us": 1e6 * limit,
+        "times_limit": ranked.seconds / limit,
+        **{f"{name}_us": 1e6 * each.seconds for name, each in one.items()},
+        "lost_to_latency_us": 1e6 * ranked.lost_to_latency,
+        "lost_to_contention_us": 1e6 * ranked.lost_to_contention,
+        "utilisation": ranked.utilisation,
+        "busiest_links": [
+            {"from": list(a), "to": list(b), "bytes": amount}
+            for (a, b), amount in ranked.busiest_links()
+        ],
+        "phases": [
+            {
+                "name": phase.name,
+                "rounds": phase.rounds,
+                "time_us": 1e6 * phase.seconds,
+                "utilisation": phase.utilisation,
+                "busiest_link_bytes": phase.busiest_link_bytes,
+            }
+            for phase in ranked.phases
+        ],
+    }
