@@ -2,16 +2,20 @@
 
 import re
 from collections import Counter
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
 
-from ftmesh import Topology, planners
+from ftmesh import Topology, advise, paper, planners
+from ftmesh.cli import main
 from ftmesh.draw import draw_svg, figure
+from ftmesh.network import NETWORKS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-ROWS = re.findall(r"^\| (\d+x\d+) \| (\S+) \| (\w+) \| (.*) \|$", README, re.MULTILINE)
+ROWS = re.findall(r"^\| (\d+x\d+) \| (\d\S+) \| (\w+) \| (.*) \|$", README, re.MULTILINE)
 
 
 def test_the_python_runs_as_written(tmp_path, monkeypatch):
@@ -25,9 +29,7 @@ def test_the_python_runs_as_written(tmp_path, monkeypatch):
 
 
 def test_the_command_prints_what_is_shown(capsys):
-    from ftmesh.cli import main
-
-    main(["plan", "16x32", "--failed", "4x2@6,14"])
+    main(["plan", "16x32", "--failed", "4x2@6,14", "--algorithm", "row_pair"])
     shown = re.search(r"--svg plan\.svg\n(.*?)\n    verified", README, re.DOTALL)[1]
     assert [line.strip() for line in shown.splitlines()] == [
         line.strip() for line in capsys.readouterr().out.splitlines()[: len(shown.splitlines())]
@@ -48,6 +50,44 @@ def test_the_table_of_rounds(mesh, block, algorithm, numbers):
         for phase in half:
             loads.update(schedule.link_loads(phase))
         assert f"{max(loads.values()) / schedule.num_chunks:.3f}" == share
+
+
+def test_simulated_costs_are_those_of_today(capsys):
+    main(["simulate", "16x32", "--failed", "4x2@6,14"])
+    *shown, _ = capsys.readouterr().out.splitlines()  # the last line tells how long it took
+    for line in shown:
+        assert f"    {line}\n" in README
+
+
+def test_the_table_of_costs():
+    loader = SourceFileLoader("costs", str(ROOT / "scripts" / "costs"))
+    costs = module_from_spec(spec_from_loader("costs", loader))
+    loader.exec_module(costs)
+    written = README.split(costs.BEGIN)[1].split(costs.END)[0]
+    for shape, failed in costs.MESHES:
+        assert f"| {Topology.grid(shape, failed=failed)} | *limit* |" in written
+    assert written.startswith(costs.table(costs.MESHES[:3])), "run scripts/costs"
+
+
+def test_the_ratios_beside_the_papers():
+    for run, (ours,) in paper.simulate_runs(rates=(82e9,), modes=("synchronous",)).items():
+        chips = run.topologies[0].num_live
+        algorithm, damage = ours.parts
+        row = f"| {run.ratio:.2f} | {ours.ratio:.2f} | {algorithm:.2f} x {damage:.2f} |"
+        assert f"| {run.benchmark}, {chips} chips {row}" in README
+
+
+def test_the_advice():
+    here = advise.Site(
+        Topology.grid("16x32", failed=""), mtbf=1.0, repair=8 * 3600.0, checkpoint=1.0, step=0.043,
+        network=NETWORKS["v3"],
+    )  # fmt: skip
+    now = advise.at_hand(here, Topology.grid("16x32", failed="4x2@6,14"))
+    around, shrunk = (now.done[name] / 3600 for name in ("fault-tolerant", "largest sub-mesh"))
+    text = " ".join(README.split())
+    assert f"at {now.speeds['fault-tolerant']:.1%} of full speed" in text
+    assert f"does {around:.2f} h of full-mesh work" in text
+    assert f"would do {shrunk:.2f} h and waiting none" in text
 
 
 def test_the_table_has_all_its_rows():
