@@ -1,0 +1,406 @@
+"""Limits against brute force, against the published table, and against their own proofs."""
+
+import itertools
+import json
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+from importlib import import_module
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
+
+from ftmesh.bottleneck import tightest_cut, weakest_partition
+from ftmesh.cli import main
+from ftmesh.errors import ArgumentError, TopologyError
+from ftmesh.limits import limits
+from ftmesh.network import Network
+from ftmesh.topology import Topology
+
+
+def recount(found):
+    """Check the proofs that limits carry, link by link."""
+    topology = found.topology
+    cables = {frozenset(link) for link in topology.links}
+    assert found.links == len(cables)
+    part_of = {chip: number for number, part in enumerate(found.partition) for chip in part}
+    assert sorted(part_of) == sorted(topology.coords)
+    assert sum(map(len, found.partition)) == found.live
+    between = sum(len({part_of[chip] for chip in cable}) == 2 for cable in cables)
+    assert found.all_reduce * between == len(found.partition) - 1
+    assert found.strength * (len(found.partition) - 1) == between
+    cut = set(found.cut)
+    assert set() < cut < set(topology.coords)
+    leaving = sum(len(cable & cut) == 1 for cable in cables)
+    assert found.all_gather * leaving * found.live == found.live - len(cut)
+    return found
+
+
+@cache
+def all_partitions(count):
+    """Every partition of `count` vertices, a row each: the number of each vertex's part."""
+    rows = [[0]]
+    for _ in range(count - 1):
+        rows = [[*row, part] for row in rows for part in range(max(row) + 2)]
+    return np.array(rows)
+
+
+def brute_strength(count, edges):
+    rows = all_partitions(count)
+    between = sum((rows[:, a] != rows[:, b]).astype(int) for a, b in edges)
+    joins = rows.max(axis=1)
+    return min(Fraction(int(e), int(j)) for e, j in set(zip(between, joins, strict=True)) if j)
+
+
+def brute_cut(count, edges):
+    """The most vertices outside a set per edge that leaves it."""
+    sets = np.array(list(itertools.product((0, 1), repeat=count)))[1:-1]
+    leaving = sum((sets[:, a] != sets[:, b]).astype(int) for a, b in edges)
+    outside = count - sets.sum(axis=1)
+    return max(Fraction(int(s), int(d)) for s, d in set(zip(outside, leaving, strict=True)))
+
+
+def edges_of(topology):
+    ranks = [(topology.rank(a), topology.rank(b)) for a, b in topology.links]
+    return [(a, b) for a, b in ranks if a < b]
+
+
+@st.composite
+def small_meshes(draw):
+    """The largest connected piece of a small mesh with chips and links failed at random."""
+    shape = draw(st.sampled_from(["3x3", "2x4", "2x2x2", "9", "4x2", "1x6"]))
+    whole = Topology.grid(shape, failed="", wrap=draw(st.booleans()))
+    failed = draw(st.sets(st.sampled_from(whole.coords), max_size=len(whole.coords) - 2))
+    cables = sorted({tuple(sorted(link)) for link in whole.links})
+    failed_links = draw(st.sets(st.sampled_from(cables), max_size=3))
+    broken = replace(whole, failed=frozenset(failed), failed_links=frozenset(failed_links))
+    largest = broken.components()[0]
+    return replace(broken, failed=frozenset(whole.coords) - set(largest))
+
+
+@settings(max_examples=150)
+@given(small_meshes())
+def test_no_partition_and_no_cut_of_a_small_mesh_is_tighter(topology):
+    found = limits(topology)
+    if found.live == 1:
+        assert (found.all_gather, found.all_reduce, found.strength) == (0, 0, None)
+        return
+    recount(found)
+    edges = edges_of(topology)
+    assert found.strength == brute_strength(found.live, edges)
+    assert found.all_gather * found.live == brute_cut(found.live, edges)
+
+
+@st.composite
+def graphs(draw):
+    """A random tree and some more edges, parallel ones too."""
+    count = draw(st.integers(2, 8))
+    tree = [(draw(st.integers(0, vertex - 1)), vertex) for vertex in range(1, count)]
+    pairs = st.sampled_from(list(itertools.combinations(range(count), 2)))
+    return count, tree + draw(st.lists(pairs, max_size=16))
+
+
+@settings(max_examples=150)
+@given(graphs())
+def test_nor_of_any_other_graph(graph):
+    count, edges = graph
+    parts = weakest_partition(count, edges)
+    between = sum(parts[a] != parts[b] for a, b in edges)
+    assert sorted(set(parts)) == list(range(max(parts) + 1))
+    assert Fraction(between, max(parts)) == brute_strength(count, edges)
+    cut = set(tightest_cut(count, edges))
+    leaving = sum((a in cut) != (b in cut) for a, b in edges)
+    assert 0 < len(cut) < count
+    assert Fraction(count - len(cut), leaving) == brute_cut(count, edges)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "failed", "live", "links", "strength", "all_gather", "all_reduce", "diameter"),
+    [
+        ("16x32", "", 512, 976, 1.910, 0.4990, 0.5236, 46),
+        ("16x32", "4x2@6,14", 504, 954, 1.897, 0.4990, 0.5273, 46),
+        ("16x32", "4x2@2,2", 504, 954, 1.625, 0.4990, 0.6154, 46),
+        ("32x32", "4x2@14,14", 1016, 1962, 1.933, 0.4995, 0.5173, 62),
+    ],
+)
+def test_the_published_table(mesh, failed, live, links, strength, all_gather, all_reduce, diameter):
+    found = recount(limits(Topology.grid(mesh, failed=failed)))
+    assert (found.live, found.links, found.diameter) == (live, links, diameter)
+    assert round(float(found.strength), 3) == strength
+    assert round(float(found.all_gather), 4) == all_gather
+    assert round(float(found.all_reduce), 4) == all_reduce
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology.grid("8x8", failed=""),
+        Topology.grid("10x8", failed="2x2@4,4"),
+        Topology.grid("6x6", failed="1x1@2,3", wrap=True),
+        Topology.grid("4x4x4", failed="1x1x1@1,1,1", failed_links="0,0,0-0,0,1", wrap=True),
+        Topology.grid("3x4x5", failed=""),
+    ],
+    ids=str,
+)
+def test_flows_confirm_the_strength_of_meshes_too_large_for_brute_force(topology):
+    """Where each chip stands for itself, no set A may have more than strength * (|A| - 1) links.
+
+    That is so for the sets around a chip if every link can hand its weight to its two ends and no
+    chip takes more than the strength, that one nothing. Summed over the parts of any partition, it
+    leaves at least strength * (parts - 1) links between them.
+    """
+    found = recount(limits(topology))
+    assert len(found.partition) == found.live
+    edges, strength = edges_of(topology), found.strength
+    source, sink = found.live + len(edges), found.live + len(edges) + 1
+    arcs = {(rank, sink): strength.numerator for rank in range(found.live)}
+    for number, ends in enumerate(edges, found.live):
+        arcs[source, number] = strength.denominator
+        arcs |= {(number, rank): strength.denominator for rank in ends}
+    for root in range(found.live):
+        rows, columns = zip(*arcs, strict=True)
+        amounts = np.array(list((arcs | {(root, sink): 0}).values()), np.int32)
+        network = csr_array((amounts, (rows, columns)), shape=(sink + 1, sink + 1))
+        assert maximum_flow(network, source, sink).flow_value == len(edges) * strength.denominator
+
+
+def test_on_a_torus_a_scatter_and_a_gather_lose_nothing():
+    found = recount(limits(Topology.grid("8x8", failed="", wrap=True)))
+    assert found.all_gather == Fraction(63, 4 * 64)
+    assert found.all_reduce == 2 * found.all_gather
+    assert found.diameter == 8
+
+
+def test_three_axes():
+    found = recount(limits(Topology.grid("4x4x4", failed="2x1x2@1,0,1")))
+    assert (found.live, found.links, found.strength) == (60, 128, 2)
+    assert found.cut == ((0, 0, 0),)
+    assert len(found.partition) == 13
+    assert recount(limits(Topology.grid("4x4x4", failed="", wrap=True))).diameter == 6
+
+
+def test_failed_links_make_bottlenecks_too():
+    topology = Topology.grid("6x6", failed="", failed_links="0,0-1,0;1,3-2,3")
+    found = recount(limits(topology))
+    assert (found.cut, found.strength) == (((0, 0),), 1)
+    assert found.why_all_gather == "chip (0, 0) hangs on 1 link"
+    assert found.why_all_reduce == "chip (0, 0) alone, the other 35 together: 1 link for 1 join"
+
+
+def test_half_a_mesh_can_hang_on_one_link():
+    found = recount(limits(Topology.grid("8x8", failed="1x7@4,0")))
+    assert found.why_all_gather == "the 24 chips 3x8@5,0 hang on 1 link"
+    assert found.why_all_reduce == (
+        "the 24 chips 3x8@5,0 together, chip (4, 7) alone, the other 32 together: "
+        "2 links for 2 joins"
+    )
+    assert found.all_gather == Fraction(33, 57)
+
+
+def test_a_scattered_bottleneck_is_told_by_its_box():
+    topology = Topology.from_drawing("""
+        .X.X.X.X.X.
+        ...........
+        ...........""")
+    found = recount(limits(topology))
+    assert found.why_all_reduce == (
+        "the 6 chips between (0, 0) and (10, 0) each for itself, the other 22 together: "
+        "6 links for 6 joins"
+    )
+
+
+@pytest.mark.parametrize("shape", ["1", "1x1", "1x1x1"])
+def test_a_single_chip_needs_no_time(shape):
+    found = limits(Topology.grid(shape, failed=""))
+    assert (found.live, found.links, found.diameter, found.cut) == (1, 0, 0, ())
+    assert found.strength is None
+    assert found.all_gather_seconds(1e8, 50e9) == 0
+    assert found.all_reduce_seconds(1e8, Network(50e9, 1e-6, overhead=1e-6)) == 0
+    assert "a single chip has it all" in str(found)
+
+
+def test_two_chips_swap_half_or_all():
+    found = recount(limits(Topology.grid("2", failed="")))
+    assert (found.all_gather, found.all_reduce, found.diameter) == (Fraction(1, 2), 1, 1)
+
+
+def test_parts_that_no_link_joins_are_named():
+    with pytest.raises(TopologyError, match=r"2 parts .* 32 chips around \(0, 4\), 16 chips"):
+        limits(Topology.grid("8x8", failed="8x2@0,2"))
+
+
+def test_seconds_are_those_of_the_slower_of_bytes_and_hops():
+    found = limits(Topology.grid("16x32", failed="4x2@2,2"))
+    assert found.all_reduce_seconds(1e8, 50e9) == pytest.approx(1e8 / 1.625 / 50e9)
+    assert found.all_gather_seconds(1e8, 50e9) == pytest.approx(1e8 * 503 / 504 / 2 / 50e9)
+    slow = Network(50e9, latency=1e-3, overhead=1e-4)
+    assert found.all_reduce_seconds(1e8, slow) == pytest.approx(46e-3 + 1e-4)
+    assert found.all_reduce_seconds(1e12, slow) == found.all_reduce_seconds(1e12, 50e9)
+    with pytest.raises(ArgumentError, match="bandwidth must be above 0"):
+        found.all_reduce_seconds(1e8, 0)
+
+
+@pytest.mark.parametrize("failed", ["", "2x3@1,1", "1x7@4,0;1x1@0,4"])
+@pytest.mark.parametrize("wrap", [False, True])
+def test_the_diameter_is_that_of_a_plain_search(failed, wrap):
+    topology = Topology.grid("8x8", failed=failed, wrap=wrap)
+    furthest = 0
+    for start in topology.coords:
+        hops = {start: 0}
+        for chip in (order := [start]):
+            for near in topology.neighbours(chip):
+                if near not in hops:
+                    hops[near] = hops[chip] + 1
+                    order.append(near)
+        furthest = max(furthest, *hops.values())
+    assert limits(topology).diameter == furthest
+
+
+def test_distances_found_in_turns_are_the_same(monkeypatch):
+    topology = Topology.grid("7x9", failed="2x3@1,1")
+    whole = limits(topology)
+    monkeypatch.setattr(import_module("ftmesh.limits"), "_SOURCES", 8)
+    assert limits(topology) == whole
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda found: replace(found, partition=found.partition[:-1]),
+        lambda found: replace(found, partition=(*found.partition, found.partition[-1])),
+        lambda found: replace(
+            found, partition=(found.partition[0] + found.partition[1], *found.partition[2:])
+        ),
+        lambda found: replace(found, all_reduce=found.all_reduce * Fraction(17, 16)),
+        lambda found: replace(found, cut=((3, 0),)),
+        lambda found: replace(found, cut=()),
+        lambda found: replace(found, all_gather=found.all_gather / 2),
+        lambda found: replace(found, links=found.links + 1),
+    ],
+)
+def test_a_proof_that_does_not_hold_is_noticed(wrong):
+    found = recount(limits(Topology.grid("8x8", failed="2x2@2,2")))
+    with pytest.raises(AssertionError):
+        recount(wrong(found))
+
+
+# The command line -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*argv):
+        try:
+            status = main(["limits", *argv])
+        except SystemExit as stop:  # argparse
+            status = stop.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def test_the_report_shows_where_the_damage_hurts(run):
+    status, text, _ = run("8x8", "--failed", "3x2@1,1", "--payload", "100MB", "--link", "50GB/s")
+    assert status == 0
+    assert "8x8 less 3x2@1,1: 58 live chips, 95 links, 14 hops across" in text
+    assert (
+        """\
+  x 0 to 5, y 0 to 4
+  o-o-o-o-. .
+  |
+  o X X X . .
+  |
+  o X X X . .
+  |
+  . . . . . .
+  . . . . . .
+o alone"""
+        in text
+    )
+    assert "at least, for 100 MB over links of 50 GB/s each way, 0.5 us a hop:" in text
+    assert "all-gather, or reduce-scatter    983 us" in text
+    assert "all-reduce                       1.71 ms" in text
+    assert "any of them, by latency alone    7 us" in text
+
+
+def test_large_parts_are_drawn_with_letters_and_links_over_the_edge(run):
+    _, text, _ = run("9x3", "--wrap", "x", "--failed-links", "0,0-0,1;1,0-1,1;2,0-2,1;7,0-8,0")
+    assert (
+        """\
+  o-o-o-. . . . . o-
+                  |
+  . . . . . . . . .
+"""
+        in text
+    )
+    _, text, _ = run("2x8", "--failed", "1x1@0,2")
+    assert (
+        """\
+all-gather is held up here:
+  x 0 to 1, y 0 to 3
+  a a
+  a a
+    |
+  X .
+  . .
+all-reduce is held up here:
+  x 0 to 1, y 0 to 4
+  a a
+  a a
+    |
+  X o
+    |
+  . .
+  . .
+o alone"""
+        in text
+    )
+
+
+@pytest.mark.parametrize("argv", [["16x16"], ["4x4x4", "--failed", "2x1x2@1,0,1"], ["1x1"]])
+def test_nothing_is_drawn_where_a_picture_would_not_help(run, argv):
+    status, text, _ = run(*argv)
+    assert status == 0
+    assert "held up here" not in text
+
+
+def test_limits_as_json(run):
+    status, text, _ = run(
+        "16x32", "--failed", "4x2@2,2", "--payload", "100MB", "--link", "50GB/s",
+        "--latency", "0.5us", "--overhead", "2us", "--json",
+    )  # fmt: skip
+    found = json.loads(text)
+    assert status == 0
+    assert (found["live"], found["links"], found["diameter"]) == (504, 954, 46)
+    assert found["strength"] == 1.625
+    assert found["all_gather_us"] == pytest.approx(2000 * 503 / 1008)
+    assert found["all_reduce_us"] == pytest.approx(2000 / 1.625)
+    assert found["latency_floor_us"] == pytest.approx(46 * 0.5 + 2)
+    assert found["all_reduce_share"] == "8/13"
+    assert found["why_all_reduce"].endswith("26 links for 16 joins")
+    alone = json.loads(run("1x1", "--json")[1])
+    assert (alone["strength"], alone["all_reduce_us"]) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("8x8 --failed 8x2@0,2", "2 parts that no link joins"),
+        ("8by8", "'8by8' is not a mesh shape"),
+        ("8x8 --failed 2x2@7,7", "is not inside mesh"),
+        ("8x8 --payload much", "'much' is not a size"),
+        ("8x8 --link fast", "'fast' is not a rate"),
+        ("8x8 --link 0GB/s", "bandwidth must be above 0"),
+        ("8x8 --latency soon", "'soon' is not a time"),
+        ("8x8 --wrap z", "has no axis 'z'"),
+        ("", "the following arguments are required: MESH"),
+    ],
+)
+def test_bad_input_gets_one_line_and_status_2(run, argv, says):
+    status, out, error = run(*argv.split())
+    assert (status, out, error.count("\n")) == (2, "", 1)
+    assert says in error
