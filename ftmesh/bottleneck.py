@@ -57,12 +57,12 @@ class _CoinGame:
 
     Every vertex has `purse` coins, and every edge asks for `price` of its two ends, in shares that
     may change later. Of the coins of any set A at least one purse is never spent, so that A pays at
-    most ``purse * (|A| - 1)`` for the edges inside it. Every edge is paid as much as this allows.
+    most ``purse * (|A| - 1)`` for the edges inside it. Every edge is paid in full if this allows.
 
-    Where that is not in full, the edge lies in a set that has spent all it may, and the set is
-    merged into one vertex with one purse. In the end the edges between vertices are paid in full,
-    so ``price * E(P) + purse * (n - |P|)`` has been spent, P being the partition into merged sets.
-    For no partition is that expression less than what has been spent, so P makes it least.
+    One that is not takes what there is; that exhausts a set around it, and the set is merged into
+    one vertex with one purse. In the end the edges between vertices have all been paid in full, so
+    ``price * E(P) + purse * (n - |P|)`` has been spent, P being the partition into merged sets. For
+    no partition is that expression less than what has been spent, so P makes it least.
     """
 
     def __init__(self, num_vertices: int, *, purse: int, price: int) -> None:
@@ -81,18 +81,18 @@ class _CoinGame:
         return vertex
 
     def pay(self, a: int, b: int) -> None:
-        """Pay for an edge as much as is allowed, and merge the set that this exhausts."""
+        """Pay for an edge, or merge the set that cannot."""
         u, v = self.root(a), self.root(b)
         if u == v:
             return
         exhausted = self._gather(u, v)
-        amount = min(self.price, self.left[u] + self.left[v] - self.purse)
-        share = min(amount, self.left[u])
-        for payer, other, coins in ((u, v, share), (v, u, amount - share)):
-            self.left[payer] -= coins
-            self.paid[payer][other] = self.paid[payer].get(other, 0) + coins
         if exhausted:
             self._merge(exhausted)
+            return
+        share = min(self.price, self.left[u])
+        for payer, other, coins in ((u, v, share), (v, u, self.price - share)):
+            self.left[payer] -= coins
+            self.paid[payer][other] = self.paid[payer].get(other, 0) + coins
 
     def _gather(self, u: int, v: int) -> Collection[int]:
         """Bring a purse and a price to `u` and `v`; or all there is, and say whose that was."""

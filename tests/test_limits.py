@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -135,37 +136,83 @@ def test_the_published_table(mesh, failed, live, links, strength, all_gather, al
     assert round(float(found.all_reduce), 4) == all_reduce
 
 
+def packed(count, edges, strength):
+    """What Cunningham's greedy method packs into the edges, by a flow for every edge.
+
+    Weights of at most the denominator of `strength`, of which no set A of vertices holds more than
+    its numerator times (|A| - 1). Strength is no less exactly if the whole graph holds as much.
+    """
+    purse, price = strength.numerator, strength.denominator
+    weights = np.zeros(len(edges), np.int32)
+    names = np.arange(count, count + len(edges))
+    source, sink = count + len(edges), count + len(edges) + 1
+    ends = np.array(edges).T
+    rows = [np.full(len(edges), source), names, names, np.arange(count)]
+    columns = [names, *ends, np.full(count, sink)]
+    for number, edge in enumerate(edges):
+        room = np.full(count, purse, np.int32)
+        room[list(edge)] = 0
+        amounts = np.concatenate([weights, weights, weights, room])
+        places = (np.concatenate(rows), np.concatenate(columns))
+        network = csr_array((amounts, places), shape=(sink + 1, sink + 1))
+        free = purse - weights.sum() + maximum_flow(network, source, sink).flow_value
+        weights[number] = min(price, free)
+    return weights.sum()
+
+
+def damaged_at_random(seed):
+    """Most of a mesh or torus from which chips and links have gone."""
+    rng = np.random.default_rng(seed)
+    whole = Topology.grid(("8x8", "6x9", "3x4x5")[seed % 3], failed="", wrap=seed % 2 == 1)
+    cables = sorted({tuple(sorted(link)) for link in whole.links})
+    failed = rng.choice(whole.num_live, seed, replace=False)
+    broken = replace(
+        whole,
+        failed=frozenset(whole.coords[rank] for rank in failed),
+        failed_links=frozenset(cables[i] for i in rng.choice(len(cables), seed, replace=False)),
+    )
+    return replace(broken, failed=frozenset(whole.coords) - set(broken.components()[0]))
+
+
 @pytest.mark.parametrize(
     "topology",
     [
         Topology.grid("8x8", failed=""),
-        Topology.grid("10x8", failed="2x2@4,4"),
+        Topology.grid("8x8", failed="2x2@2,2"),
+        Topology.grid("8x8", failed="3x3@1,1"),
         Topology.grid("6x6", failed="1x1@2,3", wrap=True),
-        Topology.grid("4x4x4", failed="1x1x1@1,1,1", failed_links="0,0,0-0,0,1", wrap=True),
-        Topology.grid("3x4x5", failed=""),
+        Topology.grid("4x4x4", failed="2x1x2@1,0,1"),
+        *map(damaged_at_random, range(1, 11)),
     ],
     ids=str,
 )
 def test_flows_confirm_the_strength_of_meshes_too_large_for_brute_force(topology):
-    """Where each chip stands for itself, no set A may have more than strength * (|A| - 1) links.
-
-    That is so for the sets around a chip if every link can hand its weight to its two ends and no
-    chip takes more than the strength, that one nothing. Summed over the parts of any partition, it
-    leaves at least strength * (parts - 1) links between them.
-    """
     found = recount(limits(topology))
-    assert len(found.partition) == found.live
-    edges, strength = edges_of(topology), found.strength
-    source, sink = found.live + len(edges), found.live + len(edges) + 1
-    arcs = {(rank, sink): strength.numerator for rank in range(found.live)}
-    for number, ends in enumerate(edges, found.live):
-        arcs[source, number] = strength.denominator
-        arcs |= {(number, rank): strength.denominator for rank in ends}
-    for root in range(found.live):
-        rows, columns = zip(*arcs, strict=True)
-        amounts = np.array(list((arcs | {(root, sink): 0}).values()), np.int32)
-        network = csr_array((amounts, (rows, columns)), shape=(sink + 1, sink + 1))
-        assert maximum_flow(network, source, sink).flow_value == len(edges) * strength.denominator
+    joins, edges = found.live - 1, edges_of(topology)
+    assert packed(found.live, edges, found.strength) == found.strength.numerator * joins
+    higher = found.strength + Fraction(1, 1000)
+    assert packed(found.live, edges, higher) < higher.numerator * joins
+
+
+def clumpy_graph(seed):
+    """A graph with dense clumps, which are merged one after another."""
+    rng = random.Random(seed)
+    count = rng.randint(8, 14)
+    clump = [rng.randrange(1 + count // 4) for _ in range(count)]
+    edges = [(rng.randrange(vertex), vertex) for vertex in range(1, count)]
+    pairs = list(itertools.combinations(range(count), 2))
+    weights = [1 + 7 * (clump[a] == clump[b]) for a, b in pairs]
+    edges += rng.choices(pairs, weights, k=rng.randint(count, 3 * count))
+    rng.shuffle(edges)
+    return count, edges
+
+
+@pytest.mark.parametrize("seed", range(40, 55))
+def test_flows_confirm_the_strength_of_graphs_with_clumps(seed):
+    count, edges = clumpy_graph(seed)
+    parts = weakest_partition(count, edges)
+    strength = Fraction(sum(parts[a] != parts[b] for a, b in edges), max(parts))
+    assert packed(count, edges, strength) == strength.numerator * (count - 1)
 
 
 def test_on_a_torus_a_scatter_and_a_gather_lose_nothing():
