@@ -34,6 +34,11 @@ def to_varying(x: Any, axis_name: AxisName) -> Any:
     return lax.pcast(x, axis_name, to="varying")
 
 
+def as_varying(x: Any, axis_name: AxisName) -> Any:
+    """`x` as a value that may differ along `axis_name`, where that is checked and not so yet."""
+    return to_varying(x, axis_name) if checks_varying() and axis_name not in varying_axes(x) else x
+
+
 def axis_exists(axis_name: AxisName) -> bool:
     """Whether `axis_name` is bound here, by shard_map, pmap or vmap."""
     return bool(core.get_axis_env().axis_exists(axis_name))

@@ -69,6 +69,15 @@ WITH_JAX = [
     "train.records",
     "train.lr_schedules",
     "train.mllog",
+    "train.gradients",
+    "train.layerwise",
+    "train.elementwise",
+    "train.shards",
+    "train.optimizer",
+    "train.batches",
+    "train.groups",
+    "train.batch_norm",
+    "train",
 ]
 ORDER = WITHOUT_JAX + WITH_JAX
 

@@ -1,0 +1,98 @@
+"""Batch normalization over groups of neighbouring chips, by the examples they have.
+
+    norm = partial(GroupBatchNorm, groups=Groups.of_examples(plan, 64, batch), axis_name="data")
+    y = norm()(x, use_running_average=False, weights=weights)
+
+With few examples per chip, statistics of a chip's own are poor ones; of the whole batch, they cost
+a sum over all chips in every layer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+
+from ftmesh import _compat
+from ftmesh.errors import ArgumentError
+from ftmesh.train.gradients import Plans, mean_gradients
+from ftmesh.train.groups import Groups
+
+
+class GroupBatchNorm(nn.Module):
+    """As `flax.linen.BatchNorm` over the last dimension, with the statistics of a group of ranks.
+
+    Statistics and arithmetic are in float32; `dtype` is that of the result, and the input's where
+    it is not given. Examples of weight zero, padding, count for nothing. Without `groups` every
+    rank is alone. Running statistics differ from group to group: give them to a step and take them
+    from it split along the axis, and `mean_statistics` of them for evaluation.
+    """
+
+    use_running_average: bool | None = None
+    groups: Groups | None = None
+    axis_name: Any = None
+    momentum: float = 0.9
+    epsilon: float = 1e-5
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    use_bias: bool = True
+    use_scale: bool = True
+    bias_init: Any = nn.initializers.zeros
+    scale_init: Any = nn.initializers.ones
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, use_running_average: bool | None = None, *, weights: Any = None
+    ) -> jax.Array:
+        """`x` normalized. Its first dimension is that of examples; `weights` has one for each."""
+        use_running_average = nn.merge_param(
+            "use_running_average", self.use_running_average, use_running_average
+        )
+        width, wide = (x.shape[-1],), jnp.promote_types(x.dtype, jnp.float32)
+        running_mean = self.variable("batch_stats", "mean", jnp.zeros, width, wide)
+        running_var = self.variable("batch_stats", "var", jnp.ones, width, wide)
+        if use_running_average:
+            mean, var = running_mean.value, running_var.value
+        else:
+            groups = None if self.is_initializing() else self.groups
+            mean, var = group_statistics(x.astype(wide), weights, groups, self.axis_name)
+            if not self.is_initializing():
+                for running, new in ((running_mean, mean), (running_var, var)):
+                    running.value = self.momentum * running.value + (1 - self.momentum) * new
+        scale = lax.rsqrt(var + self.epsilon)
+        if self.use_scale:
+            scale = scale * self.param("scale", self.scale_init, width, self.param_dtype)
+        y = (x.astype(wide) - mean) * scale
+        if self.use_bias:
+            y = y + self.param("bias", self.bias_init, width, self.param_dtype)
+        return y.astype(x.dtype if self.dtype is None else self.dtype)
+
+
+def group_statistics(
+    x: jax.Array, weights: Any, groups: Groups | None, axis_name: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance, over all dimensions but the last, of the examples of a rank's group."""
+    if weights is None:
+        weights = jnp.ones(len(x), x.dtype)
+    if jnp.shape(weights) != x.shape[:1]:
+        raise ArgumentError(
+            f"weights of shape {jnp.shape(weights)} for {len(x)} examples: give one for each"
+        )
+    each = weights.astype(x.dtype).reshape(-1, *(1 for _ in x.shape[1:]))
+    axes = tuple(range(x.ndim - 1))
+    number = jnp.sum(weights, dtype=x.dtype, keepdims=True) * math.prod(x.shape[1:-1])
+    sums = jnp.concatenate([jnp.sum(x * each, axes), jnp.sum(x * x * each, axes), number])
+    if groups is not None:
+        sums = groups.sum(sums, axis_name)
+    mean, mean_square = jnp.split(sums[:-1] / sums[-1], 2)
+    return mean, jnp.maximum(mean_square - mean * mean, 0)
+
+
+def mean_statistics(batch_stats: Any, axis_name: Any, *, plan: Plans) -> Any:
+    """Running statistics averaged over all ranks, the same everywhere: for evaluation."""
+    varying = jax.tree.map(lambda leaf: _compat.as_varying(leaf, axis_name), batch_stats)
+    return mean_gradients(varying, axis_name, plan=plan)

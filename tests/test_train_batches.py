@@ -1,0 +1,121 @@
+"""Constant global batches: shares, padding and weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ftmesh
+from ftmesh import ArgumentError, Topology
+from ftmesh.testing import on_one_device
+from ftmesh.train import Shares, weighted_sum
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return ftmesh.plan(Topology.grid("8x8", failed="2x2@2,2"), "ring")
+
+
+@given(st.integers(1, 70), st.integers(0, 200), st.data())
+def test_every_example_is_somewhere_once(num_ranks, more, data):
+    shares = Shares(num_ranks + more, np.arange(num_ranks), num_ranks)
+    size = data.draw(st.integers(1, shares.global_batch))
+    counts = shares.counts(size)
+    assert counts.sum() == size
+    assert counts.max() - counts.min() <= 1
+    rows = [i for rank in range(num_ranks) for i in range(size)[shares.rows(rank, size)]]
+    assert rows == list(range(size))
+    batch = {"x": np.arange(size), "y": np.arange(2 * size).reshape(size, 2)}
+    laid, weights = shares.laid_out(batch)
+    assert len(laid["x"]) == len(weights) == num_ranks * shares.per_rank
+    assert laid["x"][weights == 1].tolist() == list(range(size))
+    assert (laid["y"][:, 1] == 2 * laid["x"] + 1).all()
+    assert set(weights.tolist()) <= {0.0, 1.0}
+
+
+def test_512_examples_on_60_chips_give_the_gradient_of_the_whole_batch(plan):
+    """Float64: what differs from one device is the order of additions, some 1e-15 of the sum."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        images, labels = rng.normal(size=(512, 6)), rng.integers(0, 3, 512)
+        params = {"kernel": rng.normal(size=(6, 3)), "bias": rng.normal(size=3)}
+
+        def losses(params, images, labels):
+            logits = jnp.tanh(images) @ params["kernel"] + params["bias"]
+            return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1)[:, 0]
+
+        whole = jax.value_and_grad(lambda p: losses(p, images, labels).mean())(params)
+        shares = Shares.of(plan, 512)
+        assert shares.per_rank == 9
+        (x, y), weights = shares.laid_out((images, labels))
+        assert weights.sum() == 512
+
+        def step(x, y, weights):
+            def loss_of(params):
+                return shares.part_of_mean(losses(params, x, y), weights)
+
+            return plan.pmean(jax.value_and_grad(loss_of)(params), "data")
+
+        split = [a.reshape(60, 9, *a.shape[1:]) for a in (x, y, weights)]
+        ranks = on_one_device(step)(*split)
+        for got, want in zip(jax.tree.leaves(ranks), jax.tree.leaves(whole), strict=True):
+            assert got.dtype == np.float64
+            np.testing.assert_allclose(got[0], want, rtol=1e-12, atol=1e-12)
+            assert (got == got[0]).all()
+
+        assert abs(losses(params, x, y).mean() - whole[0]) > 1e-6  # as it would be without weights
+
+
+def test_evaluation_counts_every_example_once(plan):
+    shares = Shares.of(plan, 100)
+    values = np.random.default_rng(0).integers(0, 9, 130).astype(np.float32)
+    totals = np.zeros(2)
+    sums = on_one_device(lambda x, w: plan.psum((weighted_sum(x, w), w.sum()), "data"))
+    for start in (0, 100):  # the second batch has 30 examples, fewer than there are ranks
+        x, weights = shares.laid_out(values[start : start + 100])
+        totals += [float(total[0]) for total in sums(x.reshape(60, -1), weights.reshape(60, -1))]
+    assert totals.tolist() == [values.sum(), 130]
+
+
+def test_weights_are_known_inside_too(plan):
+    shares = Shares.of(plan, 512)
+    inside = on_one_device(lambda _: shares.local_weights("data"))(np.zeros(60))
+    np.testing.assert_array_equal(inside.reshape(-1), shares.weights())
+
+
+def test_idle_and_second_devices():
+    failed = frozenset({(0, 0), (1, 0), (0, 1), (1, 1)})
+    topology = Topology((4, 4), (False, False), failed, devices_per_chip=2)
+    plan = ftmesh.plan(topology, with_idle=True)
+    counts = Shares.of(plan, 100).counts()
+    assert len(counts) == 32
+    assert sorted(set(counts[plan.program.live].tolist())) == [4, 5]
+    assert counts.sum() == 100
+    batch, weights = Shares.of(plan, 100).laid_out(np.arange(100))
+    assert batch[weights == 1].tolist() == list(range(100))
+
+
+class TestBadBatches:
+    def test_too_small_for_the_live_ranks(self, plan):
+        with pytest.raises(ArgumentError, match="a global batch of 59 is too small for 60 live"):
+            Shares.of(plan, 59)
+
+    def test_more_than_a_batch_or_nothing(self, plan):
+        with pytest.raises(ArgumentError, match="101 examples do not make a batch: give 1 to 100"):
+            Shares.of(plan, 100).laid_out(np.zeros(101))
+        with pytest.raises(ArgumentError, match="0 examples do not make a batch"):
+            Shares.of(plan, 100).laid_out(np.zeros(0))
+
+    def test_arrays_of_different_lengths(self, plan):
+        with pytest.raises(ArgumentError, match="as many examples as each other"):
+            Shares.of(plan, 100).laid_out({"x": np.zeros(100), "y": np.zeros(99)})
+
+    def test_values_that_are_averaged_already(self):
+        with pytest.raises(ArgumentError, match="give one value for each example, not yet averag"):
+            weighted_sum(jnp.float32(1), jnp.ones(9))
+
+    def test_what_padding_computes_does_not_matter(self):
+        values = jnp.array([1.0, 2.0, jnp.nan])
+        assert weighted_sum(values, jnp.array([1.0, 1.0, 0.0])) == 3
