@@ -36,7 +36,7 @@ class TestGroups:
     def test_exchanges_add_up_groups_of_any_sizes(self, groups):
         """Run in NumPy: every rank ends with each contribution of its group once."""
         held = np.eye(groups.num_ranks, dtype=int)
-        exchanges = groups.exchanges()
+        exchanges = groups.exchanges
         for exchange in exchanges:
             assert (exchange.partner[exchange.partner] == np.arange(groups.num_ranks)).all()
             other = held[exchange.partner]
@@ -219,3 +219,9 @@ class TestModule:
         module = GroupBatchNorm(use_running_average=False)
         with pytest.raises(ArgumentError, match="weights of shape \\(5,\\) for 6 examples"):
             module.init(jax.random.key(0), self.x, weights=jnp.ones(5))
+
+    def test_groups_need_an_axis(self):
+        module = GroupBatchNorm(use_running_average=False, groups=Groups(((0,),), 1))
+        variables = module.init(jax.random.key(0), self.x)
+        with pytest.raises(ArgumentError, match="give axis_name too"):
+            module.apply(variables, self.x, mutable="batch_stats")

@@ -134,7 +134,7 @@ def test_sharded_and_unsharded_agree_on_a_damaged_mesh(damaged, name):
 def test_a_chip_that_owns_nothing_holds_nothing_but_padding(uneven):
     optimizer = ShardedOptimizer(optax.sgd(0.1, momentum=0.9), uneven, "data")
     run = on_one_device(lambda g: optimizer.update(g, optimizer.init(FEW), FEW)[1])
-    momentum = run(gradients(FEW, 12, 0))[0].trace["kernel"]
+    momentum = run(gradients(FEW, 12, 0)).inner[0].trace["kernel"]
     for rank, shard in enumerate(momentum):
         assert (np.abs(shard).max() > 0) == (rank in uneven.schedule.owner)
 
@@ -264,6 +264,18 @@ def test_idle_devices_learn_nothing():
 
 
 class TestRefusals:
+    def test_a_state_of_other_owners(self, small, uneven):
+        ours, other = (ShardedOptimizer(optax.adam(0.1), plan, "data") for plan in (small, uneven))
+
+        def step(make):
+            run = on_one_device(lambda g: ours.update(g, make(FEW), FEW)[0])
+            return jax.eval_shape(run, gradients(FEW, 12, 0))
+
+        step(ours.init)
+        for state in (other.init, ours.transformation.init):
+            with pytest.raises(ArgumentError, match="not sharded for the owners of this plan"):
+                step(state)
+
     def test_a_schedule_without_owners(self, uneven):
         schedule = uneven.schedule
         nobody = dataclasses.replace(

@@ -19,3 +19,4 @@ from ftmesh.train.layerwise import lamb as lamb
 from ftmesh.train.layerwise import lars as lars
 from ftmesh.train.layerwise import matrices as matrices
 from ftmesh.train.optimizer import ShardedOptimizer as ShardedOptimizer
+from ftmesh.train.optimizer import ShardedState as ShardedState

@@ -87,6 +87,8 @@ def group_statistics(
     number = jnp.sum(weights, dtype=x.dtype, keepdims=True) * math.prod(x.shape[1:-1])
     sums = jnp.concatenate([jnp.sum(x * each, axes), jnp.sum(x * x * each, axes), number])
     if groups is not None:
+        if axis_name is None:
+            raise ArgumentError("groups are groups of ranks along an axis: give axis_name too")
         sums = groups.sum(sums, axis_name)
     mean, mean_square = jnp.split(sums[:-1] / sums[-1], 2)
     return mean, jnp.maximum(mean_square - mean * mean, 0)

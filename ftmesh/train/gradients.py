@@ -6,8 +6,9 @@ sums what a backward pass has left, as `plan.pmean` does. The same in the backwa
 
     loss = lambda params, batch: model(with_mean_gradients(params, "data", plan=plan), batch)
 
-Parameters pass through unchanged, and what comes back for them is the mean: a bucket of gradients
-sets out as soon as its last one is known, while the compiler goes on with earlier layers.
+Parameters pass through unchanged, and what comes back for them is the mean. The sum of a bucket of
+gradients waits for those alone, and nothing but its own results waits for it: it may run beside the
+backward pass of earlier layers.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ def with_mean_gradients(
 
     Call it inside the function that is differentiated, and leave the gradients as they come out.
     Under ``check_vma=True`` they are typed as the parameters given: replicated for replicated ones,
-    and counted once. Leaves that `make_buckets` would put together share a bucket, in `order`: the
-    positions of the leaves, first to have a gradient first, as `backward_order` finds them. Where
-    that is not given, the last leaf is taken to come first. Not for forward-mode derivatives.
+    and counted once. Buckets are filled in `order`: the positions of the leaves, the first to have
+    a gradient first, as `backward_order` finds them. Where that is not given, the last leaf is
+    taken to come first. Not for forward-mode derivatives.
     """
     leaves, tree = jax.tree.flatten(params)
     leaves = [jnp.asarray(leaf) for leaf in leaves]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -80,6 +81,7 @@ class Groups:
             f"a batch of {global_batch} has no groups of {examples} examples: ask for fewer"
         )
 
+    @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """What it takes for every rank to have the sum of its group."""
         rounds = []
@@ -100,7 +102,7 @@ class Groups:
                 f"for {self.num_ranks}"
             )
         rank = lax.axis_index(axis_name)
-        for exchange in self.exchanges():
+        for exchange in self.exchanges:
             pairs = list(enumerate(exchange.partner.tolist()))
             other = lax.ppermute(x, axis_name, pairs)
             adds, takes = (jnp.asarray(who)[rank] for who in (exchange.adds, exchange.takes))

@@ -9,15 +9,15 @@
 
 An update stands between the two halves of an all-reduce: gradients are summed to the owners of
 chunks, each owner updates its shard of the weights, and the new weights go to everyone, chips off
-the main rings too. So nothing travels that a plain all-reduce would not send, and a chip keeps one
-shard of the state: about one part in as many as there are owners. (See `shards` on chips that own
-nothing.)
+the main rings too. As much travels as in a plain all-reduce, and of the state a device keeps its
+shard: about one part in as many as there are owners. `shards` tells of those that own nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -34,13 +34,21 @@ from ftmesh.train.layerwise import squares
 from ftmesh.train.shards import Shards
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ShardedState:
+    """A state as optax makes it, with shards in place of tensors, and a mark of who owns what."""
+
+    inner: Any
+    owners: str = field(metadata={"static": True})
+
+
 @dataclass(frozen=True)
 class ShardedOptimizer:
     """An optax transformation whose state is sharded over the owners of a plan's chunks.
 
     The transformation must treat every element alike, or take its norms from `ftmesh.train`'s
-    `lars`, `lamb` and `clip_by_global_norm`; any other is refused. Its state is a pytree as optax
-    makes it, with shards in place of tensors.
+    `lars`, `lamb` and `clip_by_global_norm`; any other is refused.
 
     Gradients travel in `wire_dtype`, in buckets of up to `bucket_bytes`. The sum of norms, a few
     numbers, is made on `norm_plan` where a quicker one than `plan` is given.
@@ -56,22 +64,24 @@ class ShardedOptimizer:
     def __post_init__(self) -> None:
         _ = self._shards  # refuses a plan without owners
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: Any) -> ShardedState:
         """The first state: of a rank where the axis is bound, else of all, on the plan's mesh."""
         if not self._axis_is_bound():
-            return self._on_mesh(self.init, PartitionSpec(), self.specs(params))(params)
+            run = self._on_mesh(self.init, PartitionSpec(), self.specs(params))
+            made: ShardedState = run(params)
+            return made
         self._check(self.transformation.init, (params,), (True,))
-        return self.transformation.init(jax.tree.map(self._shards.own, params))
+        return self._marked(self.transformation.init(jax.tree.map(self._shards.own, params)))
 
     def update(
         self,
         grads: Any,
-        state: Any,
+        state: ShardedState,
         params: Any,
         *,
         reduce: Literal["mean", "sum", "none"] = "mean",
         **extra: Any,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, ShardedState]:
         """The new parameters and the new state, from the gradients of every rank.
 
         `reduce` says what is made of them: their mean over all ranks, or their sum; with "none"
@@ -90,11 +100,16 @@ class ShardedOptimizer:
             (True, self._is_sharded(params), True),
         )
         shards = jax.tree.map(self._shards.own, params)
-        updates, state = transform(
-            self._reduced(grads, reduce), state, shards, norms=self._norms(shapes), **extra
+        updates, inner = transform(
+            self._reduced(grads, reduce),
+            self._inner(state),
+            shards,
+            norms=self._norms(shapes),
+            **extra,
         )
         leaves, tree = jax.tree.flatten(optax.apply_updates(shards, updates))
-        return tree.unflatten(self._shards.gather(leaves, list(shapes.values()))), state
+        new = tree.unflatten(self._shards.gather(leaves, list(shapes.values())))
+        return new, self._marked(inner)
 
     def specs(self, params: Any) -> Any:
         """How the state lies on a mesh: a ``PartitionSpec`` for each leaf, as shard_map wants."""
@@ -104,9 +119,11 @@ class ShardedOptimizer:
                 return PartitionSpec()
             return PartitionSpec(*(None for _ in leaf.shape[1:]), self.axis_name)
 
-        return jax.tree.map(spec, self._sharded_state(params), self._is_sharded(params))
+        return self._marked(
+            jax.tree.map(spec, self._sharded_state(params), self._is_sharded(params))
+        )
 
-    def gather_state(self, state: Any, params: Any) -> Any:
+    def gather_state(self, state: ShardedState, params: Any) -> Any:
         """The state as the transformation alone would have it, whole at every rank.
 
         For checkpoints, and to go on with another plan, which has other owners: see `shard_state`.
@@ -115,7 +132,7 @@ class ShardedOptimizer:
             everywhere = PartitionSpec()
             specs = self.specs(params), everywhere
             return self._on_mesh(self.gather_state, specs, everywhere)(state, params)
-        leaves, tree = jax.tree.flatten(state)
+        leaves, tree = jax.tree.flatten(self._inner(state))
         sharded = jax.tree.leaves(self._is_sharded(params))
         shapes = [leaf.shape for leaf in jax.tree.leaves(self._whole_state(params))]
         places = [i for i, is_sharded in enumerate(sharded) if is_sharded]
@@ -124,15 +141,15 @@ class ShardedOptimizer:
             leaves[i] = whole
         return tree.unflatten(leaves)
 
-    def shard_state(self, state: Any, params: Any) -> Any:
+    def shard_state(self, state: Any, params: Any) -> ShardedState:
         """The inverse of `gather_state`: the shards of a whole state."""
         if not self._axis_is_bound():
             run = self._on_mesh(self.shard_state, PartitionSpec(), self.specs(params))
-            return run(state, params)
-        return jax.tree.map(
-            lambda leaf, sharded: self._shards.own(leaf) if sharded else leaf,
-            state,
-            self._is_sharded(params),
+            made: ShardedState = run(state, params)
+            return made
+        sharded = self._is_sharded(params)
+        return self._marked(
+            jax.tree.map(lambda x, yes: self._shards.own(x) if yes else x, state, sharded)
         )
 
     # Inside -----------------------------------------------------------------------------------
@@ -140,6 +157,22 @@ class ShardedOptimizer:
     @property
     def _shards(self) -> Shards:
         return Shards(self.plan, self.axis_name, self.bucket_bytes, self.wire_dtype)
+
+    @property
+    def _owners(self) -> str:
+        return hashlib.sha256(self.plan.program.owner.tobytes()).hexdigest()[:16]
+
+    def _marked(self, inner: Any) -> ShardedState:
+        return ShardedState(inner, self._owners)
+
+    def _inner(self, state: ShardedState) -> Any:
+        """What the transformation has to do with, if it is sharded for these owners."""
+        if not isinstance(state, ShardedState) or state.owners != self._owners:
+            raise ArgumentError(
+                "this state is not sharded for the owners of this plan: take gather_state of the "
+                "optimizer that it comes from, if it is sharded, and then shard_state of this one"
+            )
+        return state.inner
 
     def _axis_is_bound(self) -> bool:
         return _compat.axis_exists(self.axis_name)
