@@ -231,7 +231,7 @@ def test_two_devices_per_chip():
 def test_bf16_on_the_wire_buckets_and_norms_on_a_plan_of_their_own(small, uneven):
     """A step of LARS is far smaller than its weights: what bf16 rounds off is hardly seen."""
     optimizer = ShardedOptimizer(
-        lars(0.1), uneven, "data", wire_dtype=jnp.bfloat16, bucket_bytes=1000, norm_plan=small
+        lars(0.1), small, "data", wire_dtype=jnp.bfloat16, bucket_bytes=1000, norm_plan=uneven
     )
     assert_close(one_step(optimizer, 12), unsharded(lars(0.1), FEW, 12, steps=1)[0], rtol=2e-3)
 
