@@ -48,5 +48,13 @@ class RecordError(DataError):
     """A single record is damaged; the others can be used."""
 
 
+class CheckpointError(FtmeshError, ValueError):
+    """A checkpoint does not fit the run, or would be overwritten by it."""
+
+
+class TrainingError(FtmeshError):
+    """A run cannot go on."""
+
+
 class TopologyWarning(UserWarning):
     """Something about the devices was decided for the user and is worth knowing."""

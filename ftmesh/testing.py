@@ -9,9 +9,12 @@ import contextlib
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ftmesh.errors import TopologyError
 from ftmesh.notation import Failed, format_shape, parse_shape
@@ -26,7 +29,8 @@ def cpu_grid(shape: str, *, failed: Failed = None, wrap: bool = False) -> Topolo
     """
     sizes = parse_shape(shape)
     wanted = math.prod(sizes)
-    devices = _cpu_devices(wanted)
+    ask_for_cpu_devices(wanted)
+    devices = jax.devices("cpu")
     if len(devices) < wanted:
         raise TopologyError(
             f"mesh {format_shape(sizes)} needs {wanted} devices and JAX has made {len(devices)} "
@@ -52,8 +56,55 @@ def on_one_device(run: Callable[..., Any], axis_name: str = "data") -> Callable[
     return every_rank
 
 
-def _cpu_devices(wanted: int) -> list[Any]:
+def shard_map_on_one_device(
+    run: Callable[..., Any], *, num_ranks: int, axis_name: str, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """As ``jax.shard_map``, with all `num_ranks` ranks on one device.
+
+    Arrays go in and come out whole, as they do there; of results that are the same at every rank,
+    the first rank's.
+    """
+
+    def every_rank(*args: Any) -> Any:
+        parts = _map_specs(partial(_split, num_ranks, axis_name), in_specs, args)
+        axes = _map_specs(lambda spec, _: None if axis_name not in spec else 0, in_specs, args)
+        found = jax.vmap(run, in_axes=axes, axis_name=axis_name, axis_size=num_ranks)(*parts)
+        return _map_specs(partial(_joined, axis_name), out_specs, found)
+
+    return every_rank
+
+
+def _map_specs(function: Callable[[Any, Any], Any], specs: Any, tree: Any) -> Any:
+    """`function` of every leaf and its spec; `specs` may be a prefix of the tree."""
+    return jax.tree.map(
+        lambda spec, part: jax.tree.map(partial(function, spec), part),
+        specs,
+        tree,
+        is_leaf=lambda spec: isinstance(spec, PartitionSpec),
+    )
+
+
+def _split(num_ranks: int, axis_name: str, spec: Any, array: Any) -> Any:
+    """The parts of an array one after another, or all of it."""
+    if axis_name not in spec:
+        return array
+    at = tuple(spec).index(axis_name)
+    length = array.shape[at] // num_ranks
+    parts = array.reshape(*array.shape[:at], num_ranks, length, *array.shape[at + 1 :])
+    return jnp.moveaxis(parts, at, 0)
+
+
+def _joined(axis_name: str, spec: Any, parts: Any) -> Any:
+    """The inverse of that."""
+    if axis_name not in spec:
+        return parts[0]
+    at = tuple(spec).index(axis_name)
+    array = jnp.moveaxis(parts, 0, at)
+    return array.reshape(*array.shape[:at], -1, *array.shape[at + 2 :])
+
+
+def ask_for_cpu_devices(wanted: int) -> None:
+    """Have so many CPU devices, if JAX has not made its devices yet; other devices stay as are."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # too late: JAX has its devices already
             jax.config.update("jax_num_cpu_devices", wanted)
-    return list(jax.devices("cpu"))

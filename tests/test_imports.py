@@ -77,6 +77,12 @@ WITH_JAX = [
     "train.batches",
     "train.groups",
     "train.batch_norm",
+    "train.plain",
+    "train.parallel",
+    "train.checkpoints",
+    "train.report",
+    "train.arguments",
+    "train.loop",
     "train",
 ]
 ORDER = WITHOUT_JAX + WITH_JAX

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ class Batches:
         batch: int,
         num_steps: int | None = None,
         seed: int = 0,
-        rows: Sequence[int] | None = None,
+        rows: Iterable[int] | None = None,
     ) -> None:
         self.images, self.size, self.batch, self.seed = images, size, batch, seed
         self.rows = list(range(batch)) if rows is None else [int(row) for row in rows]

@@ -45,19 +45,19 @@ class Bottleneck(nn.Module):
     norm: Norm
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, **weights: jax.Array) -> jax.Array:
         """Images of the same size, or of half the size where the stride is 2."""
         stride = (self.stride, self.stride)
         y = self.conv(self.width, (1, 1), name="conv1")(x)
-        y = nn.relu(self.norm(name="norm1")(y))
+        y = nn.relu(self.norm(name="norm1")(y, **weights))
         y = self.conv(self.width, (3, 3), stride, padding=1, name="conv2")(y)
-        y = nn.relu(self.norm(name="norm2")(y))
+        y = nn.relu(self.norm(name="norm2")(y, **weights))
         y = self.conv(4 * self.width, (1, 1), name="conv3")(y)
         # Starts at zero: each block is at first the identity, and the network as if shallow.
-        y = self.norm(name="norm3", scale_init=nn.initializers.zeros_init())(y)
+        y = self.norm(name="norm3", scale_init=nn.initializers.zeros_init())(y, **weights)
         if x.shape != y.shape:
             x = self.conv(4 * self.width, (1, 1), stride, name="shortcut_conv")(x)
-            x = self.norm(name="shortcut_norm")(x)
+            x = self.norm(name="shortcut_norm")(x, **weights)
         return nn.relu(x + y)
 
 
@@ -75,8 +75,11 @@ class ResNet(nn.Module):
     norm: Norm = nn.BatchNorm
 
     @nn.compact
-    def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
-        """Logits of normalised images; with `train`, norms take statistics of the batch."""
+    def __call__(self, images: jax.Array, *, train: bool, **weights: jax.Array) -> jax.Array:
+        """Logits of normalised images; with `train`, norms take statistics of the batch.
+
+        ``weights=``, one for each image, is for norms that take it, such as `GroupBatchNorm`.
+        """
         conv = partial(
             nn.Conv,
             use_bias=False,
@@ -96,7 +99,7 @@ class ResNet(nn.Module):
             x = conv(self.width, (3, 3), padding=1, name="stem_conv")(x)
         else:
             x = conv(self.width, (7, 7), (2, 2), padding=3, name="stem_conv")(x)
-        x = nn.relu(norm(name="stem_norm")(x))
+        x = nn.relu(norm(name="stem_norm")(x, **weights))
         if not self.small_images:
             x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
         for stage, size in enumerate(self.stage_sizes):
@@ -107,7 +110,7 @@ class ResNet(nn.Module):
                     conv=conv,
                     norm=norm,
                     name=f"stage{stage}_block{block}",
-                )(x)
+                )(x, **weights)
         x = jnp.mean(x, axis=(1, 2))
         x = nn.Dense(
             self.num_classes,

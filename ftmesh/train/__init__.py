@@ -1,4 +1,4 @@
-"""Training on a plan: gradients, a sharded optimizer, batches and batch normalization.
+"""Training on a plan: gradients, a sharded optimizer, batches, batch norms, checkpoints, a loop.
 
 Needs what ``pip install ftmesh[train]`` brings. Each name is described in its own module.
 """
@@ -20,3 +20,5 @@ from ftmesh.train.layerwise import lars as lars
 from ftmesh.train.layerwise import matrices as matrices
 from ftmesh.train.optimizer import ShardedOptimizer as ShardedOptimizer
 from ftmesh.train.optimizer import ShardedState as ShardedState
+from ftmesh.train.parallel import Parallel as Parallel
+from ftmesh.train.plain import PlainOptimizer as PlainOptimizer

@@ -1,0 +1,84 @@
+"""The command-line arguments that every trainer takes, under the same names."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+import jax
+
+from ftmesh.choose import ALGORITHMS
+from ftmesh.errors import ArgumentError
+from ftmesh.testing import cpu_grid
+from ftmesh.topology import Topology
+from ftmesh.train.parallel import PSUM
+
+
+def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
+    """What is trained, on what, and what is written where."""
+    parser.add_argument("--preset", choices=tuple(presets), default="tiny", help="(tiny)")
+    parser.add_argument(
+        "--mesh",
+        metavar="SHAPE",
+        help="shape of the mesh, as 8x8 (default: that of the devices)",
+    )
+    parser.add_argument(
+        "--emulate",
+        choices=("one", "many"),
+        help="emulate that mesh: all ranks on one device, which is quick, or a CPU device for each "
+        "(default: train on the devices there are)",
+    )
+    parser.add_argument(
+        "--failed",
+        metavar="BLOCKS",
+        help="failed chips, as 2x2@2,2 (default: the environment variable FTMESH_FAILED)",
+    )
+    parser.add_argument(
+        "--algorithm",
+        choices=(*ALGORITHMS, PSUM),
+        default="auto",
+        help="how gradients are summed: auto, the fastest by simulation; psum, JAX's own sum "
+        "(default: auto)",
+    )
+    parser.add_argument("--steps", type=_positive, metavar="N", help="stop after N (the preset's)")
+    parser.add_argument("--batch", type=_positive, metavar="N", help="global batch (the preset's)")
+    parser.add_argument("--data", metavar="PATH", help="the data (made up where not given)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random (0)")
+    parser.add_argument("--checkpoint-dir", metavar="FOLDER", help="write checkpoints there")
+    parser.add_argument(
+        "--checkpoint-every", type=_positive, default=500, metavar="N", help="steps (500)"
+    )
+    parser.add_argument("--keep", type=_positive, default=3, metavar="N", help="checkpoints (3)")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--mllog", metavar="FILE", help="write the lines that MLPerf asks for")
+    parser.add_argument("--out", metavar="FOLDER", help="write metrics.jsonl and run.svg there")
+    parser.add_argument(
+        "--whole-optimizer",
+        action="store_true",
+        help="keep the optimizer's whole state at every device, rather than a share of it",
+    )
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="sum gradients during the backward pass; the optimizer's state is then whole",
+    )
+
+
+def topology_of(args: argparse.Namespace) -> Topology:
+    """The mesh of the arguments of `add_run`, with its devices."""
+    if args.resume and not args.checkpoint_dir:
+        raise ArgumentError("--resume needs --checkpoint-dir, to know what to go on from")
+    if args.emulate and not args.mesh:
+        raise ArgumentError("--emulate needs --mesh, to know what to emulate")
+    if args.emulate == "many":
+        return cpu_grid(args.mesh, failed=args.failed)
+    if args.emulate == "one":
+        return Topology.grid(args.mesh, failed=args.failed)
+    return Topology.from_devices(jax.devices(), shape=args.mesh, failed=args.failed)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number

@@ -1,0 +1,178 @@
+"""Parallel: the devices of a run and how sums go over them, on a plan or on JAX's own psum.
+
+    parallel = Parallel.on(topology, "auto", payload_bytes=102_228_128)
+    step = parallel.jit(step, in_specs=(P(), P("data")), out_specs=P())
+
+A trainer asks this one for means, shares of a batch, groups of chips and an optimizer, and is the
+same program on a damaged mesh, on a whole one with ``lax.psum`` and on a single device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from ftmesh.compiled import compiler_options
+from ftmesh.errors import CollectiveError
+from ftmesh.plan import Plan, plan
+from ftmesh.testing import shard_map_on_one_device
+from ftmesh.topology import Topology
+from ftmesh.train.batches import Shares
+from ftmesh.train.gradients import mean_gradients, with_mean_gradients
+from ftmesh.train.groups import Groups
+from ftmesh.train.optimizer import ShardedOptimizer
+from ftmesh.train.plain import PlainOptimizer
+
+PSUM = "psum"  # in place of an algorithm: JAX's own sums, for comparison
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A mesh of one axis, and a plan for sums along it.
+
+    Without a plan there is a single rank. Without a mesh all ranks are emulated on one device. With
+    `use_psum` the plan only says which ranks there are, and sums are JAX's own.
+    """
+
+    mesh: Mesh | None
+    axis_name: str = "data"
+    plan: Plan | None = None
+    use_psum: bool = False
+
+    @staticmethod
+    def on(
+        topology: Topology,
+        algorithm: str = "auto",
+        *,
+        payload_bytes: int = 100_000_000,
+        axis_name: str = "data",
+        with_idle: bool = False,
+    ) -> Parallel:
+        """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
+
+        The ranks of a topology without devices are emulated, all on one.
+        """
+        if topology.num_live == 1:
+            return Parallel(topology.jax_mesh(axis_name), axis_name)
+        use_psum = algorithm == PSUM
+        made = plan(
+            topology,
+            "auto" if use_psum else algorithm,
+            payload_bytes=payload_bytes,
+            with_idle=with_idle,
+        )
+        mesh = made.jax_mesh(axis_name) if topology.devices else None
+        return Parallel(mesh, axis_name, made, use_psum)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the axis, those of idle devices too."""
+        return 1 if self.plan is None else self.plan.program.num_ranks
+
+    @property
+    def sums_on(self) -> str:
+        """What makes the sums, in words."""
+        if self.plan is None:
+            return "a single device"
+        how = "lax.psum" if self.use_psum else self.plan.algorithm
+        where = "" if self.mesh else ", emulated on one device"
+        return f"{how} on {self.plan.topology}{where}"
+
+    # Inside a step ----------------------------------------------------------------------------
+
+    def mean(self, tree: Any, **options: Any) -> Any:
+        """The mean over all live ranks; options as for `mean_gradients`."""
+        if self.plan is None or self.use_psum:
+            return lax.pmean(tree, self.axis_name)
+        return mean_gradients(tree, self.axis_name, plan=self.plan, **options)
+
+    def sum(self, tree: Any) -> Any:
+        """The sum over all live ranks."""
+        if self.plan is None or self.use_psum:
+            return lax.psum(tree, self.axis_name)
+        return self.plan.psum(tree, self.axis_name)
+
+    def with_mean_gradients(self, params: Any, **options: Any) -> Any:
+        """Parameters whose gradients are means; options as for the function of this name."""
+        if self.plan is None or self.use_psum:
+            raise CollectiveError("gradients are summed during the backward pass on plans only")
+        return with_mean_gradients(params, self.axis_name, plan=self.plan, **options)
+
+    # Around it --------------------------------------------------------------------------------
+
+    def jit(
+        self,
+        function: Callable[..., Any],
+        *,
+        in_specs: Any,
+        out_specs: Any,
+        donate_argnums: tuple[int, ...] = (),
+    ) -> Any:
+        """`function` as every rank runs it, compiled with the options that a plan wants."""
+        if self.mesh is None:
+            emulated = shard_map_on_one_device(
+                function,
+                num_ranks=self.num_ranks,
+                axis_name=self.axis_name,
+                in_specs=in_specs,
+                out_specs=out_specs,
+            )
+            return jax.jit(emulated, donate_argnums=donate_argnums)
+        mapped = jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        options = compiler_options(self.mesh.devices.flat[0].device_kind)
+        return jax.jit(mapped, donate_argnums=donate_argnums, compiler_options=options or None)
+
+    def put(self, tree: Any, spec: PartitionSpec = PartitionSpec()) -> Any:  # noqa: B008
+        """Arrays onto the devices: all of them at each, or split as `spec` says."""
+        return jax.device_put(tree, self.mesh and NamedSharding(self.mesh, spec))
+
+    def local_rows(self, shares: Shares) -> NDArray[np.int64]:
+        """Which rows of a global batch the devices of this process have; -1 stands for padding."""
+        rows = shares.positions()
+        if self.mesh is not None:
+            devices = self.mesh.devices.flat
+            rows = rows[[device.process_index == jax.process_index() for device in devices]]
+        return rows.reshape(-1)
+
+    def feed(self, batch: Any) -> Any:
+        """The rows that this process has read, as arrays that are split along the axis."""
+        if self.mesh is None:
+            return jax.tree.map(jnp.asarray, batch)
+        split = NamedSharding(self.mesh, PartitionSpec(self.axis_name))
+        return jax.tree.map(partial(jax.make_array_from_process_local_data, split), batch)
+
+    def shares(self, global_batch: int) -> Shares:
+        """Which examples of a batch each rank has."""
+        if self.plan is None:
+            return Shares(global_batch, np.arange(1, dtype=np.int32), 1)
+        return Shares.of(self.plan, global_batch)
+
+    def groups(self, examples: int, global_batch: int) -> Groups | None:
+        """Groups of neighbouring chips with so many examples; none on a single device."""
+        if self.plan is None:
+            return None
+        return Groups.of_examples(self.plan, examples, global_batch)
+
+    def optimizer(
+        self, transformation: optax.GradientTransformation, *, sharded: bool = True, **options: Any
+    ) -> ShardedOptimizer | PlainOptimizer:
+        """The optimizer, its state shared out among the chips, or whole at each where told.
+
+        JAX's own sums, and a single device, have it whole.
+        """
+        if self.plan is None or self.use_psum or not sharded:
+            live = 1 if self.plan is None else len(self.plan.program.live)
+            return PlainOptimizer(transformation, self.mean, live)
+        return ShardedOptimizer(transformation, self.plan, self.axis_name, **options)
