@@ -5,9 +5,9 @@ import random
 
 import numpy as np
 import pytest
-from ftmesh.limits import limits
 
 from ftmesh import ArgumentError, Phase, Schedule, Topology, planners
+from ftmesh.limits import limits
 from ftmesh.network import DEFAULT, NETWORKS, Network, network
 from ftmesh.replay import replay
 from ftmesh.schedule import ADD, COPY, transfers
