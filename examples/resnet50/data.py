@@ -21,7 +21,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import numpy as np
@@ -29,15 +29,9 @@ from absl import flags
 from numpy.typing import NDArray
 
 from examples.resnet50.augment import centre_crop, random_crop
+from examples.resnet50.batch import Batch
 from examples.resnet50.images import Images
 from ftmesh.errors import DataError, RecordError
-
-
-class Batch(NamedTuple):
-    """Rows of pixels and their labels. A row without an image is black, and its label is -1."""
-
-    images: NDArray[np.uint8]  # rows, height, width, 3
-    labels: NDArray[np.int32]
 
 
 class Batches:

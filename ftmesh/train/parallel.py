@@ -33,6 +33,8 @@ from ftmesh.train.groups import Groups
 from ftmesh.train.optimizer import ShardedOptimizer
 from ftmesh.train.plain import PlainOptimizer
 
+AXIS = "data"
+WHOLE, SPLIT = PartitionSpec(), PartitionSpec(AXIS)  # at every rank; a part at each
 PSUM = "psum"  # in place of an algorithm: JAX's own sums, for comparison
 
 
@@ -45,7 +47,7 @@ class Parallel:
     """
 
     mesh: Mesh | None
-    axis_name: str = "data"
+    axis_name: str = AXIS
     plan: Plan | None = None
     use_psum: bool = False
 
@@ -55,7 +57,7 @@ class Parallel:
         algorithm: str = "auto",
         *,
         payload_bytes: int = 100_000_000,
-        axis_name: str = "data",
+        axis_name: str = AXIS,
         with_idle: bool = False,
     ) -> Parallel:
         """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
@@ -134,7 +136,7 @@ class Parallel:
         options = compiler_options(self.mesh.devices.flat[0].device_kind)
         return jax.jit(mapped, donate_argnums=donate_argnums, compiler_options=options or None)
 
-    def put(self, tree: Any, spec: PartitionSpec = PartitionSpec()) -> Any:  # noqa: B008
+    def put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
         """Arrays onto the devices: all of them at each, or split as `spec` says."""
         return jax.device_put(tree, self.mesh and NamedSharding(self.mesh, spec))
 
