@@ -101,7 +101,7 @@ def summary(results):
     names = sorted(gradients)
     places = [np.linspace(0, gradients[name].size - 1, NUM_ENTRIES).astype(int) for name in names]
     return {
-        **{key: results[key] for key in ("eval_logits", "train_logits", "loss")},
+        **{key: value for key, value in results.items() if key != "gradients"},
         "names": np.array(names),
         "norms": np.array([np.linalg.norm(gradients[name]) for name in names]),
         "entries": np.array(

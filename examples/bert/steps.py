@@ -1,0 +1,112 @@
+"""What every rank does: a step of training, and a step of evaluation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from examples.bert.batch import Batch
+from examples.bert.config import Config
+from examples.bert.model import Bert, predict
+from ftmesh.train import Shares, lamb, matrices, weighted_sum
+from ftmesh.train.parallel import Parallel
+
+
+class State(NamedTuple):
+    """What a step changes."""
+
+    params: Any
+    optimizer: Any
+
+
+def make_model(
+    config: Config, *, attention: Literal["xla", "cudnn"] = "xla", remat: bool = False
+) -> Bert:
+    """The network."""
+    return Bert(
+        num_layers=config.num_layers,
+        hidden=config.hidden,
+        num_heads=config.num_heads,
+        vocabulary=config.vocabulary,
+        max_length=config.length,
+        dtype=config.dtype,
+        attention=attention,
+        remat=remat,
+    )
+
+
+def make_transformation(config: Config, lr_schedule: Any) -> optax.GradientTransformation:
+    """LAMB on matrices; biases and the scales of norms get Adam's update, and no decay."""
+    return lamb(
+        lr_schedule,
+        b1=config.beta_1,
+        b2=config.beta_2,
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        weight_decay_mask=matrices,
+    )
+
+
+def step_of_rank(
+    model: Bert,
+    parallel: Parallel,
+    shares: Shares,
+    optimizer: Any,
+    overlap: bool,
+    wire_dtype: Any,
+    state: State,
+    batch: Batch,
+) -> tuple[State, jax.Array]:
+    """One step of training: the new state, and the loss over the global batch.
+
+    That is the mean over all masked words, of which sequences have more or fewer, and the mean over
+    sequences for the sentences that follow.
+    """
+    masked, whole = weights_of(batch)
+    num_masked = parallel.sum(masked.sum())
+
+    def loss_of(params: Any) -> jax.Array:
+        if overlap:  # sums start in the backward pass
+            params = parallel.with_mean_gradients(params, wire_dtype=wire_dtype)
+        words, sentences = losses_of(predict(model, params, *batch[:4]), batch)
+        words = weighted_sum(words, masked) * (len(shares.live) / num_masked)
+        return words + shares.part_of_mean(sentences, whole)
+
+    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    params, optimizer_state = optimizer.update(
+        grads, state.optimizer, state.params, reduce="none" if overlap else "mean"
+    )
+    return State(params, optimizer_state), parallel.mean(loss)
+
+
+def evaluation_of_rank(
+    model: Bert, parallel: Parallel, params: Any, batch: Batch
+) -> tuple[jax.Array, jax.Array]:
+    """How many masked words of a batch are predicted right, and how many there are."""
+    words, _ = predict(model, params, *batch[:4])
+    masked, _ = weights_of(batch)
+    right = (jnp.argmax(words, axis=-1) == batch.targets).astype(jnp.float32)
+    counts: tuple[jax.Array, jax.Array] = parallel.sum((weighted_sum(right, masked), masked.sum()))
+    return counts
+
+
+def weights_of(batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """1 for a masked word and 0 for padding; 1 for a sequence and 0 for a row without one."""
+    masked, whole = (x >= 0 for x in (batch.targets, batch.is_random))
+    return masked.astype(jnp.float32), whole.astype(jnp.float32)
+
+
+def losses_of(logits: tuple[jax.Array, jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """The cross entropy of each masked word, and of whether each sentence follows.
+
+    Padding has some too, that mean nothing.
+    """
+    words, sentences = logits
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    return (
+        cross_entropy(words, jnp.maximum(batch.targets, 0)),
+        cross_entropy(sentences, jnp.maximum(batch.is_random, 0)),
+    )
