@@ -67,6 +67,7 @@ WITH_JAX = [
     "bench",
     "compiled",
     "train.records",
+    "train.reading",
     "train.lr_schedules",
     "train.mllog",
     "train.gradients",

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import DataError, RecordError
-from ftmesh.train.records import Records, find_shards, parse_example
+from ftmesh.train.records import Records, find_shards
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
@@ -56,11 +56,7 @@ class RecordImages:
 
     def read(self, index: int) -> tuple[bytes, int]:
         """A JPEG and its label."""
-        data = self._records[index]
-        try:
-            example = parse_example(data)
-        except RecordError as error:
-            raise RecordError(f"{self.name(index)}: {error}") from error
+        example = self._records.example(index)
         try:
             (image,), (number,) = example["image/encoded"], example["image/class/label"]
         except (KeyError, ValueError) as error:

@@ -59,6 +59,14 @@ class Records:
             raise RecordError(f"{self.name(index)}: the data does not match its checksum")
         return data
 
+    def example(self, index: int) -> dict[str, Feature]:
+        """The features of a record that is a tf.train.Example; see `parse_example`."""
+        data = self[index]
+        try:
+            return parse_example(data)
+        except RecordError as error:
+            raise RecordError(f"{self.name(index)}: {error}") from error
+
     def place(self, index: int) -> tuple[int, int]:
         """Which shard a record is in, and which of its records it is."""
         if not 0 <= index < len(self):

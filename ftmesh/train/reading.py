@@ -1,0 +1,166 @@
+"""Reading: batches of examples for training and evaluation, made ahead by threads or processes.
+
+The batch of a step is a function of the seed and the step alone: a run that is resumed, on as many
+chips as before or on fewer, sees the examples it would have seen. Every epoch has an order of its
+own and each example once; the epochs follow each other without a gap, whatever the batch.
+
+A trainer says in a class under `Batches` how to read an example, and `Reader` reads ahead:
+
+    with Reader(batches, first_step=100) as reader:
+        for batch in reader:
+            ...
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
+
+import grain
+import jax
+import numpy as np
+from absl import flags
+from numpy.typing import NDArray
+
+from ftmesh.errors import DataError, RecordError
+
+Batch = TypeVar("Batch", bound=tuple[Any, ...])  # arrays with a row for each example
+
+
+class Batches(ABC, Generic[Batch]):
+    """The rows that a process reads of every batch, to be had by step in any order.
+
+    `rows` are positions in the global batch, all of them unless given; -1 stands for padding. With
+    `num_steps`, examples are shuffled, for training; without, each comes once, in order, for
+    evaluation, and the last batch is filled up with padding.
+    """
+
+    unit = "examples"  # what they are called where some are damaged
+
+    def __init__(
+        self,
+        num_examples: int,
+        *,
+        batch: int,
+        num_steps: int | None = None,
+        seed: int = 0,
+        rows: Iterable[int] | None = None,
+    ) -> None:
+        self.num_examples, self.batch, self.seed = num_examples, batch, seed
+        self.rows = list(range(batch)) if rows is None else [int(row) for row in rows]
+        self.train = num_steps is not None
+        self._num_steps = math.ceil(num_examples / batch) if num_steps is None else num_steps
+
+    @abstractmethod
+    def padding(self, num_rows: int) -> Batch:
+        """So many rows without an example."""
+
+    @abstractmethod
+    def example(self, index: int, place: int) -> Iterable[Any]:
+        """What goes into a row of each array, or a `RecordError`; `place` counts all epochs."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """How to tell a person which example this is."""
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __getitem__(self, step: int) -> tuple[Batch, NDArray[np.int64]]:
+        """A batch, and the index of the example that should be in each row and is damaged."""
+        batch = self.padding(len(self.rows))
+        damaged = np.full(len(self.rows), -1)
+        for row, position in enumerate(self.rows):
+            place = step * self.batch + position
+            epoch, index = divmod(place, self.num_examples)
+            if position < 0 or (epoch and not self.train):
+                continue
+            if self.train:
+                index = int(_order(self.num_examples, self.seed, epoch)[index])
+            try:
+                values = self.example(index, place)
+            except RecordError:
+                damaged[row] = index
+                continue
+            for array, value in zip(batch, values, strict=True):
+                array[row] = value
+        return batch, damaged
+
+    def why_damaged(self, index: int) -> str:
+        """What is wrong with an example, by reading it again."""
+        try:
+            self.example(index, 0)
+        except RecordError as error:
+            return str(error)
+        return f"{self.name(index)}: it could not be read, and now it can"
+
+
+@lru_cache(maxsize=4)
+def _order(num_examples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The examples in the order of an epoch."""
+    return np.random.default_rng([seed, 0, epoch]).permutation(num_examples)
+
+
+class Reader(Iterator[Batch]):
+    """Batches one after another from `first_step` on, made ahead of their use.
+
+    Threads suffice where the cores are few, or where reading does not hold Python's lock; beyond
+    some eight cores, `num_workers` processes do better. Damaged examples are left out and are to be
+    found in `skipped`, with the reason; more than `max_skipped` are an error. Close it when done,
+    or use it in a `with` statement.
+    """
+
+    def __init__(
+        self,
+        batches: Batches[Batch],
+        *,
+        first_step: int = 0,
+        num_threads: int | None = None,
+        num_workers: int = 0,
+        max_skipped: int = 100,
+    ) -> None:
+        self._batches, self._num_workers, self._max_skipped = batches, num_workers, max_skipped
+        self.skipped: dict[int, str] = {}
+        threads = num_threads or os.cpu_count() or 1
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads + 1)
+        dataset: Any = grain.MapDataset.source(batches)[first_step:].to_iter_dataset(options)
+        if num_workers:
+            if not flags.FLAGS.is_parsed():
+                flags.FLAGS.mark_as_parsed()  # grain asks them, and no one here has any
+            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers))
+        self._iterator = iter(dataset)
+
+    def __next__(self) -> Batch:
+        batch, damaged = next(self._iterator)
+        for index in damaged[damaged >= 0].tolist():
+            self._skip(index)
+        if self._num_workers:  # give the memory that is shared with the processes back
+            batch = jax.tree.map(np.array, batch)
+        made: Batch = batch
+        return made
+
+    def close(self) -> None:
+        """End the threads and processes."""
+        self._iterator.close()
+
+    def __enter__(self) -> Reader[Batch]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _skip(self, index: int) -> None:
+        if index in self.skipped:
+            return
+        self.skipped[index] = reason = self._batches.why_damaged(index)
+        if len(self.skipped) > self._max_skipped:
+            raise DataError(
+                f"{len(self.skipped)} {self._batches.unit} are damaged, and at most "
+                f"{self._max_skipped} may be left out; the last: {reason}"
+            )
+        logging.getLogger(__name__).warning("left out %s", reason)
