@@ -133,7 +133,10 @@ class Parallel:
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-        options = compiler_options(self.mesh.devices.flat[0].device_kind)
+        device = self.mesh.devices.flat[0]
+        options = compiler_options(
+            device.device_kind if device.platform == "tpu" else device.platform
+        )
         return jax.jit(mapped, donate_argnums=donate_argnums, compiler_options=options or None)
 
     def put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:

@@ -1,0 +1,138 @@
+"""Measure the trainer's own step on the devices there are, and PyTorch's beside it.
+
+    python -m examples.resnet50.bench_step --batch 256
+    python -m examples.resnet50.bench_step --batch 256 --torch --json
+
+Random images on the device, in bfloat16. PyTorch's is torchvision's ResNet-50, compiled, with
+channels last, autocast to bfloat16 and SGD; it needs a GPU, torch and torchvision. Both are timed
+in turns in this one run, and the best of the turns counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from examples.resnet50.batch import Batch
+from examples.resnet50.config import PRESETS
+from examples.resnet50.model import init
+from examples.resnet50.steps import State, in_rows, make_model, make_transformation, step_of_rank
+from ftmesh.topology import Topology
+from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
+
+Turn = Callable[[int], None]  # so many steps, until they are done
+
+
+def our_turn(preset: str, batch: int) -> Turn:
+    """Steps of the trainer."""
+    config = replace(PRESETS[preset], batch=batch)
+    parallel = Parallel.on(Topology.from_devices(jax.devices()))
+    shares = parallel.shares(batch)
+    model = make_model(config, parallel.groups(config.norm_group, batch))
+    optimizer = parallel.optimizer(make_transformation(config, 0.1))
+    variables = init(make_model(config), image_size=config.image_size, seed=0)
+    params = parallel.put(variables["params"])
+    specs = State(WHOLE, SPLIT, optimizer.specs(params))
+    state = State(
+        params,
+        parallel.put(in_rows(variables["batch_stats"], parallel.num_ranks), SPLIT),
+        parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=specs.optimizer)(params),
+    )
+    step = parallel.jit(
+        partial(step_of_rank, model, config, parallel, shares, optimizer, False),
+        in_specs=(specs, Batch(SPLIT, SPLIT)),
+        out_specs=(specs, WHOLE),
+        donate_argnums=(0,),
+    )
+    rng, size = np.random.default_rng(0), config.image_size
+    rows = parallel.local_rows(shares)
+    images = parallel.feed(
+        Batch(
+            rng.integers(0, 256, (len(rows), size, size, 3), np.uint8),
+            np.where(rows < 0, -1, rows % config.num_classes).astype(np.int32),
+        )
+    )
+
+    def turn(steps: int) -> None:
+        nonlocal state
+        for _ in range(steps):
+            state, loss = step(state, images)
+        if not np.isfinite(float(loss)):
+            raise RuntimeError(f"the loss is {float(loss)}")
+
+    return turn
+
+
+def torch_turn(batch: int) -> Turn:
+    """Steps of torchvision's ResNet-50."""
+    import torch
+    import torchvision
+
+    torch.backends.cudnn.benchmark = True
+    model: Any = torchvision.models.resnet50().cuda().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, fused=True
+    )
+    images = torch.randn(batch, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
+    labels = torch.arange(batch, device="cuda") % 1000
+    loss_of = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    compiled = torch.compile(model)
+
+    def turn(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = loss_of(compiled(images), labels)
+            loss.backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+
+    return turn
+
+
+def measure(turns: dict[str, Turn], batch: int, steps: int, repeats: int = 3) -> dict[str, float]:
+    """Images per second of each, the best of `repeats` turns of `steps` steps."""
+    for turn in turns.values():
+        turn(5)  # compiles
+    rates = dict.fromkeys(turns, 0.0)
+    for _ in range(repeats):
+        for name, turn in turns.items():
+            start = time.perf_counter()
+            turn(steps)
+            rates[name] = max(rates[name], batch * steps / (time.perf_counter() - start))
+    return rates
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Measure the trainer's own step.")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="mlperf-4096")
+    parser.add_argument("--batch", type=int, default=256, help="of all devices together (256)")
+    parser.add_argument("--steps", type=int, default=30, help="in a turn (30)")
+    parser.add_argument("--torch", action="store_true", help="measure PyTorch as well")
+    parser.add_argument("--json", action="store_true", help="print the rates as JSON")
+    args = parser.parse_args()
+    turns = {"ftmesh": our_turn(args.preset, args.batch)}
+    if args.torch:
+        turns["torch"] = torch_turn(args.batch)
+    rates = measure(turns, args.batch, args.steps)
+    if args.json:
+        print(json.dumps(rates))
+        return
+    device = jax.devices()[0].device_kind
+    for name, rate in rates.items():
+        print(f"{name}: {rate:.0f} images/s ({len(jax.devices())} x {device}, batch {args.batch})")
+    if args.torch:
+        print(f"ratio: {rates['ftmesh'] / rates['torch']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
