@@ -77,7 +77,7 @@ class Config:
 PRESETS: Mapping[str, Config] = {
     "tiny": Config(
         batch=112, total_steps=600, base_lr=0.01, warmup_steps=60,
-        num_layers=2, hidden=64, num_heads=2, vocabulary=512, length=64, predictions=10,
+        num_layers=2, hidden=64, num_heads=2, vocabulary=256, length=64, predictions=10,
         dtype=jnp.float32, train_sequences=4096, eval_sequences=500, sequences_per_eval=11_200,
     ),
     "base": Config(
