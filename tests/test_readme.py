@@ -21,7 +21,7 @@ ROWS = re.findall(r"^\| (\d+x\d+) \| (\d\S+) \| (\w+) \| (.*) \|$", README, re.M
 def test_the_python_runs_as_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     scope = {}
     for block in blocks:
         exec(block, scope)

@@ -84,7 +84,7 @@ PRESETS: Mapping[str, Config] = {
     "tiny": Config(
         batch=96, epochs=10, warmup_epochs=2, base_lr=8, momentum=0.9, weight_decay=1e-4,
         stage_sizes=(1, 1), width=8, small_images=True, num_classes=10, image_size=12,
-        train_images=2048, eval_images=1000, norm_group=32, target=0.9,
+        train_images=2048, eval_images=1000, norm_group=32, target=0.999,
     ),
     "mlperf-4096": Config(
         batch=4096, epochs=56, warmup_epochs=5, base_lr=10, momentum=0.9, weight_decay=2e-4
