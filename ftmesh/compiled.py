@@ -263,6 +263,12 @@ class Instruction:
 
     opcode: str
     text: str
+    name: str = ""
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of what it takes."""
+        return re.findall(r"%([\w.-]+)", self.text.partition(")")[0])
 
     @property
     def calls(self) -> list[str]:
@@ -284,10 +290,10 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
             entry = name if head[1] else entry
         elif line.startswith("}"):
             name = ""
-        elif name and (made := re.match(r"\s+(?:ROOT )?%?[\w.-]+ = (.*)", line)):
-            rest = _after_type(made[1])
+        elif name and (made := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)", line)):
+            rest = _after_type(made[2])
             if opcode := re.match(r"([a-z][\w-]*)\(", rest):
-                found[name].append(Instruction(opcode[1], _without_strings(rest)))
+                found[name].append(Instruction(opcode[1], _without_strings(rest), made[1]))
     if not entry:
         raise ArgumentError("this is not the text of a compiled program: it has no ENTRY")
     return found, entry

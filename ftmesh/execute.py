@@ -52,7 +52,9 @@ class Setting:
     emulated: bool
 
 
-def run_loop(buffer: jax.Array, loop: Loop, setting: Setting) -> jax.Array:
+def run_loop(
+    buffer: jax.Array, loop: Loop, setting: Setting, *, unrolled: bool = False
+) -> jax.Array:
     """Run the rounds of a loop on one rank."""
     rank = lax.axis_index(setting.axis_name)
     lanes = [_Lane(lane, rank, setting) for lane in loop.lanes]
@@ -66,6 +68,10 @@ def run_loop(buffer: jax.Array, loop: Loop, setting: Setting) -> jax.Array:
             buffer = lane.write(buffer, x, now)
         return buffer
 
+    if unrolled:
+        for now in range(loop.num_rounds):
+            buffer = one_round(now, buffer)
+        return buffer
     return lax.fori_loop(0, loop.num_rounds, one_round, buffer)
 
 
@@ -130,11 +136,11 @@ def _run(*, scatter: bool, gather: bool) -> Any:
     def run(buffer: Any, *, axis_name: Any, program: Program, wire: Any, emulated: bool) -> Any:
         setting = Setting(axis_name, program.num_ranks, wire, emulated)
         for loop in program.scatter if scatter else ():
-            buffer = run_loop(buffer, loop, setting)
+            buffer = run_loop(buffer, loop, setting, unrolled=program.unrolled)
         if scatter and gather and wire is not None:
             buffer = buffer.astype(wire).astype(buffer.dtype)  # owners keep what others get
         for loop in program.gather if gather else ():
-            buffer = run_loop(buffer, loop, setting)
+            buffer = run_loop(buffer, loop, setting, unrolled=program.unrolled)
         if len(program.live) < program.num_ranks:
             buffer = _spoilt_where_idle(buffer, axis_name, program)
         return buffer

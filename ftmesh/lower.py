@@ -104,6 +104,7 @@ class Program:
     owner: Ints  # chunk -> rank, or -1
     live: Ints  # the ranks that take part; the others of the axis are idle
     devices: tuple[Any, ...] = ()  # by rank, where they are known
+    unrolled: bool = False  # whether rounds are written out one by one, not as loops
 
     @cached_property
     def owned(self) -> Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,9 @@ class Plan:
     """A schedule chosen for a topology and payload; `proof` is what verification counted.
 
     With `with_idle` the mesh axis has the devices of failed chips too, which stay idle. `network`
-    is what the choice was made for, where ``auto`` was asked for.
+    is what the choice was made for, where ``auto`` was asked for. With `unrolled` the rounds are
+    written out in the program, not as loops: it grows with their number, and the compiler can do
+    other work while they travel, which it does not do across a loop.
     """
 
     schedule: Schedule
@@ -30,6 +32,7 @@ class Plan:
     proof: Proof | None = None
     with_idle: bool = False
     network: Network = DEFAULT
+    unrolled: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -44,11 +47,12 @@ class Plan:
     @cached_property
     def program(self) -> Program:
         """The schedule as an executor runs it."""
-        return lower(
+        program = lower(
             self.schedule,
             devices_per_chip=self.topology.devices_per_chip,
             with_idle=self.with_idle,
         )
+        return replace(program, unrolled=self.unrolled)
 
     def explain(self) -> Choice:
         """Every algorithm on this topology and payload beside this one; print it for a table."""
@@ -93,12 +97,13 @@ def plan(
     link: Network | float | str = DEFAULT,
     verify: bool = True,
     with_idle: bool = False,
+    unrolled: bool = False,
 ) -> Plan:
     """Plan an all-reduce of `payload_bytes` on `topology`, and prove it right.
 
     ``"auto"`` simulates every algorithm for this payload, on links as `ftmesh.simulate` takes them,
     and takes the fastest; `Plan.explain` shows them all. `with_idle` is for a mesh axis that has
-    the devices of failed chips too.
+    the devices of failed chips too, `unrolled` for sums beside which other work is to be done.
 
     >>> topo = Topology.grid("8x8", failed="2x2@2,2")
     >>> plan(topo, "ring").schedule.num_rounds
@@ -112,4 +117,5 @@ def plan(
     if algorithm == AUTO:
         algorithm = choose(topology, payload_bytes, on).algorithm
     schedule = planners.schedule(topology, algorithm)
-    return Plan(schedule, payload_bytes, _verify(schedule) if verify else None, with_idle, on)
+    proof = _verify(schedule) if verify else None
+    return Plan(schedule, payload_bytes, proof, with_idle, on, unrolled)

@@ -50,3 +50,19 @@ def test_every_round_leaves_what_the_file_says(algorithm, tmp_path):
         held = after
     assert next(expected, None) is None
     assert (held == held[0]).all()
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+def test_rounds_written_out_do_what_loops_do(algorithm):
+    topology = Topology.grid("4x4", failed="2x2@0,0")
+    looped, unrolled = (
+        ftmesh.plan(topology, algorithm, unrolled=unrolled) for unrolled in (False, True)
+    )
+    x = np.random.default_rng(0).normal(size=(12, 50)).astype(np.float32)
+
+    def total(plan):
+        return jax.jit(jax.vmap(lambda x: plan.psum(x, "rank"), axis_name="rank"))
+
+    np.testing.assert_array_equal(total(looped)(x), total(unrolled)(x))
+    assert "while" in total(looped).lower(x).as_text()
+    assert "while" not in total(unrolled).lower(x).as_text()

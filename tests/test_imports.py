@@ -66,6 +66,7 @@ WITH_JAX = [
     "testing",
     "bench",
     "compiled",
+    "overlap",
     "train.records",
     "train.reading",
     "train.lr_schedules",
