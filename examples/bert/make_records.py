@@ -20,6 +20,7 @@ from examples.bert.config import PRESETS
 from examples.bert.sequences import Document, encode_documents, make_sequences
 from examples.bert.wordpiece import Vocabulary
 from ftmesh.errors import DataError, FtmeshError
+from ftmesh.train.arguments import positive
 from ftmesh.train.records import make_example, write_records
 
 
@@ -42,12 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--vocab", metavar="FILE", help="word pieces, one a line (default: learned from the text)"
     )
     parser.add_argument(
-        "--passes", type=int, default=5, metavar="N", help="over the text, masked anew in each (5)"
+        "--passes",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="over the text, masked anew in each (5)",
     )
     parser.add_argument(
-        "--every", type=int, default=10, metavar="N", help="documents to one of validation (10)"
+        "--every",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="documents to one of validation (10)",
     )
-    parser.add_argument("--shards", type=int, default=4, metavar="N", help="files to train on (4)")
+    parser.add_argument(
+        "--shards", type=positive, default=4, metavar="N", help="files to train on (4)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(0)")
     args = parser.parse_args(argv)
     try:

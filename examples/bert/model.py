@@ -23,13 +23,14 @@ from flax import linen as nn
 NUM_SEGMENTS = 2
 EPSILON = 1e-12  # of norms
 
-_normal = nn.initializers.truncated_normal(0.02)
+_normal = nn.initializers.truncated_normal
 
 
 class Layer(nn.Module):
     """Attention and two dense layers, each with a way around it and a norm behind it."""
 
     num_heads: int
+    stddev: float
     dtype: Any
     attention: Literal["xla", "cudnn"]
 
@@ -37,7 +38,7 @@ class Layer(nn.Module):
     def __call__(self, x: jax.Array, lengths: jax.Array) -> tuple[jax.Array, None]:
         """Vectors of the same shape. Nothing attends to what lies behind the length of its row."""
         hidden = x.shape[-1]
-        dense = partial(nn.Dense, dtype=self.dtype, kernel_init=_normal)
+        dense = partial(nn.Dense, dtype=self.dtype, kernel_init=_normal(self.stddev))
         norm = partial(nn.LayerNorm, epsilon=EPSILON, dtype=self.dtype)
         query, key, value = (
             dense(hidden, name=name)(x).reshape(*x.shape[:-1], self.num_heads, -1)
@@ -57,13 +58,15 @@ class Embeddings(nn.Module):
     vocabulary: int
     hidden: int
     max_length: int
+    stddev: float
     dtype: Any
 
     def setup(self) -> None:
         """The tables."""
-        self.words = self.param("words", _normal, (self.vocabulary, self.hidden))
-        self.positions = self.param("positions", _normal, (self.max_length, self.hidden))
-        self.segments = self.param("segments", _normal, (NUM_SEGMENTS, self.hidden))
+        normal = _normal(self.stddev)
+        self.words = self.param("words", normal, (self.vocabulary, self.hidden))
+        self.positions = self.param("positions", normal, (self.max_length, self.hidden))
+        self.segments = self.param("segments", normal, (NUM_SEGMENTS, self.hidden))
         self.norm = nn.LayerNorm(epsilon=EPSILON, dtype=self.dtype)
 
     def __call__(self, tokens: jax.Array, segments: jax.Array) -> jax.Array:
@@ -81,7 +84,8 @@ class Bert(nn.Module):
 
     `attention` is JAX's implementation: "cudnn" on NVIDIA GPUs is the fastest and keeps no matrix
     of weights. With `remat` the backward pass computes each layer once more, in place of keeping
-    what is inside it. The scan over layers is unrolled `unroll` times.
+    what is inside it. The scan over layers is unrolled `unroll` times. Weights start with a
+    standard deviation of `stddev`.
     """
 
     num_layers: int
@@ -89,6 +93,7 @@ class Bert(nn.Module):
     num_heads: int
     vocabulary: int = 30_522
     max_length: int = 512
+    stddev: float = 0.02
     dtype: Any = jnp.bfloat16
     attention: Literal["xla", "cudnn"] = "xla"
     remat: bool = False
@@ -100,7 +105,12 @@ class Bert(nn.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Logits of words at `positions`, and of whether the second sentence is a random one."""
         embeddings = Embeddings(
-            self.vocabulary, self.hidden, self.max_length, self.dtype, name="embeddings"
+            self.vocabulary,
+            self.hidden,
+            self.max_length,
+            self.stddev,
+            self.dtype,
+            name="embeddings",
         )
         layers = nn.scan(
             nn.remat(Layer, prevent_cse=False) if self.remat else Layer,
@@ -109,8 +119,8 @@ class Bert(nn.Module):
             in_axes=nn.broadcast,
             length=self.num_layers,
             unroll=self.unroll,
-        )(self.num_heads, self.dtype, self.attention, name="layers")
-        dense = partial(nn.Dense, dtype=self.dtype, kernel_init=_normal)
+        )(self.num_heads, self.stddev, self.dtype, self.attention, name="layers")
+        dense = partial(nn.Dense, dtype=self.dtype, kernel_init=_normal(self.stddev))
         # A row of padding has no token; softmax wants one.
         x, _ = layers(embeddings(tokens, segments), jnp.maximum(lengths, 1).astype(jnp.int32))
 

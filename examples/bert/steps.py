@@ -32,6 +32,7 @@ def make_model(
         num_heads=config.num_heads,
         vocabulary=config.vocabulary,
         max_length=config.length,
+        stddev=config.stddev,
         dtype=config.dtype,
         attention=attention,
         remat=remat,

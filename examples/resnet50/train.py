@@ -32,9 +32,8 @@ from examples.resnet50.steps import (
     own_row,
     step_of_rank,
 )
-from ftmesh.errors import FtmeshError
 from ftmesh.topology import Topology
-from ftmesh.train.arguments import add_run, topology_of
+from ftmesh.train.arguments import start
 from ftmesh.train.loop import Job, run
 from ftmesh.train.lr_schedules import poly_decay
 from ftmesh.train.mllog import MLLog
@@ -48,20 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m examples.resnet50.train",
         description="Train ResNet-50 on a mesh with failed chips, as MLPerf has it.",
     )
-    add_run(parser, PRESETS)
-    args = parser.parse_args(argv)
-    config = PRESETS[args.preset]
-    if args.batch:
-        config = replace(config, batch=args.batch)
-    try:
-        train(config, topology_of(args), args)
-    except FtmeshError as error:
-        print(f"resnet50: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("resnet50: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+    return start("resnet50", parser, PRESETS, train, argv)
 
 
 def train(config: Config, topology: Topology, args: argparse.Namespace) -> Report:
@@ -81,7 +67,9 @@ def train(config: Config, topology: Topology, args: argparse.Namespace) -> Repor
     # The first parameters, a plan for sums of their size, the model and its optimizer on the mesh.
     variables = init(make_model(config), image_size=config.image_size, seed=args.seed)
     payload_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(variables["params"]))
-    parallel = Parallel.on(topology, args.algorithm, payload_bytes=payload_bytes)
+    parallel = Parallel.on(
+        topology, args.algorithm, payload_bytes=payload_bytes, unrolled=args.overlap
+    )
     shares = parallel.shares(config.batch)
     model = make_model(config, parallel.groups(config.norm_group, config.batch))
     lr_schedule = poly_decay(

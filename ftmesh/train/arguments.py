@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 
 from ftmesh.choose import ALGORITHMS
-from ftmesh.errors import ArgumentError
+from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.testing import cpu_grid
 from ftmesh.topology import Topology
 from ftmesh.train.parallel import PSUM
+
+
+def start(
+    name: str,
+    parser: argparse.ArgumentParser,
+    presets: Mapping[str, Any],
+    train: Callable[[Any, Topology, argparse.Namespace], Any],
+    argv: Sequence[str] | None,
+) -> int:
+    """Read the command line and train with one of the presets, dataclasses; the exit status.
+
+    What is wrong is said in one line, that begins with `name`.
+    """
+    add_run(parser, presets)
+    args = parser.parse_args(argv)
+    config = presets[args.preset]
+    if args.batch:
+        config = replace(config, batch=args.batch)
+    try:
+        train(config, topology_of(args), args)
+    except FtmeshError as error:
+        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
 
 
 def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
@@ -40,15 +70,15 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         help="how gradients are summed: auto, the fastest by simulation; psum, JAX's own sum "
         "(default: auto)",
     )
-    parser.add_argument("--steps", type=_positive, metavar="N", help="stop after N (the preset's)")
-    parser.add_argument("--batch", type=_positive, metavar="N", help="global batch (the preset's)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="stop after N (the preset's)")
+    parser.add_argument("--batch", type=positive, metavar="N", help="global batch (the preset's)")
     parser.add_argument("--data", metavar="PATH", help="the data (made up where not given)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random (0)")
     parser.add_argument("--checkpoint-dir", metavar="FOLDER", help="write checkpoints there")
     parser.add_argument(
-        "--checkpoint-every", type=_positive, default=500, metavar="N", help="steps (500)"
+        "--checkpoint-every", type=positive, default=500, metavar="N", help="steps (500)"
     )
-    parser.add_argument("--keep", type=_positive, default=3, metavar="N", help="checkpoints (3)")
+    parser.add_argument("--keep", type=positive, default=3, metavar="N", help="checkpoints (3)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--mllog", metavar="FILE", help="write the lines that MLPerf asks for")
     parser.add_argument("--out", metavar="FOLDER", help="write metrics.jsonl and run.svg there")
@@ -77,7 +107,8 @@ def topology_of(args: argparse.Namespace) -> Topology:
     return Topology.from_devices(jax.devices(), shape=args.mesh, failed=args.failed)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """The type of an argument that counts something."""
     number = int(text)
     if number < 1:
         raise ValueError(text)

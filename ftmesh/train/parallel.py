@@ -59,6 +59,7 @@ class Parallel:
         payload_bytes: int = 100_000_000,
         axis_name: str = AXIS,
         with_idle: bool = False,
+        unrolled: bool = False,
     ) -> Parallel:
         """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
 
@@ -72,6 +73,7 @@ class Parallel:
             "auto" if use_psum else algorithm,
             payload_bytes=payload_bytes,
             with_idle=with_idle,
+            unrolled=unrolled,
         )
         mesh = made.jax_mesh(axis_name) if topology.devices else None
         return Parallel(mesh, axis_name, made, use_psum)
@@ -171,13 +173,19 @@ class Parallel:
         return Groups.of_examples(self.plan, examples, global_batch)
 
     def optimizer(
-        self, transformation: optax.GradientTransformation, *, sharded: bool = True, **options: Any
+        self,
+        transformation: optax.GradientTransformation,
+        *,
+        sharded: bool = True,
+        wire_dtype: Any = None,
+        **options: Any,
     ) -> ShardedOptimizer | PlainOptimizer:
         """The optimizer, its state shared out among the chips, or whole at each where told.
 
-        JAX's own sums, and a single device, have it whole.
+        JAX's own sums, and a single device, have it whole. On a plan gradients travel in
+        `wire_dtype`.
         """
         if self.plan is None or self.use_psum or not sharded:
             live = 1 if self.plan is None else len(self.plan.program.live)
-            return PlainOptimizer(transformation, self.mean, live)
-        return ShardedOptimizer(transformation, self.plan, self.axis_name, **options)
+            return PlainOptimizer(transformation, partial(self.mean, wire_dtype=wire_dtype), live)
+        return ShardedOptimizer(transformation, self.plan, self.axis_name, wire_dtype, **options)
