@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ftmesh import _compat
 
@@ -87,34 +88,51 @@ def unpack(buffer: jax.Array, shapes: Iterable[tuple[int, ...]]) -> list[jax.Arr
     return arrays
 
 
-# A TPU keeps a matrix tile by tile. Elements may travel in any order that all ranks agree on, so a
-# matrix travels in the order of its tiles, and the compiler has nothing to rearrange: row by row,
-# packing would take twice the payload in temporary memory, and unpacking too.
+# A TPU keeps an array tile by tile, and innermost an axis that fills whole tiles, if it has one.
+# Elements may travel in any order that all ranks agree on, so an array travels in the order of its
+# tiles, and the compiler has nothing to rearrange: row by row, packing would take twice the payload
+# in temporary memory, and unpacking too.
+
+
+def _inner_axis(shape: tuple[int, ...]) -> int:
+    """The axis kept innermost: the last that is a multiple of 128 long, or else the last."""
+    whole = [axis for axis, length in enumerate(shape) if length % WIDTH == 0]
+    return whole[-1] if whole else len(shape) - 1
 
 
 def _tiled_rows(shape: tuple[int, ...]) -> int:
     """How many rows of an array, taken as a matrix, are whole rows of tiles."""
-    if len(shape) < 2 or shape[-1] % WIDTH or (len(shape) > 2 and shape[-2] % TILE_ROWS):
+    if shape[-1] % WIDTH or (len(shape) > 2 and shape[-2] % TILE_ROWS):
         return 0
     return math.prod(shape[:-1]) // TILE_ROWS * TILE_ROWS
 
 
 def _flat(x: jax.Array) -> list[jax.Array]:
     """The elements of an array as vectors: first those of its whole tiles, then the others."""
-    rows = _tiled_rows(x.shape)
+    if x.ndim < 2:
+        return [x.reshape(-1)]
+    x = jnp.moveaxis(x, _inner_axis(x.shape), -1)
+    rows, width = _tiled_rows(x.shape), x.shape[-1]
     if not rows:
-        return [jnp.ravel(x)]
-    matrix = x.reshape(-1, x.shape[-1])
+        return [x.reshape(-1)]
+    matrix = x.reshape(-1, width)
     tiles = matrix[:rows].reshape(rows // TILE_ROWS, TILE_ROWS, -1, WIDTH).swapaxes(1, 2)
     return [tiles.reshape(-1), *([matrix[rows:].reshape(-1)] if rows < len(matrix) else [])]
 
 
 def _shaped(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The array of a given shape that `_flat` made vectors of."""
-    rows = _tiled_rows(shape)
-    if not rows:
+    if len(shape) < 2:
         return flat.reshape(shape)
-    width = shape[-1]
-    tiles = flat[: rows * width].reshape(rows // TILE_ROWS, -1, TILE_ROWS, WIDTH).swapaxes(1, 2)
-    parts = [tiles.reshape(rows, width), flat[rows * width :].reshape(-1, width)]
-    return (jnp.concatenate(parts) if len(parts[1]) else parts[0]).reshape(shape)
+    axis = _inner_axis(shape)
+    width = shape[axis]
+    moved = (*shape[:axis], *shape[axis + 1 :], width)
+    rows = _tiled_rows(moved)
+    if rows:
+        tiles = flat[: rows * width].reshape(rows // TILE_ROWS, -1, TILE_ROWS, WIDTH).swapaxes(1, 2)
+        parts = [tiles.reshape(rows, width), flat[rows * width :].reshape(-1, width)]
+        flat = jnp.concatenate(parts) if len(parts[1]) else parts[0]
+    else:
+        # So that the compiler does not give the whole buffer rows of this width, and then slice it.
+        flat = lax.optimization_barrier(flat)
+    return jnp.moveaxis(flat.reshape(moved), -1, axis)

@@ -18,6 +18,10 @@ SHAPES = [
     (7, 7, 3, 64),
     (1000, 128),
     (2, 8, 384),
+    (256, 10),
+    (1, 1, 256, 64),
+    (128, 3, 16, 8),
+    (128, 128, 2),
 ]
 
 
@@ -47,6 +51,13 @@ def test_matrices_travel_tile_by_tile():
     flat = pack([matrix], 1).reshape(-1)
     np.testing.assert_array_equal(flat[:1024].reshape(8, 128), matrix[:, :128])
     np.testing.assert_array_equal(flat[1024:].reshape(8, 128), matrix[:, 128:])
+
+
+@pytest.mark.parametrize("shape", [(128, 8), (1, 128, 8), (128, 1, 8), (1, 1, 128, 8)])
+def test_an_axis_that_fills_tiles_travels_innermost(shape):
+    """As a TPU keeps it, wherever it is: the other axes would leave tiles half empty."""
+    (array,) = numbered([shape])
+    np.testing.assert_array_equal(pack([array], 1).reshape(8, 128), array.reshape(128, 8).T)
 
 
 @pytest.mark.parametrize(
