@@ -77,9 +77,9 @@ class Config:
 
 PRESETS: Mapping[str, Config] = {
     "tiny": Config(
-        batch=112, total_steps=600, base_lr=0.01, warmup_steps=60,
-        num_layers=2, hidden=64, num_heads=2, vocabulary=256, length=64, predictions=10,
-        dtype=jnp.float32, train_sequences=4096, eval_sequences=500, sequences_per_eval=11_200,
+        batch=336, total_steps=200, base_lr=0.02, warmup_steps=20, stddev=0.1, dtype=jnp.float32,
+        num_layers=2, hidden=48, num_heads=2, vocabulary=256, length=32, predictions=5,
+        train_sequences=8192, eval_sequences=500, sequences_per_eval=16_800, target=0.5,
     ),
     "base": Config(
         batch=256, total_steps=100_000, base_lr=1e-3, warmup_steps=3_000,

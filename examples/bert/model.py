@@ -197,4 +197,4 @@ def _layer(name: str) -> int:
 
 bert_large = partial(Bert, num_layers=24, hidden=1024, num_heads=16)
 bert_base = partial(Bert, num_layers=12, hidden=768, num_heads=12)
-bert_tiny = partial(Bert, num_layers=2, hidden=64, num_heads=2, vocabulary=512, max_length=64)
+bert_tiny = partial(Bert, num_layers=2, hidden=48, num_heads=2, vocabulary=256, max_length=32)

@@ -1,0 +1,148 @@
+"""The BERT trainer, smaller than its tiny preset: losses, resuming, logs, and what it refuses."""
+
+import argparse
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from examples.bert.config import PRESETS
+from examples.bert.model import init
+from examples.bert.published import to_published
+from examples.bert.steps import make_model
+from examples.bert.train import add_bert, main, train
+from ftmesh import Topology
+from ftmesh.train.arguments import add_run
+from ftmesh.train.records import make_example, write_records
+
+# Small enough to compile in seconds.
+SMALL = replace(
+    PRESETS["tiny"], batch=24, num_layers=1, hidden=8, length=16, predictions=3, total_steps=20,
+    warmup_steps=2, train_sequences=96, eval_sequences=50, sequences_per_eval=240,
+)  # fmt: skip
+HOLE = Topology.grid("4x4", failed="2x2@0,0")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory):
+    """Runs of the same program share what the compiler made of it, and it does not try hard."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def run(*argv, config=SMALL, topology=HOLE):
+    parser = argparse.ArgumentParser()
+    add_bert(parser)
+    add_run(parser, PRESETS)
+    return train(config, topology, parser.parse_args([*argv, "--emulate", "one"]))
+
+
+def losses(*argv, **settings):
+    return run(*argv, **settings).losses
+
+
+@pytest.fixture(scope="module")
+def exact(compile_once, tmp_path_factory):
+    """A run in float32 throughout: its report, and its log."""
+    log = tmp_path_factory.mktemp("exact") / "run.log"
+    return run("--wire-dtype", "float32", "--mllog", str(log)), log
+
+
+def test_sharded_lamb_on_our_sums_has_the_losses_of_whole_lamb_on_psum(exact):
+    # Same sequences, weights and chips; only the order of additions differs, in sums and in norms.
+    # Rounding at 6e-8 is grown by Adam, which divides by roots of squares that are near zero at
+    # first, and by twenty steps.
+    ours = exact[0].losses
+    theirs = losses("--wire-dtype", "float32", "--algorithm", "psum", "--whole-optimizer")
+    assert len(ours) == 20
+    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-4)
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-6)
+    assert ours[20] < ours[1]
+
+
+def test_half_the_bytes_on_the_wire_change_little(exact):
+    half = losses("--steps", "6")
+    assert all(half[step] != exact[0].losses[step] for step in range(3, 7))
+    # bfloat16 rounds every gradient by up to 0.4 %, each its own way; a loss sees their mean.
+    for step, loss in half.items():
+        assert loss == pytest.approx(exact[0].losses[step], rel=2e-3)
+
+
+def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(exact, tmp_path):
+    saved = ["--wire-dtype", "float32", "--checkpoint-dir", str(tmp_path), "--checkpoint-every"]
+    first, second = losses(*saved, "2", "--steps", "3"), losses(*saved, "9", "--resume")
+    assert list(first) == [1, 2, 3]
+    assert list(second) == list(range(4, 21))
+    for step, loss in {**first, **second}.items():
+        assert loss == pytest.approx(exact[0].losses[step], rel=1e-5)
+
+
+def test_the_log_lacks_nothing_but_accuracy(exact):
+    from mlperf_logging.compliance_checker import mlp_compliance
+
+    report, log = exact
+    assert list(report.evaluations) == [10, 20]
+    checker = mlp_compliance.make_checker("training", "0.7.0", False, False)
+    checker.check_file(str(log), "training_0.7.0/common.yaml")
+    (complaint,) = [
+        *checker.warnings.values(), *checker.overwritable.values(), *checker.not_overwritable,
+    ]  # fmt: skip
+    assert "eval_accuracy" in complaint
+    keys = [json.loads(line.split(" ", 1)[1])["key"] for line in log.read_text().splitlines()]
+    assert keys[0] == "cache_clear"
+    assert keys.count("eval_accuracy") == 2
+    assert keys[-1] == "run_stop"
+
+
+def test_starting_from_published_arrays(tmp_path, capsys):
+    path = tmp_path / "first.npz"
+    params = init(make_model(SMALL), seed=5)
+    np.savez(path, **to_published(jax.tree.map(lambda x: 0 * x, params)))
+    (loss,) = losses("--steps", "1", "--wire-dtype", "float32", "--init", str(path)).values()
+    # A model of zeros finds all words equally likely, and all sentences.
+    assert loss == pytest.approx(np.log(SMALL.vocabulary) + np.log(2), rel=1e-5)
+    assert "predicting the commonest word everywhere has accuracy" in capsys.readouterr().out
+
+
+def test_presets_are_as_mlperf_has_them():
+    settings = PRESETS["mlperf-8192"].mlperf_settings()
+    assert settings["opt_base_learning_rate"] == 0.00288293
+    assert settings["opt_learning_rate_training_steps"] == 560
+    assert settings["num_warmup_steps"] == 287
+    assert settings["opt_lamb_beta_1"] == settings["opt_lamb_beta_2"] == 0.88
+    assert settings["opt_lamb_weight_decay_rate"] == 0.0166629
+    evaluated = [
+        PRESETS[f"mlperf-{batch}"].steps_per_eval * batch // 25_000 for batch in (448, 4096, 8192)
+    ]
+    assert evaluated == [6, 7, 8]
+
+
+# What is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--data", "FOLDER"], "has 9 numbers in input_ids, and not 32"),
+        (["--data", "no-such-folder"], "there is no folder no-such-folder"),
+        (["--init", "no-such-file"], "no-such-file cannot be read as an .npz file"),
+        (["--batch", "8"], "a global batch of 8 is too small for 12 live ranks"),
+        (["--resume"], "--resume needs --checkpoint-dir"),
+        (["--algorithm", "two_dim"], "two_dim cannot run on 4x4 less 2x2@0,0"),
+    ],
+)
+def test_bad_input_is_refused_in_a_line_before_the_first_step(tmp_path, capsys, argv, says):
+    write_records(tmp_path / "train-00000-of-00001", [make_example({"input_ids": [1] * 9})])
+    mesh = ["--emulate", "one", "--mesh", "4x4", "--failed", "2x2@0,0"]
+    argv = [str(tmp_path) if word == "FOLDER" else word for word in argv]
+    assert main([*mesh, *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bert: ")
+    assert says in error
+    assert error.count("\n") == 1
