@@ -82,10 +82,10 @@ class Embeddings(nn.Module):
 class Bert(nn.Module):
     """The network over stacked layers; see `predict` for what goes in.
 
-    `attention` is JAX's implementation: "cudnn" on NVIDIA GPUs is the fastest and keeps no matrix
-    of weights. With `remat` the backward pass computes each layer once more, in place of keeping
-    what is inside it. The scan over layers is unrolled `unroll` times. Weights start with a
-    standard deviation of `stddev`.
+    `attention` is JAX's implementation: "cudnn" is for NVIDIA GPUs, and keeps no matrix of weights
+    for the backward pass. With `remat` that computes each layer once more, in place of keeping what
+    is inside it. The scan over layers is unrolled `unroll` times. Weights start with a standard
+    deviation of `stddev`.
     """
 
     num_layers: int

@@ -67,7 +67,7 @@ def add_bert(parser: argparse.ArgumentParser) -> None:
         "--attention",
         choices=("xla", "cudnn"),
         default="xla",
-        help="whose attention to use; cudnn is the fastest on NVIDIA GPUs (xla)",
+        help="whose attention to use; cudnn is for NVIDIA GPUs (xla)",
     )
     parser.add_argument(
         "--remat",
