@@ -150,7 +150,7 @@ class CompiledLoop:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What the compiler made of a plan's `psum`; `refusal` is empty where it took it."""
+    """What the compiler made of a plan's `pmean`; `refusal` is empty where it took it."""
 
     platform: str
     mesh: str
@@ -201,16 +201,18 @@ class CompileReport:
         return "\n".join(lines)
 
 
-def compile_report(
-    plan: Plan, payload_bytes: int | None = None, *, dtype: Any = np.float32
-) -> CompileReport:
-    """Compile `psum` of a vector of `payload_bytes` on the plan's devices, and say what came out.
+def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) -> CompileReport:
+    """Compile `pmean` of a payload on the plan's devices, and say what came out.
 
-    The devices may be compile-only, as those of `tpu_devices`. The payload is the plan's own unless
-    given. The vector is donated, as gradients are.
+    The devices may be compile-only, as those of `tpu_devices`. The payload is a number of bytes,
+    for a vector of that size, or a pytree of arrays or `jax.ShapeDtypeStruct`, as of the gradients
+    of a model; the plan's own number of bytes unless given. It is donated, as gradients are.
     """
-    payload_bytes = plan.payload_bytes if payload_bytes is None else payload_bytes
-    length = math.ceil(payload_bytes / np.dtype(dtype).itemsize)
+    payload = plan.payload_bytes if payload is None else payload
+    if isinstance(payload, int):
+        length = math.ceil(payload / np.dtype(dtype).itemsize)
+        payload = jax.ShapeDtypeStruct((length,), dtype)
+    payload_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(payload))
     mesh = plan.jax_mesh("data")
     device = mesh.devices.flat[0]
     platform = device.device_kind if device.platform == "tpu" else device.platform
@@ -221,8 +223,12 @@ def compile_report(
         ranks = PartitionSpec("data")
         step = jax.shard_map(run, mesh=mesh, in_specs=ranks, out_specs=ranks, check_vma=False)
         sharding = NamedSharding(mesh, ranks)
-        x = jax.ShapeDtypeStruct((mesh.size * length,), dtype, sharding=sharding)
-        lowered = jax.jit(step, donate_argnums=0).lower(x)
+
+        def of_all_ranks(x: Any) -> jax.ShapeDtypeStruct:
+            first, *others = x.shape or (1,)
+            return jax.ShapeDtypeStruct((mesh.size * first, *others), x.dtype, sharding=sharding)
+
+        lowered = jax.jit(step, donate_argnums=0).lower(jax.tree.map(of_all_ranks, payload))
         try:
             return lowered.compile(compiler_options=options), ""
         except jax.errors.JaxRuntimeError as error:
@@ -230,7 +236,7 @@ def compile_report(
 
     theirs, their_refusal = compiled(lambda x: lax.psum(x, "data"), {})
     start = time.perf_counter()
-    ours, refusal = compiled(lambda x: collectives.psum(x, "data", plan=plan), options)
+    ours, refusal = compiled(lambda x: collectives.pmean(x, "data", plan=plan), options)
     seconds = time.perf_counter() - start
     memory = ours.memory_analysis() if ours else None
     names = [loop.name for loop in plan.program.loops]

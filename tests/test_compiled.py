@@ -197,23 +197,42 @@ def in_a_process(*argv, **variables):
     return json.loads(done.stdout)
 
 
-def test_a_report_for_cpu_devices():
-    found = in_a_process(
+def report_for(payload, devices):
+    """The report for a payload and devices, both written in Python, in a process of its own."""
+    return in_a_process(
         "-c",
-        "import json, sys, ftmesh\n"
-        "from ftmesh.compiled import compile_report\n"
+        "import json, sys, jax, ftmesh\n"
+        "from ftmesh.compiled import compile_report, tpu_devices\n"
         "from ftmesh.testing import cpu_grid\n"
-        "plan = ftmesh.plan(cpu_grid('4x4', failed='2x2@0,0'), 'row_pair')\n"
-        "report = compile_report(plan, 100_000)\n"
+        f"plan = ftmesh.plan({devices}, 'row_pair')\n"
+        f"report = compile_report(plan, {payload})\n"
         "print(report, file=sys.stderr)\n"
         "print(json.dumps(report.as_dict()))",
     )
+
+
+def tree(shapes):
+    """A pytree of float32 arrays of the given shapes, written in Python."""
+    return f"[jax.ShapeDtypeStruct(shape, 'float32') for shape in {list(shapes)}]"
+
+
+CPU_GRID = "cpu_grid('4x4', failed='2x2@0,0')"
+
+
+def test_a_report_for_cpu_devices():
+    found = report_for("100_000", CPU_GRID)
     assert (found["accepted"], found["platform"], found["num_devices"]) == (True, "cpu", 12)
     assert [loop["name"] for loop in found["loops"]] == [
         "row-pair rings, reduce-scatter", "row-pair rings, all-gather",
     ]  # fmt: skip
     assert all(loop["permutations"] == 4 and loop["synchronous"] for loop in found["loops"])
     assert found["temporary_ratio"] == found["temporary_bytes"] / 100_000
+
+
+def test_a_report_for_a_pytree():
+    shapes = {"loss": (), "conv": (3, 3, 64, 64), "bias": (64,)}
+    found = report_for(tree(shapes.values()), CPU_GRID)
+    assert (found["accepted"], found["payload_bytes"]) == (True, 4 * (1 + 36_864 + 64))
 
 
 def test_a_report_reads_well():
@@ -294,6 +313,28 @@ def test_memory_for_little_more_than_the_payload(algorithm):
     assert permutations(report) == {LANES[algorithm]}
     assert travels_at_once(report)
     assert report["lax_psum"] == "StrategyRing{colors:1 phases:1}"
+
+
+def resnet50():
+    """The shapes of the parameters of a ResNet-50."""
+    shapes, inputs = [(7, 7, 3, 64), (64,), (64,)], 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            kernels = [(1, 1, inputs, width), (3, 3, width, width), (1, 1, width, 4 * width)]
+            kernels += [(1, 1, inputs, 4 * width)] * (block == 0)
+            shapes += [shape for kernel in kernels for shape in (kernel, kernel[3:], kernel[3:])]
+            inputs = 4 * width
+    return [*shapes, (1000,), (2048, 1000)]
+
+
+@needs_libtpu
+def test_memory_for_little_more_than_the_gradients_of_a_model():
+    slice_ = "ftmesh.Topology.from_devices(tpu_devices('v6e:4x4'), failed='2x2@0,0')"
+    report = report_for(tree(resnet50()), slice_)
+    assert report["accepted"], report["refusal"]
+    assert report["payload_bytes"] == 102_228_128
+    assert report["temporary_ratio"] < 1.3
+    assert travels_at_once(report)
 
 
 @needs_libtpu

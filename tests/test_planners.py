@@ -222,7 +222,7 @@ class TestRowPair:
             assert transfers_per_link_and_round(schedule.phases[0]) == 1, topo
             assert transfers_per_link_and_round(schedule.phases[-1]) == 1, topo
 
-    @pytest.mark.parametrize("shape", ["16x32", "32x16", "32x32"])
+    @pytest.mark.parametrize("shape", ["16x32", "32x32"])
     def test_one_even_block_costs_at_most_16_rounds_on_larger_meshes(self, shape):
         full = undamaged_rounds(shape)
         width, height = map(int, shape.split("x"))

@@ -13,7 +13,6 @@ from PIL import Image
 from examples.resnet50.config import PRESETS
 from examples.resnet50.train import main, train
 from ftmesh import Topology
-from ftmesh.errors import CheckpointError, TrainingError
 from ftmesh.train.arguments import add_run
 from ftmesh.train.records import make_example, write_records
 from ftmesh.train.report import read_metrics
@@ -31,7 +30,9 @@ def compile_once(tmp_path_factory):
     """Runs of the same program share what the compiler made of it."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time
     yield
+    jax.config.update("jax_disable_most_optimizations", False)
     jax.config.update("jax_compilation_cache_dir", None)
 
 
@@ -49,8 +50,9 @@ def test_the_losses_are_those_of_psum_on_the_same_chips():
     # Same examples, weights and chips; only the order of additions differs. Rounding at 6e-8, grown
     # by some fifty steps of a network that is far from its end.
     topology = Topology.grid("8x8", failed="2x2@2,2")
+    config = replace(SMALL, batch=96, train_images=960)
     ours, theirs = (
-        losses("--steps", "50", "--algorithm", name, config=PRESETS["tiny"], topology=topology)
+        losses("--steps", "50", "--algorithm", name, config=config, topology=topology)
         for name in ("auto", "psum")
     )
     assert len(ours) == 50
@@ -68,36 +70,6 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(tmp_path):
     found = read_metrics(tmp_path / "metrics.jsonl")[0]
     assert list(found) == [1, 2, 3, 4, 5, 6]
     np.testing.assert_allclose(list(found.values()), list(whole.values()), rtol=1e-5)
-    with pytest.raises(CheckpointError, match="there is nothing left to do"):
-        losses("--steps", "6", *saved, "--resume")
-    with pytest.raises(CheckpointError, match="go on from them with --resume"):
-        losses("--steps", "6", *saved)
-    wider = replace(SMALL, width=8)
-    with pytest.raises(CheckpointError, match="of another model or optimizer"):
-        losses("--steps", "8", *saved, "--resume", config=wider)
-
-
-def test_a_loss_that_is_not_a_number_stops_the_run():
-    with pytest.raises(TrainingError, match=r"the loss of step [23] is (nan|inf)"):
-        losses("--steps", "8", config=replace(SMALL, base_lr=1e38, warmup_epochs=0))
-
-
-def test_the_log_lacks_nothing_but_accuracy(tmp_path):
-    from mlperf_logging.compliance_checker import mlp_compliance
-
-    log = tmp_path / "run.log"
-    losses("--steps", "16", "--mllog", str(log))
-    checker = mlp_compliance.make_checker("training", "0.7.0", False, False)
-    checker.check_file(str(log), "training_0.7.0/common.yaml")
-    complaints = [
-        *checker.warnings.values(), *checker.overwritable.values(), *checker.not_overwritable,
-    ]  # fmt: skip
-    assert len(complaints) <= 1
-    assert all("eval_accuracy" in complaint for complaint in complaints)
-    keys = [json.loads(line.split(" ", 1)[1])["key"] for line in log.read_text().splitlines()]
-    assert keys[0] == "cache_clear"
-    assert keys.count("eval_accuracy") == 2
-    assert keys[-1] == "run_stop"
 
 
 # Real data --------------------------------------------------------------------------------------
@@ -122,12 +94,27 @@ def write_shards(folder, *, labels=10, spoil=0):
             write_records(folder / f"{split}-{shard:05}-of-{shards:05}", records)
 
 
-def test_training_on_records_leaves_damaged_images_out(tmp_path, caplog):
+def test_training_on_records_leaves_damaged_images_out_and_writes_a_log(tmp_path, caplog):
     write_shards(tmp_path, spoil=2)
-    found = losses("--steps", "2", "--data", str(tmp_path))
-    assert len(found) == 2
+    log = tmp_path / "run.log"
+    found = losses("--steps", "8", "--data", str(tmp_path), "--mllog", str(log))
+    assert len(found) == 8
     assert all(np.isfinite(loss) for loss in found.values())
     assert "left out" in caplog.text
+    assert all("eval_accuracy" in complaint for complaint in complaints(log))
+    keys = [json.loads(line.split(" ", 1)[1])["key"] for line in log.read_text().splitlines()]
+    assert keys[0] == "cache_clear"
+    assert keys.count("eval_accuracy") == 2
+    assert keys[-1] == "run_stop"
+
+
+def complaints(log):
+    """What MLPerf's own checker says of a log."""
+    from mlperf_logging.compliance_checker import mlp_compliance
+
+    checker = mlp_compliance.make_checker("training", "0.7.0", False, False)
+    checker.check_file(str(log), "training_0.7.0/common.yaml")
+    return [*checker.warnings.values(), *checker.overwritable.values(), *checker.not_overwritable]
 
 
 @pytest.mark.parametrize(
