@@ -71,6 +71,7 @@ WITH_JAX = [
     "train.reading",
     "train.lr_schedules",
     "train.mllog",
+    "train.measure",
     "train.gradients",
     "train.layerwise",
     "train.elementwise",

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,9 +24,8 @@ from examples.resnet50.config import PRESETS
 from examples.resnet50.model import init
 from examples.resnet50.steps import State, in_rows, make_model, make_transformation, step_of_rank
 from ftmesh.topology import Topology
+from ftmesh.train.measure import Turn, measure
 from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
-
-Turn = Callable[[int], None]  # so many steps, until they are done
 
 
 def our_turn(preset: str, batch: int) -> Turn:
@@ -96,19 +93,6 @@ def torch_turn(batch: int) -> Turn:
         torch.cuda.synchronize()
 
     return turn
-
-
-def measure(turns: dict[str, Turn], batch: int, steps: int, repeats: int = 3) -> dict[str, float]:
-    """Images per second of each, the best of `repeats` turns of `steps` steps."""
-    for turn in turns.values():
-        turn(5)  # compiles
-    rates = dict.fromkeys(turns, 0.0)
-    for _ in range(repeats):
-        for name, turn in turns.items():
-            start = time.perf_counter()
-            turn(steps)
-            rates[name] = max(rates[name], batch * steps / (time.perf_counter() - start))
-    return rates
 
 
 def main() -> None:

@@ -1,0 +1,160 @@
+"""Measure the trainer's own step on the devices there are, and PyTorch's beside it.
+
+    python -m examples.bert.bench_step --batch 64 --attention cudnn
+    python -m examples.bert.bench_step --batch 64 --attention cudnn --torch
+
+Random tokens on the device, all rows full, in bfloat16. PyTorch's is `BertForPreTraining` of
+transformers, compiled, with autocast to bfloat16 and AdamW: as it is, with logits at all positions,
+and with logits at the masked ones only. All are timed in turns in this one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from examples.bert.batch import Batch
+from examples.bert.config import PRESETS, Config
+from examples.bert.model import init
+from examples.bert.steps import State, make_model, make_transformation, step_of_rank
+from ftmesh.topology import Topology
+from ftmesh.train.measure import Turn, measure
+from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
+
+FLOPS_PER_SEQUENCE = 1019.8e9  # of a step of BERT-large at length 512
+
+
+def random_batch(config: Config, rows: Any) -> Batch:
+    """Full rows of random tokens, with as many masked words as there may be."""
+    rng = np.random.default_rng(0)
+    shape = (len(rows), config.length)
+    masked = (len(rows), config.predictions)
+    places = rng.permuted(np.broadcast_to(np.arange(config.length), shape), axis=1)
+    columns = (
+        rng.integers(0, config.vocabulary, shape),
+        np.broadcast_to(np.arange(config.length) >= config.length // 2, shape),
+        np.full(len(rows), config.length),
+        np.sort(places[:, : config.predictions]),
+        rng.integers(0, config.vocabulary, masked),
+        rng.integers(0, 2, len(rows)),
+    )
+    return Batch(*(np.ascontiguousarray(column, np.int32) for column in columns))
+
+
+def our_turn(config: Config, attention: Any) -> Turn:
+    """Steps of the trainer."""
+    parallel = Parallel.on(Topology.from_devices(jax.devices()))
+    shares = parallel.shares(config.batch)
+    model = make_model(config, attention=attention)
+    optimizer = parallel.optimizer(make_transformation(config, 1e-4))
+    params = parallel.put(init(model, seed=0))
+    specs = State(WHOLE, optimizer.specs(params))
+    state = State(
+        params,
+        parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=specs.optimizer)(params),
+    )
+    del params
+    step = parallel.jit(
+        partial(step_of_rank, model, parallel, shares, optimizer, False, None),
+        in_specs=(specs, Batch(*(SPLIT for _ in Batch._fields))),
+        out_specs=(specs, WHOLE),
+        donate_argnums=(0,),
+    )
+    batch = parallel.feed(random_batch(config, parallel.local_rows(shares)))
+
+    def turn(steps: int) -> None:
+        nonlocal state
+        for _ in range(steps):
+            state, loss = step(state, batch)
+        if not np.isfinite(float(loss)):
+            raise RuntimeError(f"the loss is {float(loss)}")
+
+    return turn
+
+
+def torch_turn(config: Config, *, everywhere: bool) -> Turn:
+    """Steps of transformers' model, with logits everywhere or at the masked positions."""
+    import torch
+    import transformers
+
+    settings = transformers.BertConfig(
+        vocab_size=config.vocabulary,
+        hidden_size=config.hidden,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        intermediate_size=4 * config.hidden,
+        max_position_embeddings=config.length,
+        hidden_act="gelu_new",
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model: Any = transformers.BertForPreTraining(settings).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    made = random_batch(config, range(config.batch))
+    batch = Batch(*(torch.tensor(column, dtype=torch.long, device="cuda") for column in made))
+    cross_entropy = torch.nn.functional.cross_entropy
+
+    def loss_of() -> Any:
+        seen = model.bert(batch.tokens, token_type_ids=batch.segments)
+        vectors, first = seen.last_hidden_state, seen.pooler_output
+        at = batch.positions[..., None]
+        if not everywhere:
+            vectors = vectors.gather(1, at.expand(-1, -1, vectors.shape[-1]))
+        words, sentences = model.cls(vectors, first)
+        if everywhere:
+            words = words.gather(1, at.expand(-1, -1, words.shape[-1]))
+        return cross_entropy(words.flatten(0, 1), batch.targets.flatten()) + cross_entropy(
+            sentences, batch.is_random
+        )
+
+    compiled = torch.compile(loss_of)
+
+    def turn(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = compiled()
+            loss.backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+
+    return turn
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Measure the trainer's own step.")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="mlperf-448")
+    parser.add_argument("--batch", type=int, default=64, help="of all devices together (64)")
+    parser.add_argument("--steps", type=int, default=10, help="in a turn (10)")
+    parser.add_argument("--attention", choices=("xla", "cudnn"), default="xla")
+    parser.add_argument("--torch", action="store_true", help="measure PyTorch as well")
+    parser.add_argument("--json", action="store_true", help="print the rates as JSON")
+    args = parser.parse_args()
+    config = replace(PRESETS[args.preset], batch=args.batch)
+    turns = {"ftmesh": our_turn(config, args.attention)}
+    if args.torch:
+        turns["torch, logits everywhere"] = torch_turn(config, everywhere=True)
+        turns["torch, logits where masked"] = torch_turn(config, everywhere=False)
+    rates = measure(turns, args.batch, args.steps)
+    if args.json:
+        print(json.dumps(rates))
+        return
+    device = jax.devices()[0].device_kind
+    for name, rate in rates.items():
+        speed = (
+            f", {rate * FLOPS_PER_SEQUENCE / 1e12:.0f} TFLOP/s" if config.num_layers == 24 else ""
+        )
+        print(f"{name}: {rate:.1f} sequences/s{speed} ({len(jax.devices())} x {device})")
+    for name, rate in list(rates.items())[1:]:
+        print(f"ratio to {name}: {rates['ftmesh'] / rate:.3f}")
+
+
+if __name__ == "__main__":
+    main()
