@@ -36,7 +36,8 @@ def make_buckets(
 ) -> list[Bucket]:
     """Leaves of one dtype (and of one kind of varying axes) together, up to `bucket_bytes`.
 
-    A larger leaf has a bucket of its own; an empty one has none.
+    A larger leaf has a bucket of its own; an empty one has none. Leaves that fill whole tiles come
+    first in a bucket, so that each of them starts with a tile.
     """
     groups: dict[Any, list[list[int]]] = {}
     filled: dict[Any, int] = {}
@@ -50,8 +51,14 @@ def make_buckets(
             filled[key] = 0
         groups[key][-1].append(i)
         filled[key] += size
+
+    def is_ragged(i: int) -> bool:
+        return bool(leaves[i].size % (TILE_ROWS * WIDTH))
+
     return [
-        Bucket(tuple(members), key[0]) for key, buckets in groups.items() for members in buckets
+        Bucket(tuple(sorted(members, key=is_ragged)), key[0])
+        for key, buckets in groups.items()
+        for members in buckets
     ]
 
 

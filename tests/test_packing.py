@@ -85,3 +85,9 @@ def test_buckets_keep_dtypes_apart_and_to_their_size():
     assert [bucket.dtype for bucket in apart] == [f32, f32, f32, i32]
     together = make_buckets(leaves, dtypes, bucket_bytes=10**6)
     assert [bucket.members for bucket in together] == [(0, 3, 4), (1,)]
+
+
+def test_leaves_that_fill_tiles_come_first_in_a_bucket():
+    leaves = [jnp.zeros(shape) for shape in ((10,), (8, 128), (3,), (16, 64), (129, 8))]
+    (bucket,) = make_buckets(leaves, [leaf.dtype for leaf in leaves], bucket_bytes=10**6)
+    assert bucket.members == (1, 3, 0, 2, 4)
