@@ -1,7 +1,7 @@
 """Measure the trainer's own step on the devices there are, and PyTorch's beside it.
 
-    python -m examples.bert.bench_step --batch 64 --attention cudnn
-    python -m examples.bert.bench_step --batch 64 --attention cudnn --torch
+    python -m examples.bert.bench_step --batch 64 --attention cudnn --unrolled
+    python -m examples.bert.bench_step --batch 64 --attention cudnn --unrolled --torch
 
 Random tokens on the device, all rows full, in bfloat16. PyTorch's is `BertForPreTraining` of
 transformers, compiled, with autocast to bfloat16 and AdamW: as it is, with logits at all positions,
@@ -47,11 +47,11 @@ def random_batch(config: Config, rows: Any) -> Batch:
     return Batch(*(np.ascontiguousarray(column, np.int32) for column in columns))
 
 
-def our_turn(config: Config, attention: Any) -> Turn:
+def our_turn(config: Config, attention: Any, unrolled: bool) -> Turn:
     """Steps of the trainer."""
     parallel = Parallel.on(Topology.from_devices(jax.devices()))
     shares = parallel.shares(config.batch)
-    model = make_model(config, attention=attention)
+    model = make_model(config, attention=attention, unrolled=unrolled)
     optimizer = parallel.optimizer(make_transformation(config, 1e-4))
     params = parallel.put(init(model, seed=0))
     specs = State(WHOLE, optimizer.specs(params))
@@ -134,11 +134,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="of all devices together (64)")
     parser.add_argument("--steps", type=int, default=10, help="in a turn (10)")
     parser.add_argument("--attention", choices=("xla", "cudnn"), default="xla")
+    parser.add_argument("--unrolled", action="store_true", help="no loop over layers")
     parser.add_argument("--torch", action="store_true", help="measure PyTorch as well")
     parser.add_argument("--json", action="store_true", help="print the rates as JSON")
     args = parser.parse_args()
     config = replace(PRESETS[args.preset], batch=args.batch)
-    turns = {"ftmesh": our_turn(config, args.attention)}
+    turns = {"ftmesh": our_turn(config, args.attention, args.unrolled)}
     if args.torch:
         turns["torch, logits everywhere"] = torch_turn(config, everywhere=True)
         turns["torch, logits where masked"] = torch_turn(config, everywhere=False)

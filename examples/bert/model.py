@@ -84,8 +84,9 @@ class Bert(nn.Module):
 
     `attention` is JAX's implementation: "cudnn" is for NVIDIA GPUs, and keeps no matrix of weights
     for the backward pass. With `remat` that computes each layer once more, in place of keeping what
-    is inside it. The scan over layers is unrolled `unroll` times. Weights start with a standard
-    deviation of `stddev`.
+    is inside it. `unrolled` layers are no loop: it takes longer to compile them, and less time and
+    memory to run them, since nothing is copied into and out of stacks. Weights start with a
+    standard deviation of `stddev`.
     """
 
     num_layers: int
@@ -97,7 +98,7 @@ class Bert(nn.Module):
     dtype: Any = jnp.bfloat16
     attention: Literal["xla", "cudnn"] = "xla"
     remat: bool = False
-    unroll: int = 1
+    unrolled: bool = False
 
     @nn.compact
     def __call__(
@@ -118,7 +119,7 @@ class Bert(nn.Module):
             split_rngs={"params": True},
             in_axes=nn.broadcast,
             length=self.num_layers,
-            unroll=self.unroll,
+            unroll=self.num_layers if self.unrolled else 1,
         )(self.num_heads, self.stddev, self.dtype, self.attention, name="layers")
         dense = partial(nn.Dense, dtype=self.dtype, kernel_init=_normal(self.stddev))
         # A row of padding has no token; softmax wants one.

@@ -23,7 +23,11 @@ class State(NamedTuple):
 
 
 def make_model(
-    config: Config, *, attention: Literal["xla", "cudnn"] = "xla", remat: bool = False
+    config: Config,
+    *,
+    attention: Literal["xla", "cudnn"] = "xla",
+    remat: bool = False,
+    unrolled: bool = False,
 ) -> Bert:
     """The network."""
     return Bert(
@@ -36,6 +40,7 @@ def make_model(
         dtype=config.dtype,
         attention=attention,
         remat=remat,
+        unrolled=unrolled,
     )
 
 

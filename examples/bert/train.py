@@ -74,6 +74,11 @@ def add_bert(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compute layers once more in the backward pass: slower, and less memory",
     )
+    parser.add_argument(
+        "--unrolled",
+        action="store_true",
+        help="run layers without a loop over them: much faster on GPUs, and less memory",
+    )
 
 
 def train(config: Config, topology: Topology, args: argparse.Namespace) -> Report:
@@ -95,7 +100,7 @@ def train(config: Config, topology: Topology, args: argparse.Namespace) -> Repor
     config = replace(config, train_sequences=len(sequences), eval_sequences=len(eval_sequences))
 
     # The first parameters, a plan for sums of their size, and the optimizer on the mesh.
-    model = make_model(config, attention=args.attention, remat=args.remat)
+    model = make_model(config, attention=args.attention, remat=args.remat, unrolled=args.unrolled)
     if args.init:
         params = read_published(args.init, jax.eval_shape(lambda: init(model, seed=0)))
     else:
