@@ -82,10 +82,12 @@ WITH_JAX = [
     "train.batch_norm",
     "train.plain",
     "train.parallel",
+    "train.programs",
     "train.checkpoints",
     "train.report",
     "train.arguments",
     "train.loop",
+    "train.compile_step",
     "train",
 ]
 ORDER = WITHOUT_JAX + WITH_JAX

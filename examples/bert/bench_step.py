@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,10 +21,10 @@ import numpy as np
 from examples.bert.batch import Batch
 from examples.bert.config import PRESETS, Config
 from examples.bert.model import init
-from examples.bert.steps import State, make_model, make_transformation, step_of_rank
+from examples.bert.programs import make_programs
+from examples.bert.steps import make_model
 from ftmesh.topology import Topology
 from ftmesh.train.measure import Turn, measure
-from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
 
 FLOPS_PER_SEQUENCE = 1019.8e9  # of a step of BERT-large at length 512
 
@@ -49,29 +48,17 @@ def random_batch(config: Config, rows: Any) -> Batch:
 
 def our_turn(config: Config, attention: Any, unrolled: bool) -> Turn:
     """Steps of the trainer."""
-    parallel = Parallel.on(Topology.from_devices(jax.devices()))
-    shares = parallel.shares(config.batch)
-    model = make_model(config, attention=attention, unrolled=unrolled)
-    optimizer = parallel.optimizer(make_transformation(config, 1e-4))
-    params = parallel.put(init(model, seed=0))
-    specs = State(WHOLE, optimizer.specs(params))
-    state = State(
-        params,
-        parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=specs.optimizer)(params),
+    programs = make_programs(
+        config, Topology.from_devices(jax.devices()), attention=attention, unrolled=unrolled
     )
-    del params
-    step = parallel.jit(
-        partial(step_of_rank, model, parallel, shares, optimizer, False, None),
-        in_specs=(specs, Batch(*(SPLIT for _ in Batch._fields))),
-        out_specs=(specs, WHOLE),
-        donate_argnums=(0,),
-    )
-    batch = parallel.feed(random_batch(config, parallel.local_rows(shares)))
+    state = programs.first(init(make_model(config), seed=0))
+    rows = programs.parallel.local_rows(programs.shares)
+    batch = programs.parallel.feed(random_batch(config, rows))
 
     def turn(steps: int) -> None:
         nonlocal state
         for _ in range(steps):
-            state, loss = step(state, batch)
+            state, loss = programs.step(state, batch)
         if not np.isfinite(float(loss)):
             raise RuntimeError(f"the loss is {float(loss)}")
 

@@ -75,13 +75,13 @@ def step_of_rank(
     num_masked = parallel.sum(masked.sum())
 
     def loss_of(params: Any) -> jax.Array:
-        if overlap:  # sums start in the backward pass
-            params = parallel.with_mean_gradients(params, wire_dtype=wire_dtype)
         words, sentences = losses_of(predict(model, params, *batch[:4]), batch)
         words = weighted_sum(words, masked) * (len(shares.live) / num_masked)
         return words + shares.part_of_mean(sentences, whole)
 
-    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    options = {"wire_dtype": wire_dtype}
+    summed = parallel.overlapped(loss_of, state.params, **options) if overlap else loss_of
+    loss, grads = jax.value_and_grad(summed)(state.params)
     params, optimizer_state = optimizer.update(
         grads, state.optimizer, state.params, reduce="none" if overlap else "mean"
     )

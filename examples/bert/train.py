@@ -4,7 +4,7 @@
     python -m examples.bert.train --preset mlperf-8192 --data /data/bert --init first.npz \
         --checkpoint-dir /data/run1 --mllog run1.log
 
-`train` reads from top to bottom: the data, the mesh, the model on it, its steps, and the loop.
+`train` reads from top to bottom: the data, the programs on the mesh, and the loop.
 """
 
 from __future__ import annotations
@@ -17,26 +17,18 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from examples.bert.batch import Batch
 from examples.bert.config import PRESETS, Config
 from examples.bert.data import Batches, Reader, open_sequences, unigram_accuracy
 from examples.bert.model import init
+from examples.bert.programs import add_bert_step, bert_options, make_programs
 from examples.bert.published import read_published
-from examples.bert.steps import (
-    State,
-    evaluation_of_rank,
-    make_model,
-    make_transformation,
-    step_of_rank,
-)
+from examples.bert.steps import State, make_model
 from ftmesh.topology import Topology
-from ftmesh.train.arguments import start
+from ftmesh.train.arguments import start, step_options
 from ftmesh.train.loop import Job, run
-from ftmesh.train.lr_schedules import poly_decay
 from ftmesh.train.mllog import MLLog
-from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
 from ftmesh.train.report import Report
 
 
@@ -57,28 +49,7 @@ def add_bert(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="start from the arrays in this .npz file, under their published names",
     )
-    parser.add_argument(
-        "--wire-dtype",
-        choices=("bfloat16", "float32"),
-        default="bfloat16",
-        help="in which gradients travel; they are added up in float32 (bfloat16)",
-    )
-    parser.add_argument(
-        "--attention",
-        choices=("xla", "cudnn"),
-        default="xla",
-        help="whose attention to use; cudnn is for NVIDIA GPUs (xla)",
-    )
-    parser.add_argument(
-        "--remat",
-        action="store_true",
-        help="compute layers once more in the backward pass: slower, and less memory",
-    )
-    parser.add_argument(
-        "--unrolled",
-        action="store_true",
-        help="run layers without a loop over them: much faster on GPUs, and less memory",
-    )
+    add_bert_step(parser)
 
 
 def train(config: Config, topology: Topology, args: argparse.Namespace) -> Report:
@@ -99,62 +70,23 @@ def train(config: Config, topology: Topology, args: argparse.Namespace) -> Repor
     eval_sequences = open_split("validation", num_sequences=config.eval_sequences)
     config = replace(config, train_sequences=len(sequences), eval_sequences=len(eval_sequences))
 
-    # The first parameters, a plan for sums of their size, and the optimizer on the mesh.
-    model = make_model(config, attention=args.attention, remat=args.remat, unrolled=args.unrolled)
+    # The programs, made for the mesh, and what they start from.
+    programs = make_programs(config, topology, **step_options(args), **bert_options(args))
+    feed, rows = programs.parallel.feed, programs.parallel.local_rows(programs.shares)
+    model = make_model(config)
     if args.init:
-        params = read_published(args.init, jax.eval_shape(lambda: init(model, seed=0)))
+        params = read_published(args.init, jax.eval_shape(partial(init, model, seed=0)))
     else:
         params = init(model, seed=args.seed)
-    wire_dtype = jnp.dtype(args.wire_dtype)
-    payload_bytes = sum(leaf.size for leaf in jax.tree.leaves(params)) * wire_dtype.itemsize
-    parallel = Parallel.on(topology, args.algorithm, payload_bytes=payload_bytes)
-    shares = parallel.shares(config.batch)
-    lr_schedule = poly_decay(
-        config.base_lr,
-        warmup_steps=config.warmup_steps,
-        total_steps=config.total_steps,
-        end=config.end_lr,
-        power=config.lr_power,
-    )
-    optimizer = parallel.optimizer(
-        make_transformation(config, lr_schedule),
-        sharded=not args.whole_optimizer and not args.overlap,
-        wire_dtype=wire_dtype,
-    )
-    params = parallel.put(params)
-    specs = State(WHOLE, optimizer.specs(params))
-    state = State(
-        params,
-        parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=specs.optimizer)(params),
-    )
+    state = programs.first(params)
+    del params  # the step takes them over
 
-    # What every rank does in a step, in an evaluation, and to write and read a checkpoint.
-    rows = Batch(*(SPLIT for _ in Batch._fields))
-    train_step = parallel.jit(
-        partial(step_of_rank, model, parallel, shares, optimizer, args.overlap, wire_dtype),
-        in_specs=(specs, rows),
-        out_specs=(specs, WHOLE),
-        donate_argnums=(0,),
-    )
-    eval_step = parallel.jit(
-        partial(evaluation_of_rank, model, parallel), in_specs=(WHOLE, rows), out_specs=WHOLE
-    )
-    to_checkpoint = parallel.jit(
-        lambda state: State(state.params, optimizer.gather_state(state.optimizer, state.params)),
-        in_specs=(specs,),
-        out_specs=WHOLE,
-    )
-    from_checkpoint = parallel.jit(
-        lambda whole: State(whole.params, optimizer.shard_state(whole.optimizer, whole.params)),
-        in_specs=(WHOLE,),
-        out_specs=specs,
-    )
     batches_of = partial(
         Batches,
         length=config.length,
         predictions=config.predictions,
         batch=config.batch,
-        rows=parallel.local_rows(shares),
+        rows=rows,
     )
 
     @contextmanager
@@ -162,13 +94,13 @@ def train(config: Config, topology: Topology, args: argparse.Namespace) -> Repor
         num_steps = args.steps or config.total_steps
         source = batches_of(sequences, num_steps=num_steps, seed=args.seed)
         with Reader(source, first_step=first_step) as reader:
-            yield (parallel.feed(batch) for batch in reader)
+            yield (feed(batch) for batch in reader)
 
     def evaluate(state: State) -> float:
         right = seen = 0.0
         with Reader(batches_of(eval_sequences)) as reader:
             for batch in reader:
-                counts = eval_step(state.params, parallel.feed(batch))
+                counts = programs.evaluate(state.params, feed(batch))
                 right, seen = right + float(counts[0]), seen + float(counts[1])
         return right / seen
 
@@ -183,16 +115,12 @@ def train(config: Config, topology: Topology, args: argparse.Namespace) -> Repor
             eval_examples=config.eval_sequences,
             target=config.target,
             settings=config.mlperf_settings(),
-            lr_schedule=lr_schedule,
+            programs=programs,
             state=state,
-            step=train_step,
             batches=batches,
             evaluate=evaluate,
-            to_checkpoint=to_checkpoint,
-            from_checkpoint=from_checkpoint,
         ),
         args,
-        parallel,
         log,
     )
     if jax.process_index() == 0:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,36 +21,20 @@ import numpy as np
 from examples.resnet50.batch import Batch
 from examples.resnet50.config import PRESETS
 from examples.resnet50.model import init
-from examples.resnet50.steps import State, in_rows, make_model, make_transformation, step_of_rank
+from examples.resnet50.programs import make_programs
+from examples.resnet50.steps import make_model
 from ftmesh.topology import Topology
 from ftmesh.train.measure import Turn, measure
-from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
 
 
 def our_turn(preset: str, batch: int) -> Turn:
     """Steps of the trainer."""
     config = replace(PRESETS[preset], batch=batch)
-    parallel = Parallel.on(Topology.from_devices(jax.devices()))
-    shares = parallel.shares(batch)
-    model = make_model(config, parallel.groups(config.norm_group, batch))
-    optimizer = parallel.optimizer(make_transformation(config, 0.1))
-    variables = init(make_model(config), image_size=config.image_size, seed=0)
-    params = parallel.put(variables["params"])
-    specs = State(WHOLE, SPLIT, optimizer.specs(params))
-    state = State(
-        params,
-        parallel.put(in_rows(variables["batch_stats"], parallel.num_ranks), SPLIT),
-        parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=specs.optimizer)(params),
-    )
-    step = parallel.jit(
-        partial(step_of_rank, model, config, parallel, shares, optimizer, False),
-        in_specs=(specs, Batch(SPLIT, SPLIT)),
-        out_specs=(specs, WHOLE),
-        donate_argnums=(0,),
-    )
+    programs = make_programs(config, Topology.from_devices(jax.devices()))
+    state = programs.first(init(make_model(config), image_size=config.image_size, seed=0))
     rng, size = np.random.default_rng(0), config.image_size
-    rows = parallel.local_rows(shares)
-    images = parallel.feed(
+    rows = programs.parallel.local_rows(programs.shares)
+    images = programs.parallel.feed(
         Batch(
             rng.integers(0, 256, (len(rows), size, size, 3), np.uint8),
             np.where(rows < 0, -1, rows % config.num_classes).astype(np.int32),
@@ -61,7 +44,7 @@ def our_turn(preset: str, batch: int) -> Turn:
     def turn(steps: int) -> None:
         nonlocal state
         for _ in range(steps):
-            state, loss = step(state, images)
+            state, loss = programs.step(state, images)
         if not np.isfinite(float(loss)):
             raise RuntimeError(f"the loss is {float(loss)}")
 

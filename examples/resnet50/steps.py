@@ -63,8 +63,6 @@ def step_of_rank(
     labels = jax.nn.one_hot(batch.labels, config.num_classes)
 
     def loss_of(params: Any) -> tuple[jax.Array, Any]:
-        if overlap:  # sums start in the backward pass
-            params = parallel.with_mean_gradients(params)
         logits, changed = model.apply(
             {"params": params, "batch_stats": own_row(state.stats)},
             images,
@@ -76,7 +74,8 @@ def step_of_rank(
         losses = optax.softmax_cross_entropy(logits, smooth)
         return shares.part_of_mean(losses, weights), changed["batch_stats"]
 
-    (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    summed = parallel.overlapped(loss_of, state.params, has_aux=True) if overlap else loss_of
+    (loss, stats), grads = jax.value_and_grad(summed, has_aux=True)(state.params)
     params, optimizer_state = optimizer.update(
         grads, state.optimizer, state.params, reduce="none" if overlap else "mean"
     )

@@ -4,7 +4,7 @@
     python -m examples.resnet50.train --preset mlperf-32768 --data /data/imagenet \
         --checkpoint-dir /data/run1 --mllog run1.log
 
-`main` reads from top to bottom: the data, the mesh, the model on it, its steps, and the loop.
+`train` reads from top to bottom: the data, the programs on the mesh, and the loop.
 """
 
 from __future__ import annotations
@@ -23,21 +23,12 @@ from examples.resnet50.config import PRESETS, Config
 from examples.resnet50.data import Batches, Reader
 from examples.resnet50.images import open_images
 from examples.resnet50.model import init
-from examples.resnet50.steps import (
-    State,
-    evaluation_of_rank,
-    in_rows,
-    make_model,
-    make_transformation,
-    own_row,
-    step_of_rank,
-)
+from examples.resnet50.programs import make_programs
+from examples.resnet50.steps import State, make_model
 from ftmesh.topology import Topology
-from ftmesh.train.arguments import start
+from ftmesh.train.arguments import start, step_options
 from ftmesh.train.loop import Job, run
-from ftmesh.train.lr_schedules import poly_decay
 from ftmesh.train.mllog import MLLog
-from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
 from ftmesh.train.report import Report
 
 
@@ -64,89 +55,26 @@ def train(config: Config, topology: Topology, args: argparse.Namespace) -> Repor
     eval_images = open_split("validation", num_images=config.eval_images)
     config = replace(config, train_images=len(images), eval_images=len(eval_images))
 
-    # The first parameters, a plan for sums of their size, the model and its optimizer on the mesh.
-    variables = init(make_model(config), image_size=config.image_size, seed=args.seed)
-    payload_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(variables["params"]))
-    parallel = Parallel.on(
-        topology, args.algorithm, payload_bytes=payload_bytes, unrolled=args.overlap
-    )
-    shares = parallel.shares(config.batch)
-    model = make_model(config, parallel.groups(config.norm_group, config.batch))
-    lr_schedule = poly_decay(
-        config.base_lr,
-        warmup_steps=config.warmup_steps,
-        total_steps=config.total_steps,
-        end=config.end_lr,
-        power=config.lr_power,
-    )
-    optimizer = parallel.optimizer(
-        make_transformation(config, lr_schedule),
-        sharded=not args.whole_optimizer and not args.overlap,
-    )
-    params = parallel.put(variables["params"])
-    specs = State(WHOLE, SPLIT, optimizer.specs(params))
-    state = State(
-        params,
-        parallel.put(in_rows(variables["batch_stats"], parallel.num_ranks), SPLIT),
-        parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=specs.optimizer)(params),
-    )
+    # The programs, made for the mesh, and what they start from.
+    programs = make_programs(config, topology, **step_options(args))
+    feed, rows = programs.parallel.feed, programs.parallel.local_rows(programs.shares)
+    state = programs.first(init(make_model(config), image_size=config.image_size, seed=args.seed))
 
-    # What every rank does in a step, in an evaluation, and to write and read a checkpoint.
-    train_step = parallel.jit(
-        partial(step_of_rank, model, config, parallel, shares, optimizer, args.overlap),
-        in_specs=(specs, Batch(SPLIT, SPLIT)),
-        out_specs=(specs, WHOLE),
-        donate_argnums=(0,),
-    )
-    eval_step = parallel.jit(
-        partial(evaluation_of_rank, model, parallel),
-        in_specs=(WHOLE, WHOLE, Batch(SPLIT, SPLIT)),
-        out_specs=WHOLE,
-    )
-    to_checkpoint = parallel.jit(
-        lambda state: State(
-            state.params,
-            parallel.mean(own_row(state.stats)),
-            optimizer.gather_state(state.optimizer, state.params),
-        ),
-        in_specs=(specs,),
-        out_specs=WHOLE,
-    )
-    from_checkpoint = parallel.jit(
-        lambda whole: State(
-            whole.params,
-            in_rows(whole.stats, 1),
-            optimizer.shard_state(whole.optimizer, whole.params),
-        ),
-        in_specs=(WHOLE,),
-        out_specs=specs,
-    )
+    batches_of = partial(Batches, size=config.image_size, batch=config.batch, rows=rows)
 
     @contextmanager
     def batches(first_step: int) -> Iterator[Iterator[Batch]]:
-        source = Batches(
-            images,
-            size=config.image_size,
-            batch=config.batch,
-            num_steps=args.steps or config.total_steps,
-            seed=args.seed,
-            rows=parallel.local_rows(shares),
-        )
+        num_steps = args.steps or config.total_steps
+        source = batches_of(images, num_steps=num_steps, seed=args.seed)
         with Reader(source, first_step=first_step) as reader:
-            yield (parallel.feed(batch) for batch in reader)
+            yield (feed(batch) for batch in reader)
 
     def evaluate(state: State) -> float:
-        whole = to_checkpoint(state)
-        source = Batches(
-            eval_images,
-            size=config.image_size,
-            batch=config.batch,
-            rows=parallel.local_rows(shares),
-        )
+        whole = programs.to_checkpoint(state)
         right = seen = 0.0
-        with Reader(source) as reader:
+        with Reader(batches_of(eval_images)) as reader:
             for batch in reader:
-                counts = eval_step(whole.params, whole.stats, parallel.feed(batch))
+                counts = programs.evaluate(whole.params, whole.stats, feed(batch))
                 right, seen = right + float(counts[0]), seen + float(counts[1])
         return right / seen
 
@@ -161,16 +89,12 @@ def train(config: Config, topology: Topology, args: argparse.Namespace) -> Repor
             eval_examples=config.eval_images,
             target=config.target,
             settings=config.mlperf_settings(),
-            lr_schedule=lr_schedule,
+            programs=programs,
             state=state,
-            step=train_step,
             batches=batches,
             evaluate=evaluate,
-            to_checkpoint=to_checkpoint,
-            from_checkpoint=from_checkpoint,
         ),
         args,
-        parallel,
         log,
     )
 

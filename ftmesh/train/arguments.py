@@ -30,11 +30,8 @@ def start(
     """
     add_run(parser, presets)
     args = parser.parse_args(argv)
-    config = presets[args.preset]
-    if args.batch:
-        config = replace(config, batch=args.batch)
     try:
-        train(config, topology_of(args), args)
+        train(config_of(args, presets), topology_of(args), args)
     except FtmeshError as error:
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -44,9 +41,59 @@ def start(
     return 0
 
 
+def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
+    """What a step is made of. The rest of the arguments does not change how it is compiled."""
+    parser.add_argument("--preset", choices=tuple(presets), default="tiny", help="(tiny)")
+    parser.add_argument("--batch", type=positive, metavar="N", help="global batch (the preset's)")
+    parser.add_argument(
+        "--failed",
+        metavar="BLOCKS",
+        help="failed chips, as 2x2@2,2 (default: the environment variable FTMESH_FAILED)",
+    )
+    parser.add_argument(
+        "--idle",
+        action="store_true",
+        help="failed chips still run, and take part with nothing to do: for v5e, which wants whole "
+        "slices",
+    )
+    parser.add_argument(
+        "--algorithm",
+        choices=(*ALGORITHMS, PSUM),
+        default="auto",
+        help="how gradients are summed: auto, the fastest by simulation; psum, JAX's own sum "
+        "(default: auto)",
+    )
+    parser.add_argument(
+        "--whole-optimizer",
+        action="store_true",
+        help="keep the optimizer's whole state at every device, rather than a share of it",
+    )
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="sum gradients during the backward pass; the optimizer's state is then whole",
+    )
+
+
+def step_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `add_step` that every trainer's `make_programs` takes."""
+    return {
+        "algorithm": args.algorithm,
+        "sharded": not args.whole_optimizer,
+        "overlap": args.overlap,
+        "with_idle": args.idle,
+    }
+
+
+def config_of(args: argparse.Namespace, presets: Mapping[str, Any]) -> Any:
+    """The preset of the arguments of `add_step`, a dataclass, with their batch."""
+    config = presets[args.preset]
+    return replace(config, batch=args.batch) if args.batch else config
+
+
 def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     """What is trained, on what, and what is written where."""
-    parser.add_argument("--preset", choices=tuple(presets), default="tiny", help="(tiny)")
+    add_step(parser, presets)
     parser.add_argument(
         "--mesh",
         metavar="SHAPE",
@@ -58,20 +105,7 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         help="emulate that mesh: all ranks on one device, which is quick, or a CPU device for each "
         "(default: train on the devices there are)",
     )
-    parser.add_argument(
-        "--failed",
-        metavar="BLOCKS",
-        help="failed chips, as 2x2@2,2 (default: the environment variable FTMESH_FAILED)",
-    )
-    parser.add_argument(
-        "--algorithm",
-        choices=(*ALGORITHMS, PSUM),
-        default="auto",
-        help="how gradients are summed: auto, the fastest by simulation; psum, JAX's own sum "
-        "(default: auto)",
-    )
     parser.add_argument("--steps", type=positive, metavar="N", help="stop after N (the preset's)")
-    parser.add_argument("--batch", type=positive, metavar="N", help="global batch (the preset's)")
     parser.add_argument("--data", metavar="PATH", help="the data (made up where not given)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random (0)")
     parser.add_argument("--checkpoint-dir", metavar="FOLDER", help="write checkpoints there")
@@ -82,16 +116,6 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--mllog", metavar="FILE", help="write the lines that MLPerf asks for")
     parser.add_argument("--out", metavar="FOLDER", help="write metrics.jsonl and run.svg there")
-    parser.add_argument(
-        "--whole-optimizer",
-        action="store_true",
-        help="keep the optimizer's whole state at every device, rather than a share of it",
-    )
-    parser.add_argument(
-        "--overlap",
-        action="store_true",
-        help="sum gradients during the backward pass; the optimizer's state is then whole",
-    )
 
 
 def topology_of(args: argparse.Namespace) -> Topology:

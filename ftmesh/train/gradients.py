@@ -109,15 +109,18 @@ def with_mean_gradients(
     return tree.unflatten(marked)
 
 
-def backward_order(loss: Callable[..., Any], params: Any, *args: Any) -> tuple[int, ...]:
+def backward_order(
+    loss: Callable[..., Any], params: Any, *args: Any, has_aux: bool = False
+) -> tuple[int, ...]:
     """The positions of the leaves of `params` in the order in which their gradients come to be.
 
     Traces the backward pass of ``loss(params, *args)`` and runs nothing; `loss` may call
-    collectives where their axis is bound.
+    collectives where their axis is bound. `has_aux` is as for `jax.grad`.
     """
-    traced = jax.make_jaxpr(jax.grad(loss))(params, *args).jaxpr
+    traced = jax.make_jaxpr(jax.grad(loss, has_aux=has_aux))(params, *args).jaxpr
     made = {var: at for at, step in enumerate(traced.eqns) for var in step.outvars}
-    when = [-1 if isinstance(var, Literal) else made.get(var, -1) for var in traced.outvars]
+    grads = traced.outvars[: len(jax.tree.leaves(params))]
+    when = [-1 if isinstance(var, Literal) else made.get(var, -1) for var in grads]
     return tuple(int(i) for i in np.argsort(when, kind="stable"))
 
 

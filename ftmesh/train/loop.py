@@ -16,7 +16,7 @@ import jax
 from ftmesh.errors import CheckpointError
 from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.mllog import MLLog
-from ftmesh.train.parallel import Parallel
+from ftmesh.train.programs import Programs
 from ftmesh.train.report import Report
 from ftmesh.units import format_time
 
@@ -34,33 +34,30 @@ class Job:
     eval_examples: int
     target: float  # the accuracy at which the run has reached its end
     settings: Mapping[str, Any]  # what MLPerf asks about them, by its keys
-    lr_schedule: Callable[[int], Any]
 
+    programs: Programs
     state: Any
-    step: Callable[[Any, Any], tuple[Any, Any]]  # state, batch -> state, loss
     batches: Callable[[int], AbstractContextManager[Iterator[Any]]]  # from a step on
     evaluate: Callable[[Any], float]  # the accuracy
-    to_checkpoint: Callable[[Any], Any]  # a state as whole arrays, for any mesh
-    from_checkpoint: Callable[[Any], Any]
 
     def epoch(self, step: int) -> int:
         """The epoch that `step`, counted from 1, belongs to; the first is 1."""
         return (step - 1) * self.batch // self.epoch_examples + 1
 
 
-def run(job: Job, args: argparse.Namespace, parallel: Parallel, log: MLLog) -> Report:
+def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     """Train `job` as the arguments of `ftmesh.train.arguments.add_run` say."""
-    first = jax.process_index() == 0
+    first, programs = jax.process_index() == 0, job.programs
     with ExitStack() as stack:
         checkpoints, done, state = None, 0, job.state
         if args.checkpoint_dir:
             checkpoints = stack.enter_context(
                 Checkpoints(args.checkpoint_dir, keep=args.keep, resume=args.resume)
             )
-            done, whole = checkpoints.restore(job.to_checkpoint(state))
+            done, whole = checkpoints.restore(programs.to_checkpoint(state))
             if args.resume and not done:
                 raise CheckpointError(f"{args.checkpoint_dir} has no checkpoint to go on from")
-            state = job.from_checkpoint(whole) if done else state
+            state = programs.from_checkpoint(whole) if done else state
         if done >= job.total_steps:
             raise CheckpointError(
                 f"the checkpoint is of step {done}, and the run ends at {job.total_steps}: there "
@@ -68,7 +65,7 @@ def run(job: Job, args: argparse.Namespace, parallel: Parallel, log: MLLog) -> R
             )
         log.submission(
             job.benchmark,
-            platform=parallel.sums_on,
+            platform=programs.parallel.sums_on,
             settings=job.settings,
             train_samples=job.epoch_examples,
             eval_samples=job.eval_examples,
@@ -90,11 +87,11 @@ def run(job: Job, args: argparse.Namespace, parallel: Parallel, log: MLLog) -> R
         for step in range(done + 1, job.total_steps + 1):
             if step == block:
                 log.start("block", first_epoch_num=job.epoch(step), epoch_count=_epochs(job, step))
-            state, loss = job.step(state, next(batches))
-            report.step(step, loss, examples=job.batch, lr=float(job.lr_schedule(step - 1)))
+            state, loss = programs.step(state, next(batches))
+            report.step(step, loss, examples=job.batch, lr=float(programs.lr_schedule(step - 1)))
             last = step == job.total_steps
             if checkpoints and (last or step % args.checkpoint_every == 0):
-                checkpoints.save(step, job.to_checkpoint(state))
+                checkpoints.save(step, programs.to_checkpoint(state))
             if last or step % job.steps_per_eval == 0:
                 log.stop("block", first_epoch_num=job.epoch(block))
                 block = step + 1
@@ -103,15 +100,15 @@ def run(job: Job, args: argparse.Namespace, parallel: Parallel, log: MLLog) -> R
                 break
         log.stop("run", status="success" if reached else "aborted")
     if first:
-        print(_summary(job, parallel, report))
+        print(_summary(job, report))
     return report
 
 
-def _summary(job: Job, parallel: Parallel, report: Report) -> str:
+def _summary(job: Job, report: Report) -> str:
     """What was learned, and on which sums."""
     step, found = max(report.evaluations.items())
     took = format_time(report.seconds)
-    rounds = ""
+    parallel, rounds = job.programs.parallel, ""
     if parallel.plan is not None and not parallel.use_psum:
         rounds = f", {parallel.plan.schedule.num_rounds} rounds an all-reduce"
     return (

@@ -28,7 +28,7 @@ from ftmesh.plan import Plan, plan
 from ftmesh.testing import shard_map_on_one_device
 from ftmesh.topology import Topology
 from ftmesh.train.batches import Shares
-from ftmesh.train.gradients import mean_gradients, with_mean_gradients
+from ftmesh.train.gradients import backward_order, mean_gradients, with_mean_gradients
 from ftmesh.train.groups import Groups
 from ftmesh.train.optimizer import ShardedOptimizer
 from ftmesh.train.plain import PlainOptimizer
@@ -106,11 +106,18 @@ class Parallel:
             return lax.psum(tree, self.axis_name)
         return self.plan.psum(tree, self.axis_name)
 
-    def with_mean_gradients(self, params: Any, **options: Any) -> Any:
-        """Parameters whose gradients are means; options as for the function of this name."""
+    def overlapped(
+        self, loss: Callable[[Any], Any], params: Any, *, has_aux: bool = False, **options: Any
+    ) -> Callable[[Any], Any]:
+        """`loss` with gradients that are means, the sum of each started in the backward pass.
+
+        Options are those of `with_mean_gradients`, except for the order: that is found out.
+        """
         if self.plan is None or self.use_psum:
             raise CollectiveError("gradients are summed during the backward pass on plans only")
-        return with_mean_gradients(params, self.axis_name, plan=self.plan, **options)
+        order = backward_order(loss, params, has_aux=has_aux)
+        options = {"plan": self.plan, "order": order, **options}
+        return lambda params: loss(with_mean_gradients(params, self.axis_name, **options))
 
     # Around it --------------------------------------------------------------------------------
 
@@ -144,6 +151,17 @@ class Parallel:
     def put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
         """Arrays onto the devices: all of them at each, or split as `spec` says."""
         return jax.device_put(tree, self.mesh and NamedSharding(self.mesh, spec))
+
+    def typed(self, tree: Any, specs: Any) -> Any:
+        """The types of such arrays, lying on the devices as `specs`, a prefix of the tree, say."""
+
+        def typed(spec: PartitionSpec, part: Any) -> Any:
+            sharding = self.mesh and NamedSharding(self.mesh, spec)
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
+            )
+
+        return jax.tree.map(typed, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     def local_rows(self, shares: Shares) -> NDArray[np.int64]:
         """Which rows of a global batch the devices of this process have; -1 stands for padding."""

@@ -1,0 +1,37 @@
+"""Compile the whole step of ResNet-50 for TPUs that are not there.
+
+    python -m examples.resnet50.compile_step v6e:16x16 --failed 2x2@2,2 --preset mlperf-32768
+
+Needs libtpu, the TPU compiler, and no TPU. Says what each device must hold, and with `--overlap`
+how many permutations travel while convolutions are computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from examples.resnet50.config import PRESETS, Config
+from examples.resnet50.programs import make_programs
+from ftmesh.topology import Topology
+from ftmesh.train.arguments import step_options
+from ftmesh.train.compile_step import start
+from ftmesh.train.programs import Programs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile from the command line; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.resnet50.compile_step",
+        description="Compile the whole step of ResNet-50 for TPUs that are not there.",
+    )
+
+    def make(config: Config, topology: Topology, args: argparse.Namespace) -> Programs:
+        return make_programs(config, topology, **step_options(args))
+
+    return start("resnet50", parser, PRESETS, make, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Compile a step: whether a TPU compiler takes a whole step of training, and what that needs.
+
+    report = compile_step(make_programs(config, topology))
+
+Nothing runs: the devices may be those of `ftmesh.compiled.tpu_devices`, which are not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from ftmesh.compiled import tpu_devices
+from ftmesh.errors import ArgumentError, FtmeshError
+from ftmesh.overlap import Overlap, overlap
+from ftmesh.topology import Topology
+from ftmesh.train.arguments import add_step, config_of
+from ftmesh.train.programs import Programs
+from ftmesh.units import format_bytes
+
+
+class RefusedError(FtmeshError):
+    """The compiler does not take a program."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the compiler made of a step. All bytes are those of one device."""
+
+    platform: str
+    num_devices: int
+    sums_on: str
+    batch: int  # of all devices together
+    compile_seconds: float
+    program_bytes: int
+    argument_bytes: int  # the state, which a step takes over, and the batch
+    temporary_bytes: int
+    overlap: Overlap
+
+    @property
+    def device_bytes(self) -> int:
+        """All that a device must hold."""
+        return self.argument_bytes + self.temporary_bytes + self.program_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain data, for JSON."""
+        return asdict(self) | {"device_bytes": self.device_bytes}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_devices} devices of {self.platform}, global batch {self.batch}, gradients "
+            f"summed by {self.sums_on}",
+            f"  compiled in {self.compile_seconds:.1f} s",
+            f"  {format_bytes(self.device_bytes)} at each device: the state and the batch "
+            f"{format_bytes(self.argument_bytes)}, temporary {format_bytes(self.temporary_bytes)}, "
+            f"the program {format_bytes(self.program_bytes)}",
+        ]
+        if self.overlap.permutations:
+            lines.append(f"  {self.overlap}")
+        return "\n".join(lines)
+
+
+def compile_step(programs: Programs) -> StepReport:
+    """Compile the step of a trainer, and say what came out."""
+    mesh = programs.parallel.mesh
+    if mesh is None:
+        raise ArgumentError("to compile for a mesh takes its devices; these ranks are emulated")
+    lowered = programs.step.lower(*programs.inputs)
+    start = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise RefusedError(f"the compiler says: {' '.join(str(error).split())[:600]}") from error
+    seconds = time.perf_counter() - start
+    memory, device = compiled.memory_analysis(), mesh.devices.flat[0]
+    return StepReport(
+        platform=device.device_kind if device.platform == "tpu" else device.platform,
+        num_devices=programs.parallel.num_ranks,
+        sums_on=programs.parallel.sums_on,
+        batch=programs.shares.global_batch,
+        compile_seconds=seconds,
+        program_bytes=memory.generated_code_size_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        overlap=overlap(compiled.as_text()),
+    )
+
+
+def start(
+    name: str,
+    parser: argparse.ArgumentParser,
+    presets: Mapping[str, Any],
+    make: Callable[[Any, Topology, argparse.Namespace], Programs],
+    argv: Sequence[str] | None,
+) -> int:
+    """Read the command line, compile the step of the programs that `make` makes, and report.
+
+    The exit status: what is wrong is said in one line, that begins with `name`.
+    """
+    parser.add_argument("slice", metavar="SLICE", help="the TPUs to compile for, as v6e:16x16")
+    add_step(parser, presets)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    args = parser.parse_args(argv)
+    console = Console(stderr=True)
+    try:
+        with console.status(f"compiling for {args.slice}, which may take minutes"):
+            topology = Topology.from_devices(tpu_devices(args.slice), failed=args.failed)
+            report = compile_step(make(config_of(args, presets), topology, args))
+    except FtmeshError as error:
+        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(json.dumps(report.as_dict()) if args.json else report)
+    return 0
