@@ -72,6 +72,12 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(tmp_path):
     np.testing.assert_allclose(list(found.values()), list(whole.values()), rtol=1e-5)
 
 
+def test_sums_in_the_backward_pass_change_nothing():
+    plain = losses("--steps", "4")
+    other = losses("--steps", "4", "--overlap")
+    np.testing.assert_allclose(list(other.values()), list(plain.values()), rtol=1e-5)
+
+
 # Real data --------------------------------------------------------------------------------------
 
 

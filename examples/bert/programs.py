@@ -32,7 +32,6 @@ def make_programs(
     algorithm: str = "auto",
     sharded: bool = True,
     overlap: bool = False,
-    with_idle: bool = False,
     wire_dtype: Any = jnp.bfloat16,
     attention: Literal["xla", "cudnn"] = "xla",
     remat: bool = False,
@@ -42,8 +41,7 @@ def make_programs(
 
     The optimizer's state is `sharded` over them, unless gradients are summed during the backward
     pass (`overlap`), which goes on beside the sums only where layers are `unrolled`. Gradients
-    travel as `wire_dtype`. See `Parallel.on` for `algorithm` and `with_idle`, and `Bert` for the
-    rest.
+    travel as `wire_dtype`. See `Parallel.on` for `algorithm`, and `Bert` for the rest.
     """
     model = make_model(config, attention=attention, remat=remat, unrolled=unrolled)
     params = jax.eval_shape(partial(init, model, seed=0))
@@ -52,7 +50,6 @@ def make_programs(
         topology,
         algorithm,
         payload_bytes=sum(leaf.size for leaf in jax.tree.leaves(params)) * wire_dtype.itemsize,
-        with_idle=with_idle,
         unrolled=overlap,
     )
     shares = parallel.shares(config.batch)

@@ -33,12 +33,11 @@ def make_programs(
     algorithm: str = "auto",
     sharded: bool = True,
     overlap: bool = False,
-    with_idle: bool = False,
 ) -> Programs:
     """Everything that is compiled for a run on the live devices of `topology`.
 
     The optimizer's state is `sharded` over them, unless gradients are summed during the backward
-    pass (`overlap`). See `Parallel.on` for `algorithm` and `with_idle`.
+    pass (`overlap`). See `Parallel.on` for `algorithm`.
     """
     variables = jax.eval_shape(
         partial(init, make_model(config), image_size=config.image_size, seed=0)
@@ -48,7 +47,6 @@ def make_programs(
         topology,
         algorithm,
         payload_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)),
-        with_idle=with_idle,
         unrolled=overlap,
     )
     shares = parallel.shares(config.batch)

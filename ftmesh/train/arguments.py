@@ -51,12 +51,6 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         help="failed chips, as 2x2@2,2 (default: the environment variable FTMESH_FAILED)",
     )
     parser.add_argument(
-        "--idle",
-        action="store_true",
-        help="failed chips still run, and take part with nothing to do: for v5e, which wants whole "
-        "slices",
-    )
-    parser.add_argument(
         "--algorithm",
         choices=(*ALGORITHMS, PSUM),
         default="auto",
@@ -81,7 +75,6 @@ def step_options(args: argparse.Namespace) -> dict[str, Any]:
         "algorithm": args.algorithm,
         "sharded": not args.whole_optimizer,
         "overlap": args.overlap,
-        "with_idle": args.idle,
     }
 
 
