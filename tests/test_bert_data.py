@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from examples.bert import text
+from examples.bert.config import PRESETS
 from examples.bert.data import Batches, Reader, open_sequences, unigram_accuracy
 from examples.bert.make_records import main, read_documents
+from examples.bert.pack_records import main as pack_main
+from examples.bert.packing import join, pack
 from examples.bert.sequences import encode_documents, make_sequences
 from examples.bert.wordpiece import SPECIAL, Vocabulary
 from ftmesh.errors import DataError
@@ -163,8 +166,6 @@ class TestMakeRecords:
         said = capsys.readouterr().out
         assert "256 word pieces" in said
         assert len(Vocabulary.read(out / "vocab.txt")) == 256
-        from examples.bert.config import PRESETS
-
         tiny = PRESETS["tiny"]
         sizes = {"length": tiny.length, "predictions": tiny.predictions}
         train, validation = (
@@ -204,10 +205,10 @@ class TestRecords:
         batch, damaged = Batches(opened(records, "validation"), length=8, predictions=2, batch=4)[0]
         np.testing.assert_array_equal(batch.tokens[:, 1], [0, 1, 2, 0])
         np.testing.assert_array_equal(batch.segments[1], [0, 0, 0, 0, 1, 1, 0, 0])
-        np.testing.assert_array_equal(batch.lengths, [6, 6, 6, 0])
+        np.testing.assert_array_equal(batch.lengths, [[6], [6], [6], [0]])
         np.testing.assert_array_equal(batch.positions[1], [2, 0])
         np.testing.assert_array_equal(batch.targets, [[0, -1], [1, -1], [2, -1], [-1, -1]])
-        np.testing.assert_array_equal(batch.is_random, [1, 1, 1, -1])
+        np.testing.assert_array_equal(batch.is_random, [[1], [1], [1], [-1]])
         assert (damaged == -1).all()
 
     def test_resumed_in_the_middle_with_other_rows(self, records):
@@ -239,7 +240,7 @@ class TestRecords:
         source = Batches(opened(records, "validation"), length=8, predictions=2, batch=3)
         with Reader(source) as reader:
             (batch,) = reader
-        np.testing.assert_array_equal(batch.is_random, [-1, 1, 1])
+        np.testing.assert_array_equal(batch.is_random, [[-1], [1], [1]])
         assert "record 0: the data does not match its checksum" in caplog.text
 
     @pytest.mark.parametrize(
@@ -250,7 +251,10 @@ class TestRecords:
             ({"input_ids": [10] * 8}, "has 10 to 10 in input_ids; the model has 0 to 9"),
             ({"masked_lm_positions": [8, 0]}, "has 0 to 8 in masked_lm_positions"),
             ({"segment_ids": [2] * 8}, "has 2 to 2 in segment_ids"),
-            ({"input_mask": [0, 1] * 4}, "has padding before its end"),
+            ({"input_mask": [0, 1] * 4}, "has an input_mask that does not number its sequences"),
+            ({"input_mask": [1] * 4 + [2] * 4}, "has an input_mask that does not number"),
+            ({"next_sentence_labels": [1, 0]}, "has 2 sequences, and not 1 to 1: say --packed 2"),
+            ({"next_sentence_labels": None}, "has 0 sequences, and not 1 to 1"),
         ],
     )
     def test_other_records(self, tmp_path, changes, says):
@@ -266,6 +270,68 @@ class TestRecords:
         write_records(tmp_path / "train-00000-of-00001", [])
         with pytest.raises(DataError, match="hold no records"):
             opened(tmp_path)
+
+
+class TestPacking:
+    def test_rows_are_filled_and_not_more(self):
+        rng = np.random.default_rng(0)
+        lengths, predictions = rng.integers(3, 24, 500), rng.integers(1, 6, 500)
+        rows = pack(lengths, predictions, length=32, most_predictions=7, most=3)
+        assert sorted(i for row in rows for i in row) == list(range(500))
+        assert max(lengths[row].sum() for row in rows) == 32
+        assert max(predictions[row].sum() for row in rows) == 7
+        assert {len(row) for row in rows} == {1, 2, 3}
+        full = pack(lengths, 0 * predictions, length=32, most_predictions=7, most=8)
+        assert len(full) == pytest.approx(lengths.sum() / 32, rel=0.03)
+        assert pack(lengths, predictions, length=32, most_predictions=7, most=1) == [
+            [i] for i in sorted(range(500), key=lambda i: -lengths[i])
+        ]
+
+    def test_a_row_of_two(self):
+        short = {
+            "input_ids": [2, 6, 3, 0, 0, 0, 0, 0],
+            "input_mask": [1, 1, 1, 0, 0, 0, 0, 0],
+            "segment_ids": [0, 0, 1, 0, 0, 0, 0, 0],
+            "masked_lm_positions": [1, 0],
+            "next_sentence_labels": [0],
+        }
+        first, second = (
+            {key: np.array(value) for key, value in features(**short, **more).items()}
+            for more in ({"masked_lm_ids": [7, 0]}, {"masked_lm_ids": [9, 0]})
+        )
+        row = join([first, {**second, "next_sentence_labels": np.array([1])}])
+        assert {key: value.tolist() for key, value in row.items()} == {
+            "input_ids": [2, 6, 3, 2, 6, 3, 0, 0],
+            "input_mask": [1, 1, 1, 2, 2, 2, 0, 0],
+            "segment_ids": [0, 0, 1, 0, 0, 1, 0, 0],
+            "masked_lm_positions": [1, 4],
+            "masked_lm_ids": [7, 9],
+            "masked_lm_weights": [1.0, 1.0],
+            "next_sentence_labels": [0, 1],
+        }
+
+    def test_from_records_to_batches(self, tmp_path, capsys):
+        tiny, rows = PRESETS["tiny"], tmp_path / "rows"
+        made = [make_example(each) for each in sequences()]
+        for split in ("train", "validation"):
+            write_records(tmp_path / f"{split}-00000-of-00001", made)
+        assert pack_main([str(tmp_path), "--out", str(rows), "--most", "4"]) == 0
+        said = capsys.readouterr().out
+        sizes = {"length": tiny.length, "predictions": tiny.predictions}
+        packed = open_sequences(rows, "train", vocabulary=256, num_sequences=0, packed=4, **sizes)
+        assert f"{2 * len(made)} sequences in {2 * len(packed)} rows of 32 tokens" in said
+        assert len(packed) < len(made)
+        batch, _ = Batches(packed, batch=len(packed), packed=4, **sizes)[0]
+        assert (batch.lengths > 0).sum() == (batch.is_random >= 0).sum() == len(made)
+        assert (batch.lengths > 0).sum(1).max() > 1
+        assert batch.lengths.sum(1).max() <= 32
+        starts = np.cumsum(batch.lengths, axis=1) - batch.lengths
+        places = np.nonzero(batch.lengths)
+        assert (batch.tokens[places[0], starts[places]] == WORDS.number("[CLS]")).all()
+
+    def test_not_where_the_records_are(self, records, capsys):
+        assert pack_main([str(records), "--out", str(records)]) == 2
+        assert "give another folder" in capsys.readouterr().err
 
 
 def test_made_up_sequences():

@@ -41,8 +41,8 @@ def batch():
         *map(
             jnp.asarray,
             (
-                reference.tokens(), reference.segments(), reference.LENGTHS, reference.POSITIONS,
-                reference.TARGETS, reference.IS_RANDOM,
+                reference.tokens(), reference.segments(), reference.LENGTHS[:, None],
+                reference.POSITIONS, reference.TARGETS, reference.IS_RANDOM[:, None],
             ),
         )
     )  # fmt: skip
@@ -70,7 +70,7 @@ def flax_results(**options):
         (loss, (words, sentences)), gradients = step(from_published(arrays, shapes))
         return {
             "words": words,
-            "next_sentence": sentences,
+            "next_sentence": sentences[:, 0],
             "loss": loss,
             "gradients": jax.tree.map(np.asarray, to_published(gradients)),
         }
@@ -154,7 +154,7 @@ def test_tiny_in_bfloat16():
     words, sentences = apply(bert_tiny(), tiny_params(), *batch()[:4])
     exact, _ = apply(bert_tiny(dtype=jnp.float32), tiny_params(), *batch()[:4])
     assert words.shape == (3, 4, 256)
-    assert sentences.shape == (3, 2)
+    assert sentences.shape == (3, 1, 2)
     assert words.dtype == sentences.dtype == jnp.float32
     # bfloat16 keeps 8 bits: 0.4 % a rounding, a few of which add up over two layers.
     np.testing.assert_allclose(words, exact, atol=0.05 * np.abs(exact).max())
@@ -164,12 +164,37 @@ def test_what_lies_behind_the_end_of_a_sequence_changes_nothing():
     apply = jax.jit(predict, static_argnums=0)
     model = bert_tiny(dtype=jnp.float32)
     tokens, segments, lengths, positions, *_ = batch()
-    changed = jnp.where(jnp.arange(16) < lengths[:, None], tokens, 9)
+    changed = jnp.where(jnp.arange(16) < lengths, tokens, 9)
     ours, theirs = (apply(model, tiny_params(), x, segments, lengths, positions)
                     for x in (tokens, changed))  # fmt: skip
     np.testing.assert_array_equal(ours[0], theirs[0])
     empty, _ = apply(model, tiny_params(), tokens, segments, 0 * lengths, positions)
     assert np.isfinite(empty).all()
+
+
+def test_sequences_in_one_row_do_not_see_each_other():
+    apply = jax.jit(predict, static_argnums=0)
+    model = bert_tiny(dtype=jnp.float32)
+    tokens, segments, lengths, positions, *_ = batch()
+    words, sentences = apply(model, tiny_params(), tokens, segments, lengths, positions)
+    second, third = (slice(0, int(n)) for n in lengths[1:, 0])
+
+    def row(x):
+        return jnp.concatenate([x[1][second], x[2][third], jnp.full(10, 1)])[None]
+
+    together = apply(
+        model,
+        tiny_params(),
+        row(tokens),
+        row(segments),
+        jnp.array([[lengths[1, 0], lengths[2, 0], 0]]),
+        jnp.array([[2, 10, 11 + 6]]),
+    )
+    # One softmax is over 16 tokens and the other over 28, most of them unseen.
+    np.testing.assert_allclose(together[0][0, :2], words[1, :2], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(together[0][0, 2], words[2, 0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(together[1][0, :2], sentences[1:, 0], rtol=1e-5, atol=1e-5)
+    assert np.isfinite(together[1]).all()
 
 
 # The published names ----------------------------------------------------------------------------

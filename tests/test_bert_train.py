@@ -100,6 +100,12 @@ def test_the_log_lacks_nothing_but_accuracy(exact):
     assert keys[-1] == "run_stop"
 
 
+def test_rows_with_room_for_two_sequences_and_one_in_them(exact):
+    found = losses("--steps", "2", "--wire-dtype", "float32", "--packed", "2")
+    for step, loss in found.items():
+        assert loss == pytest.approx(exact[0].losses[step], rel=1e-5)
+
+
 def test_starting_from_published_arrays(tmp_path, capsys):
     path = tmp_path / "first.npz"
     params = init(make_model(SMALL), seed=5)

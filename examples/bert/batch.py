@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 class Batch(NamedTuple):
     """Rows of tokens, and what is to be said of them. All are int32.
 
-    A target is the word that was masked at its position, or -1 for padding. A row without a
-    sequence has length 0, no targets, and -1 for `is_random`.
+    A row has a sequence, or several one behind the other, where they are packed. A target is the
+    word that was masked at its position, or -1 for padding. In place of a sequence that is not
+    there, lengths have 0, and `is_random` has -1.
     """
 
-    tokens: Any  # rows, length of a sequence
+    tokens: Any  # rows, length of a row
     segments: Any  # which sentence a token belongs to, 0 or 1
-    lengths: Any  # rows: tokens that are no padding
+    lengths: Any  # rows, sequences: tokens of each; padding follows
     positions: Any  # rows, predictions: where words are masked
     targets: Any
-    is_random: Any  # rows: whether the second sentence is a random one
+    is_random: Any  # rows, sequences: whether the second sentence is a random one

@@ -38,10 +38,10 @@ def random_batch(config: Config, rows: Any) -> Batch:
     columns = (
         rng.integers(0, config.vocabulary, shape),
         np.broadcast_to(np.arange(config.length) >= config.length // 2, shape),
-        np.full(len(rows), config.length),
+        np.full((len(rows), 1), config.length),
         np.sort(places[:, : config.predictions]),
         rng.integers(0, config.vocabulary, masked),
-        rng.integers(0, 2, len(rows)),
+        rng.integers(0, 2, (len(rows), 1)),
     )
     return Batch(*(np.ascontiguousarray(column, np.int32) for column in columns))
 
@@ -97,7 +97,7 @@ def torch_turn(config: Config, *, everywhere: bool) -> Turn:
         if everywhere:
             words = words.gather(1, at.expand(-1, -1, words.shape[-1]))
         return cross_entropy(words.flatten(0, 1), batch.targets.flatten()) + cross_entropy(
-            sentences, batch.is_random
+            sentences, batch.is_random[:, 0]
         )
 
     compiled = torch.compile(loss_of)

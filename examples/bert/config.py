@@ -43,6 +43,7 @@ class Config:
     vocabulary: int = 30_522
     length: int = 512  # tokens of a sequence
     predictions: int = 76  # words of it that are masked, at most
+    packed: int = 1  # sequences that share a row of that length, at most
     stddev: float = 0.02  # of weights at the start
     dtype: Any = jnp.bfloat16  # what is computed in; parameters are float32
     train_sequences: int = TRAIN_SEQUENCES  # so many are made up where there is no data

@@ -7,7 +7,9 @@
         for batch in reader:
             ...
 
-A source has a length, and `read(index)` gives the features of a sequence under MLPerf's seven keys.
+A source has a length, and `read(index)` gives the features of a row under MLPerf's seven keys. For
+a sequence alone in its row `input_mask` is 1, and 0 behind it; sequences that are packed into a row
+are numbered there from 1, and `next_sentence_labels` has a number for each.
 """
 
 from __future__ import annotations
@@ -50,11 +52,18 @@ class RecordSequences:
     """Sequences in TFRecords."""
 
     def __init__(
-        self, folder: Path, split: str, *, length: int, predictions: int, vocabulary: int
+        self,
+        folder: Path,
+        split: str,
+        *,
+        length: int,
+        predictions: int,
+        vocabulary: int,
+        packed: int,
     ) -> None:
         patterns = [p for p in FILES[split] if folder.is_dir() and any(folder.glob(p))]
         self._records = Records(find_shards(folder, (patterns or FILES[split])[0]))
-        self._vocabulary = vocabulary
+        self._vocabulary, self._packed = vocabulary, packed
         self._sizes = {
             "input_ids": length,
             "input_mask": length,
@@ -62,7 +71,6 @@ class RecordSequences:
             "masked_lm_positions": predictions,
             "masked_lm_ids": predictions,
             "masked_lm_weights": predictions,
-            "next_sentence_labels": 1,
         }
         if not len(self):
             raise DataError(f"the {split} shards of {folder} hold no records")
@@ -79,6 +87,10 @@ class RecordSequences:
         """File and record."""
         return self._records.name(index)
 
+    def shards(self) -> list[tuple[Path, range]]:
+        """The files, and the sequences that each has."""
+        return self._records.shards()
+
     def read(self, index: int) -> Mapping[str, Any]:
         """The features, if they are as the model wants them."""
         example = self._records.example(index)
@@ -86,9 +98,15 @@ class RecordSequences:
             found = len(example.get(key, ()))
             if found != size:
                 raise DataError(f"{self.name(index)} has {found} numbers in {key}, and not {size}")
+        number = len(example.get("next_sentence_labels", ()))
+        if not 1 <= number <= self._packed:
+            hint = f": say --packed {number}" if number else ""
+            raise DataError(
+                f"{self.name(index)} has {number} sequences, and not 1 to {self._packed}{hint}"
+            )
         length, largest = self._sizes["input_ids"], self._vocabulary - 1
         for key, most in (
-            ("input_ids", largest), ("masked_lm_ids", largest), ("input_mask", 1),
+            ("input_ids", largest), ("masked_lm_ids", largest), ("input_mask", length),
             ("segment_ids", 1), ("masked_lm_positions", length - 1), ("next_sentence_labels", 1),
         ):  # fmt: skip
             numbers = np.asarray(example[key])
@@ -97,8 +115,11 @@ class RecordSequences:
                     f"{self.name(index)} has {numbers.min()} to {numbers.max()} in {key}; the "
                     f"model has 0 to {most}"
                 )
-        if (np.diff(example["input_mask"]) > 0).any():
-            raise DataError(f"{self.name(index)} has padding before its end")
+        if not is_numbered(example["input_mask"], number):
+            raise DataError(
+                f"{self.name(index)} has an input_mask that does not number its sequences from 1 "
+                f"to {number}, with 0 for padding behind them"
+            )
         return example
 
 
@@ -146,16 +167,17 @@ def open_sequences(
     predictions: int,
     vocabulary: int,
     num_sequences: int,
+    packed: int = 1,
 ) -> Sequences:
     """The sequences of a split, "train" or "validation", of the sizes that the model has.
 
-    A folder has TFRecord shards: ``train-*`` or ``part-*``, and ``validation-*`` or ``eval*``.
-    Without one, `num_sequences` are made up.
+    A folder has TFRecord shards: ``train-*`` or ``part-*``, and ``validation-*`` or ``eval*``. A
+    record has up to `packed` sequences. Without a folder, `num_sequences` are made up.
     """
     sizes = {"length": length, "predictions": predictions, "vocabulary": vocabulary}
     if folder is None:
         return MadeUpSequences(split, num_sequences=num_sequences, **sizes)
-    return RecordSequences(Path(folder), split, **sizes)
+    return RecordSequences(Path(folder), split, packed=packed, **sizes)
 
 
 class Batches(reading.Batches[Batch]):
@@ -164,33 +186,50 @@ class Batches(reading.Batches[Batch]):
     unit = "sequences"
 
     def __init__(
-        self, sequences: Sequences, *, length: int, predictions: int, **settings: Any
+        self,
+        sequences: Sequences,
+        *,
+        length: int,
+        predictions: int,
+        packed: int = 1,
+        **settings: Any,
     ) -> None:
         super().__init__(len(sequences), **settings)
-        self._sequences, self._length, self._predictions = sequences, length, predictions
+        self._sequences, self._packed = sequences, packed
+        self._length, self._predictions = length, predictions
 
     def padding(self, num_rows: int) -> Batch:
         """Rows of nothing."""
         tokens = np.zeros((num_rows, self._length), np.int32)
         positions = np.zeros((num_rows, self._predictions), np.int32)
-        rows = np.zeros(num_rows, np.int32)
-        return Batch(tokens, tokens.copy(), rows, positions, positions - 1, rows - 1)
+        none = np.zeros((num_rows, self._packed), np.int32)
+        return Batch(tokens, tokens.copy(), none, positions, positions - 1, none - 1)
 
     def example(self, index: int, place: int) -> tuple[Any, ...]:
         """A sequence, as a batch has it."""
         features = self._sequences.read(index)
+        is_random = features["next_sentence_labels"]
         return (
             features["input_ids"],
             features["segment_ids"],
-            features["input_mask"].sum(),
+            np.bincount(features["input_mask"], minlength=self._packed + 1)[1:],
             features["masked_lm_positions"],
             targets_of(features),
-            features["next_sentence_labels"][0],
+            np.pad(is_random, (0, self._packed - len(is_random)), constant_values=-1),
         )
 
     def name(self, index: int) -> str:
         """The sequence's own name."""
         return self._sequences.name(index)
+
+
+def is_numbered(mask: Any, number: int) -> bool:
+    """Whether a mask goes from 1 to so many sequences, and then has padding alone."""
+    (sequences,) = np.nonzero(mask)
+    inside = np.asarray(mask)[: len(sequences)]
+    return np.array_equal(np.unique(inside), np.arange(1, number + 1)) and bool(
+        (np.diff(inside) >= 0).all()
+    )
 
 
 def targets_of(features: Mapping[str, Any]) -> NDArray[np.int64]:

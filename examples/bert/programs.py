@@ -80,9 +80,15 @@ def make_programs(
         return State(whole.params, optimizer.shard_state(whole.optimizer, whole.params))
 
     num_rows = shares.per_rank * parallel.num_ranks
-    wide, narrow = (num_rows, config.length), (num_rows, config.predictions)
-    shapes = Batch(wide, wide, (num_rows,), narrow, narrow, (num_rows,))
-    batch = Batch(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
+    sizes = Batch(
+        tokens=config.length,
+        segments=config.length,
+        lengths=config.packed,
+        positions=config.predictions,
+        targets=config.predictions,
+        is_random=config.packed,
+    )
+    batch = Batch(*(jax.ShapeDtypeStruct((num_rows, size), jnp.int32) for size in sizes))
     return Programs(
         parallel=parallel,
         shares=shares,

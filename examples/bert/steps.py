@@ -72,12 +72,12 @@ def step_of_rank(
     sequences for the sentences that follow.
     """
     masked, whole = weights_of(batch)
-    num_masked = parallel.sum(masked.sum())
+    num_masked, num_sequences = parallel.sum((masked.sum(), whole.sum()))
 
     def loss_of(params: Any) -> jax.Array:
         words, sentences = losses_of(predict(model, params, *batch[:4]), batch)
-        words = weighted_sum(words, masked) * (len(shares.live) / num_masked)
-        return words + shares.part_of_mean(sentences, whole)
+        words, sentences = weighted_sum(words, masked), weighted_sum(sentences, whole)
+        return len(shares.live) * (words / num_masked + sentences / num_sequences)
 
     options = {"wire_dtype": wire_dtype}
     summed = parallel.overlapped(loss_of, state.params, **options) if overlap else loss_of
@@ -100,7 +100,7 @@ def evaluation_of_rank(
 
 
 def weights_of(batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """1 for a masked word and 0 for padding; 1 for a sequence and 0 for a row without one."""
+    """1 for a masked word and 0 for padding; 1 for a sequence and 0 where there is none."""
     masked, whole = (x >= 0 for x in (batch.targets, batch.is_random))
     return masked.astype(jnp.float32), whole.astype(jnp.float32)
 

@@ -26,7 +26,7 @@ from examples.bert.programs import add_bert_step, bert_options, make_programs
 from examples.bert.published import read_published
 from examples.bert.steps import State, make_model
 from ftmesh.topology import Topology
-from ftmesh.train.arguments import start, step_options
+from ftmesh.train.arguments import positive, start, step_options
 from ftmesh.train.loop import Job, run
 from ftmesh.train.mllog import MLLog
 from ftmesh.train.report import Report
@@ -49,11 +49,19 @@ def add_bert(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="start from the arrays in this .npz file, under their published names",
     )
+    parser.add_argument(
+        "--packed",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="sequences in a row of the data, at most, as pack_records puts them there (1)",
+    )
     add_bert_step(parser)
 
 
 def train(config: Config, topology: Topology, args: argparse.Namespace) -> Report:
     """The whole run."""
+    config = replace(config, packed=args.packed)
     log = MLLog(args.mllog if jax.process_index() == 0 else None, append=args.resume)
     log.event("cache_clear", True)
     log.start("init")
@@ -65,6 +73,7 @@ def train(config: Config, topology: Topology, args: argparse.Namespace) -> Repor
         length=config.length,
         predictions=config.predictions,
         vocabulary=config.vocabulary,
+        packed=config.packed,
     )
     sequences = open_split("train", num_sequences=config.train_sequences)
     eval_sequences = open_split("validation", num_sequences=config.eval_sequences)
@@ -85,6 +94,7 @@ def train(config: Config, topology: Topology, args: argparse.Namespace) -> Repor
         Batches,
         length=config.length,
         predictions=config.predictions,
+        packed=config.packed,
         batch=config.batch,
         rows=rows,
     )
@@ -107,7 +117,7 @@ def train(config: Config, topology: Topology, args: argparse.Namespace) -> Repor
     report = run(
         Job(
             benchmark="bert",
-            unit="sequences",
+            unit="sequences" if config.packed == 1 else "rows",
             batch=config.batch,
             total_steps=args.steps or config.total_steps,
             steps_per_eval=config.steps_per_eval,

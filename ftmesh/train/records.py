@@ -79,11 +79,17 @@ class Records:
         shard, record = self.place(index)
         return f"{self.paths[shard]}, record {record}"
 
+    def shards(self) -> list[tuple[Path, range]]:
+        """The files, and the records that each has."""
+        firsts = self._first.tolist()
+        return [
+            (path, range(first, last))
+            for path, first, last in zip(self.paths, firsts, firsts[1:], strict=False)
+        ]
+
     def firsts(self) -> list[int]:
         """The first record of each shard that has any: a sample to check before a long run."""
-        return [
-            int(first) for first, ends in zip(self._first, self._ends, strict=False) if len(ends)
-        ]
+        return [records[0] for _, records in self.shards() if records]
 
 
 def find_shards(folder: str | os.PathLike[str], pattern: str) -> list[Path]:
