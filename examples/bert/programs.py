@@ -79,6 +79,7 @@ def make_programs(
     def state_of_rank(whole: State) -> State:
         return State(whole.params, optimizer.shard_state(whole.optimizer, whole.params))
 
+    state = State(params, first_of_optimizer.eval_shape(params))
     num_rows = shares.per_rank * parallel.num_ranks
     sizes = Batch(
         tokens=config.length,
@@ -105,7 +106,7 @@ def make_programs(
         ),
         to_checkpoint=parallel.jit(whole_of_rank, in_specs=(specs,), out_specs=WHOLE),
         from_checkpoint=parallel.jit(state_of_rank, in_specs=(WHOLE,), out_specs=specs),
-        inputs=parallel.typed((jax.eval_shape(first, params), batch), (specs, rows)),
+        inputs=parallel.typed((state, batch), (specs, rows)),
     )
 
 

@@ -84,6 +84,11 @@ def make_programs(
             optimizer.shard_state(whole.optimizer, whole.params),
         )
 
+    state = State(
+        params,
+        jax.eval_shape(lambda stats: in_rows(stats, parallel.num_ranks), variables["batch_stats"]),
+        first_of_optimizer.eval_shape(params),
+    )
     num_rows = shares.per_rank * parallel.num_ranks
     batch = Batch(
         jax.ShapeDtypeStruct((num_rows, config.image_size, config.image_size, 3), jnp.uint8),
@@ -107,5 +112,5 @@ def make_programs(
         ),
         to_checkpoint=parallel.jit(whole_of_rank, in_specs=(specs,), out_specs=WHOLE),
         from_checkpoint=parallel.jit(state_of_rank, in_specs=(WHOLE,), out_specs=specs),
-        inputs=parallel.typed((jax.eval_shape(first, variables), batch), (specs, rows)),
+        inputs=parallel.typed((state, batch), (specs, rows)),
     )

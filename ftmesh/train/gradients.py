@@ -27,7 +27,7 @@ from ftmesh.errors import ArgumentError
 from ftmesh.packing import make_buckets
 from ftmesh.plan import Plan
 
-BUCKET_BYTES = 16 * 2**20  # large enough to fill the links, small enough to set out early
+BUCKET_BYTES = 32 * 2**20  # large enough to fill the links, small enough to set out early
 
 Plans = Plan | Mapping[int, Plan] | Callable[[int], Plan]
 
