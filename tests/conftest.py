@@ -1,10 +1,14 @@
-"""Settings for every test: 64 emulated devices, no damage from the environment, no clock."""
+"""Settings for every test: 64 emulated devices, no damage from the environment, no clock.
+
+Modules that compile much and compute little ask for `quick_compiler`.
+"""
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=64"
 
+import jax
 import pytest
 from hypothesis import settings
 
@@ -15,3 +19,14 @@ settings.load_profile("ftmesh")
 @pytest.fixture(autouse=True)
 def no_failures_from_environment(monkeypatch):
     monkeypatch.delenv("FTMESH_FAILED", raising=False)
+
+
+@pytest.fixture(scope="module")
+def quick_compiler(tmp_path_factory):
+    """The compiler does not try hard, and what it made of a program serves the same one again."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -17,23 +17,14 @@ from ftmesh import Topology
 from ftmesh.train.arguments import add_run
 from ftmesh.train.records import make_example, write_records
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 # Small enough to compile in seconds.
 SMALL = replace(
     PRESETS["tiny"], batch=24, num_layers=1, hidden=8, length=16, predictions=3, total_steps=20,
     warmup_steps=2, train_sequences=96, eval_sequences=50, sequences_per_eval=240,
 )  # fmt: skip
 HOLE = Topology.grid("4x4", failed="2x2@0,0")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Runs of the same program share what the compiler made of it, and it does not try hard."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def run(*argv, config=SMALL, topology=HOLE):
@@ -48,7 +39,7 @@ def losses(*argv, **settings):
 
 
 @pytest.fixture(scope="module")
-def exact(compile_once, tmp_path_factory):
+def exact(quick_compiler, tmp_path_factory):
     """A run in float32 throughout: its report, and its log."""
     log = tmp_path_factory.mktemp("exact") / "run.log"
     return run("--wire-dtype", "float32", "--mllog", str(log)), log

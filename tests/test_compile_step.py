@@ -19,14 +19,9 @@ from ftmesh.errors import ArgumentError
 from ftmesh.testing import cpu_grid
 from ftmesh.train.compile_step import compile_step
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 SMALL = replace(PRESETS["tiny"], batch=24, stage_sizes=(1,), width=4, image_size=8, norm_group=4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_a_share_of_the_state_is_less_than_the_whole():

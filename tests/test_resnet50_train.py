@@ -5,7 +5,6 @@ import io
 import json
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -17,23 +16,14 @@ from ftmesh.train.arguments import add_run
 from ftmesh.train.records import make_example, write_records
 from ftmesh.train.report import read_metrics
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 # Small enough to compile in seconds; the preset as it is where the issue is its losses.
 SMALL = replace(
     PRESETS["tiny"], batch=24, stage_sizes=(1,), width=4, train_images=96, eval_images=50,
     epochs_per_eval=2, image_size=8,
 )  # fmt: skip
 HOLE = Topology.grid("4x4", failed="2x2@0,0")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Runs of the same program share what the compiler made of it."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_compilation_cache_dir", None)
 
 
 def arguments(*argv):

@@ -12,6 +12,8 @@ from ftmesh import ArgumentError
 from ftmesh.testing import cpu_grid, on_one_device
 from ftmesh.train import backward_order, mean_gradients, plan_for, with_mean_gradients
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 RNG = np.random.default_rng(0)
 PARAMS = {
     "first": RNG.normal(size=(5, 7)).astype(np.float32),

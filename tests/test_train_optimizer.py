@@ -16,6 +16,8 @@ from ftmesh.testing import cpu_grid, on_one_device
 from ftmesh.train import ShardedOptimizer, clip_by_global_norm, lamb, lars, matrices
 from ftmesh.train.layerwise import squared_norms
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 RNG = np.random.default_rng(0)
 PARAMS = {
     "stem": RNG.normal(size=(3, 3, 16, 128)).astype(np.float32),
