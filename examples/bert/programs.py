@@ -50,7 +50,7 @@ def make_programs(
         topology,
         algorithm,
         payload_bytes=sum(leaf.size for leaf in jax.tree.leaves(params)) * wire_dtype.itemsize,
-        unrolled=overlap,
+        overlap=overlap,
     )
     shares = parallel.shares(config.batch)
     lr_schedule = poly_decay(

@@ -47,7 +47,7 @@ def make_programs(
         topology,
         algorithm,
         payload_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)),
-        unrolled=overlap,
+        overlap=overlap,
     )
     shares = parallel.shares(config.batch)
     model = make_model(config, parallel.groups(config.norm_group, config.batch))

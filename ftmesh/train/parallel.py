@@ -28,7 +28,12 @@ from ftmesh.plan import Plan, plan
 from ftmesh.testing import shard_map_on_one_device
 from ftmesh.topology import Topology
 from ftmesh.train.batches import Shares
-from ftmesh.train.gradients import backward_order, mean_gradients, with_mean_gradients
+from ftmesh.train.gradients import (
+    BUCKET_BYTES,
+    backward_order,
+    mean_gradients,
+    with_mean_gradients,
+)
 from ftmesh.train.groups import Groups
 from ftmesh.train.optimizer import ShardedOptimizer
 from ftmesh.train.plain import PlainOptimizer
@@ -59,11 +64,13 @@ class Parallel:
         payload_bytes: int = 100_000_000,
         axis_name: str = AXIS,
         with_idle: bool = False,
-        unrolled: bool = False,
+        overlap: bool = False,
     ) -> Parallel:
         """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
 
-        The ranks of a topology without devices are emulated, all on one.
+        With `overlap` that is for sums during the backward pass: for one bucket of gradients at a
+        time, and unrolled, since nothing runs beside a loop. The ranks of a topology without
+        devices are emulated, all on one.
         """
         if topology.num_live == 1:
             return Parallel(topology.jax_mesh(axis_name), axis_name)
@@ -71,9 +78,9 @@ class Parallel:
         made = plan(
             topology,
             "auto" if use_psum else algorithm,
-            payload_bytes=payload_bytes,
+            payload_bytes=min(payload_bytes, BUCKET_BYTES) if overlap else payload_bytes,
             with_idle=with_idle,
-            unrolled=unrolled,
+            unrolled=overlap,
         )
         mesh = made.jax_mesh(axis_name) if topology.devices else None
         return Parallel(mesh, axis_name, made, use_psum)
