@@ -7,8 +7,8 @@ sums what a backward pass has left, as `plan.pmean` does. The same in the backwa
     loss = lambda params, batch: model(with_mean_gradients(params, "data", plan=plan), batch)
 
 Parameters pass through unchanged, and what comes back for them is the mean. The sum of a bucket of
-gradients waits for those alone, and nothing but its own results waits for it: it may run beside the
-backward pass of earlier layers.
+gradients waits for those and for the sum before it, and nothing in the backward pass waits for it:
+it may run beside that of earlier layers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal
 
 from ftmesh import _compat, collectives
@@ -101,10 +102,10 @@ def with_mean_gradients(
             f"the parameters; it is {list(order)}"
         )
     options = {"wire_dtype": wire_dtype, "accumulate_dtype": accumulate_dtype}
-    marked = list(leaves)
-    for members in _buckets(leaves, order, bucket_bytes):
-        bucket = [leaves[i] for i in members]
-        for i, leaf in zip(members, _marked(bucket, axis_name, plan, options), strict=True):
+    marked, turn = list(leaves), _compat.as_varying(jnp.zeros(()), axis_name)
+    for members in reversed(_buckets(leaves, order, bucket_bytes)):  # the backward pass turns round
+        bucket, turn = _marked([leaves[i] for i in members], turn, axis_name, plan, options)
+        for i, leaf in zip(members, bucket, strict=True):
             marked[i] = leaf
     return tree.unflatten(marked)
 
@@ -141,21 +142,35 @@ def _mean(bucket: list[Any], axis_name: Any, plans: Plans, options: dict[str, An
     return means
 
 
-def _marked(bucket: list[Any], axis_name: Any, plans: Plans, options: dict[str, Any]) -> list[Any]:
-    """The leaves of one bucket, whose gradients are summed together."""
+def _marked(
+    bucket: list[Any], turn: Any, axis_name: Any, plans: Plans, options: dict[str, Any]
+) -> tuple[list[Any], Any]:
+    """The leaves of one bucket, whose gradients are summed together, and whose turn is next.
+
+    Buckets take turns, which pass from one to the next as a gradient does. They share the links
+    anyway; and a compiler that is free to start all sums at once puts them all at the end. Where
+    types tell replicated parameters apart, turns are not kept.
+    """
     varied = axis_name in _compat.varying_axes(bucket[0])
 
     def varying(bucket: list[Any]) -> list[Any]:
         return [_compat.as_varying(leaf, axis_name) for leaf in bucket]
 
-    def forward(bucket: list[Any]) -> tuple[list[Any], None]:
-        return varying(bucket), None
+    def identity(bucket: list[Any], turn: Any) -> tuple[list[Any], Any]:
+        return varying(bucket), turn
 
-    def backward(_: None, grads: list[Any]) -> tuple[list[Any]]:
-        means = _mean(varying(grads), axis_name, plans, options)
-        return (varying(means) if varied else means,)
+    def forward(bucket: list[Any], turn: Any) -> tuple[tuple[list[Any], Any], None]:
+        return identity(bucket, turn), None
 
-    identity = jax.custom_vjp(varying)
-    identity.defvjp(forward, backward)
-    marked: list[Any] = identity(bucket)
-    return marked
+    def backward(_: None, gradients: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+        grads, turn = gradients
+        grads, turn = lax.optimization_barrier((varying(grads), turn))
+        means = _mean(grads, axis_name, plans, options)
+        if varied or not _compat.checks_varying():  # else all that a turn touches is typed varying
+            means, turn = lax.optimization_barrier((varying(means), turn))
+        return means, turn
+
+    marked = jax.custom_vjp(identity)
+    marked.defvjp(forward, backward)
+    result: tuple[list[Any], Any] = marked(bucket, turn)
+    return result
