@@ -83,8 +83,8 @@ class Bert(nn.Module):
 
     `attention` is JAX's implementation: "cudnn" is for NVIDIA GPUs, and keeps no matrix of weights
     for the backward pass. With `remat` that computes each layer once more, in place of keeping what
-    is inside it. `unrolled` layers are no loop: it takes longer to compile them, and less time and
-    memory to run them, since nothing is copied into and out of stacks. Weights start with a
+    is inside it. `unrolled` layers are no loop: the program grows with them, and on a GPU it takes
+    less time and memory, since nothing is copied into and out of stacks. Weights start with a
     standard deviation of `stddev`.
     """
 
@@ -142,7 +142,7 @@ def layout(
     """Where the sequences of each row start, the place of each token in its own, and who sees whom.
 
     Tokens see those of their sequence. The last is as `jax.nn.dot_product_attention` wants it: a
-    length where a row has one sequence, which is quicker, and else a mask.
+    length where a row has one sequence, and else a mask.
     """
     places = jnp.arange(num_tokens)
     if lengths.shape[-1] == 1:

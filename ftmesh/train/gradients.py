@@ -148,8 +148,8 @@ def _marked(
     """The leaves of one bucket, whose gradients are summed together, and whose turn is next.
 
     Buckets take turns, which pass from one to the next as a gradient does. They share the links
-    anyway; and a compiler that is free to start all sums at once puts them all at the end. Where
-    types tell replicated parameters apart, turns are not kept.
+    anyway, and the TPU compiler was seen to put more of them beside convolutions so. Where types
+    tell replicated parameters apart, turns are not kept.
     """
     varied = axis_name in _compat.varying_axes(bucket[0])
 
