@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
 from ftmesh import _compat, collectives
@@ -101,13 +102,24 @@ def with_mean_gradients(
             f"order must have each position from 0 to {len(leaves) - 1} once, one for each leaf of "
             f"the parameters; it is {list(order)}"
         )
+    buckets = _buckets(leaves, order, bucket_bytes)
+    filled = {i: leaves[i] for members in buckets for i in members}
+    varied = {i: axis_name in _compat.varying_axes(leaf) for i, leaf in filled.items()}
     options = {"wire_dtype": wire_dtype, "accumulate_dtype": accumulate_dtype}
-    marked, turn = list(leaves), _compat.as_varying(jnp.zeros(()), axis_name)
-    for members in reversed(_buckets(leaves, order, bucket_bytes)):  # the backward pass turns round
-        bucket, turn = _marked([leaves[i] for i in members], turn, axis_name, plan, options)
-        for i, leaf in zip(members, bucket, strict=True):
-            marked[i] = leaf
-    return tree.unflatten(marked)
+
+    def identity(leaves: dict[int, Any]) -> dict[int, Any]:
+        return {i: _compat.as_varying(leaf, axis_name) for i, leaf in leaves.items()}
+
+    def forward(leaves: dict[int, Any]) -> tuple[dict[int, Any], None]:
+        return identity({i: leaf.value for i, leaf in leaves.items()}), None
+
+    def backward(_: None, grads: dict[int, Any]) -> tuple[dict[int, Any]]:
+        return (_means_in_turns(grads, buckets, varied, axis_name, plan, options),)
+
+    marked = jax.custom_vjp(identity)
+    marked.defvjp(forward, backward, symbolic_zeros=True)
+    passed = marked(filled)
+    return tree.unflatten([passed.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
 def backward_order(
@@ -142,35 +154,33 @@ def _mean(bucket: list[Any], axis_name: Any, plans: Plans, options: dict[str, An
     return means
 
 
-def _marked(
-    bucket: list[Any], turn: Any, axis_name: Any, plans: Plans, options: dict[str, Any]
-) -> tuple[list[Any], Any]:
-    """The leaves of one bucket, whose gradients are summed together, and whose turn is next.
+def _means_in_turns(
+    grads: dict[int, Any],
+    buckets: list[tuple[int, ...]],
+    varied: dict[int, bool],
+    axis_name: Any,
+    plans: Plans,
+    options: dict[str, Any],
+) -> dict[int, Any]:
+    """The means of gradients, typed as `varied` or not, one bucket after the other.
 
-    Buckets take turns, which pass from one to the next as a gradient does. They share the links
-    anyway, and the TPU compiler was seen to put more of them beside convolutions so. Where types
-    tell replicated parameters apart, turns are not kept.
+    Buckets share the links, so one sum is over before the next begins. A compiler that may do all
+    at once was seen to put all of them behind the backward pass, each into the gaps of another.
+    Where types tell means from gradients, no barrier takes both, and turns are not kept. A leaf
+    that the loss does not depend on has no gradient, and is not summed.
     """
-    varied = axis_name in _compat.varying_axes(bucket[0])
-
-    def varying(bucket: list[Any]) -> list[Any]:
-        return [_compat.as_varying(leaf, axis_name) for leaf in bucket]
-
-    def identity(bucket: list[Any], turn: Any) -> tuple[list[Any], Any]:
-        return varying(bucket), turn
-
-    def forward(bucket: list[Any], turn: Any) -> tuple[tuple[list[Any], Any], None]:
-        return identity(bucket, turn), None
-
-    def backward(_: None, gradients: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
-        grads, turn = gradients
-        grads, turn = lax.optimization_barrier((varying(grads), turn))
-        means = _mean(grads, axis_name, plans, options)
-        if varied or not _compat.checks_varying():  # else all that a turn touches is typed varying
-            means, turn = lax.optimization_barrier((varying(means), turn))
-        return means, turn
-
-    marked = jax.custom_vjp(identity)
-    marked.defvjp(forward, backward)
-    result: tuple[list[Any], Any] = marked(bucket, turn)
-    return result
+    means: dict[int, Any] = dict.fromkeys(grads)
+    before: list[int] = []
+    for bucket in buckets:
+        members = [i for i in bucket if not isinstance(grads[i], SymbolicZero)]
+        if not members:
+            continue
+        now = [grads[i] for i in members]
+        if before and _compat.varying_axes(now[0]) == _compat.varying_axes(means[before[0]]):
+            # All that comes out must be used: nothing waits for an operand that is not.
+            now, turned = lax.optimization_barrier((now, [means[i] for i in before]))
+            means.update(zip(before, turned, strict=True))
+        for i, mean in zip(members, _mean(now, axis_name, plans, options), strict=True):
+            means[i] = _compat.as_varying(mean, axis_name) if varied[i] else mean
+        before = members
+    return means

@@ -10,7 +10,7 @@ same program on a damaged mesh, on a whole one with ``lax.psum`` and on a single
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -69,8 +69,7 @@ class Parallel:
         """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
 
         With `overlap` that is for sums during the backward pass: for one bucket of gradients at a
-        time, and unrolled, since nothing runs beside a loop. The ranks of a topology without
-        devices are emulated, all on one.
+        time. The ranks of a topology without devices are emulated, all on one.
         """
         if topology.num_live == 1:
             return Parallel(topology.jax_mesh(axis_name), axis_name)
@@ -80,7 +79,6 @@ class Parallel:
             "auto" if use_psum else algorithm,
             payload_bytes=min(payload_bytes, BUCKET_BYTES) if overlap else payload_bytes,
             with_idle=with_idle,
-            unrolled=overlap,
         )
         mesh = made.jax_mesh(axis_name) if topology.devices else None
         return Parallel(mesh, axis_name, made, use_psum)
@@ -118,12 +116,13 @@ class Parallel:
     ) -> Callable[[Any], Any]:
         """`loss` with gradients that are means, the sum of each started in the backward pass.
 
-        Options are those of `with_mean_gradients`, except for the order: that is found out.
+        The plan is unrolled for that, since nothing runs beside a loop. Options are those of
+        `with_mean_gradients`, except for the order: that is found out.
         """
         if self.plan is None or self.use_psum:
             raise CollectiveError("gradients are summed during the backward pass on plans only")
         order = backward_order(loss, params, has_aux=has_aux)
-        options = {"plan": self.plan, "order": order, **options}
+        options = {"plan": replace(self.plan, unrolled=True), "order": order, **options}
         return lambda params: loss(with_mean_gradients(params, self.axis_name, **options))
 
     # Around it --------------------------------------------------------------------------------
