@@ -270,6 +270,7 @@ class Instruction:
     opcode: str
     text: str
     name: str = ""
+    source: str = ""  # the operation it was made of, with JAX's name scopes around it
 
     @property
     def operands(self) -> list[str]:
@@ -299,7 +300,9 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
         elif name and (made := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)", line)):
             rest = _after_type(made[2])
             if opcode := re.match(r"([a-z][\w-]*)\(", rest):
-                found[name].append(Instruction(opcode[1], _without_strings(rest), made[1]))
+                source = "".join(re.findall(r'op_name="([^"]*)"', rest))
+                bare = _without_strings(rest)
+                found[name].append(Instruction(opcode[1], bare, made[1], source))
     if not entry:
         raise ArgumentError("this is not the text of a compiled program: it has no ENTRY")
     return found, entry

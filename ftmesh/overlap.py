@@ -12,7 +12,7 @@ from ftmesh.compiled import Instruction, computations
 
 @dataclass(frozen=True)
 class Overlap:
-    """Permutations outside loops, and convolutions between their starts and dones."""
+    """Some permutations outside loops, and the convolutions between their starts and dones."""
 
     permutations: int  # that are started and waited for apart
     beside_convolutions: int  # of these, with a convolution in between
@@ -27,13 +27,16 @@ class Overlap:
         )
 
 
-def overlap(text: str) -> Overlap:
-    """What the main computation of a compiled program does at once."""
+def overlap(text: str, scope: str = "") -> Overlap:
+    """What the main computation of a compiled program does at once.
+
+    Looks at the permutations under the name `scope`, as `jax.named_scope` gives it, or at all.
+    """
     known, entry = computations(text)
     under_way: dict[str, bool] = {}  # by name, and whether a convolution has been started since
     permutations = beside = convolutions = busy = 0
     for instruction in known[entry]:
-        if instruction.opcode == "collective-permute-start":
+        if instruction.opcode == "collective-permute-start" and scope in instruction.source:
             under_way[instruction.name] = False
             permutations += 1
         elif instruction.opcode == "collective-permute-done":

@@ -48,3 +48,11 @@ def test_several_beside_several():
         (CONVOLUTION, 2),
     )  # fmt: skip
     assert overlap(text) == Overlap(2, 2, 3, 2)
+
+
+def test_permutations_of_other_scopes_are_left_out():
+    other = START + ', metadata={{op_name="jit(step)/jvp(norm)/ppermute"}}'
+    ours = START + ', metadata={{op_name="jit(step)/mean_gradients/ppermute"}}'
+    text = program((other, 0), (CONVOLUTION, 0), (DONE, 0), (ours, 1), (DONE, 1))
+    assert overlap(text) == Overlap(2, 1, 1, 1)
+    assert overlap(text, "mean_gradients") == Overlap(1, 0, 1, 0)

@@ -11,14 +11,14 @@ from PIL import Image
 
 from examples.resnet50.config import PRESETS
 from examples.resnet50.train import main, train
-from ftmesh import Topology
+from ftmesh import FtmeshError, Topology
 from ftmesh.train.arguments import add_run
 from ftmesh.train.records import make_example, write_records
 from ftmesh.train.report import read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-# Small enough to compile in seconds; the preset as it is where the issue is its losses.
+# Small enough to compile in seconds; the preset as it is where its losses count.
 SMALL = replace(
     PRESETS["tiny"], batch=24, stage_sizes=(1,), width=4, train_images=96, eval_images=50,
     epochs_per_eval=2, image_size=8,
@@ -64,8 +64,21 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(tmp_path):
 
 def test_sums_in_the_backward_pass_change_nothing():
     plain = losses("--steps", "4")
-    other = losses("--steps", "4", "--overlap")
+    other = losses("--steps", "4", "--overlap", "10kB")
     np.testing.assert_allclose(list(other.values()), list(plain.values()), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--overlap", "0"), "0 bytes hold no gradients"),
+        (("--overlap", "big"), "'big' is not a size"),
+        (("--overlap", "--algorithm", "psum"), "on plans only"),
+    ],
+)
+def test_buckets_that_cannot_be(argv, message):
+    with pytest.raises(FtmeshError, match=message):
+        losses("--steps", "1", *argv)
 
 
 # Real data --------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def make_programs(
     *,
     algorithm: str = "auto",
     sharded: bool = True,
-    overlap: bool = False,
+    overlap: int | None = None,
     wire_dtype: Any = jnp.bfloat16,
     attention: Literal["xla", "cudnn"] = "xla",
     remat: bool = False,
@@ -40,8 +40,8 @@ def make_programs(
     """Everything that is compiled for a run on the live devices of `topology`.
 
     The optimizer's state is `sharded` over them, unless gradients are summed during the backward
-    pass (`overlap`), which goes on beside the sums only where layers are `unrolled`. Gradients
-    travel as `wire_dtype`. See `Parallel.on` for `algorithm`, and `Bert` for the rest.
+    pass, which goes on beside the sums only where layers are `unrolled`. Gradients travel as
+    `wire_dtype`. See `Parallel.on` for `algorithm` and `overlap`, and `Bert` for the rest.
     """
     model = make_model(config, attention=attention, remat=remat, unrolled=unrolled)
     params = jax.eval_shape(partial(init, model, seed=0))
@@ -62,7 +62,7 @@ def make_programs(
     )
     optimizer = parallel.optimizer(
         make_transformation(config, lr_schedule),
-        sharded=sharded and not overlap,
+        sharded=sharded,
         wire_dtype=wire_dtype,
     )
     specs = State(WHOLE, optimizer.specs(params))
@@ -96,7 +96,7 @@ def make_programs(
         lr_schedule=lr_schedule,
         first=first,
         step=parallel.jit(
-            partial(step_of_rank, model, parallel, shares, optimizer, overlap, wire_dtype),
+            partial(step_of_rank, model, parallel, shares, optimizer, wire_dtype),
             in_specs=(specs, rows),
             out_specs=(specs, WHOLE),
             donate_argnums=(0,),

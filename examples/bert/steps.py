@@ -61,7 +61,6 @@ def step_of_rank(
     parallel: Parallel,
     shares: Shares,
     optimizer: Any,
-    overlap: bool,
     wire_dtype: Any,
     state: State,
     batch: Batch,
@@ -79,12 +78,8 @@ def step_of_rank(
         words, sentences = weighted_sum(words, masked), weighted_sum(sentences, whole)
         return len(shares.live) * (words / num_masked + sentences / num_sequences)
 
-    options = {"wire_dtype": wire_dtype}
-    summed = parallel.overlapped(loss_of, state.params, **options) if overlap else loss_of
-    loss, grads = jax.value_and_grad(summed)(state.params)
-    params, optimizer_state = optimizer.update(
-        grads, state.optimizer, state.params, reduce="none" if overlap else "mean"
-    )
+    loss, grads = parallel.value_and_grad(loss_of, wire_dtype=wire_dtype)(state.params)
+    params, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     return State(params, optimizer_state), parallel.mean(loss)
 
 

@@ -32,12 +32,12 @@ def make_programs(
     *,
     algorithm: str = "auto",
     sharded: bool = True,
-    overlap: bool = False,
+    overlap: int | None = None,
 ) -> Programs:
     """Everything that is compiled for a run on the live devices of `topology`.
 
     The optimizer's state is `sharded` over them, unless gradients are summed during the backward
-    pass (`overlap`). See `Parallel.on` for `algorithm`.
+    pass. See `Parallel.on` for `algorithm` and `overlap`.
     """
     variables = jax.eval_shape(
         partial(init, make_model(config), image_size=config.image_size, seed=0)
@@ -58,9 +58,7 @@ def make_programs(
         end=config.end_lr,
         power=config.lr_power,
     )
-    optimizer = parallel.optimizer(
-        make_transformation(config, lr_schedule), sharded=sharded and not overlap
-    )
+    optimizer = parallel.optimizer(make_transformation(config, lr_schedule), sharded=sharded)
     specs = State(WHOLE, SPLIT, optimizer.specs(params))
     rows = Batch(SPLIT, SPLIT)
     first_of_optimizer = parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=specs.optimizer)
@@ -100,7 +98,7 @@ def make_programs(
         lr_schedule=lr_schedule,
         first=first,
         step=parallel.jit(
-            partial(step_of_rank, model, config, parallel, shares, optimizer, overlap),
+            partial(step_of_rank, model, config, parallel, shares, optimizer),
             in_specs=(specs, rows),
             out_specs=(specs, WHOLE),
             donate_argnums=(0,),

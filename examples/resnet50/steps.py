@@ -53,7 +53,6 @@ def step_of_rank(
     parallel: Parallel,
     shares: Shares,
     optimizer: Any,
-    overlap: bool,
     state: State,
     batch: Batch,
 ) -> tuple[State, jax.Array]:
@@ -74,11 +73,8 @@ def step_of_rank(
         losses = optax.softmax_cross_entropy(logits, smooth)
         return shares.part_of_mean(losses, weights), changed["batch_stats"]
 
-    summed = parallel.overlapped(loss_of, state.params, has_aux=True) if overlap else loss_of
-    (loss, stats), grads = jax.value_and_grad(summed, has_aux=True)(state.params)
-    params, optimizer_state = optimizer.update(
-        grads, state.optimizer, state.params, reduce="none" if overlap else "mean"
-    )
+    (loss, stats), grads = parallel.value_and_grad(loss_of, has_aux=True)(state.params)
+    params, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     return State(params, in_rows(stats, 1), optimizer_state), parallel.mean(loss)
 
 

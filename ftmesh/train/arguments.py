@@ -14,7 +14,9 @@ from ftmesh.choose import ALGORITHMS
 from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.testing import cpu_grid
 from ftmesh.topology import Topology
+from ftmesh.train.gradients import BUCKET_BYTES
 from ftmesh.train.parallel import PSUM
+from ftmesh.units import parse_bytes
 
 
 def start(
@@ -64,17 +66,23 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     )
     parser.add_argument(
         "--overlap",
-        action="store_true",
-        help="sum gradients during the backward pass; the optimizer's state is then whole",
+        nargs="?",
+        const=f"{BUCKET_BYTES // 2**20}MiB",
+        metavar="SIZE",
+        help="sum gradients during the backward pass, in buckets of SIZE (%(const)s); the "
+        "optimizer's state is then whole",
     )
 
 
 def step_options(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `add_step` that every trainer's `make_programs` takes."""
+    overlap = None if args.overlap is None else parse_bytes(args.overlap)
+    if overlap == 0:
+        raise ArgumentError("--overlap takes the size of a bucket, and 0 bytes hold no gradients")
     return {
         "algorithm": args.algorithm,
         "sharded": not args.whole_optimizer,
-        "overlap": args.overlap,
+        "overlap": overlap,
     }
 
 

@@ -22,6 +22,7 @@ from ftmesh.compiled import tpu_devices
 from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.overlap import Overlap, overlap
 from ftmesh.topology import Topology
+from ftmesh.train import gradients
 from ftmesh.train.arguments import add_step, config_of
 from ftmesh.train.programs import Programs
 from ftmesh.units import format_bytes
@@ -43,7 +44,7 @@ class StepReport:
     program_bytes: int
     argument_bytes: int  # the state, which a step takes over, and the batch
     temporary_bytes: int
-    overlap: Overlap
+    overlap: Overlap  # of the sums of gradients
 
     @property
     def device_bytes(self) -> int:
@@ -90,7 +91,7 @@ def compile_step(programs: Programs) -> StepReport:
         program_bytes=memory.generated_code_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        overlap=overlap(compiled.as_text()),
+        overlap=overlap(compiled.as_text(), gradients.SCOPE),
     )
 
 

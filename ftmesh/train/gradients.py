@@ -31,6 +31,8 @@ from ftmesh.plan import Plan
 
 BUCKET_BYTES = 32 * 2**20  # large enough to fill the links, small enough to set out early
 
+SCOPE = "mean_gradients"  # the name under which sums appear in compiled programs
+
 Plans = Plan | Mapping[int, Plan] | Callable[[int], Plan]
 
 
@@ -148,9 +150,11 @@ def _buckets(
 
 def _mean(bucket: list[Any], axis_name: Any, plans: Plans, options: dict[str, Any]) -> list[Any]:
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in map(jnp.asarray, bucket))
-    means: list[Any] = collectives.pmean(
-        bucket, axis_name, plan=plan_for(plans, num_bytes), bucket_bytes=sys.maxsize, **options
-    )
+    chosen = plan_for(plans, num_bytes)
+    with jax.named_scope(SCOPE):
+        means: list[Any] = collectives.pmean(
+            bucket, axis_name, plan=chosen, bucket_bytes=sys.maxsize, **options
+        )
     return means
 
 

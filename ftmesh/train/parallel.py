@@ -29,7 +29,6 @@ from ftmesh.testing import shard_map_on_one_device
 from ftmesh.topology import Topology
 from ftmesh.train.batches import Shares
 from ftmesh.train.gradients import (
-    BUCKET_BYTES,
     backward_order,
     mean_gradients,
     with_mean_gradients,
@@ -48,13 +47,15 @@ class Parallel:
     """A mesh of one axis, and a plan for sums along it.
 
     Without a plan there is a single rank. Without a mesh all ranks are emulated on one device. With
-    `use_psum` the plan only says which ranks there are, and sums are JAX's own.
+    `use_psum` the plan only says which ranks there are, and sums are JAX's own. With `overlap`,
+    gradients are summed during the backward pass, in buckets of so many bytes.
     """
 
     mesh: Mesh | None
     axis_name: str = AXIS
     plan: Plan | None = None
     use_psum: bool = False
+    overlap: int | None = None
 
     @staticmethod
     def on(
@@ -64,24 +65,26 @@ class Parallel:
         payload_bytes: int = 100_000_000,
         axis_name: str = AXIS,
         with_idle: bool = False,
-        overlap: bool = False,
+        overlap: int | None = None,
     ) -> Parallel:
         """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
 
-        With `overlap` that is for sums during the backward pass: for one bucket of gradients at a
-        time. The ranks of a topology without devices are emulated, all on one.
+        With `overlap` the plan is for one bucket of gradients of so many bytes at a time. The ranks
+        of a topology without devices are emulated, all on one.
         """
+        use_psum = algorithm == PSUM
+        if overlap and (use_psum or topology.num_live == 1):
+            raise CollectiveError("gradients are summed during the backward pass on plans only")
         if topology.num_live == 1:
             return Parallel(topology.jax_mesh(axis_name), axis_name)
-        use_psum = algorithm == PSUM
         made = plan(
             topology,
             "auto" if use_psum else algorithm,
-            payload_bytes=min(payload_bytes, BUCKET_BYTES) if overlap else payload_bytes,
+            payload_bytes=min(payload_bytes, overlap) if overlap else payload_bytes,
             with_idle=with_idle,
         )
         mesh = made.jax_mesh(axis_name) if topology.devices else None
-        return Parallel(mesh, axis_name, made, use_psum)
+        return Parallel(mesh, axis_name, made, use_psum, overlap)
 
     @property
     def num_ranks(self) -> int:
@@ -111,19 +114,28 @@ class Parallel:
             return lax.psum(tree, self.axis_name)
         return self.plan.psum(tree, self.axis_name)
 
-    def overlapped(
-        self, loss: Callable[[Any], Any], params: Any, *, has_aux: bool = False, **options: Any
+    def value_and_grad(
+        self, loss: Callable[[Any], Any], *, has_aux: bool = False, wire_dtype: Any = None
     ) -> Callable[[Any], Any]:
-        """`loss` with gradients that are means, the sum of each started in the backward pass.
+        """As `jax.value_and_grad`, for the optimizer that `optimizer` makes.
 
-        The plan is unrolled for that, since nothing runs beside a loop. Options are those of
-        `with_mean_gradients`, except for the order: that is found out.
+        With `overlap` the gradients come out as means, which have travelled in `wire_dtype`.
         """
-        if self.plan is None or self.use_psum:
-            raise CollectiveError("gradients are summed during the backward pass on plans only")
-        order = backward_order(loss, params, has_aux=has_aux)
-        options = {"plan": replace(self.plan, unrolled=True), "order": order, **options}
-        return lambda params: loss(with_mean_gradients(params, self.axis_name, **options))
+
+        def marked(params: Any) -> Callable[[Any], Any]:
+            if self.plan is None or self.overlap is None:
+                return loss
+            mark = partial(
+                with_mean_gradients,
+                axis_name=self.axis_name,
+                plan=replace(self.plan, unrolled=True),  # nothing runs beside a loop
+                bucket_bytes=self.overlap,
+                wire_dtype=wire_dtype,
+                order=backward_order(loss, params, has_aux=has_aux),
+            )
+            return lambda params: loss(mark(params))
+
+        return lambda params: jax.value_and_grad(marked(params), has_aux=has_aux)(params)
 
     # Around it --------------------------------------------------------------------------------
 
@@ -206,10 +218,15 @@ class Parallel:
     ) -> ShardedOptimizer | PlainOptimizer:
         """The optimizer, its state shared out among the chips, or whole at each where told.
 
-        JAX's own sums, and a single device, have it whole. On a plan gradients travel in
-        `wire_dtype`.
+        JAX's own sums, a single device and `overlap` have it whole. On a plan gradients travel in
+        `wire_dtype`; with `overlap` they have done so when they come here.
         """
-        if self.plan is None or self.use_psum or not sharded:
+        if self.plan is None or self.use_psum or self.overlap or not sharded:
             live = 1 if self.plan is None else len(self.plan.program.live)
-            return PlainOptimizer(transformation, partial(self.mean, wire_dtype=wire_dtype), live)
+            mean = partial(self.mean, wire_dtype=wire_dtype)
+            return PlainOptimizer(transformation, _as_is if self.overlap else mean, live)
         return ShardedOptimizer(transformation, self.plan, self.axis_name, wire_dtype, **options)
+
+
+def _as_is(means: Any) -> Any:
+    return means
