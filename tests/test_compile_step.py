@@ -5,11 +5,15 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import jax
 import pytest
 
 from examples.bert.compile_step import main as compile_bert
+from examples.bert.config import PRESETS as BERT_PRESETS
+from examples.bert.model import init as init_bert
+from examples.bert.steps import make_model as make_bert
 from examples.resnet50.compile_step import main as compile_resnet50
 from examples.resnet50.config import PRESETS
 from examples.resnet50.programs import make_programs
@@ -84,9 +88,12 @@ def test_permutations_travel_while_convolutions_are_computed():
 
 @needs_libtpu
 def test_sharded_lamb_takes_less_memory():
-    slice_ = ("v3:4x4", "--failed", "2x2@0,0", "--preset", "base", "--batch", "24")
+    slice_ = ("v3:4x4", "--failed", "2x2@0,0", "--preset", "tiny", "--batch", "48")
     shared, whole = (report_of("bert", *slice_, *more) for more in ((), ("--whole-optimizer",)))
     assert shared["num_devices"] == 24
-    # Two moments of 110 million weights in float32, at one device or over 24.
-    assert whole["argument_bytes"] - shared["argument_bytes"] > 0.9 * 8 * 110_106_428
-    assert shared["device_bytes"] < whole["device_bytes"] < 16e9
+    config = BERT_PRESETS["tiny"]
+    params = jax.eval_shape(partial(init_bert, make_bert(config), seed=0))
+    moments = 2 * 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    # Two moments of every weight at one device, or shared among those that own chunks.
+    assert whole["argument_bytes"] - shared["argument_bytes"] > 0.8 * moments
+    assert shared["device_bytes"] < whole["device_bytes"]

@@ -20,8 +20,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from examples.resnet50.stem import StemConv, gathered_max_pool, max_pool
+
 MEAN = (123.675, 116.28, 103.53)  # of ImageNet's red, green and blue, from 0 to 255
 STDDEV = (58.395, 57.12, 57.375)
+
+KERNEL_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 # Makes a norm layer from what nn.BatchNorm takes: use_running_average, momentum, epsilon, dtype,
 # scale_init and name. Group norms over neighbouring chips go in here.
@@ -64,13 +68,15 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """A stem, stages of bottlenecks that each halve the image and double the width, and a head.
 
-    The stem of large images divides their sides by 4; that of `small_images` leaves them.
+    The stem of large images divides their sides by 4; that of `small_images` leaves them. With
+    `blocked_stem` it is computed in the forms of `examples.resnet50.stem`, to the same result.
     """
 
     num_classes: int
     stage_sizes: Sequence[int] = (3, 4, 6, 3)
     width: int = 64
     small_images: bool = False
+    blocked_stem: bool = False
     dtype: Any = jnp.bfloat16
     norm: Norm = nn.BatchNorm
 
@@ -85,7 +91,7 @@ class ResNet(nn.Module):
             use_bias=False,
             padding=0,
             dtype=self.dtype,
-            kernel_init=nn.initializers.variance_scaling(2.0, "fan_out", "normal"),
+            kernel_init=KERNEL_INIT,
         )
         norm = partial(
             self.norm,
@@ -97,11 +103,13 @@ class ResNet(nn.Module):
         x = images.astype(self.dtype)
         if self.small_images:
             x = conv(self.width, (3, 3), padding=1, name="stem_conv")(x)
+        elif self.blocked_stem:
+            x = StemConv(self.width, KERNEL_INIT, self.dtype, name="stem_conv")(x)
         else:
             x = conv(self.width, (7, 7), (2, 2), padding=3, name="stem_conv")(x)
         x = nn.relu(norm(name="stem_norm")(x, **weights))
         if not self.small_images:
-            x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+            x = gathered_max_pool(x) if self.blocked_stem else max_pool(x)
         for stage, size in enumerate(self.stage_sizes):
             for block in range(size):
                 x = Bottleneck(

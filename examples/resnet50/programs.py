@@ -50,7 +50,11 @@ def make_programs(
         overlap=overlap,
     )
     shares = parallel.shares(config.batch)
-    model = make_model(config, parallel.groups(config.norm_group, config.batch))
+    model = make_model(
+        config,
+        parallel.groups(config.norm_group, config.batch),
+        blocked_stem=parallel.platform == "gpu",
+    )
     lr_schedule = poly_decay(
         config.base_lr,
         warmup_steps=config.warmup_steps,

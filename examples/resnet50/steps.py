@@ -24,13 +24,16 @@ class State(NamedTuple):
     optimizer: Any
 
 
-def make_model(config: Config, groups: Groups | None = None) -> ResNet:
-    """The network, with norms over groups of neighbouring chips."""
+def make_model(
+    config: Config, groups: Groups | None = None, *, blocked_stem: bool = False
+) -> ResNet:
+    """The network, with norms over groups of neighbouring chips; `ResNet` has the rest."""
     return ResNet(
         num_classes=config.num_classes,
         stage_sizes=config.stage_sizes,
         width=config.width,
         small_images=config.small_images,
+        blocked_stem=blocked_stem,
         dtype=config.dtype,
         norm=partial(GroupBatchNorm, groups=groups, axis_name=AXIS),
     )

@@ -92,6 +92,13 @@ class Parallel:
         return 1 if self.plan is None else self.plan.program.num_ranks
 
     @property
+    def platform(self) -> str:
+        """What the devices are: "cpu", "gpu" or "tpu"."""
+        if self.mesh is None:
+            return str(jax.default_backend())
+        return str(self.mesh.devices.flat[0].platform)
+
+    @property
     def sums_on(self) -> str:
         """What makes the sums, in words."""
         if self.plan is None:
