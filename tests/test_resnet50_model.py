@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from examples.resnet50.model import init, normalise, resnet50, tiny_resnet
+from examples.resnet50.stem import StemConv, gathered_max_pool, max_pool
 
 FILE = Path(__file__).parent / "data" / "resnet50_reference.npz"
 
@@ -93,6 +94,54 @@ def test_size():
     assert len(params) == 161
     assert sum(leaf.size for leaf in params) == 25_557_032
     assert {leaf.dtype for leaf in params} == {jnp.dtype("float32")}
+
+
+class TestBlockedStem:
+    """Other ways to the same numbers."""
+
+    def test_the_network_is_the_same(self):
+        # The stem keeps its parameter; the rest is one block, to compile quickly.
+        plain = resnet50(num_classes=5, stage_sizes=(1,), width=8, dtype=jnp.float64)
+        blocked = plain.clone(blocked_stem=True)
+        with jax.enable_x64(True):
+            assert shapes_of(blocked, 16) == shapes_of(plain, 16)
+            variables = init(plain, image_size=16, seed=0)
+            images = jnp.array(np.random.default_rng(0).normal(size=(2, 16, 16, 3)))
+
+            def gradient(model):
+                def loss(params):
+                    here = {**variables, "params": params}
+                    logits, _ = model.apply(here, images, train=True, mutable=["batch_stats"])
+                    return jnp.sum(logits**2)
+
+                return jax.jit(jax.grad(loss))(variables["params"])
+
+            want, got = gradient(plain), gradient(blocked)
+            for one, other in zip(*map(jax.tree.leaves, (want, got)), strict=True):
+                assert_near(other, one, max(np.linalg.norm(one), 1e-6))
+
+    @pytest.mark.parametrize("side", [8, 9])
+    def test_convolution(self, side):
+        with jax.enable_x64(True):
+            images = jnp.array(np.random.default_rng(1).normal(size=(2, side, side, 3)))
+            conv = nn.Conv(4, (7, 7), (2, 2), padding=3, use_bias=False, dtype=jnp.float64)
+            variables = conv.init(jax.random.key(0), images)
+            ours = StemConv(4, nn.initializers.normal(), jnp.float64)
+            assert_near(ours.apply(variables, images), conv.apply(variables, images))
+
+    @pytest.mark.parametrize("side", [8, 9])
+    def test_pool_with_ties(self, side):
+        """Whole numbers, of which a window has the greatest more than once."""
+        rng = np.random.default_rng(2)
+        x = rng.integers(-2, 3, (2, side, side, 3)).astype(np.float32)
+        half = -(-side // 2)
+        weights = rng.normal(size=(2, half, half, 3)).astype(np.float32)
+
+        def value_and_grad(pool):
+            return jax.jit(jax.value_and_grad(lambda x: jnp.sum(pool(x) * weights)))(x)
+
+        for want, got in zip(*map(value_and_grad, (max_pool, gathered_max_pool)), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
 @cache
