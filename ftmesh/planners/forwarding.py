@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -112,10 +113,11 @@ def _spread(
     A piece enters by the exit that is free first, and by another only where that saves more than
     `reluctance` rounds: exits are scarce, and what has entered can be passed on inside.
     """
-    busy: dict[Link, set[int]] = {}
+    busy: defaultdict[Link, set[int]] = defaultdict(set)
+    inside = {a: [b for b in topology.neighbours(a) if b in group.chips] for a in group.chips}
 
     def free(link: Link, start: int) -> int:
-        taken = busy.setdefault(link, set())
+        taken = busy[link]
         while start in taken:
             start += 1
         return start
@@ -138,8 +140,8 @@ def _spread(
             reached.add(here)
             busy[link].add(start)
             bookings.append(Booking(start, link, piece))
-            for there in topology.neighbours(here):
-                if there in group.chips and there not in reached:
+            for there in inside[here]:
+                if there not in reached:
                     onward = free((here, there), start + 1)
                     heapq.heappush(queue, (key + onward - start, onward, (here, there)))
     return bookings
