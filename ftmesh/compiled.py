@@ -46,6 +46,9 @@ _ENVIRONMENT = {
 # otherwise; v5p, v6e and 7x wait for one before they start the next; v4 and v5e need no telling.
 _ASYNC = {"xla_enable_async_collective_permute": "true"}
 _FOUR_AT_ONCE = {"xla_max_concurrent_async_collective_permutes": "4"}
+# What it takes to have them under way while something else is computed: the scheduler looks for the
+# longest chains of them, where otherwise it keeps to the order it began with.
+_OVERLAP = {"xla_tpu_use_aggressive_scheduling": "true"}
 _OPTIONS: dict[str, dict[str, str]] = {
     "v2": _ASYNC,
     "v3": _ASYNC,
@@ -78,11 +81,12 @@ class LibtpuMissingError(FtmeshError):
     """The TPU compiler is not installed."""
 
 
-def compiler_options(platform: str) -> dict[str, str]:
+def compiler_options(platform: str, *, overlap: bool = False) -> dict[str, str]:
     """What to compile a step with so that all permutations of a round travel at once.
 
     For the outermost jit: ``jax.jit(step, compiler_options=ftmesh.compiler_options("tpu v6e"))``.
     Takes ``jax.devices()[0].device_kind`` of a TPU as well. Empty where there is nothing to set.
+    With `overlap`, also so that the backward pass goes on beside the sums of its gradients.
 
     >>> compiler_options("tpu v6e")
     {'xla_max_concurrent_async_collective_permutes': '4'}
@@ -91,11 +95,12 @@ def compiler_options(platform: str) -> dict[str, str]:
     """
     words = re.split(r"[:-]", str(platform).lower())[0].replace(" ", "")
     name = words.removeprefix("tpu")
-    options = _OPTIONS.get(_ALSO_CALLED.get(name, name))
+    name = _ALSO_CALLED.get(name, name)
+    options = _OPTIONS.get(name)
     if options is None:
         known = ", ".join("tpu7x" if name == "7x" else name for name in _OPTIONS)
         raise ArgumentError(f"platform {platform!r} is not known: give one of {known}")
-    return dict(options)
+    return {**options, **(_OVERLAP if overlap and name not in ("cpu", "gpu") else {})}
 
 
 def has_libtpu() -> bool:

@@ -141,6 +141,9 @@ ASYNC = {"xla_enable_async_collective_permute": "true"}
 )  # fmt: skip
 def test_compiler_options(platform, options):
     assert ftmesh.compiler_options(platform) == options
+    extra = ftmesh.compiler_options(platform, overlap=True).items() - options.items()
+    is_tpu = platform not in ("cpu", "gpu", "cuda")
+    assert extra == ({("xla_tpu_use_aggressive_scheduling", "true")} if is_tpu else set())
 
 
 def test_an_unknown_platform_is_refused():

@@ -169,7 +169,8 @@ class Parallel:
         )
         device = self.mesh.devices.flat[0]
         options = compiler_options(
-            device.device_kind if device.platform == "tpu" else device.platform
+            device.device_kind if device.platform == "tpu" else device.platform,
+            overlap=self.overlap is not None,
         )
         return jax.jit(mapped, donate_argnums=donate_argnums, compiler_options=options or None)
 
