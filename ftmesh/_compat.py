@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax._src import config, core
+from jax._src.lax import lax as internal_lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -55,6 +56,11 @@ def _invariant(aval: Any, axis_name: AxisName) -> Any:
     if hasattr(aval, "mat"):
         return aval.update(manual_axis_type=aval.mat.update(varying=rest))
     return aval.update(vma=rest)
+
+
+def barrier(values: list[Any]) -> list[Any]:
+    """`lax.optimization_barrier`, but values may vary over different axes, and keep their types."""
+    return list(_barrier.bind(*values))
 
 
 def linear_collective(
@@ -114,3 +120,22 @@ def linear_collective(
     ad.deflinear2(primitive, transpose_rule)
     batching.fancy_primitive_batchers[primitive] = batch
     return primitive
+
+
+_barrier = Primitive("ftmesh_barrier")
+_barrier.multiple_results = True
+_barrier.def_abstract_eval(lambda *avals: list(avals))
+mlir.register_lowering(_barrier, internal_lax._optimization_barrier_lowering_rule)
+batching.primitive_batchers[_barrier] = lambda values, dims: (_barrier.bind(*values), dims)
+
+
+def _barrier_jvp(primals: Any, tangents: Any) -> Any:
+    return barrier(primals), barrier([ad.instantiate_zeros(tangent) for tangent in tangents])
+
+
+def _barrier_transpose(cotangents: Any, *_: Any) -> Any:
+    return barrier([ad.instantiate_zeros(cotangent) for cotangent in cotangents])
+
+
+ad.primitive_jvps[_barrier] = _barrier_jvp
+ad.primitive_transposes[_barrier] = _barrier_transpose

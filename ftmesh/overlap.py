@@ -5,6 +5,7 @@ Read from the compiled text, whose instructions are in the order in which they a
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ftmesh.compiled import Instruction, computations
@@ -12,7 +13,7 @@ from ftmesh.compiled import Instruction, computations
 
 @dataclass(frozen=True)
 class Overlap:
-    """Some permutations outside loops, and the convolutions between their starts and dones."""
+    """Some permutations outside loops, all convolutions, and which are under way at once."""
 
     permutations: int  # that are started and waited for apart
     beside_convolutions: int  # of these, with a convolution in between
@@ -32,11 +33,12 @@ def overlap(text: str, scope: str = "") -> Overlap:
 
     Looks at the permutations under the name `scope`, as `jax.named_scope` gives it, or at all.
     """
+    named = re.compile(rf"(?<!\w){re.escape(scope)}(?!\w)" if scope else "")
     known, entry = computations(text)
     under_way: dict[str, bool] = {}  # by name, and whether a convolution has been started since
     permutations = beside = convolutions = busy = 0
     for instruction in known[entry]:
-        if instruction.opcode == "collective-permute-start" and scope in instruction.source:
+        if instruction.opcode == "collective-permute-start" and named.search(instruction.source):
             under_way[instruction.name] = False
             permutations += 1
         elif instruction.opcode == "collective-permute-done":

@@ -59,7 +59,8 @@ def test_sharded_lamb_on_our_sums_has_the_losses_of_whole_lamb_on_psum(exact):
 
 def test_sums_in_the_backward_pass_change_little(exact):
     """Only the order of additions, and so the losses no more than on psum."""
-    other = losses("--wire-dtype", "float32", "--steps", "4", "--overlap", "100kB", "--unrolled")
+    overlap = ("--overlap", "--bucket", "100kB", "--unrolled")
+    other = losses("--wire-dtype", "float32", "--steps", "4", *overlap)
     np.testing.assert_allclose(list(other.values()), list(exact[0].losses.values())[:4], rtol=1e-4)
 
 

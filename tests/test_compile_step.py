@@ -80,7 +80,7 @@ def report_of(example, *argv):
 @needs_libtpu
 def test_permutations_travel_while_convolutions_are_computed():
     damaged = ("v6e:4x4", "--failed", "2x2@0,0", "--algorithm", "ring")
-    report = report_of("resnet50", *damaged, "--overlap", "12kB")
+    report = report_of("resnet50", *damaged, "--overlap", "--bucket", "12kB")
     assert report["num_devices"] == 12
     assert report["overlap"]["beside_convolutions"] > 0
     assert report["overlap"]["beside_permutations"] > 0

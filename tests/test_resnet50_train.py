@@ -68,16 +68,16 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(whole, tmp_path
 
 
 def test_sums_in_the_backward_pass_change_nothing(whole):
-    other = losses("--steps", "4", "--overlap", "10kB")
+    other = losses("--steps", "4", "--overlap", "--bucket", "10kB")
     np.testing.assert_allclose(list(other.values()), list(whole.values())[:4], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("--overlap", "0"), "0 bytes hold no gradients"),
-        (("--overlap", "big"), "'big' is not a size"),
-        (("--overlap", "--algorithm", "psum"), "on plans only"),
+        (("--overlap", "--bucket", "0"), "a bucket of 0 bytes holds no gradients"),
+        (("--overlap", "--bucket", "big"), "'big' is not a size"),
+        (("--overlap", "--algorithm", "psum"), "these are JAX's own"),
     ],
 )
 def test_buckets_that_cannot_be(argv, message):

@@ -122,8 +122,9 @@ def ancestors(text):
     return sorted(len(known) - 1 for name, known in waits.items() if name in known)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
-def test_buckets_take_turns(bucket_bytes):
+def test_buckets_take_turns(bucket_bytes, check_vma):
     """In the program that a compiler gets."""
     topology = cpu_grid("2x2")
     plan = ftmesh.plan(topology, "ring", unrolled=True)
@@ -132,7 +133,7 @@ def test_buckets_take_turns(bucket_bytes):
         mesh=plan.jax_mesh("data"),
         in_specs=(P(), P("data")),
         out_specs=P(),
-        check_vma=False,
+        check_vma=check_vma,
     )
     counts = ancestors(jax.jit(body).lower(PARAMS, examples(4)[0]).as_text())
     buckets = 4 if bucket_bytes == 1 else 1
@@ -196,6 +197,22 @@ class TestOrder:
     def test_an_order_has_every_leaf_once(self, plan):
         with pytest.raises(ArgumentError, match="each position from 0 to 5 once"):
             on_logical_ranks(implicit(plan, order=(0, 1, 2)), examples(12))
+
+    def test_the_first_bucket_to_be_complete_sums_first(self, plan):
+        """Of two kinds of leaves in turns, whose buckets fill up in turns."""
+        params = [jnp.ones(1 + i, jnp.float32 if i % 2 else jnp.bfloat16) for i in range(6)]
+        taken = []
+
+        def note(num_bytes):
+            taken.append(num_bytes)
+            return plan
+
+        def total(params, x):
+            marked = with_mean_gradients(params, "data", plan=note, bucket_bytes=1)
+            return sum(leaf.sum().astype(jnp.float32) for leaf in marked) * x.sum()
+
+        on_one_device(lambda x: jax.grad(total)(params, x))(examples(12))
+        assert taken == [24, 10, 16, 6, 8, 2]
 
 
 class TestPlansBySize:

@@ -20,6 +20,7 @@ from examples.bert.steps import (
     step_of_rank,
 )
 from ftmesh.topology import Topology
+from ftmesh.train.gradients import BUCKET_BYTES
 from ftmesh.train.lr_schedules import poly_decay
 from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
 from ftmesh.train.programs import Programs
@@ -31,7 +32,8 @@ def make_programs(
     *,
     algorithm: str = "auto",
     sharded: bool = True,
-    overlap: int | None = None,
+    overlap: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
     wire_dtype: Any = jnp.bfloat16,
     attention: Literal["xla", "cudnn"] = "xla",
     remat: bool = False,
@@ -41,7 +43,7 @@ def make_programs(
 
     The optimizer's state is `sharded` over them, unless gradients are summed during the backward
     pass, which goes on beside the sums only where layers are `unrolled`. Gradients travel as
-    `wire_dtype`. See `Parallel.on` for `algorithm` and `overlap`, and `Bert` for the rest.
+    `wire_dtype`. See `Parallel.on` for what has to do with sums, and `Bert` for the rest.
     """
     model = make_model(config, attention=attention, remat=remat, unrolled=unrolled)
     params = jax.eval_shape(partial(init, model, seed=0))
@@ -51,6 +53,7 @@ def make_programs(
         algorithm,
         payload_bytes=sum(leaf.size for leaf in jax.tree.leaves(params)) * wire_dtype.itemsize,
         overlap=overlap,
+        bucket_bytes=bucket_bytes,
     )
     shares = parallel.shares(config.batch)
     lr_schedule = poly_decay(

@@ -21,6 +21,7 @@ from examples.resnet50.steps import (
     step_of_rank,
 )
 from ftmesh.topology import Topology
+from ftmesh.train.gradients import BUCKET_BYTES
 from ftmesh.train.lr_schedules import poly_decay
 from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
 from ftmesh.train.programs import Programs
@@ -32,12 +33,13 @@ def make_programs(
     *,
     algorithm: str = "auto",
     sharded: bool = True,
-    overlap: int | None = None,
+    overlap: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Programs:
     """Everything that is compiled for a run on the live devices of `topology`.
 
     The optimizer's state is `sharded` over them, unless gradients are summed during the backward
-    pass. See `Parallel.on` for `algorithm` and `overlap`.
+    pass. See `Parallel.on` for what has to do with sums.
     """
     variables = jax.eval_shape(
         partial(init, make_model(config), image_size=config.image_size, seed=0)
@@ -48,6 +50,7 @@ def make_programs(
         algorithm,
         payload_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)),
         overlap=overlap,
+        bucket_bytes=bucket_bytes,
     )
     shares = parallel.shares(config.batch)
     model = make_model(

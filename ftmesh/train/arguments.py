@@ -66,23 +66,24 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     )
     parser.add_argument(
         "--overlap",
-        nargs="?",
-        const=f"{BUCKET_BYTES // 2**20}MiB",
+        action="store_true",
+        help="sum gradients during the backward pass; the optimizer's state is then whole",
+    )
+    parser.add_argument(
+        "--bucket",
         metavar="SIZE",
-        help="sum gradients during the backward pass, in buckets of SIZE (%(const)s); the "
-        "optimizer's state is then whole",
+        default=f"{BUCKET_BYTES // 2**20}MiB",
+        help="how much of them is summed at a time (%(default)s)",
     )
 
 
 def step_options(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `add_step` that every trainer's `make_programs` takes."""
-    overlap = None if args.overlap is None else parse_bytes(args.overlap)
-    if overlap == 0:
-        raise ArgumentError("--overlap takes the size of a bucket, and 0 bytes hold no gradients")
     return {
         "algorithm": args.algorithm,
         "sharded": not args.whole_optimizer,
-        "overlap": overlap,
+        "overlap": args.overlap,
+        "bucket_bytes": parse_bytes(args.bucket),
     }
 
 

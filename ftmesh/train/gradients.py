@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
@@ -31,7 +30,7 @@ from ftmesh.plan import Plan
 
 BUCKET_BYTES = 32 * 2**20  # large enough to fill the links, small enough to set out early
 
-SCOPE = "mean_gradients"  # the name under which sums appear in compiled programs
+SCOPE = "with_mean_gradients"  # the name under which its sums appear in compiled programs
 
 Plans = Plan | Mapping[int, Plan] | Callable[[int], Plan]
 
@@ -94,7 +93,8 @@ def with_mean_gradients(
     Under ``check_vma=True`` they are typed as the parameters given: replicated for replicated ones,
     and counted once. Buckets are filled in `order`: the positions of the leaves, the first to have
     a gradient first, as `backward_order` finds them. Where that is not given, the last leaf is
-    taken to come first. Not for forward-mode derivatives.
+    taken to come first. An unrolled plan lets the backward pass go on beside the sums; beside loops
+    nothing runs. Not for forward-mode derivatives.
     """
     leaves, tree = jax.tree.flatten(params)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
@@ -142,19 +142,21 @@ def backward_order(
 def _buckets(
     leaves: Sequence[Any], order: Sequence[int], bucket_bytes: int
 ) -> list[tuple[int, ...]]:
-    """Positions of leaves that travel together; of an empty leaf, none."""
+    """Positions of leaves that travel together, first those that are complete first.
+
+    An empty leaf is in none.
+    """
     arrays = [jnp.asarray(leaves[i]) for i in order]
     made = make_buckets(arrays, [array.dtype for array in arrays], bucket_bytes)
+    made.sort(key=lambda bucket: max(bucket.members))
     return [tuple(order[i] for i in bucket.members) for bucket in made]
 
 
 def _mean(bucket: list[Any], axis_name: Any, plans: Plans, options: dict[str, Any]) -> list[Any]:
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in map(jnp.asarray, bucket))
-    chosen = plan_for(plans, num_bytes)
-    with jax.named_scope(SCOPE):
-        means: list[Any] = collectives.pmean(
-            bucket, axis_name, plan=chosen, bucket_bytes=sys.maxsize, **options
-        )
+    means: list[Any] = collectives.pmean(
+        bucket, axis_name, plan=plan_for(plans, num_bytes), bucket_bytes=sys.maxsize, **options
+    )
     return means
 
 
@@ -169,9 +171,8 @@ def _means_in_turns(
     """The means of gradients, typed as `varied` or not, one bucket after the other.
 
     Buckets share the links, so one sum is over before the next begins. A compiler that may do all
-    at once was seen to put all of them behind the backward pass, each into the gaps of another.
-    Where types tell means from gradients, no barrier takes both, and turns are not kept. A leaf
-    that the loss does not depend on has no gradient, and is not summed.
+    at once was seen to put all of them behind the backward pass, each into the gaps of another. A
+    leaf that the loss does not depend on has no gradient, and is not summed.
     """
     means: dict[int, Any] = dict.fromkeys(grads)
     before: list[int] = []
@@ -180,11 +181,14 @@ def _means_in_turns(
         if not members:
             continue
         now = [grads[i] for i in members]
-        if before and _compat.varying_axes(now[0]) == _compat.varying_axes(means[before[0]]):
+        if before:
             # All that comes out must be used: nothing waits for an operand that is not.
-            now, turned = lax.optimization_barrier((now, [means[i] for i in before]))
-            means.update(zip(before, turned, strict=True))
-        for i, mean in zip(members, _mean(now, axis_name, plans, options), strict=True):
+            passed = _compat.barrier([*now, *(means[i] for i in before)])
+            now = passed[: len(now)]
+            means.update(zip(before, passed[len(now) :], strict=True))
+        with jax.named_scope(SCOPE):
+            found = _mean(now, axis_name, plans, options)
+        for i, mean in zip(members, found, strict=True):
             means[i] = _compat.as_varying(mean, axis_name) if varied[i] else mean
         before = members
     return means

@@ -23,12 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from ftmesh.compiled import compiler_options
-from ftmesh.errors import CollectiveError
+from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.plan import Plan, plan
 from ftmesh.testing import shard_map_on_one_device
 from ftmesh.topology import Topology
 from ftmesh.train.batches import Shares
 from ftmesh.train.gradients import (
+    BUCKET_BYTES,
     backward_order,
     mean_gradients,
     with_mean_gradients,
@@ -47,15 +48,23 @@ class Parallel:
     """A mesh of one axis, and a plan for sums along it.
 
     Without a plan there is a single rank. Without a mesh all ranks are emulated on one device. With
-    `use_psum` the plan only says which ranks there are, and sums are JAX's own. With `overlap`,
-    gradients are summed during the backward pass, in buckets of so many bytes.
+    `use_psum` the plan only says which ranks there are, and sums are JAX's own. With `overlap`
+    gradients are summed during the backward pass, in buckets of `bucket_bytes`.
     """
 
     mesh: Mesh | None
     axis_name: str = AXIS
     plan: Plan | None = None
     use_psum: bool = False
-    overlap: int | None = None
+    overlap: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        if self.overlap and (self.plan is None or self.use_psum):
+            why = "these are JAX's own" if self.use_psum else "a single device has nothing to sum"
+            raise CollectiveError(f"only sums on a plan overlap the backward pass; {why}")
+        if self.bucket_bytes < 1:
+            raise ArgumentError(f"a bucket of {self.bucket_bytes} bytes holds no gradients")
 
     @staticmethod
     def on(
@@ -65,26 +74,25 @@ class Parallel:
         payload_bytes: int = 100_000_000,
         axis_name: str = AXIS,
         with_idle: bool = False,
-        overlap: int | None = None,
+        overlap: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> Parallel:
         """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
 
-        With `overlap` the plan is for one bucket of gradients of so many bytes at a time. The ranks
-        of a topology without devices are emulated, all on one.
+        With `overlap` the plan is for one bucket of gradients at a time. The ranks of a topology
+        without devices are emulated, all on one.
         """
-        use_psum = algorithm == PSUM
-        if overlap and (use_psum or topology.num_live == 1):
-            raise CollectiveError("gradients are summed during the backward pass on plans only")
         if topology.num_live == 1:
-            return Parallel(topology.jax_mesh(axis_name), axis_name)
+            return Parallel(topology.jax_mesh(axis_name), axis_name, overlap=overlap)
+        use_psum = algorithm == PSUM
         made = plan(
             topology,
             "auto" if use_psum else algorithm,
-            payload_bytes=min(payload_bytes, overlap) if overlap else payload_bytes,
+            payload_bytes=max(1, min(payload_bytes, bucket_bytes)) if overlap else payload_bytes,
             with_idle=with_idle,
         )
         mesh = made.jax_mesh(axis_name) if topology.devices else None
-        return Parallel(mesh, axis_name, made, use_psum, overlap)
+        return Parallel(mesh, axis_name, made, use_psum, overlap, bucket_bytes)
 
     @property
     def num_ranks(self) -> int:
@@ -124,19 +132,20 @@ class Parallel:
     def value_and_grad(
         self, loss: Callable[[Any], Any], *, has_aux: bool = False, wire_dtype: Any = None
     ) -> Callable[[Any], Any]:
-        """As `jax.value_and_grad`, for the optimizer that `optimizer` makes.
+        """As `jax.value_and_grad`: the value of a rank, and gradients for `optimizer`'s update.
 
-        With `overlap` the gradients come out as means, which have travelled in `wire_dtype`.
+        With `overlap` those are means, which have travelled in `wire_dtype`; else they are the
+        rank's own, and the optimizer makes the means.
         """
 
         def marked(params: Any) -> Callable[[Any], Any]:
-            if self.plan is None or self.overlap is None:
+            if self.plan is None or not self.overlap:
                 return loss
             mark = partial(
                 with_mean_gradients,
                 axis_name=self.axis_name,
                 plan=replace(self.plan, unrolled=True),  # nothing runs beside a loop
-                bucket_bytes=self.overlap,
+                bucket_bytes=self.bucket_bytes,
                 wire_dtype=wire_dtype,
                 order=backward_order(loss, params, has_aux=has_aux),
             )
@@ -170,7 +179,7 @@ class Parallel:
         device = self.mesh.devices.flat[0]
         options = compiler_options(
             device.device_kind if device.platform == "tpu" else device.platform,
-            overlap=self.overlap is not None,
+            overlap=self.overlap,
         )
         return jax.jit(mapped, donate_argnums=donate_argnums, compiler_options=options or None)
 
@@ -227,7 +236,7 @@ class Parallel:
         """The optimizer, its state shared out among the chips, or whole at each where told.
 
         JAX's own sums, a single device and `overlap` have it whole. On a plan gradients travel in
-        `wire_dtype`; with `overlap` they have done so when they come here.
+        `wire_dtype`. With `overlap` they must come from `value_and_grad`, as means.
         """
         if self.plan is None or self.use_psum or self.overlap or not sharded:
             live = 1 if self.plan is None else len(self.plan.program.live)
