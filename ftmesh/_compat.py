@@ -125,6 +125,7 @@ def linear_collective(
 _barrier = Primitive("ftmesh_barrier")
 _barrier.multiple_results = True
 _barrier.def_abstract_eval(lambda *avals: list(avals))
+_barrier.def_impl(lambda *values: list(values))  # nothing is reordered outside a compiled program
 mlir.register_lowering(_barrier, internal_lax._optimization_barrier_lowering_rule)
 batching.primitive_batchers[_barrier] = lambda values, dims: (_barrier.bind(*values), dims)
 
