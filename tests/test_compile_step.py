@@ -82,8 +82,9 @@ def test_permutations_travel_while_convolutions_are_computed():
     damaged = ("v6e:4x4", "--failed", "2x2@0,0", "--algorithm", "ring")
     report = report_of("resnet50", *damaged, "--overlap", "--bucket", "12kB")
     assert report["num_devices"] == 12
-    assert report["overlap"]["beside_convolutions"] > 0
-    assert report["overlap"]["beside_permutations"] > 0
+    # Of 29 convolutions 19 are of the backward pass; without the option for it 6 have company.
+    assert report["overlap"]["beside_permutations"] > 12
+    assert report["overlap"]["beside_convolutions"] > 24
 
 
 @needs_libtpu
