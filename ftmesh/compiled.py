@@ -26,6 +26,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ftmesh import collectives
+from ftmesh.devices import platform_of
 from ftmesh.errors import ArgumentError, FtmeshError, TopologyError
 from ftmesh.notation import parse_shape
 from ftmesh.units import format_bytes
@@ -219,8 +220,7 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
         payload = jax.ShapeDtypeStruct((length,), dtype)
     payload_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(payload))
     mesh = plan.jax_mesh("data")
-    device = mesh.devices.flat[0]
-    platform = device.device_kind if device.platform == "tpu" else device.platform
+    platform = platform_of(mesh.devices.flat[0])
     options = compiler_options(platform)
 
     def compiled(run: Any, options: dict[str, str]) -> tuple[Any, str]:

@@ -60,6 +60,11 @@ def read_layout(devices: Iterable[Any], shape: Coord | None) -> Layout:
     return _by_coords(devices, shape)
 
 
+def platform_of(device: Any) -> str:
+    """What a device is: ``"cpu"``, ``"gpu"``, or its kind of TPU, such as ``"TPU v6 lite"``."""
+    return str(device.device_kind if device.platform == "tpu" else device.platform)
+
+
 def near_square(count: int) -> Coord:
     """The factor pair of `count` that is nearest to a square, the smaller first."""
     low = max(n for n in range(1, math.isqrt(count) + 1) if count % n == 0)

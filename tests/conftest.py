@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=64"
 import jax
 import pytest
 from hypothesis import settings
+from on_devices import planned
 
 settings.register_profile("ftmesh", deadline=None, derandomize=True)
 settings.load_profile("ftmesh")
@@ -19,6 +20,12 @@ settings.load_profile("ftmesh")
 @pytest.fixture(autouse=True)
 def no_failures_from_environment(monkeypatch):
     monkeypatch.delenv("FTMESH_FAILED", raising=False)
+
+
+@pytest.fixture
+def twelve():
+    """A plan for so many devices around a hole at the corner; some chips own nothing."""
+    return planned("row_pair", "4x4", "2x2@0,0")
 
 
 @pytest.fixture(scope="module")

@@ -146,11 +146,13 @@ def run_python(code, **variables):
 def test_real_cpu_devices():
     found = run_python(
         "import jax, json, ftmesh\n"
+        "from ftmesh.devices import platform_of\n"
         "topo = ftmesh.Topology.from_devices(jax.devices(), shape='4x4', failed='2x2@1,1')\n"
-        "print(json.dumps([topo.num_live, [d.id for d in topo.devices]]))",
+        "platform = platform_of(topo.devices[0])\n"
+        "print(json.dumps([platform, topo.num_live, [d.id for d in topo.devices]]))",
         XLA_FLAGS="--xla_force_host_platform_device_count=16",
     )
-    assert found == [12, [0, 1, 2, 3, 4, 7, 8, 11, 12, 13, 14, 15]]
+    assert found == ["cpu", 12, [0, 1, 2, 3, 4, 7, 8, 11, 12, 13, 14, 15]]
 
 
 @pytest.mark.skipif(
@@ -160,12 +162,14 @@ def test_real_cpu_devices():
 def test_real_tpu_topologies():
     found = run_python(
         "import json, ftmesh\n"
+        "from ftmesh.devices import platform_of\n"
         "from jax.experimental import topologies\n"
         "out = {}\n"
         "for name in ('v3:16x32', 'v6e:16x16', 'v4:4x4x4'):\n"
         "    devices = topologies.get_topology_desc(platform='tpu', topology_name=name).devices\n"
         "    topo = ftmesh.Topology.from_devices(devices)\n"
-        "    out[name] = [topo.name, topo.devices_per_chip, len(topo.devices), len(topo.failed)]\n"
+        "    cores = topo.devices_per_chip\n"
+        "    out[name] = [platform_of(devices[0]), topo.name, cores, len(devices), topo.num_live]\n"
         "print(json.dumps(out))",
         TPU_SKIP_MDS_QUERY="1",
         TPU_ACCELERATOR_TYPE="v5litepod-4",
@@ -173,7 +177,7 @@ def test_real_tpu_topologies():
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     )
     assert found == {
-        "v3:16x32": ["16x32", 2, 1024, 0],
-        "v6e:16x16": ["16x16", 1, 256, 0],
-        "v4:4x4x4": ["4x4x4", 2, 128, 0],
+        "v3:16x32": ["TPU v3", "16x32", 2, 1024, 512],
+        "v6e:16x16": ["TPU v6 lite", "16x16", 1, 256, 256],
+        "v4:4x4x4": ["TPU v4", "4x4x4", 2, 128, 64],
     }

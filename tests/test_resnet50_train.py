@@ -67,8 +67,9 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(whole, tmp_path
     np.testing.assert_allclose(list(found.values()), list(whole.values()), rtol=1e-5)
 
 
-def test_sums_in_the_backward_pass_change_nothing(whole):
-    other = losses("--steps", "4", "--overlap", "--bucket", "10kB")
+@pytest.mark.parametrize("optimizer", [(), ("--whole-optimizer",)])
+def test_sums_in_the_backward_pass_change_nothing(whole, optimizer):
+    other = losses("--steps", "4", "--overlap", "--bucket", "10kB", *optimizer)
     np.testing.assert_allclose(list(other.values()), list(whole.values())[:4], rtol=1e-5)
 
 

@@ -13,6 +13,8 @@ import ftmesh
 from ftmesh import ArgumentError
 from ftmesh.testing import cpu_grid, on_one_device
 from ftmesh.train import backward_order, mean_gradients, plan_for, with_mean_gradients
+from ftmesh.train.gradients import with_mean_shards
+from ftmesh.train.shards import Shards
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -57,6 +59,18 @@ def implicit(plan, **options):
         return loss(with_mean_gradients(params, "data", plan=plan, **options), x)
 
     return jax.grad(marked)
+
+
+def implicit_shards(plan, **options):
+    """A rank's shards of that gradient."""
+    shards = Shards(plan, "data", **options)
+
+    def grad(params, x):
+        slots = jax.tree.map(shards.empty, params)
+        marked = lambda slots: loss(with_mean_shards(params, slots, shards=shards), x)  # noqa: E731
+        return jax.grad(marked)(slots)
+
+    return grad
 
 
 def on_devices(plan, run, x, *, check_vma):
@@ -124,21 +138,25 @@ def ancestors(text):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
-def test_buckets_take_turns(bucket_bytes, check_vma):
+@pytest.mark.parametrize(("reduced", "out"), [(implicit, P()), (implicit_shards, P("data"))])
+def test_buckets_take_turns(reduced, out, bucket_bytes, check_vma):
     """In the program that a compiler gets."""
     topology = cpu_grid("2x2")
     plan = ftmesh.plan(topology, "ring", unrolled=True)
+    run = reduced(plan, bucket_bytes=bucket_bytes)
     body = jax.shard_map(
-        implicit(plan, bucket_bytes=bucket_bytes),
+        lambda params, x: jax.tree.map(jnp.atleast_1d, run(params, x)),
         mesh=plan.jax_mesh("data"),
         in_specs=(P(), P("data")),
-        out_specs=P(),
+        out_specs=out,
         check_vma=check_vma,
     )
     counts = ancestors(jax.jit(body).lower(PARAMS, examples(4)[0]).as_text())
     buckets = 4 if bucket_bytes == 1 else 1
     each = len(counts) // buckets
-    assert each == 2 * plan.schedule.num_rounds  # both ways round
+    schedule = plan.schedule
+    rounds = schedule.num_rounds if out == P() else schedule.rounds_in_reduce_scatter
+    assert each == 2 * rounds  # both ways round
     assert [count // each for count in counts] == [at // each for at in range(len(counts))]
 
 
@@ -169,6 +187,15 @@ def test_remat_and_scan(plan):
         return jax.grad(total)(params)
 
     assert_gradient(on_logical_ranks(run, x), x)
+
+
+def test_shards_of_the_mean(plan):
+    x = examples(12)
+    whole, own = expected(x), Shards(plan, "data").own
+    run = implicit_shards(plan, bucket_bytes=200)
+    got, want = on_one_device(lambda x: (run(PARAMS, x), jax.tree.map(own, whole)))(x)
+    for name in PARAMS:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_bf16_on_the_wire(plan):

@@ -223,6 +223,64 @@ def test_sums_and_what_is_summed_already(small):
         one_step(optimizer, 12, reduce="max")
 
 
+def linear(grads):
+    """A loss that has these gradients."""
+    return lambda params: sum(
+        jnp.vdot(g, p) for g, p in zip(*map(jax.tree.leaves, (grads, params)), strict=True)
+    )
+
+
+class TestOverlap:
+    """With sums in the backward pass."""
+
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_it_learns_the_same(self, uneven, name):
+        optimizer = ShardedOptimizer(
+            OPTIMIZERS[name], uneven, "data", overlap=True, bucket_bytes=3000
+        )
+
+        def run(*every):
+            params, state = PARAMS, optimizer.init(PARAMS)
+            for grads in every:
+                _, shards = optimizer.value_and_grad(linear(grads))(params)
+                params, state = optimizer.update(shards, state, params)
+            return params
+
+        params = on_one_device(run)(*(gradients(PARAMS, 12, step) for step in range(STEPS)))
+        assert_close(at(4, params), unsharded(OPTIMIZERS[name], PARAMS, 12)[0])
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_on_devices(self, uneven, check_vma):
+        optimizer = ShardedOptimizer(OPTIMIZERS["lars"], uneven, "data", overlap=True)
+        specs = optimizer.specs(FEW)
+
+        def step(grads, state, params):
+            loss = linear(jax.tree.map(lambda g: g[0], grads))
+            (value, half), shards = optimizer.value_and_grad(
+                lambda params: (loss(params), loss(params) / 2), has_aux=True
+            )(params)
+            params, state = optimizer.update(shards, state, params)
+            return params, state, (value - 2 * half)[None]
+
+        step = jax.shard_map(
+            step,
+            mesh=uneven.jax_mesh("data"),
+            in_specs=(P("data"), specs, P()),
+            out_specs=(P(), specs, P("data")),
+            check_vma=check_vma,
+        )
+        params, _, nothing = jax.jit(step)(gradients(FEW, 12, 0), optimizer.init(FEW), FEW)
+        assert_close(params, unsharded(OPTIMIZERS["lars"], FEW, 12, steps=1)[0])
+        assert (nothing == 0).all()
+
+    def test_other_gradients_need_a_word(self, small):
+        optimizer = ShardedOptimizer(optax.sgd(0.1), small, "data", overlap=True)
+        with pytest.raises(ArgumentError, match="must come from value_and_grad of the same"):
+            one_step(optimizer, 12)
+        want = one_step(ShardedOptimizer(optax.sgd(0.1), small, "data"), 12)
+        assert_close(one_step(optimizer, 12, reduce="mean"), want)
+
+
 def test_two_devices_per_chip():
     failed = frozenset({(0, 0), (1, 0), (0, 1), (1, 1)})
     topology = Topology((4, 4), (False, False), failed, devices_per_chip=2)

@@ -41,9 +41,9 @@ def make_programs(
 ) -> Programs:
     """Everything that is compiled for a run on the live devices of `topology`.
 
-    The optimizer's state is `sharded` over them, unless gradients are summed during the backward
-    pass, which goes on beside the sums only where layers are `unrolled`. Gradients travel as
-    `wire_dtype`. See `Parallel.on` for what has to do with sums, and `Bert` for the rest.
+    The optimizer's state is `sharded` over them. Gradients travel as `wire_dtype`; beside sums that
+    `overlap` the backward pass, that goes on only where layers are `unrolled`. See `Parallel.on`
+    for what has to do with sums, and `Bert` for the rest.
     """
     model = make_model(config, attention=attention, remat=remat, unrolled=unrolled)
     params = jax.eval_shape(partial(init, model, seed=0))
@@ -99,7 +99,7 @@ def make_programs(
         lr_schedule=lr_schedule,
         first=first,
         step=parallel.jit(
-            partial(step_of_rank, model, parallel, shares, optimizer, wire_dtype),
+            partial(step_of_rank, model, parallel, shares, optimizer),
             in_specs=(specs, rows),
             out_specs=(specs, WHOLE),
             donate_argnums=(0,),

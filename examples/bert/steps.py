@@ -61,7 +61,6 @@ def step_of_rank(
     parallel: Parallel,
     shares: Shares,
     optimizer: Any,
-    wire_dtype: Any,
     state: State,
     batch: Batch,
 ) -> tuple[State, jax.Array]:
@@ -78,7 +77,7 @@ def step_of_rank(
         words, sentences = weighted_sum(words, masked), weighted_sum(sentences, whole)
         return len(shares.live) * (words / num_masked + sentences / num_sequences)
 
-    loss, grads = parallel.value_and_grad(loss_of, wire_dtype=wire_dtype)(state.params)
+    loss, grads = optimizer.value_and_grad(loss_of)(state.params)
     params, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     return State(params, optimizer_state), parallel.mean(loss)
 

@@ -38,8 +38,7 @@ def make_programs(
 ) -> Programs:
     """Everything that is compiled for a run on the live devices of `topology`.
 
-    The optimizer's state is `sharded` over them, unless gradients are summed during the backward
-    pass. See `Parallel.on` for what has to do with sums.
+    The optimizer's state is `sharded` over them. See `Parallel.on` for what has to do with sums.
     """
     variables = jax.eval_shape(
         partial(init, make_model(config), image_size=config.image_size, seed=0)

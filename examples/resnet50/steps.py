@@ -76,7 +76,7 @@ def step_of_rank(
         losses = optax.softmax_cross_entropy(logits, smooth)
         return shares.part_of_mean(losses, weights), changed["batch_stats"]
 
-    (loss, stats), grads = parallel.value_and_grad(loss_of, has_aux=True)(state.params)
+    (loss, stats), grads = optimizer.value_and_grad(loss_of, has_aux=True)(state.params)
     params, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
     return State(params, in_rows(stats, 1), optimizer_state), parallel.mean(loss)
 

@@ -67,7 +67,7 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     parser.add_argument(
         "--overlap",
         action="store_true",
-        help="sum gradients during the backward pass; the optimizer's state is then whole",
+        help="sum gradients during the backward pass",
     )
     parser.add_argument(
         "--bucket",

@@ -71,8 +71,8 @@ class StepReport:
 
 def compile_step(programs: Programs) -> StepReport:
     """Compile the step of a trainer, and say what came out."""
-    mesh = programs.parallel.mesh
-    if mesh is None:
+    parallel = programs.parallel
+    if parallel.mesh is None:
         raise ArgumentError("to compile for a mesh takes its devices; these ranks are emulated")
     lowered = programs.step.lower(*programs.inputs)
     start = time.perf_counter()
@@ -81,11 +81,11 @@ def compile_step(programs: Programs) -> StepReport:
     except jax.errors.JaxRuntimeError as error:
         raise RefusedError(f"the compiler says: {' '.join(str(error).split())[:600]}") from error
     seconds = time.perf_counter() - start
-    memory, device = compiled.memory_analysis(), mesh.devices.flat[0]
+    memory = compiled.memory_analysis()
     return StepReport(
-        platform=device.device_kind if device.platform == "tpu" else device.platform,
-        num_devices=programs.parallel.num_ranks,
-        sums_on=programs.parallel.sums_on,
+        platform=parallel.platform,
+        num_devices=parallel.num_ranks,
+        sums_on=parallel.sums_on,
         batch=programs.shares.global_batch,
         compile_seconds=seconds,
         program_bytes=memory.generated_code_size_in_bytes,

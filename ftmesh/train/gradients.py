@@ -8,13 +8,14 @@ sums what a backward pass has left, as `plan.pmean` does. The same in the backwa
 
 Parameters pass through unchanged, and what comes back for them is the mean. The sum of a bucket of
 gradients waits for those and for the sum before it, and nothing in the backward pass waits for it:
-it may run beside that of earlier layers.
+it may run beside that of earlier layers. `with_mean_shards` leaves a rank its shards of the means.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,10 +28,11 @@ from ftmesh import _compat, collectives
 from ftmesh.errors import ArgumentError
 from ftmesh.packing import make_buckets
 from ftmesh.plan import Plan
+from ftmesh.train.shards import Shards
 
 BUCKET_BYTES = 32 * 2**20  # large enough to fill the links, small enough to set out early
 
-SCOPE = "with_mean_gradients"  # the name under which its sums appear in compiled programs
+SCOPE = "sums_in_the_backward_pass"  # how they are called in compiled programs
 
 Plans = Plan | Mapping[int, Plan] | Callable[[int], Plan]
 
@@ -96,32 +98,28 @@ def with_mean_gradients(
     taken to come first. An unrolled plan lets the backward pass go on beside the sums; beside loops
     nothing runs. Not for forward-mode derivatives.
     """
-    leaves, tree = jax.tree.flatten(params)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    order = range(len(leaves))[::-1] if order is None else order
-    if sorted(order) != list(range(len(leaves))):
-        raise ArgumentError(
-            f"order must have each position from 0 to {len(leaves) - 1} once, one for each leaf of "
-            f"the parameters; it is {list(order)}"
-        )
-    buckets = _buckets(leaves, order, bucket_bytes)
-    filled = {i: leaves[i] for members in buckets for i in members}
-    varied = {i: axis_name in _compat.varying_axes(leaf) for i, leaf in filled.items()}
     options = {"wire_dtype": wire_dtype, "accumulate_dtype": accumulate_dtype}
 
-    def identity(leaves: dict[int, Any]) -> dict[int, Any]:
-        return {i: _compat.as_varying(leaf, axis_name) for i, leaf in leaves.items()}
+    def means(bucket: list[Any]) -> list[Any]:
+        return _mean(bucket, axis_name, plan, options)
 
-    def forward(leaves: dict[int, Any]) -> tuple[dict[int, Any], None]:
-        return identity({i: leaf.value for i, leaf in leaves.items()}), None
+    return _reduced_on_the_way(params, params, means, axis_name, bucket_bytes, order)
 
-    def backward(_: None, grads: dict[int, Any]) -> tuple[dict[int, Any]]:
-        return (_means_in_turns(grads, buckets, varied, axis_name, plan, options),)
 
-    marked = jax.custom_vjp(identity)
-    marked.defvjp(forward, backward, symbolic_zeros=True)
-    passed = marked(filled)
-    return tree.unflatten([passed.get(i, leaf) for i, leaf in enumerate(leaves)])
+def with_mean_shards(
+    params: Any, slots: Any, *, shards: Shards, order: Sequence[int] | None = None
+) -> Any:
+    """`params` as they are, but what comes back for them goes to `slots`, as a rank's shards.
+
+    To be differentiated with respect to `slots`, arrays of the shapes of shards, whose values do
+    not matter: their gradients are the shards of the means over all ranks. So only the first half
+    of an all-reduce is in the backward pass, and nothing whole comes out of it. `order` is as for
+    `with_mean_gradients`.
+    """
+    whole = replace(shards, bucket_bytes=sys.maxsize)  # a bucket is not parted again
+    return _reduced_on_the_way(
+        params, slots, whole.scatter_mean, shards.axis_name, shards.bucket_bytes, order
+    )
 
 
 def backward_order(
@@ -160,21 +158,59 @@ def _mean(bucket: list[Any], axis_name: Any, plans: Plans, options: dict[str, An
     return means
 
 
-def _means_in_turns(
+def _reduced_on_the_way(
+    params: Any,
+    takers: Any,
+    reduce: Callable[[list[Any]], list[Any]],
+    axis_name: Any,
+    bucket_bytes: int,
+    order: Sequence[int] | None,
+) -> Any:
+    """`params` as they are; `takers` get as gradients what `reduce` makes of a bucket of theirs."""
+    leaves, tree = jax.tree.flatten(params)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    order = range(len(leaves))[::-1] if order is None else order
+    if sorted(order) != list(range(len(leaves))):
+        raise ArgumentError(
+            f"order must have each position from 0 to {len(leaves) - 1} once, one for each leaf of "
+            f"the parameters; it is {list(order)}"
+        )
+    buckets = _buckets(leaves, order, bucket_bytes)
+    taking = dict(enumerate(map(jnp.asarray, tree.flatten_up_to(takers))))
+    filled = [i for members in buckets for i in members]
+    given, taken = {i: leaves[i] for i in filled}, {i: taking[i] for i in filled}
+    varied = {i for i in filled if axis_name in _compat.varying_axes(taken[i])}
+
+    def identity(given: dict[int, Any], _: dict[int, Any]) -> dict[int, Any]:
+        return {i: _compat.as_varying(leaf, axis_name) for i, leaf in given.items()}
+
+    def forward(given: dict[int, Any], taken: dict[int, Any]) -> tuple[dict[int, Any], None]:
+        return identity({i: leaf.value for i, leaf in given.items()}, taken), None
+
+    def backward(_: None, grads: dict[int, Any]) -> tuple[None, dict[int, Any]]:
+        found = _in_turns(grads, buckets, reduce)
+        for i in varied & found.keys():
+            found[i] = _compat.as_varying(found[i], axis_name)
+        return None, {i: found.get(i) for i in grads}
+
+    marked = jax.custom_vjp(identity)
+    marked.defvjp(forward, backward, symbolic_zeros=True)
+    passed = marked(given, taken)
+    return tree.unflatten([passed.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+
+def _in_turns(
     grads: dict[int, Any],
     buckets: list[tuple[int, ...]],
-    varied: dict[int, bool],
-    axis_name: Any,
-    plans: Plans,
-    options: dict[str, Any],
+    reduce: Callable[[list[Any]], list[Any]],
 ) -> dict[int, Any]:
-    """The means of gradients, typed as `varied` or not, one bucket after the other.
+    """What `reduce` makes of the gradients of each bucket, one bucket after the other.
 
     Buckets share the links, so one sum is over before the next begins. A compiler that may do all
     at once was seen to put all of them behind the backward pass, each into the gaps of another. A
-    leaf that the loss does not depend on has no gradient, and is not summed.
+    leaf that the loss does not depend on has no gradient, and is left out.
     """
-    means: dict[int, Any] = dict.fromkeys(grads)
+    found: dict[int, Any] = {}
     before: list[int] = []
     for bucket in buckets:
         members = [i for i in bucket if not isinstance(grads[i], SymbolicZero)]
@@ -183,12 +219,10 @@ def _means_in_turns(
         now = [grads[i] for i in members]
         if before:
             # All that comes out must be used: nothing waits for an operand that is not.
-            passed = _compat.barrier([*now, *(means[i] for i in before)])
+            passed = _compat.barrier([*now, *(found[i] for i in before)])
             now = passed[: len(now)]
-            means.update(zip(before, passed[len(now) :], strict=True))
+            found.update(zip(before, passed[len(now) :], strict=True))
         with jax.named_scope(SCOPE):
-            found = _mean(now, axis_name, plans, options)
-        for i, mean in zip(members, found, strict=True):
-            means[i] = _compat.as_varying(mean, axis_name) if varied[i] else mean
+            found.update(zip(members, reduce(now), strict=True))
         before = members
-    return means
+    return found

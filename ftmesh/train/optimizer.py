@@ -11,13 +11,18 @@ An update stands between the two halves of an all-reduce: gradients are summed t
 chunks, each owner updates its shard of the weights, and the new weights go to everyone, chips off
 the main rings too. As much travels as in a plain all-reduce, and of the state a device keeps its
 shard: about one part in as many as there are owners. `shards` tells of those that own nothing.
+
+With ``overlap=True`` the first half is in the backward pass itself, if that is the optimizer's:
+
+        loss, shards = optimizer.value_and_grad(lambda params: loss(params, batch))(params)
+        return optimizer.update(shards, state, params)
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -30,6 +35,7 @@ from ftmesh import _compat, collectives
 from ftmesh.errors import ArgumentError
 from ftmesh.plan import Plan
 from ftmesh.train.elementwise import NotElementwiseError, require_elementwise
+from ftmesh.train.gradients import backward_order, with_mean_shards
 from ftmesh.train.layerwise import squares
 from ftmesh.train.shards import Shards
 
@@ -50,8 +56,9 @@ class ShardedOptimizer:
     The transformation must treat every element alike, or take its norms from `ftmesh.train`'s
     `lars`, `lamb` and `clip_by_global_norm`; any other is refused.
 
-    Gradients travel in `wire_dtype`, in buckets of up to `bucket_bytes`. The sum of norms, a few
-    numbers, is made on `norm_plan` where a quicker one than `plan` is given.
+    Gradients travel in `wire_dtype`, in buckets of up to `bucket_bytes`; with `overlap` each sets
+    out during the backward pass that `value_and_grad` makes. The sum of norms, a few numbers, is
+    made on `norm_plan` where a quicker one than `plan` is given.
     """
 
     transformation: optax.GradientTransformation
@@ -60,6 +67,7 @@ class ShardedOptimizer:
     wire_dtype: Any = None
     bucket_bytes: int = collectives.BUCKET_BYTES
     norm_plan: Plan | None = None
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         _ = self._shards  # refuses a plan without owners
@@ -73,35 +81,54 @@ class ShardedOptimizer:
         self._check(self.transformation.init, (params,), (True,))
         return self._marked(self.transformation.init(jax.tree.map(self._shards.own, params)))
 
+    def value_and_grad(self, loss: Callable[[Any], Any], *, has_aux: bool = False) -> Any:
+        """As `jax.value_and_grad`: the value of a rank, and gradients for `update`.
+
+        With `overlap` those are the rank's shards of the means; else they are the rank's own.
+        """
+        if not self.overlap:
+            return jax.value_and_grad(loss, has_aux=has_aux)
+        # Nothing runs beside a loop.
+        shards = replace(self._shards, plan=replace(self.plan, unrolled=True))
+
+        def run(params: Any) -> Any:
+            order = backward_order(loss, params, has_aux=has_aux)
+
+            def of_slots(slots: Any) -> Any:
+                return loss(with_mean_shards(params, slots, shards=shards, order=order))
+
+            slots = jax.tree.map(shards.empty, params)
+            return jax.value_and_grad(of_slots, has_aux=has_aux)(slots)
+
+        return run
+
     def update(
         self,
         grads: Any,
         state: ShardedState,
         params: Any,
         *,
-        reduce: Literal["mean", "sum", "none"] = "mean",
+        reduce: Literal["mean", "sum", "none"] | None = None,
         **extra: Any,
     ) -> tuple[Any, ShardedState]:
-        """The new parameters and the new state, from the gradients of every rank.
+        """The new parameters and the new state, from the gradients that `value_and_grad` makes.
 
-        `reduce` says what is made of them: their mean over all ranks, or their sum; with "none"
-        they are the same at all ranks already, as `with_mean_gradients` leaves them. `extra` goes
-        to the transformation.
+        Those of any other origin come with `reduce`, which says what is made of them: their mean
+        over all ranks, or their sum; with "none" they are the same at all ranks already, as
+        `with_mean_gradients` leaves them. Without `overlap` it is "mean". `extra` goes to the
+        transformation.
         """
-        if reduce not in ("mean", "sum", "none"):
-            raise ArgumentError(f"reduce is 'mean', 'sum' or 'none', not {reduce!r}")
-        if jax.tree.map(jnp.shape, grads) != jax.tree.map(jnp.shape, params):
-            raise ArgumentError("gradients must have the structure and shapes of the parameters")
+        shards_of_grads = self._reduced(grads, params, reduce)
         shapes = {path: leaf.shape for path, leaf in _with_paths(params)}
         transform = optax.with_extra_args_support(self.transformation).update
         self._check(
             partial(transform, norms=_no_norms, **extra),
-            (grads, self._whole_state(params), params),
+            (_with_dtypes(params, grads), self._whole_state(params), params),
             (True, self._is_sharded(params), True),
         )
         shards = jax.tree.map(self._shards.own, params)
         updates, inner = transform(
-            self._reduced(grads, reduce),
+            shards_of_grads,
             self._inner(state),
             shards,
             norms=self._norms(shapes),
@@ -210,13 +237,27 @@ class ShardedOptimizer:
                 )
         return sharded
 
-    def _reduced(self, grads: Any, reduce: str) -> Any:
+    def _reduced(self, grads: Any, params: Any, reduce: str | None) -> Any:
         """The shards that a rank owns of what is made of the gradients."""
+        shards = self._shards
+        if reduce is None and self.overlap:
+            if _shapes(grads) != jax.tree.map(lambda p: shards.shape(jnp.shape(p)), params):
+                raise ArgumentError(
+                    "with overlap, gradients must come from value_and_grad of the same optimizer, "
+                    "or with reduce='mean' where they are the rank's own"
+                )
+            return grads
+        if _shapes(grads) != _shapes(params):
+            raise ArgumentError("gradients must have the structure and shapes of the parameters")
         leaves, tree = jax.tree.flatten(grads)
-        if reduce == "none":
-            return tree.unflatten([self._shards.own(leaf) for leaf in leaves])
-        scale = len(self.plan.program.live) if reduce == "mean" else 1
-        return tree.unflatten([leaf / scale for leaf in self._shards.scatter_sum(leaves)])
+        match reduce:
+            case "mean" | None:
+                return tree.unflatten(shards.scatter_mean(leaves))
+            case "sum":
+                return tree.unflatten(shards.scatter_sum(leaves))
+            case "none":
+                return tree.unflatten([shards.own(leaf) for leaf in leaves])
+        raise ArgumentError(f"reduce is 'mean', 'sum' or 'none', not {reduce!r}")
 
     def _norms(self, shapes: dict[Any, Any]) -> Callable[..., tuple[Any, ...]]:
         """As `squared_norms`, of tensors whose shards are given, in one sum over all ranks."""
@@ -248,6 +289,17 @@ class ShardedOptimizer:
 
 def _types(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(jnp.shape, tree)
+
+
+def _with_dtypes(tree: Any, other: Any) -> Any:
+    """The types of `tree`, with the dtypes of `other`."""
+    return jax.tree.map(
+        lambda x, y: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(y)), tree, other
+    )
 
 
 def _with_paths(tree: Any) -> list[tuple[Any, Any]]:

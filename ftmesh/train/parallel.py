@@ -23,17 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from ftmesh.compiled import compiler_options
+from ftmesh.devices import platform_of
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.plan import Plan, plan
 from ftmesh.testing import shard_map_on_one_device
 from ftmesh.topology import Topology
 from ftmesh.train.batches import Shares
-from ftmesh.train.gradients import (
-    BUCKET_BYTES,
-    backward_order,
-    mean_gradients,
-    with_mean_gradients,
-)
+from ftmesh.train.gradients import BUCKET_BYTES, mean_gradients, with_mean_gradients
 from ftmesh.train.groups import Groups
 from ftmesh.train.optimizer import ShardedOptimizer
 from ftmesh.train.plain import PlainOptimizer
@@ -101,10 +97,8 @@ class Parallel:
 
     @property
     def platform(self) -> str:
-        """What the devices are: "cpu", "gpu" or "tpu"."""
-        if self.mesh is None:
-            return str(jax.default_backend())
-        return str(self.mesh.devices.flat[0].platform)
+        """What the devices are: "cpu", "gpu" or a kind of TPU."""
+        return platform_of(self.mesh.devices.flat[0] if self.mesh else jax.devices()[0])
 
     @property
     def sums_on(self) -> str:
@@ -129,30 +123,6 @@ class Parallel:
             return lax.psum(tree, self.axis_name)
         return self.plan.psum(tree, self.axis_name)
 
-    def value_and_grad(
-        self, loss: Callable[[Any], Any], *, has_aux: bool = False, wire_dtype: Any = None
-    ) -> Callable[[Any], Any]:
-        """As `jax.value_and_grad`: the value of a rank, and gradients for `optimizer`'s update.
-
-        With `overlap` those are means, which have travelled in `wire_dtype`; else they are the
-        rank's own, and the optimizer makes the means.
-        """
-
-        def marked(params: Any) -> Callable[[Any], Any]:
-            if self.plan is None or not self.overlap:
-                return loss
-            mark = partial(
-                with_mean_gradients,
-                axis_name=self.axis_name,
-                plan=replace(self.plan, unrolled=True),  # nothing runs beside a loop
-                bucket_bytes=self.bucket_bytes,
-                wire_dtype=wire_dtype,
-                order=backward_order(loss, params, has_aux=has_aux),
-            )
-            return lambda params: loss(mark(params))
-
-        return lambda params: jax.value_and_grad(marked(params), has_aux=has_aux)(params)
-
     # Around it --------------------------------------------------------------------------------
 
     def jit(
@@ -176,11 +146,7 @@ class Parallel:
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-        device = self.mesh.devices.flat[0]
-        options = compiler_options(
-            device.device_kind if device.platform == "tpu" else device.platform,
-            overlap=self.overlap,
-        )
+        options = compiler_options(self.platform, overlap=self.overlap)
         return jax.jit(mapped, donate_argnums=donate_argnums, compiler_options=options or None)
 
     def put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
@@ -235,15 +201,29 @@ class Parallel:
     ) -> ShardedOptimizer | PlainOptimizer:
         """The optimizer, its state shared out among the chips, or whole at each where told.
 
-        JAX's own sums, a single device and `overlap` have it whole. On a plan gradients travel in
-        `wire_dtype`. With `overlap` they must come from `value_and_grad`, as means.
+        JAX's own sums and a single device have it whole. On a plan gradients travel in
+        `wire_dtype`; with `overlap` they do during the backward pass of its `value_and_grad`.
         """
-        if self.plan is None or self.use_psum or self.overlap or not sharded:
-            live = 1 if self.plan is None else len(self.plan.program.live)
-            mean = partial(self.mean, wire_dtype=wire_dtype)
-            return PlainOptimizer(transformation, _as_is if self.overlap else mean, live)
-        return ShardedOptimizer(transformation, self.plan, self.axis_name, wire_dtype, **options)
+        if self.plan is not None and not self.use_psum and sharded:
+            if self.overlap:
+                options = {"overlap": True, "bucket_bytes": self.bucket_bytes, **options}
+            return ShardedOptimizer(
+                transformation, self.plan, self.axis_name, wire_dtype, **options
+            )
+        return PlainOptimizer(
+            transformation,
+            mean=partial(self.mean, wire_dtype=wire_dtype),
+            num_ranks=1 if self.plan is None else len(self.plan.program.live),
+            marks=partial(self._marked, wire_dtype=wire_dtype) if self.overlap else None,
+        )
 
-
-def _as_is(means: Any) -> Any:
-    return means
+    def _marked(self, params: Any, **options: Any) -> Any:
+        """The parameters, with gradients that are means; options as for `with_mean_gradients`."""
+        assert self.plan is not None
+        return with_mean_gradients(
+            params,
+            self.axis_name,
+            plan=replace(self.plan, unrolled=True),  # nothing runs beside a loop
+            bucket_bytes=self.bucket_bytes,
+            **options,
+        )

@@ -62,6 +62,11 @@ class Shards:
         length = self.most_owned * self._length(whole)
         return (*(1 for _ in whole[1:]), length) if length else whole
 
+    def empty(self, array: Any) -> jax.Array:
+        """Zeros in the shape of the shard of an array, that may differ from rank to rank."""
+        zeros = jnp.zeros(self.shape(jnp.shape(array)), jnp.result_type(array))
+        return _compat.as_varying(zeros, self.axis_name)
+
     def own(self, array: Any) -> jax.Array:
         """The shard that a rank owns of an array that all ranks have."""
         columns = jnp.take(
@@ -93,6 +98,11 @@ class Shards:
             for i, part in zip(bucket.members, parts, strict=True):
                 shards[i] = part.reshape(self.shape(arrays[i].shape))
         return shards
+
+    def scatter_mean(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """The same of their means over all live ranks."""
+        num_live = len(self.plan.program.live)
+        return [total / num_live for total in self.scatter_sum(arrays)]
 
     def gather(self, shards: list[jax.Array], wholes: list[Shape]) -> list[jax.Array]:
         """The arrays, of shapes `wholes`, whose shards the ranks hold; the same at all ranks."""
