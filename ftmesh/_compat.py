@@ -40,6 +40,13 @@ def as_varying(x: Any, axis_name: AxisName) -> Any:
     return to_varying(x, axis_name) if checks_varying() and axis_name not in varying_axes(x) else x
 
 
+def varying_as(x: Any, other: Any) -> Any:
+    """`x` as a value that may differ along all axes that `other` may differ along."""
+    for axis_name in sorted(varying_axes(other) - varying_axes(x), key=str):
+        x = to_varying(x, axis_name)
+    return x
+
+
 def axis_exists(axis_name: AxisName) -> bool:
     """Whether `axis_name` is bound here, by shard_map, pmap or vmap."""
     return bool(core.get_axis_env().axis_exists(axis_name))

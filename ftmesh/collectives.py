@@ -300,25 +300,17 @@ def _gather_blocks(block: jax.Array, axis_name: Any, program: Program) -> jax.Ar
         nothing = -0.0 if jnp.issubdtype(block.dtype, np.inexact) else 0
         placed = jnp.full((size, block.size), nothing, block.dtype)
         placed = lax.dynamic_update_index_in_dim(
-            _like_varying(placed, block, axis_name), block, lax.axis_index(axis_name), 0
+            _compat.varying_as(placed, block), block, lax.axis_index(axis_name), 0
         )
         total = execute.all_reduce(
             pack([placed], program.num_chunks), axis_name=axis_name, program=program, wire=None
         )
         (every,) = unpack(total, [placed.shape])
-        return _like_varying(every, block, axis_name)
+        return _compat.varying_as(every, block)
     chunks = pack([block], owned.shape[1])
     buffer = _place_chunks(chunks, axis_name, program)
     buffer = execute.all_gather(buffer, axis_name=axis_name, program=program, wire=None)
     return buffer[owned.reshape(-1)].reshape(size, -1)[:, : block.size]
-
-
-def _like_varying(x: jax.Array, like: jax.Array, axis_name: Any) -> jax.Array:
-    """`x`, typed as varying along the axis if `like` is."""
-    missing = _compat.varying_axes(like) - _compat.varying_axes(x)
-    for name in sorted(missing, key=str):
-        x = _compat.to_varying(x, name)
-    return x
 
 
 def _own_chunks(buffer: jax.Array, axis_name: Any, program: Program) -> jax.Array:
@@ -331,7 +323,7 @@ def _place_chunks(chunks: jax.Array, axis_name: Any, program: Program) -> jax.Ar
     """A buffer with this rank's chunks in their places, and zeros elsewhere."""
     mine = jnp.asarray(program.owned)[lax.axis_index(axis_name)]
     empty = jnp.zeros((program.num_chunks, *chunks.shape[1:]), chunks.dtype)
-    return _like_varying(empty, chunks, axis_name).at[mine].set(chunks, mode="drop")
+    return _compat.varying_as(empty, chunks).at[mine].set(chunks, mode="drop")
 
 
 def _check_owned(program: Program) -> None:

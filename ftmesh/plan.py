@@ -54,6 +54,11 @@ class Plan:
         )
         return replace(program, unrolled=self.unrolled)
 
+    @cached_property
+    def as_unrolled(self) -> Plan:
+        """The same plan, unrolled."""
+        return self if self.unrolled else replace(self, unrolled=True)
+
     def explain(self) -> Choice:
         """Every algorithm on this topology and payload beside this one; print it for a table."""
         return choose(self.topology, self.payload_bytes, self.network)

@@ -193,10 +193,11 @@ def _run_round(held: Bits, columns: Columns, chunks: range, suspects: set[int]) 
     for start, stop in pairwise([*starts, len(row)]):
         lane = slice(start, stop)
         before = cells.take(there[lane], axis=0)
-        before[~adds[lane]] = 0
-        twice = (before & moved[lane]).any(axis=1)
+        if not adds[lane].all():
+            before[~adds[lane]] = 0
+        twice = before & moved[lane]
         if twice.any():
-            suspects.update(chunk[lane][twice].tolist())
+            suspects.update(chunk[lane][twice.any(axis=1)].tolist())
         cells[there[lane]] = before | moved[lane]
 
 

@@ -78,13 +78,16 @@ def report_of(example, *argv):
 
 
 @needs_libtpu
-def test_permutations_travel_while_convolutions_are_computed():
+@pytest.mark.parametrize(("optimizer", "least"), [((), 16), (("--whole-optimizer",), 24)])
+def test_permutations_travel_while_convolutions_are_computed(optimizer, least):
     damaged = ("v6e:4x4", "--failed", "2x2@0,0", "--algorithm", "ring")
-    report = report_of("resnet50", *damaged, "--overlap", "--bucket", "12kB")
+    report = report_of("resnet50", *damaged, "--overlap", "--bucket", "12kB", *optimizer)
     assert report["num_devices"] == 12
     # Of 29 convolutions 19 are of the backward pass; without the option for it 6 have company.
     assert report["overlap"]["beside_permutations"] > 12
-    assert report["overlap"]["beside_convolutions"] > 24
+    assert report["overlap"]["beside_convolutions"] > least
+    halves = 2 if optimizer else 1  # of an all-reduce that are in the backward pass
+    assert report["overlap"]["permutations"] == halves * 88
 
 
 @needs_libtpu

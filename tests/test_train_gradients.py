@@ -221,6 +221,10 @@ class TestOrder:
         known = [names[i] for i in order if names[i] in ("first", "last", "gain")]
         assert known == ["gain", "last", "first"]
 
+    def test_what_is_made_at_once_is_taken_from_the_end(self):
+        order = backward_order(jax.jit(loss), PARAMS, examples(1)[0])
+        assert [i for i in order if i in (0, 2, 3, 4)] == [4, 3, 2, 0]
+
     def test_an_order_has_every_leaf_once(self, plan):
         with pytest.raises(ArgumentError, match="each position from 0 to 5 once"):
             on_logical_ranks(implicit(plan, order=(0, 1, 2)), examples(12))

@@ -9,6 +9,7 @@ from ftmesh.train.batch_norm import mean_statistics as mean_statistics
 from ftmesh.train.batches import Shares as Shares
 from ftmesh.train.batches import weighted_sum as weighted_sum
 from ftmesh.train.elementwise import NotElementwiseError as NotElementwiseError
+from ftmesh.train.gradients import Means as Means
 from ftmesh.train.gradients import backward_order as backward_order
 from ftmesh.train.gradients import mean_gradients as mean_gradients
 from ftmesh.train.gradients import plan_for as plan_for

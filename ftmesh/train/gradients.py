@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
@@ -33,6 +32,19 @@ from ftmesh.train.shards import Shards
 BUCKET_BYTES = 32 * 2**20  # large enough to fill the links, small enough to set out early
 
 SCOPE = "sums_in_the_backward_pass"  # how they are called in compiled programs
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Means:
+    """Gradients that are means over all ranks already: whole, or a rank's shards for some owners.
+
+    As the optimizers' `value_and_grad` leaves them, and their `update` takes them.
+    """
+
+    tree: Any
+    owners: str = field(default="", metadata={"static": True})  # a mark of them; empty for whole
+
 
 Plans = Plan | Mapping[int, Plan] | Callable[[int], Plan]
 
@@ -122,19 +134,33 @@ def with_mean_shards(
     )
 
 
+def value_and_own_grad(loss: Callable[..., Any], axis_name: Any, *, has_aux: bool = False) -> Any:
+    """As `jax.value_and_grad`, of this rank alone; for parameters that all ranks have.
+
+    Under ``check_vma=True`` those would get the sum over all ranks by themselves.
+    """
+
+    def run(params: Any, *args: Any) -> Any:
+        own = jax.tree.map(lambda leaf: _compat.as_varying(leaf, axis_name), params)
+        return jax.value_and_grad(loss, has_aux=has_aux)(own, *args)
+
+    return run
+
+
 def backward_order(
     loss: Callable[..., Any], params: Any, *args: Any, has_aux: bool = False
 ) -> tuple[int, ...]:
     """The positions of the leaves of `params` in the order in which their gradients come to be.
 
     Traces the backward pass of ``loss(params, *args)`` and runs nothing; `loss` may call
-    collectives where their axis is bound. `has_aux` is as for `jax.grad`.
+    collectives where their axis is bound. `has_aux` is as for `jax.grad`. Of gradients that one
+    operation makes, a jitted function for one, that of the last leaf counts as the first.
     """
     traced = jax.make_jaxpr(jax.grad(loss, has_aux=has_aux))(params, *args).jaxpr
     made = {var: at for at, step in enumerate(traced.eqns) for var in step.outvars}
     grads = traced.outvars[: len(jax.tree.leaves(params))]
     when = [-1 if isinstance(var, Literal) else made.get(var, -1) for var in grads]
-    return tuple(int(i) for i in np.argsort(when, kind="stable"))
+    return tuple(sorted(range(len(when)), key=lambda i: (when[i], -i)))
 
 
 def _buckets(

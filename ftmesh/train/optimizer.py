@@ -12,10 +12,11 @@ chunks, each owner updates its shard of the weights, and the new weights go to e
 the main rings too. As much travels as in a plain all-reduce, and of the state a device keeps its
 shard: about one part in as many as there are owners. `shards` tells of those that own nothing.
 
-With ``overlap=True`` the first half is in the backward pass itself, if that is the optimizer's:
+With ``overlap=True`` the first half is in the backward pass, if that is the optimizer's own:
 
-        loss, shards = optimizer.value_and_grad(lambda params: loss(params, batch))(params)
-        return optimizer.update(shards, state, params)
+    def step(params, state, batch):
+        value, means = optimizer.value_and_grad(loss)(params, batch)
+        return optimizer.update(means, state, params)
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ from ftmesh import _compat, collectives
 from ftmesh.errors import ArgumentError
 from ftmesh.plan import Plan
 from ftmesh.train.elementwise import NotElementwiseError, require_elementwise
-from ftmesh.train.gradients import backward_order, with_mean_shards
+from ftmesh.train.gradients import (
+    BUCKET_BYTES,
+    Means,
+    backward_order,
+    value_and_own_grad,
+    with_mean_shards,
+)
 from ftmesh.train.layerwise import squares
 from ftmesh.train.shards import Shards
 
@@ -56,16 +63,17 @@ class ShardedOptimizer:
     The transformation must treat every element alike, or take its norms from `ftmesh.train`'s
     `lars`, `lamb` and `clip_by_global_norm`; any other is refused.
 
-    Gradients travel in `wire_dtype`, in buckets of up to `bucket_bytes`; with `overlap` each sets
-    out during the backward pass that `value_and_grad` makes. The sum of norms, a few numbers, is
-    made on `norm_plan` where a quicker one than `plan` is given.
+    Gradients travel in `wire_dtype`, in buckets of up to `bucket_bytes`. With `overlap` each sets
+    out during the backward pass that `value_and_grad` makes, and buckets are smaller, unless said;
+    new weights go out in large ones. The sum of norms, a few numbers, is made on `norm_plan` where
+    a quicker one than `plan` is given.
     """
 
     transformation: optax.GradientTransformation
     plan: Plan
     axis_name: Any
     wire_dtype: Any = None
-    bucket_bytes: int = collectives.BUCKET_BYTES
+    bucket_bytes: int | None = None
     norm_plan: Plan | None = None
     overlap: bool = False
 
@@ -81,24 +89,28 @@ class ShardedOptimizer:
         self._check(self.transformation.init, (params,), (True,))
         return self._marked(self.transformation.init(jax.tree.map(self._shards.own, params)))
 
-    def value_and_grad(self, loss: Callable[[Any], Any], *, has_aux: bool = False) -> Any:
+    def value_and_grad(self, loss: Callable[..., Any], *, has_aux: bool = False) -> Any:
         """As `jax.value_and_grad`: the value of a rank, and gradients for `update`.
 
-        With `overlap` those are the rank's shards of the means; else they are the rank's own.
+        With `overlap` those are `Means`, the rank's shards of them; else they are the rank's own.
         """
         if not self.overlap:
-            return jax.value_and_grad(loss, has_aux=has_aux)
-        # Nothing runs beside a loop.
-        shards = replace(self._shards, plan=replace(self.plan, unrolled=True))
+            return value_and_own_grad(loss, self.axis_name, has_aux=has_aux)
 
-        def run(params: Any) -> Any:
-            order = backward_order(loss, params, has_aux=has_aux)
+        def run(params: Any, *args: Any) -> Any:
+            shards = replace(
+                self._shards,
+                plan=self.plan.as_unrolled,  # nothing runs beside a loop
+                bucket_bytes=self.bucket_bytes or BUCKET_BYTES,
+            )
+            order = backward_order(loss, params, *args, has_aux=has_aux)
 
             def of_slots(slots: Any) -> Any:
-                return loss(with_mean_shards(params, slots, shards=shards, order=order))
+                return loss(with_mean_shards(params, slots, shards=shards, order=order), *args)
 
             slots = jax.tree.map(shards.empty, params)
-            return jax.value_and_grad(of_slots, has_aux=has_aux)(slots)
+            value, tree = jax.value_and_grad(of_slots, has_aux=has_aux)(slots)
+            return value, Means(tree, self._owners)
 
         return run
 
@@ -108,27 +120,26 @@ class ShardedOptimizer:
         state: ShardedState,
         params: Any,
         *,
-        reduce: Literal["mean", "sum", "none"] | None = None,
+        reduce: Literal["mean", "sum", "none"] = "mean",
         **extra: Any,
     ) -> tuple[Any, ShardedState]:
-        """The new parameters and the new state, from the gradients that `value_and_grad` makes.
+        """The new parameters and the new state, from the gradients of every rank.
 
-        Those of any other origin come with `reduce`, which says what is made of them: their mean
-        over all ranks, or their sum; with "none" they are the same at all ranks already, as
-        `with_mean_gradients` leaves them. Without `overlap` it is "mean". `extra` goes to the
-        transformation.
+        `reduce` says what is made of them: their mean over all ranks, or their sum; with "none"
+        they are the same at all ranks already, as `with_mean_gradients` leaves them. `Means` are
+        taken for what they are. `extra` goes to the transformation.
         """
-        shards_of_grads = self._reduced(grads, params, reduce)
+        reduced = self._reduced(grads, params, reduce)
         shapes = {path: leaf.shape for path, leaf in _with_paths(params)}
         transform = optax.with_extra_args_support(self.transformation).update
         self._check(
             partial(transform, norms=_no_norms, **extra),
-            (_with_dtypes(params, grads), self._whole_state(params), params),
+            (_with_dtypes(params, reduced), self._whole_state(params), params),
             (True, self._is_sharded(params), True),
         )
         shards = jax.tree.map(self._shards.own, params)
         updates, inner = transform(
-            shards_of_grads,
+            reduced,
             self._inner(state),
             shards,
             norms=self._norms(shapes),
@@ -183,7 +194,8 @@ class ShardedOptimizer:
 
     @property
     def _shards(self) -> Shards:
-        return Shards(self.plan, self.axis_name, self.bucket_bytes, self.wire_dtype)
+        size = None if self.overlap else self.bucket_bytes
+        return Shards(self.plan, self.axis_name, size or collectives.BUCKET_BYTES, self.wire_dtype)
 
     @property
     def _owners(self) -> str:
@@ -237,27 +249,26 @@ class ShardedOptimizer:
                 )
         return sharded
 
-    def _reduced(self, grads: Any, params: Any, reduce: str | None) -> Any:
+    def _reduced(self, grads: Any, params: Any, reduce: str) -> Any:
         """The shards that a rank owns of what is made of the gradients."""
-        shards = self._shards
-        if reduce is None and self.overlap:
-            if _shapes(grads) != jax.tree.map(lambda p: shards.shape(jnp.shape(p)), params):
-                raise ArgumentError(
-                    "with overlap, gradients must come from value_and_grad of the same optimizer, "
-                    "or with reduce='mean' where they are the rank's own"
-                )
-            return grads
-        if _shapes(grads) != _shapes(params):
+        if reduce not in ("mean", "sum", "none"):
+            raise ArgumentError(f"reduce is 'mean', 'sum' or 'none', not {reduce!r}")
+        if isinstance(grads, Means):
+            if reduce != "mean":
+                raise ArgumentError(f"these gradients are means already, and reduce is {reduce!r}")
+            if grads.owners == self._owners:
+                return grads.tree
+            if grads.owners:
+                raise ArgumentError("these gradients are sharded for the owners of another plan")
+            grads, reduce = grads.tree, "none"
+        if jax.tree.map(jnp.shape, grads) != jax.tree.map(jnp.shape, params):
             raise ArgumentError("gradients must have the structure and shapes of the parameters")
         leaves, tree = jax.tree.flatten(grads)
-        match reduce:
-            case "mean" | None:
-                return tree.unflatten(shards.scatter_mean(leaves))
-            case "sum":
-                return tree.unflatten(shards.scatter_sum(leaves))
-            case "none":
-                return tree.unflatten([shards.own(leaf) for leaf in leaves])
-        raise ArgumentError(f"reduce is 'mean', 'sum' or 'none', not {reduce!r}")
+        shards = self._shards
+        if reduce == "none":
+            return tree.unflatten([shards.own(leaf) for leaf in leaves])
+        scatter = shards.scatter_mean if reduce == "mean" else shards.scatter_sum
+        return tree.unflatten(scatter(leaves))
 
     def _norms(self, shapes: dict[Any, Any]) -> Callable[..., tuple[Any, ...]]:
         """As `squared_norms`, of tensors whose shards are given, in one sum over all ranks."""
@@ -289,10 +300,6 @@ class ShardedOptimizer:
 
 def _types(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(jnp.shape, tree)
 
 
 def _with_dtypes(tree: Any, other: Any) -> Any:

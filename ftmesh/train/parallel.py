@@ -10,7 +10,7 @@ same program on a damaged mesh, on a whole one with ``lax.psum`` and on a single
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -214,7 +214,8 @@ class Parallel:
             transformation,
             mean=partial(self.mean, wire_dtype=wire_dtype),
             num_ranks=1 if self.plan is None else len(self.plan.program.live),
-            marks=partial(self._marked, wire_dtype=wire_dtype) if self.overlap else None,
+            axis_name=self.axis_name,
+            mark=partial(self._marked, wire_dtype=wire_dtype) if self.overlap else None,
         )
 
     def _marked(self, params: Any, **options: Any) -> Any:
@@ -223,7 +224,7 @@ class Parallel:
         return with_mean_gradients(
             params,
             self.axis_name,
-            plan=replace(self.plan, unrolled=True),  # nothing runs beside a loop
+            plan=self.plan.as_unrolled,  # nothing runs beside a loop
             bucket_bytes=self.bucket_bytes,
             **options,
         )

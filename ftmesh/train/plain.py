@@ -10,14 +10,15 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from ftmesh.train.gradients import backward_order
+from ftmesh.errors import ArgumentError
+from ftmesh.train.gradients import Means, backward_order, value_and_own_grad
 
 
 @dataclass(frozen=True)
 class PlainOptimizer:
     """An optax transformation as it is; `mean` makes the mean over all ranks, `num_ranks` of them.
 
-    With `marks`, which is `with_mean_gradients` with all arguments but the parameters and `order`,
+    With `mark`, which is `with_mean_gradients` with all arguments but the parameters and `order`,
     the means are made during the backward pass of `value_and_grad`. The methods are those of
     `ftmesh.train.ShardedOptimizer`.
     """
@@ -25,22 +26,30 @@ class PlainOptimizer:
     transformation: optax.GradientTransformation
     mean: Callable[[Any], Any]
     num_ranks: int
-    marks: Callable[..., Any] | None = None
+    axis_name: Any
+    mark: Callable[..., Any] | None = None
 
     def init(self, params: Any) -> Any:
         """The first state."""
         return self.transformation.init(params)
 
-    def value_and_grad(self, loss: Callable[[Any], Any], *, has_aux: bool = False) -> Any:
-        """As `jax.value_and_grad`: the value of a rank, and gradients for `update`."""
-        marks = self.marks
-        if marks is None:
-            return jax.value_and_grad(loss, has_aux=has_aux)
+    def value_and_grad(self, loss: Callable[..., Any], *, has_aux: bool = False) -> Any:
+        """As `jax.value_and_grad`: the value of a rank, and gradients for `update`.
 
-        def run(params: Any) -> Any:
-            order = backward_order(loss, params, has_aux=has_aux)
-            marked = lambda params: loss(marks(params, order=order))  # noqa: E731
-            return jax.value_and_grad(marked, has_aux=has_aux)(params)
+        With `mark` those are `Means`; else they are the rank's own.
+        """
+        mark = self.mark
+        if mark is None:
+            return value_and_own_grad(loss, self.axis_name, has_aux=has_aux)
+
+        def run(params: Any, *args: Any) -> Any:
+            order = backward_order(loss, params, *args, has_aux=has_aux)
+
+            def marked(params: Any) -> Any:
+                return loss(mark(params, order=order), *args)
+
+            value, tree = jax.value_and_grad(marked, has_aux=has_aux)(params)
+            return value, Means(tree)
 
         return run
 
@@ -50,15 +59,14 @@ class PlainOptimizer:
         state: Any,
         params: Any,
         *,
-        reduce: Literal["mean", "sum", "none"] | None = None,
+        reduce: Literal["mean", "sum", "none"] = "mean",
         **extra: Any,
     ) -> tuple[Any, Any]:
-        """The new parameters and the new state, from the gradients that `value_and_grad` makes.
-
-        For those of any other origin `reduce` says what is made of them.
-        """
-        if reduce is None:
-            reduce = "none" if self.marks else "mean"
+        """The new parameters and the new state, from the gradients of every rank."""
+        if isinstance(grads, Means):
+            if grads.owners:
+                raise ArgumentError("these gradients are sharded, and this optimizer's are whole")
+            grads, reduce = grads.tree, "none"
         if reduce != "none":
             grads = self.mean(grads)
         if reduce == "sum":

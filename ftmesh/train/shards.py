@@ -63,9 +63,9 @@ class Shards:
         return (*(1 for _ in whole[1:]), length) if length else whole
 
     def empty(self, array: Any) -> jax.Array:
-        """Zeros in the shape of the shard of an array, that may differ from rank to rank."""
+        """Zeros in place of the shard of an array, that may differ from rank to rank."""
         zeros = jnp.zeros(self.shape(jnp.shape(array)), jnp.result_type(array))
-        return _compat.as_varying(zeros, self.axis_name)
+        return _compat.varying_as(_compat.as_varying(zeros, self.axis_name), array)
 
     def own(self, array: Any) -> jax.Array:
         """The shard that a rank owns of an array that all ranks have."""
