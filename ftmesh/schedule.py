@@ -52,6 +52,8 @@ class Columns:
 
     def expanded(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """One entry per chunk moved: the transfer it belongs to, and the chunk."""
+        if (self.count == 1).all():
+            return np.arange(len(self.count)), self.chunk.astype(np.intp)
         row = np.repeat(np.arange(len(self.count)), self.count)
         first = np.cumsum(self.count) - self.count
         return row, self.chunk[row] + np.arange(len(row)) - first[row]

@@ -189,8 +189,9 @@ def _run_round(held: Bits, columns: Columns, chunks: range, suspects: set[int]) 
     moved = cells.take(columns.src[row] * len(chunks) + place, axis=0)
     there = columns.dst[row] * len(chunks) + place
     adds = columns.op[row] == ADD
-    starts = np.flatnonzero(np.diff(columns.lane[row], prepend=-1))
-    for start, stop in pairwise([*starts, len(row)]):
+    lanes = columns.lane[row]
+    ends = np.flatnonzero(lanes[1:] != lanes[:-1]) + 1
+    for start, stop in pairwise([0, *ends.tolist(), len(row)]):
         lane = slice(start, stop)
         before = cells.take(there[lane], axis=0)
         if not adds[lane].all():

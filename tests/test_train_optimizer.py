@@ -234,7 +234,7 @@ def linear(grads):
 class TestOverlap:
     """With sums in the backward pass."""
 
-    @pytest.mark.parametrize("name", OPTIMIZERS)
+    @pytest.mark.parametrize("name", ["adam", "lamb"])
     def test_it_learns_the_same(self, uneven, name):
         optimizer = ShardedOptimizer(
             OPTIMIZERS[name], uneven, "data", overlap=True, bucket_bytes=1000
