@@ -7,9 +7,10 @@ in which they are not is replayed with whole numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,10 @@ from numpy.typing import NDArray
 from ftmesh.errors import VerificationError
 from ftmesh.replay import replay
 from ftmesh.routing import Route, Router, around, find_cycle
-from ftmesh.schedule import ADD, Columns, Schedule
+from ftmesh.schedule import ADD, Ints, Phase, Schedule
 
 _STATE_BYTES = 256 * 2**20  # bits kept at a time; more chunks than fit are verified in turns
+_BATCH = 2**18  # moves of a chunk that are worked out at a time, in whole rounds
 
 Bits = NDArray[np.uint64]
 Progress = Callable[[int, int], None]
@@ -147,8 +149,10 @@ def _check_contributions(schedule: Schedule, chunks: range) -> None:
     suspects: set[int] = set()
     owner = schedule.owner[chunks.start : chunks.stop]
     finished = 0
-    for columns in (columns for phase in schedule.phases for columns in phase.rounds()):
-        _run_round(held, columns, chunks, suspects)
+    cells = held.reshape(-1, held.shape[2])
+    scratch = np.empty(len(cells), np.int32)
+    for now in (now for phase in schedule.phases for now in _rounds(phase, chunks)):
+        _run_round(cells, now, scratch, suspects)
         finished += 1
         if finished == schedule.rounds_in_reduce_scatter:
             place = np.flatnonzero(owner >= 0)
@@ -178,28 +182,60 @@ def _singletons(ranks: int) -> Bits:
     return bits
 
 
-def _run_round(held: Bits, columns: Columns, chunks: range, suspects: set[int]) -> None:
-    """Move the sets of one round: all reads, then the writes lane after lane."""
-    row, chunk = columns.expanded()
-    inside = (chunk >= chunks.start) & (chunk < chunks.stop)
-    if not inside.all():
-        row, chunk = row[inside], chunk[inside]
-    place = chunk - chunks.start
-    cells = held.reshape(-1, held.shape[2])
-    moved = cells.take(columns.src[row] * len(chunks) + place, axis=0)
-    there = columns.dst[row] * len(chunks) + place
-    adds = columns.op[row] == ADD
-    lanes = columns.lane[row]
-    ends = np.flatnonzero(lanes[1:] != lanes[:-1]) + 1
-    for start, stop in pairwise([0, *ends.tolist(), len(row)]):
-        lane = slice(start, stop)
-        before = cells.take(there[lane], axis=0)
-        if not adds[lane].all():
-            before[~adds[lane]] = 0
+class _Round(NamedTuple):
+    """A row for each chunk that moves in one round, lane after lane: cells are (rank, chunk)."""
+
+    lane: NDArray[np.int32]
+    chunk: NDArray[np.intp]
+    src: NDArray[np.intp]
+    dst: NDArray[np.intp]
+    adds: NDArray[np.bool_]
+
+
+def _rounds(phase: Phase, chunks: range) -> Iterator[_Round]:
+    """The rounds of a phase, as far as these chunks move in them."""
+    first_row = np.searchsorted(phase.columns.round, np.arange(phase.num_rounds + 1))
+    moved_before = np.cumsum(np.concatenate(([0], phase.columns.count)))[first_row[:-1]]
+    _, first_round = np.unique(moved_before // _BATCH, return_index=True)
+    for low, high in pairwise([*first_round.tolist(), phase.num_rounds]):
+        c = phase.columns.take(slice(first_row[low], first_row[high]))
+        row, chunk = c.expanded()
+        inside = (chunk >= chunks.start) & (chunk < chunks.stop)
+        if not inside.all():
+            row, chunk = row[inside], chunk[inside]
+        place = chunk - chunks.start
+        src, dst = (ranks[row] * len(chunks) + place for ranks in (c.src, c.dst))
+        rows: tuple[Any, ...] = (c.lane[row], chunk, src, dst, c.op[row] == ADD)
+        ends = np.searchsorted(c.round[row], np.arange(low, high + 1))
+        for start, stop in pairwise(ends.tolist()):
+            yield _Round(*(column[start:stop] for column in rows))
+
+
+def _run_round(cells: Bits, now: _Round, scratch: Ints, suspects: set[int]) -> None:
+    """Move the sets of one round: all reads, then the writes lane after lane.
+
+    `scratch` has a number for each cell, which one does not matter.
+    """
+    moved = cells.take(now.src, axis=0)
+    for lane in _in_turn(now, scratch):
+        before = cells.take(now.dst[lane], axis=0)
+        if not now.adds[lane].all():
+            before[~now.adds[lane]] = 0
         twice = before & moved[lane]
         if twice.any():
-            suspects.update(chunk[lane][twice.any(axis=1)].tolist())
-        cells[there[lane]] = before | moved[lane]
+            suspects.update(now.chunk[lane][twice.any(axis=1)].tolist())
+        before |= moved[lane]
+        cells[now.dst[lane]] = before
+
+
+def _in_turn(now: _Round, scratch: Ints) -> list[slice]:
+    """What may be written at once: all of it, or one lane, where lanes bring the same chunk."""
+    row = np.arange(len(now.dst), dtype=scratch.dtype)
+    scratch[now.dst] = row  # one of those for the same cell remains
+    if (scratch[now.dst] == row).all():
+        return [slice(None)]
+    ends = np.flatnonzero(now.lane[1:] != now.lane[:-1]) + 1
+    return [slice(start, stop) for start, stop in pairwise([0, *ends.tolist(), len(now.lane)])]
 
 
 def _path(route: Route) -> str:

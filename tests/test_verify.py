@@ -208,6 +208,35 @@ def test_a_sum_that_is_spoilt_is_wrong_and_one_that_is_mended_is_right():
     verify(by_hand((0, 1, ADD), (1, 0, ADD), (1, 0, COPY)))
 
 
+def test_lanes_that_bring_the_same_chunk_to_the_same_chip():
+    """Both ends of a line of three send to the middle in one round, and get the sum in another."""
+
+    def to_the_middle(*src):
+        count = len(src)
+        columns = transfers(
+            round=[1] * count + [3, 3], lane=[*range(count), 0, 1], src=[*src, 1, 1],
+            dst=[1] * count + [0, 2], chunk=0, op=[ADD] * count + [COPY] * 2,
+        )  # fmt: skip
+        nobody = np.array([-1], np.int32)
+        return Schedule(Topology.grid("3x1"), "x", 1, (Phase("p", columns),), nobody, 0)
+
+    assert verify(to_the_middle(0, 2)).num_additions == 2
+    for src in ((0, 2, 0), (0, 0, 2), (0, 0)):
+        with pytest.raises(VerificationError, match=r"such as chip \(0, 0\)'s 2 times"):
+            verify(to_the_middle(*src))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rounds_worked_out_in_small_batches_are_the_same(monkeypatch, name):
+    module = importlib.import_module("ftmesh.verify")
+    monkeypatch.setattr(module, "_BATCH", 100)
+    schedule = SCHEDULES[name]
+    verify(schedule)
+    columns = schedule.phases[-1].columns
+    with pytest.raises(VerificationError):
+        verify(rebuilt(schedule, len(schedule.phases) - 1, without(columns, 7)))
+
+
 def test_chunks_are_verified_in_turns_where_memory_is_short(monkeypatch):
     seen = []
     module = importlib.import_module("ftmesh.verify")  # the package's name is the function's
