@@ -17,6 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ftmesh.notation import Coord
 from ftmesh.topology import Link, Topology
@@ -27,8 +28,7 @@ Arrival = Callable[[Coord, Piece], int]  # the first round in which a ring chip 
 RELUCTANCES = (3, math.inf)  # see `_spread`; the second is tried where the first is late
 
 
-@dataclass(frozen=True)
-class Booking:
+class Booking(NamedTuple):
     """One transfer of the gather half: `piece` crosses `link` in `round`."""
 
     round: int
