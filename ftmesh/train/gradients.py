@@ -186,13 +186,13 @@ def _mean(bucket: list[Any], axis_name: Any, plans: Plans, options: dict[str, An
 
 def _reduced_on_the_way(
     params: Any,
-    takers: Any,
+    slots: Any,
     reduce: Callable[[list[Any]], list[Any]],
     axis_name: Any,
     bucket_bytes: int,
     order: Sequence[int] | None,
 ) -> Any:
-    """`params` as they are; `takers` get as gradients what `reduce` makes of a bucket of theirs."""
+    """`params` as they are; `slots` get as gradients what `reduce` makes of those of `params`."""
     leaves, tree = jax.tree.flatten(params)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     order = range(len(leaves))[::-1] if order is None else order
@@ -202,16 +202,17 @@ def _reduced_on_the_way(
             f"the parameters; it is {list(order)}"
         )
     buckets = _buckets(leaves, order, bucket_bytes)
-    taking = dict(enumerate(map(jnp.asarray, tree.flatten_up_to(takers))))
     filled = [i for members in buckets for i in members]
-    given, taken = {i: leaves[i] for i in filled}, {i: taking[i] for i in filled}
-    varied = {i for i in filled if axis_name in _compat.varying_axes(taken[i])}
+    every_slot = tree.flatten_up_to(slots)
+    given = {i: leaves[i] for i in filled}
+    taking = {i: jnp.asarray(every_slot[i]) for i in filled}
+    varied = {i for i, slot in taking.items() if axis_name in _compat.varying_axes(slot)}
 
     def identity(given: dict[int, Any], _: dict[int, Any]) -> dict[int, Any]:
         return {i: _compat.as_varying(leaf, axis_name) for i, leaf in given.items()}
 
-    def forward(given: dict[int, Any], taken: dict[int, Any]) -> tuple[dict[int, Any], None]:
-        return identity({i: leaf.value for i, leaf in given.items()}, taken), None
+    def forward(given: dict[int, Any], taking: dict[int, Any]) -> tuple[dict[int, Any], None]:
+        return identity({i: leaf.value for i, leaf in given.items()}, taking), None
 
     def backward(_: None, grads: dict[int, Any]) -> tuple[None, dict[int, Any]]:
         found = _in_turns(grads, buckets, reduce)
@@ -221,7 +222,7 @@ def _reduced_on_the_way(
 
     marked = jax.custom_vjp(identity)
     marked.defvjp(forward, backward, symbolic_zeros=True)
-    passed = marked(given, taken)
+    passed = marked(given, taking)
     return tree.unflatten([passed.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
