@@ -22,10 +22,16 @@ def no_failures_from_environment(monkeypatch):
     monkeypatch.delenv("FTMESH_FAILED", raising=False)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def twelve():
-    """A plan for so many devices around a hole at the corner; some chips own nothing."""
+    """A plan for so many devices around a hole at the corner; four chips own nothing."""
     return planned("row_pair", "4x4", "2x2@0,0")
+
+
+@pytest.fixture(scope="session")
+def even():
+    """A plan for the same devices, where each owns as much as any other."""
+    return planned("ring", "4x4", "2x2@0,0")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,179 @@
+"""Optimizers whose gradients are summed in the backward pass: they learn the same."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from updates import FEW, OPTIMIZERS, assert_close, at, gradients, linear, one_step, unsharded
+
+import ftmesh
+from ftmesh import ArgumentError, Topology
+from ftmesh.testing import cpu_grid, on_one_device
+from ftmesh.train import Parallel, ShardedOptimizer
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+
+@pytest.mark.parametrize("name", ["adam", "lamb"])
+def test_it_learns_the_same(twelve, name):
+    optimizer = ShardedOptimizer(OPTIMIZERS[name], twelve, "data", overlap=True, bucket_bytes=1000)
+
+    def run(grads):
+        _, means = optimizer.value_and_grad(linear(grads))(FEW)
+        return optimizer.update(means, optimizer.init(FEW), FEW)[0]
+
+    params = on_one_device(run)(gradients(FEW, 12, 0))
+    assert_close(at(4, params), unsharded(OPTIMIZERS[name], FEW, 12, steps=1)[0])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_same_step_with_and_without(twelve, overlap, check_vma):
+    optimizer = ShardedOptimizer(OPTIMIZERS["lars"], twelve, "data", overlap=overlap)
+    specs = optimizer.specs(FEW)
+
+    def loss(params, grads):
+        value = linear(jax.tree.map(lambda g: g[0], grads))(params)
+        return value, value / 2
+
+    def step(grads, state, params):
+        (value, half), grads = optimizer.value_and_grad(loss, has_aux=True)(params, grads)
+        params, state = optimizer.update(grads, state, params)
+        return params, state, (value - 2 * half)[None]
+
+    step = jax.shard_map(
+        step,
+        mesh=twelve.jax_mesh("data"),
+        in_specs=(P("data"), specs, P()),
+        out_specs=(P(), specs, P("data")),
+        check_vma=check_vma,
+    )
+    params, _, nothing = jax.jit(step)(gradients(FEW, 12, 0), optimizer.init(FEW), FEW)
+    assert_close(params, unsharded(OPTIMIZERS["lars"], FEW, 12, steps=1)[0])
+    assert (nothing == 0).all()
+
+
+def test_a_mesh_with_another_axis():
+    """Each of two models has weights of its own, which vary along that axis too."""
+    plan = ftmesh.plan(Topology.grid("4x4", failed="2x2@0,0"), "ring")
+    optimizer = ShardedOptimizer(optax.sgd(0.1), plan, "data", overlap=True)
+    grads = gradients(FEW, 24, 0)
+
+    def step(grads, params):
+        grads, params = (jax.tree.map(lambda x: x[0], tree) for tree in (grads, params))
+        _, means = optimizer.value_and_grad(linear(grads))(params)
+        new, _ = optimizer.update(means, optimizer.init(params), params)
+        return jax.tree.map(lambda p: p[None], new)
+
+    step = jax.shard_map(
+        step,
+        mesh=Mesh(np.array(jax.devices()[:24]).reshape(12, 2), ("data", "model")),
+        in_specs=(P(("data", "model")), P("model")),
+        out_specs=P("model"),
+    )
+    new = jax.jit(step)(grads, jax.tree.map(lambda p: np.stack([p, p]), FEW))
+    for model in range(2):
+        mean = jax.tree.map(lambda g, m=model: g[m::2].sum(axis=0) / 12, grads)
+        want = jax.tree.map(lambda p, g: p - np.float32(0.1) * g, FEW, mean)
+        assert_close(at(model, new), want)
+
+
+@pytest.mark.parametrize(("sharded", "halves"), [(True, 1), (False, 2)])
+def test_what_travels_and_in_which_order(sharded, halves):
+    """Read from the program of a rank: 11 rounds for each half, in both directions."""
+    topology = cpu_grid("4x4", failed="2x2@0,0")
+    params = {"a": np.ones((40, 40), np.float32), "b": np.ones((40, 400), np.float32)}
+    parallel = Parallel.on(topology, "ring", overlap=True, bucket_bytes=1)
+    optimizer = parallel.optimizer(optax.sgd(0.1), sharded=sharded, wire_dtype=jnp.bfloat16)
+
+    def sizes(loss):
+        step = jax.shard_map(
+            lambda params, x: jax.tree.leaves(optimizer.value_and_grad(loss)(params, x)[1]),
+            mesh=parallel.mesh,
+            in_specs=(P(), P("data")),
+            out_specs=P("data"),
+            check_vma=False,
+        )
+        text = jax.jit(step).lower(params, np.ones((12, 40), np.float32)).as_text()
+        permuted = re.findall(r"collective_permute.*-> tensor<([\dx]+)xbf16>", text)
+        assert len(permuted) == text.count("collective_permute") == 2 * halves * 2 * 11
+        elements = [np.prod([int(n) for n in size.split("x")]) for size in permuted]
+        return elements[: len(elements) // 2], elements[len(elements) // 2 :]
+
+    # The gradient of the second layer is there first.
+    chained = sizes(lambda p, x: jnp.sum(jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) ** 2))
+    assert min(chained[0]) > max(chained[1])
+    chained = sizes(lambda p, x: jnp.sum(jnp.tanh(jnp.tanh(x @ p["b"]) @ p["b"].T @ p["a"])))
+    assert min(chained[1]) > max(chained[0])
+
+
+def test_means_are_not_averaged_again(even, twelve):
+    ours, other = (
+        ShardedOptimizer(optax.sgd(0.1), plan, "data", overlap=True) for plan in (even, twelve)
+    )
+    want = one_step(ShardedOptimizer(optax.sgd(0.1), even, "data"), 12)
+    assert_close(one_step(ours, 12), want)  # a rank's own gradients, not means
+
+    def step(maker, optimizer, **options):
+        def run(grads):
+            _, means = maker.value_and_grad(linear(grads))(FEW)
+            return optimizer.update(means, optimizer.init(FEW), FEW, **options)[0]
+
+        return at(7, on_one_device(run)(gradients(FEW, 12, 0)))
+
+    assert_close(step(ours, ours), want)
+    with pytest.raises(ArgumentError, match="sharded for the owners of another plan"):
+        step(other, ours)
+    with pytest.raises(ArgumentError, match="means already, and reduce is 'sum'"):
+        step(ours, ours, reduce="sum")
+    plain = Parallel.on(Topology.grid("4x4", failed="2x2@0,0"), "ring", overlap=True).optimizer(
+        optax.sgd(0.1), sharded=False
+    )
+    assert_close(step(plain, plain), want)
+    assert_close(step(plain, ours), want)
+    with pytest.raises(ArgumentError, match="are sharded, and this optimizer's are whole"):
+        step(ours, plain)
+
+
+def test_several_dtypes_idle_devices_and_unused_leaves():
+    plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@0,0"), "ring", with_idle=True)
+    optimizer = ShardedOptimizer(optax.sgd(0.5), plan, "data", overlap=True)
+    params = {"wide": np.ones((9, 5), np.float32), "half": np.ones(77, jnp.bfloat16),
+              "unused": np.ones(3, np.float32)}  # fmt: skip
+
+    def run(rank):
+        def loss(params):
+            return rank * (params["wide"].sum() + params["half"].sum().astype(jnp.float32))
+
+        _, means = optimizer.value_and_grad(loss)(params)
+        return optimizer.update(means, optimizer.init(params), params)[0]
+
+    live = plan.program.live
+    new = at(live, on_one_device(run)(12 * np.arange(16, dtype=np.float32) % 24))
+    assert (live % 2).sum() == 6
+    assert (new["wide"] == 1 - 6 / 2).all()
+    assert (new["half"] == 1 - 6 / 2).all()
+    assert (new["unused"] == 1).all()
+
+
+@pytest.mark.parametrize(("overlap", "buckets"), [(True, 2), (False, 1)])
+def test_buckets_are_small_where_they_should_set_out_early(even, overlap, buckets):
+    """Of 40 MB in two leaves; nothing is computed."""
+    optimizer = ShardedOptimizer(optax.sgd(0.1), even, "data", overlap=overlap)
+    params = {name: jax.ShapeDtypeStruct((5_000_000,), np.float32) for name in "ab"}
+
+    def step(params):
+        _, grads = optimizer.value_and_grad(linear(params))(params)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    step = jax.shard_map(
+        step, mesh=even.jax_mesh("data"), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    text = str(jax.make_jaxpr(step)(params))
+    assert text.count("ftmesh_reduce_scatter[") == buckets
+    assert text.count("ftmesh_gather_invariant[") == 1
