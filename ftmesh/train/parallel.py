@@ -215,10 +215,10 @@ class Parallel:
             mean=partial(self.mean, wire_dtype=wire_dtype),
             num_ranks=1 if self.plan is None else len(self.plan.program.live),
             axis_name=self.axis_name,
-            mark=partial(self._marked, wire_dtype=wire_dtype) if self.overlap else None,
+            mark=partial(self._with_means, wire_dtype=wire_dtype) if self.overlap else None,
         )
 
-    def _marked(self, params: Any, **options: Any) -> Any:
+    def _with_means(self, params: Any, **options: Any) -> Any:
         """The parameters, with gradients that are means; options as for `with_mean_gradients`."""
         assert self.plan is not None
         return with_mean_gradients(
