@@ -126,10 +126,14 @@ class Phase:
             c.replace(round=last - c.round, src=c.dst, dst=c.src, op=np.full_like(c.op, COPY)),
         )
 
+    @property
+    def bounds(self) -> NDArray[np.intp]:
+        """Where each round begins among the transfers, and where the last one ends."""
+        return np.searchsorted(self.columns.round, np.arange(self.num_rounds + 1))
+
     def rounds(self) -> Iterator[Columns]:
         """The transfers of each round in turn; a round may be empty."""
-        ends = np.searchsorted(self.columns.round, np.arange(self.num_rounds + 1))
-        for start, stop in pairwise(ends):
+        for start, stop in pairwise(self.bounds):
             yield self.columns.take(slice(start, stop))
 
 

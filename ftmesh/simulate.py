@@ -236,7 +236,7 @@ class _Traffic:
 
     def __init__(self, simulator: Simulator, phase: Phase) -> None:
         self.columns = phase.columns
-        self.bounds = np.searchsorted(phase.columns.round, np.arange(phase.num_rounds + 1))
+        self.bounds = phase.bounds
         paths = [simulator.link_ids(*pair) for pair in phase.pairs]
         hops = np.array([len(path) for path in paths])
         self._path = np.full((len(paths), hops.max()), -1)

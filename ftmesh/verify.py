@@ -194,11 +194,11 @@ class _Round(NamedTuple):
 
 def _rounds(phase: Phase, chunks: range) -> Iterator[_Round]:
     """The rounds of a phase, as far as these chunks move in them."""
-    first_row = np.searchsorted(phase.columns.round, np.arange(phase.num_rounds + 1))
-    moved_before = np.cumsum(np.concatenate(([0], phase.columns.count)))[first_row[:-1]]
+    bounds = phase.bounds
+    moved_before = np.cumsum(np.concatenate(([0], phase.columns.count)))[bounds[:-1]]
     _, first_round = np.unique(moved_before // _BATCH, return_index=True)
     for low, high in pairwise([*first_round.tolist(), phase.num_rounds]):
-        c = phase.columns.take(slice(first_row[low], first_row[high]))
+        c = phase.columns.take(slice(bounds[low], bounds[high]))
         row, chunk = c.expanded()
         inside = (chunk >= chunks.start) & (chunk < chunks.stop)
         if not inside.all():
