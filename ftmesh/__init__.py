@@ -9,6 +9,11 @@ ftmesh.save(plan.schedule, "plan.npz")   # plain integer columns
 import importlib
 from typing import Any
 
+from ftmesh.cost.limits import Limits as Limits
+from ftmesh.cost.limits import limits as limits
+from ftmesh.cost.network import Network as Network
+from ftmesh.cost.simulate import Simulation as Simulation
+from ftmesh.cost.simulate import simulate as simulate
 from ftmesh.errors import ArgumentError as ArgumentError
 from ftmesh.errors import CollectiveError as CollectiveError
 from ftmesh.errors import FtmeshError as FtmeshError
@@ -19,22 +24,17 @@ from ftmesh.errors import ScheduleFileError as ScheduleFileError
 from ftmesh.errors import TopologyError as TopologyError
 from ftmesh.errors import TopologyWarning as TopologyWarning
 from ftmesh.errors import VerificationError as VerificationError
-from ftmesh.limits import Limits as Limits
-from ftmesh.limits import limits as limits
-from ftmesh.network import Network as Network
-from ftmesh.notation import Block as Block
-from ftmesh.notation import Coord as Coord
-from ftmesh.plan import Plan as Plan
-from ftmesh.plan import plan as plan
-from ftmesh.schedule import Phase as Phase
-from ftmesh.schedule import Schedule as Schedule
-from ftmesh.serialize import load as load
-from ftmesh.serialize import save as save
-from ftmesh.simulate import Simulation as Simulation
-from ftmesh.simulate import simulate as simulate
-from ftmesh.topology import Topology as Topology
-from ftmesh.verify import Proof as Proof
-from ftmesh.verify import verify as verify
+from ftmesh.mesh.notation import Block as Block
+from ftmesh.mesh.notation import Coord as Coord
+from ftmesh.mesh.topology import Topology as Topology
+from ftmesh.plans import Plan as Plan
+from ftmesh.plans import plan as plan
+from ftmesh.schedule.files import load as load
+from ftmesh.schedule.files import save as save
+from ftmesh.schedule.schedule import Phase as Phase
+from ftmesh.schedule.schedule import Schedule as Schedule
+from ftmesh.schedule.verify import Proof as Proof
+from ftmesh.schedule.verify import verify as verify
 
 __version__ = "0.1.0"
 
@@ -46,7 +46,7 @@ _WITH_JAX = {
     "all_gather": "ftmesh.collectives",
     "reduce_to_owners": "ftmesh.collectives",
     "gather_from_owners": "ftmesh.collectives",
-    "compiler_options": "ftmesh.compiled",
+    "compiler_options": "ftmesh.tpu.options",
 }
 
 

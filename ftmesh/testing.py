@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ftmesh.errors import TopologyError
-from ftmesh.notation import Failed, format_shape, parse_shape
-from ftmesh.topology import Topology
+from ftmesh.mesh.notation import Failed, format_shape, parse_shape
+from ftmesh.mesh.topology import Topology
 
 
 def cpu_grid(shape: str, *, failed: Failed = None, wrap: bool = False) -> Topology:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ftmesh import Topology, advise, paper, planners
+from ftmesh import Topology, planners
 from ftmesh.cli import main
+from ftmesh.cost import advise, paper
+from ftmesh.cost.network import NETWORKS
 from ftmesh.draw import draw_svg, figure
-from ftmesh.network import NETWORKS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

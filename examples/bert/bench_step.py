@@ -23,7 +23,7 @@ from examples.bert.config import PRESETS, Config
 from examples.bert.model import init
 from examples.bert.programs import make_programs
 from examples.bert.steps import make_model
-from ftmesh.topology import Topology
+from ftmesh.mesh.topology import Topology
 from ftmesh.train.measure import Turn, measure
 
 FLOPS_PER_SEQUENCE = 1019.8e9  # of a step of BERT-large at length 512

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from examples.bert.config import PRESETS, Config
 from examples.bert.programs import add_bert_step, bert_options, make_programs
-from ftmesh.topology import Topology
+from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import step_options
 from ftmesh.train.compile_step import start
 from ftmesh.train.programs import Programs

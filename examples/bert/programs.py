@@ -19,9 +19,9 @@ from examples.bert.steps import (
     make_transformation,
     step_of_rank,
 )
-from ftmesh.topology import Topology
-from ftmesh.train.gradients import BUCKET_BYTES
-from ftmesh.train.lr_schedules import poly_decay
+from ftmesh.collectives.gradients import BUCKET_BYTES
+from ftmesh.mesh.topology import Topology
+from ftmesh.optim.lr_schedules import poly_decay
 from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
 from ftmesh.train.programs import Programs
 

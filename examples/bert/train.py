@@ -25,7 +25,7 @@ from examples.bert.model import init
 from examples.bert.programs import add_bert_step, bert_options, make_programs
 from examples.bert.published import read_published
 from examples.bert.steps import State, make_model
-from ftmesh.topology import Topology
+from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import positive, start, step_options
 from ftmesh.train.loop import Job, run
 from ftmesh.train.mllog import MLLog

@@ -23,7 +23,7 @@ from examples.resnet50.config import PRESETS
 from examples.resnet50.model import init
 from examples.resnet50.programs import make_programs
 from examples.resnet50.steps import make_model
-from ftmesh.topology import Topology
+from ftmesh.mesh.topology import Topology
 from ftmesh.train.measure import Turn, measure
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from examples.resnet50.config import PRESETS, Config
 from examples.resnet50.programs import make_programs
-from ftmesh.topology import Topology
+from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import step_options
 from ftmesh.train.compile_step import start
 from ftmesh.train.programs import Programs

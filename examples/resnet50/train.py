@@ -25,7 +25,7 @@ from examples.resnet50.images import open_images
 from examples.resnet50.model import init
 from examples.resnet50.programs import make_programs
 from examples.resnet50.steps import State, make_model
-from ftmesh.topology import Topology
+from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import start, step_options
 from ftmesh.train.loop import Job, run
 from ftmesh.train.mllog import MLLog

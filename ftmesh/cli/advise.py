@@ -9,8 +9,6 @@ import sys
 import textwrap
 from dataclasses import replace
 
-from ftmesh import advise
-from ftmesh.advise import AtHand, Outcome, RouteAround, Site, SubMesh, Wait
 from ftmesh.cli.arguments import (
     add_mesh,
     add_network,
@@ -19,8 +17,10 @@ from ftmesh.cli.arguments import (
     network_of,
     topology_of,
 )
+from ftmesh.cost import advise
+from ftmesh.cost.advise import AtHand, Outcome, RouteAround, Site, SubMesh, Wait
 from ftmesh.errors import ArgumentError
-from ftmesh.topology import Topology
+from ftmesh.mesh.topology import Topology
 from ftmesh.units import format_time, parse_bytes, parse_time
 
 SHARES = ("trained", "slower", "thrown_away", "restarting", "waiting")
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
     hurt = bool(damaged.failed or damaged.failed_links)
     now = advise.at_hand(site, damaged) if hurt else None
     if args.plot:
-        from ftmesh import plots
+        from ftmesh.draw import plots
 
         plots.save(plots.where_time_goes(outcomes, site), args.plot)
     if args.json:

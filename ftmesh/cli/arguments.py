@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from ftmesh.choose import ALGORITHMS
+from ftmesh.cost.choice import ALGORITHMS
+from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
 from ftmesh.errors import ArgumentError, ScheduleFileError
-from ftmesh.network import DEFAULT, NETWORKS, Network, network
-from ftmesh.notation import parse_shape
-from ftmesh.topology import Topology
+from ftmesh.mesh.notation import parse_shape
+from ftmesh.mesh.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate
 
 T = TypeVar("T")

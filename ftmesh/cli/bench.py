@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     payloads = [parse_bytes(size) for size in args.payloads.split(",")]
     wanted = topology_of(args)  # refuse bad input before JAX is loaded
 
-    from ftmesh.bench import bench, table
+    from ftmesh.collectives.timing import bench, table
     from ftmesh.testing import cpu_grid
 
     topology = cpu_grid(wanted.name, failed=wanted.failed)

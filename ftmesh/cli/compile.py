@@ -40,7 +40,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> None:
     """Plan for the slice, compile, and report."""
     payload_bytes = parse_bytes(args.payload)
-    from ftmesh.compiled import compile_report, tpu_devices
+    from ftmesh.tpu.report import compile_report
+    from ftmesh.tpu.slices import tpu_devices
 
     stages = Stages()
     devices = stages.run(f"loading {args.slice}", lambda: tpu_devices(args.slice))

@@ -15,10 +15,10 @@ from ftmesh.cli.arguments import (
     network_of,
     topology_of,
 )
-from ftmesh.limits import Limits, limits
-from ftmesh.network import Network
-from ftmesh.notation import Coord
-from ftmesh.topology import Topology
+from ftmesh.cost.limits import Limits, limits
+from ftmesh.cost.network import Network
+from ftmesh.mesh.notation import Coord
+from ftmesh.mesh.topology import Topology
 from ftmesh.units import format_bytes, format_time, parse_bytes
 
 

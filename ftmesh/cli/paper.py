@@ -7,9 +7,9 @@ import json
 import textwrap
 from typing import Any
 
-from ftmesh import paper
 from ftmesh.cli.arguments import Stages
-from ftmesh.paper import Ours, Run
+from ftmesh.cost import paper
+from ftmesh.cost.paper import Ours, Run
 from ftmesh.units import format_time
 
 MIDDLE = paper.RATES[1]

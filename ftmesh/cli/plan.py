@@ -20,7 +20,7 @@ from ftmesh.cli.arguments import (
     topology_of,
 )
 from ftmesh.draw import draw_svg, schedule_panels
-from ftmesh.plan import Plan
+from ftmesh.plans import Plan
 from ftmesh.units import parse_bytes
 
 

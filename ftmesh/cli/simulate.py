@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 from ftmesh import planners
-from ftmesh.choose import ALGORITHMS, AUTO, choose
 from ftmesh.cli.arguments import (
     Stages,
     add_mesh,
@@ -17,12 +16,13 @@ from ftmesh.cli.arguments import (
     network_of,
     topology_of,
 )
+from ftmesh.cost.choice import ALGORITHMS, AUTO, choose
+from ftmesh.cost.limits import limits
+from ftmesh.cost.network import Network
+from ftmesh.cost.simulate import MODES, Simulation, Simulator
 from ftmesh.errors import PlanError
-from ftmesh.limits import limits
-from ftmesh.network import Network
-from ftmesh.schedule import Schedule
-from ftmesh.simulate import MODES, Simulation, Simulator
-from ftmesh.topology import Topology
+from ftmesh.mesh.topology import Topology
+from ftmesh.schedule.schedule import Schedule
 from ftmesh.units import format_bytes, format_time, parse_bytes
 
 ALL = "all"
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
         "finding the limit", lambda: limits(topology).all_reduce_seconds(payload_bytes, network)
     )
     if args.plot or args.heat_map:
-        from ftmesh import plots
+        from ftmesh.draw import plots
 
         if args.plot:
             plots.save(plots.time_against_payload(simulators, network), args.plot)

@@ -4,7 +4,7 @@ A `Panel` is a topology with arrows on it. `routes_panel` makes one of routes, `
 phase of a schedule (or of one round, one lane, one half of the payload), `schedule_panels` one for
 each phase. Nothing is placed by hand: chips come from the topology, arrows from routes.
 
->>> from ftmesh.routing import dimension_order
+>>> from ftmesh.mesh.routing import dimension_order
 >>> topo = Topology.grid("4x4")
 >>> routes_panel(topo, [dimension_order(topo, (0, 0), (2, 1))]).arrows
 (Arrow(route=((0, 0), (1, 0), (2, 0), (2, 1)), colour='blue'),)
@@ -20,10 +20,10 @@ from typing import Literal
 import numpy as np
 
 from ftmesh.errors import ScheduleError, TopologyError
-from ftmesh.notation import Coord
-from ftmesh.routing import Route
-from ftmesh.schedule import Columns, Phase, Schedule
-from ftmesh.topology import Topology
+from ftmesh.mesh.notation import Coord
+from ftmesh.mesh.routing import Route
+from ftmesh.mesh.topology import Topology
+from ftmesh.schedule.schedule import Columns, Phase, Schedule
 
 Colour = Literal["blue", "orange", "green", "purple", "amber", "red"]
 Role = Literal["live", "failed", "off_ring"]

@@ -4,7 +4,7 @@ The page is white with rounded corners, so that it reads on light and on dark su
 same panels give the same bytes.
 
 >>> from ftmesh.draw.picture import routes_panel
->>> from ftmesh.topology import Topology
+>>> from ftmesh.mesh.topology import Topology
 >>> draw_svg([routes_panel(Topology.grid("4x4"), [])]).startswith("<svg")
 True
 """
@@ -19,8 +19,8 @@ from ftmesh.draw.picture import Colour, Panel, Role, heading, place, size
 from ftmesh.draw.tracks import HALF, HEAD, PITCH, arrow_paths
 from ftmesh.draw.tracks import number as n
 from ftmesh.errors import ScheduleError
-from ftmesh.notation import Coord
-from ftmesh.topology import Topology
+from ftmesh.mesh.notation import Coord
+from ftmesh.mesh.topology import Topology
 
 _HEX: dict[Colour, str] = {
     "blue": "#0b6bb8",

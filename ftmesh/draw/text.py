@@ -1,8 +1,8 @@
 """Panels as text, for a terminal and for tests that read like pictures.
 
 >>> from ftmesh.draw.picture import routes_panel
->>> from ftmesh.routing import around
->>> from ftmesh.topology import Topology
+>>> from ftmesh.mesh.routing import around
+>>> from ftmesh.mesh.topology import Topology
 >>> topo = Topology.from_drawing('''
 ... ....
 ... .XX.

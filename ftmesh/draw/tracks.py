@@ -14,9 +14,9 @@ from itertools import count, pairwise
 from math import dist
 
 from ftmesh.draw.picture import Panel, heading, place
-from ftmesh.notation import Coord
-from ftmesh.routing import Route
-from ftmesh.topology import Link, Topology
+from ftmesh.mesh.notation import Coord
+from ftmesh.mesh.routing import Route
+from ftmesh.mesh.topology import Link, Topology
 
 Point = tuple[float, float]
 Way = tuple[int, int]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from ftmesh.errors import PlanError
+from ftmesh.mesh.topology import Topology
 from ftmesh.planners import ring, row_pair, two_dim
-from ftmesh.schedule import Schedule
-from ftmesh.topology import Topology
+from ftmesh.schedule.schedule import Schedule
 
 
 class Planner(Protocol):

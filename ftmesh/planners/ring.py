@@ -13,10 +13,10 @@ from itertools import pairwise, product
 import numpy as np
 
 from ftmesh.errors import PlanError
-from ftmesh.notation import Coord
+from ftmesh.mesh.notation import Coord
+from ftmesh.mesh.topology import Topology
 from ftmesh.planners.scatter import all_reduce, along_rings
-from ftmesh.schedule import Schedule, join
-from ftmesh.topology import Topology
+from ftmesh.schedule.schedule import Schedule, join
 
 Tile = tuple[int, int]
 

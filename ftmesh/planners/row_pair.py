@@ -19,19 +19,19 @@ from itertools import pairwise, product
 import numpy as np
 
 from ftmesh.errors import PlanError
-from ftmesh.notation import Coord
+from ftmesh.mesh.notation import Coord
+from ftmesh.mesh.routing import find_cycle
+from ftmesh.mesh.topology import Topology
 from ftmesh.planners.forwarding import Booking, Piece, book, form_groups
 from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
-from ftmesh.routing import find_cycle
-from ftmesh.schedule import Columns, Schedule, join, transfers
-from ftmesh.topology import Topology
+from ftmesh.schedule.schedule import Columns, Schedule, join, transfers
 
 AXES = ("row", "column")
 MAX_HEAD_START = 8  # rounds; a group of forwarding chips that needs more is joined with others
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairRings:
     """The full rings of one orientation: ``rings[i][p]`` is the chip at place p of full pair i."""
 
     along: int
@@ -89,7 +89,7 @@ def _full_rings(topology: Topology, along: int) -> list[list[Coord]]:
     return rings
 
 
-def _pairs(topology: Topology, along: int) -> Pairs:
+def _pairs(topology: Topology, along: int) -> PairRings:
     """Full rings of one orientation, and the forwarding that brings everyone else onto them."""
     rings = _full_rings(topology, along)
     length = len(rings[0])
@@ -103,12 +103,12 @@ def _pairs(topology: Topology, along: int) -> Pairs:
 
     groups = form_groups(topology, loose, across=1 - along)
     pieces = list(product((0, 1), range(length)))
-    return Pairs(
+    return PairRings(
         along, rings, book(topology, groups, pieces, arrival, by=length - 1 + MAX_HEAD_START)
     )
 
 
-def _schedule(topology: Topology, pairs: Pairs) -> Schedule:
+def _schedule(topology: Topology, pairs: PairRings) -> Schedule:
     rings = np.array([[topology.rank(coord) for coord in ring] for ring in pairs.rings], np.int32)
     num_rings, length = rings.shape
     half_chunks = length * num_rings
@@ -135,7 +135,7 @@ def _schedule(topology: Topology, pairs: Pairs) -> Schedule:
     return all_reduce(topology, "row_pair", 2 * half_chunks, halves, owner)
 
 
-def _forwarding(topology: Topology, pairs: Pairs, half_chunks: int) -> Columns:
+def _forwarding(topology: Topology, pairs: PairRings, half_chunks: int) -> Columns:
     """The bookings of all groups as transfers, to be given lanes."""
     size = len(pairs.rings)
     last = pairs.first_rounds - 1

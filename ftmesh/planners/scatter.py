@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ftmesh.schedule import Columns, Ints, Phase, Schedule, join, transfers
-from ftmesh.topology import Topology
+from ftmesh.mesh.topology import Topology
+from ftmesh.schedule.schedule import Columns, Ints, Phase, Schedule, join, transfers
 
 
 def along_rings(

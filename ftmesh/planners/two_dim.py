@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from ftmesh.errors import PlanError
+from ftmesh.mesh.topology import Topology
 from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
-from ftmesh.schedule import Schedule, join
-from ftmesh.topology import Topology
+from ftmesh.schedule.schedule import Schedule, join
 
 
 def plan(topology: Topology) -> Schedule:

@@ -3,23 +3,23 @@
 Needs what ``pip install ftmesh[train]`` brings. Each name is described in its own module.
 """
 
+from ftmesh.collectives.gradients import Means as Means
+from ftmesh.collectives.gradients import backward_order as backward_order
+from ftmesh.collectives.gradients import mean_gradients as mean_gradients
+from ftmesh.collectives.gradients import plan_for as plan_for
+from ftmesh.collectives.gradients import with_mean_gradients as with_mean_gradients
+from ftmesh.collectives.groups import Groups as Groups
+from ftmesh.optim.elementwise import NotElementwiseError as NotElementwiseError
+from ftmesh.optim.layerwise import clip_by_global_norm as clip_by_global_norm
+from ftmesh.optim.layerwise import lamb as lamb
+from ftmesh.optim.layerwise import lars as lars
+from ftmesh.optim.layerwise import matrices as matrices
+from ftmesh.optim.sharded import ShardedOptimizer as ShardedOptimizer
+from ftmesh.optim.sharded import ShardedState as ShardedState
+from ftmesh.optim.whole import PlainOptimizer as PlainOptimizer
 from ftmesh.train.batch_norm import GroupBatchNorm as GroupBatchNorm
 from ftmesh.train.batch_norm import group_statistics as group_statistics
 from ftmesh.train.batch_norm import mean_statistics as mean_statistics
 from ftmesh.train.batches import Shares as Shares
 from ftmesh.train.batches import weighted_sum as weighted_sum
-from ftmesh.train.elementwise import NotElementwiseError as NotElementwiseError
-from ftmesh.train.gradients import Means as Means
-from ftmesh.train.gradients import backward_order as backward_order
-from ftmesh.train.gradients import mean_gradients as mean_gradients
-from ftmesh.train.gradients import plan_for as plan_for
-from ftmesh.train.gradients import with_mean_gradients as with_mean_gradients
-from ftmesh.train.groups import Groups as Groups
-from ftmesh.train.layerwise import clip_by_global_norm as clip_by_global_norm
-from ftmesh.train.layerwise import lamb as lamb
-from ftmesh.train.layerwise import lars as lars
-from ftmesh.train.layerwise import matrices as matrices
-from ftmesh.train.optimizer import ShardedOptimizer as ShardedOptimizer
-from ftmesh.train.optimizer import ShardedState as ShardedState
 from ftmesh.train.parallel import Parallel as Parallel
-from ftmesh.train.plain import PlainOptimizer as PlainOptimizer

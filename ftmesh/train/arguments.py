@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from ftmesh.choose import ALGORITHMS
+from ftmesh.collectives.gradients import BUCKET_BYTES
+from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.errors import ArgumentError, FtmeshError
+from ftmesh.mesh.topology import Topology
 from ftmesh.testing import cpu_grid
-from ftmesh.topology import Topology
-from ftmesh.train.gradients import BUCKET_BYTES
 from ftmesh.train.parallel import PSUM
 from ftmesh.units import parse_bytes
 

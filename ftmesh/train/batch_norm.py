@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from ftmesh import _compat
+from ftmesh.collectives.gradients import Plans, mean_gradients
+from ftmesh.collectives.groups import Groups
 from ftmesh.errors import ArgumentError
-from ftmesh.train.gradients import Plans, mean_gradients
-from ftmesh.train.groups import Groups
+from ftmesh.execute import _compat
 
 
 class GroupBatchNorm(nn.Module):

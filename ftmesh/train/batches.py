@@ -30,8 +30,8 @@ from jax import lax
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
-from ftmesh.plan import Plan
-from ftmesh.schedule import Ints
+from ftmesh.plans import Plan
+from ftmesh.schedule.schedule import Ints
 
 
 @dataclass(frozen=True, eq=False)

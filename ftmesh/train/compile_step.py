@@ -2,7 +2,7 @@
 
     report = compile_step(make_programs(config, topology))
 
-Nothing runs: the devices may be those of `ftmesh.compiled.tpu_devices`, which are not there.
+Nothing runs: the devices may be those of `ftmesh.tpu.slices.tpu_devices`, which are not there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from ftmesh.compiled import tpu_devices
+from ftmesh.collectives import gradients
 from ftmesh.errors import ArgumentError, FtmeshError
-from ftmesh.overlap import Overlap, overlap
-from ftmesh.topology import Topology
-from ftmesh.train import gradients
+from ftmesh.mesh.topology import Topology
+from ftmesh.tpu.overlap import Overlap, overlap
+from ftmesh.tpu.slices import tpu_devices
 from ftmesh.train.arguments import add_step, config_of
 from ftmesh.train.programs import Programs
 from ftmesh.units import format_bytes

@@ -22,17 +22,17 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from ftmesh.compiled import compiler_options
-from ftmesh.devices import platform_of
+from ftmesh.collectives.gradients import BUCKET_BYTES, mean_gradients, with_mean_gradients
+from ftmesh.collectives.groups import Groups
 from ftmesh.errors import ArgumentError, CollectiveError
-from ftmesh.plan import Plan, plan
+from ftmesh.mesh.devices import platform_of
+from ftmesh.mesh.topology import Topology
+from ftmesh.optim.sharded import ShardedOptimizer
+from ftmesh.optim.whole import PlainOptimizer
+from ftmesh.plans import Plan, plan
 from ftmesh.testing import shard_map_on_one_device
-from ftmesh.topology import Topology
+from ftmesh.tpu.options import compiler_options
 from ftmesh.train.batches import Shares
-from ftmesh.train.gradients import BUCKET_BYTES, mean_gradients, with_mean_gradients
-from ftmesh.train.groups import Groups
-from ftmesh.train.optimizer import ShardedOptimizer
-from ftmesh.train.plain import PlainOptimizer
 
 AXIS = "data"
 WHOLE, SPLIT = PartitionSpec(), PartitionSpec(AXIS)  # at every rank; a part at each

@@ -1,0 +1,239 @@
+"""Gradients: their mean over all ranks, after the backward pass or during it.
+
+    grads = mean_gradients(grads, "data", plan=plan)
+
+sums what a backward pass has left, as `plan.pmean` does. The same in the backward pass itself:
+
+    loss = lambda params, batch: model(with_mean_gradients(params, "data", plan=plan), batch)
+
+Parameters pass through unchanged, and what comes back for them is the mean. The sum of a bucket of
+gradients waits for those and for the sum before it, and nothing in the backward pass waits for it:
+it may run beside that of earlier layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Literal
+
+from ftmesh import collectives
+from ftmesh.errors import ArgumentError
+from ftmesh.execute import _compat
+from ftmesh.layout.buckets import make_buckets
+from ftmesh.plans import Plan
+
+BUCKET_BYTES = 32 * 2**20  # large enough to fill the links, small enough to set out early
+
+SCOPE = "sums_in_the_backward_pass"  # how they are called in compiled programs
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Means:
+    """Gradients that are means over all ranks already: whole, or a rank's shards for some owners.
+
+    As the optimizers' `value_and_grad` leaves them, and their `update` takes them.
+    """
+
+    tree: Any
+    owners: str = field(default="", metadata={"static": True})  # a mark of them; empty for whole
+
+
+Plans = Plan | Mapping[int, Plan] | Callable[[int], Plan]
+
+
+def plan_for(plans: Plans, num_bytes: int) -> Plan:
+    """The plan for a bucket of so many bytes.
+
+    `plans` is one plan; or a function from bytes to a plan; or plans by the bytes from which on
+    they are taken, as in ``{0: quick, 2**20: bulk}``.
+    """
+    if isinstance(plans, Plan):
+        return plans
+    if callable(plans):
+        return plans(num_bytes)
+    fitting = [least for least in plans if least <= num_bytes]
+    if not fitting:
+        raise ArgumentError(
+            f"no plan for a bucket of {num_bytes} bytes: the smallest given is for "
+            f"{min(plans, default='none')}; give one from 0 bytes on"
+        )
+    return plans[max(fitting)]
+
+
+def mean_gradients(
+    grads: Any,
+    axis_name: Any,
+    *,
+    plan: Plans,
+    bucket_bytes: int = collectives.BUCKET_BYTES,
+    wire_dtype: Any = None,
+    accumulate_dtype: Any = None,
+) -> Any:
+    """The mean of a pytree over all ranks, in buckets, each on the plan for its size.
+
+    The options are those of `ftmesh.pmean`; see `plan_for` for what `plan` may be.
+    """
+    leaves, tree = jax.tree.flatten(grads)
+    options = {"wire_dtype": wire_dtype, "accumulate_dtype": accumulate_dtype}
+    means = list(leaves)
+    for members in _buckets(leaves, range(len(leaves)), bucket_bytes):
+        bucket = _mean([leaves[i] for i in members], axis_name, plan, options)
+        for i, mean in zip(members, bucket, strict=True):
+            means[i] = mean
+    return tree.unflatten(means)
+
+
+def with_mean_gradients(
+    params: Any,
+    axis_name: Any,
+    *,
+    plan: Plans,
+    bucket_bytes: int = BUCKET_BYTES,
+    wire_dtype: Any = None,
+    accumulate_dtype: Any = None,
+    order: Sequence[int] | None = None,
+) -> Any:
+    """`params` as they are, but with gradients that are means over all ranks.
+
+    Call it inside the function that is differentiated, and leave the gradients as they come out.
+    Under ``check_vma=True`` they are typed as the parameters given: replicated for replicated ones,
+    and counted once. Buckets are filled in `order`: the positions of the leaves, the first to have
+    a gradient first, as `backward_order` finds them. Where that is not given, the last leaf is
+    taken to come first. An unrolled plan lets the backward pass go on beside the sums; beside loops
+    nothing runs. Not for forward-mode derivatives.
+    """
+    options = {"wire_dtype": wire_dtype, "accumulate_dtype": accumulate_dtype}
+
+    def means(bucket: list[Any]) -> list[Any]:
+        return _mean(bucket, axis_name, plan, options)
+
+    return reduced_on_the_way(params, params, means, axis_name, bucket_bytes, order)
+
+
+def value_and_own_grad(loss: Callable[..., Any], axis_name: Any, *, has_aux: bool = False) -> Any:
+    """As `jax.value_and_grad`, of this rank alone; for parameters that all ranks have.
+
+    Under ``check_vma=True`` those would get the sum over all ranks by themselves.
+    """
+
+    def run(params: Any, *args: Any) -> Any:
+        own = jax.tree.map(lambda leaf: _compat.as_varying(leaf, axis_name), params)
+        return jax.value_and_grad(loss, has_aux=has_aux)(own, *args)
+
+    return run
+
+
+def backward_order(
+    loss: Callable[..., Any], params: Any, *args: Any, has_aux: bool = False
+) -> tuple[int, ...]:
+    """The positions of the leaves of `params` in the order in which their gradients come to be.
+
+    Traces the backward pass of ``loss(params, *args)`` and runs nothing; `loss` may call
+    collectives where their axis is bound. `has_aux` is as for `jax.grad`. Of gradients that one
+    operation makes, a jitted function for one, that of the last leaf counts as the first.
+    """
+    traced = jax.make_jaxpr(jax.grad(loss, has_aux=has_aux))(params, *args).jaxpr
+    made = {var: at for at, step in enumerate(traced.eqns) for var in step.outvars}
+    grads = traced.outvars[: len(jax.tree.leaves(params))]
+    when = [-1 if isinstance(var, Literal) else made.get(var, -1) for var in grads]
+    return tuple(sorted(range(len(when)), key=lambda i: (when[i], -i)))
+
+
+def _buckets(
+    leaves: Sequence[Any], order: Sequence[int], bucket_bytes: int
+) -> list[tuple[int, ...]]:
+    """Positions of leaves that travel together, first those that are complete first.
+
+    An empty leaf is in none.
+    """
+    arrays = [jnp.asarray(leaves[i]) for i in order]
+    made = make_buckets(arrays, [array.dtype for array in arrays], bucket_bytes)
+    made.sort(key=lambda bucket: max(bucket.members))
+    return [tuple(order[i] for i in bucket.members) for bucket in made]
+
+
+def _mean(bucket: list[Any], axis_name: Any, plans: Plans, options: dict[str, Any]) -> list[Any]:
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in map(jnp.asarray, bucket))
+    means: list[Any] = collectives.pmean(
+        bucket, axis_name, plan=plan_for(plans, num_bytes), bucket_bytes=sys.maxsize, **options
+    )
+    return means
+
+
+def reduced_on_the_way(
+    params: Any,
+    slots: Any,
+    reduce: Callable[[list[Any]], list[Any]],
+    axis_name: Any,
+    bucket_bytes: int,
+    order: Sequence[int] | None,
+) -> Any:
+    """`params` as they are; `slots` get as gradients what `reduce` makes of those of `params`."""
+    leaves, tree = jax.tree.flatten(params)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    order = range(len(leaves))[::-1] if order is None else order
+    if sorted(order) != list(range(len(leaves))):
+        raise ArgumentError(
+            f"order must have each position from 0 to {len(leaves) - 1} once, one for each leaf of "
+            f"the parameters; it is {list(order)}"
+        )
+    buckets = _buckets(leaves, order, bucket_bytes)
+    filled = [i for members in buckets for i in members]
+    every_slot = tree.flatten_up_to(slots)
+    given = {i: leaves[i] for i in filled}
+    taking = {i: jnp.asarray(every_slot[i]) for i in filled}
+    varied = {i for i, slot in taking.items() if axis_name in _compat.varying_axes(slot)}
+
+    def identity(given: dict[int, Any], _: dict[int, Any]) -> dict[int, Any]:
+        return {i: _compat.as_varying(leaf, axis_name) for i, leaf in given.items()}
+
+    def forward(given: dict[int, Any], taking: dict[int, Any]) -> tuple[dict[int, Any], None]:
+        return identity({i: leaf.value for i, leaf in given.items()}, taking), None
+
+    def backward(_: None, grads: dict[int, Any]) -> tuple[None, dict[int, Any]]:
+        found = _in_turns(grads, buckets, reduce)
+        for i in varied & found.keys():
+            found[i] = _compat.as_varying(found[i], axis_name)
+        return None, {i: found.get(i) for i in grads}
+
+    marked = jax.custom_vjp(identity)
+    marked.defvjp(forward, backward, symbolic_zeros=True)
+    passed = marked(given, taking)
+    return tree.unflatten([passed.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+
+def _in_turns(
+    grads: dict[int, Any],
+    buckets: list[tuple[int, ...]],
+    reduce: Callable[[list[Any]], list[Any]],
+) -> dict[int, Any]:
+    """What `reduce` makes of the gradients of each bucket, one bucket after the other.
+
+    Buckets share the links, so one sum is over before the next begins. A compiler that may do all
+    at once was seen to put all of them behind the backward pass, each into the gaps of another. A
+    leaf that the loss does not depend on has no gradient, and is left out.
+    """
+    found: dict[int, Any] = {}
+    before: list[int] = []
+    for bucket in buckets:
+        members = [i for i in bucket if not isinstance(grads[i], SymbolicZero)]
+        if not members:
+            continue
+        now = [grads[i] for i in members]
+        if before:
+            # All that comes out must be used: nothing waits for an operand that is not.
+            passed = _compat.barrier([*now, *(found[i] for i in before)])
+            now = passed[: len(now)]
+            found.update(zip(before, passed[len(now) :], strict=True))
+        with jax.named_scope(SCOPE):
+            found.update(zip(members, reduce(now), strict=True))
+        before = members
+    return found

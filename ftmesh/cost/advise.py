@@ -1,0 +1,356 @@
+"""Advise: what to do about failed boards, by playing failures and repairs many times over.
+
+The paper's introduction names four answers to a failure on a mesh: wait for the repair, go on with
+the largest whole sub-mesh, keep spare boards, or route around the hole. Each is played against the
+same failures. *Goodput* is the training done, as a share of what the full mesh would do if nothing
+ever failed.
+
+The model, which `ASSUMPTIONS` puts into words: a board is a 2x2 block of chips at even coordinates,
+fails at random, and is repaired after a fixed time. A failure in use throws away what was done
+since the last checkpoint and costs a restart; going back to more chips costs a restart. The global
+batch is constant, so fewer chips compute longer; all-reduces are simulated on the damaged mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+
+from ftmesh import planners
+from ftmesh.cost.network import DEFAULT, Network
+from ftmesh.cost.simulate import Simulator
+from ftmesh.errors import ArgumentError, PlanError
+from ftmesh.mesh.notation import Block, Coord
+from ftmesh.mesh.topology import Topology
+
+BOARD = 2  # chips along each side of a board
+SAMPLES = 4  # damages that are priced for each number of failed boards; others count like these
+
+ASSUMPTIONS = (
+    "Boards of 2x2 chips fail independently, and take the same time to repair. A failure loses the "
+    "work since the last checkpoint and costs a restart; so does a return to more chips, without "
+    "the loss.",
+    "The full mesh and sub-meshes sum with two_dim, damaged meshes with the faster of row_pair and "
+    "ring, in synchronous rounds as simulated. The global batch stays the same.",
+    f"For each number of failed boards {SAMPLES} random damages are planned and simulated; further "
+    "ones count like one of these.",
+    "Spare boards stand in for failed ones wherever these are, and are paid for.",
+)
+
+Boards = frozenset[int]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A machine and a job on it; times in seconds. `step` is a training step on the full mesh."""
+
+    topology: Topology  # undamaged
+    mtbf: float  # mean time between failures of one board
+    repair: float
+    checkpoint: float  # time between checkpoints
+    step: float
+    payload_bytes: int = 100_000_000
+    restart: float = 600.0
+    spares: int = 0
+    network: Network = DEFAULT
+
+    def __post_init__(self) -> None:
+        for name in ("mtbf", "repair", "checkpoint", "step"):
+            if not getattr(self, name) > 0:
+                raise ArgumentError(f"{name} must be above 0 seconds, not {getattr(self, name)!r}")
+        if self.restart < 0 or self.spares < 0:
+            raise ArgumentError("restart and spares cannot be below 0")
+        if self.topology.failed or self.topology.failed_links:
+            raise ArgumentError(f"a site is described undamaged, not as {self.topology}")
+        if self.full_sum >= self.step:
+            raise ArgumentError(
+                f"a step of {self.step:g} s is shorter than its all-reduce, {self.full_sum:g} s"
+            )
+
+    @cached_property
+    def boards(self) -> list[Block]:
+        """The 2x2 blocks at even coordinates, cut off at the edge of a mesh of odd sides."""
+        corners = itertools.product(*(range(0, n, BOARD) for n in reversed(self.topology.shape)))
+        return [
+            Block(
+                tuple(min(BOARD, n - c) for n, c in zip(self.topology.shape, corner, strict=True)),
+                corner,
+            )
+            for corner in (tuple(reversed(c)) for c in corners)
+        ]
+
+    @cached_property
+    def full_sum(self) -> float:
+        """The all-reduce on the full mesh."""
+        return self.sum_on(self.topology)
+
+    def sum_on(self, topology: Topology) -> float:
+        """The fastest all-reduce on `topology`; a `PlanError` where there is none."""
+        damaged = bool(topology.failed or topology.failed_links)
+        if topology.num_live == 1:
+            return 0.0
+        times = []
+        for name in ("row_pair", "ring") if damaged else ("two_dim",):
+            try:
+                schedule = planners.schedule(topology, name)
+            except PlanError:
+                continue
+            times.append(Simulator(schedule).seconds(self.payload_bytes, self.network))
+        if not times:
+            raise PlanError(f"no algorithm can sum on {topology}")
+        return min(times)
+
+    def speed_on(self, topology: Topology) -> float:
+        """Training on `topology`, as a share of the full mesh's."""
+        compute = (self.step - self.full_sum) * self.topology.num_chips / topology.num_live
+        return self.step / (compute + self.sum_on(topology))
+
+    def damaged(self, boards: Boards) -> Topology:
+        """The mesh less some boards."""
+        failed = [chip for board in sorted(boards) for chip in self.boards[board].coords()]
+        return Topology.grid(self.topology.shape, failed=failed, wrap=self.topology.wrap)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a job runs: how fast, and on which boards."""
+
+    speed: float
+    boards: Boards
+
+
+# The four answers -------------------------------------------------------------------------------
+
+
+class Wait:
+    """Wait for the repair."""
+
+    name = "wait for repair"
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.num_boards = len(site.boards)
+
+    def setting(self, failed: Boards) -> Setting:
+        """How the job runs with `failed` boards."""
+        return Setting(0.0 if failed else 1.0, frozenset(range(self.num_boards)))
+
+
+class SubMesh(Wait):
+    """Go on with the largest rectangle that has no failed board."""
+
+    name = "largest sub-mesh"
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self._by_size: dict[Coord, float] = {}
+
+    def setting(self, failed: Boards) -> Setting:
+        """How the job runs with `failed` boards."""
+        if not failed:
+            return super().setting(failed)
+        if len(failed) == self.num_boards:
+            return Setting(0.0, frozenset())
+        box = self.site.damaged(failed).largest_rectangle()
+        if box.size not in self._by_size:
+            wrap = [
+                wraps and size == whole
+                for wraps, size, whole in zip(
+                    self.site.topology.wrap, box.size, self.site.topology.shape, strict=True
+                )
+            ]
+            whole = Topology.grid(box.size, failed="", wrap=wrap)
+            try:
+                self._by_size[box.size] = self.site.speed_on(whole)
+            except PlanError:  # a line of chips
+                self._by_size[box.size] = 0.0
+        chips = set(box.coords())
+        used = (i for i, board in enumerate(self.site.boards) if chips & set(board.coords()))
+        return Setting(self._by_size[box.size], frozenset(used))
+
+
+class Spares(Wait):
+    """Put spare boards in the place of failed ones; wait where there are too few."""
+
+    name = "hot spares"
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self.num_boards += site.spares
+
+    def setting(self, failed: Boards) -> Setting:
+        """How the job runs with `failed` boards, spares counted last."""
+        live = [board for board in range(self.num_boards) if board not in failed]
+        used = frozenset(live[: len(self.site.boards)])
+        return Setting(1.0 if len(used) == len(self.site.boards) else 0.0, used)
+
+
+class RouteAround(SubMesh):
+    """Go on with every live chip, on a schedule that goes around the failed ones."""
+
+    name = "fault-tolerant"
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self._sampled: dict[tuple[int, int], float] = {}
+
+    def setting(self, failed: Boards) -> Setting:
+        """How the job runs with `failed` boards."""
+        if not failed or len(failed) == self.num_boards:
+            return super().setting(failed)
+        sample = (len(failed), sum(failed) % SAMPLES)
+        if sample not in self._sampled:
+            try:
+                self._sampled[sample] = self.site.speed_on(self.site.damaged(failed))
+            except PlanError:
+                self._sampled[sample] = 0.0
+        sub_mesh = super().setting(failed)
+        if self._sampled[sample] <= sub_mesh.speed:
+            return sub_mesh
+        return Setting(self._sampled[sample], frozenset(range(self.num_boards)) - failed)
+
+
+ANSWERS = (Wait, SubMesh, Spares, RouteAround)
+
+
+# Playing ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """Where the time went, as shares of all of it; `trained` is the goodput."""
+
+    trained: float = 0.0
+    slower: float = 0.0  # lost to running on fewer chips
+    thrown_away: float = 0.0  # trained, and lost with a failure
+    restarting: float = 0.0
+    waiting: float = 0.0
+    paid: float = 1.0  # boards paid for, as a multiple of the mesh's
+
+    @property
+    def per_chip(self) -> float:
+        """Goodput per chip that is paid for."""
+        return self.trained / self.paid
+
+
+def failures(
+    num_boards: int, site: Site, horizon: float, seed: int
+) -> list[tuple[float, int, bool]]:
+    """When which board fails (True) and is whole again (False), in order.
+
+    Each board has random numbers of its own, so that answers with and without spares see the same
+    failures.
+    """
+    events = []
+    for board in range(num_boards):
+        rng = np.random.default_rng([seed, board])
+        now = rng.exponential(site.mtbf)
+        while now < horizon:
+            events += [(now, board, True), (now + site.repair, board, False)]
+            now += site.repair + rng.exponential(site.mtbf)
+    return sorted(events)
+
+
+def play(answer: Wait, horizon: float, seed: int) -> Outcome:
+    """One answer over one history of failures."""
+    site = answer.site
+    outcome = Outcome(paid=answer.num_boards / len(site.boards))
+    failed: Boards = frozenset()
+    setting = answer.setting(failed)
+    now, running_since = 0.0, 0.0  # the job runs, or will, from `running_since` on
+    changes = failures(answer.num_boards, site, horizon, seed)
+    for when, board, fails in [*changes, (horizon, -1, False)]:
+        when = min(when, horizon)
+        _spend(outcome, setting, now, running_since, when)
+        now = when
+        if board < 0:
+            break
+        failed = failed | {board} if fails else failed - {board}
+        was = setting
+        if fails and board in was.boards:
+            if was.speed and now > running_since:
+                lost = was.speed * ((now - running_since) % site.checkpoint)
+                outcome.trained -= lost
+                outcome.thrown_away += lost
+            setting = answer.setting(failed)
+            running_since = now + site.restart
+        elif not fails:
+            better = answer.setting(failed)
+            if better.speed > was.speed:
+                setting, running_since = better, now + site.restart
+    for field in fields(outcome):
+        if field.name != "paid":
+            setattr(outcome, field.name, getattr(outcome, field.name) / horizon)
+    return outcome
+
+
+def _spend(outcome: Outcome, setting: Setting, start: float, running: float, end: float) -> None:
+    """Account for the time from `start` to `end` under one setting."""
+    if not setting.speed:
+        outcome.waiting += end - start
+        return
+    begin = min(max(start, running), end)
+    outcome.restarting += begin - start
+    outcome.trained += setting.speed * (end - begin)
+    outcome.slower += (1 - setting.speed) * (end - begin)
+
+
+def play_all(
+    site: Site, *, horizon: float, runs: int, seed: int = 0, progress: Progress | None = None
+) -> dict[str, list[Outcome]]:
+    """Every answer over the same `runs` histories; `progress` is called with work done and in all.
+
+    Hot spares are left out where the site has none.
+    """
+    if runs < 1 or horizon <= 0:
+        raise ArgumentError("advice needs one run or more, over a time above 0")
+    answers = [answer(site) for answer in ANSWERS if site.spares or answer is not Spares]
+    outcomes: dict[str, list[Outcome]] = {answer.name: [] for answer in answers}
+    work = list(itertools.product(range(runs), answers))
+    for done, (run, answer) in enumerate(work):
+        outcomes[answer.name].append(play(answer, horizon, seed + run))
+        if progress:
+            progress(done + 1, len(work))
+    return outcomes
+
+
+# The damage at hand -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AtHand:
+    """What each answer makes of one damage until it is repaired, in seconds of full-mesh work."""
+
+    topology: Topology
+    repair: float
+    speeds: dict[str, float]
+    done: dict[str, float]
+
+    @property
+    def best(self) -> str:
+        """The answer that gets most done."""
+        return max(self.done, key=lambda name: self.done[name])
+
+
+def at_hand(site: Site, damaged: Topology) -> AtHand:
+    """Compare the answers, spares apart, for the damage of `damaged` alone.
+
+    Going on costs a restart now; the one that returns to the full mesh is due in any case.
+    """
+    box = damaged.largest_rectangle()
+    speeds = {Wait.name: 0.0}
+    for answer, topology in (
+        (SubMesh, Topology.grid(box.size, failed="")),
+        (RouteAround, damaged),
+    ):
+        try:
+            speeds[answer.name] = site.speed_on(topology)
+        except PlanError:
+            speeds[answer.name] = 0.0
+    done = {name: speed * max(site.repair - site.restart, 0.0) for name, speed in speeds.items()}
+    return AtHand(damaged, site.repair, speeds, done)

@@ -1,0 +1,211 @@
+"""Limits: the least time that any schedule can take on a mesh, and what on the mesh decides it.
+
+Links are full-duplex and all alike. Whatever transfers a schedule is made of, three things bound
+the time of a collective from below:
+
+- All-gather and reduce-scatter: what a set S of chips holds, ``|S| / N`` of the payload, must leave
+  it over the links around it. The tightest of all cuts is found exactly.
+- All-reduce: take any partition of the chips into k parts. For each byte of the payload it takes
+  k - 1 transfers between parts until some part can know the sum, and k - 1 more until all do; a
+  link carries one each way at a time. The least number of links between parts per join, of which
+  there are k - 1, is the strength of the graph (Tutte, Nash-Williams). It is found exactly, over
+  all partitions. Packed spanning trees, each used upward to reduce and downward to broadcast at the
+  same time, come as near to this bound as one likes.
+- Latency: what the two chips furthest from each other exchange travels the diameter, hop by hop.
+
+>>> print(limits(Topology.grid("8x8", failed="3x3@1,1")))
+8x8 less 3x3@1,1: 55 live chips, 88 links, 14 hops across
+  all-gather: the busiest link carries at least 0.4909 of the payload
+    chip (0, 0) hangs on 2 links
+  all-reduce: the busiest link carries at least 0.8750 of the payload (strength 1.143)
+    the 7 chips 4x1@0,0;1x3@0,1 each for itself, the other 48 together: 8 links for 7 joins
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from ftmesh.cost.bottleneck import tightest_cut, weakest_partition
+from ftmesh.cost.network import Network
+from ftmesh.errors import TopologyError
+from ftmesh.mesh.notation import Coord, format_failed
+from ftmesh.mesh.topology import Topology
+
+_SOURCES = 4096  # chips whose distances to all others are found at a time
+_BLOCKS = 4  # blocks that are listed; chips that need more are told by the box around them
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What `limits` found: exact bounds, and the places on the mesh that prove them.
+
+    `all_gather` and `all_reduce` are shares of the payload that some link must carry, each way.
+    The proof of the first is `cut`, the chips that everything else must reach over too few links;
+    that of the second is `partition`, with the largest part first.
+    """
+
+    topology: Topology
+    links: int
+    all_gather: Fraction
+    cut: tuple[Coord, ...]
+    all_reduce: Fraction
+    partition: tuple[tuple[Coord, ...], ...]
+    diameter: int
+
+    @property
+    def live(self) -> int:
+        """Live chips."""
+        return self.topology.num_live
+
+    @property
+    def strength(self) -> Fraction | None:
+        """Links per join in the weakest partition; None for a single chip, which has no joins."""
+        return 1 / self.all_reduce if self.all_reduce else None
+
+    def all_gather_seconds(self, payload_bytes: float, link: Network | float) -> float:
+        """The least time of an all-gather, or of a reduce-scatter, of `payload_bytes` in all.
+
+        `link` is a rate in bytes per second each way, or a network, whose latency then counts too.
+        """
+        return self._seconds(self.all_gather, payload_bytes, link)
+
+    def all_reduce_seconds(self, payload_bytes: float, link: Network | float) -> float:
+        """The least time of an all-reduce, however it is done; `link` as above.
+
+        One that is a reduce-scatter and then an all-gather takes at least twice the time of those.
+        """
+        return self._seconds(self.all_reduce, payload_bytes, link)
+
+    def latency_seconds(self, latency: float, overhead: float = 0.0) -> float:
+        """The least time of any of them if the payload were nothing."""
+        return self.diameter * latency + overhead if self.diameter else 0.0
+
+    def _seconds(self, share: Fraction, payload_bytes: float, link: Network | float) -> float:
+        network = link if isinstance(link, Network) else Network(float(link), latency=0.0)
+        return max(
+            float(share) * payload_bytes / network.bandwidth,
+            self.latency_seconds(network.latency, network.overhead),
+        )
+
+    @property
+    def why_all_gather(self) -> str:
+        """Where an all-gather is held up, in words."""
+        if not self.cut:
+            return "a single chip has it all"
+        links = _count(_links_around(self.topology, self.cut), "link")
+        return f"{_chips(self.cut)} {'hang' if len(self.cut) > 1 else 'hangs'} on {links}"
+
+    @property
+    def why_all_reduce(self) -> str:
+        """Where an all-reduce is held up, in words."""
+        rest, *others = self.partition
+        if not others:
+            return "a single chip has it all"
+        links = sum(_links_around(self.topology, part) for part in self.partition) // 2
+        where = [f"{_chips(part)} together" for part in others if len(part) > 1]
+        alone = [part[0] for part in others if len(part) == 1]
+        if alone:
+            where.append(_chips(alone) + (" each for itself" if len(alone) > 1 else " alone"))
+        where.append(f"the other {len(rest)} together")
+        if len(rest) == 1:
+            where = ["each chip for itself"]
+        return f"{', '.join(where)}: {_count(links, 'link')} for {_count(len(others), 'join')}"
+
+    def __str__(self) -> str:
+        strength = f" (strength {float(self.strength):.3f})" if self.strength else ""
+        return "\n".join(
+            [
+                f"{self.topology}: {_count(self.live, 'live chip')}, "
+                f"{_count(self.links, 'link')}, {_count(self.diameter, 'hop')} across",
+                f"  all-gather: the busiest link carries at least {_share(self.all_gather)}",
+                f"    {self.why_all_gather}",
+                f"  all-reduce: the busiest link carries at least {_share(self.all_reduce)}"
+                + strength,
+                f"    {self.why_all_reduce}",
+            ]
+        )
+
+
+def limits(topology: Topology) -> Limits:
+    """The limits of the live part of `topology`; a `TopologyError` where it is not connected."""
+    _check_connected(topology)
+    coords = topology.coords
+    ranks = ((topology.rank(a), topology.rank(b)) for a, b in topology.links)
+    edges = [(a, b) for a, b in ranks if a < b]
+    cut: tuple[Coord, ...] = ()
+    all_gather = all_reduce = Fraction(0)
+    parts: dict[int, list[Coord]] = {}
+    for coord, part in zip(coords, weakest_partition(len(coords), edges), strict=True):
+        parts.setdefault(part, []).append(coord)
+    partition = tuple(sorted(map(tuple, parts.values()), key=len, reverse=True))
+    if edges:
+        cut = tuple(coords[rank] for rank in tightest_cut(len(coords), edges))
+        outside = Fraction(len(coords) - len(cut), len(coords))
+        all_gather = outside / _links_around(topology, cut)
+        between = sum(_links_around(topology, part) for part in partition) // 2
+        all_reduce = Fraction(len(partition) - 1, between)
+    return Limits(
+        topology=topology,
+        links=len(edges),
+        all_gather=all_gather,
+        cut=cut,
+        all_reduce=all_reduce,
+        partition=partition,
+        diameter=_diameter(topology),
+    )
+
+
+def _check_connected(topology: Topology) -> None:
+    parts = topology.components()
+    if len(parts) > 1:
+        sizes = ", ".join(f"{_count(len(part), 'chip')} around {part[0]}" for part in parts)
+        raise TopologyError(
+            f"{topology} is cut into {len(parts)} parts that no link joins: {sizes}; nothing can "
+            "be summed across them"
+        )
+
+
+def _links_around(topology: Topology, chips: Iterable[Coord]) -> int:
+    """The links between `chips` and the others."""
+    inside = set(chips)
+    return sum(b not in inside for a in inside for b in topology.neighbours(a))
+
+
+def _diameter(topology: Topology) -> int:
+    """The most hops that any two chips are apart, by growing the reach of all chips at once."""
+    beside = [[topology.rank(b) for b in topology.neighbours(a)] for a in topology.coords]
+    degree = max(map(len, beside))
+    near = np.array([[*row, *[rank] * (degree - len(row))] for rank, row in enumerate(beside)])
+    diameter = 0
+    for low in range(0, len(near), _SOURCES):
+        reach = np.packbits(np.eye(len(near), _SOURCES, -low, dtype=np.bool_), axis=1)
+        hops = 0
+        while not (reach == reach[0]).all():
+            reach = np.bitwise_or.reduce([reach, *(reach[column] for column in near.T)])
+            hops += 1
+        diameter = max(diameter, hops)
+    return diameter
+
+
+def _chips(chips: Iterable[Coord]) -> str:
+    """Chips in words: by name, in blocks, or by the box that holds them."""
+    coords = sorted(chips)
+    if len(coords) == 1:
+        return f"chip {coords[0]}"
+    blocks = format_failed(coords)
+    if blocks.count(";") >= _BLOCKS:
+        low, high = (tuple(map(end, zip(*coords, strict=True))) for end in (min, max))
+        blocks = f"between {low} and {high}"
+    return f"the {len(coords)} chips {blocks}"
+
+
+def _share(share: Fraction) -> str:
+    return f"{float(share):.4f} of the payload"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

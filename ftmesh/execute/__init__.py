@@ -1,0 +1,1 @@
+"""Execute: a schedule lowered to small tables, and run inside a jitted step."""

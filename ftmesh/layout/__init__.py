@@ -1,0 +1,1 @@
+"""Layout: pytrees as flat buckets of equal chunks, and back."""

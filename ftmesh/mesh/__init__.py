@@ -1,0 +1,1 @@
+"""Mesh: chips, links, what has failed, and the ways around it."""

@@ -1,0 +1,182 @@
+"""The written forms of meshes and of damage: ``16x32``, ``4x2@6,14``, drawings, environment.
+
+Everything here turns text (or lists) into tuples of integers and back; what they mean is the
+business of `ftmesh.mesh.topology`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from ftmesh.errors import TopologyError
+
+Coord = tuple[int, ...]
+FAILED_VARIABLE = "FTMESH_FAILED"
+
+_SHAPE = re.compile(r"\d+(x\d+)*")
+_BLOCK = re.compile(r"(\d+(?:x\d+)*)@(\d+(?:,\d+)*)")
+_LINK = re.compile(r"(\d+(?:,\d+)*)-(\d+(?:,\d+)*)")
+
+
+MAX_CHIPS = 1_000_000
+
+
+class Block(NamedTuple):
+    """A box of chips: its size along each axis and its low corner.
+
+    >>> str(Block((4, 2), (6, 14)))
+    '4x2@6,14'
+    """
+
+    size: Coord
+    corner: Coord
+
+    def __str__(self) -> str:
+        return f"{format_shape(self.size)}@{','.join(map(str, self.corner))}"
+
+    def coords(self) -> list[Coord]:
+        """The chips inside, x fastest."""
+        axes = [range(c, c + s) for c, s in zip(self.corner, self.size, strict=True)]
+        return [tuple(reversed(c)) for c in itertools.product(*reversed(axes))]
+
+
+Failed = str | Block | Iterable["Block | Sequence[int]"] | None
+
+
+def parse_shape(shape: str | Sequence[int]) -> Coord:
+    """``"16x32"`` or ``(16, 32)`` as a tuple; x first."""
+    if isinstance(shape, str):
+        if not _SHAPE.fullmatch(shape):
+            raise TopologyError(
+                f"{shape!r} is not a mesh shape: write sizes joined by 'x', x first, as in '16x32'"
+            )
+        shape = [int(n) for n in shape.split("x")]
+    sizes = _whole_numbers(shape)
+    if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
+        raise TopologyError(f"mesh shape {sizes} needs one to three axes, of 1 or more chips each")
+    if math.prod(sizes) > MAX_CHIPS:
+        raise TopologyError(
+            f"mesh {format_shape(sizes)} has more than the {MAX_CHIPS:,} chips that are taken"
+        )
+    return sizes
+
+
+def format_shape(shape: Sequence[int]) -> str:
+    """The inverse of `parse_shape`."""
+    return "x".join(map(str, shape))
+
+
+def parse_failed(failed: Failed, shape: Coord) -> frozenset[Coord]:
+    """The failed chips named by blocks (``"2x2@2,2;4x2@6,14"``) or a list of blocks or coords.
+
+    ``None`` reads the environment variable ``FTMESH_FAILED``; an empty string means no failures.
+    """
+    source = ""
+    if failed is None:
+        failed = os.environ.get(FAILED_VARIABLE, "")
+        source = f" (from the environment variable {FAILED_VARIABLE})" if failed else ""
+    if isinstance(failed, str):
+        pieces = [piece.strip() for piece in failed.split(";")]
+        blocks = [_parse_block(piece, source) for piece in pieces if piece]
+    else:
+        listed = [failed] if isinstance(failed, Block) else failed
+        blocks = [
+            part if isinstance(part, Block) else Block((1,) * len(shape), _whole_numbers(part))
+            for part in listed
+        ]
+    for block in blocks:
+        _check_inside(block, shape, source)
+    return frozenset(coord for block in blocks for coord in block.coords())
+
+
+def parse_links(links: str | Iterable[Sequence[Sequence[int]]]) -> frozenset[tuple[Coord, Coord]]:
+    """Links as pairs of coords, low end first, from ``"3,2-4,2;0,0-0,1"`` or a list of pairs."""
+    if isinstance(links, str):
+        pairs = []
+        for piece in filter(None, (piece.strip() for piece in links.split(";"))):
+            match = _LINK.fullmatch(piece)
+            if not match:
+                raise TopologyError(f"{piece!r} is not a link: write two coords, as in '3,2-4,2'")
+            pairs.append((_parse_coord(match[1]), _parse_coord(match[2])))
+    else:
+        pairs = [(_whole_numbers(a), _whole_numbers(b)) for a, b in links]
+    return frozenset((min(a, b), max(a, b)) for a, b in pairs)
+
+
+def parse_drawing(drawing: str) -> tuple[Coord, frozenset[Coord]]:
+    """Shape and failed chips of a picture: ``.`` is live, ``X`` failed, x across, y down."""
+    rows = [row.strip() for row in drawing.strip().splitlines()]
+    wrong = sorted({char for row in rows for char in row} - set(".X"))
+    if wrong:
+        raise TopologyError(f"a drawing has '.' for live and 'X' for failed chips, not {wrong}")
+    widths = {len(row) for row in rows}
+    if len(widths) != 1 or widths == {0}:
+        raise TopologyError(f"the rows of a drawing must be of one length, not {sorted(widths)}")
+    failed = {(x, y) for y, row in enumerate(rows) for x, char in enumerate(row) if char == "X"}
+    return (widths.pop(), len(rows)), frozenset(failed)
+
+
+def format_failed(failed: Iterable[Coord]) -> str:
+    """Blocks that cover exactly the given chips, as `parse_failed` reads them.
+
+    >>> format_failed({(2, 2), (3, 2), (2, 3), (3, 3), (7, 7)})
+    '2x2@2,2;1x1@7,7'
+    """
+    left = set(failed)
+    blocks = []
+    while left:
+        corner = min(left, key=lambda coord: coord[::-1])
+        size = [1] * len(corner)
+        for axis in range(len(corner)):
+            while left.issuperset(Block(_grown(size, axis), corner).coords()):
+                size[axis] += 1
+        blocks.append(Block(tuple(size), corner))
+        left.difference_update(blocks[-1].coords())
+    return ";".join(map(str, blocks))
+
+
+def _whole_numbers(values: Iterable[Any]) -> Coord:
+    try:
+        return tuple(operator.index(n) for n in values)
+    except TypeError:
+        raise TopologyError(f"{values!r} is not a list of whole numbers, such as (6, 14)") from None
+
+
+def _grown(size: Sequence[int], axis: int) -> Coord:
+    return tuple(n + (i == axis) for i, n in enumerate(size))
+
+
+def _parse_coord(text: str) -> Coord:
+    return tuple(int(n) for n in text.split(","))
+
+
+def _parse_block(text: str, source: str) -> Block:
+    match = _BLOCK.fullmatch(text)
+    if not match:
+        raise TopologyError(
+            f"{text!r}{source} is not a block: write WxH@x,y, size first and then the low corner, "
+            "as in '4x2@6,14'; join several with ';'"
+        )
+    return Block(parse_shape(match[1]), _parse_coord(match[2]))
+
+
+def _check_inside(block: Block, shape: Coord, source: str) -> None:
+    if not len(block.size) == len(block.corner) == len(shape):
+        raise TopologyError(
+            f"block {block}{source} does not have the {len(shape)} axes of mesh "
+            f"{format_shape(shape)}"
+        )
+    for corner, size, limit in zip(block.corner, block.size, shape, strict=True):
+        if not 0 <= corner <= corner + size <= limit:
+            low = ",".join("0" * len(shape))
+            high = ",".join(str(n - 1) for n in shape)
+            raise TopologyError(
+                f"block {block}{source} is not inside mesh {format_shape(shape)}, "
+                f"whose chips are {low} to {high}"
+            )

@@ -1,0 +1,355 @@
+"""Topology: which chips there are, how they are joined, and what has failed.
+
+>>> topo = Topology.grid("4x4", failed="2x2@1,1")
+>>> topo.drawing().splitlines()
+['....', '.XX.', '.XX.', '....']
+>>> topo.num_live, topo.coords[4], topo.rank((3, 1))
+(12, (0, 1), 5)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ftmesh.errors import TopologyError
+from ftmesh.mesh.devices import read_layout
+from ftmesh.mesh.notation import (
+    Block,
+    Coord,
+    Failed,
+    format_failed,
+    format_shape,
+    parse_drawing,
+    parse_failed,
+    parse_links,
+    parse_shape,
+)
+
+Link = tuple[Coord, Coord]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A grid of chips with a mask of what has failed; a value, equal and hashable by content.
+
+    Build one with `grid`, `from_devices` or `from_drawing`. Live chips are numbered by dense
+    ranks, x fastest, which is the order of the JAX mesh axis. A failed link is a cable: it fails
+    in both directions, and is kept with its lower end first. A topology built from devices holds
+    those of its live chips, by rank, and all that were given, by place.
+    """
+
+    shape: Coord
+    wrap: tuple[bool, ...]
+    failed: frozenset[Coord] = frozenset()
+    failed_links: frozenset[Link] = frozenset()
+    devices_per_chip: int = 1
+    devices: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    all_devices: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.wrap) != len(self.shape):
+            raise TopologyError(f"wrap {self.wrap} needs one entry per axis of {self.name}")
+        outside = sorted(c for c in self.failed if not self._inside(c))
+        if outside:
+            raise TopologyError(f"failed chip {outside[0]} is not on mesh {self.name}")
+        links = {(min(a, b), max(a, b)) for a, b in self.failed_links}
+        object.__setattr__(self, "failed_links", frozenset(links))
+        for a, b in sorted(links):
+            if not self._inside(a) or not self._inside(b) or b not in self._beside(a):
+                raise TopologyError(
+                    f"failed link {a}-{b}: {b} is not a neighbour of {a} on mesh {self.name}"
+                )
+        if len(self.failed) == math.prod(self.shape):
+            raise TopologyError(f"all {len(self.failed)} chips of mesh {self.name} have failed")
+
+    # Building -------------------------------------------------------------------------------
+
+    @classmethod
+    def grid(
+        cls,
+        shape: str | Sequence[int],
+        *,
+        failed: Failed = None,
+        failed_links: str | Iterable[Sequence[Sequence[int]]] = (),
+        wrap: bool | Sequence[bool] = False,
+    ) -> Topology:
+        """A mesh by its shape, as in ``Topology.grid("16x32", failed="4x2@6,14")``.
+
+        Where `failed` is not given, the environment variable ``FTMESH_FAILED`` is read.
+        """
+        sizes = parse_shape(shape)
+        return cls(
+            shape=sizes,
+            wrap=_per_axis(wrap, sizes),
+            failed=parse_failed(failed, sizes),
+            failed_links=parse_links(failed_links),
+        )
+
+    @classmethod
+    def from_devices(
+        cls,
+        devices: Iterable[Any],
+        *,
+        shape: str | Sequence[int] | None = None,
+        failed: Failed = None,
+        failed_links: str | Iterable[Sequence[Sequence[int]]] = (),
+        wrap: bool | Sequence[bool] = False,
+    ) -> Topology:
+        """The mesh that `devices` sit on: ``jax.devices()``, or a compile-only TPU topology's.
+
+        TPU devices are placed by their coords. Axes of size 1 are dropped, and coords missing
+        from `shape` (or, where it is not given, from the bounding box) are failed. `failed` is in
+        the devices' own coords; the topology's start at the low corner of the box. Devices without
+        coords fill `shape`, or a near-square grid, row by row.
+        """
+        layout = read_layout(devices, None if shape is None else parse_shape(shape))
+        failed_chips = layout.missing | layout.moved(parse_failed(failed, layout.reach))
+        bare = cls(
+            shape=layout.shape,
+            wrap=_per_axis(wrap, layout.shape),
+            failed=failed_chips,
+            failed_links=parse_links(failed_links),
+            devices_per_chip=layout.devices_per_chip,
+        )
+        at = layout.devices_at
+        live = tuple(device for coord in bare.coords for device in at[coord])
+        every = tuple(device for coord in bare._every_coord() for device in at.get(coord, ()))
+        return replace(bare, devices=live, all_devices=every)
+
+    @classmethod
+    def from_drawing(cls, drawing: str, *, wrap: bool | Sequence[bool] = False) -> Topology:
+        """A 2-D mesh from a picture: ``.`` live, ``X`` failed, x across, y down."""
+        shape, failed = parse_drawing(drawing)
+        return cls(shape=shape, wrap=_per_axis(wrap, shape), failed=failed)
+
+    # Chips ----------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The shape as it is written: ``16x32``."""
+        return format_shape(self.shape)
+
+    @property
+    def num_chips(self) -> int:
+        """Places in the grid, live and failed."""
+        return math.prod(self.shape)
+
+    @property
+    def num_live(self) -> int:
+        """Live chips, hence ranks."""
+        return len(self.coords)
+
+    @cached_property
+    def coords(self) -> tuple[Coord, ...]:
+        """The coord of every rank."""
+        return tuple(c for c in self._every_coord() if c not in self.failed)
+
+    @cached_property
+    def _ranks(self) -> dict[Coord, int]:
+        return {coord: rank for rank, coord in enumerate(self.coords)}
+
+    def rank(self, coord: Sequence[int]) -> int:
+        """The rank of the live chip at `coord`."""
+        rank = self._ranks.get(tuple(coord))
+        if rank is None:
+            state = "has failed" if self._inside(tuple(coord)) else "is not on the mesh"
+            raise TopologyError(f"chip {tuple(coord)} {state} on {self}")
+        return rank
+
+    def place(self, coord: Sequence[int]) -> int:
+        """The place of `coord` among all chips, live and failed, x fastest."""
+        return int(np.ravel_multi_index(tuple(coord)[::-1], self.shape[::-1]))
+
+    def is_live(self, coord: Sequence[int]) -> bool:
+        """Whether `coord` is a live chip of this mesh."""
+        return tuple(coord) in self._ranks
+
+    # Links ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _neighbours(self) -> dict[Coord, tuple[Coord, ...]]:
+        return {
+            a: tuple(
+                b
+                for b in self._beside(a)
+                if b in self._ranks and (min(a, b), max(a, b)) not in self.failed_links
+            )
+            for a in self.coords
+        }
+
+    def neighbours(self, coord: Sequence[int]) -> tuple[Coord, ...]:
+        """The live chips one live link away from a live chip."""
+        return self._neighbours[self.coords[self.rank(coord)]]
+
+    def is_link(self, a: Coord, b: Coord) -> bool:
+        """Whether a live link leads from live chip `a` to live chip `b`."""
+        return b in self._neighbours.get(a, ())
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """Every directed pair of neighbouring live chips, by rank of the first."""
+        return tuple((a, b) for a, beside in self._neighbours.items() for b in beside)
+
+    def components(self) -> tuple[tuple[Coord, ...], ...]:
+        """The connected parts of the live mesh, largest first."""
+        left = dict.fromkeys(self.coords)
+        parts = []
+        while left:
+            frontier = [next(iter(left))]
+            part = set(frontier)
+            while frontier:
+                frontier = list({b for a in frontier for b in self._neighbours[a]} - part)
+                part.update(frontier)
+            parts.append(tuple(c for c in left if c in part))
+            for coord in part:
+                del left[coord]
+        return tuple(sorted(parts, key=len, reverse=True))
+
+    # What a user would fall back to ---------------------------------------------------------
+
+    def largest_rectangle(self) -> Block:
+        """The largest box without a failed chip or link: the sub-mesh left without ftmesh.
+
+        Ties go to the squarest, then to the lowest corner.
+        """
+        bad_chips = np.zeros(self.shape, np.int64)
+        for coord in self.failed:
+            bad_chips[coord] = 1
+        bad_links = [np.zeros(self.shape, np.int64) for _ in self.shape]
+        for a, b in self.failed_links:
+            axis = next(i for i in range(len(a)) if a[i] != b[i])
+            if b[axis] == a[axis] + 1:
+                bad_links[axis][a] = 1
+        sums = [_summed(bad) for bad in [bad_chips, *bad_links]]
+        by_size = sorted(
+            itertools.product(*(range(1, n + 1) for n in self.shape)),
+            key=lambda size: (-math.prod(size), max(size), size),
+        )
+        for size in by_size:
+            bad = _box_sums(sums[0], size)
+            for axis, total in enumerate(sums[1:]):
+                inner = tuple(n - (i == axis) for i, n in enumerate(size))
+                if min(inner) > 0:
+                    room = tuple(slice(0, n) for n in bad.shape)
+                    bad = bad + _box_sums(total, inner)[room]
+            free = np.argwhere(bad == 0)
+            if len(free):
+                corner = min((tuple(int(n) for n in c) for c in free), key=lambda c: c[::-1])
+                return Block(size, corner)
+        raise TopologyError(f"{self} has no live chip")
+
+    def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
+        """Ranks in groups of `size` neighbouring chips: the grid cut into equal, squarish tiles.
+
+        A failed chip leaves its group smaller; a tile with no live chip leaves no group.
+        """
+        tiles = [
+            tile
+            for tile in itertools.product(*(range(1, n + 1) for n in self.shape))
+            if math.prod(tile) == size
+            and all(n % t == 0 for n, t in zip(self.shape, tile, strict=True))
+        ]
+        if not tiles:
+            raise TopologyError(
+                f"mesh {self.name} cannot be cut into equal boxes of {size} chips: "
+                f"choose a product of divisors of {' and '.join(map(str, self.shape))}"
+            )
+        tile = min(tiles, key=lambda tile: (max(tile), tile[::-1]))
+        groups: dict[Coord, list[int]] = {}
+        for rank, coord in enumerate(self.coords):
+            key = tuple(c // t for c, t in zip(coord, tile, strict=True))
+            groups.setdefault(key, []).append(rank)
+        return tuple(map(tuple, groups.values()))
+
+    # JAX ------------------------------------------------------------------------------------
+
+    def jax_mesh(self, axis_name: str, *, with_idle: bool = False) -> Any:
+        """A ``jax.sharding.Mesh`` of one axis: the live devices by rank.
+
+        With `with_idle`, every device by its place, those of failed chips too, for platforms that
+        insist on whole slices and for chips that still run but must be kept out.
+        """
+        from ftmesh.mesh.jax_axis import jax_mesh
+
+        return jax_mesh(self, axis_name, with_idle=with_idle)
+
+    # Text -----------------------------------------------------------------------------------
+
+    def drawing(self) -> str:
+        """The picture that `from_drawing` reads."""
+        if len(self.shape) != 2:
+            raise TopologyError(f"only 2-D meshes can be drawn as text, not {self.name}")
+        width, height = self.shape
+        return "\n".join(
+            "".join(".X"[(x, y) in self.failed] for x in range(width)) for y in range(height)
+        )
+
+    def __str__(self) -> str:
+        text = self.name
+        if any(self.wrap):
+            axes = "".join("xyz"[i] for i, wraps in enumerate(self.wrap) if wraps)
+            text += f" (wrapping in {axes})"
+        if self.failed:
+            text += f" less {format_failed(self.failed)}"
+        if self.failed_links:
+            links = (f"{_dots(a)}-{_dots(b)}" for a, b in sorted(self.failed_links))
+            text += f" less links {';'.join(links)}"
+        return text
+
+    # Inside ---------------------------------------------------------------------------------
+
+    def _every_coord(self) -> Iterator[Coord]:
+        axes = (range(n) for n in reversed(self.shape))
+        return (tuple(reversed(c)) for c in itertools.product(*axes))
+
+    def _inside(self, coord: Coord) -> bool:
+        return len(coord) == len(self.shape) and all(
+            0 <= c < n for c, n in zip(coord, self.shape, strict=True)
+        )
+
+    def _beside(self, coord: Coord) -> list[Coord]:
+        """The chips next to `coord` on the undamaged mesh: +x, -x, +y, -y and so on."""
+        found: list[Coord] = []
+        for axis, size in enumerate(self.shape):
+            for step in (1, -1):
+                place = coord[axis] + step
+                if not 0 <= place < size:
+                    if not self.wrap[axis] or size <= 2:
+                        continue
+                    place %= size
+                found.append((*coord[:axis], place, *coord[axis + 1 :]))
+        return found
+
+
+def _per_axis(wrap: bool | Sequence[bool], shape: Coord) -> tuple[bool, ...]:
+    each = (wrap,) * len(shape) if isinstance(wrap, bool) else tuple(wrap)
+    if not all(isinstance(one, (bool, np.bool_)) for one in each):
+        raise TopologyError(f"wrap is True, False, or one of these per axis, not {wrap!r}")
+    return tuple(map(bool, each))
+
+
+def _dots(coord: Coord) -> str:
+    return ",".join(map(str, coord))
+
+
+def _summed(values: np.ndarray) -> np.ndarray:
+    """The n-dimensional running sum of `values`, with a zero border on the low sides."""
+    total = np.pad(values, [(1, 0)] * values.ndim)
+    for axis in range(values.ndim):
+        total = total.cumsum(axis)
+    return total
+
+
+def _box_sums(summed: np.ndarray, size: Coord) -> np.ndarray:
+    """The sum over the box of `size` at every corner where it fits."""
+    for axis, n in enumerate(size):
+        high = summed.shape[axis]
+        summed = np.take(summed, range(n, high), axis) - np.take(summed, range(high - n), axis)
+    return summed

@@ -1,0 +1,1 @@
+"""Optim: optimizers whose state is shared out among the chips. Needs optax."""

@@ -1,0 +1,231 @@
+"""Schedule files: an ``.npz`` of plain integer columns that anyone can replay with NumPy.
+
+The columns ``round, lane, src, dst, chunk, count, op`` have one row per transfer, sorted by round,
+with nothing left to expand. Beside them: ``coords`` (rank to coord), ``owner`` (chunk to rank, or
+-1), ``rounds_in_reduce_scatter``, and ``meta``, a JSON string.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ftmesh.errors import FtmeshError, ScheduleFileError
+from ftmesh.mesh.notation import parse_shape
+from ftmesh.mesh.topology import Topology
+from ftmesh.schedule.schedule import COLUMN_NAMES, Columns, Phase, Schedule
+from ftmesh.schedule.verify import verify as _verify
+
+FORMAT = "ftmesh.schedule/1"
+MAX_MOVES = 2**31 - 1  # chunks moved in all; more is a damaged file, or an attack
+_ARRAYS = (*COLUMN_NAMES, "coords", "owner", "rounds_in_reduce_scatter", "meta")
+
+
+def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Write `schedule` to `path`, whole or not at all."""
+    topology = schedule.topology
+    meta = {
+        "format": FORMAT,
+        "shape": topology.shape,
+        "wrap": topology.wrap,
+        "failed": sorted(topology.failed),
+        "failed_links": sorted(topology.failed_links),
+        "devices_per_chip": topology.devices_per_chip,
+        "algorithm": schedule.algorithm,
+        "num_chunks": schedule.num_chunks,
+        "phases": [{"name": p.name, "rounds": p.num_rounds} for p in schedule.phases],
+    }
+    arrays: dict[str, Any] = dict(zip(COLUMN_NAMES, schedule.columns, strict=True))
+    arrays["coords"] = np.array(topology.coords, np.int32)
+    arrays["owner"] = schedule.owner
+    arrays["rounds_in_reduce_scatter"] = np.int32(schedule.rounds_in_reduce_scatter)
+    arrays["meta"] = np.array(json.dumps(meta))
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        raise ScheduleFileError(f"cannot write {path}: it is not a file")
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise ScheduleFileError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez_compressed(file, **arrays)
+        os.umask(mask := os.umask(0))
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException as error:
+        os.unlink(name)
+        if isinstance(error, OSError):
+            raise ScheduleFileError(f"cannot write {path}: {error.strerror}") from error
+        raise
+
+
+def load(path: str | os.PathLike[str], *, verify: bool = True) -> Schedule:
+    """Read a schedule file and, unless told otherwise, prove it right."""
+    try:
+        arrays = _read(path)
+        schedule = _build(arrays)
+        if verify:
+            _verify(schedule)
+    except FtmeshError as error:
+        raise type(error)(f"{path}: {error}") from error
+    return schedule
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
+    try:
+        with open(path, "rb") as raw:
+            file = np.load(raw, allow_pickle=False)
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise ScheduleFileError("is a single array, not the .npz of a schedule")
+            missing = [name for name in _ARRAYS if name not in file]
+            if missing:
+                raise ScheduleFileError(f"has no {missing[0]!r}: it is not a schedule file")
+            return {name: file[name] for name in _ARRAYS}
+    except FileNotFoundError:
+        raise ScheduleFileError("there is no such file") from None
+    except IsADirectoryError:
+        raise ScheduleFileError("is a folder") from None
+    except ScheduleFileError:
+        raise
+    except Exception as error:  # zip, zlib and NumPy raise many kinds over damaged bytes
+        if "pickle" in str(error):
+            raise ScheduleFileError(
+                "is not a plain .npz: it is pickled, or nothing that NumPy knows, and a schedule "
+                "never is; plan it again with 'ftmesh plan ... --out'"
+            ) from error
+        raise ScheduleFileError(f"is damaged or cut short ({error}); plan it again") from error
+
+
+def _build(arrays: dict[str, NDArray[Any]]) -> Schedule:
+    meta = _meta(arrays["meta"])
+    for name in (*COLUMN_NAMES, "coords", "owner", "rounds_in_reduce_scatter"):
+        if arrays[name].dtype != np.int32:
+            raise ScheduleFileError(f"column {name!r} is {arrays[name].dtype}, not int32")
+    columns = Columns(*(arrays[name] for name in COLUMN_NAMES))
+    _check_columns(columns, meta["num_chunks"])
+    if arrays["rounds_in_reduce_scatter"].shape != ():
+        raise ScheduleFileError("'rounds_in_reduce_scatter' must be a single number")
+    topology = Topology(
+        shape=parse_shape(meta["shape"]),
+        wrap=tuple(meta["wrap"]),
+        failed=frozenset(map(tuple, meta["failed"])),
+        failed_links=frozenset((tuple(a), tuple(b)) for a, b in meta["failed_links"]),
+        devices_per_chip=meta["devices_per_chip"],
+    )
+    if arrays["coords"].tolist() != [list(coord) for coord in topology.coords]:
+        raise ScheduleFileError(
+            f"'coords' are not the live chips of {topology} in order, x fastest"
+        )
+    half = int(arrays["rounds_in_reduce_scatter"])
+    return Schedule(
+        topology=topology,
+        algorithm=meta["algorithm"],
+        num_chunks=meta["num_chunks"],
+        phases=_phases(columns, meta["phases"] or _halves(columns, half)),
+        owner=arrays["owner"],
+        rounds_in_reduce_scatter=half,
+    )
+
+
+def _check_columns(c: Columns, num_chunks: int) -> None:
+    """Refuse columns that do not fit together, or ask for absurd amounts of work."""
+    lengths = {len(column) for column in c if column.ndim == 1}
+    if len(lengths) != 1 or any(column.ndim != 1 for column in c):
+        raise ScheduleFileError("the columns differ in length")
+    (rows,) = lengths
+    if rows == 0:
+        raise ScheduleFileError("there are no transfers")
+    if (np.diff(c.round) < 0).any():
+        raise ScheduleFileError("the rows are not sorted by round")
+    if max(c.round.max(), c.lane.max()) >= rows:
+        raise ScheduleFileError(f"{rows} transfers cannot fill {c.round.max() + 1} rounds")
+    last = int((c.chunk.astype(np.int64) + c.count).max())
+    if last > num_chunks or c.count.sum(dtype=np.int64) > MAX_MOVES:
+        raise ScheduleFileError(f"a transfer moves chunk {last - 1} of {num_chunks}")
+
+
+def _meta(array: NDArray[Any]) -> dict[str, Any]:
+    try:
+        meta = json.loads(str(array))
+    except (ValueError, RecursionError) as error:
+        raise ScheduleFileError(f"'meta' is not JSON: {error}") from error
+    found = meta.get("format") if isinstance(meta, dict) else None
+    if found != FORMAT:
+        raise ScheduleFileError(f"is of format {found!r}; this ftmesh reads {FORMAT!r}")
+    meta.setdefault("devices_per_chip", 1)
+    meta.setdefault("phases", [])
+    for key, (fits, form) in _META.items():
+        if key not in meta:
+            raise ScheduleFileError(f"'meta' has no {key!r}")
+        if not fits(meta[key]):
+            raise ScheduleFileError(f"'meta' has {key} {meta[key]!r:.60}, which is not {form}")
+    return dict(meta)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value <= MAX_MOVES
+
+
+def _is_coord(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int for n in value)
+
+
+def _is_phase(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("name"), str)
+        and _is_count(value.get("rounds"))
+    )
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+_META: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "shape": (lambda v: _list_of(_is_count)(v) and len(v) > 0, "a list of sizes"),
+    "wrap": (_list_of(lambda v: isinstance(v, bool)), "a list of true and false"),
+    "failed": (_list_of(_is_coord), "a list of coords"),
+    "failed_links": (
+        _list_of(lambda v: _list_of(_is_coord)(v) and len(v) == 2),
+        "a list of pairs of coords",
+    ),
+    "algorithm": (lambda v: isinstance(v, str), "a name"),
+    "num_chunks": (_is_count, "a number of chunks"),
+    "devices_per_chip": (lambda v: v in (1, 2), "1 or 2"),
+    "phases": (_list_of(_is_phase), "a list of names and numbers of rounds"),
+}
+
+
+def _halves(columns: Columns, half: int) -> list[dict[str, Any]]:
+    """The phases of a file that does not name any: what comes before `half`, and the rest."""
+    rounds = int(columns.round.max(initial=-1)) + 1
+    parts = [("reduce-scatter", half), ("all-gather" if half else "all-reduce", rounds - half)]
+    return [{"name": name, "rounds": count} for name, count in parts if count]
+
+
+def _phases(columns: Columns, named: list[dict[str, Any]]) -> tuple[Phase, ...]:
+    phases, start = [], 0
+    for entry in named:
+        stop = start + entry["rounds"]
+        low, high = np.searchsorted(columns.round, [start, stop])
+        if low == high:
+            raise ScheduleFileError(f"phase {entry['name']!r} has no transfers")
+        phase = Phase(entry["name"], columns.take(slice(low, high)).shifted(rounds=-start))
+        if phase.num_rounds != stop - start:
+            raise ScheduleFileError(
+                f"round {stop - 1}, the last of {phase.name!r}, has no transfer"
+            )
+        phases.append(phase)
+        start = stop
+    if start != int(columns.round.max(initial=-1)) + 1:
+        raise ScheduleFileError(f"the phases named in 'meta' end at round {start}, the rows do not")
+    return tuple(phases)

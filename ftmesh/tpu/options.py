@@ -1,0 +1,57 @@
+"""Options: what to compile a step with, by kind of device."""
+
+from __future__ import annotations
+
+import re
+
+from ftmesh.errors import ArgumentError
+
+# What it takes to have four permutations under way: v2 and v3 make them synchronous unless told
+# otherwise; v5p, v6e and 7x wait for one before they start the next; v4 and v5e need no telling.
+_ASYNC = {"xla_enable_async_collective_permute": "true"}
+_FOUR_AT_ONCE = {"xla_max_concurrent_async_collective_permutes": "4"}
+# What it takes to have them under way while something else is computed: the scheduler looks for the
+# longest chains of them, where otherwise it keeps to the order it began with.
+_OVERLAP = {"xla_tpu_use_aggressive_scheduling": "true"}
+_OPTIONS: dict[str, dict[str, str]] = {
+    "v2": _ASYNC,
+    "v3": _ASYNC,
+    "v4": {},
+    "v5e": {},
+    "v5p": _FOUR_AT_ONCE,
+    "v6e": _FOUR_AT_ONCE,
+    "7x": _FOUR_AT_ONCE,
+    "cpu": {},
+    "gpu": {},
+}
+_ALSO_CALLED = {
+    "v5lite": "v5e",
+    "v5litepod": "v5e",
+    "v5": "v5p",
+    "v6lite": "v6e",
+    "v7x": "7x",
+    "cuda": "gpu",
+    "rocm": "gpu",
+}
+
+
+def compiler_options(platform: str, *, overlap: bool = False) -> dict[str, str]:
+    """What to compile a step with so that all permutations of a round travel at once.
+
+    For the outermost jit: ``jax.jit(step, compiler_options=ftmesh.compiler_options("tpu v6e"))``.
+    Takes ``jax.devices()[0].device_kind`` of a TPU as well. Empty where there is nothing to set.
+    With `overlap`, also so that the backward pass goes on beside the sums of its gradients.
+
+    >>> compiler_options("tpu v6e")
+    {'xla_max_concurrent_async_collective_permutes': '4'}
+    >>> compiler_options("cpu")
+    {}
+    """
+    words = re.split(r"[:-]", str(platform).lower())[0].replace(" ", "")
+    name = words.removeprefix("tpu")
+    name = _ALSO_CALLED.get(name, name)
+    options = _OPTIONS.get(name)
+    if options is None:
+        known = ", ".join("tpu7x" if name == "7x" else name for name in _OPTIONS)
+        raise ArgumentError(f"platform {platform!r} is not known: give one of {known}")
+    return {**options, **(_OVERLAP if overlap and name not in ("cpu", "gpu") else {})}

@@ -1,0 +1,68 @@
+"""Slices: TPU devices to compile for, on any machine, with or without a TPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from ftmesh.errors import FtmeshError, TopologyError
+from ftmesh.mesh.notation import parse_shape
+
+# For processes without a TPU: libtpu then asks nobody what machine it is on, and several processes
+# may have it loaded. It reads these when it is loaded.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+_MOST_CHIPS = 65_536  # libtpu takes many minutes to say no to more
+_NOT_A_SLICE = (
+    "{!r} is not a TPU slice: give a generation and a shape, such as v3:16x32, v6e:16x16 or "
+    "v5p:4x4x4, {}"
+)
+
+
+class LibtpuMissingError(FtmeshError):
+    """The TPU compiler is not installed."""
+
+
+def has_libtpu() -> bool:
+    """Whether the TPU compiler is here."""
+    return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
+
+
+def tpu_devices(name: str) -> list[Any]:
+    """The devices of a TPU slice such as ``v6e:16x16``, to compile for and not to run on.
+
+    For processes that do not use a TPU themselves: JAX is kept from looking for one.
+    """
+    form = re.fullmatch(r"\w+:(\d+(?:x\d+)*)", name)
+    if not form or not 0 < math.prod(parse_shape(form[1])) <= _MOST_CHIPS:
+        raise TopologyError(_NOT_A_SLICE.format(name, f"of at most {_MOST_CHIPS:,} chips"))
+    if not has_libtpu():
+        raise LibtpuMissingError(
+            f"compiling for {name} needs the TPU compiler, which needs no TPU: "
+            "pip install libtpu (x86_64 Linux only)"
+        )
+    for variable, value in _ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    if not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        slice_ = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+        raise TopologyError(_NOT_A_SLICE.format(name, f"({one_line(error)})")) from error
+    return list(slice_.devices)
+
+
+def one_line(error: Exception) -> str:
+    """The compiler's words, as far as they fit a line of a report."""
+    return " ".join(str(error).split())[:400]

@@ -1,0 +1,269 @@
+"""Gradients averaged after the backward pass and inside it, against those of all examples."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import ftmesh
+from ftmesh import ArgumentError
+from ftmesh.optim.shards import Shards, with_mean_shards
+from ftmesh.testing import cpu_grid, on_one_device
+from ftmesh.train import backward_order, mean_gradients, plan_for, with_mean_gradients
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "first": RNG.normal(size=(5, 7)).astype(np.float32),
+    "bias": RNG.normal(size=7).astype(np.float32),
+    "last": RNG.normal(size=(7, 3)).astype(np.float32),
+    "gain": np.float32(2),
+    "unused": np.ones(4, np.float32),
+    "empty": np.zeros((0, 3), np.float32),
+}
+
+
+def loss(params, x):
+    hidden = jnp.tanh(x @ params["first"] + params["bias"])
+    return jnp.mean((hidden @ params["last"]) ** 2) * params["gain"]
+
+
+def examples(num_ranks):
+    return np.random.default_rng(1).normal(size=(num_ranks, 4, 5)).astype(np.float32)
+
+
+def expected(x):
+    return jax.grad(lambda p: jnp.mean(jax.vmap(lambda x: loss(p, x))(x)))(PARAMS)
+
+
+def assert_gradient(grads, x):
+    for name, want in expected(x).items():
+        np.testing.assert_allclose(grads[name], want, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return ftmesh.plan(cpu_grid("4x4", failed="2x2@0,0"), "ring")
+
+
+def implicit(plan, **options):
+    """The gradient at one rank, averaged on its way."""
+
+    def marked(params, x):
+        return loss(with_mean_gradients(params, "data", plan=plan, **options), x)
+
+    return jax.grad(marked)
+
+
+def implicit_shards(plan, **options):
+    """A rank's shards of that gradient."""
+    shards = Shards(plan, "data", **options)
+
+    def grad(params, x):
+        slots = jax.tree.map(shards.empty, params)
+        marked = lambda slots: loss(with_mean_shards(params, slots, shards=shards), x)  # noqa: E731
+        return jax.grad(marked)(slots)
+
+    return grad
+
+
+def on_devices(plan, run, x, *, check_vma):
+    body = jax.shard_map(
+        lambda params, x: run(params, x[0]),
+        mesh=plan.jax_mesh("data"),
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    return jax.device_get(jax.jit(body)(PARAMS, x))
+
+
+def on_logical_ranks(run, x):
+    grads = jax.device_get(on_one_device(lambda x: run(PARAMS, x))(x))
+    assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves(grads))
+    return jax.tree.map(lambda leaf: leaf[0], grads)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_damaged_mesh_gives_the_gradient_of_all_examples(check_vma):
+    plan = ftmesh.plan(cpu_grid("8x8", failed="2x2@2,2"), "row_pair")
+    x = examples(60)
+    assert_gradient(on_devices(plan, implicit(plan), x, check_vma=check_vma), x)
+
+
+def test_after_the_backward_pass(plan):
+    x = examples(12)
+
+    def explicit(params, x):
+        return mean_gradients(jax.grad(loss)(params, x), "data", plan=plan, bucket_bytes=200)
+
+    assert_gradient(on_logical_ranks(explicit, x), x)
+
+
+def test_buckets_in_any_order_give_the_same(plan):
+    x = examples(12)
+    run = implicit(plan, bucket_bytes=200, order=(5, 0, 3, 2, 1, 4))
+    assert_gradient(on_logical_ranks(run, x), x)
+
+
+def test_each_bucket_is_a_sum_of_its_own(plan):
+    def sums(**options):
+        run = jax.vmap(implicit(plan, **options), in_axes=(None, 0), axis_name="data")
+        text = str(jax.make_jaxpr(lambda x: run(PARAMS, x))(examples(12)))
+        return text.count("while[") + text.count("scan[")
+
+    one = sums(bucket_bytes=2**20)
+    assert one > 0
+    assert sums(bucket_bytes=1) == 4 * one  # four leaves have gradients
+
+
+def ancestors(text):
+    """Of each permutation of a lowered program, how many it waits for, itself left out."""
+    waits: dict[str, set[str]] = {}
+    for line in text.splitlines():
+        if not (assignment := re.match(r"\s*(%\w+)(?::\d+)? = (.*)", line)):
+            continue
+        name, what = assignment.groups()
+        operands = [operand for operand in re.findall(r"%\w+", what) if operand in waits]
+        waits[name] = set().union(*(waits[operand] for operand in operands))
+        waits[name] |= {name} if "collective_permute" in what else set()
+    return sorted(len(known) - 1 for name, known in waits.items() if name in known)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+@pytest.mark.parametrize(("reduced", "out"), [(implicit, P()), (implicit_shards, P("data"))])
+def test_buckets_take_turns(reduced, out, bucket_bytes, check_vma):
+    """In the program that a compiler gets."""
+    topology = cpu_grid("2x2")
+    plan = ftmesh.plan(topology, "ring", unrolled=True)
+    run = reduced(plan, bucket_bytes=bucket_bytes)
+    body = jax.shard_map(
+        lambda params, x: jax.tree.map(jnp.atleast_1d, run(params, x)),
+        mesh=plan.jax_mesh("data"),
+        in_specs=(P(), P("data")),
+        out_specs=out,
+        check_vma=check_vma,
+    )
+    counts = ancestors(jax.jit(body).lower(PARAMS, examples(4)[0]).as_text())
+    buckets = 4 if bucket_bytes == 1 else 1
+    each = len(counts) // buckets
+    schedule = plan.schedule
+    rounds = schedule.num_rounds if out == P() else schedule.rounds_in_reduce_scatter
+    assert each == 2 * rounds  # both ways round
+    assert [count // each for count in counts] == [at // each for at in range(len(counts))]
+
+
+def test_parameters_that_vary_already(plan):
+    x = examples(12)
+
+    def run(params, x):
+        varying = lax.pcast(params, "data", to="varying")
+        return jax.tree.map(lambda leaf: leaf[None], implicit(plan)(varying, x[0]))
+
+    body = jax.shard_map(
+        run, mesh=plan.jax_mesh("data"), in_specs=(P(), P("data")), out_specs=P("data")
+    )
+    grads = jax.device_get(jax.jit(body)(PARAMS, x))
+    assert_gradient(jax.tree.map(lambda leaf: leaf[7], grads), x)
+
+
+def test_remat_and_scan(plan):
+    """Two passes over the same examples, with what they compute made again on the way back."""
+    x = examples(12)
+
+    def run(params, x):
+        def total(params):
+            params = with_mean_gradients(params, "data", plan=plan)
+            one = jax.checkpoint(lambda half: loss(params, half))
+            return lax.scan(lambda sum, _: (sum + one(x) / 2, None), 0.0, None, length=2)[0]
+
+        return jax.grad(total)(params)
+
+    assert_gradient(on_logical_ranks(run, x), x)
+
+
+def test_shards_of_the_mean(plan):
+    x = examples(12)
+    whole, own = expected(x), Shards(plan, "data").own
+    run = implicit_shards(plan, bucket_bytes=200)
+    got, want = on_one_device(lambda x: (run(PARAMS, x), jax.tree.map(own, whole)))(x)
+    for name in PARAMS:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_bf16_on_the_wire(plan):
+    x = examples(12)
+    grads = on_logical_ranks(implicit(plan, wire_dtype=jnp.bfloat16), x)
+    for name, want in expected(x).items():
+        assert grads[name].dtype == np.float32
+        # 8 bits of mantissa, rounded at each of at most 11 hops and once for the gather.
+        np.testing.assert_allclose(grads[name], want, atol=12 * 2**-9 * 2, rtol=12 * 2**-9)
+
+
+def test_gradients_that_are_means_already_are_not_averaged_again(plan):
+    """Under check_vma, what comes out is replicated, and a second sum is an error."""
+    twice = lambda p, x: plan.pmean(implicit(plan)(p, x), "data")  # noqa: E731
+    with pytest.raises(ftmesh.CollectiveError, match="is the same on every device already"):
+        on_devices(plan, twice, examples(12), check_vma=True)
+
+
+class TestOrder:
+    def test_the_last_layer_comes_first(self):
+        names = sorted(PARAMS)
+        order = backward_order(loss, PARAMS, examples(1)[0])
+        known = [names[i] for i in order if names[i] in ("first", "last", "gain")]
+        assert known == ["gain", "last", "first"]
+
+    def test_what_is_made_at_once_is_taken_from_the_end(self):
+        order = backward_order(jax.jit(loss), PARAMS, examples(1)[0])
+        assert [i for i in order if i in (0, 2, 3, 4)] == [4, 3, 2, 0]
+
+    def test_an_order_has_every_leaf_once(self, plan):
+        with pytest.raises(ArgumentError, match="each position from 0 to 5 once"):
+            on_logical_ranks(implicit(plan, order=(0, 1, 2)), examples(12))
+
+    def test_the_first_bucket_to_be_complete_sums_first(self, plan):
+        """Of two kinds of leaves in turns, whose buckets fill up in turns."""
+        params = [jnp.ones(1 + i, jnp.float32 if i % 2 else jnp.bfloat16) for i in range(6)]
+        taken = []
+
+        def note(num_bytes):
+            taken.append(num_bytes)
+            return plan
+
+        def total(params, x):
+            marked = with_mean_gradients(params, "data", plan=note, bucket_bytes=1)
+            return sum(leaf.sum().astype(jnp.float32) for leaf in marked) * x.sum()
+
+        on_one_device(lambda x: jax.grad(total)(params, x))(examples(12))
+        assert taken == [24, 10, 16, 6, 8, 2]
+
+
+class TestPlansBySize:
+    def test_by_mapping_function_and_alone(self, plan):
+        other = ftmesh.plan(plan.topology, "row_pair")
+        by_size = {0: other, 1000: plan}
+        assert plan_for(by_size, 999) is other
+        assert plan_for(by_size, 1000) is plan
+        assert plan_for(lambda size: by_size[1000 * (size > 50)], 51) is plan
+        assert plan_for(other, 1) is other
+        with pytest.raises(ArgumentError, match="no plan for a bucket of 10 bytes"):
+            plan_for({1000: plan}, 10)
+
+    def test_buckets_take_different_plans(self, plan):
+        taken = []
+        pairs = ftmesh.plan(plan.topology, "row_pair")
+
+        def choose(num_bytes):
+            taken.append(num_bytes)
+            return plan if num_bytes < 150 else pairs
+
+        x = examples(12)
+        assert_gradient(on_logical_ranks(implicit(choose, bucket_bytes=200), x), x)
+        assert sorted(taken) == [88, 168]  # what the loss does not depend on is not summed

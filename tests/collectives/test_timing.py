@@ -1,0 +1,41 @@
+import json
+
+import pytest
+
+from ftmesh.cli import main
+from ftmesh.collectives.timing import bench, table
+from ftmesh.testing import cpu_grid
+
+
+def test_every_algorithm_that_fits_is_timed_beside_psum():
+    seen = []
+    topology = cpu_grid("4x4", failed="2x2@0,0")
+    timings = bench(topology, [256, 4096], repeats=1, progress=lambda *step: seen.append(step))
+    assert [t.algorithm for t in timings] == ["lax.psum", "row_pair", "ring"] * 2
+    assert [t.payload_bytes for t in timings] == [256] * 3 + [4096] * 3
+    assert all(t.seconds > 0 for t in timings)
+    assert timings[0].times_psum == timings[3].times_psum == 1
+    assert timings[1].times_psum == pytest.approx(timings[1].seconds / timings[0].seconds)
+    assert seen[0] == (0, 6, "lax.psum, 256 B")
+    assert seen[-1] == (6, 6, "")
+    assert table(timings).splitlines()[1].startswith("256 B")
+
+
+def test_the_command(capsys):
+    assert main(["bench", "4x4", "--payloads", "64B", "--repeats", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [t["algorithm"] for t in found] == ["lax.psum", "two_dim", "row_pair", "ring"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["bench", "--repeats", "0"], "--repeats must be 1 or more"),
+        (["bench", "--payloads", "big"], "'big' is not a size"),
+        (["bench", "4x4", "--failed", "9x9@0,0"], "is not inside"),
+        (["bench", "64x64"], "needs 4096 devices and JAX has made 64"),
+    ],
+)
+def test_bad_input(argv, says, capsys):
+    assert main(argv) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,333 @@
+"""Limits against brute force, against the published table, and against their own proofs."""
+
+import itertools
+import random
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+from importlib import import_module
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
+
+from ftmesh.cost.bottleneck import tightest_cut, weakest_partition
+from ftmesh.cost.limits import limits
+from ftmesh.cost.network import Network
+from ftmesh.errors import ArgumentError, TopologyError
+from ftmesh.mesh.topology import Topology
+
+
+def recount(found):
+    """Check the proofs that limits carry, link by link."""
+    topology = found.topology
+    cables = {frozenset(link) for link in topology.links}
+    assert found.links == len(cables)
+    part_of = {chip: number for number, part in enumerate(found.partition) for chip in part}
+    assert sorted(part_of) == sorted(topology.coords)
+    assert sum(map(len, found.partition)) == found.live
+    between = sum(len({part_of[chip] for chip in cable}) == 2 for cable in cables)
+    assert found.all_reduce * between == len(found.partition) - 1
+    assert found.strength * (len(found.partition) - 1) == between
+    cut = set(found.cut)
+    assert set() < cut < set(topology.coords)
+    leaving = sum(len(cable & cut) == 1 for cable in cables)
+    assert found.all_gather * leaving * found.live == found.live - len(cut)
+    return found
+
+
+@cache
+def all_partitions(count):
+    """Every partition of `count` vertices, a row each: the number of each vertex's part."""
+    rows = [[0]]
+    for _ in range(count - 1):
+        rows = [[*row, part] for row in rows for part in range(max(row) + 2)]
+    return np.array(rows)
+
+
+def brute_strength(count, edges):
+    rows = all_partitions(count)
+    between = sum((rows[:, a] != rows[:, b]).astype(int) for a, b in edges)
+    joins = rows.max(axis=1)
+    return min(Fraction(int(e), int(j)) for e, j in set(zip(between, joins, strict=True)) if j)
+
+
+def brute_cut(count, edges):
+    """The most vertices outside a set per edge that leaves it."""
+    sets = np.array(list(itertools.product((0, 1), repeat=count)))[1:-1]
+    leaving = sum((sets[:, a] != sets[:, b]).astype(int) for a, b in edges)
+    outside = count - sets.sum(axis=1)
+    return max(Fraction(int(s), int(d)) for s, d in set(zip(outside, leaving, strict=True)))
+
+
+def edges_of(topology):
+    ranks = [(topology.rank(a), topology.rank(b)) for a, b in topology.links]
+    return [(a, b) for a, b in ranks if a < b]
+
+
+@st.composite
+def small_meshes(draw):
+    """The largest connected piece of a small mesh with chips and links failed at random."""
+    shape = draw(st.sampled_from(["3x3", "2x4", "2x2x2", "9", "4x2", "1x6"]))
+    whole = Topology.grid(shape, failed="", wrap=draw(st.booleans()))
+    failed = draw(st.sets(st.sampled_from(whole.coords), max_size=len(whole.coords) - 2))
+    cables = sorted({tuple(sorted(link)) for link in whole.links})
+    failed_links = draw(st.sets(st.sampled_from(cables), max_size=3))
+    broken = replace(whole, failed=frozenset(failed), failed_links=frozenset(failed_links))
+    largest = broken.components()[0]
+    return replace(broken, failed=frozenset(whole.coords) - set(largest))
+
+
+@settings(max_examples=150)
+@given(small_meshes())
+def test_no_partition_and_no_cut_of_a_small_mesh_is_tighter(topology):
+    found = limits(topology)
+    if found.live == 1:
+        assert (found.all_gather, found.all_reduce, found.strength) == (0, 0, None)
+        return
+    recount(found)
+    edges = edges_of(topology)
+    assert found.strength == brute_strength(found.live, edges)
+    assert found.all_gather * found.live == brute_cut(found.live, edges)
+
+
+@st.composite
+def graphs(draw):
+    """A random tree and some more edges, parallel ones too."""
+    count = draw(st.integers(2, 8))
+    tree = [(draw(st.integers(0, vertex - 1)), vertex) for vertex in range(1, count)]
+    pairs = st.sampled_from(list(itertools.combinations(range(count), 2)))
+    return count, tree + draw(st.lists(pairs, max_size=16))
+
+
+@settings(max_examples=150)
+@given(graphs())
+def test_nor_of_any_other_graph(graph):
+    count, edges = graph
+    parts = weakest_partition(count, edges)
+    between = sum(parts[a] != parts[b] for a, b in edges)
+    assert sorted(set(parts)) == list(range(max(parts) + 1))
+    assert Fraction(between, max(parts)) == brute_strength(count, edges)
+    cut = set(tightest_cut(count, edges))
+    leaving = sum((a in cut) != (b in cut) for a, b in edges)
+    assert 0 < len(cut) < count
+    assert Fraction(count - len(cut), leaving) == brute_cut(count, edges)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "failed", "live", "links", "strength", "all_gather", "all_reduce", "diameter"),
+    [
+        ("16x32", "", 512, 976, 1.910, 0.4990, 0.5236, 46),
+        ("16x32", "4x2@6,14", 504, 954, 1.897, 0.4990, 0.5273, 46),
+        ("16x32", "4x2@2,2", 504, 954, 1.625, 0.4990, 0.6154, 46),
+        ("32x32", "4x2@14,14", 1016, 1962, 1.933, 0.4995, 0.5173, 62),
+    ],
+)
+def test_the_published_table(mesh, failed, live, links, strength, all_gather, all_reduce, diameter):
+    found = recount(limits(Topology.grid(mesh, failed=failed)))
+    assert (found.live, found.links, found.diameter) == (live, links, diameter)
+    assert round(float(found.strength), 3) == strength
+    assert round(float(found.all_gather), 4) == all_gather
+    assert round(float(found.all_reduce), 4) == all_reduce
+
+
+def packed(count, edges, strength):
+    """What Cunningham's greedy method packs into the edges, by a flow for every edge.
+
+    Weights of at most the denominator of `strength`, of which no set A of vertices holds more than
+    its numerator times (|A| - 1). Strength is no less exactly if the whole graph holds as much.
+    """
+    purse, price = strength.numerator, strength.denominator
+    weights = np.zeros(len(edges), np.int32)
+    names = np.arange(count, count + len(edges))
+    source, sink = count + len(edges), count + len(edges) + 1
+    ends = np.array(edges).T
+    rows = [np.full(len(edges), source), names, names, np.arange(count)]
+    columns = [names, *ends, np.full(count, sink)]
+    for number, edge in enumerate(edges):
+        room = np.full(count, purse, np.int32)
+        room[list(edge)] = 0
+        amounts = np.concatenate([weights, weights, weights, room])
+        places = (np.concatenate(rows), np.concatenate(columns))
+        network = csr_array((amounts, places), shape=(sink + 1, sink + 1))
+        free = purse - weights.sum() + maximum_flow(network, source, sink).flow_value
+        weights[number] = min(price, free)
+    return weights.sum()
+
+
+def damaged_at_random(seed):
+    """Most of a mesh or torus from which chips and links have gone."""
+    rng = np.random.default_rng(seed)
+    whole = Topology.grid(("8x8", "6x9", "3x4x5")[seed % 3], failed="", wrap=seed % 2 == 1)
+    cables = sorted({tuple(sorted(link)) for link in whole.links})
+    failed = rng.choice(whole.num_live, seed, replace=False)
+    broken = replace(
+        whole,
+        failed=frozenset(whole.coords[rank] for rank in failed),
+        failed_links=frozenset(cables[i] for i in rng.choice(len(cables), seed, replace=False)),
+    )
+    return replace(broken, failed=frozenset(whole.coords) - set(broken.components()[0]))
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology.grid("8x8", failed=""),
+        Topology.grid("8x8", failed="2x2@2,2"),
+        Topology.grid("8x8", failed="3x3@1,1"),
+        Topology.grid("6x6", failed="1x1@2,3", wrap=True),
+        Topology.grid("4x4x4", failed="2x1x2@1,0,1"),
+        *map(damaged_at_random, range(1, 11)),
+    ],
+    ids=str,
+)
+def test_flows_confirm_the_strength_of_meshes_too_large_for_brute_force(topology):
+    found = recount(limits(topology))
+    joins, edges = found.live - 1, edges_of(topology)
+    assert packed(found.live, edges, found.strength) == found.strength.numerator * joins
+    higher = found.strength + Fraction(1, 1000)
+    assert packed(found.live, edges, higher) < higher.numerator * joins
+
+
+def clumpy_graph(seed):
+    """A graph with dense clumps, which are merged one after another."""
+    rng = random.Random(seed)
+    count = rng.randint(8, 14)
+    clump = [rng.randrange(1 + count // 4) for _ in range(count)]
+    edges = [(rng.randrange(vertex), vertex) for vertex in range(1, count)]
+    pairs = list(itertools.combinations(range(count), 2))
+    weights = [1 + 7 * (clump[a] == clump[b]) for a, b in pairs]
+    edges += rng.choices(pairs, weights, k=rng.randint(count, 3 * count))
+    rng.shuffle(edges)
+    return count, edges
+
+
+@pytest.mark.parametrize("seed", range(40, 55))
+def test_flows_confirm_the_strength_of_graphs_with_clumps(seed):
+    count, edges = clumpy_graph(seed)
+    parts = weakest_partition(count, edges)
+    strength = Fraction(sum(parts[a] != parts[b] for a, b in edges), max(parts))
+    assert packed(count, edges, strength) == strength.numerator * (count - 1)
+
+
+def test_on_a_torus_a_scatter_and_a_gather_lose_nothing():
+    found = recount(limits(Topology.grid("8x8", failed="", wrap=True)))
+    assert found.all_gather == Fraction(63, 4 * 64)
+    assert found.all_reduce == 2 * found.all_gather
+    assert found.diameter == 8
+
+
+def test_three_axes():
+    found = recount(limits(Topology.grid("4x4x4", failed="2x1x2@1,0,1")))
+    assert (found.live, found.links, found.strength) == (60, 128, 2)
+    assert found.cut == ((0, 0, 0),)
+    assert len(found.partition) == 13
+    assert recount(limits(Topology.grid("4x4x4", failed="", wrap=True))).diameter == 6
+
+
+def test_failed_links_make_bottlenecks_too():
+    topology = Topology.grid("6x6", failed="", failed_links="0,0-1,0;1,3-2,3")
+    found = recount(limits(topology))
+    assert (found.cut, found.strength) == (((0, 0),), 1)
+    assert found.why_all_gather == "chip (0, 0) hangs on 1 link"
+    assert found.why_all_reduce == "chip (0, 0) alone, the other 35 together: 1 link for 1 join"
+
+
+def test_half_a_mesh_can_hang_on_one_link():
+    found = recount(limits(Topology.grid("8x8", failed="1x7@4,0")))
+    assert found.why_all_gather == "the 24 chips 3x8@5,0 hang on 1 link"
+    assert found.why_all_reduce == (
+        "the 24 chips 3x8@5,0 together, chip (4, 7) alone, the other 32 together: "
+        "2 links for 2 joins"
+    )
+    assert found.all_gather == Fraction(33, 57)
+
+
+def test_a_scattered_bottleneck_is_told_by_its_box():
+    topology = Topology.from_drawing("""
+        .X.X.X.X.X.
+        ...........
+        ...........""")
+    found = recount(limits(topology))
+    assert found.why_all_reduce == (
+        "the 6 chips between (0, 0) and (10, 0) each for itself, the other 22 together: "
+        "6 links for 6 joins"
+    )
+
+
+@pytest.mark.parametrize("shape", ["1", "1x1", "1x1x1"])
+def test_a_single_chip_needs_no_time(shape):
+    found = limits(Topology.grid(shape, failed=""))
+    assert (found.live, found.links, found.diameter, found.cut) == (1, 0, 0, ())
+    assert found.strength is None
+    assert found.all_gather_seconds(1e8, 50e9) == 0
+    assert found.all_reduce_seconds(1e8, Network(50e9, 1e-6, overhead=1e-6)) == 0
+    assert "a single chip has it all" in str(found)
+
+
+def test_two_chips_swap_half_or_all():
+    found = recount(limits(Topology.grid("2", failed="")))
+    assert (found.all_gather, found.all_reduce, found.diameter) == (Fraction(1, 2), 1, 1)
+
+
+def test_parts_that_no_link_joins_are_named():
+    with pytest.raises(TopologyError, match=r"2 parts .* 32 chips around \(0, 4\), 16 chips"):
+        limits(Topology.grid("8x8", failed="8x2@0,2"))
+
+
+def test_seconds_are_those_of_the_slower_of_bytes_and_hops():
+    found = limits(Topology.grid("16x32", failed="4x2@2,2"))
+    assert found.all_reduce_seconds(1e8, 50e9) == pytest.approx(1e8 / 1.625 / 50e9)
+    assert found.all_gather_seconds(1e8, 50e9) == pytest.approx(1e8 * 503 / 504 / 2 / 50e9)
+    slow = Network(50e9, latency=1e-3, overhead=1e-4)
+    assert found.all_reduce_seconds(1e8, slow) == pytest.approx(46e-3 + 1e-4)
+    assert found.all_reduce_seconds(1e12, slow) == found.all_reduce_seconds(1e12, 50e9)
+    with pytest.raises(ArgumentError, match="bandwidth must be above 0"):
+        found.all_reduce_seconds(1e8, 0)
+
+
+@pytest.mark.parametrize("failed", ["", "2x3@1,1", "1x7@4,0;1x1@0,4"])
+@pytest.mark.parametrize("wrap", [False, True])
+def test_the_diameter_is_that_of_a_plain_search(failed, wrap):
+    topology = Topology.grid("8x8", failed=failed, wrap=wrap)
+    furthest = 0
+    for start in topology.coords:
+        hops = {start: 0}
+        for chip in (order := [start]):
+            for near in topology.neighbours(chip):
+                if near not in hops:
+                    hops[near] = hops[chip] + 1
+                    order.append(near)
+        furthest = max(furthest, *hops.values())
+    assert limits(topology).diameter == furthest
+
+
+def test_distances_found_in_turns_are_the_same(monkeypatch):
+    topology = Topology.grid("7x9", failed="2x3@1,1")
+    whole = limits(topology)
+    monkeypatch.setattr(import_module("ftmesh.cost.limits"), "_SOURCES", 8)
+    assert limits(topology) == whole
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda found: replace(found, partition=found.partition[:-1]),
+        lambda found: replace(found, partition=(*found.partition, found.partition[-1])),
+        lambda found: replace(
+            found, partition=(found.partition[0] + found.partition[1], *found.partition[2:])
+        ),
+        lambda found: replace(found, all_reduce=found.all_reduce * Fraction(17, 16)),
+        lambda found: replace(found, cut=((3, 0),)),
+        lambda found: replace(found, cut=()),
+        lambda found: replace(found, all_gather=found.all_gather / 2),
+        lambda found: replace(found, links=found.links + 1),
+    ],
+)
+def test_a_proof_that_does_not_hold_is_noticed(wrong):
+    found = recount(limits(Topology.grid("8x8", failed="2x2@2,2")))
+    with pytest.raises(AssertionError):
+        recount(wrong(found))

@@ -1,0 +1,238 @@
+"""Simulated costs: closed forms, bounds, and small cases worked out by hand."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from ftmesh import ArgumentError, Phase, Schedule, Topology, planners
+from ftmesh.cost.limits import limits
+from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
+from ftmesh.cost.simulate import MODES, Simulator, simulate
+from ftmesh.schedule.replay import replay
+from ftmesh.schedule.schedule import ADD, COPY, transfers
+
+NETWORKS_TRIED = [DEFAULT, NETWORKS["v3"], Network(10e9, 3e-6, overhead=2e-6), Network(1e9, 0.0)]
+PAYLOADS = [4_000, 1_000_000, 100_000_000, 1_000_003]
+
+
+def prices(topology, algorithm, mode="synchronous"):
+    simulator = Simulator(planners.schedule(topology, algorithm))
+    for payload, on in itertools.product(PAYLOADS, NETWORKS_TRIED):
+        yield payload, on, simulator.seconds(payload, on, mode)
+
+
+# Closed forms -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("shape", "failed"), [("4x4", ""), ("8x8", "2x2@2,2"), ("6x10", "2x4@2,4"), ("5x4", "")]
+)
+def test_a_ring_costs_what_its_formula_says(shape, failed, mode):
+    topology = Topology.grid(shape, failed=failed)
+    n = topology.num_live
+    for payload, on, seconds in prices(topology, "ring", mode):
+        step = on.overhead + on.latency + payload / (2 * n * on.bandwidth)
+        assert seconds == pytest.approx(2 * (n - 1) * step, rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", ["4x4", "8x8", "4x8", "6x3", "2x8"])
+def test_two_dim_costs_what_its_formula_says(shape):
+    topology = Topology.grid(shape)
+    n, long = topology.num_live, max(topology.shape)
+    for payload, on, seconds in prices(topology, "two_dim"):
+        a = on.overhead + on.latency
+        first = a + payload / (2 * long * on.bandwidth)
+        second = a + payload / (2 * n * on.bandwidth)
+        assert seconds == pytest.approx(2 * (long - 1) * (first + second), rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", ["4x4", "8x8", "6x8", "4x12", "5x6"])
+def test_row_pair_costs_what_its_formula_says(shape):
+    topology = Topology.grid(shape)
+    width, height = topology.shape
+    n = topology.num_live
+    for payload, on, seconds in prices(topology, "row_pair"):
+        a = on.overhead + on.latency
+        whole = payload / (n * on.bandwidth)
+        first = a + payload / (4 * width * on.bandwidth)
+        second = a + whole + max(on.latency, whole)
+        expected = 2 * (2 * width - 1) * first + 2 * (height // 2 - 1) * second
+        assert seconds == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_published_figures_of_a_bidirectional_ring():
+    for shape, failed, expected in [
+        ("8x8", "", 2032), ("8x8", "2x2@2,2", 2026), ("16x16", "4x2@4,4", 2239),
+    ]:  # fmt: skip
+        schedule = planners.schedule(Topology.grid(shape, failed=failed), "ring")
+        priced = simulate(schedule, link="50GB/s", latency="0.5us")
+        assert round(1e6 * priced.seconds) == expected
+
+
+# Bounds -----------------------------------------------------------------------------------------
+
+
+def random_topology(rng):
+    """A small connected mesh with random damage."""
+    while True:
+        shape = (rng.randint(2, 5), rng.randint(2, 4))
+        places = list(itertools.product(*map(range, shape)))
+        failed = rng.sample(places, rng.randint(0, len(places) // 4))
+        topology = Topology(shape, (rng.random() < 0.2,) * 2, frozenset(failed))
+        if topology.num_live > 1 and len(topology.components()) == 1:
+            return topology
+
+
+def random_schedule(rng):
+    """Each chunk up and down a random tree, some edges over several hops, with random delays."""
+    topology = random_topology(rng)
+    live, num_chunks = topology.num_live, rng.randint(1, 6)
+    longer = rng.choice([0.0, 0.3])
+    rows = []
+    for chunk in range(num_chunks):
+        order = [rng.randrange(live)]
+        parent = {}
+        while len(order) < live:
+            child = rng.choice([rank for rank in range(live) if rank not in order])
+            near = {topology.rank(c) for c in topology.neighbours(topology.coords[child])}
+            joined = [rank for rank in order if rank in near or rng.random() < longer]
+            if joined:
+                parent[child] = rng.choice(joined)
+                order.append(child)
+        ready = dict.fromkeys(order, 0)
+        for child in reversed(order[1:]):
+            when = ready[child] + rng.randint(0, 2)
+            rows.append((when, child, parent[child], chunk, ADD))
+            ready[parent[child]] = max(ready[parent[child]], when + 1)
+        ready = dict.fromkeys(order, ready[order[0]])
+        for child in order[1:]:
+            when = ready[parent[child]] + rng.randint(0, 2)
+            rows.append((when, parent[child], child, chunk, COPY))
+            ready[child] = when + 1
+    when, src, dst, chunk, op = np.array(rows, np.int32).T
+    columns = transfers(round=when, lane=np.arange(len(rows)), src=src, dst=dst, chunk=chunk, op=op)
+    owner = np.full(num_chunks, -1, np.int32)
+    return Schedule(topology, "random", num_chunks, (Phase("all", columns),), owner, 0)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_dataflow_is_never_slower_than_synchronous_nor_faster_than_the_limit(seed):
+    rng = random.Random(seed)
+    schedule = random_schedule(rng)
+    for chunk in range(schedule.num_chunks):
+        assert (replay(schedule, chunk, schedule.num_rounds).counts == 1).all()
+    payload = rng.choice(PAYLOADS)
+    on = rng.choice(NETWORKS_TRIED)
+    simulator = Simulator(schedule)
+    synchronous, dataflow = (simulator.seconds(payload, on, mode) for mode in MODES)
+    least = limits(schedule.topology).all_reduce_seconds(payload, on)
+    assert least * (1 - 1e-12) <= dataflow <= synchronous * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+@pytest.mark.parametrize("payload", [10_000, 100_000_000])
+def test_planned_schedules_keep_the_bounds_too(algorithm, payload):
+    topology = Topology.grid("8x8", failed="4x2@2,2")
+    simulator = Simulator(planners.schedule(topology, algorithm))
+    synchronous, dataflow = (simulator.seconds(payload, mode=mode) for mode in MODES)
+    least = limits(topology).all_reduce_seconds(payload, DEFAULT)
+    assert least < dataflow <= synchronous * (1 + 1e-12)
+
+
+# By hand: links of one byte a second, so that a chunk of one byte takes a second ----------------
+
+SLOW = Network(1.0, 0.25, overhead=0.5)
+
+
+def by_hand(rows, *, shape="4x1", num_chunks=1):
+    """A schedule of (round, src, dst, chunk, op), not a whole all-reduce."""
+    when, src, dst, chunk, op = np.array(rows, np.int32).T
+    columns = transfers(round=when, lane=np.arange(len(rows)), src=src, dst=dst, chunk=chunk, op=op)
+    owner = np.full(num_chunks, -1, np.int32)
+    phase = Phase("by hand", columns)
+    return Schedule(Topology.grid(shape), "by hand", num_chunks, (phase,), owner, 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_transfer_over_several_hops_is_passed_on_while_it_arrives(mode):
+    priced = simulate(by_hand([(0, 0, 3, 0, ADD)]), payload_bytes=1, link=SLOW, mode=mode)
+    assert priced.seconds == 0.5 + 3 * 0.25 + 1.0
+    assert priced.lost_to_latency == 0.5 + 3 * 0.25
+    assert priced.lost_to_contention == 0.0
+    assert priced.link_bytes == {((x, 0), (x + 1, 0)): 1.0 for x in range(3)}
+    assert priced.utilisation == pytest.approx(3 / (6 * 2.25))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shared_link_serves_what_started_there_first(mode):
+    schedule = by_hand([(0, 0, 2, 0, ADD), (0, 1, 3, 0, ADD)])
+    priced = simulate(schedule, payload_bytes=1, link=SLOW, mode=mode)
+    # 1 to 2 is taken by 1's own until 0.5 + 1; then what came from 0 crosses it.
+    assert priced.seconds == 1.5 + 0.25 + 1.0
+    assert priced.lost_to_contention == pytest.approx(0.75)
+    assert priced.busiest_links(1) == [(((1, 0), (2, 0)), 2.0)]
+
+
+def test_dataflow_does_not_wait_for_strangers():
+    rows = [(0, 0, 1, 0, ADD), (0, 3, 2, 0, ADD), (0, 3, 2, 1, ADD), (1, 1, 0, 0, COPY)]
+    schedule = by_hand(rows, num_chunks=2)
+    synchronous, dataflow = (
+        simulate(schedule, payload_bytes=2, link=SLOW, mode=mode).seconds for mode in MODES
+    )
+    assert synchronous == (0.5 + 2 + 0.25) + 1.75  # the queue on 3 to 2, then the last one
+    assert dataflow == 2 * 1.75
+
+
+def test_what_is_overwritten_has_been_read_first():
+    # Rank 1's old value of chunk 2 leaves last; the new one, there early, is only then written.
+    queue = [(0, 1, 2, chunk, ADD) for chunk in range(3)]
+    schedule = by_hand([*queue, (1, 0, 1, 2, COPY), (2, 1, 0, 2, COPY)], num_chunks=3)
+    priced = simulate(schedule, payload_bytes=3, link=SLOW, mode="dataflow")
+    assert priced.seconds == (0.5 + 3) + (0.5 + 0.25 + 1)
+
+
+def test_phases_follow_each_other_and_say_how_much_of_the_mesh_they_use():
+    topology = Topology.grid("8x8", failed="2x2@2,2")
+    priced = simulate(planners.schedule(topology, "row_pair"))
+    assert [phase.start for phase in priced.phases][1:] == [p.end for p in priced.phases][:-1]
+    assert priced.phases[-1].end == priced.seconds
+    sent = sum(
+        phase.utilisation * phase.seconds * len(topology.links) * DEFAULT.bandwidth
+        for phase in priced.phases
+    )
+    assert sent == pytest.approx(sum(priced.link_bytes.values()))
+    first = priced.phases[0]
+    assert first.busiest_link_bytes / DEFAULT.bandwidth < first.seconds
+    assert "row-pair rings, all-gather" in str(priced)
+    assert "links of 50 GB/s each way, 0.5 us a hop" in str(priced)
+
+
+# What users may say -----------------------------------------------------------------------------
+
+
+def test_links_are_named_measured_or_made():
+    assert network("v3") is NETWORKS["v3"]
+    assert network("v3", "2us").latency == 2e-6
+    assert network(10e9) == Network(10e9, DEFAULT.latency)
+    assert network("10GB/s", 1e-6, "3us") == Network(10e9, 1e-6, 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mode": "eager"}, "there is no mode 'eager': choose from synchronous, dataflow"),
+        ({"payload_bytes": 0}, "payload_bytes must be a positive whole number, not 0"),
+        ({"payload_bytes": 1.5}, "payload_bytes must be a positive whole number, not 1.5"),
+        ({"link": "quick"}, "'quick' is not a rate"),
+        ({"link": 0.0}, "bandwidth must be above 0 bytes/s"),
+        ({"latency": -1.0}, "latency must be 0 seconds or more"),
+        ({"latency": "soon"}, "'soon' is not a time"),
+    ],
+)
+def test_bad_input_is_refused(options, says):
+    schedule = by_hand([(0, 0, 1, 0, ADD)])
+    with pytest.raises(ArgumentError, match=says):
+        simulate(schedule, **options)

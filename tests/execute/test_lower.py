@@ -1,0 +1,174 @@
+"""Lowering: the program says what the schedule says, in few permutations."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ftmesh
+from ftmesh import Phase, Schedule, Topology, planners
+from ftmesh.execute.lower import Rule, Table, as_phase, lower
+from ftmesh.schedule.schedule import COPY, transfers
+
+MESHES = {
+    "ring": Topology.grid("8x8", failed="2x2@2,2"),
+    "row_pair": Topology.grid("8x8", failed="2x2@2,2"),
+    "two_dim": Topology.grid("8x4", wrap=[True, False]),
+}
+
+
+def rows(columns):
+    names = ("round", "src", "dst", "chunk", "count", "op")
+    return sorted(zip(*(getattr(columns, name).tolist() for name in names), strict=True))
+
+
+def replay(program, buffers):
+    """Run a program with NumPy: all reads of a round before its writes."""
+    for loop in program.loops:
+        for c in as_phase(loop).rounds():
+            where = list(zip(c.src, c.chunk, c.count, strict=True))
+            read = [buffers[s, k : k + n].copy() for s, k, n in where]
+            for d, k, n, op, x in zip(c.dst, c.chunk, c.count, c.op, read, strict=True):
+                buffers[d, k : k + n] = x if op == COPY else buffers[d, k : k + n] + x
+    return buffers
+
+
+@pytest.mark.parametrize("algorithm", MESHES)
+def test_a_program_has_the_transfers_of_its_schedule(algorithm):
+    schedule = planners.schedule(MESHES[algorithm], algorithm)
+    program = lower(schedule)
+    assert len(program.loops) == len(schedule.phases)
+    for loop, phase in zip(program.loops, schedule.phases, strict=True):
+        assert rows(as_phase(loop).columns) == rows(phase.columns)
+        for lane in loop.lanes:
+            sources, targets = zip(*lane.permutation, strict=True)
+            assert len(set(sources)) == len(set(targets)) == len(lane.permutation)
+
+
+def test_rings_need_no_tables():
+    program = lower(planners.schedule(Topology.grid("8x8", failed="2x2@2,2"), "ring"))
+    for loop in program.loops:
+        assert len(loop.lanes) == 2
+        assert all(isinstance(lane.send, Rule) for lane in loop.lanes)
+        assert all(lane.is_full for lane in loop.lanes)
+    pairs = lower(planners.schedule(Topology.grid("8x8"), "row_pair"))
+    assert isinstance(pairs.scatter[0].lanes[0].send, Rule)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+def test_the_number_of_permutations_does_not_grow_with_the_mesh(algorithm):
+    def lanes(shape, block):
+        program = lower(planners.schedule(Topology.grid(shape, failed=block), algorithm))
+        return [len(loop.lanes) for loop in program.loops]
+
+    assert lanes("8x8", "2x2@2,2") == lanes("16x32", "4x2@6,14") == lanes("32x32", "4x2@14,14")
+    assert max(lanes("8x8", "2x2@2,2")) == {"ring": 2, "row_pair": 4}[algorithm]
+
+
+def test_ranks_that_do_the_same_share_a_row():
+    """On 32x32 with a hole, as many rows as a ring has places, and those of the chips beside it."""
+    topo = Topology.grid("32x32", failed="4x2@14,14")
+    program = lower(planners.schedule(topo, "row_pair"), devices_per_chip=2)
+    for loop in program.loops[1:-1]:
+        for lane in loop.lanes:
+            assert len(lane.send.row) == 2032
+            assert len(lane.send.rows) <= 64 + 56
+    numbers = sum(lane.send.rows.size for loop in program.loops for lane in loop.lanes)
+    assert numbers < 60_000
+
+
+@st.composite
+def changing_lanes(draw):
+    """Rounds whose permutations differ from round to round."""
+    order = st.permutations(range(5))
+    moves = [
+        (now, lane, src, dst)
+        for now in range(draw(st.integers(1, 4)))
+        for lane in range(draw(st.integers(1, 2)))
+        for src, dst in enumerate(draw(order))
+        if src != dst
+    ]
+    return moves or [(0, 0, 0, 1)]
+
+
+@given(changing_lanes())
+def test_lanes_that_change_are_made_constant_with_as_few_as_possible(moves):
+    now, lane, src, dst = np.array(moves).T
+    chunk = np.arange(len(moves))
+    columns = transfers(round=now, lane=lane, src=src, dst=dst, chunk=chunk)
+    nobody = np.full(len(moves), -1, np.int32)
+    topo = Topology.grid("5x1")
+    schedule = Schedule(topo, "any", len(moves), (Phase("any", columns),), nobody, 0)
+    (loop,) = lower(schedule).loops
+    assert rows(as_phase(loop).columns) == rows(columns)
+    pairs = {}
+    for n, s, d in zip(now.tolist(), src.tolist(), dst.tolist(), strict=True):
+        pairs[s, d, n] = pairs.get((s, d, n), 0) + 1
+    most = {}
+    for (s, d, _), repeats in pairs.items():
+        most[s, d] = max(most.get((s, d), 0), repeats)
+    degree = max(
+        max(sum(m for pair, m in most.items() if pair[end] == rank) for rank in range(5))
+        for end in (0, 1)
+    )
+    assert len(loop.lanes) <= max(degree, len(set(lane.tolist())))
+
+
+def test_transfers_of_different_sizes_get_lanes_of_their_own():
+    columns = transfers(round=0, lane=0, src=[0, 1], dst=[1, 0], chunk=[0, 3], count=[3, 1])
+    nobody = np.full(4, -1, np.int32)
+    schedule = Schedule(Topology.grid("2x1"), "any", 4, (Phase("any", columns),), nobody, 0)
+    (loop,) = lower(schedule).loops
+    assert sorted(lane.count for lane in loop.lanes) == [1, 3]
+    assert rows(as_phase(loop).columns) == rows(columns)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+def test_two_devices_per_chip_share_the_payload(algorithm):
+    schedule = planners.schedule(Topology.grid("6x6", failed="2x2@2,2"), algorithm)
+    program = lower(schedule, devices_per_chip=2)
+    assert (program.num_ranks, program.num_chunks) == (64, 2 * schedule.num_chunks)
+    mine = np.random.default_rng(0).integers(0, 100, (64, program.num_chunks))
+    assert (replay(program, mine.copy()) == mine.sum(axis=0)).all()
+    halves = program.owner.reshape(2, -1)
+    assert (halves == 2 * schedule.owner + [[0], [1]]).all()
+
+
+def test_idle_devices_keep_their_place_on_the_axis():
+    topo = Topology.grid("4x4", failed="2x2@0,0")
+    plan = ftmesh.plan(topo, "ring", with_idle=True)
+    program = plan.program
+    assert program.num_ranks == 16
+    assert program.live.tolist() == [2, 3, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+    mine = np.random.default_rng(0).integers(0, 100, (16, program.num_chunks))
+    after = replay(program, mine.copy())
+    assert (after[program.live] == mine[program.live].sum(axis=0)).all()
+    assert (after[[0, 1, 4, 5]] == mine[[0, 1, 4, 5]]).all()
+
+
+def test_owned_chunks_by_rank():
+    program = lower(planners.schedule(Topology.grid("8x8", failed="2x2@2,2"), "row_pair"))
+    assert not program.owns_evenly
+    some = [row[row < program.num_chunks] for row in program.owned]
+    assert sorted(np.concatenate(some).tolist()) == list(range(program.num_chunks))
+    assert sum(len(row) == 0 for row in some) == 12  # the chips beside the hole
+    assert lower(planners.schedule(Topology.grid("4x4"), "ring")).owns_evenly
+
+
+def test_only_one_or_two_devices_per_chip():
+    schedule = planners.schedule(Topology.grid("4x4"), "ring")
+    with pytest.raises(ValueError, match="one or two devices, not 3"):
+        lower(schedule, devices_per_chip=3)
+
+
+def test_a_table_is_not_taken_for_a_rule():
+    """One entry out of step, and the numbers are kept as they are."""
+    schedule = planners.schedule(Topology.grid("4x4"), "ring")
+    c = schedule.phases[0].columns
+    chunk = c.chunk.copy()
+    chunk[5], chunk[6] = chunk[6], chunk[5]
+    phase = Phase("bent", c.replace(chunk=chunk))
+    bent = Schedule(schedule.topology, "bent", 32, (phase,), np.full(32, -1, np.int32), 0)
+    (loop,) = lower(bent).loops
+    assert isinstance(loop.lanes[0].send, Table)
+    assert rows(as_phase(loop).columns) == rows(phase.columns)

@@ -1,0 +1,68 @@
+"""The executor against NumPy, round by round, from a schedule file."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import ftmesh
+from ftmesh import Topology, planners
+from ftmesh.execute.lower import lower
+from ftmesh.execute.ppermute import Setting, run_loop
+
+HOLE = Topology.grid("6x6", failed="2x2@2,2")
+
+
+def numpy_rounds(path, held):
+    """The buffers of all ranks after each round of a schedule file, by thirty lines of NumPy."""
+    with np.load(path) as file:
+        names = ("round", "src", "dst", "chunk", "count", "op")
+        rows = np.stack([file[name] for name in names], axis=1)
+    for now in range(rows[-1, 0] + 1):
+        this = rows[rows[:, 0] == now]
+        read = [held[src, chunk : chunk + count].copy() for _, src, _, chunk, count, _ in this]
+        for (_, _, dst, chunk, count, op), value in zip(this, read, strict=True):
+            here = slice(chunk, chunk + count)
+            held[dst, here] = value if op else held[dst, here] + value
+        yield held.copy()
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+def test_every_round_leaves_what_the_file_says(algorithm, tmp_path):
+    schedule = planners.schedule(HOLE, algorithm)
+    ftmesh.save(schedule, tmp_path / "plan.npz")
+    program = lower(ftmesh.load(tmp_path / "plan.npz"))
+    setting = Setting("rank", program.num_ranks, None, emulated=True)
+    held = np.random.default_rng(0).integers(0, 1000, (32, program.num_chunks, 1, 2), np.int32)
+    expected = numpy_rounds(tmp_path / "plan.npz", held.copy())
+    for loop in program.loops:
+
+        @jax.jit
+        def first_rounds(held, count, loop=loop):
+            part = dataclasses.replace(loop, num_rounds=count)
+            run = jax.vmap(lambda x: run_loop(x, part, setting), axis_name="rank")
+            return run(held)
+
+        for count in range(1, loop.num_rounds + 1):
+            after = np.asarray(first_rounds(held, count))
+            np.testing.assert_array_equal(after, next(expected))
+        held = after
+    assert next(expected, None) is None
+    assert (held == held[0]).all()
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+def test_rounds_written_out_do_what_loops_do(algorithm):
+    topology = Topology.grid("4x4", failed="2x2@0,0")
+    looped, unrolled = (
+        ftmesh.plan(topology, algorithm, unrolled=unrolled) for unrolled in (False, True)
+    )
+    x = np.random.default_rng(0).normal(size=(12, 50)).astype(np.float32)
+
+    def total(plan):
+        return jax.jit(jax.vmap(lambda x: plan.psum(x, "rank"), axis_name="rank"))
+
+    np.testing.assert_array_equal(total(looped)(x), total(unrolled)(x))
+    assert "while" in total(looped).lower(x).as_text()
+    assert "while" not in total(unrolled).lower(x).as_text()

@@ -1,0 +1,93 @@
+"""Packing: whatever goes into a buffer comes out again, in few buffers and whole chunks."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftmesh.layout.buckets import WIDTH, chunk_shape, make_buckets, pack, unpack
+
+SHAPES = [
+    (),
+    (5,),
+    (16, 128),
+    (20, 256),
+    (3, 3, 16, 128),
+    (3, 3, 5, 128),
+    (7, 7, 3, 64),
+    (1000, 128),
+    (2, 8, 384),
+    (256, 10),
+    (1, 1, 256, 64),
+    (128, 3, 16, 8),
+    (128, 128, 2),
+]
+
+
+def numbered(shapes):
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    starts = np.cumsum([0, *sizes])
+    return [
+        jnp.arange(start, start + size, dtype=jnp.float32).reshape(shape)
+        for start, size, shape in zip(starts, sizes, shapes, strict=False)
+    ]
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5), st.integers(1, 40))
+def test_what_is_packed_comes_out_again(shapes, num_chunks):
+    leaves = numbered(shapes)
+    buffer = pack(leaves, num_chunks)
+    assert buffer.shape[0] == num_chunks
+    assert buffer.shape[1:] == chunk_shape(sum(x.size for x in leaves), num_chunks, 4)
+    for leaf, back in zip(leaves, unpack(buffer, shapes), strict=True):
+        np.testing.assert_array_equal(leaf, back)
+
+
+def test_matrices_travel_tile_by_tile():
+    """The order in which a TPU keeps them: 8 rows of 128, then the 128 columns beside those."""
+    (matrix,) = numbered([(8, 256)])
+    flat = pack([matrix], 1).reshape(-1)
+    np.testing.assert_array_equal(flat[:1024].reshape(8, 128), matrix[:, :128])
+    np.testing.assert_array_equal(flat[1024:].reshape(8, 128), matrix[:, 128:])
+
+
+@pytest.mark.parametrize("shape", [(128, 8), (1, 128, 8), (128, 1, 8), (1, 1, 128, 8)])
+def test_an_axis_that_fills_tiles_travels_innermost(shape):
+    """As a TPU keeps it, wherever it is: the other axes would leave tiles half empty."""
+    (array,) = numbered([shape])
+    np.testing.assert_array_equal(pack([array], 1).reshape(8, 128), array.reshape(128, 8).T)
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks", "itemsize", "shape"),
+    [
+        (10, 4, 4, (1, 3)),
+        (3, 40, 4, (1, 1)),
+        (4 * 128, 4, 4, (1, 128)),
+        (4 * 129, 4, 4, (2, 128)),
+        (4 * 128 * 9, 4, 4, (16, 128)),
+        (4 * 128 * 17, 4, 2, (32, 128)),
+    ],
+)
+def test_chunks_are_rows_of_128_in_whole_tiles_once_they_are_large(size, chunks, itemsize, shape):
+    assert chunk_shape(size, chunks, itemsize) == shape
+    assert shape[1] <= WIDTH
+
+
+def test_buckets_keep_dtypes_apart_and_to_their_size():
+    f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
+    leaves = [jnp.zeros(n) for n in (10, 10, 0, 300, 10)]
+    dtypes = [f32, i32, f32, f32, f32]
+    apart = make_buckets(leaves, dtypes, bucket_bytes=1000)
+    assert [bucket.members for bucket in apart] == [(0,), (3,), (4,), (1,)]
+    assert [bucket.dtype for bucket in apart] == [f32, f32, f32, i32]
+    together = make_buckets(leaves, dtypes, bucket_bytes=10**6)
+    assert [bucket.members for bucket in together] == [(0, 3, 4), (1,)]
+
+
+def test_leaves_that_fill_tiles_come_first_in_a_bucket():
+    leaves = [jnp.zeros(shape) for shape in ((10,), (8, 128), (3,), (16, 64), (129, 8))]
+    (bucket,) = make_buckets(leaves, [leaf.dtype for leaf in leaves], bucket_bytes=10**6)
+    assert bucket.members == (1, 3, 0, 2, 4)

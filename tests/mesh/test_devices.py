@@ -1,0 +1,183 @@
+"""Topologies from devices: stand-ins that look like JAX's, real CPU devices, real TPU ones."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from ftmesh import Topology, TopologyError, TopologyWarning
+
+
+@dataclass(frozen=True)
+class Tpu:
+    """What a TPU device shows; its coords always have three axes."""
+
+    coords: tuple[int, int, int]
+    core_on_chip: int = 0
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """A device without coords."""
+
+    id: int
+
+
+def slice_of(width, height, cores=1):
+    """A slice as libtpu lists it: host by host, 2x2 chips each, not in the order of ids."""
+    return [
+        Tpu((hx + x, hy + y, 0), core)
+        for hy in range(0, height, 2)
+        for hx in range(0, width, 2)
+        for y in range(2)
+        for x in range(2)
+        for core in range(cores)
+    ]
+
+
+def test_tpu_coords_place_devices_and_axes_of_size_one_are_dropped():
+    devices = slice_of(4, 4)
+    topo = Topology.from_devices(devices)
+    assert topo == Topology.grid("4x4")
+    assert [d.coords[:2] for d in topo.devices] == list(topo.coords)
+
+
+def test_missing_coords_are_failed():
+    devices = [d for d in slice_of(8, 8) if d.coords[:2] not in {(2, 2), (3, 2), (2, 3), (3, 3)}]
+    topo = Topology.from_devices(devices)
+    assert topo == Topology.grid("8x8", failed="2x2@2,2")
+    assert len(topo.devices) == 60
+
+
+def test_a_given_shape_finds_failures_at_the_edge():
+    devices = [d for d in slice_of(4, 4) if d.coords[1] < 2]
+    assert Topology.from_devices(devices) == Topology.grid("4x2")
+    assert Topology.from_devices(devices, shape="4x4") == Topology.grid("4x4", failed="4x2@0,2")
+    assert Topology.from_devices(devices, shape="4x4x1") == Topology.grid("4x4", failed="4x2@0,2")
+    with pytest.raises(TopologyError, match="outside the shape 2x2"):
+        Topology.from_devices(devices, shape="2x2")
+
+
+def test_a_slice_that_does_not_start_at_the_origin_is_numbered_from_zero():
+    devices = [Tpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
+    assert Topology.from_devices(devices) == Topology.grid("4x4")
+    damaged = Topology.from_devices(devices, failed="2x2@4,2")  # as the devices count
+    assert damaged == Topology.grid("4x4", failed="2x2@0,0")
+
+
+def test_failed_chips_that_are_missing_anyway_do_not_hit_others():
+    devices = [d for d in slice_of(4, 4) if d.coords[0] > 0]
+    assert Topology.from_devices(devices, failed="1x4@0,0") == Topology.grid("3x4")
+
+
+def test_devices_may_come_as_an_array_or_from_a_generator():
+    devices = slice_of(4, 4)
+    grid = np.empty((4, 4), object)
+    grid.flat = devices
+    assert Topology.from_devices(grid) == Topology.grid("4x4")
+    assert Topology.from_devices(d for d in devices) == Topology.grid("4x4")
+
+
+def test_two_devices_per_chip():
+    topo = Topology.from_devices(slice_of(4, 4, cores=2), failed="2x2@0,0")
+    assert topo.devices_per_chip == 2
+    assert topo.num_live == 12
+    assert [(d.coords[:2], d.core_on_chip) for d in topo.devices[:3]] == [
+        ((2, 0), 0), ((2, 0), 1), ((3, 0), 0),
+    ]  # fmt: skip
+
+
+def test_a_chip_with_one_core_of_two_is_failed_and_said_to_be():
+    devices = [d for d in slice_of(4, 4, cores=2) if d != Tpu((2, 1, 0), 1)]
+    with pytest.warns(TopologyWarning, match=r"chip \(2, 1\) shows 1 of 2 devices.*failed"):
+        topo = Topology.from_devices(devices)
+    assert topo.failed == {(2, 1)}
+
+
+def test_two_devices_on_one_coord_are_refused():
+    with pytest.raises(TopologyError, match=r"claim core 0 of the chip at \(0, 0, 0\)"):
+        Topology.from_devices([*slice_of(4, 4), Tpu((0, 0, 0), 0.0)])
+
+
+def test_three_dimensional_slices():
+    devices = [Tpu((x, y, z)) for z in range(4) for y in range(4) for x in range(4)]
+    assert Topology.from_devices(devices, wrap=True).shape == (4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("count", "shape"), [(64, (8, 8)), (8, (2, 4)), (60, (6, 10)), (7, (1, 7)), (1, (1, 1))]
+)
+def test_devices_without_coords_fill_a_near_square_grid(count, shape):
+    assert Topology.from_devices([Cpu(i) for i in range(count)]).shape == shape
+
+
+def test_devices_without_coords_fill_the_shape_row_by_row_and_failed_ones_are_left_out():
+    topo = Topology.from_devices([Cpu(i) for i in range(8)], shape="4x2", failed="1x1@1,0")
+    assert [d.id for d in topo.devices] == [0, 2, 3, 4, 5, 6, 7]
+    with pytest.raises(TopologyError, match="8 devices without coords cannot fill mesh 3x3"):
+        Topology.from_devices([Cpu(i) for i in range(8)], shape="3x3")
+
+
+def test_no_devices_and_mixed_devices_are_refused():
+    with pytest.raises(TopologyError, match="no devices"):
+        Topology.from_devices([])
+    with pytest.raises(TopologyError, match="more than once"):
+        Topology.from_devices([Cpu(0)] * 4)
+    with pytest.raises(TopologyError, match="different lengths"):
+        Topology.from_devices([Tpu((0, 0, 0)), Tpu((0, 1))])
+    with pytest.raises(TopologyError, match="1 of 2 devices have no coords"):
+        Topology.from_devices([Tpu((0, 0, 0)), Cpu(1)])
+
+
+def run_python(code, **variables):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_real_cpu_devices():
+    found = run_python(
+        "import jax, json, ftmesh\n"
+        "from ftmesh.mesh.devices import platform_of\n"
+        "topo = ftmesh.Topology.from_devices(jax.devices(), shape='4x4', failed='2x2@1,1')\n"
+        "platform = platform_of(topo.devices[0])\n"
+        "print(json.dumps([platform, topo.num_live, [d.id for d in topo.devices]]))",
+        XLA_FLAGS="--xla_force_host_platform_device_count=16",
+    )
+    assert found == ["cpu", 12, [0, 1, 2, 3, 4, 7, 8, 11, 12, 13, 14, 15]]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu, which exists for x86_64 Linux only, lists real TPU coordinates",
+)
+def test_real_tpu_topologies():
+    found = run_python(
+        "import json, ftmesh\n"
+        "from ftmesh.mesh.devices import platform_of\n"
+        "from jax.experimental import topologies\n"
+        "out = {}\n"
+        "for name in ('v3:16x32', 'v6e:16x16', 'v4:4x4x4'):\n"
+        "    devices = topologies.get_topology_desc(platform='tpu', topology_name=name).devices\n"
+        "    topo = ftmesh.Topology.from_devices(devices)\n"
+        "    cores = topo.devices_per_chip\n"
+        "    out[name] = [platform_of(devices[0]), topo.name, cores, len(devices), topo.num_live]\n"
+        "print(json.dumps(out))",
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_ACCELERATOR_TYPE="v5litepod-4",
+        TPU_WORKER_HOSTNAMES="localhost",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+    )
+    assert found == {
+        "v3:16x32": ["TPU v3", "16x32", 2, 1024, 512],
+        "v6e:16x16": ["TPU v6 lite", "16x16", 1, 256, 256],
+        "v4:4x4x4": ["TPU v4", "4x4x4", 2, 128, 64],
+    }

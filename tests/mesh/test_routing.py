@@ -1,0 +1,98 @@
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftmesh import Topology, TopologyError
+from ftmesh.errors import RoutingError
+from ftmesh.mesh.routing import around, dimension_order, find_cycle
+
+HOLE = Topology.from_drawing("""
+    ......
+    ......
+    ..XX..
+    ..XX..
+    ......
+    ......
+""")
+
+
+def test_dimension_order_goes_along_x_then_along_y():
+    assert dimension_order(HOLE, (0, 4), (3, 5)) == ((0, 4), (1, 4), (2, 4), (3, 4), (3, 5))
+    assert dimension_order(HOLE, (3, 1), (3, 1)) == ((3, 1),)
+
+
+def test_dimension_order_takes_the_shorter_way_round_a_ring():
+    ring = Topology.grid("6x6", wrap=True)
+    assert dimension_order(ring, (1, 0), (5, 0)) == ((1, 0), (0, 0), (5, 0))
+    assert dimension_order(ring, (5, 0), (1, 0)) == ((5, 0), (0, 0), (1, 0))
+    assert len(dimension_order(ring, (0, 0), (3, 0))) == 4
+
+
+def test_dimension_order_is_blind_to_damage():
+    assert (2, 2) in dimension_order(HOLE, (2, 1), (2, 4))
+
+
+def test_routes_go_around_damage_on_the_nearer_side():
+    assert around(HOLE, (2, 1), (2, 4)) == ((2, 1), (1, 1), (1, 2), (1, 3), (1, 4), (2, 4))
+    assert around(HOLE, (3, 1), (3, 4)) == ((3, 1), (4, 1), (4, 2), (4, 3), (4, 4), (3, 4))
+    assert around(HOLE, (0, 0), (5, 5)) == dimension_order(HOLE, (0, 0), (5, 5))
+
+
+def test_routes_go_around_failed_links():
+    topo = Topology.grid("3x2", failed_links="0,0-1,0")
+    assert around(topo, (0, 0), (1, 0)) == ((0, 0), (0, 1), (1, 1), (1, 0))
+
+
+def test_no_route_from_or_to_failed_chips_or_across_a_cut():
+    with pytest.raises(TopologyError, match="chip \\(2, 2\\) has failed"):
+        around(HOLE, (2, 2), (0, 0))
+    cut = Topology.from_drawing(".X.\n.X.")
+    with pytest.raises(RoutingError, match="no live route leads from chip \\(0, 0\\) to"):
+        around(cut, (0, 0), (2, 0))
+
+
+def distances(topo, src):
+    found = {src: 0}
+    for a in (queue := [src]):
+        for b in topo.neighbours(a):
+            if b not in found:
+                found[b] = found[a] + 1
+                queue.append(b)
+    return found
+
+
+@given(st.sets(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=6))
+def test_every_pair_of_a_part_has_a_live_route_and_none_is_shorter(failed):
+    topo = Topology.grid("5x5", failed=failed)
+    src = topo.components()[0][0]
+    for dst, hops in distances(topo, src).items():
+        route = around(topo, src, dst)
+        assert (route[0], route[-1], len(route) - 1) == (src, dst, hops)
+        assert all(topo.is_link(a, b) for a, b in pairwise(route))
+
+
+def test_four_turns_that_wait_for_each_other_are_found():
+    square = [(0, 0), (1, 0), (1, 1), (0, 1)]
+    corners = [(square[i], square[(i + 1) % 4], square[(i + 2) % 4]) for i in range(4)]
+    cycle = find_cycle(corners)
+    assert set(cycle) == {(square[i], square[(i + 1) % 4]) for i in range(4)}
+    assert find_cycle(corners[:3]) == ()
+
+
+def test_dimension_order_never_deadlocks_and_free_routing_can():
+    full = Topology.grid("4x4")
+    every = list(product(full.coords, repeat=2))
+    assert find_cycle(dimension_order(full, a, b) for a, b in every) == ()
+    y_then_x = [dimension_order(full, b, a)[::-1] for a, b in every]
+    assert find_cycle(y_then_x) == ()
+    assert find_cycle([*y_then_x, *(dimension_order(full, a, b) for a, b in every)])
+
+
+def test_a_torus_has_a_second_channel_for_what_crossed_the_edge():
+    torus = Topology.grid("5x5", wrap=True)
+    every = product(torus.coords, repeat=2)
+    assert find_cycle(dimension_order(torus, a, b) for a, b in every) == ()
+    all_the_way = tuple((x % 5, 0) for x in range(7))
+    assert find_cycle([all_the_way[i : i + 3] for i in range(5)]) == ()

@@ -1,0 +1,217 @@
+"""Schedule files: what is saved comes back, anyone can replay it, and damage is refused."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+import ftmesh
+from ftmesh import ScheduleError, ScheduleFileError, Topology, VerificationError
+from ftmesh.planners import PLANNERS, ring, row_pair
+from ftmesh.schedule.schedule import COLUMN_NAMES
+
+HOLE = Topology.grid("6x6", failed="2x2@2,2")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "plan.npz"
+
+
+def arrays_of(schedule, path):
+    ftmesh.save(schedule, path)
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+def rewrite(path, arrays):
+    with open(path, "wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_what_is_saved_comes_back(name, path):
+    topo = Topology.grid("6x6", wrap=[True, False]) if name == "two_dim" else HOLE
+    schedule = PLANNERS[name].plan(topo)
+    ftmesh.save(schedule, path)
+    assert ftmesh.load(path) == schedule
+    assert [p.name for p in path.parent.iterdir()] == ["plan.npz"]
+
+
+def test_failed_links_and_cores_come_back(path):
+    topo = Topology((4, 4), (False, False), failed_links=frozenset({((0, 0), (1, 0))}))
+    ftmesh.save(row_pair.plan(topo), path)
+    assert ftmesh.load(path).topology == topo
+
+
+def test_the_file_is_what_the_format_says(path):
+    schedule = row_pair.plan(HOLE)
+    arrays = arrays_of(schedule, path)
+    meta = json.loads(str(arrays["meta"]))
+    assert meta["format"] == "ftmesh.schedule/1"
+    assert meta["shape"] == [6, 6]
+    assert meta["wrap"] == [False, False]
+    assert meta["failed"] == [[2, 2], [2, 3], [3, 2], [3, 3]]
+    assert meta["failed_links"] == []
+    assert meta["algorithm"] == "row_pair"
+    assert meta["num_chunks"] == schedule.num_chunks
+    for name in ("round", "lane", "src", "dst", "chunk", "count", "op", "coords", "owner"):
+        assert arrays[name].dtype == np.int32, name
+    assert arrays["coords"].tolist() == [list(c) for c in HOLE.coords]
+    assert arrays["rounds_in_reduce_scatter"] == schedule.rounds_in_reduce_scatter
+    assert (np.diff(arrays["round"]) >= 0).all()
+
+
+@pytest.mark.parametrize("planner", [ring, row_pair])
+def test_anyone_can_replay_the_file_with_numpy(planner, path):
+    arrays = arrays_of(planner.plan(HOLE), path)
+    num_chunks = json.loads(str(arrays["meta"]))["num_chunks"]
+    ranks = len(arrays["coords"])
+    mine = np.random.default_rng(0).integers(0, 1000, (ranks, num_chunks))
+    held = mine.copy()
+    rows = np.stack(
+        [arrays[name] for name in ("round", "src", "dst", "chunk", "count", "op")], axis=1
+    )
+    for now in range(rows[-1, 0] + 1):
+        if now == arrays["rounds_in_reduce_scatter"]:
+            chunk = np.arange(num_chunks)
+            assert (held[arrays["owner"], chunk] == mine.sum(axis=0)).all()
+        this = rows[rows[:, 0] == now]
+        read = [held[src, chunk : chunk + count].copy() for _, src, _, chunk, count, _ in this]
+        for (_, _, dst, chunk, count, op), value in zip(this, read, strict=True):
+            if op == 0:
+                held[dst, chunk : chunk + count] += value
+            else:
+                held[dst, chunk : chunk + count] = value
+    assert (held == mine.sum(axis=0)).all()
+
+
+def test_a_file_that_names_no_phases_has_two_halves(path):
+    schedule = ring.plan(HOLE)
+    arrays = arrays_of(schedule, path)
+    meta = json.loads(str(arrays["meta"]))
+    del meta["phases"], meta["devices_per_chip"]
+    rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
+    loaded = ftmesh.load(path)
+    assert [phase.name for phase in loaded.phases] == ["reduce-scatter", "all-gather"]
+    assert loaded.num_rounds == schedule.num_rounds
+
+
+class TestDamagedFiles:
+    def refused(self, path, says, error=ScheduleFileError):
+        with pytest.raises(error, match=says) as caught:
+            ftmesh.load(path)
+        assert str(path) in str(caught.value)
+
+    def test_missing(self, path):
+        self.refused(path, "no such file")
+
+    @pytest.mark.parametrize("keep", [0.02, 0.5, 0.98])
+    def test_truncated(self, path, keep):
+        ftmesh.save(ring.plan(HOLE), path)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: int(keep * len(whole))])
+        self.refused(path, "damaged or cut short|not a plain .npz")
+
+    def test_a_flipped_byte(self, path):
+        ftmesh.save(ring.plan(HOLE), path)
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 3] ^= 0xFF
+        path.write_bytes(bytes(raw))
+        self.refused(path, "damaged|not")
+
+    def test_pickled(self, path):
+        path.write_bytes(pickle.dumps({"round": [1, 2, 3]}))
+        self.refused(path, "pickled")
+
+    def test_pickled_inside(self, path):
+        arrays = arrays_of(ring.plan(HOLE), path)
+        rewrite(path, arrays | {"owner": np.array([{}], object)})
+        self.refused(path, "pickled")
+
+    def test_another_version(self, path):
+        arrays = arrays_of(ring.plan(HOLE), path)
+        meta = json.loads(str(arrays["meta"])) | {"format": "ftmesh.schedule/2"}
+        rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
+        self.refused(path, "format 'ftmesh.schedule/2'; this ftmesh reads 'ftmesh.schedule/1'")
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (lambda a: a | {"meta": np.array("{")}, "'meta' is not JSON"),
+            (lambda a: a | {"meta": np.array("[]")}, "format None"),
+            (lambda a: {k: v for k, v in a.items() if k != "lane"}, "has no 'lane'"),
+            (lambda a: a | {"src": a["src"].astype(np.int64)}, "'src' is int64, not int32"),
+            (lambda a: a | {"src": a["src"][1:]}, "differ in length"),
+            (lambda a: a | {"round": a["round"][::-1]}, "not sorted by round"),
+            (lambda a: a | {"coords": a["coords"][::-1]}, "'coords' are not the live chips"),
+            (lambda a: a | {"chunk": a["chunk"] + np.int32(2**31 - 9)}, "a transfer moves chunk"),
+            (lambda a: a | {"count": a["count"] * np.int32(2**31 - 1)}, "a transfer moves chunk"),
+            (lambda a: a | {"round": a["round"] * np.int32(2**20)}, "transfers cannot fill"),
+            (lambda a: a | {"lane": a["lane"] + np.int32(2**31 - 2)}, "transfers cannot fill"),
+            (lambda a: {k: v[:0] if k in COLUMN_NAMES else v for k, v in a.items()}, "no transf"),
+            (lambda a: a | {"rounds_in_reduce_scatter": np.zeros(1, np.int32)}, "single number"),
+        ],
+    )
+    def test_inconsistent(self, path, change, says):
+        rewrite(path, change(arrays_of(ring.plan(HOLE), path)))
+        self.refused(path, says)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            *(("shape", value) for value in (4, None, ["6", "6"], [6.0, 6.0], [], [6, -6])),
+            *(("wrap", value) for value in (False, "no", [0, 0])),
+            *(("failed", value) for value in (5, None, [2, 2], [["a"]])),
+            *(("failed_links", value) for value in (5, [[[0], [1], [2]]], [[0, 1]])),
+            *(("num_chunks", value) for value in (24.0, "24", None, -1, 2**40, True)),
+            *(
+                ("phases", value)
+                for value in ("x", [1], [{"name": "a"}], [{"name": 1, "rounds": 2}])
+            ),
+            ("algorithm", [1]),
+            ("devices_per_chip", -3),
+        ],
+    )
+    def test_nonsense_in_meta(self, path, key, value):
+        arrays = arrays_of(ring.plan(HOLE), path)
+        meta = json.loads(str(arrays["meta"])) | {key: value}
+        rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
+        self.refused(path, f"'meta' has {key} ")
+
+    def test_a_failed_link_with_its_high_end_first_is_failed(self, path):
+        arrays = arrays_of(ring.plan(HOLE), path)
+        meta = json.loads(str(arrays["meta"])) | {"failed_links": [[[1, 0], [0, 0]]]}
+        rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
+        loaded = ftmesh.load(path)
+        assert loaded.topology.failed_links == {((0, 0), (1, 0))}
+        assert not loaded.is_neighbour_only  # a hop now leads around that link
+
+    def test_owners_without_a_half_to_own_after(self, path):
+        arrays = arrays_of(ring.plan(HOLE), path)
+        rewrite(path, arrays | {"rounds_in_reduce_scatter": np.int32(0)})
+        self.refused(path, "chunks have owners", ScheduleError)
+
+    def test_a_single_array(self, tmp_path):
+        np.save(tmp_path / "plan.npy", np.arange(3))
+        self.refused(tmp_path / "plan.npy", "single array")
+
+    def test_an_invalid_round(self, path):
+        arrays = arrays_of(ring.plan(HOLE), path)
+        rewrite(path, arrays | {"dst": arrays["src"]})
+        self.refused(path, "round 0, lane 0.*cannot send to itself", ScheduleError)
+
+    def test_a_wrong_sum(self, path):
+        arrays = arrays_of(ring.plan(HOLE), path)
+        rewrite(path, arrays | {"op": np.zeros_like(arrays["op"])})
+        self.refused(path, "2 times", VerificationError)
+        assert ftmesh.load(path, verify=False).num_chunks == 64
+
+
+def test_nothing_is_written_where_writing_fails(tmp_path):
+    with pytest.raises(ScheduleFileError, match="cannot write"):
+        ftmesh.save(ring.plan(HOLE), tmp_path / "nowhere" / "plan.npz")
+    with pytest.raises(ScheduleFileError, match="it is not a file"):
+        ftmesh.save(ring.plan(HOLE), tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,273 @@
+"""Verification, fed planted faults: each must be caught, and the message must name the place."""
+
+import importlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftmesh import Phase, Schedule, ScheduleError, Topology, VerificationError, verify
+from ftmesh.mesh.routing import dimension_order
+from ftmesh.planners import ring, row_pair
+from ftmesh.schedule.replay import replay
+from ftmesh.schedule.schedule import ADD, COPY, Columns, join, transfers
+
+TOPO = Topology.grid("6x6", failed="2x2@2,2")
+SCHEDULES = {"ring": ring.plan(TOPO), "row_pair": row_pair.plan(TOPO)}
+
+
+def rebuilt(schedule, phase, columns):
+    """The schedule with the transfers of one phase exchanged."""
+    phases = list(schedule.phases)
+    phases[phase] = Phase(phases[phase].name, columns)
+    return Schedule(
+        schedule.topology,
+        schedule.algorithm,
+        schedule.num_chunks,
+        tuple(phases),
+        schedule.owner,
+        schedule.rounds_in_reduce_scatter,
+    )
+
+
+def without(columns, index):
+    return columns.take(np.arange(len(columns.src)) != index)
+
+
+def changed(columns, index, **values):
+    copies = {name: getattr(columns, name).copy() for name in values}
+    for name, value in values.items():
+        copies[name][index] = value
+    return columns.replace(**copies)
+
+
+@pytest.fixture(params=SCHEDULES)
+def schedule(request):
+    return SCHEDULES[request.param]
+
+
+def test_what_is_right_is_counted(schedule):
+    proof = verify(schedule)
+    assert proof.num_ranks == 32
+    assert proof.num_rounds == schedule.num_rounds
+    assert proof.num_additions == proof.num_copies == schedule.num_chunks * 31
+    assert f"{schedule.num_chunks} chunks exactly once" in str(proof)
+
+
+@pytest.mark.parametrize("phase", [0, -1])
+@pytest.mark.parametrize("where", [0, 0.3, 0.8])
+def test_a_dropped_transfer(schedule, phase, where):
+    columns = schedule.phases[phase].columns
+    index = int(where * len(columns.src))
+    with pytest.raises(VerificationError) as caught:
+        verify(rebuilt(schedule, phase, without(columns, index)))
+    says = str(caught.value)
+    assert f"chunk {columns.chunk[index]} at chip" in says
+    assert "missing" in says
+    assert "expected each of 32 contributions exactly once, found" in says
+
+
+def test_a_dropped_transfer_is_traced_to_its_round():
+    schedule = SCHEDULES["ring"]
+    columns = schedule.phases[0].columns
+    index = len(columns.src) // 2
+    at, chunk = columns.round[index], columns.chunk[index]
+    src = TOPO.coords[columns.src[index]]
+    with pytest.raises(VerificationError) as caught:
+        verify(rebuilt(schedule, 0, without(columns, index)))
+    says = str(caught.value)
+    assert f"chunk {chunk} " in says
+    assert f"last travelled in round {at - 1}, chip" in says
+    assert f"to chip {src}" in says
+
+
+def test_a_duplicated_addition(schedule):
+    columns = schedule.phases[0].columns
+    index = len(columns.src) // 2
+    at, chunk = columns.round[index], columns.chunk[index]
+    twin = columns.take(np.array([index])).replace(lane=np.array([9], np.int32))
+    with pytest.raises(VerificationError) as caught:
+        verify(rebuilt(schedule, 0, join([columns, twin])))
+    says = str(caught.value)
+    assert f"chunk {chunk} at chip" in says
+    assert "2 times" in says
+    assert f"first doubled in round {at}, chip {TOPO.coords[columns.src[index]]} to" in says
+
+
+def test_a_transfer_sent_to_the_wrong_chip(schedule):
+    columns = schedule.phases[0].columns
+    index = len(columns.src) // 3
+    same = (columns.chunk == columns.chunk[index]) & (columns.round < columns.round[index])
+    behind = next(r for r in columns.src[same] if r not in (columns.src[index], columns.dst[index]))
+    astray = changed(columns, index, dst=behind, lane=9)
+    with pytest.raises(VerificationError, match=f"chunk {columns.chunk[index]} at chip"):
+        verify(rebuilt(schedule, 0, astray))
+
+
+def test_a_wrong_chunk(schedule):
+    columns = schedule.phases[0].columns
+    index = len(columns.src) // 2
+    other = (columns.chunk[index] + columns.count[index]) % schedule.num_chunks
+    with pytest.raises(VerificationError, match="at chip"):
+        verify(rebuilt(schedule, 0, changed(columns, index, chunk=other)))
+
+
+def test_an_addition_in_place_of_a_copy(schedule):
+    columns = schedule.phases[-1].columns
+    with pytest.raises(VerificationError, match="times"):
+        verify(rebuilt(schedule, -1, changed(columns, 5, op=ADD)))
+
+
+@pytest.mark.parametrize("phase", [0, -1])
+def test_swapped_rounds(schedule, phase):
+    columns = schedule.phases[phase].columns
+    swap = {4: 5, 5: 4}
+    round_ = np.array([swap.get(r, r) for r in columns.round.tolist()], np.int32)
+    with pytest.raises(VerificationError, match=r"after round .* at chip .* found"):
+        verify(rebuilt(schedule, phase, columns.replace(round=round_)))
+
+
+def test_two_writers_cannot_even_be_built(schedule):
+    columns = schedule.phases[-1].columns
+    twin = columns.take(np.array([7])).replace(lane=np.array([9], np.int32))
+    with pytest.raises(ScheduleError, match=f"round {columns.round[7]}, lane .* same chunk"):
+        rebuilt(schedule, -1, join([columns, twin]))
+
+
+def test_a_route_through_failed_chips():
+    schedule = SCHEDULES["row_pair"]
+    with pytest.raises(VerificationError) as caught:
+        verify(schedule, router=dimension_order)
+    says = str(caught.value)
+    assert "round 12 (across row pairs, reduce-scatter), chunk " in says
+    assert "from chip (2, 0) to chip (2, 4) crosses failed chip (2, 2)" in says
+    assert "found (2, 0) -> (2, 1) -> (2, 2) -> (2, 3) -> (2, 4)" in says
+    verify(SCHEDULES["ring"], router=dimension_order)  # neighbour-only: no router is asked
+
+
+def test_a_failed_link():
+    def straight(topology, src, dst):
+        return (src, dst)
+
+    broken = Topology.grid("2x2", failed_links="0,0-1,0")
+    good = ring.plan(Topology.grid("2x2"))
+    schedule = Schedule(broken, "ring", 8, good.phases, good.owner, 3)
+    with pytest.raises(VerificationError, match=r"round 0 .*crosses failed link \(0, 0\)-\(1, 0\)"):
+        verify(schedule, router=straight)
+
+
+def test_a_router_that_does_not_get_there():
+    for lost in ((), ((0, 0),), ((0, 0), (1, 0))):
+        with pytest.raises(VerificationError, match="expected a route from chip"):
+            verify(SCHEDULES["ring"], router=lambda *_, lost=lost: lost)
+
+
+def test_counting_does_not_wrap_around():
+    """A contribution doubled 64 times is not back at zero."""
+    moves = [(0, 1, ADD), (1, 0, ADD)] * 40 + [(0, 1, COPY)]
+    with pytest.raises(VerificationError, match="too often"):
+        verify(by_hand(*moves))
+
+
+def test_routes_that_can_deadlock():
+    corner = transfers(round=0, lane=0, src=[0, 1, 3, 2], dst=[3, 2, 0, 1], chunk=0)
+    topo = Topology.grid("2x2")
+    schedule = Schedule(topo, "x", 1, (Phase("turn", corner),), np.array([-1], np.int32), 0)
+    ways = {
+        ((0, 0), (1, 1)): ((0, 0), (1, 0), (1, 1)),
+        ((1, 0), (0, 1)): ((1, 0), (1, 1), (0, 1)),
+        ((1, 1), (0, 0)): ((1, 1), (0, 1), (0, 0)),
+        ((0, 1), (1, 0)): ((0, 1), (0, 0), (1, 0)),
+    }
+    with pytest.raises(VerificationError, match=r"can deadlock: .* found \(.*\)->"):
+        verify(schedule, router=lambda _, src, dst: ways[src, dst])
+
+
+def test_an_owner_that_does_not_have_its_chunk():
+    schedule = SCHEDULES["ring"]
+    owner = np.roll(schedule.owner, 1)
+    wrong = Schedule(TOPO, "ring", 64, schedule.phases, owner, 31)
+    with pytest.raises(VerificationError, match=r"after round 30, chunk 0 at chip .* missing"):
+        verify(wrong)
+
+
+def by_hand(*moves):
+    """A schedule for two chips and one chunk: a (src, dst, op) per round."""
+    src, dst, op = zip(*moves, strict=True)
+    columns = transfers(round=range(len(moves)), lane=0, src=src, dst=dst, chunk=0, op=op)
+    nobody = np.array([-1], np.int32)
+    return Schedule(Topology.grid("2x1"), "x", 1, (Phase("p", columns),), nobody, 0)
+
+
+def test_a_sum_that_is_spoilt_is_wrong_and_one_that_is_mended_is_right():
+    """Chip 0 gets its own contribution back, twice over; a copy of the good sum mends that."""
+    verify(by_hand((0, 1, ADD), (1, 0, COPY)))
+    with pytest.raises(VerificationError, match=r"2 times \(first doubled in round 1, chip \(1, 0"):
+        verify(by_hand((0, 1, ADD), (1, 0, ADD)))
+    verify(by_hand((0, 1, ADD), (1, 0, ADD), (1, 0, COPY)))
+
+
+def test_lanes_that_bring_the_same_chunk_to_the_same_chip():
+    """Both ends of a line of three send to the middle in one round, and get the sum in another."""
+
+    def to_the_middle(*src):
+        count = len(src)
+        columns = transfers(
+            round=[1] * count + [3, 3], lane=[*range(count), 0, 1], src=[*src, 1, 1],
+            dst=[1] * count + [0, 2], chunk=0, op=[ADD] * count + [COPY] * 2,
+        )  # fmt: skip
+        nobody = np.array([-1], np.int32)
+        return Schedule(Topology.grid("3x1"), "x", 1, (Phase("p", columns),), nobody, 0)
+
+    assert verify(to_the_middle(0, 2)).num_additions == 2
+    for src in ((0, 2, 0), (0, 0, 2), (0, 0)):
+        with pytest.raises(VerificationError, match=r"such as chip \(0, 0\)'s 2 times"):
+            verify(to_the_middle(*src))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rounds_worked_out_in_small_batches_are_the_same(monkeypatch, name):
+    module = importlib.import_module("ftmesh.schedule.verify")
+    monkeypatch.setattr(module, "_BATCH", 100)
+    schedule = SCHEDULES[name]
+    verify(schedule)
+    columns = schedule.phases[-1].columns
+    with pytest.raises(VerificationError):
+        verify(rebuilt(schedule, len(schedule.phases) - 1, without(columns, 7)))
+
+
+def test_chunks_are_verified_in_turns_where_memory_is_short(monkeypatch):
+    seen = []
+    module = importlib.import_module("ftmesh.schedule.verify")
+    monkeypatch.setattr(module, "_STATE_BYTES", 32 * 8 * 7)
+    verify(SCHEDULES["ring"], progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(turn, 10) for turn in range(11)]
+    columns = SCHEDULES["ring"].phases[0].columns
+    with pytest.raises(VerificationError, match=f"chunk {columns.chunk[100]} at chip"):
+        verify(rebuilt(SCHEDULES["ring"], 0, without(columns, 100)))
+
+
+@st.composite
+def random_schedules(draw):
+    """Any valid rounds at all on three chips, most of them wrong as an all-reduce."""
+    rounds = draw(st.integers(1, 5))
+    rows = [
+        (r, lane, src, (src + hop) % 3, 0, 1, draw(st.sampled_from([ADD, COPY])))
+        for r in range(rounds)
+        for lane, src, hop in [(0, draw(st.integers(0, 2)), draw(st.integers(1, 2)))]
+    ]
+    columns = Columns(*np.array(rows, np.int32).T)
+    topo = Topology.grid("3x1", wrap=True)
+    return Schedule(topo, "x", 1, (Phase("any", columns),), np.array([-1], np.int32), 0)
+
+
+@given(random_schedules())
+def test_bits_and_whole_numbers_agree(schedule):
+    """The fast check accepts exactly what an exact replay finds complete."""
+    exact = replay(schedule, 0, schedule.num_rounds)
+    if (exact.counts == 1).all():
+        assert verify(schedule).num_ranks == 3
+    else:
+        with pytest.raises(VerificationError):
+            verify(schedule)

@@ -1,0 +1,102 @@
+"""Whole steps of the trainers, compiled for devices that are there and for some that are not."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import jax
+import pytest
+
+from examples.bert.compile_step import main as compile_bert
+from examples.bert.config import PRESETS as BERT_PRESETS
+from examples.bert.model import init as init_bert
+from examples.bert.steps import make_model as make_bert
+from examples.resnet50.compile_step import main as compile_resnet50
+from examples.resnet50.config import PRESETS
+from examples.resnet50.programs import make_programs
+from ftmesh import Topology
+from ftmesh.errors import ArgumentError
+from ftmesh.testing import cpu_grid
+from ftmesh.tpu.slices import has_libtpu
+from ftmesh.train.compile_step import compile_step
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+SMALL = replace(PRESETS["tiny"], batch=24, stage_sizes=(1,), width=4, image_size=8, norm_group=4)
+
+
+def test_a_share_of_the_state_is_less_than_the_whole():
+    topology = cpu_grid("4x4", failed="2x2@0,0")
+    programs = [make_programs(SMALL, topology, sharded=sharded) for sharded in (True, False)]
+    shared, whole = map(compile_step, programs)
+    assert whole.num_devices == 12
+    assert whole.batch == 24
+    assert whole.sums_on.endswith("on 4x4 less 2x2@0,0")
+    # The momentum of all weights at each device, or a share of it; the rest they have in common.
+    momentum = sum(4 * leaf.size for leaf in jax.tree.leaves(programs[0].inputs[0].params))
+    share = shared.argument_bytes - (whole.argument_bytes - momentum)
+    assert momentum / 12 <= share < momentum / 3
+    assert whole.device_bytes > whole.temporary_bytes + 2 * momentum
+    assert whole.overlap.permutations == 0
+    assert f"global batch 24, gradients summed by {whole.sums_on}" in str(whole)
+    assert json.loads(json.dumps(whole.as_dict()))["device_bytes"] == whole.device_bytes
+
+
+def test_emulated_ranks_have_no_devices():
+    with pytest.raises(ArgumentError, match="these ranks are emulated"):
+        compile_step(make_programs(SMALL, Topology.grid("2x2")))
+
+
+@pytest.mark.parametrize("main", [compile_resnet50, compile_bert])
+def test_a_slice_that_does_not_exist(main, capsys):
+    assert main(["16x16"]) == 2
+    error = capsys.readouterr().err
+    assert "is not a TPU slice" in error
+    assert error.count("\n") == 1
+
+
+# With the TPU compiler --------------------------------------------------------------------------
+
+needs_libtpu = pytest.mark.skipif(
+    not has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
+)
+
+
+def report_of(example, *argv):
+    done = subprocess.run(
+        [sys.executable, "-m", f"examples.{example}.compile_step", *argv, "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("optimizer", "least"), [((), 16), (("--whole-optimizer",), 24)])
+def test_permutations_travel_while_convolutions_are_computed(optimizer, least):
+    damaged = ("v6e:4x4", "--failed", "2x2@0,0", "--algorithm", "ring")
+    report = report_of("resnet50", *damaged, "--overlap", "--bucket", "12kB", *optimizer)
+    assert report["num_devices"] == 12
+    # Of 29 convolutions 19 are of the backward pass; without the option for it 6 have company.
+    assert report["overlap"]["beside_permutations"] > 12
+    assert report["overlap"]["beside_convolutions"] > least
+    halves = 2 if optimizer else 1  # of an all-reduce that are in the backward pass
+    assert report["overlap"]["permutations"] == halves * 88
+
+
+@needs_libtpu
+def test_sharded_lamb_takes_less_memory():
+    slice_ = ("v3:4x4", "--failed", "2x2@0,0", "--preset", "tiny", "--batch", "48")
+    shared, whole = (report_of("bert", *slice_, *more) for more in ((), ("--whole-optimizer",)))
+    assert shared["num_devices"] == 24
+    config = BERT_PRESETS["tiny"]
+    params = jax.eval_shape(partial(init_bert, make_bert(config), seed=0))
+    moments = 2 * 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    # Two moments of every weight at one device, or shared among those that own chunks.
+    assert whole["argument_bytes"] - shared["argument_bytes"] > 0.8 * moments
