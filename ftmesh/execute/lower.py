@@ -112,6 +112,7 @@ class Program:
     scatter: tuple[Loop, ...]
     gather: tuple[Loop, ...]
     owner: Ints  # chunk -> rank, or -1
+    depth: int  # the longest chain of additions that a value goes through
     live: Ints  # the ranks that take part; the others of the axis are idle
     devices: tuple[Any, ...] = ()  # by rank, where they are known
     unrolled: bool = False  # whether rounds are written out one by one, not as loops
@@ -168,7 +169,8 @@ def lower(schedule: Schedule, *, devices_per_chip: int = 1, with_idle: bool = Fa
     )
     placed = np.where(owner >= 0, rank[owner], -1).astype(np.int32)
     devices = topology.all_devices if with_idle else topology.devices
-    return Program(num_ranks, num_chunks, scatter, gather, placed, rank, devices)
+    depth = schedule.depth + devices_per_chip - 1
+    return Program(num_ranks, num_chunks, scatter, gather, placed, depth, rank, devices)
 
 
 Half = list[tuple[str, Columns]]

@@ -182,6 +182,20 @@ class Schedule:
         """Whether every transfer is a single hop, so that no router decides anything."""
         return all(len(route) == 2 for route in self.routes.values())
 
+    @cached_property
+    def depth(self) -> int:
+        """The longest chain of additions that a value goes through: each may round it."""
+        deep = np.zeros((self.topology.num_live, self.num_chunks), np.int32)
+        for now in (now for phase in self.phases for now in phase.rounds()):
+            row, chunk = now.expanded()
+            read = deep[now.src[row], chunk]
+            target = (now.dst[row], chunk)
+            adds = now.op[row] == ADD
+            deep[target] = np.where(adds, deep[target], read)
+            np.maximum.at(deep, tuple(index[adds] for index in target), read[adds])
+            np.add.at(deep, tuple(index[adds] for index in target), 1)
+        return int(deep.max())
+
     def link_loads(self, phase: Phase) -> dict[Link, int]:
         """Chunks that cross each directed link during `phase`."""
         pair = phase.columns.src.astype(np.int64) * self.topology.num_live + phase.columns.dst
