@@ -11,6 +11,8 @@ from ftmesh.cost.choice import AUTO, Choice, choose
 from ftmesh.cost.network import DEFAULT, Network, network
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import Program, lower
+from ftmesh.execute.on_devices import on_devices
+from ftmesh.execute.read_back import check_program
 from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.verify import Proof
@@ -47,11 +49,15 @@ class Plan:
     @cached_property
     def program(self) -> Program:
         """The schedule as an executor runs it."""
+        per_chip = self.topology.devices_per_chip
+        script = on_devices(self.schedule, devices_per_chip=per_chip, with_idle=self.with_idle)
         program = lower(
-            self.schedule,
-            devices_per_chip=self.topology.devices_per_chip,
-            with_idle=self.with_idle,
+            script,
+            depth=self.schedule.depth + per_chip - 1,
+            devices=self.topology.all_devices if self.with_idle else self.topology.devices,
         )
+        if self.proof is not None:
+            check_program(program)
         return replace(program, unrolled=self.unrolled)
 
     @cached_property

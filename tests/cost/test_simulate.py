@@ -10,8 +10,8 @@ from ftmesh import ArgumentError, Phase, Schedule, Topology, planners
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
 from ftmesh.cost.simulate import MODES, Simulator, simulate
+from ftmesh.schedule.columns import ADD, COPY, transfers
 from ftmesh.schedule.replay import replay
-from ftmesh.schedule.schedule import ADD, COPY, transfers
 
 NETWORKS_TRIED = [DEFAULT, NETWORKS["v3"], Network(10e9, 3e-6, overhead=2e-6), Network(1e9, 0.0)]
 PAYLOADS = [4_000, 1_000_000, 100_000_000, 1_000_003]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import ftmesh
 from ftmesh import Phase, Schedule, Topology, planners
 from ftmesh.execute.lower import Rule, Table, as_phase, lower
-from ftmesh.schedule.schedule import COPY, transfers
+from ftmesh.schedule.columns import COPY, transfers
 
 MESHES = {
     "ring": Topology.grid("8x8", failed="2x2@2,2"),

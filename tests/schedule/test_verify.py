@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ftmesh import Phase, Schedule, ScheduleError, Topology, VerificationError, verify
 from ftmesh.mesh.routing import dimension_order
 from ftmesh.planners import ring, row_pair
+from ftmesh.schedule.columns import ADD, COPY, Columns, join, transfers
 from ftmesh.schedule.replay import replay
-from ftmesh.schedule.schedule import ADD, COPY, Columns, join, transfers
 
 TOPO = Topology.grid("6x6", failed="2x2@2,2")
 SCHEDULES = {"ring": ring.plan(TOPO), "row_pair": row_pair.plan(TOPO)}
