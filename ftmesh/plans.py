@@ -11,7 +11,6 @@ from ftmesh.cost.choice import AUTO, Choice, choose
 from ftmesh.cost.network import DEFAULT, Network, network
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import Program, lower
-from ftmesh.execute.on_devices import on_devices
 from ftmesh.execute.read_back import check_program
 from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule
@@ -49,16 +48,15 @@ class Plan:
     @cached_property
     def program(self) -> Program:
         """The schedule as an executor runs it."""
-        per_chip = self.topology.devices_per_chip
-        script = on_devices(self.schedule, devices_per_chip=per_chip, with_idle=self.with_idle)
         program = lower(
-            script,
-            depth=self.schedule.depth + per_chip - 1,
-            devices=self.topology.all_devices if self.with_idle else self.topology.devices,
+            self.schedule,
+            devices_per_chip=self.topology.devices_per_chip,
+            with_idle=self.with_idle,
         )
+        program = replace(program, unrolled=self.unrolled)
         if self.proof is not None:
             check_program(program)
-        return replace(program, unrolled=self.unrolled)
+        return program
 
     @cached_property
     def as_unrolled(self) -> Plan:

@@ -1,4 +1,4 @@
-"""Lower: a script as a small program of constant permutations and integer tables.
+"""Lower: a schedule as a small program of constant permutations and integer tables.
 
 Each phase becomes a `Loop`: the same few permutations in every round, one per `Lane`, and per rank
 and round the chunk to send. Where those chunks follow a rule, as along a ring, the rule replaces
@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from ftmesh.errors import ScheduleError
+from ftmesh.execute.on_devices import on_devices
 from ftmesh.schedule.circling import Circling
 from ftmesh.schedule.columns import Columns, Ints, row_key
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.script import Script
+from ftmesh.schedule.schedule import Schedule
 
 Permutation = tuple[tuple[int, int], ...]
 IDLE = -1  # in place of a chunk: the rank sends nothing in this round
@@ -150,8 +151,10 @@ class Program:
         return self.scatter + self.gather
 
 
-def lower(script: Script[Phase], *, depth: int, devices: tuple[Any, ...] = ()) -> Program:
-    """The program of a script, whose players are the `devices` of a mesh axis."""
+def lower(schedule: Schedule, *, devices_per_chip: int = 1, with_idle: bool = False) -> Program:
+    """The program of a schedule for a mesh axis; see `on_devices` for whose devices it has."""
+    topology = schedule.topology
+    script = on_devices(schedule, devices_per_chip=devices_per_chip, with_idle=with_idle)
     scatter, gather = (
         tuple(_loop(phase, script.num_ranks) for phase in half)
         for half in (script.scatter, script.gather)
@@ -162,10 +165,10 @@ def lower(script: Script[Phase], *, depth: int, devices: tuple[Any, ...] = ()) -
         scatter=scatter,
         gather=gather,
         owner=script.owner,
-        depth=depth,
+        depth=schedule.depth + devices_per_chip - 1,
         live=script.contributors,
         names=script.names,
-        devices=devices,
+        devices=topology.all_devices if with_idle else topology.devices,
     )
 
 

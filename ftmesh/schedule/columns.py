@@ -35,6 +35,11 @@ class Columns:
     def __len__(self) -> int:
         return len(self.src)
 
+    def freeze(self) -> None:
+        """Refuse changes from now on."""
+        for column in self:
+            column.flags.writeable = False
+
     def replace(self, **columns: Ints) -> Columns:
         """The same transfers with some columns exchanged."""
         return replace(self, **columns)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.schedule.moves import Moves, moves
+from ftmesh.schedule.moves import Moves, lanes_of, moves
 from ftmesh.schedule.script import AnyScript
 
 Flags = NDArray[np.bool_]
@@ -32,10 +32,11 @@ def uncounted_chunks(script: AnyScript) -> NDArray[np.intp]:
     odd = np.zeros(chunks, np.bool_)
     for now in (moves(c, chunks) for phase in script.scatter for c in phase.rounds()):
         cells = sent.reshape(-1, now.size)
-        twice = cells[now.src]
-        cells[now.src] = True
-        late = cells[now.dst]
-        wrong: Flags = np.any(twice | late, axis=1)
+        wrong = np.zeros(len(now.src), np.bool_)
+        for lane in lanes_of(now):  # a lane has each source once
+            wrong[lane] = cells[now.src[lane]].any(axis=1)
+            cells[now.src[lane]] = True
+        wrong |= cells[now.dst].any(axis=1)
         if wrong.any():
             _mark(odd, now, wrong)
         if not now.adds.all():

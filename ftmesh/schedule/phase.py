@@ -47,8 +47,7 @@ class Phase:
             order = np.lexsort((self.what.src, self.what.lane, self.what.round))
             if (np.diff(order) != 1).any():
                 object.__setattr__(self, "what", self.what.take(order))
-            for column in self.what:
-                column.flags.writeable = False
+            self.what.freeze()
         else:
             _check_rings(self.name, self.what)
 
@@ -64,7 +63,9 @@ class Phase:
         """Every transfer, in a row of its own, by round, lane and source."""
         if isinstance(self.what, Columns):
             return self.what
-        return join(self.rounds())
+        rows = join(self.rounds())
+        rows.freeze()
+        return rows
 
     @cached_property
     def first_round(self) -> Columns:
@@ -204,14 +205,15 @@ def _check_rings(name: str, rings: tuple[Circling, ...]) -> None:
             raise ScheduleError(f"phase {name!r}, lane {lane}: ranks count from 0")
     for i, a in enumerate(rings):
         for b in rings[i + 1 :]:
-            if a.op == b.op == ADD or not np.intersect1d(a.rings, b.rings).size:
+            if a.op == b.op == ADD:
                 continue
-            first, second = (
-                (int(each.first_chunk.min()),
-                 int(each.first_chunk.max()) + each.num_places * each.count)
-                for each in (a, b)
-            )  # fmt: skip
-            if first[0] < second[1] and second[0] < first[1]:
+            _, in_a, in_b = np.intersect1d(a.rings, b.rings, return_indices=True)
+            low_a = a.first_chunk[in_a // a.num_places]
+            low_b = b.first_chunk[in_b // b.num_places]
+            high_a, high_b = (
+                low + each.num_places * each.count for low, each in ((low_a, a), (low_b, b))
+            )
+            if ((low_a < high_b) & (low_b < high_a)).any():
                 raise ScheduleError(
                     f"phase {name!r}, lanes {a.lane} and {b.lane}: rings that meet write the same "
                     "chunks; write their rows out"

@@ -143,7 +143,7 @@ class Schedule:
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SplitSchedule(Schedule):
     """A reduce-scatter, and an all-gather behind it; the two meet where a phase ends.
 
