@@ -289,8 +289,8 @@ class TestPanels:
 
     def test_unknown_phases_and_rounds_are_refused(self):
         schedule = chips_off_the_ring()
-        with pytest.raises(ScheduleError, match="phase 1 does not exist"):
-            phase_panel(schedule, 1)
+        with pytest.raises(ScheduleError, match="phase 2 does not exist"):
+            phase_panel(schedule, 2)
         with pytest.raises(ScheduleError, match="rounds 0 to 2"):
             phase_panel(schedule, 0, round=3)
 
