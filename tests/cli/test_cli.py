@@ -274,3 +274,13 @@ def test_python_m_ftmesh():
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_line(run, monkeypatch):
+    monkeypatch.setenv("FTMESH_FAILED", "2x2@12,12")
+    status, text, err = run("plan", "8x8")
+    assert status == 0
+    assert "on 8x8: 64 live chips" in text
+    assert err.startswith("ftmesh: warning: the environment variable FTMESH_FAILED names 2x2@12,12")
+    assert err.count("\n") == 1
