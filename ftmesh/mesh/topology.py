@@ -43,7 +43,8 @@ class Topology:
     Build one with `grid`, `from_devices` or `from_drawing`. Live chips are numbered by dense
     ranks, x fastest, which is the order of the JAX mesh axis. A failed link is a cable: it fails
     in both directions, and is kept with its lower end first. A topology built from devices holds
-    those of its live chips, by rank, and all that were given, by place.
+    those of its live chips, by rank, and all that were given, by place; the same grid on other
+    devices is another topology, and `without_devices` is what the two have in common.
     """
 
     shape: Coord
@@ -51,8 +52,8 @@ class Topology:
     failed: frozenset[Coord] = frozenset()
     failed_links: frozenset[Link] = frozenset()
     devices_per_chip: int = 1
-    devices: tuple[Any, ...] = field(default=(), compare=False, repr=False)
-    all_devices: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    devices: tuple[Any, ...] = field(default=(), repr=False)
+    all_devices: tuple[Any, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if len(self.wrap) != len(self.shape):
@@ -131,6 +132,10 @@ class Topology:
         """A 2-D mesh from a picture: ``.`` live, ``X`` failed, x across, y down."""
         shape, failed = parse_drawing(drawing)
         return cls(shape=shape, wrap=_per_axis(wrap, shape), failed=failed)
+
+    def without_devices(self) -> Topology:
+        """The grid alone: what a schedule is planned for, whichever devices it runs on."""
+        return replace(self, devices=(), all_devices=())
 
     # Chips ----------------------------------------------------------------------------------
 

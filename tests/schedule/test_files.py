@@ -45,6 +45,15 @@ def test_failed_links_and_cores_come_back(path):
     assert ftmesh.load(path).topology == topo
 
 
+def test_a_schedule_planned_on_devices_comes_back_without_them(path):
+    topo = Topology.from_devices(list("abcdefghijklmnop"), shape="4x4", failed="2x2@0,0")
+    schedule = row_pair.plan(topo)
+    ftmesh.save(schedule, path)
+    assert ftmesh.load(path) == schedule
+    assert ftmesh.load(path).topology == topo.without_devices()
+    assert schedule != row_pair.plan(Topology.grid("4x4", failed="2x2@0,0", wrap=True))
+
+
 def test_the_file_is_what_the_format_says(path):
     schedule = row_pair.plan(HOLE)
     arrays = arrays_of(schedule, path)
