@@ -291,13 +291,12 @@ class Topology:
     # Text -----------------------------------------------------------------------------------
 
     def drawing(self) -> str:
-        """The picture that `from_drawing` reads."""
-        if len(self.shape) != 2:
-            raise TopologyError(f"only 2-D meshes can be drawn as text, not {self.name}")
-        width, height = self.shape
-        return "\n".join(
-            "".join(".X"[(x, y) in self.failed] for x in range(width)) for y in range(height)
-        )
+        """The picture that `from_drawing` reads; a mesh of one axis is a row."""
+        if len(self.shape) > 2:
+            raise TopologyError(f"only 2-D meshes and lines can be drawn as text, not {self.name}")
+        marks = "".join(".X"[coord in self.failed] for coord in self._every_coord())
+        width = self.shape[0]
+        return "\n".join(marks[start : start + width] for start in range(0, len(marks), width))
 
     def __str__(self) -> str:
         text = self.name

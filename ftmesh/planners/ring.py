@@ -48,8 +48,10 @@ def circuit(topology: Topology) -> list[Coord]:
 
 
 def _check(topology: Topology) -> None:
-    if len(topology.shape) != 2:
-        raise PlanError(f"it works on meshes of two axes, not on {topology.name}")
+    if len(topology.shape) != 2 or min(topology.shape) < 2:
+        raise PlanError(
+            f"it works on meshes of two axes, of 2 chips or more each, not on {topology.name}"
+        )
     odd_sides = [n for n in topology.shape if n % 2]
     if len(odd_sides) == 2 and not topology.failed:
         raise PlanError(

@@ -32,8 +32,11 @@ def rewrite(path, arrays):
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_what_is_saved_comes_back(name, path):
-    topo = Topology.grid("6x6", wrap=[True, False]) if name == "two_dim" else HOLE
-    schedule = PLANNERS[name].plan(topo)
+    others = {
+        "two_dim": Topology.grid("6x6", wrap=[True, False]),
+        "line": Topology.grid("8", wrap=True, failed="1@3"),
+    }
+    schedule = PLANNERS[name].plan(others.get(name, HOLE))
     ftmesh.save(schedule, path)
     assert ftmesh.load(path) == schedule
     assert [p.name for p in path.parent.iterdir()] == ["plan.npz"]
