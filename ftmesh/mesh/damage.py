@@ -6,6 +6,7 @@ size 1 that its grid drops; a `Frame` knows both ways of counting.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterable
@@ -112,11 +113,18 @@ def _from_environment(frame: Frame) -> frozenset[Coord]:
             outside.append(str(block))
         elif len(inside) < len(block.coords()):
             outside.append(format_failed(set(block.coords()) - set(inside)))
+    elsewhere = (
+        "where the mesh is not this machine's, say what has failed there, or failed='' for none"
+    )
+    if len(found) == math.prod(frame.shape):
+        raise TopologyError(
+            f"the environment variable {FAILED_VARIABLE} names every chip of mesh "
+            f"{_span(frame, len(frame.kept))}: {elsewhere}"
+        )
     if outside:
         warnings.warn(
             f"the environment variable {FAILED_VARIABLE} names {';'.join(outside)}, which is not "
-            f"on mesh {_span(frame, len(frame.kept))}: left out; where the mesh is not this "
-            "machine's, say what has failed there, or failed='' for nothing",
+            f"on mesh {_span(frame, len(frame.kept))}: left out; {elsewhere}",
             TopologyWarning,
             stacklevel=4,
         )

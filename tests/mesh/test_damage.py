@@ -95,3 +95,11 @@ class TestEnvironment:
         monkeypatch.setenv("FTMESH_FAILED", text)
         with pytest.raises(TopologyError, match="the environment variable FTMESH_FAILED: "):
             Topology.grid("8x8")
+
+    def test_a_mesh_that_it_leaves_nothing_of_is_an_error(self, monkeypatch):
+        monkeypatch.setenv("FTMESH_FAILED", "4x4@0,0")
+        with pytest.raises(
+            TopologyError, match=r"FTMESH_FAILED names every chip of mesh 2x2, .*''"
+        ):
+            Topology.grid("2x2")
+        assert Topology.grid("2x2", failed="").num_live == 4
