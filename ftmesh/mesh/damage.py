@@ -29,12 +29,13 @@ FAILED_VARIABLE = "FTMESH_FAILED"
 
 @dataclass(frozen=True)
 class Frame:
-    """How the coords of a grid are written: from `low`, on the devices' axes of which it has some.
+    """How people write the coords of a grid: as its devices count.
 
-    Coords may have all the devices' axes, or those that the grid kept.
+    The lowest device is at `low`, and of the devices' axes the grid has `kept`. Coords may be
+    written with all of those axes or with the kept ones alone.
 
-    >>> slice = Frame((4, 4), low=(4, 2, 0), kept=(0, 1))
-    >>> slice.locate((5, 2)), slice.locate((5, 2, 0)), slice.locate((3, 2))
+    >>> frame = Frame((4, 4), low=(4, 2, 0), kept=(0, 1))
+    >>> frame.locate((5, 2)), frame.locate((5, 2, 0)), frame.locate((3, 2))
     ((1, 0), (1, 0), None)
     """
 
