@@ -13,8 +13,9 @@ import numpy as np
 from ftmesh.errors import PlanError
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.topology import Topology
-from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
-from ftmesh.schedule.schedule import Schedule, join
+from ftmesh.planners.ring import both_ways
+from ftmesh.planners.scatter import all_reduce, along_lines
+from ftmesh.schedule.schedule import Schedule
 
 
 def plan(topology: Topology) -> Schedule:
@@ -22,18 +23,11 @@ def plan(topology: Topology) -> Schedule:
     if topology.num_live < 2:
         raise PlanError("a single chip has nothing to sum")
     chips = walk(topology)
+    if len(topology.neighbours(chips[0])) == 2:
+        return both_ways(topology, chips, algorithm="line", name="two-way ring")
     ranks = np.array([[topology.rank(coord) for coord in chips]], np.int32)
-    closes = len(topology.neighbours(chips[0])) == 2
-    strands = [ranks, ranks[:, ::-1]] if closes else [ranks]
-    owner = np.empty(len(strands) * len(chips), np.int32)
-    columns = []
-    for index, strand in enumerate(strands):
-        along = along_rings if closes else along_lines
-        moves, owned = along(strand, lane=index, first_chunk=index * len(chips))
-        columns.append(moves)
-        owner[owned] = strand
-    name = "two-way ring" if closes else "line"
-    return all_reduce(topology, "line", len(owner), [(name, join(columns))], owner)
+    columns, _ = along_lines(ranks, lane=0, first_chunk=0)
+    return all_reduce(topology, "line", len(chips), [("line", columns)], owner=ranks[0])
 
 
 def walk(topology: Topology) -> list[Coord]:

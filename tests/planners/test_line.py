@@ -7,7 +7,8 @@ import pytest
 import ftmesh
 from ftmesh import PlanError, Topology, VerificationError, planners, verify
 from ftmesh.planners import line
-from ftmesh.schedule.schedule import Phase, Schedule
+from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.schedule import SplitSchedule
 
 
 def proved(topo):
@@ -130,7 +131,7 @@ def test_the_planner_alone_refuses_what_is_not_a_line(topo, says):
 def test_a_round_that_is_left_out_is_found():
     good = proved(Topology.grid("1x5"))
     columns = good.phases[0].columns
-    broken = Schedule(
+    broken = SplitSchedule(
         topology=good.topology,
         algorithm="line",
         num_chunks=good.num_chunks,
