@@ -24,7 +24,12 @@ Tile = tuple[int, int]
 
 def plan(topology: Topology) -> Schedule:
     """Both directions of the circuit, half of the payload each."""
-    ring = np.array([[topology.rank(coord) for coord in circuit(topology)]], np.int32)
+    return both_ways(topology, circuit(topology), algorithm="ring", name="Hamiltonian ring")
+
+
+def both_ways(topology: Topology, walk: list[Coord], *, algorithm: str, name: str) -> Schedule:
+    """Half of the payload each way round a closed walk over all live chips."""
+    ring = np.array([[topology.rank(coord) for coord in walk]], np.int32)
     live = topology.num_live
     ways = tuple(
         Circling(np.ascontiguousarray(way), np.array([lane * live], np.int32), lane)
@@ -33,7 +38,7 @@ def plan(topology: Topology) -> Schedule:
     owner = np.empty(2 * live, np.int32)
     for way in ways:
         owner[way.ends] = way.rings
-    return all_reduce(topology, "ring", 2 * live, [("Hamiltonian ring", ways)], owner)
+    return all_reduce(topology, algorithm, 2 * live, [(name, ways)], owner)
 
 
 def circuit(topology: Topology) -> list[Coord]:
@@ -49,8 +54,10 @@ def circuit(topology: Topology) -> list[Coord]:
 
 
 def _check(topology: Topology) -> None:
-    if len(topology.shape) != 2:
-        raise PlanError(f"it works on meshes of two axes, not on {topology.name}")
+    if len(topology.shape) != 2 or min(topology.shape) < 2:
+        raise PlanError(
+            f"it works on meshes of two axes, of 2 chips or more each, not on {topology.name}"
+        )
     odd_sides = [n for n in topology.shape if n % 2]
     if len(odd_sides) == 2 and not topology.failed:
         raise PlanError(
