@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ftmesh import Phase, PlanError, Schedule, SplitSchedule, Topology, VerificationError, verify
 from ftmesh import planners as algorithms
-from ftmesh.planners import ring, row_pair, two_dim
+from ftmesh.planners import line, ring, row_pair, two_dim
 from ftmesh.schedule.circling import Circling
 from ftmesh.schedule.columns import ADD, COPY, join, transfers
 from ftmesh.schedule.counting import uncounted_chunks, ungathered_chunks
@@ -119,12 +119,12 @@ def agree(schedule):
 
 MESHES = [
     ("4x4", "", False), ("4x4", "2x2@0,0", False), ("6x6", "2x2@2,2", False), ("8x4", "", True),
-    ("6x8", "4x2@1,2", False), ("8x8", "2x2@2,2;2x2@4,6", False), ("6x6", "1x1@3,3", False),
+    ("6x8", "4x2@1,2", False), ("1x7", "", False), ("9", "1@4", True), ("8x8", "2x2@2,2;2x2@4,6", False), ("6x6", "1x1@3,3", False),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "failed", "wrap"), MESHES)
-@pytest.mark.parametrize("planner", [ring, row_pair, two_dim])
+@pytest.mark.parametrize("planner", [line, ring, row_pair, two_dim])
 def test_what_planners_make_is_proved_by_counting_alone(planner, shape, failed, wrap):
     try:
         schedule = planner.plan(Topology.grid(shape, failed=failed, wrap=wrap))
