@@ -119,7 +119,8 @@ def agree(schedule):
 
 MESHES = [
     ("4x4", "", False), ("4x4", "2x2@0,0", False), ("6x6", "2x2@2,2", False), ("8x4", "", True),
-    ("6x8", "4x2@1,2", False), ("1x7", "", False), ("9", "1@4", True), ("8x8", "2x2@2,2;2x2@4,6", False), ("6x6", "1x1@3,3", False),
+    ("6x8", "4x2@1,2", False), ("8x8", "2x2@2,2;2x2@4,6", False), ("6x6", "1x1@3,3", False),
+    ("1x7", "", False), ("9", "1@4", True),
 ]  # fmt: skip
 
 
