@@ -132,7 +132,7 @@ def planned():
 
 
 @pytest.mark.parametrize(
-    "schedule", planned(), ids=lambda made: f"{made.algorithm} {made.topology}"
+    "schedule", list(planned()), ids=lambda made: f"{made.algorithm} {made.topology}"
 )
 def test_what_planners_make_is_proved_by_counting_alone(schedule):
     script = Script.of(schedule)
