@@ -183,6 +183,21 @@ class Simulator:
         """The time alone, for `payload_bytes`."""
         return self._spans(payload_bytes, on, mode)[0]
 
+    def half_seconds(
+        self, payload_bytes: int = 100_000_000, on: Network = DEFAULT
+    ) -> tuple[float, float]:
+        """The time until every chunk is at its owner, and the time from then on; synchronous."""
+        _, spans = self._spans(payload_bytes, on, "synchronous")
+        first = second = 0.0
+        rounds = 0
+        for phase, (start, end) in zip(self.schedule.phases, spans, strict=True):
+            if rounds < self.schedule.rounds_in_reduce_scatter:
+                first += end - start
+            else:
+                second += end - start
+            rounds += phase.num_rounds
+        return first, second
+
     def _spans(
         self, payload_bytes: int, on: Network, mode: str, *, queue: bool = True
     ) -> tuple[float, list[tuple[float, float]]]:
