@@ -1,4 +1,4 @@
-"""Numbers of 16 bits at the scale where sums of them break, and how far a mean of them may be off."""
+"""Numbers of 16 bits at the scale where sums break, and how far a mean of them may be off."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError, CollectiveError, TopologyError
 from ftmesh.plans import Plan
-from ftmesh.schedule.schedule import Ints
+from ftmesh.schedule.columns import Ints
 
 
 @dataclass(frozen=True, eq=False)

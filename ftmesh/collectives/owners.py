@@ -78,7 +78,7 @@ def gather_from_owners(
 
 def check_owned(plan: Plan) -> None:
     """Refuses a plan whose schedule has no halves."""
-    if (plan.program.owner < 0).any():
+    if plan.program.owner is None:
         raise CollectiveError(
             f"algorithm {plan.algorithm!r} has no reduce-scatter half, so nobody owns a chunk and "
             "nothing can be sharded: plan with one that has, such as 'ring' or 'row_pair'"

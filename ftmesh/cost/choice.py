@@ -113,12 +113,10 @@ def _priced(simulator: Simulator, payload_bytes: int, on: Network, wire_dtype: s
     times = FLOATS[partials].num_bytes // FLOATS[wire_dtype].num_bytes
     if times == 1:
         seconds = simulator.seconds(payload_bytes, on)
-    elif schedule.rounds_in_reduce_scatter:
+    else:
         first, _ = simulator.half_seconds(times * payload_bytes, on)
         _, second = simulator.half_seconds(payload_bytes, on)
         seconds = first + second
-    else:  # all of it may be partial sums
-        seconds = simulator.seconds(times * payload_bytes, on)
     return Candidate(schedule.algorithm, schedule.num_rounds, seconds, partials=partials)
 
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ftmesh.execute import _compat
-from ftmesh.execute.devices import check_devices
+from ftmesh.execute.placement import check_devices
 from ftmesh.execute.lower import IDLE, Lane, Loop, Program, Rule, Table
-from ftmesh.schedule.schedule import ADD, COPY
+from ftmesh.schedule.columns import ADD, COPY
 
 
 @dataclass(frozen=True)

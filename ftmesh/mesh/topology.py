@@ -120,7 +120,7 @@ class Topology:
         )
         at = layout.devices_at
         live = tuple(device for coord in bare.coords for device in at[coord])
-        every = tuple(device for coord in bare._every_coord() for device in at.get(coord, ()))
+        every = tuple(device for coord in bare.every_coord() for device in at.get(coord, ()))
         return replace(bare, devices=live, all_devices=every)
 
     @classmethod
@@ -149,7 +149,7 @@ class Topology:
     @cached_property
     def coords(self) -> tuple[Coord, ...]:
         """The coord of every rank."""
-        return tuple(c for c in self._every_coord() if c not in self.failed)
+        return tuple(c for c in self.every_coord() if c not in self.failed)
 
     @cached_property
     def _ranks(self) -> dict[Coord, int]:
@@ -305,7 +305,8 @@ class Topology:
 
     # Inside ---------------------------------------------------------------------------------
 
-    def _every_coord(self) -> Iterator[Coord]:
+    def every_coord(self) -> Iterator[Coord]:
+        """The chips of the grid, live and failed, by place."""
         axes = (range(n) for n in reversed(self.shape))
         return (tuple(reversed(c)) for c in itertools.product(*axes))
 

@@ -15,24 +15,25 @@ import numpy as np
 from ftmesh.errors import PlanError
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.topology import Topology
-from ftmesh.planners.scatter import all_reduce, along_rings
-from ftmesh.schedule.schedule import Schedule, join
+from ftmesh.planners.scatter import all_reduce
+from ftmesh.schedule.circling import Circling
+from ftmesh.schedule.schedule import Schedule
 
 Tile = tuple[int, int]
 
 
 def plan(topology: Topology) -> Schedule:
     """Both directions of the circuit, half of the payload each."""
-    ring = np.array([[topology.rank(coord) for coord in circuit(topology)]])
+    ring = np.array([[topology.rank(coord) for coord in circuit(topology)]], np.int32)
     live = topology.num_live
-    forward, owned_forward = along_rings(ring, lane=0, first_chunk=0)
-    backward, owned_backward = along_rings(ring[:, ::-1], lane=1, first_chunk=live)
-    owner = np.empty(2 * live, np.int32)
-    owner[owned_forward] = ring
-    owner[owned_backward] = ring[:, ::-1]
-    return all_reduce(
-        topology, "ring", 2 * live, [("Hamiltonian ring", join([forward, backward]))], owner
+    ways = tuple(
+        Circling(np.ascontiguousarray(way), np.array([lane * live], np.int32), lane)
+        for lane, way in enumerate((ring, ring[:, ::-1]))
     )
+    owner = np.empty(2 * live, np.int32)
+    for way in ways:
+        owner[way.ends] = way.rings
+    return all_reduce(topology, "ring", 2 * live, [("Hamiltonian ring", ways)], owner)
 
 
 def circuit(topology: Topology) -> list[Coord]:

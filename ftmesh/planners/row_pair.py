@@ -24,7 +24,8 @@ from ftmesh.mesh.routing import find_cycle
 from ftmesh.mesh.topology import Topology
 from ftmesh.planners.forwarding import Booking, Piece, book, form_groups
 from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
-from ftmesh.schedule.schedule import Columns, Schedule, join, transfers
+from ftmesh.schedule.columns import Columns, join, transfers
+from ftmesh.schedule.schedule import Schedule
 
 AXES = ("row", "column")
 MAX_HEAD_START = 8  # rounds; a group of forwarding chips that needs more is joined with others

@@ -13,7 +13,8 @@ import numpy as np
 from ftmesh.errors import PlanError
 from ftmesh.mesh.topology import Topology
 from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
-from ftmesh.schedule.schedule import Schedule, join
+from ftmesh.schedule.columns import join
+from ftmesh.schedule.schedule import Schedule
 
 
 def plan(topology: Topology) -> Schedule:

@@ -1,4 +1,4 @@
-"""Devices: whether a mesh has those of a plan along its axis, in the plan's order.
+"""Placement: whether a mesh has the devices of a plan along its axis, in the plan's order.
 
 A program knows ranks only. On other devices, or in another order, it would still sum right, over
 links that the plan never meant to use.
