@@ -59,9 +59,14 @@ def weak_as(x: Any, other: Any) -> Any:
     return internal_lax._convert_element_type(x, x.dtype, weak_type=True)
 
 
+def sum_as(total: Any, x: Any) -> Any:
+    """A sum of `x` with a weak type where `lax.psum` gives it one: where types are checked."""
+    return weak_as(total, x) if checks_varying() else total
+
+
 def zeros_as_sum(x: Any, axis_name: AxisName) -> Any:
     """Zeros in place of a sum of `x` along an axis, typed as that would be."""
-    zeros = weak_as(jax.numpy.zeros(x.shape, x.dtype), x)
+    zeros = sum_as(jax.numpy.zeros(x.shape, x.dtype), x)
     for other in sorted(varying_axes(x) - {axis_name}, key=str):
         zeros = to_varying(zeros, other)
     return zeros

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ftmesh.execute import _compat
-from ftmesh.execute.placement import check_devices
 from ftmesh.execute.lower import IDLE, Lane, Loop, Program, Rule, Table
+from ftmesh.execute.placement import check_devices
 from ftmesh.schedule.columns import ADD, COPY
 
 
