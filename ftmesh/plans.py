@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from ftmesh import planners
-from ftmesh.cost.choice import AUTO, Choice, choose
+from ftmesh.cost.choice import AUTO, Choice, choose, depth_on_devices
 from ftmesh.cost.network import DEFAULT, Network, network
+from ftmesh.cost.rounding import partials_travel_in, wire_named, worst_error
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import Program, lower
 from ftmesh.execute.read_back import check_program
@@ -17,13 +20,16 @@ from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.verify import Proof
 from ftmesh.schedule.verify import verify as _verify
 
+NARROW = ("bfloat16", "float16")
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A schedule chosen for a topology and payload; `proof` is what verification counted.
 
     With `with_idle` the mesh axis has the devices of failed chips too, which stay idle. `network`
-    is what the choice was made for, where ``auto`` was asked for. With `unrolled` the rounds are
+    and `wire_dtype` are what the choice was made for, where ``auto`` was asked for; such a plan
+    `is_auto`, and has siblings for other payloads: see `at`. With `unrolled` the rounds are
     written out in the program, not as loops: it grows with their number, and the compiler can do
     other work while they travel, which it does not do across a loop.
     """
@@ -34,6 +40,8 @@ class Plan:
     with_idle: bool = False
     network: Network = DEFAULT
     unrolled: bool = False
+    wire_dtype: str = "float32"
+    is_auto: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -63,9 +71,37 @@ class Plan:
         """The same plan, unrolled."""
         return self if self.unrolled else replace(self, unrolled=True)
 
+    def at(self, num_bytes: int) -> Plan:
+        """The plan for a payload of so many bytes, rounded up to a power of two.
+
+        That is one with another algorithm where ``auto`` was asked for and finds that faster, and
+        this plan otherwise. Its chunks have other owners.
+        """
+        if not self.is_auto:
+            return self
+        size = 1 << max(0, num_bytes - 1).bit_length()
+        algorithm = choose(self.topology, size, self.network, self.wire_dtype).algorithm
+        if algorithm not in self._siblings:
+            schedule, proof = _proven(self.topology, algorithm, verify=self.proof is not None)
+            self._siblings[algorithm] = replace(
+                self, schedule=schedule, proof=proof, payload_bytes=size
+            )
+        return self._siblings[algorithm]
+
+    @cached_property
+    def _siblings(self) -> dict[str, Plan]:
+        """By algorithm, the plans that `at` has given; JAX compiles a program for each."""
+        return {self.algorithm: self}
+
+    def partials_travel_in(self, dtype: Any) -> str:
+        """The dtype in which partial sums of a payload travel, by name; see `cost.rounding`."""
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        wire_named(name)
+        return partials_travel_in(name, depth=depth_on_devices(self.schedule))
+
     def explain(self) -> Choice:
         """Every algorithm on this topology and payload beside this one; print it for a table."""
-        return choose(self.topology, self.payload_bytes, self.network)
+        return choose(self.topology, self.payload_bytes, self.network, self.wire_dtype)
 
     def jax_mesh(self, axis_name: str) -> Any:
         """The ``jax.sharding.Mesh`` whose axis this plan's collectives run along."""
@@ -88,7 +124,17 @@ class Plan:
         return _collectives().all_gather(x, axis_name, plan=self, **options)
 
     def __str__(self) -> str:
-        return self.schedule.describe(self.payload_bytes)
+        return "\n".join([self.schedule.describe(self.payload_bytes), self._describe_rounding()])
+
+    def _describe_rounding(self) -> str:
+        """What becomes of sums in 16 bits, in a line."""
+        depth = depth_on_devices(self.schedule)
+        ways = [
+            f"{name} as {self.partials_travel_in(name)} (in {name} up to "
+            f"{worst_error(name, depth):.1%} off)"
+            for name in NARROW
+        ]
+        return f"  sums are {depth} additions deep; partial ones travel: {', '.join(ways)}"
 
 
 def _collectives() -> Any:
@@ -103,6 +149,7 @@ def plan(
     algorithm: str = AUTO,
     *,
     payload_bytes: int = 100_000_000,
+    wire_dtype: str = "float32",
     link: Network | float | str = DEFAULT,
     verify: bool = True,
     with_idle: bool = False,
@@ -111,8 +158,10 @@ def plan(
     """Plan an all-reduce of `payload_bytes` on `topology`, and prove it right.
 
     ``"auto"`` simulates every algorithm for this payload, on links as `ftmesh.simulate` takes them,
-    and takes the fastest; `Plan.explain` shows them all. `with_idle` is for a mesh axis that has
-    the devices of failed chips too, `unrolled` for sums beside which other work is to be done.
+    and takes the fastest; `Plan.explain` shows them all. `wire_dtype` names the dtype in which the
+    payload has so many bytes: where an algorithm's partial sums may not travel in it, they count
+    for more. `with_idle` is for a mesh axis that has the devices of failed chips too, `unrolled`
+    for sums beside which other work is to be done.
 
     >>> topo = Topology.grid("8x8", failed="2x2@2,2")
     >>> plan(topo, "ring").schedule.num_rounds
@@ -122,9 +171,15 @@ def plan(
     """
     if not isinstance(payload_bytes, int) or payload_bytes < 1:
         raise ArgumentError(f"payload_bytes must be a positive whole number, not {payload_bytes!r}")
+    wire_named(wire_dtype)
     on = network(link)
-    if algorithm == AUTO:
-        algorithm = choose(topology, payload_bytes, on).algorithm
+    is_auto = algorithm == AUTO
+    if is_auto:
+        algorithm = choose(topology, payload_bytes, on, wire_dtype).algorithm
+    schedule, proof = _proven(topology, algorithm, verify=verify)
+    return Plan(schedule, payload_bytes, proof, with_idle, on, unrolled, wire_dtype, is_auto)
+
+
+def _proven(topology: Topology, algorithm: str, *, verify: bool) -> tuple[Schedule, Proof | None]:
     schedule = planners.schedule(topology, algorithm)
-    proof = _verify(schedule) if verify else None
-    return Plan(schedule, payload_bytes, proof, with_idle, on, unrolled)
+    return schedule, _verify(schedule) if verify else None

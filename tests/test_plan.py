@@ -1,3 +1,5 @@
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import ftmesh
@@ -22,3 +24,44 @@ def test_a_payload_is_a_positive_whole_number(payload):
 
 def test_proof_can_be_left_out():
     assert ftmesh.plan(TOPO, "ring", verify=False).proof is None
+
+
+class TestOtherSizes:
+    LARGE = Topology.grid("16x32", failed="4x2@6,14")
+
+    def test_auto_takes_another_algorithm_where_that_is_faster(self):
+        plan = ftmesh.plan(self.LARGE, payload_bytes=672_000_000, with_idle=True, unrolled=True)
+        small = plan.at(8)
+        assert (plan.algorithm, small.algorithm) == ("ring", "row_pair")
+        assert small.proof == ftmesh.verify(small.schedule)
+        assert (small.topology, small.with_idle, small.unrolled) == (plan.topology, True, True)
+        assert plan.at(672_000_000) is plan
+        assert plan.at(1) is plan.at(5000) is small, "one program for each algorithm"
+        assert small.at(672_000_000).algorithm == "ring"
+
+    def test_a_named_algorithm_stays(self):
+        plan = ftmesh.plan(self.LARGE, "ring", verify=False)
+        assert plan.at(8) is plan
+
+    def test_nothing_is_proved_where_nothing_was(self):
+        plan = ftmesh.plan(TOPO, payload_bytes=100_000_000, verify=False)
+        assert plan.at(8).algorithm != plan.algorithm
+        assert plan.at(8).proof is None
+
+    def test_topologies_have_siblings_of_their_own(self):
+        one, other = (ftmesh.plan(topology) for topology in (TOPO, Topology.grid("8x8")))
+        assert one.at(8).topology == TOPO
+        assert other.at(8).topology == Topology.grid("8x8")
+
+
+def test_a_plan_says_in_what_partial_sums_travel():
+    deep, shallow = ftmesh.plan(TOPO, "ring"), ftmesh.plan(Topology.grid("2x2"), "two_dim")
+    assert deep.partials_travel_in("bfloat16") == "float32"
+    assert shallow.partials_travel_in(jnp.bfloat16) == "bfloat16"
+    assert deep.partials_travel_in(np.float32) == "float32"
+    assert str(deep).splitlines()[-1] == (
+        "  sums are 59 additions deep; partial ones travel: bfloat16 as float32 (in bfloat16 up to "
+        "23.0% off), float16 as float32 (in float16 up to 2.9% off)"
+    )
+    with pytest.raises(ftmesh.ArgumentError, match="the name of a floating dtype"):
+        deep.partials_travel_in("int8")

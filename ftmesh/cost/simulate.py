@@ -42,7 +42,7 @@ from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.topology import Link
 from ftmesh.schedule.columns import Columns, row_key
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.units import format_bytes, format_time
 
 MODES = ("synchronous", "dataflow")
@@ -193,6 +193,19 @@ class Simulator:
     ) -> float:
         """The time alone, for `payload_bytes`."""
         return self._spans(payload_bytes, on, mode)[0]
+
+    def half_seconds(
+        self, payload_bytes: int = 100_000_000, on: Network = DEFAULT
+    ) -> tuple[float, float]:
+        """The time until every chunk is at its owner, and from then on; in synchronous rounds.
+
+        Where there are no halves, all of it is the first.
+        """
+        seconds, spans = self._spans(payload_bytes, on, "synchronous")
+        if not isinstance(self.schedule, SplitSchedule):
+            return seconds, 0.0
+        _, meeting = spans[len(self.schedule.scatter) - 1]
+        return meeting, seconds - meeting
 
     def _spans(
         self, payload_bytes: int, on: Network, mode: str, *, queue: bool = True

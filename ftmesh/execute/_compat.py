@@ -47,6 +47,31 @@ def varying_as(x: Any, other: Any) -> Any:
     return x
 
 
+def times_constant(x: Any, size: int) -> Any:
+    """A constant times `size`, of the type that `lax.psum` gives it: a Python number stays one."""
+    return internal_lax._const(x, size) * x
+
+
+def weak_as(x: Any, other: Any) -> Any:
+    """`x` with a weak type where `other` has one."""
+    if not jax.typeof(other).weak_type:
+        return x
+    return internal_lax._convert_element_type(x, x.dtype, weak_type=True)
+
+
+def sum_as(total: Any, x: Any) -> Any:
+    """A sum of `x` with a weak type where `lax.psum` gives it one: where types are checked."""
+    return weak_as(total, x) if checks_varying() else total
+
+
+def zeros_as_sum(x: Any, axis_name: AxisName) -> Any:
+    """Zeros in place of a sum of `x` along an axis, typed as that would be."""
+    zeros = sum_as(jax.numpy.zeros(x.shape, x.dtype), x)
+    for other in sorted(varying_axes(x) - {axis_name}, key=str):
+        zeros = to_varying(zeros, other)
+    return zeros
+
+
 def axis_exists(axis_name: AxisName) -> bool:
     """Whether `axis_name` is bound here, by shard_map, pmap or vmap."""
     return bool(core.get_axis_env().axis_exists(axis_name))
@@ -74,18 +99,21 @@ def linear_collective(
     name: str,
     run: Callable[..., Any],
     transpose: Callable[..., Any],
+    transpose_of_invariant: Callable[..., Any] | None = None,
     *,
     check_mesh: Callable[..., None],
-    makes_invariant: bool,
 ) -> Primitive:
     """A primitive over one named axis, linear in its one array argument, shape and type kept.
 
     ``run(x, axis_name=..., emulated=..., **params)`` is the program of one rank; `emulated` tells
     that the axis is that of a vmap. ``transpose(cotangent, axis_name=..., **params)`` is its
-    transpose. ``check_mesh(mesh, axis_name=..., **params)`` may refuse the devices it is to run on.
+    transpose. With `transpose_of_invariant` the result is typed as the same along the axis, where
+    that is checked; then its cotangent is too, and that is what becomes of it, at every rank.
+    ``check_mesh(mesh, axis_name=..., **params)`` may refuse the devices it is to run on.
     Dimensions behind the first three are carried along, which is how vmaps over other axes work.
     """
     primitive = Primitive(name)
+    makes_invariant = transpose_of_invariant is not None
 
     def abstract_eval(aval: Any, *, axis_name: AxisName, **params: Any) -> Any:
         effects = {core.NamedAxisEffect(axis_name)}
@@ -110,8 +138,8 @@ def linear_collective(
         return jax.vmap(every_rank, in_axes=dim, axis_name=axis_name)(x), 0
 
     def transpose_rule(cotangent: Any, x: Any, *, axis_name: AxisName, **params: Any) -> Any:
-        if makes_invariant and checks_varying():
-            return (to_varying(cotangent, axis_name),)
+        if transpose_of_invariant is not None and checks_varying():
+            return (transpose_of_invariant(to_varying(cotangent, axis_name), **params),)
         return (transpose(cotangent, axis_name=axis_name, **params),)
 
     lower_one_rank = mlir.lower_fun(one_rank, multiple_results=False)

@@ -6,37 +6,63 @@ is contiguous. Knows permutations and tables only; what they are for is the plan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat
 from ftmesh.execute.lower import IDLE, Lane, Loop, Program, Rule, Table
+from ftmesh.execute.placement import check_devices
 from ftmesh.schedule.columns import ADD, COPY
 
 
-def all_reduce(buffer: jax.Array, *, axis_name: Any, program: Program, wire: Any) -> jax.Array:
-    """Every rank's buffer summed, the same at all ranks."""
-    return _all_reduce.bind(buffer, axis_name=axis_name, program=program, wire=wire)
+@dataclass(frozen=True)
+class Wire:
+    """The dtypes in which partial sums and results travel; None for the buffer's own."""
+
+    partials: Any = None
+    results: Any = None
 
 
-def reduce_scatter(buffer: jax.Array, *, axis_name: Any, program: Program, wire: Any) -> jax.Array:
+OWN = Wire()
+
+
+def all_reduce(
+    buffer: jax.Array,
+    *,
+    axis_name: Any,
+    program: Program,
+    wire: Wire = OWN,
+    divisor: int | None = None,
+) -> jax.Array:
+    """Every rank's buffer summed, the same at all ranks.
+
+    A sum is divided by `divisor`, if there is one, before it is rounded to the dtype of results.
+    """
+    return _all_reduce.bind(
+        buffer, axis_name=axis_name, program=program, wire=wire, divisor=divisor
+    )
+
+
+def reduce_scatter(
+    buffer: jax.Array, *, axis_name: Any, program: Program, wire: Wire = OWN
+) -> jax.Array:
     """The first half: chunks are sums at their owners, and anything elsewhere."""
     return _reduce_scatter.bind(buffer, axis_name=axis_name, program=program, wire=wire)
 
 
-def all_gather(buffer: jax.Array, *, axis_name: Any, program: Program, wire: Any) -> jax.Array:
+def all_gather(
+    buffer: jax.Array, *, axis_name: Any, program: Program, wire: Wire = OWN
+) -> jax.Array:
     """The second half: every rank gets each chunk as its owner has it."""
     return _all_gather.bind(buffer, axis_name=axis_name, program=program, wire=wire)
 
 
 def gather_invariant(
-    buffer: jax.Array, *, axis_name: Any, program: Program, wire: Any
+    buffer: jax.Array, *, axis_name: Any, program: Program, wire: Wire = OWN
 ) -> jax.Array:
     """As `all_gather`, typed as the same at all ranks."""
     return _gather_invariant.bind(buffer, axis_name=axis_name, program=program, wire=wire)
@@ -48,7 +74,7 @@ class Setting:
 
     axis_name: Any
     num_ranks: int
-    wire: Any  # the dtype in which chunks travel; None for their own
+    wire: Wire
     emulated: bool
 
 
@@ -92,7 +118,8 @@ class _Lane:
     def read(self, buffer: jax.Array, now: Any) -> jax.Array:
         """What the rank sends; anything, where it has nothing to send."""
         x = lax.dynamic_slice_in_dim(buffer, jnp.maximum(self.sent(now), 0), self.lane.count)
-        return x if self.setting.wire is None else x.astype(self.setting.wire)
+        wire = self.setting.wire
+        return _as(x, wire.partials if self.lane.op == ADD else wire.results)
 
     def carry(self, x: jax.Array) -> jax.Array:
         """What the rank receives, when every rank sends its `x`."""
@@ -132,71 +159,83 @@ def _completed(
     return (*permutation, *zip(idle, waiting, strict=True))
 
 
-def _run(*, scatter: bool, gather: bool) -> Any:
-    def run(buffer: Any, *, axis_name: Any, program: Program, wire: Any, emulated: bool) -> Any:
-        setting = Setting(axis_name, program.num_ranks, wire, emulated)
-        for loop in program.scatter if scatter else ():
-            buffer = run_loop(buffer, loop, setting, unrolled=program.unrolled)
-        if scatter and gather and wire is not None:
-            buffer = buffer.astype(wire).astype(buffer.dtype)  # owners keep what others get
-        for loop in program.gather if gather else ():
-            buffer = run_loop(buffer, loop, setting, unrolled=program.unrolled)
-        if len(program.live) < program.num_ranks:
-            buffer = _spoilt_where_idle(buffer, axis_name, program)
-        return buffer
-
-    return run
+def _loops(
+    buffer: jax.Array, loops: tuple[Loop, ...], program: Program, setting: Setting
+) -> jax.Array:
+    for loop in loops:
+        buffer = run_loop(buffer, loop, setting, unrolled=program.unrolled)
+    return buffer
 
 
-def _spoilt_where_idle(buffer: jax.Array, axis_name: Any, program: Program) -> jax.Array:
-    """Idle devices return nothing that could be taken for a result: NaN, or the lowest integer."""
-    idle = np.ones(program.num_ranks, np.bool_)
-    idle[program.live] = False
-    inexact = jnp.issubdtype(buffer.dtype, np.inexact)
-    nonsense = jnp.nan if inexact else jnp.iinfo(buffer.dtype).min
-    here = jnp.asarray(idle)[lax.axis_index(axis_name)]
-    return jnp.where(here, jnp.asarray(nonsense, buffer.dtype), buffer)
+def _run_all(
+    buffer: Any, *, axis_name: Any, program: Program, wire: Wire, divisor: Any, emulated: bool
+) -> Any:
+    setting = Setting(axis_name, program.num_ranks, wire, emulated)
+    if program.scatter:
+        options = {"axis_name": axis_name, "program": program, "wire": wire, "emulated": emulated}
+        sums = _run_first(buffer, **options)
+        return _run_second(_divided(sums, divisor), **options)
+    # Without halves nobody owns a sum before it goes out, so that it can be divided at the end
+    # only, and be rounded then.
+    if divisor is not None:
+        setting = replace(setting, wire=Wire(wire.partials))
+    total = _divided(_loops(buffer, program.gather, program, setting), divisor)
+    if wire.results is None:
+        return total
+    return lax.optimization_barrier(total.astype(wire.results)).astype(buffer.dtype)
 
 
-def _check_mesh(mesh: jax.sharding.Mesh, *, axis_name: Any, program: Program, wire: Any) -> None:
-    """The mesh has the plan's devices in the plan's order, where both are known."""
-    expected = program.devices
-    if not expected or mesh.size != len(expected):
-        return
-    for rank, (want, have) in enumerate(zip(expected, mesh.devices.flat, strict=True)):
-        if want != have:
-            raise CollectiveError(
-                f"the plan is for other devices, or another order, than the mesh of axis "
-                f"{axis_name!r}: rank {rank} should be {want} and is {have}; make the mesh with "
-                f"plan.jax_mesh({axis_name!r})"
-            )
+def _run_first(buffer: Any, *, axis_name: Any, program: Program, wire: Wire, emulated: bool) -> Any:
+    partials = Wire(wire.partials, wire.partials)
+    setting = Setting(axis_name, program.num_ranks, partials, emulated)
+    return _loops(buffer, program.scatter, program, setting)
+
+
+def _run_second(
+    buffer: Any, *, axis_name: Any, program: Program, wire: Wire, emulated: bool
+) -> Any:
+    setting = Setting(axis_name, program.num_ranks, OWN, emulated)
+    # Owners keep what others get. A buffer that is rounded and at once made wide again would not
+    # do: compilers take the two for nothing.
+    rounded = _loops(_as(buffer, wire.results), program.gather, program, setting)
+    return rounded.astype(buffer.dtype)
+
+
+def _as(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if dtype is None else x.astype(dtype)
+
+
+def _divided(x: jax.Array, divisor: int | None) -> jax.Array:
+    return x if divisor is None else x / divisor
+
+
+def _check_mesh(mesh: jax.sharding.Mesh, *, axis_name: Any, program: Program, **_: Any) -> None:
+    check_devices(mesh.devices, mesh.axis_names, axis_name, program.devices)
 
 
 _all_reduce = _compat.linear_collective(
     "ftmesh_all_reduce",
-    _run(scatter=True, gather=True),
+    _run_all,
     lambda cotangent, **params: all_reduce(cotangent, **params),
+    lambda cotangent, *, divisor, **_: _divided(cotangent, divisor),
     check_mesh=_check_mesh,
-    makes_invariant=True,
 )
 _reduce_scatter = _compat.linear_collective(
     "ftmesh_reduce_scatter",
-    _run(scatter=True, gather=False),
+    _run_first,
     lambda cotangent, **params: all_gather(cotangent, **params),
     check_mesh=_check_mesh,
-    makes_invariant=False,
 )
 _all_gather = _compat.linear_collective(
     "ftmesh_all_gather",
-    _run(scatter=False, gather=True),
+    _run_second,
     lambda cotangent, **params: reduce_scatter(cotangent, **params),
     check_mesh=_check_mesh,
-    makes_invariant=False,
 )
 _gather_invariant = _compat.linear_collective(
     "ftmesh_gather_invariant",
-    _run(scatter=False, gather=True),
+    _run_second,
     lambda cotangent, **params: reduce_scatter(cotangent, **params),
+    lambda cotangent, **_: cotangent,
     check_mesh=_check_mesh,
-    makes_invariant=True,
 )

@@ -8,15 +8,15 @@ last chunk is padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 
 WIDTH = 128  # lanes of a TPU's vector registers
@@ -25,27 +25,29 @@ TILE_ROWS = 8  # a tile of a TPU's memory has so many rows of that width, of 4 b
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some leaves, by their position, that travel in one buffer."""
+    """Some leaves, by their position, that travel in one buffer, and what they have in common."""
 
     members: tuple[int, ...]
-    dtype: np.dtype[Any]
+    kind: Any
 
 
 def make_buckets(
-    leaves: Sequence[jax.Array], dtypes: Sequence[np.dtype[Any]], bucket_bytes: int
+    leaves: Sequence[jax.Array], kinds: Sequence[Hashable], bucket_bytes: int
 ) -> list[Bucket]:
-    """Leaves of one dtype (and of one kind of varying axes) together, up to `bucket_bytes`.
+    """Leaves of one kind (and with the same varying axes) together, up to `bucket_bytes` of them.
 
     A larger leaf has a bucket of its own; an empty one has none. Leaves that fill whole tiles come
     first in a bucket, so that each of them starts with a tile.
     """
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
+        raise ArgumentError(f"bucket_bytes must be a positive whole number, not {bucket_bytes!r}")
     groups: dict[Any, list[list[int]]] = {}
     filled: dict[Any, int] = {}
-    for i, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
+    for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         if leaf.size == 0:
             continue
-        key = (dtype, _compat.varying_axes(leaf))
-        size = leaf.size * dtype.itemsize
+        key = (kind, _compat.varying_axes(leaf))
+        size = leaf.size * leaf.dtype.itemsize
         if key not in groups or filled[key] + size > bucket_bytes:
             groups.setdefault(key, []).append([])
             filled[key] = 0
@@ -72,11 +74,15 @@ def chunk_shape(size: int, num_chunks: int, itemsize: int) -> tuple[int, int]:
     return (math.ceil(rows / tile) * tile if rows >= tile else rows), WIDTH
 
 
-def pack(leaves: Iterable[jax.Array], num_chunks: int) -> jax.Array:
-    """Arrays of one dtype, laid end to end in a buffer of `num_chunks` chunks."""
+def pack(leaves: Iterable[jax.Array], num_chunks: int, itemsize: int | None = None) -> jax.Array:
+    """Arrays of one dtype, laid end to end in a buffer of `num_chunks` chunks.
+
+    Chunks fill whole tiles of elements of `itemsize` bytes, where those are smaller than the
+    arrays' own.
+    """
     parts = [piece for leaf in leaves for piece in _flat(leaf)]
     size = sum(x.size for x in parts)
-    rows, width = chunk_shape(size, num_chunks, parts[0].dtype.itemsize)
+    rows, width = chunk_shape(size, num_chunks, itemsize or parts[0].dtype.itemsize)
     padding = num_chunks * rows * width - size
     if padding:
         parts.append(jnp.zeros(padding, parts[0].dtype))

@@ -63,10 +63,11 @@ class ShardedOptimizer:
     The transformation must treat every element alike, or take its norms from `ftmesh.train`'s
     `lars`, `lamb` and `clip_by_global_norm`; any other is refused.
 
-    Gradients travel in `wire_dtype`, in buckets of up to `bucket_bytes`. With `overlap` each sets
+    Gradients are added in `accumulate_dtype` and travel in `wire_dtype`, as for `ftmesh.psum`, in
+    buckets of up to `bucket_bytes`; new weights travel in their own dtype. With `overlap` each sets
     out during the backward pass that `value_and_grad` makes, and buckets are smaller, unless said;
-    new weights go out in large ones. The sum of norms, a few numbers, is made on `norm_plan` where
-    a quicker one than `plan` is given.
+    new weights go out in large ones. The sum of norms, a few numbers, takes the plan for its size,
+    as `Plan.at` gives it, or `norm_plan` where that is given.
     """
 
     transformation: optax.GradientTransformation
@@ -76,6 +77,7 @@ class ShardedOptimizer:
     bucket_bytes: int | None = None
     norm_plan: Plan | None = None
     overlap: bool = False
+    accumulate_dtype: Any = None
 
     def __post_init__(self) -> None:
         _ = self._shards  # refuses a plan without owners
@@ -101,7 +103,7 @@ class ShardedOptimizer:
             shards = replace(
                 self._shards,
                 plan=self.plan.as_unrolled,  # nothing runs beside a loop
-                bucket_bytes=self.bucket_bytes or BUCKET_BYTES,
+                bucket_bytes=BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes,
             )
             order = backward_order(loss, params, *args, has_aux=has_aux)
 
@@ -195,7 +197,13 @@ class ShardedOptimizer:
     @property
     def _shards(self) -> Shards:
         size = None if self.overlap else self.bucket_bytes
-        return Shards(self.plan, self.axis_name, size or collectives.BUCKET_BYTES, self.wire_dtype)
+        return Shards(
+            self.plan,
+            self.axis_name,
+            bucket_bytes=collectives.BUCKET_BYTES if size is None else size,
+            wire_dtype=self.wire_dtype,
+            accumulate_dtype=self.accumulate_dtype,
+        )
 
     @property
     def _owners(self) -> str:

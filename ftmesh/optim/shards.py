@@ -23,7 +23,7 @@ from jax import lax
 
 from ftmesh import collectives
 from ftmesh.collectives.gradients import reduced_on_the_way
-from ftmesh.errors import CollectiveError
+from ftmesh.collectives.owners import check_owned
 from ftmesh.execute import _compat
 from ftmesh.layout.buckets import chunk_shape, make_buckets, pack, unpack
 from ftmesh.plans import Plan
@@ -38,15 +38,11 @@ class Shards:
     plan: Plan
     axis_name: Any
     bucket_bytes: int = collectives.BUCKET_BYTES
-    wire_dtype: Any = None  # in which sums travel
+    wire_dtype: Any = None  # in which sums travel, as for `ftmesh.psum`
+    accumulate_dtype: Any = None  # in which they are added up
 
     def __post_init__(self) -> None:
-        if self.plan.program.owner is None:
-            raise CollectiveError(
-                f"algorithm {self.plan.algorithm!r} has no reduce-scatter half, so nobody owns a "
-                "chunk and nothing can be sharded: plan with one that has, such as 'ring' or "
-                "'row_pair'"
-            )
+        check_owned(self.plan)
 
     @property
     def num_chunks(self) -> int:
@@ -90,29 +86,36 @@ class Shards:
 
     def scatter_sum(self, arrays: list[jax.Array]) -> list[jax.Array]:
         """The shards that a rank owns of the sums of `arrays` over all ranks."""
+        return self._scatter(arrays, mean=False)
+
+    def scatter_mean(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """The same of their means over all live ranks."""
+        return self._scatter(arrays, mean=True)
+
+    def _scatter(self, arrays: list[jax.Array], *, mean: bool) -> list[jax.Array]:
         shards = [jnp.zeros(self.shape(array.shape), array.dtype) for array in arrays]
         dtypes = [array.dtype for array in arrays]
         for bucket in make_buckets(arrays, dtypes, self.bucket_bytes):
             shapes = [arrays[i].shape for i in bucket.members]
             columns = self._joined([self._cut(arrays[i]) for i in bucket.members])
             mine = collectives.reduce_to_owners(
-                columns.reshape(-1), self.axis_name, plan=self.plan, wire_dtype=self.wire_dtype
+                columns.reshape(-1),
+                self.axis_name,
+                plan=self.plan,
+                mean=mean,
+                wire_dtype=self.wire_dtype,
+                accumulate_dtype=self.accumulate_dtype,
             )
             parts = self._parted(mine.reshape(self.most_owned, -1), shapes)
             for i, part in zip(bucket.members, parts, strict=True):
                 shards[i] = part.reshape(self.shape(arrays[i].shape))
         return shards
 
-    def scatter_mean(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        """The same of their means over all live ranks."""
-        num_live = len(self.plan.program.live)
-        return [total / num_live for total in self.scatter_sum(arrays)]
-
     def gather(self, shards: list[jax.Array], wholes: list[Shape]) -> list[jax.Array]:
         """The arrays, of shapes `wholes`, whose shards the ranks hold; the same at all ranks."""
         arrays = [jnp.zeros(whole, s.dtype) for s, whole in zip(shards, wholes, strict=True)]
         dtypes = [shard.dtype for shard in shards]
-        shard_bytes = self.bucket_bytes * self.most_owned // self.num_chunks
+        shard_bytes = max(1, self.bucket_bytes * self.most_owned // self.num_chunks)
         for bucket in make_buckets(shards, dtypes, shard_bytes):
             mine = self._joined([shards[i].reshape(self.most_owned, -1) for i in bucket.members])
             columns = collectives.gather_from_owners(

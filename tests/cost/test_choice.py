@@ -3,11 +3,11 @@
 import pytest
 
 import ftmesh
-from ftmesh import PlanError, Topology, planners
+from ftmesh import ArgumentError, PlanError, Topology, planners
 from ftmesh.cost import choice
 from ftmesh.cost.choice import Candidate
 from ftmesh.cost.network import NETWORKS, Network
-from ftmesh.cost.simulate import simulate
+from ftmesh.cost.simulate import Simulator, simulate
 
 DAMAGED = Topology.grid("8x8", failed="2x2@2,2")
 
@@ -56,3 +56,45 @@ def test_a_plan_explains_itself():
 def test_where_nothing_fits_the_reasons_are_given():
     with pytest.raises(PlanError, match="ring cannot run on 3x3 less 1x1@0,0"):
         ftmesh.plan(Topology.from_drawing("X..\n...\n..."))
+
+
+class TestHalfTheBytes:
+    """Payloads of 16 bits, whose partial sums may travel in 32."""
+
+    def test_partial_sums_count_for_what_they_take(self):
+        for one in choice.choose(DAMAGED, 3_000_000, wire_dtype="bfloat16").candidates[:2]:
+            simulator = Simulator(planners.schedule(DAMAGED, one.algorithm))
+            narrow, wide = (simulator.half_seconds(size) for size in (3_000_000, 6_000_000))
+            assert one.partials == "float32"
+            assert one.seconds == pytest.approx(wide[0] + narrow[1], rel=1e-12)
+            assert sum(narrow) == pytest.approx(simulator.seconds(3_000_000), rel=1e-12)
+            assert narrow[0] < wide[0]
+
+    def test_not_where_the_plan_is_shallow(self):
+        small = Topology.grid("2x2")
+        (one, *_) = choice.choose(small, 3_000_000, wire_dtype="bfloat16").candidates
+        (other, *_) = choice.choose(small, 3_000_000).candidates
+        assert (one.partials, one.seconds) == ("bfloat16", other.seconds)
+
+    def test_it_is_explained(self):
+        plan = ftmesh.plan(DAMAGED, payload_bytes=100_000_000, wire_dtype="bfloat16")
+        lines = str(plan.explain()).splitlines()
+        assert lines[0].startswith("100 MB of bfloat16 on 8x8 less 2x2@2,2")
+        assert lines[1].endswith("  partial sums travel as")
+        assert [line.split()[-1] for line in lines[2:4]] == ["float32", "float32"]
+
+    def test_only_what_travels_has_a_price(self):
+        with pytest.raises(ArgumentError, match="wire_dtype is the name of a floating dtype"):
+            ftmesh.plan(DAMAGED, wire_dtype="int8")
+
+
+def test_topologies_do_not_share_a_choice():
+    """Equal but for one thing each."""
+    topologies = [
+        DAMAGED,
+        Topology.grid("8x8", failed="2x2@4,4"),
+        Topology.grid("8x8", failed="2x2@2,2", wrap=True),
+        Topology.grid("8x8"),
+    ]
+    for topology in topologies:
+        assert choice.choose(topology, 12_345).topology == topology

@@ -9,7 +9,7 @@ import pytest
 import ftmesh
 from ftmesh import Topology, planners
 from ftmesh.execute.lower import lower
-from ftmesh.execute.ppermute import Setting, run_loop
+from ftmesh.execute.ppermute import OWN, Setting, run_loop
 
 HOLE = Topology.grid("6x6", failed="2x2@2,2")
 
@@ -33,7 +33,7 @@ def test_every_round_leaves_what_the_file_says(algorithm, tmp_path):
     schedule = planners.schedule(HOLE, algorithm)
     ftmesh.save(schedule, tmp_path / "plan.npz")
     program = lower(ftmesh.load(tmp_path / "plan.npz"))
-    setting = Setting("rank", program.num_ranks, None, emulated=True)
+    setting = Setting("rank", program.num_ranks, OWN, emulated=True)
     held = np.random.default_rng(0).integers(0, 1000, (32, program.num_chunks, 1, 2), np.int32)
     expected = numpy_rounds(tmp_path / "plan.npz", held.copy())
     for loop in program.loops:

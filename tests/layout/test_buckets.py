@@ -82,7 +82,7 @@ def test_buckets_keep_dtypes_apart_and_to_their_size():
     dtypes = [f32, i32, f32, f32, f32]
     apart = make_buckets(leaves, dtypes, bucket_bytes=1000)
     assert [bucket.members for bucket in apart] == [(0,), (3,), (4,), (1,)]
-    assert [bucket.dtype for bucket in apart] == [f32, f32, f32, i32]
+    assert [bucket.kind for bucket in apart] == [f32, f32, f32, i32]
     together = make_buckets(leaves, dtypes, bucket_bytes=10**6)
     assert [bucket.members for bucket in together] == [(0, 3, 4), (1,)]
 

@@ -1,0 +1,98 @@
+"""Owners: the two halves of an all-reduce by themselves, with the owners of chunks in between."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ftmesh.collectives.calls import as_summand, the_axis
+from ftmesh.collectives.precision import precision
+from ftmesh.errors import CollectiveError
+from ftmesh.execute import _compat, ppermute
+from ftmesh.execute.lower import Program
+from ftmesh.layout.buckets import chunk_shape, pack
+
+if TYPE_CHECKING:
+    from ftmesh.plans import Plan
+
+
+def reduce_to_owners(
+    x: jax.Array,
+    axis_name: Any,
+    *,
+    plan: Plan,
+    mean: bool = False,
+    wire_dtype: Any = None,
+    accumulate_dtype: Any = None,
+) -> Any:
+    """The sum of a vector, left with the owners of the schedule's chunks: for sharded optimizers.
+
+    Returns a vector as long at every rank: this rank's chunks of the sum in ascending order, and
+    zeros behind them at ranks that own fewer than others, or none at all. With `mean` it is the
+    mean over all live ranks, divided before it is rounded. The dtypes are as for `psum`.
+    """
+    axis_name = the_axis(axis_name, None, plan, "reduce_to_owners")
+    program = plan.program
+    check_owned(plan)
+    x = as_summand(x, axis_name)
+    kind = precision(x.dtype, wire_dtype, accumulate_dtype)
+    mine = own_chunks(
+        ppermute.reduce_scatter(
+            pack([x], program.num_chunks).astype(kind.sums),
+            axis_name=axis_name,
+            program=program,
+            wire=kind.wire(program.depth),
+        ),
+        axis_name,
+        program,
+    ).reshape(-1)
+    if mean:
+        mine = mine / len(program.live)
+    return mine.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else mine
+
+
+def gather_from_owners(
+    shard: jax.Array, axis_name: Any, *, plan: Plan, size: int, wire_dtype: Any = None
+) -> Any:
+    """The inverse of `reduce_to_owners`: a vector of `size` elements put together at every rank.
+
+    It travels in `wire_dtype`, rounded once, or as it is.
+    """
+    axis_name = the_axis(axis_name, None, plan, "gather_from_owners")
+    program = plan.program
+    check_owned(plan)
+    rows, width = chunk_shape(size, program.num_chunks, shard.dtype.itemsize)
+    kind = precision(shard.dtype, wire_dtype)
+    chunks = shard.astype(kind.sums).reshape(-1, rows, width)  # as its derivative is added up
+    buffer = ppermute.gather_invariant(
+        place_chunks(chunks, axis_name, program),
+        axis_name=axis_name,
+        program=program,
+        wire=kind.wire(program.depth),
+    )
+    return buffer.reshape(-1)[:size].astype(shard.dtype)
+
+
+def check_owned(plan: Plan) -> None:
+    """Refuses a plan whose schedule has no halves."""
+    if plan.program.owner is None:
+        raise CollectiveError(
+            f"algorithm {plan.algorithm!r} has no reduce-scatter half, so nobody owns a chunk and "
+            "nothing can be sharded: plan with one that has, such as 'ring' or 'row_pair'"
+        )
+
+
+def own_chunks(buffer: jax.Array, axis_name: Any, program: Program) -> jax.Array:
+    """The chunks of this rank; zeros in place of those it has fewer of than other ranks."""
+    mine = jnp.asarray(program.owned)[lax.axis_index(axis_name)]
+    return jnp.take(buffer, mine, axis=0, mode="fill", fill_value=0)
+
+
+def place_chunks(chunks: jax.Array, axis_name: Any, program: Program) -> jax.Array:
+    """A buffer with this rank's chunks in their places, and zeros elsewhere."""
+    mine = jnp.asarray(program.owned)[lax.axis_index(axis_name)]
+    empty = jnp.zeros((program.num_chunks, *chunks.shape[1:]), chunks.dtype)
+    return _compat.varying_as(empty, chunks).at[mine].set(chunks, mode="drop")

@@ -1,0 +1,76 @@
+"""Placement: whether a mesh has the devices of a plan along its axis, in the plan's order.
+
+A program knows ranks only. On other devices, or in another order, it would still sum right, over
+links that the plan never meant to use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ftmesh.errors import CollectiveError
+
+Devices = NDArray[np.object_]
+
+
+def check_devices(
+    devices: Devices, axis_names: Sequence[Any], axis_name: Any, expected: Sequence[Any]
+) -> None:
+    """Refuses a mesh along whose axis the `expected` devices, if known, do not stand in order.
+
+    With more axes the mesh has several lines along this one. One of them must be the plan's; the
+    others must lie as that does, elsewhere, which is looked at where devices have coordinates.
+    """
+    if not expected or axis_name not in axis_names:
+        return
+    along = list(axis_names).index(axis_name)
+    lines = np.moveaxis(devices, along, 0).reshape(len(expected), -1).T
+    shared = [sum(map(_is, line, expected)) for line in lines]
+    own = lines[int(np.argmax(shared))]
+    for rank, (want, have) in enumerate(zip(expected, own, strict=True)):
+        if want != have:
+            raise CollectiveError(
+                f"the plan is for other devices, or another order, than the mesh of axis "
+                f"{axis_name!r}: rank {rank} should be {want} and is {have}; make the mesh with "
+                f"plan.jax_mesh({axis_name!r})"
+            )
+    for line in lines.tolist():
+        if (astray := _first_astray(line, expected)) is not None:
+            raise CollectiveError(
+                f"axis {axis_name!r} of the mesh has several lines of devices, and each must lie "
+                f"as the plan's does: from {line[0]} to {line[astray]} is another way than from "
+                f"{expected[0]} to {expected[astray]}; stack meshes made with "
+                f"plan.jax_mesh({axis_name!r})"
+            )
+
+
+def _is(one: Any, other: Any) -> bool:
+    return bool(one == other)
+
+
+def _first_astray(line: Sequence[Any], expected: Sequence[Any]) -> int | None:
+    """The first rank of a line that does not stand to rank 0 as in the plan, where that is known.
+
+    Chips of another slice have their own coordinates, so only differences count.
+    """
+    places, wanted = (_offsets(devices) for devices in (line, expected))
+    if places is None or wanted is None or places.shape != wanted.shape:
+        return None
+    astray = (places != wanted).any(axis=1)
+    return int(astray.argmax()) if astray.any() else None
+
+
+def _offsets(devices: Sequence[Any]) -> NDArray[np.int_] | None:
+    """Where devices are, seen from the first: slice, coordinates, and core of the chip."""
+    if any(getattr(device, "coords", None) is None for device in devices):
+        return None
+    places = [
+        (getattr(one, "slice_index", 0) or 0, *one.coords, getattr(one, "core_on_chip", 0) or 0)
+        for one in devices
+    ]
+    offsets: NDArray[np.int_] = np.array(places) - np.array(places[0])
+    return offsets

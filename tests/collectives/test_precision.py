@@ -1,0 +1,207 @@
+"""Sums in 16 bits on hundreds of ranks, and the dtypes in which they are made and travel."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from on_devices import per_rank, planned
+from roundings import HALVES, LARGE, assert_right, draws, exact_means, large_plan, lax_means
+
+import ftmesh
+from ftmesh import ArgumentError, CollectiveError
+from ftmesh.collectives.precision import Precision, precision
+from ftmesh.execute.ppermute import Wire
+from ftmesh.testing import on_one_device
+from ftmesh.train import mean_gradients, with_mean_gradients
+
+F32, BF16, F16 = map(jnp.dtype, (np.float32, jnp.bfloat16, np.float16))
+
+
+def dtypes_sent(plan, run, dtype):
+    """The dtypes of what a function of one rank permutes, in the program that a compiler gets."""
+    mapped = jax.shard_map(
+        lambda x: run(x[0]), mesh=plan.jax_mesh("data"), in_specs=P("data"), out_specs=P()
+    )
+    x = jax.ShapeDtypeStruct((plan.program.num_ranks, 9), dtype)
+    text = jax.jit(mapped).lower(x).as_text()
+    return set(re.findall(r"collective_permute.*-> tensor<[0-9x]*x(\w+)>", text))
+
+
+@pytest.mark.parametrize(("shape", "failed", "algorithm"), LARGE)
+def test_means_of_hundreds_of_ranks(shape, failed, algorithm):
+    plan = large_plan(shape, failed, algorithm)
+    ranks = plan.program.num_ranks
+    narrow = {name: draws(ranks, dtype) for name, dtype in HALVES.items()}
+    wide = draws(ranks, np.float32)
+
+    @on_one_device
+    def means(narrow, wide):
+        return plan.pmean(narrow, "data"), {
+            name: plan.pmean(wide, "data", wire_dtype=dtype) for name, dtype in HALVES.items()
+        }
+
+    found = jax.device_get(means(narrow, wide))
+    assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves(found)), "ranks differ"
+    of_halves, on_the_wire = jax.tree.map(lambda leaf: leaf[0], found)
+    for name, dtype in HALVES.items():
+        assert of_halves[name]["ones"].dtype == dtype
+        assert on_the_wire[name]["ones"].dtype == np.float32
+        assert (of_halves[name]["ones"] == 1).all()
+        assert (on_the_wire[name]["ones"] == 1).all()
+        given = narrow[name]
+        assert_right(of_halves[name], exact_means(given), lax_means(given, dtype))
+        assert_right(on_the_wire[name], exact_means(wide), lax_means(wide, dtype))
+
+
+def test_sums_in_sixteen_bits_if_that_is_asked_for():
+    """The fault that all this is there to prevent."""
+    plan = large_plan("16x32", "4x2@6,14", "ring")
+    mean = on_one_device(lambda x: plan.pmean(x, "data", accumulate_dtype=jnp.bfloat16))
+    assert float(mean(np.ones((504, 1), BF16))[0, 0]) == pytest.approx(256 / 504, rel=0.01)
+
+
+class TestRule:
+    def test_floats_of_sixteen_bits_and_fewer_are_added_in_float32(self):
+        assert precision(BF16) == Precision(F32, BF16)
+        assert precision(F16) == Precision(F32, F16)
+        assert precision(jnp.float8_e4m3fn) == Precision(F32, jnp.dtype(jnp.float8_e4m3fn))
+        for dtype in (np.float32, np.int8, np.int32, np.uint8, np.complex64):
+            assert precision(dtype) == Precision(np.dtype(dtype), np.dtype(dtype))
+
+    def test_options(self):
+        assert precision(F32, BF16) == Precision(F32, BF16)
+        assert precision(BF16, None, BF16) == Precision(BF16, BF16)
+        assert precision(BF16, F32) == Precision(F32, F32)
+        assert precision(np.int32, BF16, F32) == Precision(np.dtype(np.int32), np.dtype(np.int32))
+
+    @pytest.mark.parametrize(("depth", "partials"), [(2, BF16), (3, F32), (503, F32)])
+    def test_partial_sums_travel_narrow_on_shallow_plans(self, depth, partials):
+        assert precision(BF16).wire(depth) == Wire(partials, BF16)
+
+    def test_partial_sums_keep_their_range(self):
+        assert precision(F16).wire(1) == Wire(F32, F16)
+
+    def test_nothing_changes_for_what_is_as_wide_as_its_sum(self):
+        assert precision(F32).wire(1000) == Wire()
+        assert precision(BF16, None, BF16).wire(1000) == Wire()
+
+    @pytest.mark.parametrize("option", ["wire_dtype", "accumulate_dtype"])
+    @pytest.mark.parametrize("dtype", [np.int8, "int32", bool, np.complex64, "nonsense", 3])
+    def test_nonsense_is_refused(self, twelve, option, dtype):
+        for collective in (twelve.psum, twelve.pmean, twelve.psum_scatter):
+            with pytest.raises(CollectiveError, match=f"{option} must be a floating dtype, one of"):
+                on_one_device(lambda x, f=collective: f(x, "data", **{option: dtype}))(
+                    np.ones((12, 12), np.float32)
+                )
+
+    def test_doubles_only_where_jax_has_them(self, twelve):
+        def total(x):
+            return twelve.psum(x, "data", accumulate_dtype=np.float64)
+
+        with pytest.raises(CollectiveError, match="float64, which JAX has only with jax_enable_x6"):
+            on_one_device(total)(np.ones((12, 3), np.float32))
+        with jax.enable_x64(True):
+            x = np.full((12, 3), 0.1, np.float32)
+            got = on_one_device(total)(x)
+        assert got.dtype == np.float32
+        assert (got == np.float32(x[:, 0].astype(np.float64).sum())).all()
+
+    @pytest.mark.parametrize("bucket_bytes", [0, -1, 1.5, None, True])
+    def test_buckets_have_a_whole_number_of_bytes(self, twelve, bucket_bytes):
+        run = on_one_device(lambda x: twelve.psum(x, "data", bucket_bytes=bucket_bytes))
+        with pytest.raises(ArgumentError, match="bucket_bytes must be a positive whole number"):
+            run(np.ones((12, 3)))
+
+
+class TestWhatTravels:
+    def sent(self, plan, dtype, **options):
+        return dtypes_sent(plan, lambda x: plan.psum(x, "data", **options), dtype)
+
+    def test_on_a_deep_plan(self, even):
+        assert self.sent(even, BF16) == {"f32", "bf16"}
+        assert self.sent(even, F32) == {"f32"}
+        assert self.sent(even, F32, wire_dtype=F16) == {"f32", "f16"}
+        assert self.sent(even, BF16, accumulate_dtype=BF16) == {"bf16"}
+        assert self.sent(even, np.int8) == {"i8"}
+
+    def test_on_a_shallow_plan(self):
+        plan = planned("two_dim", "2x2", "")
+        assert plan.program.depth == 2
+        assert self.sent(plan, BF16) == {"bf16"}
+        assert self.sent(plan, F32, wire_dtype=BF16) == {"bf16"}
+
+
+class TestMeans:
+    def test_they_are_divided_before_they_are_rounded(self, twelve):
+        """Where a sum would not fit, nor its partial sums; and rounded once, not twice."""
+        large = np.full((12, 3), 60000, F16)
+        odd = np.random.default_rng(0).uniform(1, 2, (12, 300)).astype(BF16)
+        got = per_rank(twelve, lambda t: twelve.pmean(t, "data"), (large, odd))
+        assert (got[0] == 60000).all()
+        once = (odd.astype(np.float32).sum(axis=0) / np.float32(12)).astype(BF16)
+        assert (got[1][0] != once).mean() < 0.01  # ties, by another order of additions
+
+    def test_those_of_float32_are_sums_divided(self, twelve):
+        x = np.random.default_rng(0).normal(size=(12, 300)).astype(np.float32)
+        total, mean = per_rank(
+            twelve, lambda x: (twelve.psum(x, "data"), twelve.pmean(x, "data")), x
+        )
+        np.testing.assert_array_equal(mean, jax.jit(lambda total: total / 12)(total))
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_their_derivatives_are_divided_too(self, twelve, check_vma):
+        x = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float32)
+
+        def gradient(pmean):
+            return jax.grad(lambda x: (pmean(x**2, "data") ** 2).sum())
+
+        ours = per_rank(twelve, gradient(twelve.pmean), x, check_vma=check_vma)
+        laxs = per_rank(twelve, gradient(jax.lax.pmean), x, check_vma=check_vma)
+        np.testing.assert_allclose(ours, laxs, rtol=1e-5)
+
+    def test_gradients_after_and_during_the_backward_pass(self):
+        plan = large_plan("16x32", "4x2@6,14", "row_pair")
+        ones = np.ones((504, 3), BF16)
+        weights = jnp.ones(3, BF16)
+
+        def during(x):
+            return jax.grad(
+                lambda w: (with_mean_gradients(w, "data", plan=plan) * x).astype(F32).sum()
+            )(weights)
+
+        def after(x):
+            return mean_gradients(x, "data", plan=plan)
+
+        for run in (during, after):
+            assert (on_one_device(run)(ones) == 1).all()
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+def test_blocks_of_sums_in_sixteen_bits(algorithm):
+    plan = planned(algorithm, "4x4", "2x2@0,0")
+    x = np.full((12, 12, 7), 1 + 3 * 2**-7, BF16)
+    mine = per_rank(plan, lambda x: plan.psum_scatter(x, "data"), x)
+    assert (mine == np.asarray(12 * (1 + 3 * 2**-7), BF16)).all()
+
+    def derivative(x):
+        """Of a gather, which adds up what comes back."""
+        return jax.grad(lambda x: plan.all_gather(x, "data").astype(F32).sum() * (1 + 3 / 128))(x)
+
+    back = per_rank(plan, derivative, x[:, 0])
+    assert (back == np.asarray(12 * (1 + 3 * 2**-7), BF16)).all()
+
+
+def test_owners_halves_in_sixteen_bits():
+    plan = large_plan("16x32", "4x2@6,14", "ring")
+
+    def there_and_back(x, **options):
+        shard = ftmesh.reduce_to_owners(x, "data", plan=plan, mean=True, **options)
+        return ftmesh.gather_from_owners(shard, "data", plan=plan, size=9)
+
+    ones = np.ones((504, 9), BF16)
+    assert (on_one_device(there_and_back)(ones) == 1).all()
+    asked = on_one_device(lambda x: there_and_back(x, accumulate_dtype=BF16))
+    assert float(asked(ones)[0, 0]) < 0.6

@@ -1,0 +1,47 @@
+"""What is known of floating-point formats without JAX, against JAX, and the bound for sums."""
+
+import jax.numpy as jnp
+import pytest
+
+from ftmesh import ArgumentError, Topology, planners
+from ftmesh.cost.rounding import FLOATS, added_in, partials_travel_in, wire_named, worst_error
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_formats_are_those_of_jax(name):
+    about = jnp.finfo(name)
+    assert FLOATS[name].num_bytes == about.bits // 8
+    assert FLOATS[name].roundoff == float(about.eps) / 2
+    assert FLOATS[name].range_bits == about.nexp
+
+
+def test_what_numbers_are_added_in():
+    assert [added_in(name) for name in FLOATS] == ["float64", *["float32"] * 6]
+
+
+@pytest.mark.parametrize(
+    ("wire", "depth", "partials"),
+    [
+        ("bfloat16", 2, "bfloat16"),
+        ("bfloat16", 3, "float32"),
+        ("float16", 1, "float32"),  # its range is smaller
+        ("float32", 10_000, "float32"),
+        ("float64", 10_000, "float64"),
+        ("float8_e4m3fn", 1, "float32"),
+    ],
+)
+def test_in_what_partial_sums_travel(wire, depth, partials):
+    assert partials_travel_in(wire, depth=depth) == partials
+
+
+def test_the_bound_is_the_worst_case():
+    """Ones in bfloat16 do not grow beyond 256: 504 of them are off by half, and may be by two."""
+    depth = planners.schedule(Topology.grid("16x32", failed="4x2@6,14"), "ring").depth
+    assert depth == 503
+    assert worst_error("bfloat16", depth) > 1 - 256 / 504
+
+
+@pytest.mark.parametrize("name", ["float64", "int8", "bf16", "", None])
+def test_what_cannot_travel(name):
+    with pytest.raises(ArgumentError, match="a floating dtype of at most 32 bits, one of float32"):
+        wire_named(name)

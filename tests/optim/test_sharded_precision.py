@@ -1,0 +1,61 @@
+"""A step of a sharded optimizer on hundreds of ranks, with gradients of 16 bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from roundings import HALVES, LARGE, assert_right, draws, exact_means, large_plan, lax_means
+
+from ftmesh.testing import on_one_device
+from ftmesh.train import ShardedOptimizer
+
+SGD = optax.sgd(0.5)
+
+
+def stepped(means, dtype):
+    """Weights that were one, after a step of plain SGD with these gradients."""
+    weights = jax.tree.map(lambda mean: jnp.ones(mean.shape, dtype), means)
+    grads = jax.tree.map(lambda mean: jnp.asarray(mean, dtype), means)
+    updates, _ = SGD.update(grads, SGD.init(weights), weights)
+    return jax.device_get(optax.apply_updates(weights, updates))
+
+
+@pytest.mark.parametrize(("shape", "failed", "algorithm"), LARGE)
+def test_a_step_of_sgd(shape, failed, algorithm):
+    plan = large_plan(shape, failed, algorithm)
+    ranks = plan.program.num_ranks
+    narrow = {name: draws(ranks, dtype) for name, dtype in HALVES.items()}
+    wide = draws(ranks, np.float32)
+
+    def step(grads, **options):
+        optimizer = ShardedOptimizer(SGD, plan, "data", **options)
+        weights = jax.tree.map(jnp.ones_like, grads)
+        return optimizer.update(grads, optimizer.init(weights), weights)[0]
+
+    @on_one_device
+    def steps(narrow, wide):
+        return step(narrow), {name: step(wide, wire_dtype=HALVES[name]) for name in HALVES}
+
+    found = jax.device_get(steps(narrow, wide))
+    assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves(found)), "ranks differ"
+    of_halves, on_the_wire = jax.tree.map(lambda leaf: leaf[0], found)
+    for name, dtype in HALVES.items():
+        assert (of_halves[name]["ones"] == 0.5).all()
+        assert (on_the_wire[name]["ones"] == 0.5).all()
+        for got, given, kind in (
+            (of_halves[name], narrow[name], dtype),
+            (on_the_wire[name], wide, np.dtype(np.float32)),
+        ):
+            exact = {key: 1 - mean / 2 for key, mean in exact_means(given).items()}
+            assert got["ones"].dtype == kind
+            assert_right(got, exact, stepped(lax_means(given, dtype), kind))
+
+
+def test_sums_in_sixteen_bits_if_that_is_asked_for():
+    plan = large_plan("16x32", "4x2@6,14", "ring")
+    optimizer = ShardedOptimizer(SGD, plan, "data", accumulate_dtype=jnp.bfloat16)
+    weight = jnp.ones(1, jnp.bfloat16)
+    run = on_one_device(lambda g: optimizer.update(g, optimizer.init(weight), weight)[0])
+    new = run(np.ones((504, 1), jnp.bfloat16))
+    assert float(new[0, 0]) == pytest.approx(0.746, abs=0.01)
