@@ -1,4 +1,4 @@
-"""The programs of the trainer: what every rank does, on the devices of a mesh."""
+"""The trainer of BERT: what every rank does, on the devices of a mesh."""
 
 from __future__ import annotations
 
@@ -12,78 +12,39 @@ import jax.numpy as jnp
 from examples.bert.batch import Batch
 from examples.bert.config import Config
 from examples.bert.model import init
+from examples.bert.published import read_published
 from examples.bert.steps import (
-    State,
-    evaluation_of_rank,
+    count_right_of_rank,
+    loss_of_rank,
+    make_lr_schedule,
     make_model,
     make_transformation,
-    step_of_rank,
 )
-from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.mesh.topology import Topology
-from ftmesh.optim.lr_schedules import poly_decay
-from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
-from ftmesh.train.programs import Programs
+from ftmesh.train.trainer import State, StepOptions, Trainer, make_trainer
+
+_DEFAULTS = StepOptions()
 
 
-def make_programs(
+def bert_trainer(
     config: Config,
     topology: Topology,
+    options: StepOptions = _DEFAULTS,
     *,
-    algorithm: str = "auto",
-    sharded: bool = True,
-    overlap: bool = False,
-    bucket_bytes: int = BUCKET_BYTES,
     wire_dtype: Any = jnp.bfloat16,
     attention: Literal["xla", "cudnn"] = "xla",
     remat: bool = False,
     unrolled: bool = False,
-) -> Programs:
-    """Everything that is compiled for a run on the live devices of `topology`.
+) -> Trainer:
+    """All that is compiled for a run on the devices of `topology`.
 
-    The optimizer's state is `sharded` over them. Gradients travel as `wire_dtype`; beside sums that
-    `overlap` the backward pass, that goes on only where layers are `unrolled`. See `Parallel.on`
-    for what has to do with sums, and `Bert` for the rest.
+    Gradients travel as `wire_dtype`. Beside sums that overlap the backward pass, that goes on only
+    where layers are `unrolled`. See `Bert` for the rest.
     """
     model = make_model(config, attention=attention, remat=remat, unrolled=unrolled)
     params = jax.eval_shape(partial(init, model, seed=0))
-    wire_dtype = jnp.dtype(wire_dtype)
-    parallel = Parallel.on(
-        topology,
-        algorithm,
-        payload_bytes=sum(leaf.size for leaf in jax.tree.leaves(params)) * wire_dtype.itemsize,
-        overlap=overlap,
-        bucket_bytes=bucket_bytes,
-    )
+    parallel = options.on(topology, params, wire_dtype)
     shares = parallel.shares(config.batch)
-    lr_schedule = poly_decay(
-        config.base_lr,
-        warmup_steps=config.warmup_steps,
-        total_steps=config.total_steps,
-        end=config.end_lr,
-        power=config.lr_power,
-    )
-    optimizer = parallel.optimizer(
-        make_transformation(config, lr_schedule),
-        sharded=sharded,
-        wire_dtype=wire_dtype,
-    )
-    specs = State(WHOLE, optimizer.specs(params))
-    rows = Batch(*(SPLIT for _ in Batch._fields))
-    first_of_optimizer = parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=specs.optimizer)
-
-    def first(params: Any) -> State:
-        params = parallel.put(params)
-        return State(params, first_of_optimizer(params))
-
-    def whole_of_rank(state: State) -> State:
-        return State(state.params, optimizer.gather_state(state.optimizer, state.params))
-
-    def state_of_rank(whole: State) -> State:
-        return State(whole.params, optimizer.shard_state(whole.optimizer, whole.params))
-
-    state = State(params, first_of_optimizer.eval_shape(params))
-    num_rows = shares.per_rank * parallel.num_ranks
     sizes = Batch(
         tokens=config.length,
         segments=config.length,
@@ -92,25 +53,28 @@ def make_programs(
         targets=config.predictions,
         is_random=config.packed,
     )
-    batch = Batch(*(jax.ShapeDtypeStruct((num_rows, size), jnp.int32) for size in sizes))
-    return Programs(
-        parallel=parallel,
-        shares=shares,
+    lr_schedule = make_lr_schedule(config)
+    return make_trainer(
+        parallel,
+        shares,
+        types=(params, ()),
+        row=Batch(*(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes)),
+        loss=partial(loss_of_rank, model, parallel, shares),
+        count_right=partial(count_right_of_rank, model),
+        transformation=make_transformation(config, lr_schedule),
         lr_schedule=lr_schedule,
-        first=first,
-        step=parallel.jit(
-            partial(step_of_rank, model, parallel, shares, optimizer),
-            in_specs=(specs, rows),
-            out_specs=(specs, WHOLE),
-            donate_argnums=(0,),
-        ),
-        evaluate=parallel.jit(
-            partial(evaluation_of_rank, model, parallel), in_specs=(WHOLE, rows), out_specs=WHOLE
-        ),
-        to_checkpoint=parallel.jit(whole_of_rank, in_specs=(specs,), out_specs=WHOLE),
-        from_checkpoint=parallel.jit(state_of_rank, in_specs=(WHOLE,), out_specs=specs),
-        inputs=parallel.typed((state, batch), (specs, rows)),
+        sharded=options.sharded,
+        wire_dtype=jnp.dtype(wire_dtype),
     )
+
+
+def first_state(
+    config: Config, trainer: Trainer, *, seed: int, published: str | None = None
+) -> State:
+    """What a run starts from: random numbers, or the arrays of a `published` file."""
+    made = partial(init, make_model(config), seed=seed)
+    params = read_published(published, jax.eval_shape(made)) if published else made()
+    return trainer.first(params, ())
 
 
 def add_bert_step(parser: argparse.ArgumentParser) -> None:
@@ -140,5 +104,5 @@ def add_bert_step(parser: argparse.ArgumentParser) -> None:
 
 
 def bert_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Those arguments, as `make_programs` takes them."""
+    """Those arguments, as `bert_trainer` takes them."""
     return {name: getattr(args, name) for name in ("wire_dtype", "attention", "remat", "unrolled")}

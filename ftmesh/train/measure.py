@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ftmesh.errors import TrainingError
+from ftmesh.train.trainer import State, Trainer
 
 Turn = Callable[[int], None]  # does so many steps, and returns when they are done
 
@@ -21,3 +28,25 @@ def measure(
             turn(steps)
             rates[name] = max(rates[name], batch * steps / (time.perf_counter() - start))
     return rates
+
+
+def trainer_turn(trainer: Trainer, state: State, batch: Any) -> Turn:
+    """Steps of a trainer, over and over on one batch, of which this process has read its rows."""
+    batch = trainer.parallel.feed(batch)
+
+    def turn(steps: int) -> None:
+        nonlocal state
+        for _ in range(steps):
+            state, loss = trainer.step(state, batch)
+        if not np.isfinite(float(loss)):
+            raise TrainingError(f"the loss is {float(loss)}, and a step that fails is not measured")
+
+    return turn
+
+
+def share_memory() -> None:
+    """Have JAX take GPU memory as it needs it, and leave the rest to others in this process.
+
+    Otherwise it takes most of the card when it first looks at it; so this comes before.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

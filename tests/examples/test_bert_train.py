@@ -11,10 +11,10 @@ import pytest
 
 from examples.bert.config import PRESETS
 from examples.bert.model import init
-from examples.bert.programs import make_programs
 from examples.bert.published import to_published
 from examples.bert.steps import make_model
 from examples.bert.train import add_bert, main, train
+from examples.bert.trainer import bert_trainer
 from ftmesh import Topology
 from ftmesh.train.arguments import add_run
 from ftmesh.train.records import make_example, write_records
@@ -30,10 +30,10 @@ HOLE = Topology.grid("4x4", failed="2x2@0,0")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_made_once():
-    """Runs with the same settings have the same programs, and need not trace them again."""
+def trainers_made_once():
+    """Runs with the same settings have the same trainer, and need not trace it again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("examples.bert.train.make_programs", cache(make_programs))
+        patch.setattr("examples.bert.train.bert_trainer", cache(bert_trainer))
         yield
 
 

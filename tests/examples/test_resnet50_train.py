@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from examples.resnet50.config import PRESETS
-from examples.resnet50.programs import make_programs
 from examples.resnet50.train import main, train
+from examples.resnet50.trainer import resnet50_trainer
 from ftmesh import FtmeshError, Topology
 from ftmesh.train.arguments import add_run
 from ftmesh.train.records import make_example, write_records
@@ -29,10 +29,10 @@ HOLE = Topology.grid("4x4", failed="2x2@0,0")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_made_once():
-    """Runs with the same settings have the same programs, and need not trace them again."""
+def trainers_made_once():
+    """Runs with the same settings have the same trainer, and need not trace it again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("examples.resnet50.train.make_programs", cache(make_programs))
+        patch.setattr("examples.resnet50.train.resnet50_trainer", cache(resnet50_trainer))
         yield
 
 
