@@ -72,11 +72,11 @@ def count_right_of_rank(params, stats, batch):
     return weighted_sum(right, batch.weights), batch.weights.sum()
 
 
-def linear_trainer(topology, options=None, lr_schedule=lambda step: RATE, batch=BATCH):
+def linear_trainer(topology, options=None, *, lr_schedule=lambda step: RATE, wire_dtype=None):
     options = options or StepOptions()
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first())
     parallel = options.on(topology, types[0])
-    shares = parallel.shares(batch)
+    shares = parallel.shares(BATCH)
     one = jax.ShapeDtypeStruct((), np.float32)
     return make_trainer(
         parallel,
@@ -88,6 +88,7 @@ def linear_trainer(topology, options=None, lr_schedule=lambda step: RATE, batch=
         transformation=optax.sgd(lr_schedule),
         lr_schedule=lr_schedule,
         sharded=options.sharded,
+        wire_dtype=wire_dtype,
     )
 
 
@@ -115,14 +116,14 @@ def arguments(*argv):
     return parser.parse_args([*argv, "--emulate", "one"])
 
 
-def descent(steps, rate=RATE, batch=BATCH):
+def descent(steps):
     """The weights after so many steps on whole batches, in float64: those of NumPy alone."""
     (params, _), losses = first(), []
-    batches = PointBatches(batch=batch, num_steps=steps)
+    batches = PointBatches(batch=BATCH, num_steps=steps)
     for step in range(steps):
         x, y, _ = batches[step][0]
         off = x @ params["w"] + params["b"] - y
         losses.append(np.mean(off**2))
         grads = {"w": 2 * off @ x / len(x), "b": 2 * off.mean()}
-        params = {name: params[name] - rate * grads[name] for name in params}
+        params = {name: params[name] - RATE * grads[name] for name in params}
     return params, losses

@@ -1,5 +1,7 @@
 """Whole steps of a trainer beside plain descent in NumPy, on every kind of sums."""
 
+import re
+
 import numpy as np
 import pytest
 from linear import CLOSE, PointBatches, arguments, descent, first, linear_job, linear_trainer
@@ -15,26 +17,26 @@ HOLE = Topology.grid("4x4", failed="2x2@0,0")
 DEVICES = cpu_grid("4x4", failed="2x2@0,0")
 
 
-@pytest.mark.parametrize(
-    ("topology", "options"),
-    [
-        (HOLE, {}),
-        (DEVICES, {"algorithm": "row_pair"}),
-        (HOLE, {"algorithm": "ring", "sharded": False}),
-        (HOLE, {"overlap": True, "bucket_bytes": 8}),
-        (HOLE, {"overlap": True, "sharded": False}),
-        (HOLE, {"algorithm": "psum"}),
-        (HOLE, {"algorithm": "psum", "with_idle": True}),
-        (DEVICES, {"algorithm": "psum", "with_idle": True}),
-        (HOLE, {"with_idle": True}),
-        (DEVICES, {"with_idle": True}),
-        (DEVICES, {"with_idle": True, "sharded": False}),
-        (cpu_grid("2x1"), {"algorithm": "psum"}),
-        (Topology.from_drawing("..X..\n..X.."), {"algorithm": "psum"}),
-        (Topology((1,), (False,), devices_per_chip=2), {}),
-        (cpu_grid("1x1"), {}),
-    ],
-)
+CASES = {
+    "sharded": (HOLE, {}),
+    "sharded on devices": (DEVICES, {"algorithm": "row_pair"}),
+    "whole": (HOLE, {"algorithm": "ring", "sharded": False}),
+    "overlap": (HOLE, {"overlap": True, "bucket_bytes": 8}),
+    "whole overlap": (HOLE, {"overlap": True, "sharded": False}),
+    "psum": (HOLE, {"algorithm": "psum"}),
+    "psum idle": (HOLE, {"algorithm": "psum", "with_idle": True}),
+    "psum idle on devices": (DEVICES, {"algorithm": "psum", "with_idle": True}),
+    "idle": (HOLE, {"with_idle": True}),
+    "idle on devices": (DEVICES, {"with_idle": True}),
+    "whole idle on devices": (DEVICES, {"with_idle": True, "sharded": False}),
+    "two in a line": (cpu_grid("2x1"), {"algorithm": "psum"}),
+    "two halves": (Topology.from_drawing("..X..\n..X.."), {"algorithm": "psum"}),
+    "two on a chip": (Topology((1,), (False,), devices_per_chip=2), {}),
+    "one": (cpu_grid("1x1"), {}),
+}
+
+
+@pytest.mark.parametrize(("topology", "options"), CASES.values(), ids=CASES)
 def test_three_steps_are_those_of_plain_descent(topology, options):
     """In float32, whose rounding at 6e-8 grows little in three steps."""
     trainer = linear_trainer(topology, StepOptions(**options))
@@ -79,3 +81,12 @@ def test_a_run_counts_every_answer_of_the_validation_data():
     assert 0 < right.mean() < 1
     assert report.evaluations[8]["accuracy"] == pytest.approx(right.mean())
     assert list(report.evaluations) == [4, 8]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(("wire_dtype", "kinds"), [("bfloat16", {"bf16", "f32"}), (None, {"f32"})])
+def test_gradients_travel_in_the_dtype_asked_for(sharded, wire_dtype, kinds):
+    """Losses, counts and new weights travel in their own."""
+    trainer = linear_trainer(DEVICES, StepOptions(sharded=sharded), wire_dtype=wire_dtype)
+    text = trainer.step.lower(*trainer.inputs).as_text()
+    assert set(re.findall(r"collective_permute.*-> tensor<\w*x(\w+)>", text)) == kinds
