@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from examples.resnet50.batch import Batch
 from examples.resnet50.config import PRESETS
 from examples.resnet50.trainer import first_state, resnet50_trainer
 from ftmesh.mesh.topology import Topology
-from ftmesh.train.measure import Turn, measure, share_memory, trainer_turn
+from ftmesh.train.measure import Turn, measure, read_arguments, trainer_turn
 
 
 def our_turn(preset: str, batch: int) -> Turn:
@@ -65,17 +66,10 @@ def torch_turn(batch: int) -> Turn:
     return turn
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Measure the trainer's own step.")
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="mlperf-4096")
-    parser.add_argument("--batch", type=int, default=256, help="of all devices together (256)")
-    parser.add_argument("--steps", type=int, default=30, help="in a turn (30)")
-    parser.add_argument("--torch", action="store_true", help="measure PyTorch as well")
-    parser.add_argument("--json", action="store_true", help="print the rates as JSON")
-    args = parser.parse_args()
-    if args.torch:
-        share_memory()
+    args = read_arguments(parser, argv, PRESETS, preset="mlperf-4096", batch=256, steps=30)
     turns = {"ftmesh": our_turn(args.preset, args.batch)}
     if args.torch:
         turns["torch"] = torch_turn(args.batch)

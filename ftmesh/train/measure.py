@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,28 @@ def trainer_turn(trainer: Trainer, state: State, batch: Any) -> Turn:
     return turn
 
 
-def share_memory() -> None:
-    """Have JAX take GPU memory as it needs it, and leave the rest to others in this process.
+def read_arguments(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    presets: Iterable[str],
+    *,
+    preset: str,
+    batch: int,
+    steps: int,
+) -> argparse.Namespace:
+    """The arguments that every measurement of a step takes, after those that `parser` has.
 
-    Otherwise it takes most of the card when it first looks at it; so this comes before.
+    With `--torch` JAX takes GPU memory as it needs it, and leaves the rest to PyTorch. Otherwise it
+    takes most of the card when it first looks at it; so this comes before.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    parser.add_argument("--preset", choices=tuple(presets), default=preset, help="(%(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=batch, help="of all devices together (%(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=steps, help="in a turn (%(default)s)")
+    parser.add_argument("--torch", action="store_true", help="measure PyTorch as well")
+    parser.add_argument("--json", action="store_true", help="print the rates as JSON")
+    args = parser.parse_args(argv)
+    if args.torch:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    return args
