@@ -31,8 +31,9 @@ from ftmesh.plans import Plan as Plan
 from ftmesh.plans import plan as plan
 from ftmesh.schedule.files import load as load
 from ftmesh.schedule.files import save as save
-from ftmesh.schedule.schedule import Phase as Phase
+from ftmesh.schedule.phase import Phase as Phase
 from ftmesh.schedule.schedule import Schedule as Schedule
+from ftmesh.schedule.schedule import SplitSchedule as SplitSchedule
 from ftmesh.schedule.verify import Proof as Proof
 from ftmesh.schedule.verify import verify as verify
 

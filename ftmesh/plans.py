@@ -11,6 +11,7 @@ from ftmesh.cost.choice import AUTO, Choice, choose
 from ftmesh.cost.network import DEFAULT, Network, network
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import Program, lower
+from ftmesh.execute.read_back import check_program
 from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.verify import Proof
@@ -52,7 +53,10 @@ class Plan:
             devices_per_chip=self.topology.devices_per_chip,
             with_idle=self.with_idle,
         )
-        return replace(program, unrolled=self.unrolled)
+        program = replace(program, unrolled=self.unrolled)
+        if self.proof is not None:
+            check_program(program)
+        return program
 
     @cached_property
     def as_unrolled(self) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,13 @@ from ftmesh.mesh.notation import Failed, format_shape, parse_shape
 from ftmesh.mesh.topology import Topology
 
 
-def cpu_grid(shape: str, *, failed: Failed = None, wrap: bool = False) -> Topology:
+def cpu_grid(
+    shape: str,
+    *,
+    failed: Failed = None,
+    failed_links: str | Iterable[Sequence[Sequence[int]]] = (),
+    wrap: bool | Sequence[bool] = False,
+) -> Topology:
     """A topology of emulated CPU devices, as many as `shape` has chips, live and failed.
 
     JAX decides how many CPU devices there are when it is first used; call this before, or set
@@ -37,7 +43,9 @@ def cpu_grid(shape: str, *, failed: Failed = None, wrap: bool = False) -> Topolo
             "already: call cpu_grid before anything else uses JAX, or set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
         )
-    return Topology.from_devices(devices[:wanted], shape=sizes, failed=failed, wrap=wrap)
+    return Topology.from_devices(
+        devices[:wanted], shape=sizes, failed=failed, failed_links=failed_links, wrap=wrap
+    )
 
 
 def on_one_device(run: Callable[..., Any], axis_name: str = "data") -> Callable[..., Any]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import ftmesh
 from ftmesh.cli import advise, bench, compile, draw, limits, paper, plan, simulate, verify
@@ -45,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # arrows, on a terminal without them
     try:
-        COMMANDS[args.command].run(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            COMMANDS[args.command].run(args)
     except FtmeshError as error:
         print(f"ftmesh: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -59,3 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ftmesh: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """One line, as errors are; where in the code it arose says nothing to a user."""
+    print(f"ftmesh: warning: {message}", file=sys.stderr)

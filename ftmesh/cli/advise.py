@@ -111,7 +111,8 @@ def run(args: argparse.Namespace) -> None:
 def _site(args: argparse.Namespace, whole: Topology) -> Site:
     spares = args.spares
     if spares is None:
-        spares = -(-min(n for n in whole.shape if n > 1) // advise.BOARD)
+        shortest = min(whole.shape) if len(whole.shape) > 1 else 1
+        spares = -(-shortest // advise.BOARD)
     if spares < 0:
         raise ArgumentError(f"--spares {spares}: there cannot be fewer than none")
     return Site(

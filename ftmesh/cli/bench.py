@@ -44,7 +44,12 @@ def run(args: argparse.Namespace) -> None:
     from ftmesh.collectives.timing import bench, table
     from ftmesh.testing import cpu_grid
 
-    topology = cpu_grid(wanted.name, failed=wanted.failed)
+    topology = cpu_grid(
+        wanted.name,
+        failed=wanted.failed,
+        failed_links=wanted.failed_links,
+        wrap=wanted.wrap,
+    )
     timings = bench(topology, payloads, repeats=args.repeats, progress=_show)
     if args.json:
         print(json.dumps([asdict(timing) for timing in timings], indent=2))

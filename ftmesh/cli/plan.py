@@ -21,6 +21,7 @@ from ftmesh.cli.arguments import (
 )
 from ftmesh.draw import draw_svg, schedule_panels
 from ftmesh.plans import Plan
+from ftmesh.schedule.schedule import SplitSchedule
 from ftmesh.units import parse_bytes
 
 
@@ -92,7 +93,9 @@ def summary(plan: Plan) -> dict[str, Any]:
         "live": plan.topology.num_live,
         "payload_bytes": plan.payload_bytes,
         "rounds": schedule.num_rounds,
-        "rounds_in_reduce_scatter": schedule.rounds_in_reduce_scatter,
+        "rounds_in_reduce_scatter": (
+            schedule.rounds_in_reduce_scatter if isinstance(schedule, SplitSchedule) else 0
+        ),
         "chunks": schedule.num_chunks,
         "neighbour_only": schedule.is_neighbour_only,
         "verified": plan.proof is not None,
@@ -100,7 +103,7 @@ def summary(plan: Plan) -> dict[str, Any]:
             {
                 "name": phase.name,
                 "rounds": phase.num_rounds,
-                "lanes": len(set(phase.columns.lane.tolist())),
+                "lanes": len(phase.lanes),
                 "busiest_link_bytes": plan.payload_bytes
                 * max(schedule.link_loads(phase).values())
                 / schedule.num_chunks,

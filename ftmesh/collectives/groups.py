@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ftmesh.errors import ArgumentError, CollectiveError, TopologyError
 from ftmesh.mesh.ranks import OnTopology, Ranks
 from ftmesh.mesh.topology import Topology
-from ftmesh.schedule.schedule import Ints
+from ftmesh.schedule.columns import Ints
 
 
 @dataclass(frozen=True, eq=False)

@@ -327,5 +327,5 @@ def _place_chunks(chunks: jax.Array, axis_name: Any, program: Program) -> jax.Ar
 
 
 def _check_owned(program: Program) -> None:
-    if (program.owner < 0).any():
+    if program.owner is None:
         raise CollectiveError("this schedule has no reduce-scatter half, so nobody owns a chunk")

@@ -35,7 +35,8 @@ ASSUMPTIONS = (
     "work since the last checkpoint and costs a restart; so does a return to more chips, without "
     "the loss.",
     "The full mesh and sub-meshes sum with two_dim, damaged meshes with the faster of row_pair and "
-    "ring, in synchronous rounds as simulated. The global batch stays the same.",
+    "ring, chips in a line with line, in synchronous rounds as simulated. The global batch stays "
+    "the same.",
     f"For each number of failed boards {SAMPLES} random damages are planned and simulated; further "
     "ones count like one of these.",
     "Spare boards stand in for failed ones wherever these are, and are paid for.",
@@ -91,11 +92,10 @@ class Site:
 
     def sum_on(self, topology: Topology) -> float:
         """The fastest all-reduce on `topology`; a `PlanError` where there is none."""
-        damaged = bool(topology.failed or topology.failed_links)
         if topology.num_live == 1:
             return 0.0
         times = []
-        for name in ("row_pair", "ring") if damaged else ("two_dim",):
+        for name in _algorithms(topology):
             try:
                 schedule = planners.schedule(topology, name)
             except PlanError:
@@ -114,6 +114,13 @@ class Site:
         """The mesh less some boards."""
         failed = [chip for board in sorted(boards) for chip in self.boards[board].coords()]
         return Topology.grid(self.topology.shape, failed=failed, wrap=self.topology.wrap)
+
+
+def _algorithms(topology: Topology) -> tuple[str, ...]:
+    """Those worth pricing on `topology`: see `ASSUMPTIONS`."""
+    if sum(size > 1 for size in topology.shape) < 2:
+        return ("line",)
+    return ("row_pair", "ring") if topology.failed or topology.failed_links else ("two_dim",)
 
 
 @dataclass(frozen=True)
@@ -165,10 +172,7 @@ class SubMesh(Wait):
                 )
             ]
             whole = Topology.grid(box.size, failed="", wrap=wrap)
-            try:
-                self._by_size[box.size] = self.site.speed_on(whole)
-            except PlanError:  # a line of chips
-                self._by_size[box.size] = 0.0
+            self._by_size[box.size] = self.site.speed_on(whole)
         chips = set(box.coords())
         used = (i for i, board in enumerate(self.site.boards) if chips & set(board.coords()))
         return Setting(self._by_size[box.size], frozenset(used))

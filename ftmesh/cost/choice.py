@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ftmesh import planners
@@ -70,7 +70,7 @@ def choose(topology: Topology, payload_bytes: int, on: Network = DEFAULT) -> Cho
     A `PlanError` where none can. What was found is remembered for the next call with an equal
     topology, payload and network.
     """
-    return _choose(replace(topology, devices=(), all_devices=()), payload_bytes, on)
+    return _choose(topology.without_devices(), payload_bytes, on)
 
 
 @lru_cache(maxsize=256)

@@ -40,7 +40,9 @@ from ftmesh.cost.network import DEFAULT, Network, network
 from ftmesh.errors import ArgumentError
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.topology import Link
-from ftmesh.schedule.schedule import Phase, Schedule, row_key
+from ftmesh.schedule.columns import Columns, row_key
+from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.schedule import Schedule
 from ftmesh.units import format_bytes, format_time
 
 MODES = ("synchronous", "dataflow")
@@ -135,7 +137,16 @@ class Simulator:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self._link_ids = {link: i for i, link in enumerate(schedule.topology.links)}
-        self._traffic = [_Traffic(self, phase) for phase in schedule.phases]
+
+    @cached_property
+    def _rounds(self) -> list[_Traffic]:
+        """The phases, for rounds on idle wires."""
+        return [_Traffic(self, phase, alike=True) for phase in self.schedule.phases]
+
+    @cached_property
+    def _transfers(self) -> list[_Traffic]:
+        """The phases, for transfers one by one."""
+        return [_Traffic(self, phase, alike=False) for phase in self.schedule.phases]
 
     def run(
         self, payload_bytes: int = 100_000_000, on: Network = DEFAULT, mode: str = "synchronous"
@@ -195,8 +206,10 @@ class Simulator:
             )
         wires = _Wires(on, len(self._link_ids), queue)
         per_chunk = payload_bytes / self.schedule.num_chunks / on.bandwidth
-        step = _synchronous if mode == "synchronous" else _dataflow
-        spans = step(self.schedule, self._traffic, wires, per_chunk)
+        if mode == "synchronous":
+            spans = _synchronous(self._rounds, wires, per_chunk)
+        else:
+            spans = _dataflow(self.schedule, self._transfers, wires, per_chunk)
         return max(end for _, end in spans), spans
 
     def link_ids(self, src: int, dst: int) -> list[int]:
@@ -232,17 +245,22 @@ class _Wires:
 
 
 class _Traffic:
-    """A phase as the wires see it."""
+    """A phase as the wires see it.
 
-    def __init__(self, simulator: Simulator, phase: Phase) -> None:
-        self.columns = phase.columns
-        self.bounds = phase.bounds
+    Rounds of rings in lockstep are alike to them: one is looked at, and counts so many `times`.
+    """
+
+    def __init__(self, simulator: Simulator, phase: Phase, *, alike: bool) -> None:
+        is_rule = alike and not isinstance(phase.what, Columns)
+        self.times = phase.num_rounds if is_rule else 1
+        self.columns = phase.first_round if is_rule else phase.columns
+        self.bounds = np.array([0, len(self.columns)]) if is_rule else phase.bounds
         paths = [simulator.link_ids(*pair) for pair in phase.pairs]
         hops = np.array([len(path) for path in paths])
         self._path = np.full((len(paths), hops.max()), -1)
         for i, path in enumerate(paths):
             self._path[i, : len(path)] = path
-        key = row_key(phase.columns.src, phase.columns.dst)
+        key = row_key(self.columns.src, self.columns.dst)
         self._pair = np.unique(key, return_inverse=True)[1]
 
     @cached_property
@@ -276,7 +294,7 @@ class _Traffic:
 
 
 def _synchronous(
-    schedule: Schedule, traffic: list[_Traffic], wires: _Wires, per_chunk: float
+    traffic: list[_Traffic], wires: _Wires, per_chunk: float
 ) -> list[tuple[float, float]]:
     """Each round on idle wires; phases follow one another."""
     lengths = []
@@ -286,7 +304,7 @@ def _synchronous(
             wires.free[:] = 0.0
             _, arrived = wires.send(np.zeros_like(busy), busy, waves)
             ends.append(float(arrived.max()))
-        lengths.append(math.fsum(ends))
+        lengths.append(phase.times * math.fsum(ends))
     ends = [math.fsum(lengths[:i]) for i in range(len(lengths) + 1)]
     return list(pairwise(ends))
 

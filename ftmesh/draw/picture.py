@@ -23,7 +23,9 @@ from ftmesh.errors import ScheduleError, TopologyError
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.routing import Route
 from ftmesh.mesh.topology import Topology
-from ftmesh.schedule.schedule import Columns, Phase, Schedule
+from ftmesh.schedule.columns import Columns
+from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.schedule import Schedule, SplitSchedule
 
 Colour = Literal["blue", "orange", "green", "purple", "amber", "red"]
 Role = Literal["live", "failed", "off_ring"]
@@ -176,9 +178,9 @@ def schedule_panels(schedule: Schedule, *, half: Literal[0, 1] | None = None) ->
 
 def off_ring_chips(schedule: Schedule) -> frozenset[Coord]:
     """The live chips that own no chunk, though others do."""
-    owners = set(_plain(schedule.owner))
-    if owners <= {-1}:
+    if not isinstance(schedule, SplitSchedule):
         return frozenset()
+    owners = set(_plain(schedule.owner))
     coords = schedule.topology.coords
     return frozenset(coord for rank, coord in enumerate(coords) if rank not in owners)
 

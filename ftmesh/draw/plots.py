@@ -18,6 +18,7 @@ from ftmesh.cost.advise import Outcome, Site
 from ftmesh.cost.limits import Limits, limits
 from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.cost.simulate import Simulation, Simulator
+from ftmesh.draw.picture import place, size
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.mesh.topology import Topology
 from ftmesh.units import format_bytes, format_time
@@ -115,35 +116,39 @@ def _seconds(topology: Topology, name: str, payload_bytes: int, on: Network) -> 
 def link_loads(simulation: Simulation) -> Figure:
     """What each link carries, on the mesh, as a share of the payload; both ways are drawn apart."""
     topology = simulation.schedule.topology
-    if len(topology.shape) != 2:
-        raise ArgumentError(f"only loads on 2-D meshes can be drawn, not on {topology.name}")
-    cell = 7 / max(*topology.shape, 8)  # inches between chips
-    width, height = (cell * n for n in topology.shape)
+    if len(topology.shape) > 2:
+        raise ArgumentError(
+            f"only loads on meshes of one or two axes can be drawn, not on {topology.name}"
+        )
+    columns, rows = size(topology)
+    cell = 7 / max(columns, rows, 8)  # inches between chips
     figure, axes = _figure(
         f"What links carry: {simulation.schedule.algorithm} on {topology}",
         "share of the payload, in the whole all-reduce",
-        size=(max(width + 2, 5.5), height + 1.5),
+        size=(max(cell * columns + 2, 5.5), cell * rows + 1.5),
     )
     from matplotlib.collections import LineCollection
 
     ends, shares = [], []
     for a, b in topology.links:
-        along = np.subtract(b, a)
+        along = np.subtract(place(b), place(a))
         if np.abs(along).sum() > 1:  # a wrap link has no place between its ends
             continue
         side = 0.12 * np.array([-along[1], along[0]])
-        ends.append([np.add(a, side), np.add(b, side)])
+        ends.append([np.add(place(a), side), np.add(place(b), side)])
         shares.append(simulation.link_bytes.get((a, b), 0.0) / simulation.payload_bytes)
     lines = LineCollection(ends, array=np.array(shares), cmap="viridis_r", linewidths=10 * cell)
     lines.set_clim(0.0)
     axes.add_collection(lines)
-    axes.plot(*zip(*topology.coords, strict=True), "o", markersize=9 * cell, color="#444444")
+    axes.plot(
+        *zip(*map(place, topology.coords), strict=True), "o", markersize=9 * cell, color="#444444"
+    )
     if topology.failed:
-        failed = zip(*sorted(topology.failed), strict=True)
+        failed = zip(*map(place, sorted(topology.failed)), strict=True)
         axes.plot(*failed, "x", markersize=30 * cell, color="#cc0000")
     axes.set(aspect="equal", xlabel="x", ylabel="y")
-    axes.set_xlim(-0.7, topology.shape[0] - 0.3)
-    axes.set_ylim(topology.shape[1] - 0.3, -0.7)
+    axes.set_xlim(-0.7, columns - 0.3)
+    axes.set_ylim(rows - 0.3, -0.7)
     figure.colorbar(lines, ax=axes, shrink=0.8)
     return figure
 

@@ -15,17 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ftmesh.schedule.schedule import (
-    ADD,
-    COPY,
-    Columns,
-    Ints,
-    Phase,
-    Schedule,
-    join,
-    row_key,
-    transfers,
-)
+from ftmesh.errors import ScheduleError
+from ftmesh.execute.on_devices import on_devices
+from ftmesh.schedule.circling import Circling
+from ftmesh.schedule.columns import Columns, Ints, row_key
+from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.schedule import Schedule
 
 Permutation = tuple[tuple[int, int], ...]
 IDLE = -1  # in place of a chunk: the rank sends nothing in this round
@@ -51,8 +46,12 @@ class Table:
 
     def chunks(self, num_rounds: int) -> Ints:
         """Written out in full, ``[rank, round]``."""
-        full = self.rows[self.row]
-        return np.where(full == IDLE, IDLE, full + self.base[:, None]).astype(np.int32)
+        return np.stack([self.at(now) for now in range(num_rounds)], axis=1)
+
+    def at(self, now: int) -> Ints:
+        """The chunk of every rank in round `now`, or IDLE."""
+        found = self.rows[self.row, now]
+        return np.where(found == IDLE, IDLE, found + self.base).astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +66,12 @@ class Rule:
 
     def chunks(self, num_rounds: int) -> Ints:
         """Written out in full, ``[rank, round]``."""
-        turn = self.place[:, None] + self.step * np.arange(num_rounds, dtype=np.int32)
-        return np.asarray(self.first[:, None] + turn % self.size * self.count, np.int32)
+        return np.stack([self.at(now) for now in range(num_rounds)], axis=1)
+
+    def at(self, now: int) -> Ints:
+        """The chunk of every rank in round `now`."""
+        turn = (self.place + self.step * now) % self.size
+        return np.asarray(self.first + turn * self.count, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +90,7 @@ class Lane:
     @property
     def is_full(self) -> bool:
         """Whether every rank receives something in every round."""
-        return isinstance(self.send, Rule)
+        return isinstance(self.send, Rule) and bool((self.source >= 0).all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,23 +106,30 @@ class Loop:
 class Program:
     """What an executor runs: loops for the reduce-scatter half, and loops for the rest.
 
-    Ranks count the devices of the mesh axis. A program is compared by identity: JAX keeps one
-    compiled program for each.
+    Ranks count the devices of the mesh axis. The loops of a schedule without halves are all in the
+    second part, and nobody owns anything. A program is compared by identity: JAX keeps one compiled
+    program for each.
     """
 
     num_ranks: int
     num_chunks: int
     scatter: tuple[Loop, ...]
     gather: tuple[Loop, ...]
-    owner: Ints  # chunk -> rank, or -1
+    owner: Ints | None  # chunk -> rank
     depth: int  # the longest chain of additions that a value goes through
     live: Ints  # the ranks that take part; the others of the axis are idle
+    names: tuple[str, ...]  # of the ranks, as errors call them
     devices: tuple[Any, ...] = ()  # by rank, where they are known
     unrolled: bool = False  # whether rounds are written out one by one, not as loops
 
     @cached_property
     def owned(self) -> Ints:
         """The chunks of each rank in ascending order; `num_chunks` fills up the rows of some."""
+        if self.owner is None:
+            raise ScheduleError(
+                "this schedule is an all-reduce without halves, so nobody owns a chunk: plan with "
+                "an algorithm that has a reduce-scatter half, such as 'ring' or 'row_pair'"
+            )
         chunks = [np.flatnonzero(self.owner == rank) for rank in range(self.num_ranks)]
         table = np.full((self.num_ranks, max(map(len, chunks))), self.num_chunks, np.int32)
         for rank, mine in enumerate(chunks):
@@ -129,7 +139,11 @@ class Program:
     @property
     def owns_evenly(self) -> bool:
         """Whether every rank owns as many chunks as every other, and some."""
-        return self.owned.size == self.num_chunks and self.owned.max() < self.num_chunks
+        return (
+            self.owner is not None
+            and self.owned.size == self.num_chunks
+            and self.owned.max() < self.num_chunks
+        )
 
     @property
     def loops(self) -> tuple[Loop, ...]:
@@ -138,98 +152,59 @@ class Program:
 
 
 def lower(schedule: Schedule, *, devices_per_chip: int = 1, with_idle: bool = False) -> Program:
-    """The program of a schedule, for one or two devices on each chip.
-
-    With two devices per chip, device ``2 * rank + core`` is core `core` of chip `rank`: the cores
-    of a chip first share out the payload, half each, then each runs the schedule with its half.
-    `with_idle` is for an axis that has the devices of failed chips too, every chip in its place
-    with x fastest; they stay idle.
-    """
-    halves = _split(schedule)
-    owner = schedule.owner
-    num_chunks = schedule.num_chunks
-    if devices_per_chip == 2:
-        halves, owner = _on_two_cores(schedule, halves)
-        num_chunks *= 2
-    elif devices_per_chip != 1:
-        raise ValueError(f"chips have one or two devices, not {devices_per_chip}")
+    """The program of a schedule for a mesh axis; see `on_devices` for whose devices it has."""
     topology = schedule.topology
-    core = np.arange(devices_per_chip, dtype=np.int32)
-    chips = np.arange(topology.num_live, dtype=np.int32)
-    if with_idle:
-        chips = np.array([topology.place(coord) for coord in topology.coords], np.int32)
-    rank = (chips[:, None] * devices_per_chip + core).ravel()
-    num_ranks = (topology.num_chips if with_idle else topology.num_live) * devices_per_chip
+    script = on_devices(schedule, devices_per_chip=devices_per_chip, with_idle=with_idle)
     scatter, gather = (
-        tuple(
-            _loop(name, columns.replace(src=rank[columns.src], dst=rank[columns.dst]), num_ranks)
-            for name, columns in half
-        )
-        for half in halves
+        tuple(_loop(phase, script.num_ranks) for phase in half)
+        for half in (script.scatter, script.gather)
     )
-    placed = np.where(owner >= 0, rank[owner], -1).astype(np.int32)
-    devices = topology.all_devices if with_idle else topology.devices
-    depth = schedule.depth + devices_per_chip - 1
-    return Program(num_ranks, num_chunks, scatter, gather, placed, depth, rank, devices)
+    return Program(
+        num_ranks=script.num_ranks,
+        num_chunks=script.num_chunks,
+        scatter=scatter,
+        gather=gather,
+        owner=script.owner,
+        depth=schedule.depth + devices_per_chip - 1,
+        live=script.contributors,
+        names=script.names,
+        devices=topology.all_devices if with_idle else topology.devices,
+    )
 
 
-Half = list[tuple[str, Columns]]
+def _loop(phase: Phase, num_ranks: int) -> Loop:
+    if isinstance(phase.what, Columns):
+        lanes = _lanes_of_rows(phase.what, num_ranks, phase.num_rounds)
+    else:
+        lanes = [_lane_of_rings(each, num_ranks) for each in phase.what]
+    return Loop(phase.name, phase.num_rounds, tuple(lanes))
 
 
-def _split(schedule: Schedule) -> tuple[Half, Half]:
-    """The phases before and after the reduce-scatter half is complete."""
-    scatter: Half = []
-    gather: Half = []
-    start = 0
-    for phase in schedule.phases:
-        half = scatter if start < schedule.rounds_in_reduce_scatter else gather
-        half.append((phase.name, phase.columns))
-        start += phase.num_rounds
-    return scatter, gather
+def _lane_of_rings(circling: Circling, num_ranks: int) -> Lane:
+    """Rings in lockstep are a rule as they stand."""
+    source = np.full(num_ranks, -1, np.int32)
+    source[circling.dst] = circling.src
+    first, place = np.zeros((2, num_ranks), np.int32)
+    first[circling.src] = np.repeat(circling.first_chunk, circling.num_places)
+    piece = np.tile(np.arange(circling.num_places, dtype=np.int32), len(circling.rings))
+    # Backwards in time, the first round is the last, in which pieces have gone round but once.
+    place[circling.src] = piece - (circling.num_rounds - 1 if circling.mirrored else 0)
+    return Lane(
+        permutation=tuple(zip(circling.src.tolist(), circling.dst.tolist(), strict=True)),
+        source=source,
+        count=circling.count,
+        op=circling.op,
+        send=Rule(
+            first=first,
+            place=place % np.int32(circling.num_places),
+            step=1 if circling.mirrored else -1,
+            size=circling.num_places,
+            count=circling.count,
+        ),
+    )
 
 
-def _on_two_cores(schedule: Schedule, halves: tuple[Half, Half]) -> tuple[tuple[Half, Half], Ints]:
-    """Both cores of every chip at the schedule, each with its half of the payload."""
-    chunks = schedule.num_chunks
-    chips = np.arange(schedule.topology.num_live, dtype=np.int32)
-
-    def both(columns: Columns) -> Columns:
-        return join(
-            columns.replace(
-                src=2 * columns.src + core,
-                dst=2 * columns.dst + core,
-                chunk=columns.chunk + np.int32(core * chunks),
-            )
-            for core in (0, 1)
-        )
-
-    def exchange(op: int) -> Columns:
-        """Each core gives its partner the partner's half, or afterwards its own."""
-        given = [chunks, 0] if op == ADD else [0, chunks]
-        return join(
-            transfers(
-                round=0,
-                lane=0,
-                src=2 * chips + core,
-                dst=2 * chips + 1 - core,
-                chunk=given[core],
-                count=chunks,
-                op=op,
-            )
-            for core in (0, 1)
-        )
-
-    scatter = [(name, both(columns)) for name, columns in halves[0]]
-    gather = [(name, both(columns)) for name, columns in halves[1]]
-    owner = np.concatenate([2 * schedule.owner, 2 * schedule.owner + 1]).astype(np.int32)
-    owner[np.tile(schedule.owner < 0, 2)] = -1
-    scatter.insert(0, ("between cores, reduce-scatter", exchange(ADD)))
-    gather.append(("between cores, all-gather", exchange(COPY)))
-    return (scatter, gather), owner
-
-
-def _loop(name: str, columns: Columns, num_ranks: int) -> Loop:
-    num_rounds = int(columns.round.max()) + 1
+def _lanes_of_rows(columns: Columns, num_ranks: int, num_rounds: int) -> list[Lane]:
     kind = 2 * columns.count + columns.op  # transfers of a lane have one size and one operation
     lanes = []
     for this in np.unique(kind):
@@ -238,7 +213,7 @@ def _loop(name: str, columns: Columns, num_ranks: int) -> Loop:
         lanes += [
             _lane(alike.take(colour == lane), num_ranks, num_rounds) for lane in np.unique(colour)
         ]
-    return Loop(name, num_rounds, tuple(lanes))
+    return lanes
 
 
 def _constant_lanes(columns: Columns) -> Ints:
@@ -305,7 +280,7 @@ def _lane(columns: Columns, num_ranks: int, num_rounds: int) -> Lane:
     chunks = np.full((num_ranks, num_rounds), IDLE, np.int32)
     chunks[columns.src, columns.round] = columns.chunk
     count = int(columns.count[0])
-    rule = _rule(chunks, count) if (chunks != IDLE).all() and (source >= 0).all() else None
+    rule = _rule(chunks, count, src) if (chunks[src] != IDLE).all() else None
     return Lane(
         permutation=tuple(zip(src.tolist(), dst.tolist(), strict=True)),
         source=source,
@@ -315,9 +290,9 @@ def _lane(columns: Columns, num_ranks: int, num_rounds: int) -> Lane:
     )
 
 
-def _rule(values: Ints, count: int) -> Rule | None:
-    """The rule behind a table without gaps, if it is one of stepping round a circle of pieces."""
-    num_rounds = values.shape[1]
+def _rule(chunks: Ints, count: int, senders: Ints) -> Rule | None:
+    """The rule behind rows without gaps, if it is one of stepping round a circle of pieces."""
+    values, num_rounds = chunks[senders], chunks.shape[1]
     if num_rounds < 3:
         return None
     steps = np.diff(values, axis=1)
@@ -326,32 +301,12 @@ def _rule(values: Ints, count: int) -> Rule | None:
     turned = steps != step * count
     after = np.take_along_axis(values, np.argmax(turned, axis=1)[:, None] + 1, axis=1)[:, 0]
     last_piece = (size - 1) * count
-    first = np.where(
+    first, place = np.zeros((2, len(chunks)), np.int32)
+    first[senders] = np.where(
         turned.any(axis=1),
         after if step > 0 else after - last_piece,
         values[:, 0] if step > 0 else values[:, 0] - last_piece,
-    ).astype(np.int32)
-    place = ((values[:, 0] - first) // count).astype(np.int32)
+    )
+    place[senders] = (values[:, 0] - first[senders]) // count
     rule = Rule(first, place, step, size, count)
-    return rule if np.array_equal(rule.chunks(num_rounds), values) else None
-
-
-def as_phase(loop: Loop) -> Phase:
-    """The transfers of a loop again: what `lower` made, read back, for those who check it."""
-    pieces: list[Columns] = []
-    for lane in loop.lanes:
-        chunks = lane.send.chunks(loop.num_rounds)
-        src, dst = np.array(lane.permutation, np.int32).T
-        pair, now = np.nonzero(chunks[src] != IDLE)
-        pieces.append(
-            transfers(
-                round=now,
-                lane=len(pieces),
-                src=src[pair],
-                dst=dst[pair],
-                chunk=chunks[src[pair], now],
-                count=lane.count,
-                op=lane.op,
-            )
-        )
-    return Phase(loop.name, join(pieces))
+    return rule if np.array_equal(rule.chunks(num_rounds)[senders], values) else None

@@ -17,7 +17,7 @@ from jax import lax
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat
 from ftmesh.execute.lower import IDLE, Lane, Loop, Program, Rule, Table
-from ftmesh.schedule.schedule import ADD, COPY
+from ftmesh.schedule.columns import ADD, COPY
 
 
 def all_reduce(buffer: jax.Array, *, axis_name: Any, program: Program, wire: Any) -> jax.Array:

@@ -14,32 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ftmesh.errors import TopologyError, TopologyWarning
+from ftmesh.mesh.damage import Frame
 from ftmesh.mesh.notation import Coord, format_shape
 
 
 class Layout(NamedTuple):
-    """Where devices sit: the chips' grid, each chip's devices, and the chips that are missing.
+    """Where devices sit: the chips' grid, each chip's devices, and the chips that are missing."""
 
-    The grid starts at `low` in the devices' own coords.
-    """
-
-    shape: Coord
+    frame: Frame
     devices_at: dict[Coord, tuple[Any, ...]]
     missing: frozenset[Coord]
     devices_per_chip: int
-    low: Coord
-
-    @property
-    def reach(self) -> Coord:
-        """The shape of the smallest grid from zero that has all of this one in it."""
-        return tuple(start + size for start, size in zip(self.low, self.shape, strict=True))
-
-    def moved(self, coords: frozenset[Coord]) -> frozenset[Coord]:
-        """Coords of devices as coords of the grid, without those that lie outside it."""
-        inside = {
-            tuple(c - start for c, start in zip(coord, self.low, strict=True)) for coord in coords
-        }
-        return frozenset(coord for coord in inside if min(coord) >= 0)
 
 
 def read_layout(devices: Iterable[Any], shape: Coord | None) -> Layout:
@@ -80,7 +65,7 @@ def _by_order(devices: Sequence[Any], shape: Coord | None) -> Layout:
         )
     coords = [_nth_coord(i, shape) for i in range(len(devices))]
     at = {coord: (device,) for coord, device in zip(coords, devices, strict=True)}
-    return Layout(shape, at, frozenset(), 1, (0,) * len(shape))
+    return Layout(Frame.of_grid(shape), at, frozenset(), 1)
 
 
 def _by_coords(devices: Sequence[Any], shape: Coord | None) -> Layout:
@@ -88,28 +73,24 @@ def _by_coords(devices: Sequence[Any], shape: Coord | None) -> Layout:
         raise TopologyError("devices have coords of different lengths: pass those of one slice")
     cores: dict[Coord, dict[int, Any]] = {}
     for device in devices:
-        coord = tuple(int(n) for n in device.coords)
+        written = tuple(int(n) for n in device.coords)
         core = int(getattr(device, "core_on_chip", None) or 0)
-        other = cores.setdefault(coord, {}).setdefault(core, device)
+        other = cores.setdefault(written, {}).setdefault(core, device)
         if other is not device:
             raise TopologyError(
-                f"two devices, {other} and {device}, claim core {core} of the chip at {coord}: "
+                f"two devices, {other} and {device}, claim core {core} of the chip at {written}: "
                 "pass each device once"
             )
-    low = tuple(map(min, zip(*cores, strict=True)))
-    high = tuple(map(max, zip(*cores, strict=True)))
-    if shape is None:
-        kept = [axis for axis in range(len(low)) if high[axis] > low[axis]] or [0]
-        cores = {tuple(c[a] - low[a] for a in kept): v for c, v in cores.items()}
-        shape = tuple(high[axis] - low[axis] + 1 for axis in kept)
-        low = tuple(low[axis] for axis in kept)
-    else:
-        cores = {_fit(coord, shape): v for coord, v in cores.items()}
-        shape = tuple(n for n in shape if n > 1) or (1,)
-        low = (0,) * len(shape)
+    frame = _bounding_box(list(cores)) if shape is None else _stated_box(list(cores), shape)
     per_chip = max(len(found) for found in cores.values())
     at = {}
-    for coord, found in cores.items():
+    for written, found in cores.items():
+        coord = frame.locate(written)
+        if coord is None:
+            raise TopologyError(
+                f"a device sits at {written}, outside the shape {format_shape(frame.shape)} that "
+                "was given"
+            )
         if len(found) == per_chip:
             at[coord] = tuple(found[core] for core in sorted(found))
         else:
@@ -119,20 +100,31 @@ def _by_coords(devices: Sequence[Any], shape: Coord | None) -> Layout:
                 TopologyWarning,
                 stacklevel=4,
             )
-    every = (_nth_coord(i, shape) for i in range(math.prod(shape)))
+    every = (_nth_coord(i, frame.shape) for i in range(math.prod(frame.shape)))
     missing = frozenset(coord for coord in every if coord not in at)
-    return Layout(shape, at, missing, per_chip, low)
+    return Layout(frame, at, missing, per_chip)
 
 
-def _fit(coord: Coord, shape: Coord) -> Coord:
-    """`coord` with the axes that `shape` does not have (or has with size 1) dropped."""
-    padded = shape + (1,) * (len(coord) - len(shape))
-    if len(padded) != len(coord) or any(c >= n for c, n in zip(coord, padded, strict=True)):
+def _bounding_box(coords: Sequence[Coord]) -> Frame:
+    """The smallest box around `coords`, less the axes along which they do not differ."""
+    low, high = (tuple(map(end, zip(*coords, strict=True))) for end in (min, max))
+    return _without_flat_axes(low, tuple(b - a + 1 for a, b in zip(low, high, strict=True)))
+
+
+def _stated_box(coords: Sequence[Coord], shape: Coord) -> Frame:
+    """The box of `shape` from zero; axes that it does not have are of size 1."""
+    num_axes = len(coords[0])
+    if len(shape) > num_axes:
         raise TopologyError(
-            f"a device sits at {coord}, outside the shape {format_shape(shape)} that was given"
+            f"shape {format_shape(shape)} has more axes than the devices' coords, such as "
+            f"{coords[0]}"
         )
-    kept = [axis for axis, n in enumerate(padded) if n > 1] or [0]
-    return tuple(coord[axis] for axis in kept)
+    return _without_flat_axes((0,) * num_axes, shape + (1,) * (num_axes - len(shape)))
+
+
+def _without_flat_axes(low: Coord, shape: Coord) -> Frame:
+    kept = tuple(axis for axis, size in enumerate(shape) if size > 1) or (0,)
+    return Frame(tuple(shape[axis] for axis in kept), low, kept)
 
 
 def _nth_coord(index: int, shape: Coord) -> Coord:

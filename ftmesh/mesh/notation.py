@@ -1,7 +1,7 @@
-"""The written forms of meshes and of damage: ``16x32``, ``4x2@6,14``, drawings, environment.
+"""The written forms of meshes and of damage: ``16x32``, ``4x2@6,14``, drawings.
 
 Everything here turns text (or lists) into tuples of integers and back; what they mean is the
-business of `ftmesh.mesh.topology`.
+business of `ftmesh.mesh.damage` and `ftmesh.mesh.topology`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 from ftmesh.errors import TopologyError
 
 Coord = tuple[int, ...]
-FAILED_VARIABLE = "FTMESH_FAILED"
+Link = tuple[Coord, Coord]
 
 _SHAPE = re.compile(r"\d+(x\d+)*")
 _BLOCK = re.compile(r"(\d+(?:x\d+)*)@(\d+(?:,\d+)*)")
@@ -38,7 +37,12 @@ class Block(NamedTuple):
     corner: Coord
 
     def __str__(self) -> str:
-        return f"{format_shape(self.size)}@{','.join(map(str, self.corner))}"
+        return f"{format_shape(self.size)}@{format_coord(self.corner)}"
+
+    @property
+    def top(self) -> Coord:
+        """The chip at the high corner."""
+        return tuple(c + s - 1 for c, s in zip(self.corner, self.size, strict=True))
 
     def coords(self) -> list[Coord]:
         """The chips inside, x fastest."""
@@ -72,30 +76,21 @@ def format_shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def parse_failed(failed: Failed, shape: Coord) -> frozenset[Coord]:
-    """The failed chips named by blocks (``"2x2@2,2;4x2@6,14"``) or a list of blocks or coords.
+def format_coord(coord: Coord) -> str:
+    """``(6, 14)`` as ``6,14``."""
+    return ",".join(map(str, coord))
 
-    ``None`` reads the environment variable ``FTMESH_FAILED``; an empty string means no failures.
-    """
-    source = ""
-    if failed is None:
-        failed = os.environ.get(FAILED_VARIABLE, "")
-        source = f" (from the environment variable {FAILED_VARIABLE})" if failed else ""
+
+def parse_blocks(failed: str | Block | Iterable[Block | Sequence[int]]) -> list[Block]:
+    """Blocks from ``"2x2@2,2;4x2@6,14"``, or from a block or a list of blocks or coords."""
     if isinstance(failed, str):
-        pieces = [piece.strip() for piece in failed.split(";")]
-        blocks = [_parse_block(piece, source) for piece in pieces if piece]
-    else:
-        listed = [failed] if isinstance(failed, Block) else failed
-        blocks = [
-            part if isinstance(part, Block) else Block((1,) * len(shape), _whole_numbers(part))
-            for part in listed
-        ]
-    for block in blocks:
-        _check_inside(block, shape, source)
-    return frozenset(coord for block in blocks for coord in block.coords())
+        pieces = (piece.strip() for piece in failed.split(";"))
+        return [_parse_block(piece) for piece in pieces if piece]
+    listed = [failed] if isinstance(failed, Block) else failed
+    return [_whole(part) if isinstance(part, Block) else _single(part) for part in listed]
 
 
-def parse_links(links: str | Iterable[Sequence[Sequence[int]]]) -> frozenset[tuple[Coord, Coord]]:
+def parse_links(links: str | Iterable[Sequence[Sequence[int]]]) -> frozenset[Link]:
     """Links as pairs of coords, low end first, from ``"3,2-4,2;0,0-0,1"`` or a list of pairs."""
     if isinstance(links, str):
         pairs = []
@@ -123,7 +118,7 @@ def parse_drawing(drawing: str) -> tuple[Coord, frozenset[Coord]]:
 
 
 def format_failed(failed: Iterable[Coord]) -> str:
-    """Blocks that cover exactly the given chips, as `parse_failed` reads them.
+    """Blocks that cover exactly the given chips, as `parse_blocks` reads them.
 
     >>> format_failed({(2, 2), (3, 2), (2, 3), (3, 3), (7, 7)})
     '2x2@2,2;1x1@7,7'
@@ -156,27 +151,25 @@ def _parse_coord(text: str) -> Coord:
     return tuple(int(n) for n in text.split(","))
 
 
-def _parse_block(text: str, source: str) -> Block:
+def _single(coord: Sequence[int]) -> Block:
+    corner = _whole_numbers(coord)
+    return Block((1,) * len(corner), corner)
+
+
+def _parse_block(text: str) -> Block:
     match = _BLOCK.fullmatch(text)
     if not match:
         raise TopologyError(
-            f"{text!r}{source} is not a block: write WxH@x,y, size first and then the low corner, "
+            f"{text!r} is not a block: write WxH@x,y, size first and then the low corner, "
             "as in '4x2@6,14'; join several with ';'"
         )
-    return Block(parse_shape(match[1]), _parse_coord(match[2]))
+    return _whole(Block(parse_shape(match[1]), _parse_coord(match[2])))
 
 
-def _check_inside(block: Block, shape: Coord, source: str) -> None:
-    if not len(block.size) == len(block.corner) == len(shape):
+def _whole(block: Block) -> Block:
+    """Refuse a block whose two parts do not go together."""
+    if len(parse_shape(block.size)) != len(block.corner):
         raise TopologyError(
-            f"block {block}{source} does not have the {len(shape)} axes of mesh "
-            f"{format_shape(shape)}"
+            f"block {block} has a corner that does not have the {len(block.size)} axes of its size"
         )
-    for corner, size, limit in zip(block.corner, block.size, shape, strict=True):
-        if not 0 <= corner <= corner + size <= limit:
-            low = ",".join("0" * len(shape))
-            high = ",".join(str(n - 1) for n in shape)
-            raise TopologyError(
-                f"block {block}{source} is not inside mesh {format_shape(shape)}, "
-                f"whose chips are {low} to {high}"
-            )
+    return block

@@ -19,20 +19,21 @@ from typing import Any
 import numpy as np
 
 from ftmesh.errors import TopologyError
+from ftmesh.mesh import damage
+from ftmesh.mesh.damage import Frame
 from ftmesh.mesh.devices import read_layout
 from ftmesh.mesh.notation import (
     Block,
     Coord,
     Failed,
+    format_coord,
     format_failed,
     format_shape,
     parse_drawing,
-    parse_failed,
     parse_links,
     parse_shape,
 )
-
-Link = tuple[Coord, Coord]
+from ftmesh.mesh.notation import Link as Link
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Topology:
     Build one with `grid`, `from_devices` or `from_drawing`. Live chips are numbered by dense
     ranks, x fastest, which is the order of the JAX mesh axis. A failed link is a cable: it fails
     in both directions, and is kept with its lower end first. A topology built from devices holds
-    those of its live chips, by rank, and all that were given, by place.
+    those of its live chips, by rank, and all that were given, by place; the same grid on other
+    devices is another topology, and `without_devices` is what the two have in common.
     """
 
     shape: Coord
@@ -50,8 +52,8 @@ class Topology:
     failed: frozenset[Coord] = frozenset()
     failed_links: frozenset[Link] = frozenset()
     devices_per_chip: int = 1
-    devices: tuple[Any, ...] = field(default=(), compare=False, repr=False)
-    all_devices: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    devices: tuple[Any, ...] = field(default=(), repr=False)
+    all_devices: tuple[Any, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if len(self.wrap) != len(self.shape):
@@ -82,13 +84,14 @@ class Topology:
     ) -> Topology:
         """A mesh by its shape, as in ``Topology.grid("16x32", failed="4x2@6,14")``.
 
-        Where `failed` is not given, the environment variable ``FTMESH_FAILED`` is read.
+        Where `failed` is not given, the environment variable ``FTMESH_FAILED`` is read. It speaks
+        of this machine: what it names outside the mesh is left out, with a `TopologyWarning`.
         """
         sizes = parse_shape(shape)
         return cls(
             shape=sizes,
             wrap=_per_axis(wrap, sizes),
-            failed=parse_failed(failed, sizes),
+            failed=damage.failed_chips(failed, Frame.of_grid(sizes)),
             failed_links=parse_links(failed_links),
         )
 
@@ -105,22 +108,23 @@ class Topology:
         """The mesh that `devices` sit on: ``jax.devices()``, or a compile-only TPU topology's.
 
         TPU devices are placed by their coords. Axes of size 1 are dropped, and coords missing
-        from `shape` (or, where it is not given, from the bounding box) are failed. `failed` is in
-        the devices' own coords; the topology's start at the low corner of the box. Devices without
-        coords fill `shape`, or a near-square grid, row by row.
+        from `shape` (or, where it is not given, from the bounding box) are failed. `failed` and
+        `failed_links` are in the devices' own coords, with or without the axes that are dropped;
+        the topology's start at the low corner of the box. Devices without coords fill `shape`, or
+        a near-square grid, row by row. ``FTMESH_FAILED`` is read as by `grid`.
         """
         layout = read_layout(devices, None if shape is None else parse_shape(shape))
-        failed_chips = layout.missing | layout.moved(parse_failed(failed, layout.reach))
+        frame = layout.frame
         bare = cls(
-            shape=layout.shape,
-            wrap=_per_axis(wrap, layout.shape),
-            failed=failed_chips,
-            failed_links=parse_links(failed_links),
+            shape=frame.shape,
+            wrap=_per_axis(wrap, frame.shape),
+            failed=layout.missing | damage.failed_chips(failed, frame),
+            failed_links=damage.failed_links(parse_links(failed_links), frame),
             devices_per_chip=layout.devices_per_chip,
         )
         at = layout.devices_at
         live = tuple(device for coord in bare.coords for device in at[coord])
-        every = tuple(device for coord in bare._every_coord() for device in at.get(coord, ()))
+        every = tuple(device for coord in bare.every_coord() for device in at.get(coord, ()))
         return replace(bare, devices=live, all_devices=every)
 
     @classmethod
@@ -128,6 +132,10 @@ class Topology:
         """A 2-D mesh from a picture: ``.`` live, ``X`` failed, x across, y down."""
         shape, failed = parse_drawing(drawing)
         return cls(shape=shape, wrap=_per_axis(wrap, shape), failed=failed)
+
+    def without_devices(self) -> Topology:
+        """The grid alone: what a schedule is planned for, whichever devices it runs on."""
+        return replace(self, devices=(), all_devices=())
 
     # Chips ----------------------------------------------------------------------------------
 
@@ -149,7 +157,7 @@ class Topology:
     @cached_property
     def coords(self) -> tuple[Coord, ...]:
         """The coord of every rank."""
-        return tuple(c for c in self._every_coord() if c not in self.failed)
+        return tuple(c for c in self.every_coord() if c not in self.failed)
 
     @cached_property
     def _ranks(self) -> dict[Coord, int]:
@@ -283,13 +291,12 @@ class Topology:
     # Text -----------------------------------------------------------------------------------
 
     def drawing(self) -> str:
-        """The picture that `from_drawing` reads."""
-        if len(self.shape) != 2:
-            raise TopologyError(f"only 2-D meshes can be drawn as text, not {self.name}")
-        width, height = self.shape
-        return "\n".join(
-            "".join(".X"[(x, y) in self.failed] for x in range(width)) for y in range(height)
-        )
+        """The picture that `from_drawing` reads; a mesh of one axis is a row."""
+        if len(self.shape) > 2:
+            raise TopologyError(f"only 2-D meshes and lines can be drawn as text, not {self.name}")
+        marks = "".join(".X"[coord in self.failed] for coord in self.every_coord())
+        width = self.shape[0]
+        return "\n".join(marks[start : start + width] for start in range(0, len(marks), width))
 
     def __str__(self) -> str:
         text = self.name
@@ -299,13 +306,14 @@ class Topology:
         if self.failed:
             text += f" less {format_failed(self.failed)}"
         if self.failed_links:
-            links = (f"{_dots(a)}-{_dots(b)}" for a, b in sorted(self.failed_links))
+            links = (f"{format_coord(a)}-{format_coord(b)}" for a, b in sorted(self.failed_links))
             text += f" less links {';'.join(links)}"
         return text
 
     # Inside ---------------------------------------------------------------------------------
 
-    def _every_coord(self) -> Iterator[Coord]:
+    def every_coord(self) -> Iterator[Coord]:
+        """The chips of the grid, live and failed, by place."""
         axes = (range(n) for n in reversed(self.shape))
         return (tuple(reversed(c)) for c in itertools.product(*axes))
 
@@ -333,10 +341,6 @@ def _per_axis(wrap: bool | Sequence[bool], shape: Coord) -> tuple[bool, ...]:
     if not all(isinstance(one, (bool, np.bool_)) for one in each):
         raise TopologyError(f"wrap is True, False, or one of these per axis, not {wrap!r}")
     return tuple(map(bool, each))
-
-
-def _dots(coord: Coord) -> str:
-    return ",".join(map(str, coord))
 
 
 def _summed(values: np.ndarray) -> np.ndarray:

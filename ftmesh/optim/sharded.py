@@ -199,7 +199,7 @@ class ShardedOptimizer:
 
     @property
     def _owners(self) -> str:
-        return hashlib.sha256(self.plan.program.owner.tobytes()).hexdigest()[:16]
+        return hashlib.sha256(self.plan.program.owned.tobytes()).hexdigest()[:16]
 
     def _marked(self, inner: Any) -> ShardedState:
         return ShardedState(inner, self._owners)

@@ -41,7 +41,7 @@ class Shards:
     wire_dtype: Any = None  # in which sums travel
 
     def __post_init__(self) -> None:
-        if (self.plan.program.owner < 0).any():
+        if self.plan.program.owner is None:
             raise CollectiveError(
                 f"algorithm {self.plan.algorithm!r} has no reduce-scatter half, so nobody owns a "
                 "chunk and nothing can be sharded: plan with one that has, such as 'ring' or "

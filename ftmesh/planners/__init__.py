@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ftmesh.errors import PlanError
 from ftmesh.mesh.topology import Topology
-from ftmesh.planners import ring, row_pair, two_dim
+from ftmesh.planners import line, ring, row_pair, two_dim
 from ftmesh.schedule.schedule import Schedule
 
 
@@ -21,7 +21,12 @@ class Planner(Protocol):
         """A schedule for `topology`, or a `PlanError` that says why not."""
 
 
-PLANNERS: dict[str, Planner] = {"two_dim": two_dim, "row_pair": row_pair, "ring": ring}
+PLANNERS: dict[str, Planner] = {
+    "two_dim": two_dim,
+    "row_pair": row_pair,
+    "ring": ring,
+    "line": line,
+}
 
 
 def schedule(topology: Topology, algorithm: str) -> Schedule:
@@ -63,12 +68,8 @@ def _check_whole(topology: Topology) -> None:
         raise PlanError(f"{topology} has a single live chip: there is nothing to sum")
     if sum(size > 1 for size in topology.shape) > 2:
         raise PlanError(
-            f"{topology} has {len(topology.shape)} axes, and every algorithm here works on two"
-        )
-    if sum(size > 1 for size in topology.shape) < 2:
-        raise PlanError(
-            f"{topology} is a line of chips; every algorithm here needs a mesh with two sides of 2 "
-            "or more"
+            f"{topology} has {len(topology.shape)} axes, and every algorithm here works on one or "
+            "two"
         )
     parts = topology.components()
     if len(parts) > 1:

@@ -15,24 +15,30 @@ import numpy as np
 from ftmesh.errors import PlanError
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.topology import Topology
-from ftmesh.planners.scatter import all_reduce, along_rings
-from ftmesh.schedule.schedule import Schedule, join
+from ftmesh.planners.scatter import all_reduce
+from ftmesh.schedule.circling import Circling
+from ftmesh.schedule.schedule import Schedule
 
 Tile = tuple[int, int]
 
 
 def plan(topology: Topology) -> Schedule:
     """Both directions of the circuit, half of the payload each."""
-    ring = np.array([[topology.rank(coord) for coord in circuit(topology)]])
+    return both_ways(topology, circuit(topology), algorithm="ring", name="Hamiltonian ring")
+
+
+def both_ways(topology: Topology, walk: list[Coord], *, algorithm: str, name: str) -> Schedule:
+    """Half of the payload each way round a closed walk over all live chips."""
+    ring = np.array([[topology.rank(coord) for coord in walk]], np.int32)
     live = topology.num_live
-    forward, owned_forward = along_rings(ring, lane=0, first_chunk=0)
-    backward, owned_backward = along_rings(ring[:, ::-1], lane=1, first_chunk=live)
-    owner = np.empty(2 * live, np.int32)
-    owner[owned_forward] = ring
-    owner[owned_backward] = ring[:, ::-1]
-    return all_reduce(
-        topology, "ring", 2 * live, [("Hamiltonian ring", join([forward, backward]))], owner
+    ways = tuple(
+        Circling(np.ascontiguousarray(way), np.array([lane * live], np.int32), lane)
+        for lane, way in enumerate((ring, ring[:, ::-1]))
     )
+    owner = np.empty(2 * live, np.int32)
+    for way in ways:
+        owner[way.ends] = way.rings
+    return all_reduce(topology, algorithm, 2 * live, [(name, ways)], owner)
 
 
 def circuit(topology: Topology) -> list[Coord]:
@@ -48,8 +54,10 @@ def circuit(topology: Topology) -> list[Coord]:
 
 
 def _check(topology: Topology) -> None:
-    if len(topology.shape) != 2:
-        raise PlanError(f"it works on meshes of two axes, not on {topology.name}")
+    if len(topology.shape) != 2 or min(topology.shape) < 2:
+        raise PlanError(
+            f"it works on meshes of two axes, of 2 chips or more each, not on {topology.name}"
+        )
     odd_sides = [n for n in topology.shape if n % 2]
     if len(odd_sides) == 2 and not topology.failed:
         raise PlanError(

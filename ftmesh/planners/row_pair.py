@@ -24,7 +24,8 @@ from ftmesh.mesh.routing import find_cycle
 from ftmesh.mesh.topology import Topology
 from ftmesh.planners.forwarding import Booking, Piece, book, form_groups
 from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
-from ftmesh.schedule.schedule import Columns, Schedule, join, transfers
+from ftmesh.schedule.columns import Columns, join, transfers
+from ftmesh.schedule.schedule import Schedule
 
 AXES = ("row", "column")
 MAX_HEAD_START = 8  # rounds; a group of forwarding chips that needs more is joined with others
@@ -56,8 +57,10 @@ class PairRings:
 
 def plan(topology: Topology) -> Schedule:
     """The schedule with the fewest rounds over both orientations."""
-    if len(topology.shape) != 2:
-        raise PlanError(f"it works on meshes of two axes, not on {topology.name}")
+    if len(topology.shape) != 2 or min(topology.shape) < 2:
+        raise PlanError(
+            f"it works on meshes of two axes, of 2 chips or more each, not on {topology.name}"
+        )
     choices, reasons = [], []
     for along in (0, 1):
         try:

@@ -8,7 +8,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ftmesh.mesh.topology import Topology
-from ftmesh.schedule.schedule import Columns, Ints, Phase, Schedule, join, transfers
+from ftmesh.schedule.circling import Circling
+from ftmesh.schedule.columns import Columns, Ints, join, transfers
+from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.schedule import SplitSchedule
 
 
 def along_rings(
@@ -80,19 +83,20 @@ def all_reduce(
     topology: Topology,
     algorithm: str,
     num_chunks: int,
-    halves: Sequence[tuple[str, Columns]],
+    halves: Sequence[tuple[str, Columns | tuple[Circling, ...]]],
     owner: Ints,
-) -> Schedule:
+) -> SplitSchedule:
     """The schedule that runs reduce-scatter phases, then their mirror images as all-gather.
 
-    `halves` are named without their purpose, first to last: ``("row rings", columns)``.
+    `halves` are named without their purpose, first to last: ``("row rings", columns)``; rings in
+    lockstep may stay a rule.
     """
-    scatter = [Phase(f"{name}, reduce-scatter", columns) for name, columns in halves]
+    scatter = [Phase(f"{name}, reduce-scatter", what) for name, what in halves]
     gather = [
         phase.mirrored(f"{name}, all-gather")
         for phase, (name, _) in zip(reversed(scatter), reversed(halves), strict=True)
     ]
-    return Schedule(
+    return SplitSchedule(
         topology=topology,
         algorithm=algorithm,
         num_chunks=num_chunks,

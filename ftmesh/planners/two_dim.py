@@ -13,7 +13,8 @@ import numpy as np
 from ftmesh.errors import PlanError
 from ftmesh.mesh.topology import Topology
 from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
-from ftmesh.schedule.schedule import Schedule, join
+from ftmesh.schedule.columns import join
+from ftmesh.schedule.schedule import Schedule
 
 
 def plan(topology: Topology) -> Schedule:
@@ -22,8 +23,10 @@ def plan(topology: Topology) -> Schedule:
     Where one side is a multiple of the other, a step along the short side is spread over as many
     rounds, so that both halves move pieces of one size in every round.
     """
-    if len(topology.shape) != 2:
-        raise PlanError(f"it works on meshes of two axes, not on {topology.name}")
+    if len(topology.shape) != 2 or min(topology.shape) < 2:
+        raise PlanError(
+            f"it works on meshes of two axes, of 2 chips or more each, not on {topology.name}"
+        )
     if topology.failed or topology.failed_links:
         raise PlanError("it needs every row and column whole, and the mesh is damaged")
     ranks = np.array([topology.rank(c) for c in np.ndindex(topology.shape)], np.int32)

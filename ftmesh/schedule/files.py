@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from ftmesh.errors import FtmeshError, ScheduleFileError
 from ftmesh.mesh.notation import parse_shape
 from ftmesh.mesh.topology import Topology
-from ftmesh.schedule.schedule import COLUMN_NAMES, Columns, Phase, Schedule
+from ftmesh.schedule.columns import COLUMN_NAMES, Columns
+from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.verify import verify as _verify
 
 FORMAT = "ftmesh.schedule/1"
@@ -44,8 +46,11 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     }
     arrays: dict[str, Any] = dict(zip(COLUMN_NAMES, schedule.columns, strict=True))
     arrays["coords"] = np.array(topology.coords, np.int32)
-    arrays["owner"] = schedule.owner
-    arrays["rounds_in_reduce_scatter"] = np.int32(schedule.rounds_in_reduce_scatter)
+    owner, half = np.full(schedule.num_chunks, -1, np.int32), 0
+    if isinstance(schedule, SplitSchedule):
+        owner, half = schedule.owner, schedule.rounds_in_reduce_scatter
+    arrays["owner"] = owner
+    arrays["rounds_in_reduce_scatter"] = np.int32(half)
     arrays["meta"] = np.array(json.dumps(meta))
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
@@ -125,14 +130,11 @@ def _build(arrays: dict[str, NDArray[Any]]) -> Schedule:
             f"'coords' are not the live chips of {topology} in order, x fastest"
         )
     half = int(arrays["rounds_in_reduce_scatter"])
-    return Schedule(
-        topology=topology,
-        algorithm=meta["algorithm"],
-        num_chunks=meta["num_chunks"],
-        phases=_phases(columns, meta["phases"] or _halves(columns, half)),
-        owner=arrays["owner"],
-        rounds_in_reduce_scatter=half,
-    )
+    owner = arrays["owner"]
+    phases = _phases(columns, meta["phases"] or _halves(columns, half))
+    if half == 0 and owner.shape == (meta["num_chunks"],) and (owner == -1).all():
+        return Schedule(topology, meta["algorithm"], meta["num_chunks"], phases)
+    return SplitSchedule(topology, meta["algorithm"], meta["num_chunks"], phases, owner, half)
 
 
 def _check_columns(c: Columns, num_chunks: int) -> None:

@@ -1,6 +1,6 @@
-"""Replay one chunk of a schedule with whole numbers, and tell what became of each contribution.
+"""Replay one chunk with whole numbers, and tell what became of each contribution.
 
-Slow and exact: `ftmesh.verify` calls it for the chunks in which something looks wrong.
+Slow and exact: proofs call it for the chunks in which something looks wrong.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.schedule.schedule import ADD, Schedule
+from ftmesh.schedule.columns import ADD
+from ftmesh.schedule.script import AnyScript
 
 MANY = 2**31  # counts stop here: a contribution that is there so often never becomes right again
+
+Move = tuple[int, int, int]  # round, source, destination
 
 
 @dataclass(frozen=True)
@@ -22,65 +25,96 @@ class Replay:
     ``counts[r, s]`` says how many times rank r holds the contribution of rank s.
     """
 
-    schedule: Schedule
+    script: AnyScript
     chunk: int
     num_rounds: int
     counts: NDArray[np.int64]
-    travelled: dict[int, tuple[int, int, int]]  # contribution -> its last move: round, src, dst
-    doubled: dict[int, tuple[int, int, int]]  # contribution -> the move that first doubled it
+    travelled: dict[int, Move]  # contribution -> its last move
+    doubled: dict[int, Move]  # contribution -> the move that first doubled it
 
     def complaint(self, rank: int) -> str | None:
         """What is wrong with the sum at `rank`; None where each contribution is there once."""
-        found = self.counts[rank]
+        names, expected = self.script.names, self.script.contributors
+        found = self.counts[rank, expected]
         if (found == 1).all():
             return None
-        coords = self.schedule.topology.coords
         says = (
-            f"after round {self.num_rounds - 1}, chunk {self.chunk} at chip {coords[rank]}: "
-            f"expected each of {len(coords)} contributions exactly once, found "
+            f"after round {self.num_rounds - 1}, chunk {self.chunk} at {names[rank]}: "
+            f"expected each of {len(expected)} contributions exactly once, found "
         )
         parts = []
-        often = [int(s) for s in np.flatnonzero(found > 1)]
+        often = expected[found > 1].tolist()
         if often:
             worst = min(often, key=lambda s: self.doubled[s])
+            times = self.counts[rank, worst]
             parts.append(
-                f"{len(often)} too often, such as chip {coords[worst]}'s {found[worst]} times "
+                f"{len(often)} too often, such as {names[worst]}'s {times} times "
                 f"(first doubled {self._move(self.doubled[worst])})"
             )
-        missing = [int(s) for s in np.flatnonzero(found == 0)]
+        missing = expected[found == 0].tolist()
         if missing:
             nearest = max(missing, key=lambda s: self.travelled.get(s, (-1, 0, 0)))
             if nearest in self.travelled:
                 how = f"which last travelled {self._move(self.travelled[nearest])}"
             else:
                 how = "which never left it"
-            parts.append(f"{len(missing)} missing, such as chip {coords[nearest]}'s, {how}")
+            parts.append(f"{len(missing)} missing, such as {names[nearest]}'s, {how}")
         return says + "; ".join(parts)
 
-    def _move(self, move: tuple[int, int, int]) -> str:
+    def _move(self, move: Move) -> str:
         now, src, dst = move
-        coords = self.schedule.topology.coords
-        return f"in round {now}, chip {coords[src]} to chip {coords[dst]}"
+        return f"in round {now}, {self.script.names[src]} to {self.script.names[dst]}"
 
 
-def replay(schedule: Schedule, chunk: int, num_rounds: int) -> Replay:
+def replay(script: AnyScript, chunk: int, num_rounds: int) -> Replay:
     """Run the first `num_rounds` rounds for `chunk` alone."""
-    coords = schedule.topology.coords
-    c = schedule.columns
-    mine = (c.chunk <= chunk) & (chunk - c.chunk < c.count) & (c.round < num_rounds)
-    c = c.take(mine)
-    counts = np.eye(len(coords), dtype=np.int64)
-    travelled: dict[int, tuple[int, int, int]] = {}
-    doubled: dict[int, tuple[int, int, int]] = {}
-    for now in np.unique(c.round):
-        this = c.take(c.round == now)
+    counts = np.zeros((script.num_ranks, script.num_ranks), np.int64)
+    counts[script.contributors, script.contributors] = 1
+    travelled: dict[int, Move] = {}
+    doubled: dict[int, Move] = {}
+    for now, this in script.of_chunk(chunk):
+        if now >= num_rounds:
+            break
         read = counts[this.src]
         for src, dst, op, value in zip(this.src, this.dst, this.op, read, strict=True):
             before = counts[dst].copy()
             counts[dst] = np.minimum(before + value, MANY) if op == ADD else value
-            move = (int(now), int(src), int(dst))
+            move = (now, int(src), int(dst))
             for s in np.flatnonzero((before == 0) & (counts[dst] > 0)):
                 travelled[int(s)] = move
             for s in np.flatnonzero((counts[dst] > 1) & (counts[dst] > before)):
                 doubled.setdefault(int(s), move)
-    return Replay(schedule, chunk, num_rounds, counts, travelled, doubled)
+    return Replay(script, chunk, num_rounds, counts, travelled, doubled)
+
+
+def gather_complaint(script: AnyScript, chunk: int) -> str:
+    """Why the second half alone does not take `chunk` from its owner to every rank."""
+    assert script.owner is not None
+    owner = int(script.owner[chunk])
+    holds, spoilt = {owner}, {}
+    for now, this in script.of_chunk(chunk):
+        if now < script.rounds_in_scatter:
+            continue
+        held = frozenset(holds)
+        for src, dst, op in zip(*(c.tolist() for c in (this.src, this.dst, this.op)), strict=True):
+            if op != ADD and src in held:
+                holds.add(dst)
+            else:
+                holds.discard(dst)
+                spoilt[dst] = (now, src, dst, op)
+    rank = min(set(range(script.num_ranks)) - holds)
+    says = (
+        f"the all-gather half alone does not bring chunk {chunk} to {script.names[rank]}: it "
+        f"begins with that chunk at its owner, {script.names[owner]}, and with anything elsewhere; "
+        "expected copies of it at every rank, found "
+    )
+    if rank not in spoilt:
+        return says + "none there"
+    now, src, dst, op = spoilt[rank]
+    seen = {rank}
+    while src in spoilt and spoilt[src][0] < now and src not in seen:  # back to the first fault
+        seen.add(src)
+        now, src, dst, op = spoilt[src]
+    verb = "adds to what is there" if op == ADD else "sends what it does not hold"
+    to = script.names[dst]
+    return f"{says}that in {script.place_of(now)} {script.names[src]} {verb}, to {to}"

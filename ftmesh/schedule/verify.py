@@ -1,30 +1,28 @@
 """Verify: prove that a schedule keeps its promises, or say exactly where it does not.
 
-Contributions are counted, not flagged. While no chunk has been added twice every count is 0 or 1,
-so sets of contributions are kept as bits and an addition checks that the sets are disjoint; a chunk
-in which they are not is replayed with whole numbers.
+A schedule with halves is three programs: all-reduce, reduce-scatter and all-gather. The second half
+is proved from each chunk at its owner and anything elsewhere; with the first half, that proves all
+three. Where a chunk's sum has the usual form it is counted (`ftmesh.schedule.counting`), and where
+it has not, or something looks wrong, sets of contributions decide (`ftmesh.schedule.sets`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ftmesh.errors import VerificationError
 from ftmesh.mesh.routing import Route, Router, around, find_cycle
-from ftmesh.schedule.replay import replay
-from ftmesh.schedule.schedule import ADD, Ints, Phase, Schedule
+from ftmesh.schedule.columns import ADD, COPY, Columns
+from ftmesh.schedule.counting import uncounted_chunks, ungathered_chunks
+from ftmesh.schedule.replay import gather_complaint
+from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.schedule.script import AnyScript, Script
+from ftmesh.schedule.sets import Progress, check_sets
 
-_STATE_BYTES = 256 * 2**20  # bits kept at a time; more chunks than fit are verified in turns
-_BATCH = 2**18  # moves of a chunk that are worked out at a time, in whole rounds
-
-Bits = NDArray[np.uint64]
-Progress = Callable[[int, int], None]
+PROGRAMS = ("all-reduce", "reduce-scatter", "all-gather")
 
 
 @dataclass(frozen=True)
@@ -40,18 +38,29 @@ class Proof:
     num_owners: int
     num_links: int
     longest_route: int
+    depth: int  # the longest chain of additions that a value goes through
+    programs: tuple[str, ...]  # what the schedule can be run for, each proved by itself
 
     @property
     def is_neighbour_only(self) -> bool:
         """Whether every transfer was a single hop."""
         return self.longest_route == 1
 
+    @property
+    def _halves(self) -> str:
+        if len(self.programs) == 1:
+            return "an all-reduce alone, without halves"
+        return (
+            f"{self.num_owners} ranks own chunks after the reduce-scatter half, and the all-gather "
+            "half alone brings them to all"
+        )
+
     def __str__(self) -> str:
         return (
             f"verified: {self.num_ranks} ranks hold every contribution to {self.num_chunks} chunks "
             f"exactly once after {self.num_rounds} rounds ({self.num_transfers} transfers, "
             f"{self.num_additions} additions and {self.num_copies} copies of a chunk); "
-            f"{self.num_owners} ranks own chunks after the reduce-scatter half; "
+            f"{self._halves}; sums are up to {self.depth} additions deep; "
             f"{self.num_links} links used, routes of up to {self.longest_route} "
             f"{'hop' if self.is_neighbour_only else 'hops'}, no deadlock"
         )
@@ -67,26 +76,38 @@ def verify(
     would still deliver everything. `progress` is called with work done and work in all.
     """
     routes = _check_routes(schedule, router)
-    turns = _turns(schedule)
-    for turn, chunks in enumerate(turns):
-        if progress:
-            progress(turn, len(turns))
-        _check_contributions(schedule, chunks)
-    if progress:
-        progress(len(turns), len(turns))
-    c = schedule.columns
-    added = int(c.count[c.op == ADD].sum())
+    prove(Script.of(schedule), progress)
+    owners = np.unique(schedule.owner) if isinstance(schedule, SplitSchedule) else ()
     return Proof(
         num_ranks=schedule.topology.num_live,
         num_chunks=schedule.num_chunks,
         num_rounds=schedule.num_rounds,
-        num_transfers=len(c.src),
-        num_additions=added,
-        num_copies=int(c.count.sum()) - added,
-        num_owners=len(set(schedule.owner[schedule.owner >= 0].tolist())),
+        num_transfers=sum(phase.num_transfers for phase in schedule.phases),
+        num_additions=sum(phase.chunks_moved(ADD) for phase in schedule.phases),
+        num_copies=sum(phase.chunks_moved(COPY) for phase in schedule.phases),
+        num_owners=len(owners),
         num_links=len({link for route in routes for link in pairwise(route)}),
         longest_route=max(len(route) for route in routes) - 1,
+        depth=schedule.depth,
+        programs=PROGRAMS if len(owners) else PROGRAMS[:1],
     )
+
+
+def prove(script: AnyScript, progress: Progress | None = None) -> None:
+    """Prove every program of a script, or raise `VerificationError` naming the place."""
+    if script.owner is None:
+        check_sets(script, np.arange(script.num_chunks), progress)
+        return
+    report = progress or (lambda done, total: None)
+    report(0, 3)
+    uncounted = uncounted_chunks(script)
+    report(1, 3)
+    ungathered = ungathered_chunks(script)
+    report(2, 3)
+    check_sets(script, np.union1d(uncounted, ungathered))
+    if len(ungathered):
+        raise VerificationError(gather_complaint(script, int(ungathered[0])))
+    report(3, 3)
 
 
 def _check_routes(schedule: Schedule, router: Router) -> list[Route]:
@@ -109,7 +130,7 @@ def _check_routes(schedule: Schedule, router: Router) -> list[Route]:
             for a, b in pairwise(route):
                 if topology.is_link(a, b):
                     continue
-                c = phase.columns
+                c = phase.what if isinstance(phase.what, Columns) else phase.first_round
                 first = int(np.argmax((c.src == src) & (c.dst == dst)))
                 dead = next((x for x in (b, a) if not topology.is_live(x)), None)
                 what = f"failed chip {dead}" if dead else f"failed link {a}-{b}"
@@ -127,115 +148,6 @@ def _check_routes(schedule: Schedule, router: Router) -> list[Route]:
             f"{links}"
         )
     return list(routes.values())
-
-
-def _turns(schedule: Schedule) -> list[range]:
-    """Ranges of chunks whose state fits the memory set aside for it."""
-    ranks = schedule.topology.num_live
-    per_chunk = ranks * 8 * -(-ranks // 64)
-    size = max(1, min(schedule.num_chunks, _STATE_BYTES // per_chunk))
-    return [
-        range(low, min(low + size, schedule.num_chunks))
-        for low in range(0, schedule.num_chunks, size)
-    ]
-
-
-def _check_contributions(schedule: Schedule, chunks: range) -> None:
-    """Promises 1 and 2 for some of the chunks."""
-    ranks = schedule.topology.num_live
-    alone = _singletons(ranks)
-    full = np.bitwise_or.reduce(alone, axis=0)
-    held = np.repeat(alone[:, None], len(chunks), axis=1)
-    suspects: set[int] = set()
-    owner = schedule.owner[chunks.start : chunks.stop]
-    finished = 0
-    cells = held.reshape(-1, held.shape[2])
-    scratch = np.empty(len(cells), np.int32)
-    for now in (now for phase in schedule.phases for now in _rounds(phase, chunks)):
-        _run_round(cells, now, scratch, suspects)
-        finished += 1
-        if finished == schedule.rounds_in_reduce_scatter:
-            place = np.flatnonzero(owner >= 0)
-            incomplete = place[(held[owner[place], place] != full).any(axis=1)]
-            for chunk in [*(chunks.start + incomplete[:1]), *sorted(suspects)]:
-                owning = schedule.owner[chunk : chunk + 1]
-                _recount(schedule, int(chunk), finished, owning[owning >= 0].tolist())
-    incomplete = np.argwhere((held != full).any(axis=2))[:1, 1]
-    for chunk in [*(chunks.start + incomplete), *sorted(suspects)]:
-        _recount(schedule, int(chunk), finished, list(range(ranks)))
-
-
-def _recount(schedule: Schedule, chunk: int, num_rounds: int, ranks: list[int]) -> None:
-    """Raise unless each of `ranks` holds every contribution to `chunk` once."""
-    exact = replay(schedule, chunk, num_rounds)
-    for rank in ranks:
-        complaint = exact.complaint(rank)
-        if complaint:
-            raise VerificationError(complaint)
-
-
-def _singletons(ranks: int) -> Bits:
-    """Row r has bit r set and no other."""
-    bits = np.zeros((ranks, -(-ranks // 64)), np.uint64)
-    rank = np.arange(ranks)
-    bits[rank, rank // 64] = np.uint64(1) << (rank % 64).astype(np.uint64)
-    return bits
-
-
-class _Round(NamedTuple):
-    """A row for each chunk that moves in one round, lane after lane: cells are (rank, chunk)."""
-
-    lane: NDArray[np.int32]
-    chunk: NDArray[np.intp]
-    src: NDArray[np.intp]
-    dst: NDArray[np.intp]
-    adds: NDArray[np.bool_]
-
-
-def _rounds(phase: Phase, chunks: range) -> Iterator[_Round]:
-    """The rounds of a phase, as far as these chunks move in them."""
-    bounds = phase.bounds
-    moved_before = np.cumsum(np.concatenate(([0], phase.columns.count)))[bounds[:-1]]
-    _, first_round = np.unique(moved_before // _BATCH, return_index=True)
-    for low, high in pairwise([*first_round.tolist(), phase.num_rounds]):
-        c = phase.columns.take(slice(bounds[low], bounds[high]))
-        row, chunk = c.expanded()
-        inside = (chunk >= chunks.start) & (chunk < chunks.stop)
-        if not inside.all():
-            row, chunk = row[inside], chunk[inside]
-        place = chunk - chunks.start
-        src, dst = (ranks[row] * len(chunks) + place for ranks in (c.src, c.dst))
-        rows: tuple[Any, ...] = (c.lane[row], chunk, src, dst, c.op[row] == ADD)
-        ends = np.searchsorted(c.round[row], np.arange(low, high + 1))
-        for start, stop in pairwise(ends.tolist()):
-            yield _Round(*(column[start:stop] for column in rows))
-
-
-def _run_round(cells: Bits, now: _Round, scratch: Ints, suspects: set[int]) -> None:
-    """Move the sets of one round: all reads, then the writes lane after lane.
-
-    `scratch` has a number for each cell, which one does not matter.
-    """
-    moved = cells.take(now.src, axis=0)
-    for lane in _in_turn(now, scratch):
-        before = cells.take(now.dst[lane], axis=0)
-        if not now.adds[lane].all():
-            before[~now.adds[lane]] = 0
-        twice = before & moved[lane]
-        if twice.any():
-            suspects.update(now.chunk[lane][twice.any(axis=1)].tolist())
-        before |= moved[lane]
-        cells[now.dst[lane]] = before
-
-
-def _in_turn(now: _Round, scratch: Ints) -> list[slice]:
-    """What may be written at once: all of it, or one lane, where lanes bring the same chunk."""
-    row = np.arange(len(now.dst), dtype=scratch.dtype)
-    scratch[now.dst] = row  # one of those for the same cell remains
-    if (scratch[now.dst] == row).all():
-        return [slice(None)]
-    ends = np.flatnonzero(now.lane[1:] != now.lane[:-1]) + 1
-    return [slice(start, stop) for start, stop in pairwise([0, *ends.tolist(), len(now.lane)])]
 
 
 def _path(route: Route) -> str:

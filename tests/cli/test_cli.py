@@ -198,7 +198,9 @@ def test_every_figure_of_the_paper(run, number):
         ("plan 8x8 --failed 3x2@2,2 --algorithm ring", "only partly failed; use row_pair"),
         ("plan 8x8 --failed 2x2@2,2;2x2@3,2 --algorithm ring", "only partly failed"),
         ("plan 8x8 --failed 8x2@0,2", "32 chips around (0, 4), 16 chips around (0, 0)"),
-        ("plan 1x8", "1x8 is a line of chips"),
+        ("plan 1x8 --failed 1x1@0,3", "4 chips around (0, 4), 3 chips around (0, 0)"),
+        ("plan 8 --failed-links 3-4", "4 chips around (0,), 4 chips around (4,)"),
+        ("plan 1x8 --algorithm ring", "of 2 chips or more each, not on 1x8; use line"),
         ("plan 4x4 --failed 4x4@0,0", "all 16 chips of mesh 4x4 have failed"),
         ("plan 8by8", "'8by8' is not a mesh shape"),
         ("plan 8x8 --failed board", "'board' is not a block"),
@@ -274,3 +276,68 @@ def test_python_m_ftmesh():
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_line(run, monkeypatch):
+    monkeypatch.setenv("FTMESH_FAILED", "2x2@12,12")
+    status, text, err = run("plan", "8x8")
+    assert status == 0
+    assert "on 8x8: 64 live chips" in text
+    assert err.startswith("ftmesh: warning: the environment variable FTMESH_FAILED names 2x2@12,12")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("mesh", ["1x8", "8x1", "8"])
+class TestLines:
+    """A mesh of one side, through every command that takes a mesh."""
+
+    def test_plan_and_verify(self, run, tmp_path, mesh):
+        out, svg = tmp_path / "a.npz", tmp_path / "a.svg"
+        status, text, _ = run("plan", mesh, "--explain", "--out", str(out), "--svg", str(svg))
+        assert status == 0
+        assert f"line on {mesh}: 8 live chips, 14 rounds, 8 chunks, neighbour-only" in text
+        assert svg.read_text().count('rx="5"') == 2 * 8  # a chip; a panel for each phase
+        status, text, _ = run("verify", str(out))
+        assert status == 0
+        assert "8 ranks hold every contribution to 8 chunks exactly once after 14 rounds" in text
+
+    def test_draw(self, run, mesh):
+        status, text, _ = run("draw", mesh, "--phase", "0")
+        assert status == 0
+        if mesh == "1x8":
+            assert [row[:1] for row in text.splitlines()[2:-1:2]] == list("01234567")
+            assert text.count("↕") == 7
+        else:
+            assert "0  o─↔─o─↔─o─↔─o─↔─o─↔─o─↔─o─↔─o\n" in text
+
+    def test_simulate(self, run, tmp_path, mesh):
+        status, text, _ = run(
+            "simulate", mesh, "--link", "100GB/s", "--latency", "1us", "--payload", "8MB", "--json"
+        )
+        (found,) = json.loads(text)
+        assert status == 0
+        assert (found["algorithm"], found["rounds"]) == ("line", 14)
+        assert found["time_us"] == pytest.approx(14 * (1 + 10))  # of 1 MB, 10 us on a link
+        assert found["limit_us"] == pytest.approx(80)
+        heat = tmp_path / "heat.svg"
+        assert run("simulate", mesh, "--algorithm", "line", "--heat-map", str(heat))[0] == 0
+        assert heat.stat().st_size > 1000
+
+    def test_limits(self, run, mesh):
+        status, text, _ = run("limits", mesh, "--json")
+        found = json.loads(text)
+        assert status == 0
+        assert (found["live"], found["links"], found["diameter"]) == (8, 7, 7)
+        assert (found["all_gather_share"], found["all_reduce_share"]) == ("7/8", "1")
+
+    def test_advise(self, run, mesh):
+        status, text, _ = run("advise", mesh, "--runs", "1", "--json")
+        found = json.loads(text)
+        assert status == 0
+        assert (found["boards"], found["spares"]) == (4, 1)
+        block = {"1x8": "1x2@0,0", "8x1": "2x1@0,0", "8": "2@0"}[mesh]
+        status, text, _ = run("advise", mesh, "--runs", "1", "--failed", block, "--json")
+        assert status == 0
+        speeds = json.loads(text)["at_hand"]["speeds"]
+        assert speeds["fault-tolerant"] == speeds["largest sub-mesh"] > 0.7

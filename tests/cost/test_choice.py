@@ -14,9 +14,10 @@ DAMAGED = Topology.grid("8x8", failed="2x2@2,2")
 
 def test_small_payloads_want_few_rounds_and_large_ones_little_traffic():
     small, large = (choice.choose(DAMAGED, size) for size in (10_000, 100_000_000))
-    assert [one.algorithm for one in small.candidates] == ["row_pair", "ring", "two_dim"]
-    assert [one.algorithm for one in large.candidates] == ["ring", "row_pair", "two_dim"]
-    assert small.candidates[-1].refusal == large.candidates[-1].refusal != ""
+    assert [one.algorithm for one in small.candidates] == ["row_pair", "ring", "two_dim", "line"]
+    assert [one.algorithm for one in large.candidates] == ["ring", "row_pair", "two_dim", "line"]
+    for place in (2, 3):
+        assert small.candidates[place].refusal == large.candidates[place].refusal != ""
 
 
 def test_the_network_matters():
@@ -48,7 +49,8 @@ def test_a_plan_explains_itself():
     assert lines[2].split() == ["ring", "118", "2.03", "ms", "1.69"]
     assert lines[3].split()[:2] == ["row_pair", "36"]
     assert lines[4].startswith("  two_dim     cannot: it needs every row and column whole")
-    assert lines[5] == "  no all-reduce can take less than 1.2 ms"
+    assert lines[5].startswith("  line        cannot: it works on chips in a line")
+    assert lines[6] == "  no all-reduce can take less than 1.2 ms"
 
 
 def test_where_nothing_fits_the_reasons_are_given():

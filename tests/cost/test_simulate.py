@@ -10,8 +10,9 @@ from ftmesh import ArgumentError, Phase, Schedule, Topology, planners
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
 from ftmesh.cost.simulate import MODES, Simulator, simulate
+from ftmesh.schedule.columns import ADD, COPY, transfers
 from ftmesh.schedule.replay import replay
-from ftmesh.schedule.schedule import ADD, COPY, transfers
+from ftmesh.schedule.script import Script
 
 NETWORKS_TRIED = [DEFAULT, NETWORKS["v3"], Network(10e9, 3e-6, overhead=2e-6), Network(1e9, 0.0)]
 PAYLOADS = [4_000, 1_000_000, 100_000_000, 1_000_003]
@@ -114,8 +115,7 @@ def random_schedule(rng):
             ready[child] = when + 1
     when, src, dst, chunk, op = np.array(rows, np.int32).T
     columns = transfers(round=when, lane=np.arange(len(rows)), src=src, dst=dst, chunk=chunk, op=op)
-    owner = np.full(num_chunks, -1, np.int32)
-    return Schedule(topology, "random", num_chunks, (Phase("all", columns),), owner, 0)
+    return Schedule(topology, "random", num_chunks, (Phase("all", columns),))
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -123,7 +123,7 @@ def test_dataflow_is_never_slower_than_synchronous_nor_faster_than_the_limit(see
     rng = random.Random(seed)
     schedule = random_schedule(rng)
     for chunk in range(schedule.num_chunks):
-        assert (replay(schedule, chunk, schedule.num_rounds).counts == 1).all()
+        assert (replay(Script.of(schedule), chunk, schedule.num_rounds).counts == 1).all()
     payload = rng.choice(PAYLOADS)
     on = rng.choice(NETWORKS_TRIED)
     simulator = Simulator(schedule)
@@ -151,9 +151,8 @@ def by_hand(rows, *, shape="4x1", num_chunks=1):
     """A schedule of (round, src, dst, chunk, op), not a whole all-reduce."""
     when, src, dst, chunk, op = np.array(rows, np.int32).T
     columns = transfers(round=when, lane=np.arange(len(rows)), src=src, dst=dst, chunk=chunk, op=op)
-    owner = np.full(num_chunks, -1, np.int32)
     phase = Phase("by hand", columns)
-    return Schedule(Topology.grid(shape), "by hand", num_chunks, (phase,), owner, 0)
+    return Schedule(Topology.grid(shape), "by hand", num_chunks, (phase,))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -22,7 +22,9 @@ from ftmesh.errors import ScheduleError, TopologyError
 from ftmesh.mesh.routing import around, dimension_order
 from ftmesh.mesh.topology import Topology
 from ftmesh.planners import ring, row_pair, two_dim
-from ftmesh.schedule.schedule import Phase, Schedule, transfers
+from ftmesh.schedule.columns import transfers
+from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.schedule import SplitSchedule
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "figures"
@@ -38,7 +40,8 @@ def chips_off_the_ring():
         round=[0, 0, 1, 2], lane=0, src=[2, 0, 3, 1], dst=[3, 1, 1, 0], chunk=[0, 1, 0, 0]
     )
     owner = np.array([0, 1], np.int32)
-    return Schedule(grid("2x2"), "by hand", 2, (Phase("sum", columns),), owner, 3)
+    phase = Phase("sum", columns)
+    return SplitSchedule(grid("2x2"), "by hand", 2, (phase, phase.mirrored("spread")), owner, 3)
 
 
 def folded(topology, line):
@@ -286,8 +289,8 @@ class TestPanels:
 
     def test_unknown_phases_and_rounds_are_refused(self):
         schedule = chips_off_the_ring()
-        with pytest.raises(ScheduleError, match="phase 1 does not exist"):
-            phase_panel(schedule, 1)
+        with pytest.raises(ScheduleError, match="phase 2 does not exist"):
+            phase_panel(schedule, 2)
         with pytest.raises(ScheduleError, match="rounds 0 to 2"):
             phase_panel(schedule, 0, round=3)
 

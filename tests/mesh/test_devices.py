@@ -40,47 +40,113 @@ def slice_of(width, height, cores=1):
     ]
 
 
+def grid_of(devices, **options):
+    """The grid they sit on, to be compared with one that has no devices."""
+    return Topology.from_devices(devices, **options).without_devices()
+
+
 def test_tpu_coords_place_devices_and_axes_of_size_one_are_dropped():
     devices = slice_of(4, 4)
     topo = Topology.from_devices(devices)
-    assert topo == Topology.grid("4x4")
+    assert topo.without_devices() == Topology.grid("4x4")
     assert [d.coords[:2] for d in topo.devices] == list(topo.coords)
 
 
 def test_missing_coords_are_failed():
     devices = [d for d in slice_of(8, 8) if d.coords[:2] not in {(2, 2), (3, 2), (2, 3), (3, 3)}]
     topo = Topology.from_devices(devices)
-    assert topo == Topology.grid("8x8", failed="2x2@2,2")
+    assert topo.without_devices() == Topology.grid("8x8", failed="2x2@2,2")
     assert len(topo.devices) == 60
 
 
 def test_a_given_shape_finds_failures_at_the_edge():
     devices = [d for d in slice_of(4, 4) if d.coords[1] < 2]
-    assert Topology.from_devices(devices) == Topology.grid("4x2")
-    assert Topology.from_devices(devices, shape="4x4") == Topology.grid("4x4", failed="4x2@0,2")
-    assert Topology.from_devices(devices, shape="4x4x1") == Topology.grid("4x4", failed="4x2@0,2")
+    assert grid_of(devices) == Topology.grid("4x2")
+    assert grid_of(devices, shape="4x4") == Topology.grid("4x4", failed="4x2@0,2")
+    assert grid_of(devices, shape="4x4x1") == Topology.grid("4x4", failed="4x2@0,2")
     with pytest.raises(TopologyError, match="outside the shape 2x2"):
         Topology.from_devices(devices, shape="2x2")
+    with pytest.raises(TopologyError, match="shape 4x4 has more axes than the devices' coords"):
+        Topology.from_devices([Tpu((0,))], shape="4x4")
 
 
 def test_a_slice_that_does_not_start_at_the_origin_is_numbered_from_zero():
     devices = [Tpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
-    assert Topology.from_devices(devices) == Topology.grid("4x4")
-    damaged = Topology.from_devices(devices, failed="2x2@4,2")  # as the devices count
+    assert grid_of(devices) == Topology.grid("4x4")
+    damaged = grid_of(devices, failed="2x2@4,2")  # as the devices count
     assert damaged == Topology.grid("4x4", failed="2x2@0,0")
+
+
+@pytest.mark.parametrize(
+    "links", ["4,2-5,2;7,5-7,4", "4,2,0-5,2,0;7,5,0-7,4,0", "4,2-5,2;7,4,0-7,5,0"]
+)
+def test_failed_links_are_named_as_the_devices_count(links):
+    devices = [Tpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
+    topo = Topology.from_devices(devices, failed="1x1x1@6,3,0", failed_links=links)
+    assert topo.failed == {(2, 1)}
+    assert topo.failed_links == {((0, 0), (1, 0)), ((3, 2), (3, 3))}
+    assert not topo.is_link((0, 0), (1, 0))
+
+
+def test_a_failed_link_over_the_edge_is_named_as_the_devices_count():
+    devices = [Tpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
+    topo = Topology.from_devices(devices, failed_links="7,2-4,2", wrap=True)
+    assert topo.failed_links == {((0, 0), (3, 0))}
+
+
+def test_failed_links_that_are_missing_anyway_do_not_hit_others():
+    devices = [d for d in slice_of(4, 4) if d.coords[0] > 0]
+    assert (
+        Topology.from_devices(devices, failed_links="0,0-1,0;0,1-0,2").failed_links == frozenset()
+    )
+    with pytest.raises(TopologyError, match="failed link 3,0-4,0 is not inside mesh 3x4"):
+        Topology.from_devices(devices, failed_links="3,0-4,0")
+    with pytest.raises(TopologyError, match="is not a neighbour of"):
+        Topology.from_devices(devices, failed_links="1,0-3,0")
+
+
+def test_the_environment_speaks_of_the_devices_and_what_they_are_not_is_left_out(monkeypatch):
+    devices = [Tpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
+    monkeypatch.setenv("FTMESH_FAILED", "2x1x1@7,5,0;1x1@4,2;2x2@0,0")
+    says = "names 1x1x1@8,5,0;2x2@0,0, which is not on mesh 4x4, whose chips are 4,2 to 7,5"
+    with pytest.warns(TopologyWarning, match=says):
+        topo = Topology.from_devices(devices)
+    assert topo.failed == {(3, 3), (0, 0)}
 
 
 def test_failed_chips_that_are_missing_anyway_do_not_hit_others():
     devices = [d for d in slice_of(4, 4) if d.coords[0] > 0]
-    assert Topology.from_devices(devices, failed="1x4@0,0") == Topology.grid("3x4")
+    assert grid_of(devices, failed="1x4@0,0") == Topology.grid("3x4")
 
 
 def test_devices_may_come_as_an_array_or_from_a_generator():
     devices = slice_of(4, 4)
     grid = np.empty((4, 4), object)
     grid.flat = devices
-    assert Topology.from_devices(grid) == Topology.grid("4x4")
-    assert Topology.from_devices(d for d in devices) == Topology.grid("4x4")
+    assert grid_of(grid) == Topology.grid("4x4")
+    assert grid_of(d for d in devices) == Topology.grid("4x4")
+
+
+def test_the_same_grid_on_other_devices_is_another_topology():
+    ours, theirs = ([Cpu(first + i) for i in range(8)] for first in (0, 8))
+    topo = Topology.from_devices(ours, shape="4x2", failed="1x1@3,1")
+    same = Topology.from_devices([Cpu(i) for i in range(8)], shape="4x2", failed="1x1@3,1")
+    other = Topology.from_devices(theirs, shape="4x2", failed="1x1@3,1")
+    assert topo == same
+    assert hash(topo) == hash(same)
+    assert topo != other
+    assert len({topo, same, other}) == 2
+    assert topo != topo.without_devices()
+    assert topo.without_devices() == other.without_devices()
+    assert topo.without_devices() == Topology.grid("4x2", failed="1x1@3,1")
+
+
+def test_so_is_one_with_another_idle_device():
+    devices = [Cpu(i) for i in range(8)]
+    topo = Topology.from_devices(devices, shape="4x2", failed="1x1@3,1")
+    other = Topology.from_devices([*devices[:-1], Cpu(99)], shape="4x2", failed="1x1@3,1")
+    assert topo.devices == other.devices
+    assert topo != other
 
 
 def test_two_devices_per_chip():

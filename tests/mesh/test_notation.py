@@ -7,8 +7,8 @@ from ftmesh.mesh.notation import (
     Block,
     format_failed,
     format_shape,
+    parse_blocks,
     parse_drawing,
-    parse_failed,
     parse_links,
     parse_shape,
 )
@@ -30,41 +30,32 @@ def test_bad_shapes_are_named(text):
 
 
 def test_a_block_is_size_then_low_corner():
-    assert parse_failed("4x2@6,14", (16, 32)) == {
+    (block,) = parse_blocks("4x2@6,14")
+    assert block == Block((4, 2), (6, 14))
+    assert block.top == (9, 15)
+    assert block.coords() == [
         (6, 14), (7, 14), (8, 14), (9, 14), (6, 15), (7, 15), (8, 15), (9, 15),
-    }  # fmt: skip
+    ]  # fmt: skip
 
 
 def test_several_blocks_and_coords():
-    assert parse_failed("1x1@0,0; 1x2@3,1", (4, 4)) == {(0, 0), (3, 1), (3, 2)}
-    assert parse_failed([(0, 0), [3, 1]], (4, 4)) == {(0, 0), (3, 1)}
-    assert parse_failed("", (4, 4)) == frozenset()
-
-
-def test_the_environment_is_read_where_nothing_is_given(monkeypatch):
-    monkeypatch.setenv("FTMESH_FAILED", "2x2@2,2")
-    assert len(parse_failed(None, (8, 8))) == 4
-    assert parse_failed("", (8, 8)) == frozenset()
-    monkeypatch.setenv("FTMESH_FAILED", "2x2@7,7")
-    with pytest.raises(TopologyError, match="FTMESH_FAILED"):
-        parse_failed(None, (8, 8))
+    assert parse_blocks("1x1@0,0; 1x2@3,1") == [Block((1, 1), (0, 0)), Block((1, 2), (3, 1))]
+    assert parse_blocks([(0, 0), [3, 1]]) == [Block((1, 1), (0, 0)), Block((1, 1), (3, 1))]
+    assert parse_blocks("") == []
 
 
 @pytest.mark.parametrize(
     ("failed", "says"),
     [
-        ("2x2@7,7", "2x2@7,7 is not inside mesh 8x8"),
         ("2x2", "'2x2' is not a block"),
-        ("2x2@1", "does not have the 2 axes"),
-        ("2x2x2@0,0,0", "does not have the 2 axes"),
-        ([(8, 0)], "1x1@8,0 is not inside"),
-        ([(-1, 0)], "1x1@-1,0 is not inside"),
-        ([(1, 2, 3)], "axes"),
+        ("2x2@1", "2x2@1 has a corner that does not have the 2 axes of its size"),
+        (Block((2, 2), (1,)), "does not have the 2 axes"),
+        (Block((2, -2), (1, 1)), "of 1 or more chips each"),
     ],
 )
-def test_bad_blocks_are_named(failed, says):
+def test_what_is_no_block_is_named(failed, says):
     with pytest.raises(TopologyError, match=says):
-        parse_failed(failed, (8, 8))
+        parse_blocks(failed)
 
 
 def test_links_have_their_low_end_first():
@@ -84,7 +75,9 @@ def test_drawings_have_x_across_and_y_down():
 
 @given(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5))))
 def test_formatted_failures_read_back(failed):
-    assert parse_failed(format_failed(failed), (6, 6)) == failed
+    assert {
+        coord for block in parse_blocks(format_failed(failed)) for coord in block.coords()
+    } == failed
 
 
 def test_an_even_block_is_formatted_as_itself():

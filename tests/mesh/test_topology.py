@@ -162,3 +162,29 @@ def test_groups_are_squarish_tiles_less_what_failed():
     assert [len(group) for group in topo.groups(4)] == [3, 4, 4, 4]
     assert sorted(rank for group in topo.groups(8) for rank in group) == list(range(15))
     assert len(Topology.grid("4x4", failed="2x2@0,0").groups(4)) == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "failed", "box", "groups"),
+    [
+        ("8", "1@3", "4@4", [(0, 1), (2,), (3, 4), (5, 6)]),
+        ("1x8", "1x1@0,3", "1x4@0,4", [(0, 1), (2,), (3, 4), (5, 6)]),
+        ("8x1", "1x1@3,0", "4x1@4,0", [(0, 1), (2,), (3, 4), (5, 6)]),
+        ("8", "2@0", "6@2", [(0, 1), (2, 3), (4, 5)]),
+    ],
+)
+def test_lines_have_sub_meshes_and_groups(shape, failed, box, groups):
+    topo = Topology.grid(shape, failed=failed)
+    assert str(topo.largest_rectangle()) == box
+    assert list(topo.groups(2)) == groups
+
+
+def test_a_failed_link_cuts_the_largest_part_of_a_line():
+    assert str(Topology.grid("8", failed_links="2-3").largest_rectangle()) == "5@3"
+    assert str(Topology.grid("1x8", failed_links="0,2-0,3").largest_rectangle()) == "1x5@0,3"
+    with pytest.raises(TopologyError, match="mesh 8 cannot be cut into equal boxes of 3 chips"):
+        Topology.grid("8").groups(3)
+
+
+def test_a_mesh_of_one_axis_is_drawn_as_a_row():
+    assert Topology.grid("6", failed="2@1").drawing() == ".XX..."

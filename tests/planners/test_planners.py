@@ -1,5 +1,6 @@
 """One suite over every planner on full and damaged meshes, and what each promises beyond it."""
 
+import math
 from itertools import product
 
 import numpy as np
@@ -8,11 +9,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ftmesh import PlanError, Topology, planners, verify
-from ftmesh.mesh.notation import Block
+from ftmesh.mesh.notation import Block, format_shape
 from ftmesh.planners import PLANNERS, ring, row_pair, two_dim
 
 SIDES = range(4, 13, 2)
-MESHES = list(product(SIDES, SIDES))
+GRIDS = list(product(SIDES, SIDES))
+LINES = [(2,), (5,), (8,), (1, 2), (1, 8), (9, 1)]
+CASES = [
+    (algorithm, shape)
+    for algorithm in PLANNERS
+    for shape in (LINES if algorithm == "line" else GRIDS)
+]
 
 
 def even_blocks(shape):
@@ -36,13 +43,27 @@ def slim_blocks(shape, *, step=2):
     ]
 
 
-ADMISSIBLE = {"ring": even_blocks, "row_pair": slim_blocks, "two_dim": lambda shape: []}
+def every_block(shape):
+    """Every block, at every coordinate."""
+    return [
+        Block(size, corner)
+        for size in product(*(range(1, n + 1) for n in shape))
+        for corner in product(*(range(n - s + 1) for n, s in zip(shape, size, strict=True)))
+    ]
+
+
+ADMISSIBLE = {
+    "ring": even_blocks,
+    "row_pair": slim_blocks,
+    "two_dim": lambda shape: [],
+    "line": every_block,
+}
 
 
 def damaged(shape, *blocks):
-    """The topology, or None where the blocks leave nothing or cut the mesh in two."""
+    """The topology, or None where the blocks leave nothing to sum or cut the mesh in two."""
     failed = {coord for block in blocks for coord in block.coords()}
-    if len(failed) == shape[0] * shape[1]:
+    if len(failed) >= math.prod(shape) - 1:
         return None
     topo = Topology.grid(shape, failed=failed)
     return topo if len(topo.components()) == 1 else None
@@ -59,8 +80,9 @@ def check(topo, algorithm):
     return schedule
 
 
-@pytest.mark.parametrize("algorithm", PLANNERS)
-@pytest.mark.parametrize("shape", MESHES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+@pytest.mark.parametrize(
+    ("algorithm", "shape"), CASES, ids=[f"{name}-{format_shape(shape)}" for name, shape in CASES]
+)
 def test_full_mesh_and_every_admissible_block(algorithm, shape):
     check(Topology.grid(shape), algorithm)
     for block in ADMISSIBLE[algorithm](shape):
@@ -70,17 +92,18 @@ def test_full_mesh_and_every_admissible_block(algorithm, shape):
 
 
 @pytest.mark.parametrize("algorithm", PLANNERS)
-@pytest.mark.parametrize("shape", ["5x4", "4x7", "2x2", "2x9", "6x3"])
-def test_meshes_with_odd_sides(algorithm, shape):
-    check(Topology.grid(shape), algorithm)
+def test_meshes_with_odd_sides(algorithm):
+    grids = ("5x4", "4x7", "2x2", "2x9", "6x3")
+    for shape in ("3", "1x7", "11x1", "2x2") if algorithm == "line" else grids:
+        check(Topology.grid(shape), algorithm)
 
 
 @pytest.mark.parametrize("algorithm", PLANNERS)
 @pytest.mark.parametrize("wrap", [(True, False), (False, True), (True, True)])
 def test_tori(algorithm, wrap):
-    for shape in ("4x6", "8x4", "6x6"):
+    for shape in ("1x6", "8x1", "1x3") if algorithm == "line" else ("4x6", "8x4", "6x6"):
         check(Topology.grid(shape, wrap=wrap), algorithm)
-        if algorithm != "two_dim":
+        if algorithm in ("ring", "row_pair"):
             check(Topology.grid(shape, failed="2x2@2,2", wrap=wrap), algorithm)
 
 
@@ -277,12 +300,13 @@ class TestRowPair:
 class TestRegistry:
     def test_outcomes_are_schedules_or_reasons(self):
         found = planners.outcomes(Topology.grid("8x8", failed="2x2@2,2"))
-        assert list(found) == ["two_dim", "row_pair", "ring"]
+        assert list(found) == ["two_dim", "row_pair", "ring", "line"]
         assert "it needs every row and column whole" in str(found["two_dim"])
         assert [found[name].algorithm for name in ("row_pair", "ring")] == ["row_pair", "ring"]
 
     def test_where_nothing_fits_every_reason_is_given(self):
-        says = "two_dim cannot .*; row_pair cannot .*; ring cannot .*; the largest whole sub-mesh"
+        names = ("two_dim", "row_pair", "ring", "line")
+        says = "; ".join([*(f"{name} cannot .*" for name in names), "the largest whole sub-mesh"])
         with pytest.raises(PlanError, match=says):
             planners.outcomes(Topology.from_drawing("X..\n...\n..."))
 
@@ -296,9 +320,16 @@ class TestRegistry:
                 "psum",
                 "no algorithm 'psum': choose from two_dim",
             ),
-            (Topology.grid("1x8"), "row_pair", "1x8 is a line of chips"),
+            (Topology.grid("1x8"), "two_dim", "2 chips or more each, not on 1x8; use line$"),
+            (Topology.grid("1x8"), "row_pair", "2 chips or more each, not on 1x8; use line$"),
             (Topology.grid("4x4x4"), "two_dim", "4x4x4 has 3 axes"),
-            (Topology.grid("8x1"), "ring", "8x1 is a line of chips"),
+            (Topology.grid("8x1"), "ring", "2 chips or more each, not on 8x1; use line$"),
+            (Topology.grid("8"), "ring", "2 chips or more each, not on 8; use line$"),
+            (
+                Topology.grid("8x8"),
+                "line",
+                r"chip \(1, 0\) has 3; use two_dim or row_pair or ring$",
+            ),
             (Topology.grid("2x2", failed="2x1@0,0;1x1@0,1"), "ring", "single live chip"),
             (
                 Topology.grid("8x8", failed="8x2@0,2"),

@@ -9,7 +9,7 @@ import pytest
 import ftmesh
 from ftmesh import ScheduleError, ScheduleFileError, Topology, VerificationError
 from ftmesh.planners import PLANNERS, ring, row_pair
-from ftmesh.schedule.schedule import COLUMN_NAMES
+from ftmesh.schedule.columns import COLUMN_NAMES
 
 HOLE = Topology.grid("6x6", failed="2x2@2,2")
 
@@ -32,8 +32,11 @@ def rewrite(path, arrays):
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_what_is_saved_comes_back(name, path):
-    topo = Topology.grid("6x6", wrap=[True, False]) if name == "two_dim" else HOLE
-    schedule = PLANNERS[name].plan(topo)
+    others = {
+        "two_dim": Topology.grid("6x6", wrap=[True, False]),
+        "line": Topology.grid("8", wrap=True, failed="1@3"),
+    }
+    schedule = PLANNERS[name].plan(others.get(name, HOLE))
     ftmesh.save(schedule, path)
     assert ftmesh.load(path) == schedule
     assert [p.name for p in path.parent.iterdir()] == ["plan.npz"]
@@ -43,6 +46,15 @@ def test_failed_links_and_cores_come_back(path):
     topo = Topology((4, 4), (False, False), failed_links=frozenset({((0, 0), (1, 0))}))
     ftmesh.save(row_pair.plan(topo), path)
     assert ftmesh.load(path).topology == topo
+
+
+def test_a_schedule_planned_on_devices_comes_back_without_them(path):
+    topo = Topology.from_devices(list("abcdefghijklmnop"), shape="4x4", failed="2x2@0,0")
+    schedule = row_pair.plan(topo)
+    ftmesh.save(schedule, path)
+    assert ftmesh.load(path) == schedule
+    assert ftmesh.load(path).topology == topo.without_devices()
+    assert schedule != row_pair.plan(Topology.grid("4x4", failed="2x2@0,0", wrap=True))
 
 
 def test_the_file_is_what_the_format_says(path):
@@ -191,7 +203,7 @@ class TestDamagedFiles:
     def test_owners_without_a_half_to_own_after(self, path):
         arrays = arrays_of(ring.plan(HOLE), path)
         rewrite(path, arrays | {"rounds_in_reduce_scatter": np.int32(0)})
-        self.refused(path, "chunks have owners", ScheduleError)
+        self.refused(path, "halves of a schedule meet where a phase ends.* is 0", ScheduleError)
 
     def test_a_single_array(self, tmp_path):
         np.save(tmp_path / "plan.npy", np.arange(3))

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from ftmesh import Phase, Schedule, ScheduleError, Topology
+from ftmesh import Phase, Schedule, ScheduleError, SplitSchedule, Topology
 from ftmesh.planners import ring, row_pair
-from ftmesh.schedule.schedule import COPY, transfers
+from ftmesh.schedule.columns import COPY, transfers
 
 SQUARE = Topology.grid("2x2")
 
@@ -18,11 +18,11 @@ def schedule(**changes):
         "topology": SQUARE,
         "algorithm": "by hand",
         "num_chunks": 2,
-        "phases": (one_round(),),
-        "owner": np.array([-1, -1], np.int32),
-        "rounds_in_reduce_scatter": 0,
+        "phases": (one_round(), one_round(op=COPY)),
+        "owner": np.array([0, 1], np.int32),
+        "rounds_in_reduce_scatter": 1,
     }
-    return Schedule(**(given | changes))
+    return SplitSchedule(**(given | changes))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,13 @@ def test_an_empty_phase_cannot_be_built():
         ({"phases": (one_round(count=2),)}, "moves chunk 2 of a schedule of 2 chunks"),
         ({"owner": np.array([0], np.int32)}, "entry for each of 2 chunks; it has shape"),
         ({"owner": np.array([0, 4], np.int32)}, "values from 0 to 4"),
-        ({"rounds_in_reduce_scatter": 2}, "there are 1 rounds"),
+        ({"owner": np.array([0, -1], np.int32)}, "values from -1 to 0"),
+        ({"rounds_in_reduce_scatter": 0}, "after 1 of 2 rounds, and rounds_in.* is 0"),
+        ({"rounds_in_reduce_scatter": 2}, "after 1 of 2 rounds, and rounds_in.* is 2"),
+        (
+            {"phases": (one_round(round=[0, 1], op=[0, COPY]),)},
+            "meet where a phase ends, after none of 2 rounds, .* make it a Schedule",
+        ),
     ],
 )
 def test_an_inconsistent_schedule_cannot_be_built(changes, says):
@@ -129,7 +135,7 @@ def test_a_round_on_request():
 def test_link_loads_follow_routes():
     topo = Topology.from_drawing("...\n.X.\n...")
     over = Phase("over", transfers(round=0, lane=0, src=1, dst=6, chunk=0, count=3))
-    made = schedule(topology=topo, num_chunks=3, phases=(over,), owner=np.full(3, -1, np.int32))
+    made = Schedule(topo, "by hand", 3, (over,))
     assert topo.coords[6] == (1, 2)
     assert made.link_loads(over) == {
         ((1, 0), (0, 0)): 3,

@@ -1,0 +1,80 @@
+"""Read back: what a lowered program does, told from its tables alone, and proved.
+
+So that what is proved is what runs: permutations, tables and rules are turned into rounds of
+transfers again, and those are proved as the rounds of a schedule are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ftmesh.errors import VerificationError
+from ftmesh.execute.lower import IDLE, Loop, Program
+from ftmesh.schedule.columns import Columns, join, transfers
+from ftmesh.schedule.script import Script
+from ftmesh.schedule.verify import prove
+
+
+def check_program(program: Program) -> None:
+    """Prove a lowered program, every use of it, or raise `VerificationError` naming the place."""
+    try:
+        prove(read_back(program))
+    except VerificationError as error:
+        raise VerificationError(f"the lowered program, read back: {error}") from None
+
+
+def read_back(program: Program) -> Script[LoopRounds]:
+    """What the devices of a program do."""
+    return Script(
+        num_chunks=program.num_chunks,
+        phases=tuple(map(LoopRounds, program.loops)),
+        names=program.names,
+        contributors=program.live,
+        num_scatter=len(program.scatter),
+        owner=program.owner,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class LoopRounds:
+    """A loop as rounds of transfers."""
+
+    loop: Loop
+
+    @property
+    def name(self) -> str:
+        """That of the phase it was made of."""
+        return self.loop.name
+
+    @property
+    def num_rounds(self) -> int:
+        """Turns of the loop."""
+        return self.loop.num_rounds
+
+    def rounds(self) -> Iterator[Columns]:
+        """The transfers of each round in turn; a round may be empty."""
+        ends = [np.array(lane.permutation, np.int32).T for lane in self.loop.lanes]
+        for now in range(self.loop.num_rounds):
+            pieces = []
+            for number, (lane, (src, dst)) in enumerate(zip(self.loop.lanes, ends, strict=True)):
+                chunk = lane.send.at(now)[src]
+                sends = chunk != IDLE
+                pieces.append(
+                    transfers(
+                        round=now,
+                        lane=number,
+                        src=src[sends],
+                        dst=dst[sends],
+                        chunk=chunk[sends],
+                        count=lane.count,
+                        op=lane.op,
+                    )
+                )
+            yield join(pieces)
+
+    def of_chunk(self, chunk: int) -> Columns:
+        """The transfers that move `chunk`, in a row each."""
+        return join(c.take((c.chunk <= chunk) & (chunk - c.chunk < c.count)) for c in self.rounds())

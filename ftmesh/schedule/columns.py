@@ -1,0 +1,108 @@
+"""Columns: transfers side by side, as plain columns of integers.
+
+A *transfer* moves a range of chunks from one rank to another, where it is added (`ADD`) or replaces
+what was there (`COPY`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ints = NDArray[np.int32]
+ADD, COPY = 0, 1
+COLUMN_NAMES = ("round", "lane", "src", "dst", "chunk", "count", "op")
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Transfers: entry i of every column belongs to transfer i."""
+
+    round: Ints
+    lane: Ints
+    src: Ints
+    dst: Ints
+    chunk: Ints
+    count: Ints
+    op: Ints
+
+    def __iter__(self) -> Iterator[Ints]:
+        return (getattr(self, name) for name in COLUMN_NAMES)
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    def freeze(self) -> None:
+        """Refuse changes from now on."""
+        for column in self:
+            column.flags.writeable = False
+
+    def replace(self, **columns: Ints) -> Columns:
+        """The same transfers with some columns exchanged."""
+        return replace(self, **columns)
+
+    def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> Columns:
+        """The transfers at `index`."""
+        return Columns(*(column[index] for column in self))
+
+    def expanded(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """One entry per chunk moved: the transfer it belongs to, and the chunk."""
+        if (self.count == 1).all():
+            return np.arange(len(self.count)), self.chunk.astype(np.intp)
+        row = np.repeat(np.arange(len(self.count)), self.count)
+        first = np.cumsum(self.count) - self.count
+        return row, self.chunk[row] + np.arange(len(row)) - first[row]
+
+    def shifted(self, *, rounds: int) -> Columns:
+        """The same transfers, `rounds` rounds later."""
+        return self.replace(round=self.round + np.int32(rounds))
+
+    def mirrored(self, last: int) -> Columns:
+        """Backwards in time from round `last`: every addition becomes a copy the other way."""
+        return self.replace(
+            round=np.int32(last) - self.round,
+            src=self.dst,
+            dst=self.src,
+            op=np.full_like(self.op, COPY),
+        )
+
+
+def join(pieces: Iterable[Columns]) -> Columns:
+    """The transfers of all `pieces` together."""
+    return Columns(*map(np.concatenate, zip(*pieces, strict=True)))
+
+
+def transfers(
+    *,
+    round: ArrayLike,
+    lane: ArrayLike,
+    src: ArrayLike,
+    dst: ArrayLike,
+    chunk: ArrayLike,
+    count: ArrayLike = 1,
+    op: ArrayLike = ADD,
+) -> Columns:
+    """Columns from values that broadcast against each other."""
+    full = np.broadcast_arrays(round, lane, src, dst, chunk, count, op)
+    return Columns(*(np.ascontiguousarray(column, np.int32).ravel() for column in full))
+
+
+def row_key(*parts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """One integer per row, equal for equal rows and sorted as they are; `parts` are the columns."""
+    key = parts[0].astype(np.int64)
+    for part in parts[1:]:
+        key *= int(part.max(initial=0)) + 1
+        key += part
+    return key
+
+
+def repeats(*parts: Ints) -> NDArray[np.bool_]:
+    """Which rows repeat an earlier one."""
+    key = row_key(*parts)
+    order = np.argsort(key, kind="stable")
+    again = np.zeros(len(key), np.bool_)
+    again[order[1:]] = key[order[1:]] == key[order[:-1]]
+    return again

@@ -1,0 +1,139 @@
+"""What runs is what was proved: lowered tables, read back, and faults planted in them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import ftmesh
+from ftmesh import ScheduleError, Topology, VerificationError, planners
+from ftmesh.execute.lower import IDLE, Rule, Table, lower
+from ftmesh.execute.read_back import LoopRounds, check_program
+from ftmesh.schedule.columns import COPY
+
+HOLE = Topology.grid("6x6", failed="2x2@2,2")
+MESHES = [("6x6", "2x2@2,2"), ("4x4", "2x2@0,0"), ("8x8", "2x2@0,0;2x2@4,4"), ("4x4", "")]
+
+
+def run(program, buffers):
+    """Run a program with NumPy: all reads of a round before its writes."""
+    for loop in program.loops:
+        for c in LoopRounds(loop).rounds():
+            where = list(zip(c.src, c.chunk, c.count, strict=True))
+            read = [buffers[s, k : k + n].copy() for s, k, n in where]
+            for d, k, n, op, x in zip(c.dst, c.chunk, c.count, c.op, read, strict=True):
+                buffers[d, k : k + n] = x if op == COPY else buffers[d, k : k + n] + x
+    return buffers
+
+
+def with_lane(program, half, loop, lane, **changes):
+    """The program with one lane of one loop changed."""
+    loops = list(getattr(program, half))
+    lanes = list(loops[loop].lanes)
+    lanes[lane] = replace(lanes[lane], **changes)
+    loops[loop] = replace(loops[loop], lanes=tuple(lanes))
+    return replace(program, **{half: tuple(loops)})
+
+
+@pytest.mark.parametrize(("shape", "failed"), MESHES)
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+@pytest.mark.parametrize("devices_per_chip", [1, 2])
+@pytest.mark.parametrize("with_idle", [False, True])
+def test_every_device_ends_with_the_sum_of_the_live_ones(
+    shape, failed, algorithm, devices_per_chip, with_idle
+):
+    schedule = planners.schedule(Topology.grid(shape, failed=failed), algorithm)
+    program = lower(schedule, devices_per_chip=devices_per_chip, with_idle=with_idle)
+    check_program(program)
+    mine = np.random.default_rng(0).integers(0, 100, (program.num_ranks, program.num_chunks))
+    expected = mine[program.live].sum(axis=0)
+    assert (run(program, mine.copy()) == expected).all()
+    assert program.depth == schedule.depth + devices_per_chip - 1
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+def test_idle_devices_cost_few_rounds(algorithm):
+    """They get their pieces while the last phase runs, and what is left in a few rounds more."""
+    schedule = planners.schedule(Topology.grid("16x16", failed="2x2@2,2"), algorithm)
+    plain, idle = (lower(schedule, with_idle=with_idle) for with_idle in (False, True))
+    rounds = [sum(loop.num_rounds for loop in program.loops) for program in (plain, idle)]
+    assert rounds[0] == schedule.num_rounds
+    assert rounds[1] - rounds[0] <= 0.1 * schedule.num_rounds
+    if algorithm == "ring":  # rings stay rules where idle ranks are on the axis, too
+        assert all(isinstance(lane.send, Rule) for lane in idle.scatter[0].lanes)
+
+
+class TestFaults:
+    """One entry changed, and the program is refused by name."""
+
+    @pytest.mark.parametrize("half", ["scatter", "gather"])
+    @pytest.mark.parametrize("where", [0.1, 0.5, 0.9])
+    def test_an_entry_of_a_table(self, half, where):
+        program = lower(planners.schedule(HOLE, "row_pair"))
+        lane = getattr(program, half)[0].lanes[0]
+        assert isinstance(lane.send, Table)
+        rows = lane.send.rows.copy()
+        used = np.argwhere(rows != IDLE)
+        at = tuple(used[int(where * len(used))])
+        rows[at] = rows[at] + lane.count if rows[at] == 0 else rows[at] - lane.count
+        bent = with_lane(program, half, 0, 0, send=replace(lane.send, rows=rows))
+        with pytest.raises(VerificationError, match=r"lowered program, read back: .*chunk \d+ "):
+            check_program(bent)
+
+    @pytest.mark.parametrize("half", ["scatter", "gather"])
+    def test_an_entry_that_says_nothing(self, half):
+        program = lower(planners.schedule(HOLE, "row_pair"))
+        lane = getattr(program, half)[0].lanes[0]
+        rows = lane.send.rows.copy()
+        rows[tuple(np.argwhere(rows != IDLE)[0])] = IDLE
+        bent = with_lane(program, half, 0, 0, send=replace(lane.send, rows=rows))
+        with pytest.raises(VerificationError, match=r"lowered program, read back: .*chunk \d+ "):
+            check_program(bent)
+
+    @pytest.mark.parametrize("half", ["scatter", "gather"])
+    def test_a_place_of_a_rule(self, half):
+        program = lower(planners.schedule(HOLE, "ring"))
+        lane = getattr(program, half)[0].lanes[0]
+        place = lane.send.place.copy()
+        place[3] += 1
+        bent = with_lane(program, half, 0, 0, send=replace(lane.send, place=place))
+        with pytest.raises(VerificationError, match=r"read back: .*chunk \d+ "):
+            check_program(bent)
+
+    def test_an_addition_for_a_copy_and_a_changed_owner(self):
+        program = lower(planners.schedule(HOLE, "ring"))
+        with pytest.raises(VerificationError, match="times"):
+            check_program(with_lane(program, "gather", 0, 0, op=0))
+        with pytest.raises(VerificationError, match="missing"):
+            check_program(replace(program, owner=np.roll(program.owner, 1)))
+
+    def test_an_idle_device_left_out(self):
+        program = lower(planners.schedule(HOLE, "ring"), with_idle=True)
+        *loops, last = program.gather
+        fewer = replace(last, lanes=last.lanes[:-1])
+        with pytest.raises(VerificationError, match=r"read back: .*chunk"):
+            check_program(replace(program, gather=(*loops, fewer)))
+
+    def test_an_idle_device_that_adds_its_own(self):
+        program = lower(planners.schedule(HOLE, "ring"), with_idle=True)
+        everyone = np.arange(program.num_ranks, dtype=np.int32)
+        with pytest.raises(VerificationError, match="missing"):
+            check_program(replace(program, live=everyone))
+
+
+def test_plans_check_what_they_run(monkeypatch):
+    checked = []
+    monkeypatch.setattr("ftmesh.plans.check_program", checked.append)
+    plan = ftmesh.plan(HOLE, "ring")
+    assert checked == []
+    assert plan.program is checked[0]
+
+
+def test_without_halves_nobody_owns_anything():
+    whole = ftmesh.Schedule(HOLE, "ring", 64, planners.schedule(HOLE, "ring").phases)
+    program = lower(whole)
+    check_program(program)
+    assert program.owner is None
+    assert not program.owns_evenly
+    with pytest.raises(ScheduleError, match="without halves, so nobody owns a chunk: plan with"):
+        _ = program.owned
