@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +21,9 @@ import numpy as np
 
 from examples.bert.batch import Batch
 from examples.bert.config import PRESETS, Config
-from examples.bert.model import init
-from examples.bert.programs import make_programs
-from examples.bert.steps import make_model
+from examples.bert.trainer import bert_trainer, first_state
 from ftmesh.mesh.topology import Topology
-from ftmesh.train.measure import Turn, measure
+from ftmesh.train.measure import Turn, measure, read_arguments, trainer_turn
 
 FLOPS_PER_SEQUENCE = 1019.8e9  # of a step of BERT-large at length 512
 
@@ -48,21 +47,10 @@ def random_batch(config: Config, rows: Any) -> Batch:
 
 def our_turn(config: Config, attention: Any, unrolled: bool) -> Turn:
     """Steps of the trainer."""
-    programs = make_programs(
-        config, Topology.from_devices(jax.devices()), attention=attention, unrolled=unrolled
-    )
-    state = programs.first(init(make_model(config), seed=0))
-    rows = programs.parallel.local_rows(programs.shares)
-    batch = programs.parallel.feed(random_batch(config, rows))
-
-    def turn(steps: int) -> None:
-        nonlocal state
-        for _ in range(steps):
-            state, loss = programs.step(state, batch)
-        if not np.isfinite(float(loss)):
-            raise RuntimeError(f"the loss is {float(loss)}")
-
-    return turn
+    topology = Topology.from_devices(jax.devices())
+    trainer = bert_trainer(config, topology, attention=attention, unrolled=unrolled)
+    batch = random_batch(config, trainer.parallel.local_rows(trainer.shares))
+    return trainer_turn(trainer, first_state(config, trainer, seed=0), batch)
 
 
 def torch_turn(config: Config, *, everywhere: bool) -> Turn:
@@ -114,17 +102,12 @@ def torch_turn(config: Config, *, everywhere: bool) -> Turn:
     return turn
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Measure the trainer's own step.")
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="mlperf-448")
-    parser.add_argument("--batch", type=int, default=64, help="of all devices together (64)")
-    parser.add_argument("--steps", type=int, default=10, help="in a turn (10)")
     parser.add_argument("--attention", choices=("xla", "cudnn"), default="xla")
     parser.add_argument("--unrolled", action="store_true", help="no loop over layers")
-    parser.add_argument("--torch", action="store_true", help="measure PyTorch as well")
-    parser.add_argument("--json", action="store_true", help="print the rates as JSON")
-    args = parser.parse_args()
+    args = read_arguments(parser, argv, PRESETS, preset="mlperf-448", batch=64, steps=10)
     config = replace(PRESETS[args.preset], batch=args.batch)
     turns = {"ftmesh": our_turn(config, args.attention, args.unrolled)}
     if args.torch:

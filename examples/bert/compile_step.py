@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 
 from examples.bert.config import PRESETS, Config
-from examples.bert.programs import add_bert_step, bert_options, make_programs
+from examples.bert.trainer import add_bert_step, bert_options, bert_trainer
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import step_options
 from ftmesh.train.compile_step import start
-from ftmesh.train.programs import Programs
+from ftmesh.train.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_bert_step(parser)
 
-    def make(config: Config, topology: Topology, args: argparse.Namespace) -> Programs:
-        return make_programs(config, topology, **step_options(args), **bert_options(args))
+    def make(config: Config, topology: Topology, args: argparse.Namespace) -> Trainer:
+        return bert_trainer(config, topology, step_options(args), **bert_options(args))
 
     return start("bert", parser, PRESETS, make, argv)
 

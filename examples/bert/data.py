@@ -197,6 +197,8 @@ class Batches(reading.Batches[Batch]):
         super().__init__(len(sequences), **settings)
         self._sequences, self._packed = sequences, packed
         self._length, self._predictions = length, predictions
+        if packed > 1:
+            self.unit = "rows"
 
     def padding(self, num_rows: int) -> Batch:
         """Rows of nothing."""

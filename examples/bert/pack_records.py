@@ -18,7 +18,7 @@ from rich.progress import track
 
 from examples.bert.config import PRESETS
 from examples.bert.data import RecordSequences
-from examples.bert.packing import join, pack
+from examples.bert.joining import join, pack
 from ftmesh.errors import DataError, FtmeshError, RecordError
 from ftmesh.train.arguments import positive
 from ftmesh.train.records import make_example, write_records

@@ -1,8 +1,9 @@
-"""What every rank does: a step of training, and a step of evaluation."""
+"""What every rank does in a step of training, and in one of evaluation."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +12,9 @@ import optax
 from examples.bert.batch import Batch
 from examples.bert.config import Config
 from examples.bert.model import Bert, predict
+from ftmesh.optim.lr_schedules import poly_decay
 from ftmesh.train import Shares, lamb, matrices, weighted_sum
 from ftmesh.train.parallel import Parallel
-
-
-class State(NamedTuple):
-    """What a step changes."""
-
-    params: Any
-    optimizer: Any
 
 
 def make_model(
@@ -44,6 +39,17 @@ def make_model(
     )
 
 
+def make_lr_schedule(config: Config) -> Callable[[Any], Any]:
+    """The learning rate of each step, counted from 0."""
+    return poly_decay(
+        config.base_lr,
+        warmup_steps=config.warmup_steps,
+        total_steps=config.total_steps,
+        end=config.end_lr,
+        power=config.lr_power,
+    )
+
+
 def make_transformation(config: Config, lr_schedule: Any) -> optax.GradientTransformation:
     """LAMB on matrices; biases and the scales of norms get Adam's update, and no decay."""
     return lamb(
@@ -56,41 +62,29 @@ def make_transformation(config: Config, lr_schedule: Any) -> optax.GradientTrans
     )
 
 
-def step_of_rank(
-    model: Bert,
-    parallel: Parallel,
-    shares: Shares,
-    optimizer: Any,
-    state: State,
-    batch: Batch,
-) -> tuple[State, jax.Array]:
-    """One step of training: the new state, and the loss over the global batch.
+def loss_of_rank(
+    model: Bert, parallel: Parallel, shares: Shares, params: Any, stats: Any, batch: Batch
+) -> tuple[jax.Array, Any]:
+    """A rank's part of the mean loss; of statistics the model has none.
 
     That is the mean over all masked words, of which sequences have more or fewer, and the mean over
     sequences for the sentences that follow.
     """
     masked, whole = weights_of(batch)
     num_masked, num_sequences = parallel.sum((masked.sum(), whole.sum()))
-
-    def loss_of(params: Any) -> jax.Array:
-        words, sentences = losses_of(predict(model, params, *batch[:4]), batch)
-        words, sentences = weighted_sum(words, masked), weighted_sum(sentences, whole)
-        return len(shares.live) * (words / num_masked + sentences / num_sequences)
-
-    loss, grads = optimizer.value_and_grad(loss_of)(state.params)
-    params, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-    return State(params, optimizer_state), parallel.mean(loss)
+    words, sentences = losses_of(predict(model, params, *batch[:4]), batch)
+    words, sentences = weighted_sum(words, masked), weighted_sum(sentences, whole)
+    return len(shares.live) * (words / num_masked + sentences / num_sequences), stats
 
 
-def evaluation_of_rank(
-    model: Bert, parallel: Parallel, params: Any, batch: Batch
+def count_right_of_rank(
+    model: Bert, params: Any, stats: Any, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """How many masked words of a batch are predicted right, and how many there are."""
+    """How many masked words of a rank are predicted right, and how many there are."""
     words, _ = predict(model, params, *batch[:4])
     masked, _ = weights_of(batch)
     right = (jnp.argmax(words, axis=-1) == batch.targets).astype(jnp.float32)
-    counts: tuple[jax.Array, jax.Array] = parallel.sum((weighted_sum(right, masked), masked.sum()))
-    return counts
+    return weighted_sum(right, masked), masked.sum()
 
 
 def weights_of(batch: Batch) -> tuple[jax.Array, jax.Array]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,35 +21,22 @@ import numpy as np
 
 from examples.resnet50.batch import Batch
 from examples.resnet50.config import PRESETS
-from examples.resnet50.model import init
-from examples.resnet50.programs import make_programs
-from examples.resnet50.steps import make_model
+from examples.resnet50.trainer import first_state, resnet50_trainer
 from ftmesh.mesh.topology import Topology
-from ftmesh.train.measure import Turn, measure
+from ftmesh.train.measure import Turn, measure, read_arguments, trainer_turn
 
 
 def our_turn(preset: str, batch: int) -> Turn:
     """Steps of the trainer."""
     config = replace(PRESETS[preset], batch=batch)
-    programs = make_programs(config, Topology.from_devices(jax.devices()))
-    state = programs.first(init(make_model(config), image_size=config.image_size, seed=0))
+    trainer = resnet50_trainer(config, Topology.from_devices(jax.devices()))
     rng, size = np.random.default_rng(0), config.image_size
-    rows = programs.parallel.local_rows(programs.shares)
-    images = programs.parallel.feed(
-        Batch(
-            rng.integers(0, 256, (len(rows), size, size, 3), np.uint8),
-            np.where(rows < 0, -1, rows % config.num_classes).astype(np.int32),
-        )
+    rows = trainer.parallel.local_rows(trainer.shares)
+    images = Batch(
+        rng.integers(0, 256, (len(rows), size, size, 3), np.uint8),
+        np.where(rows < 0, -1, rows % config.num_classes).astype(np.int32),
     )
-
-    def turn(steps: int) -> None:
-        nonlocal state
-        for _ in range(steps):
-            state, loss = programs.step(state, images)
-        if not np.isfinite(float(loss)):
-            raise RuntimeError(f"the loss is {float(loss)}")
-
-    return turn
+    return trainer_turn(trainer, first_state(config, trainer, seed=0), images)
 
 
 def torch_turn(batch: int) -> Turn:
@@ -78,15 +66,10 @@ def torch_turn(batch: int) -> Turn:
     return turn
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Measure the trainer's own step.")
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="mlperf-4096")
-    parser.add_argument("--batch", type=int, default=256, help="of all devices together (256)")
-    parser.add_argument("--steps", type=int, default=30, help="in a turn (30)")
-    parser.add_argument("--torch", action="store_true", help="measure PyTorch as well")
-    parser.add_argument("--json", action="store_true", help="print the rates as JSON")
-    args = parser.parse_args()
+    args = read_arguments(parser, argv, PRESETS, preset="mlperf-4096", batch=256, steps=30)
     turns = {"ftmesh": our_turn(args.preset, args.batch)}
     if args.torch:
         turns["torch"] = torch_turn(args.batch)

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 
 from examples.resnet50.config import PRESETS, Config
-from examples.resnet50.programs import make_programs
+from examples.resnet50.trainer import resnet50_trainer
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import step_options
 from ftmesh.train.compile_step import start
-from ftmesh.train.programs import Programs
+from ftmesh.train.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Compile the whole step of ResNet-50 for TPUs that are not there.",
     )
 
-    def make(config: Config, topology: Topology, args: argparse.Namespace) -> Programs:
-        return make_programs(config, topology, **step_options(args))
+    def make(config: Config, topology: Topology, args: argparse.Namespace) -> Trainer:
+        return resnet50_trainer(config, topology, step_options(args))
 
     return start("resnet50", parser, PRESETS, make, argv)
 

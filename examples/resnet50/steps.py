@@ -1,9 +1,10 @@
-"""What every rank does: a step of training, and a step of evaluation."""
+"""What every rank does in a step of training, and in one of evaluation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +13,9 @@ import optax
 from examples.resnet50.batch import Batch
 from examples.resnet50.config import Config
 from examples.resnet50.model import ResNet, normalise
+from ftmesh.optim.lr_schedules import poly_decay
 from ftmesh.train import GroupBatchNorm, Groups, Shares, lars, matrices, weighted_sum
 from ftmesh.train.parallel import AXIS, Parallel
-
-
-class State(NamedTuple):
-    """What a step changes. Every rank has running statistics of its own, in a row."""
-
-    params: Any
-    stats: Any
-    optimizer: Any
 
 
 def make_model(
@@ -39,6 +33,17 @@ def make_model(
     )
 
 
+def make_lr_schedule(config: Config) -> Callable[[Any], Any]:
+    """The learning rate of each step, counted from 0."""
+    return poly_decay(
+        config.base_lr,
+        warmup_steps=config.warmup_steps,
+        total_steps=config.total_steps,
+        end=config.end_lr,
+        power=config.lr_power,
+    )
+
+
 def make_transformation(config: Config, lr_schedule: Any) -> optax.GradientTransformation:
     """LARS on kernels; biases and the scales of norms get plain momentum, and no decay."""
     return lars(
@@ -50,56 +55,45 @@ def make_transformation(config: Config, lr_schedule: Any) -> optax.GradientTrans
     )
 
 
-def step_of_rank(
+def loss_of_rank(
     model: ResNet,
     config: Config,
     parallel: Parallel,
     shares: Shares,
-    optimizer: Any,
-    state: State,
+    params: Any,
+    stats: Any,
     batch: Batch,
-) -> tuple[State, jax.Array]:
-    """One step of training: the new state, and the loss over the global batch."""
-    weights = (batch.labels >= 0).astype(jnp.float32)
-    images = normalise(batch.images, model.dtype)
+) -> tuple[jax.Array, Any]:
+    """A rank's part of the mean loss over all images that there are, and its new statistics.
+
+    Images that could not be read leave a batch smaller than it should be.
+    """
+    weights = weights_of(batch)
+    num_images = parallel.sum(weights.sum())
+    logits, changed = model.apply(
+        {"params": params, "batch_stats": stats},
+        normalise(batch.images, model.dtype),
+        train=True,
+        weights=weights,
+        mutable=["batch_stats"],
+    )
     labels = jax.nn.one_hot(batch.labels, config.num_classes)
-
-    def loss_of(params: Any) -> tuple[jax.Array, Any]:
-        logits, changed = model.apply(
-            {"params": params, "batch_stats": own_row(state.stats)},
-            images,
-            train=True,
-            weights=weights,
-            mutable=["batch_stats"],
-        )
-        smooth = optax.smooth_labels(labels, config.label_smoothing)
-        losses = optax.softmax_cross_entropy(logits, smooth)
-        return shares.part_of_mean(losses, weights), changed["batch_stats"]
-
-    (loss, stats), grads = optimizer.value_and_grad(loss_of, has_aux=True)(state.params)
-    params, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-    return State(params, in_rows(stats, 1), optimizer_state), parallel.mean(loss)
+    smooth = optax.smooth_labels(labels, config.label_smoothing)
+    losses = optax.softmax_cross_entropy(logits, smooth)
+    return shares.part_of_mean(losses, weights, num_images), changed["batch_stats"]
 
 
-def evaluation_of_rank(
-    model: ResNet, parallel: Parallel, params: Any, stats: Any, batch: Batch
+def count_right_of_rank(
+    model: ResNet, params: Any, stats: Any, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """How many images of a batch are classified right, and how many there are."""
+    """How many images of a rank are classified right, and how many there are."""
     variables = {"params": params, "batch_stats": stats}
     logits = model.apply(variables, normalise(batch.images, model.dtype), train=False)
-    weights = (batch.labels >= 0).astype(jnp.float32)
+    weights = weights_of(batch)
     right = (jnp.argmax(logits, axis=-1) == batch.labels).astype(jnp.float32)
-    counts: tuple[jax.Array, jax.Array] = parallel.sum(
-        (weighted_sum(right, weights), weights.sum())
-    )
-    return counts
+    return weighted_sum(right, weights), weights.sum()
 
 
-def in_rows(stats: Any, num_ranks: int) -> Any:
-    """The same statistics for so many ranks, in rows."""
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_ranks, *x.shape)), stats)
-
-
-def own_row(stats: Any) -> Any:
-    """The statistics of a rank, from the one row that it has."""
-    return jax.tree.map(lambda x: x[0], stats)
+def weights_of(batch: Batch) -> jax.Array:
+    """1 for an image and 0 for padding."""
+    return (batch.labels >= 0).astype(jnp.float32)

@@ -20,7 +20,8 @@ from jax import lax
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError, CollectiveError, TopologyError
-from ftmesh.plans import Plan
+from ftmesh.mesh.ranks import OnTopology, Ranks
+from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.columns import Ints
 
 
@@ -52,29 +53,30 @@ class Groups:
             )
 
     @staticmethod
-    def of(plan: Plan, chips: int) -> Groups:
-        """Groups of `chips` neighbouring chips, with all their devices.
+    def of(on: OnTopology | Topology, chips: int) -> Groups:
+        """Groups of `chips` neighbouring chips, with all their devices, of a plan or a topology.
 
         A failed chip leaves its group smaller. See `Topology.groups` for the numbers that fit.
         """
-        devices = plan.program.live.reshape(plan.topology.num_live, -1)
+        ranks = Ranks.of(on)
+        devices = ranks.live.reshape(ranks.topology.num_live, -1)
         return Groups(
             tuple(
                 tuple(int(rank) for chip in group for rank in devices[chip])
-                for group in plan.topology.groups(chips)
+                for group in ranks.topology.groups(chips)
             ),
-            plan.program.num_ranks,
+            ranks.num_ranks,
         )
 
     @staticmethod
-    def of_examples(plan: Plan, examples: int, global_batch: int) -> Groups:
+    def of_examples(on: OnTopology | Topology, examples: int, global_batch: int) -> Groups:
         """The smallest groups in which full ones have at least so many `examples` of a batch."""
-        live = plan.topology.num_live
-        for chips in range(1, plan.topology.num_chips + 1):
-            if chips * global_batch < examples * live:
+        topology = Ranks.of(on).topology
+        for chips in range(1, topology.num_chips + 1):
+            if chips * global_batch < examples * topology.num_live:
                 continue
             try:
-                return Groups.of(plan, chips)
+                return Groups.of(on, chips)
             except TopologyError:
                 continue
         raise ArgumentError(

@@ -1,19 +1,27 @@
-"""Learning rates by step, for optax."""
+"""Learning rates by step, for optax, and for logs that must not wait for a device."""
 
 from __future__ import annotations
 
-import optax
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from ftmesh.errors import ArgumentError
 
 
 def poly_decay(
     peak: float, *, warmup_steps: int, total_steps: int, end: float = 1e-4, power: float = 2
-) -> optax.Schedule:
+) -> Callable[[Any], Any]:
     """Up from 0 to `peak` in a line, then down to `end` along a power of the steps that are left.
 
+    Of a step that is an array, as optax has it, the rate is an array too. Of a plain number it is a
+    plain number, and no device has to do with it.
+
     >>> lr_schedule = poly_decay(8, warmup_steps=2, total_steps=6, end=0)
-    >>> [float(lr_schedule(step)) for step in range(7)]
+    >>> [lr_schedule(step) for step in range(7)]
     [0.0, 4.0, 8.0, 4.5, 2.0, 0.5, 0.0]
     """
     if not 0 <= warmup_steps < total_steps:
@@ -21,9 +29,16 @@ def poly_decay(
             f"{warmup_steps} steps of warm-up do not fit in {total_steps} steps; have at least one "
             "step after the warm-up"
         )
-    decay = optax.polynomial_schedule(peak, end, power, total_steps - warmup_steps)
-    if warmup_steps == 0:
-        return decay
-    return optax.join_schedules(
-        [optax.linear_schedule(0, peak, warmup_steps), decay], [warmup_steps]
-    )
+
+    def rate(step: Any, xp: Any) -> Any:
+        down = xp.clip(step - warmup_steps, 0, total_steps - warmup_steps)
+        left = 1 - down / (total_steps - warmup_steps)
+        decayed = (peak - end) * left**power + end
+        if warmup_steps == 0:
+            return decayed
+        return xp.where(step < warmup_steps, peak * (step / warmup_steps), decayed)
+
+    def lr_schedule(step: Any) -> Any:
+        return rate(step, jnp) if isinstance(step, jax.Array) else float(rate(step, np))
+
+    return lr_schedule

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import warnings
+from functools import cache
 
-from ftmesh.errors import ArgumentError
+from ftmesh.errors import ArgumentError, TopologyWarning
 
 # What it takes to have four permutations under way: v2 and v3 make them synchronous unless told
 # otherwise; v5p, v6e and 7x wait for one before they start the next; v4 and v5e need no telling.
@@ -40,7 +42,8 @@ def compiler_options(platform: str, *, overlap: bool = False) -> dict[str, str]:
 
     For the outermost jit: ``jax.jit(step, compiler_options=ftmesh.compiler_options("tpu v6e"))``.
     Takes ``jax.devices()[0].device_kind`` of a TPU as well. Empty where there is nothing to set.
-    With `overlap`, also so that the backward pass goes on beside the sums of its gradients.
+    With `overlap`, also so that the backward pass goes on beside the sums of its gradients. A TPU
+    that is newer than this module gets no options, and a `TopologyWarning`, once.
 
     >>> compiler_options("tpu v6e")
     {'xla_max_concurrent_async_collective_permutes': '4'}
@@ -52,6 +55,20 @@ def compiler_options(platform: str, *, overlap: bool = False) -> dict[str, str]:
     name = _ALSO_CALLED.get(name, name)
     options = _OPTIONS.get(name)
     if options is None:
-        known = ", ".join("tpu7x" if name == "7x" else name for name in _OPTIONS)
-        raise ArgumentError(f"platform {platform!r} is not known: give one of {known}")
+        if not re.fullmatch(r"tpu\w+|v\d+\w*", words):
+            known = ", ".join("tpu7x" if name == "7x" else name for name in _OPTIONS)
+            raise ArgumentError(f"platform {platform!r} is not known: give one of {known}")
+        _warn_of(str(platform))
+        return {}
     return {**options, **(_OVERLAP if overlap and name not in ("cpu", "gpu") else {})}
+
+
+@cache
+def _warn_of(platform: str) -> None:
+    """A step is compiled several times; this is said once."""
+    warnings.warn(
+        f"what {platform!r} wants to be told is not known, so it is compiled for without options: "
+        "the permutations of a round may travel one after another; `ftmesh compile` shows whether",
+        TopologyWarning,
+        stacklevel=3,
+    )

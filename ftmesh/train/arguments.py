@@ -16,6 +16,7 @@ from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.mesh.topology import Topology
 from ftmesh.testing import cpu_grid
 from ftmesh.train.parallel import PSUM
+from ftmesh.train.trainer import StepOptions
 from ftmesh.units import parse_bytes
 
 
@@ -53,11 +54,17 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         help="failed chips, as 2x2@2,2 (default: the environment variable FTMESH_FAILED)",
     )
     parser.add_argument(
+        "--idle",
+        action="store_true",
+        help="keep the devices of failed chips in the program, idle, for platforms that insist on "
+        "whole slices (default: they are left out)",
+    )
+    parser.add_argument(
         "--algorithm",
         choices=(*ALGORITHMS, PSUM),
         default="auto",
-        help="how gradients are summed: auto, the fastest by simulation; psum, JAX's own sum "
-        "(default: auto)",
+        help="how gradients are summed: auto, the fastest by simulation; psum, JAX's own sum, "
+        "which needs no plan (default: auto)",
     )
     parser.add_argument(
         "--whole-optimizer",
@@ -77,14 +84,15 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     )
 
 
-def step_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `add_step` that every trainer's `make_programs` takes."""
-    return {
-        "algorithm": args.algorithm,
-        "sharded": not args.whole_optimizer,
-        "overlap": args.overlap,
-        "bucket_bytes": parse_bytes(args.bucket),
-    }
+def step_options(args: argparse.Namespace) -> StepOptions:
+    """The arguments of `add_step` that say how a step is spread over the chips."""
+    return StepOptions(
+        algorithm=args.algorithm,
+        sharded=not args.whole_optimizer,
+        with_idle=args.idle,
+        overlap=args.overlap,
+        bucket_bytes=parse_bytes(args.bucket),
+    )
 
 
 def config_of(args: argparse.Namespace, presets: Mapping[str, Any]) -> Any:

@@ -90,7 +90,8 @@ def group_statistics(
         if axis_name is None:
             raise ArgumentError("groups are groups of ranks along an axis: give axis_name too")
         sums = groups.sum(sums, axis_name)
-    mean, mean_square = jnp.split(sums[:-1] / sums[-1], 2)
+    number = jnp.where(sums[-1] > 0, sums[-1], 1)  # an idle rank has no example, nor a NaN
+    mean, mean_square = jnp.split(sums[:-1] / number, 2)
     return mean, jnp.maximum(mean_square - mean * mean, 0)
 
 

@@ -4,13 +4,16 @@
     batch, weights = shares.laid_out(batch)  # padded; to be split along the axis
 
     def loss_of(params):  # inside shard_map
-        return shares.part_of_mean(losses(params, batch), weights)
+        num_examples = plan.psum(weights.sum(), "data")
+        return shares.part_of_mean(losses(params, batch), weights, num_examples)
 
     loss, grads = plan.pmean(jax.value_and_grad(loss_of)(params), "data")
 
+Where every batch is full, as batches for training mostly are, `num_examples` can be left out.
+
 The numbers of examples that ranks have differ by at most one. Arrays have the same shape at every
 rank, so some have an example of padding, with weight zero. The mean over ranks of `part_of_mean` is
-the mean over the examples of the global batch, and the gradient is its gradient.
+the mean over the examples of the batch, and the gradient is its gradient.
 
 Evaluation goes the same way, and its last batch may be a smaller one:
 
@@ -30,7 +33,8 @@ from jax import lax
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
-from ftmesh.plans import Plan
+from ftmesh.mesh.ranks import OnTopology, Ranks
+from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.columns import Ints
 
 
@@ -50,9 +54,10 @@ class Shares:
             )
 
     @staticmethod
-    def of(plan: Plan, global_batch: int) -> Shares:
-        """The shares of a plan's ranks."""
-        return Shares(global_batch, plan.program.live, plan.program.num_ranks)
+    def of(on: OnTopology | Topology, global_batch: int) -> Shares:
+        """The shares of the ranks of a plan, or of a topology."""
+        ranks = Ranks.of(on)
+        return Shares(global_batch, ranks.live, ranks.num_ranks)
 
     @property
     def per_rank(self) -> int:
@@ -115,12 +120,14 @@ class Shares:
         count = jnp.asarray(self.counts())[lax.axis_index(axis_name)]
         return (jnp.arange(self.per_rank) < count).astype(jnp.float32)
 
-    def part_of_mean(self, values: Any, weights: Any) -> Any:
-        """What this rank gives to the mean of `values` over the global batch.
+    def part_of_mean(self, values: Any, weights: Any, num_examples: Any = None) -> Any:
+        """What this rank gives to the mean of `values` over the examples of a batch.
 
-        The mean of this over live ranks is that mean. `values` are as for `weighted_sum`.
+        The mean of this over live ranks is that mean. `num_examples` is how many examples all ranks
+        have together: the global batch, unless given; it may be computed on the way. `values` are
+        as for `weighted_sum`.
         """
-        scale = len(self.live) / self.global_batch
+        scale = len(self.live) / (self.global_batch if num_examples is None else num_examples)
         return jax.tree.map(lambda total: total * scale, weighted_sum(values, weights))
 
 

@@ -8,20 +8,20 @@
 
 A checkpoint holds whole arrays, not shards, so that a run may go on with more chips or fewer. With
 it lies a description of the arrays; one that does not fit what the run has is refused before
-anything is read or written.
+anything is read or written. A state with numbers that are not finite is never written.
 """
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from ftmesh.errors import CheckpointError
+from ftmesh.errors import CheckpointError, TrainingError
 
 _STATE, _ABOUT = "state", "about"
 
@@ -53,7 +53,16 @@ class Checkpoints:
         return step
 
     def save(self, step: int, state: Any) -> None:
-        """Begin to write `state`, a pytree of arrays, as it is after `step`; returns at once."""
+        """Begin to write `state`, a pytree of arrays, as it is after `step`.
+
+        Waits for the state, not for the disk. A state that no run could go on from is refused.
+        """
+        if not is_finite(state):
+            raise TrainingError(
+                f"the state after step {step} has numbers that are not finite, and is not saved: "
+                "the run has stopped there; try a lower learning rate or a longer warm-up, or go "
+                "back to a checkpoint before it"
+            )
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -92,13 +101,18 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def is_finite(state: Any) -> bool:
+    """Whether every number of a pytree of arrays is finite."""
+    return bool(_all_finite(jax.tree.leaves(state)))
+
+
+_all_finite = jax.jit(
+    lambda leaves: jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], bool))
+)
 
 
 def about(state: Any) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Compile a step: whether a TPU compiler takes a whole step of training, and what that needs.
 
-    report = compile_step(make_programs(config, topology))
+    report = compile_step(resnet50_trainer(config, topology))
 
 Nothing runs: the devices may be those of `ftmesh.tpu.slices.tpu_devices`, which are not there.
 """
@@ -24,7 +24,7 @@ from ftmesh.mesh.topology import Topology
 from ftmesh.tpu.overlap import Overlap, overlap
 from ftmesh.tpu.slices import tpu_devices
 from ftmesh.train.arguments import add_step, config_of
-from ftmesh.train.programs import Programs
+from ftmesh.train.trainer import Trainer
 from ftmesh.units import format_bytes
 
 
@@ -69,12 +69,12 @@ class StepReport:
         return "\n".join(lines)
 
 
-def compile_step(programs: Programs) -> StepReport:
+def compile_step(trainer: Trainer) -> StepReport:
     """Compile the step of a trainer, and say what came out."""
-    parallel = programs.parallel
+    parallel = trainer.parallel
     if parallel.mesh is None:
         raise ArgumentError("to compile for a mesh takes its devices; these ranks are emulated")
-    lowered = programs.step.lower(*programs.inputs)
+    lowered = trainer.step.lower(*trainer.inputs)
     start = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -86,7 +86,7 @@ def compile_step(programs: Programs) -> StepReport:
         platform=parallel.platform,
         num_devices=parallel.num_ranks,
         sums_on=parallel.sums_on,
-        batch=programs.shares.global_batch,
+        batch=trainer.shares.global_batch,
         compile_seconds=seconds,
         program_bytes=memory.generated_code_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
@@ -99,10 +99,10 @@ def start(
     name: str,
     parser: argparse.ArgumentParser,
     presets: Mapping[str, Any],
-    make: Callable[[Any, Topology, argparse.Namespace], Programs],
+    make: Callable[[Any, Topology, argparse.Namespace], Trainer],
     argv: Sequence[str] | None,
 ) -> int:
-    """Read the command line, compile the step of the programs that `make` makes, and report.
+    """Read the command line, compile the step of the trainer that `make` makes, and report.
 
     The exit status: what is wrong is said in one line, that begins with `name`.
     """

@@ -1,13 +1,15 @@
 """The loop: steps, evaluations, checkpoints and logs, the same for every trainer.
 
-A trainer describes what there is to train as a `Job`, and `run` trains it.
+A trainer describes what there is to train as a `Job`, and `run` trains it. Between two steps the
+host waits for nothing that the device has yet to compute: the loss of a step is looked at when the
+next one is under way. A checkpoint or an evaluation does wait, and looks at the loss first.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,82 +18,85 @@ import jax
 from ftmesh.errors import CheckpointError
 from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.mllog import MLLog
-from ftmesh.train.programs import Programs
+from ftmesh.train.reading import Batches, Reader
 from ftmesh.train.report import Report
+from ftmesh.train.trainer import State, Trainer
 from ftmesh.units import format_time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What there is to train. `state` is a pytree of the trainer's own; so is a batch."""
+    """What there is to train, from which state, and on which data."""
 
     benchmark: str  # as MLPerf calls it
-    unit: str  # what a batch is made of: images, sequences
-    batch: int  # of all chips together
-    total_steps: int
-    steps_per_eval: int
-    epoch_examples: int
-    eval_examples: int
-    target: float  # the accuracy at which the run has reached its end
     settings: Mapping[str, Any]  # what MLPerf asks about them, by its keys
+    steps_per_eval: int
+    target: float  # the accuracy at which the run has reached its end
 
-    programs: Programs
-    state: Any
-    batches: Callable[[int], AbstractContextManager[Iterator[Any]]]  # from a step on
-    evaluate: Callable[[Any], float]  # the accuracy
+    trainer: Trainer
+    state: State
+    train: Batches[Any]  # one for each step
+    validation: Batches[Any]
+
+    @property
+    def total_steps(self) -> int:
+        """Steps, where the target is not reached before."""
+        return len(self.train)
 
     def epoch(self, step: int) -> int:
         """The epoch that `step`, counted from 1, belongs to; the first is 1."""
-        return (step - 1) * self.batch // self.epoch_examples + 1
+        return (step - 1) * self.train.batch // self.train.num_examples + 1
+
+
+def start_log(args: argparse.Namespace) -> MLLog:
+    """The log of a run that begins: the first process writes it, where `add_run` asks for one."""
+    log = MLLog(args.mllog if jax.process_index() == 0 else None, append=args.resume)
+    log.event("cache_clear", True)
+    log.start("init")
+    return log
 
 
 def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     """Train `job` as the arguments of `ftmesh.train.arguments.add_run` say."""
-    first, programs = jax.process_index() == 0, job.programs
+    is_first, trainer = jax.process_index() == 0, job.trainer
     with ExitStack() as stack:
         checkpoints, done, state = None, 0, job.state
         if args.checkpoint_dir:
             checkpoints = stack.enter_context(
                 Checkpoints(args.checkpoint_dir, keep=args.keep, resume=args.resume)
             )
-            done, whole = checkpoints.restore(programs.to_checkpoint(state))
-            if args.resume and not done:
-                raise CheckpointError(f"{args.checkpoint_dir} has no checkpoint to go on from")
-            state = programs.from_checkpoint(whole) if done else state
-        if done >= job.total_steps:
-            raise CheckpointError(
-                f"the checkpoint is of step {done}, and the run ends at {job.total_steps}: there "
-                "is nothing left to do; more --steps would go on"
-            )
+            done, state = _restored(job, checkpoints, args)
         log.submission(
             job.benchmark,
-            platform=programs.parallel.sums_on,
+            platform=trainer.parallel.sums_on,
             settings=job.settings,
-            train_samples=job.epoch_examples,
-            eval_samples=job.eval_examples,
+            train_samples=job.train.num_examples,
+            eval_samples=job.validation.num_examples,
         )
         log.stop("init")
         log.start("run")
         report = stack.enter_context(
             Report(
-                args.out if first else None,
+                args.out if is_first else None,
                 total_steps=job.total_steps,
                 first_step=done,
-                unit=job.unit,
+                unit=job.train.unit,
                 resume=args.resume,
             )
         )
-        batches = stack.enter_context(job.batches(done))
+        batches = stack.enter_context(Reader(job.train, first_step=done))
         block = done + 1  # the first step since the last evaluation
         reached = False
         for step in range(done + 1, job.total_steps + 1):
             if step == block:
                 log.start("block", first_epoch_num=job.epoch(step), epoch_count=_epochs(job, step))
-            state, loss = programs.step(state, next(batches))
-            report.step(step, loss, examples=job.batch, lr=float(programs.lr_schedule(step - 1)))
+            state, loss = trainer.step(state, trainer.parallel.feed(next(batches)))
+            rate = trainer.lr_schedule(step - 1)
+            report.step(step, loss, examples=job.train.batch, lr=rate)
             last = step == job.total_steps
             if checkpoints and (last or step % args.checkpoint_every == 0):
-                checkpoints.save(step, programs.to_checkpoint(state))
+                report.settle()  # a state that comes with a bad loss is not worth keeping
+                checkpoints.save(step, trainer.to_checkpoint(state))
             if last or step % job.steps_per_eval == 0:
                 log.stop("block", first_epoch_num=job.epoch(block))
                 block = step + 1
@@ -99,22 +104,59 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             if reached:
                 break
         log.stop("run", status="success" if reached else "aborted")
-    if first:
+    if is_first:
         print(_summary(job, report))
     return report
 
 
-def _summary(job: Job, report: Report) -> str:
-    """What was learned, and on which sums."""
-    step, found = max(report.evaluations.items())
-    took = format_time(report.seconds)
-    parallel, rounds = job.programs.parallel, ""
-    if parallel.plan is not None and not parallel.use_psum:
-        rounds = f", {parallel.plan.schedule.num_rounds} rounds an all-reduce"
-    return (
-        f"{job.benchmark}: accuracy {found['accuracy']:.4f} after {step} steps of {job.batch} "
-        f"{job.unit}, in {took}; gradients summed by {parallel.sums_on}{rounds}"
-    )
+def _restored(job: Job, checkpoints: Checkpoints, args: argparse.Namespace) -> tuple[int, State]:
+    """The steps that are done, and the state after them: the last checkpoint's, if there is one."""
+    done, whole = checkpoints.restore(job.trainer.to_checkpoint(job.state))
+    if args.resume and not done:
+        raise CheckpointError(f"{args.checkpoint_dir} has no checkpoint to go on from")
+    if done >= job.total_steps:
+        raise CheckpointError(
+            f"the checkpoint is of step {done}, and the run ends at {job.total_steps}: there is "
+            "nothing left to do; more --steps would go on"
+        )
+    return done, job.trainer.from_checkpoint(whole) if done else job.state
+
+
+def _evaluate(job: Job, state: State, step: int, report: Report, log: MLLog) -> bool:
+    """Whether the target is reached."""
+    report.settle()
+    epoch = job.epoch(step)
+    with log.interval("eval", epoch_num=epoch):
+        accuracy = _accuracy(job, state)
+        log.event("eval_accuracy", accuracy, epoch_num=epoch)
+    report.evaluation(step, accuracy=accuracy)
+    return accuracy >= job.target
+
+
+def _accuracy(job: Job, state: State) -> float:
+    """How many answers are right on the validation data, of all."""
+    right = seen = 0.0
+    for counts in _one_late(_counts(job, state)):
+        right, seen = right + float(counts[0]), seen + float(counts[1])
+    return right / seen
+
+
+def _counts(job: Job, state: State) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """How many answers are right, and how many there are, batch by batch."""
+    trainer = job.trainer
+    stats = trainer.mean_stats(state.stats)
+    with Reader(job.validation) as reader:
+        for batch in reader:
+            yield trainer.evaluate(state.params, stats, trainer.parallel.feed(batch))
+
+
+def _one_late(values: Iterator[Any]) -> Iterator[Any]:
+    """The same values, each when the next is under way."""
+    waiting: list[Any] = []
+    for value in values:
+        yield from waiting
+        waiting = [value]
+    yield from waiting
 
 
 def _epochs(job: Job, step: int) -> int:
@@ -123,11 +165,15 @@ def _epochs(job: Job, step: int) -> int:
     return job.epoch(last) - job.epoch(step) + 1
 
 
-def _evaluate(job: Job, state: Any, step: int, report: Report, log: MLLog) -> bool:
-    """Whether the target is reached."""
-    epoch = job.epoch(step)
-    with log.interval("eval", epoch_num=epoch):
-        accuracy = job.evaluate(state)
-        log.event("eval_accuracy", accuracy, epoch_num=epoch)
-    report.evaluation(step, accuracy=accuracy)
-    return accuracy >= job.target
+def _summary(job: Job, report: Report) -> str:
+    """What was learned, and on which sums."""
+    step, found = max(report.evaluations.items())
+    took = format_time(report.seconds)
+    parallel, rounds = job.trainer.parallel, ""
+    if parallel.plan is not None:
+        rounds = f", {parallel.plan.schedule.num_rounds} rounds an all-reduce"
+    return (
+        f"{job.benchmark}: accuracy {found['accuracy']:.4f} after {step} steps of "
+        f"{job.train.batch} {job.train.unit}, in {took}; gradients summed by "
+        f"{parallel.sums_on}{rounds}"
+    )

@@ -26,6 +26,7 @@ from ftmesh.collectives.gradients import BUCKET_BYTES, mean_gradients, with_mean
 from ftmesh.collectives.groups import Groups
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.mesh.devices import platform_of
+from ftmesh.mesh.ranks import Ranks
 from ftmesh.mesh.topology import Topology
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.optim.whole import PlainOptimizer
@@ -36,28 +37,31 @@ from ftmesh.train.batches import Shares
 
 AXIS = "data"
 WHOLE, SPLIT = PartitionSpec(), PartitionSpec(AXIS)  # at every rank; a part at each
-PSUM = "psum"  # in place of an algorithm: JAX's own sums, for comparison
+PSUM = "psum"  # in place of an algorithm: JAX's own sums, which need no plan
+SMALL_BYTES = 4096  # losses, counts, norms: what matters is how many rounds they take
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """A mesh of one axis, and a plan for sums along it.
+    """The ranks of one axis, and a plan for sums of gradients along it.
 
-    Without a plan there is a single rank. Without a mesh all ranks are emulated on one device. With
-    `use_psum` the plan only says which ranks there are, and sums are JAX's own. With `overlap`
-    gradients are summed during the backward pass, in buckets of `bucket_bytes`.
+    Without a plan sums are JAX's own. Sums of a few numbers go on `small_plan`. Without a mesh all
+    ranks are emulated on one device. With `overlap` gradients are summed during the backward pass,
+    in buckets of `bucket_bytes`.
     """
 
+    ranks: Ranks
     mesh: Mesh | None
     axis_name: str = AXIS
     plan: Plan | None = None
-    use_psum: bool = False
+    small_plan: Plan | None = None
     overlap: bool = False
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        if self.overlap and (self.plan is None or self.use_psum):
-            why = "these are JAX's own" if self.use_psum else "a single device has nothing to sum"
+        if self.overlap and self.plan is None:
+            single = self.ranks.num_live == 1
+            why = "a single device has nothing to sum" if single else "these are JAX's own"
             raise CollectiveError(f"only sums on a plan overlap the backward pass; {why}")
         if self.bucket_bytes < 1:
             raise ArgumentError(f"a bucket of {self.bucket_bytes} bytes holds no gradients")
@@ -75,25 +79,25 @@ class Parallel:
     ) -> Parallel:
         """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
 
+        With `with_idle` the devices of failed chips are in the program too, and count for nothing.
         With `overlap` the plan is for one bucket of gradients at a time. The ranks of a topology
-        without devices are emulated, all on one.
+        without devices are emulated, all on one. A single chip needs no plan.
         """
-        if topology.num_live == 1:
-            return Parallel(topology.jax_mesh(axis_name), axis_name, overlap=overlap)
-        use_psum = algorithm == PSUM
-        made = plan(
-            topology,
-            "auto" if use_psum else algorithm,
-            payload_bytes=max(1, min(payload_bytes, bucket_bytes)) if overlap else payload_bytes,
-            with_idle=with_idle,
-        )
-        mesh = made.jax_mesh(axis_name) if topology.devices else None
-        return Parallel(mesh, axis_name, made, use_psum, overlap, bucket_bytes)
+        ranks = Ranks(topology, with_idle)
+        made = small = None
+        if algorithm != PSUM and topology.num_live > 1:
+            size = max(1, min(payload_bytes, bucket_bytes)) if overlap else payload_bytes
+            made = plan(topology, algorithm, payload_bytes=size, with_idle=with_idle)
+            small = plan(topology, payload_bytes=SMALL_BYTES, with_idle=with_idle)
+            if small.algorithm == made.algorithm:
+                small = made
+        mesh = topology.jax_mesh(axis_name, with_idle=with_idle) if topology.devices else None
+        return Parallel(ranks, mesh, axis_name, made, small, overlap, bucket_bytes)
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the axis, those of idle devices too."""
-        return 1 if self.plan is None else self.plan.program.num_ranks
+        return self.ranks.num_ranks
 
     @property
     def platform(self) -> str:
@@ -103,25 +107,46 @@ class Parallel:
     @property
     def sums_on(self) -> str:
         """What makes the sums, in words."""
-        if self.plan is None:
+        if self.ranks.num_live == 1:
             return "a single device"
-        how = "lax.psum" if self.use_psum else self.plan.algorithm
+        how = "lax.psum" if self.plan is None else self.plan.algorithm
+        idle = ", idle devices among them" if self.ranks.with_idle else ""
         where = "" if self.mesh else ", emulated on one device"
-        return f"{how} on {self.plan.topology}{where}"
+        return f"{how} on {self.ranks.topology}{idle}{where}"
 
     # Inside a step ----------------------------------------------------------------------------
 
-    def mean(self, tree: Any, **options: Any) -> Any:
-        """The mean over all live ranks; options as for `mean_gradients`."""
-        if self.plan is None or self.use_psum:
-            return lax.pmean(tree, self.axis_name)
-        return mean_gradients(tree, self.axis_name, plan=self.plan, **options)
-
     def sum(self, tree: Any) -> Any:
-        """The sum over all live ranks."""
-        if self.plan is None or self.use_psum:
-            return lax.psum(tree, self.axis_name)
-        return self.plan.psum(tree, self.axis_name)
+        """The sum over all live ranks of a few numbers, such as counts."""
+        if self.small_plan is None:
+            return lax.psum(self._of_live(tree), self.axis_name)
+        return self.small_plan.psum(tree, self.axis_name)
+
+    def mean(self, tree: Any) -> Any:
+        """The mean over all live ranks of a few numbers, such as losses."""
+        return jax.tree.map(lambda total: total / self.ranks.num_live, self.sum(tree))
+
+    def _of_live(self, tree: Any) -> Any:
+        """Nothing in place of what an idle rank has, which may be anything."""
+        if not self.ranks.with_idle:
+            return tree
+        is_live = jnp.isin(lax.axis_index(self.axis_name), self.ranks.live)
+        return jax.tree.map(lambda leaf: jnp.where(is_live, leaf, jnp.zeros_like(leaf)), tree)
+
+    def _mean_gradients(self, grads: Any, wire_dtype: Any) -> Any:
+        if self.plan is None:
+            return self.mean(grads)
+        return mean_gradients(grads, self.axis_name, plan=self.plan, wire_dtype=wire_dtype)
+
+    def _with_mean_gradients(self, params: Any, **options: Any) -> Any:
+        assert self.plan is not None
+        return with_mean_gradients(
+            params,
+            self.axis_name,
+            plan=self.plan.as_unrolled,  # nothing runs beside a loop
+            bucket_bytes=self.bucket_bytes,
+            **options,
+        )
 
     # Around it --------------------------------------------------------------------------------
 
@@ -180,16 +205,14 @@ class Parallel:
         return jax.tree.map(partial(jax.make_array_from_process_local_data, split), batch)
 
     def shares(self, global_batch: int) -> Shares:
-        """Which examples of a batch each rank has."""
-        if self.plan is None:
-            return Shares(global_batch, np.arange(1, dtype=np.int32), 1)
-        return Shares.of(self.plan, global_batch)
+        """Which examples of a batch each rank has; idle ranks have padding alone."""
+        return Shares.of(self.ranks, global_batch)
 
     def groups(self, examples: int, global_batch: int) -> Groups | None:
         """Groups of neighbouring chips with so many examples; none on a single device."""
-        if self.plan is None:
+        if self.num_ranks == 1:
             return None
-        return Groups.of_examples(self.plan, examples, global_batch)
+        return Groups.of_examples(self.ranks, examples, global_batch)
 
     def optimizer(
         self,
@@ -201,30 +224,26 @@ class Parallel:
     ) -> ShardedOptimizer | PlainOptimizer:
         """The optimizer, its state shared out among the chips, or whole at each where told.
 
-        JAX's own sums and a single device have it whole. On a plan gradients travel in
-        `wire_dtype`; with `overlap` they do during the backward pass of its `value_and_grad`.
+        Without a plan it is whole. On a plan gradients travel in `wire_dtype`; with `overlap` they
+        do during the backward pass of its `value_and_grad`.
         """
-        if self.plan is not None and not self.use_psum and sharded:
+        if self.plan is not None and sharded:
             if self.overlap:
                 options = {"overlap": True, "bucket_bytes": self.bucket_bytes, **options}
             return ShardedOptimizer(
-                transformation, self.plan, self.axis_name, wire_dtype, **options
+                transformation,
+                self.plan,
+                self.axis_name,
+                wire_dtype,
+                norm_plan=self.small_plan,
+                **options,
             )
         return PlainOptimizer(
             transformation,
-            mean=partial(self.mean, wire_dtype=wire_dtype),
-            num_ranks=1 if self.plan is None else len(self.plan.program.live),
+            mean=partial(self._mean_gradients, wire_dtype=wire_dtype),
+            num_ranks=self.ranks.num_live,
             axis_name=self.axis_name,
-            mark=partial(self._with_means, wire_dtype=wire_dtype) if self.overlap else None,
-        )
-
-    def _with_means(self, params: Any, **options: Any) -> Any:
-        """The parameters, with gradients that are means; options as for `with_mean_gradients`."""
-        assert self.plan is not None
-        return with_mean_gradients(
-            params,
-            self.axis_name,
-            plan=self.plan.as_unrolled,  # nothing runs beside a loop
-            bucket_bytes=self.bucket_bytes,
-            **options,
+            mark=partial(self._with_mean_gradients, wire_dtype=wire_dtype)
+            if self.overlap
+            else None,
         )

@@ -6,8 +6,8 @@
             report.step(step, loss, examples=4096, lr=0.1)
         report.evaluation(step, accuracy=0.75)
 
-Losses are looked at one step late, so that the devices are never waited for; one that is not a
-number ends the run with the step it came from.
+The loss of a step is looked at when the next step is under way, so that the devices are never
+waited for, or when `settle` is called; one that is not a number ends the run with its step.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Report:
 
     def step(self, step: int, loss: Any, *, examples: int, **numbers: float) -> None:
         """A step has been started; `loss` may be an array that is still being computed."""
-        self._settle()
+        self.settle()
         self._waiting = (step, loss, {"examples": examples, **numbers})
 
     def evaluation(self, step: int, **numbers: float) -> None:
         """The result of an evaluation after `step`."""
-        self._settle()
+        self.settle()
         self.evaluations[step] = {name: float(value) for name, value in numbers.items()}
         self._write({"step": step, "eval": self.evaluations[step]})
         says = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
@@ -81,8 +81,8 @@ class Report:
         """Since the start."""
         return time.perf_counter() - self._started
 
-    def _settle(self) -> None:
-        """Look at the loss of the step before."""
+    def settle(self) -> None:
+        """Look at the loss of the last step; one that is not a number ends the run."""
         if self._waiting is None:
             return
         step, loss, numbers = self._waiting
@@ -121,7 +121,7 @@ class Report:
     ) -> None:
         try:
             if error is None:
-                self._settle()
+                self.settle()
         finally:
             self._progress.stop()
             if self._metrics is not None:

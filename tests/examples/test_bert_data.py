@@ -6,9 +6,9 @@ import pytest
 from examples.bert import text
 from examples.bert.config import PRESETS
 from examples.bert.data import Batches, Reader, open_sequences, unigram_accuracy
+from examples.bert.joining import join, pack
 from examples.bert.make_records import main, read_documents
 from examples.bert.pack_records import main as pack_main
-from examples.bert.packing import join, pack
 from examples.bert.sequences import encode_documents, make_sequences
 from examples.bert.wordpiece import SPECIAL, Vocabulary
 from ftmesh.errors import DataError

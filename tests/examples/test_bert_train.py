@@ -7,16 +7,21 @@ from functools import cache
 
 import jax
 import numpy as np
+import optax
 import pytest
 
+import examples.bert.train
 from examples.bert.config import PRESETS
-from examples.bert.model import init
-from examples.bert.programs import make_programs
+from examples.bert.data import Batches, open_sequences
+from examples.bert.model import init, predict
 from examples.bert.published import to_published
 from examples.bert.steps import make_model
 from examples.bert.train import add_bert, main, train
+from examples.bert.trainer import bert_options, bert_trainer, first_state
 from ftmesh import Topology
-from ftmesh.train.arguments import add_run
+from ftmesh.testing import cpu_grid
+from ftmesh.train.arguments import add_run, step_options
+from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.records import make_example, write_records
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -30,18 +35,22 @@ HOLE = Topology.grid("4x4", failed="2x2@0,0")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_made_once():
-    """Runs with the same settings have the same programs, and need not trace them again."""
+def trainers_made_once():
+    """Runs with the same settings have the same trainer, and need not trace it again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("examples.bert.train.make_programs", cache(make_programs))
+        patch.setattr("examples.bert.train.bert_trainer", cache(bert_trainer))
         yield
 
 
-def run(*argv, config=SMALL, topology=HOLE):
+def arguments(*argv):
     parser = argparse.ArgumentParser()
     add_bert(parser)
     add_run(parser, PRESETS)
-    return train(config, topology, parser.parse_args([*argv, "--emulate", "one"]))
+    return parser.parse_args([*argv, "--emulate", "one"])
+
+
+def run(*argv, config=SMALL, topology=HOLE):
+    return train(config, topology, arguments(*argv))
 
 
 def losses(*argv, **settings):
@@ -89,6 +98,53 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(exact, tmp_path
     assert list(second) == list(range(4, 21))
     for step, loss in {**first, **second}.items():
         assert loss == pytest.approx(exact[0].losses[step], rel=1e-5)
+
+
+def test_idle_devices_change_nothing(exact):
+    exactly = ("--wire-dtype", "float32", "--steps", "3", "--idle")
+    found = losses(*exactly, topology=cpu_grid("4x4", failed="2x2@0,0"))
+    np.testing.assert_allclose(list(found.values()), list(exact[0].losses.values())[:3], rtol=1e-5)
+
+
+def test_the_moments_are_those_of_the_whole_batch_on_one_device(tmp_path):
+    """LAMB's steps do not care how large a gradient is; its moments do.
+
+    In float32, whose rounding is 6e-8 of what is added up, of which little may be left where it
+    cancels.
+    """
+    argv = ["--wire-dtype", "float32", "--steps", "1", "--checkpoint-dir", str(tmp_path)]
+    run(*argv)
+    args = arguments(*argv)
+    trainer = examples.bert.train.bert_trainer(
+        SMALL, HOLE, step_options(args), **bert_options(args)
+    )
+    like = trainer.to_checkpoint(first_state(SMALL, trainer, seed=0))
+    with Checkpoints(tmp_path, resume=True) as checkpoints:
+        _, found = checkpoints.restore(like)
+    adam = found.optimizer[0]
+    assert int(adam.count) == 1
+
+    sizes = {"length": SMALL.length, "predictions": SMALL.predictions}
+    sequences = open_sequences(
+        None, "train", vocabulary=SMALL.vocabulary, num_sequences=SMALL.train_sequences, **sizes
+    )
+    batch, _ = Batches(sequences, batch=SMALL.batch, num_steps=1, seed=0, **sizes)[0]
+    model = make_model(SMALL)
+
+    def loss_of(params):
+        words, sentences = predict(model, params, *batch[:4])
+        cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+        of_words = cross_entropy(words, batch.targets)[batch.targets >= 0]
+        return of_words.mean() + cross_entropy(sentences, batch.is_random).mean()
+
+    grads = jax.grad(loss_of)(init(model, seed=0))
+    most = max(float(np.abs(grad).max()) for grad in jax.tree.leaves(grads))
+    assert most > 0.01
+    for grad, mean, square in zip(*map(jax.tree.leaves, (grads, adam.mu, adam.nu)), strict=True):
+        np.testing.assert_allclose(mean / (1 - SMALL.beta_1), grad, rtol=1e-3, atol=1e-5 * most)
+        np.testing.assert_allclose(
+            square / (1 - SMALL.beta_2), np.square(grad), rtol=1e-2, atol=1e-5 * most**2
+        )
 
 
 def test_the_log_lacks_nothing_but_accuracy(exact):

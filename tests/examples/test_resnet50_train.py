@@ -6,15 +6,26 @@ import json
 from dataclasses import replace
 from functools import cache
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from PIL import Image
 
+import examples.resnet50.train
 from examples.resnet50.config import PRESETS
-from examples.resnet50.programs import make_programs
+from examples.resnet50.data import Batches
+from examples.resnet50.images import open_images
+from examples.resnet50.model import init, normalise
+from examples.resnet50.steps import make_lr_schedule, make_model, make_transformation
 from examples.resnet50.train import main, train
+from examples.resnet50.trainer import first_state, resnet50_trainer
 from ftmesh import FtmeshError, Topology
-from ftmesh.train.arguments import add_run
+from ftmesh.errors import TrainingError
+from ftmesh.testing import cpu_grid
+from ftmesh.train.arguments import add_run, step_options
+from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.records import make_example, write_records
 from ftmesh.train.report import read_metrics
 
@@ -29,10 +40,10 @@ HOLE = Topology.grid("4x4", failed="2x2@0,0")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_made_once():
-    """Runs with the same settings have the same programs, and need not trace them again."""
+def trainers_made_once():
+    """Runs with the same settings have the same trainer, and need not trace it again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("examples.resnet50.train.make_programs", cache(make_programs))
+        patch.setattr("examples.resnet50.train.resnet50_trainer", cache(resnet50_trainer))
         yield
 
 
@@ -80,6 +91,83 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(whole, tmp_path
 def test_sums_in_the_backward_pass_change_nothing(whole):
     other = losses("--steps", "4", "--overlap", "--bucket", "10kB")
     np.testing.assert_allclose(list(other.values()), list(whole.values())[:4], rtol=1e-5)
+
+
+def test_psum_needs_no_plan():
+    """On two chips in a line and on a single one, with norms over the whole batch: the same."""
+    config = replace(SMALL, norm_group=SMALL.batch)
+    two, one = (
+        losses("--steps", "3", "--algorithm", "psum", config=config, topology=Topology.grid(mesh))
+        for mesh in ("2x1", "1x1")
+    )
+    assert len(two) == 3
+    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-4)
+
+
+def test_idle_devices_change_nothing(whole):
+    found = losses("--steps", "3", "--idle", topology=cpu_grid("4x4", failed="2x2@0,0"))
+    np.testing.assert_allclose(list(found.values()), list(whole.values())[:3], rtol=1e-5)
+
+
+def test_a_state_that_is_not_finite_is_not_saved(whole, tmp_path, monkeypatch):
+    """The rate of step 4 is infinite: its loss is good still, and its state is not."""
+    saved = ["--steps", "6", "--checkpoint-dir", str(tmp_path), "--checkpoint-every", "2"]
+    with monkeypatch.context() as patch:
+        real = make_lr_schedule(SMALL)
+        patch.setattr(
+            "examples.resnet50.trainer.make_lr_schedule",
+            lambda config: lambda step: real(step) + jnp.where(step == 3, jnp.inf, 0),
+        )
+        patch.setattr("examples.resnet50.train.resnet50_trainer", resnet50_trainer)
+        with pytest.raises(TrainingError, match="the state after step 4 has numbers that are not"):
+            losses(*saved)
+    rest = losses(*saved, "--resume")
+    assert list(rest) == [3, 4, 5, 6]
+    np.testing.assert_allclose(list(rest.values()), list(whole.values())[2:], rtol=1e-5)
+
+
+def test_the_first_update_is_that_of_the_whole_batch_on_one_device(tmp_path):
+    """Momentum and parameters after a step; those without a layerwise rate are as the gradient is.
+
+    With norms over the whole batch, one device computes the same but for rounding: 6e-8 of what is
+    added up, of which little may be left where it cancels.
+    """
+    config = replace(SMALL, warmup_epochs=0, norm_group=SMALL.batch)
+    losses("--steps", "1", "--checkpoint-dir", str(tmp_path), config=config)
+    options = step_options(arguments())
+    trainer = examples.resnet50.train.resnet50_trainer(config, HOLE, options)
+    like = trainer.to_checkpoint(first_state(config, trainer, seed=0))
+    with Checkpoints(tmp_path, resume=True) as checkpoints:
+        _, found = checkpoints.restore(like)
+
+    images = open_images(None, "train", size=8, num_classes=10, num_images=config.train_images)
+    batch, _ = Batches(images, size=8, batch=config.batch, num_steps=1, seed=0)[0]
+    model = make_model(config)
+    variables = init(model, image_size=8, seed=0)
+
+    def loss_of(params):
+        logits, _ = model.apply(
+            {**variables, "params": params},
+            normalise(batch.images, model.dtype),
+            train=True,
+            mutable=["batch_stats"],
+        )
+        smooth = optax.smooth_labels(jax.nn.one_hot(batch.labels, 10), config.label_smoothing)
+        return optax.softmax_cross_entropy(logits, smooth).mean()
+
+    params = variables["params"]
+    grads = jax.grad(loss_of)(params)
+    transformation = make_transformation(config, make_lr_schedule(config))
+    updates, _ = transformation.update(grads, transformation.init(params), params)
+    plain = 0.0  # the largest gradient of those that have no layerwise rate
+    for got, old, update, grad in zip(
+        *map(jax.tree.leaves, (found.params, params, updates, grads)), strict=True
+    ):
+        np.testing.assert_allclose(got - old, update, rtol=1e-3, atol=1e-4)
+        if grad.ndim < 2:
+            np.testing.assert_allclose(got - old, -config.base_lr * grad, rtol=1e-3, atol=1e-4)
+            plain = max(plain, float(np.abs(grad).max()))
+    assert plain > 0.01
 
 
 @pytest.mark.parametrize(

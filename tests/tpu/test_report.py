@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 import ftmesh
-from ftmesh import ArgumentError, FtmeshError, TopologyError
+from ftmesh import ArgumentError, FtmeshError, TopologyError, TopologyWarning
 from ftmesh.cli import main
 from ftmesh.tpu import slices
 from ftmesh.tpu.report import CompiledLoop, CompileReport, compiled_loops, strategy
@@ -146,9 +147,18 @@ def test_compiler_options(platform, options):
     assert extra == ({("xla_tpu_use_aggressive_scheduling", "true")} if is_tpu else set())
 
 
-def test_an_unknown_platform_is_refused():
-    with pytest.raises(ArgumentError, match=r"'tpu v99' is not known.*v2, v3, .*v6e, tpu7x, cpu"):
-        ftmesh.compiler_options("tpu v99")
+@pytest.mark.parametrize("platform", ["banana", "", "tpu", "vx"])
+def test_an_unknown_platform_is_refused(platform):
+    with pytest.raises(ArgumentError, match=r"is not known: give one of v2, v3, .*v6e, tpu7x, cpu"):
+        ftmesh.compiler_options(platform)
+
+
+@pytest.mark.parametrize("platform", ["TPU v98 lite", "tpu97x", "v96e:4x4"])
+def test_a_tpu_newer_than_the_options_gets_none_and_a_warning_once(platform):
+    with pytest.warns(TopologyWarning, match=re.escape(repr(platform))) as said:
+        assert [ftmesh.compiler_options(platform, overlap=yes) for yes in (True, False)] == [{}, {}]
+    assert len(said) == 1
+    assert ftmesh.compiler_options(platform) == {}
 
 
 def test_options_are_a_fresh_value():

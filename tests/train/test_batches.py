@@ -68,6 +68,31 @@ def test_512_examples_on_60_chips_give_the_gradient_of_the_whole_batch(plan):
         assert abs(losses(params, x, y).mean() - whole[0]) > 1e-6  # as it would be without weights
 
 
+@pytest.mark.parametrize("size", [100, 61, 30])
+def test_the_mean_of_a_batch_that_is_not_full(plan, size):
+    """30 examples are fewer than there are ranks."""
+    shares = Shares.of(plan, 100)
+    values = np.random.default_rng(size).integers(0, 99, size).astype(np.float32)
+    x, weights = (part.reshape(60, -1) for part in shares.laid_out(values))
+
+    def told(x, weights):
+        return plan.pmean(shares.part_of_mean(x, weights, size), "data")
+
+    def counted(x, weights):
+        number = plan.psum(weights.sum(), "data")
+        return plan.pmean(shares.part_of_mean(x, weights, number), "data")
+
+    for run in (told, counted):
+        np.testing.assert_allclose(on_one_device(run)(x, weights), values.mean(), rtol=1e-6)
+
+
+def test_half_a_batch_has_its_own_mean():
+    shares = Shares(24, np.arange(4), 4)
+    x, weights = (part.reshape(4, -1) for part in shares.laid_out(np.arange(12.0)))
+    parts = [shares.part_of_mean(*rank, 12) for rank in zip(x, weights, strict=True)]
+    assert float(np.mean(parts)) == 5.5
+
+
 def test_evaluation_counts_every_example_once(plan):
     shares = Shares.of(plan, 100)
     values = np.random.default_rng(0).integers(0, 9, 130).astype(np.float32)

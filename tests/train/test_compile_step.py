@@ -16,12 +16,13 @@ from examples.bert.model import init as init_bert
 from examples.bert.steps import make_model as make_bert
 from examples.resnet50.compile_step import main as compile_resnet50
 from examples.resnet50.config import PRESETS
-from examples.resnet50.programs import make_programs
+from examples.resnet50.trainer import resnet50_trainer
 from ftmesh import Topology
 from ftmesh.errors import ArgumentError
 from ftmesh.testing import cpu_grid
 from ftmesh.tpu.slices import has_libtpu
 from ftmesh.train.compile_step import compile_step
+from ftmesh.train.trainer import StepOptions
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -30,13 +31,15 @@ SMALL = replace(PRESETS["tiny"], batch=24, stage_sizes=(1,), width=4, image_size
 
 def test_a_share_of_the_state_is_less_than_the_whole():
     topology = cpu_grid("4x4", failed="2x2@0,0")
-    programs = [make_programs(SMALL, topology, sharded=sharded) for sharded in (True, False)]
-    shared, whole = map(compile_step, programs)
+    trainers = [
+        resnet50_trainer(SMALL, topology, StepOptions(sharded=sharded)) for sharded in (True, False)
+    ]
+    shared, whole = map(compile_step, trainers)
     assert whole.num_devices == 12
     assert whole.batch == 24
     assert whole.sums_on.endswith("on 4x4 less 2x2@0,0")
     # The momentum of all weights at each device, or a share of it; the rest they have in common.
-    momentum = sum(4 * leaf.size for leaf in jax.tree.leaves(programs[0].inputs[0].params))
+    momentum = sum(4 * leaf.size for leaf in jax.tree.leaves(trainers[0].inputs[0].params))
     share = shared.argument_bytes - (whole.argument_bytes - momentum)
     assert momentum / 12 <= share < momentum / 3
     assert whole.device_bytes > whole.temporary_bytes + 2 * momentum
@@ -47,7 +50,7 @@ def test_a_share_of_the_state_is_less_than_the_whole():
 
 def test_emulated_ranks_have_no_devices():
     with pytest.raises(ArgumentError, match="these ranks are emulated"):
-        compile_step(make_programs(SMALL, Topology.grid("2x2")))
+        compile_step(resnet50_trainer(SMALL, Topology.grid("2x2")))
 
 
 @pytest.mark.parametrize("main", [compile_resnet50, compile_bert])

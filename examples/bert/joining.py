@@ -1,4 +1,4 @@
-"""Packing: several short sequences in one row, so that less of it is padding.
+"""Joining: several short sequences in one row, so that less of it is padding.
 
     for members in pack(lengths, predictions, length=512, most_predictions=76, most=3):
         row = join([features[i] for i in members])

@@ -1,0 +1,70 @@
+"""Ranks: how the devices of a topology are numbered along the axis that sums run on.
+
+>>> ranks = Ranks(Topology.grid("2x2", failed="1x1@0,0"), with_idle=True)
+>>> ranks.num_ranks, ranks.live.tolist()
+(4, [1, 2, 3])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ftmesh.mesh.topology import Topology
+
+
+class OnTopology(Protocol):
+    """What runs on a topology's devices, as a plan does."""
+
+    @property
+    def topology(self) -> Topology:
+        """The chips."""
+        ...
+
+    @property
+    def with_idle(self) -> bool:
+        """Whether the devices of failed chips are on the axis too."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of an axis; no plan is needed to know them.
+
+    The devices of live chips, chip by chip, in the order of `Topology.jax_mesh`; with `with_idle`
+    those of failed chips stand among them.
+    """
+
+    topology: Topology
+    with_idle: bool = False
+
+    @staticmethod
+    def of(on: OnTopology | Topology) -> Ranks:
+        """The ranks of a plan, or of a topology's live devices."""
+        return Ranks(on) if isinstance(on, Topology) else Ranks(on.topology, on.with_idle)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the axis, those of idle devices too."""
+        topology = self.topology
+        chips = topology.num_chips if self.with_idle else topology.num_live
+        return chips * topology.devices_per_chip
+
+    @property
+    def num_live(self) -> int:
+        """Ranks that take part."""
+        return self.topology.num_live * self.topology.devices_per_chip
+
+    @property
+    def live(self) -> NDArray[np.int32]:
+        """Which ranks take part, chip by chip."""
+        topology = self.topology
+        chips = np.arange(topology.num_live)
+        if self.with_idle:
+            chips = np.array([topology.place(coord) for coord in topology.coords])
+        devices = np.arange(topology.devices_per_chip)
+        live: NDArray[np.int32] = chips[:, None] * topology.devices_per_chip + devices
+        return live.reshape(-1).astype(np.int32)

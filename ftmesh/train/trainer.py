@@ -1,0 +1,173 @@
+"""Trainer: all that a run computes on one mesh, made of what a model has of its own.
+
+A model brings a loss, an optimizer and the types of its data, all as one rank sees them; what is
+made of them is trained with, is measured, and is compiled for devices that are not there:
+
+    trainer = make_trainer(parallel, shares, types=types, row=row, loss=loss, ...)
+    state = trainer.first(params, stats)
+    state, loss = trainer.step(state, batch)
+
+    trainer.step.lower(*trainer.inputs).compile()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ftmesh.collectives.gradients import BUCKET_BYTES
+from ftmesh.mesh.topology import Topology
+from ftmesh.train.batches import Shares
+from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
+
+
+class State(NamedTuple):
+    """What a step changes.
+
+    Every rank has statistics of its own, in a row, and whole ones are their mean; a model without
+    any has an empty tuple of them.
+    """
+
+    params: Any
+    stats: Any
+    optimizer: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How a step is spread over the chips: what every trainer can be told of it.
+
+    The optimizer's state is `sharded`, or whole at every device. The rest is as for `Parallel.on`.
+    """
+
+    algorithm: str = "auto"
+    sharded: bool = True
+    with_idle: bool = False
+    overlap: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+
+    def on(self, topology: Topology, params: Any, wire_dtype: Any = None) -> Parallel:
+        """The devices, with a plan for the gradients of `params`, which may be types."""
+        return Parallel.on(
+            topology,
+            self.algorithm,
+            payload_bytes=sum(
+                leaf.size * jnp.dtype(wire_dtype or leaf.dtype).itemsize
+                for leaf in jax.tree.leaves(params)
+            ),
+            with_idle=self.with_idle,
+            overlap=self.overlap,
+            bucket_bytes=self.bucket_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """What is compiled for a run, when it is first called or ahead of that.
+
+    `step` takes over the state that it is given. `inputs` are the types of what it takes, as they
+    lie on the devices.
+    """
+
+    parallel: Parallel
+    shares: Shares
+    lr_schedule: Callable[[int], float]  # of a step, counted from 0, without a device
+    first: Callable[[Any, Any], State]  # parameters and statistics of the model -> state
+    step: Any  # state, batch -> state, loss
+    mean_stats: Any  # the statistics of all ranks -> those for evaluation
+    evaluate: Any  # parameters, such statistics, batch -> how many are right, how many there are
+    to_checkpoint: Callable[[State], State]  # a state as whole arrays, for any mesh
+    from_checkpoint: Callable[[State], State]
+    inputs: tuple[State, Any]
+
+
+def make_trainer(
+    parallel: Parallel,
+    shares: Shares,
+    *,
+    types: tuple[Any, Any],
+    row: Any,
+    loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]],
+    count_right: Callable[[Any, Any, Any], tuple[jax.Array, jax.Array]],
+    transformation: optax.GradientTransformation,
+    lr_schedule: Callable[[Any], Any],
+    sharded: bool = True,
+    wire_dtype: Any = None,
+) -> Trainer:
+    """The trainer of a model on the devices of `parallel`.
+
+    `types` are those of its parameters and statistics, `row` is that of a row of a batch. As a rank
+    does it, ``loss(params, stats, batch)`` is what the rank gives to the mean over all ranks, with
+    the new statistics, and ``count_right(params, stats, batch)`` how many answers are right and how
+    many there are. Gradients travel in `wire_dtype`.
+    """
+    params, stats = types
+    optimizer = parallel.optimizer(transformation, sharded=sharded, wire_dtype=wire_dtype)
+    specs = State(WHOLE, SPLIT, optimizer.specs(params))
+    rows = jax.tree.map(lambda _: SPLIT, row)
+    first_of_optimizer = parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=specs.optimizer)
+
+    def first(params: Any, stats: Any) -> State:
+        params = parallel.put(params)
+        stats = parallel.put(_in_rows(stats, parallel.num_ranks), SPLIT)
+        return State(params, stats, first_of_optimizer(params))
+
+    def step_of_rank(state: State, batch: Any) -> tuple[State, jax.Array]:
+        def loss_of(params: Any) -> tuple[jax.Array, Any]:
+            return loss(params, _own_row(state.stats), batch)
+
+        (value, stats), grads = optimizer.value_and_grad(loss_of, has_aux=True)(state.params)
+        params, inner = optimizer.update(grads, state.optimizer, state.params)
+        return State(params, _in_rows(stats, 1), inner), parallel.mean(value)
+
+    def evaluation_of_rank(params: Any, stats: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        counts: tuple[jax.Array, jax.Array] = parallel.sum(count_right(params, stats, batch))
+        return counts
+
+    def mean_of_ranks(stats: Any) -> Any:
+        return parallel.mean(_own_row(stats))
+
+    def whole_of_rank(state: State) -> State:
+        inner = optimizer.gather_state(state.optimizer, state.params)
+        return State(state.params, mean_of_ranks(state.stats), inner)
+
+    def state_of_rank(whole: State) -> State:
+        inner = optimizer.shard_state(whole.optimizer, whole.params)
+        return State(whole.params, _in_rows(whole.stats, 1), inner)
+
+    num_rows = shares.per_rank * parallel.num_ranks
+    state = State(
+        params,
+        jax.eval_shape(lambda stats: _in_rows(stats, parallel.num_ranks), stats),
+        first_of_optimizer.eval_shape(params),
+    )
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape), x.dtype), row)
+    return Trainer(
+        parallel=parallel,
+        shares=shares,
+        lr_schedule=lr_schedule,
+        first=first,
+        step=parallel.jit(
+            step_of_rank, in_specs=(specs, rows), out_specs=(specs, WHOLE), donate_argnums=(0,)
+        ),
+        mean_stats=parallel.jit(mean_of_ranks, in_specs=(SPLIT,), out_specs=WHOLE),
+        evaluate=parallel.jit(evaluation_of_rank, in_specs=(WHOLE, WHOLE, rows), out_specs=WHOLE),
+        to_checkpoint=parallel.jit(whole_of_rank, in_specs=(specs,), out_specs=WHOLE),
+        from_checkpoint=parallel.jit(state_of_rank, in_specs=(WHOLE,), out_specs=specs),
+        inputs=parallel.typed((state, batch), (specs, rows)),
+    )
+
+
+def _in_rows(stats: Any, num_ranks: int) -> Any:
+    """The same statistics for so many ranks, in rows."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_ranks, *x.shape)), stats)
+
+
+def _own_row(stats: Any) -> Any:
+    """The statistics of a rank, from the one row that it has."""
+    return jax.tree.map(lambda x: x[0], stats)

@@ -1,0 +1,129 @@
+"""A linear model that trains in a second, through all that trainers share.
+
+Plain gradient descent: an update is as large as the gradient is, so that a wrong factor shows.
+"""
+
+import argparse
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ftmesh.train import Shares, weighted_sum
+from ftmesh.train.arguments import add_run
+from ftmesh.train.loop import Job
+from ftmesh.train.parallel import Parallel
+from ftmesh.train.reading import Batches
+from ftmesh.train.trainer import StepOptions, make_trainer
+
+BATCH, SIZE, RATE = 24, 3, 0.25
+CLOSE = 0.02  # an error that counts as none
+TRUE = np.array([1.0, -2.0, 3.0])
+
+
+class Points(NamedTuple):
+    x: jax.Array
+    y: jax.Array
+    weights: jax.Array
+
+
+class PointBatches(Batches[Points]):
+    """Points on a plane; every value of the step `nan_at`, counted from 1, is not a number."""
+
+    unit = "points"
+
+    def __init__(self, *, nan_at=None, **settings):
+        super().__init__(48, **settings)
+        self.nan_at = nan_at
+
+    def padding(self, num_rows):
+        return Points(np.zeros((num_rows, SIZE)), np.zeros(num_rows), np.zeros(num_rows))
+
+    def example(self, index, place):
+        x = np.random.default_rng(index).normal(size=SIZE)
+        return x, np.nan if self.nan_at == place // self.batch + 1 else x @ TRUE, 1.0
+
+    def name(self, index):
+        return f"point {index}"
+
+
+def first():
+    return {"w": np.zeros(SIZE, np.float32), "b": np.float32(0.5)}, {
+        "mean": np.zeros(SIZE, np.float32)
+    }
+
+
+def errors(params, batch):
+    return batch.x @ params["w"] + params["b"] - batch.y
+
+
+def loss_of_rank(parallel: Parallel, shares: Shares, params, stats, batch):
+    losses = errors(params, batch) ** 2
+    num_points = parallel.sum(batch.weights.sum())
+    own = batch.weights @ batch.x / jnp.maximum(batch.weights.sum(), 1)
+    return shares.part_of_mean(losses, batch.weights, num_points), {"mean": own}
+
+
+def count_right_of_rank(params, stats, batch):
+    right = (jnp.abs(errors(params, batch)) < CLOSE).astype(jnp.float32)
+    return weighted_sum(right, batch.weights), batch.weights.sum()
+
+
+def linear_trainer(topology, options=None, *, lr_schedule=lambda step: RATE, wire_dtype=None):
+    options = options or StepOptions()
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first())
+    parallel = options.on(topology, types[0])
+    shares = parallel.shares(BATCH)
+    one = jax.ShapeDtypeStruct((), np.float32)
+    return make_trainer(
+        parallel,
+        shares,
+        types=types,
+        row=Points(jax.ShapeDtypeStruct((SIZE,), np.float32), one, one),
+        loss=partial(loss_of_rank, parallel, shares),
+        count_right=count_right_of_rank,
+        transformation=optax.sgd(lr_schedule),
+        lr_schedule=lr_schedule,
+        sharded=options.sharded,
+        wire_dtype=wire_dtype,
+    )
+
+
+def linear_job(trainer, *, steps, steps_per_eval=100, nan_at=None):
+    batches = partial(
+        PointBatches,
+        batch=trainer.shares.global_batch,
+        rows=trainer.parallel.local_rows(trainer.shares),
+    )
+    return Job(
+        benchmark="linear",
+        settings={},
+        steps_per_eval=steps_per_eval,
+        target=2,
+        trainer=trainer,
+        state=trainer.first(*first()),
+        train=batches(num_steps=steps, nan_at=nan_at),
+        validation=batches(),
+    )
+
+
+def arguments(*argv):
+    parser = argparse.ArgumentParser()
+    add_run(parser, ["tiny"])
+    return parser.parse_args([*argv, "--emulate", "one"])
+
+
+def descent(steps):
+    """The weights after so many steps on whole batches, in float64: those of NumPy alone."""
+    (params, _), losses = first(), []
+    batches = PointBatches(batch=BATCH, num_steps=steps)
+    for step in range(steps):
+        x, y, _ = batches[step][0]
+        off = x @ params["w"] + params["b"] - y
+        losses.append(np.mean(off**2))
+        grads = {"w": 2 * off @ x / len(x), "b": 2 * off.mean()}
+        params = {name: params[name] - RATE * grads[name] for name in params}
+    return params, losses
