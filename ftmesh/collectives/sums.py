@@ -106,18 +106,21 @@ def _bucket_sum(
     kind: Precision,
     divisor: int | None,
 ) -> list[jax.Array]:
-    """The sums of leaves of one kind, in one buffer."""
+    """The sums of leaves of one kind, in one buffer, divided by `divisor` if there is one."""
     itemsize = kind.results.itemsize
     program = plan.at(sum(leaf.size for leaf in leaves) * itemsize).program
     wide = (leaf.astype(kind.sums) for leaf in leaves)
+    is_rounded = kind.sums != kind.results
     total = ppermute.all_reduce(
         pack(wide, program.num_chunks, itemsize),
         axis_name=axis_name,
         program=program,
         wire=kind.wire(program.depth),
-        divisor=divisor,
+        divisor=divisor if is_rounded else None,
     )
-    return unpack(total, [leaf.shape for leaf in leaves])
+    sums = unpack(total, [leaf.shape for leaf in leaves])
+    # What is not rounded on its way is divided where it is unpacked, which takes no more memory.
+    return sums if divisor is None or is_rounded else [each / divisor for each in sums]
 
 
 def _constant_sum(leaf: Any, plan: Plan) -> Any:

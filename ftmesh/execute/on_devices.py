@@ -8,7 +8,7 @@ gather half runs, so that no device ends with anything else than the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -97,7 +97,7 @@ def _with_deliveries(
     when, src, dst, piece = np.array(sorted(rows), np.int32).T
     extra = transfers(
         round=when,
-        lane=max(last.lanes) + 1 + _compass(whole, src, dst),
+        lane=_free_lanes(last, zip(src.tolist(), dst.tolist(), strict=True)),
         src=src,
         dst=dst,
         chunk=piece * size,
@@ -146,14 +146,28 @@ def _idle_groups(whole: Topology, idle: frozenset[Coord]) -> list[Group]:
     return groups
 
 
-def _compass(whole: Topology, src: Ints, dst: Ints) -> Ints:
-    """The direction of each hop between neighbours, as a number."""
-    coords = np.array(whole.coords)
-    step = coords[dst] - coords[src]
-    axis = np.argmax(step != 0, axis=1)
-    along = np.take_along_axis(step, axis[:, None], axis=1)[:, 0]
-    backwards = np.where(abs(along) > 1, along > 0, along < 0)
-    return np.asarray(2 * axis + backwards, np.int32)
+def _free_lanes(phase: Phase, hops: Iterable[tuple[int, int]]) -> list[int]:
+    """A lane for each hop: one that has it already, or whose permutation has room for it.
+
+    Rings in lockstep are left alone, so that they stay a rule.
+    """
+    taken: dict[int, tuple[dict[int, int], dict[int, int]]] = {}
+    if isinstance(phase.what, Columns):
+        c = phase.what
+        for lane, src, dst in set(zip(*(k.tolist() for k in (c.lane, c.src, c.dst)), strict=True)):
+            to, of = taken.setdefault(lane, ({}, {}))
+            to[src], of[dst] = dst, src
+    free = max(phase.lanes) + 1
+    lanes = []
+    for src, dst in hops:
+        for lane in (*sorted(taken), free + len(taken)):
+            to, of = taken.get(lane, ({}, {}))
+            if to.get(src, dst) == dst and of.get(dst, src) == src:
+                break
+        to, of = taken.setdefault(lane, ({}, {}))
+        to[src], of[dst] = dst, src
+        lanes.append(lane)
+    return lanes
 
 
 # Two devices on a chip --------------------------------------------------------------------------
