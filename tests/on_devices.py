@@ -15,6 +15,13 @@ def planned(algorithm, shape, failed):
     return ftmesh.plan(cpu_grid(shape, failed=failed), algorithm)
 
 
+def without_halves(schedule):
+    """The same rounds as a plain all-reduce, where nobody owns anything."""
+    return ftmesh.Schedule(
+        schedule.topology, schedule.algorithm, schedule.num_chunks, schedule.phases
+    )
+
+
 def per_rank(plan, run, *args, out=EACH, check_vma=True):
     """`run` on every device: arguments and results have a leading dimension of ranks."""
 

@@ -115,18 +115,18 @@ def _scatter_blocks(
     blocks: jax.Array, axis_name: Any, program: Program, kind: Precision
 ) -> jax.Array:
     """The block of this rank of the sum of ``blocks[rank, ...]``."""
-    shape, owned = blocks.shape[1:], program.owned
     wire = kind.wire(program.depth)
     if not program.owns_evenly:
         buffer = pack([blocks], program.num_chunks, kind.results.itemsize)
         total = ppermute.all_reduce(buffer, axis_name=axis_name, program=program, wire=wire)
         (every,) = unpack(total, [blocks.shape])
         return lax.dynamic_index_in_dim(every, lax.axis_index(axis_name), keepdims=False)
+    owned = program.owned
     parts = jax.vmap(lambda block: pack([block], owned.shape[1]))(blocks)
     parts = parts.reshape(program.num_chunks, *parts.shape[2:])
     buffer = parts[np.argsort(owned.reshape(-1))]
     buffer = ppermute.reduce_scatter(buffer, axis_name=axis_name, program=program, wire=wire)
-    (mine,) = unpack(own_chunks(buffer, axis_name, program), [shape])
+    (mine,) = unpack(own_chunks(buffer, axis_name, program), [blocks.shape[1:]])
     return mine
 
 
@@ -134,7 +134,7 @@ def _gather_blocks(
     block: jax.Array, axis_name: Any, program: Program, kind: Precision
 ) -> jax.Array:
     """Every rank's vector, ``[rank, element]``."""
-    size, owned = program.num_ranks, program.owned
+    size = program.num_ranks
     wire = kind.wire(program.depth)
     if not program.owns_evenly:
         # Minus zero is what leaves every number as it is when added.
@@ -147,6 +147,7 @@ def _gather_blocks(
         total = ppermute.all_reduce(buffer, axis_name=axis_name, program=program, wire=wire)
         (every,) = unpack(total, [placed.shape])
         return _compat.varying_as(every, block)
+    owned = program.owned
     chunks = pack([block], owned.shape[1], kind.results.itemsize)
     buffer = place_chunks(chunks, axis_name, program)
     buffer = ppermute.all_gather(buffer, axis_name=axis_name, program=program, wire=wire)

@@ -95,7 +95,7 @@ def _sums(
         kind, is_divided = bucket.kind
         totals = _bucket_sum(members, axis_name, plan, kind, divisor if is_divided else None)
         for i, array, total in zip(bucket.members, members, totals, strict=True):
-            out[places[i]] = _compat.sum_as(total.astype(array.dtype), array)
+            out[places[i]] = _compat.sum_as(total.astype(array.dtype), array, axis_name)
     return tree.unflatten(out)
 
 

@@ -54,19 +54,21 @@ def times_constant(x: Any, size: int) -> Any:
 
 def weak_as(x: Any, other: Any) -> Any:
     """`x` with a weak type where `other` has one."""
-    if not jax.typeof(other).weak_type:
+    if not other.weak_type:
         return x
     return internal_lax._convert_element_type(x, x.dtype, weak_type=True)
 
 
-def sum_as(total: Any, x: Any) -> Any:
-    """A sum of `x` with a weak type where `lax.psum` gives it one: where types are checked."""
-    return weak_as(total, x) if checks_varying() else total
+def sum_as(total: Any, x: Any, axis_name: AxisName) -> Any:
+    """A sum of `x` with a weak type where `lax.psum` gives it one, as some versions do."""
+    if not jax.typeof(x).weak_type:
+        return total
+    return weak_as(total, jax.eval_shape(lambda x: lax.psum(x, axis_name), x))
 
 
 def zeros_as_sum(x: Any, axis_name: AxisName) -> Any:
     """Zeros in place of a sum of `x` along an axis, typed as that would be."""
-    zeros = sum_as(jax.numpy.zeros(x.shape, x.dtype), x)
+    zeros = sum_as(jax.numpy.zeros(x.shape, x.dtype), x, axis_name)
     for other in sorted(varying_axes(x) - {axis_name}, key=str):
         zeros = to_varying(zeros, other)
     return zeros

@@ -1,5 +1,6 @@
 """Sums in 16 bits on hundreds of ranks, and the dtypes in which they are made and travel."""
 
+import dataclasses
 import re
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from on_devices import per_rank, planned
+from on_devices import per_rank, planned, without_halves
 from roundings import HALVES, LARGE, assert_right, draws, exact_means, large_plan, lax_means
 
 import ftmesh
@@ -205,3 +206,34 @@ def test_owners_halves_in_sixteen_bits():
     assert (on_one_device(there_and_back)(ones) == 1).all()
     asked = on_one_device(lambda x: there_and_back(x, accumulate_dtype=BF16))
     assert float(asked(ones)[0, 0]) < 0.6
+
+
+class TestWithoutHalves:
+    """An all-reduce in which nobody owns a sum before it goes out."""
+
+    def plan(self, plan):
+        return dataclasses.replace(plan, schedule=without_halves(plan.schedule), proof=None)
+
+    @pytest.mark.parametrize("options", [{}, {"wire_dtype": BF16}], ids=["own", "wire"])
+    @pytest.mark.parametrize("dtype", [np.int32, F32, BF16, F16], ids=str)
+    def test_sums_and_means(self, twelve, dtype, options):
+        plan = self.plan(twelve)
+        assert not plan.program.scatter
+        x = np.random.default_rng(0).integers(0, 5, (12, 31)).astype(dtype)
+        run = on_one_device(
+            lambda x: (plan.psum(x, "data", **options), plan.pmean(x, "data", **options))
+        )
+        total, mean = jax.device_get(run(x))
+        exact = x.astype(np.float64).sum(axis=0)
+        for found, want in ((total, exact), (mean, exact / 12)):
+            assert (found == found[0]).all()
+            np.testing.assert_allclose(found[0].astype(np.float64), want, rtol=2**-8)
+
+    def test_blocks(self, twelve):
+        plan = self.plan(twelve)
+        x = np.random.default_rng(0).integers(0, 5, (12, 12)).astype(BF16)
+        mine, every = on_one_device(
+            lambda x: (plan.psum_scatter(x, "data"), plan.all_gather(x, "data"))
+        )(x)
+        np.testing.assert_array_equal(mine, x.astype(np.float32).sum(axis=0))
+        np.testing.assert_array_equal(every, np.broadcast_to(x, (12, 12, 12)))

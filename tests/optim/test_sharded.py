@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from on_devices import without_halves
 from updates import (
     FEW,
     OPTIMIZERS,
@@ -215,10 +216,7 @@ class TestRefusals:
                 step(state)
 
     def test_a_schedule_without_owners(self, twelve):
-        schedule = twelve.schedule
-        nobody = dataclasses.replace(
-            twelve, schedule=dataclasses.replace(schedule, owner=np.full_like(schedule.owner, -1))
-        )
+        nobody = dataclasses.replace(twelve, schedule=without_halves(twelve.schedule))
         with pytest.raises(CollectiveError, match="'row_pair' has no reduce-scatter half, so nobo"):
             ShardedOptimizer(optax.adam(0.1), nobody, "data")
 
