@@ -11,7 +11,7 @@ import numpy as np
 from ftmesh import planners
 from ftmesh.cost.choice import AUTO, Choice, choose, depth_on_devices
 from ftmesh.cost.network import DEFAULT, Network, network
-from ftmesh.cost.rounding import partials_travel_in, wire_named, worst_error
+from ftmesh.cost.rounding import LARGEST_ERROR, partials_travel_in, wire_named, worst_error
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import Program, lower
 from ftmesh.execute.read_back import check_program
@@ -19,8 +19,6 @@ from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.verify import Proof
 from ftmesh.schedule.verify import verify as _verify
-
-NARROW = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,20 +69,23 @@ class Plan:
         """The same plan, unrolled."""
         return self if self.unrolled else replace(self, unrolled=True)
 
-    def at(self, num_bytes: int) -> Plan:
-        """The plan for a payload of so many bytes, rounded up to a power of two.
+    def at(self, num_bytes: int, *, wire_dtype: str | None = None) -> Plan:
+        """The plan for a payload of so many bytes, in `wire_dtype` or that of this plan.
 
-        That is one with another algorithm where ``auto`` was asked for and finds that faster, and
-        this plan otherwise. Its chunks have other owners.
+        Where ``auto`` was asked for, that is one with the algorithm that is fastest for it, rounded
+        up to a power of two so that few sizes are looked at; its chunks may have other owners. A
+        plan with a named algorithm is for all sizes.
         """
-        if not self.is_auto:
+        kind = wire_dtype or self.wire_dtype
+        size = _power_of_two(num_bytes)
+        is_own_size = (size, kind) == (_power_of_two(self.payload_bytes), self.wire_dtype)
+        if not self.is_auto or is_own_size:
             return self
-        size = 1 << max(0, num_bytes - 1).bit_length()
-        algorithm = choose(self.topology, size, self.network, self.wire_dtype).algorithm
+        algorithm = choose(self.topology, size, self.network, kind).algorithm
         if algorithm not in self._siblings:
             schedule, proof = _proven(self.topology, algorithm, verify=self.proof is not None)
             self._siblings[algorithm] = replace(
-                self, schedule=schedule, proof=proof, payload_bytes=size
+                self, schedule=schedule, proof=proof, payload_bytes=size, wire_dtype=kind
             )
         return self._siblings[algorithm]
 
@@ -124,17 +125,15 @@ class Plan:
         return _collectives().all_gather(x, axis_name, plan=self, **options)
 
     def __str__(self) -> str:
-        return "\n".join([self.schedule.describe(self.payload_bytes), self._describe_rounding()])
-
-    def _describe_rounding(self) -> str:
-        """What becomes of sums in 16 bits, in a line."""
         depth = depth_on_devices(self.schedule)
-        ways = [
-            f"{name} as {self.partials_travel_in(name)} (in {name} up to "
-            f"{worst_error(name, depth):.1%} off)"
-            for name in NARROW
+        lines = [
+            f"  partial sums of bfloat16 travel as {self.partials_travel_in('bfloat16')}: "
+            f"{depth} additions could be {worst_error('bfloat16', depth):.1%} off, "
+            f"{LARGEST_ERROR:.0%} is the bound",
+            f"  partial sums of float16 travel as {self.partials_travel_in('float16')}, which has "
+            "the range for them",
         ]
-        return f"  sums are {depth} additions deep; partial ones travel: {', '.join(ways)}"
+        return "\n".join([self.schedule.describe(self.payload_bytes), *lines])
 
 
 def _collectives() -> Any:
@@ -183,3 +182,8 @@ def plan(
 def _proven(topology: Topology, algorithm: str, *, verify: bool) -> tuple[Schedule, Proof | None]:
     schedule = planners.schedule(topology, algorithm)
     return schedule, _verify(schedule) if verify else None
+
+
+def _power_of_two(num_bytes: int) -> int:
+    """The least power of two that is not below a number of bytes."""
+    return 1 << max(0, num_bytes - 1).bit_length()

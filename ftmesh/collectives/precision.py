@@ -28,6 +28,11 @@ class Precision:
     sums: DType
     results: DType
 
+    @property
+    def priced_as(self) -> str:
+        """The name of the dtype that planning takes for that of results."""
+        return self.results.name if self.results.name in WIRES else "float32"
+
     def wire(self, depth: int) -> Wire:
         """How chunks travel, when a sum is so many additions deep."""
         if self.sums == self.results:

@@ -108,7 +108,8 @@ def _bucket_sum(
 ) -> list[jax.Array]:
     """The sums of leaves of one kind, in one buffer, divided by `divisor` if there is one."""
     itemsize = kind.results.itemsize
-    program = plan.at(sum(leaf.size for leaf in leaves) * itemsize).program
+    num_bytes = sum(leaf.size for leaf in leaves) * itemsize
+    program = plan.at(num_bytes, wire_dtype=kind.priced_as).program
     wide = (leaf.astype(kind.sums) for leaf in leaves)
     is_rounded = kind.sums != kind.results
     total = ppermute.all_reduce(

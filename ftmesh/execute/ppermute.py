@@ -196,7 +196,7 @@ def _run_second(
 ) -> Any:
     setting = Setting(axis_name, program.num_ranks, OWN, emulated)
     # Owners keep what others get. A buffer that is rounded and at once made wide again would not
-    # do: compilers take the two for nothing.
+    # do: compilers that allow excess precision take the two for nothing.
     rounded = _loops(_as(buffer, wire.results), program.gather, program, setting)
     return rounded.astype(buffer.dtype)
 
