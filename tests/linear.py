@@ -75,7 +75,7 @@ def count_right_of_rank(params, stats, batch):
 def linear_trainer(topology, options=None, *, lr_schedule=lambda step: RATE, wire_dtype=None):
     options = options or StepOptions()
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first())
-    parallel = options.on(topology, types[0])
+    parallel = options.on(topology, types[0], wire_dtype or np.float32)
     shares = parallel.shares(BATCH)
     one = jax.ShapeDtypeStruct((), np.float32)
     return make_trainer(

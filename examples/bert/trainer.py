@@ -83,7 +83,8 @@ def add_bert_step(parser: argparse.ArgumentParser) -> None:
         "--wire-dtype",
         choices=("bfloat16", "float32"),
         default="bfloat16",
-        help="in which gradients travel; they are added up in float32 (bfloat16)",
+        help="in which gradients travel; they are added up in float32, and sums of many that are "
+        "on their way travel in that too (bfloat16)",
     )
     parser.add_argument(
         "--attention",

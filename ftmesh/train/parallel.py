@@ -72,6 +72,7 @@ class Parallel:
         algorithm: str = "auto",
         *,
         payload_bytes: int = 100_000_000,
+        wire_dtype: Any = jnp.float32,
         axis_name: str = AXIS,
         with_idle: bool = False,
         overlap: bool = False,
@@ -79,18 +80,23 @@ class Parallel:
     ) -> Parallel:
         """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
 
-        With `with_idle` the devices of failed chips are in the program too, and count for nothing.
-        With `overlap` the plan is for one bucket of gradients at a time. The ranks of a topology
-        without devices are emulated, all on one. A single chip needs no plan.
+        The plan is for gradients of `payload_bytes` in `wire_dtype`; with `overlap`, for one bucket
+        of them at a time. With `with_idle` the devices of failed chips are in the program too, and
+        count for nothing. The ranks of a topology without devices are emulated, all on one. A
+        single chip needs no plan.
         """
         ranks = Ranks(topology, with_idle)
         made = small = None
         if algorithm != PSUM and topology.num_live > 1:
             size = max(1, min(payload_bytes, bucket_bytes)) if overlap else payload_bytes
-            made = plan(topology, algorithm, payload_bytes=size, with_idle=with_idle)
-            small = plan(topology, payload_bytes=SMALL_BYTES, with_idle=with_idle)
-            if small.algorithm == made.algorithm:
-                small = made
+            made = plan(
+                topology,
+                algorithm,
+                payload_bytes=size,
+                wire_dtype=jnp.dtype(wire_dtype).name,
+                with_idle=with_idle,
+            )
+            small = _for_small_sums(made)
         mesh = topology.jax_mesh(axis_name, with_idle=with_idle) if topology.devices else None
         return Parallel(ranks, mesh, axis_name, made, small, overlap, bucket_bytes)
 
@@ -247,3 +253,11 @@ class Parallel:
             if self.overlap
             else None,
         )
+
+
+def _for_small_sums(made: Plan) -> Plan:
+    """The quickest plan for a few numbers on the same ranks, also where `made` was named."""
+    if not made.is_auto:
+        quick = plan(made.topology, payload_bytes=SMALL_BYTES, with_idle=made.with_idle)
+        return made if quick.algorithm == made.algorithm else quick
+    return made.at(SMALL_BYTES)

@@ -51,15 +51,14 @@ class StepOptions:
     overlap: bool = False
     bucket_bytes: int = BUCKET_BYTES
 
-    def on(self, topology: Topology, params: Any, wire_dtype: Any = None) -> Parallel:
+    def on(self, topology: Topology, params: Any, wire_dtype: Any = jnp.float32) -> Parallel:
         """The devices, with a plan for the gradients of `params`, which may be types."""
+        itemsize = jnp.dtype(wire_dtype).itemsize
         return Parallel.on(
             topology,
             self.algorithm,
-            payload_bytes=sum(
-                leaf.size * jnp.dtype(wire_dtype or leaf.dtype).itemsize
-                for leaf in jax.tree.leaves(params)
-            ),
+            payload_bytes=sum(leaf.size for leaf in jax.tree.leaves(params)) * itemsize,
+            wire_dtype=wire_dtype,
             with_idle=self.with_idle,
             overlap=self.overlap,
             bucket_bytes=self.bucket_bytes,

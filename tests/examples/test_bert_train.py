@@ -84,7 +84,8 @@ def test_sums_in_the_backward_pass_change_little(exact):
 
 
 def test_half_the_bytes_on_the_wire_change_little(exact):
-    half = losses("--steps", "6")
+    # With the state shared out, only partial sums travel, which on this mesh are too deep for that.
+    half = losses("--steps", "6", "--whole-optimizer")
     assert all(half[step] != exact[0].losses[step] for step in range(3, 7))
     # bfloat16 rounds every gradient by up to 0.4 %, each its own way; a loss sees their mean.
     for step, loss in half.items():
