@@ -101,6 +101,7 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(exact, tmp_path
         assert loss == pytest.approx(exact[0].losses[step], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_idle_devices_change_nothing(exact):
     exactly = ("--wire-dtype", "float32", "--steps", "3", "--idle")
     found = losses(*exactly, topology=cpu_grid("4x4", failed="2x2@0,0"))

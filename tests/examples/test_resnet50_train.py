@@ -57,6 +57,7 @@ def losses(*argv, config=SMALL, topology=HOLE):
     return train(config, topology, arguments(*argv)).losses
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_psum_on_the_same_chips():
     # Same examples, weights and chips; only the order of additions differs. Rounding at 6e-8, grown
     # by some fifty steps of a network that is far from its end.
@@ -104,11 +105,13 @@ def test_psum_needs_no_plan():
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_idle_devices_change_nothing(whole):
     found = losses("--steps", "3", "--idle", topology=cpu_grid("4x4", failed="2x2@0,0"))
     np.testing.assert_allclose(list(found.values()), list(whole.values())[:3], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_finite_is_not_saved(whole, tmp_path, monkeypatch):
     """The rate of step 4 is infinite: its loss is good still, and its state is not."""
     saved = ["--steps", "6", "--checkpoint-dir", str(tmp_path), "--checkpoint-every", "2"]
