@@ -76,7 +76,7 @@ class Plan:
         up to a power of two so that few sizes are looked at; its chunks may have other owners. A
         plan with a named algorithm is for all sizes.
         """
-        kind = wire_dtype or self.wire_dtype
+        kind = _name_of(wire_dtype or self.wire_dtype)
         size = _power_of_two(num_bytes)
         is_own_size = (size, kind) == (_power_of_two(self.payload_bytes), self.wire_dtype)
         if not self.is_auto or is_own_size:
@@ -84,9 +84,11 @@ class Plan:
         algorithm = choose(self.topology, size, self.network, kind).algorithm
         if algorithm not in self._siblings:
             schedule, proof = _proven(self.topology, algorithm, verify=self.proof is not None)
-            self._siblings[algorithm] = replace(
+            sibling = replace(
                 self, schedule=schedule, proof=proof, payload_bytes=size, wire_dtype=kind
             )
+            sibling.__dict__["_siblings"] = self._siblings  # one for each algorithm among them all
+            self._siblings[algorithm] = sibling
         return self._siblings[algorithm]
 
     @cached_property
@@ -96,9 +98,7 @@ class Plan:
 
     def partials_travel_in(self, dtype: Any) -> str:
         """The dtype in which partial sums of a payload travel, by name; see `cost.rounding`."""
-        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-        wire_named(name)
-        return partials_travel_in(name, depth=depth_on_devices(self.schedule))
+        return partials_travel_in(_name_of(dtype), depth=depth_on_devices(self.schedule))
 
     def explain(self) -> Choice:
         """Every algorithm on this topology and payload beside this one; print it for a table."""
@@ -148,7 +148,7 @@ def plan(
     algorithm: str = AUTO,
     *,
     payload_bytes: int = 100_000_000,
-    wire_dtype: str = "float32",
+    wire_dtype: Any = "float32",
     link: Network | float | str = DEFAULT,
     verify: bool = True,
     with_idle: bool = False,
@@ -157,10 +157,10 @@ def plan(
     """Plan an all-reduce of `payload_bytes` on `topology`, and prove it right.
 
     ``"auto"`` simulates every algorithm for this payload, on links as `ftmesh.simulate` takes them,
-    and takes the fastest; `Plan.explain` shows them all. `wire_dtype` names the dtype in which the
-    payload has so many bytes: where an algorithm's partial sums may not travel in it, they count
-    for more. `with_idle` is for a mesh axis that has the devices of failed chips too, `unrolled`
-    for sums beside which other work is to be done.
+    and takes the fastest; `Plan.explain` shows them all. The payload has so many bytes in
+    `wire_dtype`, a dtype or its name: where an algorithm's partial sums may not travel in it, they
+    count for more. `with_idle` is for a mesh axis that has the devices of failed chips too,
+    `unrolled` for sums beside which other work is to be done.
 
     >>> topo = Topology.grid("8x8", failed="2x2@2,2")
     >>> plan(topo, "ring").schedule.num_rounds
@@ -170,13 +170,16 @@ def plan(
     """
     if not isinstance(payload_bytes, int) or payload_bytes < 1:
         raise ArgumentError(f"payload_bytes must be a positive whole number, not {payload_bytes!r}")
-    wire_named(wire_dtype)
+    wire = _name_of(wire_dtype)
     on = network(link)
     is_auto = algorithm == AUTO
     if is_auto:
-        algorithm = choose(topology, payload_bytes, on, wire_dtype).algorithm
+        algorithm = choose(topology, payload_bytes, on, wire).algorithm
     schedule, proof = _proven(topology, algorithm, verify=verify)
-    return Plan(schedule, payload_bytes, proof, with_idle, on, unrolled, wire_dtype, is_auto)
+    made = Plan(schedule, payload_bytes, proof, with_idle, on, unrolled, wire, is_auto)
+    if with_idle:
+        _ = made.program  # refuses idle chips that nothing can be sent to
+    return made
 
 
 def _proven(topology: Topology, algorithm: str, *, verify: bool) -> tuple[Schedule, Proof | None]:
@@ -184,6 +187,20 @@ def _proven(topology: Topology, algorithm: str, *, verify: bool) -> tuple[Schedu
     return schedule, _verify(schedule) if verify else None
 
 
+def _name_of(dtype: Any) -> str:
+    """The name of a dtype in which a payload may travel."""
+    name = dtype
+    if not isinstance(dtype, str):
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            name = repr(dtype)
+    wire_named(name)
+    return str(name)
+
+
 def _power_of_two(num_bytes: int) -> int:
     """The least power of two that is not below a number of bytes."""
+    if not isinstance(num_bytes, int) or num_bytes < 0:
+        raise ArgumentError(f"a payload has a whole number of bytes, not {num_bytes!r}")
     return 1 << max(0, num_bytes - 1).bit_length()

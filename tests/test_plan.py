@@ -37,7 +37,7 @@ class TestOtherSizes:
         assert (small.topology, small.with_idle, small.unrolled) == (plan.topology, True, True)
         assert plan.at(672_000_000) is plan
         assert plan.at(1) is plan.at(5000) is small, "one program for each algorithm"
-        assert small.at(672_000_000).algorithm == "ring"
+        assert small.at(672_000_000) is plan, "siblings know each other"
 
     def test_a_plan_stays_for_its_own_size(self):
         """Also where a power of two, a little larger, would make another choice."""
@@ -77,3 +77,19 @@ def test_a_plan_says_in_what_partial_sums_travel():
     ]
     with pytest.raises(ftmesh.ArgumentError, match="the name of a floating dtype"):
         deep.partials_travel_in("int8")
+
+
+@pytest.mark.parametrize("size", ["1MB", 1e6, -5, None])
+def test_a_payload_is_a_whole_number_of_bytes(size):
+    with pytest.raises(ftmesh.ArgumentError, match="a whole number of bytes, not"):
+        ftmesh.plan(TOPO).at(size)
+
+
+def test_a_dtype_or_its_name():
+    import jax.numpy as jnp
+
+    assert ftmesh.plan(TOPO, wire_dtype=jnp.bfloat16).wire_dtype == "bfloat16"
+    assert ftmesh.plan(TOPO).partials_travel_in(jnp.float16) == "float32"
+    for wrong in (object(), int, "int8", jnp.int8, float):
+        with pytest.raises(ftmesh.ArgumentError, match="the name of a floating dtype"):
+            ftmesh.plan(TOPO, wire_dtype=wrong)

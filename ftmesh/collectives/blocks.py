@@ -138,7 +138,9 @@ def _gather_blocks(
     wire = kind.wire(program.depth)
     if not program.owns_evenly:
         # Minus zero is what leaves every number as it is when added.
-        nothing = -0.0 if jnp.issubdtype(block.dtype, np.inexact) else 0
+        nothing: Any = -0.0 if jnp.issubdtype(block.dtype, np.inexact) else 0
+        if jnp.issubdtype(block.dtype, np.complexfloating):
+            nothing = complex(-0.0, -0.0)
         placed = jnp.full((size, block.size), nothing, block.dtype)
         placed = lax.dynamic_update_index_in_dim(
             _compat.varying_as(placed, block), block, lax.axis_index(axis_name), 0

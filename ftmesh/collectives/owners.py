@@ -38,6 +38,11 @@ def reduce_to_owners(
     program = plan.program
     check_owned(plan)
     x = as_summand(x, axis_name)
+    if x.ndim != 1:
+        raise CollectiveError(
+            f"reduce_to_owners takes a vector, not an array of shape {x.shape}: give it x.ravel(), "
+            "and shape what gather_from_owners returns"
+        )
     kind = precision(x.dtype, wire_dtype, accumulate_dtype)
     mine = own_chunks(
         ppermute.reduce_scatter(
@@ -64,7 +69,7 @@ def gather_from_owners(
     axis_name = the_axis(axis_name, None, plan, "gather_from_owners")
     program = plan.program
     check_owned(plan)
-    rows, width = chunk_shape(size, program.num_chunks, shard.dtype.itemsize)
+    rows, width = _shape_of_chunks(shard, size, program)
     kind = precision(shard.dtype, wire_dtype)
     chunks = shard.astype(kind.sums).reshape(-1, rows, width)  # as its derivative is added up
     buffer = ppermute.gather_invariant(
@@ -74,6 +79,18 @@ def gather_from_owners(
         wire=kind.wire(program.depth),
     )
     return buffer.reshape(-1)[:size].astype(shard.dtype)
+
+
+def _shape_of_chunks(shard: jax.Array, size: int, program: Program) -> tuple[int, int]:
+    """The shape in which `reduce_to_owners` left each chunk, whatever dtype the vector had then."""
+    shapes = {chunk_shape(size, program.num_chunks, itemsize) for itemsize in (1, 2, 4, 8)}
+    for rows, width in shapes:
+        if shard.shape == (program.owned.shape[1] * rows * width,):
+            return rows, width
+    raise CollectiveError(
+        f"a shard of shape {shard.shape} is not one of a vector of {size} elements on this plan: "
+        "give what reduce_to_owners returned, and the size of what it was given"
+    )
 
 
 def check_owned(plan: Plan) -> None:

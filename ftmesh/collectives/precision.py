@@ -37,7 +37,9 @@ class Precision:
         """How chunks travel, when a sum is so many additions deep."""
         if self.sums == self.results:
             return Wire()
-        partials = partials_travel_in(self.results.name, depth=depth, sums=self.sums.name)
+        partials = self.sums.name
+        if self.results.name in FLOATS:  # of others nothing is known
+            partials = partials_travel_in(self.results.name, depth=depth, sums=partials)
         return Wire(jnp.dtype(partials), self.results)
 
 
@@ -46,9 +48,9 @@ def precision(dtype: Any, wire_dtype: Any = None, accumulate_dtype: Any = None) 
     wire = _option("wire_dtype", wire_dtype, WIRES)
     sums = _option("accumulate_dtype", accumulate_dtype, tuple(FLOATS))
     dtype = jnp.dtype(dtype)
-    if dtype.name not in FLOATS:
+    if not jnp.issubdtype(dtype, np.floating):
         return Precision(dtype, dtype)
-    sums = sums or jnp.dtype(added_in(dtype.name))
+    sums = sums or jnp.dtype(added_in(dtype.name) if dtype.name in FLOATS else "float32")
     results = wire or dtype
     return Precision(sums, results if results.itemsize < sums.itemsize else sums)
 

@@ -141,7 +141,8 @@ def linear_collective(
 
     def transpose_rule(cotangent: Any, x: Any, *, axis_name: AxisName, **params: Any) -> Any:
         if transpose_of_invariant is not None and checks_varying():
-            return (transpose_of_invariant(to_varying(cotangent, axis_name), **params),)
+            varying = to_varying(cotangent, axis_name)
+            return (transpose_of_invariant(varying, axis_name=axis_name, **params),)
         return (transpose(cotangent, axis_name=axis_name, **params),)
 
     lower_one_rank = mlir.lower_fun(one_rank, multiple_results=False)

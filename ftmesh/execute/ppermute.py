@@ -6,11 +6,12 @@ is contiguous. Knows permutations and tables only; what they are for is the plan
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ftmesh.execute import _compat
@@ -170,15 +171,13 @@ def _loops(
 def _run_all(
     buffer: Any, *, axis_name: Any, program: Program, wire: Wire, divisor: Any, emulated: bool
 ) -> Any:
-    setting = Setting(axis_name, program.num_ranks, wire, emulated)
+    setting = Setting(axis_name, program.num_ranks, OWN, emulated)
     if program.scatter:
         options = {"axis_name": axis_name, "program": program, "wire": wire, "emulated": emulated}
         sums = _run_first(buffer, **options)
         return _run_second(_divided(sums, divisor), **options)
-    # Without halves nobody owns a sum before it goes out, so that it can be divided at the end
-    # only, and be rounded then.
-    if divisor is not None:
-        setting = replace(setting, wire=Wire(wire.partials))
+    # Without halves nothing tells partial sums from results: all travels as it is added, and is
+    # divided and rounded at the end.
     total = _divided(_loops(buffer, program.gather, program, setting), divisor)
     if wire.results is None:
         return total
@@ -213,29 +212,69 @@ def _check_mesh(mesh: jax.sharding.Mesh, *, axis_name: Any, program: Program, **
     check_devices(mesh.devices, mesh.axis_names, axis_name, program.devices)
 
 
+# Transposes ------------------------------------------------------------------------------------
+#
+# An idle rank brings nothing to a sum, so that nothing comes back to it; and it has every result,
+# so that what comes back for its own counts like that of the others.
+
+
+def _of_live(x: jax.Array, axis_name: Any, program: Program) -> jax.Array:
+    """`x` at live ranks, and zeros at idle ones."""
+    if len(program.live) == program.num_ranks:
+        return x
+    is_live = np.isin(np.arange(program.num_ranks), program.live)
+    here = jnp.asarray(is_live)[lax.axis_index(axis_name)]
+    return jnp.where(here, x, jnp.zeros((), x.dtype))
+
+
+def _with_idle_ones(x: jax.Array, axis_name: Any, program: Program) -> jax.Array:
+    """`x`, to which live ranks have added that of idle ones, each taking some."""
+    idle = np.setdiff1d(np.arange(program.num_ranks), program.live)
+    for start in range(0, len(idle), len(program.live)):
+        some = idle[start : start + len(program.live)]
+        pairs = tuple(zip(some.tolist(), program.live.tolist(), strict=False))
+        moved = lax.ppermute(x, axis_name, _completed(pairs, program.num_ranks))
+        takes = np.isin(np.arange(program.num_ranks), program.live[: len(some)])
+        here = jnp.asarray(takes)[lax.axis_index(axis_name)]
+        x = jnp.where(here, x + moved, x)
+    return x
+
+
+def _transposed_sum(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
+    whole = _with_idle_ones(cotangent, axis_name, program)
+    total = all_reduce(whole, axis_name=axis_name, program=program, **params)
+    return _of_live(total, axis_name, program)
+
+
+def _transposed_scatter(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
+    every = all_gather(cotangent, axis_name=axis_name, program=program, **params)
+    return _of_live(every, axis_name, program)
+
+
+def _transposed_gather(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
+    whole = _with_idle_ones(cotangent, axis_name, program)
+    return reduce_scatter(whole, axis_name=axis_name, program=program, **params)
+
+
 _all_reduce = _compat.linear_collective(
     "ftmesh_all_reduce",
     _run_all,
-    lambda cotangent, **params: all_reduce(cotangent, **params),
-    lambda cotangent, *, divisor, **_: _divided(cotangent, divisor),
+    _transposed_sum,
+    lambda cotangent, *, axis_name, program, divisor, **_: _of_live(
+        _divided(cotangent, divisor), axis_name, program
+    ),
     check_mesh=_check_mesh,
 )
 _reduce_scatter = _compat.linear_collective(
-    "ftmesh_reduce_scatter",
-    _run_first,
-    lambda cotangent, **params: all_gather(cotangent, **params),
-    check_mesh=_check_mesh,
+    "ftmesh_reduce_scatter", _run_first, _transposed_scatter, check_mesh=_check_mesh
 )
 _all_gather = _compat.linear_collective(
-    "ftmesh_all_gather",
-    _run_second,
-    lambda cotangent, **params: reduce_scatter(cotangent, **params),
-    check_mesh=_check_mesh,
+    "ftmesh_all_gather", _run_second, _transposed_gather, check_mesh=_check_mesh
 )
 _gather_invariant = _compat.linear_collective(
     "ftmesh_gather_invariant",
     _run_second,
-    lambda cotangent, **params: reduce_scatter(cotangent, **params),
+    _transposed_gather,
     lambda cotangent, **_: cotangent,
     check_mesh=_check_mesh,
 )

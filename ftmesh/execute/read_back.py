@@ -21,9 +21,23 @@ from ftmesh.schedule.verify import prove
 def check_program(program: Program) -> None:
     """Prove a lowered program, every use of it, or raise `VerificationError` naming the place."""
     try:
+        for loop in program.loops:
+            _check_lanes(loop, program)
         prove(read_back(program))
     except VerificationError as error:
         raise VerificationError(f"the lowered program, read back: {error}") from None
+
+
+def _check_lanes(loop: Loop, program: Program) -> None:
+    """What is sent is received: the permutation, and whom ranks take to be their source, agree."""
+    for number, lane in enumerate(loop.lanes):
+        sent = {(dst, src) for src, dst in lane.permutation}
+        taken = set(enumerate(lane.source.tolist()))
+        for dst, src in sorted(sent ^ {pair for pair in taken if pair[1] >= 0}):
+            raise VerificationError(
+                f"{loop.name}, lane {number}: expected {program.names[dst]} to receive what "
+                f"{program.names[src]} sends it, found that only one of the two is so"
+            )
 
 
 def read_back(program: Program) -> Script[LoopRounds]:

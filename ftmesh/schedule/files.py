@@ -115,7 +115,7 @@ def _build(arrays: dict[str, NDArray[Any]]) -> Schedule:
         if arrays[name].dtype != np.int32:
             raise ScheduleFileError(f"column {name!r} is {arrays[name].dtype}, not int32")
     columns = Columns(*(arrays[name] for name in COLUMN_NAMES))
-    _check_columns(columns, meta["num_chunks"])
+    _check_columns(columns, meta["num_chunks"], len(arrays["coords"]))
     if arrays["rounds_in_reduce_scatter"].shape != ():
         raise ScheduleFileError("'rounds_in_reduce_scatter' must be a single number")
     topology = Topology(
@@ -137,7 +137,7 @@ def _build(arrays: dict[str, NDArray[Any]]) -> Schedule:
     return SplitSchedule(topology, meta["algorithm"], meta["num_chunks"], phases, owner, half)
 
 
-def _check_columns(c: Columns, num_chunks: int) -> None:
+def _check_columns(c: Columns, num_chunks: int, num_ranks: int) -> None:
     """Refuse columns that do not fit together, or ask for absurd amounts of work."""
     lengths = {len(column) for column in c if column.ndim == 1}
     if len(lengths) != 1 or any(column.ndim != 1 for column in c):
@@ -145,13 +145,22 @@ def _check_columns(c: Columns, num_chunks: int) -> None:
     (rows,) = lengths
     if rows == 0:
         raise ScheduleFileError("there are no transfers")
-    if (np.diff(c.round) < 0).any():
-        raise ScheduleFileError("the rows are not sorted by round")
-    if max(c.round.max(), c.lane.max()) >= rows:
-        raise ScheduleFileError(f"{rows} transfers cannot fill {c.round.max() + 1} rounds")
+    if c.round[0] < 0 or (np.diff(c.round) < 0).any():
+        raise ScheduleFileError("the rows are not sorted by round, from 0 on")
+    for name, column in (("rounds", c.round), ("lanes", c.lane)):
+        if column.max() >= rows:
+            raise ScheduleFileError(f"{rows} transfers cannot fill {int(column.max()) + 1} {name}")
     last = int((c.chunk.astype(np.int64) + c.count).max())
-    if last > num_chunks or c.count.sum(dtype=np.int64) > MAX_MOVES:
+    if last > num_chunks:
         raise ScheduleFileError(f"a transfer moves chunk {last - 1} of {num_chunks}")
+    moved = int(c.count.sum(dtype=np.int64))
+    if moved > MAX_MOVES:
+        raise ScheduleFileError(f"it moves {moved:,} chunks, more than the {MAX_MOVES:,} taken")
+    if moved < num_chunks * num_ranks:
+        raise ScheduleFileError(
+            f"it moves {moved:,} chunks, and {num_ranks} chips that are to receive each of "
+            f"{num_chunks:,} need {num_chunks * num_ranks:,} or more"
+        )
 
 
 def _meta(array: NDArray[Any]) -> dict[str, Any]:

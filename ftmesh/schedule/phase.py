@@ -194,6 +194,10 @@ def _check_rings(name: str, rings: tuple[Circling, ...]) -> None:
         raise ScheduleError(f"phase {name!r} has no transfers")
     if len({each.num_rounds for each in rings}) > 1:
         raise ScheduleError(f"phase {name!r} has rings of different lengths: write their rows out")
+    if any(each.count < 1 or each.lane < 0 or each.first_chunk.min() < 0 for each in rings):
+        raise ScheduleError(
+            f"phase {name!r}: a transfer moves one chunk or more; chunks and lanes count from 0"
+        )
     by_lane: dict[int, list[Ints]] = {}
     for each in rings:
         by_lane.setdefault(each.lane, []).append(each.rings.ravel())

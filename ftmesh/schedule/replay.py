@@ -36,13 +36,16 @@ class Replay:
         """What is wrong with the sum at `rank`; None where each contribution is there once."""
         names, expected = self.script.names, self.script.contributors
         found = self.counts[rank, expected]
-        if (found == 1).all():
+        stray = np.setdiff1d(np.flatnonzero(self.counts[rank]), expected)
+        if (found == 1).all() and not len(stray):
             return None
         says = (
             f"after round {self.num_rounds - 1}, chunk {self.chunk} at {names[rank]}: "
             f"expected each of {len(expected)} contributions exactly once, found "
         )
         parts = []
+        if len(stray):
+            parts.append(f"what the idle {names[stray[0]]} began with")
         often = expected[found > 1].tolist()
         if often:
             worst = min(often, key=lambda s: self.doubled[s])
@@ -68,8 +71,7 @@ class Replay:
 
 def replay(script: AnyScript, chunk: int, num_rounds: int) -> Replay:
     """Run the first `num_rounds` rounds for `chunk` alone."""
-    counts = np.zeros((script.num_ranks, script.num_ranks), np.int64)
-    counts[script.contributors, script.contributors] = 1
+    counts = np.eye(script.num_ranks, dtype=np.int64)
     travelled: dict[int, Move] = {}
     doubled: dict[int, Move] = {}
     for now, this in script.of_chunk(chunk):

@@ -127,7 +127,9 @@ class Schedule:
         return self.describe()
 
     def __repr__(self) -> str:
-        return f"<Schedule {self.algorithm} on {self.topology}, {self.num_rounds} rounds>"
+        return (
+            f"<{type(self).__name__} {self.algorithm} on {self.topology}, {self.num_rounds} rounds>"
+        )
 
     def __eq__(self, other: object) -> bool:
         return (

@@ -45,8 +45,8 @@ def _turns(script: AnyScript, chunks: Chunks) -> list[Chunks]:
 
 def _check(script: AnyScript, chunks: Chunks) -> None:
     ranks = script.num_ranks
-    alone = _singletons(script)
-    full = np.bitwise_or.reduce(alone, axis=0)
+    alone = _singletons(ranks)
+    full = np.bitwise_or.reduce(alone[script.contributors], axis=0)
     held = np.repeat(alone[:, None], len(chunks), axis=1)
     suspects: set[int] = set()
     place = np.full(script.num_chunks, -1, np.intp)
@@ -91,10 +91,13 @@ def _recount(script: AnyScript, chunk: int, num_rounds: int, ranks: list[int]) -
             raise VerificationError(complaint)
 
 
-def _singletons(script: AnyScript) -> Bits:
-    """Row r has bit r set and no other; none, where rank r contributes nothing."""
-    bits = np.zeros((script.num_ranks, -(-script.num_ranks // 64)), np.uint64)
-    rank = script.contributors.astype(np.intp)
+def _singletons(ranks: int) -> Bits:
+    """Row r has bit r set and no other.
+
+    Ranks that are to contribute nothing begin with something too, which must not get into a sum.
+    """
+    bits = np.zeros((ranks, -(-ranks // 64)), np.uint64)
+    rank = np.arange(ranks)
     bits[rank, rank // 64] = np.uint64(1) << (rank % 64).astype(np.uint64)
     return bits
 

@@ -106,13 +106,19 @@ class Checkpoints:
 
 
 def is_finite(state: Any) -> bool:
-    """Whether every number of a pytree of arrays is finite."""
+    """Whether every number of a pytree of arrays is finite.
+
+    A single number may be infinite: optimizers keep such, as the best loss before the first.
+    """
     return bool(_all_finite(jax.tree.leaves(state)))
 
 
-_all_finite = jax.jit(
-    lambda leaves: jnp.all(jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], bool))
-)
+def _are_finite(leaves: list[jax.Array]) -> jax.Array:
+    good = [jnp.isfinite(x).all() if x.size > 1 else ~jnp.isnan(x).any() for x in leaves]
+    return jnp.all(jnp.array(good, bool))
+
+
+_all_finite = jax.jit(_are_finite)
 
 
 def about(state: Any) -> dict[str, str]:

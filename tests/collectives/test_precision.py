@@ -237,3 +237,58 @@ class TestWithoutHalves:
         )(x)
         np.testing.assert_array_equal(mine, x.astype(np.float32).sum(axis=0))
         np.testing.assert_array_equal(every, np.broadcast_to(x, (12, 12, 12)))
+
+
+@pytest.mark.parametrize(
+    "name", ["float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e3m4", "float8_e4m3b11fnuz"]
+)
+def test_formats_that_nobody_thought_of_are_added_in_float32(name):
+    plan = ftmesh.plan(ftmesh.Topology.grid("8x8", failed="2x2@2,2"), "row_pair")
+    found = on_one_device(lambda x: plan.pmean(x, "data"))(jnp.ones((60, 3), name))
+    assert found.dtype == name
+    np.testing.assert_array_equal(found.astype(np.float32), 1)
+
+
+def test_a_format_without_a_zero_is_gathered():
+    plan = planned("row_pair", "4x4", "2x2@0,0")  # some own nothing: sums stand in for a gather
+    found = on_one_device(lambda x: plan.all_gather(x, "data"))(jnp.ones((12, 3), "float8_e8m0fnu"))
+    np.testing.assert_array_equal(found.astype(np.float32), 1)
+
+
+class TestOwners:
+    """Shards that come back other than they went, and what is no vector."""
+
+    plan = property(lambda self: planned("ring", "4x4", "2x2@0,0"))
+
+    def test_an_update_in_more_bits(self):
+        size = self.plan.program.num_chunks * 20 * 128
+        x = jnp.ones((12, size), jnp.bfloat16)
+
+        def update(x):
+            shard = ftmesh.reduce_to_owners(x, "data", plan=self.plan, mean=True)
+            wide = shard.astype(jnp.float32) * 3
+            return ftmesh.gather_from_owners(wide, "data", plan=self.plan, size=size)
+
+        found = on_one_device(update)(x)
+        assert found.dtype == jnp.float32
+        np.testing.assert_array_equal(found, np.full((12, size), 3))
+
+    def test_a_mean_of_whole_numbers(self):
+        x = jnp.arange(12 * 5000).reshape(12, 5000).astype(jnp.int8)
+
+        def mean(x):
+            shard = ftmesh.reduce_to_owners(x, "data", plan=self.plan, mean=True)
+            return ftmesh.gather_from_owners(shard, "data", plan=self.plan, size=5000)
+
+        total = np.asarray(x).sum(axis=0, dtype=np.int8)
+        np.testing.assert_allclose(on_one_device(mean)(x)[3], total / 12, rtol=1e-6)
+
+    def test_what_cannot_be_brought_back(self):
+        with pytest.raises(CollectiveError, match="takes a vector, not an array of shape"):
+            on_one_device(lambda x: ftmesh.reduce_to_owners(x, "data", plan=self.plan))(
+                jnp.ones((12, 16, 256))
+            )
+        with pytest.raises(CollectiveError, match="is not one of a vector of 9999999 elements"):
+            on_one_device(
+                lambda x: ftmesh.gather_from_owners(x, "data", plan=self.plan, size=9_999_999)
+            )(jnp.ones((12, 16)))

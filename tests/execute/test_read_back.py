@@ -9,7 +9,10 @@ import ftmesh
 from ftmesh import ScheduleError, Topology, VerificationError, planners
 from ftmesh.execute.lower import IDLE, Rule, Table, lower
 from ftmesh.execute.read_back import LoopRounds, check_program
-from ftmesh.schedule.columns import COPY
+from ftmesh.schedule.columns import COPY, transfers
+from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.script import Script
+from ftmesh.schedule.verify import prove
 
 HOLE = Topology.grid("6x6", failed="2x2@2,2")
 MESHES = [("6x6", "2x2@2,2"), ("4x4", "2x2@0,0"), ("8x8", "2x2@0,0;2x2@4,4"), ("4x4", "")]
@@ -114,6 +117,27 @@ class TestFaults:
         with pytest.raises(VerificationError, match=r"read back: .*chunk"):
             check_program(replace(program, gather=(*loops, fewer)))
 
+    @pytest.mark.parametrize("half", ["scatter", "gather"])
+    def test_a_source_that_is_not_the_one_that_sends(self, half):
+        program = lower(planners.schedule(HOLE, "row_pair"))
+        source = getattr(program, half)[0].lanes[1].source
+        for bent in (np.full_like(source, -1), np.roll(source, 1)):
+            with pytest.raises(VerificationError, match=r"lane 1: expected chip .* to receive"):
+                check_program(with_lane(program, half, 0, 1, source=bent))
+
+    @pytest.mark.parametrize("num_scatter", [0, 1])
+    def test_what_an_idle_device_holds_in_a_sum(self, num_scatter):
+        """It brings nothing by the book, and something in fact."""
+        add = transfers(round=0, lane=[0, 1], src=[1, 2], dst=[0, 0], chunk=0)
+        copy = transfers(round=0, lane=[0, 1], src=[0, 0], dst=[1, 2], chunk=0, op=COPY)
+        script = Script(
+            1, (Phase("rs", add), Phase("ag", copy)), ("a", "b", "chip c"),
+            np.array([0, 1], np.int32), num_scatter,
+            np.array([0], np.int32) if num_scatter else None,
+        )  # fmt: skip
+        with pytest.raises(VerificationError, match="what the idle chip c began with"):
+            prove(script)
+
     def test_an_idle_device_that_adds_its_own(self):
         program = lower(planners.schedule(HOLE, "ring"), with_idle=True)
         everyone = np.arange(program.num_ranks, dtype=np.int32)
@@ -137,3 +161,9 @@ def test_without_halves_nobody_owns_anything():
     assert not program.owns_evenly
     with pytest.raises(ScheduleError, match="without halves, so nobody owns a chunk: plan with"):
         _ = program.owned
+
+
+def test_idle_chips_that_no_link_leads_to_are_refused_when_planning():
+    cut = Topology.grid("4x4", failed="1x1@0,0", failed_links="0,0-1,0;0,0-0,1")
+    with pytest.raises(ftmesh.PlanError, match=r"no live link leads to the idle chip \(0, 0\)"):
+        ftmesh.plan(cut, with_idle=True)

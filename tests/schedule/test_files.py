@@ -200,6 +200,19 @@ class TestDamagedFiles:
         assert loaded.topology.failed_links == {((0, 0), (1, 0))}
         assert not loaded.is_neighbour_only  # a hop now leads around that link
 
+    def test_rows_before_the_first_round(self, path):
+        arrays = arrays_of(ring.plan(HOLE), path)
+        row = {"round": -1, "lane": 0, "src": 0, "dst": 1, "chunk": 0, "count": 1, "op": 1}
+        more = {k: np.concatenate(([v], arrays[k])).astype(np.int32) for k, v in row.items()}
+        rewrite(path, arrays | more)
+        self.refused(path, "not sorted by round, from 0 on")
+
+    def test_more_chunks_than_its_rows_can_serve(self, path):
+        arrays = arrays_of(ring.plan(HOLE), path)
+        meta = json.loads(str(arrays["meta"])) | {"num_chunks": 60_000_000}
+        rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
+        self.refused(path, "need 1,920,000,000 or more")
+
     def test_owners_without_a_half_to_own_after(self, path):
         arrays = arrays_of(ring.plan(HOLE), path)
         rewrite(path, arrays | {"rounds_in_reduce_scatter": np.int32(0)})

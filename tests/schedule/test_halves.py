@@ -79,7 +79,7 @@ def test_a_gather_that_reads_what_is_not_owned():
 
 @pytest.mark.parametrize("planner", [ring, row_pair])
 def test_merged_phases_have_no_halves(planner):
-    """What used to pass, and then lost its halves when it was lowered."""
+    """A half that ends inside a phase could not be lowered."""
     made = planner.plan(HOLE)
     merged = Phase("all", made.columns)
     with pytest.raises(ValueError, match="meet where a phase ends, after none of"):
@@ -257,6 +257,8 @@ def test_rings_in_lockstep_are_the_rows_that_they_stand_for():
         ((([[0, 1], [1, 2]], [0, 2], 0),), "a rank is on it twice"),
         ((([[0, 1]], [0], 0), ([[1, 2]], [2], 0)), "a rank is on it twice"),
         ((([[0, 1]], [0], 0), ([[2, 3, 4]], [2], 1)), "different lengths"),
+        ((([[0, 1, 2]], [-1], 0),), "chunks and lanes count from 0"),
+        ((([[0, 1, 2]], [0], -1),), "chunks and lanes count from 0"),
     ],
 )
 def test_rings_that_cannot_be(rings, says):

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ftmesh.errors import CheckpointError
-from ftmesh.train.checkpoints import Checkpoints, about, first_difference
+from ftmesh.train.checkpoints import Checkpoints, about, first_difference, is_finite
 
 
 def state(scale=1.0, width=3):
@@ -81,3 +81,12 @@ def test_half_a_checkpoint_is_none(tmp_path):
 def test_descriptions_of_equal_states_do_not_differ():
     assert first_difference(about(state()), about(state(2.0))) is None
     assert about(state())["params/b"] == "bfloat16[2]"
+
+
+def test_what_is_worth_keeping():
+    assert is_finite(state())
+    assert is_finite(state() | {"best_loss": jnp.inf})  # as optimizers keep it at the start
+    assert not is_finite(state() | {"best_loss": jnp.nan})
+    assert not is_finite({"w": jnp.array([1.0, jnp.inf])})
+    assert not is_finite({"w": jnp.array([1.0, jnp.nan])})
+    assert is_finite({"count": jnp.arange(3), "nothing": jnp.zeros(0)})
