@@ -26,6 +26,8 @@ CASES = [
     ("row_pair", "8x8", "2x2@0,0;2x4@4,4"),
 ]
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 
 @pytest.fixture(params=CASES, ids=" ".join)
 def plan(request):
@@ -74,8 +76,8 @@ def test_two_runs_give_the_same_bits(twelve):
     [
         ("16x32", "4x2@6,14", "row_pair", 504),
         ("16x32", "4x2@6,14", "ring", 504),
-        ("32x32", "4x2@14,14", "row_pair", 1016),
-        ("32x32", "4x2@14,14", "ring", 1016),
+        pytest.param("32x32", "4x2@14,14", "row_pair", 1016, marks=pytest.mark.slow),
+        pytest.param("32x32", "4x2@14,14", "ring", 1016, marks=pytest.mark.slow),
         ("16x32", "", "two_dim", 512),
     ],
 )
@@ -249,7 +251,11 @@ def test_two_devices_per_chip():
 
 
 @pytest.mark.parametrize(
-    ("shape", "failed"), [("4x4", "2x2@0,0"), ("8x8", "2x2@0,0;2x2@4,4")], ids=str
+    ("shape", "failed"),
+    [
+        ("4x4", "2x2@0,0"),
+        pytest.param("8x8", "2x2@0,0;2x2@4,4", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("check_vma", [True, False])
 class TestIdleGetResults:

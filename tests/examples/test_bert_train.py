@@ -76,6 +76,7 @@ def test_sharded_lamb_on_our_sums_has_the_losses_of_whole_lamb_on_psum(exact):
     assert ours[20] < ours[1]
 
 
+@pytest.mark.slow
 def test_sums_in_the_backward_pass_change_little(exact):
     """Only the order of additions, and so the losses no more than on psum."""
     overlap = ("--overlap", "--bucket", "100kB", "--unrolled", "--whole-optimizer")
@@ -83,6 +84,7 @@ def test_sums_in_the_backward_pass_change_little(exact):
     np.testing.assert_allclose(list(other.values()), list(exact[0].losses.values())[:4], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_half_the_bytes_on_the_wire_change_little(exact):
     # With the state shared out, only partial sums travel, which on this mesh are too deep for that.
     half = losses("--steps", "6", "--whole-optimizer")
@@ -166,6 +168,7 @@ def test_the_log_lacks_nothing_but_accuracy(exact):
     assert keys[-1] == "run_stop"
 
 
+@pytest.mark.slow
 def test_rows_with_room_for_two_sequences_and_one_in_them(exact):
     found = losses("--steps", "2", "--wire-dtype", "float32", "--packed", "2")
     for step, loss in found.items():

@@ -65,6 +65,7 @@ def assert_near(ours, theirs, scale=None):
     assert np.abs(np.asarray(ours) - theirs).max() <= TOLERANCE * scale
 
 
+@pytest.mark.slow
 def test_as_torch_had_it():
     ours = reference.summary(flax_results())
     with np.load(FILE) as theirs:
@@ -99,6 +100,7 @@ def test_size():
 class TestBlockedStem:
     """Other ways to the same numbers."""
 
+    @pytest.mark.slow
     def test_the_network_is_the_same(self):
         # The stem keeps its parameter; the rest is one block, to compile quickly.
         plain = resnet50(num_classes=5, stage_sizes=(1,), width=8, dtype=jnp.float64)

@@ -78,6 +78,7 @@ def whole(quick_compiler):
     return losses("--steps", "6")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(whole, tmp_path):
     saved = ["--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "2"]
     out = ["--out", str(tmp_path)]
@@ -89,11 +90,13 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(whole, tmp_path
     np.testing.assert_allclose(list(found.values()), list(whole.values()), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_sums_in_the_backward_pass_change_nothing(whole):
     other = losses("--steps", "4", "--overlap", "--bucket", "10kB")
     np.testing.assert_allclose(list(other.values()), list(whole.values())[:4], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_psum_needs_no_plan():
     """On two chips in a line and on a single one, with norms over the whole batch: the same."""
     config = replace(SMALL, norm_group=SMALL.batch)
@@ -129,6 +132,7 @@ def test_a_state_that_is_not_finite_is_not_saved(whole, tmp_path, monkeypatch):
     np.testing.assert_allclose(list(rest.values()), list(whole.values())[2:], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_first_update_is_that_of_the_whole_batch_on_one_device(tmp_path):
     """Momentum and parameters after a step; those without a layerwise rate are as the gradient is.
 
@@ -208,6 +212,7 @@ def write_shards(folder, *, labels=10, spoil=0):
             write_records(folder / f"{split}-{shard:05}-of-{shards:05}", records)
 
 
+@pytest.mark.slow
 def test_training_on_records_leaves_damaged_images_out_and_writes_a_log(tmp_path, caplog):
     write_shards(tmp_path, spoil=2)
     log = tmp_path / "run.log"

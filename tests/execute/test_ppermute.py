@@ -52,7 +52,7 @@ def test_every_round_leaves_what_the_file_says(algorithm, tmp_path):
     assert (held == held[0]).all()
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+@pytest.mark.parametrize("algorithm", ["ring", pytest.param("row_pair", marks=pytest.mark.slow)])
 def test_rounds_written_out_do_what_loops_do(algorithm):
     topology = Topology.grid("4x4", failed="2x2@0,0")
     looped, unrolled = (

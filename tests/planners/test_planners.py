@@ -81,7 +81,12 @@ def check(topo, algorithm):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "shape"), CASES, ids=[f"{name}-{format_shape(shape)}" for name, shape in CASES]
+    ("algorithm", "shape"),
+    [
+        pytest.param(name, shape, marks=[pytest.mark.slow] * (math.prod(shape) >= 96))
+        for name, shape in CASES
+    ],
+    ids=[f"{name}-{format_shape(shape)}" for name, shape in CASES],
 )
 def test_full_mesh_and_every_admissible_block(algorithm, shape):
     check(Topology.grid(shape), algorithm)
@@ -234,6 +239,7 @@ def has_pocket(topo):
 
 
 class TestRowPair:
+    @pytest.mark.slow
     @pytest.mark.parametrize("size", [(2, 2), (4, 2), (2, 4), (8, 2), (2, 12)], ids=str)
     def test_one_even_block_costs_at_most_16_rounds_on_16x16(self, size):
         """And no link carries two pieces in a round of the first phase, wherever the block is."""

@@ -33,6 +33,7 @@ def test_turns_of_a_trainer_go_on_from_one_another():
 
 
 @pytest.mark.parametrize("example", ["bert", "resnet50"])
+@pytest.mark.slow
 def test_beside_torch_jax_takes_the_memory_it_needs(example):
     """The option is set before JAX looks at its devices, which is when it is read."""
     code = f"""if True:
