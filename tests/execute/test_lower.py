@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy_executor import run
 
 import ftmesh
 from ftmesh import Phase, Schedule, Topology, planners
 from ftmesh.execute.lower import Rule, Table, lower
 from ftmesh.execute.read_back import LoopRounds
-from ftmesh.schedule.columns import COPY, join, transfers
+from ftmesh.schedule.columns import join, transfers
 
 MESHES = {
     "ring": Topology.grid("8x8", failed="2x2@2,2"),
@@ -25,17 +26,6 @@ def written_out(loop):
 def rows(columns):
     names = ("round", "src", "dst", "chunk", "count", "op")
     return sorted(zip(*(getattr(columns, name).tolist() for name in names), strict=True))
-
-
-def replay(program, buffers):
-    """Run a program with NumPy: all reads of a round before its writes."""
-    for loop in program.loops:
-        for c in LoopRounds(loop).rounds():
-            where = list(zip(c.src, c.chunk, c.count, strict=True))
-            read = [buffers[s, k : k + n].copy() for s, k, n in where]
-            for d, k, n, op, x in zip(c.dst, c.chunk, c.count, c.op, read, strict=True):
-                buffers[d, k : k + n] = x if op == COPY else buffers[d, k : k + n] + x
-    return buffers
 
 
 @pytest.mark.parametrize("algorithm", MESHES)
@@ -131,7 +121,7 @@ def test_two_devices_per_chip_share_the_payload(algorithm):
     program = lower(schedule, devices_per_chip=2)
     assert (program.num_ranks, program.num_chunks) == (64, 2 * schedule.num_chunks)
     mine = np.random.default_rng(0).integers(0, 100, (64, program.num_chunks))
-    assert (replay(program, mine.copy()) == mine.sum(axis=0)).all()
+    assert (run(program, mine.copy()) == mine.sum(axis=0)).all()
     halves = program.owner.reshape(2, -1)
     assert (halves == 2 * schedule.owner + [[0], [1]]).all()
 
@@ -143,7 +133,7 @@ def test_idle_devices_keep_their_place_on_the_axis():
     assert program.num_ranks == 16
     assert program.live.tolist() == [2, 3, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
     mine = np.random.default_rng(0).integers(0, 100, (16, program.num_chunks))
-    after = replay(program, mine.copy())
+    after = run(program, mine.copy())
     assert (after == mine[program.live].sum(axis=0)).all()  # idle ones too
 
 

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy_executor import run
 
 import ftmesh
 from ftmesh import ScheduleError, Topology, VerificationError, planners
 from ftmesh.execute.lower import IDLE, Rule, Table, lower
-from ftmesh.execute.read_back import LoopRounds, check_program
+from ftmesh.execute.read_back import check_program
 from ftmesh.schedule.columns import COPY, transfers
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.script import Script
@@ -16,17 +17,6 @@ from ftmesh.schedule.verify import prove
 
 HOLE = Topology.grid("6x6", failed="2x2@2,2")
 MESHES = [("6x6", "2x2@2,2"), ("4x4", "2x2@0,0"), ("8x8", "2x2@0,0;2x2@4,4"), ("4x4", "")]
-
-
-def run(program, buffers):
-    """Run a program with NumPy: all reads of a round before its writes."""
-    for loop in program.loops:
-        for c in LoopRounds(loop).rounds():
-            where = list(zip(c.src, c.chunk, c.count, strict=True))
-            read = [buffers[s, k : k + n].copy() for s, k, n in where]
-            for d, k, n, op, x in zip(c.dst, c.chunk, c.count, c.op, read, strict=True):
-                buffers[d, k : k + n] = x if op == COPY else buffers[d, k : k + n] + x
-    return buffers
 
 
 def with_lane(program, half, loop, lane, **changes):
