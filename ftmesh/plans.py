@@ -124,6 +124,15 @@ class Plan:
         """`ftmesh.all_gather` on this plan."""
         return _collectives().all_gather(x, axis_name, plan=self, **options)
 
+    def shard(self, transformation: Any, axis_name: Any = "data", **options: Any) -> Any:
+        """An optax transformation whose state is shared out among the owners of chunks.
+
+        See `ftmesh.optim.sharded.ShardedOptimizer` for the options. Needs optax.
+        """
+        from ftmesh.optim.sharded import ShardedOptimizer
+
+        return ShardedOptimizer(transformation, self, axis_name, **options)
+
     def __str__(self) -> str:
         depth = depth_on_devices(self.schedule)
         lines = [

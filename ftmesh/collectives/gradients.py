@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from ftmesh import collectives
 from ftmesh.errors import ArgumentError
@@ -76,19 +76,27 @@ def mean_gradients(
     bucket_bytes: int = collectives.BUCKET_BYTES,
     wire_dtype: Any = None,
     accumulate_dtype: Any = None,
+    order: Sequence[int] | None = None,
 ) -> Any:
     """The mean of a pytree over all ranks, in buckets, each on the plan for its size.
 
-    The options are those of `ftmesh.pmean`; see `plan_for` for what `plan` may be.
+    The options are those of `ftmesh.pmean`; see `plan_for` for what `plan` may be. With an `order`,
+    positions of leaves as `backward_order` finds them, buckets are filled in it and set out one
+    after the other, as soon as their gradients are there.
     """
     leaves, tree = jax.tree.flatten(grads)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    turns = _buckets(leaves, range(len(leaves)) if order is None else order, bucket_bytes)
     options = {"wire_dtype": wire_dtype, "accumulate_dtype": accumulate_dtype}
-    means = list(leaves)
-    for members in _buckets(leaves, range(len(leaves)), bucket_bytes):
-        bucket = _mean([leaves[i] for i in members], axis_name, plan, options)
+    buckets = [[leaves[i] for i in members] for members in turns]
+    if order is None:
+        means = [_mean(bucket, axis_name, plan, options) for bucket in buckets]
+    else:
+        means = in_turns(buckets, lambda _, bucket: _mean(bucket, axis_name, plan, options))
+    for members, bucket in zip(turns, means, strict=True):
         for i, mean in zip(members, bucket, strict=True):
-            means[i] = mean
-    return tree.unflatten(means)
+            leaves[i] = mean
+    return tree.unflatten(leaves)
 
 
 def with_mean_gradients(
@@ -110,12 +118,38 @@ def with_mean_gradients(
     taken to come first. An unrolled plan lets the backward pass go on beside the sums; beside loops
     nothing runs. Not for forward-mode derivatives.
     """
+    leaves, tree = jax.tree.flatten(params)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    turns = _buckets(leaves, range(len(leaves))[::-1] if order is None else order, bucket_bytes)
+    given = {i: leaves[i] for members in turns for i in members}
+    varied = {i for i, leaf in given.items() if axis_name in _compat.varying_axes(leaf)}
     options = {"wire_dtype": wire_dtype, "accumulate_dtype": accumulate_dtype}
 
-    def means(bucket: list[Any]) -> list[Any]:
-        return _mean(bucket, axis_name, plan, options)
+    def identity(given: dict[int, Any]) -> dict[int, Any]:
+        return {i: _compat.as_varying(leaf, axis_name) for i, leaf in given.items()}
 
-    return reduced_on_the_way(params, params, means, axis_name, bucket_bytes, order)
+    def forward(given: dict[int, Any]) -> tuple[dict[int, Any], None]:
+        return identity({i: leaf.value for i, leaf in given.items()}), None
+
+    def backward(_: None, grads: dict[int, Any]) -> tuple[dict[int, Any]]:
+        # A leaf that the loss does not depend on has no gradient, and is left out.
+        there = [[i for i in turn if not isinstance(grads[i], SymbolicZero)] for turn in turns]
+        there = [turn for turn in there if turn]
+        means = in_turns(
+            [[grads[i] for i in turn] for turn in there],
+            lambda _, bucket: _mean(bucket, axis_name, plan, options),
+        )
+        found: dict[int, Any] = {}
+        for turn, bucket in zip(there, means, strict=True):
+            found.update(zip(turn, bucket, strict=True))
+        for i in varied & found.keys():
+            found[i] = _compat.as_varying(found[i], axis_name)
+        return ({i: found.get(i) for i in grads},)
+
+    marked = jax.custom_vjp(identity)
+    marked.defvjp(forward, backward, symbolic_zeros=True)
+    passed = marked(given)
+    return tree.unflatten([passed.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
 def value_and_own_grad(loss: Callable[..., Any], axis_name: Any, *, has_aux: bool = False) -> Any:
@@ -131,6 +165,22 @@ def value_and_own_grad(loss: Callable[..., Any], axis_name: Any, *, has_aux: boo
     return run
 
 
+def value_grad_and_order(loss: Callable[..., Any], axis_name: Any, *, has_aux: bool = False) -> Any:
+    """As `value_and_own_grad`, and the order in which the gradients come to be.
+
+    `loss` is traced once: what is run is what the order was read from.
+    """
+    own = value_and_own_grad(loss, axis_name, has_aux=has_aux)
+
+    def run(params: Any, *args: Any) -> Any:
+        traced, types = jax.make_jaxpr(own, return_shape=True)(params, *args)
+        results = jaxpr_as_fun(traced)(*jax.tree.leaves((params, *args)))
+        value, grads = jax.tree.unflatten(jax.tree.structure(types), results)
+        return value, grads, _order(traced.jaxpr, len(jax.tree.leaves(grads)))
+
+    return run
+
+
 def backward_order(
     loss: Callable[..., Any], params: Any, *args: Any, has_aux: bool = False
 ) -> tuple[int, ...]:
@@ -140,9 +190,14 @@ def backward_order(
     collectives where their axis is bound. `has_aux` is as for `jax.grad`. Of gradients that one
     operation makes, a jitted function for one, that of the last leaf counts as the first.
     """
-    traced = jax.make_jaxpr(jax.grad(loss, has_aux=has_aux))(params, *args).jaxpr
-    made = {var: at for at, step in enumerate(traced.eqns) for var in step.outvars}
-    grads = traced.outvars[: len(jax.tree.leaves(params))]
+    traced = jax.make_jaxpr(jax.value_and_grad(loss, has_aux=has_aux))(params, *args)
+    return _order(traced.jaxpr, len(jax.tree.leaves(params)))
+
+
+def _order(jaxpr: Any, num_grads: int) -> tuple[int, ...]:
+    """The order of the gradients, which are the last that a traced function gives."""
+    made = {var: at for at, step in enumerate(jaxpr.eqns) for var in step.outvars}
+    grads = jaxpr.outvars[len(jaxpr.outvars) - num_grads :]
     when = [-1 if isinstance(var, Literal) else made.get(var, -1) for var in grads]
     return tuple(sorted(range(len(when)), key=lambda i: (when[i], -i)))
 
@@ -154,86 +209,40 @@ def _buckets(
 
     An empty leaf is in none.
     """
-    arrays = [jnp.asarray(leaves[i]) for i in order]
+    if sorted(order) != list(range(len(leaves))):
+        raise ArgumentError(
+            f"order must have each position from 0 to {len(leaves) - 1} once, one for each leaf of "
+            f"the parameters; it is {list(order)}"
+        )
+    arrays = [leaves[i] for i in order]
     made = make_buckets(arrays, [array.dtype for array in arrays], bucket_bytes)
     made.sort(key=lambda bucket: max(bucket.members))
     return [tuple(order[i] for i in bucket.members) for bucket in made]
 
 
 def _mean(bucket: list[Any], axis_name: Any, plans: Plans, options: dict[str, Any]) -> list[Any]:
-    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in map(jnp.asarray, bucket))
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in bucket)
     means: list[Any] = collectives.pmean(
         bucket, axis_name, plan=plan_for(plans, num_bytes), bucket_bytes=sys.maxsize, **options
     )
     return means
 
 
-def reduced_on_the_way(
-    params: Any,
-    slots: Any,
-    reduce: Callable[[list[Any]], list[Any]],
-    axis_name: Any,
-    bucket_bytes: int,
-    order: Sequence[int] | None,
-) -> Any:
-    """`params` as they are; `slots` get as gradients what `reduce` makes of those of `params`."""
-    leaves, tree = jax.tree.flatten(params)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
-    order = range(len(leaves))[::-1] if order is None else order
-    if sorted(order) != list(range(len(leaves))):
-        raise ArgumentError(
-            f"order must have each position from 0 to {len(leaves) - 1} once, one for each leaf of "
-            f"the parameters; it is {list(order)}"
-        )
-    buckets = _buckets(leaves, order, bucket_bytes)
-    filled = [i for members in buckets for i in members]
-    every_slot = tree.flatten_up_to(slots)
-    given = {i: leaves[i] for i in filled}
-    taking = {i: jnp.asarray(every_slot[i]) for i in filled}
-    varied = {i for i, slot in taking.items() if axis_name in _compat.varying_axes(slot)}
-
-    def identity(given: dict[int, Any], _: dict[int, Any]) -> dict[int, Any]:
-        return {i: _compat.as_varying(leaf, axis_name) for i, leaf in given.items()}
-
-    def forward(given: dict[int, Any], taking: dict[int, Any]) -> tuple[dict[int, Any], None]:
-        return identity({i: leaf.value for i, leaf in given.items()}, taking), None
-
-    def backward(_: None, grads: dict[int, Any]) -> tuple[None, dict[int, Any]]:
-        found = _in_turns(grads, buckets, reduce)
-        for i in varied & found.keys():
-            found[i] = _compat.as_varying(found[i], axis_name)
-        return None, {i: found.get(i) for i in grads}
-
-    marked = jax.custom_vjp(identity)
-    marked.defvjp(forward, backward, symbolic_zeros=True)
-    passed = marked(given, taking)
-    return tree.unflatten([passed.get(i, leaf) for i, leaf in enumerate(leaves)])
-
-
-def _in_turns(
-    grads: dict[int, Any],
-    buckets: list[tuple[int, ...]],
-    reduce: Callable[[list[Any]], list[Any]],
-) -> dict[int, Any]:
-    """What `reduce` makes of the gradients of each bucket, one bucket after the other.
+def in_turns(
+    buckets: Sequence[list[Any]], reduce: Callable[[int, list[Any]], list[Any]]
+) -> list[list[Any]]:
+    """What `reduce` makes of each bucket, given its number and its arrays, one after the other.
 
     Buckets share the links, so one sum is over before the next begins. A compiler that may do all
-    at once was seen to put all of them behind the backward pass, each into the gaps of another. A
-    leaf that the loss does not depend on has no gradient, and is left out.
+    at once was seen to put all of them behind the backward pass, each into the gaps of another.
     """
-    found: dict[int, Any] = {}
-    before: list[int] = []
-    for bucket in buckets:
-        members = [i for i in bucket if not isinstance(grads[i], SymbolicZero)]
-        if not members:
-            continue
-        now = [grads[i] for i in members]
-        if before:
+    found: list[list[Any]] = []
+    for at, bucket in enumerate(buckets):
+        now = bucket
+        if found:
             # All that comes out must be used: nothing waits for an operand that is not.
-            passed = _compat.barrier([*now, *(found[i] for i in before)])
-            now = passed[: len(now)]
-            found.update(zip(before, passed[len(now) :], strict=True))
+            passed = _compat.barrier([*now, *found[-1]])
+            now, found[-1] = passed[: len(now)], passed[len(now) :]
         with jax.named_scope(SCOPE):
-            found.update(zip(members, reduce(now), strict=True))
-        before = members
+            found.append(reduce(at, now))
     return found

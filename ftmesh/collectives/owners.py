@@ -43,20 +43,42 @@ def reduce_to_owners(
             f"reduce_to_owners takes a vector, not an array of shape {x.shape}: give it x.ravel(), "
             "and shape what gather_from_owners returns"
         )
-    kind = precision(x.dtype, wire_dtype, accumulate_dtype)
+    mine = scatter_chunks(
+        pack([x], program.num_chunks),
+        axis_name,
+        plan=plan,
+        mean=mean,
+        wire_dtype=wire_dtype,
+        accumulate_dtype=accumulate_dtype,
+    )
+    return mine.reshape(-1)
+
+
+def scatter_chunks(
+    buffer: jax.Array,
+    axis_name: Any,
+    *,
+    plan: Plan,
+    mean: bool = False,
+    wire_dtype: Any = None,
+    accumulate_dtype: Any = None,
+) -> jax.Array:
+    """The chunks that this rank owns of the sum of buffers; see `reduce_to_owners`."""
+    program = plan.program
+    kind = precision(buffer.dtype, wire_dtype, accumulate_dtype)
     mine = own_chunks(
         ppermute.reduce_scatter(
-            pack([x], program.num_chunks).astype(kind.sums),
+            buffer.astype(kind.sums),
             axis_name=axis_name,
             program=program,
             wire=kind.wire(program.depth),
         ),
         axis_name,
         program,
-    ).reshape(-1)
+    )
     if mean:
         mine = mine / len(program.live)
-    return mine.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else mine
+    return mine.astype(buffer.dtype) if jnp.issubdtype(buffer.dtype, jnp.inexact) else mine
 
 
 def gather_from_owners(
@@ -69,16 +91,24 @@ def gather_from_owners(
     axis_name = the_axis(axis_name, None, plan, "gather_from_owners")
     program = plan.program
     check_owned(plan)
-    rows, width = _shape_of_chunks(shard, size, program)
-    kind = precision(shard.dtype, wire_dtype)
-    chunks = shard.astype(kind.sums).reshape(-1, rows, width)  # as its derivative is added up
+    chunks = shard.reshape(-1, *_shape_of_chunks(shard, size, program))
+    buffer = gather_chunks(chunks, axis_name, plan=plan, wire_dtype=wire_dtype)
+    return buffer.reshape(-1)[:size]
+
+
+def gather_chunks(
+    chunks: jax.Array, axis_name: Any, *, plan: Plan, wire_dtype: Any = None
+) -> jax.Array:
+    """The buffer of which every rank has its chunks; see `gather_from_owners`."""
+    program = plan.program
+    kind = precision(chunks.dtype, wire_dtype)
     buffer = ppermute.gather_invariant(
-        place_chunks(chunks, axis_name, program),
+        place_chunks(chunks.astype(kind.sums), axis_name, program),  # as its derivative is added up
         axis_name=axis_name,
         program=program,
         wire=kind.wire(program.depth),
     )
-    return buffer.reshape(-1)[:size].astype(shard.dtype)
+    return buffer.astype(chunks.dtype)
 
 
 def _shape_of_chunks(shard: jax.Array, size: int, program: Program) -> tuple[int, int]:

@@ -110,7 +110,7 @@ def _bucket_sum(
     itemsize = kind.results.itemsize
     num_bytes = sum(leaf.size for leaf in leaves) * itemsize
     program = plan.at(num_bytes, wire_dtype=kind.priced_as).program
-    wide = (leaf.astype(kind.sums) for leaf in leaves)
+    wide = [leaf.astype(kind.sums) for leaf in leaves]
     is_rounded = kind.sums != kind.results
     total = ppermute.all_reduce(
         pack(wide, program.num_chunks, itemsize),

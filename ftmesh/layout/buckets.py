@@ -1,26 +1,25 @@
-"""Packing: the leaves of a pytree in a few large buffers of equal chunks, and back.
+"""Buckets: the leaves of a pytree in a few large buffers of equal chunks, and back.
 
 A buffer has shape ``[chunks, rows, width]``. Rows of 128 keep a chunk contiguous in the tiled
-memory of a TPU; a payload too small for that has one short row per chunk. What does not fill the
-last chunk is padding.
+memory of a TPU, and every leaf begins with a row; a payload too small for that has one short row
+per chunk, and its leaves lie end to end. What nothing fills is padding, of zeros.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
-
-WIDTH = 128  # lanes of a TPU's vector registers
-TILE_ROWS = 8  # a tile of a TPU's memory has so many rows of that width, of 4 bytes each
+from ftmesh.layout.order import TILE_ROWS, WIDTH, Shape, flat, shaped
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Bucket:
 
 
 def make_buckets(
-    leaves: Sequence[jax.Array], kinds: Sequence[Hashable], bucket_bytes: int
+    leaves: Sequence[Any], kinds: Sequence[Hashable], bucket_bytes: int
 ) -> list[Bucket]:
     """Leaves of one kind (and with the same varying axes) together, up to `bucket_bytes` of them.
 
@@ -67,85 +66,91 @@ def make_buckets(
 def chunk_shape(size: int, num_chunks: int, itemsize: int) -> tuple[int, int]:
     """Rows and width of one of `num_chunks` chunks that together hold `size` elements."""
     length = max(1, math.ceil(size / num_chunks))
-    if length < WIDTH:
-        return 1, length
-    rows = math.ceil(length / WIDTH)
+    return (1, length) if length < WIDTH else (_whole_tiles(size, num_chunks, itemsize), WIDTH)
+
+
+def _whole_tiles(size: int, num_chunks: int, itemsize: int) -> int:
+    """Rows of 128 in a chunk, whole tiles of them once they fill one."""
+    rows = max(1, math.ceil(math.ceil(size / WIDTH) / num_chunks))
     tile = max(1, TILE_ROWS * 4 // itemsize)
-    return (math.ceil(rows / tile) * tile if rows >= tile else rows), WIDTH
+    return math.ceil(rows / tile) * tile if rows >= tile else rows
 
 
-def pack(leaves: Iterable[jax.Array], num_chunks: int, itemsize: int | None = None) -> jax.Array:
-    """Arrays of one dtype, laid end to end in a buffer of `num_chunks` chunks.
+@dataclass(frozen=True)
+class Packing:
+    """Where arrays of the given shapes lie in a buffer of `num_chunks` chunks, each in its rows.
+
+    A chunk has `rows` of `width` elements. Where those are shorter than 128, arrays lie end to end.
+    """
+
+    shapes: tuple[Shape, ...]
+    num_chunks: int
+    rows: int
+    width: int = WIDTH
+
+    @staticmethod
+    def of(shapes: Sequence[Shape], num_chunks: int, itemsize: int) -> Packing:
+        """Arrays in rows of 128, for elements of `itemsize` bytes."""
+        size = sum(map(_in_rows, shapes))
+        return Packing(tuple(shapes), num_chunks, _whole_tiles(size, num_chunks, itemsize))
+
+    @staticmethod
+    def of_any_size(shapes: Sequence[Shape], num_chunks: int, itemsize: int) -> Packing:
+        """The same, but with shorter rows where there is too little for rows of 128."""
+        size = sum(map(math.prod, shapes))
+        rows, width = chunk_shape(size, num_chunks, itemsize)
+        if width < WIDTH:
+            return Packing(tuple(shapes), num_chunks, rows, width)
+        return Packing.of(shapes, num_chunks, itemsize)
+
+    @property
+    def shape(self) -> Shape:
+        """That of the buffer."""
+        return self.num_chunks, self.rows, self.width
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each array begins, in elements, and where the last one ends."""
+        sizes = map(_in_rows if self.width == WIDTH else math.prod, self.shapes)
+        return tuple(itertools.accumulate(sizes, initial=0))
+
+    def pack(self, arrays: Iterable[jax.Array]) -> jax.Array:
+        """The buffer with arrays of one dtype in it."""
+        parts: list[jax.Array] = []
+        stops = [*self.starts[1:-1], math.prod(self.shape)]
+        for array, start, stop in zip(arrays, self.starts, stops, strict=False):
+            parts += flat(array)
+            if stop - start > array.size:
+                parts.append(jnp.zeros(stop - start - array.size, array.dtype))
+        joined = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+        return joined.reshape(self.shape)
+
+    def unpack(self, buffer: Any) -> list[Any]:
+        """The arrays that `pack` put into a buffer."""
+        vector = buffer.reshape(-1)
+        return [
+            shaped(vector[start : start + math.prod(shape)], shape)
+            for shape, start in zip(self.shapes, self.starts, strict=False)
+        ]
+
+
+def _in_rows(shape: Shape) -> int:
+    """The elements of an array with the padding behind it."""
+    return math.ceil(math.prod(shape) / WIDTH) * WIDTH
+
+
+def pack(leaves: Sequence[jax.Array], num_chunks: int, itemsize: int | None = None) -> jax.Array:
+    """Arrays of one dtype in a buffer of `num_chunks` chunks.
 
     Chunks fill whole tiles of elements of `itemsize` bytes, where those are smaller than the
     arrays' own.
     """
-    parts = [piece for leaf in leaves for piece in _flat(leaf)]
-    size = sum(x.size for x in parts)
-    rows, width = chunk_shape(size, num_chunks, itemsize or parts[0].dtype.itemsize)
-    padding = num_chunks * rows * width - size
-    if padding:
-        parts.append(jnp.zeros(padding, parts[0].dtype))
-    joined = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-    return joined.reshape(num_chunks, rows, width)
+    shapes = [leaf.shape for leaf in leaves]
+    return Packing.of_any_size(shapes, num_chunks, itemsize or leaves[0].dtype.itemsize).pack(
+        leaves
+    )
 
 
-def unpack(buffer: jax.Array, shapes: Iterable[tuple[int, ...]]) -> list[jax.Array]:
+def unpack(buffer: jax.Array, shapes: Iterable[Shape]) -> list[Any]:
     """The arrays of the given shapes that `pack` laid into `buffer`."""
-    flat = buffer.reshape(-1)
-    arrays, start = [], 0
-    for shape in shapes:
-        stop = start + math.prod(shape)
-        arrays.append(_shaped(flat[start:stop], shape))
-        start = stop
-    return arrays
-
-
-# A TPU keeps an array tile by tile, and innermost an axis that fills whole tiles, if it has one.
-# Elements may travel in any order that all ranks agree on, so an array travels in the order of its
-# tiles, and the compiler has nothing to rearrange: row by row, packing would take twice the payload
-# in temporary memory, and unpacking too.
-
-
-def _inner_axis(shape: tuple[int, ...]) -> int:
-    """The axis kept innermost: the last that is a multiple of 128 long, or else the last."""
-    whole = [axis for axis, length in enumerate(shape) if length % WIDTH == 0]
-    return whole[-1] if whole else len(shape) - 1
-
-
-def _tiled_rows(shape: tuple[int, ...]) -> int:
-    """How many rows of an array, taken as a matrix, are whole rows of tiles."""
-    if shape[-1] % WIDTH or (len(shape) > 2 and shape[-2] % TILE_ROWS):
-        return 0
-    return math.prod(shape[:-1]) // TILE_ROWS * TILE_ROWS
-
-
-def _flat(x: jax.Array) -> list[jax.Array]:
-    """The elements of an array as vectors: first those of its whole tiles, then the others."""
-    if x.ndim < 2:
-        return [x.reshape(-1)]
-    x = jnp.moveaxis(x, _inner_axis(x.shape), -1)
-    rows, width = _tiled_rows(x.shape), x.shape[-1]
-    if not rows:
-        return [x.reshape(-1)]
-    matrix = x.reshape(-1, width)
-    tiles = matrix[:rows].reshape(rows // TILE_ROWS, TILE_ROWS, -1, WIDTH).swapaxes(1, 2)
-    return [tiles.reshape(-1), *([matrix[rows:].reshape(-1)] if rows < len(matrix) else [])]
-
-
-def _shaped(flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array of a given shape that `_flat` made vectors of."""
-    if len(shape) < 2:
-        return flat.reshape(shape)
-    axis = _inner_axis(shape)
-    width = shape[axis]
-    moved = (*shape[:axis], *shape[axis + 1 :], width)
-    rows = _tiled_rows(moved)
-    if rows:
-        tiles = flat[: rows * width].reshape(rows // TILE_ROWS, -1, TILE_ROWS, WIDTH).swapaxes(1, 2)
-        parts = [tiles.reshape(rows, width), flat[rows * width :].reshape(-1, width)]
-        flat = jnp.concatenate(parts) if len(parts[1]) else parts[0]
-    else:
-        # So that the compiler does not give the whole buffer rows of this width, and then slice it.
-        flat = lax.optimization_barrier(flat)
-    return jnp.moveaxis(flat.reshape(moved), -1, axis)
+    return Packing(tuple(shapes), *buffer.shape).unpack(buffer)

@@ -1,8 +1,8 @@
-"""Layerwise: LARS, LAMB and clipping by global norm, right on whole tensors and on shards.
+"""Layerwise: LARS and LAMB as their papers have them, and clipping by global norm.
 
-These need norms of whole tensors. Used alone they are optax transformations like any other. On
-shards, `ShardedOptimizer` passes them a function `norms` that adds up over all ranks; for that they
-ask for all the norms they need at once, in one small sum.
+These need norms of whole tensors. They are optax transformations like any other; where a
+`ShardedOptimizer` runs them, sums over tensors are made over all ranks, those of all tensors in one
+small sum.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     """Scales updates down to a norm of `max_norm`, taken over all tensors, where it is larger."""
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        (squares,) = _norms(extra)(updates)
-        norm = jnp.sqrt(sum(jax.tree.leaves(squares)))
+        norm = jnp.sqrt(jnp.sum(jnp.stack([square_sum(u) for u in jax.tree.leaves(updates)])))
         scale = jnp.where(norm > max_norm, max_norm / norm, 1.0)
         return jax.tree.map(lambda u: u * scale.astype(u.dtype), updates), state
 
@@ -91,15 +90,10 @@ def matrices(params: Any) -> Any:
     return jax.tree.map(lambda x: jnp.ndim(x) > 1, params)
 
 
-def squared_norms(*trees: Any) -> tuple[Any, ...]:
-    """The squared norm of every leaf of each tree, in float32 or wider."""
-    return tuple(jax.tree.map(lambda x: jnp.sum(squares(x)), tree) for tree in trees)
-
-
-def squares(x: Any) -> jax.Array:
-    """Squared magnitudes, in float32 or wider."""
+def square_sum(x: Any) -> jax.Array:
+    """The square of an array's norm, in float32 or wider."""
     wide = jnp.abs(x)
-    return jnp.square(wide.astype(jnp.promote_types(wide.dtype, jnp.float32)))
+    return jnp.sum(jnp.square(wide.astype(jnp.promote_types(wide.dtype, jnp.float32))))
 
 
 def _scaled(
@@ -121,19 +115,18 @@ def _scaled(
         if params is None:
             raise ValueError("layerwise rates need the parameters: update(grads, state, params)")
         decays, adapts = (_mask(m, params) for m in (weight_decay_mask, trust_ratio_mask))
-        decayed = jax.tree.map(
-            lambda u, w, decays: u + weight_decay * w if decays else u, updates, params, decays
-        )
-        norms = _norms(extra)(decayed if decay_first else updates, params)
 
-        def one(u: Any, update_square: Any, square: Any, decays: bool, adapts: bool) -> Any:
+        def one(u: Any, w: Any, decays: bool, adapts: bool) -> Any:
+            decayed = u + weight_decay * w if decays else u
             if not adapts:
-                return u
-            update_norm, norm = jnp.sqrt(update_square), jnp.sqrt(square)
+                return decayed
+            update_norm = jnp.sqrt(square_sum(decayed if decay_first else u))
+            norm = jnp.sqrt(square_sum(w))
             scale = ratio(update_norm, norm, weight_decay if decays else 0.0)
-            return u * jnp.where((update_norm > 0) & (norm > 0), scale, 1).astype(u.dtype)
+            is_known = (update_norm > 0) & (norm > 0)
+            return decayed * jnp.where(is_known, scale, 1).astype(decayed.dtype)
 
-        return jax.tree.map(one, decayed, *norms, decays, adapts), state
+        return jax.tree.map(one, updates, params, decays, adapts), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
@@ -143,7 +136,3 @@ def _mask(mask: Any, params: Any) -> Any:
     mask = mask(params) if callable(mask) else mask
     return jax.tree.map(lambda on, part: jax.tree.map(lambda _: bool(on), part), mask, params)
 
-
-def _norms(extra: dict[str, Any]) -> Callable[..., tuple[Any, ...]]:
-    norms: Callable[..., tuple[Any, ...]] = extra.get("norms", squared_norms)
-    return norms

@@ -1,33 +1,31 @@
-"""The optimizer that keeps its whole state at every rank, behind the door of the sharded one."""
+"""Whole: the optimizer that keeps its whole state at every rank, behind the sharded one's door."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from ftmesh.collectives.gradients import Means, backward_order, value_and_own_grad
+from ftmesh.collectives.gradients import Means, value_and_own_grad, value_grad_and_order
 from ftmesh.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class PlainOptimizer:
-    """An optax transformation as it is; `mean` makes the mean over all ranks, `num_ranks` of them.
+class WholeOptimizer:
+    """An optax transformation as it is; ``mean(grads, order=None)`` makes the mean over all ranks.
 
-    With `mark`, which is `with_mean_gradients` with all arguments but the parameters and `order`,
-    the means are made during the backward pass of `value_and_grad`. The methods are those of
-    `ftmesh.train.ShardedOptimizer`.
+    With `overlap` that is done during the backward pass of `value_and_grad`, in the order in which
+    gradients come to be. The methods are those of `ftmesh.train.ShardedOptimizer`.
     """
 
     transformation: optax.GradientTransformation
-    mean: Callable[[Any], Any]
-    num_ranks: int
+    mean: Callable[..., Any]
     axis_name: Any
-    mark: Callable[..., Any] | None = None
+    overlap: bool = False
 
     def init(self, params: Any) -> Any:
         """The first state."""
@@ -36,53 +34,30 @@ class PlainOptimizer:
     def value_and_grad(self, loss: Callable[..., Any], *, has_aux: bool = False) -> Any:
         """As `jax.value_and_grad`: the value of a rank, and gradients for `update`.
 
-        With `mark` those are `Means`; else they are the rank's own.
+        With `overlap` those are `Means`; else they are the rank's own.
         """
-        mark = self.mark
-        if mark is None:
+        if not self.overlap:
             return value_and_own_grad(loss, self.axis_name, has_aux=has_aux)
+        own = value_grad_and_order(loss, self.axis_name, has_aux=has_aux)
 
         def run(params: Any, *args: Any) -> Any:
-            order = backward_order(loss, params, *args, has_aux=has_aux)
-
-            def marked(params: Any) -> Any:
-                return loss(mark(params, order=order), *args)
-
-            value, tree = jax.value_and_grad(marked, has_aux=has_aux)(params)
-            return value, Means(tree)
+            value, grads, order = own(params, *args)
+            return value, Means(self.mean(grads, order=order))
 
         return run
 
-    def update(
-        self,
-        grads: Any,
-        state: Any,
-        params: Any,
-        *,
-        reduce: Literal["mean", "sum", "none"] = "mean",
-        **extra: Any,
-    ) -> tuple[Any, Any]:
-        """The new parameters and the new state, from the gradients of every rank."""
+    def update(self, grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        """Updates and the new state, from the gradients of every rank."""
         if isinstance(grads, Means):
             if grads.owners:
                 raise ArgumentError("these gradients are sharded, and this optimizer's are whole")
-            grads, reduce = grads.tree, "none"
-        if reduce != "none":
+            grads = grads.tree
+        else:
             grads = self.mean(grads)
-        if reduce == "sum":
-            grads = jax.tree.map(lambda g: g * self.num_ranks, grads)
         transform = optax.with_extra_args_support(self.transformation).update
         updates, state = transform(grads, state, params, **extra)
-        return optax.apply_updates(params, updates), state
+        return updates, state
 
     def specs(self, params: Any) -> Any:
         """How the state lies on a mesh: whole, everywhere."""
         return jax.tree.map(lambda _: PartitionSpec(), jax.eval_shape(self.init, params))
-
-    def gather_state(self, state: Any, params: Any) -> Any:
-        """The state, which is whole already."""
-        return state
-
-    def shard_state(self, state: Any, params: Any) -> Any:
-        """The inverse of that."""
-        return state

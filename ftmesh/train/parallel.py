@@ -9,7 +9,7 @@ same program on a damaged mesh, on a whole one with ``lax.psum`` and on a single
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,14 +22,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from ftmesh.collectives.gradients import BUCKET_BYTES, mean_gradients, with_mean_gradients
+from ftmesh.collectives.gradients import BUCKET_BYTES, backward_order, mean_gradients
 from ftmesh.collectives.groups import Groups
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.mesh.devices import platform_of
 from ftmesh.mesh.ranks import Ranks
 from ftmesh.mesh.topology import Topology
 from ftmesh.optim.sharded import ShardedOptimizer
-from ftmesh.optim.whole import PlainOptimizer
+from ftmesh.optim.whole import WholeOptimizer
 from ftmesh.plans import Plan, plan
 from ftmesh.testing import shard_map_on_one_device
 from ftmesh.tpu.options import compiler_options
@@ -139,22 +139,41 @@ class Parallel:
         is_live = jnp.isin(lax.axis_index(self.axis_name), self.ranks.live)
         return jax.tree.map(lambda leaf: jnp.where(is_live, leaf, jnp.zeros_like(leaf)), tree)
 
-    def _mean_gradients(self, grads: Any, wire_dtype: Any) -> Any:
+    def _mean_gradients(
+        self, grads: Any, wire_dtype: Any, order: Sequence[int] | None = None
+    ) -> Any:
         if self.plan is None:
             return self.mean(grads)
-        return mean_gradients(grads, self.axis_name, plan=self.plan, wire_dtype=wire_dtype)
-
-    def _with_mean_gradients(self, params: Any, **options: Any) -> Any:
-        assert self.plan is not None
-        return with_mean_gradients(
-            params,
+        options = {"wire_dtype": wire_dtype}
+        if order is None:
+            return mean_gradients(grads, self.axis_name, plan=self.plan, **options)
+        return mean_gradients(
+            grads,
             self.axis_name,
             plan=self.plan.as_unrolled,  # nothing runs beside a loop
             bucket_bytes=self.bucket_bytes,
+            order=order,
             **options,
         )
 
     # Around it --------------------------------------------------------------------------------
+
+    def backward_order(self, loss: Callable[..., Any], *types: Any) -> tuple[int, ...] | None:
+        """The order in which gradients come to be; None where their sums wait for all of them.
+
+        `types` are those of what a rank gives to `loss`, which has an auxiliary result.
+        """
+        if not self.overlap:
+            return None
+        found: list[tuple[int, ...]] = []
+
+        def trace(place: jax.Array) -> jax.Array:
+            found.append(backward_order(loss, *types, has_aux=True))
+            return place
+
+        run = self.jit(trace, in_specs=(SPLIT,), out_specs=SPLIT)
+        jax.eval_shape(run, jax.ShapeDtypeStruct((self.num_ranks,), jnp.int32))
+        return found[0]
 
     def jit(
         self,
@@ -226,32 +245,36 @@ class Parallel:
         *,
         sharded: bool = True,
         wire_dtype: Any = None,
+        order: Sequence[int] | None = None,
         **options: Any,
-    ) -> ShardedOptimizer | PlainOptimizer:
+    ) -> ShardedOptimizer | WholeOptimizer:
         """The optimizer, its state shared out among the chips, or whole at each where told.
 
         Without a plan it is whole. On a plan gradients travel in `wire_dtype`; with `overlap` they
-        do during the backward pass of its `value_and_grad`.
+        do during the backward pass of its `value_and_grad`, in `order`, as `backward_order` finds
+        it.
         """
         if self.plan is not None and sharded:
             if self.overlap:
-                options = {"overlap": True, "bucket_bytes": self.bucket_bytes, **options}
+                options = {
+                    "overlap": True,
+                    "bucket_bytes": self.bucket_bytes,
+                    "order": order,
+                    **options,
+                }
             return ShardedOptimizer(
                 transformation,
                 self.plan,
                 self.axis_name,
-                wire_dtype,
+                wire_dtype=wire_dtype,
                 norm_plan=self.small_plan,
                 **options,
             )
-        return PlainOptimizer(
+        return WholeOptimizer(
             transformation,
             mean=partial(self._mean_gradients, wire_dtype=wire_dtype),
-            num_ranks=self.ranks.num_live,
             axis_name=self.axis_name,
-            mark=partial(self._with_mean_gradients, wire_dtype=wire_dtype)
-            if self.overlap
-            else None,
+            overlap=self.overlap,
         )
 
 

@@ -106,7 +106,13 @@ def make_trainer(
     many there are. Gradients travel in `wire_dtype`.
     """
     params, stats = types
-    optimizer = parallel.optimizer(transformation, sharded=sharded, wire_dtype=wire_dtype)
+    own_batch, batch = (_rows_of(row, shares.per_rank * ranks) for ranks in (1, parallel.num_ranks))
+    optimizer = parallel.optimizer(
+        transformation,
+        sharded=sharded,
+        wire_dtype=wire_dtype,
+        order=parallel.backward_order(loss, params, stats, own_batch),
+    )
     specs = State(WHOLE, SPLIT, optimizer.specs(params))
     rows = jax.tree.map(lambda _: SPLIT, row)
     first_of_optimizer = parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=specs.optimizer)
@@ -121,7 +127,8 @@ def make_trainer(
             return loss(params, _own_row(state.stats), batch)
 
         (value, stats), grads = optimizer.value_and_grad(loss_of, has_aux=True)(state.params)
-        params, inner = optimizer.update(grads, state.optimizer, state.params)
+        updates, inner = optimizer.update(grads, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
         return State(params, _in_rows(stats, 1), inner), parallel.mean(value)
 
     def evaluation_of_rank(params: Any, stats: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -139,13 +146,11 @@ def make_trainer(
         inner = optimizer.shard_state(whole.optimizer, whole.params)
         return State(whole.params, _in_rows(whole.stats, 1), inner)
 
-    num_rows = shares.per_rank * parallel.num_ranks
     state = State(
         params,
         jax.eval_shape(lambda stats: _in_rows(stats, parallel.num_ranks), stats),
         first_of_optimizer.eval_shape(params),
     )
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape), x.dtype), row)
     return Trainer(
         parallel=parallel,
         shares=shares,
@@ -160,6 +165,11 @@ def make_trainer(
         from_checkpoint=parallel.jit(state_of_rank, in_specs=(WHOLE,), out_specs=specs),
         inputs=parallel.typed((state, batch), (specs, rows)),
     )
+
+
+def _rows_of(row: Any, number: int) -> Any:
+    """The types of a batch with so many rows."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((number, *x.shape), x.dtype), row)
 
 
 def _in_rows(stats: Any, num_ranks: int) -> Any:

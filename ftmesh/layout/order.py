@@ -1,0 +1,74 @@
+"""Order: the order in which the elements of an array lie in a buffer, and back.
+
+A TPU keeps an array tile by tile, and innermost an axis that fills whole tiles, if it has one.
+Elements may travel in any order that all ranks agree on, so an array travels in the order of its
+tiles, and the compiler has nothing to rearrange: row by row, packing would take twice the payload
+in temporary memory, and unpacking too.
+
+Works on JAX's arrays inside a step and on NumPy's on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Shape = tuple[int, ...]
+
+WIDTH = 128  # lanes of a TPU's vector registers
+TILE_ROWS = 8  # a tile of a TPU's memory has so many rows of that width, of 4 bytes each
+
+
+def flat(x: Any) -> list[Any]:
+    """The elements of an array as vectors: first those of its whole tiles, then the others."""
+    if x.ndim < 2:
+        return [x.reshape(-1)]
+    x = _numpy_of(x).moveaxis(x, _inner_axis(x.shape), -1)
+    rows, width = _tiled_rows(x.shape), x.shape[-1]
+    if not rows:
+        return [x.reshape(-1)]
+    matrix = x.reshape(-1, width)
+    tiles = matrix[:rows].reshape(rows // TILE_ROWS, TILE_ROWS, -1, WIDTH).swapaxes(1, 2)
+    return [tiles.reshape(-1), *([matrix[rows:].reshape(-1)] if rows < len(matrix) else [])]
+
+
+def shaped(vector: Any, shape: Shape) -> Any:
+    """The array of a given shape that `flat` made vectors of."""
+    if len(shape) < 2:
+        return vector.reshape(shape)
+    axis = _inner_axis(shape)
+    width = shape[axis]
+    moved = (*shape[:axis], *shape[axis + 1 :], width)
+    rows = _tiled_rows(moved)
+    xp = _numpy_of(vector)
+    if rows:
+        whole = vector[: rows * width]
+        tiles = whole.reshape(rows // TILE_ROWS, -1, TILE_ROWS, WIDTH).swapaxes(1, 2)
+        parts = [tiles.reshape(rows, width), vector[rows * width :].reshape(-1, width)]
+        vector = xp.concatenate(parts) if len(parts[1]) else parts[0]
+    elif xp is jnp:
+        # So that the compiler does not give the whole buffer rows of this width, and then slice it.
+        vector = lax.optimization_barrier(vector)
+    return xp.moveaxis(vector.reshape(moved), -1, axis)
+
+
+def _numpy_of(x: Any) -> Any:
+    return jnp if isinstance(x, jax.Array) else np
+
+
+def _inner_axis(shape: Shape) -> int:
+    """The axis kept innermost: the last that is a multiple of 128 long, or else the last."""
+    whole = [axis for axis, length in enumerate(shape) if length % WIDTH == 0]
+    return whole[-1] if whole else len(shape) - 1
+
+
+def _tiled_rows(shape: Shape) -> int:
+    """How many rows of an array, taken as a matrix, are whole rows of tiles."""
+    if shape[-1] % WIDTH or (len(shape) > 2 and shape[-2] % TILE_ROWS):
+        return 0
+    return math.prod(shape[:-1]) // TILE_ROWS * TILE_ROWS
