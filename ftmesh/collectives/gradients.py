@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import Literal
 
 from ftmesh import collectives
 from ftmesh.errors import ArgumentError
@@ -76,25 +76,17 @@ def mean_gradients(
     bucket_bytes: int = collectives.BUCKET_BYTES,
     wire_dtype: Any = None,
     accumulate_dtype: Any = None,
-    order: Sequence[int] | None = None,
 ) -> Any:
     """The mean of a pytree over all ranks, in buckets, each on the plan for its size.
 
-    The options are those of `ftmesh.pmean`; see `plan_for` for what `plan` may be. With an `order`,
-    positions of leaves as `backward_order` finds them, buckets are filled in it and set out one
-    after the other, as soon as their gradients are there.
+    The options are those of `ftmesh.pmean`; see `plan_for` for what `plan` may be.
     """
     leaves, tree = jax.tree.flatten(grads)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    turns = _buckets(leaves, range(len(leaves)) if order is None else order, bucket_bytes)
     options = {"wire_dtype": wire_dtype, "accumulate_dtype": accumulate_dtype}
-    buckets = [[leaves[i] for i in members] for members in turns]
-    if order is None:
-        means = [_mean(bucket, axis_name, plan, options) for bucket in buckets]
-    else:
-        means = in_turns(buckets, lambda _, bucket: _mean(bucket, axis_name, plan, options))
-    for members, bucket in zip(turns, means, strict=True):
-        for i, mean in zip(members, bucket, strict=True):
+    for members in _buckets(leaves, range(len(leaves)), bucket_bytes):
+        means = _mean([leaves[i] for i in members], axis_name, plan, options)
+        for i, mean in zip(members, means, strict=True):
             leaves[i] = mean
     return tree.unflatten(leaves)
 
@@ -121,35 +113,65 @@ def with_mean_gradients(
     leaves, tree = jax.tree.flatten(params)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     turns = _buckets(leaves, range(len(leaves))[::-1] if order is None else order, bucket_bytes)
-    given = {i: leaves[i] for members in turns for i in members}
-    varied = {i for i, leaf in given.items() if axis_name in _compat.varying_axes(leaf)}
     options = {"wire_dtype": wire_dtype, "accumulate_dtype": accumulate_dtype}
 
-    def identity(given: dict[int, Any]) -> dict[int, Any]:
+    def mean(_: int, bucket: list[Any]) -> list[Any]:
+        return _mean(bucket, axis_name, plan, options)
+
+    slots = [[leaves[i] for i in members] for members in turns]
+    return tree.unflatten(reduced_on_the_way(leaves, turns, slots, mean, axis_name))
+
+
+def reduced_on_the_way(
+    leaves: list[Any],
+    turns: Sequence[Sequence[int]],
+    slots: list[list[Any]],
+    reduce: Callable[[int, list[Any]], list[Any]],
+    axis_name: Any,
+) -> list[Any]:
+    """`leaves` as they are; `slots` get as gradients what `reduce` makes of those of the leaves.
+
+    Turn by turn: of each, the positions of some leaves, `reduce` is given the number of the turn
+    and their gradients, and makes those of its slots. A leaf in no turn gets its own.
+    """
+    given = {i: leaves[i] for members in turns for i in members}
+    varied = [[axis_name in _compat.varying_axes(slot) for slot in turn] for turn in slots]
+
+    def identity(given: dict[int, Any], _: list[list[Any]]) -> dict[int, Any]:
         return {i: _compat.as_varying(leaf, axis_name) for i, leaf in given.items()}
 
-    def forward(given: dict[int, Any]) -> tuple[dict[int, Any], None]:
-        return identity({i: leaf.value for i, leaf in given.items()}), None
+    def forward(given: dict[int, Any], slots: list[list[Any]]) -> tuple[dict[int, Any], None]:
+        return identity({i: leaf.value for i, leaf in given.items()}, slots), None
 
-    def backward(_: None, grads: dict[int, Any]) -> tuple[dict[int, Any]]:
-        # A leaf that the loss does not depend on has no gradient, and is left out.
-        there = [[i for i in turn if not isinstance(grads[i], SymbolicZero)] for turn in turns]
-        there = [turn for turn in there if turn]
-        means = in_turns(
-            [[grads[i] for i in turn] for turn in there],
-            lambda _, bucket: _mean(bucket, axis_name, plan, options),
+    def backward(_: None, grads: dict[int, Any]) -> tuple[None, list[list[Any]]]:
+        # A turn in which the loss depends on no leaf is left out.
+        there = [
+            at
+            for at, members in enumerate(turns)
+            if not all(isinstance(grads[i], SymbolicZero) for i in members)
+        ]
+        made = in_turns(
+            [[_instantiated(grads[i]) for i in turns[at]] for at in there],
+            lambda at, bucket: reduce(there[at], bucket),
         )
-        found: dict[int, Any] = {}
-        for turn, bucket in zip(there, means, strict=True):
-            found.update(zip(turn, bucket, strict=True))
-        for i in varied & found.keys():
-            found[i] = _compat.as_varying(found[i], axis_name)
-        return ({i: found.get(i) for i in grads},)
+        found: list[list[Any]] = [[None] * len(turn) for turn in slots]
+        for at, turn in zip(there, made, strict=True):
+            found[at] = [
+                _compat.as_varying(x, axis_name) if is_varied else x
+                for x, is_varied in zip(turn, varied[at], strict=True)
+            ]
+        return None, found
 
     marked = jax.custom_vjp(identity)
     marked.defvjp(forward, backward, symbolic_zeros=True)
-    passed = marked(given)
-    return tree.unflatten([passed.get(i, leaf) for i, leaf in enumerate(leaves)])
+    passed = marked(given, slots)
+    return [passed.get(i, leaf) for i, leaf in enumerate(leaves)]
+
+
+def _instantiated(grad: Any) -> Any:
+    if not isinstance(grad, SymbolicZero):
+        return grad
+    return _compat.varying_as(jnp.zeros(grad.shape, grad.dtype), grad)
 
 
 def value_and_own_grad(loss: Callable[..., Any], axis_name: Any, *, has_aux: bool = False) -> Any:
@@ -161,22 +183,6 @@ def value_and_own_grad(loss: Callable[..., Any], axis_name: Any, *, has_aux: boo
     def run(params: Any, *args: Any) -> Any:
         own = jax.tree.map(lambda leaf: _compat.as_varying(leaf, axis_name), params)
         return jax.value_and_grad(loss, has_aux=has_aux)(own, *args)
-
-    return run
-
-
-def value_grad_and_order(loss: Callable[..., Any], axis_name: Any, *, has_aux: bool = False) -> Any:
-    """As `value_and_own_grad`, and the order in which the gradients come to be.
-
-    `loss` is traced once: what is run is what the order was read from.
-    """
-    own = value_and_own_grad(loss, axis_name, has_aux=has_aux)
-
-    def run(params: Any, *args: Any) -> Any:
-        traced, types = jax.make_jaxpr(own, return_shape=True)(params, *args)
-        results = jaxpr_as_fun(traced)(*jax.tree.leaves((params, *args)))
-        value, grads = jax.tree.unflatten(jax.tree.structure(types), results)
-        return value, grads, _order(traced.jaxpr, len(jax.tree.leaves(grads)))
 
     return run
 

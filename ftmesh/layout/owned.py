@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from ftmesh.layout.buckets import Packing, make_buckets
-from ftmesh.layout.order import WIDTH, Shape
+from ftmesh.layout.order import WIDTH
 from ftmesh.schedule.columns import Ints
 
 
@@ -122,11 +122,6 @@ class Owned:
     @cached_property
     def fingerprint(self) -> str:
         """A mark of where everything lies and who owns it."""
-        told = [[(t.shape, str(t.dtype)) for t in self.types]]
-        told += [(b.members, b.packing.shape, b.owned.tolist()) for b in self.buckets]
-        return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
-
-
-def shape_of_shards(bucket: OwnedBucket) -> Shape:
-    """That of the array that a rank holds of a bucket."""
-    return bucket.num_rows, WIDTH
+        leaves = [(each.shape, str(each.dtype)) for each in self.types]
+        buckets = [(b.members, b.packing.shape, b.owned.tolist()) for b in self.buckets]
+        return hashlib.sha256(repr((leaves, buckets)).encode()).hexdigest()[:16]

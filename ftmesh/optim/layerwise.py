@@ -135,4 +135,3 @@ def _mask(mask: Any, params: Any) -> Any:
     """A boolean for each parameter."""
     mask = mask(params) if callable(mask) else mask
     return jax.tree.map(lambda on, part: jax.tree.map(lambda _: bool(on), part), mask, params)
-

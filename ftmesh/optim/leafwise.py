@@ -60,7 +60,9 @@ class Leafwise:
             known[var] = self.graph.constant(const, var.aval)
 
         def read(var: Any) -> Value:
-            return self.graph.constant(var.val, var.aval) if isinstance(var, Literal) else known[var]
+            return (
+                self.graph.constant(var.val, var.aval) if isinstance(var, Literal) else known[var]
+            )
 
         for step in jaxpr.eqns:
             made = self._step(step, [read(var) for var in step.invars])
@@ -109,7 +111,7 @@ class Leafwise:
                 "place to place, such as random numbers, and is not sharded as the tensors are"
             )
         node = self.graph.node(op, [x.node for x in inputs], kind)
-        return Value(node, shape, *(leaves or {None}), is_uniform=is_uniform)
+        return Value(node, shape, next(iter(leaves), None), is_uniform)
 
     def _of_one_leaf(self, name: str, inputs: list[Value]) -> list[Value]:
         """The same values, where several leaves meet with numbers that belong to none any more.

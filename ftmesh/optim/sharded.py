@@ -13,63 +13,93 @@ about one part in as many as there are owners.
 
 Where the axis is bound, in shard_map or pmap, gradients are a rank's own, and their mean is made on
 the way. Those that are the same at all ranks already, as types tell under ``check_vma=True``, are
-taken as they are; so are all outside, where arrays are whole.
+taken as they are; so are all gradients outside, where arrays are those of the whole mesh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ftmesh import collectives
-from ftmesh.collectives.gradients import BUCKET_BYTES, Means, in_turns, value_and_own_grad
-from ftmesh.collectives.owners import check_owned, gather_chunks, own_chunks, scatter_chunks
+from ftmesh.collectives.gradients import (
+    BUCKET_BYTES,
+    Means,
+    reduced_on_the_way,
+    value_and_own_grad,
+)
 from ftmesh.errors import ArgumentError
-from ftmesh.execute import _compat
-from ftmesh.layout.order import WIDTH
-from ftmesh.layout.owned import Owned, OwnedBucket
+from ftmesh.layout.owned import Owned
 from ftmesh.optim.leafwise import NotElementwiseError
+from ftmesh.optim.on_mesh import OnMesh
 from ftmesh.optim.rank import Pieces, Rank
-from ftmesh.optim.states import ShardedState, Slot, StateForm, form_of
+from ftmesh.optim.states import ShardedState, Slot, StateForm, form_of, rows_of
+from ftmesh.optim.travel import Reduce, Travel, pieces_of, turns
 from ftmesh.plans import Plan
 
-Reduce = Literal["mean", "sum", "none"]
+WHOLE = PartitionSpec()
 
 
-class ShardedOptimizer(optax.GradientTransformationExtraArgs):
-    """An optax transformation whose state is sharded over the owners of a plan's chunks.
-
-    `transformation` may do anything element by element and take sums over whole tensors, as norms
-    are; any other is refused. The sums of all tensors travel together, a few numbers, on the plan
-    for their size, as `Plan.at` gives it, or on `norm_plan`.
-
-    Gradients are added in `accumulate_dtype` and travel in `wire_dtype`, as for `ftmesh.psum`, in
-    buckets of up to `bucket_bytes`, filled in `order`, the positions of leaves; updates travel in
-    their own dtype. `reduce` says what is made of gradients that differ from rank to rank. With
-    `overlap` each bucket sets out during the backward pass that `value_and_grad` makes, and buckets
-    are smaller, unless said: give `order` as `backward_order` finds it.
-
-    On a mesh with more axes than the plan's, give the `mesh`, and the `specs` of the parameters: a
-    ``PartitionSpec`` or a pytree of them.
-    """
+class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    """An optax transformation whose state is sharded over the owners of a plan's chunks."""
 
     work: Work
 
     def __new__(
-        cls, transformation: optax.GradientTransformation, plan: Plan, axis_name: Any = "data",
-        **options: Any,
-    ) -> ShardedOptimizer:  # fmt: skip
-        """See `Plan.shard`."""
-        work = Work(transformation, plan, axis_name, **options)
-        made = super().__new__(cls, work.init, work.update)
+        cls,
+        transformation: optax.GradientTransformation,
+        plan: Plan,
+        axis_name: Any = "data",
+        *,
+        wire_dtype: Any = None,
+        accumulate_dtype: Any = None,
+        bucket_bytes: int | None = None,
+        reduce: Reduce = "mean",
+        norm_plan: Plan | None = None,
+        overlap: bool = False,
+        order: Sequence[int] | None = None,
+        specs: Any = None,
+        mesh: jax.sharding.Mesh | None = None,
+    ) -> ShardedOptimizer:
+        """`transformation`, shared out among the owners of the chunks of `plan`.
+
+        It may do anything element by element, and take sums over whole tensors, as norms are; any
+        other is refused. The sums of all tensors travel together, a few numbers, on the plan for
+        their size, as `Plan.at` gives it, or on `norm_plan`.
+
+        Gradients are added in `accumulate_dtype` and travel in `wire_dtype`, as for `ftmesh.psum`,
+        in buckets of up to `bucket_bytes`, filled in `order`, the positions of leaves; updates
+        travel in their own dtype. `reduce` says what is made of gradients that differ from rank to
+        rank: their mean, their sum, or, with "none", nothing, since they do not. With `overlap`
+        each bucket sets out during the backward pass that `value_and_grad` makes, and buckets are
+        smaller, unless said; give `order` as `backward_order` finds it.
+
+        On a mesh with more axes than the plan's, give the `mesh`, and `specs` of the parameters: a
+        ``PartitionSpec``, or a pytree of them. Then each piece has its own sum, and a norm is that
+        of all pieces of a tensor.
+        """
+        travel = Travel(plan, axis_name, wire_dtype, accumulate_dtype, reduce)
+        if bucket_bytes is None:
+            bucket_bytes = BUCKET_BYTES if overlap else collectives.BUCKET_BYTES
+        work = Work(
+            transformation,
+            travel,
+            OnMesh(plan, axis_name, specs, mesh),
+            norm_plan or plan,
+            bucket_bytes,
+            overlap,
+            order,
+        )
+        made: ShardedOptimizer = super().__new__(cls, work.init, work.update)
         made.work = work
         return made
 
@@ -83,6 +113,18 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):
     def specs(self, params: Any) -> Any:
         """How the state lies on a mesh: a ``PartitionSpec`` for each leaf, as shard_map wants."""
         return self.work.specs(params)
+
+    def gather_state(self, state: ShardedState, params: Any) -> Any:
+        """The state as the transformation alone would have it, whole at every rank.
+
+        To go on with another plan, which has other owners: see `shard_state`. Checkpoints do
+        without.
+        """
+        return self.work.gather_state(state, params)
+
+    def shard_state(self, state: Any, params: Any) -> ShardedState:
+        """The inverse of `gather_state`: the rows of a whole state."""
+        return self.work.shard_state(state, params)
 
     def layout(self, params: Any) -> Owned:
         """Where every leaf of `params` lies in buckets, and who owns it."""
@@ -98,35 +140,23 @@ class Work:
     """What a `ShardedOptimizer` does; see there."""
 
     transformation: optax.GradientTransformation
-    plan: Plan
-    axis_name: Any = "data"
-    wire_dtype: Any = None
-    bucket_bytes: int | None = None
-    norm_plan: Plan | None = None
-    overlap: bool = False
-    accumulate_dtype: Any = None
-    order: Sequence[int] | None = None
-    reduce: Reduce = "mean"
-    param_specs: Any = None
-    mesh: Mesh | None = None
-
-    def __post_init__(self) -> None:
-        check_owned(self.plan)
-        if self.reduce not in ("mean", "sum", "none"):
-            raise ArgumentError(f"reduce is 'mean', 'sum' or 'none', not {self.reduce!r}")
-
-    # An optax transformation ------------------------------------------------------------------
+    travel: Travel
+    place: OnMesh
+    norm_plan: Plan
+    bucket_bytes: int
+    overlap: bool
+    order: Sequence[int] | None
 
     def init(self, params: Any) -> ShardedState:
-        """The first state: of a rank where the axis is bound, else of all, on the plan's mesh."""
-        if not self._is_bound():
-            run = self._on_mesh(self.init, (self._specs_of(params),), self.specs(params))
-            made: ShardedState = run(params)
+        """The first state: of a rank where the axis is bound, else of all, on the mesh."""
+        if not self.place.is_bound:
+            in_specs = (self.place.specs_of(params),)
+            made: ShardedState = self.place.run(self.init, in_specs, self.specs(params))(params)
             return made
         layout, tree = self.layout(params), jax.tree.structure(params)
         rank = self._rank(layout, params)
         traced = jax.make_jaxpr(self.transformation.init)(tree.unflatten(layout.types))
-        values = rank.results(traced, rank.given("params", self._owned(params, layout)))
+        values = rank.results(traced, rank.given("params", self.travel.owned(params, layout)))
         return rank.state(self.form(params), values)
 
     def update(
@@ -134,29 +164,16 @@ class Work:
     ) -> tuple[Any, ShardedState]:
         """Updates, the same at all ranks, from gradients; and the new state."""
         like = updates if params is None else params
-        if not self._is_bound():
-            specs = self._specs_of(like)
-            whole = PartitionSpec()
-            run = self._on_mesh(
-                lambda updates, state, params, extra: self.update(updates, state, params, **extra),
-                (specs, self.specs(like), whole if params is None else specs, whole),
-                (specs, self.specs(like)),
-            )
-            made: tuple[Any, ShardedState] = run(updates, state, params, extra)
-            return made
-        layout, tree = self.layout(like), jax.tree.structure(like)
-        form = self.form(like)
-        if not isinstance(state, ShardedState) or state.owners != layout.fingerprint:
-            raise ArgumentError(
-                "this state is not sharded for the owners of this plan, or is of other parameters: "
-                "take one of this optimizer's init, or one that a checkpoint has restored for it"
-            )
+        if not self.place.is_bound:
+            return self._update_on_mesh(updates, state, params, extra)
+        layout, tree, form = self.layout(like), jax.tree.structure(like), self.form(like)
+        _check_owners(state, layout)
         rank = self._rank(layout, like)
-        grads = self._reduced(updates, layout, tree)
-        given = [rank.given("grads", grads), rank.given_state(state, form)]
+        grads = self.travel.reduced(updates, layout, tree)
+        inputs = rank.given("grads", grads) + rank.given_state(state, form)
         types = [tree.unflatten(_types(grads, layout)), form.tree.unflatten(form.types)]
         if params is not None:
-            given.append(rank.given("params", self._owned(params, layout)))
+            inputs += rank.given("params", self.travel.owned(params, layout))
             types.append(tree.unflatten(layout.types))
         transform = optax.with_extra_args_support(self.transformation).update
         traced, (out, _) = jax.make_jaxpr(
@@ -164,31 +181,53 @@ class Work:
         )(*types)
         if jax.tree.structure(out) != tree:
             raise NotElementwiseError("this optimizer gives updates of another structure")
-        values = rank.results(traced, [value for values in given for value in values])
+        values = rank.results(traced, inputs)
         mine = rank.pieces(values[: tree.num_leaves], [x.dtype for x in jax.tree.leaves(out)])
-        new = tree.unflatten(self._gathered(mine, layout))
+        new = tree.unflatten(self.travel.gathered(mine, layout))
         return new, rank.state(form, values[tree.num_leaves :])
 
-    # Around it --------------------------------------------------------------------------------
+    def _update_on_mesh(
+        self, updates: Any, state: ShardedState, params: Any, extra: dict[str, Any]
+    ) -> tuple[Any, ShardedState]:
+        like = updates if params is None else params
+        of_params, of_state = self.place.specs_of(like), self.specs(like)
+
+        def run(updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+            work = replace(self, travel=replace(self.travel, reduce="none"))  # they are the same
+            return work.update(updates, state, params, **extra)
+
+        in_specs = (of_params, of_state, WHOLE if params is None else of_params, WHOLE)
+        mapped = self.place.run(run, in_specs, (of_params, of_state))
+        made: tuple[Any, ShardedState] = mapped(updates, state, params, extra)
+        return made
 
     def value_and_grad(self, loss: Callable[..., Any], *, has_aux: bool = False) -> Any:
         """See `ShardedOptimizer`."""
-        own = value_and_own_grad(loss, self.axis_name, has_aux=has_aux)
         if not self.overlap:
-            return own
+            return value_and_own_grad(loss, self.place.axis_name, has_aux=has_aux)
+        unrolled = self.travel.plan.as_unrolled  # nothing runs beside a loop
+        travel = replace(self.travel, plan=unrolled)
 
         def run(params: Any, *args: Any) -> Any:
-            value, grads = own(params, *args)
             layout, tree = self.layout(params), jax.tree.structure(params)
-            return value, Means(self._reduced(grads, layout, tree), layout.fingerprint)
+            leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
+
+            def of_slots(slots: list[list[Any]]) -> Any:
+                reduce = partial(travel.reduced_turn, layout)
+                passed = reduced_on_the_way(leaves, turns(layout), slots, reduce, travel.axis_name)
+                return loss(tree.unflatten(passed), *args)
+
+            slots = travel.slots(leaves, layout)
+            value, made = jax.value_and_grad(of_slots, has_aux=has_aux)(slots)
+            return value, Means(pieces_of(made, layout), layout.fingerprint)
 
         return run
 
     def specs(self, params: Any) -> Any:
         """See `ShardedOptimizer`."""
         layout, form = self.layout(params), self.form(params)
-        leaves = [x if isinstance(x, Slot) else PartitionSpec() for x in form.leaves]
-        split = PartitionSpec((self.axis_name, *self._other_axes(params)))
+        leaves = [x if isinstance(x, Slot) else WHOLE for x in form.leaves]
+        split = PartitionSpec((self.place.axis_name, *self.place.other_axes(params)))
         rows = tuple(
             tuple(split if has else None for has in form.buckets(layout, row))
             for row in range(len(form.dtypes))
@@ -197,168 +236,80 @@ class Work:
 
     def layout(self, params: Any) -> Owned:
         """See `ShardedOptimizer`."""
-        program, size = self.plan.program, self.bucket_bytes
-        if size is None:
-            size = BUCKET_BYTES if self.overlap else collectives.BUCKET_BYTES
-        types = self._types_of_rank(params)
+        types, program = self.place.types_of_rank(params), self.travel.plan.program
         order = self.order
         if order is None and self.overlap:
             order = range(len(types))[::-1]  # the last are there first
-        return Owned.of(types, program.owned, program.num_chunks, size, order)
+        return Owned.of(types, program.owned, program.num_chunks, self.bucket_bytes, order)
 
     def form(self, params: Any) -> StateForm:
         """See `ShardedOptimizer`."""
         return form_of(self.transformation.init, self.layout(params), jax.tree.structure(params))
 
-    # Inside -----------------------------------------------------------------------------------
-
-    def _is_bound(self) -> bool:
-        return _compat.axis_exists(self.axis_name)
-
-    def _on_mesh(self, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        mesh = self.mesh or self.plan.jax_mesh(self.axis_name)
-        return jax.jit(
-            jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    def gather_state(self, state: ShardedState, params: Any) -> Any:
+        """See `ShardedOptimizer`."""
+        if not self.place.is_bound:
+            specs = (self.specs(params), self.place.specs_of(params))
+            return self.place.run(self.gather_state, specs, WHOLE)(state, params)
+        layout, form = self.layout(params), self.form(params)
+        _check_owners(state, layout)
+        whole = {i: jnp.zeros((), layout.types[i].dtype) for i in layout.whole}
+        rows = [self.travel.gathered(Pieces(row, whole), layout) for row in rows_of(state, layout)]
+        plain = iter(jax.tree.leaves(state.inner))
+        return form.tree.unflatten(
+            [rows[x.row][x.leaf] if isinstance(x, Slot) else next(plain) for x in form.leaves]
         )
 
-    def _specs_of(self, params: Any) -> Any:
-        """How parameters lie on the mesh: a spec for each."""
-        specs = PartitionSpec() if self.param_specs is None else self.param_specs
-        return jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: spec, part),
-            specs,
-            params,
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
-
-    def _axes_of(self, params: Any) -> list[set[Any]]:
-        """For each leaf, the other axes that it is split over."""
-        specs = jax.tree.leaves(
-            self._specs_of(params), is_leaf=lambda x: isinstance(x, PartitionSpec)
-        )
-        return [
-            {name for part in spec if part for name in _names(part)} - {self.axis_name}
-            for spec in specs
+    def shard_state(self, state: Any, params: Any) -> ShardedState:
+        """See `ShardedOptimizer`."""
+        if not self.place.is_bound:
+            in_specs = (WHOLE, self.place.specs_of(params))
+            run = self.place.run(self.shard_state, in_specs, self.specs(params))
+            made: ShardedState = run(state, params)
+            return made
+        layout, form = self.layout(params), self.form(params)
+        zeros = [jnp.zeros(each.shape, each.dtype) for each in layout.types]
+        rows = [[x.astype(dtype) for x in zeros] for dtype in form.dtypes]
+        leaves = jax.tree.leaves(state)
+        for x, leaf in zip(form.leaves, leaves, strict=True):
+            if isinstance(x, Slot):
+                rows[x.row][x.leaf] = leaf
+        inner = [
+            x if isinstance(x, Slot) else leaf for x, leaf in zip(form.leaves, leaves, strict=True)
         ]
-
-    def _other_axes(self, params: Any) -> tuple[Any, ...]:
-        return tuple(sorted(set().union(*self._axes_of(params)), key=str))
-
-    def _types_of_rank(self, params: Any) -> list[Any]:
-        """The types of the leaves as a rank has them, of which others along more axes have more."""
-        types = [jax.ShapeDtypeStruct(jnp.shape(x), x.dtype) for x in _arrays(params)]
-        if self.param_specs is None or self._is_bound():
-            return types
-        if self.mesh is None:
-            raise ArgumentError("specs are about a mesh with more axes: give mesh too")
-        specs = jax.tree.leaves(
-            self._specs_of(params), is_leaf=lambda x: isinstance(x, PartitionSpec)
+        owned = [self.travel.owned(row, layout).rows for row in rows]
+        kept = tuple(
+            tuple(x if has else None for x, has in zip(row, form.buckets(layout, at), strict=True))
+            for at, row in enumerate(owned)
         )
-        return [
-            jax.ShapeDtypeStruct(
-                jax.NamedSharding(self.mesh, spec).shard_shape(type_.shape), type_.dtype
-            )
-            for type_, spec in zip(types, specs, strict=True)
-        ]
+        return ShardedState(form.tree.unflatten(inner), kept, layout.fingerprint)
 
     def _rank(self, layout: Owned, params: Any) -> Rank:
-        plan, axes = self.norm_plan or self.plan, self._axes_of(params)
+        """What computes for the calling rank."""
 
         def total(vectors: list[jax.Array]) -> list[jax.Array]:
-            sums = plan.psum(vectors, self.axis_name)
-            for name in self._other_axes(params):
-                is_split = np.array([name in each for each in axes])
-                sums = [jnp.where(is_split, lax.psum(x, name), x) for x in sums]
-            return list(sums)
+            sums: list[jax.Array] = self.norm_plan.psum(vectors, self.place.axis_name)
+            for name, is_split in self.place.other_axes(params).items():
+                sums = [jnp.where(np.array(is_split), lax.psum(x, name), x) for x in sums]
+            return sums
 
-        rows = [bucket.rows(self.axis_name) for bucket in layout.buckets]
+        rows = [bucket.rows(self.place.axis_name) for bucket in layout.buckets]
         return Rank(layout, rows, total)
 
-    def _owned(self, tree: Any, layout: Owned) -> Pieces:
-        """The rows that a rank owns of arrays that all ranks have."""
-        leaves = _arrays(tree)
 
-        def own(bucket: OwnedBucket) -> jax.Array:
-            buffer = bucket.packing.pack(_alike([leaves[i] for i in bucket.members]))
-            buffer = _compat.as_varying(buffer, self.axis_name)
-            return own_chunks(buffer, self.axis_name, self.plan.program).reshape(-1, WIDTH)
-
-        return Pieces([own(b) for b in layout.buckets], {i: leaves[i] for i in layout.whole})
-
-    def _reduced(self, grads: Any, layout: Owned, tree: Any) -> Pieces:
-        """The rows that a rank owns of what is made of the gradients."""
-        if isinstance(grads, Means):
-            if grads.owners == layout.fingerprint:
-                pieces: Pieces = grads.tree
-                return pieces
-            if grads.owners:
-                raise ArgumentError("these gradients are sharded for the owners of another plan")
-            return self._owned(grads.tree, layout)
-        leaves = _arrays(grads)
-        shapes = [leaf.shape for leaf in leaves]
-        if jax.tree.structure(grads) != tree or shapes != [t.shape for t in layout.types]:
-            raise ArgumentError("gradients must have the structure and shapes of the parameters")
-        if self.reduce == "none" or self._are_the_same(leaves):
-            return self._owned(grads, layout)
-        leaves = [_compat.as_varying(leaf, self.axis_name) for leaf in leaves]
-        buckets = [[leaves[i] for i in bucket.members] for bucket in layout.buckets]
-        if self.overlap:
-            rows = in_turns(buckets, lambda at, arrays: self._scattered(layout, at, arrays))
-        else:
-            rows = [self._scattered(layout, at, arrays) for at, arrays in enumerate(buckets)]
-        reduce = self.plan.pmean if self.reduce == "mean" else self.plan.psum
-        few = reduce({i: leaves[i] for i in layout.whole}, self.axis_name)
-        return Pieces([row for (row,) in rows], few)
-
-    def _scattered(self, layout: Owned, at: int, arrays: list[jax.Array]) -> list[jax.Array]:
-        """The rows of one bucket."""
-        mine = scatter_chunks(
-            layout.buckets[at].packing.pack(_alike(arrays)),
-            self.axis_name,
-            plan=self.plan.as_unrolled if self.overlap else self.plan,  # nothing runs beside loops
-            mean=self.reduce == "mean",
-            wire_dtype=self.wire_dtype,
-            accumulate_dtype=self.accumulate_dtype,
-        )
-        return [mine.reshape(-1, WIDTH)]
-
-    def _are_the_same(self, leaves: list[jax.Array]) -> bool:
-        """Whether gradients are typed as the same at all ranks: they have been summed already."""
-        return _compat.checks_varying() and not any(
-            self.axis_name in _compat.varying_axes(leaf) for leaf in leaves
+def _check_owners(state: Any, layout: Owned) -> None:
+    if not isinstance(state, ShardedState) or state.owners != layout.fingerprint:
+        raise ArgumentError(
+            "this state is not sharded for the owners of this plan, or is of other parameters: "
+            "take gather_state of the optimizer that it comes from, if it is sharded, and then "
+            "shard_state of this one"
         )
 
-    def _gathered(self, pieces: Pieces, layout: Owned) -> list[jax.Array]:
-        """The leaves of which every rank has its rows."""
-        leaves = dict(pieces.whole)
-        for bucket, mine in zip(layout.buckets, pieces.rows, strict=True):
-            chunks = mine.reshape(-1, bucket.packing.rows, WIDTH)
-            buffer = gather_chunks(
-                _compat.as_varying(chunks, self.axis_name), self.axis_name, plan=self.plan
-            )
-            leaves.update(zip(bucket.members, bucket.packing.unpack(buffer), strict=True))
-        return [leaves[i] for i in range(len(layout.types))]
 
-
-def _arrays(tree: Any) -> list[Any]:
-    return [x if hasattr(x, "dtype") else jnp.asarray(x) for x in jax.tree.leaves(tree)]
-
-
-def _alike(arrays: list[jax.Array]) -> list[jax.Array]:
-    """The same arrays, in a dtype for all of them."""
-    dtype = jnp.result_type(*arrays)
-    return [array.astype(dtype) for array in arrays]
-
-
-def _types(pieces: Pieces, layout: Owned) -> list[Any]:
+def _types(pieces: Pieces, layout: Owned) -> list[jax.ShapeDtypeStruct]:
     """The types of the leaves that these are pieces of."""
     types = {i: jax.ShapeDtypeStruct(x.shape, x.dtype) for i, x in pieces.whole.items()}
     for bucket, row in zip(layout.buckets, pieces.rows, strict=True):
         for i in bucket.members:
             types[i] = jax.ShapeDtypeStruct(layout.types[i].shape, row.dtype)
     return [types[i] for i in range(len(layout.types))]
-
-
-def _names(part: Any) -> tuple[Any, ...]:
-    """The axes that one dimension is split over."""
-    return part if isinstance(part, tuple) else (part,)

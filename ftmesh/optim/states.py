@@ -94,9 +94,7 @@ def form_of(init: Callable[[Any], Any], layout: Owned, tree: Any) -> StateForm:
         kind = (leaf, found.dtype)
         counts[kind] = counts.get(kind, -1) + 1
         leaves.append(Slot(rows.setdefault((counts[kind], found.dtype), len(rows)), leaf))
-    return StateForm(
-        state_tree, tuple(leaves), tuple(dtype for _, dtype in rows), tuple(whole)
-    )
+    return StateForm(state_tree, tuple(leaves), tuple(dtype for _, dtype in rows), tuple(whole))
 
 
 def rows_of(state: ShardedState, layout: Owned) -> list[list[jax.Array]]:

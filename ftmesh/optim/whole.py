@@ -10,22 +10,23 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from ftmesh.collectives.gradients import Means, value_and_own_grad, value_grad_and_order
+from ftmesh.collectives.gradients import Means, value_and_own_grad
 from ftmesh.errors import ArgumentError
 
 
 @dataclass(frozen=True)
 class WholeOptimizer:
-    """An optax transformation as it is; ``mean(grads, order=None)`` makes the mean over all ranks.
+    """An optax transformation as it is; `mean` makes the mean of gradients over all ranks.
 
-    With `overlap` that is done during the backward pass of `value_and_grad`, in the order in which
-    gradients come to be. The methods are those of `ftmesh.train.ShardedOptimizer`.
+    With `mark`, which is `with_mean_gradients` with all arguments but the parameters, that is done
+    during the backward pass of `value_and_grad`. The methods are those of
+    `ftmesh.train.ShardedOptimizer`.
     """
 
     transformation: optax.GradientTransformation
-    mean: Callable[..., Any]
+    mean: Callable[[Any], Any]
     axis_name: Any
-    overlap: bool = False
+    mark: Callable[[Any], Any] | None = None
 
     def init(self, params: Any) -> Any:
         """The first state."""
@@ -34,15 +35,17 @@ class WholeOptimizer:
     def value_and_grad(self, loss: Callable[..., Any], *, has_aux: bool = False) -> Any:
         """As `jax.value_and_grad`: the value of a rank, and gradients for `update`.
 
-        With `overlap` those are `Means`; else they are the rank's own.
+        With `mark` those are `Means`; else they are the rank's own.
         """
-        if not self.overlap:
+        mark = self.mark
+        if mark is None:
             return value_and_own_grad(loss, self.axis_name, has_aux=has_aux)
-        own = value_grad_and_order(loss, self.axis_name, has_aux=has_aux)
 
         def run(params: Any, *args: Any) -> Any:
-            value, grads, order = own(params, *args)
-            return value, Means(self.mean(grads, order=order))
+            value, tree = jax.value_and_grad(
+                lambda params: loss(mark(params), *args), has_aux=has_aux
+            )(params)
+            return value, Means(tree)
 
         return run
 

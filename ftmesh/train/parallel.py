@@ -22,7 +22,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from ftmesh.collectives.gradients import BUCKET_BYTES, backward_order, mean_gradients
+from ftmesh.collectives.gradients import (
+    BUCKET_BYTES,
+    backward_order,
+    mean_gradients,
+    with_mean_gradients,
+)
 from ftmesh.collectives.groups import Groups
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.mesh.devices import platform_of
@@ -139,20 +144,18 @@ class Parallel:
         is_live = jnp.isin(lax.axis_index(self.axis_name), self.ranks.live)
         return jax.tree.map(lambda leaf: jnp.where(is_live, leaf, jnp.zeros_like(leaf)), tree)
 
-    def _mean_gradients(
-        self, grads: Any, wire_dtype: Any, order: Sequence[int] | None = None
-    ) -> Any:
+    def _mean_gradients(self, grads: Any, wire_dtype: Any) -> Any:
         if self.plan is None:
             return self.mean(grads)
-        options = {"wire_dtype": wire_dtype}
-        if order is None:
-            return mean_gradients(grads, self.axis_name, plan=self.plan, **options)
-        return mean_gradients(
-            grads,
+        return mean_gradients(grads, self.axis_name, plan=self.plan, wire_dtype=wire_dtype)
+
+    def _with_mean_gradients(self, params: Any, **options: Any) -> Any:
+        assert self.plan is not None
+        return with_mean_gradients(
+            params,
             self.axis_name,
             plan=self.plan.as_unrolled,  # nothing runs beside a loop
             bucket_bytes=self.bucket_bytes,
-            order=order,
             **options,
         )
 
@@ -274,7 +277,9 @@ class Parallel:
             transformation,
             mean=partial(self._mean_gradients, wire_dtype=wire_dtype),
             axis_name=self.axis_name,
-            overlap=self.overlap,
+            mark=partial(self._with_mean_gradients, wire_dtype=wire_dtype, order=order)
+            if self.overlap
+            else None,
         )
 
 
