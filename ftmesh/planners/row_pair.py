@@ -69,7 +69,7 @@ def plan(topology: Topology) -> Schedule:
             reasons.append(str(error))
     for pairs in sorted(choices, key=lambda pairs: (pairs.num_rounds, pairs.along)):
         schedule = _schedule(topology, pairs)
-        if not find_cycle(schedule.routes.values()):
+        if not find_cycle(schedule.on_chips.routes.values()):
             return schedule
         reasons.append(f"hops across its {AXES[pairs.along]} pairs could deadlock in their detours")
     raise PlanError(" and ".join(reasons))
