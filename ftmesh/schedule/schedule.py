@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from ftmesh.errors import ScheduleError
-from ftmesh.mesh.routing import Route, around
+from ftmesh.mesh.routing import Route, together
 from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Link, Topology
 from ftmesh.schedule.columns import Columns, Ints, join
@@ -82,7 +82,8 @@ class Schedule:
         """The route of every pair of ranks that exchanges something, around the damage."""
         coords = self.topology.coords
         pairs = sorted({pair for phase in self.phases for pair in phase.pairs})
-        return {(s, d): around(self.topology, coords[s], coords[d]) for s, d in pairs}
+        found = together(self.topology, ((coords[s], coords[d]) for s, d in pairs))
+        return dict(zip(pairs, found, strict=True))
 
     @property
     def is_neighbour_only(self) -> bool:
