@@ -91,8 +91,7 @@ class Simulation:
     @property
     def utilisation(self) -> float:
         """The share of what all links could carry in that time."""
-        num_links = len(self.schedule.on_chips.topology.links)
-        capacity = num_links * self.network.bandwidth * self.seconds
+        capacity = len(self.schedule.topology.wires.links) * self.network.bandwidth * self.seconds
         return sum(self.link_bytes.values()) / capacity
 
     def busiest_links(self, count: int = 4) -> list[tuple[Link, float]]:
@@ -144,7 +143,7 @@ class Simulator:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self._on_chips = schedule.on_chips
-        self._link_ids = {link: i for i, link in enumerate(self._on_chips.topology.links)}
+        self._link_ids = {link: i for i, link in enumerate(schedule.topology.wires.links)}
 
     @cached_property
     def _rounds(self) -> list[_Traffic]:

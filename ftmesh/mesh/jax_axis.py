@@ -32,12 +32,12 @@ def jax_mesh(
         raise ArgumentError(f"ranks are along one of the axes {names}, not along {along!r}")
     devices: tuple[Any, ...] = topology.all_devices if with_idle else topology.devices
     if not topology.devices:
-        chips = topology.chips if isinstance(topology, TiledTopology) else topology
         raise TopologyError(
-            f"{chips} was not built from devices: use Topology.from_devices(jax.devices(), ...)"
+            f"{topology.wires} was not built from devices: use "
+            "Topology.from_devices(jax.devices(), ...)"
         )
     ranks = Ranks(topology, with_idle).num_ranks
-    wanted = ranks * int(np.prod(shape, dtype=np.int64))
+    wanted = ranks * topology.num_positions
     if len(devices) < wanted:
         raise TopologyError(
             f"idle devices take part in the program, and only {len(devices)} of {wanted} devices "

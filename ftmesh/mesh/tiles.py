@@ -4,8 +4,8 @@
 >>> tiles.drawing().splitlines()
 ['....', '.XX.', '....', '....']
 >>> print(tiles.losses)
-2 of 16 tiles are lost, with 5 live chips in them: tile (1, 1) to chips 2x1@2,2; tile (2, 1) to \
-chips 1x1@4,2
+2 of 16 tiles lost, with 5 live chips in them: tile (1, 1) to chips 2x1@2,2; tile (2, 1) to chips \
+1x1@4,2
 """
 
 from __future__ import annotations
@@ -92,12 +92,20 @@ class TiledTopology(Topology):
         """Devices of a tile."""
         return math.prod(self.sides)
 
+    @property
+    def wires(self) -> Topology:
+        """The chips and links that transfers travel over."""
+        return self.chips
+
+    def chips_of(self, coords: Iterable[Coord]) -> list[Coord]:
+        """The chips of some tiles, tile by tile."""
+        return [chip for tile in coords for chip in _chips_of(tile, self.tile)]
+
     @cached_property
     def players(self) -> NDArray[np.int32]:
         """The ranks, among `chips`, of the chips of every live tile: ``[chip of tile, tile]``."""
-        tiles = [_chips_of(coord, self.tile) for coord in self.coords]
-        ranks = [[self.chips.rank(chip) for chip in chips] for chips in tiles]
-        return np.array(ranks, np.int32).T
+        ranks = [self.chips.rank(chip) for chip in self.chips_of(self.coords)]
+        return np.array(ranks, np.int32).reshape(self.num_live, -1).T
 
     # Text -----------------------------------------------------------------------------------
 
@@ -112,12 +120,12 @@ class TiledTopology(Topology):
         if not self.failed:
             return f"all {self.num_chips} tiles are live"
         why = "; ".join(
-            f"tile {tile} to chips {format_failed(self.chips.failed & set(chips))}"
-            for tile, chips in ((tile, _chips_of(tile, self.tile)) for tile in sorted(self.failed))
+            f"tile {tile} to chips {format_failed(self.chips.failed & {*self.chips_of([tile])})}"
+            for tile in sorted(self.failed)
         )
         return (
-            f"{len(self.failed)} of {self.num_chips} tiles are lost, with {self.num_wasted} live "
-            f"chips in them: {why}"
+            f"{len(self.failed)} of {self.num_chips} tiles lost, with {self.num_wasted} live chips "
+            f"in them: {why}"
         )
 
     def __str__(self) -> str:

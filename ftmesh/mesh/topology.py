@@ -222,6 +222,22 @@ class Topology:
                 del left[coord]
         return tuple(sorted(parts, key=len, reverse=True))
 
+    # What a rank is; `ftmesh.mesh.tiles` has other answers ------------------------------------
+
+    @property
+    def wires(self) -> Topology:
+        """The chips and links that transfers travel over."""
+        return self
+
+    @property
+    def num_positions(self) -> int:
+        """Payloads that are summed at once, each over all ranks."""
+        return 1
+
+    def chips_of(self, coords: Iterable[Coord]) -> list[Coord]:
+        """The chips at the places of ranks."""
+        return list(coords)
+
     # What a user would fall back to ---------------------------------------------------------
 
     def largest_rectangle(self) -> Block:
