@@ -139,7 +139,7 @@ class Plan:
             "the range for them",
         ]
         if isinstance(self.topology, TiledTopology):
-            lines.append(f"  {self.topology.losses}")
+            lines.append(self.topology.describe())
         return "\n".join([self.schedule.describe(self.payload_bytes), *lines])
 
 

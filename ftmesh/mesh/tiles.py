@@ -128,6 +128,13 @@ class TiledTopology(Topology):
             f"in them: {why}"
         )
 
+    def describe(self) -> str:
+        """What a plan on these tiles should say of them, in two lines."""
+        return (
+            f"  {self.num_positions} positions to a tile, each with a payload of its own; all are "
+            f"summed at once\n  {self.losses}"
+        )
+
     def __str__(self) -> str:
         return f"{self.chips} in {self.name} tiles of {format_shape(self.tile)}"
 
