@@ -167,10 +167,12 @@ def plan(
     ``"auto"`` simulates every algorithm for this payload, on links as `ftmesh.simulate` takes them,
     and takes the fastest; `Plan.explain` shows them all. The payload has so many bytes in
     `wire_dtype`, a dtype or its name: where an algorithm's partial sums may not travel in it, they
-    count for more. With a `tile`, as ``"2x2"``, each tile of so many chips is one rank, and its
-    devices are a model group: every position of it has a payload, and all are summed at once, over
-    the same links. A tile with a failed chip takes no part. `with_idle` is for a mesh axis that has the devices of failed chips too,
+    count for more. `with_idle` is for a mesh axis that has the devices of failed chips too,
     `unrolled` for sums beside which other work is to be done.
+
+    With a `tile`, as ``"2x2"``, each tile of so many chips is one rank, and its devices are a model
+    group. Every position in it has a payload; all are summed at once, over links that they share. A
+    tile with a failed chip takes no part.
 
     >>> topo = Topology.grid("8x8", failed="2x2@2,2")
     >>> plan(topo, "ring").schedule.num_rounds

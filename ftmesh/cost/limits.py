@@ -126,7 +126,9 @@ class Limits:
 
     def _links(self, number: int) -> str:
         positions = self.topology.num_positions
-        return _count(number, "link") + (f" shared by {positions} positions" if positions > 1 else "")
+        return _count(number, "link") + (
+            f" shared by {positions} positions" if positions > 1 else ""
+        )
 
     def __str__(self) -> str:
         strength = f" (strength {float(self.strength):.3f})" if self.strength else ""

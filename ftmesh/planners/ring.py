@@ -49,14 +49,17 @@ def circuit(topology: Topology) -> list[Coord]:
         raise PlanError("its 2x2 squares are joined only over the edge, where the walk does not go")
     for a, b in pairwise([*walk, walk[0]]):
         if not topology.is_link(a, b):
-            raise PlanError(f"its circuit crosses the failed link between {topology.noun}s {a} and {b}")
+            raise PlanError(
+                f"its circuit crosses the failed link between {topology.noun}s {a} and {b}"
+            )
     return walk
 
 
 def _check(topology: Topology) -> None:
     if len(topology.shape) != 2 or min(topology.shape) < 2:
         raise PlanError(
-            f"it works on meshes of two axes, of 2 {topology.noun}s or more each, not on {topology.name}"
+            f"it works on meshes of two axes, of 2 {topology.noun}s or more each, not on "
+            f"{topology.name}"
         )
     odd_sides = [n for n in topology.shape if n % 2]
     if len(odd_sides) == 2 and not topology.failed:

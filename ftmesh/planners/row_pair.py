@@ -60,7 +60,8 @@ def plan(topology: Topology) -> Schedule:
     """The schedule with the fewest rounds over both orientations, or on tiles the least load."""
     if len(topology.shape) != 2 or min(topology.shape) < 2:
         raise PlanError(
-            f"it works on meshes of two axes, of 2 {topology.noun}s or more each, not on {topology.name}"
+            f"it works on meshes of two axes, of 2 {topology.noun}s or more each, not on "
+            f"{topology.name}"
         )
     choices, reasons = [], []
     for along in (0, 1):

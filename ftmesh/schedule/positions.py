@@ -36,7 +36,9 @@ def scripts(schedule: Schedule) -> Iterator[AnyScript]:
             first = core * schedule.num_chunks
             yield Script(
                 num_chunks=schedule.num_chunks,
-                phases=tuple(_AtPosition(each, tile, first, schedule.num_chunks) for each in phases),
+                phases=tuple(
+                    _AtPosition(each, tile, first, schedule.num_chunks) for each in phases
+                ),
                 names=tuple(f"chip {tiles.chips.coords[rank]}" for rank in ranks),
                 contributors=np.arange(len(ranks), dtype=np.int32),
                 num_scatter=len(halves.scatter) if halves else 0,
@@ -87,6 +89,6 @@ class _AtPosition:
     def _own(self, c: Columns) -> Columns:
         """The transfers of this position, between tiles and with its own chunks."""
         chunk = c.chunk - np.int32(self.first_chunk)
-        mine = (self.tile[c.src] >= 0) & (chunk + c.count > 0) & (chunk < self.num_chunks)
+        mine = (self.tile[c.src] >= 0) & (chunk >= 0) & (chunk + c.count <= self.num_chunks)
         own = c.take(mine)
         return own.replace(src=self.tile[own.src], dst=self.tile[own.dst], chunk=chunk[mine])

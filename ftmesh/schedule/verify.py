@@ -17,8 +17,8 @@ from ftmesh.errors import VerificationError
 from ftmesh.mesh.routing import Route, Router, around, find_cycle
 from ftmesh.schedule.columns import ADD, COPY, Columns
 from ftmesh.schedule.counting import uncounted_chunks, ungathered_chunks
-from ftmesh.schedule.replay import gather_complaint
 from ftmesh.schedule.positions import scripts
+from ftmesh.schedule.replay import gather_complaint
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.script import AnyScript
 from ftmesh.schedule.sets import Progress, check_sets

@@ -133,7 +133,7 @@ class TestMeshes:
 
     def test_a_mesh_of_another_size(self, small):
         flat = cpu_grid("4x4", failed="2x2@0,0").jax_mesh("data")
-        with pytest.raises(CollectiveError, match="has 12 devices, but the plan for .* has 6"):
+        with pytest.raises(CollectiveError, match=r"has 12 devices, but the plan for .* has 6"):
             jax.shard_map(
                 lambda x: small.psum(x, "data"), mesh=flat, in_specs=P("data"), out_specs=P()
             )(np.arange(12.0))
