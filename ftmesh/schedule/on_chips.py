@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from ftmesh.mesh.tiles import TiledTopology
@@ -20,11 +22,13 @@ def on_chips(phase: Phase, tiles: TiledTopology, num_chunks: int) -> Phase:
     above = max(phase.lanes) + 1
     if isinstance(phase.what, Columns):
         rows = phase.what
+        each_position = product(cores, chips)
         return Phase(
             phase.name,
-            join(_rows(rows, ranks, core * num_chunks, core * above) for core in cores
-                 for ranks in chips),
-        )  # fmt: skip
+            join(
+                _rows(rows, ranks, core * num_chunks, core * above) for core, ranks in each_position
+            ),
+        )
     return Phase(
         phase.name,
         tuple(

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
-from ftmesh import ArgumentError, CollectiveError, TopologyError
+from ftmesh import ArgumentError, CollectiveError, Topology, TopologyError
 from ftmesh.testing import cpu_grid
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -108,7 +108,7 @@ class TestMeshes:
         with pytest.raises(ArgumentError, match="plan with tile='2x1' for a model axis"):
             cpu_grid("4x4").jax_mesh(AXES)
         with pytest.raises(TopologyError, match="4x4 was not built from devices"):
-            ftmesh.plan(ftmesh.Topology.grid("4x4"), tile="2x2").jax_mesh(AXES)
+            ftmesh.plan(Topology.grid("4x4"), tile="2x2").jax_mesh(AXES)
 
     @pytest.mark.parametrize(
         ("places", "complaint"),
@@ -133,10 +133,20 @@ class TestMeshes:
 
     def test_a_mesh_of_another_size(self, small):
         flat = cpu_grid("4x4", failed="2x2@0,0").jax_mesh("data")
-        with pytest.raises(CollectiveError, match=r"has 12 devices, but the plan for .* has 6"):
+        complaint = r"has 12 devices, but the plan for .* has 6: .*jax_mesh\(\('data', 'model'\)\)"
+        with pytest.raises(CollectiveError, match=complaint):
             jax.shard_map(
                 lambda x: small.psum(x, "data"), mesh=flat, in_specs=P("data"), out_specs=P()
             )(np.arange(12.0))
+
+
+@pytest.mark.parametrize("tile", [pytest.param("2x1", marks=pytest.mark.slow), "2x2"])
+def test_the_papers_mesh_on_one_device(tile):
+    plan = ftmesh.plan(Topology.grid("16x32", failed="4x2@6,14"), tile=tile)
+    x = numbers(plan, 301)
+    every_rank = jax.vmap(lambda x: plan.psum(x, "data"), axis_name="data")
+    found = jax.jit(jax.vmap(every_rank, axis_name="model", in_axes=1, out_axes=1))(x)
+    assert (np.asarray(found) == x.sum(axis=0)).all()
 
 
 def test_idle_tiles_bring_nothing_and_have_every_result():

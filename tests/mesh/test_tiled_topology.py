@@ -129,6 +129,9 @@ class TestDevices:
         pairs = TiledTopology.of(Topology.from_devices(self.slice_of(2, 2, cores=2)), "2x1")
         first = [(*device.coords[:2], device.core_on_chip) for device in pairs.devices[:4]]
         assert first == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
+        mesh = pairs.jax_mesh(("data", "x", "y", "core"))
+        assert mesh.devices.shape == (2, 2, 1, 2)
+        assert mesh.devices[1, 1, 0, 0] == Tpu((1, 1, 0), 0)
 
     def test_devices_that_are_not_there(self):
         devices = [device for device in self.slice_of(4, 4) if device.coords[:2] != (0, 0)]
