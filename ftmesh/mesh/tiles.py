@@ -11,17 +11,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import TopologyError
-from ftmesh.mesh.notation import Block, Coord, Link, format_failed, format_shape, parse_shape
+from ftmesh.mesh.notation import (
+    Block,
+    Coord,
+    Link,
+    format_coord,
+    format_failed,
+    format_shape,
+    parse_shape,
+)
 from ftmesh.mesh.topology import Topology
 
 
@@ -43,7 +51,11 @@ class TiledTopology(Topology):
 
     @classmethod
     def of(cls, topology: Topology, tile: str | Sequence[int]) -> TiledTopology:
-        """`topology` cut into tiles, as ``"2x1"``: 2 along x, 1 along y, from the low corner on."""
+        """`topology` cut into tiles, as ``"2x1"``: 2 along x, 1 along y, from the low corner on.
+
+        Of three axes, those that a tile spans whole are none of the grid of tiles: 4x4x8 in tiles
+        of 1x1x8 is planned as 4x4.
+        """
         sides = parse_shape(tile)
         if isinstance(topology, TiledTopology):
             raise TopologyError(f"{topology} is in tiles already: cut the mesh of its chips")
@@ -54,22 +66,23 @@ class TiledTopology(Topology):
                 f"mesh {topology.name} cannot be cut into tiles of {format_shape(sides)}: give "
                 f"each of its {len(topology.shape)} axes a side that divides it"
             )
-        shape = tuple(n // t for n, t in zip(topology.shape, sides, strict=True))
-        failed = frozenset(_tile_of(chip, sides) for chip in topology.failed)
-        if len(failed) == math.prod(shape):
+        cut = _Cut.of(topology, sides)
+        failed = frozenset(map(cut.tile_of, topology.failed))
+        if len(failed) == math.prod(cut.shape):
             raise TopologyError(
                 f"every tile of {format_shape(sides)} has a failed chip on {topology}: take "
                 "smaller tiles"
             )
-        bare = Topology(shape, topology.wrap, failed)
+        bare = Topology(cut.shape, tuple(topology.wrap[axis] for axis in cut.axes), failed)
+        live, every = bare.coords, bare.every_coord()
         return cls(
-            shape=shape,
-            wrap=topology.wrap,
+            shape=bare.shape,
+            wrap=bare.wrap,
             failed=failed,
-            failed_links=frozenset(_broken(topology, sides, bare)),
-            devices=_by_tile(topology.devices, topology, topology.coords, bare.coords, sides),
+            failed_links=frozenset(_broken(topology, cut, bare)),
+            devices=_by_tile(topology, topology.devices, topology.coords, cut.chips_of(live)),
             all_devices=_by_tile(
-                topology.all_devices, topology, topology.every_coord(), bare.every_coord(), sides
+                topology, topology.all_devices, topology.every_coord(), cut.chips_of(every)
             ),
             chips=topology,
             tile=sides,
@@ -99,7 +112,7 @@ class TiledTopology(Topology):
 
     def chips_of(self, coords: Iterable[Coord]) -> list[Coord]:
         """The chips of some tiles, tile by tile."""
-        return [chip for tile in coords for chip in _chips_of(tile, self.tile)]
+        return _Cut.of(self.chips, self.tile).chips_of(coords)
 
     @cached_property
     def players(self) -> NDArray[np.int32]:
@@ -129,53 +142,76 @@ class TiledTopology(Topology):
         )
 
     def describe(self) -> str:
-        """What a plan on these tiles should say of them, in two lines."""
-        return (
+        """What a plan on these tiles should say of them, a line for each thing."""
+        lines = [
             f"  {self.num_positions} positions to a tile, each with a payload of its own; all are "
-            f"summed at once\n  {self.losses}"
-        )
+            "summed at once",
+            f"  {self.losses}",
+        ]
+        if self.failed_links:
+            links = (f"{format_coord(a)}-{format_coord(b)}" for a, b in sorted(self.failed_links))
+            lines.append(f"  not straight on for every position: {';'.join(links)}")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         return f"{self.chips} in {self.name} tiles of {format_shape(self.tile)}"
 
 
-def _tile_of(chip: Coord, sides: Coord) -> Coord:
-    return tuple(c // t for c, t in zip(chip, sides, strict=True))
+class _Cut(NamedTuple):
+    """How a mesh is cut: the sides of a tile, the grid of tiles, and the mesh's axes it has."""
 
+    sides: Coord
+    shape: Coord
+    axes: Coord
 
-def _chips_of(tile: Coord, sides: Coord) -> list[Coord]:
-    """The chips of a tile, x fastest."""
-    return Block(sides, tuple(c * t for c, t in zip(tile, sides, strict=True))).coords()
+    @staticmethod
+    def of(topology: Topology, sides: Coord) -> _Cut:
+        """Of three axes, those that tiles span whole are left out of the grid."""
+        shape = tuple(n // t for n, t in zip(topology.shape, sides, strict=True))
+        axes = tuple(axis for axis, size in enumerate(shape) if size > 1 or len(shape) < 3) or (0,)
+        return _Cut(sides, tuple(shape[axis] for axis in axes), axes)
+
+    def tile_of(self, chip: Coord) -> Coord:
+        """The tile that a chip is in."""
+        return tuple(chip[axis] // self.sides[axis] for axis in self.axes)
+
+    def chips_of(self, tiles: Iterable[Coord]) -> list[Coord]:
+        """The chips of some tiles, tile by tile, x fastest."""
+        found = []
+        for tile in tiles:
+            corner = [0] * len(self.sides)
+            for axis, place in zip(self.axes, tile, strict=True):
+                corner[axis] = place * self.sides[axis]
+            found += Block(self.sides, tuple(corner)).coords()
+        return found
 
 
 def _by_tile(
-    devices: Sequence[Any],
-    topology: Topology,
-    chips: Iterable[Coord],
-    tiles: Iterable[Coord],
-    sides: Coord,
+    topology: Topology, devices: Sequence[Any], chips: Iterable[Coord], ordered: Iterable[Coord]
 ) -> tuple[Any, ...]:
-    """The devices of `chips` in the order of `tiles`; as they come, where some are not there."""
-    at, cores = list(chips), topology.devices_per_chip
-    if len(devices) != len(at) * cores:
+    """The devices of `chips` with those `ordered`; as they come, where some are not there."""
+    cores = topology.devices_per_chip
+    first = {chip: cores * i for i, chip in enumerate(chips)}
+    if len(devices) != len(first) * cores:
         return tuple(devices)
-    first = {chip: cores * i for i, chip in enumerate(at)}
-    places = [first[chip] for tile in tiles for chip in _chips_of(tile, sides)]
-    return tuple(devices[place + core] for place, core in product(places, range(cores)))
+    return tuple(devices[first[chip] + core] for chip, core in product(ordered, range(cores)))
 
 
-def _broken(topology: Topology, sides: Coord, tiles: Topology) -> Iterable[Link]:
+def _broken(topology: Topology, cut: _Cut, tiles: Topology) -> Iterator[Link]:
     """The links between tiles that some position cannot use straight on, for failed links.
 
     From chip to chip of two tiles side by side, routes take all links of that direction inside
     either tile, and those between the two.
     """
     for a, b in topology.failed_links:
-        axis = next(i for i in range(len(a)) if a[i] != b[i])
-        low = a if b[axis] == a[axis] + 1 else b  # over the edge, the high end is before the low
-        here = _tile_of(low, sides)
-        inside = low[axis] % sides[axis] < sides[axis] - 1
-        for start in (0, -1) if inside else (0,):
+        along = next(axis for axis in range(len(a)) if a[axis] != b[axis])
+        if along not in cut.axes:
+            continue
+        axis, side = cut.axes.index(along), cut.sides[along]
+        low = a if b[along] == a[along] + 1 else b  # over the edge, the high end is before the low
+        here = cut.tile_of(low)
+        is_inside = low[along] % side < side - 1
+        for start in (0, -1) if is_inside else (0,):
             ends = [here[axis] + start, here[axis] + start + 1]
             if tiles.wrap[axis] and tiles.shape[axis] > 2:
                 ends = [end % tiles.shape[axis] for end in ends]

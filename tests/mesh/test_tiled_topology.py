@@ -47,6 +47,17 @@ def test_chips_of_a_tile_count_along_x_first():
     assert (tiles.num_positions, tiles.sides, tiles.wires) == (4, (2, 2), tiles.chips)
 
 
+def test_axes_that_tiles_span_whole():
+    """Of three, the others are the grid; of two, both are, since a line of chips is served."""
+    tiles = tiled("4x2x6", "1x2x2", failed="1x1x1@3,1,5", failed_links="0,0,0-0,1,0;0,0,1-0,0,2")
+    assert (tiles.shape, tiles.failed) == ((4, 3), {(3, 2)})
+    assert tiles.chips_of([(2, 1)]) == [(2, 0, 2), (2, 1, 2), (2, 0, 3), (2, 1, 3)]
+    assert tiles.failed_links == {((0, 0), (0, 1))}
+    assert tiled("4x4x4", "4x4x4").shape == (1,)
+    assert tiled("4x4", "4x1").shape == (1, 4)
+    assert tiled("4x4x4", "1x1x4", wrap=[True, False, True]).wrap == (True, False)
+
+
 def test_what_cannot_be_cut():
     for tile in ("3x2", "2", "2x2x1", "16x8"):
         with pytest.raises(TopologyError, match=f"mesh 8x8 cannot be cut into tiles of {tile}"):
@@ -79,7 +90,10 @@ class TestLinks:
         ],
     )
     def test_a_failed_link_breaks_those_that_need_it(self, failed, broken):
-        assert tiled("8x4", "2x2", failed_links=failed).failed_links == set(broken)
+        tiles = tiled("8x4", "2x2", failed_links=failed)
+        assert tiles.failed_links == set(broken)
+        words = ";".join(f"{ax},{ay}-{bx},{by}" for (ax, ay), (bx, by) in broken)
+        assert tiles.describe().endswith(f"\n  not straight on for every position: {words}")
 
     def test_over_the_edge(self):
         tiles = tiled("8x2", "2x2", wrap=[True, False], failed_links="0,0-7,0")

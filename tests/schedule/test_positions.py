@@ -59,6 +59,8 @@ def assert_each_position_is_summed(schedule):
         (tiled("12x12", "2x2", "4x4@4,4"), "ring"),
         (tiled("8x8", "1x2", failed_links="2,2-3,2"), "row_pair"),
         (tiled("8x4", "8x1"), "line"),
+        (tiled("4x4x4", "1x1x4", "2x2x1@0,0,0"), "ring"),
+        (tiled("6x6x2", "1x1x2", "2x2x2@2,2,0"), "row_pair"),
         (on_two_cores("4x4", "1x1", "2x2@0,0"), "ring"),
         (on_two_cores("8x8", "2x2", "2x2@2,2"), "row_pair"),
         (tiled("16x32", "2x1", "4x2@6,14"), "row_pair"),
