@@ -26,6 +26,7 @@ from ftmesh.errors import TopologyWarning as TopologyWarning
 from ftmesh.errors import VerificationError as VerificationError
 from ftmesh.mesh.notation import Block as Block
 from ftmesh.mesh.notation import Coord as Coord
+from ftmesh.mesh.tiles import TiledTopology as TiledTopology
 from ftmesh.mesh.topology import Topology as Topology
 from ftmesh.plans import Plan as Plan
 from ftmesh.plans import plan as plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,7 @@ from ftmesh.cost.rounding import LARGEST_ERROR, partials_travel_in, wire_named, 
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import Program, lower
 from ftmesh.execute.read_back import check_program
+from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.verify import Proof
@@ -104,9 +106,12 @@ class Plan:
         """Every algorithm on this topology and payload beside this one; print it for a table."""
         return choose(self.topology, self.payload_bytes, self.network, self.wire_dtype)
 
-    def jax_mesh(self, axis_name: str) -> Any:
-        """The ``jax.sharding.Mesh`` whose axis this plan's collectives run along."""
-        return self.topology.jax_mesh(axis_name, with_idle=self.with_idle)
+    def jax_mesh(self, axis_name: str | Sequence[str], *, along: str | None = None) -> Any:
+        """The ``jax.sharding.Mesh`` whose axis this plan's collectives run along.
+
+        On tiles that is one of several, as ``("data", "model")``; see `Topology.jax_mesh`.
+        """
+        return self.topology.jax_mesh(axis_name, along=along, with_idle=self.with_idle)
 
     def psum(self, x: Any, axis_name: Any, **options: Any) -> Any:
         """`ftmesh.psum` on this plan."""
@@ -142,6 +147,8 @@ class Plan:
             f"  partial sums of float16 travel as {self.partials_travel_in('float16')}, which has "
             "the range for them",
         ]
+        if isinstance(self.topology, TiledTopology):
+            lines.append(self.topology.describe())
         return "\n".join([self.schedule.describe(self.payload_bytes), *lines])
 
 
@@ -156,6 +163,7 @@ def plan(
     topology: Topology,
     algorithm: str = AUTO,
     *,
+    tile: str | Sequence[int] | None = None,
     payload_bytes: int = 100_000_000,
     wire_dtype: Any = "float32",
     link: Network | float | str = DEFAULT,
@@ -171,14 +179,22 @@ def plan(
     count for more. `with_idle` is for a mesh axis that has the devices of failed chips too,
     `unrolled` for sums beside which other work is to be done.
 
+    With a `tile`, as ``"2x2"``, each tile of so many chips is one rank, and its devices are a model
+    group. Every position in it has a payload; all are summed at once, over links that they share. A
+    tile with a failed chip takes no part.
+
     >>> topo = Topology.grid("8x8", failed="2x2@2,2")
     >>> plan(topo, "ring").schedule.num_rounds
     118
     >>> [plan(topo, payload_bytes=size).algorithm for size in (100_000, 100_000_000)]
     ['row_pair', 'ring']
+    >>> plan(topo, tile="2x1").topology.num_live
+    30
     """
     if not isinstance(payload_bytes, int) or payload_bytes < 1:
         raise ArgumentError(f"payload_bytes must be a positive whole number, not {payload_bytes!r}")
+    if tile is not None:
+        topology = TiledTopology.of(topology, tile)
     wire = _name_of(wire_dtype)
     on = network(link)
     is_auto = algorithm == AUTO

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
 from ftmesh.errors import ArgumentError, ScheduleFileError
 from ftmesh.mesh.notation import parse_shape
+from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate
 
@@ -44,6 +45,16 @@ def add_mesh(parser: argparse.ArgumentParser, *, optional: bool = False) -> None
         "--failed-links", metavar="LINKS", default="", help="failed links: '3,2-4,2;0,0-0,1'"
     )
     parser.add_argument("--wrap", metavar="AXES", default="", help="axes that wrap: 'x', 'xy'")
+
+
+def add_tile(parser: argparse.ArgumentParser) -> None:
+    """--tile."""
+    parser.add_argument(
+        "--tile",
+        metavar="SHAPE",
+        help="cut the mesh into tiles, as 2x2: each is a model group and one rank, and fails with "
+        "any of its chips (default: every chip is a rank)",
+    )
 
 
 def add_algorithm(parser: argparse.ArgumentParser) -> None:
@@ -95,17 +106,33 @@ def network_of(args: argparse.Namespace) -> Network:
 
 
 def topology_of(args: argparse.Namespace) -> Topology:
-    """The topology that the arguments of `add_mesh` describe."""
+    """The topology that the arguments of `add_mesh` describe, in tiles where `add_tile`'s say."""
     axes = "xyz"[: len(parse_shape(args.mesh))]
     wrong = sorted(set(args.wrap) - set(axes))
     if wrong:
         raise ArgumentError(f"--wrap {args.wrap}: mesh {args.mesh} has no axis {wrong[0]!r}")
-    return Topology.grid(
+    chips = Topology.grid(
         args.mesh,
         failed=args.failed,
         failed_links=args.failed_links,
         wrap=[axis in args.wrap for axis in axes],
     )
+    tile = getattr(args, "tile", None)
+    return chips if tile is None else TiledTopology.of(chips, tile)
+
+
+def mesh_summary(topology: Topology) -> dict[str, Any]:
+    """What a program would want to know of a mesh; `live` counts ranks, which may be tiles."""
+    chips = {"mesh": topology.wires.name, "failed": sorted(topology.wires.failed)}
+    summary: dict[str, Any] = {**chips, "live": topology.num_live}
+    if isinstance(topology, TiledTopology):
+        summary |= {
+            "tile": topology.tile,
+            "positions": topology.num_positions,
+            "failed_tiles": sorted(topology.failed),
+            "wasted": topology.num_wasted,
+        }
+    return summary
 
 
 def check_writable(*paths: str | None) -> None:

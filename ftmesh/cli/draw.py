@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import ftmesh
-from ftmesh.cli.arguments import add_algorithm, add_mesh, check_writable, topology_of
+from ftmesh.cli.arguments import add_algorithm, add_mesh, add_tile, check_writable, topology_of
 from ftmesh.draw import Panel, draw_svg, draw_text, figure, phase_panel, schedule_panels
 from ftmesh.errors import ArgumentError
 
@@ -23,6 +23,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--svg figure-9.svg",
     )
     add_mesh(parser, optional=True)
+    add_tile(parser)
     add_algorithm(parser)
     parser.add_argument("--phase", type=int, metavar="K", help="only phase K, counted from 0")
     parser.add_argument("--round", type=int, metavar="R", help="only round R of phase K")
@@ -48,7 +49,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _panels(args: argparse.Namespace) -> list[Panel]:
-    describes_mesh = args.failed or args.failed_links or args.wrap or args.algorithm != "auto"
+    describes_mesh = (
+        args.failed or args.failed_links or args.wrap or args.tile or args.algorithm != "auto"
+    )
     if args.figure is not None:
         if args.mesh is not None or describes_mesh or args.phase is not None:
             raise ArgumentError("a figure of the paper is what it is: give --figure alone")

@@ -12,12 +12,15 @@ from ftmesh.cli.arguments import (
     add_mesh,
     add_network,
     add_payload,
+    add_tile,
+    mesh_summary,
     network_of,
     topology_of,
 )
 from ftmesh.cost.limits import Limits, limits
 from ftmesh.cost.network import Network
 from ftmesh.mesh.notation import Coord
+from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
 from ftmesh.units import format_bytes, format_time, parse_bytes
 
@@ -32,6 +35,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="example: ftmesh limits 16x32 --failed 4x2@2,2 --payload 100MB --link 50GB/s",
     )
     add_mesh(parser)
+    add_tile(parser)
     add_payload(parser)
     add_network(parser)
     parser.add_argument("--json", action="store_true", help="print the limits as JSON")
@@ -53,6 +57,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"{title}:\n{drawing(topology, groups)}")
     if pictures:
         print("o alone   a . together with their like   X failed   - | links between parts")
+    if isinstance(topology, TiledTopology):
+        print(topology.describe())
     print(f"at least, for {format_bytes(payload_bytes)} over {network}:")
     print(f"  all-gather, or reduce-scatter    {format_time(times['all_gather_us'] / 1e6)}")
     print(f"  reduce-scatter, then all-gather  {format_time(2 * times['all_gather_us'] / 1e6)}")
@@ -74,9 +80,7 @@ def _times(found: Limits, payload_bytes: int, network: Network) -> dict[str, flo
 def summary(found: Limits, times: dict[str, float]) -> dict[str, Any]:
     """What a program would want to know of the limits."""
     return {
-        "mesh": found.topology.name,
-        "failed": sorted(found.topology.failed),
-        "live": found.live,
+        **mesh_summary(found.topology),
         "links": found.links,
         "strength": None if found.strength is None else float(found.strength),
         **times,

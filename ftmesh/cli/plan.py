@@ -15,7 +15,9 @@ from ftmesh.cli.arguments import (
     add_mesh,
     add_network,
     add_payload,
+    add_tile,
     check_writable,
+    mesh_summary,
     network_of,
     topology_of,
 )
@@ -34,6 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="example: ftmesh plan 16x32 --failed 4x2@6,14 --out plan.npz --svg plan.svg",
     )
     add_mesh(parser)
+    add_tile(parser)
     add_algorithm(parser)
     add_payload(parser)
     add_network(parser)
@@ -88,9 +91,7 @@ def summary(plan: Plan) -> dict[str, Any]:
     schedule = plan.schedule
     return {
         "algorithm": plan.algorithm,
-        "mesh": plan.topology.name,
-        "failed": sorted(plan.topology.failed),
-        "live": plan.topology.num_live,
+        **mesh_summary(plan.topology),
         "payload_bytes": plan.payload_bytes,
         "rounds": schedule.num_rounds,
         "rounds_in_reduce_scatter": (

@@ -12,6 +12,7 @@ from ftmesh.cli.arguments import (
     add_mesh,
     add_network,
     add_payload,
+    add_tile,
     check_writable,
     network_of,
     topology_of,
@@ -21,6 +22,7 @@ from ftmesh.cost.limits import limits
 from ftmesh.cost.network import Network
 from ftmesh.cost.simulate import MODES, Simulation, Simulator
 from ftmesh.errors import PlanError
+from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.units import format_bytes, format_time, parse_bytes
@@ -38,6 +40,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="example: ftmesh simulate 32x32 --failed 4x2@14,14 --algorithm all --tpu v3",
     )
     add_mesh(parser)
+    add_tile(parser)
     parser.add_argument(
         "--algorithm",
         choices=(ALL, *ALGORITHMS),
@@ -92,6 +95,8 @@ def run(args: argparse.Namespace) -> None:
     else:
         print(priced[0][args.mode])
         print(f"  {priced[0][args.mode].seconds / limit:.2f} times the limit, {format_time(limit)}")
+    if isinstance(topology, TiledTopology):
+        print(topology.describe())
     print(stages)
     for path in filter(None, (args.plot, args.heat_map)):
         print(f"wrote {path}")

@@ -40,9 +40,10 @@ def the_axis(
     size, wanted = lax.axis_size(axis_name), plan.program.num_ranks
     if size != wanted:
         idle = " (idle ones among them)" if plan.with_idle else ""
+        axes = axis_name if plan.topology.num_positions == 1 else (axis_name, "model")
         raise CollectiveError(
             f"axis {axis_name!r} has {size} devices, but the plan for {plan.topology} has "
-            f"{wanted}{idle}: make the mesh with plan.jax_mesh({axis_name!r})"
+            f"{wanted}{idle}: make the mesh with plan.jax_mesh({axes!r})"
         )
     if whole and plan.with_idle:
         raise CollectiveError(

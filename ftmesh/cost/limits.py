@@ -13,6 +13,10 @@ the time of a collective from below:
   same time, come as near to this bound as one likes.
 - Latency: what the two chips furthest from each other exchange travels the diameter, hop by hop.
 
+Where ranks are tiles of chips, parts are made of tiles, and the links between two parts carry what
+every position has to say. That is a bound too, if not always one that can be reached: links inside
+a tile are not counted, and the live chips of failed tiles may pass on as much as they like.
+
 >>> print(limits(Topology.grid("8x8", failed="3x3@1,1")))
 8x8 less 3x3@1,1: 55 live chips, 88 links, 14 hops across
   all-gather: the busiest link carries at least 0.4909 of the payload
@@ -28,11 +32,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ftmesh.cost.bottleneck import tightest_cut, weakest_partition
 from ftmesh.cost.network import Network
 from ftmesh.errors import TopologyError
 from ftmesh.mesh.notation import Coord, format_failed
+from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
 
 _SOURCES = 4096  # chips whose distances to all others are found at a time
@@ -58,7 +64,7 @@ class Limits:
 
     @property
     def live(self) -> int:
-        """Live chips."""
+        """Live chips, or tiles."""
         return self.topology.num_live
 
     @property
@@ -95,31 +101,40 @@ class Limits:
     def why_all_gather(self) -> str:
         """Where an all-gather is held up, in words."""
         if not self.cut:
-            return "a single chip has it all"
-        links = _count(_links_around(self.topology, self.cut), "link")
-        return f"{_chips(self.cut)} {'hang' if len(self.cut) > 1 else 'hangs'} on {links}"
+            return f"a single {self.topology.noun} has it all"
+        links = self._links(_links_around(self.topology, self.cut))
+        return f"{self._chips(self.cut)} {'hang' if len(self.cut) > 1 else 'hangs'} on {links}"
 
     @property
     def why_all_reduce(self) -> str:
         """Where an all-reduce is held up, in words."""
         rest, *others = self.partition
         if not others:
-            return "a single chip has it all"
-        links = sum(_links_around(self.topology, part) for part in self.partition) // 2
-        where = [f"{_chips(part)} together" for part in others if len(part) > 1]
+            return f"a single {self.topology.noun} has it all"
+        links = self._links(_links_between(self.topology, self.partition))
+        where = [f"{self._chips(part)} together" for part in others if len(part) > 1]
         alone = [part[0] for part in others if len(part) == 1]
         if alone:
-            where.append(_chips(alone) + (" each for itself" if len(alone) > 1 else " alone"))
+            where.append(self._chips(alone) + (" each for itself" if len(alone) > 1 else " alone"))
         where.append(f"the other {len(rest)} together")
         if len(rest) == 1:
-            where = ["each chip for itself"]
-        return f"{', '.join(where)}: {_count(links, 'link')} for {_count(len(others), 'join')}"
+            where = [f"each {self.topology.noun} for itself"]
+        return f"{', '.join(where)}: {links} for {_count(len(others), 'join')}"
+
+    def _chips(self, chips: Iterable[Coord]) -> str:
+        return _chips(chips, self.topology.noun)
+
+    def _links(self, number: int) -> str:
+        positions = self.topology.num_positions
+        return _count(number, "link") + (
+            f" shared by {positions} positions" if positions > 1 else ""
+        )
 
     def __str__(self) -> str:
         strength = f" (strength {float(self.strength):.3f})" if self.strength else ""
         return "\n".join(
             [
-                f"{self.topology}: {_count(self.live, 'live chip')}, "
+                f"{self.topology}: {_count(self.live, f'live {self.topology.noun}')}, "
                 f"{_count(self.links, 'link')}, {_count(self.diameter, 'hop')} across",
                 f"  all-gather: the busiest link carries at least {_share(self.all_gather)}",
                 f"    {self.why_all_gather}",
@@ -134,8 +149,7 @@ def limits(topology: Topology) -> Limits:
     """The limits of the live part of `topology`; a `TopologyError` where it is not connected."""
     _check_connected(topology)
     coords = topology.coords
-    ranks = ((topology.rank(a), topology.rank(b)) for a, b in topology.links)
-    edges = [(a, b) for a, b in ranks if a < b]
+    edges = _edges(topology)
     cut: tuple[Coord, ...] = ()
     all_gather = all_reduce = Fraction(0)
     parts: dict[int, list[Coord]] = {}
@@ -145,9 +159,9 @@ def limits(topology: Topology) -> Limits:
     if edges:
         cut = tuple(coords[rank] for rank in tightest_cut(len(coords), edges))
         outside = Fraction(len(coords) - len(cut), len(coords))
-        all_gather = outside / _links_around(topology, cut)
-        between = sum(_links_around(topology, part) for part in partition) // 2
-        all_reduce = Fraction(len(partition) - 1, between)
+        all_gather = topology.num_positions * outside / _links_around(topology, cut)
+        joins = topology.num_positions * (len(partition) - 1)
+        all_reduce = Fraction(joins, _links_between(topology, partition))
     return Limits(
         topology=topology,
         links=len(edges),
@@ -162,45 +176,75 @@ def limits(topology: Topology) -> Limits:
 def _check_connected(topology: Topology) -> None:
     parts = topology.components()
     if len(parts) > 1:
-        sizes = ", ".join(f"{_count(len(part), 'chip')} around {part[0]}" for part in parts)
+        sizes = ", ".join(f"{_count(len(part), topology.noun)} around {part[0]}" for part in parts)
         raise TopologyError(
             f"{topology} is cut into {len(parts)} parts that no link joins: {sizes}; nothing can "
             "be summed across them"
         )
 
 
-def _links_around(topology: Topology, chips: Iterable[Coord]) -> int:
-    """The links between `chips` and the others."""
-    inside = set(chips)
-    return sum(b not in inside for a in inside for b in topology.neighbours(a))
+def _parts(topology: Topology, parts: Iterable[Iterable[Coord]], rest: int) -> dict[Coord, int]:
+    """The number of the part that each chip is in; `rest` for those that are in none."""
+    found = dict.fromkeys(topology.wires.coords, rest)
+    for number, coords in enumerate(parts):
+        found.update(dict.fromkeys(topology.chips_of(coords), number))
+    return found
+
+
+def _edges(topology: Topology) -> list[tuple[int, int]]:
+    """The links as pairs of ranks; those of tiles, as many as there are between their chips."""
+    rank = _parts(topology, ([coord] for coord in topology.coords), rest=-1)
+    ends = ((rank[a], rank[b]) for a, b in topology.wires.links)
+    return [(a, b) for a, b in ends if 0 <= a < b]
+
+
+def _links_around(topology: Topology, coords: Iterable[Coord]) -> int:
+    """The links between some chips, or tiles, and the others."""
+    inside = set(topology.chips_of(coords))
+    return sum(b not in inside for a in inside for b in topology.wires.neighbours(a))
+
+
+def _links_between(topology: Topology, partition: Iterable[Iterable[Coord]]) -> int:
+    """The links between different parts; chips of failed tiles go with the first."""
+    part = _parts(topology, partition, rest=0)
+    return sum(part[a] != part[b] for a, b in topology.wires.links) // 2
 
 
 def _diameter(topology: Topology) -> int:
-    """The most hops that any two chips are apart, by growing the reach of all chips at once."""
+    """The most hops that two chips, or like chips of two tiles, are apart."""
+    if not isinstance(topology, TiledTopology):
+        return _spread(topology, np.arange(topology.num_live))
+    return max(_spread(topology.chips, ranks) for ranks in topology.players)
+
+
+def _spread(topology: Topology, ranks: NDArray[np.integer]) -> int:
+    """The most hops that two of `ranks` are apart, by growing the reach of all at once."""
     beside = [[topology.rank(b) for b in topology.neighbours(a)] for a in topology.coords]
     degree = max(map(len, beside))
     near = np.array([[*row, *[rank] * (degree - len(row))] for rank, row in enumerate(beside)])
     diameter = 0
-    for low in range(0, len(near), _SOURCES):
-        reach = np.packbits(np.eye(len(near), _SOURCES, -low, dtype=np.bool_), axis=1)
+    for low in range(0, len(ranks), _SOURCES):
+        begin = np.zeros((len(near), min(_SOURCES, len(ranks) - low)), np.bool_)
+        begin[ranks[low : low + _SOURCES], np.arange(begin.shape[1])] = True
+        reach = np.packbits(begin, axis=1)
         hops = 0
-        while not (reach == reach[0]).all():
+        while not (reach[ranks] == reach[ranks[0]]).all():
             reach = np.bitwise_or.reduce([reach, *(reach[column] for column in near.T)])
             hops += 1
         diameter = max(diameter, hops)
     return diameter
 
 
-def _chips(chips: Iterable[Coord]) -> str:
+def _chips(chips: Iterable[Coord], noun: str) -> str:
     """Chips in words: by name, in blocks, or by the box that holds them."""
     coords = sorted(chips)
     if len(coords) == 1:
-        return f"chip {coords[0]}"
+        return f"{noun} {coords[0]}"
     blocks = format_failed(coords)
     if blocks.count(";") >= _BLOCKS:
         low, high = (tuple(map(end, zip(*coords, strict=True))) for end in (min, max))
         blocks = f"between {low} and {high}"
-    return f"the {len(coords)} chips {blocks}"
+    return f"the {len(coords)} {noun}s {blocks}"
 
 
 def _share(share: Fraction) -> str:

@@ -4,6 +4,10 @@ A link carries one transfer at a time. It serves rounds in order; within a round
 fewer hops behind them first, then lower lanes first. A transfer that has to wait is kept at the
 chip where it waits, and its head moves on while its tail still follows. Sizes are exact shares of
 the payload: what packing pads is not counted, nor what the devices of one chip say to each other.
+Where a rank is a tile of chips, each position has a payload, all of them travel at once, and the
+wires are those between chips. Two tiles that are w chips long stand side by side with one link for
+every w positions, so w transfers share it; from chip to like chip each goes over w links and all
+links on the way carry w, so no other assignment of positions would load the busiest less.
 
 Two clocks:
 
@@ -12,6 +16,8 @@ Two clocks:
   bandwidth, and a = overhead + latency,
 
   - `ring`: 2 (N - 1) (a + M / 2NB), damaged or not;
+  - `ring` on T tiles, w the longer side of one: 2 (T - 1) (a + b + (w - 1) max(latency, b)), where
+    b = M / 2TB;
   - `two_dim`, where the long side G is a multiple of the short: 2 (G - 1) (2a + M / 2GB + M / 2NB);
   - `row_pair` with rings along x: 2 (2W - 1) (a + M / 4WB) + 2 (H / 2 - 1) (a + M / NB +
     max(latency, M / NB)), since in the second phase two chips of a column share each link and each
@@ -85,7 +91,7 @@ class Simulation:
     @property
     def utilisation(self) -> float:
         """The share of what all links could carry in that time."""
-        capacity = len(self.schedule.topology.links) * self.network.bandwidth * self.seconds
+        capacity = len(self.schedule.topology.wires.links) * self.network.bandwidth * self.seconds
         return sum(self.link_bytes.values()) / capacity
 
     def busiest_links(self, count: int = 4) -> list[tuple[Link, float]]:
@@ -136,17 +142,18 @@ class Simulator:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self._link_ids = {link: i for i, link in enumerate(schedule.topology.links)}
+        self._on_chips = schedule.on_chips
+        self._link_ids = {link: i for i, link in enumerate(schedule.topology.wires.links)}
 
     @cached_property
     def _rounds(self) -> list[_Traffic]:
         """The phases, for rounds on idle wires."""
-        return [_Traffic(self, phase, alike=True) for phase in self.schedule.phases]
+        return [_Traffic(self, phase, alike=True) for phase in self._on_chips.phases]
 
     @cached_property
     def _transfers(self) -> list[_Traffic]:
         """The phases, for transfers one by one."""
-        return [_Traffic(self, phase, alike=False) for phase in self.schedule.phases]
+        return [_Traffic(self, phase, alike=False) for phase in self._on_chips.phases]
 
     def run(
         self, payload_bytes: int = 100_000_000, on: Network = DEFAULT, mode: str = "synchronous"
@@ -222,12 +229,12 @@ class Simulator:
         if mode == "synchronous":
             spans = _synchronous(self._rounds, wires, per_chunk)
         else:
-            spans = _dataflow(self.schedule, self._transfers, wires, per_chunk)
+            spans = _dataflow(self._on_chips, self._transfers, wires, per_chunk)
         return max(end for _, end in spans), spans
 
     def link_ids(self, src: int, dst: int) -> list[int]:
-        """The links of the route between two ranks, numbered."""
-        return [self._link_ids[link] for link in pairwise(self.schedule.routes[src, dst])]
+        """The links of the route between two chips, by rank, numbered."""
+        return [self._link_ids[link] for link in pairwise(self._on_chips.routes[src, dst])]
 
 
 class _Wires:

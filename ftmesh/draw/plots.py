@@ -115,7 +115,7 @@ def _seconds(topology: Topology, name: str, payload_bytes: int, on: Network) -> 
 
 def link_loads(simulation: Simulation) -> Figure:
     """What each link carries, on the mesh, as a share of the payload; both ways are drawn apart."""
-    topology = simulation.schedule.topology
+    topology = simulation.schedule.topology.wires
     if len(topology.shape) > 2:
         raise ArgumentError(
             f"only loads on meshes of one or two axes can be drawn, not on {topology.name}"

@@ -119,7 +119,7 @@ class Program:
     depth: int  # the longest chain of additions that a value goes through
     live: Ints  # the ranks that take part; the others of the axis are idle
     names: tuple[str, ...]  # of the ranks, as errors call them
-    devices: tuple[Any, ...] = ()  # by rank, where they are known
+    devices: tuple[Any, ...] = ()  # by rank, where they are known; several each, by position
     unrolled: bool = False  # whether rounds are written out one by one, not as loops
 
     @cached_property
@@ -144,6 +144,12 @@ class Program:
             and self.owned.size == self.num_chunks
             and self.owned.max() < self.num_chunks
         )
+
+    @property
+    def lines(self) -> tuple[tuple[Any, ...], ...]:
+        """The devices of each position by rank, where they are known: one line, or several."""
+        num_positions = len(self.devices) // self.num_ranks
+        return tuple(self.devices[first::num_positions] for first in range(num_positions))
 
     @property
     def loops(self) -> tuple[Loop, ...]:

@@ -49,7 +49,7 @@ def on_devices(
             topology, phases[num_scatter:], schedule.num_chunks, place
         )
         owner = None if owner is None else place[owner]
-    names = tuple(f"chip {coord}" for coord in coords)
+    names = tuple(f"{topology.noun} {coord}" for coord in coords)
     script = Script(schedule.num_chunks, tuple(phases), names, place, num_scatter, owner)
     return script if devices_per_chip == 1 else _on_two_cores(script)
 

@@ -18,33 +18,37 @@ Devices = NDArray[np.object_]
 
 
 def check_devices(
-    devices: Devices, axis_names: Sequence[Any], axis_name: Any, expected: Sequence[Any]
+    devices: Devices, axis_names: Sequence[Any], axis_name: Any, *expected: Sequence[Any]
 ) -> None:
     """Refuses a mesh along whose axis the `expected` devices, if known, do not stand in order.
 
-    With more axes the mesh has several lines along this one. One of them must be the plan's; the
-    others must lie as that does, elsewhere, which is looked at where devices have coordinates.
+    With more axes the mesh has several lines along this one. The plan's must be among them: it has
+    one, or on tiles one for each position. The others must lie as those do, elsewhere, which is
+    looked at where devices have coordinates.
     """
-    if not expected or axis_name not in axis_names:
+    if not any(expected) or axis_name not in axis_names:
         return
     along = list(axis_names).index(axis_name)
-    lines = np.moveaxis(devices, along, 0).reshape(len(expected), -1).T
-    shared = [sum(map(_is, line, expected)) for line in lines]
-    own = lines[int(np.argmax(shared))]
-    for rank, (want, have) in enumerate(zip(expected, own, strict=True)):
-        if want != have:
-            raise CollectiveError(
-                f"the plan is for other devices, or another order, than the mesh of axis "
-                f"{axis_name!r}: rank {rank} should be {want} and is {have}; make the mesh with "
-                f"plan.jax_mesh({axis_name!r})"
-            )
+    lines = np.moveaxis(devices, along, 0).reshape(len(expected[0]), -1).T
+    make = f"plan.jax_mesh({axis_name!r})"
+    if len(expected) > 1:
+        make = f"plan.jax_mesh({tuple(axis_names)!r}, along={axis_name!r})"
+    for own in expected:
+        shared = [sum(map(_is, line, own)) for line in lines]
+        for rank, (want, have) in enumerate(zip(own, lines[int(np.argmax(shared))], strict=True)):
+            if want != have:
+                raise CollectiveError(
+                    f"the plan is for other devices, or another order, than the mesh of axis "
+                    f"{axis_name!r}: rank {rank} should be {want} and is {have}; make the mesh "
+                    f"with {make}"
+                )
+    first = expected[0]
     for line in lines.tolist():
-        if (astray := _first_astray(line, expected)) is not None:
+        if (astray := _first_astray(line, first)) is not None:
             raise CollectiveError(
                 f"axis {axis_name!r} of the mesh has several lines of devices, and each must lie "
                 f"as the plan's does: from {line[0]} to {line[astray]} is another way than from "
-                f"{expected[0]} to {expected[astray]}; stack meshes made with "
-                f"plan.jax_mesh({axis_name!r})"
+                f"{first[0]} to {first[astray]}; stack meshes made with {make}"
             )
 
 

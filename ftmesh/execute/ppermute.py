@@ -209,7 +209,7 @@ def _divided(x: jax.Array, divisor: int | None) -> jax.Array:
 
 
 def _check_mesh(mesh: jax.sharding.Mesh, *, axis_name: Any, program: Program, **_: Any) -> None:
-    check_devices(mesh.devices, mesh.axis_names, axis_name, program.devices)
+    check_devices(mesh.devices, mesh.axis_names, axis_name, *program.lines)
 
 
 # Transposes ------------------------------------------------------------------------------------

@@ -1,14 +1,15 @@
 """Routes: the links a transfer crosses when its ends are not neighbours.
 
 `dimension_order` is what an undamaged TPU mesh does (the paper's figure 1), `around` what a router
-that knows of the damage does (figure 2). `find_cycle` says whether a set of routes could deadlock.
+that knows of the damage does (figure 2). `find_cycle` says whether a set of routes could deadlock,
+and `together` finds a set that could not.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from itertools import pairwise, product
 
 from ftmesh.errors import RoutingError
 from ftmesh.mesh.notation import Coord
@@ -17,6 +18,7 @@ from ftmesh.mesh.topology import Link, Topology
 Route = tuple[Coord, ...]
 Channel = tuple[Link, bool]
 Router = Callable[[Topology, Coord, Coord], Route]
+Way = tuple[int, int]  # an axis, and +1 or -1 along it
 
 
 def dimension_order(topology: Topology, src: Coord, dst: Coord) -> Route:
@@ -37,11 +39,12 @@ def dimension_order(topology: Topology, src: Coord, dst: Coord) -> Route:
     return tuple(route)
 
 
-def around(topology: Topology, src: Coord, dst: Coord) -> Route:
+def around(topology: Topology, src: Coord, dst: Coord, *, first: Way | None = None) -> Route:
     """The dimension-order route where it is whole; else the shortest live one of fewest turns.
 
     Ties go to the lower coords, so that the route is a function of the topology and the two chips
-    alone.
+    alone. With `first`, a detour takes all its steps that way before any other, so that all detours
+    pass the damage on one side.
 
     >>> topo = Topology.from_drawing('''
     ... .....
@@ -54,29 +57,59 @@ def around(topology: Topology, src: Coord, dst: Coord) -> Route:
     straight = dimension_order(topology, src, dst)
     if all(topology.is_link(a, b) for a, b in pairwise(straight)):
         return straight
-    return _shortest(topology, src, dst)
+    return _shortest(topology, src, dst, first)
 
 
-def _shortest(topology: Topology, src: Coord, dst: Coord) -> Route:
+def together(topology: Topology, pairs: Iterable[tuple[Coord, Coord]]) -> list[Route]:
+    """The routes of all `pairs`: `around` the damage, and such that they cannot deadlock if may be.
+
+    Each goes around on the nearer side. Where those could wait for each other in a circle, all take
+    the same side: routes that never turn into one of the four ways close no circle (Glass and Ni's
+    turn model). Where no side will do, they are as they were.
+    """
+    pairs = list(pairs)
+    nearest = [around(topology, *pair) for pair in pairs]
+    if not find_cycle(nearest):
+        return nearest
+    for first in product(range(len(topology.shape)), (-1, 1)):
+        try:
+            routes = [around(topology, *pair, first=first) for pair in pairs]
+        except RoutingError:
+            continue
+        if not find_cycle(routes):
+            return routes
+    return nearest
+
+
+def _shortest(topology: Topology, src: Coord, dst: Coord, first: Way | None) -> Route:
     topology.rank(src)  # a failed end gets the topology's own error
     topology.rank(dst)
-    queue: list[tuple[int, int, Route, int]] = [(0, 0, (src,), -1)]
-    done: set[tuple[Coord, int]] = set()
+    queue: list[tuple[int, int, Route, int, bool]] = [(0, 0, (src,), -1, True)]
+    done: set[tuple[Coord, int, bool]] = set()
     while queue:
-        _, turns, route, heading = heapq.heappop(queue)
+        _, turns, route, heading, at_first = heapq.heappop(queue)
         here = route[-1]
         if here == dst:
             return route
-        if (here, heading) in done:
+        if (here, heading, at_first) in done:
             continue
-        done.add((here, heading))
+        done.add((here, heading, at_first))
         for there in topology.neighbours(here):
             axis = _axis(here, there)
-            if (there, axis) not in done:
+            is_first = first == (axis, _step(here[axis], there[axis]))
+            if is_first and not at_first:
+                continue
+            if (there, axis, is_first) not in done:
                 turned = turns + (heading not in (-1, axis))
                 at_least = len(route) + _distance(topology, there, dst)
-                heapq.heappush(queue, (at_least, turned, (*route, there), axis))
+                heapq.heappush(queue, (at_least, turned, (*route, there), axis, is_first))
     raise RoutingError(f"no live route leads from chip {src} to chip {dst} on {topology}")
+
+
+def _step(here: int, there: int) -> int:
+    """The way from a place to the next: 1 up, -1 down; over the edge it is the other way round."""
+    is_up = there > here
+    return 1 if is_up == (abs(there - here) == 1) else -1
 
 
 def _axis(a: Coord, b: Coord) -> int:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -46,6 +46,8 @@ class Topology:
     those of its live chips, by rank, and all that were given, by place; the same grid on other
     devices is another topology, and `without_devices` is what the two have in common.
     """
+
+    noun: ClassVar[str] = "chip"  # what a rank is
 
     shape: Coord
     wrap: tuple[bool, ...]
@@ -168,7 +170,7 @@ class Topology:
         rank = self._ranks.get(tuple(coord))
         if rank is None:
             state = "has failed" if self._inside(tuple(coord)) else "is not on the mesh"
-            raise TopologyError(f"chip {tuple(coord)} {state} on {self}")
+            raise TopologyError(f"{self.noun} {tuple(coord)} {state} on {self}")
         return rank
 
     def place(self, coord: Sequence[int]) -> int:
@@ -219,6 +221,22 @@ class Topology:
             for coord in part:
                 del left[coord]
         return tuple(sorted(parts, key=len, reverse=True))
+
+    # What a rank is; `ftmesh.mesh.tiles` has other answers ------------------------------------
+
+    @property
+    def wires(self) -> Topology:
+        """The chips and links that transfers travel over."""
+        return self
+
+    @property
+    def num_positions(self) -> int:
+        """Payloads that are summed at once, each over all ranks."""
+        return 1
+
+    def chips_of(self, coords: Iterable[Coord]) -> list[Coord]:
+        """The chips at the places of ranks."""
+        return list(coords)
 
     # What a user would fall back to ---------------------------------------------------------
 
@@ -278,15 +296,24 @@ class Topology:
 
     # JAX ------------------------------------------------------------------------------------
 
-    def jax_mesh(self, axis_name: str, *, with_idle: bool = False) -> Any:
+    def jax_mesh(
+        self,
+        axis_name: str | Sequence[str],
+        *,
+        along: str | None = None,
+        with_idle: bool = False,
+    ) -> Any:
         """A ``jax.sharding.Mesh`` of one axis: the live devices by rank.
 
         With `with_idle`, every device by its place, those of failed chips too, for platforms that
-        insist on whole slices and for chips that still run but must be kept out.
+        insist on whole slices and for chips that still run but must be kept out. Tiles take several
+        names, as ``("data", "model")``: ranks are `along` one of them, the first if it is not said.
+        The others have the positions of a tile, all on one axis, or an axis for each side of it
+        (x first, cores last).
         """
         from ftmesh.mesh.jax_axis import jax_mesh
 
-        return jax_mesh(self, axis_name, with_idle=with_idle)
+        return jax_mesh(self, axis_name, along=along, with_idle=with_idle)
 
     # Text -----------------------------------------------------------------------------------
 

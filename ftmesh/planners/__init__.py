@@ -65,7 +65,7 @@ def _refusal(name: str, topology: Topology, found: dict[str, Schedule | PlanErro
 def _check_whole(topology: Topology) -> None:
     """Refuse what no algorithm could serve."""
     if topology.num_live < 2:
-        raise PlanError(f"{topology} has a single live chip: there is nothing to sum")
+        raise PlanError(f"{topology} has a single live {topology.noun}: there is nothing to sum")
     if sum(size > 1 for size in topology.shape) > 2:
         raise PlanError(
             f"{topology} has {len(topology.shape)} axes, and every algorithm here works on one or "
@@ -73,7 +73,7 @@ def _check_whole(topology: Topology) -> None:
         )
     parts = topology.components()
     if len(parts) > 1:
-        sizes = ", ".join(f"{len(part)} chips around {part[0]}" for part in parts)
+        sizes = ", ".join(f"{len(part)} {topology.noun}s around {part[0]}" for part in parts)
         raise PlanError(
             f"{topology} is cut into {len(parts)} parts that no link joins: {sizes}; "
             f"the largest whole sub-mesh is {topology.largest_rectangle()}"

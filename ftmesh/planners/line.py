@@ -21,7 +21,7 @@ from ftmesh.schedule.schedule import Schedule
 def plan(topology: Topology) -> Schedule:
     """The whole payload from both ends, or half of it each way where the line closes."""
     if topology.num_live < 2:
-        raise PlanError("a single chip has nothing to sum")
+        raise PlanError(f"a single {topology.noun} has nothing to sum")
     chips = walk(topology)
     if len(topology.neighbours(chips[0])) == 2:
         return both_ways(topology, chips, algorithm="line", name="two-way ring")
@@ -39,7 +39,8 @@ def walk(topology: Topology) -> list[Coord]:
     crossing = [coord for coord in topology.coords if len(topology.neighbours(coord)) > 2]
     if crossing:
         raise PlanError(
-            "it works on chips in a line, each with two neighbours at most, and chip "
+            f"it works on {topology.noun}s in a line, each with two neighbours at most, and "
+            f"{topology.noun} "
             f"{crossing[0]} has {len(topology.neighbours(crossing[0]))}"
         )
     ends = [coord for coord in topology.coords if len(topology.neighbours(coord)) < 2]
@@ -50,5 +51,5 @@ def walk(topology: Topology) -> list[Coord]:
             break
         chips[onward[0]] = None
     if len(chips) < topology.num_live:
-        raise PlanError(f"its line ends after {len(chips)} of {topology.num_live} chips")
+        raise PlanError(f"its line ends after {len(chips)} of {topology.num_live} {topology.noun}s")
     return list(chips)

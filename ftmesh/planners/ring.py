@@ -46,30 +46,33 @@ def circuit(topology: Topology) -> list[Coord]:
     _check(topology)
     walk = _walk(topology)
     if len(set(walk)) < topology.num_live:
-        raise PlanError("its 2x2 tiles are joined only over the edge, where the walk does not go")
+        raise PlanError("its 2x2 squares are joined only over the edge, where the walk does not go")
     for a, b in pairwise([*walk, walk[0]]):
         if not topology.is_link(a, b):
-            raise PlanError(f"its circuit crosses the failed link between chips {a} and {b}")
+            raise PlanError(
+                f"its circuit crosses the failed link between {topology.noun}s {a} and {b}"
+            )
     return walk
 
 
 def _check(topology: Topology) -> None:
     if len(topology.shape) != 2 or min(topology.shape) < 2:
         raise PlanError(
-            f"it works on meshes of two axes, of 2 chips or more each, not on {topology.name}"
+            f"it works on meshes of two axes, of 2 {topology.noun}s or more each, not on "
+            f"{topology.name}"
         )
     odd_sides = [n for n in topology.shape if n % 2]
     if len(odd_sides) == 2 and not topology.failed:
         raise PlanError(
-            f"{topology.name} has an odd number of chips, so no circuit visits each once"
+            f"{topology.name} has an odd number of {topology.noun}s, so no circuit visits each once"
         )
     if odd_sides and topology.failed:
         raise PlanError(f"a damaged mesh must have even sides, and {topology.name} does not")
     partly = [coord for coord in topology.failed if not _tile_failed(topology, coord)]
     if partly:
         raise PlanError(
-            "failed chips must form even blocks at even coordinates, and the 2x2 tile of chip "
-            f"{min(partly)} is only partly failed"
+            f"failed {topology.noun}s must form even blocks at even coordinates, and the 2x2 "
+            f"square of {topology.noun} {min(partly)} is only partly failed"
         )
 
 

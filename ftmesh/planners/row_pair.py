@@ -8,7 +8,8 @@ rings from pair to pair, over hops of two rows; where damage is in the way, hops
 the axis across the pairs wraps, each place's chips form a ring; where it does not, sums flow along
 the line to their owners from both ends, since a ring would have to fold back over its own links.
 
-The rings may lie along x or along y, whichever needs fewer rounds.
+The rings may lie along x or along y, whichever needs fewer rounds; where ranks are tiles of chips,
+whose hops are longer one way than the other and share links, whichever keeps links less busy.
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ class PairRings:
 
 
 def plan(topology: Topology) -> Schedule:
-    """The schedule with the fewest rounds over both orientations."""
+    """The schedule with the fewest rounds over both orientations, or on tiles the least load."""
     if len(topology.shape) != 2 or min(topology.shape) < 2:
         raise PlanError(
-            f"it works on meshes of two axes, of 2 chips or more each, not on {topology.name}"
+            f"it works on meshes of two axes, of 2 {topology.noun}s or more each, not on "
+            f"{topology.name}"
         )
     choices, reasons = [], []
     for along in (0, 1):
@@ -67,12 +69,25 @@ def plan(topology: Topology) -> Schedule:
             choices.append(_pairs(topology, along))
         except PlanError as error:
             reasons.append(str(error))
+    able = []
     for pairs in sorted(choices, key=lambda pairs: (pairs.num_rounds, pairs.along)):
         schedule = _schedule(topology, pairs)
-        if not find_cycle(schedule.routes.values()):
+        if find_cycle(schedule.on_chips.routes.values()):
+            name = AXES[pairs.along]
+            reasons.append(f"hops across its {name} pairs could deadlock in their detours")
+            continue
+        if topology.num_positions == 1:
             return schedule
-        reasons.append(f"hops across its {AXES[pairs.along]} pairs could deadlock in their detours")
-    raise PlanError(" and ".join(reasons))
+        able.append(schedule)
+    if not able:
+        raise PlanError(" and ".join(reasons))
+    return min(able, key=_load)
+
+
+def _load(schedule: Schedule) -> float:
+    """The share of the payload that the busiest link of each phase carries, phase after phase."""
+    busiest = (max(schedule.link_loads(phase).values()) for phase in schedule.phases)
+    return sum(busiest) / schedule.num_chunks
 
 
 def _full_rings(topology: Topology, along: int) -> list[list[Coord]]:

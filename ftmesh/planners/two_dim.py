@@ -25,7 +25,8 @@ def plan(topology: Topology) -> Schedule:
     """
     if len(topology.shape) != 2 or min(topology.shape) < 2:
         raise PlanError(
-            f"it works on meshes of two axes, of 2 chips or more each, not on {topology.name}"
+            f"it works on meshes of two axes, of 2 {topology.noun}s or more each, not on "
+            f"{topology.name}"
         )
     if topology.failed or topology.failed_links:
         raise PlanError("it needs every row and column whole, and the mesh is damaged")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ftmesh.errors import FtmeshError, ScheduleFileError
 from ftmesh.mesh.notation import parse_shape
+from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.columns import COLUMN_NAMES, Columns
 from ftmesh.schedule.phase import Phase
@@ -26,6 +27,7 @@ from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.verify import verify as _verify
 
 FORMAT = "ftmesh.schedule/1"
+Form = tuple[Callable[[Any], bool], str]  # whether a value has it, and what it is called
 MAX_MOVES = 2**31 - 1  # chunks moved in all; more is a damaged file, or an attack
 _ARRAYS = (*COLUMN_NAMES, "coords", "owner", "rounds_in_reduce_scatter", "meta")
 
@@ -33,17 +35,15 @@ _ARRAYS = (*COLUMN_NAMES, "coords", "owner", "rounds_in_reduce_scatter", "meta")
 def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Write `schedule` to `path`, whole or not at all."""
     topology = schedule.topology
-    meta = {
+    meta: dict[str, Any] = {
         "format": FORMAT,
-        "shape": topology.shape,
-        "wrap": topology.wrap,
-        "failed": sorted(topology.failed),
-        "failed_links": sorted(topology.failed_links),
-        "devices_per_chip": topology.devices_per_chip,
+        **_written(topology),
         "algorithm": schedule.algorithm,
         "num_chunks": schedule.num_chunks,
         "phases": [{"name": p.name, "rounds": p.num_rounds} for p in schedule.phases],
     }
+    if isinstance(topology, TiledTopology):
+        meta |= {"tile": topology.tile, "chips": _written(topology.chips)}
     arrays: dict[str, Any] = dict(zip(COLUMN_NAMES, schedule.columns, strict=True))
     arrays["coords"] = np.array(topology.coords, np.int32)
     owner, half = np.full(schedule.num_chunks, -1, np.int32), 0
@@ -70,6 +70,16 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
         if isinstance(error, OSError):
             raise ScheduleFileError(f"cannot write {path}: {error.strerror}") from error
         raise
+
+
+def _written(topology: Topology) -> dict[str, Any]:
+    return {
+        "shape": topology.shape,
+        "wrap": topology.wrap,
+        "failed": sorted(topology.failed),
+        "failed_links": sorted(topology.failed_links),
+        "devices_per_chip": topology.devices_per_chip,
+    }
 
 
 def load(path: str | os.PathLike[str], *, verify: bool = True) -> Schedule:
@@ -118,13 +128,12 @@ def _build(arrays: dict[str, NDArray[Any]]) -> Schedule:
     _check_columns(columns, meta["num_chunks"], len(arrays["coords"]))
     if arrays["rounds_in_reduce_scatter"].shape != ():
         raise ScheduleFileError("'rounds_in_reduce_scatter' must be a single number")
-    topology = Topology(
-        shape=parse_shape(meta["shape"]),
-        wrap=tuple(meta["wrap"]),
-        failed=frozenset(map(tuple, meta["failed"])),
-        failed_links=frozenset((tuple(a), tuple(b)) for a, b in meta["failed_links"]),
-        devices_per_chip=meta["devices_per_chip"],
-    )
+    topology = _topology(meta)
+    if "tile" in meta:
+        tiles = TiledTopology.of(_topology(_checked(meta.get("chips"), _MESH)), meta["tile"])
+        if _written(tiles) != _written(topology):
+            raise ScheduleFileError(f"'shape' and what has failed are not those of {tiles}")
+        topology = tiles
     if arrays["coords"].tolist() != [list(coord) for coord in topology.coords]:
         raise ScheduleFileError(
             f"'coords' are not the live chips of {topology} in order, x fastest"
@@ -135,6 +144,16 @@ def _build(arrays: dict[str, NDArray[Any]]) -> Schedule:
     if half == 0 and owner.shape == (meta["num_chunks"],) and (owner == -1).all():
         return Schedule(topology, meta["algorithm"], meta["num_chunks"], phases)
     return SplitSchedule(topology, meta["algorithm"], meta["num_chunks"], phases, owner, half)
+
+
+def _topology(meta: dict[str, Any]) -> Topology:
+    return Topology(
+        shape=parse_shape(meta["shape"]),
+        wrap=tuple(meta["wrap"]),
+        failed=frozenset(map(tuple, meta["failed"])),
+        failed_links=frozenset((tuple(a), tuple(b)) for a, b in meta["failed_links"]),
+        devices_per_chip=meta["devices_per_chip"],
+    )
 
 
 def _check_columns(c: Columns, num_chunks: int, num_ranks: int) -> None:
@@ -171,14 +190,18 @@ def _meta(array: NDArray[Any]) -> dict[str, Any]:
     found = meta.get("format") if isinstance(meta, dict) else None
     if found != FORMAT:
         raise ScheduleFileError(f"is of format {found!r}; this ftmesh reads {FORMAT!r}")
-    meta.setdefault("devices_per_chip", 1)
-    meta.setdefault("phases", [])
-    for key, (fits, form) in _META.items():
-        if key not in meta:
+    return _checked({"phases": [], **meta}, _MESH | _SCHEDULE)
+
+
+def _checked(meta: Any, wanted: dict[str, Form]) -> dict[str, Any]:
+    """`meta` with every entry that is `wanted`, of the form that it must have."""
+    found = {"devices_per_chip": 1, **(meta if isinstance(meta, dict) else {})}
+    for key, (fits, form) in wanted.items():
+        if key not in found:
             raise ScheduleFileError(f"'meta' has no {key!r}")
-        if not fits(meta[key]):
-            raise ScheduleFileError(f"'meta' has {key} {meta[key]!r:.60}, which is not {form}")
-    return dict(meta)
+        if not fits(found[key]):
+            raise ScheduleFileError(f"'meta' has {key} {found[key]!r:.60}, which is not {form}")
+    return found
 
 
 def _is_count(value: Any) -> bool:
@@ -201,7 +224,7 @@ def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(fits, value))
 
 
-_META: dict[str, tuple[Callable[[Any], bool], str]] = {
+_MESH: dict[str, Form] = {
     "shape": (lambda v: _list_of(_is_count)(v) and len(v) > 0, "a list of sizes"),
     "wrap": (_list_of(lambda v: isinstance(v, bool)), "a list of true and false"),
     "failed": (_list_of(_is_coord), "a list of coords"),
@@ -209,9 +232,11 @@ _META: dict[str, tuple[Callable[[Any], bool], str]] = {
         _list_of(lambda v: _list_of(_is_coord)(v) and len(v) == 2),
         "a list of pairs of coords",
     ),
+    "devices_per_chip": (lambda v: v in (1, 2), "1 or 2"),
+}
+_SCHEDULE: dict[str, Form] = {
     "algorithm": (lambda v: isinstance(v, str), "a name"),
     "num_chunks": (_is_count, "a number of chunks"),
-    "devices_per_chip": (lambda v: v in (1, 2), "1 or 2"),
     "phases": (_list_of(_is_phase), "a list of names and numbers of rounds"),
 }
 

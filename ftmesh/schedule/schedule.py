@@ -13,10 +13,12 @@ from itertools import pairwise
 import numpy as np
 
 from ftmesh.errors import ScheduleError
-from ftmesh.mesh.routing import Route, around
+from ftmesh.mesh.routing import Route, together
+from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Link, Topology
 from ftmesh.schedule.columns import Columns, Ints, join
 from ftmesh.schedule.depth import depth_of
+from ftmesh.schedule.on_chips import on_chips
 from ftmesh.schedule.phase import Phase
 from ftmesh.units import format_bytes
 
@@ -61,16 +63,32 @@ class Schedule:
         return join(parts)
 
     @cached_property
+    def on_chips(self) -> Schedule:
+        """What the chips do, on the links that there are: this, or where a rank is a tile, each
+        position's part of it, all at once.
+        """
+        tiles = self.topology
+        if not isinstance(tiles, TiledTopology):
+            return self
+        return Schedule(
+            topology=tiles.chips,
+            algorithm=self.algorithm,
+            num_chunks=self.num_chunks * tiles.chips.devices_per_chip,
+            phases=tuple(on_chips(phase, tiles, self.num_chunks) for phase in self.phases),
+        )
+
+    @cached_property
     def routes(self) -> dict[tuple[int, int], Route]:
         """The route of every pair of ranks that exchanges something, around the damage."""
         coords = self.topology.coords
         pairs = sorted({pair for phase in self.phases for pair in phase.pairs})
-        return {(s, d): around(self.topology, coords[s], coords[d]) for s, d in pairs}
+        found = together(self.topology, ((coords[s], coords[d]) for s, d in pairs))
+        return dict(zip(pairs, found, strict=True))
 
     @property
     def is_neighbour_only(self) -> bool:
         """Whether every transfer is a single hop, so that no router decides anything."""
-        return all(len(route) == 2 for route in self.routes.values())
+        return all(len(route) == 2 for route in self.on_chips.routes.values())
 
     @cached_property
     def depth(self) -> int:
@@ -78,10 +96,13 @@ class Schedule:
         return depth_of(self.phases, self.topology.num_live, self.num_chunks)
 
     def link_loads(self, phase: Phase) -> dict[Link, int]:
-        """Chunks that cross each directed link during `phase`."""
+        """Chunks that cross each directed link between chips during `phase`."""
+        chips, tiles = self.on_chips, self.topology
+        if isinstance(tiles, TiledTopology):
+            phase = on_chips(phase, tiles, self.num_chunks)
         loads: dict[Link, int] = {}
         for pair, total in phase.traffic.items():
-            for link in pairwise(self.routes[pair]):
+            for link in pairwise(chips.routes[pair]):
                 loads[link] = loads.get(link, 0) + total
         return loads
 
@@ -89,7 +110,8 @@ class Schedule:
         """A line per phase; `payload_bytes` turns shares of the payload into bytes."""
         hops = "neighbour-only" if self.is_neighbour_only else "with multi-hop routes"
         lines = [
-            f"{self.algorithm} on {self.topology}: {self.topology.num_live} live chips, "
+            f"{self.algorithm} on {self.topology}: {self.topology.num_live} live "
+            f"{self.topology.noun}s, "
             f"{self.num_rounds} rounds, {self.num_chunks} chunks, {hops}",
             f"  {'phase':<38}{'rounds':>7}{'lanes':>7}{'chunks':>8}  busiest link carries",
         ]

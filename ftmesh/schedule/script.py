@@ -56,7 +56,8 @@ class Script(Generic[R]):
     @staticmethod
     def of(schedule: Schedule) -> Script[Phase]:
         """The script of a schedule, played by its live chips."""
-        names = tuple(f"chip {coord}" for coord in schedule.topology.coords)
+        topology = schedule.topology
+        names = tuple(f"{topology.noun} {coord}" for coord in topology.coords)
         everyone = np.arange(len(names), dtype=np.int32)
         bare = Script(schedule.num_chunks, schedule.phases, names, everyone)
         if not isinstance(schedule, SplitSchedule):

@@ -17,9 +17,10 @@ from ftmesh.errors import VerificationError
 from ftmesh.mesh.routing import Route, Router, around, find_cycle
 from ftmesh.schedule.columns import ADD, COPY, Columns
 from ftmesh.schedule.counting import uncounted_chunks, ungathered_chunks
+from ftmesh.schedule.positions import scripts
 from ftmesh.schedule.replay import gather_complaint
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
-from ftmesh.schedule.script import AnyScript, Script
+from ftmesh.schedule.script import AnyScript
 from ftmesh.schedule.sets import Progress, check_sets
 
 PROGRAMS = ("all-reduce", "reduce-scatter", "all-gather")
@@ -30,6 +31,7 @@ class Proof:
     """What `verify` counted in a schedule that keeps its promises."""
 
     num_ranks: int
+    num_positions: int  # of a tile, each proved by itself; 1 where a rank is a chip
     num_chunks: int
     num_rounds: int
     num_transfers: int
@@ -47,6 +49,12 @@ class Proof:
         return self.longest_route == 1
 
     @property
+    def _who(self) -> str:
+        if self.num_positions == 1:
+            return f"{self.num_ranks} ranks"
+        return f"{self.num_ranks} ranks, at each of {self.num_positions} positions,"
+
+    @property
     def _halves(self) -> str:
         if len(self.programs) == 1:
             return "an all-reduce alone, without halves"
@@ -57,7 +65,7 @@ class Proof:
 
     def __str__(self) -> str:
         return (
-            f"verified: {self.num_ranks} ranks hold every contribution to {self.num_chunks} chunks "
+            f"verified: {self._who} hold every contribution to {self.num_chunks} chunks "
             f"exactly once after {self.num_rounds} rounds ({self.num_transfers} transfers, "
             f"{self.num_additions} additions and {self.num_copies} copies of a chunk); "
             f"{self._halves}; sums are up to {self.depth} additions deep; "
@@ -75,11 +83,15 @@ def verify(
     `ftmesh.mesh.routing.dimension_order` to learn whether hardware that does not know of the damage
     would still deliver everything. `progress` is called with work done and work in all.
     """
-    routes = _check_routes(schedule, router)
-    prove(Script.of(schedule), progress)
+    routes = _check_routes(schedule.on_chips, router)
+    num_positions = 0
+    for script in scripts(schedule):
+        prove(script, progress)
+        num_positions += 1
     owners = np.unique(schedule.owner) if isinstance(schedule, SplitSchedule) else ()
     return Proof(
         num_ranks=schedule.topology.num_live,
+        num_positions=num_positions,
         num_chunks=schedule.num_chunks,
         num_rounds=schedule.num_rounds,
         num_transfers=sum(phase.num_transfers for phase in schedule.phases),

@@ -59,6 +59,18 @@ class TestLines:
         with pytest.raises(CollectiveError, match="has several lines of devices"):
             check(PLANE, torn)
 
+    def test_a_plan_of_several_lines_needs_them_all(self):
+        """As on tiles, which have one for each position; there may be more of them elsewhere."""
+        first, second = (above(PLANE, z) for z in (0, 1))
+        lines = np.empty((len(PLANE), 3), object)
+        lines[:, 0], lines[:, 1], lines[:, 2] = second, above(PLANE, 2), first
+        check_devices(lines, ("data", "model"), "data", first, second)
+        with pytest.raises(CollectiveError, match=r"rank 0 should be .*\(0, 0, 1\).* and is "):
+            check_devices(lines[:, 1:], ("data", "model"), "data", first, second)
+        lines[2:, 0] = second[:1:-1]
+        with pytest.raises(CollectiveError, match=r"rank 2 should be .* make the mesh with plan"):
+            check_devices(lines, ("data", "model"), "data", first, second)
+
     def test_nothing_is_known(self):
         check(above(PLANE, 1), expected=())
         check_devices(np.array(PLANE), ("other",), "data", PLANE)  # the axis is a vmap's

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ftmesh import Topology, TopologyError
 from ftmesh.errors import RoutingError
-from ftmesh.mesh.routing import around, dimension_order, find_cycle
+from ftmesh.mesh.routing import around, dimension_order, find_cycle, together
 
 HOLE = Topology.from_drawing("""
     ......
@@ -96,3 +96,38 @@ def test_a_torus_has_a_second_channel_for_what_crossed_the_edge():
     assert find_cycle(dimension_order(torus, a, b) for a, b in every) == ()
     all_the_way = tuple((x % 5, 0) for x in range(7))
     assert find_cycle([all_the_way[i : i + 3] for i in range(5)]) == ()
+
+
+class TestTogether:
+    """Detours on both sides of a hole, joined into a circle by hops along the rows they use."""
+
+    HOLE = Topology.grid("8x8", failed="2x2@3,3")
+    ACROSS = (((3, 2), (3, 5)), ((4, 2), (4, 5)), ((3, 5), (3, 2)), ((4, 5), (4, 2)))
+    ALONG = (((2, 2), (4, 2)), ((3, 2), (5, 2)), ((5, 5), (3, 5)), ((4, 5), (2, 5)))
+
+    def test_the_nearer_side_where_that_will_do(self):
+        routes = together(self.HOLE, self.ACROSS)
+        assert routes == [around(self.HOLE, *pair) for pair in self.ACROSS]
+        assert {route[1] for route in routes} == {(2, 2), (5, 2), (2, 5), (5, 5)}
+
+    def test_one_side_for_all_where_both_could_deadlock(self):
+        pairs = [*self.ACROSS, *self.ALONG]
+        assert find_cycle(around(self.HOLE, *pair) for pair in pairs)
+        routes = together(self.HOLE, pairs)
+        assert find_cycle(routes) == ()
+        assert [(route[0], route[-1]) for route in routes] == pairs
+        assert all((2, 3) in route or (2, 4) in route for route in routes[:4])
+
+    def test_the_side_that_has_room(self):
+        hole = Topology.grid("6x8", failed="4x2@0,3")
+        pairs = [((0, 2), (0, 5)), ((0, 5), (0, 2))]
+        assert around(hole, *pairs[0], first=(0, 1)) == around(hole, *pairs[0])
+        with pytest.raises(RoutingError, match="no live route"):
+            around(hole, *pairs[0], first=(0, -1))
+
+    def test_as_they_were_where_no_side_will_do(self):
+        over_rows = [((2, 3), (5, 3)), ((5, 3), (2, 3))]
+        pairs = [*self.ACROSS, *self.ALONG, *over_rows]
+        nearest = [around(self.HOLE, *pair) for pair in pairs]
+        assert find_cycle(nearest)
+        assert together(self.HOLE, pairs) == nearest

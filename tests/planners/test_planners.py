@@ -192,7 +192,7 @@ class TestRing:
             (Topology.grid("6x5", failed="2x2@2,2"), "even sides"),
             (
                 Topology.grid("8x8", failed="3x2@2,2"),
-                r"tile of chip \(4, 2\) is only partly failed",
+                r"square of chip \(4, 2\) is only partly failed",
             ),
             (Topology.grid("8x8", failed="2x2@1,2"), "even blocks at even coordinates"),
             (Topology.grid("8x8", failed="2x2@2,2;2x2@3,2"), "only partly failed"),
