@@ -45,7 +45,7 @@ def unsharded(transformation, params, num_ranks, steps=STEPS):
     state = transformation.init(params)
     for step in range(steps):
         grads = gradients(params, num_ranks, step)
-        mean = jax.tree.map(lambda g: g.sum(axis=0) / num_ranks, grads)
+        mean = jax.tree.map(lambda g: jnp.asarray(g.sum(axis=0) / num_ranks), grads)
         updates, state = transformation.update(mean, state, params)
         params = optax.apply_updates(params, updates)
     return params, state
@@ -60,13 +60,18 @@ def at(rank, params):
     return jax.tree.map(lambda leaf: leaf[rank], params)
 
 
-def one_step(optimizer, num_ranks, **options):
+def stepped(optimizer, grads, params=None, state=None):
+    """New weights and the new state of a rank."""
+    params = FEW if params is None else params
+    state = optimizer.init(params) if state is None else state
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def one_step(optimizer, num_ranks):
     """The weights that rank 7 has after a step."""
-
-    def run(grads):
-        return optimizer.update(grads, optimizer.init(FEW), FEW, **options)[0]
-
-    return at(7, on_one_device(run)(gradients(FEW, num_ranks, 0)))
+    run = on_one_device(lambda grads: stepped(optimizer, grads)[0])
+    return at(7, run(gradients(FEW, num_ranks, 0)))
 
 
 def linear(grads):

@@ -24,6 +24,7 @@ from ftmesh.optim.values import (
     Node,
     Part,
     Pick,
+    Result,
     Total,
     Value,
     needed,
@@ -83,7 +84,8 @@ class Leafwise:
         if name in _ELEMENTWISE:
             return [self._elementwise(step, inputs, shape)]
         if x is not None and name == "reduce_sum" and x.node.kind == Kind.ELEMENTS and not shape:
-            total = self.graph.node(Total(), [x.node], Kind.NUMBER)
+            op = Total(step.invars[0].aval.dtype)
+            total = self.graph.node(op, [x.node], Kind.NUMBER, x.leaf)
             return [Value(total, (), x.leaf, is_uniform=True)]
         if name == "cond" and any(x.leaf is not None for x in inputs):
             return self._cond(step, inputs)
@@ -110,8 +112,9 @@ class Leafwise:
                 f"this optimizer cannot be sharded: its {name!r} takes an array that differs from "
                 "place to place, such as random numbers, and is not sharded as the tensors are"
             )
-        node = self.graph.node(op, [x.node for x in inputs], kind)
-        return Value(node, shape, next(iter(leaves), None), is_uniform)
+        leaf = next(iter(leaves), None)
+        node = self.graph.node(op, [x.node for x in inputs], kind, leaf)
+        return Value(node, shape, leaf, is_uniform)
 
     def _of_one_leaf(self, name: str, inputs: list[Value]) -> list[Value]:
         """The same values, where several leaves meet with numbers that belong to none any more.
@@ -161,33 +164,43 @@ class Leafwise:
         for branch in step.params["branches"]:
             with self.graph.another_region() as region:
                 ends.append((region, self.results(branch, operands)))
-        nodes: list[tuple[Node, ...]] = []
-        made: list[tuple[Kind, Shape, int | None, bool]] = []
+        results, made = [], []
         for at, var in enumerate(step.outvars):
             values = [values[at] for _, values in ends]
             kind = max(x.node.kind for x in values)
             is_uniform = all(x.is_uniform for x in values)
             if kind == Kind.PLAIN and not is_uniform:
-                nodes.append(tuple(self._whole_in(region, values[at]) for region, values in ends))
+                nodes = tuple(self._whole_in(region, values[at]) for region, values in ends)
             else:
                 _check_branches(values)
-                nodes.append(tuple(x.node for x in values))
+                nodes = tuple(x.node for x in values)
             leaf = next((x.leaf for x in values if x.leaf is not None), None)
-            made.append((kind, var.aval.shape, leaf, is_uniform))
-        kinds = [kind for kind, *_ in made]
-        dtypes = [var.aval.dtype for var in step.outvars]
+            results.append(Result(nodes, kind, var.aval.dtype))
+            made.append((var.aval.shape, leaf, is_uniform))
+        return self._chosen(index, [region for region, _ in ends], results, made)
+
+    def _chosen(
+        self,
+        index: Value,
+        regions: list[int],
+        results: list[Result],
+        made: list[tuple[Shape, int | None, bool]],
+    ) -> list[Value]:
+        """The results of a conditional: those that are the same for several leaves are one."""
+        leaves: dict[Result, set[int]] = {result: set() for result in results}
+        for result, (_, leaf, _) in zip(results, made, strict=True):
+            leaves[result] |= set() if leaf is None else {leaf}
         taken = [index.node]
-        for (region, _), own in zip(ends, zip(*nodes, strict=True), strict=True):
-            taken += needed(own, region)[1]
-        results = dict.fromkeys(zip(nodes, kinds, dtypes, strict=True))
-        whole = self.graph.node(Choice(tuple(results)), taken)
-        places = {result: at for at, result in enumerate(results)}
-        return [
-            Value(self.graph.node(Part(places[key]), [whole], key[1]), shape, leaf, is_uniform)
-            for key, (_, shape, leaf, is_uniform) in zip(
-                zip(nodes, kinds, dtypes, strict=True), made, strict=True
-            )
-        ]
+        for at, region in enumerate(regions):
+            taken += needed([result.nodes[at] for result in leaves], region)[1]
+        choice = Choice(tuple(leaves), tuple(map(frozenset, leaves.values())))
+        whole = self.graph.node(choice, taken)
+        places = {result: at for at, result in enumerate(leaves)}
+        values = []
+        for result, (shape, leaf, is_uniform) in zip(results, made, strict=True):
+            part = self.graph.node(Part(places[result]), [whole], result.kind, leaf)
+            values.append(Value(part, shape, leaf, is_uniform))
+        return values
 
     def _whole_in(self, region: int, value: Value) -> Node:
         with self.graph.in_region(region):

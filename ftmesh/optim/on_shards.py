@@ -22,6 +22,7 @@ from ftmesh.optim.values import (
     Node,
     Part,
     Pick,
+    Result,
     Spread,
     Total,
     Value,
@@ -34,7 +35,8 @@ Sum = Callable[[list[jax.Array]], list[jax.Array]]  # over all ranks
 class OnShards:
     """What nodes come to at one rank.
 
-    Elements are a list of arrays, one for each bucket; the numbers of leaves are a vector of them.
+    Elements are a list of arrays, one for each bucket with a leaf that they are there for, and None
+    for the others; the numbers of leaves are a vector of them.
     Sums over tensors are made by `total`, all of one level at once.
     """
 
@@ -49,7 +51,9 @@ class OnShards:
             here = list(level)
             totals = [n for n in here if isinstance(n.op, Total) and n not in self._known]
             if totals:
-                sums = self.total([self._sums(self._known[node.inputs[0]]) for node in totals])
+                sums = self.total(
+                    [self._sums(self._known[node.inputs[0]], node.op.dtype) for node in totals]
+                )
                 self._known.update(zip(totals, sums, strict=True))
             for node in here:
                 if node not in self._known:
@@ -74,28 +78,30 @@ class OnShards:
         if node.kind == Kind.NUMBER:
             shape = (len(self.layout.types),)
             return _bound(op, [jnp.broadcast_to(x, shape) for x in inputs])
-        columns = zip(*map(self.elements, inputs, kinds), strict=True)
-        return [_bound(op, list(column)) for column in columns]
+        return [
+            _bound(op, [self.elements(x, kind, at) for x, kind in zip(inputs, kinds, strict=True)])
+            if not node.leaves.isdisjoint(bucket.members)
+            else None
+            for at, bucket in enumerate(self.layout.buckets)
+        ]
 
-    def elements(self, x: Any, kind: Kind) -> list[jax.Array]:
-        """A value at every place of every bucket."""
+    def elements(self, x: Any, kind: Kind, at: int) -> jax.Array:
+        """A value at every place of a bucket."""
         if kind == Kind.ELEMENTS:
-            made: list[jax.Array] = x
+            made: jax.Array = x[at]
             return made
         if kind == Kind.NUMBER:
-            return [
-                rows.spread(x[np.array(bucket.members)])
-                for bucket, rows in zip(self.layout.buckets, self.rows, strict=True)
-            ]
-        return [jnp.broadcast_to(x, (len(rows.member), WIDTH)) for rows in self.rows]
+            return self.rows[at].spread(x[np.array(self.layout.buckets[at].members)])
+        return jnp.broadcast_to(x, (len(self.rows[at].member), WIDTH))
 
-    def _sums(self, elements: list[jax.Array]) -> jax.Array:
-        """The sum of each leaf's elements that this rank has."""
-        leaves = np.array([leaf for bucket in self.layout.buckets for leaf in bucket.members])
-        sums = [rows.sums(x) for rows, x in zip(self.rows, elements, strict=True)]
-        every = jnp.zeros(len(self.layout.types), sums[0].dtype)
-        joined = jnp.concatenate(sums)
-        return _compat.varying_as(every, joined).at[leaves].set(joined)
+    def _sums(self, elements: list[jax.Array | None], dtype: Any) -> jax.Array:
+        """The sum of each leaf's elements that this rank has; zero for others."""
+        every = jnp.zeros(len(self.layout.types), dtype)
+        for bucket, rows, x in zip(self.layout.buckets, self.rows, elements, strict=True):
+            if x is not None and x.dtype == dtype:
+                sums = rows.sums(x)
+                every = _compat.varying_as(every, sums).at[np.array(bucket.members)].set(sums)
+        return every
 
     def _chosen(self, choice: Choice, index: jax.Array) -> Any:
         """The results of a conditional, from the branch that is taken."""
@@ -104,26 +110,33 @@ class OnShards:
             def run() -> Any:
                 inside = OnShards(self.layout, self.rows, self.total)
                 inside._known = dict(self._known)
-                nodes = [nodes[at] for nodes, _, _ in choice.results]
+                nodes = [result.nodes[at] for result in choice.results]
                 own = [node for node in nodes if node not in inside._known]
                 if own:
                     inside.compute(own, own[0].region)
                 return [
-                    inside._as(node, kind, dtype)
-                    for node, (_, kind, dtype) in zip(nodes, choice.results, strict=True)
+                    inside._as(node, result, leaves)
+                    for node, result, leaves in zip(
+                        nodes, choice.results, choice.leaves, strict=True
+                    )
                 ]
 
             return run
 
-        return lax.switch(index, [branch(at) for at in range(len(choice.results[0][0]))])
+        return lax.switch(index, [branch(at) for at in range(len(choice.results[0].nodes))])
 
-    def _as(self, node: Node, kind: Kind, dtype: Any) -> Any:
+    def _as(self, node: Node, result: Result, leaves: frozenset[int]) -> Any:
         """What a node comes to, as the other branches of a conditional have it."""
         x = self._known[node]
-        if kind == Kind.ELEMENTS:
-            return [each.astype(dtype) for each in self.elements(x, node.kind)]
-        x = jnp.asarray(x, dtype)
-        return x if kind == Kind.PLAIN else jnp.broadcast_to(x, len(self.layout.types))
+        if result.kind == Kind.ELEMENTS:
+            return [
+                self.elements(x, node.kind, at).astype(result.dtype)
+                if not leaves.isdisjoint(bucket.members)
+                else None
+                for at, bucket in enumerate(self.layout.buckets)
+            ]
+        x = jnp.asarray(x, result.dtype)
+        return x if result.kind == Kind.PLAIN else jnp.broadcast_to(x, len(self.layout.types))
 
     # What comes out ---------------------------------------------------------------------------
 
@@ -139,7 +152,7 @@ class OnShards:
             places.setdefault(value.node, []).append(place)
         made = None
         for node, members in places.items():
-            x = self.elements(self._known[node], node.kind)[at].astype(dtype)
+            x = self.elements(self._known[node], node.kind, at).astype(dtype)
             if made is None:
                 made = x
                 continue

@@ -87,7 +87,7 @@ class Rank:
                 found[leaf.row][leaf.leaf] = value
                 inner.append(leaf)
             else:
-                inner.append(self._whole(value).astype(leaf.dtype))
+                inner.append(self._whole(value))
         zero = self._graph.constant(0.0, jax.typeof(jnp.float32(0)))
         self._on_shards.compute([zero.node])
         rows = tuple(

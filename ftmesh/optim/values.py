@@ -33,7 +33,7 @@ class Node:
 
     `level` counts the sums over tensors on the way to it: sums of one level can be made at once.
     `region` is the branch of a conditional that it stands in, 0 outside of all. A plain node that
-    `is_mixed` is made of numbers of leaves.
+    `is_mixed` is made of numbers of leaves. `leaves` are those that it is there for.
     """
 
     op: Any
@@ -43,6 +43,7 @@ class Node:
     region: int
     place: int  # after that of its inputs
     is_mixed: bool
+    leaves: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Total:
-    """The sum of the elements of each leaf."""
+    """The sum of the elements of each leaf, for those of one dtype."""
+
+    dtype: Any
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,21 @@ class Pick:
     shape: Shape
 
 
+@dataclass(frozen=True)
+class Result:
+    """What the branches of a conditional have for one of its results."""
+
+    nodes: tuple[Node, ...]
+    kind: Kind
+    dtype: Any
+
+
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """A conditional: for each of its results, the nodes that its branches have, kind and dtype."""
+    """A conditional; `leaves` are those that each of its results is there for."""
 
-    results: tuple[tuple[tuple[Node, ...], Kind, Any], ...]
+    results: tuple[Result, ...]
+    leaves: tuple[frozenset[int], ...]
 
 
 class Graph:
@@ -121,8 +134,14 @@ class Graph:
         self._regions = 0
         self._known: dict[Any, Node] = {}
 
-    def node(self, op: Any, inputs: Iterable[Node] = (), kind: Kind = Kind.PLAIN) -> Node:
-        """The node of an operation on others."""
+    def node(
+        self,
+        op: Any,
+        inputs: Iterable[Node] = (),
+        kind: Kind = Kind.PLAIN,
+        leaf: int | None = None,
+    ) -> Node:
+        """The node of an operation on others, for a leaf if it belongs to leaves."""
         inputs = tuple(inputs)
         key = (op, inputs, kind, self.region)
         if key not in self._known:
@@ -131,6 +150,8 @@ class Graph:
             made = Node(op, inputs, kind, level, self.region, len(self.nodes), is_mixed)
             self.nodes.append(made)
             self._known[key] = made
+        if leaf is not None:
+            self._known[key].leaves.add(leaf)
         return self._known[key]
 
     def constant(self, value: Any, aval: Any) -> Value:

@@ -1,6 +1,8 @@
 """Sharded optimizers against the same ones unsharded, and the memory they take."""
 
 import dataclasses
+import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +21,17 @@ from updates import (
     at,
     gradients,
     one_step,
+    stepped,
     unsharded,
 )
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology
-from ftmesh.optim.layerwise import squared_norms
 from ftmesh.testing import cpu_grid, on_one_device
 from ftmesh.train import ShardedOptimizer, lamb, lars
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
+SIZE = sum(leaf.size for leaf in jax.tree.leaves(PARAMS))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def sharded(optimizer, mesh, *, check_vma=True):
     specs = optimizer.specs(PARAMS)
 
     def step(grads, state, params):
-        return optimizer.update(jax.tree.map(lambda g: g[0], grads), state, params)
+        return stepped(optimizer, jax.tree.map(lambda g: g[0], grads), params, state)
 
     step = jax.jit(
         jax.shard_map(
@@ -78,20 +81,38 @@ def test_sharded_and_unsharded_agree_on_a_damaged_mesh(damaged, name):
         copies = {np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}
         assert len(copies) == 1, "chips off the rings must have the same weights"
 
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(want_state) if np.ndim(leaf))
-    owners = len(set(damaged.schedule.owner.tolist()))
-    assert owners == 48
+    layout, slots = optimizer.layout(PARAMS), len(state.rows)
+    rows = sum(bucket.num_rows for bucket in layout.buckets)
     each = state_bytes(state)
     assert len(each) == 60
-    assert max(each.values()) <= 1.02 * whole / owners + 16  # and a few counters
+    assert max(each.values()) <= slots * rows * 512 + 48  # and a few counters
+    assert slots == sum(leaf.size for leaf in jax.tree.leaves(want_state)) // SIZE
+
+
+@pytest.mark.parametrize(("name", "slots"), [("sgd", 1), ("lamb", 2)])
+def test_a_chip_keeps_one_part_in_as_many_as_there_are_owners(damaged, name, slots):
+    """Of a model as large as they are; nothing is computed."""
+    shapes = {f"layer {i}": (1024, 4096) for i in range(40)} | {"bias": (30522,)}
+    params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    optimizer = ShardedOptimizer(OPTIMIZERS[name], damaged, "data")
+    whole = 4 * sum(map(math.prod, shapes.values()))
+    owners = len(set(damaged.schedule.owner.tolist()))
+    assert owners == 48
+    layout, form = optimizer.layout(params), optimizer.form(params)
+    assert len(form.dtypes) == slots
+    own = sum(bucket.num_rows for bucket in layout.buckets) * 512
+    assert whole / owners <= own <= 1.02 * whole / owners
 
 
 def test_a_chip_that_owns_nothing_holds_nothing_but_padding(twelve):
     optimizer = ShardedOptimizer(optax.sgd(0.1, momentum=0.9), twelve, "data")
-    run = on_one_device(lambda g: optimizer.update(g, optimizer.init(FEW), FEW)[1])
-    momentum = run(gradients(FEW, 12, 0)).inner[0].trace["kernel"]
-    for rank, shard in enumerate(momentum):
-        assert (np.abs(shard).max() > 0) == (rank in twelve.schedule.owner)
+    ((momentum,),) = on_one_device(lambda g: stepped(optimizer, g)[1])(gradients(FEW, 12, 0)).rows
+    rows = momentum.reshape(12, -1, optimizer.layout(FEW).buckets[0].packing.rows * 128)
+    for rank, chunks in enumerate(rows):
+        owned = [chunk for chunk, owner in enumerate(twelve.schedule.owner) if owner == rank]
+        assert not np.abs(chunks[len(owned) :]).any()
+        assert len(owned) or not np.abs(chunks).any()
+    assert np.abs(rows).max() > 0
 
 
 def test_the_state_goes_on_with_another_plan(even, twelve):
@@ -100,9 +121,9 @@ def test_the_state_goes_on_with_another_plan(even, twelve):
     before, after = (ShardedOptimizer(adam, plan, "data") for plan in (even, twelve))
 
     def run(first, second):
-        params, state = before.update(first, before.init(FEW), FEW)
+        params, state = stepped(before, first)
         state = after.shard_state(before.gather_state(state, params), params)
-        return after.update(second, state, params)[0]
+        return stepped(after, second, params, state)[0]
 
     params = on_one_device(run)(*(gradients(FEW, 12, step) for step in range(2)))
     assert_close(at(4, params), unsharded(adam, FEW, 12, steps=2)[0])
@@ -113,7 +134,7 @@ def test_the_state_is_gathered_and_sharded_outside_too(even):
     momentum = {"kernel": FEW["kernel"] + 1, "bias": FEW["bias"] - 1}
     whole = (optax.TraceState(trace=momentum), optax.EmptyState())
     state = optimizer.shard_state(whole, FEW)
-    assert state_bytes(state)[even.topology.devices[5]] == (2 * 59 + 2 * 2) * 4
+    assert state_bytes(state)[even.topology.devices[5]] == 2 * 128 * 4  # two chunks of a row
     jax.tree.map(np.testing.assert_array_equal, optimizer.gather_state(state, FEW), whole)
 
 
@@ -121,15 +142,15 @@ def test_the_state_is_gathered_and_sharded_outside_too(even):
 def test_norms_take_one_small_sum(damaged, name, sums):
     """LARS and LAMB one for all their norms, and the clipping in front of LAMB another."""
     optimizer = ShardedOptimizer(OPTIMIZERS[name], damaged, "data")
-    specs = optimizer.specs(PARAMS)
+    specs = optimizer.specs(FEW)
     step = jax.shard_map(
-        optimizer.update,
+        lambda grads, state, params: stepped(optimizer, grads, params, state),
         mesh=damaged.jax_mesh("data"),
         in_specs=(P(), specs, P()),
         out_specs=(P(), specs),
         check_vma=False,
     )
-    text = str(jax.make_jaxpr(step)(PARAMS, jax.eval_shape(optimizer.init, PARAMS), PARAMS))
+    text = str(jax.make_jaxpr(step)(FEW, jax.eval_shape(optimizer.init, FEW), FEW))
     assert text.count("ftmesh_all_reduce[") == sums
     assert text.count("ftmesh_reduce_scatter[") == text.count("ftmesh_gather_invariant[") == 1
 
@@ -141,26 +162,26 @@ def test_padding_has_no_part_in_norms(twelve):
     assert_close(params, unsharded(transformation, FEW, 12, steps=1)[0])
 
 
-def test_norms_of_shards_alone_would_be_found_out(even, monkeypatch):
-    """The fault that refusals and sums of norms are there to prevent, planted."""
-    optimizer = ShardedOptimizer(lars(0.1, trust_coefficient=1.0), even, "data")
-    monkeypatch.setattr(ShardedOptimizer, "_norms", lambda self, shapes: squared_norms)
-    want, _ = unsharded(optimizer.transformation, FEW, 12, steps=1)
+def test_norms_of_shards_alone_would_be_found_out(even):
+    """The fault that sums of norms over all ranks are there to prevent, planted."""
+    transformation = lars(0.1, trust_coefficient=1.0)
+    alone = SimpleNamespace(psum=lambda sums, axis_name: sums)
+    optimizer = ShardedOptimizer(transformation, even, "data", norm_plan=alone)
+    want, _ = unsharded(transformation, FEW, 12, steps=1)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_close(one_step(optimizer, 12), want, rtol=1e-2)
 
 
 def test_sums_and_what_is_summed_already(even):
-    optimizer = ShardedOptimizer(optax.sgd(0.1), even, "data")
     total = jax.tree.map(lambda g: g.sum(axis=0), gradients(FEW, 12, 0))
     want = jax.tree.map(lambda p, g: p - np.float32(0.1) * g, FEW, total)
-    assert_close(one_step(optimizer, 12, reduce="sum"), want)
-    run = on_one_device(
-        lambda _: optimizer.update(total, optimizer.init(FEW), FEW, reduce="none")[0]
-    )
+    summing = ShardedOptimizer(optax.sgd(0.1), even, "data", reduce="sum")
+    assert_close(one_step(summing, 12), want)
+    taking = ShardedOptimizer(optax.sgd(0.1), even, "data", reduce="none")
+    run = on_one_device(lambda _: stepped(taking, total)[0])
     assert_close(at(0, run(np.arange(12))), want)
     with pytest.raises(ArgumentError, match="reduce is 'mean', 'sum' or 'none', not 'max'"):
-        one_step(optimizer, 12, reduce="max")
+        ShardedOptimizer(optax.sgd(0.1), even, "data", reduce="max")
 
 
 def test_two_devices_per_chip():
@@ -180,11 +201,10 @@ def test_bf16_on_the_wire_buckets_and_norms_on_a_plan_of_their_own(even, twelve)
 
 def test_parameters_of_several_dtypes(even):
     params = {"wide": np.ones((9, 5), np.float32), "half": np.ones(77, jnp.bfloat16)}
-    optimizer = ShardedOptimizer(optax.sgd(0.5), even, "data")
+    optimizer = ShardedOptimizer(optax.sgd(0.5), even, "data", reduce="sum")
 
     def run(rank):
-        grads = jax.tree.map(lambda p: jnp.full_like(p, rank), params)
-        return optimizer.update(grads, optimizer.init(params), params, reduce="sum")[0]
+        return stepped(optimizer, jax.tree.map(lambda p: jnp.full_like(p, rank), params), params)[0]
 
     new = on_one_device(run)(np.arange(12))
     for name, leaf in new.items():
@@ -196,10 +216,24 @@ def test_idle_devices_give_nothing_and_get_the_weights():
     plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@0,0"), "ring", with_idle=True)
     optimizer = ShardedOptimizer(optax.sgd(0.1), plan, "data")
     grads, live = gradients(FEW, 16, 0), plan.program.live
-    new = on_one_device(lambda g: optimizer.update(g, optimizer.init(FEW), FEW)[0])(grads)
+    new = on_one_device(lambda g: stepped(optimizer, g)[0])(grads)
     want = jax.tree.map(lambda p, g: p - np.float32(0.1) * g[live].mean(axis=0), FEW, grads)
     for rank in range(16):
         assert_close(at(rank, new), want)
+
+
+def test_gradients_that_jax_has_summed_are_not_summed_again(even):
+    """Those of replicated parameters, under check_vma=True: w = 1 and g = 1 on twelve ranks."""
+    optimizer = ShardedOptimizer(optax.sgd(0.1), even, "data")
+    ones = jax.tree.map(jnp.ones_like, FEW)
+
+    def step(params, x):
+        grads = jax.grad(lambda p: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(p)) * x[0])(params)
+        return stepped(optimizer, grads, params)[0]
+
+    step = jax.shard_map(step, mesh=even.jax_mesh("data"), in_specs=(P(), P("data")), out_specs=P())
+    for leaf in jax.tree.leaves(jax.jit(step)(ones, jnp.full(12, 1 / 12))):
+        np.testing.assert_allclose(leaf, 0.9, rtol=1e-6)
 
 
 class TestRefusals:
@@ -207,11 +241,11 @@ class TestRefusals:
         ours, other = (ShardedOptimizer(optax.adam(0.1), plan, "data") for plan in (even, twelve))
 
         def step(make):
-            run = on_one_device(lambda g: ours.update(g, make(FEW), FEW)[0])
+            run = on_one_device(lambda g: stepped(ours, g, FEW, make(FEW))[0])
             return jax.eval_shape(run, gradients(FEW, 12, 0))
 
         step(ours.init)
-        for state in (other.init, ours.transformation.init):
+        for state in (other.init, ours.work.transformation.init):
             with pytest.raises(ArgumentError, match="not sharded for the owners of this plan"):
                 step(state)
 
@@ -220,20 +254,7 @@ class TestRefusals:
         with pytest.raises(CollectiveError, match="'row_pair' has no reduce-scatter half, so nobo"):
             ShardedOptimizer(optax.adam(0.1), nobody, "data")
 
-    def test_gradients_that_jax_has_summed(self, even):
-        optimizer = ShardedOptimizer(optax.sgd(0.1), even, "data")
-        step = jax.shard_map(
-            lambda params: optimizer.update(params, optimizer.init(params), params)[0],
-            mesh=even.jax_mesh("data"),
-            in_specs=P(),
-            out_specs=P(),
-        )
-        with pytest.raises(CollectiveError, match="is the same on every device already"):
-            jax.eval_shape(step, FEW)
-
     def test_other_gradients_than_parameters(self, even):
         optimizer = ShardedOptimizer(optax.sgd(0.1), even, "data")
         with pytest.raises(ArgumentError, match="the structure and shapes of the parameters"):
-            on_one_device(lambda g: optimizer.update(g, optimizer.init(FEW), FEW)[0])(
-                {"kernel": np.zeros((12, 3))}
-            )
+            on_one_device(lambda g: stepped(optimizer, g)[0])({"kernel": np.zeros((12, 3))})

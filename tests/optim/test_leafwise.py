@@ -1,0 +1,154 @@
+"""What may be sharded and what must not be, found by tracing; what is taken learns the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from updates import assert_close, at, gradients, unsharded
+
+import ftmesh
+from ftmesh import Topology
+from ftmesh.testing import on_one_device
+from ftmesh.train import NotElementwiseError, clip_by_global_norm, lamb, lars
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+RNG = np.random.default_rng(0)
+
+PARAMS = {
+    "kernel": RNG.normal(size=(45, 7)).astype(np.float32),
+    "bias": RNG.normal(size=7).astype(np.float32),
+    "temperature": jnp.float32(1),
+    "one": np.ones(1, np.float32),
+    "empty": np.zeros((0, 3), np.float32),
+}
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return ftmesh.plan(Topology.grid("4x4", failed="2x2@0,0"), "row_pair")
+
+
+def params_after(transformation, plan, steps=2):
+    """The weights of rank 7 after some steps."""
+    optimizer = plan.shard(transformation)
+
+    def run(*grads):
+        params, state = PARAMS, optimizer.init(PARAMS)
+        for each in grads:
+            updates, state = optimizer.update(each, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    return at(7, jax.jit(on_one_device(run))(*(gradients(PARAMS, 12, n) for n in range(steps))))
+
+
+def by_dimensions(params):
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def by_huge(params):
+    return jax.tree.map(lambda x: x.size > 10_000, params)
+
+
+def by_size(params):
+    return jax.tree.map(lambda x: x.size > 10, params)
+
+
+LABELS = {name: "matrix" if np.ndim(p) > 1 else "vector" for name, p in PARAMS.items()}
+HALVED = optax.linear_schedule(0.1, 0.05, 10)
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [
+        optax.sgd(HALVED, momentum=0.9, nesterov=True),
+        optax.adam(0.1),
+        optax.adafactor(0.1),
+        optax.adamw(0.1, mask=by_dimensions),
+        optax.adamw(0.1, mask=by_size(PARAMS)),
+        optax.adagrad(0.1),
+        optax.rmsprop(0.1, centered=True),
+        optax.lion(0.1),
+        optax.radam(0.1),
+        optax.amsgrad(0.1),
+        optax.adamax(0.1),
+        optax.chain(optax.clip(1.0), optax.ema(0.9), optax.yogi(0.1)),
+        optax.inject_hyperparams(optax.adam)(learning_rate=HALVED),
+        optax.multi_transform({"matrix": lamb(0.1), "vector": optax.sgd(0.1, 0.9)}, LABELS),
+        optax.MultiSteps(optax.adam(0.1), 2),
+        optax.chain(clip_by_global_norm(1.0), lars(0.1, weight_decay=0.1)),
+        optax.lars(0.1),
+        optax.lamb(0.1),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+        optax.adamw(0.1, mask=by_size),
+        optax.novograd(0.1),
+    ],
+    ids=range(22),
+)
+def test_what_it_takes_learns_the_same(transformation, plan):
+    """Element by element, by the norms of tensors, and by choices that depend on shapes."""
+    want, _ = unsharded(transformation, PARAMS, 12)
+    assert_close(params_after(transformation, plan), want)
+
+
+def test_moments_of_sixteen_bits(plan):
+    """Rounded in fused operations, or one by one."""
+    transformation = optax.adam(0.1, mu_dtype=jnp.bfloat16)
+    want, _ = unsharded(transformation, PARAMS, 12)
+    assert_close(params_after(transformation, plan), want, rtol=3e-3)
+
+
+def mixed_tensors():
+    """Adds to each tensor how far its elements are from the tensor's first."""
+
+    def spread(x):
+        return 2 * x - jnp.ravel(x)[0] if x.size else x
+
+    return optax.stateless(lambda updates, params: jax.tree.map(spread, updates))
+
+
+def factored():
+    """Keeps a mean of every column of a matrix."""
+
+    def init(params):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape[-1:]), params)
+
+    return optax.GradientTransformation(init, lambda updates, state, params: (updates, state))
+
+
+def crossed():
+    """Adds to each tensor the one before."""
+
+    def cross(updates, params):
+        return updates | {"one": updates["bias"][:1] * 0 + updates["one"]}
+
+    return optax.stateless(cross)
+
+
+def by_total(updates, params):
+    """Leaves tensors out whose sum is negative, branch by branch."""
+    return jax.tree.map(
+        lambda u: jax.lax.cond(u.sum() > 0, lambda u: u, lambda u: 0 * u, u), updates
+    )
+
+
+@pytest.mark.parametrize(
+    ("transformation", "why"),
+    [
+        (optax.apply_if_finite(optax.sgd(0.1), 3), "'reduce_and' takes more"),
+        (optax.adafactor(0.1, min_dim_size_to_factor=4), "cannot be sharded"),
+        (optax.add_noise(0.1, 0.5, jax.random.key(0)), "such as random numbers"),
+        (optax.flatten(optax.adam(0.1)), "cannot be sharded"),
+        (factored(), "it keeps a state of shape"),
+        (mixed_tensors(), "cannot be sharded"),
+        (crossed(), "takes more of a tensor than one element"),
+        (optax.stateless(by_total), "depends on a number of one tensor"),
+        (optax.masked(optax.sgd(0.1, 0.9), by_huge), "the form of its state depends on the size"),
+    ],
+    ids=range(9),
+)
+def test_others_are_refused(transformation, why, plan):
+    with pytest.raises(NotElementwiseError, match=why):
+        jax.eval_shape(lambda: params_after(transformation, plan))
