@@ -27,7 +27,7 @@ from ftmesh.mesh.devices import platform_of
 from ftmesh.plans import Plan
 from ftmesh.tpu.options import compiler_options
 from ftmesh.tpu.slices import one_line
-from ftmesh.tpu.text import Instruction, computations
+from ftmesh.execute.text import Instruction, computations
 from ftmesh.units import format_bytes
 
 
