@@ -5,6 +5,7 @@ Devices are numbered as in the mesh that the program was compiled for.
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -40,8 +41,8 @@ def groups_of(text: str, num_devices: int) -> list[Ids]:
     ):
         return _along_axes(*mesh.groups())
     raise ArgumentError(
-        f"replica groups are not written in a form known here: {written[1][:80]}; read this program "
-        "with the JAX that it was compiled with"
+        f"replica groups are written in a form that is not known here: {written[1][:80]}; read the "
+        "program with the JAX that compiled it"
     )
 
 
@@ -62,9 +63,9 @@ def _iota(text: str) -> Ids:
 
 
 def _along_axes(axes: str, ids: str | None, along: str) -> list[Ids]:
-    """Groups along some axes of a mesh, or along parts of them: ``'b':(2)2`` is the middle one.
+    """Groups along some axes of a mesh, or along parts of them.
 
-    That is of size 2, behind a part of size 2 and in front of what is left.
+    ``'b':(2)2`` is the part of axis b that has size 2 and comes after one of size 2.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", axes)}
     parts = [
@@ -75,7 +76,7 @@ def _along_axes(axes: str, ids: str | None, along: str) -> list[Ids]:
     for name, size in sizes.items():
         own = [(start, stop) for part, start, stop in parts if part == name]
         cuts = sorted({1, size, *(cut for part in own for cut in part)})
-        for low, high in zip(cuts, cuts[1:], strict=False):
+        for low, high in itertools.pairwise(cuts):
             if any(start <= low and high <= stop for start, stop in own):
                 grouped.append(len(shape))
             shape.append(high // low)
