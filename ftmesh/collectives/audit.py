@@ -95,13 +95,12 @@ def audit(program: Any, axis_name: str, *, mesh: Any = None) -> Audit:
     """
     if isinstance(program, jax.stages.Lowered):
         program = program.compile()
-    is_text = isinstance(program, str)
-    text = program if is_text else program.as_text()
-    if not isinstance(text, str):
+    if not isinstance(program, str | jax.stages.Compiled):
         raise ArgumentError(
-            f"audit takes what jit(...).lower(...).compile() returns, or its text, not "
+            "audit takes what jit(...).lower(...).compile() returns, or its text, not "
             f"{type(program).__name__}"
         )
+    text: str = program if isinstance(program, str) else program.as_text()
     known, _ = computations(text)
     stacks = Stacks(text)
     findings = []
@@ -111,7 +110,7 @@ def audit(program: Any, axis_name: str, *, mesh: Any = None) -> Audit:
             kind = instruction.opcode.removesuffix("-start")
             if kind not in KINDS or _is_plans(instruction):
                 continue
-            sizes = sizes or _sizes(mesh, None if is_text else program, axis_name)
+            sizes = sizes or _sizes(mesh, program, axis_name)
             groups = groups_of(instruction.text, int(np.prod(list(sizes.values()))))
             axes = _axes(groups, sizes)
             if axis_name not in axes:
@@ -140,10 +139,10 @@ def _is_plans(instruction: Instruction) -> bool:
     )
 
 
-def _sizes(mesh: Any, compiled: Any, axis_name: str) -> dict[str, int]:
+def _sizes(mesh: Any, program: Any, axis_name: str) -> dict[str, int]:
     """The axes of the mesh that a program was compiled for, and their sizes."""
-    if mesh is None and compiled is not None:
-        shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    if mesh is None and not isinstance(program, str):
+        shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
         meshes = [getattr(sharding, "mesh", None) for sharding in shardings]
         mesh = next((each for each in meshes if each is not None and each.size), None)
     if mesh is None:

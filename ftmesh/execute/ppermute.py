@@ -70,7 +70,7 @@ def spread(
     wire: Wire = OWN,
     divisor: int | None = None,
 ) -> jax.Array:
-    """The transpose of `all_reduce`: what all ranks have, typed as what may differ; zeros at idle."""
+    """The transpose of `all_reduce`: what all ranks have, typed as what may differ, if live."""
     return _spread.bind(buffer, axis_name=axis_name, program=program, wire=wire, divisor=divisor)
 
 
