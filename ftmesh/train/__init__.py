@@ -22,4 +22,5 @@ from ftmesh.train.batch_norm import group_statistics as group_statistics
 from ftmesh.train.batch_norm import mean_statistics as mean_statistics
 from ftmesh.train.batches import Shares as Shares
 from ftmesh.train.batches import weighted_sum as weighted_sum
+from ftmesh.train.nnx_batch_norm import NnxGroupBatchNorm as NnxGroupBatchNorm
 from ftmesh.train.parallel import Parallel as Parallel
