@@ -143,8 +143,8 @@ def _sizes(mesh: Any, program: Any, axis_name: str) -> dict[str, int]:
     """The axes of the mesh that a program was compiled for, and their sizes."""
     if mesh is None and not isinstance(program, str):
         shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
-        meshes = [getattr(sharding, "mesh", None) for sharding in shardings]
-        mesh = next((each for each in meshes if each is not None and each.size), None)
+        meshes = [one for each in shardings if (one := getattr(each, "mesh", None)) is not None]
+        mesh = max(meshes, key=lambda each: axis_name in each.shape, default=None)
     if mesh is None:
         raise ArgumentError(
             "nothing tells which devices of this program stand along which axis: give the mesh, as "

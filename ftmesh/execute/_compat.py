@@ -81,6 +81,14 @@ def zeros_as_sum(x: Any, axis_name: AxisName) -> Any:
     return zeros
 
 
+def zeros_of(aval: Any, dtype: Any) -> Any:
+    """Zeros in `dtype` of the shape of a type, which may differ along the axes that it may."""
+    zeros = jax.numpy.zeros(aval.shape, dtype)
+    for axis_name in sorted(_varying(aval), key=str):
+        zeros = to_varying(zeros, axis_name)
+    return zeros
+
+
 def axis_exists(axis_name: AxisName) -> bool:
     """Whether `axis_name` is bound here, by shard_map, pmap or vmap."""
     return bool(core.get_axis_env().axis_exists(axis_name))

@@ -3,6 +3,7 @@
 Needs what ``pip install ftmesh[train]`` brings. Each name is described in its own module.
 """
 
+from ftmesh.collectives.accumulation import accumulated as accumulated
 from ftmesh.collectives.gradients import Means as Means
 from ftmesh.collectives.gradients import backward_order as backward_order
 from ftmesh.collectives.gradients import mean_gradients as mean_gradients
