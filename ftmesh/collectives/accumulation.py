@@ -55,9 +55,8 @@ def accumulated(
         rows = jax.tree.leaves(parts)
         params = jax.tree.map(lambda leaf: _varying_as_any(leaf, rows), params)
 
-        def of_part(part: Any) -> tuple[Any, Any]:
-            value, grads = _pair(value_and_grad(params, *part))
-            return jax.tree.map(countable, (value, grads))
+        def of_part(part: Any) -> Any:
+            return jax.tree.map(countable, _pair(value_and_grad(params, *part)))
 
         def add(total: list[Any], part: Any) -> tuple[list[Any], None]:
             found = jax.tree.leaves(of_part(part))

@@ -59,7 +59,7 @@ class Stacks:
 
     def of(self, instruction: Instruction) -> tuple[Frame, ...]:
         """Where an instruction was made, the innermost frame first; empty where nothing tells."""
-        found = []
+        found: list[Frame] = []
         if said := re.search(r"\bstack_frame_id=(\d+)", instruction.metadata):
             at = int(said[1])
             while at in self.frames and len(found) < len(self.frames):

@@ -95,6 +95,13 @@ def gather_invariant(
     return _gather_invariant.bind(buffer, axis_name=axis_name, program=program, wire=wire)
 
 
+def spread_to_owners(
+    buffer: jax.Array, *, axis_name: Any, program: Program, wire: Wire = OWN
+) -> jax.Array:
+    """The transpose of `gather_invariant`: what all ranks have, typed as what may differ."""
+    return _spread_to_owners.bind(buffer, axis_name=axis_name, program=program, wire=wire)
+
+
 @dataclass(frozen=True)
 class Setting:
     """Where a program runs: along which axis, how chunks travel, and whether a vmap stands in."""
@@ -280,7 +287,7 @@ _gather_invariant = _compat.linear_collective(
     "gather_invariant",
     _run_second,
     _transposed_gather,
-    lambda x, **params: _spread_to_owners.bind(x, **params),
+    spread_to_owners,
     check_mesh=_check_mesh,
 )
 _spread_to_owners = _compat.linear_collective(

@@ -72,7 +72,8 @@ def _along_axes(axes: str, ids: str | None, along: str) -> list[Ids]:
         (name, int(before or 1), int(before or 1) * int(size or sizes[name]))
         for name, before, size in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?", along)
     ]
-    shape, grouped = [], []
+    shape: list[int] = []
+    grouped: list[int] = []
     for name, size in sizes.items():
         own = [(start, stop) for part, start, stop in parts if part == name]
         cuts = sorted({1, size, *(cut for part in own for cut in part)})
