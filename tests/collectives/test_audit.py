@@ -10,12 +10,9 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from linear import linear_trainer
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError
-from ftmesh.testing import cpu_grid
-from ftmesh.train.trainer import StepOptions
 
 BOTH = P(("data", "model"))
 X = np.ones((12, 12, 4), np.float32)
@@ -207,17 +204,6 @@ def test_lowered_programs_and_text(mesh):
         ftmesh.audit(text, "data", mesh=small)
     with pytest.raises(ArgumentError, match="audit takes what jit"):
         ftmesh.audit(lambda x: x, "data")
-
-
-def test_a_trainers_step():
-    topology = cpu_grid("4x4", failed="2x2@0,0")
-    trainer = linear_trainer(topology)
-    program = trainer.step.lower(*trainer.inputs).compile()
-    assert "collective-permute" in program.as_text()
-    ftmesh.audit(program, "data").require_none()
-    with_psum = linear_trainer(topology, StepOptions(algorithm="psum"))
-    with pytest.raises(CollectiveError, match="all-reduce"):
-        ftmesh.audit(with_psum.step.lower(*with_psum.inputs), "data").require_none()
 
 
 # Programs of other compilers ----------------------------------------------------------------------

@@ -8,8 +8,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
+from ftmesh.collectives.groups import Groups
 from ftmesh.testing import cpu_grid
-from ftmesh.train import Groups
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.usefixtures("quick_compiler")
