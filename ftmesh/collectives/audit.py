@@ -8,6 +8,7 @@ finds one, and nothing in the program tells; so this reads what was compiled.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -103,15 +104,19 @@ def audit(program: Any, axis_name: str, *, mesh: Any = None) -> Audit:
     text: str = program if isinstance(program, str) else program.as_text()
     known, _ = computations(text)
     stacks = Stacks(text)
+    sizes = _sizes(mesh, program, axis_name)
     findings = []
-    sizes: dict[str, int] = {}
     for body in known.values():
         for instruction in body:
             kind = instruction.opcode.removesuffix("-start")
             if kind not in KINDS or _is_plans(instruction):
                 continue
-            sizes = sizes or _sizes(mesh, program, axis_name)
-            groups = groups_of(instruction.text, int(np.prod(list(sizes.values()))))
+            if not sizes:
+                raise ArgumentError(
+                    "nothing tells which devices of this program stand along which axis: give the "
+                    f"mesh, as in audit(..., {axis_name!r}, mesh=plan.jax_mesh({axis_name!r}))"
+                )
+            groups = groups_of(instruction.text, math.prod(sizes.values()))
             axes = _axes(groups, sizes)
             if axis_name not in axes:
                 continue
@@ -140,16 +145,13 @@ def _is_plans(instruction: Instruction) -> bool:
 
 
 def _sizes(mesh: Any, program: Any, axis_name: str) -> dict[str, int]:
-    """The axes of the mesh that a program was compiled for, and their sizes."""
+    """The axes of the mesh that a program was compiled for, and their sizes; none if not known."""
     if mesh is None and not isinstance(program, str):
         shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
         meshes = [one for each in shardings if (one := getattr(each, "mesh", None)) is not None]
         mesh = max(meshes, key=lambda each: axis_name in each.shape, default=None)
     if mesh is None:
-        raise ArgumentError(
-            "nothing tells which devices of this program stand along which axis: give the mesh, as "
-            f"in audit(..., {axis_name!r}, mesh=plan.jax_mesh({axis_name!r}))"
-        )
+        return {}
     if axis_name not in mesh.shape:
         raise ArgumentError(
             f"the mesh of this program has no axis {axis_name!r}: give one of {tuple(mesh.shape)}"
@@ -159,7 +161,7 @@ def _sizes(mesh: Any, program: Any, axis_name: str) -> dict[str, int]:
 
 def _axes(groups: Sequence[Any], sizes: dict[str, int]) -> tuple[str, ...]:
     """The axes along which members of a group differ."""
-    total = int(np.prod(list(sizes.values())))
+    total = math.prod(sizes.values())
     largest = max((int(group.max(initial=0)) for group in groups), default=0)
     if largest >= total:
         raise ArgumentError(

@@ -15,6 +15,8 @@ from ftmesh import ArgumentError, CollectiveError
 from ftmesh.execute.text import computations
 from ftmesh.train import Shares, accumulated, weighted_sum
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 ROWS = 12  # of a rank
 
 
@@ -79,7 +81,7 @@ def is_in_the_scan(source):
     return "while" in source.partition("ftmesh.")[0]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_reduction_and_none_in_the_scan(even, check_vma):
     params, batch = params_and_batch(12, np.float32)
 

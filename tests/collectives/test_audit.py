@@ -128,6 +128,10 @@ def test_what_runs_along_another_axis_is_not_listed(mesh):
     assert len(ftmesh.audit(program, "model")) == 1
 
 
+def test_a_program_of_one_device_needs_no_mesh():
+    ftmesh.audit(jax.jit(lambda x: x + 1).lower(X), "data").require_none()
+
+
 def test_in_words(mesh):
     found = ftmesh.audit(compiled(mesh, an_all_reduce), "data")
     line = line_of(an_all_reduce, "lax.psum")
@@ -199,6 +203,8 @@ def test_lowered_programs_and_text(mesh):
         ftmesh.audit(text, "data")
     with pytest.raises(ArgumentError, match=r"no axis 'rows': give one of \('data', 'model'\)"):
         ftmesh.audit(text, "rows", mesh=mesh)
+    with pytest.raises(ArgumentError, match="has no axis 'dta'"):  # also where there is nothing
+        ftmesh.audit(compiled(mesh, lambda x: x + 1), "dta")
     small = Mesh(np.array(jax.devices()[:4]), ("data",))
     with pytest.raises(ArgumentError, match="names device 11 and the mesh has 4"):
         ftmesh.audit(text, "data", mesh=small)
