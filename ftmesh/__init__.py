@@ -48,6 +48,7 @@ _WITH_JAX = {
     "all_gather": "ftmesh.collectives",
     "reduce_to_owners": "ftmesh.collectives",
     "gather_from_owners": "ftmesh.collectives",
+    "audit": "ftmesh.collectives.audit",
     "compiler_options": "ftmesh.tpu.options",
 }
 

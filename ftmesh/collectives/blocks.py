@@ -77,7 +77,7 @@ def all_gather(
     size = plan.program.num_ranks
 
     def one(leaf: Any) -> Any:
-        leaf = _compat.as_varying(jnp.asarray(leaf), axis_name)
+        leaf = _as_varying(jnp.asarray(leaf), axis_name, plan.program)
         where = axis_of(axis, leaf.ndim if tiled else leaf.ndim + 1, "the axis of all_gather")
         every = jnp.broadcast_to(leaf, (size, *leaf.shape))
         if leaf.size:
@@ -93,6 +93,17 @@ def all_gather(
         return every.reshape(shape)
 
     return jax.tree.map(one, x)
+
+
+def _as_varying(leaf: jax.Array, axis_name: Any, program: Program) -> jax.Array:
+    """A leaf as one that may differ along the axis, whose gradient the plan sums, and not JAX."""
+    is_same = _compat.checks_varying() and axis_name not in _compat.varying_axes(leaf)
+    if not is_same or not leaf.size or not jnp.issubdtype(leaf.dtype, np.inexact):
+        return _compat.as_varying(leaf, axis_name)
+    kind = precision(leaf.dtype)
+    buffer = pack([leaf.astype(kind.sums)], program.num_chunks)
+    (spread,) = unpack(ppermute.spread(buffer, axis_name=axis_name, program=program), [leaf.shape])
+    return _compat.weak_as(spread.astype(leaf.dtype), leaf)
 
 
 def _check_blocks(shape: tuple[int, ...], dimension: int, size: int, tiled: bool) -> None:
@@ -118,7 +129,7 @@ def _scatter_blocks(
     wire = kind.wire(program.depth)
     if not program.owns_evenly:
         buffer = pack([blocks], program.num_chunks, kind.results.itemsize)
-        total = ppermute.all_reduce(buffer, axis_name=axis_name, program=program, wire=wire)
+        total = ppermute.sum_varying(buffer, axis_name=axis_name, program=program, wire=wire)
         (every,) = unpack(total, [blocks.shape])
         return lax.dynamic_index_in_dim(every, lax.axis_index(axis_name), keepdims=False)
     owned = program.owned
@@ -146,9 +157,9 @@ def _gather_blocks(
             _compat.varying_as(placed, block), block, lax.axis_index(axis_name), 0
         )
         buffer = pack([placed], program.num_chunks, kind.results.itemsize)
-        total = ppermute.all_reduce(buffer, axis_name=axis_name, program=program, wire=wire)
+        total = ppermute.sum_varying(buffer, axis_name=axis_name, program=program, wire=wire)
         (every,) = unpack(total, [placed.shape])
-        return _compat.varying_as(every, block)
+        return every
     owned = program.owned
     chunks = pack([block], owned.shape[1], kind.results.itemsize)
     buffer = place_chunks(chunks, axis_name, program)

@@ -20,6 +20,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError, CollectiveError, TopologyError
+from ftmesh.execute import _compat
 from ftmesh.mesh.ranks import OnTopology, Ranks
 from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.columns import Ints
@@ -106,7 +107,8 @@ class Groups:
         rank = lax.axis_index(axis_name)
         for exchange in self.exchanges:
             pairs = list(enumerate(exchange.partner.tolist()))
-            other = lax.ppermute(x, axis_name, pairs)
+            with _compat.own_scope("group_sum"):
+                other = lax.ppermute(x, axis_name, pairs)
             adds, takes = (jnp.asarray(who)[rank] for who in (exchange.adds, exchange.takes))
             x = jnp.where(adds, x + other, jnp.where(takes, other, x))
         return x

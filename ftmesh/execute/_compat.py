@@ -19,6 +19,13 @@ from jax.interpreters import ad, batching, mlir
 
 AxisName = Hashable
 
+MARK = "ftmesh."  # in front of the names of scopes in which a plan's own permutations are made
+
+
+def own_scope(name: str) -> Any:
+    """A scope for a plan's own permutations, by which they are told from others when compiled."""
+    return jax.named_scope(f"{MARK}{name}")
+
 
 def checks_varying() -> bool:
     """Whether values carry the axes they vary over: inside ``shard_map(check_vma=True)``."""
@@ -74,6 +81,14 @@ def zeros_as_sum(x: Any, axis_name: AxisName) -> Any:
     return zeros
 
 
+def zeros_of(aval: Any, dtype: Any) -> Any:
+    """Zeros in `dtype` of the shape of a type, which may differ along the axes that it may."""
+    zeros = jax.numpy.zeros(aval.shape, dtype)
+    for axis_name in sorted(_varying(aval), key=str):
+        zeros = to_varying(zeros, axis_name)
+    return zeros
+
+
 def axis_exists(axis_name: AxisName) -> bool:
     """Whether `axis_name` is bound here, by shard_map, pmap or vmap."""
     return bool(core.get_axis_env().axis_exists(axis_name))
@@ -84,12 +99,12 @@ def _varying(aval: Any) -> frozenset[AxisName]:
     return frozenset(aval.vma if mat is None else mat.varying)
 
 
-def _invariant(aval: Any, axis_name: AxisName) -> Any:
-    """The type `aval` without `axis_name` among its varying axes."""
-    rest = _varying(aval) - {axis_name}
+def _typed(aval: Any, axis_name: AxisName, *, varying: bool) -> Any:
+    """The type `aval` with or without `axis_name` among its varying axes."""
+    axes = _varying(aval) - {axis_name} | ({axis_name} if varying else set())
     if hasattr(aval, "mat"):
-        return aval.update(manual_axis_type=aval.mat.update(varying=rest))
-    return aval.update(vma=rest)
+        return aval.update(manual_axis_type=aval.mat.update(varying=axes))
+    return aval.update(vma=axes)
 
 
 def barrier(values: list[Any]) -> list[Any]:
@@ -103,6 +118,7 @@ def linear_collective(
     transpose: Callable[..., Any],
     transpose_of_invariant: Callable[..., Any] | None = None,
     *,
+    makes_varying: bool = False,
     check_mesh: Callable[..., None],
 ) -> Primitive:
     """A primitive over one named axis, linear in its one array argument, shape and type kept.
@@ -110,19 +126,23 @@ def linear_collective(
     ``run(x, axis_name=..., emulated=..., **params)`` is the program of one rank; `emulated` tells
     that the axis is that of a vmap. ``transpose(cotangent, axis_name=..., **params)`` is its
     transpose. With `transpose_of_invariant` the result is typed as the same along the axis, where
-    that is checked; then its cotangent is too, and that is what becomes of it, at every rank.
+    that is checked; then its cotangent is too, and that is its transpose, which must vary. One that
+    `makes_varying` is for there alone: it takes what is typed as the same and gives what is not.
     ``check_mesh(mesh, axis_name=..., **params)`` may refuse the devices it is to run on.
     Dimensions behind the first three are carried along, which is how vmaps over other axes work.
     """
-    primitive = Primitive(name)
+    primitive = Primitive(f"ftmesh_{name}")
     makes_invariant = transpose_of_invariant is not None
 
     def abstract_eval(aval: Any, *, axis_name: AxisName, **params: Any) -> Any:
         effects = {core.NamedAxisEffect(axis_name)}
-        return (_invariant(aval, axis_name) if makes_invariant else aval), effects
+        if makes_invariant or (makes_varying and checks_varying()):
+            aval = _typed(aval, axis_name, varying=makes_varying)
+        return aval, effects
 
     def one_rank(x: Any, **params: Any) -> Any:
-        return run(x, emulated=False, **params)
+        with own_scope(name):
+            return run(x, emulated=False, **params)
 
     def batch(axis_data: Any, values: Any, dims: Any, *, axis_name: AxisName, **params: Any) -> Any:
         (x,), (dim,) = values, dims
@@ -141,8 +161,7 @@ def linear_collective(
 
     def transpose_rule(cotangent: Any, x: Any, *, axis_name: AxisName, **params: Any) -> Any:
         if transpose_of_invariant is not None and checks_varying():
-            varying = to_varying(cotangent, axis_name)
-            return (transpose_of_invariant(varying, axis_name=axis_name, **params),)
+            return (transpose_of_invariant(cotangent, axis_name=axis_name, **params),)
         return (transpose(cotangent, axis_name=axis_name, **params),)
 
     lower_one_rank = mlir.lower_fun(one_rank, multiple_results=False)

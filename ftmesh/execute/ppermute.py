@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ftmesh.execute import _compat
+from ftmesh.execute.idle import completed, of_live, with_idle_ones
 from ftmesh.execute.lower import IDLE, Lane, Loop, Program, Rule, Table
 from ftmesh.execute.placement import check_devices
 from ftmesh.schedule.columns import ADD, COPY
@@ -48,6 +48,32 @@ def all_reduce(
     )
 
 
+def sum_varying(
+    buffer: jax.Array,
+    *,
+    axis_name: Any,
+    program: Program,
+    wire: Wire = OWN,
+    divisor: int | None = None,
+) -> jax.Array:
+    """As `all_reduce`, typed as what may differ: for sums of which each rank takes a part."""
+    return _sum_varying.bind(
+        buffer, axis_name=axis_name, program=program, wire=wire, divisor=divisor
+    )
+
+
+def spread(
+    buffer: jax.Array,
+    *,
+    axis_name: Any,
+    program: Program,
+    wire: Wire = OWN,
+    divisor: int | None = None,
+) -> jax.Array:
+    """The transpose of `all_reduce`: what all ranks have, typed as what may differ, if live."""
+    return _spread.bind(buffer, axis_name=axis_name, program=program, wire=wire, divisor=divisor)
+
+
 def reduce_scatter(
     buffer: jax.Array, *, axis_name: Any, program: Program, wire: Wire = OWN
 ) -> jax.Array:
@@ -67,6 +93,13 @@ def gather_invariant(
 ) -> jax.Array:
     """As `all_gather`, typed as the same at all ranks."""
     return _gather_invariant.bind(buffer, axis_name=axis_name, program=program, wire=wire)
+
+
+def spread_to_owners(
+    buffer: jax.Array, *, axis_name: Any, program: Program, wire: Wire = OWN
+) -> jax.Array:
+    """The transpose of `gather_invariant`: what all ranks have, typed as what may differ."""
+    return _spread_to_owners.bind(buffer, axis_name=axis_name, program=program, wire=wire)
 
 
 @dataclass(frozen=True)
@@ -110,7 +143,7 @@ class _Lane:
         self.setting = setting
         self.permutation = lane.permutation
         if setting.emulated:
-            self.permutation = _completed(lane.permutation, setting.num_ranks)
+            self.permutation = completed(lane.permutation, setting.num_ranks)
         source = jnp.asarray(lane.source)[rank]
         self.receives = source >= 0
         self.sent = _chunk_of(lane.send, rank)
@@ -148,16 +181,6 @@ def _chunk_of(index: Table | Rule, rank: Any) -> Any:
     base = jnp.asarray(index.base)[rank]
     row = jnp.asarray(index.rows)[jnp.asarray(index.row)[rank]]
     return lambda now: jnp.where(row[now] == IDLE, IDLE, base + row[now])
-
-
-def _completed(
-    permutation: tuple[tuple[int, int], ...], num_ranks: int
-) -> tuple[tuple[int, int], ...]:
-    """A partial permutation with the ranks left over paired up; what those get is ignored."""
-    sources, targets = ({pair[end] for pair in permutation} for end in (0, 1))
-    idle = [r for r in range(num_ranks) if r not in sources]
-    waiting = [r for r in range(num_ranks) if r not in targets]
-    return (*permutation, *zip(idle, waiting, strict=True))
 
 
 def _loops(
@@ -215,66 +238,62 @@ def _check_mesh(mesh: jax.sharding.Mesh, *, axis_name: Any, program: Program, **
 # Transposes ------------------------------------------------------------------------------------
 #
 # An idle rank brings nothing to a sum, so that nothing comes back to it; and it has every result,
-# so that what comes back for its own counts like that of the others.
+# so that what comes back for its own counts like that of the others. What is typed as the same at
+# all ranks is spread where it is to vary: JAX's own cast would be transposed into JAX's own sum.
 
 
-def _of_live(x: jax.Array, axis_name: Any, program: Program) -> jax.Array:
-    """`x` at live ranks, and zeros at idle ones."""
-    if len(program.live) == program.num_ranks:
-        return x
-    is_live = np.isin(np.arange(program.num_ranks), program.live)
-    here = jnp.asarray(is_live)[lax.axis_index(axis_name)]
-    return jnp.where(here, x, jnp.zeros((), x.dtype))
-
-
-def _with_idle_ones(x: jax.Array, axis_name: Any, program: Program) -> jax.Array:
-    """`x`, to which live ranks have added that of idle ones, each taking some."""
-    idle = np.setdiff1d(np.arange(program.num_ranks), program.live)
-    for start in range(0, len(idle), len(program.live)):
-        some = idle[start : start + len(program.live)]
-        pairs = tuple(zip(some.tolist(), program.live.tolist(), strict=False))
-        moved = lax.ppermute(x, axis_name, _completed(pairs, program.num_ranks))
-        takes = np.isin(np.arange(program.num_ranks), program.live[: len(some)])
-        here = jnp.asarray(takes)[lax.axis_index(axis_name)]
-        x = jnp.where(here, x + moved, x)
-    return x
+def _run_spread(
+    x: Any, *, axis_name: Any, program: Program, wire: Wire, divisor: Any, emulated: bool
+) -> Any:
+    return of_live(_divided(x, divisor), axis_name, program)
 
 
 def _transposed_sum(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
-    whole = _with_idle_ones(cotangent, axis_name, program)
-    total = all_reduce(whole, axis_name=axis_name, program=program, **params)
-    return _of_live(total, axis_name, program)
+    whole = with_idle_ones(cotangent, axis_name, program)
+    total = sum_varying(whole, axis_name=axis_name, program=program, **params)
+    return of_live(total, axis_name, program)
 
 
 def _transposed_scatter(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
     every = all_gather(cotangent, axis_name=axis_name, program=program, **params)
-    return _of_live(every, axis_name, program)
+    return of_live(every, axis_name, program)
 
 
 def _transposed_gather(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
-    whole = _with_idle_ones(cotangent, axis_name, program)
+    whole = with_idle_ones(cotangent, axis_name, program)
     return reduce_scatter(whole, axis_name=axis_name, program=program, **params)
 
 
 _all_reduce = _compat.linear_collective(
-    "ftmesh_all_reduce",
+    "all_reduce",
     _run_all,
     _transposed_sum,
-    lambda cotangent, *, axis_name, program, divisor, **_: _of_live(
-        _divided(cotangent, divisor), axis_name, program
-    ),
+    spread,
     check_mesh=_check_mesh,
 )
+_spread = _compat.linear_collective(
+    "spread", _run_spread, all_reduce, makes_varying=True, check_mesh=_check_mesh
+)
+_sum_varying = _compat.linear_collective(
+    "sum_varying", _run_all, _transposed_sum, check_mesh=_check_mesh
+)
 _reduce_scatter = _compat.linear_collective(
-    "ftmesh_reduce_scatter", _run_first, _transposed_scatter, check_mesh=_check_mesh
+    "reduce_scatter", _run_first, _transposed_scatter, check_mesh=_check_mesh
 )
 _all_gather = _compat.linear_collective(
-    "ftmesh_all_gather", _run_second, _transposed_gather, check_mesh=_check_mesh
+    "all_gather", _run_second, _transposed_gather, check_mesh=_check_mesh
 )
 _gather_invariant = _compat.linear_collective(
-    "ftmesh_gather_invariant",
+    "gather_invariant",
     _run_second,
     _transposed_gather,
-    lambda cotangent, **_: cotangent,
+    spread_to_owners,
+    check_mesh=_check_mesh,
+)
+_spread_to_owners = _compat.linear_collective(
+    "spread_to_owners",
+    lambda x, **_: x,
+    gather_invariant,
+    makes_varying=True,
     check_mesh=_check_mesh,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ftmesh.tpu.text import Instruction, computations
+from ftmesh.execute.text import Instruction, computations
 
 
 @dataclass(frozen=True)

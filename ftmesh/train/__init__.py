@@ -3,6 +3,7 @@
 Needs what ``pip install ftmesh[train]`` brings. Each name is described in its own module.
 """
 
+from ftmesh.collectives.accumulation import accumulated as accumulated
 from ftmesh.collectives.gradients import Means as Means
 from ftmesh.collectives.gradients import backward_order as backward_order
 from ftmesh.collectives.gradients import mean_gradients as mean_gradients
@@ -22,4 +23,5 @@ from ftmesh.train.batch_norm import group_statistics as group_statistics
 from ftmesh.train.batch_norm import mean_statistics as mean_statistics
 from ftmesh.train.batches import Shares as Shares
 from ftmesh.train.batches import weighted_sum as weighted_sum
+from ftmesh.train.nnx_batch_norm import NnxGroupBatchNorm as NnxGroupBatchNorm
 from ftmesh.train.parallel import Parallel as Parallel

@@ -4,7 +4,7 @@
     y = norm()(x, use_running_average=False, weights=weights)
 
 With few examples per chip, statistics of a chip's own are poor ones; of the whole batch, they cost
-a sum over all chips in every layer.
+a sum over all chips in every layer. `nnx_batch_norm` has the same for NNX.
 """
 
 from __future__ import annotations
@@ -63,13 +63,25 @@ class GroupBatchNorm(nn.Module):
             if not self.is_initializing():
                 for running, new in ((running_mean, mean), (running_var, var)):
                     running.value = self.momentum * running.value + (1 - self.momentum) * new
-        scale = lax.rsqrt(var + self.epsilon)
+        scale = bias = None
         if self.use_scale:
-            scale = scale * self.param("scale", self.scale_init, width, self.param_dtype)
-        y = (x.astype(wide) - mean) * scale
+            scale = self.param("scale", self.scale_init, width, self.param_dtype)
         if self.use_bias:
-            y = y + self.param("bias", self.bias_init, width, self.param_dtype)
-        return y.astype(x.dtype if self.dtype is None else self.dtype)
+            bias = self.param("bias", self.bias_init, width, self.param_dtype)
+        return normalized(x, mean, var, scale, bias, epsilon=self.epsilon, dtype=self.dtype)
+
+
+def normalized(
+    x: jax.Array, mean: Any, var: Any, scale: Any, bias: Any, *, epsilon: float, dtype: Any
+) -> jax.Array:
+    """`x` with these statistics taken out, times `scale`, plus `bias`, where there are such."""
+    factor = lax.rsqrt(var + epsilon)
+    if scale is not None:
+        factor = factor * scale
+    y = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) - mean) * factor
+    if bias is not None:
+        y = y + bias
+    return y.astype(x.dtype if dtype is None else dtype)
 
 
 def group_statistics(

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from linear import CLOSE, PointBatches, arguments, descent, first, linear_job, linear_trainer
 
-from ftmesh import Topology
+import ftmesh
+from ftmesh import CollectiveError, Topology
 from ftmesh.testing import cpu_grid
 from ftmesh.train.loop import run, start_log
 from ftmesh.train.trainer import StepOptions
@@ -95,3 +96,21 @@ def test_gradients_travel_in_the_dtype_asked_for(sharded, wire_dtype, kinds):
     trainer = linear_trainer(topology, StepOptions(sharded=sharded), wire_dtype=wire_dtype)
     text = trainer.step.lower(*trainer.inputs).as_text()
     assert set(re.findall(r"collective_permute.*-> tensor<\w*x(\w+)>", text)) == kinds
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"overlap": True, "sharded": False}, marks=pytest.mark.slow)],
+    ids=["sharded", "whole overlap"],
+)
+def test_every_collective_of_a_step_is_the_plans(options):
+    trainer = linear_trainer(DEVICES, StepOptions(**options))
+    program = trainer.step.lower(*trainer.inputs).compile()
+    assert "collective-permute" in program.as_text()
+    ftmesh.audit(program, "data").require_none()
+
+
+def test_the_sums_of_jax_are_found_in_a_step():
+    trainer = linear_trainer(DEVICES, StepOptions(algorithm="psum"))
+    with pytest.raises(CollectiveError, match=r"all-reduce of .* along data, made at"):
+        ftmesh.audit(trainer.step.lower(*trainer.inputs), "data").require_none()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ class Instruction:
     text: str
     name: str = ""
     source: str = ""  # the operation it was made of, with JAX's name scopes around it
+    type: str = ""  # of its result
+    metadata: str = ""  # where it was made, in the compiler's words
 
     @property
     def operands(self) -> list[str]:
@@ -43,24 +46,58 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
         elif line.startswith("}"):
             name = ""
         elif name and (made := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)", line)):
-            rest = _after_type(made[2])
+            kind, rest = _type_and_rest(made[2])
             if opcode := re.match(r"([a-z][\w-]*)\(", rest):
                 source = "".join(re.findall(r'op_name="([^"]*)"', rest))
                 bare = _without_strings(rest)
-                found[name].append(Instruction(opcode[1], bare, made[1], source))
+                metadata = rest.partition(" metadata={")[2]
+                found[name].append(Instruction(opcode[1], bare, made[1], source, kind, metadata))
     if not entry:
         raise ArgumentError("this is not the text of a compiled program: it has no ENTRY")
     return found, entry
 
 
-def _after_type(text: str) -> str:
-    """What follows the type of a result, which may be a tuple of types."""
+def _type_and_rest(text: str) -> tuple[str, str]:
+    """The type of a result, which may be a tuple of types, and what follows it."""
     depth = 0
     for i, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
         if char == " " and depth == 0:
-            return text[i + 1 :]
-    return ""
+            return text[:i], text[i + 1 :]
+    return text, ""
+
+
+def members(kind: str) -> list[str]:
+    """The types of which a tuple type consists; of any other, that one.
+
+    >>> members("((f32[2], s8[]), u32[])")
+    ['(f32[2], s8[])', 'u32[]']
+    """
+    kind = re.sub(r"/\*.*?\*/", "", kind).strip()
+    if not kind.startswith("("):
+        return [kind]
+    found, depth = [""], 0
+    for char in kind[1:-1]:
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += char
+    return [one.strip() for one in found]
+
+
+def num_bytes(kind: str) -> int:
+    """The bytes of a type, or of all types of a tuple.
+
+    >>> num_bytes("(f32[2,3]{1,0}, bf16[5], pred[])")
+    35
+    """
+    bits = 0
+    for name, sizes in re.findall(r"([a-z]\w*)\[([\d,<=]*)\]", kind):
+        width = re.search(r"\d+", name)
+        each = int(width[0]) if width else 8 * (name == "pred")
+        bits += each * math.prod(int(size) for size in re.findall(r"\d+", sizes))
+    return -(-bits // 8)
 
 
 def _without_strings(text: str) -> str:

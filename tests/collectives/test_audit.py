@@ -1,0 +1,266 @@
+"""What is found in compiled programs that is not the plan's, by which line it was made."""
+
+import inspect
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ftmesh
+from ftmesh import ArgumentError, CollectiveError
+
+BOTH = P(("data", "model"))
+X = np.ones((12, 12, 4), np.float32)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Six ranks along "data", and two along "model"."""
+    return Mesh(np.array(jax.devices()[:12]).reshape(6, 2), ("data", "model"))
+
+
+def compiled(mesh, body, *args, in_specs=BOTH, out_specs=BOTH, check_vma=False):
+    run = jax.shard_map(
+        body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+    return jax.jit(run).lower(*(args or (X,))).compile()
+
+
+def line_of(function, text):
+    """Where in this file a function has some text."""
+    lines, start = inspect.getsourcelines(function)
+    (at,) = [start + i for i, line in enumerate(lines) if text in line]
+    return f"{Path(__file__)}:{at}"
+
+
+# Planted, each along "data" -----------------------------------------------------------------------
+
+
+def an_all_reduce(x):
+    x = x + 1
+    return lax.psum(x, "data")
+
+
+def a_mean_along_both(x):
+    return lax.pmean(x, ("data", "model"))
+
+
+def two_that_are_joined(x):
+    first = lax.psum(x, "data")
+    second = lax.psum(x * 2, "data")
+    return jnp.concatenate([first, second], axis=1)
+
+
+def a_reduce_scatter(x):
+    return lax.psum_scatter(x, "data", scatter_dimension=1, tiled=True)
+
+
+def an_all_gather(x):
+    return lax.all_gather(x, "data", axis=1, tiled=True)
+
+
+def an_all_to_all(x):
+    return lax.all_to_all(x, "data", 1, 1, tiled=True)
+
+
+def a_permutation(x):
+    return lax.ppermute(x, "data", [(0, 1), (1, 0)])
+
+
+def a_maximum(x):
+    return lax.pmax(x, "data")
+
+
+def one_in_a_scan(x):
+    def step(carry, _):
+        return 0.5 * lax.psum(carry, "data"), None
+
+    return lax.scan(step, x, None, length=3)[0]
+
+
+def one_in_a_branch(x):
+    return lax.cond(x.sum() > 3, lambda x: lax.psum(x, "data"), lambda x: 2 * x, x)
+
+
+ALL = X[:1].nbytes  # what a device has of it
+PLANTED = [
+    (an_all_reduce, "lax.psum", "all-reduce", ALL, "call plan.psum or plan.pmean"),
+    (a_mean_along_both, "lax.pmean", "all-reduce", ALL, "call plan.psum or plan.pmean"),
+    (a_reduce_scatter, "lax.psum_scatter", "reduce-scatter", ALL, "call plan.psum_scatter"),
+    (an_all_gather, "lax.all_gather", "all-gather", 6 * ALL, "call plan.all_gather"),
+    (an_all_to_all, "lax.all_to_all", "all-to-all", ALL, "exchange along another axis"),
+    (a_permutation, "lax.ppermute", "collective-permute", ALL, "no plan is behind this"),
+    (a_maximum, "lax.pmax", "all-reduce", ALL, "take the maximum of plan.all_gather(x, 'data')"),
+    (one_in_a_scan, "lax.psum", "all-reduce", ALL, "call plan.psum or plan.pmean"),
+    (one_in_a_branch, "lax.psum", "all-reduce", ALL, "call plan.psum or plan.pmean"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "text", "kind", "num_bytes", "advice"), PLANTED, ids=[p[0].__name__ for p in PLANTED]
+)
+def test_what_is_planted_is_found_at_its_line(mesh, body, text, kind, num_bytes, advice):
+    (found,) = ftmesh.audit(compiled(mesh, body), "data")
+    assert found.kind == kind
+    assert found.num_bytes == num_bytes
+    assert found.axes == (("data", "model") if body is a_mean_along_both else ("data",))
+    assert found.sources == (line_of(body, text),)
+    assert advice in found.advice
+
+
+def test_of_those_the_compiler_joins_each_line_is_named(mesh):
+    (found,) = ftmesh.audit(compiled(mesh, two_that_are_joined), "data")
+    assert found.num_bytes == 2 * ALL
+    assert sorted(found.sources) == [
+        line_of(two_that_are_joined, "first = "),
+        line_of(two_that_are_joined, "second = "),
+    ]
+
+
+def test_what_runs_along_another_axis_is_not_listed(mesh):
+    program = compiled(mesh, lambda x: lax.psum(x, "model"))
+    assert not ftmesh.audit(program, "data")
+    assert len(ftmesh.audit(program, "model")) == 1
+
+
+def test_a_program_of_one_device_needs_no_mesh():
+    ftmesh.audit(jax.jit(lambda x: x + 1).lower(X), "data").require_none()
+
+
+def test_in_words(mesh):
+    found = ftmesh.audit(compiled(mesh, an_all_reduce), "data")
+    line = line_of(an_all_reduce, "lax.psum")
+    assert str(found).splitlines() == [
+        "1 collective along 'data' not of the plan",
+        f"  all-reduce of 192 B along data, made at {line}",
+        "    as jit(an_all_reduce)/shard_map/psum",
+        "    call plan.psum or plan.pmean in place of jax.lax's",
+    ]
+    with pytest.raises(CollectiveError, match="all-reduce of 192 B along data"):
+        found.require_none()
+    clean = ftmesh.audit(compiled(mesh, lambda x: x + 1), "data")
+    assert str(clean) == "every collective along 'data' is the plan's"
+    clean.require_none()
+
+
+def test_what_the_partitioner_puts_in(mesh):
+    """A step of jit and shardings alone, in which no sum is written."""
+    batch = jax.device_put(X, NamedSharding(mesh, P("data")))
+    weights = jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, P()))
+
+    def loss(weights, batch):
+        return jnp.mean((batch @ weights) ** 2)
+
+    program = jax.jit(jax.grad(loss)).lower(weights, batch).compile()
+    found = list(ftmesh.audit(program, "data"))
+    assert {one.kind for one in found} == {"all-reduce"}
+    assert all("take plan.value_and_grad(loss)" in one.advice for one in found)
+    assert line_of(loss, "batch @ weights") in {line for one in found for line in one.sources}
+
+
+def test_gradients_that_jax_sums_by_itself(twelve):
+    """Under check_vma, of parameters that are the same everywhere."""
+
+    def body(weight, x, varies):
+        weight = lax.pcast(weight, "data", to="varying") if varies else weight
+        grads = jax.grad(lambda w: jnp.sum(jnp.sin(w * x)))(weight)
+        return twelve.pmean(grads, "data") if varies else grads
+
+    def program(varies):
+        return compiled(
+            twelve.jax_mesh("data"),
+            lambda weight, x: body(weight, x, varies),
+            np.ones(4, np.float32),
+            X,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+            check_vma=True,
+        )
+
+    (found,) = ftmesh.audit(program(False), "data")
+    assert found.sources == (line_of(body, "jnp.sin"),)
+    assert found.advice == (
+        "JAX sums the gradient of what is the same everywhere, mostly parameters: take "
+        "plan.value_and_grad(loss), or differentiate with respect to jax.lax.pcast(params, "
+        "'data', to='varying') and plan.pmean the gradients"
+    )
+    assert not ftmesh.audit(program(True), "data")
+
+
+def test_lowered_programs_and_text(mesh):
+    run = jax.jit(jax.shard_map(an_all_reduce, mesh=mesh, in_specs=BOTH, out_specs=BOTH))
+    lowered = run.lower(X)
+    (found,) = ftmesh.audit(lowered, "data")
+    text = lowered.compile().as_text()
+    assert list(ftmesh.audit(text, "data", mesh=mesh)) == [found]
+    assert list(ftmesh.audit(text, "data", mesh=mesh.abstract_mesh)) == [found]
+    with pytest.raises(ArgumentError, match=r"give the mesh, as in audit\(..., 'data', mesh=plan"):
+        ftmesh.audit(text, "data")
+    with pytest.raises(ArgumentError, match=r"no axis 'rows': give one of \('data', 'model'\)"):
+        ftmesh.audit(text, "rows", mesh=mesh)
+    with pytest.raises(ArgumentError, match="has no axis 'dta'"):  # also where there is nothing
+        ftmesh.audit(compiled(mesh, lambda x: x + 1), "dta")
+    small = Mesh(np.array(jax.devices()[:4]), ("data",))
+    with pytest.raises(ArgumentError, match="names device 11 and the mesh has 4"):
+        ftmesh.audit(text, "data", mesh=small)
+    with pytest.raises(ArgumentError, match="audit takes what jit"):
+        ftmesh.audit(lambda x: x, "data")
+
+
+# Programs of other compilers ----------------------------------------------------------------------
+
+FOREIGN = """\
+HloModule jit_step, is_scheduled=true, num_partitions=12
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%wrapped (p: f32[8]) -> f32[2] {
+  %p = f32[8] parameter(0)
+  ROOT %rs = f32[2] reduce-scatter(%p), channel_id=3, replica_groups=[2,6]<=[6,2]T(1,0), \
+use_global_device_ids=true, dimensions={0}, to_apply=%add, metadata={op_name="jit(step)/a" \
+source_file="step.py" source_line=7}
+}
+
+ENTRY %main (x: f32[8]) -> f32[2] {
+  %x = f32[8] parameter(0)
+  %s = ((f32[8]), f32[2], u32[]) async-start(%x), calls=%wrapped
+  %d = f32[2] async-done(%s)
+  %g = (f32[8], f32[48]) all-gather-start(%x), channel_id=4, replica_groups=mesh['axis_0'=6,\
+'axis_1'=2] {'axis_0'}, dimensions={0}, use_global_device_ids=true, metadata={op_name="jit(step)/b"}
+  %h = f32[48] all-gather-done(%g)
+  %m = (f32[8], f32[16]) all-gather-start(%x), channel_id=5, replica_groups=mesh['axis_0'=6,\
+'axis_1'=2] {'axis_1'}, dimensions={0}, use_global_device_ids=true, metadata={op_name="jit(step)/c"}
+  %n = f32[16] all-gather-done(%m)
+  %r = (f32[8], bf16[4]) all-reduce-start(%x, %y), channel_id=6, replica_groups={{0,2,4,6,8,10},\
+{1,3,5,7,9,11}}, use_global_device_ids=true, to_apply=%add
+  %q = (f32[8], bf16[4]) all-reduce-done(%r)
+  %z = f32[8] get-tuple-element(%q), index=0, metadata={op_name="d" source_file="step.py" \
+source_line=9}
+  %c = (f32[8], f32[8]) collective-permute-start(%x), channel_id=8, \
+source_target_pairs={{0,2},{2,0}}, metadata={op_name="jit(step)/ftmesh.all_reduce/ppermute"}
+  %f = (f32[8], f32[8]) collective-permute-start(%x), channel_id=8, \
+source_target_pairs={{0,2},{2,0}}, metadata={op_name="jit(ftmesh)/ppermute"}
+  ROOT %out = f32[2] negate(%d)
+}
+"""
+
+
+def test_asynchronous_forms_and_groups_of_other_kinds(mesh):
+    found = ftmesh.audit(FOREIGN, "data", mesh=mesh)
+    assert [(one.kind, one.num_bytes, one.sources) for one in found] == [
+        ("reduce-scatter", 48, ("step.py:7",)),
+        ("all-gather", 192, ()),
+        ("all-reduce", 40, ("step.py:9",)),
+        ("collective-permute", 32, ()),
+    ]
+    assert [one.op_name for one in ftmesh.audit(FOREIGN, "model", mesh=mesh)] == ["jit(step)/c"]
+    assert "a line that is not known" in str(found)

@@ -1,0 +1,106 @@
+"""Derivatives of collectives: with lax's values, and with no collective but the plan's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import ftmesh
+from ftmesh.collectives.groups import Groups
+from ftmesh.testing import cpu_grid
+
+slow = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+MESHES = {
+    "row_pair": ("4x4", "2x2@0,0"),  # some own nothing
+    "ring": ("4x4", "2x2@0,0"),
+    "two_dim": ("2x4", None),
+    "line": ("1x4", None),
+}
+
+
+def ways(who, square_of_sum, *, with_idle=False):
+    """Functions of one rank's numbers, by name, with the collectives of a plan or of lax."""
+    found = {
+        "psum": lambda x: who.psum(x, "data"),
+        "pmean": lambda x: who.pmean(x, "data"),
+        "owners": square_of_sum,
+    }
+    if with_idle:
+        return found
+    return found | {
+        "psum_scatter": lambda x: who.psum_scatter(x, "data", tiled=True),
+        "all_gather": lambda x: who.all_gather(x, "data"),
+        "all_gather of the same": lambda x: who.all_gather(who.pmean(x, "data"), "data"),
+    }
+
+
+def owners_square(plan):
+    def run(x):
+        shard = ftmesh.reduce_to_owners(x.ravel(), "data", plan=plan)
+        return ftmesh.gather_from_owners(shard**2, "data", plan=plan, size=x.size)
+
+    return run
+
+
+def derivative(of, order):
+    first = jax.grad(lambda x: jnp.sin(of(x * x)).sum())
+    return first if order == 1 else jax.grad(lambda x: (first(x) ** 2).sum())
+
+
+def derivatives(functions, mesh, order, check_vma):
+    """The derivatives of all of them at each rank, as one program, compiled."""
+    every = jax.shard_map(
+        lambda x: {name: derivative(of, order)(x[0])[None] for name, of in functions.items()},
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
+    x = np.random.default_rng(0).uniform(0.1, 0.5, (mesh.size, mesh.size, 3)).astype(np.float32)
+    program = jax.jit(every).lower(x).compile()
+    return program, jax.device_get(program(x))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "order", "check_vma"),
+    [
+        ("row_pair", 1, True),
+        pytest.param("row_pair", 1, False, marks=slow),
+        pytest.param("row_pair", 2, True, marks=slow),
+        pytest.param("row_pair", 2, False, marks=slow),
+        *(
+            pytest.param(algorithm, order, check_vma, marks=slow)
+            for algorithm in ("ring", "two_dim", "line")
+            for order in (1, 2)
+            for check_vma in (True, False)
+        ),
+    ],
+)
+def test_as_lax_has_them_and_on_the_plan(algorithm, order, check_vma):
+    shape, failed = MESHES[algorithm]
+    plan = ftmesh.plan(cpu_grid(shape, failed=failed), algorithm)
+    mesh = plan.jax_mesh("data")
+    groups = {"groups": lambda x: Groups.of(plan, 4).sum(x, "data")}
+    program, ours = derivatives(ways(plan, owners_square(plan)) | groups, mesh, order, check_vma)
+    ftmesh.audit(program, "data").require_none()
+    squares = lambda x: lax.psum(x.ravel(), "data") ** 2  # noqa: E731
+    program, laxs = derivatives(ways(lax, squares), mesh, order, check_vma)
+    assert ftmesh.audit(program, "data")
+    for name, values in laxs.items():
+        # In float32, added up in different orders, twice or four times.
+        np.testing.assert_allclose(ours[name], values, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+@slow
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("order", [1, 2])
+def test_with_idle_devices(order, check_vma):
+    plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@0,0"), "row_pair", with_idle=True)
+    program, _ = derivatives(
+        ways(plan, owners_square(plan), with_idle=True), plan.jax_mesh("data"), order, check_vma
+    )
+    ftmesh.audit(program, "data").require_none()
