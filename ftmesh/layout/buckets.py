@@ -1,8 +1,8 @@
 """Buckets: the leaves of a pytree in a few large buffers of equal chunks, and back.
 
 A buffer has shape ``[chunks, rows, width]``. Rows of 128 keep a chunk contiguous in the tiled
-memory of a TPU, and every leaf begins with a row; a payload too small for that has one short row
-per chunk, and its leaves lie end to end. What nothing fills is padding, of zeros.
+memory of a TPU; a payload too small for that has shorter ones. Every leaf begins with a row. What
+nothing fills is padding, of zeros.
 """
 
 from __future__ import annotations
@@ -65,43 +65,43 @@ def make_buckets(
 
 def chunk_shape(size: int, num_chunks: int, itemsize: int) -> tuple[int, int]:
     """Rows and width of one of `num_chunks` chunks that together hold `size` elements."""
-    length = max(1, math.ceil(size / num_chunks))
-    return (1, length) if length < WIDTH else (_whole_tiles(size, num_chunks, itemsize), WIDTH)
-
-
-def _whole_tiles(size: int, num_chunks: int, itemsize: int) -> int:
-    """Rows of 128 in a chunk, whole tiles of them once they fill one."""
-    rows = max(1, math.ceil(math.ceil(size / WIDTH) / num_chunks))
-    tile = max(1, TILE_ROWS * 4 // itemsize)
-    return math.ceil(rows / tile) * tile if rows >= tile else rows
+    packing = Packing.of([(size,)], num_chunks, itemsize)
+    return packing.rows, packing.width
 
 
 @dataclass(frozen=True)
 class Packing:
     """Where arrays of the given shapes lie in a buffer of `num_chunks` chunks, each in its rows.
 
-    A chunk has `rows` of `width` elements. Where those are shorter than 128, arrays lie end to end.
+    A chunk has `rows` of `width` elements.
     """
 
     shapes: tuple[Shape, ...]
     num_chunks: int
     rows: int
-    width: int = WIDTH
+    width: int
 
     @staticmethod
     def of(shapes: Sequence[Shape], num_chunks: int, itemsize: int) -> Packing:
-        """Arrays in rows of 128, for elements of `itemsize` bytes."""
-        size = sum(map(_in_rows, shapes))
-        return Packing(tuple(shapes), num_chunks, _whole_tiles(size, num_chunks, itemsize))
+        """Rows of 128, if there is as much in a chunk, and whole tiles of them if they fill one.
 
-    @staticmethod
-    def of_any_size(shapes: Sequence[Shape], num_chunks: int, itemsize: int) -> Packing:
-        """The same, but with shorter rows where there is too little for rows of 128."""
-        size = sum(map(math.prod, shapes))
-        rows, width = chunk_shape(size, num_chunks, itemsize)
-        if width < WIDTH:
-            return Packing(tuple(shapes), num_chunks, rows, width)
-        return Packing.of(shapes, num_chunks, itemsize)
+        A tile has so many elements of `itemsize` bytes. Where there is less, rows are as long as
+        leaves the least padding.
+        """
+
+        def rows(width: int) -> int:
+            every = sum(math.ceil(math.prod(shape) / width) for shape in shapes)
+            return max(1, math.ceil(every / num_chunks))
+
+        least = math.ceil(sum(map(math.prod, shapes)) / num_chunks)
+        if least >= WIDTH:
+            tile = max(1, TILE_ROWS * 4 // itemsize)
+            whole = rows(WIDTH)
+            if whole >= tile:
+                whole = math.ceil(whole / tile) * tile
+            return Packing(tuple(shapes), num_chunks, whole, WIDTH)
+        width = min(range(WIDTH, 0, -1), key=lambda width: rows(width) * width)
+        return Packing(tuple(shapes), num_chunks, rows(width), width)
 
     @property
     def shape(self) -> Shape:
@@ -111,7 +111,7 @@ class Packing:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """Where each array begins, in elements, and where the last one ends."""
-        sizes = map(_in_rows if self.width == WIDTH else math.prod, self.shapes)
+        sizes = (math.ceil(math.prod(shape) / self.width) * self.width for shape in self.shapes)
         return tuple(itertools.accumulate(sizes, initial=0))
 
     def pack(self, arrays: Iterable[jax.Array]) -> jax.Array:
@@ -134,11 +134,6 @@ class Packing:
         ]
 
 
-def _in_rows(shape: Shape) -> int:
-    """The elements of an array with the padding behind it."""
-    return math.ceil(math.prod(shape) / WIDTH) * WIDTH
-
-
 def pack(leaves: Sequence[jax.Array], num_chunks: int, itemsize: int | None = None) -> jax.Array:
     """Arrays of one dtype in a buffer of `num_chunks` chunks.
 
@@ -146,9 +141,7 @@ def pack(leaves: Sequence[jax.Array], num_chunks: int, itemsize: int | None = No
     arrays' own.
     """
     shapes = [leaf.shape for leaf in leaves]
-    return Packing.of_any_size(shapes, num_chunks, itemsize or leaves[0].dtype.itemsize).pack(
-        leaves
-    )
+    return Packing.of(shapes, num_chunks, itemsize or leaves[0].dtype.itemsize).pack(leaves)
 
 
 def unpack(buffer: jax.Array, shapes: Iterable[Shape]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Owned: the leaves of a pytree in buckets whose chunks are shared out among their owners.
 
-A rank holds one array per bucket, ``[rows, 128]``: its chunks, one below the other. Rows belong to
-one leaf each, or to none. Every device of a program holds arrays of one shape: a rank that owns
+A rank holds one array per bucket, ``[rows, width]``: its chunks, one below the other. Rows belong
+to one leaf each, or to none. Every device of a program holds arrays of one shape: a rank that owns
 fewer chunks than others, as chips off the main rings do, holds zeros in place of those.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from ftmesh.layout.buckets import Packing, make_buckets
-from ftmesh.layout.order import WIDTH
+from ftmesh.layout.order import Shape
 from ftmesh.schedule.columns import Ints
 
 
@@ -41,16 +41,22 @@ class OwnedBucket:
         """Rows of a rank."""
         return int(self.owned.shape[1]) * self.packing.rows
 
+    @property
+    def shape(self) -> Shape:
+        """That of the array of a rank."""
+        return self.num_rows, self.packing.width
+
     def rows(self, axis_name: Any) -> Rows:
         """Whose rows the calling rank has."""
         mine = jnp.asarray(self.owned)[lax.axis_index(axis_name)]
         place = (mine[:, None] * self.packing.rows + jnp.arange(self.packing.rows)).reshape(-1)
-        starts = np.array(self.packing.starts) // WIDTH
+        width = self.packing.width
+        starts = np.array(self.packing.starts) // width
         is_beyond = place[:, None] >= jnp.asarray(starts[1:], place.dtype)
         member = jnp.minimum(is_beyond.sum(1, dtype=np.int32), len(self.members) - 1)
         sizes = jnp.asarray([math.prod(shape) for shape in self.packing.shapes], np.int32)
-        left = sizes[member] - (place - jnp.asarray(starts[:-1], place.dtype)[member]) * WIDTH
-        return Rows(len(self.members), member, jnp.clip(left, 0, WIDTH))
+        left = sizes[member] - (place - jnp.asarray(starts[:-1], place.dtype)[member]) * width
+        return Rows(len(self.members), member, jnp.clip(left, 0, width), width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +66,7 @@ class Rows:
     num_members: int
     member: jax.Array
     length: jax.Array  # elements that are not padding
+    width: int  # elements with padding
 
     def sums(self, x: jax.Array) -> jax.Array:
         """For each member, the sum of what is in its rows."""
@@ -70,7 +77,7 @@ class Rows:
 
     def spread(self, numbers: jax.Array) -> jax.Array:
         """The number of its member, in every row."""
-        return jnp.broadcast_to(numbers[self.member][:, None], (len(self.member), WIDTH))
+        return jnp.broadcast_to(numbers[self.member][:, None], (len(self.member), self.width))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 
 from ftmesh.execute import _compat
-from ftmesh.layout.order import WIDTH
 from ftmesh.layout.owned import Owned, Rows
 from ftmesh.optim.values import (
     Bind,
@@ -92,7 +91,7 @@ class OnShards:
             return made
         if kind == Kind.NUMBER:
             return self.rows[at].spread(x[np.array(self.layout.buckets[at].members)])
-        return jnp.broadcast_to(x, (len(self.rows[at].member), WIDTH))
+        return jnp.broadcast_to(x, self.layout.buckets[at].shape)
 
     def _sums(self, elements: list[jax.Array | None], dtype: Any) -> jax.Array:
         """The sum of each leaf's elements that this rank has; zero for others."""

@@ -101,9 +101,7 @@ def rows_of(state: ShardedState, layout: Owned) -> list[list[jax.Array]]:
     """The arrays of every row, with zeros for buckets in which it has no slot."""
     return [
         [
-            jnp.zeros((bucket.num_rows, bucket.packing.width), _dtype(row))
-            if array is None
-            else array
+            jnp.zeros(bucket.shape, _dtype(row)) if array is None else array
             for array, bucket in zip(row, layout.buckets, strict=True)
         ]
         for row in state.rows

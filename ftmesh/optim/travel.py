@@ -13,7 +13,6 @@ from ftmesh.collectives.gradients import Means
 from ftmesh.collectives.owners import check_owned, gather_chunks, own_chunks, scatter_chunks
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
-from ftmesh.layout.order import WIDTH
 from ftmesh.layout.owned import Owned, OwnedBucket
 from ftmesh.optim.rank import Pieces
 from ftmesh.plans import Plan
@@ -43,7 +42,7 @@ class Travel:
         def own(bucket: OwnedBucket) -> jax.Array:
             buffer = bucket.packing.pack(alike([leaves[i] for i in bucket.members]))
             buffer = _compat.as_varying(buffer, self.axis_name)
-            return own_chunks(buffer, self.axis_name, self.plan.program).reshape(-1, WIDTH)
+            return own_chunks(buffer, self.axis_name, self.plan.program).reshape(bucket.shape)
 
         return Pieces([own(b) for b in layout.buckets], {i: leaves[i] for i in layout.whole})
 
@@ -75,22 +74,23 @@ class Travel:
             reduce = self.plan.pmean if self.reduce == "mean" else self.plan.psum
             whole: list[jax.Array] = reduce(arrays, self.axis_name)
             return whole
+        bucket = layout.buckets[at]
         mine = scatter_chunks(
-            layout.buckets[at].packing.pack(alike(arrays)),
+            bucket.packing.pack(alike(arrays)),
             self.axis_name,
             plan=self.plan,
             mean=self.reduce == "mean",
             wire_dtype=self.wire_dtype,
             accumulate_dtype=self.accumulate_dtype,
         )
-        return [mine.reshape(-1, WIDTH)]
+        return [mine.reshape(bucket.shape)]
 
     def slots(self, leaves: list[jax.Array], layout: Owned) -> list[list[jax.Array]]:
         """Arrays in place of what `reduced_turn` will make of the gradients of `leaves`."""
         made = []
         for bucket in layout.buckets:
             some = alike([leaves[i] for i in bucket.members])[0]
-            zeros = jnp.zeros((bucket.num_rows, WIDTH), some.dtype)
+            zeros = jnp.zeros(bucket.shape, some.dtype)
             made.append([_compat.varying_as(_compat.as_varying(zeros, self.axis_name), some)])
         return [*made, [leaves[i] for i in layout.whole]]
 
@@ -99,7 +99,7 @@ class Travel:
         leaves = dict(pieces.whole)
         for bucket, mine in zip(layout.buckets, pieces.rows, strict=True):
             chunks = _compat.as_varying(mine, self.axis_name)
-            chunks = chunks.reshape(-1, bucket.packing.rows, WIDTH)
+            chunks = chunks.reshape(-1, *bucket.packing.shape[1:])
             buffer = gather_chunks(chunks, self.axis_name, plan=self.plan)
             leaves.update(zip(bucket.members, bucket.packing.unpack(buffer), strict=True))
         return [leaves[i] for i in range(len(layout.types))]

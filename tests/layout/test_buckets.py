@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftmesh.layout.buckets import WIDTH, chunk_shape, make_buckets, pack, unpack
+from ftmesh.layout.buckets import Packing, chunk_shape, make_buckets, pack, unpack
+from ftmesh.layout.order import WIDTH, flat, shaped
 
 SHAPES = [
     (),
@@ -41,7 +42,9 @@ def test_what_is_packed_comes_out_again(shapes, num_chunks):
     leaves = numbered(shapes)
     buffer = pack(leaves, num_chunks)
     assert buffer.shape[0] == num_chunks
-    assert buffer.shape[1:] == chunk_shape(sum(x.size for x in leaves), num_chunks, 4)
+    packing = Packing.of(shapes, num_chunks, 4)
+    assert buffer.shape == packing.shape
+    assert all(start % packing.width == 0 for start in packing.starts)
     for leaf, back in zip(leaves, unpack(buffer, shapes), strict=True):
         np.testing.assert_array_equal(leaf, back)
 
@@ -92,3 +95,19 @@ def test_leaves_that_fill_tiles_come_first_in_a_bucket():
     leaves = [jnp.zeros(shape) for shape in ((10,), (8, 128), (3,), (16, 64), (129, 8))]
     (bucket,) = make_buckets(leaves, [leaf.dtype for leaf in leaves], bucket_bytes=10**6)
     assert bucket.members == (1, 3, 0, 2, 4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numpy_puts_elements_into_the_same_order(shape):
+    (array,) = numbered([shape])
+    on_host = np.concatenate(flat(np.asarray(array)))
+    np.testing.assert_array_equal(on_host, jnp.concatenate(flat(array)))
+    np.testing.assert_array_equal(shaped(on_host, shape), array)
+
+
+def test_every_leaf_begins_with_a_row_and_little_is_padding():
+    shapes = [(1000,), (3,), (128, 128), (31,), ()]
+    for chunks, shape in ((4, (4, 35, 128)), (400, (400, 1, 45)), (20_000, (20_000, 1, 1))):
+        packing = Packing.of(shapes, chunks, 1024)
+        assert packing.shape == shape
+        assert all(start % packing.width == 0 for start in packing.starts)

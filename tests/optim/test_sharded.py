@@ -82,10 +82,10 @@ def test_sharded_and_unsharded_agree_on_a_damaged_mesh(damaged, name):
         assert len(copies) == 1, "chips off the rings must have the same weights"
 
     layout, slots = optimizer.layout(PARAMS), len(state.rows)
-    rows = sum(bucket.num_rows for bucket in layout.buckets)
+    own = sum(math.prod(bucket.shape) for bucket in layout.buckets)
     each = state_bytes(state)
     assert len(each) == 60
-    assert max(each.values()) <= slots * rows * 512 + 48  # and a few counters
+    assert max(each.values()) <= slots * own * 4 + 48  # and a few counters
     assert slots == sum(leaf.size for leaf in jax.tree.leaves(want_state)) // SIZE
 
 
@@ -100,14 +100,15 @@ def test_a_chip_keeps_one_part_in_as_many_as_there_are_owners(damaged, name, slo
     assert owners == 48
     layout, form = optimizer.layout(params), optimizer.form(params)
     assert len(form.dtypes) == slots
-    own = sum(bucket.num_rows for bucket in layout.buckets) * 512
+    own = 4 * sum(math.prod(bucket.shape) for bucket in layout.buckets)
     assert whole / owners <= own <= 1.02 * whole / owners
 
 
 def test_a_chip_that_owns_nothing_holds_nothing_but_padding(twelve):
     optimizer = ShardedOptimizer(optax.sgd(0.1, momentum=0.9), twelve, "data")
     ((momentum,),) = on_one_device(lambda g: stepped(optimizer, g)[1])(gradients(FEW, 12, 0)).rows
-    rows = momentum.reshape(12, -1, optimizer.layout(FEW).buckets[0].packing.rows * 128)
+    _, *chunk = optimizer.layout(FEW).buckets[0].packing.shape
+    rows = momentum.reshape(12, -1, math.prod(chunk))
     for rank, chunks in enumerate(rows):
         owned = [chunk for chunk, owner in enumerate(twelve.schedule.owner) if owner == rank]
         assert not np.abs(chunks[len(owned) :]).any()
@@ -134,7 +135,9 @@ def test_the_state_is_gathered_and_sharded_outside_too(even):
     momentum = {"kernel": FEW["kernel"] + 1, "bias": FEW["bias"] - 1}
     whole = (optax.TraceState(trace=momentum), optax.EmptyState())
     state = optimizer.shard_state(whole, FEW)
-    assert state_bytes(state)[even.topology.devices[5]] == 2 * 128 * 4  # two chunks of a row
+    packing = optimizer.layout(FEW).buckets[0].packing
+    assert packing.shape == (24, 1, 61)  # 45 * 31 elements in 23 rows, and 31 in one
+    assert state_bytes(state)[even.topology.devices[5]] == 2 * 61 * 4
     jax.tree.map(np.testing.assert_array_equal, optimizer.gather_state(state, FEW), whole)
 
 
