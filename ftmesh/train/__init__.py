@@ -9,6 +9,8 @@ from ftmesh.collectives.gradients import mean_gradients as mean_gradients
 from ftmesh.collectives.gradients import plan_for as plan_for
 from ftmesh.collectives.gradients import with_mean_gradients as with_mean_gradients
 from ftmesh.collectives.groups import Groups as Groups
+from ftmesh.layout.batches import Shares as Shares
+from ftmesh.layout.batches import weighted_sum as weighted_sum
 from ftmesh.optim.elementwise import NotElementwiseError as NotElementwiseError
 from ftmesh.optim.layerwise import clip_by_global_norm as clip_by_global_norm
 from ftmesh.optim.layerwise import lamb as lamb
@@ -20,6 +22,4 @@ from ftmesh.optim.whole import PlainOptimizer as PlainOptimizer
 from ftmesh.train.batch_norm import GroupBatchNorm as GroupBatchNorm
 from ftmesh.train.batch_norm import group_statistics as group_statistics
 from ftmesh.train.batch_norm import mean_statistics as mean_statistics
-from ftmesh.train.batches import Shares as Shares
-from ftmesh.train.batches import weighted_sum as weighted_sum
 from ftmesh.train.parallel import Parallel as Parallel
