@@ -44,8 +44,10 @@ def compiled(run, mesh, x, out, check_vma=True):
     return jax.jit(mapped).lower(x).compile(), x
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "check_vma"),
+    [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Explicit, False)],
+)
 def test_a_sum_of_pieces(plan, kind, check_vma):
     specs = P(None, "model") if kind == AxisType.Auto else None
     program, x = compiled(
@@ -71,9 +73,15 @@ def test_without_specs_the_whole_array_is_summed_everywhere(plan):
     assert [each for each in collectives(program) if each.is_along("model", SHAPE)]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("dimension", [0, 1])
-@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "dimension", "tiled"),
+    [
+        (AxisType.Auto, 0, True),
+        (AxisType.Auto, 1, False),
+        (AxisType.Explicit, 0, False),
+        (AxisType.Explicit, 1, True),
+    ],
+)
 def test_scatter_and_gather_as_lax_does(plan, kind, dimension, tiled):
     """Also in the dimension that is cut along "model", where pieces must be put together first."""
     length = 12 if tiled else 6
