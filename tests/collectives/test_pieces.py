@@ -76,10 +76,10 @@ def test_without_specs_the_whole_array_is_summed_everywhere(plan):
 @pytest.mark.parametrize(
     ("kind", "dimension", "tiled"),
     [
-        (AxisType.Auto, 0, True),
+        pytest.param(AxisType.Auto, 0, True, marks=pytest.mark.slow),
         (AxisType.Auto, 1, False),
         (AxisType.Explicit, 0, False),
-        (AxisType.Explicit, 1, True),
+        pytest.param(AxisType.Explicit, 1, True, marks=pytest.mark.slow),
     ],
 )
 def test_scatter_and_gather_as_lax_does(plan, kind, dimension, tiled):

@@ -37,7 +37,16 @@ def weighted_losses(params, x, y, weights):
 
 
 class TestWholeBatchesInJit:
-    @pytest.mark.parametrize("how", ["no mesh", "of the arguments", "set", "given", "explicit"])
+    @pytest.mark.parametrize(
+        "how",
+        [
+            "no mesh",
+            "set",
+            "explicit",
+            pytest.param("of the arguments", marks=pytest.mark.slow),
+            pytest.param("given", marks=pytest.mark.slow),
+        ],
+    )
     def test_on_whichever_mesh(self, even, how):
         mesh = even.jax_mesh("data")
         args, given = ARGS, mesh if how == "given" else None
@@ -83,7 +92,9 @@ class TestWholeBatchesInJit:
 
 
 class TestBatchesOfAnySize:
-    @pytest.mark.parametrize("size", [12, 13, 35])
+    @pytest.mark.parametrize(
+        "size", [13, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 35))]
+    )
     def test_the_mean_over_examples(self, even, size):
         with jax.enable_x64(True):
             args = PARAMS, X[:size], Y[:size]
@@ -110,7 +121,7 @@ class TestBatchesOfAnySize:
         found = jax.jit(even.value_and_grad(sums, weighted=True))(*args)
         assert_close(found, jax.value_and_grad(lambda *args: sums(*args)[0] / args[3].sum())(*args))
 
-    @pytest.mark.parametrize("size", [29, 36])
+    @pytest.mark.parametrize("size", [29, pytest.param(36, marks=pytest.mark.slow)])
     def test_with_idle_devices(self, size):
         plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@0,0"), "ring", with_idle=True)
         args = single(PARAMS, X[:size], Y[:size])
@@ -181,7 +192,8 @@ class TestAux:
 
 class TestWhereTheAxisIsBound:
     @pytest.mark.parametrize(
-        ("form", "check_vma"), [("mean", True), ("each", False), ("weighted", True)]
+        ("form", "check_vma"),
+        [("mean", True), ("weighted", True), pytest.param("each", False, marks=pytest.mark.slow)],
     )
     def test_in_shard_map(self, even, form, check_vma):
         """Typed as replicated: out_specs say so, and are checked."""

@@ -50,7 +50,7 @@ def test_each_device_sums_its_own_piece(plan, kind):
     assert along_model(program) == along_model(theirs) == ["all-reduce"]
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=str)
 def test_weights_that_are_cut_along_data_too(plan, kind):
     weights = {"w": P("data", "model"), "v": P("model")}
     _, args = placed((kind, kind), weights)
@@ -71,7 +71,7 @@ def test_shardings_serve_as_specs(plan):
     assert along_model(program) == ["all-reduce"]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_inside_a_shard_map_over_data(plan, check_vma):
     mesh, args = placed((AUTO, AUTO), WEIGHTS)
     mapped = jax.shard_map(
