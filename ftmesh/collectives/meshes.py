@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from ftmesh.collectives.pieces import WHOLE, only, spread, typed_spec
 from ftmesh.errors import ArgumentError, CollectiveError
+from ftmesh.execute import _compat
 
 if TYPE_CHECKING:
     from ftmesh.plans import Plan
@@ -49,6 +50,10 @@ class Site:
                 "all Explicit, or call this inside a shard_map over the axis of the plan"
             )
         others = tuple(name for name in types if name != axis_name)
+        if others and not _compat.NESTS_SHARD_MAPS:
+            raise CollectiveError(
+                f"the mesh has axes {others} beside {axis_name!r}, which takes JAX 0.10 or newer"
+            )
         is_explicit = types.get(axis_name) == AxisType.Explicit
         return Site(_with_devices(mesh, plan, axis_name), axis_name, others, is_explicit)
 

@@ -31,7 +31,7 @@ def on_pieces(
     arrays are gathered over these. `change` makes of an array's spec those of what goes into `run`
     and of what comes out of it; both are the same unless given.
     """
-    left = axes_left()
+    left = axes_left() if _compat.NESTS_SHARD_MAPS else {}
     if not left or (specs is None and AxisType.Explicit not in left.values()):
         return run(x)
     leaves, tree = jax.tree.flatten(x)

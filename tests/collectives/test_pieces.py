@@ -12,8 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError, Topology
+from ftmesh.execute import _compat
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
+pytestmark = [
+    pytest.mark.usefixtures("quick_compiler"),
+    pytest.mark.skipif(not _compat.NESTS_SHARD_MAPS, reason="takes JAX 0.10"),
+]
 
 SHAPE = {"data": 6, "model": 2}
 X = np.random.default_rng(0).normal(size=(6, 12, 8)).astype(np.float32)

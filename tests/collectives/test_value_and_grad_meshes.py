@@ -10,8 +10,12 @@ from whole_batch import ARGS, assert_close, compiled, loss, put
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology
+from ftmesh.execute import _compat
 
-pytestmark = pytest.mark.usefixtures("quick_compiler")
+pytestmark = [
+    pytest.mark.usefixtures("quick_compiler"),
+    pytest.mark.skipif(not _compat.NESTS_SHARD_MAPS, reason="takes JAX 0.10"),
+]
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SHAPE = {"data": 6, "model": 2}
