@@ -29,6 +29,12 @@ class Site:
     @staticmethod
     def of(plan: Plan, axis_name: Any, args: Any, mesh: Any) -> Site:
         """The mesh that is given; or that of `jax.set_mesh`, of the arguments, or of the plan."""
+        around = jax.sharding.get_abstract_mesh()
+        if mesh is not None and not around.empty and mesh.abstract_mesh != around:
+            raise ArgumentError(
+                f"the mesh given, {mesh.shape}, is not that of jax.set_mesh, {around.shape}: leave "
+                "one of them out"
+            )
         mesh = mesh or _mesh_around(axis_name, args) or plan.jax_mesh(axis_name)
         if axis_name not in mesh.axis_names:
             raise ArgumentError(f"the mesh has axes {mesh.axis_names} and not {axis_name!r}")
@@ -79,10 +85,10 @@ class Site:
         """
 
         def mapped(*args: Any) -> Any:
-            is_set = not jax.sharding.get_abstract_mesh().empty
+            around = jax.sharding.get_abstract_mesh()  # knows its devices where it was set
             return jax.shard_map(
                 run,
-                mesh=None if is_set else self.mesh,
+                mesh=None if self.axis_name in around.axis_names else self.mesh,
                 axis_names={self.axis_name},
                 in_specs=in_specs,
                 out_specs=out_specs,

@@ -66,6 +66,20 @@ def test_weights_that_are_cut_along_data_too(plan, kind):
     assert along_model(program) == ["all-reduce"]
 
 
+def test_weights_that_are_cut_along_the_only_axis(even):
+    rng = np.random.default_rng(0)
+    w, x, y = (np.float32(rng.normal(size=shape)) for shape in (12, (24, 12), 24))
+
+    def loss_of(w, x, y):
+        return ((x @ w - y) ** 2).mean()
+
+    args = put(even.jax_mesh("data"), (w, x, y), (P("data"),) * 3)
+    program, found = compiled(even.value_and_grad(loss_of, specs=P("data")), *args)
+    assert_close(found, jax.value_and_grad(loss_of)(w, x, y))
+    assert foreign(program, "data", {"data": 12}) == []
+    assert found[1].sharding.spec == P("data")
+
+
 def test_shardings_serve_as_specs(plan):
     mesh, args = placed((AUTO, AUTO), WEIGHTS)
     specs = jax.tree.map(lambda weight: weight.sharding, args[0])
@@ -107,6 +121,13 @@ def test_other_devices_are_refused(plan, even):
     args = put(backwards, ARGS, (P(), P("data"), P("data")))
     with pytest.raises(ValueError, match="incompatible devices"):  # JAX sees that
         jax.jit(even.value_and_grad(loss))(*args)
+
+
+def test_two_meshes_are_one_too_many(plan):
+    mesh, args = placed((AUTO, AUTO), WEIGHTS)
+    other = Mesh(mesh.devices.T, ("model", "data"))
+    with jax.set_mesh(mesh), pytest.raises(ArgumentError, match="leave one of them out"):
+        jax.eval_shape(plan.value_and_grad(loss, specs=WEIGHTS, mesh=other), *args)
 
 
 @pytest.mark.parametrize(
