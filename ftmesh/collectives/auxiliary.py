@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from ftmesh.collectives.of_rank import Loss, OverRanks
@@ -17,19 +18,22 @@ from ftmesh.collectives.sums import psum
 from ftmesh.errors import ArgumentError
 from ftmesh.layout.batches import Shares
 
+SAME, MEAN, ROWS = "same", "mean", "rows"
+
 
 @dataclass
 class Auxiliary:
     """How to make of the ranks' aux that of the batch; `look` finds it out.
 
-    Each array is for the whole batch either as large as for a share, and then it is the mean over
-    ranks; or it has a row for each example.
+    An array that does not depend on the batch is the same at all ranks. Of the others, those that
+    are as large for the whole batch as for a share are means over ranks; or else they must have a
+    row for each example.
     """
 
     ranks: OverRanks
     shares: Shares
     reduce: Callable[[Any], Any] | None
-    has_rows: Any = None  # for each array, whether it has a row for each example
+    kinds: Any = None  # SAME, MEAN or ROWS, for each array
 
     def look(self, loss: Loss, args: tuple[Any, ...], batch: Sequence[int]) -> None:
         """Compare what the loss returns for this rank's examples with what it does for all."""
@@ -38,16 +42,21 @@ class Auxiliary:
         whole = list(args)
         for i in batch:
             whole[i] = jax.tree.map(self._of_all, args[i])
-        of_rank, of_batch = (
-            jax.eval_shape(lambda *some: loss.value_and_aux(_filled(args, batch, some))[1], *every)
-            for every in ([args[i] for i in batch], [whole[i] for i in batch])
-        )
-        self.has_rows = jax.tree_util.tree_map_with_path(self._has_rows, of_rank, of_batch)
+
+        def aux_of(*some: Any) -> Any:
+            return loss.value_and_aux(_filled(args, batch, some))[1]
+
+        of_batch = jax.eval_shape(aux_of, *(whole[i] for i in batch))
+        traced, of_rank = jax.make_jaxpr(aux_of, return_shape=True)(*(args[i] for i in batch))
+        varies = jax.tree.unflatten(jax.tree.structure(of_rank), _vary(traced.jaxpr))
+        self.kinds = jax.tree_util.tree_map_with_path(self._kind, of_rank, of_batch, varies)
 
     def _of_all(self, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.shares.global_batch, *leaf.shape[1:]), leaf.dtype)
 
-    def _has_rows(self, path: Any, own: Any, whole: Any) -> bool:
+    def _kind(self, path: Any, own: Any, whole: Any, varies: bool) -> str:
+        if not varies:
+            return SAME
         name = f"aux{jax.tree_util.keystr(path)}"
         if own.shape == whole.shape:
             remedy = "return numbers for each example instead, or give reduce_aux="
@@ -62,7 +71,7 @@ class Auxiliary:
                     f"{self.shares.global_batch} cannot be shared out equally among "
                     f"{len(self.shares.live)} ranks: padding would count in it; {remedy}"
                 )
-            return False
+            return MEAN
         if (own.shape, whole.shape) != (
             (self.shares.per_rank, *own.shape[1:]),
             (self.shares.global_batch, *own.shape[1:]),
@@ -72,28 +81,26 @@ class Auxiliary:
                 f"{whole.shape} for {self.shares.global_batch}: examples must be its first "
                 "dimension, or give reduce_aux= to say what becomes of it"
             )
-        return True
+        return ROWS
 
     @property
     def out_specs(self) -> Any:
         """Where what `reduced` returns lies."""
-        if self.has_rows is None:
+        if self.kinds is None:
             return WHOLE
         rows = PartitionSpec(self.ranks.axis_name) if self.shares.are_equal else WHOLE
-        return jax.tree.map(lambda has_rows: rows if has_rows else WHOLE, self.has_rows)
+        return jax.tree.map(lambda kind: rows if kind == ROWS else WHOLE, self.kinds)
 
     def reduced(self, aux: Any) -> Any:
         """What this rank gives to aux of the whole batch."""
         if self.reduce is not None:
             return self.reduce(aux)
         leaves, tree = jax.tree.flatten(aux)
-        has_rows = tree.flatten_up_to(self.has_rows)
-        flat = [leaf for leaf, rows in zip(leaves, has_rows, strict=True) if not rows]
-        found = iter(self.ranks.mean(flat))
-        return tree.unflatten(
-            self._rows(leaf) if rows else next(found)
-            for leaf, rows in zip(leaves, has_rows, strict=True)
-        )
+        kinds = tree.flatten_up_to(self.kinds)
+        own = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == MEAN]
+        means = iter(self.ranks.mean(own))
+        become = {SAME: lambda leaf: leaf, MEAN: lambda _: next(means), ROWS: self._rows}
+        return tree.unflatten(become[kind](leaf) for leaf, kind in zip(leaves, kinds, strict=True))
 
     def _rows(self, leaf: Any) -> Any:
         """Rows as they are; where some are padding, all those that are not, at every rank."""
@@ -106,6 +113,16 @@ class Auxiliary:
         every = every.at[positions].set(numbers, mode="drop")
         total = psum(every, self.ranks.axis_name, plan=self.ranks.plan)
         return total.astype(leaf.dtype)
+
+
+def _vary(jaxpr: Any) -> list[bool]:
+    """Of each result of a program, whether it may depend on its arguments or on the rank."""
+    varying = set(jaxpr.invars)
+    for step in jaxpr.eqns:
+        given = {var for var in step.invars if not isinstance(var, Literal)}
+        if given & varying or step.effects:  # asking for the rank is an effect
+            varying.update(step.outvars)
+    return [not isinstance(var, Literal) and var in varying for var in jaxpr.outvars]
 
 
 def _filled(args: tuple[Any, ...], batch: Sequence[int], some: tuple[Any, ...]) -> tuple[Any, ...]:

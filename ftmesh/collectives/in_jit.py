@@ -108,7 +108,8 @@ def over_whole_batch(
 
     def probe(*args: Any) -> tuple[()]:
         here, _ = own(args)
-        auxiliary.look(loss, here, roles.batch)
+        look = partial(auxiliary.look, loss, batch=roles.batch)
+        site.explicit(look, (types,))(here)
         return ()
 
     def every_rank(*args: Any) -> Any:

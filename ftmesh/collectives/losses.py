@@ -51,10 +51,10 @@ def value_and_grad(
     as well are gathered by the plan, and their gradients scattered. Explicit axes need no `specs`.
 
     With `has_aux` the loss returns ``(loss, aux)``. In jit aux comes back as for the whole batch:
-    arrays with a row for each example are put together, and others, batch statistics for one, are
-    means over ranks. `reduce_aux`, if given, is called by each rank with its aux instead, and makes
-    of it what is the same everywhere. Where the axis is bound aux is the rank's own, unless
-    `reduce_aux` is given.
+    arrays with a row for each example are put together, and others that depend on the batch, as
+    batch statistics do, are means over ranks. `reduce_aux`, if given, is called by each rank with
+    its aux instead, and makes of it what is the same everywhere. Where the axis is bound aux is the
+    rank's own, unless `reduce_aux` is given.
     """
     by = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     whole = (replicated,) if isinstance(replicated, int) else tuple(replicated)

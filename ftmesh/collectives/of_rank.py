@@ -54,7 +54,15 @@ class Loss:
     def value_and_aux(self, args: tuple[Any, ...]) -> Any:
         """What the loss returns; aux is None for one that has none."""
         args = jax.tree.map(lambda leaf: leaf, args)  # modules made anew may be changed in there
+        before = [jax.tree.leaves(args[i]) for i in self.argnums]
         found = self.function(*args, **self.kwargs)
+        for i, leaves in zip(self.argnums, before, strict=True):
+            if list(map(id, jax.tree.leaves(args[i]))) != list(map(id, leaves)):
+                raise ArgumentError(
+                    f"the loss changes its argument {i}, as a module with batch norms does, and "
+                    "that would be lost: split off what changes (nnx.split), give it as another "
+                    "argument, named in replicated=, and return what it comes to as aux"
+                )
         return found if self.has_aux else (found, None)
 
     def _read(self, found: Any, rows: Rows | None) -> tuple[Any, Any]:

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from compiled_text import collectives, foreign, moved
 from flax import nnx
 
 import ftmesh
-from ftmesh import Topology
+from ftmesh import ArgumentError, Topology
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -87,9 +88,34 @@ def test_a_batch_that_cannot_be_shared_equally(even):
     assert foreign(lowered.compile(), "data", {"data": 12}) == []
 
 
+class Normed(nnx.Module):
+    """Its calls change statistics, and a count of random numbers."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+        self.dropout = nnx.Dropout(1e-9, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(x))
+
+
+def test_a_module_that_a_call_changes(even):
+    """Where what it changes would be lost, that is said."""
+
+    def loss_of(model, x):
+        return model(x).mean()
+
+    with pytest.raises(ArgumentError, match=r"changes its argument 0.*nnx.split"):
+        jax.eval_shape(
+            even.value_and_grad(loss_of),
+            nnx.BatchNorm(3, rngs=nnx.Rngs(0)),
+            np.zeros((24, 3), np.float32),
+        )
+
+
 def test_batch_statistics_of_a_module(even):
     """They are those of each rank's examples, and come back as means over ranks."""
-    model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    model = Normed(nnx.Rngs(0))
     x = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)
 
     @nnx.jit
@@ -98,7 +124,7 @@ def test_batch_statistics_of_a_module(even):
 
         def loss_of(params, rest, x):
             model = nnx.merge(graph, params, rest)
-            return (model(x) ** 3).mean(), nnx.state(model, nnx.BatchStat)
+            return (model(x) ** 3).mean(), nnx.state(model, nnx.Not(nnx.Param))
 
         run = even.value_and_grad(loss_of, has_aux=True, replicated=1)
         (_, stats), grads = run(params, rest, x)
@@ -107,8 +133,11 @@ def test_batch_statistics_of_a_module(even):
 
     grads = step(model, x)
     ranks = x.reshape(12, 4, 3)
-    np.testing.assert_allclose(model.mean[...], 0.01 * x.mean(axis=0), rtol=1e-4, atol=1e-7)
+    assert model.dropout.rngs.count[...] == 1
+    np.testing.assert_allclose(model.norm.mean[...], 0.01 * x.mean(axis=0), rtol=1e-4, atol=1e-7)
     var = 0.99 + 0.01 * ranks.var(axis=1).mean(axis=0)
-    np.testing.assert_allclose(model.var[...], var, rtol=1e-5)
+    np.testing.assert_allclose(model.norm.var[...], var, rtol=1e-5)
     normed = (ranks - ranks.mean(1, keepdims=True)) / np.sqrt(ranks.var(1, keepdims=True) + 1e-5)
-    np.testing.assert_allclose(grads.scale[...], (normed**3).mean((0, 1)), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(
+        grads["norm"]["scale"][...], (normed**3).mean((0, 1)), rtol=1e-3, atol=1e-5
+    )

@@ -143,11 +143,12 @@ class TestBatchesOfAnySize:
 
 class TestAux:
     def test_rows_are_put_together_and_statistics_averaged(self, even):
-        """Also statistics that are as long as a rank has examples."""
+        """Also statistics as long as a rank has examples; what is no matter of the batch stays."""
 
         def function(params, x, y):
             each = losses(params, x, y)
-            return each.mean(), {"rows": x, "is_large": each > 1, "stats": (x.mean(0)[:3], None)}
+            aux = {"rows": x, "is_large": each > 1, "stats": (x.mean(0)[:3], None)}
+            return each.mean(), {**aux, "same": (params["v"] > 0, 7)}
 
         program, found = compiled(even.value_and_grad(function, has_aux=True), *ARGS)
         assert_close(found, jax.value_and_grad(function, has_aux=True)(*ARGS))
