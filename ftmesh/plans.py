@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -128,6 +128,20 @@ class Plan:
     def all_gather(self, x: Any, axis_name: Any, **options: Any) -> Any:
         """`ftmesh.all_gather` on this plan."""
         return _collectives().all_gather(x, axis_name, plan=self, **options)
+
+    def value_and_grad(
+        self,
+        loss: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        **options: Any,
+    ) -> Any:
+        """As `jax.value_and_grad`, with means over all examples made by this plan.
+
+        In jit, of a whole batch; in shard_map and pmap, of a rank's share of it. See
+        `ftmesh.collectives.losses`.
+        """
+        return _collectives().value_and_grad(loss, argnums, has_aux, plan=self, **options)
 
     def shard(self, transformation: Any, axis_name: Any = "data", **options: Any) -> Any:
         """An optax transformation whose state is shared out among the owners of chunks.

@@ -6,6 +6,7 @@ schedule otherwise.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +16,7 @@ from jax import lax
 
 from ftmesh.collectives.calls import as_summand, axis_of, countable, the_axis
 from ftmesh.collectives.owners import own_chunks, place_chunks
+from ftmesh.collectives.pieces import gathered, on_pieces, scattered
 from ftmesh.collectives.precision import Precision, precision
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat, ppermute
@@ -35,8 +37,12 @@ def psum_scatter(
     plan: Plan,
     wire_dtype: Any = None,
     accumulate_dtype: Any = None,
+    specs: Any = None,
 ) -> Any:
-    """Each rank's block of the sum, as `jax.lax.psum_scatter`; see `psum` for the dtypes."""
+    """Each rank's block of the sum, as `jax.lax.psum_scatter`; see `psum` for dtypes and `specs`.
+
+    A leaf that is cut along another axis in the dimension that is scattered is gathered over it.
+    """
     axis_name = the_axis(axis_name, axis_index_groups, plan, "psum_scatter", whole=True)
     size = plan.program.num_ranks
 
@@ -56,7 +62,8 @@ def psum_scatter(
         mine = _compat.weak_as(mine.astype(leaf.dtype), leaf)
         return mine if tiled else jnp.squeeze(mine, scatter_dimension)
 
-    return jax.tree.map(one, x)
+    change = scattered(scatter_dimension, tiled=tiled)
+    return on_pieces(partial(jax.tree.map, one), x, specs, change=change)
 
 
 def all_gather(
@@ -67,8 +74,9 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     plan: Plan,
+    specs: Any = None,
 ) -> Any:
-    """Every rank's `x`, as `jax.lax.all_gather`.
+    """Every rank's `x`, as `jax.lax.all_gather`; see `psum_scatter` for `specs`.
 
     Where the whole schedule is taken, zeros are added to each value; some processors round
     denormal numbers to zero in that.
@@ -92,7 +100,8 @@ def all_gather(
         shape[where] *= size
         return every.reshape(shape)
 
-    return jax.tree.map(one, x)
+    change = gathered(axis, tiled=tiled)
+    return on_pieces(partial(jax.tree.map, one), x, specs, change=change)
 
 
 def _as_varying(leaf: jax.Array, axis_name: Any, program: Program) -> jax.Array:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ftmesh.collectives.calls import as_summand, countable, is_constant, the_axis
+from ftmesh.collectives.pieces import on_pieces
 from ftmesh.collectives.precision import Precision, precision
 from ftmesh.execute import _compat, ppermute
 from ftmesh.layout.buckets import make_buckets, pack, unpack
@@ -35,6 +36,7 @@ def psum(
     wire_dtype: Any = None,
     accumulate_dtype: Any = None,
     bucket_bytes: int = BUCKET_BYTES,
+    specs: Any = None,
 ) -> Any:
     """The sum of `x` over all ranks, as `jax.lax.psum`; `x` may be a pytree.
 
@@ -43,10 +45,13 @@ def psum(
     16 bits or fewer, unless given, and their own for others. Results travel in `wire_dtype`, the
     leaf's own unless given, and partial sums do where the plan is shallow enough for that; see
     `ftmesh.collectives.precision`. What comes out has the leaf's dtype. Booleans are counted, as in
-    lax.
+    lax. Where a shard_map leaves other axes of the mesh to the compiler, each device sums its own
+    piece: `specs` say how leaves are cut along those axes, and Explicit ones need not be named; see
+    `ftmesh.collectives.pieces`.
     """
     axis_name = the_axis(axis_name, axis_index_groups, plan, "psum")
-    return _sums(x, axis_name, plan, wire_dtype, accumulate_dtype, bucket_bytes, divisor=None)
+    options = wire_dtype, accumulate_dtype, bucket_bytes
+    return on_pieces(lambda x: _sums(x, axis_name, plan, *options, divisor=None), x, specs)
 
 
 def pmean(
@@ -58,6 +63,7 @@ def pmean(
     wire_dtype: Any = None,
     accumulate_dtype: Any = None,
     bucket_bytes: int = BUCKET_BYTES,
+    specs: Any = None,
 ) -> Any:
     """The mean of `x` over all ranks, as `jax.lax.pmean`; see `psum` for the options.
 
@@ -66,7 +72,8 @@ def pmean(
     """
     axis_name = the_axis(axis_name, axis_index_groups, plan, "pmean")
     size = len(plan.program.live)
-    means = _sums(x, axis_name, plan, wire_dtype, accumulate_dtype, bucket_bytes, divisor=size)
+    options = wire_dtype, accumulate_dtype, bucket_bytes
+    means = on_pieces(lambda x: _sums(x, axis_name, plan, *options, divisor=size), x, specs)
     return jax.tree.map(lambda leaf, mean: mean if _is_divided(leaf) else mean / size, x, means)
 
 

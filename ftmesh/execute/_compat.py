@@ -19,6 +19,9 @@ from jax.interpreters import ad, batching, mlir
 
 AxisName = Hashable
 
+# Before, JAX could not tell ranks apart inside two shard_maps, over one axis and then over others.
+NESTS_SHARD_MAPS = jax.__version_info__ >= (0, 10)
+
 MARK = "ftmesh."  # in front of the names of scopes in which a plan's own permutations are made
 
 

@@ -10,6 +10,8 @@ from ftmesh.collectives.gradients import mean_gradients as mean_gradients
 from ftmesh.collectives.gradients import plan_for as plan_for
 from ftmesh.collectives.gradients import with_mean_gradients as with_mean_gradients
 from ftmesh.collectives.groups import Groups as Groups
+from ftmesh.layout.batches import Shares as Shares
+from ftmesh.layout.batches import weighted_sum as weighted_sum
 from ftmesh.optim.layerwise import clip_by_global_norm as clip_by_global_norm
 from ftmesh.optim.layerwise import lamb as lamb
 from ftmesh.optim.layerwise import lars as lars
@@ -21,7 +23,5 @@ from ftmesh.optim.whole import WholeOptimizer as WholeOptimizer
 from ftmesh.train.batch_norm import GroupBatchNorm as GroupBatchNorm
 from ftmesh.train.batch_norm import group_statistics as group_statistics
 from ftmesh.train.batch_norm import mean_statistics as mean_statistics
-from ftmesh.train.batches import Shares as Shares
-from ftmesh.train.batches import weighted_sum as weighted_sum
 from ftmesh.train.nnx_batch_norm import NnxGroupBatchNorm as NnxGroupBatchNorm
 from ftmesh.train.parallel import Parallel as Parallel

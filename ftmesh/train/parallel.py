@@ -30,6 +30,7 @@ from ftmesh.collectives.gradients import (
 )
 from ftmesh.collectives.groups import Groups
 from ftmesh.errors import ArgumentError, CollectiveError
+from ftmesh.layout.batches import Shares
 from ftmesh.mesh.devices import platform_of
 from ftmesh.mesh.ranks import Ranks
 from ftmesh.mesh.topology import Topology
@@ -38,7 +39,6 @@ from ftmesh.optim.whole import WholeOptimizer
 from ftmesh.plans import Plan, plan
 from ftmesh.testing import shard_map_on_one_device
 from ftmesh.tpu.options import compiler_options
-from ftmesh.train.batches import Shares
 
 AXIS = "data"
 WHOLE, SPLIT = PartitionSpec(), PartitionSpec(AXIS)  # at every rank; a part at each

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import optax
 
 from ftmesh.collectives.gradients import BUCKET_BYTES
+from ftmesh.layout.batches import Shares
 from ftmesh.mesh.topology import Topology
-from ftmesh.train.batches import Shares
 from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
 
 

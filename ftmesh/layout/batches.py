@@ -64,6 +64,11 @@ class Shares:
         """Examples in the arrays of each rank, padding included."""
         return math.ceil(self.global_batch / len(self.live))
 
+    @property
+    def are_equal(self) -> bool:
+        """Whether every rank of the axis has as many examples as any other, and no padding."""
+        return len(self.live) == self.num_ranks and self.global_batch % self.num_ranks == 0
+
     def counts(self, num_examples: int | None = None) -> Ints:
         """How many examples each rank has of a whole batch, or of one of `num_examples`.
 

@@ -1,0 +1,143 @@
+"""Loops as people write them train the same on a plan, with a line or two changed."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from compiled_text import collectives, foreign, moved
+from flax import nnx
+
+import ftmesh
+from ftmesh import ArgumentError, Topology
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+FOLDER = Path(__file__).parents[1] / "loops"
+MESH = 'Mesh(np.array(devices), ("data",))', 'plan.jax_mesh("data")'
+GRADS = "jax.value_and_grad(loss_of)", "plan.value_and_grad(loss_of)"
+PMEAN = "lax.pmean((loss", "plan.pmean((loss"
+CHANGES = {
+    "jit_linen": [MESH, GRADS],
+    "jit_explicit": [GRADS],
+    "jit_nnx": [MESH, ("nnx.value_and_grad(loss_of", "plan.value_and_grad(loss_of")],
+    "jit_two_axes": [(GRADS[0], "plan.value_and_grad(loss_of, specs=SPECS)")],
+    "over_shard_map": [
+        MESH,
+        ('jax.value_and_grad(lambda p: lax.pmean(loss_of(p), "data"))', GRADS[1]),
+    ],
+    "over_pmap": [PMEAN],
+}
+
+
+def train(name, changes, *args, **options):
+    """The losses of a loop with some of its text changed, and its step, not yet compiled."""
+    source = (FOLDER / f"{name}.py").read_text()
+    for before, after in changes:
+        assert source.count(before) == 1
+        source = source.replace(before, after)
+    scope = {"__name__": name}
+    exec(source, scope)
+    losses, lowered = scope["train"](*args, **options)
+    return np.array(losses), lowered
+
+
+def plan_and_shape(name, even):
+    """A plan and the mesh its loop runs on, by axes."""
+    if name != "jit_two_axes":
+        return even, {"data": 12}
+    column = Topology.from_devices(even.topology.devices[::2], shape="3x2")
+    return ftmesh.plan(column, "ring"), {"data": 6, "model": 2}
+
+
+SLOW = {"jit_explicit", "over_pmap"}  # what is in them is tested small
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CHANGES]
+)
+def test_a_loop_trains_the_same(even, name):
+    plan, shape = plan_and_shape(name, even)
+    devices = even.topology.devices
+    plain, _ = train(name, [], devices)
+    found, lowered = train(name, CHANGES[name], devices, plan)
+    assert len(found) == 20
+    assert found[-5:].mean() < 0.8 * found[0], "it must learn for the test to mean something"
+    # Only the order of additions differs, by a rounding of float32 in each sum.
+    np.testing.assert_allclose(found, plain, rtol=1e-5)
+    program = lowered.compile()
+    assert foreign(program, "data", shape) == []
+    if name == "jit_two_axes":
+        # Each device sends its own half of the weights, and nothing more is gathered than before.
+        size = (64 * 32 + 32 + 32 * 10) // 2 + 10 + 1
+        assert max(moved(program, "data", shape)) < size / plan.program.num_chunks + 128
+        gathers = [each for each in collectives(program) if each.kind == "all-gather"]
+        assert gathers == []
+
+
+@pytest.mark.slow
+def test_a_batch_that_cannot_be_shared_equally(even):
+    """50 examples for 12 devices, where JAX cannot even place them: as on one device."""
+    plain, _ = train("jit_linen", [], even.topology.devices[:1], size=50)
+    whole = "images, labels = jax.device_put(batch, split)", "images, labels = batch"
+    each = "labels).mean()", "labels)"
+    found, lowered = train(
+        "jit_linen", [*CHANGES["jit_linen"], whole, each], even.topology.devices, even, size=50
+    )
+    np.testing.assert_allclose(found, plain, rtol=1e-5)
+    assert foreign(lowered.compile(), "data", {"data": 12}) == []
+
+
+class Normed(nnx.Module):
+    """Its calls change statistics, and a count of random numbers."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+        self.dropout = nnx.Dropout(1e-9, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(x))
+
+
+def test_a_module_that_a_call_changes(even):
+    """Where what it changes would be lost, that is said."""
+
+    def loss_of(model, x):
+        return model(x).mean()
+
+    with pytest.raises(ArgumentError, match=r"changes its argument 0.*nnx.split"):
+        jax.eval_shape(
+            even.value_and_grad(loss_of),
+            nnx.BatchNorm(3, rngs=nnx.Rngs(0)),
+            np.zeros((24, 3), np.float32),
+        )
+
+
+def test_batch_statistics_of_a_module(even):
+    """They are those of each rank's examples, and come back as means over ranks."""
+    model = Normed(nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)
+
+    @nnx.jit
+    def step(model, x):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss_of(params, rest, x):
+            model = nnx.merge(graph, params, rest)
+            return (model(x) ** 3).mean(), nnx.state(model, nnx.Not(nnx.Param))
+
+        run = even.value_and_grad(loss_of, has_aux=True, replicated=1)
+        (_, stats), grads = run(params, rest, x)
+        nnx.update(model, stats)
+        return grads
+
+    grads = step(model, x)
+    ranks = x.reshape(12, 4, 3)
+    assert model.dropout.rngs.count[...] == 1
+    np.testing.assert_allclose(model.norm.mean[...], 0.01 * x.mean(axis=0), rtol=1e-4, atol=1e-7)
+    var = 0.99 + 0.01 * ranks.var(axis=1).mean(axis=0)
+    np.testing.assert_allclose(model.norm.var[...], var, rtol=1e-5)
+    normed = (ranks - ranks.mean(1, keepdims=True)) / np.sqrt(ranks.var(1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(
+        grads["norm"]["scale"][...], (normed**3).mean((0, 1)), rtol=1e-3, atol=1e-5
+    )

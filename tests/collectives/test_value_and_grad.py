@@ -1,0 +1,271 @@
+"""Values and gradients over whole batches: those of `jax.value_and_grad`, made by the plan."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled_text import foreign
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from whole_batch import (
+    ARGS,
+    PARAMS,
+    WEIGHTS,
+    X,
+    Y,
+    assert_close,
+    compiled,
+    loss,
+    losses,
+    put,
+    single,
+)
+
+import ftmesh
+from ftmesh import ArgumentError
+from ftmesh.testing import cpu_grid
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+SHAPE = {"data": 12}
+SPECS = P(), P("data"), P("data")
+
+
+def weighted_losses(params, x, y, weights):
+    return weights * losses(params, x, y), weights
+
+
+class TestWholeBatchesInJit:
+    @pytest.mark.parametrize(
+        "how",
+        [
+            "no mesh",
+            "set",
+            "explicit",
+            pytest.param("of the arguments", marks=pytest.mark.slow),
+            pytest.param("given", marks=pytest.mark.slow),
+        ],
+    )
+    def test_on_whichever_mesh(self, even, how):
+        mesh = even.jax_mesh("data")
+        args, given = ARGS, mesh if how == "given" else None
+        if how == "explicit":
+            mesh = Mesh(mesh.devices, ("data",), axis_types=(AxisType.Explicit,))
+        if how not in ("no mesh", "given"):
+            args = put(mesh, ARGS, SPECS)
+        run = even.value_and_grad(loss, mesh=given)
+        if how == "set":
+            with jax.set_mesh(mesh):
+                program, found = compiled(run, *args)
+        else:
+            program, found = compiled(run, *args)
+        assert_close(found, jax.value_and_grad(loss)(*ARGS))
+        assert foreign(program, "data", SHAPE) == []
+        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(found))
+
+    def test_jax_would_sum_by_itself(self, even):
+        """What the other tests find none of is there to be found."""
+        args = put(even.jax_mesh("data"), ARGS, SPECS)
+        program, _ = compiled(jax.value_and_grad(loss), *args)
+        assert foreign(program, "data", SHAPE)
+
+    def test_several_arguments(self, even):
+        params, x, y = ARGS
+        split = lambda v, x, y, w: loss({"w": w, "v": v}, x, y)  # noqa: E731
+        args = params["v"], x, y, params["w"]
+        found = jax.jit(even.value_and_grad(split, argnums=(-1, 0)))(*args)
+        assert_close(found, jax.value_and_grad(split, argnums=(3, 0))(*args))
+
+    def test_what_all_ranks_have(self, even):
+        """A key that each rank makes its own of, and a keyword."""
+
+        def noisy(params, x, y, key, *, scale):
+            own = jax.random.fold_in(key, lax.axis_index("data"))
+            return loss(params, x, y) + scale * jax.random.normal(own)
+
+        key = jax.random.key(0)
+        run = even.value_and_grad(noisy, replicated=3)
+        value, _ = jax.jit(lambda *args: run(*args, scale=2.0))(*ARGS, key)
+        noise = [jax.random.normal(jax.random.fold_in(key, rank)) for rank in range(12)]
+        assert float(value) == pytest.approx(float(loss(*ARGS)) + 2 * np.mean(noise), rel=1e-5)
+
+
+class TestBatchesOfAnySize:
+    @pytest.mark.parametrize(
+        "size", [13, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 35))]
+    )
+    def test_the_mean_over_examples(self, even, size):
+        with jax.enable_x64(True):
+            args = PARAMS, X[:size], Y[:size]
+            program, found = compiled(even.value_and_grad(losses), *args)
+            assert_close(found, jax.value_and_grad(loss)(*args), rtol=1e-12)
+            assert foreign(program, "data", SHAPE) == []
+
+    def test_weighted(self, even):
+        def mean(params, x, y, weights):
+            return jnp.sum(weights * losses(params, x, y)) / weights.sum()
+
+        with jax.enable_x64(True):
+            args = PARAMS, X[:29], Y[:29], WEIGHTS[:29]
+            found = jax.jit(even.value_and_grad(weighted_losses, weighted=True))(*args)
+            assert_close(found, jax.value_and_grad(mean)(*args), rtol=1e-12)
+
+    def test_sums_and_weights(self, even):
+        """As a loss over words gives them, of which ranks have different numbers."""
+
+        def sums(*args):
+            return jax.tree.map(jnp.sum, weighted_losses(*args))
+
+        args = (*ARGS, *single(WEIGHTS))
+        found = jax.jit(even.value_and_grad(sums, weighted=True))(*args)
+        assert_close(found, jax.value_and_grad(lambda *args: sums(*args)[0] / args[3].sum())(*args))
+
+    @pytest.mark.parametrize("size", [29, pytest.param(36, marks=pytest.mark.slow)])
+    def test_with_idle_devices(self, size):
+        plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@0,0"), "ring", with_idle=True)
+        args = single(PARAMS, X[:size], Y[:size])
+        program, found = compiled(plan.value_and_grad(losses), *args)
+        assert_close(found, jax.value_and_grad(loss)(*args))
+        assert foreign(program, "data", {"data": 16}) == []
+
+    @pytest.mark.parametrize("weighted", [False, True])
+    def test_one_number_for_unequal_shares_is_refused(self, even, weighted):
+        def one(params, x, y):
+            total = losses(params, x, y).sum()
+            return (total, len(x)) if weighted else total / len(x)
+
+        with pytest.raises(ArgumentError, match="return one number for each example"):
+            jax.eval_shape(
+                even.value_and_grad(one, weighted=weighted), *single(PARAMS, X[:29], Y[:29])
+            )
+
+
+class TestAux:
+    def test_rows_are_put_together_and_statistics_averaged(self, even):
+        """Also statistics as long as a rank has examples; what is no matter of the batch stays."""
+
+        def function(params, x, y):
+            each = losses(params, x, y)
+            aux = {"rows": x, "is_large": each > 1, "stats": (x.mean(0)[:3], None)}
+            return each.mean(), {**aux, "same": (params["v"] > 0, 7)}
+
+        program, found = compiled(even.value_and_grad(function, has_aux=True), *ARGS)
+        assert_close(found, jax.value_and_grad(function, has_aux=True)(*ARGS))
+        assert foreign(program, "data", SHAPE) == []
+
+    def test_rows_of_a_batch_of_any_size(self, even):
+        def function(params, x, y):
+            each = losses(params, x, y)
+            return each, {"rows": x, "is_large": each > 1}
+
+        args = single(PARAMS, X[:29], Y[:29])
+        program, ((_, aux), _) = compiled(even.value_and_grad(function, has_aux=True), *args)
+        assert_close(aux, function(*args)[1])
+        assert foreign(program, "data", SHAPE) == []
+
+    @pytest.mark.parametrize(
+        ("aux", "size", "message"),
+        [
+            (lambda x: jnp.sum(x > 0), 36, r"aux\['it'\] has dtype int32, .* give reduce_aux="),
+            (lambda x: x.T, 36, r"has shape \(6, 3\) for 3 examples and \(6, 36\) for 36"),
+            (lambda x: x.mean(0), 29, "padding would count in it"),
+        ],
+    )
+    def test_what_cannot_be_told_is_refused(self, even, aux, size, message):
+        def function(params, x, y):
+            return losses(params, x, y), {"it": aux(x)}
+
+        with pytest.raises(ArgumentError, match=message):
+            jax.eval_shape(
+                even.value_and_grad(function, has_aux=True), *single(PARAMS, X[:size], Y[:size])
+            )
+
+    def test_told_what_becomes_of_it(self, even):
+        run = even.value_and_grad(
+            lambda params, x, y: (loss(params, x, y), jnp.sum(x > 0)),
+            has_aux=True,
+            reduce_aux=lambda count: even.psum(count, "data"),
+        )
+        (_, count), _ = jax.jit(run)(*ARGS)
+        assert count == (X > 0).sum()
+
+
+class TestWhereTheAxisIsBound:
+    @pytest.mark.parametrize(
+        ("form", "check_vma"),
+        [("mean", True), ("weighted", True), pytest.param("each", False, marks=pytest.mark.slow)],
+    )
+    def test_in_shard_map(self, even, form, check_vma):
+        """Typed as replicated: out_specs say so, and are checked."""
+        function = {
+            "mean": loss,
+            "each": losses,
+            "weighted": lambda params, x, y: (losses(params, x, y).sum(), len(x)),
+        }[form]
+        mapped = jax.shard_map(
+            even.value_and_grad(function, weighted=form == "weighted"),
+            mesh=even.jax_mesh("data"),
+            in_specs=SPECS,
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+        program, found = compiled(mapped, *ARGS)
+        assert_close(found, jax.value_and_grad(loss)(*ARGS))
+        assert foreign(program, "data", SHAPE) == []
+
+    def test_aux_is_the_ranks_own(self, even):
+        mapped = jax.shard_map(
+            lambda *args: even.value_and_grad(lambda *args: (loss(*args), args[1]), has_aux=True)(
+                *args
+            )[0][1],
+            mesh=even.jax_mesh("data"),
+            in_specs=SPECS,
+            out_specs=P("data"),
+        )
+        assert_close(jax.jit(mapped)(*ARGS), ARGS[1])
+
+    def test_in_pmap(self, even):
+        params, x, y = ARGS
+        run = jax.pmap(
+            even.value_and_grad(loss, axis_name="batch"),
+            axis_name="batch",
+            in_axes=(None, 0, 0),
+            devices=list(even.topology.devices),
+        )
+        found = run(params, x.reshape(12, 3, -1), y.reshape(12, 3))
+        wanted = jax.value_and_grad(loss)(*ARGS)
+        assert_close(jax.tree.map(lambda leaf: leaf[7], found), wanted)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [({"specs": P("data")}, "gather the weights"), ({"mesh": 1}, "leave out mesh")],
+    )
+    def test_what_is_known_there_is_refused(self, even, options, message):
+        mapped = jax.shard_map(
+            even.value_and_grad(loss, **options),
+            mesh=even.jax_mesh("data"),
+            in_specs=SPECS,
+            out_specs=P(),
+        )
+        with pytest.raises(ArgumentError, match=message):
+            jax.eval_shape(mapped, *ARGS)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "options", "message"),
+    [
+        (lambda params: 0.0, ARGS[:1], {}, "no arguments that could be the batch"),
+        (loss, (*ARGS[:2], ARGS[2][:7]), {}, r"first dimensions of \[7, 36\]"),
+        (loss, (*ARGS[:2], np.float32(1)), {}, "replicated=2"),
+        (loss, ARGS, {"argnums": 3}, r"given 3 arguments, and .* name \[3\]"),
+        (loss, ARGS, {"replicated": 0}, r"\[0\] cannot be in argnums and in replicated"),
+        (loss, ARGS, {"weighted": True}, r"returns \(sum, weight\), not an array of shape \(\)"),
+        (lambda p, x, y: x @ p["w"], ARGS, {}, r"array of shape \(3, 8\) for 3 examples"),
+        (lambda p, x, y: y[:2], ARGS, {}, r"array of shape \(2,\) for 3 examples"),
+        (loss, single(PARAMS, X[:7], Y[:7]), {}, "global batch of 7 is too small"),
+    ],
+)
+def test_mistakes_are_named(even, function, args, options, message):
+    with pytest.raises(ArgumentError, match=message):
+        jax.eval_shape(even.value_and_grad(function, **options), *args)
