@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from ftmesh.errors import ArgumentError
+from ftmesh.collectives.meshes import Site
+from ftmesh.collectives.pieces import WHOLE, names_in, spread, typed_spec
 from ftmesh.execute import _compat
 from ftmesh.plans import Plan
 
@@ -19,46 +20,54 @@ from ftmesh.plans import Plan
 class OnMesh:
     """The axis of a plan, the mesh that has it, and the `specs` of parameters on that.
 
-    Those are a ``PartitionSpec``, a pytree of them or a prefix of one; without any, parameters are
-    whole at every device. Without a mesh it is the plan's own.
+    Those are a ``PartitionSpec`` or ``NamedSharding``, or a pytree of them; where none are given
+    parameters are whole at every device, but for Explicit axes, which types tell of. Without a mesh
+    it is that of `jax.set_mesh`, of the parameters, or the plan's own.
     """
 
     plan: Plan
     axis_name: Any
     specs: Any = None
-    mesh: Mesh | None = None
+    mesh: Any = None
 
     @property
     def is_bound(self) -> bool:
         """Whether the axis is bound: each rank then has its own part of everything."""
         return _compat.axis_exists(self.axis_name)
 
-    def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        """`function`, made for a rank, on arrays of the whole mesh."""
-        mesh = self.mesh or self.plan.jax_mesh(self.axis_name)
-        return jax.jit(
-            jax.shard_map(
-                function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-            )
+    def run(
+        self, function: Callable[..., Any], params: Any, in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """`function`, made for a rank, on arrays of the whole mesh, on which `params` lie."""
+        site = Site.of(self.plan, self.axis_name, params, self.mesh)
+        site.specs_of(params, self.specs)  # refuses where nothing says how they lie
+        around = jax.sharding.get_abstract_mesh()
+        mapped = jax.shard_map(
+            function,
+            mesh=None if self.axis_name in around.axis_names else site.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
         )
+        jitted: Callable[..., Any] = jax.jit(mapped)
+        return jitted
 
     def specs_of(self, params: Any) -> Any:
         """A spec for each parameter, in a pytree like them."""
-        specs = PartitionSpec() if self.specs is None else self.specs
-        return jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: spec, part), specs, params, is_leaf=_is_spec
-        )
+        if self.specs is not None:
+            return spread(self.specs, params)
+        return jax.tree.map(_spec_of, params)
 
     def types_of_rank(self, params: Any) -> list[jax.ShapeDtypeStruct]:
         """The types of the leaves as a rank has them."""
         leaves = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in jax.tree.leaves(params)]
         shapes = [jnp.shape(leaf) for leaf in leaves]
-        if self.specs is not None and not self.is_bound:
-            if self.mesh is None:
-                raise ArgumentError("specs speak of a mesh with more axes: give mesh as well")
+        specs = self._flat_specs(params)
+        if not self.is_bound and any(part for spec in specs for part in spec):
+            mesh = Site.of(self.plan, self.axis_name, params, self.mesh).mesh
             shapes = [
-                NamedSharding(self.mesh, spec).shard_shape(shape)
-                for spec, shape in zip(self._flat_specs(params), shapes, strict=True)
+                NamedSharding(mesh, spec).shard_shape(shape)
+                for spec, shape in zip(specs, shapes, strict=True)
             ]
         return [
             jax.ShapeDtypeStruct(shape, leaf.dtype)
@@ -68,7 +77,7 @@ class OnMesh:
     def other_axes(self, params: Any) -> dict[Any, list[bool]]:
         """The other axes over which parameters are split, and which leaves are."""
         over = [
-            {name for part in spec if part for name in _names(part)} - {self.axis_name}
+            {name for part in spec for name in names_in(part)} - {self.axis_name}
             for spec in self._flat_specs(params)
         ]
         return {
@@ -80,10 +89,10 @@ class OnMesh:
         return specs
 
 
+def _spec_of(leaf: Any) -> PartitionSpec:
+    """What the type of an array says; nothing, for what is but a description of one."""
+    return typed_spec(leaf) if isinstance(leaf, jax.Array) else WHOLE
+
+
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
-
-
-def _names(part: Any) -> tuple[Any, ...]:
-    """The axes that one dimension is split over."""
-    return part if isinstance(part, tuple) else (part,)

@@ -68,7 +68,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         overlap: bool = False,
         order: Sequence[int] | None = None,
         specs: Any = None,
-        mesh: jax.sharding.Mesh | None = None,
+        mesh: Any = None,
     ) -> ShardedOptimizer:
         """`transformation`, shared out among the owners of the chunks of `plan`.
 
@@ -83,8 +83,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         each bucket sets out during the backward pass that `value_and_grad` makes, and buckets are
         smaller, unless said; give `order` as `backward_order` finds it.
 
-        On a mesh with more axes than the plan's, give the `mesh`, and `specs` of the parameters: a
-        ``PartitionSpec``, or a pytree of them. Then each piece has its own sum, and a norm is that
+        On a mesh with more axes than the plan's, `specs` say how parameters lie on it, as for
+        `Plan.value_and_grad`; so does `mesh`. Each piece then has its own sum, and a norm is that
         of all pieces of a tensor.
         """
         travel = Travel(plan, axis_name, wire_dtype, accumulate_dtype, reduce)
@@ -151,7 +151,9 @@ class Work:
         """The first state: of a rank where the axis is bound, else of all, on the mesh."""
         if not self.place.is_bound:
             in_specs = (self.place.specs_of(params),)
-            made: ShardedState = self.place.run(self.init, in_specs, self.specs(params))(params)
+            made: ShardedState = self.place.run(self.init, params, in_specs, self.specs(params))(
+                params
+            )
             return made
         layout, tree = self.layout(params), jax.tree.structure(params)
         rank = self._rank(layout, params)
@@ -197,7 +199,7 @@ class Work:
             return work.update(updates, state, params, **extra)
 
         in_specs = (of_params, of_state, WHOLE if params is None else of_params, WHOLE)
-        mapped = self.place.run(run, in_specs, (of_params, of_state))
+        mapped = self.place.run(run, like, in_specs, (of_params, of_state))
         made: tuple[Any, ShardedState] = mapped(updates, state, params, extra)
         return made
 
@@ -250,7 +252,7 @@ class Work:
         """See `ShardedOptimizer`."""
         if not self.place.is_bound:
             specs = (self.specs(params), self.place.specs_of(params))
-            return self.place.run(self.gather_state, specs, WHOLE)(state, params)
+            return self.place.run(self.gather_state, params, specs, WHOLE)(state, params)
         layout, form = self.layout(params), self.form(params)
         _check_owners(state, layout)
         whole = {i: jnp.zeros((), layout.types[i].dtype) for i in layout.whole}
@@ -264,7 +266,7 @@ class Work:
         """See `ShardedOptimizer`."""
         if not self.place.is_bound:
             in_specs = (WHOLE, self.place.specs_of(params))
-            run = self.place.run(self.shard_state, in_specs, self.specs(params))
+            run = self.place.run(self.shard_state, params, in_specs, self.specs(params))
             made: ShardedState = run(state, params)
             return made
         layout, form = self.layout(params), self.form(params)
