@@ -151,7 +151,7 @@ def reduced_on_the_way(
             if not all(isinstance(grads[i], SymbolicZero) for i in members)
         ]
         made = in_turns(
-            [[_instantiated(grads[i]) for i in turns[at]] for at in there],
+            [[_instantiated(grads[i], axis_name) for i in turns[at]] for at in there],
             lambda at, bucket: reduce(there[at], bucket),
         )
         found: list[list[Any]] = [[None] * len(turn) for turn in slots]
@@ -168,10 +168,11 @@ def reduced_on_the_way(
     return [passed.get(i, leaf) for i, leaf in enumerate(leaves)]
 
 
-def _instantiated(grad: Any) -> Any:
+def _instantiated(grad: Any, axis_name: Any) -> Any:
+    """A gradient, with zeros where the loss does not depend on a leaf."""
     if not isinstance(grad, SymbolicZero):
         return grad
-    return _compat.varying_as(jnp.zeros(grad.shape, grad.dtype), grad)
+    return _compat.as_varying(jnp.zeros(grad.shape, grad.dtype), axis_name)
 
 
 def value_and_own_grad(loss: Callable[..., Any], axis_name: Any, *, has_aux: bool = False) -> Any:

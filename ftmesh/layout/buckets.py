@@ -85,8 +85,8 @@ class Packing:
     def of(shapes: Sequence[Shape], num_chunks: int, itemsize: int) -> Packing:
         """Rows of 128, if there is as much in a chunk, and whole tiles of them if they fill one.
 
-        A tile has so many elements of `itemsize` bytes. Where there is less, rows are as long as
-        leaves the least padding.
+        A tile has so many elements of `itemsize` bytes. Where there is less, there are as few rows
+        as can be, and those are as short as can be.
         """
 
         def rows(width: int) -> int:
@@ -100,7 +100,7 @@ class Packing:
             if whole >= tile:
                 whole = math.ceil(whole / tile) * tile
             return Packing(tuple(shapes), num_chunks, whole, WIDTH)
-        width = min(range(WIDTH, 0, -1), key=lambda width: rows(width) * width)
+        width = min(range(1, WIDTH + 1), key=rows)
         return Packing(tuple(shapes), num_chunks, rows(width), width)
 
     @property

@@ -73,7 +73,8 @@ def test_small_sums_go_where_they_take_few_rounds():
     x = np.arange(60, dtype=np.float32)
     assert sum_and_mean(parallel, x) == [x.sum(), pytest.approx(x.mean())]
     optimizer = parallel.optimizer(optax.sgd(1.0))
-    assert (optimizer.plan, optimizer.norm_plan) == (parallel.plan, parallel.small_plan)
+    work = optimizer.work
+    assert (work.travel.plan, work.norm_plan) == (parallel.plan, parallel.small_plan)
 
 
 def test_one_plan_where_it_is_best_for_both():
