@@ -26,6 +26,7 @@ PACKAGES = [
     "layout",
     "collectives",
     "optim",
+    "saved",
     "tpu",
     "testing",
     "train",
