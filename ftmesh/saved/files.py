@@ -41,7 +41,7 @@ def dump(content: dict[str, Any]) -> str:
     r"""`content` as JSON, which ends with a checksum of what stands before.
 
     >>> dump({"step": 3})
-    '{"step":3,"crc32":1203331435}\n'
+    '{"step":3,"crc32":590335763}\n'
     """
     text = json.dumps(content, separators=(",", ":"))
     return f'{text[:-1]},"crc32":{zlib.crc32(text.encode())}}}\n'
