@@ -93,7 +93,8 @@ def check_names(names: Iterable[str]) -> None:
 
 def named(path: Path) -> str:
     """A way through a tree as a name."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    name: str = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name
 
 
 def is_sharded(leaf: Any) -> bool:

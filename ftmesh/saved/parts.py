@@ -57,7 +57,7 @@ def mark(index: Index) -> int:
 
 def _noted(
     pieces: Iterable[tuple[Piece, NDArray[Any]]], told: list[dict[str, Any]]
-) -> Iterator[NDArray[np.uint8]]:
+) -> Iterator[memoryview]:
     """The bytes of each piece, noting where they come to lie."""
     offset = 0
     for piece, array in pieces:
@@ -65,6 +65,6 @@ def _noted(
         name = {"tensor": piece.number}
         if piece.of == "buffer":
             name = {"buffer": piece.number, "rank": piece.rank}
-        told.append({**name, "offset": offset, "bytes": raw.size, "crc32": zlib.crc32(raw)})
+        told.append({**name, "offset": offset, "bytes": raw.size, "crc32": zlib.crc32(raw.data)})
         offset += raw.size
-        yield raw
+        yield raw.data

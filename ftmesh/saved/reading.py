@@ -66,7 +66,7 @@ class Saved:
             for start in range(0, place.size, _AT_ONCE):
                 part = scratch[: min(_AT_ONCE, place.size - start)]
                 self._read(place.process, place.offset + start, part)
-                found = zlib.crc32(part, found)
+                found = zlib.crc32(part.data, found)
             if found != place.checksum:
                 raise DamagedCheckpointError(
                     f"{self._words(piece)} in {file_names(place.process)[0]} is damaged"
@@ -101,7 +101,7 @@ class Saved:
             file, at = self._files[process], 0
             file.seek(offset)
             while at < into.size:
-                count = file.readinto(memoryview(into[at:]))
+                count = file.readinto(into[at:].data)
                 if not count:
                     raise DamagedCheckpointError(f"its {path.name} is cut short")
                 at += count

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ def _sharded(saved: Saved, target: Sharded) -> Any:
                 continue
             members = [names.get((row, leaf)) for leaf in bucket.members]
             chunks = _packed(saved, bucket, members, array.dtype)
-            made.append(_placed(array, lambda w, b=bucket, c=chunks: _rows(b, c, w[0])))
+            made.append(_placed(array, partial(_rows, bucket, chunks)))
         rows.append(tuple(made))
     tree = jax.tree.structure(target.state.inner, is_leaf=is_slot)
     return replace(target.state, inner=tree.unflatten(inner), rows=tuple(rows))
@@ -76,9 +77,9 @@ def _packed(
     return vector.reshape(packing.shape)
 
 
-def _rows(bucket: OwnedBucket, chunks: NDArray[Any], window: slice) -> NDArray[Any]:
+def _rows(bucket: OwnedBucket, chunks: NDArray[Any], window: Window) -> NDArray[Any]:
     """The rows that some ranks hold of a bucket: their chunks, and zeros where those are fewer."""
-    start, stop, _ = window.indices(bucket.num_rows * len(bucket.owned))
+    start, stop, _ = window[0].indices(bucket.num_rows * len(bucket.owned))
     owned = bucket.owned[start // bucket.num_rows : stop // bucket.num_rows].reshape(-1)
     held = np.zeros((len(owned), *chunks.shape[1:]), chunks.dtype)
     is_real = owned < len(chunks)

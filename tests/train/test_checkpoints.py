@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_memory import Watch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from remembering import assert_same_bits, held, parameters, remember
 
@@ -372,27 +373,25 @@ class TestWhatIsNotFinite:
         assert steps(tmp_path) == [0, 1, 2]
 
 
-def device_bytes():
-    """What arrays take of the fullest device, each piece of memory counted once."""
-    seen: dict[tuple[int, int], int] = {}
-    for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            seen[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return max(
-        sum(size for (device, _), size in seen.items() if device == each) for each, _ in seen
-    )
+class TestMemory:
+    def growth(self, sharded, folder, monkeypatch, copy):
+        """How much more a device holds while a state is copied to the host."""
+        watch = Watch()
+        monkeypatch.setattr(snapshot, "_on_host", watch.after(copy))
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.save(1, sharded.state, layouts=sharded.layouts, devices=sharded.devices)
+        watch.look()
+        return watch.growth
 
+    def test_saving_takes_none_of_the_devices(self, sharded, tmp_path, monkeypatch):
+        assert self.growth(sharded, tmp_path, monkeypatch, snapshot._on_host) <= 1.2
 
-def test_saving_takes_no_memory_of_devices(sharded, tmp_path, monkeypatch):
-    seen, real = [], snapshot._on_host
+    def test_a_gather_would_be_seen(self, sharded, tmp_path, monkeypatch):
+        held, real = [], snapshot._on_host
 
-    def watched(sources):
-        copies = real(sources)
-        seen.append(device_bytes())  # what is copied from is still there
-        return copies
+        def gathering(sources):
+            whole = NamedSharding(sharded.state.rows[0][1].sharding.mesh, PartitionSpec())
+            held.append(jax.device_put(sharded.state.rows[0][1], whole))
+            return real(sources)
 
-    monkeypatch.setattr(snapshot, "_on_host", watched)
-    before = device_bytes()
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, sharded.state, layouts=sharded.layouts, devices=sharded.devices)
-    assert max(seen) <= 1.2 * before
+        assert self.growth(sharded, tmp_path, monkeypatch, gathering) > 1.2

@@ -97,7 +97,7 @@ def test_the_rates_of_the_log_are_those_of_the_steps(watched, tmp_path):
 def with_moments(quick_compiler):
     """Trainers with moments, and the losses of a run that is not interrupted."""
     trainers = {
-        "sharded": linear_trainer(Topology.grid("2x2"), kind=optax.adam),
+        "sharded": linear_trainer(Topology.grid("2x1"), kind=optax.adam),
         "whole": linear_trainer(
             Topology.grid("3x1"), StepOptions(algorithm="psum"), kind=optax.adam
         ),
