@@ -3,6 +3,7 @@
 On every kind of ranks: emulated or devices, some of them idle, two to a chip, whole or sharded.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -59,22 +60,26 @@ def parameters(seed=0):
     }
 
 
-HOLE = Topology.grid("4x4", failed="2x2@0,0")
-SETTINGS: dict[str, tuple[Topology, dict[str, Any], dict[str, Any]]] = {
+HOLE = {"failed": "2x2@0,0"}
+SETTINGS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "row_pair on devices": (
-        cpu_grid("4x4", failed="2x2@0,0"),
+        partial(cpu_grid, "4x4", **HOLE),
         {"algorithm": "row_pair"},
         {"bucket_bytes": 2000},
     ),
     "ring in another order": (
-        HOLE,
+        partial(Topology.grid, "4x4", **HOLE),
         {"algorithm": "ring"},
         {"order": range(12)[::-1], "bucket_bytes": 9999},
     ),
-    "idle on devices": (cpu_grid("4x4", failed="2x2@2,2"), {"with_idle": True}, {}),
-    "two to a chip": (Topology((4, 2), (False, False), devices_per_chip=2), {}, {}),
-    "more chips": (Topology.grid("8x8", failed="4x2@2,2"), {}, {}),
-    "whole": (HOLE, {}, {"sharded": False}),
+    "idle on devices": (partial(cpu_grid, "4x4", failed="2x2@2,2"), {"with_idle": True}, {}),
+    "two to a chip": (
+        partial(Topology, (4, 2), (False, False), devices_per_chip=2),
+        {},
+        {},
+    ),
+    "more chips": (partial(Topology.grid, "8x8", failed="4x2@2,2"), {}, {}),
+    "whole": (partial(Topology.grid, "4x4", **HOLE), {}, {"sharded": False}),
 }
 
 
@@ -89,7 +94,7 @@ class Held(NamedTuple):
 def held(setting, params, transformation):
     """The first state."""
     topology, on, options = SETTINGS[setting]
-    parallel = Parallel.on(topology, **on)
+    parallel = Parallel.on(topology(), **on)
     optimizer = parallel.optimizer(transformation, **options)
     init = parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=optimizer.specs(params))
     layouts = [optimizer.layout(params)] if isinstance(optimizer, ShardedOptimizer) else []

@@ -25,11 +25,19 @@ def write_whole(path: Path, parts: Iterable[Any]) -> None:
     except BaseException:
         begun.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    _sync(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def make_folder(path: Path) -> None:
+    """Have a folder there, and its name on the disk."""
+    path.mkdir(parents=True, exist_ok=True)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
     """Have the names in a folder on the disk, too."""
+    if os.name != "posix":
+        return  # elsewhere folders are not opened
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.saved.files import dump, write_whole
+from ftmesh.saved.files import dump, make_folder, write_whole
 from ftmesh.saved.index import FORMAT, Index, Piece
 
 INDEX = "index.json"
@@ -33,7 +33,7 @@ def write_part(
     folder: Path, index: Index, process: int, pieces: Sequence[tuple[Piece, NDArray[Any]]]
 ) -> None:
     """Write the pieces of a process; the first of the index's processes writes the index too."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     data, contents = file_names(process)
     told: list[dict[str, Any]] = []
     write_whole(folder / data, _noted(pieces, told))

@@ -187,7 +187,7 @@ class Checkpoints:
             for step in self._steps():
                 if kept and step < kept[-1]:
                     (self._at(step) / INDEX).unlink(missing_ok=True)  # first: then it is none
-                    shutil.rmtree(self._at(step))
+                    shutil.rmtree(self._at(step), ignore_errors=True)
 
     def _finish(self) -> None:
         """Wait for what is being written."""
