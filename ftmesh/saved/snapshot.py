@@ -176,11 +176,12 @@ def _on_host(sources: list[tuple[Piece, Any, slice]]) -> list[tuple[Piece, NDArr
     for piece, array, rows in sources:
         there = np.asarray(array)
         part = there[rows] if piece.of == "buffer" else there
-        # Elsewhere that was a copy already.
-        is_same_memory = not isinstance(array, jax.Array) or "cpu" in _platforms(array)
-        copies.append((piece, part.copy() if is_same_memory else part))
+        copies.append((piece, part if _is_far(array) else part.copy()))
     return copies
 
 
-def _platforms(array: jax.Array) -> set[str]:
-    return {device.platform for device in array.sharding.device_set}
+def _is_far(array: Any) -> bool:
+    """Whether an array is in memory of its own, so that to look at it is to copy it."""
+    if not isinstance(array, jax.Array) or array.sharding.memory_kind != "device":
+        return False
+    return all(device.platform != "cpu" for device in array.sharding.device_set)

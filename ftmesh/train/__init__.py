@@ -9,11 +9,11 @@ from ftmesh.collectives.gradients import mean_gradients as mean_gradients
 from ftmesh.collectives.gradients import plan_for as plan_for
 from ftmesh.collectives.gradients import with_mean_gradients as with_mean_gradients
 from ftmesh.collectives.groups import Groups as Groups
-from ftmesh.optim.leafwise import NotElementwiseError as NotElementwiseError
 from ftmesh.optim.layerwise import clip_by_global_norm as clip_by_global_norm
 from ftmesh.optim.layerwise import lamb as lamb
 from ftmesh.optim.layerwise import lars as lars
 from ftmesh.optim.layerwise import matrices as matrices
+from ftmesh.optim.leafwise import NotElementwiseError as NotElementwiseError
 from ftmesh.optim.sharded import ShardedOptimizer as ShardedOptimizer
 from ftmesh.optim.states import ShardedState as ShardedState
 from ftmesh.optim.whole import WholeOptimizer as WholeOptimizer
@@ -22,4 +22,5 @@ from ftmesh.train.batch_norm import group_statistics as group_statistics
 from ftmesh.train.batch_norm import mean_statistics as mean_statistics
 from ftmesh.train.batches import Shares as Shares
 from ftmesh.train.batches import weighted_sum as weighted_sum
+from ftmesh.train.checkpoints import Checkpoints as Checkpoints
 from ftmesh.train.parallel import Parallel as Parallel

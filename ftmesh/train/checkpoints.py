@@ -1,9 +1,10 @@
 """Checkpoints: written beside the training, whole or not at all, the last few kept.
 
-    checkpoints = Checkpoints("run1/checkpoints", keep=3)
-    first_step, state = checkpoints.restore(state) if resume else (0, state)
+    checkpoints = Checkpoints("run1/checkpoints", keep=3, resume=resume)
+    layouts = [optimizer.layout(params)]  # of a sharded optimizer; none of a whole one
+    first_step, state = checkpoints.restore(state, layouts=layouts) if resume else (0, state)
     ...
-    checkpoints.save(step, state)
+    checkpoints.save(step, state, layouts=layouts)
     checkpoints.close()
 
 Each process writes what it owns, and waits for no other; `ftmesh.saved.index` has the format. A run
