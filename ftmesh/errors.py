@@ -52,6 +52,10 @@ class CheckpointError(FtmeshError, ValueError):
     """A checkpoint does not fit the run, or would be overwritten by it."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint lacks a file, or has one that is not as it was written."""
+
+
 class TrainingError(FtmeshError):
     """A run cannot go on."""
 

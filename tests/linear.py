@@ -72,7 +72,9 @@ def count_right_of_rank(params, stats, batch):
     return weighted_sum(right, batch.weights), batch.weights.sum()
 
 
-def linear_trainer(topology, options=None, *, lr_schedule=lambda step: RATE, wire_dtype=None):
+def linear_trainer(
+    topology, options=None, *, lr_schedule=lambda step: RATE, wire_dtype=None, kind=optax.sgd
+):
     options = options or StepOptions()
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first())
     parallel = options.on(topology, types[0], wire_dtype or np.float32)
@@ -85,7 +87,7 @@ def linear_trainer(topology, options=None, *, lr_schedule=lambda step: RATE, wir
         row=Points(jax.ShapeDtypeStruct((SIZE,), np.float32), one, one),
         loss=partial(loss_of_rank, parallel, shares),
         count_right=count_right_of_rank,
-        transformation=optax.sgd(lr_schedule),
+        transformation=kind(lr_schedule),
         lr_schedule=lr_schedule,
         sharded=options.sharded,
         wire_dtype=wire_dtype,

@@ -26,6 +26,7 @@ PACKAGES = [
     "layout",
     "collectives",
     "optim",
+    "saved",
     "tpu",
     "testing",
     "train",
@@ -39,6 +40,7 @@ WITH_JAX_BEFORE = {"mesh.jax_axis", "execute._compat", "execute.idle", "execute.
 DOORS = {
     ("mesh.topology", "mesh.jax_axis"),
     ("plans", "collectives"),
+    ("plans", "optim.sharded"),
     ("cli.bench", "testing"),
     ("cli.bench", "collectives.timing"),
     ("cli.compile", "tpu.report"),

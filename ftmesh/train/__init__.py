@@ -23,5 +23,6 @@ from ftmesh.optim.whole import WholeOptimizer as WholeOptimizer
 from ftmesh.train.batch_norm import GroupBatchNorm as GroupBatchNorm
 from ftmesh.train.batch_norm import group_statistics as group_statistics
 from ftmesh.train.batch_norm import mean_statistics as mean_statistics
+from ftmesh.train.checkpoints import Checkpoints as Checkpoints
 from ftmesh.train.nnx_batch_norm import NnxGroupBatchNorm as NnxGroupBatchNorm
 from ftmesh.train.parallel import Parallel as Parallel

@@ -1,132 +1,220 @@
 """Checkpoints: written beside the training, whole or not at all, the last few kept.
 
-    checkpoints = Checkpoints("run1/checkpoints", keep=3)
-    first_step, state = checkpoints.restore(state) if resume else (0, state)
+    checkpoints = Checkpoints("run1/checkpoints", keep=3, resume=resume)
+    layouts = [optimizer.layout(params)]  # of a sharded optimizer; none of a whole one
+    first_step, state = checkpoints.restore(state, layouts=layouts) if resume else (0, state)
     ...
-    checkpoints.save(step, state)
+    checkpoints.save(step, state, layouts=layouts)
     checkpoints.close()
 
-A checkpoint holds whole arrays, not shards, so that a run may go on with more chips or fewer. With
-it lies a description of the arrays; one that does not fit what the run has is refused before
-anything is read or written. A state with numbers that are not finite is never written.
+Each process writes what it owns, and waits for no other; `ftmesh.saved.index` has the format. A run
+may go on with more chips or fewer, on another plan, and with the optimizer whole or sharded. One of
+another model is refused, and one that is torn or damaged is passed over for the one before it. A
+state with numbers that are not finite is never written.
 """
 
 from __future__ import annotations
 
-import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
-from ftmesh.errors import CheckpointError, TrainingError
+from ftmesh.errors import CheckpointError, DamagedCheckpointError, TrainingError
+from ftmesh.layout.owned import Owned
+from ftmesh.saved.finite import first_not_finite
+from ftmesh.saved.naming import about
+from ftmesh.saved.parts import INDEX, file_names, write_part
+from ftmesh.saved.reading import Saved
+from ftmesh.saved.restoring import restored
+from ftmesh.saved.snapshot import Copier, Snapshot, process_of_device
+from ftmesh.units import format_bytes
 
-_STATE, _ABOUT = "state", "about"
+_OF_ORBAX = ("_CHECKPOINT_METADATA", "state")  # what older checkpoints had in their folders
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder.
+    """The checkpoints of one run, in one folder, that all its processes see.
 
     A folder that has some already is refused unless `resume` is set: nothing is ever overwritten.
+    `process` is the number of this one, and `process_of` tells which has a device. What is passed
+    over is told to `say`.
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 3, resume: bool = False) -> None:
-        self.folder = Path(folder).resolve()
-        self._manager = ocp.CheckpointManager(
-            self.folder,
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True),
-            item_names=(_STATE, _ABOUT),
-        )
-        if self.latest_step is not None and not resume:
-            self._manager.close()
-            raise CheckpointError(
-                f"{folder} has checkpoints, the last of step {self.latest_step}: go on from them "
-                "with --resume, or give another folder"
-            )
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 3,
+        resume: bool = False,
+        process: int | None = None,
+        process_of: Callable[[Any], int] = process_of_device,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.folder, self.keep = Path(folder).resolve(), keep
+        self.process = jax.process_index() if process is None else process
+        self._process_of, self._say = process_of, say or self._print
+        self._writing: Future[None] | None = None
+        _check_writable(self.folder)
+        for step in self._steps():
+            if any((self._at(step) / name).exists() for name in _OF_ORBAX):
+                raise CheckpointError(
+                    f"{folder} has checkpoints of an older format, which this version does not "
+                    "read: give another folder"
+                )
+        if not resume:
+            if self.latest_step is not None:
+                raise CheckpointError(
+                    f"{folder} has checkpoints, the last of step {self.latest_step}: go on from "
+                    "them with --resume, or give another folder"
+                )
+            self._forget(after=-1)
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the last whole checkpoint, if there is one."""
-        step: int | None = self._manager.latest_step()
-        return step
+        """The step of the last complete checkpoint, if there is one."""
+        return next(filter(self._is_complete, self._steps()), None)
 
-    def save(self, step: int, state: Any) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        layouts: Sequence[Owned] = (),
+        devices: Sequence[Any] | None = None,
+    ) -> None:
         """Begin to write `state`, a pytree of arrays, as it is after `step`.
 
-        Waits for the state, not for the disk. A state that no run could go on from is refused.
+        `layouts` are those of sharded states in it, as ``optimizer.layout(params)``; `devices` are
+        those whose numbers count, where some are idle. Waits for the state and for the checkpoint
+        before, not for the disk. A state that no run could go on from is refused.
         """
-        if not is_finite(state):
+        self._finish()
+        copier = Copier(self.process, self._process_of, devices, layouts)
+        snapshot = copier.snapshot(step, state)
+        wrong = first_not_finite(snapshot)
+        if wrong is not None:
             raise TrainingError(
-                f"the state after step {step} has numbers that are not finite, and is not saved: "
-                "the run has stopped there; try a lower learning rate or a longer warm-up, or go "
-                "back to a checkpoint before it"
+                f"the state after step {step} has numbers that are not finite, in {wrong}, and is "
+                "not saved: the run has stopped there; try a lower learning rate or a longer "
+                "warm-up, or go back to a checkpoint before it"
             )
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                **{_STATE: ocp.args.StandardSave(state), _ABOUT: ocp.args.JsonSave(about(state))}
-            ),
-        )
+        free = shutil.disk_usage(self.folder).free
+        if snapshot.num_bytes > free:
+            raise CheckpointError(
+                f"cannot write {self._at(step)}: it takes {format_bytes(snapshot.num_bytes)}, and "
+                f"{format_bytes(free)} are free; keep fewer, or give another folder"
+            )
+        self._writing = self._thread.submit(self._write, snapshot)
 
-    def restore(self, like: Any) -> tuple[int, Any]:
-        """The last checkpoint: its step, and its arrays, placed on devices as those of `like` are.
+    def restore(self, like: Any, *, layouts: Sequence[Owned] = ()) -> tuple[int, Any]:
+        """The last sound checkpoint: its step, and its state, that lies on devices as `like` does.
 
-        Where there is none, step 0 and `like` itself.
+        `like` may be of arrays or of their types, and `layouts` are those of sharded states in it.
+        Where there is no checkpoint, step 0 and `like` itself.
         """
-        step = self.latest_step
-        if step is None:
-            return 0, like
-        found = self._manager.restore(
-            step, args=ocp.args.Composite(**{_ABOUT: ocp.args.JsonRestore()})
-        )[_ABOUT]
-        difference = first_difference(about(like), found)
+        self._finish()
+        for step in self._steps():
+            try:
+                with Saved(self._at(step)) as saved:
+                    saved.check()
+                    self._check_fits(saved, about(like, layouts))
+                    state = restored(saved, like, layouts)
+            except DamagedCheckpointError as error:
+                self._say(f"passed over the checkpoint of step {step} in {self.folder}: {error}")
+            else:
+                self._forget(after=step)
+                return step, state
+        self._forget(after=-1)
+        return 0, like
+
+    def _check_fits(self, saved: Saved, ours: dict[str, str]) -> None:
+        difference = first_difference(ours, saved.index.about)
         if difference:
             raise CheckpointError(
-                f"the checkpoint of step {step} in {self.folder} is of another model or optimizer: "
-                f"{difference}"
+                f"the checkpoint of step {saved.index.step} in {self.folder} is of another model "
+                f"or optimizer: {difference}"
             )
-        placed = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(placed)})
-        )
-        return step, restored[_STATE]
 
     def close(self) -> None:
         """Wait until everything is written."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            self._finish()
+        finally:
+            self._thread.shutdown()
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            self.close()
+        except CheckpointError as other:
+            if error is None:
+                raise
+            self._say(str(other))  # and what ended the run goes on its way
 
+    # The folder -------------------------------------------------------------------------------
 
-def is_finite(state: Any) -> bool:
-    """Whether every number of a pytree of arrays is finite.
+    def _at(self, step: int) -> Path:
+        return self.folder / str(step)
 
-    A single number may be infinite: optimizers keep such, as the best loss before the first.
-    """
-    return bool(_all_finite(jax.tree.leaves(state)))
+    def _steps(self) -> list[int]:
+        """The steps of all checkpoints, whole or not, the last one first."""
+        names = [path.name for path in self.folder.iterdir() if path.is_dir()]
+        numbers = [int(name) for name in names if name.isdecimal()]
+        return sorted((step for step in numbers if str(step) in names), reverse=True)
 
+    def _is_complete(self, step: int) -> bool:
+        try:
+            Saved(self._at(step))
+        except DamagedCheckpointError:
+            return False
+        return True
 
-def _are_finite(leaves: list[jax.Array]) -> jax.Array:
-    good = [jnp.isfinite(x).all() if x.size > 1 else ~jnp.isnan(x).any() for x in leaves]
-    return jnp.all(jnp.array(good, bool))
+    def _write(self, snapshot: Snapshot) -> None:
+        """In a thread: this process's part; the first process also takes away what is too old."""
+        index = snapshot.index
+        if self.process in index.processes:
+            write_part(self._at(index.step), index, self.process, snapshot.pieces)
+        if self.process == index.processes[0]:
+            kept = list(filter(self._is_complete, self._steps()))[: self.keep]
+            for step in self._steps():
+                if kept and step < kept[-1]:
+                    (self._at(step) / INDEX).unlink(missing_ok=True)  # first: then it is none
+                    shutil.rmtree(self._at(step), ignore_errors=True)
 
+    def _finish(self) -> None:
+        """Wait for what is being written."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {error.filename or self.folder}: {error.strerror}"
+            ) from error
 
-_all_finite = jax.jit(_are_finite)
+    def _forget(self, after: int) -> None:
+        """Take away what this process has left in folders of later steps, which are not sound.
 
+        When they are written again, nothing of old may stand in for a part that is missing.
+        """
+        for step in self._steps():
+            if step > after:
+                for name in (INDEX, *file_names(self.process)):
+                    (self._at(step) / name).unlink(missing_ok=True)
 
-def about(state: Any) -> dict[str, str]:
-    """The arrays of a pytree in words, by where they are in it."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in jax.tree.leaves_with_path(state)
-    }
+    def _print(self, line: str) -> None:
+        if self.process == 0:
+            print(line, file=sys.stderr)
 
 
 def first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
@@ -141,5 +229,13 @@ def first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None
     return None
 
 
-# Orbax tells of every file that it writes; what matters to a run is said by the run.
-logging.getLogger("absl").setLevel(logging.WARNING)
+def _check_writable(folder: Path) -> None:
+    """Makes the folder, and refuses one that nothing can be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"checkpoint")
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write checkpoints to {folder}: {error.strerror}; give another folder"
+        ) from error

@@ -96,7 +96,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             last = step == job.total_steps
             if checkpoints and (last or step % args.checkpoint_every == 0):
                 report.settle()  # a state that comes with a bad loss is not worth keeping
-                checkpoints.save(step, trainer.to_checkpoint(state))
+                trainer.save(checkpoints, step, state)
             if last or step % job.steps_per_eval == 0:
                 log.stop("block", first_epoch_num=job.epoch(block))
                 block = step + 1
@@ -111,15 +111,20 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
 
 def _restored(job: Job, checkpoints: Checkpoints, args: argparse.Namespace) -> tuple[int, State]:
     """The steps that are done, and the state after them: the last checkpoint's, if there is one."""
-    done, whole = checkpoints.restore(job.trainer.to_checkpoint(job.state))
-    if args.resume and not done:
+    if not args.resume:
+        return 0, job.state
+    for leaf in jax.tree.leaves(job.state):
+        leaf.delete()  # to have its memory for the other
+    found = job.trainer.restore(checkpoints)
+    if found is None:
         raise CheckpointError(f"{args.checkpoint_dir} has no checkpoint to go on from")
+    done, state = found
     if done >= job.total_steps:
         raise CheckpointError(
             f"the checkpoint is of step {done}, and the run ends at {job.total_steps}: there is "
             "nothing left to do; more --steps would go on"
         )
-    return done, job.trainer.from_checkpoint(whole) if done else job.state
+    return done, state
 
 
 def _evaluate(job: Job, state: State, step: int, report: Report, log: MLLog) -> bool:

@@ -111,6 +111,11 @@ class Parallel:
         return self.ranks.num_ranks
 
     @property
+    def live_devices(self) -> tuple[Any, ...] | None:
+        """Those that are not idle; None where ranks are emulated."""
+        return None if self.mesh is None else tuple(self.mesh.devices.flat[self.ranks.live])
+
+    @property
     def platform(self) -> str:
         """What the devices are: "cpu", "gpu" or a kind of TPU."""
         return platform_of(self.mesh.devices.flat[0] if self.mesh else jax.devices()[0])

@@ -22,7 +22,10 @@ import optax
 
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.layout.batches import Shares
+from ftmesh.layout.owned import Owned
 from ftmesh.mesh.topology import Topology
+from ftmesh.optim.sharded import ShardedOptimizer
+from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
 
 
@@ -80,9 +83,21 @@ class Trainer:
     step: Any  # state, batch -> state, loss
     mean_stats: Any  # the statistics of all ranks -> those for evaluation
     evaluate: Any  # parameters, such statistics, batch -> how many are right, how many there are
-    to_checkpoint: Callable[[State], State]  # a state as whole arrays, for any mesh
-    from_checkpoint: Callable[[State], State]
+    own_stats: Any  # statistics -> the same for all ranks
     inputs: tuple[State, Any]
+    saved: State  # the types of what a checkpoint holds
+    layouts: tuple[Owned, ...] = ()  # of a sharded optimizer
+
+    def save(self, checkpoints: Checkpoints, step: int, state: State) -> None:
+        """Begin to write a state; of statistics, their mean. See `Checkpoints.save`."""
+        mean = state._replace(stats=self.mean_stats(state.stats))
+        devices = self.parallel.live_devices
+        checkpoints.save(step, mean, layouts=self.layouts, devices=devices)
+
+    def restore(self, checkpoints: Checkpoints) -> tuple[int, State] | None:
+        """The step and the state of the last sound checkpoint, if there is one."""
+        step, found = checkpoints.restore(self.saved, layouts=self.layouts)
+        return (step, found._replace(stats=self.own_stats(found.stats))) if step else None
 
 
 def make_trainer(
@@ -138,14 +153,6 @@ def make_trainer(
     def mean_of_ranks(stats: Any) -> Any:
         return parallel.mean(_own_row(stats))
 
-    def whole_of_rank(state: State) -> State:
-        inner = optimizer.gather_state(state.optimizer, state.params)
-        return State(state.params, mean_of_ranks(state.stats), inner)
-
-    def state_of_rank(whole: State) -> State:
-        inner = optimizer.shard_state(whole.optimizer, whole.params)
-        return State(whole.params, _in_rows(whole.stats, 1), inner)
-
     state = State(
         params,
         jax.eval_shape(lambda stats: _in_rows(stats, parallel.num_ranks), stats),
@@ -161,9 +168,12 @@ def make_trainer(
         ),
         mean_stats=parallel.jit(mean_of_ranks, in_specs=(SPLIT,), out_specs=WHOLE),
         evaluate=parallel.jit(evaluation_of_rank, in_specs=(WHOLE, WHOLE, rows), out_specs=WHOLE),
-        to_checkpoint=parallel.jit(whole_of_rank, in_specs=(specs,), out_specs=WHOLE),
-        from_checkpoint=parallel.jit(state_of_rank, in_specs=(WHOLE,), out_specs=specs),
+        own_stats=parallel.jit(
+            lambda stats: _in_rows(stats, 1), in_specs=(WHOLE,), out_specs=SPLIT
+        ),
         inputs=parallel.typed((state, batch), (specs, rows)),
+        saved=parallel.typed(state._replace(stats=stats), specs._replace(stats=WHOLE)),
+        layouts=(optimizer.layout(params),) if isinstance(optimizer, ShardedOptimizer) else (),
     )
 
 

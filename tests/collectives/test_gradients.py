@@ -1,17 +1,19 @@
 """Gradients averaged after the backward pass and inside it, against those of all examples."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError
-from ftmesh.optim.shards import Shards, with_mean_shards
+from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.testing import cpu_grid, on_one_device
 from ftmesh.train import backward_order, mean_gradients, plan_for, with_mean_gradients
 
@@ -61,15 +63,9 @@ def implicit(plan, **options):
 
 
 def implicit_shards(plan, **options):
-    """A rank's shards of that gradient."""
-    shards = Shards(plan, "data", **options)
-
-    def grad(params, x):
-        slots = jax.tree.map(shards.empty, params)
-        marked = lambda slots: loss(with_mean_shards(params, slots, shards=shards), x)  # noqa: E731
-        return jax.grad(marked)(slots)
-
-    return grad
+    """A rank's rows of that gradient, on their way in an optimizer's `value_and_grad`."""
+    optimizer = ShardedOptimizer(optax.sgd(0.1), plan, "data", overlap=True, **options)
+    return lambda params, x: optimizer.value_and_grad(loss)(params, x)[1].tree
 
 
 def on_devices(plan, run, x, *, check_vma):
@@ -190,11 +186,13 @@ def test_remat_and_scan(plan):
 
 def test_shards_of_the_mean(plan):
     x = examples(12)
-    whole, own = expected(x), Shards(plan, "data").own
+    optimizer = ShardedOptimizer(optax.sgd(0.1), plan, "data", overlap=True, bucket_bytes=200)
+    own = partial(optimizer.work.travel.owned, layout=optimizer.layout(PARAMS))
     run = implicit_shards(plan, bucket_bytes=200)
-    got, want = on_one_device(lambda x: (run(PARAMS, x), jax.tree.map(own, whole)))(x)
-    for name in PARAMS:
-        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    whole = expected(x)
+    got, want = on_one_device(lambda x: (run(PARAMS, x), own(whole)))(x)
+    for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_bf16_on_the_wire(plan):

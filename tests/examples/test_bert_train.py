@@ -17,7 +17,7 @@ from examples.bert.model import init, predict
 from examples.bert.published import to_published
 from examples.bert.steps import make_model
 from examples.bert.train import add_bert, main, train
-from examples.bert.trainer import bert_options, bert_trainer, first_state
+from examples.bert.trainer import bert_options, bert_trainer
 from ftmesh import Topology
 from ftmesh.testing import cpu_grid
 from ftmesh.train.arguments import add_run, step_options
@@ -119,12 +119,10 @@ def test_the_moments_are_those_of_the_whole_batch_on_one_device(tmp_path):
     argv = ["--wire-dtype", "float32", "--steps", "1", "--checkpoint-dir", str(tmp_path)]
     run(*argv)
     args = arguments(*argv)
-    trainer = examples.bert.train.bert_trainer(
-        SMALL, HOLE, step_options(args), **bert_options(args)
-    )
-    like = trainer.to_checkpoint(first_state(SMALL, trainer, seed=0))
+    whole = replace(step_options(args), sharded=False)
+    trainer = examples.bert.train.bert_trainer(SMALL, HOLE, whole, **bert_options(args))
     with Checkpoints(tmp_path, resume=True) as checkpoints:
-        _, found = checkpoints.restore(like)
+        _, found = trainer.restore(checkpoints)
     adam = found.optimizer[0]
     assert int(adam.count) == 1
 

@@ -20,7 +20,7 @@ from examples.resnet50.images import open_images
 from examples.resnet50.model import init, normalise
 from examples.resnet50.steps import make_lr_schedule, make_model, make_transformation
 from examples.resnet50.train import main, train
-from examples.resnet50.trainer import first_state, resnet50_trainer
+from examples.resnet50.trainer import resnet50_trainer
 from ftmesh import FtmeshError, Topology
 from ftmesh.errors import TrainingError
 from ftmesh.testing import cpu_grid
@@ -143,9 +143,8 @@ def test_the_first_update_is_that_of_the_whole_batch_on_one_device(tmp_path):
     losses("--steps", "1", "--checkpoint-dir", str(tmp_path), config=config)
     options = step_options(arguments())
     trainer = examples.resnet50.train.resnet50_trainer(config, HOLE, options)
-    like = trainer.to_checkpoint(first_state(config, trainer, seed=0))
     with Checkpoints(tmp_path, resume=True) as checkpoints:
-        _, found = checkpoints.restore(like)
+        _, found = trainer.restore(checkpoints)
 
     images = open_images(None, "train", size=8, num_classes=10, num_images=config.train_images)
     batch, _ = Batches(images, size=8, batch=config.batch, num_steps=1, seed=0)[0]

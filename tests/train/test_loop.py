@@ -1,19 +1,22 @@
 """The loop: when the host looks at the device, and what is never saved."""
 
 import json
+import os
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from linear import RATE, arguments, descent, first, linear_job, linear_trainer
 
 from ftmesh import Topology
-from ftmesh.errors import TrainingError
+from ftmesh.errors import CheckpointError, TrainingError
 from ftmesh.optim.lr_schedules import poly_decay
 from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.loop import run, start_log
+from ftmesh.train.trainer import StepOptions
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -88,6 +91,59 @@ def test_the_rates_of_the_log_are_those_of_the_steps(watched, tmp_path):
     (params, _) = first()
     for loss, batch in zip(losses, whole, strict=False):
         assert loss == pytest.approx(np.mean((params["b"] - batch.y) ** 2), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def with_moments(quick_compiler):
+    """Trainers with moments, and the losses of a run that is not interrupted."""
+    trainers = {
+        "sharded": linear_trainer(Topology.grid("2x1"), kind=optax.adam),
+        "whole": linear_trainer(
+            Topology.grid("3x1"), StepOptions(algorithm="psum"), kind=optax.adam
+        ),
+    }
+    return trainers, trained(linear_job(trainers["whole"], steps=8)).losses
+
+
+class TestGoingOn:
+    """From a checkpoint, on other chips and with another kind of optimizer."""
+
+    def argv(self, folder, *more):
+        return ("--checkpoint-dir", str(folder), "--checkpoint-every", "2", *more)
+
+    def test_losses_are_those_of_one_run(self, with_moments, tmp_path):
+        trainers, wanted = with_moments
+        found = dict(trained(linear_job(trainers["sharded"], steps=2), *self.argv(tmp_path)).losses)
+        for steps, name in ((4, "whole"), (8, "sharded")):
+            job = linear_job(trainers[name], steps=steps)
+            found |= trained(job, *self.argv(tmp_path, "--resume")).losses
+        assert list(found) == list(range(1, 9))
+        np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-5)
+
+    def test_the_last_is_torn(self, with_moments, tmp_path, capsys):
+        trainers, wanted = with_moments
+        trained(linear_job(trainers["sharded"], steps=5), *self.argv(tmp_path))
+        os.truncate(tmp_path / "5" / "0.bin", 100)
+        job = linear_job(trainers["sharded"], steps=6)
+        report = trained(job, *self.argv(tmp_path, "--resume"))
+        assert list(report.losses) == [5, 6]
+        assert report.losses[6] == pytest.approx(wanted[6], rel=1e-5)
+        said = capsys.readouterr().err
+        assert f"passed over the checkpoint of step 5 in {tmp_path}: its 0.bin has 100 by" in said
+
+    def test_nothing_sound(self, with_moments, tmp_path):
+        (tmp_path / "5").mkdir()
+        job = linear_job(with_moments[0]["whole"], steps=6)
+        with pytest.raises(CheckpointError, match="has no checkpoint to go on from"):
+            trained(job, *self.argv(tmp_path, "--resume"))
+
+    def test_a_folder_that_is_a_file_is_told_before_the_first_step(self, with_moments, tmp_path):
+        (tmp_path / "file").touch()
+        job = linear_job(replace(with_moments[0]["whole"], step=None), steps=6)
+        with pytest.raises(
+            CheckpointError, match=r"cannot write checkpoints to .*file: File exists"
+        ):
+            trained(job, *self.argv(tmp_path / "file"))
 
 
 class TestWhatIsNotFinite:

@@ -1,0 +1,176 @@
+"""Reading: the tensors of a checkpoint, whoever has written which part of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ftmesh.errors import CheckpointError, DamagedCheckpointError
+from ftmesh.layout.order import shaped
+from ftmesh.saved.files import read_json
+from ftmesh.saved.index import FORMAT, Index, Piece
+from ftmesh.saved.parts import INDEX, file_names, mark
+
+_AT_ONCE = 16 * 2**20  # bytes
+
+
+class Place(NamedTuple):
+    """Where a piece lies."""
+
+    process: int
+    offset: int
+    size: int
+    checksum: int
+
+
+class Saved:
+    """A complete checkpoint in a folder: all files are there, as long as they should be.
+
+    What is not complete, or found to be damaged by `check`, is a `DamagedCheckpointError`.
+
+        with Saved(folder) as saved:
+            saved.check()
+            weights = saved.tensor("params/w")
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.index = Index.from_json(_read(folder / INDEX))
+            self._places = _places(folder, self.index)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
+        self._tensors = {tensor.name: tensor for tensor in self.index.tensors}
+        self._numbers = {tensor.name: at for at, tensor in enumerate(self.index.tensors)}
+        self._files: dict[int, FileIO] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> Saved:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def check(self) -> None:
+        """Read everything once, and compare checksums."""
+        scratch = np.empty(_AT_ONCE, np.uint8)
+        for piece, place in self._places.items():
+            found = 0
+            for start in range(0, place.size, _AT_ONCE):
+                part = scratch[: min(_AT_ONCE, place.size - start)]
+                self._read(place.process, place.offset + start, part)
+                found = zlib.crc32(part.data, found)
+            if found != place.checksum:
+                raise DamagedCheckpointError(
+                    f"{self._words(piece)} in {file_names(place.process)[0]} is damaged"
+                )
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        """The tensor of that name."""
+        tensor = self._tensors[name]
+        vector = np.empty(tensor.size, tensor.dtype)
+        if tensor.buffer is None:
+            place = self._places[Piece("tensor", self._numbers[name])]
+            self._read(place.process, place.offset, vector.view(np.uint8))
+            return vector.reshape(tensor.shape)
+        buffer = self.index.buffers[tensor.buffer]
+        size, stop = buffer.chunk_size, tensor.start + tensor.size
+        for chunk in range(tensor.start // size, -(-stop // size)):
+            rank, before = buffer.home[chunk]
+            place = self._places[Piece("buffer", tensor.buffer, rank)]
+            first, last = max(tensor.start, chunk * size), min(stop, (chunk + 1) * size)
+            offset = (before * size + first - chunk * size) * tensor.dtype.itemsize
+            part = vector[first - tensor.start : last - tensor.start]
+            self._read(place.process, place.offset + offset, part.view(np.uint8))
+        found: NDArray[Any] = shaped(vector, tensor.shape)
+        return found
+
+    def _read(self, process: int, offset: int, into: NDArray[np.uint8]) -> None:
+        """Bytes of a process's pieces."""
+        path = self.folder / file_names(process)[0]
+        try:
+            if process not in self._files:
+                self._files[process] = self._open.enter_context(FileIO(path))
+            file, at = self._files[process], 0
+            file.seek(offset)
+            while at < into.size:
+                count = file.readinto(into[at:].data)
+                if not count:
+                    raise DamagedCheckpointError(f"its {path.name} is cut short")
+                at += count
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"it has no {path.name}") from None
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+    def _words(self, piece: Piece) -> str:
+        if piece.of == "tensor":
+            return self.index.tensors[piece.number].name
+        return f"what rank {piece.rank} has written of buffer {piece.number}"
+
+
+def _places(folder: Path, index: Index) -> dict[Piece, Place]:
+    """Where every piece of a checkpoint lies, if its files are all there."""
+    places: dict[Piece, Place] = {}
+    belongs = (mark(index), index.step)
+    for process in index.processes:
+        data, contents = file_names(process)
+        told = _read(folder / contents)
+        if (told.get("index"), told.get("step")) != belongs:
+            raise DamagedCheckpointError(f"its {contents} belongs to another index")
+        size = _size(folder / data)
+        if size != told.get("bytes"):
+            raise DamagedCheckpointError(
+                f"its {data} has {size} bytes, and should have {told.get('bytes')}"
+            )
+        try:
+            end = _add(places, process, told["pieces"], index.pieces)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedCheckpointError(f"its {contents} makes no sense: {error!r}") from None
+        if end != size:
+            raise DamagedCheckpointError(f"its {data} has {size - end} bytes that are no piece's")
+    if missing := index.pieces.keys() - places.keys():
+        raise DamagedCheckpointError(f"nobody has written {min(missing)._asdict()}")
+    return places
+
+
+def _add(places: dict[Piece, Place], process: int, told: Any, sizes: Mapping[Piece, int]) -> int:
+    """Note the pieces of a process, which lie end to end; where the last one ends."""
+    end = 0
+    for each in told:
+        piece = Piece("tensor", each["tensor"]) if "tensor" in each else None
+        piece = piece or Piece("buffer", each["buffer"], each["rank"])
+        if piece not in sizes or piece in places:
+            raise DamagedCheckpointError(f"{piece._asdict()} is in it twice, or not in the index")
+        if each["offset"] != end or each["bytes"] != sizes[piece]:
+            raise DamagedCheckpointError(
+                f"{piece._asdict()} has {each['bytes']} bytes from {each['offset']} on, and should "
+                f"have {sizes[piece]} from {end} on"
+            )
+        places[piece] = Place(process, end, sizes[piece], each["crc32"])
+        end += sizes[piece]
+    return end
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a file says; one of another version is refused."""
+    content = read_json(path)
+    if content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path.parent} is of format {content.get('format')!r}, and this version reads {FORMAT}"
+        )
+    return content
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"it has no {path.name}") from None
