@@ -116,7 +116,10 @@ def with_mean_gradients(
     options = {"wire_dtype": wire_dtype, "accumulate_dtype": accumulate_dtype}
 
     def mean(_: int, bucket: list[Any]) -> list[Any]:
-        return _mean(bucket, axis_name, plan, options)
+        there = [i for i, grad in enumerate(bucket) if grad is not None]
+        means = _mean([bucket[i] for i in there], axis_name, plan, options)
+        found = dict(zip(there, means, strict=True))
+        return [found.get(i) for i in range(len(bucket))]
 
     slots = [[leaves[i] for i in members] for members in turns]
     return tree.unflatten(reduced_on_the_way(leaves, turns, slots, mean, axis_name))
@@ -132,7 +135,8 @@ def reduced_on_the_way(
     """`leaves` as they are; `slots` get as gradients what `reduce` makes of those of the leaves.
 
     Turn by turn: of each, the positions of some leaves, `reduce` is given the number of the turn
-    and their gradients, and makes those of its slots. A leaf in no turn gets its own.
+    and their gradients, and makes those of its slots. In both, None stands for a gradient that is
+    zero, since the loss does not depend on a leaf. A leaf in no turn gets its own.
     """
     given = {i: leaves[i] for members in turns for i in members}
     varied = [[axis_name in _compat.varying_axes(slot) for slot in turn] for turn in slots]
@@ -144,22 +148,23 @@ def reduced_on_the_way(
         return identity({i: leaf.value for i, leaf in given.items()}, slots), None
 
     def backward(_: None, grads: dict[int, Any]) -> tuple[None, list[list[Any]]]:
-        # A turn in which the loss depends on no leaf is left out.
-        there = [
-            at
-            for at, members in enumerate(turns)
-            if not all(isinstance(grads[i], SymbolicZero) for i in members)
-        ]
-        made = in_turns(
-            [[_instantiated(grads[i], axis_name) for i in turns[at]] for at in there],
-            lambda at, bucket: reduce(there[at], bucket),
-        )
+        known = [[_known(grads[i]) for i in members] for members in turns]
+        there = [at for at, turn in enumerate(known) if any(grad is not None for grad in turn)]
         found: list[list[Any]] = [[None] * len(turn) for turn in slots]
+        places: dict[int, list[int]] = {}
+
+        def run(turn: int, some: list[Any]) -> list[Any]:
+            at, waiting = there[turn], iter(some)
+            given = [None if grad is None else next(waiting) for grad in known[at]]
+            made = reduce(at, given)
+            places[at] = [place for place, grad in enumerate(made) if grad is not None]
+            return [grad for grad in made if grad is not None]
+
+        made = in_turns([[grad for grad in known[at] if grad is not None] for at in there], run)
         for at, turn in zip(there, made, strict=True):
-            found[at] = [
-                _compat.as_varying(x, axis_name) if is_varied else x
-                for x, is_varied in zip(turn, varied[at], strict=True)
-            ]
+            for place, grad in zip(places[at], turn, strict=True):
+                is_varied = varied[at][place]
+                found[at][place] = _compat.as_varying(grad, axis_name) if is_varied else grad
         return None, found
 
     marked = jax.custom_vjp(identity)
@@ -168,11 +173,8 @@ def reduced_on_the_way(
     return [passed.get(i, leaf) for i, leaf in enumerate(leaves)]
 
 
-def _instantiated(grad: Any, axis_name: Any) -> Any:
-    """A gradient, with zeros where the loss does not depend on a leaf."""
-    if not isinstance(grad, SymbolicZero):
-        return grad
-    return _compat.as_varying(jnp.zeros(grad.shape, grad.dtype), axis_name)
+def _known(grad: Any) -> Any:
+    return None if isinstance(grad, SymbolicZero) else grad
 
 
 def value_and_own_grad(loss: Callable[..., Any], axis_name: Any, *, has_aux: bool = False) -> Any:

@@ -68,8 +68,15 @@ class Travel:
         ]
         return pieces_of(made, layout)
 
-    def reduced_turn(self, layout: Owned, at: int, arrays: list[jax.Array]) -> list[jax.Array]:
-        """The same of one turn: a bucket, or those that are in none."""
+    def reduced_turn(self, layout: Owned, at: int, given: list[Any]) -> list[jax.Array]:
+        """The same of one turn: a bucket, or those that are in none. None stands for zeros."""
+        types = [layout.types[i] for i in turns(layout)[at]]
+        arrays = [
+            _compat.as_varying(jnp.zeros(type_.shape, type_.dtype), self.axis_name)
+            if array is None
+            else array
+            for array, type_ in zip(given, types, strict=True)
+        ]
         if at == len(layout.buckets):
             reduce = self.plan.pmean if self.reduce == "mean" else self.plan.psum
             whole: list[jax.Array] = reduce(arrays, self.axis_name)

@@ -353,8 +353,11 @@ class TestWhatIsNotFinite:
         """In a tensor it is refused; in padding, or where a rank owns nothing, it is no matter."""
         state, layouts, devices = sharded
         bucket = layouts[0].buckets[0]
-        assert bucket.packing.shapes == ((300,),)  # in chunks of 128: 44 are in the third
-        (owner,), (place,) = np.nonzero(bucket.owned == 2)
+        assert bucket.packing.shapes == ((300,),)
+        chunk, last = divmod(299, bucket.packing.width)  # a row each; what follows is padding
+        assert bucket.packing.rows == 1
+        assert last + 1 < bucket.packing.width
+        (owner,), (place,) = np.nonzero(bucket.owned == chunk)
         idle = np.flatnonzero(bucket.owned[:, 0] == bucket.packing.num_chunks)[0]
 
         def spoiled(rank, row, column, value):
@@ -364,10 +367,12 @@ class TestWhatIsNotFinite:
 
         told = {"layouts": layouts, "devices": devices}
         with Checkpoints(tmp_path) as checkpoints:
-            for step, bad in enumerate([(owner, place, 44), (owner, place, 127), (idle, 0, 0)]):
+            for step, bad in enumerate(
+                [(owner, place, last + 1), (owner, place, -1), (idle, 0, 0)]
+            ):
                 checkpoints.save(step, spoiled(*bad, np.nan), **told)
             for value in (np.inf, np.nan):
-                bad = spoiled(owner, place, 43, value)
+                bad = spoiled(owner, place, last, value)
                 with pytest.raises(TrainingError, match="not finite, in same/bias"):
                     checkpoints.save(9, bad, **told)
         assert steps(tmp_path) == [0, 1, 2]
