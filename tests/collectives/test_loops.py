@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from compiled_text import collectives, foreign, moved
+from compiled_text import collectives, moved
 from flax import nnx
 
 import ftmesh
@@ -13,6 +13,7 @@ from ftmesh import ArgumentError, Topology
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
+README = (Path(__file__).parents[2] / "README.md").read_text()
 FOLDER = Path(__file__).parents[1] / "loops"
 MESH = 'Mesh(np.array(devices), ("data",))', 'plan.jax_mesh("data")'
 GRADS = "jax.value_and_grad(loss_of)", "plan.value_and_grad(loss_of)"
@@ -28,6 +29,14 @@ CHANGES = {
     ],
     "over_pmap": [PMEAN],
 }
+
+
+@pytest.mark.parametrize("name", ["jit_linen", "over_shard_map", "over_pmap"])
+def test_the_readme_shows_the_lines_that_change(name):
+    source = (FOLDER / f"{name}.py").read_text()
+    for before, after in CHANGES[name]:
+        (line,) = (line for line in source.splitlines() if before in line)
+        assert f"-{line}\n+{line.replace(before, after)}\n" in README
 
 
 def train(name, changes, *args, **options):
@@ -66,7 +75,7 @@ def test_a_loop_trains_the_same(even, name):
     # Only the order of additions differs, by a rounding of float32 in each sum.
     np.testing.assert_allclose(found, plain, rtol=1e-5)
     program = lowered.compile()
-    assert foreign(program, "data", shape) == []
+    ftmesh.audit(program, "data").require_none()
     if name == "jit_two_axes":
         # Each device sends its own half of the weights, and nothing more is gathered than before.
         size = (64 * 32 + 32 + 32 * 10) // 2 + 10 + 1
@@ -85,7 +94,7 @@ def test_a_batch_that_cannot_be_shared_equally(even):
         "jit_linen", [*CHANGES["jit_linen"], whole, each], even.topology.devices, even, size=50
     )
     np.testing.assert_allclose(found, plain, rtol=1e-5)
-    assert foreign(lowered.compile(), "data", {"data": 12}) == []
+    ftmesh.audit(lowered.compile(), "data").require_none()
 
 
 class Normed(nnx.Module):

@@ -5,7 +5,7 @@ from math import ceil
 import jax
 import numpy as np
 import pytest
-from compiled_text import collectives, foreign, moved
+from compiled_text import collectives, moved
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -64,7 +64,7 @@ def test_a_sum_of_pieces(plan, kind, check_vma):
     found = program(x)
     np.testing.assert_allclose(found["x"], X.sum(axis=0), rtol=1e-5, atol=1e-6)
     assert found["ones"] == 6
-    assert foreign(program, "data", SHAPE) == []
+    ftmesh.audit(program, "data").require_none()
     # Half of the array, in as many chunks as the ring has, and each permutation takes one of them.
     chunk = 12 * 8 // 2 // plan.program.num_chunks
     assert set(moved(program, "data", SHAPE)) == {chunk}
@@ -106,7 +106,7 @@ def test_scatter_and_gather_as_lax_does(plan, kind, dimension, tiled):
         return mine[None], lax.all_gather(mine, "data", axis=dimension, tiled=tiled)
 
     program, placed = compiled(ours, mesh_of(kind), x, (P("data"), P()), check_vma=False)
-    assert foreign(program, "data", SHAPE) == []
+    ftmesh.audit(program, "data").require_none()
     # A ring of six whose chunks are twelfths; half of each where pieces travel.
     assert max(moved(program, "data", SHAPE)) == ceil(length**2 / 12 / (2 if dimension == 0 else 1))
     mesh = mesh_of(AxisType.Auto)

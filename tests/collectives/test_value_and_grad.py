@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiled_text import foreign
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -61,14 +60,14 @@ class TestWholeBatchesInJit:
         else:
             program, found = compiled(run, *args)
         assert_close(found, jax.value_and_grad(loss)(*ARGS))
-        assert foreign(program, "data", SHAPE) == []
+        ftmesh.audit(program, "data").require_none()
         assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(found))
 
     def test_jax_would_sum_by_itself(self, even):
         """What the other tests find none of is there to be found."""
         args = put(even.jax_mesh("data"), ARGS, SPECS)
         program, _ = compiled(jax.value_and_grad(loss), *args)
-        assert foreign(program, "data", SHAPE)
+        assert ftmesh.audit(program, "data")
 
     def test_several_arguments(self, even):
         params, x, y = ARGS
@@ -100,7 +99,7 @@ class TestBatchesOfAnySize:
             args = PARAMS, X[:size], Y[:size]
             program, found = compiled(even.value_and_grad(losses), *args)
             assert_close(found, jax.value_and_grad(loss)(*args), rtol=1e-12)
-            assert foreign(program, "data", SHAPE) == []
+            ftmesh.audit(program, "data").require_none()
 
     def test_weighted(self, even):
         def mean(params, x, y, weights):
@@ -127,7 +126,7 @@ class TestBatchesOfAnySize:
         args = single(PARAMS, X[:size], Y[:size])
         program, found = compiled(plan.value_and_grad(losses), *args)
         assert_close(found, jax.value_and_grad(loss)(*args))
-        assert foreign(program, "data", {"data": 16}) == []
+        ftmesh.audit(program, "data").require_none()
 
     @pytest.mark.parametrize("weighted", [False, True])
     def test_one_number_for_unequal_shares_is_refused(self, even, weighted):
@@ -152,7 +151,7 @@ class TestAux:
 
         program, found = compiled(even.value_and_grad(function, has_aux=True), *ARGS)
         assert_close(found, jax.value_and_grad(function, has_aux=True)(*ARGS))
-        assert foreign(program, "data", SHAPE) == []
+        ftmesh.audit(program, "data").require_none()
 
     def test_rows_of_a_batch_of_any_size(self, even):
         def function(params, x, y):
@@ -162,7 +161,7 @@ class TestAux:
         args = single(PARAMS, X[:29], Y[:29])
         program, ((_, aux), _) = compiled(even.value_and_grad(function, has_aux=True), *args)
         assert_close(aux, function(*args)[1])
-        assert foreign(program, "data", SHAPE) == []
+        ftmesh.audit(program, "data").require_none()
 
     @pytest.mark.parametrize(
         ("aux", "size", "message"),
@@ -212,7 +211,7 @@ class TestWhereTheAxisIsBound:
         )
         program, found = compiled(mapped, *ARGS)
         assert_close(found, jax.value_and_grad(loss)(*ARGS))
-        assert foreign(program, "data", SHAPE) == []
+        ftmesh.audit(program, "data").require_none()
 
     def test_aux_is_the_ranks_own(self, even):
         mapped = jax.shard_map(

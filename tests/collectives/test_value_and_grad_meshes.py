@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from compiled_text import collectives, foreign, moved
+from compiled_text import collectives, moved
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from whole_batch import ARGS, assert_close, compiled, loss, put
@@ -44,7 +44,7 @@ def test_each_device_sums_its_own_piece(plan, kind):
     specs = WEIGHTS if kind == AUTO else None
     program, found = compiled(plan.value_and_grad(loss, specs=specs), *args)
     assert_close(found, jax.value_and_grad(loss)(*ARGS))
-    assert foreign(program, "data", SHAPE) == []
+    ftmesh.audit(program, "data").require_none()
     # Half of both weights, and the value, in as many chunks as the ring has.
     size = (6 * 8 + 8) // 2 + 1
     assert set(moved(program, "data", SHAPE)) == {-(-size // plan.program.num_chunks)}
@@ -61,7 +61,7 @@ def test_weights_that_are_cut_along_data_too(plan, kind):
     specs = weights if kind == AUTO else None
     program, found = compiled(plan.value_and_grad(loss, specs=specs), *args)
     assert_close(found, jax.value_and_grad(loss)(*ARGS))
-    assert foreign(program, "data", SHAPE) == []
+    ftmesh.audit(program, "data").require_none()
     assert found[1]["w"].sharding.spec == P("data", "model")
     assert along_model(program) == ["all-reduce"]
 
@@ -76,7 +76,7 @@ def test_weights_that_are_cut_along_the_only_axis(even):
     args = put(even.jax_mesh("data"), (w, x, y), (P("data"),) * 3)
     program, found = compiled(even.value_and_grad(loss_of, specs=P("data")), *args)
     assert_close(found, jax.value_and_grad(loss_of)(w, x, y))
-    assert foreign(program, "data", {"data": 12}) == []
+    ftmesh.audit(program, "data").require_none()
     assert found[1].sharding.spec == P("data")
 
 
@@ -102,7 +102,7 @@ def test_inside_a_shard_map_over_data(plan, check_vma):
     )
     program, found = compiled(mapped, *args)
     assert_close(found, jax.value_and_grad(loss)(*ARGS))
-    assert foreign(program, "data", SHAPE) == []
+    ftmesh.audit(program, "data").require_none()
     assert along_model(program) == ["all-reduce"]
 
 
