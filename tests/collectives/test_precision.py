@@ -240,7 +240,14 @@ class TestWithoutHalves:
 
 
 @pytest.mark.parametrize(
-    "name", ["float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e3m4", "float8_e4m3b11fnuz"]
+    "name",
+    [
+        "float8_e5m2fnuz",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("float8_e4m3fnuz", "float8_e3m4", "float8_e4m3b11fnuz")
+        ),
+    ],
 )
 def test_formats_that_nobody_thought_of_are_added_in_float32(name):
     plan = ftmesh.plan(ftmesh.Topology.grid("8x8", failed="2x2@2,2"), "row_pair")

@@ -49,7 +49,11 @@ def numbers(plan, *shape):
     return np.random.default_rng(0).integers(-99, 99, (*lead, *shape), np.int32)
 
 
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case[0] == "8x8")) for case in CASES],
+    ids=" ".join,
+)
 def test_all_four_are_as_laxs(case):
     plan = tiled(*case)
     ranks = plan.topology.num_live
@@ -140,7 +144,8 @@ class TestMeshes:
             )(np.arange(12.0))
 
 
-@pytest.mark.parametrize("tile", [pytest.param("2x1", marks=pytest.mark.slow), "2x2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", ["2x1", "2x2"])
 def test_the_papers_mesh_on_one_device(tile):
     plan = ftmesh.plan(Topology.grid("16x32", failed="4x2@6,14"), tile=tile)
     x = numbers(plan, 301)

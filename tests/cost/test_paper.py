@@ -40,6 +40,7 @@ def test_ours_is_below_the_papers_with_one_network_for_all_rows(found):
     assert len({ours.network for (ours,) in found.values()}) == 1
 
 
+@pytest.mark.slow
 def test_the_command_says_where_we_differ_and_what_was_assumed(capsys, found):
     assert main(["paper"]) == 0
     text = capsys.readouterr().out

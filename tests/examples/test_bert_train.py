@@ -110,6 +110,7 @@ def test_idle_devices_change_nothing(exact):
     np.testing.assert_allclose(list(found.values()), list(exact[0].losses.values())[:3], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_moments_are_those_of_the_whole_batch_on_one_device(tmp_path):
     """LAMB's steps do not care how large a gradient is; its moments do.
 

@@ -83,7 +83,7 @@ def check(topo, algorithm):
 @pytest.mark.parametrize(
     ("algorithm", "shape"),
     [
-        pytest.param(name, shape, marks=[pytest.mark.slow] * (math.prod(shape) >= 96))
+        pytest.param(name, shape, marks=[pytest.mark.slow] * (math.prod(shape) >= 72))
         for name, shape in CASES
     ],
     ids=[f"{name}-{format_shape(shape)}" for name, shape in CASES],
@@ -149,6 +149,7 @@ def test_row_pair_takes_several_blocks_while_a_pair_is_whole(topo):
             row_pair.plan(topo)
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(several_blocks(even=False), st.booleans())
 def test_blocks_anywhere_are_served_or_refused_in_words(topo, wraps):
@@ -251,7 +252,7 @@ class TestRowPair:
             assert transfers_per_link_and_round(schedule.phases[0]) == 1, topo
             assert transfers_per_link_and_round(schedule.phases[-1]) == 1, topo
 
-    @pytest.mark.parametrize("shape", ["16x32", "32x32"])
+    @pytest.mark.parametrize("shape", ["16x32", pytest.param("32x32", marks=pytest.mark.slow)])
     def test_one_even_block_costs_at_most_16_rounds_on_larger_meshes(self, shape):
         full = undamaged_rounds(shape)
         width, height = map(int, shape.split("x"))

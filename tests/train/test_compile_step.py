@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 SMALL = replace(PRESETS["tiny"], batch=24, stage_sizes=(1,), width=4, image_size=8, norm_group=4)
 
 
+@pytest.mark.slow
 def test_a_share_of_the_state_is_less_than_the_whole():
     topology = cpu_grid("4x4", failed="2x2@0,0")
     trainers = [

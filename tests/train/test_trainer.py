@@ -40,7 +40,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("topology", "options"), CASES.values(), ids=CASES)
+QUICK = {"sharded", "sharded on devices", "whole", "overlap", "psum", "idle on devices", "one"}
+
+
+@pytest.mark.parametrize(
+    ("topology", "options"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name not in QUICK))
+        for name, case in CASES.items()
+    ],
+)
 def test_three_steps_are_those_of_plain_descent(topology, options, tmp_path):
     """In float32, whose rounding at 6e-8 grows little in three steps."""
     trainer = linear_trainer(topology, StepOptions(**options))
