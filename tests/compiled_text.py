@@ -1,8 +1,10 @@
-"""What collectives a compiled program has: their kinds and sizes, and how permutations move."""
+"""What collectives a compiled program has: their kinds, devices and sizes, read off its text."""
 
 import re
 from math import prod
 from typing import NamedTuple
+
+from ftmesh.execute.replica_groups import groups_of
 
 LINE = re.compile(
     r"= (?P<result>\(.*?\)|\S+) "
@@ -18,21 +20,16 @@ class Collective(NamedTuple):
     line: str
 
     def is_along(self, axis, shape):
-        """Whether a permutation moves anything along an axis of a mesh with devices in order."""
+        """Whether it moves anything along an axis of a mesh whose devices are numbered in order."""
+        groups = groups_of(self.line, prod(shape.values()))
         steps = [prod(list(shape.values())[i + 1 :]) for i in range(len(shape))]
         places = [
             {device // step % size for device in group}
-            for group in _pairs(self.line)
+            for group in groups
             for (name, size), step in zip(shape.items(), steps, strict=True)
             if name == axis
         ]
         return any(len(place) > 1 for place in places)
-
-
-def _pairs(line):
-    """The pairs of devices between which a permutation carries something."""
-    inside = re.search(r"source_target_pairs=\{(.*?)\}\}?[,\s]", line + " ")[1]
-    return [{int(a), int(b)} for a, b in re.findall(r"(\d+),(\d+)", inside)]
 
 
 def collectives(compiled):

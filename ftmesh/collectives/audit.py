@@ -89,11 +89,13 @@ class Audit:
 def audit(program: Any, axis_name: str, *, mesh: Any = None) -> Audit:
     """Every collective along `axis_name` in a program that is not the plan's.
 
-    `program` is what ``jit(...).lower(...)`` returns, or its ``.compile()``, or the text of that.
+    `program` is what ``jit(...).lower(...)`` returns, or its ``.compile()``, or the text of that;
+    those of `nnx.jit` too.
     Which devices stand along the axis is known from its shardings where one has a mesh; otherwise
     give that as `mesh`. What runs along other axes only is not listed. A program from a compilation
     cache has the lines of the code that was compiled first.
     """
+    program = getattr(program, "lowered", getattr(program, "compiled", program))  # in nnx's own
     if isinstance(program, jax.stages.Lowered):
         program = program.compile()
     if not isinstance(program, str | jax.stages.Compiled):

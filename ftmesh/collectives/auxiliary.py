@@ -46,18 +46,27 @@ class Auxiliary:
         def aux_of(*some: Any) -> Any:
             return loss.value_and_aux(_filled(args, batch, some))[1]
 
-        of_batch = jax.eval_shape(aux_of, *(whole[i] for i in batch))
-        traced, of_rank = jax.make_jaxpr(aux_of, return_shape=True)(*(args[i] for i in batch))
-        varies = jax.tree.unflatten(jax.tree.structure(of_rank), _vary(traced.jaxpr))
-        self.kinds = jax.tree_util.tree_map_with_path(self._kind, of_rank, of_batch, varies)
+        trace = jax.make_jaxpr(aux_of, return_shape=True)
+        of_all, of_batch = trace(*(whole[i] for i in batch))
+        traced, of_rank = trace(*(args[i] for i in batch))
+        tree = jax.tree.structure(of_rank)
+        varies = tree.unflatten(_vary(traced.jaxpr))
+        alike = tree.unflatten([a == b for a, b in zip(_told(of_all), _told(traced), strict=True)])
+        self.kinds = jax.tree_util.tree_map_with_path(self._kind, of_rank, of_batch, varies, alike)
 
     def _of_all(self, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.shares.global_batch, *leaf.shape[1:]), leaf.dtype)
 
-    def _kind(self, path: Any, own: Any, whole: Any, varies: bool) -> str:
+    def _kind(self, path: Any, own: Any, whole: Any, varies: bool, is_alike: bool) -> str:
+        name = f"aux{jax.tree_util.keystr(path)}"
+        if not varies and not is_alike:
+            raise ArgumentError(
+                f"{name} depends on how many examples there are, and a rank has only a share of "
+                "the batch: compute it outside the loss, or give reduce_aux= to say what becomes "
+                "of it"
+            )
         if not varies:
             return SAME
-        name = f"aux{jax.tree_util.keystr(path)}"
         if own.shape == whole.shape:
             remedy = "return numbers for each example instead, or give reduce_aux="
             if not jnp.issubdtype(own.dtype, jnp.inexact):
@@ -123,6 +132,23 @@ def _vary(jaxpr: Any) -> list[bool]:
         if given & varying or step.effects:  # asking for the rank is an effect
             varying.update(step.outvars)
     return [not isinstance(var, Literal) and var in varying for var in jaxpr.outvars]
+
+
+def _told(closed: Any) -> list[Any]:
+    """How each result of a program is made, in something that is equal if it is made alike."""
+    jaxpr = closed.jaxpr
+    told: dict[Any, Any] = {var: ("given", i) for i, var in enumerate(jaxpr.invars)}
+    told |= {
+        var: ("found", id(const)) for var, const in zip(jaxpr.constvars, closed.consts, strict=True)
+    }
+
+    def tell(var: Any) -> Any:
+        return ("number", str(var.val)) if isinstance(var, Literal) else told[var]
+
+    for step in jaxpr.eqns:
+        made = hash((step.primitive.name, str(step.params), tuple(map(tell, step.invars))))
+        told |= {var: (made, i) for i, var in enumerate(step.outvars)}
+    return [tell(var) for var in jaxpr.outvars]
 
 
 def _filled(args: tuple[Any, ...], batch: Sequence[int], some: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -218,15 +218,20 @@ def _buckets(
 
     An empty leaf is in none.
     """
-    if sorted(order) != list(range(len(leaves))):
-        raise ArgumentError(
-            f"order must have each position from 0 to {len(leaves) - 1} once, one for each leaf of "
-            f"the parameters; it is {list(order)}"
-        )
+    check_order(order, len(leaves))
     arrays = [leaves[i] for i in order]
     made = make_buckets(arrays, [array.dtype for array in arrays], bucket_bytes)
     made.sort(key=lambda bucket: max(bucket.members))
     return [tuple(order[i] for i in bucket.members) for bucket in made]
+
+
+def check_order(order: Sequence[int], num_leaves: int) -> None:
+    """Refuses an order that is none."""
+    if sorted(order) != list(range(num_leaves)):
+        raise ArgumentError(
+            f"order must have each position from 0 to {num_leaves - 1} once, one for each leaf of "
+            f"the parameters; it is {list(order)}"
+        )
 
 
 def _mean(bucket: list[Any], axis_name: Any, plans: Plans, options: dict[str, Any]) -> list[Any]:

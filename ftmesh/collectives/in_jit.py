@@ -67,6 +67,17 @@ class Roles:
         return int(sizes.pop())
 
 
+def _check_keywords(kwargs: dict[str, Any], size: int) -> None:
+    """Refuses arrays of the batch that are given by name: those go whole to every rank."""
+    for name, arg in kwargs.items():
+        if any(jnp.ndim(leaf) and jnp.shape(leaf)[0] == size for leaf in jax.tree.leaves(arg)):
+            raise ArgumentError(
+                f"argument {name!r} of the loss has an array with {size} entries, as many as the "
+                "batch has examples, and what is given by name goes whole to every rank: give it "
+                "by its position, and if it is not the batch, name that in replicated="
+            )
+
+
 def over_whole_batch(
     loss: Loss,
     ranks: OverRanks,
@@ -80,6 +91,7 @@ def over_whole_batch(
     """The value, the gradients and aux, of a loss that each rank computes for its examples."""
     site = Site.of(ranks.plan, ranks.axis_name, args, mesh)
     shares = Shares.of(ranks.plan, roles.batch_size(args))
+    _check_keywords(loss.kwargs, shares.global_batch)
     lie = site.specs_of(tuple(args[i] for i in roles.by), specs)
     types = tuple(jax.tree.map(typed_spec, arg) for arg in args)
     split = PartitionSpec(ranks.axis_name) if shares.are_equal else WHOLE

@@ -40,7 +40,8 @@ def value_and_grad(
     `loss` is given some of the examples and returns the mean over those; or a vector, one number
     for each of them, and then the batch may be of any size. With `weighted` it returns ``(sum,
     weight)``, two numbers or two such vectors, and the value is the sum of sums over the sum of
-    weights. Keyword arguments go to it as they are. `options` are those of `ftmesh.pmean`.
+    weights; to the derivative weights are constants. Keyword arguments go to it as they are.
+    `options` are those of `ftmesh.pmean`.
 
     Where the axis is not bound, in jit: arguments are whole arrays. What is differentiated by, and
     the arguments `replicated`, go whole to every rank; all others are the batch, and ranks have
@@ -50,11 +51,11 @@ def value_and_grad(
     as for `jax.device_put`; each device sums its own piece. Weights that are cut along `axis_name`
     as well are gathered by the plan, and their gradients scattered. Explicit axes need no `specs`.
 
-    With `has_aux` the loss returns ``(loss, aux)``. In jit aux comes back as for the whole batch:
-    arrays with a row for each example are put together, and others that depend on the batch, as
-    batch statistics do, are means over ranks. `reduce_aux`, if given, is called by each rank with
-    its aux instead, and makes of it what is the same everywhere. Where the axis is bound aux is the
-    rank's own, unless `reduce_aux` is given.
+    With `has_aux` the loss returns ``(loss, aux)``. In jit, arrays of aux with a row for each
+    example are put together, and others that depend on the batch, as batch statistics do, are means
+    over ranks, also where for the batch they would be sums, or largest numbers. `reduce_aux`, if
+    given, is called by each rank with its aux instead, and makes of it what is the same everywhere.
+    Where the axis is bound aux is the rank's own, unless `reduce_aux` is given.
     """
     by = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     whole = (replicated,) if isinstance(replicated, int) else tuple(replicated)

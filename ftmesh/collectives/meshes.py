@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from ftmesh.collectives.pieces import WHOLE, only, spread, typed_spec
+from ftmesh.collectives.pieces import WHOLE, names_in, only, spread, typed_spec
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute import _compat
 
@@ -73,7 +73,13 @@ class Site:
                 "weights lie along them: give specs=jax.tree.map(lambda w: w.sharding, params), "
                 "taken outside jit, or specs=PartitionSpec() for whole weights"
             )
-        return spread(WHOLE if specs is None else specs, weights)
+        lie = spread(WHOLE if specs is None else specs, weights)
+        named = {name for spec in jax.tree.leaves(lie) for part in spec for name in names_in(part)}
+        if unknown := named - set(self.mesh.axis_names):
+            raise ArgumentError(
+                f"specs name {sorted(unknown)}, and the mesh has axes {self.mesh.axis_names}"
+            )
+        return lie
 
     def shard_map(
         self, run: Callable[..., Any], in_specs: Any, out_specs: Any, out_types: Any

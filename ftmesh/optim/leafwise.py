@@ -40,6 +40,7 @@ _NAMES = """
 """
 _ELEMENTWISE = frozenset(_NAMES.split())
 _SPREADING = {"broadcast_in_dim", "reshape", "squeeze"}  # one number, at every place
+_IDENTITIES = {"optimization_barrier", "reshard", "sharding_constraint"}
 _CALLS = {"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
 
 
@@ -75,7 +76,7 @@ class Leafwise:
         if name in _CALLS:
             inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
             return self.results(inner, inputs)
-        if name == "optimization_barrier":
+        if name in _IDENTITIES:
             return inputs
         shape = step.outvars[0].aval.shape if step.outvars else ()
         x = inputs[0] if inputs else None

@@ -28,8 +28,11 @@ class Pieces:
 class Rank:
     """A traced function of pytrees, computed on what one rank has of them."""
 
-    def __init__(self, layout: Owned, rows: Sequence[Rows], total: Sum) -> None:
+    def __init__(
+        self, layout: Owned, types: Sequence[Any], rows: Sequence[Rows], total: Sum
+    ) -> None:
         self.layout = layout
+        self.types = types  # of whole tensors
         self._graph = Graph()
         self._on_shards = OnShards(layout, rows, total)
 
@@ -40,7 +43,7 @@ class Rank:
             Value(elements, type_.shape, leaf)
             if leaf in self.layout.home
             else self._plain((name, leaf), pieces.whole[leaf])
-            for leaf, type_ in enumerate(self.layout.types)
+            for leaf, type_ in enumerate(self.types)
         ]
 
     def given_state(self, state: ShardedState, form: StateForm) -> list[Value]:
@@ -51,7 +54,7 @@ class Rank:
         ]
         plain = iter(jax.tree.leaves(state.inner))
         return [
-            Value(rows[leaf.row], self.layout.types[leaf.leaf].shape, leaf.leaf)
+            Value(rows[leaf.row], self.types[leaf.leaf].shape, leaf.leaf)
             if isinstance(leaf, Slot)
             else self._plain(("state", at), next(plain))
             for at, leaf in enumerate(form.leaves)

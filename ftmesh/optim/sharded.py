@@ -34,10 +34,13 @@ from ftmesh import collectives
 from ftmesh.collectives.gradients import (
     BUCKET_BYTES,
     Means,
+    check_order,
     reduced_on_the_way,
     value_and_own_grad,
 )
+from ftmesh.collectives.pieces import WHOLE
 from ftmesh.errors import ArgumentError
+from ftmesh.execute import _compat
 from ftmesh.layout.owned import Owned
 from ftmesh.optim.leafwise import NotElementwiseError
 from ftmesh.optim.on_mesh import OnMesh
@@ -45,8 +48,6 @@ from ftmesh.optim.rank import Pieces, Rank
 from ftmesh.optim.states import ShardedState, Slot, StateForm, form_of, rows_of
 from ftmesh.optim.travel import Reduce, Travel, pieces_of, turns
 from ftmesh.plans import Plan
-
-WHOLE = PartitionSpec()
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -74,7 +75,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
 
         It may do anything element by element, and take sums over whole tensors, as norms are; any
         other is refused. The sums of all tensors travel together, a few numbers, on the plan for
-        their size, as `Plan.at` gives it, or on `norm_plan`.
+        their size, as `Plan.at` gives it, or on `norm_plan`. A state keeps the dtypes that it
+        begins with.
 
         Gradients are added in `accumulate_dtype` and travel in `wire_dtype`, as for `ftmesh.psum`,
         in buckets of up to `bucket_bytes`, filled in `order`, the positions of leaves; updates
@@ -157,7 +159,7 @@ class Work:
             return made
         layout, tree = self.layout(params), jax.tree.structure(params)
         rank = self._rank(layout, params)
-        traced = jax.make_jaxpr(self.transformation.init)(tree.unflatten(layout.types))
+        traced = jax.make_jaxpr(self.transformation.init)(tree.unflatten(rank.types))
         values = rank.results(traced, rank.given("params", self.travel.owned(params, layout)))
         return rank.state(self.form(params), values)
 
@@ -169,14 +171,25 @@ class Work:
         if not self.place.is_bound:
             return self._update_on_mesh(updates, state, params, extra)
         layout, tree, form = self.layout(like), jax.tree.structure(like), self.form(like)
+        if any(self.place.axis_name in _compat.varying_axes(x) for x in jax.tree.leaves(extra)):
+            raise ArgumentError(
+                f"extra arguments must be the same at all ranks, and of {sorted(extra)} some "
+                "differ: take their mean first, as plan.pmean makes it"
+            )
         _check_owners(state, layout)
         rank = self._rank(layout, like)
         grads = self.travel.reduced(updates, layout, tree)
         inputs = rank.given("grads", grads) + rank.given_state(state, form)
-        types = [tree.unflatten(_types(grads, layout)), form.tree.unflatten(form.types)]
+        of_grads = _dtypes(grads, layout)
+        types = [
+            tree.unflatten(
+                [jax.ShapeDtypeStruct(each.shape, of_grads[i]) for i, each in enumerate(rank.types)]
+            ),
+            form.tree.unflatten(form.types),
+        ]
         if params is not None:
             inputs += rank.given("params", self.travel.owned(params, layout))
-            types.append(tree.unflatten(layout.types))
+            types.append(tree.unflatten(rank.types))
         transform = optax.with_extra_args_support(self.transformation).update
         traced, (out, _) = jax.make_jaxpr(
             lambda *args: transform(*args, **extra), return_shape=True
@@ -193,6 +206,7 @@ class Work:
     ) -> tuple[Any, ShardedState]:
         like = updates if params is None else params
         of_params, of_state = self.place.specs_of(like), self.specs(like)
+        _check_owners(state, self.layout(like))
 
         def run(updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
             work = replace(self, travel=replace(self.travel, reduce="none"))  # they are the same
@@ -242,11 +256,14 @@ class Work:
         order = self.order
         if order is None and self.overlap:
             order = range(len(types))[::-1]  # the last are there first
+        if order is not None:
+            check_order(order, len(types))
         return Owned.of(types, program.owned, program.num_chunks, self.bucket_bytes, order)
 
     def form(self, params: Any) -> StateForm:
         """See `ShardedOptimizer`."""
-        return form_of(self.transformation.init, self.layout(params), jax.tree.structure(params))
+        types, tree = self.place.whole_types(params), jax.tree.structure(params)
+        return form_of(self.transformation.init, self.layout(params), types, tree)
 
     def gather_state(self, state: ShardedState, params: Any) -> Any:
         """See `ShardedOptimizer`."""
@@ -290,13 +307,20 @@ class Work:
         """What computes for the calling rank."""
 
         def total(vectors: list[jax.Array]) -> list[jax.Array]:
+            others = self.place.other_axes(params)
+            known = {self.place.axis_name, *others}
+            for axis in sorted(set().union(*map(_compat.varying_axes, vectors)) - known, key=str):
+                raise ArgumentError(
+                    f"this optimizer takes sums over whole tensors, and tensors differ along "
+                    f"{axis!r} too: give specs=, which say how they are cut along it"
+                )
             sums: list[jax.Array] = self.norm_plan.psum(vectors, self.place.axis_name)
-            for name, is_split in self.place.other_axes(params).items():
+            for name, is_split in others.items():
                 sums = [jnp.where(np.array(is_split), lax.psum(x, name), x) for x in sums]
             return sums
 
         rows = [bucket.rows(self.place.axis_name) for bucket in layout.buckets]
-        return Rank(layout, rows, total)
+        return Rank(layout, self.place.whole_types(params), rows, total)
 
 
 def _check_owners(state: Any, layout: Owned) -> None:
@@ -308,10 +332,9 @@ def _check_owners(state: Any, layout: Owned) -> None:
         )
 
 
-def _types(pieces: Pieces, layout: Owned) -> list[jax.ShapeDtypeStruct]:
-    """The types of the leaves that these are pieces of."""
-    types = {i: jax.ShapeDtypeStruct(x.shape, x.dtype) for i, x in pieces.whole.items()}
+def _dtypes(pieces: Pieces, layout: Owned) -> dict[int, Any]:
+    """The dtype of each leaf that these are pieces of."""
+    dtypes = {i: x.dtype for i, x in pieces.whole.items()}
     for bucket, row in zip(layout.buckets, pieces.rows, strict=True):
-        for i in bucket.members:
-            types[i] = jax.ShapeDtypeStruct(layout.types[i].shape, row.dtype)
-    return [types[i] for i in range(len(layout.types))]
+        dtypes |= dict.fromkeys(bucket.members, row.dtype)
+    return dtypes

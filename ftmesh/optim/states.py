@@ -57,8 +57,10 @@ class StateForm:
         return tuple(not found.isdisjoint(bucket.members) for bucket in layout.buckets)
 
 
-def form_of(init: Callable[[Any], Any], layout: Owned, tree: Any) -> StateForm:
-    """The form of the state that `init` makes for parameters that lie so.
+def form_of(
+    init: Callable[[Any], Any], layout: Owned, types: Sequence[Any], tree: Any
+) -> StateForm:
+    """The form of the state that `init` makes for parameters of such `types` that lie so.
 
     Tensors tell by their length which leaf they belong to, if every leaf has one of its own.
     """
@@ -66,9 +68,9 @@ def form_of(init: Callable[[Any], Any], layout: Owned, tree: Any) -> StateForm:
         jax.ShapeDtypeStruct((*(1 for _ in t.shape[1:]), _NO_SIZE + i), t.dtype)
         if i in layout.home
         else t
-        for i, t in enumerate(layout.types)
+        for i, t in enumerate(types)
     ]
-    whole, state_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(layout.types)))
+    whole, state_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(types)))
     told, other_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(marked)))
     if state_tree != other_tree:
         raise NotElementwiseError(
@@ -82,7 +84,7 @@ def form_of(init: Callable[[Any], Any], layout: Owned, tree: Any) -> StateForm:
     leaves: list[Any] = []
     for found, mark in zip(whole, told, strict=True):
         leaf = leaf_of.get(mark.shape)
-        expected = found.shape if leaf is None else layout.types[leaf].shape
+        expected = found.shape if leaf is None else types[leaf].shape
         if found.shape != expected or (leaf is None and mark.shape != found.shape):
             raise NotElementwiseError(
                 f"this optimizer cannot be sharded: it keeps a state of shape {found.shape}, which "

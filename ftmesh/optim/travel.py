@@ -113,9 +113,16 @@ class Travel:
 
     def _are_the_same(self, leaves: list[jax.Array]) -> bool:
         """Whether gradients are typed as the same at all ranks: they have been summed already."""
-        return _compat.checks_varying() and not any(
-            self.axis_name in _compat.varying_axes(leaf) for leaf in leaves
-        )
+        if not _compat.checks_varying() or not leaves:
+            return False
+        kinds = {self.axis_name in _compat.varying_axes(leaf) for leaf in leaves}
+        if len(kinds) > 1:
+            raise ArgumentError(
+                f"some of these gradients differ along {self.axis_name!r} and others are the same "
+                "everywhere, summed already: differentiate with respect to parameters that are "
+                "all of one kind, as plan.value_and_grad does"
+            )
+        return kinds == {False}
 
 
 def turns(layout: Owned) -> list[tuple[int, ...]]:

@@ -156,18 +156,21 @@ class Graph:
 
     def constant(self, value: Any, aval: Any) -> Value:
         """A value that is written into a function; equal numbers are one."""
-        is_known = not aval.shape and not isinstance(value, jax.core.Tracer)
-        name = (str(aval), repr(value)) if is_known else ("at", id(value))
-        if is_known and isinstance(value, (bool, int, float, complex, np.generic, np.ndarray)):
+        name: Hashable = ("at", id(value))
+        is_key = jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended)
+        if not aval.shape and not is_key and not isinstance(value, jax.core.Tracer):
             value = np.asarray(value, aval.dtype)
+            name = (str(aval), value.tobytes())
         return Value(self.node(Given(name, value)), aval.shape, is_uniform=not aval.shape)
 
     @contextmanager
     def in_region(self, region: int) -> Iterator[None]:
         """Nodes that are made meanwhile stand in `region`."""
         before, self.region = self.region, region
-        yield
-        self.region = before
+        try:
+            yield
+        finally:
+            self.region = before
 
     @contextmanager
     def another_region(self) -> Iterator[int]:

@@ -96,8 +96,10 @@ def _whole(saved: Saved, name: str, like: Any) -> Any:
     return jax.random.wrap_key_data(jnp.asarray(value), impl=made[0])
 
 
-def _placed(like: Any, part: Callable[[Window], NDArray[Any]]) -> jax.Array:
-    """An array on the devices of another; each gets its part."""
+def _placed(like: Any, part: Callable[[Window], NDArray[Any]]) -> Any:
+    """An array on the devices of another; each gets its part. NumPy's stay with NumPy."""
+    if not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
+        return part(tuple(slice(None) for _ in np.shape(like)))
     sharding = getattr(like, "sharding", None)
     if sharding is None or not getattr(like, "committed", True):
         return jnp.asarray(part(tuple(slice(None) for _ in np.shape(like))))

@@ -96,6 +96,8 @@ class Checkpoints:
         before, not for the disk. A state that no run could go on from is refused.
         """
         self._finish()
+        if self._is_complete(step):
+            raise CheckpointError(f"{self._at(step)} is there already, and is not written over")
         copier = Copier(self.process, self._process_of, devices, layouts)
         snapshot = copier.snapshot(step, state)
         wrong = first_not_finite(snapshot)

@@ -20,6 +20,8 @@ from ftmesh.train.batch_norm import group_statistics, normalized
 class NnxGroupBatchNorm(nnx.Module):
     """As `flax.nnx.BatchNorm` over the last dimension, with the statistics of a group of ranks.
 
+    Without `groups` every rank is alone, whatever `axis_name` is.
+
     The arithmetic, the weights of examples and the running statistics are those of
     `ftmesh.train.GroupBatchNorm`. ``model.train()`` and ``model.eval()`` set `use_running_average`.
     """

@@ -268,3 +268,21 @@ class TestWhereTheAxisIsBound:
 def test_mistakes_are_named(even, function, args, options, message):
     with pytest.raises(ArgumentError, match=message):
         jax.eval_shape(even.value_and_grad(function, **options), *args)
+
+
+class TestWhatDependsOnTheSizeOfTheBatch:
+    @pytest.mark.parametrize(
+        "aux",
+        [lambda x: jnp.sum(jnp.ones_like(x)), lambda x: x.shape[0], lambda x: jnp.arange(len(x))],
+        ids=["sum of ones", "a number", "numbers of rows"],
+    )
+    def test_of_aux_is_refused(self, even, aux):
+        run = even.value_and_grad(lambda p, x: (jnp.mean(p * x), {"n": aux(x)}), has_aux=True)
+        with pytest.raises(ArgumentError, match=r"aux\['n'\] depends on how many examples"):
+            jax.eval_shape(run, jnp.float32(2), jnp.arange(24.0))
+
+    def test_an_array_of_the_batch_that_is_given_by_name(self, even):
+        """With an example per rank it would be broadcast."""
+        run = even.value_and_grad(lambda p, x, mask: jnp.mean(mask * p * x))
+        with pytest.raises(ArgumentError, match="argument 'mask' of the loss has an array with 12"):
+            jax.eval_shape(lambda x: run(jnp.float32(2), x, mask=x), jnp.arange(12.0))

@@ -117,6 +117,20 @@ def test_what_it_takes_learns_the_same(transformation):
     assert_close(params_after(transformation), want)
 
 
+def test_constants_that_look_alike_are_not_the_same():
+    """Rates that differ in the sixth digit, which are printed as one."""
+    with np.printoptions(precision=3):
+        rates = {"x": jnp.float32(1.00001), "y": jnp.float32(1.00002)}
+        labels = {name: "xy"[i % 2] for i, name in enumerate(PARAMS)}
+        transformation = optax.multi_transform(
+            {name: optax.sgd(rate) for name, rate in rates.items()}, labels
+        )
+        found = params_after(transformation, steps=1)
+    for name, label in labels.items():
+        grad = gradients(PARAMS, 1, 0)[name][0]
+        np.testing.assert_allclose(found[name], PARAMS[name] - rates[label] * grad, rtol=2e-7)
+
+
 def test_moments_of_sixteen_bits():
     """Rounded in fused operations, or one by one: a rate of 0.1 times 8 bits."""
     transformation = optax.adam(0.1, mu_dtype=jnp.bfloat16)

@@ -11,10 +11,11 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.contrib import reduce_on_plateau
 from updates import FEW, OPTIMIZERS, assert_close, gradients, unsharded
 
 import ftmesh
-from ftmesh import CollectiveError, Topology
+from ftmesh import ArgumentError, CollectiveError, Topology
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -40,10 +41,19 @@ def test_one_step_of_a_train_state(twelve):
     np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adam", "lamb"])
+# Those of optax trace to other operations where there is a mesh.
+KINDS = OPTIMIZERS | {
+    "optax lamb": optax.lamb(0.1),
+    "optax lars": optax.lars(0.1),
+    "block rms": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
+    "centred": optax.stateless(lambda u, _: jax.tree.map(lambda x: x - jnp.mean(x), u)),
+}
+
+
+@pytest.mark.parametrize("name", ["adam", "lamb", "optax lamb", "optax lars"])
 def test_a_train_state(twelve, name):
-    state = trained(twelve.shard(OPTIMIZERS[name]))
-    assert_close(state.params, unsharded(OPTIMIZERS[name], FEW, 12)[0])
+    state = trained(twelve.shard(KINDS[name]))
+    assert_close(state.params, unsharded(KINDS[name], FEW, 12)[0])
     (row, *_), *_ = state.opt_state.rows
     assert row.sharding.is_equivalent_to(NamedSharding(twelve.jax_mesh("data"), P("data")), 2)
 
@@ -118,11 +128,11 @@ def six():
     return plan, mesh
 
 
-@pytest.mark.parametrize("name", ["adam", "lars", "lamb"])
+@pytest.mark.parametrize("name", ["adam", "lamb", "optax lamb", "block rms", "centred"])
 def test_weights_that_are_cut_along_another_axis(six, name):
-    """Norms are those of all pieces; a device keeps a part of its piece."""
+    """Norms, means and sizes are those of all pieces; a device keeps a part of its piece."""
     plan, mesh = six
-    optimizer = plan.shard(OPTIMIZERS[name], specs=SPECS, mesh=mesh)
+    optimizer = plan.shard(KINDS[name], specs=SPECS, mesh=mesh)
     params = jax.tree.map(lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), WIDE, SPECS)
     grads = jax.tree.map(lambda p: jnp.sin(p * 7), params)
 
@@ -135,22 +145,95 @@ def test_weights_that_are_cut_along_another_axis(six, name):
         return params, state
 
     got, state = step(params, grads)
-    want, inner = WIDE, OPTIMIZERS[name].init(WIDE)
+    want, inner = WIDE, KINDS[name].init(WIDE)
     for _ in range(2):
-        updates, inner = OPTIMIZERS[name].update(jax.device_get(grads), inner, want)
+        updates, inner = KINDS[name].update(jax.device_get(grads), inner, want)
         want = optax.apply_updates(want, updates)
     assert_close(got, want)
     bucket = optimizer.layout(params).buckets[0]
     assert bucket.packing.shapes == ((45, 16), (31,)) or bucket.packing.shapes == ((31,), (45, 16))
-    assert {shard.data.shape for shard in state.rows[0][0].addressable_shards} == {bucket.shape}
+    for row in state.rows:
+        assert {shard.data.shape for shard in row[0].addressable_shards} == {bucket.shape}
     text = jax.jit(step).lower(params, grads).compile().as_text()
     assert "all-gather" not in text
 
 
 def test_nothing_says_how_weights_lie(six):
     plan, mesh = six
-    with pytest.raises(ftmesh.ArgumentError, match="nothing says how weights lie along them"):
+    with pytest.raises(ArgumentError, match="nothing says how weights lie along them"):
         plan.shard(optax.sgd(0.1), mesh=mesh).init(WIDE)
+
+
+def test_norms_of_pieces_that_nothing_tells_of(six):
+    """In a shard_map over both axes, where types say that weights differ along "model"."""
+    plan, mesh = six
+    optimizer = plan.shard(optax.clip_by_global_norm(1.0))
+    step = jax.shard_map(
+        lambda w: optimizer.update(w, optimizer.init(w), w)[0],
+        mesh=mesh,
+        in_specs=P("model"),
+        out_specs=P("model"),
+    )
+    with pytest.raises(ArgumentError, match="tensors differ along 'model' too: give specs="):
+        jax.eval_shape(step, jnp.arange(8.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"specs": P("models")}, r"specs name \['models'\], and the mesh has axes"),
+        ({"order": [0, 0, 1]}, "order must have each position from 0 to 1 once"),
+        ({"order": [1]}, "order must have each position from 0 to 1 once"),
+    ],
+)
+def test_options_that_make_no_sense(twelve, options, why):
+    with pytest.raises(ArgumentError, match=why):
+        twelve.shard(optax.sgd(0.1), **options).init(FEW)
+
+
+def test_a_state_of_another_plan(even, twelve):
+    state = even.shard(optax.sgd(0.1, 0.9)).init(FEW)
+    with pytest.raises(ArgumentError, match="not sharded for the owners of this plan"):
+        twelve.shard(optax.sgd(0.1, 0.9)).update(FEW, state, FEW)
+
+
+def test_eager_steps_are_compiled_once(twelve, caplog):
+    optimizer = twelve.shard(optax.sgd(0.1, 0.9))
+    state = optimizer.init(FEW)
+    _, state = optimizer.update(FEW, state, FEW)
+    with jax.log_compiles(True):
+        optimizer.update(FEW, state, FEW)
+    assert not [line for line in caplog.messages if "Finished XLA compilation" in line]
+
+
+def in_shard_map(plan, step, *args):
+    """Types of what a step gives that every rank takes on its own number."""
+    mapped = jax.shard_map(
+        step, mesh=plan.jax_mesh("data"), in_specs=(P(), P("data")), out_specs=P()
+    )
+    return jax.eval_shape(mapped, *args, jnp.arange(12.0))
+
+
+def test_gradients_of_which_some_are_summed_already(even):
+    optimizer = even.shard(optax.sgd(1.0))
+
+    def step(params, x):
+        own = {"p": jax.lax.pcast(params["p"], "data", to="varying"), "q": params["q"]}
+        grads = jax.grad(lambda own: jnp.sum(own["p"] * x) + jnp.sum(own["q"] * x))(own)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    with pytest.raises(ArgumentError, match="some of these gradients differ along 'data'"):
+        in_shard_map(even, step, {"p": jnp.ones(6), "q": jnp.ones(6)})
+
+
+def test_a_loss_of_a_rank_is_not_one_for_all(even):
+    optimizer = even.shard(optax.chain(optax.sgd(1.0), reduce_on_plateau()))
+
+    def step(params, x):
+        return optimizer.update(params, optimizer.init(params), params, value=x[0])[0]
+
+    with pytest.raises(ArgumentError, match="extra arguments must be the same at all ranks"):
+        in_shard_map(even, step, {"p": jnp.ones(6)})
 
 
 def test_a_mesh_of_another_size(six, twelve):

@@ -400,3 +400,20 @@ class TestMemory:
             return real(sources)
 
         assert self.growth(sharded, tmp_path, monkeypatch, gathering) > 1.2
+
+
+def test_numbers_of_the_host_keep_their_bits(tmp_path):
+    """JAX has no 64 bits, unless asked for."""
+    state = {"seed": 2**40 + 5, "x": np.array([1 / 3]), "n": np.int64(2**40)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    with Checkpoints(tmp_path, resume=True) as checkpoints:
+        step, found = checkpoints.restore(state)
+    assert (step, found["seed"], found["x"][0], found["n"]) == (1, 2**40 + 5, 1 / 3, 2**40)
+
+
+def test_nothing_is_written_over(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"x": jnp.zeros(3)})
+        with pytest.raises(CheckpointError, match="is there already, and is not written over"):
+            checkpoints.save(1, {"x": jnp.ones(3)})
