@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ftmesh.collectives.auxiliary import Auxiliary
 from ftmesh.collectives.meshes import Site
-from ftmesh.collectives.of_rank import Loss, OverRanks, Rows, means_of_rank
+from ftmesh.collectives.of_rank import Examples, Loss, OverRanks, means_of_rank
 from ftmesh.collectives.pieces import WHOLE, only, typed_spec
 from ftmesh.errors import ArgumentError
 from ftmesh.layout.batches import Shares
@@ -96,7 +96,7 @@ def over_whole_batch(
     types = tuple(jax.tree.map(typed_spec, arg) for arg in args)
     split = PartitionSpec(ranks.axis_name) if shares.are_equal else WHOLE
 
-    def own(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Rows]:
+    def own(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Examples]:
         """The arguments of this rank: whole weights, and its rows of the batch."""
         here = list(args)
         for i, how in zip(roles.by, lie, strict=True):
@@ -108,9 +108,9 @@ def over_whole_batch(
         num_live = len(shares.live)
         scale = num_live / shares.global_batch
         has_padding = bool(shares.global_batch % num_live)
-        return tuple(here), Rows(positions >= 0, scale, has_padding)
+        return tuple(here), Examples(positions >= 0, scale, has_padding)
 
-    def value_and_grads(args: tuple[Any, ...], rows: Rows) -> Any:
+    def value_and_grads(args: tuple[Any, ...], rows: Examples) -> Any:
         """Those of the loss, which finds Explicit axes as it would have without us."""
 
         def run(args: tuple[Any, ...], weights: Any) -> Any:

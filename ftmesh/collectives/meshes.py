@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from ftmesh.collectives.pieces import WHOLE, names_in, only, spread, typed_spec
+from ftmesh.collectives.pieces import WHOLE, is_spec, names_in, only, spread, typed_spec
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute import _compat
 
@@ -35,7 +35,14 @@ class Site:
                 f"the mesh given, {mesh.shape}, is not that of jax.set_mesh, {around.shape}: leave "
                 "one of them out"
             )
-        mesh = mesh or _mesh_around(axis_name, args) or plan.jax_mesh(axis_name)
+        mesh = mesh or _mesh_around(axis_name, args)
+        if mesh is None and plan.topology.num_positions > 1:
+            raise ArgumentError(
+                "the plan is for tiles of several devices, and nothing says which axes they lie "
+                f"along: give mesh=plan.jax_mesh(({axis_name!r}, 'model')), or set it with "
+                "jax.set_mesh"
+            )
+        mesh = mesh or plan.jax_mesh(axis_name)
         if axis_name not in mesh.axis_names:
             raise ArgumentError(f"the mesh has axes {mesh.axis_names} and not {axis_name!r}")
         if mesh.shape[axis_name] != plan.program.num_ranks:
@@ -114,7 +121,7 @@ class Site:
         """`run` with arguments of these types along the other axes, where those were Explicit."""
         if not (self.is_explicit and self.others):
             return run
-        kept = jax.tree.map(lambda spec: only(spec, self.others), types, is_leaf=_is_spec)
+        kept = jax.tree.map(lambda spec: only(spec, self.others), types, is_leaf=is_spec)
         typed: Callable[..., Any] = jax.sharding.explicit_axes(
             run, axes=self.others, in_sharding=kept
         )
@@ -123,11 +130,7 @@ class Site:
 
 def spread_shardings(mesh: Any, specs: Any) -> Any:
     """Shardings on a mesh in place of specs."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, jax.sharding.PartitionSpec)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
 def _mesh_around(axis_name: Any, args: Any) -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Examples:
     """The examples that a rank was given of a batch of known size."""
 
     weights: Any  # 1 for an example and 0 for padding
@@ -39,7 +39,7 @@ class Loss:
     has_aux: bool
     weighted: bool
 
-    def value_and_grads(self, args: tuple[Any, ...], rows: Rows | None) -> Any:
+    def value_and_grads(self, args: tuple[Any, ...], rows: Examples | None) -> Any:
         """A number to be averaged, its weight if any, gradients by each argument, and aux."""
 
         def numbers(*args: Any) -> Any:
@@ -65,7 +65,7 @@ class Loss:
                 )
         return found if self.has_aux else (found, None)
 
-    def _read(self, found: Any, rows: Rows | None) -> tuple[Any, Any]:
+    def _read(self, found: Any, rows: Examples | None) -> tuple[Any, Any]:
         """What a loss has returned, as a number to be averaged and its weight."""
         if self.weighted:
             if not isinstance(found, (tuple, list)) or len(found) != 2:
@@ -81,7 +81,7 @@ class Loss:
         return total * (1 / len(found) if rows is None else rows.scale), None
 
 
-def _total(found: Any, rows: Rows | None) -> Any:
+def _total(found: Any, rows: Examples | None) -> Any:
     """The sum of a vector without padding; a number as it is."""
     if jnp.ndim(found) == 0:
         if rows is not None and rows.has_padding:
@@ -176,7 +176,7 @@ def means_of_rank(
     ranks: OverRanks,
     args: tuple[Any, ...],
     specs: Any,
-    rows: Rows | None = None,
+    rows: Examples | None = None,
     value_and_grads: Callable[..., Any] | None = None,
 ) -> tuple[Any, tuple[Any, ...], Any]:
     """The value and the gradients as means over all ranks, and this rank's aux."""

@@ -141,6 +141,11 @@ def spread(specs: Any, x: Any) -> Any:
     return jax.tree.map(one, specs, x, is_leaf=is_leaf)
 
 
+def is_spec(x: Any) -> bool:
+    """Whether something is a spec, and not a pytree of them."""
+    return isinstance(x, PartitionSpec)
+
+
 def typed_spec(x: Any) -> PartitionSpec:
     """How the type of an array says that it is cut; not at all along axes that are not Explicit."""
     return jax.typeof(x).sharding.spec

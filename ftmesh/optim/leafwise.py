@@ -44,7 +44,7 @@ _IDENTITIES = {"optimization_barrier", "reshard", "sharding_constraint"}
 _CALLS = {"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
 
 
-class NotElementwiseError(ArgumentError):
+class NotShardableError(ArgumentError):
     """A function of tensors cannot be given shards of them."""
 
 
@@ -99,7 +99,7 @@ class Leafwise:
         leaves = {x.leaf for x in inputs} - {None}
         kind = max(x.node.kind for x in inputs)
         if len(leaves) > 1:
-            raise NotElementwiseError(
+            raise NotShardableError(
                 f"this optimizer cannot be sharded: its {name!r} takes elements of several "
                 "tensors, and a chip has other shards of one than of another"
             )
@@ -109,7 +109,7 @@ class Leafwise:
         if kind == Kind.PLAIN and not is_uniform:
             return Value(self.graph.node(op, map(self.graph.whole, inputs)), shape)
         if any(x.leaf is None and not x.is_uniform for x in inputs):
-            raise NotElementwiseError(
+            raise NotShardableError(
                 f"this optimizer cannot be sharded: its {name!r} takes an array that differs from "
                 "place to place, such as random numbers, and is not sharded as the tensors are"
             )
@@ -135,7 +135,7 @@ class Leafwise:
         """Any other operation, on values that belong to no leaf, or on a number of each."""
         name = step.primitive.name
         if any(x.node.kind == Kind.ELEMENTS for x in inputs):
-            raise NotElementwiseError(
+            raise NotShardableError(
                 f"this optimizer cannot be sharded: its {name!r} takes more of a tensor than one "
                 "element, or the sum of all, and a chip has only its shard of the tensor; do not "
                 "shard this optimizer"
@@ -158,7 +158,7 @@ class Leafwise:
         """A conditional between branches that work on leaves."""
         index, *operands = inputs
         if index.leaf is not None:
-            raise NotElementwiseError(
+            raise NotShardableError(
                 "this optimizer cannot be sharded: what it does depends on a number of one tensor"
             )
         ends = []
@@ -213,7 +213,7 @@ def _check_branches(values: list[Value]) -> None:
     if len({x.leaf for x in values} - {None}) > 1 or any(
         x.leaf is None and not x.is_uniform for x in values
     ):
-        raise NotElementwiseError(
+        raise NotShardableError(
             "this optimizer cannot be sharded: branches of a conditional in it give different "
             "tensors"
         )

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ftmesh.collectives.meshes import Site
-from ftmesh.collectives.pieces import WHOLE, names_in, spread, typed_spec
+from ftmesh.collectives.pieces import WHOLE, is_spec, names_in, spread, typed_spec
 from ftmesh.execute import _compat
 from ftmesh.plans import Plan
 
@@ -47,7 +47,7 @@ class OnMesh:
         """
         leaves, tree = jax.tree.flatten(params)
         types = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-        spec_tree = jax.tree.structure(in_specs, is_leaf=_is_spec)
+        spec_tree = jax.tree.structure(in_specs, is_leaf=is_spec)
         around = jax.sharding.get_abstract_mesh()
         key = (function.__name__, tree, types, spec_tree, around)
         if key not in self._made:
@@ -116,7 +116,7 @@ class OnMesh:
         }
 
     def _flat_specs(self, params: Any) -> list[PartitionSpec]:
-        specs: list[PartitionSpec] = jax.tree.leaves(self.specs_of(params), is_leaf=_is_spec)
+        specs: list[PartitionSpec] = jax.tree.leaves(self.specs_of(params), is_leaf=is_spec)
         return specs
 
 
@@ -132,7 +132,3 @@ def _whole_shape(shape: tuple[int, ...], spec: PartitionSpec, axis_name: Any) ->
     ]
     sizes = [math.prod(part) for part in parts] + [1] * (len(shape) - len(parts))
     return tuple(length * size for length, size in zip(shape, sizes, strict=True))
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

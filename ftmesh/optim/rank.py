@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ftmesh.layout.owned import Owned, Rows
-from ftmesh.optim.leafwise import Leafwise, NotElementwiseError
+from ftmesh.optim.leafwise import Leafwise, NotShardableError
 from ftmesh.optim.on_shards import OnShards, Sum
 from ftmesh.optim.states import ShardedState, Slot, StateForm, rows_of
 from ftmesh.optim.values import Given, Graph, Kind, Value
@@ -18,7 +18,7 @@ from ftmesh.optim.values import Given, Graph, Kind, Value
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Pieces:
+class Held:
     """What a rank has of a pytree: its rows of every bucket, and the leaves that are in none."""
 
     rows: list[jax.Array]
@@ -36,13 +36,13 @@ class Rank:
         self._graph = Graph()
         self._on_shards = OnShards(layout, rows, total)
 
-    def given(self, name: Hashable, pieces: Pieces) -> list[Value]:
+    def given(self, name: Hashable, held: Held) -> list[Value]:
         """The leaves of a pytree."""
-        elements = self._graph.node(Given(name, pieces.rows), kind=Kind.ELEMENTS)
+        elements = self._graph.node(Given(name, held.rows), kind=Kind.ELEMENTS)
         return [
             Value(elements, type_.shape, leaf)
             if leaf in self.layout.home
-            else self._plain((name, leaf), pieces.whole[leaf])
+            else self._plain((name, leaf), held.whole[leaf])
             for leaf, type_ in enumerate(self.types)
         ]
 
@@ -70,7 +70,7 @@ class Rank:
         self._on_shards.compute([value.node for value in values])
         return values
 
-    def pieces(self, values: Sequence[Value], dtypes: Sequence[Any]) -> Pieces:
+    def held(self, values: Sequence[Value], dtypes: Sequence[Any]) -> Held:
         """A pytree like the parameters, of values for its leaves."""
         rows = []
         for at, bucket in enumerate(self.layout.buckets):
@@ -78,7 +78,7 @@ class Rank:
                 self._check(values[leaf], leaf)
             dtype = jnp.result_type(*(dtypes[leaf] for leaf in bucket.members))
             rows.append(self._on_shards.bucket(at, [values[i] for i in bucket.members], dtype))
-        return Pieces(rows, {i: self._whole(values[i]) for i in self.layout.whole})
+        return Held(rows, {i: self._whole(values[i]) for i in self.layout.whole})
 
     def state(self, form: StateForm, values: Sequence[Value]) -> ShardedState:
         """A state of that form, of values for its leaves."""
@@ -112,7 +112,7 @@ class Rank:
     def _check(self, value: Value, leaf: int) -> None:
         """Refuses a value that is not one for the elements of a leaf."""
         if value.leaf != leaf and not (value.leaf is None and value.is_uniform):
-            raise NotElementwiseError(
+            raise NotShardableError(
                 "this optimizer cannot be sharded: what it makes for one tensor is of another, or "
                 "of none"
             )

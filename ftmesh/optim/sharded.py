@@ -42,11 +42,11 @@ from ftmesh.collectives.pieces import WHOLE
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.layout.owned import Owned
-from ftmesh.optim.leafwise import NotElementwiseError
+from ftmesh.optim.leafwise import NotShardableError
 from ftmesh.optim.on_mesh import OnMesh
-from ftmesh.optim.rank import Pieces, Rank
+from ftmesh.optim.rank import Held, Rank
 from ftmesh.optim.states import ShardedState, Slot, StateForm, form_of, rows_of
-from ftmesh.optim.travel import Reduce, Travel, pieces_of, turns
+from ftmesh.optim.travel import Reduce, Travel, held_of, turns
 from ftmesh.plans import Plan
 
 
@@ -195,9 +195,9 @@ class Work:
             lambda *args: transform(*args, **extra), return_shape=True
         )(*types)
         if jax.tree.structure(out) != tree:
-            raise NotElementwiseError("this optimizer gives updates of another structure")
+            raise NotShardableError("this optimizer gives updates of another structure")
         values = rank.results(traced, inputs)
-        mine = rank.pieces(values[: tree.num_leaves], [x.dtype for x in jax.tree.leaves(out)])
+        mine = rank.held(values[: tree.num_leaves], [x.dtype for x in jax.tree.leaves(out)])
         new = tree.unflatten(self.travel.gathered(mine, layout))
         return new, rank.state(form, values[tree.num_leaves :])
 
@@ -235,7 +235,7 @@ class Work:
 
             slots = travel.slots(leaves, layout)
             value, made = jax.value_and_grad(of_slots, has_aux=has_aux)(slots)
-            return value, Means(pieces_of(made, layout), layout.fingerprint)
+            return value, Means(held_of(made, layout), layout.fingerprint)
 
         return run
 
@@ -273,7 +273,7 @@ class Work:
         layout, form = self.layout(params), self.form(params)
         _check_owners(state, layout)
         whole = {i: jnp.zeros((), layout.types[i].dtype) for i in layout.whole}
-        rows = [self.travel.gathered(Pieces(row, whole), layout) for row in rows_of(state, layout)]
+        rows = [self.travel.gathered(Held(row, whole), layout) for row in rows_of(state, layout)]
         plain = iter(jax.tree.leaves(state.inner))
         return form.tree.unflatten(
             [rows[x.row][x.leaf] if isinstance(x, Slot) else next(plain) for x in form.leaves]
@@ -332,9 +332,9 @@ def _check_owners(state: Any, layout: Owned) -> None:
         )
 
 
-def _dtypes(pieces: Pieces, layout: Owned) -> dict[int, Any]:
+def _dtypes(held: Held, layout: Owned) -> dict[int, Any]:
     """The dtype of each leaf that these are pieces of."""
-    dtypes = {i: x.dtype for i, x in pieces.whole.items()}
-    for bucket, row in zip(layout.buckets, pieces.rows, strict=True):
+    dtypes = {i: x.dtype for i, x in held.whole.items()}
+    for bucket, row in zip(layout.buckets, held.rows, strict=True):
         dtypes |= dict.fromkeys(bucket.members, row.dtype)
     return dtypes

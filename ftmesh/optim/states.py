@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ftmesh.layout.owned import Owned
-from ftmesh.optim.leafwise import NotElementwiseError
+from ftmesh.optim.leafwise import NotShardableError
 
 _NO_SIZE = 1_000_003  # nothing is so long
 
@@ -73,7 +73,7 @@ def form_of(
     whole, state_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(types)))
     told, other_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(marked)))
     if state_tree != other_tree:
-        raise NotElementwiseError(
+        raise NotShardableError(
             "this optimizer cannot be sharded: the form of its state depends on the size of a "
             "tensor. Give masks as pytrees of booleans, or as functions of names or of the number "
             "of dimensions"
@@ -86,7 +86,7 @@ def form_of(
         leaf = leaf_of.get(mark.shape)
         expected = found.shape if leaf is None else types[leaf].shape
         if found.shape != expected or (leaf is None and mark.shape != found.shape):
-            raise NotElementwiseError(
+            raise NotShardableError(
                 f"this optimizer cannot be sharded: it keeps a state of shape {found.shape}, which "
                 "is not that of a tensor, and depends on one"
             )

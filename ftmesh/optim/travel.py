@@ -14,7 +14,7 @@ from ftmesh.collectives.owners import check_owned, gather_chunks, own_chunks, sc
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.layout.owned import Owned, OwnedBucket
-from ftmesh.optim.rank import Pieces
+from ftmesh.optim.rank import Held
 from ftmesh.plans import Plan
 
 Reduce = Literal["mean", "sum", "none"]
@@ -35,7 +35,7 @@ class Travel:
         if self.reduce not in ("mean", "sum", "none"):
             raise ArgumentError(f"reduce is 'mean', 'sum' or 'none', not {self.reduce!r}")
 
-    def owned(self, tree: Any, layout: Owned) -> Pieces:
+    def owned(self, tree: Any, layout: Owned) -> Held:
         """What a rank owns of arrays that all ranks have."""
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
@@ -44,14 +44,14 @@ class Travel:
             buffer = _compat.as_varying(buffer, self.axis_name)
             return own_chunks(buffer, self.axis_name, self.plan.program).reshape(bucket.shape)
 
-        return Pieces([own(b) for b in layout.buckets], {i: leaves[i] for i in layout.whole})
+        return Held([own(b) for b in layout.buckets], {i: leaves[i] for i in layout.whole})
 
-    def reduced(self, grads: Any, layout: Owned, tree: Any) -> Pieces:
+    def reduced(self, grads: Any, layout: Owned, tree: Any) -> Held:
         """What a rank owns of what is made of gradients; `tree` is the structure they must have."""
         if isinstance(grads, Means):
             if grads.owners == layout.fingerprint:
-                pieces: Pieces = grads.tree
-                return pieces
+                held: Held = grads.tree
+                return held
             if grads.owners:
                 raise ArgumentError("these gradients are sharded for the owners of another plan")
             return self.owned(grads.tree, layout)
@@ -66,7 +66,7 @@ class Travel:
             self.reduced_turn(layout, at, [leaves[i] for i in turn])
             for at, turn in enumerate(turns(layout))
         ]
-        return pieces_of(made, layout)
+        return held_of(made, layout)
 
     def reduced_turn(self, layout: Owned, at: int, given: list[Any]) -> list[jax.Array]:
         """The same of one turn: a bucket, or those that are in none. None stands for zeros."""
@@ -101,10 +101,10 @@ class Travel:
             made.append([_compat.varying_as(_compat.as_varying(zeros, self.axis_name), some)])
         return [*made, [leaves[i] for i in layout.whole]]
 
-    def gathered(self, pieces: Pieces, layout: Owned) -> list[jax.Array]:
+    def gathered(self, held: Held, layout: Owned) -> list[jax.Array]:
         """The leaves of which every rank has its rows, the same at all."""
-        leaves = dict(pieces.whole)
-        for bucket, mine in zip(layout.buckets, pieces.rows, strict=True):
+        leaves = dict(held.whole)
+        for bucket, mine in zip(layout.buckets, held.rows, strict=True):
             chunks = _compat.as_varying(mine, self.axis_name)
             chunks = chunks.reshape(-1, *bucket.packing.shape[1:])
             buffer = gather_chunks(chunks, self.axis_name, plan=self.plan)
@@ -130,10 +130,10 @@ def turns(layout: Owned) -> list[tuple[int, ...]]:
     return [*(bucket.members for bucket in layout.buckets), layout.whole]
 
 
-def pieces_of(made: Sequence[list[jax.Array]], layout: Owned) -> Pieces:
+def held_of(made: Sequence[list[jax.Array]], layout: Owned) -> Held:
     """What the turns have made."""
     *rows, few = made
-    return Pieces([row for (row,) in rows], dict(zip(layout.whole, few, strict=True)))
+    return Held([row for (row,) in rows], dict(zip(layout.whole, few, strict=True)))
 
 
 def alike(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -16,7 +16,7 @@ from ftmesh.optim.layerwise import clip_by_global_norm as clip_by_global_norm
 from ftmesh.optim.layerwise import lamb as lamb
 from ftmesh.optim.layerwise import lars as lars
 from ftmesh.optim.layerwise import matrices as matrices
-from ftmesh.optim.leafwise import NotElementwiseError as NotElementwiseError
+from ftmesh.optim.leafwise import NotShardableError as NotShardableError
 from ftmesh.optim.sharded import ShardedOptimizer as ShardedOptimizer
 from ftmesh.optim.states import ShardedState as ShardedState
 from ftmesh.optim.whole import WholeOptimizer as WholeOptimizer

@@ -168,3 +168,11 @@ def test_a_plan_made_for_any_size_has_siblings_on_the_same_tiles():
     small = plan.at(8)
     assert small.topology == plan.topology
     assert small.proof.num_positions == 4
+
+
+def test_a_loss_on_tiles_needs_a_mesh():
+    plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@0,0"), tile="2x2")
+    with pytest.raises(
+        ftmesh.ArgumentError, match=r"give mesh=plan.jax_mesh\(\('data', 'model'\)\)"
+    ):
+        jax.eval_shape(plan.value_and_grad(lambda p, x: (p * x).mean()), 2.0, np.ones(12))

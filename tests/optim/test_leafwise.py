@@ -13,7 +13,7 @@ from updates import assert_close, at, gradients, unsharded
 from ftmesh.optim.on_mesh import OnMesh
 from ftmesh.optim.sharded import Work
 from ftmesh.optim.travel import Travel
-from ftmesh.train import NotElementwiseError, clip_by_global_norm, lamb, lars
+from ftmesh.train import NotShardableError, clip_by_global_norm, lamb, lars
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 RNG = np.random.default_rng(0)
@@ -30,9 +30,9 @@ PARAMS = {
 class Alone(Travel):
     """One rank that owns everything: nothing travels."""
 
-    def gathered(self, pieces, layout):
-        leaves = dict(pieces.whole)
-        for bucket, rows in zip(layout.buckets, pieces.rows, strict=True):
+    def gathered(self, held, layout):
+        leaves = dict(held.whole)
+        for bucket, rows in zip(layout.buckets, held.rows, strict=True):
             leaves.update(zip(bucket.members, bucket.packing.unpack(rows), strict=True))
         return [leaves[i] for i in range(len(layout.types))]
 
@@ -189,5 +189,5 @@ def by_total(updates, params):
     ids=range(10),
 )
 def test_others_are_refused(transformation, why):
-    with pytest.raises(NotElementwiseError, match=why):
+    with pytest.raises(NotShardableError, match=why):
         jax.eval_shape(lambda: params_after(transformation))
