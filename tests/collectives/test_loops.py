@@ -75,7 +75,7 @@ def test_a_loop_trains_the_same(even, name):
     # Only the order of additions differs, by a rounding of float32 in each sum.
     np.testing.assert_allclose(found, plain, rtol=1e-5)
     program = lowered.compile()
-    ftmesh.audit(program, "data").require_none()
+    ftmesh.audit(program, "batch" if name == "over_pmap" else "data").require_none()
     if name == "jit_two_axes":
         # Each device sends its own half of the weights, and nothing more is gathered than before.
         size = (64 * 32 + 32 + 32 * 10) // 2 + 10 + 1
