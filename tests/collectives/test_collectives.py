@@ -27,6 +27,7 @@ CASES = [
 ]
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
+UNCHECKED = pytest.param(False, marks=pytest.mark.slow)  # most of it is as with types
 
 
 @pytest.fixture(params=CASES, ids=" ".join)
@@ -53,7 +54,7 @@ def assert_sums(total, parts):
     assert (np.abs(np.asarray(total, exact.dtype) - exact) <= bound).all()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, UNCHECKED])
 def test_psum_of_a_tree_of_odd_sizes(plan, check_vma):
     tree = odd_tree(ranks_of(plan), every_dtype=ranks_of(plan) <= 16)
     ours = per_rank(plan, lambda t: plan.psum(t, "data"), tree, check_vma=check_vma)
@@ -137,7 +138,7 @@ class TestScatterAndGather:
         )
         np.testing.assert_array_equal(ours, laxs)
 
-    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("check_vma", [True, UNCHECKED])
     @pytest.mark.parametrize(
         "options", [{}, {"axis": 1}, {"axis": -1}, {"axis": 1, "tiled": True}], ids=str
     )
