@@ -29,6 +29,7 @@ PACKAGES = [
     "saved",
     "tpu",
     "testing",
+    "cluster",
     "train",
     "cli",
     "__main__",

@@ -50,6 +50,12 @@ def platform_of(device: Any) -> str:
     return str(device.device_kind if device.platform == "tpu" else device.platform)
 
 
+def process_of(device: Any) -> int:
+    """The process that has a device."""
+    number: int = device.process_index
+    return number
+
+
 def near_square(count: int) -> Coord:
     """The factor pair of `count` that is nearest to a square, the smaller first."""
     low = max(n for n in range(1, math.isqrt(count) + 1) if count % n == 0)
