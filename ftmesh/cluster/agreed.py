@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 
 import ftmesh
 from ftmesh.cluster.processes import Cluster
@@ -29,7 +28,7 @@ def agree_on_code(cluster: Cluster) -> None:
     cluster.agree(
         {
             "the version of ftmesh": ftmesh.__version__,
-            "the version of JAX": f"{jax.__version__} with jaxlib {jaxlib.__version__}",
+            "the version of JAX": f"{jax.__version__} with jaxlib {jax.lib.__version__}",
             "the version of Python": ".".join(platform.python_version_tuple()[:2]),
             "the source of ftmesh": source_of(Path(ftmesh.__file__).parent),
         }

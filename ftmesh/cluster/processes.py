@@ -14,7 +14,8 @@ process alone is the simplest case: it agrees with itself and waits for nobody.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -89,15 +90,8 @@ class Cluster:
 
     def barrier(self, what: str, *, limit: float | None = None) -> None:
         """Wait until all members are at the same place, which is called `what`."""
-        if self.board is None:
-            return
-        limit = self.limit if limit is None else limit
-        key = self.board.turn(f"barrier/{what}")
-        self.board.put(f"{key}/{self.process}", b"")
-        if not self.board.meet(f"{key}/meet", self.members, limit):
-            missing = set(self.members) - set(self.board.of_processes(key))
-            who = processes(missing) if missing else "not all processes"
-            raise ClusterError(f"{who} did not come to {what} within {in_seconds(limit)}")
+        if self.board is not None:
+            self._meet(self.board, self._key(f"barrier/{what}"), b"", what, limit)
 
     def agree(self, facts: Mapping[str, Any], *, limit: float | None = None) -> None:
         """An error in every member, which shows who differs, unless all have the same `facts`.
@@ -106,20 +100,15 @@ class Cluster:
         """
         if self.board is None or len(self.members) == 1:
             return
-        limit = self.limit if limit is None else limit
-        key = self.board.turn("agree")
+        key = self._key("agree")
         own = {name: str(value) for name, value in facts.items()}
-        what = f"agree on {', '.join(own)}"
-        self.board.put(f"{key}/told/{self.process}", json.dumps(own).encode())
-        self.barrier(what, limit=limit)
+        what = f"agree on {_some(own)}"
+        self._meet(self.board, key, json.dumps(own).encode(), what, limit)
         if self.process == self.members[0]:
-            told = self.board.of_processes(f"{key}/told")
+            told = self.board.of_processes(key)
             found = difference({process: json.loads(note) for process, note in told.items()})
-            self.board.put(f"{key}/found", json.dumps(found).encode())
-        note = self.board.get(f"{key}/found", limit)
-        if note is None:
-            raise self._silent(self.members[0], what, limit)
-        found = json.loads(note)
+            self.board.put(f"{key}-found", json.dumps(found).encode())
+        found = json.loads(self._told(self.board, f"{key}-found", self.members[0], what, limit))
         if found is not None:
             raise ClusterError(f"the processes do not agree on {found}: all of them need the same")
 
@@ -130,15 +119,12 @@ class Cluster:
         """
         if self.board is None or len(self.members) == 1:
             return value
-        limit = self.limit if limit is None else limit
-        key = self.board.turn(f"broadcast/{what}")
+        key = self._key(f"broadcast/{what}")
         if self.speaks:
             is_raw = isinstance(value, bytes)
             self.board.put(key, b"b" + value if is_raw else b"j" + json.dumps(value).encode())
             return value
-        note = self.board.get(key, limit)
-        if note is None:
-            raise self._silent(self.speaker, what, limit)
+        note = self._told(self.board, key, self.speaker, what, limit)
         return note[1:] if note[:1] == b"b" else json.loads(note[1:])
 
     def first(self, make: Callable[[], T], what: str, *, limit: float | None = None) -> T:
@@ -150,8 +136,28 @@ class Cluster:
         self.barrier(what, limit=limit)
         return make() if made is None else made
 
-    def _silent(self, process: int, what: str, limit: float) -> ClusterError:
-        return ClusterError(f"process {process} did not tell {what} within {in_seconds(limit)}")
+    def _key(self, name: str) -> str:
+        """A key that no two uses of a name among these members have in common."""
+        assert self.board is not None
+        whose = zlib.crc32(json.dumps(self.members).encode())
+        return self.board.turn(f"{name}/{whose:08x}")
+
+    def _meet(self, board: Board, key: str, note: bytes, what: str, limit: float | None) -> None:
+        """Put up a note and wait for those of all members."""
+        limit = self.limit if limit is None else limit
+        board.put(f"{key}/{self.process}", note)
+        if not board.meet(f"{key}-meet", self.members, limit):
+            missing = set(self.members) - set(board.of_processes(key))
+            who = processes(missing) if missing else "not all processes"
+            raise ClusterError(f"{who} did not come to {what} within {in_seconds(limit)}")
+
+    def _told(self, board: Board, key: str, by: int, what: str, limit: float | None) -> bytes:
+        """The note of another process."""
+        limit = self.limit if limit is None else limit
+        note = board.get(key, limit)
+        if note is None:
+            raise ClusterError(f"process {by} did not tell {what} within {in_seconds(limit)}")
+        return note
 
     # The end ----------------------------------------------------------------------------------
 
@@ -186,6 +192,18 @@ class Cluster:
             self.ending.leave(self.limit)
         else:
             self.ending.fail(error)
+
+
+def _some(names: Iterable[str]) -> str:
+    """A few of them.
+
+    >>> _some(["seed", "mesh", "rate", "steps"])
+    'seed, mesh and 2 more'
+    """
+    found = list(names)
+    if len(found) <= 3:
+        return ", ".join(found)
+    return f"{', '.join(found[:2])} and {len(found) - 2} more"
 
 
 ALONE = Cluster()
