@@ -18,7 +18,7 @@ from functools import partial
 from examples.bert.config import PRESETS, Config
 from examples.bert.data import Batches, open_sequences, unigram_accuracy
 from examples.bert.trainer import add_bert_step, bert_options, bert_trainer, first_state
-from ftmesh.cluster.processes import Cluster
+from ftmesh.cluster.processes import ALONE, Cluster
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import positive, start, step_options
 from ftmesh.train.loop import Job, open_data, run, start_log
@@ -52,7 +52,9 @@ def add_bert(parser: argparse.ArgumentParser) -> None:
     add_bert_step(parser)
 
 
-def train(config: Config, topology: Topology, cluster: Cluster, args: argparse.Namespace) -> Report:
+def train(
+    config: Config, topology: Topology, args: argparse.Namespace, cluster: Cluster = ALONE
+) -> Report:
     """The whole run, in one of the processes that take part in it."""
     config = replace(config, packed=args.packed)
     log = start_log(args, cluster)

@@ -19,7 +19,7 @@ from examples.resnet50.config import PRESETS, Config
 from examples.resnet50.data import Batches
 from examples.resnet50.images import open_images
 from examples.resnet50.trainer import first_state, resnet50_trainer
-from ftmesh.cluster.processes import Cluster
+from ftmesh.cluster.processes import ALONE, Cluster
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import start, step_options
 from ftmesh.train.loop import Job, open_data, run, start_log
@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return start("resnet50", parser, PRESETS, train, argv)
 
 
-def train(config: Config, topology: Topology, cluster: Cluster, args: argparse.Namespace) -> Report:
+def train(
+    config: Config, topology: Topology, args: argparse.Namespace, cluster: Cluster = ALONE
+) -> Report:
     """The whole run, in one of the processes that take part in it."""
     log = start_log(args, cluster)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,10 @@ def agreed_plan(cluster: Cluster, topology: Topology, algorithm: str, **options:
     return agreed
 
 
-def agree_on_program(cluster: Cluster, name: str, lowered: Any) -> None:
-    """An error unless all processes are about to compile the same program."""
+def agree_on_program(cluster: Cluster, name: str, jitted: Any, inputs: Sequence[Any]) -> None:
+    """An error unless `jitted` is the same program for `inputs`, or types, in all processes."""
     if not cluster.is_alone:
-        cluster.agree({name: digest(lowered.as_text().encode())})
+        cluster.agree({name: digest(jitted.lower(*inputs).as_text().encode())})
 
 
 def digest(data: bytes) -> str:

@@ -30,7 +30,7 @@ def start(
     name: str,
     parser: argparse.ArgumentParser,
     presets: Mapping[str, Any],
-    train: Callable[[Any, Topology, Cluster, argparse.Namespace], Any],
+    train: Callable[[Any, Topology, argparse.Namespace, Cluster], Any],
     argv: Sequence[str] | None,
 ) -> int:
     """Read the command line and train with one of the presets, dataclasses; the exit status.
@@ -51,7 +51,7 @@ def start(
                 cluster.stand_by()
                 return 0
             with jax.default_device(cluster.default_device):
-                train(config_of(args, presets), topology, cluster, args)
+                train(config_of(args, presets), topology, args, cluster)
     except FtmeshError as error:
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import jax
 
 from ftmesh.cluster.agreed import agree_on_program
-from ftmesh.cluster.processes import Cluster
+from ftmesh.cluster.processes import ALONE, Cluster
 from ftmesh.errors import CheckpointError
 from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.mllog import MLLog
@@ -55,7 +55,7 @@ class Job:
         return (step - 1) * self.train.batch // self.train.num_examples + 1
 
 
-def start_log(args: argparse.Namespace, cluster: Cluster) -> MLLog:
+def start_log(args: argparse.Namespace, cluster: Cluster = ALONE) -> MLLog:
     """The log of a run that begins: one process writes it, where `add_run` asks for one."""
     log = MLLog(args.mllog if cluster.speaks else None, append=args.resume)
     log.event("cache_clear", True)
@@ -79,7 +79,7 @@ def open_data(
 def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     """Train `job` as the arguments of `ftmesh.train.arguments.add_run` say."""
     trainer, cluster = job.trainer, job.trainer.parallel.cluster
-    agree_on_program(cluster, "the program of a step", trainer.step.lower(*trainer.inputs))
+    agree_on_program(cluster, "the program of a step", trainer.step, trainer.inputs)
     with ExitStack() as stack:
         checkpoints, done, state = None, 0, job.state
         if args.checkpoint_dir:
