@@ -29,6 +29,7 @@ PACKAGES = [
     "saved",
     "tpu",
     "testing",
+    "cluster",
     "train",
     "cli",
     "__main__",
@@ -45,6 +46,9 @@ DOORS = {
     ("cli.bench", "collectives.timing"),
     ("cli.compile", "tpu.report"),
     ("cli.compile", "tpu.slices"),
+    ("cli.launch", "cluster.launch"),
+    ("cli.launch", "cluster.output"),
+    ("cli.launch", "cluster.process"),
 }
 EXTRAS = {"matplotlib": {"draw.plots"}}
 

@@ -1,0 +1,1 @@
+"""Processes: starting them, joining them, and what they agree on."""
