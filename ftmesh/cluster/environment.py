@@ -98,11 +98,11 @@ def _without_clusters(env: Environment) -> dict[str, str]:
 
 
 def _past_proxies(env: Environment) -> dict[str, str]:
-    """Proxies stay, for data from afar; loopback goes past them, so JAX need not warn of them."""
+    """Proxies stay, for data from afar; loopback goes past them, or JAX would wait in vain."""
     if not any("_proxy" in name.lower() for name in env):
         return {}
     spared = ",".join(filter(None, [env.get("no_proxy") or env.get("NO_PROXY"), LOOPBACK]))
-    return {"no_proxy": spared, "NO_PROXY": spared, "JAX_CHECK_PROXY_ENVS": "false"}
+    return {"no_proxy": spared, "NO_PROXY": spared}
 
 
 def _with_devices(flags: str, devices: int) -> str:

@@ -16,6 +16,7 @@ from ftmesh.cluster.process import Process, Warden
 from ftmesh.errors import ArgumentError
 
 GRACE_SECONDS = 30.0
+KILL_SECONDS = 5.0  # between being told to end and being killed
 TIMED_OUT = 124  # as timeout(1)
 TURN_SECONDS = 0.05  # between looks at what wakes nobody
 MOST_PIECES = 64  # of the output of one that has ended; another may hold its pipe and go on writing
@@ -45,9 +46,11 @@ class Pod:
         mesh: str | None = None,
         env: Environment | Sequence[Environment] | None = None,
         on_output: OnOutput | None = None,
+        kill_after: float = KILL_SECONDS,
     ) -> None:
         self._environments = environments(hosts, devices_per_host, mesh=mesh, env=env)
         self._command = list(command)
+        self._kill_after = kill_after
         for each in self._environments:
             _check_command(self._command, each.get("PATH"))
         self.coordinator = self._environments[0]["FTMESH_COORDINATOR"]
@@ -77,7 +80,7 @@ class Pod:
         try:
             self._warden = Warden()
             for number, env in enumerate(self._environments):
-                process = Process(number, self._command, env)
+                process = Process(number, self._command, env, kill_after=self._kill_after)
                 self.processes.append(process)
                 self._warden.watch(process)
                 self._listen(process)
@@ -143,7 +146,7 @@ class Pod:
             self._give_up_at = time.monotonic() + timeout
         failed = None
         while self.is_running:
-            self.poll(min(max(self._give_up_at - time.monotonic(), 0), 1))
+            self.poll(min(max(self._give_up_at - time.monotonic(), TURN_SECONDS), 1))
             if failed is None and self.first_failed is not None:
                 failed = self.first_failed
                 self._give_up_at = min(self._give_up_at, time.monotonic() + grace)
@@ -152,15 +155,14 @@ class Pod:
 
     def enforce(self) -> None:
         """End and kill what is due, as `poll` does; for an `on_output` that has to wait."""
-        if time.monotonic() >= self._give_up_at and self.is_running:
-            self._give_up_at = float("inf")
+        if time.monotonic() >= self._give_up_at and self.is_running and not self._is_ending:
             self.timed_out = self.first_failed is None
             self.end()
         for process in self.processes:
             process.kill_if_due()
 
     def end(self, signum: signal.Signals = signal.SIGTERM) -> None:
-        """Tell all to end; `poll` kills what has not ended 5 seconds later."""
+        """Tell all to end; `poll` kills what has not ended `kill_after` seconds later."""
         self._is_ending = True
         for process in self.processes:
             process.end(signum)
@@ -169,7 +171,7 @@ class Pod:
         """Kill all at once."""
         self._is_ending = True
         for process in self.processes:
-            process.end(signal.SIGKILL, kill_after=0)
+            process.end(signal.SIGKILL)
 
     def close(self) -> None:
         """Kill what is left and wait for it; nothing of the pod remains."""
@@ -253,7 +255,7 @@ def run_pod(
     >>> run_pod(["sh", "-c", "echo $FTMESH_PROCESS_ID"], hosts=2, devices_per_host=4)[1]
     Result(status=0, stdout='1\n', stderr='')
     """
-    wrote = [[b"", b""] for _ in range(hosts)]
+    wrote = [[bytearray(), bytearray()] for _ in range(hosts)]
 
     def keep(process: int, stream: int, piece: bytes) -> None:
         wrote[process][stream - 1] += piece

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
+from ftmesh.cluster import warden
 from ftmesh.cluster.environment import Environment
 
-KILL_SECONDS = 5.0  # between being told to end and being killed
 PIECE = 65_536
+SOON = 0.01  # seconds between killing what is left and looking whether it has gone
 
 # The command waits for a line, so that the warden knows of it first; without a line it never runs.
 GATE = 'read -r go && exec "$@" </dev/null'
@@ -27,8 +27,11 @@ class Process:
     `told` is the first signal that the pod sent it while it ran. `is_gone` when nothing is left.
     """
 
-    def __init__(self, number: int, command: Sequence[str], env: Environment) -> None:
+    def __init__(
+        self, number: int, command: Sequence[str], env: Environment, *, kill_after: float
+    ) -> None:
         self.number = number
+        self._kill_after = kill_after
         self.status: int | None = None
         self.told: signal.Signals | None = None
         self.is_gone = False
@@ -59,28 +62,20 @@ class Process:
             self._gate.write(b"\n")
         self._gate.close()
 
-    def send(self, signum: int) -> bool:
-        """Send a signal to the command and all that it started; whether there was any."""
-        try:
-            if not self.is_gone:
-                os.killpg(self.pid, signum)
-        except (ProcessLookupError, PermissionError):  # the latter on macOS, of those that ended
-            return False
-        return not self.is_gone
-
-    def end(self, signum: signal.Signals, *, kill_after: float = KILL_SECONDS) -> None:
-        """Tell it to end; `kill_if_due` kills what has not ended so many seconds later."""
+    def end(self, signum: signal.Signals) -> None:
+        """Tell it to end; `kill_if_due` kills what has not ended `kill_after` seconds later."""
+        if self.is_gone:
+            return
         if self.status is None:
             self.told = self.told or signum
-        self._kill_at = min(self._kill_at, time.monotonic() + kill_after)
-        self.send(signum)
-        self.send(signal.SIGCONT)  # what is stopped would not hear it
+        wait = 0 if signum == signal.SIGKILL else self._kill_after
+        self._kill_at = min(self._kill_at, time.monotonic() + wait)
+        warden.send(self.pid, signum, signal.SIGCONT)  # what is stopped would not hear it
 
     def kill_if_due(self) -> None:
-        """Kill it if it was told to end long enough ago."""
-        if time.monotonic() >= self._kill_at:
-            self._kill_at = float("inf")
-            self._is_killed = self.send(signal.SIGKILL)
+        """Kill it if it was told to end long enough ago, again and again while anything is left."""
+        if not self.is_gone and time.monotonic() >= self._kill_at:
+            warden.send(self.pid, signal.SIGKILL)
 
     def look(self) -> bool:
         """Note what has become of it; whether the command has ended since the last look."""
@@ -88,9 +83,10 @@ class Process:
         if ended:
             code = self._popen.returncode
             self.status = code if code >= 0 else 128 - code
-            self.end(signal.SIGTERM)  # workers that it left
-        if self.status is not None and (self._is_killed or not self.send(0)):
+        if self.status is not None and not warden.groups_of(self.pid):
             self.is_gone = True
+        elif ended:
+            self.end(signal.SIGTERM)  # workers that it left
         return ended
 
     def must_be_asked(self) -> bool:
@@ -99,7 +95,7 @@ class Process:
 
     def seconds_to_kill(self) -> float:
         """How long until `kill_if_due` has something to do."""
-        return float("inf") if self.is_gone else self._kill_at - time.monotonic()
+        return float("inf") if self.is_gone else max(self._kill_at - time.monotonic(), SOON)
 
     def read(self, stream: int) -> bytes | None:
         """The next piece of its output: empty at the end, None where there is none yet."""
@@ -107,10 +103,11 @@ class Process:
 
     def close(self) -> None:
         """Kill it, wait for it and leave nothing open."""
-        self.end(signal.SIGKILL, kill_after=0)
-        self.kill_if_due()
+        self.end(signal.SIGKILL)
         self._gate.close()
         self._popen.wait()
+        if not self.is_gone:
+            warden.kill({self.pid})
         self.look()
         for stream in self.streams.values():
             stream.close()
@@ -124,7 +121,7 @@ class Warden:
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__).with_name("warden.py"))],
+            [sys.executable, "-I", "-S", warden.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
