@@ -46,6 +46,9 @@ DOORS = {
     ("cli.bench", "collectives.timing"),
     ("cli.compile", "tpu.report"),
     ("cli.compile", "tpu.slices"),
+    ("cli.launch", "cluster.launch"),
+    ("cli.launch", "cluster.output"),
+    ("cli.launch", "cluster.process"),
 }
 EXTRAS = {"matplotlib": {"draw.plots"}}
 

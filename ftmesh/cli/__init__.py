@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ftmesh
-from ftmesh.cli import advise, bench, compile, draw, limits, paper, plan, simulate, verify
+from ftmesh.cli import advise, bench, compile, draw, launch, limits, paper, plan, simulate, verify
 from ftmesh.cli.arguments import Parser
 from ftmesh.errors import FtmeshError
 
@@ -27,6 +27,7 @@ COMMANDS = {
     "advise": advise,
     "compile": compile,
     "bench": bench,
+    "launch": launch,
 }
 
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            COMMANDS[args.command].run(args)
+            return COMMANDS[args.command].run(args) or 0
     except FtmeshError as error:
         print(f"ftmesh: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -62,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"ftmesh: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

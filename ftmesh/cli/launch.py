@@ -1,0 +1,143 @@
+"""``ftmesh launch``: the processes of an emulated pod, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from ftmesh.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ftmesh.cluster.launch import Pod
+    from ftmesh.cluster.process import Process
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "launch",
+        usage="ftmesh launch --hosts N --devices-per-host N [options] -- COMMAND ...",
+        help="run a command once per host of an emulated pod",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="""\
+Run a command in as many processes as a pod would have hosts, each with CPU devices in place of
+chips. Every line that they write is passed on with the number of its process: [2] step 10.
+
+Processes find FTMESH_COORDINATOR, FTMESH_NUM_PROCESSES, FTMESH_PROCESS_ID and, with --mesh,
+FTMESH_MESH in their environment, and nothing to read on stdin. What a real cluster has put there
+(SLURM_*, OMPI_*, TPU_* and the like) is taken out.
+
+When one fails, the others have --grace seconds to end by themselves; then they get SIGTERM, and 5
+seconds later SIGKILL. Ctrl-C ends all of them, a second one at once. Nothing outlives this command,
+not even when it is killed.""",
+        epilog="""\
+exit status: 0 if all had 0; else that of the process that failed first (128 + n if by signal n);
+124 after --timeout, 130 after Ctrl-C, 2 for bad arguments.
+
+example: ftmesh launch --hosts 4 --devices-per-host 4 --mesh 4x4 -- python train.py --steps 100""",
+    )
+    parser.add_argument("--hosts", metavar="N", type=int, required=True, help="so many processes")
+    parser.add_argument(
+        "--devices-per-host", metavar="N", type=int, required=True, help="CPU devices of each"
+    )
+    parser.add_argument(
+        "--mesh", metavar="MESH", help="shape of all devices together, x first: 4x4 (default: none)"
+    )
+    parser.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=float,
+        default=30.0,
+        help="what others have left when one fails (default: 30)",
+    )
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, help="end all of them then (default: never)"
+    )
+    parser.add_argument(
+        "words", metavar="COMMAND", nargs=argparse.REMAINDER, help="what each process runs"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the processes, pass their output on, see them out; the exit status."""
+    for name, seconds in (("--grace", args.grace), ("--timeout", args.timeout)):
+        if seconds is not None and not seconds >= 0:
+            raise ArgumentError(f"{name} must be 0 seconds or more, not {seconds:g}")
+    from ftmesh.cluster.launch import Pod
+    from ftmesh.cluster.output import Printer
+
+    pod = Pod(
+        args.words[1:] if args.words[:1] == ["--"] else args.words,
+        hosts=args.hosts,
+        devices_per_host=args.devices_per_host,
+        mesh=args.mesh,
+        on_output=Printer(args.hosts, idle=lambda: pod.enforce()),
+    )
+
+    def on_failure(first: Process) -> None:
+        _say(
+            f"process {first.number} failed {_how(first)}; the others have {args.grace:g} s to end"
+        )
+
+    try:
+        with _ended_by_signals(pod) as received, pod:
+            pod.see_out(grace=args.grace, timeout=args.timeout, on_failure=on_failure)
+    except BrokenPipeError:  # whoever read the output has gone
+        return 128 + signal.SIGPIPE
+    first = pod.first_failed
+    if received:
+        _say(f"ended by {received[0].name}")
+    elif first is not None:
+        _say(f"process {first.number} failed first, {_how(first)}; {_ended(pod)}")
+    elif pod.timed_out:
+        _say(f"time was up after {args.timeout:g} s; {_ended(pod)}")
+    return 128 + received[0] if received else pod.status
+
+
+@contextmanager
+def _ended_by_signals(pod: Pod) -> Iterator[list[signal.Signals]]:
+    """Signals that end this command end the pod, the second at once; those that came."""
+    received: list[signal.Signals] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+        if len(received) > 1:
+            pod.kill()
+        else:
+            pod.end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    # What is ignored stays so: nohup, and jobs in the background of a script.
+    before = {each: signal.getsignal(each) for each in ENDING}
+    taken = [each for each in ENDING if before[each] != signal.SIG_IGN]
+    for each in taken:
+        signal.signal(each, end)
+    try:
+        yield received
+    finally:
+        for each in taken:
+            signal.signal(each, before[each])
+
+
+def _how(process: Process) -> str:
+    """How a process failed."""
+    status = process.status or 0
+    if status - 128 in {*signal.Signals}:
+        return f"by {signal.Signals(status - 128).name} (status {status})"
+    return f"with status {status}"
+
+
+def _ended(pod: Pod) -> str:
+    """Which processes the launcher had to end."""
+    told = [str(process.number) for process in pod.processes if process.told is not None]
+    return f"had to end {', '.join(told)}" if told else "the others ended by themselves"
+
+
+def _say(text: str) -> None:
+    print(f"ftmesh: {text}", file=sys.stderr, flush=True)

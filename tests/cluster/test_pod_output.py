@@ -1,0 +1,71 @@
+"""Lines out of pieces, and how they are shown."""
+
+import os
+import sys
+
+import pytest
+
+from ftmesh.cluster import output
+from ftmesh.cluster.output import Lines, Printer
+
+
+def fed(*pieces):
+    lines = Lines()
+    return [lines.feed(piece) for piece in pieces]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([b"one\ntwo\n"], [[b"one", b"two"]]),
+        ([b"o", b"ne\ntw", b"o\n"], [[], [b"one"], [b"two"]]),
+        ([b"no newline", b""], [[], [b"no newline"]]),
+        ([b"\n\n", b""], [[b"", b""], []]),
+        ([b"windows\r\n", b"and torn\r", b"\n"], [[b"windows"], [], [b"and torn"]]),
+        ([b"\xff\x00\n"], [[b"\xff\x00"]]),
+        ([b"\r10%", b"\r20", b"%\r30%", b"\n"], [[], [], [], [b"30%"]]),
+        ([b"10%\r", b"20%\r", b""], [[], [], [b"20%"]]),
+    ],
+)
+def test_lines(pieces, lines):
+    assert fed(*pieces) == lines
+
+
+def test_a_bar_that_goes_on_for_long_is_shown_now_and_then(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(output.time, "monotonic", lambda: now)
+    lines, shown = Lines(), []
+    for percent in range(100):
+        shown += lines.feed(f"\r{percent}%".encode())
+        now += 0.5
+    assert shown == [b"19%", b"39%", b"59%", b"79%"]  # the last that is sure to be whole
+    assert lines.feed(b"\n") == [b"99%"]
+
+
+def test_long_lines_do_not_stay_in_memory(monkeypatch):
+    monkeypatch.setattr(output, "LONGEST", 10)
+    assert fed(b"a" * 25, b"b\n") == [[b"a" * 10, b"a" * 10], [b"aaaaab"]]
+    bar = Lines()
+    for _ in range(1000):
+        assert bar.feed(b"\rstate") == []
+    assert bar.feed(b"\n") == [b"state"]
+
+
+@pytest.mark.parametrize(
+    ("env", "shown"),
+    [
+        ({"TERM": "xterm"}, b"\033[35m[ 2]\033[0m step\r\n"),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, b"[ 2] step\r\n"),
+        ({"TERM": "dumb"}, b"[ 2] step\r\n"),
+    ],
+)
+def test_colours_on_a_terminal(monkeypatch, env, shown):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    master, slave = os.openpty()
+    with open(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        Printer(11, idle=lambda: None)(2, 1, b"step\n")
+        assert os.read(master, 100) == shown
+    os.close(master)
