@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -110,14 +109,6 @@ def _joined(axis_name: str, spec: Any, parts: Any) -> Any:
     at = tuple(spec).index(axis_name)
     array = jnp.moveaxis(parts, 0, at)
     return array.reshape(*array.shape[:at], -1, *array.shape[at + 2 :])
-
-
-def free_port() -> int:
-    """A port on loopback that nobody listens at."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        number: int = one.getsockname()[1]
-    return number
 
 
 def ask_for_cpu_devices(wanted: int) -> None:

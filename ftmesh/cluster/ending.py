@@ -27,7 +27,7 @@ from ftmesh.errors import ClusterError, FtmeshError
 
 INTERVAL = 0.5  # seconds between two looks at the board
 GRACE = 10.0  # seconds for the others to have read why, and for what must be finished here
-_ABORT, _READ, _END = "ftmesh/abort", "ftmesh/abort-read", "ftmesh/end"
+_ABORT, _READ, _LEFT, _END = (f"ftmesh/{name}" for name in ("abort", "read", "left", "end"))
 _SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "told to end"}
 
 
@@ -77,8 +77,7 @@ class Ending:
             missing = set(everyone) - set(self._board.of_processes(f"{_END}/here"))
             who = processes(missing) if missing else "not all processes"
             self.fail(ClusterError(f"{who} did not come to the end within {in_seconds(limit)}"))
-        if not self._leaving.acquire(timeout=GRACE):
-            threading.Event().wait()  # the watcher is ending the process
+        self._take_over()
         self._over.set()
         if self._old_signals:
             signal.set_wakeup_fd(-1)
@@ -95,7 +94,14 @@ class Ending:
     # Not well ---------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all processes because of an error in this one, which is said here as well."""
+        """End all processes because of an error in this one, which is said here as well.
+
+        Where another has failed before, what this one met with may come of that; so that is said.
+        """
+        self._take_over()
+        note = self._looked()
+        if note is not None:
+            self._follow(note)
         if isinstance(error, SystemExit) and not error.code:
             reason, status = "has left before the end", 1
         elif isinstance(error, KeyboardInterrupt):
@@ -107,19 +113,29 @@ class Ending:
             traceback.print_exception(error)
             reason, status = f"{type(error).__name__}: {' '.join(str(error).split())}", 1
         self._say(reason)
-        self.abort(reason, status)
+        self._lead(reason, status)
 
     def abort(self, reason: str, status: int) -> NoReturn:
         """End all processes; the others say the reason."""
-        if not self._leaving.acquire(timeout=0):
-            threading.Event().wait()  # the watcher is ending the process
-        self._tell(reason, status)
-        self._exit(status)
+        self._take_over()
+        self._lead(reason, status)
 
-    def _tell(self, reason: str, status: int) -> None:
+    def _take_over(self) -> None:
+        """End the process from here on; where the watcher does so already, wait for that."""
+        if not self._leaving.acquire(blocking=False):
+            threading.Event().wait()
+
+    def _lead(self, reason: str, status: int) -> NoReturn:
+        """Tell the others why, and go when they have read it."""
         note = {"process": self._process, "reason": reason, "status": status}
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a service that is gone
             self._board.put(_ABORT, json.dumps(note).encode())
+        self._exit(status, waits=True)
+
+    def _follow(self, note: Any) -> NoReturn:
+        """Go because another does."""
+        self._say(f"process {note['process']}: {note['reason']}")
+        self._exit(note["status"], waits=False)
 
     def _watch(self) -> None:
         self._woken.settimeout(INTERVAL)
@@ -129,12 +145,10 @@ class Ending:
                 self._over.wait(INTERVAL)  # for the main thread to come to it by itself
                 if self._leaving.acquire(blocking=False):
                     self._say(_SIGNALS[number])
-                    self._tell(_SIGNALS[number], 128 + number)
-                    self._exit(128 + number)
+                    self._lead(_SIGNALS[number], 128 + number)
             note = self._looked()
             if note is not None and self._leaving.acquire(blocking=False):
-                self._say(f"process {note['process']}: {note['reason']}")
-                self._exit(note["status"])
+                self._follow(note)
 
     def _signal(self) -> signal.Signals | None:
         try:
@@ -150,21 +164,28 @@ class Ending:
             return None  # JAX ends a process that has lost the service
         return None if note is None else json.loads(note)
 
-    def _exit(self, status: int) -> NoReturn:
+    def _exit(self, status: int, *, waits: bool) -> NoReturn:
         """End at once: the main thread may wait for a chip, and an orderly end would, too."""
         finishing = threading.Thread(target=self._finish_all, daemon=True)
         finishing.start()
         finishing.join(GRACE)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._board.put(f"{_READ}/{self._process}", b"")
-            deadline = time.monotonic() + GRACE
-            while self._process == 0 and time.monotonic() < deadline:
-                if len(self._board.of_processes(_READ)) == self._num_processes:
-                    break
-                time.sleep(INTERVAL / 10)
+            if waits:
+                self._wait_for(_READ, self._num_processes)
+            if self._process == 0:
+                self._wait_for(_LEFT, self._num_processes - 1)
+                time.sleep(INTERVAL)  # what follows the note is quick, and not done yet
+            else:
+                self._board.put(f"{_LEFT}/{self._process}", b"")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+    def _wait_for(self, notes: str, number: int) -> None:
+        deadline = time.monotonic() + GRACE
+        while len(self._board.of_processes(notes)) < number and time.monotonic() < deadline:
+            time.sleep(INTERVAL / 10)
 
     def _finish_all(self) -> None:
         for finish in self._finish:

@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
+import optax
 from linear import BATCH, PointBatches, first, linear_trainer
 from watching import Watching
 
@@ -43,7 +44,11 @@ def train(config, topology, args, cluster=ALONE):
     open_data(cluster, lambda: range(47 if TROUBLE == "less data" else 48), lambda: range(48))
     rate = 0.125 if TROUBLE == "another program" else 0.25
     trainer = linear_trainer(
-        topology, step_options(args), lr_schedule=lambda step: rate, cluster=cluster
+        topology,
+        step_options(args),
+        lr_schedule=lambda step: rate,
+        kind=optax.adam,
+        cluster=cluster,
     )
     rows = trainer.parallel.local_rows(trainer.shares)
     batches = partial(TroubledBatches, batch=config.batch, rows=rows)

@@ -18,7 +18,7 @@ LIMIT = 15  # seconds that processes wait for each other
 END = 45  # seconds in which all must have ended: starting takes some, and leaving
 
 
-def troubled(*argv, hosts=2, trouble=None, who=1, env=None, commands=None):
+def troubled(*argv, hosts=2, trouble=None, who=1, env=None):
     """The last line that each process says on stderr, and its status."""
     base = {"PYTHONPATH": PATHS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     envs = [dict(base) for _ in range(hosts)]
@@ -43,13 +43,13 @@ def test_different_damage_in_the_environment():
     assert_all_say("failed chips: process 0 has none; process 1 has 2x2@2,0", lines, statuses)
 
 
-def test_different_plans():
-    both = "import sys; sys.argv[1:1] = ['--algorithm', sys.argv.pop()]; import linear_train"
-    del both
+@pytest.mark.slow
+def test_different_programs():
     lines, statuses = troubled("--steps", "2", trouble="another program")
     assert_all_say("the program of a step: process 0 has .*; process 1 has", lines, statuses)
 
 
+@pytest.mark.slow
 def test_different_source_of_ftmesh(tmp_path):
     shutil.copytree(Path(ftmesh.__file__).parent, tmp_path / "ftmesh")
     with (tmp_path / "ftmesh" / "planners" / "ring.py").open("a") as file:
@@ -72,6 +72,7 @@ def test_a_bad_record_in_one_process():
     assert_all_say(r"process 1: point \d+ is damaged", lines, statuses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_full_disk_in_one_process(tmp_path, who):
     argv = ("--steps", "40", "--checkpoint-dir", str(tmp_path), "--checkpoint-every", "2")
@@ -79,6 +80,7 @@ def test_a_full_disk_in_one_process(tmp_path, who):
     assert_all_say(f"process {who}: cannot write .*: File too large", lines, statuses)
 
 
+@pytest.mark.slow
 def test_different_weights_and_data():
     lines, statuses = troubled("--steps", "2", trouble="other weights")
     assert_all_say("what is put on the devices: process 0 has", lines, statuses)

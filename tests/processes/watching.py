@@ -14,7 +14,7 @@ from jax._src.lib import xla_client
 
 
 class Watching:
-    """`used` are the numbers of all such devices."""
+    """`used` are the places of all such devices among JAX's."""
 
     def __init__(self):
         self.used = set()
@@ -46,4 +46,5 @@ class Watching:
             each.stop()
 
     def _note(self, devices):
-        self.used |= {device.id for device in devices if isinstance(device, jax.Device)}
+        places = {device: place for place, device in enumerate(jax.devices())}
+        self.used |= {places[device] for device in devices if isinstance(device, jax.Device)}
