@@ -184,7 +184,8 @@ def main() -> None:
         return
     times = MLPERF / figures.records
     print(
-        f"{figures.records} records of {'80 to ' * args.varied}{RECORD_BYTES} bytes in {args.shards} files\n"
+        f"{figures.records} records of {'80 to ' * args.varied}{RECORD_BYTES} bytes in "
+        f"{args.shards} files\n"
         f"  built:  {figures.build_s:.2f} s, {figures.build_mb:.0f} MB; the index file has "
         f"{figures.index_file_mb:.1f} MB\n"
         f"  loaded: {figures.load_s:.3f} s, {figures.load_mb:.1f} MB, "

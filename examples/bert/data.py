@@ -63,9 +63,7 @@ class RecordSequences:
         show: bool = False,
     ) -> None:
         patterns = [p for p in FILES[split] if folder.is_dir() and any(folder.glob(p))]
-        self._records = Records(
-            find_shards(folder, (patterns or FILES[split])[0]), show=show
-        )
+        self._records = Records(find_shards(folder, (patterns or FILES[split])[0]), show=show)
         self._vocabulary, self._packed = vocabulary, packed
         self._sizes = {
             "input_ids": length,

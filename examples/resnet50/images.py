@@ -36,9 +36,7 @@ class Images(Protocol):
 class RecordImages:
     """ImageNet as TFRecords, whose labels count from 1."""
 
-    def __init__(
-        self, folder: Path, split: str, num_classes: int, *, show: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, split: str, num_classes: int, *, show: bool = False) -> None:
         self._records = Records(find_shards(folder, f"{split}-*"), show=show)
         self._num_classes = num_classes
         if not len(self):

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import accumulate, takewhile
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ def keep_index(file: Path, shards: Mapping[str, ShardIndex]) -> None:
         for begun in file.parent.glob(f".{file.name}.*.begun"):
             if time.time() - begun.stat().st_mtime > _ABANDONED_S:
                 begun.unlink()
-        write_whole(file, _parts(shards), by=f".{socket.gethostname()}-{os.getpid()}")
+        write_whole(file, _parts(shards), by=f".{socket.gethostname()}-{os.getpid()}-{get_ident()}")
     except OSError as error:
         logging.getLogger(__name__).warning(
             "could not keep the index %s, and the next start reads all files again: %s",

@@ -79,7 +79,8 @@ def _scanned(paths: Sequence[Path], *, num_bytes: int, show: bool) -> dict[Path,
     if not paths:
         return {}
     stopped = Event()
-    bar = Progress(console=Console(stderr=True), transient=True, disable=not show)
+    console = Console(stderr=True)
+    bar = Progress(console=console, transient=console.is_terminal, disable=not show)
     with bar, ThreadPoolExecutor(_THREADS) as threads:
         task = bar.add_task(f"indexing {len(paths)} files", total=num_bytes)
 
