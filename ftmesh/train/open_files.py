@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from threading import Lock
+from weakref import finalize
 
 
 class OpenFile:
     """A file that is open until no one holds it any longer; any number of threads may read it."""
 
     def __init__(self, path: Path) -> None:
-        self._handle: int | None = None
         self._handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        finalize(self, os.close, self._handle)
         self._lock = Lock()
 
     def read(self, start: int, end: int) -> bytes:
@@ -24,16 +25,11 @@ class OpenFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _read_some(self, start: int, size: int) -> bytes:
-        assert self._handle is not None
         if hasattr(os, "pread"):
             return os.pread(self._handle, size, start)
         with self._lock:  # elsewhere a file has one place at a time
             os.lseek(self._handle, start, os.SEEK_SET)
             return os.read(self._handle, size)
-
-    def __del__(self) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
 
 
 def most_open() -> int:
