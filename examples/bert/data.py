@@ -60,9 +60,10 @@ class RecordSequences:
         predictions: int,
         vocabulary: int,
         packed: int,
+        show: bool = False,
     ) -> None:
         patterns = [p for p in FILES[split] if folder.is_dir() and any(folder.glob(p))]
-        self._records = Records(find_shards(folder, (patterns or FILES[split])[0]))
+        self._records = Records(find_shards(folder, (patterns or FILES[split])[0]), show=show)
         self._vocabulary, self._packed = vocabulary, packed
         self._sizes = {
             "input_ids": length,
@@ -168,16 +169,18 @@ def open_sequences(
     vocabulary: int,
     num_sequences: int,
     packed: int = 1,
+    show: bool = False,
 ) -> Sequences:
     """The sequences of a split, "train" or "validation", of the sizes that the model has.
 
     A folder has TFRecord shards: ``train-*`` or ``part-*``, and ``validation-*`` or ``eval*``. A
-    record has up to `packed` sequences. Without a folder, `num_sequences` are made up.
+    record has up to `packed` sequences. Without a folder, `num_sequences` are made up. With `show`
+    there is a progress bar where records are indexed, at their first use.
     """
     sizes = {"length": length, "predictions": predictions, "vocabulary": vocabulary}
     if folder is None:
         return MadeUpSequences(split, num_sequences=num_sequences, **sizes)
-    return RecordSequences(Path(folder), split, packed=packed, **sizes)
+    return RecordSequences(Path(folder), split, packed=packed, show=show, **sizes)
 
 
 class Batches(reading.Batches[Batch]):

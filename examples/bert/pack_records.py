@@ -65,6 +65,7 @@ def pack_records(args: argparse.Namespace) -> str:
             predictions=config.predictions,
             vocabulary=config.vocabulary,
             packed=1,
+            show=True,
         )
         target.mkdir(parents=True, exist_ok=True)
         for path, members in track(sequences.shards(), f"packing {split}", transient=True):

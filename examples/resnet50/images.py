@@ -36,8 +36,8 @@ class Images(Protocol):
 class RecordImages:
     """ImageNet as TFRecords, whose labels count from 1."""
 
-    def __init__(self, folder: Path, split: str, num_classes: int) -> None:
-        self._records = Records(find_shards(folder, f"{split}-*"))
+    def __init__(self, folder: Path, split: str, num_classes: int, *, show: bool = False) -> None:
+        self._records = Records(find_shards(folder, f"{split}-*"), show=show)
         self._num_classes = num_classes
         if not len(self):
             raise DataError(f"the {split} shards of {folder} hold no records")
@@ -140,20 +140,26 @@ class SyntheticImages:
 
 
 def open_images(
-    folder: str | Path | None, split: str, *, size: int, num_classes: int, num_images: int
+    folder: str | Path | None,
+    split: str,
+    *,
+    size: int,
+    num_classes: int,
+    num_images: int,
+    show: bool = False,
 ) -> Images:
     """The images of a split, "train" or "validation".
 
     A folder has either TFRecord shards, `train-*` and `validation-*`, or folders `train/` and
     `validation/` (or `val/`) with a folder of images per class. Without one, `num_images` are
-    made up.
+    made up. With `show` there is a progress bar where records are indexed, at their first use.
     """
     if folder is None:
         return SyntheticImages(split, size=size, num_classes=num_classes, num_images=num_images)
     folder = Path(folder)
     if (folder / "train").is_dir():
         return FolderImages(folder, split, num_classes)
-    return RecordImages(folder, split, num_classes)
+    return RecordImages(folder, split, num_classes, show=show)
 
 
 def _folders(folder: Path) -> list[str]:

@@ -12,9 +12,12 @@ from typing import Any
 from ftmesh.errors import DamagedCheckpointError
 
 
-def write_whole(path: Path, parts: Iterable[Any]) -> None:
-    """Write bytes to `path`, part after part; before all of it is on the disk, nothing is there."""
-    begun = path.with_name(f".{path.name}.begun")
+def write_whole(path: Path, parts: Iterable[Any], *, by: str = "") -> None:
+    """Write bytes to `path`, part after part; before all of it is on the disk, nothing is there.
+
+    `by` tells those apart who may write the same file at once; the last of them is right.
+    """
+    begun = path.with_name(f".{path.name}{by}.begun")
     try:
         with open(begun, "wb") as file:
             for part in parts:

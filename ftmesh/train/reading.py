@@ -18,7 +18,6 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import grain
@@ -28,6 +27,7 @@ from absl import flags
 from numpy.typing import NDArray
 
 from ftmesh.errors import DataError, RecordError
+from ftmesh.train.shuffle import shuffled
 
 Batch = TypeVar("Batch", bound=tuple[Any, ...])  # arrays with a row for each example
 
@@ -52,7 +52,7 @@ class Batches(ABC, Generic[Batch]):
         rows: Iterable[int] | None = None,
     ) -> None:
         self.num_examples, self.batch, self.seed = num_examples, batch, seed
-        self.rows = list(range(batch)) if rows is None else [int(row) for row in rows]
+        self.rows = np.array(range(batch) if rows is None else [*rows], np.int64)
         self.train = num_steps is not None
         self._num_steps = math.ceil(num_examples / batch) if num_steps is None else num_steps
 
@@ -75,13 +75,12 @@ class Batches(ABC, Generic[Batch]):
         """A batch, and the index of the example that should be in each row and is damaged."""
         batch = self.padding(len(self.rows))
         damaged = np.full(len(self.rows), -1)
-        for row, position in enumerate(self.rows):
-            place = step * self.batch + position
-            epoch, index = divmod(place, self.num_examples)
-            if position < 0 or (epoch and not self.train):
-                continue
-            if self.train:
-                index = int(_order(self.num_examples, self.seed, epoch)[index])
+        places = step * self.batch + self.rows
+        (rows,) = np.nonzero((self.rows >= 0) & (self.train | (places < self.num_examples)))
+        places = indices = places[rows]
+        if self.train:
+            indices = shuffled(places, self.num_examples, seed=self.seed)
+        for row, place, index in zip(rows, places.tolist(), indices.tolist(), strict=True):
             try:
                 values = self.example(index, place)
             except RecordError:
@@ -98,12 +97,6 @@ class Batches(ABC, Generic[Batch]):
         except RecordError as error:
             return str(error)
         return f"{self.name(index)}: it could not be read, and now it can"
-
-
-@lru_cache(maxsize=4)
-def _order(num_examples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The examples in the order of an epoch."""
-    return np.random.default_rng([seed, 0, epoch]).permutation(num_examples)
 
 
 class Reader(Iterator[Batch]):

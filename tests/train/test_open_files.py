@@ -1,0 +1,66 @@
+"""Files that stay open: read at any place, closed when no one holds them, quiet at the end."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ftmesh.train import open_files
+from ftmesh.train.open_files import OpenFile, most_open
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    return tmp_path / "file"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_any_bytes(path, at_once, monkeypatch):
+    if not at_once:  # as systems do with reads of more than 2 GiB
+        pread = os.pread
+        monkeypatch.setattr(os, "pread", lambda handle, size, at: pread(handle, min(size, 7), at))
+    file = OpenFile(path)
+    assert file.read(90, 95) == bytes(range(90, 95))
+    assert file.read(0, 100) == bytes(range(100))
+    assert file.read(60, 200) == bytes(range(60, 100))  # it ends before
+    assert file.read(5, 5) == file.read(100, 120) == b""
+
+
+def test_where_there_is_no_pread(path, monkeypatch):
+    monkeypatch.delattr(os, "pread")
+    assert OpenFile(path).read(90, 95) == bytes(range(90, 95))
+
+
+def test_closed_when_no_one_holds_it(path):
+    file = OpenFile(path)
+    handle = file._handle
+    os.fstat(handle)
+    del file
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handle)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        OpenFile(tmp_path / "nothing")
+
+
+def test_nothing_is_said_when_a_process_ends(path):
+    code = (
+        "import runpy, sys\n"
+        "held = runpy.run_path(sys.argv[1])['OpenFile'](sys.argv[2])\n"
+        "print(len(held.read(0, 10)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, open_files.__file__, path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("10\n", "")
+
+
+def test_a_part_of_what_the_system_allows():
+    assert 16 <= most_open() <= 4096
