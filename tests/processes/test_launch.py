@@ -15,6 +15,7 @@ import pytest
 
 import ftmesh
 from ftmesh.cli import main
+from ftmesh.cluster import warden
 from ftmesh.cluster.launch import Pod, run_pod
 
 SECONDS = 20  # for what takes a fraction of one
@@ -113,7 +114,7 @@ class Living:
     def wait_for(self, number):
         """Until so many bytes have come: each process that holds the pipe writes one."""
         while number:
-            assert select.select([self._fd], [], [], SECONDS)[0]
+            assert select.select([self._fd], [], [], SECONDS)[0], "nobody wrote"
             number -= len(os.read(self._fd, number) or b"")
 
     def are_gone(self):
@@ -179,19 +180,23 @@ class TestOutput:
 
     def test_a_reader_that_does_not_read_keeps_nothing_alive(self, fifo, living):
         flood = f"""
+            signal.alarm(40)  # where a fault keeps it alive
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.write(os.open({str(fifo)!r}, os.O_WRONLY), b"1")
             while True:
                 os.write(1, b"flood\\n" * 1000)"""
         pod = f"""
+            import signal
             from ftmesh.cluster.launch import Pod
             from ftmesh.cluster.output import Printer
-            pod = Pod({program(flood)!r}, hosts=1, devices_per_host=1, kill_after=0.1,
+            signal.signal(signal.SIGTERM, lambda *_: pod.end())
+            pod = Pod({program(flood)!r}, hosts=1, devices_per_host=1, kill_after=0.5,
                       on_output=Printer(1, idle=lambda: pod.enforce()))
             with pod:
-                pod.see_out(timeout=0.5)"""
+                pod.see_out()"""
         with python("-c", textwrap.dedent(pod)) as started:
             living.wait_for(1)
+            started.terminate()
             assert living.are_gone()
             started.communicate(timeout=SECONDS)
         assert started.returncode == 0
@@ -265,9 +270,9 @@ class TestEnds:
                 sys.exit(0)
             wait()"""
         with Pod(
-            program(text), hosts=4, devices_per_host=1, on_output=heard, kill_after=0.3
+            program(text), hosts=4, devices_per_host=1, on_output=heard, kill_after=1.5
         ) as pod:
-            pod.see_out(grace=0.3)
+            pod.see_out(grace=0.7)
         assert [process.status for process in pod.processes] == [0, 0, 137, 1]
         assert [process.told for process in pod.processes] == [None, *[signal.SIGTERM] * 2, None]
         assert heard.text[1] == b"saved\n"
@@ -327,12 +332,21 @@ class TestEnds:
             print("ready")
             wait()"""
         with Pod(program(text), hosts=1, devices_per_host=1, on_output=heard) as pod:
-            assert pod.wait(SECONDS, until=heard.has(b"ready", 0))
+            assert pod.wait(SECONDS, until=heard.has(b"ready\n", 0))
             os.kill(pod.processes[0].pid, signal.SIGSTOP)
             pod.end()
             assert pod.wait(SECONDS)
         assert heard.text[0] == b"ready\nsaved\n"
         assert pod.processes[0].status == 1
+
+    def test_where_nothing_says_that_a_process_has_ended(self, monkeypatch):
+        monkeypatch.setattr(warden, "PROC", "/no/such")
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+        text = "if me:\n    sys.exit(3)\nos.fork()\nwait()"
+        with Pod(program(text), hosts=2, devices_per_host=1) as pod:
+            pod.see_out(grace=0.1)
+        assert [process.status for process in pod.processes] == [128 + signal.SIGTERM, 3]
+        assert pod.first_failed is pod.processes[1]
 
     def test_told_to_end_before_it_started(self, tmp_path):
         pod = Pod(["touch", str(tmp_path / "ran")], hosts=2, devices_per_host=1)
@@ -365,9 +379,9 @@ class TestRunPod:
         assert results[0].stderr == "\\xff"
 
     def test_time_is_up(self, fifo, living):
-        text = f"os.open({str(fifo)!r}, os.O_WRONLY)\nprint('stuck')\nwait()"
-        with pytest.raises(TimeoutError, match=r"longer than 0.5 s: .*stdout='stuck\\n'"):
-            run_pod(program(text), 2, 1, timeout=0.5)
+        command = ["sh", "-c", f"exec 3>{fifo}; echo stuck; exec sleep 40"]
+        with pytest.raises(TimeoutError, match=r"longer than 1 s: .*stdout='stuck\\n'"):
+            run_pod(command, 2, 1, timeout=1)
         assert living.are_gone()
 
     def test_the_environment_arrives(self, monkeypatch):
