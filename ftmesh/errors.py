@@ -60,5 +60,9 @@ class TrainingError(FtmeshError):
     """A run cannot go on."""
 
 
+class ClusterError(FtmeshError):
+    """The processes of a run do not agree, or one of them is missing, late or has failed."""
+
+
 class TopologyWarning(UserWarning):
     """Something about the devices was decided for the user and is worth knowing."""

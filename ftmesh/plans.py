@@ -184,6 +184,7 @@ def plan(
     verify: bool = True,
     with_idle: bool = False,
     unrolled: bool = False,
+    schedule: Schedule | None = None,
 ) -> Plan:
     """Plan an all-reduce of `payload_bytes` on `topology`, and prove it right.
 
@@ -196,6 +197,9 @@ def plan(
     With a `tile`, as ``"2x2"``, each tile of so many chips is one rank, and its devices are a model
     group. Every position in it has a payload; all are summed at once, over links that they share. A
     tile with a failed chip takes no part.
+
+    A `schedule` that was made before, as `ftmesh.load` reads it, is taken in place of a new one,
+    for the devices of `topology`; it must be for the same chips.
 
     >>> topo = Topology.grid("8x8", failed="2x2@2,2")
     >>> plan(topo, "ring").schedule.num_rounds
@@ -212,13 +216,26 @@ def plan(
     wire = _name_of(wire_dtype)
     on = network(link)
     is_auto = algorithm == AUTO
-    if is_auto:
-        algorithm = choose(topology, payload_bytes, on, wire).algorithm
-    schedule, proof = _proven(topology, algorithm, verify=verify)
+    if schedule is not None:
+        schedule = _on(topology, schedule)
+        proof = _verify(schedule) if verify else None
+    else:
+        if is_auto:
+            algorithm = choose(topology, payload_bytes, on, wire).algorithm
+        schedule, proof = _proven(topology, algorithm, verify=verify)
     made = Plan(schedule, payload_bytes, proof, with_idle, on, unrolled, wire, is_auto)
     if with_idle:
         _ = made.program  # refuses idle chips that nothing can be sent to
     return made
+
+
+def _on(topology: Topology, schedule: Schedule) -> Schedule:
+    """A schedule for the same chips, on the devices of `topology`."""
+    if schedule.topology.without_devices() != topology.without_devices():
+        raise ArgumentError(
+            f"the schedule is for {schedule.topology}, and the plan for {topology}: plan it again"
+        )
+    return replace(schedule, topology=topology)
 
 
 def _proven(topology: Topology, algorithm: str, *, verify: bool) -> tuple[Schedule, Proof | None]:

@@ -18,8 +18,9 @@ settings.load_profile("ftmesh")
 
 
 @pytest.fixture(autouse=True)
-def no_failures_from_environment(monkeypatch):
-    monkeypatch.delenv("FTMESH_FAILED", raising=False)
+def nothing_from_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("FTMESH_")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ftmesh.cluster.processes import ALONE
 from ftmesh.train import Shares, weighted_sum
 from ftmesh.train.arguments import add_run
 from ftmesh.train.loop import Job
@@ -73,11 +74,17 @@ def count_right_of_rank(params, stats, batch):
 
 
 def linear_trainer(
-    topology, options=None, *, lr_schedule=lambda step: RATE, wire_dtype=None, kind=optax.sgd
+    topology,
+    options=None,
+    *,
+    lr_schedule=lambda step: RATE,
+    wire_dtype=None,
+    kind=optax.sgd,
+    cluster=ALONE,
 ):
     options = options or StepOptions()
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first())
-    parallel = options.on(topology, types[0], wire_dtype or np.float32)
+    parallel = options.on(topology, types[0], wire_dtype or np.float32, cluster)
     shares = parallel.shares(BATCH)
     one = jax.ShapeDtypeStruct((), np.float32)
     return make_trainer(

@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import jax
-
 from examples.bert.config import PRESETS, Config
 from examples.bert.data import Batches, open_sequences, unigram_accuracy
 from examples.bert.trainer import add_bert_step, bert_options, bert_trainer, first_state
+from ftmesh.cluster.processes import ALONE, Cluster
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import positive, start, step_options
-from ftmesh.train.loop import Job, run, start_log
+from ftmesh.train.loop import Job, open_data, run, start_log
 from ftmesh.train.report import Report
 
 
@@ -53,10 +52,12 @@ def add_bert(parser: argparse.ArgumentParser) -> None:
     add_bert_step(parser)
 
 
-def train(config: Config, topology: Topology, args: argparse.Namespace) -> Report:
-    """The whole run."""
+def train(
+    config: Config, topology: Topology, args: argparse.Namespace, cluster: Cluster = ALONE
+) -> Report:
+    """The whole run, in one of the processes that take part in it."""
     config = replace(config, packed=args.packed)
-    log = start_log(args)
+    log = start_log(args, cluster)
 
     # The data. What is wrong with it is said before anything is compiled.
     open_split = partial(
@@ -67,12 +68,16 @@ def train(config: Config, topology: Topology, args: argparse.Namespace) -> Repor
         packed=config.packed,
         vocabulary=config.vocabulary,
     )
-    sequences = open_split("train", num_sequences=config.train_sequences)
-    eval_sequences = open_split("validation", num_sequences=config.eval_sequences)
+    sequences, eval_sequences = open_data(
+        cluster,
+        partial(open_split, "train", num_sequences=config.train_sequences),
+        partial(open_split, "validation", num_sequences=config.eval_sequences),
+    )
     config = replace(config, train_sequences=len(sequences), eval_sequences=len(eval_sequences))
 
     # The trainer, made for the mesh, and the rows of a batch that this process reads.
-    trainer = bert_trainer(config, topology, step_options(args), **bert_options(args))
+    options = bert_options(args)
+    trainer = bert_trainer(config, topology, step_options(args), cluster=cluster, **options)
     rows = trainer.parallel.local_rows(trainer.shares)
     batches_of = partial(
         Batches,
@@ -94,7 +99,7 @@ def train(config: Config, topology: Topology, args: argparse.Namespace) -> Repor
         validation=batches_of(eval_sequences),
     )
     report = run(job, args, log)
-    if jax.process_index() == 0:
+    if cluster.speaks:
         baseline = unigram_accuracy(sequences, eval_sequences)
         print(f"bert: predicting the commonest word everywhere has accuracy {baseline:.4f}")
     return report

@@ -20,6 +20,7 @@ from examples.bert.steps import (
     make_model,
     make_transformation,
 )
+from ftmesh.cluster.processes import ALONE, Cluster
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.trainer import State, StepOptions, Trainer, make_trainer
 
@@ -35,15 +36,16 @@ def bert_trainer(
     attention: Literal["xla", "cudnn"] = "xla",
     remat: bool = False,
     unrolled: bool = False,
+    cluster: Cluster = ALONE,
 ) -> Trainer:
-    """All that is compiled for a run on the devices of `topology`.
+    """All that is compiled for a run on the devices of `topology`, which `cluster` has.
 
     Gradients travel as `wire_dtype`. Beside sums that overlap the backward pass, that goes on only
     where layers are `unrolled`. See `Bert` for the rest.
     """
     model = make_model(config, attention=attention, remat=remat, unrolled=unrolled)
     params = jax.eval_shape(partial(init, model, seed=0))
-    parallel = options.on(topology, params, wire_dtype)
+    parallel = options.on(topology, params, wire_dtype, cluster)
     shares = parallel.shares(config.batch)
     sizes = Batch(
         tokens=config.length,

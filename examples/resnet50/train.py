@@ -19,9 +19,10 @@ from examples.resnet50.config import PRESETS, Config
 from examples.resnet50.data import Batches
 from examples.resnet50.images import open_images
 from examples.resnet50.trainer import first_state, resnet50_trainer
+from ftmesh.cluster.processes import ALONE, Cluster
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import start, step_options
-from ftmesh.train.loop import Job, run, start_log
+from ftmesh.train.loop import Job, open_data, run, start_log
 from ftmesh.train.report import Report
 
 
@@ -34,20 +35,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return start("resnet50", parser, PRESETS, train, argv)
 
 
-def train(config: Config, topology: Topology, args: argparse.Namespace) -> Report:
-    """The whole run."""
-    log = start_log(args)
+def train(
+    config: Config, topology: Topology, args: argparse.Namespace, cluster: Cluster = ALONE
+) -> Report:
+    """The whole run, in one of the processes that take part in it."""
+    log = start_log(args, cluster)
 
     # The data. What is wrong with it is said before anything is compiled.
     open_split = partial(
         open_images, args.data, size=config.image_size, num_classes=config.num_classes
     )
-    images = open_split("train", num_images=config.train_images)
-    eval_images = open_split("validation", num_images=config.eval_images)
+    images, eval_images = open_data(
+        cluster,
+        partial(open_split, "train", num_images=config.train_images),
+        partial(open_split, "validation", num_images=config.eval_images),
+    )
     config = replace(config, train_images=len(images), eval_images=len(eval_images))
 
     # The trainer, made for the mesh, and the rows of a batch that this process reads.
-    trainer = resnet50_trainer(config, topology, step_options(args))
+    trainer = resnet50_trainer(config, topology, step_options(args), cluster=cluster)
     rows = trainer.parallel.local_rows(trainer.shares)
     batches_of = partial(Batches, size=config.image_size, batch=config.batch, rows=rows)
 

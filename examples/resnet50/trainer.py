@@ -17,6 +17,7 @@ from examples.resnet50.steps import (
     make_model,
     make_transformation,
 )
+from ftmesh.cluster.processes import ALONE, Cluster
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.trainer import State, StepOptions, Trainer, make_trainer
 
@@ -24,12 +25,16 @@ _DEFAULTS = StepOptions()
 
 
 def resnet50_trainer(
-    config: Config, topology: Topology, options: StepOptions = _DEFAULTS
+    config: Config,
+    topology: Topology,
+    options: StepOptions = _DEFAULTS,
+    *,
+    cluster: Cluster = ALONE,
 ) -> Trainer:
-    """All that is compiled for a run on the devices of `topology`."""
+    """All that is compiled for a run on the devices of `topology`, which `cluster` has."""
     size = config.image_size
     variables = jax.eval_shape(partial(init, make_model(config), image_size=size, seed=0))
-    parallel = options.on(topology, variables["params"])
+    parallel = options.on(topology, variables["params"], cluster=cluster)
     shares = parallel.shares(config.batch)
     model = make_model(
         config,

@@ -1,1 +1,1 @@
-"""Processes: starting them, joining them, and what they agree on."""
+"""The processes of a pod: who is there, what all of them agree on, and how they end together."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax._src import config, core
+from jax._src import clusters, config, core, distributed, xla_bridge
 from jax._src.lax import lax as internal_lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -200,3 +200,26 @@ def _barrier_transpose(cotangents: Any, *_: Any) -> Any:
 
 ad.primitive_jvps[_barrier] = _barrier_jvp
 ad.primitive_transposes[_barrier] = _barrier_transpose
+
+
+def coordination_client() -> Any:
+    """JAX's client of the coordination service; None in a process that has joined no others."""
+    return distributed.global_state.client
+
+
+def found_processes(limit: float) -> tuple[str | None, int | None, int | None]:
+    """Coordinator, number of processes and number of this one, where JAX knows of a place."""
+    address, number, process, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, max(1, round(limit))
+    )
+    return address, number, process
+
+
+def cpu_collectives_at(host: str) -> None:
+    """Have collectives of CPU devices listen at `host`, and not wherever the host's name leads."""
+
+    def make() -> Any:
+        collectives = xla_bridge._jax.make_gloo_tcp_collectives(coordination_client(), host)
+        return xla_bridge.make_cpu_client(collectives)
+
+    xla_bridge.register_backend_factory("cpu", make, priority=0, fail_quietly=False)

@@ -7,6 +7,7 @@ do not, and are laid out row by row on a grid instead.
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,9 @@ import numpy as np
 
 from ftmesh.errors import TopologyError, TopologyWarning
 from ftmesh.mesh.damage import Frame
-from ftmesh.mesh.notation import Coord, format_shape
+from ftmesh.mesh.notation import Coord, format_shape, parse_shape
+
+MESH_VARIABLE = "FTMESH_MESH"  # the shape of this machine's mesh, for devices without coords
 
 
 class Layout(NamedTuple):
@@ -50,6 +53,12 @@ def platform_of(device: Any) -> str:
     return str(device.device_kind if device.platform == "tpu" else device.platform)
 
 
+def process_of(device: Any) -> int:
+    """The process that has a device."""
+    number: int = device.process_index
+    return number
+
+
 def near_square(count: int) -> Coord:
     """The factor pair of `count` that is nearest to a square, the smaller first."""
     low = max(n for n in range(1, math.isqrt(count) + 1) if count % n == 0)
@@ -57,7 +66,7 @@ def near_square(count: int) -> Coord:
 
 
 def _by_order(devices: Sequence[Any], shape: Coord | None) -> Layout:
-    shape = shape or near_square(len(devices))
+    shape = shape or _shape_from_environment(len(devices)) or near_square(len(devices))
     if math.prod(shape) != len(devices):
         raise TopologyError(
             f"{len(devices)} devices without coords cannot fill mesh {format_shape(shape)}, "
@@ -66,6 +75,13 @@ def _by_order(devices: Sequence[Any], shape: Coord | None) -> Layout:
     coords = [_nth_coord(i, shape) for i in range(len(devices))]
     at = {coord: (device,) for coord, device in zip(coords, devices, strict=True)}
     return Layout(Frame.of_grid(shape), at, frozenset(), 1)
+
+
+def _shape_from_environment(count: int) -> Coord | None:
+    """The mesh of this machine, where it says so and has as many devices as are meant."""
+    text = os.environ.get(MESH_VARIABLE)
+    shape = parse_shape(text) if text else ()
+    return shape if shape and math.prod(shape) == count else None
 
 
 def _by_coords(devices: Sequence[Any], shape: Coord | None) -> Layout:

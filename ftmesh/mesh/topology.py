@@ -112,8 +112,9 @@ class Topology:
         TPU devices are placed by their coords. Axes of size 1 are dropped, and coords missing
         from `shape` (or, where it is not given, from the bounding box) are failed. `failed` and
         `failed_links` are in the devices' own coords, with or without the axes that are dropped;
-        the topology's start at the low corner of the box. Devices without coords fill `shape`, or
-        a near-square grid, row by row. ``FTMESH_FAILED`` is read as by `grid`.
+        the topology's start at the low corner of the box. Devices without coords fill `shape`,
+        or that of the environment variable ``FTMESH_MESH`` where it has as many chips, or a
+        near-square grid, row by row. ``FTMESH_FAILED`` is read as by `grid`.
         """
         layout = read_layout(devices, None if shape is None else parse_shape(shape))
         frame = layout.frame

@@ -16,14 +16,9 @@ from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
 from ftmesh.layout.owned import Owned, OwnedBucket
+from ftmesh.mesh.devices import process_of
 from ftmesh.saved.index import Buffer, Index, Piece, Tensor
 from ftmesh.saved.naming import Sharded, check_names, is_key, is_slot, parts_of, type_of
-
-
-def process_of_device(device: Any) -> int:
-    """The process that has a device."""
-    number: int = device.process_index
-    return number
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Copier:
     """
 
     process: int
-    process_of: Callable[[Any], int] = process_of_device
+    process_of: Callable[[Any], int] = process_of
     devices: Sequence[Any] | None = None
     layouts: Sequence[Owned] = ()
 

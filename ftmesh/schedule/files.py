@@ -7,6 +7,7 @@ with nothing left to expand. Beside them: ``coords`` (rank to coord), ``owner`` 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tempfile
@@ -32,8 +33,8 @@ MAX_MOVES = 2**31 - 1  # chunks moved in all; more is a damaged file, or an atta
 _ARRAYS = (*COLUMN_NAMES, "coords", "owner", "rounds_in_reduce_scatter", "meta")
 
 
-def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write `schedule` to `path`, whole or not at all."""
+def dump(schedule: Schedule) -> bytes:
+    """What a file of `schedule` holds."""
     topology = schedule.topology
     meta: dict[str, Any] = {
         "format": FORMAT,
@@ -52,6 +53,14 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     arrays["owner"] = owner
     arrays["rounds_in_reduce_scatter"] = np.int32(half)
     arrays["meta"] = np.array(json.dumps(meta))
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)
+    return file.getvalue()
+
+
+def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Write `schedule` to `path`, whole or not at all."""
+    content = dump(schedule)
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
         raise ScheduleFileError(f"cannot write {path}: it is not a file")
@@ -61,7 +70,7 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
         raise ScheduleFileError(f"cannot write {path}: {error.strerror}") from error
     try:
         with os.fdopen(handle, "wb") as file:
-            np.savez_compressed(file, **arrays)
+            file.write(content)
         os.umask(mask := os.umask(0))
         os.chmod(name, 0o666 & ~mask)
         os.replace(name, path)
@@ -82,21 +91,22 @@ def _written(topology: Topology) -> dict[str, Any]:
     }
 
 
-def load(path: str | os.PathLike[str], *, verify: bool = True) -> Schedule:
-    """Read a schedule file and, unless told otherwise, prove it right."""
+def load(path: str | os.PathLike[str] | bytes, *, verify: bool = True) -> Schedule:
+    """Read a schedule file, or what one holds, and, unless told otherwise, prove it right."""
     try:
         arrays = _read(path)
         schedule = _build(arrays)
         if verify:
             _verify(schedule)
     except FtmeshError as error:
-        raise type(error)(f"{path}: {error}") from error
+        name = "the schedule" if isinstance(path, bytes) else path
+        raise type(error)(f"{name}: {error}") from error
     return schedule
 
 
-def _read(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
+def _read(path: str | os.PathLike[str] | bytes) -> dict[str, NDArray[Any]]:
     try:
-        with open(path, "rb") as raw:
+        with io.BytesIO(path) if isinstance(path, bytes) else open(path, "rb") as raw:
             file = np.load(raw, allow_pickle=False)
             if not isinstance(file, np.lib.npyio.NpzFile):
                 raise ScheduleFileError("is a single array, not the .npz of a schedule")

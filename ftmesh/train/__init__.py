@@ -3,6 +3,9 @@
 Needs what ``pip install ftmesh[train]`` brings. Each name is described in its own module.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from ftmesh.collectives.accumulation import accumulated as accumulated
 from ftmesh.collectives.gradients import Means as Means
 from ftmesh.collectives.gradients import backward_order as backward_order
@@ -20,9 +23,25 @@ from ftmesh.optim.leafwise import NotShardableError as NotShardableError
 from ftmesh.optim.sharded import ShardedOptimizer as ShardedOptimizer
 from ftmesh.optim.states import ShardedState as ShardedState
 from ftmesh.optim.whole import WholeOptimizer as WholeOptimizer
-from ftmesh.train.batch_norm import GroupBatchNorm as GroupBatchNorm
-from ftmesh.train.batch_norm import group_statistics as group_statistics
-from ftmesh.train.batch_norm import mean_statistics as mean_statistics
 from ftmesh.train.checkpoints import Checkpoints as Checkpoints
-from ftmesh.train.nnx_batch_norm import NnxGroupBatchNorm as NnxGroupBatchNorm
 from ftmesh.train.parallel import Parallel as Parallel
+
+if TYPE_CHECKING:
+    from ftmesh.train.batch_norm import GroupBatchNorm as GroupBatchNorm
+    from ftmesh.train.batch_norm import group_statistics as group_statistics
+    from ftmesh.train.batch_norm import mean_statistics as mean_statistics
+    from ftmesh.train.nnx_batch_norm import NnxGroupBatchNorm as NnxGroupBatchNorm
+
+# These import Flax, so they are loaded when they are first asked for.
+_WITH_FLAX = {
+    "GroupBatchNorm": "batch_norm",
+    "group_statistics": "batch_norm",
+    "mean_statistics": "batch_norm",
+    "NnxGroupBatchNorm": "nnx_batch_norm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_FLAX:
+        return getattr(importlib.import_module(f"ftmesh.train.{_WITH_FLAX[name]}"), name)
+    raise AttributeError(f"module 'ftmesh.train' has no attribute {name!r}")

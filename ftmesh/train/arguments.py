@@ -10,6 +10,9 @@ from typing import Any
 
 import jax
 
+from ftmesh.cluster.agreed import agree_on_code, agree_on_mesh
+from ftmesh.cluster.joining import join
+from ftmesh.cluster.processes import ALONE, LIMIT, Cluster
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.errors import ArgumentError, FtmeshError
@@ -19,22 +22,36 @@ from ftmesh.train.parallel import PSUM
 from ftmesh.train.trainer import StepOptions
 from ftmesh.units import parse_bytes
 
+# Arguments in which processes may differ: who each is, and where its files are.
+_OWN = {"coordinator", "process_id", "data", "checkpoint_dir", "mllog", "out", "init"}
+
 
 def start(
     name: str,
     parser: argparse.ArgumentParser,
     presets: Mapping[str, Any],
-    train: Callable[[Any, Topology, argparse.Namespace], Any],
+    train: Callable[[Any, Topology, argparse.Namespace, Cluster], Any],
     argv: Sequence[str] | None,
 ) -> int:
     """Read the command line and train with one of the presets, dataclasses; the exit status.
 
-    What is wrong is said in one line, that begins with `name`.
+    What is wrong is said in one line, that begins with `name`. Of several processes each trains its
+    part, and those without a live device wait for the end.
     """
     add_run(parser, presets)
     args = parser.parse_args(argv)
     try:
-        train(config_of(args, presets), topology_of(args), args)
+        with join_as(args, name) as cluster:
+            agree_on_code(cluster)
+            agree_on_arguments(cluster, args)
+            topology = topology_of(args, cluster)
+            agree_on_mesh(cluster, topology)
+            cluster = cluster.on(topology, with_idle=args.idle)
+            if not cluster.takes_part:
+                cluster.stand_by()
+                return 0
+            with jax.default_device(cluster.default_device):
+                train(config_of(args, presets), topology, args, cluster)
     except FtmeshError as error:
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -126,19 +143,62 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--mllog", metavar="FILE", help="write the lines that MLPerf asks for")
     parser.add_argument("--out", metavar="FOLDER", help="write metrics.jsonl and run.svg there")
+    add_processes(parser)
 
 
-def topology_of(args: argparse.Namespace) -> Topology:
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Which processes take part. Where JAX finds that out by itself, nothing is to be given."""
+    group = parser.add_argument_group(
+        "several processes",
+        "one for each host; nothing need be given on Cloud TPU, Slurm and GKE, nor under 'ftmesh "
+        "launch'",
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is to be found")
+    group.add_argument("--num-processes", type=positive, metavar="N", help="how many there are")
+    group.add_argument("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
+    group.add_argument(
+        "--limit",
+        type=seconds,
+        default=LIMIT,
+        metavar="SECONDS",
+        help=f"how long to wait for the others, at most, before saying who is missing ({LIMIT:g})",
+    )
+
+
+def join_as(args: argparse.Namespace, name: str) -> Cluster:
+    """The processes of the arguments of `add_processes`."""
+    return join(args.coordinator, args.num_processes, args.process_id, limit=args.limit, name=name)
+
+
+def agree_on_arguments(cluster: Cluster, args: argparse.Namespace) -> None:
+    """An error unless all processes train the same thing in the same way."""
+    given = {key: value for key, value in vars(args).items() if key not in _OWN}
+    cluster.agree({f"--{key.replace('_', '-')}": value for key, value in given.items()})
+
+
+def topology_of(args: argparse.Namespace, cluster: Cluster = ALONE) -> Topology:
     """The mesh of the arguments of `add_run`, with its devices."""
     if args.resume and not args.checkpoint_dir:
         raise ArgumentError("--resume needs --checkpoint-dir, to know what to go on from")
     if args.emulate and not args.mesh:
         raise ArgumentError("--emulate needs --mesh, to know what to emulate")
+    if args.emulate and not cluster.is_alone:
+        raise ArgumentError(
+            "--emulate is for one process: of several, each brings devices; leave it out"
+        )
     if args.emulate == "many":
         return cpu_grid(args.mesh, failed=args.failed)
     if args.emulate == "one":
         return Topology.grid(args.mesh, failed=args.failed)
     return Topology.from_devices(jax.devices(), shape=args.mesh, failed=args.failed)
+
+
+def seconds(text: str) -> float:
+    """The type of an argument that limits a wait."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError(text)
+    return number
 
 
 def positive(text: str) -> int:

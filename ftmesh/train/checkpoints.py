@@ -23,16 +23,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from ftmesh.errors import CheckpointError, DamagedCheckpointError, TrainingError
 from ftmesh.layout.owned import Owned
+from ftmesh.mesh.devices import process_of
 from ftmesh.saved.finite import first_not_finite
 from ftmesh.saved.naming import about
 from ftmesh.saved.parts import INDEX, file_names, write_part
 from ftmesh.saved.reading import Saved
 from ftmesh.saved.restoring import restored
-from ftmesh.saved.snapshot import Copier, Snapshot, process_of_device
+from ftmesh.saved.snapshot import Copier, Snapshot
 from ftmesh.units import format_bytes
 
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "state")  # what older checkpoints had in their folders
@@ -52,12 +51,12 @@ class Checkpoints:
         *,
         keep: int = 3,
         resume: bool = False,
-        process: int | None = None,
-        process_of: Callable[[Any], int] = process_of_device,
+        process: int = 0,
+        process_of: Callable[[Any], int] = process_of,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.folder, self.keep = Path(folder).resolve(), keep
-        self.process = jax.process_index() if process is None else process
+        self.process = process
         self._process_of, self._say = process_of, say or self._print
         self._writing: Future[None] | None = None
         _check_writable(self.folder)
@@ -95,7 +94,7 @@ class Checkpoints:
         those whose numbers count, where some are idle. Waits for the state and for the checkpoint
         before, not for the disk. A state that no run could go on from is refused.
         """
-        self._finish()
+        self.finish()
         if self._is_complete(step):
             raise CheckpointError(f"{self._at(step)} is there already, and is not written over")
         copier = Copier(self.process, self._process_of, devices, layouts)
@@ -121,7 +120,7 @@ class Checkpoints:
         `like` may be of arrays or of their types, and `layouts` are those of sharded states in it.
         Where there is no checkpoint, step 0 and `like` itself.
         """
-        self._finish()
+        self.finish()
         for step in self._steps():
             try:
                 with Saved(self._at(step)) as saved:
@@ -145,9 +144,9 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Wait until everything is written."""
+        """Wait until everything is written, and write no more."""
         try:
-            self._finish()
+            self.finish()
         finally:
             self._thread.shutdown()
 
@@ -192,8 +191,8 @@ class Checkpoints:
                     (self._at(step) / INDEX).unlink(missing_ok=True)  # first: then it is none
                     shutil.rmtree(self._at(step), ignore_errors=True)
 
-    def _finish(self) -> None:
-        """Wait for what is being written."""
+    def finish(self) -> None:
+        """Wait until everything is written."""
         writing, self._writing = self._writing, None
         if writing is None:
             return

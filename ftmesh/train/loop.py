@@ -8,13 +8,17 @@ next one is under way. A checkpoint or an evaluation does wait, and looks at the
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
+from ftmesh.cluster.agreed import agree_on_program
+from ftmesh.cluster.processes import ALONE, Cluster
 from ftmesh.errors import CheckpointError
 from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.mllog import MLLog
@@ -22,6 +26,9 @@ from ftmesh.train.reading import Batches, Reader
 from ftmesh.train.report import Report
 from ftmesh.train.trainer import State, Trainer
 from ftmesh.units import format_time
+
+Data = TypeVar("Data", bound=Sized)
+OPEN_LIMIT = 3600.0  # seconds: where there is no index of the data, one process reads all of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,24 +55,47 @@ class Job:
         return (step - 1) * self.train.batch // self.train.num_examples + 1
 
 
-def start_log(args: argparse.Namespace) -> MLLog:
-    """The log of a run that begins: the first process writes it, where `add_run` asks for one."""
-    log = MLLog(args.mllog if jax.process_index() == 0 else None, append=args.resume)
+def start_log(args: argparse.Namespace, cluster: Cluster = ALONE) -> MLLog:
+    """The log of a run that begins: one process writes it, where `add_run` asks for one."""
+    log = MLLog(args.mllog if cluster.speaks else None, append=args.resume)
     log.event("cache_clear", True)
     log.start("init")
     return log
 
 
+def open_data(
+    cluster: Cluster, train: Callable[[], Data], validation: Callable[[], Data]
+) -> tuple[Data, Data]:
+    """The data for training and that for validation, of which all processes have as much.
+
+    One process opens it first, and leaves an index of it to the others.
+    """
+    found = cluster.first(lambda: (train(), validation()), "open the data", limit=OPEN_LIMIT)
+    sizes = {"examples for training": len(found[0]), "examples for validation": len(found[1])}
+    cluster.agree(sizes)
+    return found
+
+
 def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     """Train `job` as the arguments of `ftmesh.train.arguments.add_run` say."""
-    is_first, trainer = jax.process_index() == 0, job.trainer
+    trainer, cluster = job.trainer, job.trainer.parallel.cluster
+    agree_on_program(cluster, "the program of a step", trainer.step, trainer.inputs)
     with ExitStack() as stack:
         checkpoints, done, state = None, 0, job.state
         if args.checkpoint_dir:
             checkpoints = stack.enter_context(
-                Checkpoints(args.checkpoint_dir, keep=args.keep, resume=args.resume)
+                Checkpoints(
+                    args.checkpoint_dir,
+                    keep=args.keep,
+                    resume=args.resume,
+                    process=cluster.process,
+                    say=_say if cluster.speaks else _say_nothing,
+                )
             )
+            cluster.before_leaving(checkpoints.finish)
+            _check_shared(cluster, checkpoints)
             done, state = _restored(job, checkpoints, args)
+            cluster.agree({"the step to go on from": done})
         log.submission(
             job.benchmark,
             platform=trainer.parallel.sums_on,
@@ -77,11 +107,12 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
         log.start("run")
         report = stack.enter_context(
             Report(
-                args.out if is_first else None,
+                args.out if cluster.speaks else None,
                 total_steps=job.total_steps,
                 first_step=done,
                 unit=job.train.unit,
                 resume=args.resume,
+                show=cluster.speaks,
             )
         )
         batches = stack.enter_context(Reader(job.train, first_step=done))
@@ -92,7 +123,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
                 log.start("block", first_epoch_num=job.epoch(step), epoch_count=_epochs(job, step))
             state, loss = trainer.step(state, trainer.parallel.feed(next(batches)))
             rate = trainer.lr_schedule(step - 1)
-            report.step(step, loss, examples=job.train.batch, lr=rate)
+            report.step(step, trainer.parallel.local(loss), examples=job.train.batch, lr=rate)
             last = step == job.total_steps
             if checkpoints and (last or step % args.checkpoint_every == 0):
                 report.settle()  # a state that comes with a bad loss is not worth keeping
@@ -104,9 +135,33 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             if reached:
                 break
         log.stop("run", status="success" if reached else "aborted")
-    if is_first:
+    cluster.barrier("the end of the run")
+    if cluster.speaks:
         print(_summary(job, report))
     return report
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def _check_shared(cluster: Cluster, checkpoints: Checkpoints) -> None:
+    """Refuse a folder that not all processes see: each would have a part of every checkpoint."""
+    if cluster.is_alone:
+        return
+    mark, token = checkpoints.folder / ".seen", uuid.uuid4().hex
+    if cluster.speaks:
+        mark.write_text(token)
+    token = cluster.broadcast(token, "the folder of checkpoints")
+    sees = mark.exists() and mark.read_text() == token
+    own = f"that of process {cluster.speaker}" if sees else "another"
+    cluster.agree({"the folder of checkpoints": own})
+    if cluster.speaks:
+        mark.unlink()
 
 
 def _restored(job: Job, checkpoints: Checkpoints, args: argparse.Namespace) -> tuple[int, State]:
@@ -132,18 +187,21 @@ def _evaluate(job: Job, state: State, step: int, report: Report, log: MLLog) -> 
     report.settle()
     epoch = job.epoch(step)
     with log.interval("eval", epoch_num=epoch):
-        accuracy = _accuracy(job, state)
+        found = _accuracy(job, state)
+        accuracy: float = job.trainer.parallel.cluster.broadcast(found, "the accuracy")
         log.event("eval_accuracy", accuracy, epoch_num=epoch)
     report.evaluation(step, accuracy=accuracy)
     return accuracy >= job.target
 
 
-def _accuracy(job: Job, state: State) -> float:
-    """How many answers are right on the validation data, of all."""
+def _accuracy(job: Job, state: State) -> float | None:
+    """How many answers are right on the validation data, of all; None without a live device."""
     right = seen = 0.0
     for counts in _one_late(_counts(job, state)):
-        right, seen = right + float(counts[0]), seen + float(counts[1])
-    return right / seen
+        number, total = map(job.trainer.parallel.local, counts)
+        if number is not None and total is not None:
+            right, seen = right + float(number), seen + float(total)
+    return right / seen if seen else None
 
 
 def _counts(job: Job, state: State) -> Iterator[tuple[jax.Array, jax.Array]]:

@@ -9,6 +9,7 @@ same program on a damaged mesh, on a whole one with ``lax.psum`` and on a single
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from ftmesh.cluster.agreed import agreed_plan
+from ftmesh.cluster.processes import ALONE, Cluster
+from ftmesh.cluster.words import processes
 from ftmesh.collectives.gradients import (
     BUCKET_BYTES,
     backward_order,
@@ -29,9 +33,9 @@ from ftmesh.collectives.gradients import (
     with_mean_gradients,
 )
 from ftmesh.collectives.groups import Groups
-from ftmesh.errors import ArgumentError, CollectiveError
+from ftmesh.errors import ArgumentError, ClusterError, CollectiveError
 from ftmesh.layout.batches import Shares
-from ftmesh.mesh.devices import platform_of
+from ftmesh.mesh.devices import platform_of, process_of
 from ftmesh.mesh.ranks import Ranks
 from ftmesh.mesh.topology import Topology
 from ftmesh.optim.sharded import ShardedOptimizer
@@ -52,7 +56,7 @@ class Parallel:
 
     Without a plan sums are JAX's own. Sums of a few numbers go on `small_plan`. Without a mesh all
     ranks are emulated on one device. With `overlap` gradients are summed during the backward pass,
-    in buckets of `bucket_bytes`.
+    in buckets of `bucket_bytes`. `cluster` are the processes that have the devices.
     """
 
     ranks: Ranks
@@ -62,6 +66,7 @@ class Parallel:
     small_plan: Plan | None = None
     overlap: bool = False
     bucket_bytes: int = BUCKET_BYTES
+    cluster: Cluster = ALONE
 
     def __post_init__(self) -> None:
         if self.overlap and self.plan is None:
@@ -82,19 +87,22 @@ class Parallel:
         with_idle: bool = False,
         overlap: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
+        cluster: Cluster = ALONE,
     ) -> Parallel:
         """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
 
         The plan is for gradients of `payload_bytes` in `wire_dtype`; with `overlap`, for one bucket
         of them at a time. With `with_idle` the devices of failed chips are in the program too, and
         count for nothing. The ranks of a topology without devices are emulated, all on one. A
-        single chip needs no plan.
+        single chip needs no plan. Of several processes, in `cluster`, one plans for all.
         """
+        cluster = cluster.on(topology, with_idle=with_idle)
         ranks = Ranks(topology, with_idle)
         made = small = None
         if algorithm != PSUM and topology.num_live > 1:
             size = max(1, min(payload_bytes, bucket_bytes)) if overlap else payload_bytes
-            made = plan(
+            made = agreed_plan(
+                cluster,
                 topology,
                 algorithm,
                 payload_bytes=size,
@@ -103,7 +111,7 @@ class Parallel:
             )
             small = _for_small_sums(made)
         mesh = topology.jax_mesh(axis_name, with_idle=with_idle) if topology.devices else None
-        return Parallel(ranks, mesh, axis_name, made, small, overlap, bucket_bytes)
+        return Parallel(ranks, mesh, axis_name, made, small, overlap, bucket_bytes, cluster)
 
     @property
     def num_ranks(self) -> int:
@@ -208,8 +216,26 @@ class Parallel:
         return jax.jit(mapped, donate_argnums=donate_argnums, compiler_options=options or None)
 
     def put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
-        """Arrays onto the devices: all of them at each, or split as `spec` says."""
-        return jax.device_put(tree, self.mesh and NamedSharding(self.mesh, spec))
+        """Arrays onto the devices: all of them at each, or split as `spec` says.
+
+        Every process has all of them, and the same. JAX's own way to place arrays would compare
+        them on the devices, failed ones included.
+        """
+        if self.mesh is None:
+            return jax.device_put(tree)
+        self._check_joined()
+        host = jax.tree.map(np.asarray, tree)
+        if not self.cluster.is_alone:
+            crc = 0
+            for leaf in jax.tree.leaves(host):
+                crc = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, crc)
+            self.cluster.agree({"what is put on the devices": f"{crc:08x}"})
+        sharding = NamedSharding(self.mesh, spec)
+
+        def placed(leaf: Any) -> jax.Array:
+            return jax.make_array_from_callback(leaf.shape, sharding, lambda at: leaf[at])
+
+        return jax.tree.map(placed, host)
 
     def typed(self, tree: Any, specs: Any) -> Any:
         """The types of such arrays, lying on the devices as `specs`, a prefix of the tree, say."""
@@ -224,18 +250,54 @@ class Parallel:
 
     def local_rows(self, shares: Shares) -> NDArray[np.int64]:
         """Which rows of a global batch the devices of this process have; -1 stands for padding."""
-        rows = shares.positions()
-        if self.mesh is not None:
-            devices = self.mesh.devices.flat
-            rows = rows[[device.process_index == jax.process_index() for device in devices]]
-        return rows.reshape(-1)
+        return shares.positions()[self._own_ranks].reshape(-1)
 
     def feed(self, batch: Any) -> Any:
         """The rows that this process has read, as arrays that are split along the axis."""
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, batch)
+        self._check_joined()
         split = NamedSharding(self.mesh, PartitionSpec(self.axis_name))
-        return jax.tree.map(partial(jax.make_array_from_process_local_data, split), batch)
+        own = self._own_ranks
+
+        def fed(rows: Any) -> jax.Array:
+            each = len(rows) // len(own)
+            starts = {int(rank) * each: place * each for place, rank in enumerate(own)}
+
+            def part(at: tuple[slice, ...]) -> Any:
+                start = starts[at[0].start or 0]
+                return rows[start : start + each]
+
+            shape = (each * self.num_ranks, *rows.shape[1:])
+            return jax.make_array_from_callback(shape, split, part)
+
+        return jax.tree.map(fed, batch)
+
+    def local(self, value: jax.Array) -> jax.Array | None:
+        """What all live devices have, as one of this process has it; None where it has none."""
+        if self.mesh is None:
+            return value
+        shards = {shard.device: shard.data for shard in value.addressable_shards}
+        found = [shards[device] for device in self.live_devices or () if device in shards]
+        return found[0] if found else None
+
+    @property
+    def _own_ranks(self) -> NDArray[np.int64]:
+        """The ranks whose devices this process has, idle ones included."""
+        if self.mesh is None:
+            return np.arange(self.num_ranks)
+        devices = self.mesh.devices.flat
+        return np.flatnonzero([process_of(device) == self.cluster.process for device in devices])
+
+    def _check_joined(self) -> None:
+        """Refuse devices of processes that nobody has joined: their rows would be read here."""
+        assert self.mesh is not None
+        others = {process_of(device) for device in self.mesh.devices.flat} - {*self.cluster.members}
+        if others:
+            raise ClusterError(
+                f"the mesh has devices of {processes(others)}, which this one has not joined: give "
+                "the cluster that ftmesh.cluster.joining.join returns"
+            )
 
     def shares(self, global_batch: int) -> Shares:
         """Which examples of a batch each rank has; idle ranks have padding alone."""

@@ -28,7 +28,8 @@ class Report:
     """The progress bar, the metrics and the plot of one run.
 
     `folder` gets ``metrics.jsonl``, a line per step and per evaluation, and ``run.svg``; without a
-    folder nothing is written.
+    folder nothing is written. Without `show` the terminal is left alone, as is right for all
+    processes of a run but one.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class Report:
         first_step: int = 0,
         unit: str = "examples",
         resume: bool = False,
+        show: bool = True,
     ) -> None:
         self.losses: dict[int, float] = {}
         self.evaluations: dict[int, dict[str, float]] = {}
-        self._unit = unit
+        self._unit, self._show = unit, show
         self._waiting: tuple[int, Any, dict[str, float]] | None = None
         self._folder = None if folder is None else Path(folder)
         self._metrics = None
@@ -57,13 +59,17 @@ class Report:
             MofNCompleteColumn(),
             TextColumn("{task.fields[says]}"),
             TimeRemainingColumn(),
+            disable=not show,
         )
         self._task = self._progress.add_task(
             "training", total=total_steps, completed=first_step, says=""
         )
 
     def step(self, step: int, loss: Any, *, examples: int, **numbers: float) -> None:
-        """A step has been started; `loss` may be an array that is still being computed."""
+        """A step has been started; `loss` may be an array that is still being computed.
+
+        It is None in a process that has no part in it.
+        """
         self.settle()
         self._waiting = (step, loss, {"examples": examples, **numbers})
 
@@ -73,7 +79,8 @@ class Report:
         self.evaluations[step] = {name: float(value) for name, value in numbers.items()}
         self._write({"step": step, "eval": self.evaluations[step]})
         says = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
-        self._progress.print(f"after step {step}: {says}")
+        if self._show:
+            self._progress.print(f"after step {step}: {says}")
         self._last = time.perf_counter()
 
     @property
@@ -87,6 +94,8 @@ class Report:
             return
         step, loss, numbers = self._waiting
         self._waiting = None
+        if loss is None:
+            return
         value = float(loss)
         now = time.perf_counter()
         rate = numbers["examples"] / max(now - self._last, 1e-9)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ftmesh.cluster.processes import ALONE, Cluster
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.layout.batches import Shares
 from ftmesh.layout.owned import Owned
@@ -54,7 +55,13 @@ class StepOptions:
     overlap: bool = False
     bucket_bytes: int = BUCKET_BYTES
 
-    def on(self, topology: Topology, params: Any, wire_dtype: Any = jnp.float32) -> Parallel:
+    def on(
+        self,
+        topology: Topology,
+        params: Any,
+        wire_dtype: Any = jnp.float32,
+        cluster: Cluster = ALONE,
+    ) -> Parallel:
         """The devices, with a plan for the gradients of `params`, which may be types."""
         itemsize = jnp.dtype(wire_dtype).itemsize
         return Parallel.on(
@@ -65,6 +72,7 @@ class StepOptions:
             with_idle=self.with_idle,
             overlap=self.overlap,
             bucket_bytes=self.bucket_bytes,
+            cluster=cluster,
         )
 
 

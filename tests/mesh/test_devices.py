@@ -182,6 +182,14 @@ def test_devices_without_coords_fill_a_near_square_grid(count, shape):
     assert Topology.from_devices([Cpu(i) for i in range(count)]).shape == shape
 
 
+def test_the_environment_has_a_shape_for_as_many_devices(monkeypatch):
+    monkeypatch.setenv("FTMESH_MESH", "2x8")
+    devices = [Cpu(i) for i in range(16)]
+    assert Topology.from_devices(devices).shape == (2, 8)
+    assert Topology.from_devices(devices, shape="4x4").shape == (4, 4)
+    assert Topology.from_devices(devices[:4]).shape == (2, 2)
+
+
 def test_devices_without_coords_fill_the_shape_row_by_row_and_failed_ones_are_left_out():
     topo = Topology.from_devices([Cpu(i) for i in range(8)], shape="4x2", failed="1x1@1,0")
     assert [d.id for d in topo.devices] == [0, 2, 3, 4, 5, 6, 7]

@@ -1,0 +1,86 @@
+"""Agreed: one mesh, one damage, one plan and one program, in all processes of a run.
+
+Processes that run different programs wait for each other for ever. So what each of them has is
+compared before anything is compiled, and one process plans for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import ftmesh
+from ftmesh.cluster.processes import Cluster
+from ftmesh.mesh.notation import format_failed
+from ftmesh.mesh.topology import Topology
+from ftmesh.plans import Plan, plan
+from ftmesh.schedule.files import dump, load
+
+
+def agree_on_code(cluster: Cluster) -> None:
+    """An error unless all processes run the same versions of what makes a program."""
+    if cluster.is_alone:
+        return
+    cluster.agree(
+        {
+            "the version of ftmesh": ftmesh.__version__,
+            "the version of JAX": f"{jax.__version__} with jaxlib {jax.lib.__version__}",
+            "the version of Python": ".".join(platform.python_version_tuple()[:2]),
+            "the source of ftmesh": source_of(Path(ftmesh.__file__).parent),
+        }
+    )
+
+
+def agree_on_mesh(cluster: Cluster, topology: Topology) -> None:
+    """An error unless all processes see the same mesh, and the same chips as failed."""
+    if cluster.is_alone:
+        return
+    cluster.agree(
+        {
+            "the mesh": topology.name + ", wrapping" * any(topology.wrap),
+            "failed chips": format_failed(topology.failed) if topology.failed else "none",
+            "failed links": sorted(topology.failed_links) or "none",
+            "the devices": [device.id for device in topology.all_devices] or topology.num_live,
+        }
+    )
+
+
+def agreed_plan(cluster: Cluster, topology: Topology, algorithm: str, **options: Any) -> Plan:
+    """As `ftmesh.plan`, made by one process, the same in all of them."""
+    if cluster.is_alone:
+        return plan(topology, algorithm, **options)
+    agree_on_mesh(cluster, topology)
+    cluster.agree({"the algorithm": algorithm, **options})
+    made = dump(plan(topology, algorithm, **options).schedule) if cluster.speaks else b""
+    schedule = load(cluster.broadcast(made, "the schedule"))
+    agreed = plan(topology, algorithm, schedule=schedule, **options)
+    cluster.agree({"the schedule": digest(dump(agreed.schedule))})
+    return agreed
+
+
+def agree_on_program(cluster: Cluster, name: str, jitted: Any, inputs: Sequence[Any]) -> None:
+    """An error unless `jitted` is the same program for `inputs`, or types, in all processes."""
+    if not cluster.is_alone:
+        cluster.agree({name: digest(jitted.lower(*inputs).as_text().encode())})
+
+
+def digest(data: bytes) -> str:
+    """A short name of some bytes, that other bytes do not have.
+
+    >>> digest(b"schedule")
+    '5f72005e81c4ecbd'
+    """
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def source_of(package: Path) -> str:
+    """A short name of all Python files of a package."""
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(f"{path.relative_to(package).as_posix()}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:16]

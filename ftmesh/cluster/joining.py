@@ -1,0 +1,143 @@
+"""Joining: this process becomes one of several, as it is told or as JAX finds out.
+
+    with join("10.0.0.1:8476", num_processes=4, process=2) as cluster:
+        ...
+
+Nothing need be given on Cloud TPU, Slurm and GKE, where JAX knows, nor under ``ftmesh launch``,
+which sets ``FTMESH_COORDINATOR``, ``FTMESH_NUM_PROCESSES`` and ``FTMESH_PROCESS_ID``. Where nothing
+is given and nothing known, the process is alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import jax
+
+from ftmesh.cluster.board import Board
+from ftmesh.cluster.ending import Ending
+from ftmesh.cluster.processes import LIMIT, Cluster
+from ftmesh.cluster.rollcall import call_roll, split_address
+from ftmesh.cluster.words import in_seconds
+from ftmesh.errors import ArgumentError, ClusterError
+from ftmesh.execute import _compat
+
+HEARTBEAT = 100  # seconds without a sign of life after which JAX takes a process for dead
+
+
+def join(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process: int | None = None,
+    *,
+    limit: float = LIMIT,
+    name: str = "ftmesh",
+) -> Cluster:
+    """Join the other processes, before JAX is used for anything else.
+
+    `coordinator` is the address ``HOST:PORT`` of process 0. All waits take `limit` seconds at most,
+    unless told otherwise. Lines on stderr begin with `name`.
+    """
+    coordinator, num_processes, process = _found(coordinator, num_processes, process, limit)
+    if coordinator is None or num_processes is None or process is None or num_processes == 1:
+        return Cluster(limit=limit)
+    _check(coordinator, num_processes, process)
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
+    host, port = split_address(coordinator)
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{port}")
+    if _is_loopback(host):
+        bind = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
+        _compat.cpu_collectives_at(host)
+    call_roll(coordinator, process, num_processes, bind=bind, limit=limit)
+
+    def say(line: str) -> None:
+        print(f"{name}: process {process}: {line}", file=sys.stderr, flush=True)
+
+    with _at_most(limit, say):
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process,
+            coordinator_bind_address=bind,
+            initialization_timeout=max(1, round(limit)) + 5,
+            heartbeat_timeout_seconds=HEARTBEAT,
+            shutdown_timeout_seconds=max(1, round(limit)),
+        )
+        jax.devices()  # every process learns of all devices, and waits for all processes
+    board = Board(_compat.coordination_client())
+    ending = Ending(
+        board, process, num_processes, say=say, shutdown=jax.distributed.shutdown
+    ).start()
+    everyone = tuple(range(num_processes))
+    return Cluster(process, num_processes, limit, everyone, 0, None, board, ending)
+
+
+def _found(
+    coordinator: str | None, num_processes: int | None, process: int | None, limit: float
+) -> tuple[str | None, int | None, int | None]:
+    """What is given, or set in the environment, or known to JAX of the place it runs in."""
+    given = {
+        "coordinator": coordinator or os.environ.get("FTMESH_COORDINATOR"),
+        "number of processes": _number(num_processes, "FTMESH_NUM_PROCESSES"),
+        "number of this process": _number(process, "FTMESH_PROCESS_ID"),
+    }
+    missing = [what for what, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return _compat.found_processes(limit)
+    if missing:
+        raise ArgumentError(
+            f"the {missing[0]} is not given: to join other processes give coordinator, number of "
+            "processes and number of this process, or none of them"
+        )
+    found, number, own = given.values()
+    return str(found), int(number or 0), int(own or 0)
+
+
+def _number(given: int | None, variable: str) -> int | None:
+    if given is not None:
+        return given
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ArgumentError(f"{variable} is {text!r}, and not a number")
+    return int(text)
+
+
+def _check(coordinator: str, num_processes: int, process: int) -> None:
+    split_address(coordinator)
+    if not 0 <= process < num_processes:
+        raise ArgumentError(
+            f"process {process} of {num_processes}: processes are numbered from 0 to "
+            f"{num_processes - 1}"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+@contextlib.contextmanager
+def _at_most(limit: float, say: Callable[[str], None]) -> Iterator[None]:
+    """End this process where what is inside takes longer: JAX would, with a stack trace."""
+
+    def end() -> None:
+        say(f"not all processes joined within {in_seconds(limit)} of the roll call")
+        os._exit(2)
+
+    timer = threading.Timer(limit, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except RuntimeError as error:
+        raise ClusterError(f"JAX cannot join the processes: {error}") from error
+    finally:
+        timer.cancel()

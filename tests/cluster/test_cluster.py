@@ -1,0 +1,170 @@
+"""Processes agree, tell each other, wait for each other, and name who does not."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from pods import at_once, pod
+
+import ftmesh
+from ftmesh import Topology
+from ftmesh.cluster.agreed import agree_on_mesh, agreed_plan
+from ftmesh.cluster.processes import ALONE
+from ftmesh.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Device:
+    """One of a host's, without coords."""
+
+    id: int
+    process_index: int
+    platform: str = "cpu"
+
+
+def devices(hosts, per_host):
+    return [Device(n, n // per_host) for n in range(hosts * per_host)]
+
+
+@pytest.fixture(scope="module")
+def four():
+    with pod(4) as clusters:
+        yield clusters
+
+
+def test_what_is_the_same_is_agreed_on(four):
+    assert at_once(lambda cluster: cluster.agree({"seed": 3, "rate": 0.1}), four) == [None] * 4
+
+
+def test_a_difference_is_an_error_everywhere_that_names_who_has_what(four):
+    facts = [{"seed": 3, "mesh": "4x4"}, {"seed": 3, "mesh": "4x4"}, {"seed": 3, "mesh": "8x2"}]
+    facts.append({"seed": 3})
+    errors = at_once(lambda cluster: cluster.agree(facts[cluster.process]), four)
+    assert {type(error) for error in errors} == {ClusterError}
+    assert {str(error) for error in errors} == {
+        "the processes do not agree on mesh: processes 0 and 1 have 4x4; process 2 has 8x2; "
+        "process 3 has nothing: all of them need the same"
+    }
+
+
+def test_a_difference_among_many_processes():
+    with pod(48) as clusters:
+        errors = at_once(
+            lambda cluster: cluster.agree({"failed chips": "2x2@2,2" * (cluster.process == 31)}),
+            clusters,
+        )
+    told = "processes 0, 1, 2, 3, 4, 5, 6, 7 and 39 more have ; process 31 has 2x2@2,2"
+    assert [told in str(error) for error in errors] == [True] * 48
+
+
+def test_the_speaker_tells_all(four):
+    numbers = np.random.default_rng(0).bytes(5_000_000)  # more than a message usually may have
+    told = at_once(lambda c: c.broadcast(numbers if c.speaks else b"", "numbers"), four)
+    assert told == [numbers] * 4
+    clusters = [replace(cluster, speaker=2) for cluster in four]
+    told = at_once(lambda c: c.broadcast(0.1 + 0.2 if c.speaks else None, "a float"), clusters)
+    assert told == [0.1 + 0.2] * 4
+
+
+def test_one_who_does_not_come_is_named(four):
+    def meet(cluster):
+        if cluster.process != 2:
+            cluster.barrier("the next step", limit=1)
+
+    errors = at_once(meet, four)
+    for process in (0, 1, 3):
+        assert str(errors[process]) == "process 2 did not come to the next step within 1 s"
+
+
+def test_a_speaker_that_is_silent_is_named(four):
+    def ask(cluster):
+        if not cluster.speaks:
+            cluster.broadcast(None, "the accuracy", limit=1)
+
+    errors = at_once(ask, four)
+    assert {str(error) for error in errors[1:]} == {
+        "process 0 did not tell the accuracy within 1 s"
+    }
+
+
+def test_the_speaker_is_first_and_the_others_find_what_it_left(four):
+    order = []
+
+    def make(cluster):
+        order.append(cluster.process)
+        return cluster.process
+
+    assert at_once(lambda c: c.first(lambda: make(c), "the index"), four) == [0, 1, 2, 3]
+    assert order[0] == 0
+
+
+def test_members_are_those_with_devices_in_the_program():
+    topology = Topology.from_devices(devices(4, 4), shape="4x4", failed="4x1@0,0;2x1@2,3")
+    cluster = replace(ALONE, process=3, num_processes=4, members=(0, 1, 2, 3)).on(topology)
+    assert (cluster.members, cluster.speaker, cluster.takes_part) == ((1, 2, 3), 1, True)
+    assert [device.id for device in cluster.live_devices] == [12, 13]
+    assert cluster.default_device.id == 12
+    idle = cluster.on(topology, with_idle=True)
+    assert (idle.members, idle.speaker) == ((0, 1, 2, 3), 1)
+    first = replace(cluster, process=0).on(topology)
+    assert (first.takes_part, first.speaks, first.default_device) == (False, False, None)
+
+
+def test_those_without_devices_are_not_waited_for(four):
+    topology = Topology.from_devices(devices(4, 4), shape="4x4", failed="4x1@0,0")
+
+    def together(cluster):
+        cluster = cluster.on(topology)
+        if cluster.takes_part:
+            cluster.agree({"seed": 0})
+            cluster.barrier("the end", limit=5)
+            return cluster.broadcast(cluster.process, "who speaks")
+        return None
+
+    assert at_once(together, four) == [None, 1, 1, 1]
+
+
+def test_one_process_plans_and_the_others_load(four, monkeypatch):
+    planned = []
+    real = ftmesh.planners.schedule
+    monkeypatch.setattr(
+        ftmesh.planners, "schedule", lambda *args: planned.append(args) or real(*args)
+    )
+    topology = Topology.from_devices(devices(4, 4), shape="4x4", failed="2x2@2,2")
+    plans = at_once(lambda c: agreed_plan(c.on(topology), topology, "ring"), four)
+    assert len(planned) == 1
+    expected = real(topology, "ring")
+    for plan in plans:
+        assert plan.schedule == expected
+        assert plan.topology.devices == topology.devices
+        assert plan.proof is not None
+
+
+def test_different_plans_are_refused_before_anything_runs(four):
+    topology = Topology.from_devices(devices(4, 4), shape="4x4", failed="2x2@2,2")
+    names = ["ring", "row_pair", "ring", "ring"]
+    errors = at_once(lambda c: agreed_plan(c, topology, names[c.process]), four)
+    told = "the algorithm: processes 0, 2 and 3 have ring; process 1 has row_pair"
+    assert [told in str(error) for error in errors] == [True] * 4
+
+
+def test_different_damage_is_refused(four):
+    failed = ["2x2@2,2", "2x2@2,2", "2x2@0,0", "2x2@2,2"]
+
+    def on(cluster):
+        topology = Topology.from_devices(devices(4, 4), shape="4x4", failed=failed[cluster.process])
+        agree_on_mesh(cluster, topology)
+
+    told = "failed chips: processes 0, 1 and 3 have 2x2@2,2; process 2 has 2x2@0,0"
+    assert [told in str(error) for error in at_once(on, four)] == [True] * 4
+
+
+def test_one_alone_agrees_with_itself():
+    ALONE.agree({"seed": 1})
+    ALONE.barrier("nothing")
+    assert ALONE.broadcast(3, "three") == 3
+    assert ALONE.first(lambda: 5, "five") == 5
+    assert ALONE.speaks
+    assert ALONE.takes_part
+    with pytest.raises(ClusterError, match="the disk is full"):
+        ALONE.abort("the disk is full")

@@ -1,0 +1,84 @@
+"""Train the linear model of `linear` as one of several processes.
+
+    python linear_train.py ARGUMENTS OF A TRAINER
+
+What goes wrong in a process is told by its variable TROUBLE, as is whether chips are WATCHED.
+"""
+
+import argparse
+import json
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import optax
+from linear import BATCH, PointBatches, first, linear_trainer
+from watching import Watching
+
+from ftmesh.cluster.processes import ALONE
+from ftmesh.errors import DataError
+from ftmesh.train.arguments import start, step_options
+from ftmesh.train.loop import Job, open_data, run, start_log
+
+TROUBLE = os.environ.get("TROUBLE")
+
+
+@dataclass(frozen=True)
+class Config:
+    batch: int = BATCH
+
+
+class TroubledBatches(PointBatches):
+    """One of the rows that this process reads is no point, from the second batch on."""
+
+    def example(self, index, place):
+        if TROUBLE == "bad record" and place >= self.batch:
+            raise DataError(f"point {index} is damaged")
+        return super().example(index, place)
+
+
+def train(config, topology, args, cluster=ALONE):
+    log = start_log(args, cluster)
+    open_data(cluster, lambda: range(47 if TROUBLE == "less data" else 48), lambda: range(48))
+    rate = 0.125 if TROUBLE == "another program" else 0.25
+    trainer = linear_trainer(
+        topology,
+        step_options(args),
+        lr_schedule=lambda step: rate,
+        kind=optax.adam,
+        cluster=cluster,
+    )
+    rows = trainer.parallel.local_rows(trainer.shares)
+    batches = partial(TroubledBatches, batch=config.batch, rows=rows)
+    params, stats = first()
+    if TROUBLE == "other weights":
+        params["b"] += 1
+    job = Job(
+        benchmark="linear",
+        settings={},
+        steps_per_eval=3,
+        target=2,
+        trainer=trainer,
+        state=trainer.first(params, stats),
+        train=batches(num_steps=args.steps, seed=args.seed),
+        validation=batches(),
+    )
+    if TROUBLE == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+    return run(job, args, log)
+
+
+def main():
+    if TROUBLE == "late":
+        sys.exit(0)
+    with Watching() as watching:
+        status = start("linear", argparse.ArgumentParser(), {"tiny": Config()}, train, None)
+    if "WATCHED" in os.environ:
+        print("used:", json.dumps(sorted(watching.used)), flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

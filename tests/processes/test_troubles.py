@@ -1,0 +1,88 @@
+"""What goes wrong in one process is a line in all of them, and an end within the limit."""
+
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ftmesh
+from ftmesh.cluster.launch import run_pod
+
+HERE = Path(__file__).parent
+PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent)))
+LIMIT = 15  # seconds that processes wait for each other
+END = 45  # seconds in which all must have ended: starting takes some, and leaving
+
+
+def troubled(*argv, hosts=2, trouble=None, who=1, env=None):
+    """The last line that each process says on stderr, and its status."""
+    base = {"PYTHONPATH": PATHS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    envs = [dict(base) for _ in range(hosts)]
+    if trouble:
+        envs[who]["TROUBLE"] = trouble
+    envs[who] |= env or {}
+    command = [sys.executable, str(HERE / "linear_train.py"), "--limit", str(LIMIT), *argv]
+    started = time.monotonic()
+    done = run_pod(command, hosts, 4, f"4x{hosts}", env=envs, grace=END, timeout=END)
+    assert time.monotonic() - started < END
+    lines = [each.stderr.strip().splitlines()[-1:] or [""] for each in done]
+    return [line for (line,) in lines], [each.status for each in done]
+
+
+def assert_all_say(pattern, lines, statuses, status=2):
+    assert [bool(re.search(pattern, line)) for line in lines] == [True] * len(lines), lines
+    assert statuses == [status] * len(lines)
+
+
+def test_different_damage_in_the_environment():
+    lines, statuses = troubled("--steps", "2", env={"FTMESH_FAILED": "2x2@2,0"})
+    assert_all_say("failed chips: process 0 has none; process 1 has 2x2@2,0", lines, statuses)
+
+
+@pytest.mark.slow
+def test_different_programs():
+    lines, statuses = troubled("--steps", "2", trouble="another program")
+    assert_all_say("the program of a step: process 0 has .*; process 1 has", lines, statuses)
+
+
+@pytest.mark.slow
+def test_different_source_of_ftmesh(tmp_path):
+    shutil.copytree(Path(ftmesh.__file__).parent, tmp_path / "ftmesh")
+    with (tmp_path / "ftmesh" / "planners" / "ring.py").open("a") as file:
+        file.write("# another version\n")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), PATHS])}
+    lines, statuses = troubled("--steps", "2", env=env)
+    assert_all_say("the source of ftmesh: process 0 has .*; process 1 has", lines, statuses)
+
+
+def test_a_process_that_is_missing():
+    started = time.monotonic()
+    lines, statuses = troubled("--steps", "2", "--limit", "3", hosts=3, trouble="late")
+    assert time.monotonic() - started < 20
+    assert lines == ["linear: process 1 did not come within 3 s", "", lines[0]]
+    assert statuses == [2, 0, 2]
+
+
+def test_a_bad_record_in_one_process():
+    lines, statuses = troubled("--steps", "40", trouble="bad record")
+    assert_all_say(r"process 1: point \d+ is damaged", lines, statuses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_full_disk_in_one_process(tmp_path, who):
+    argv = ("--steps", "40", "--checkpoint-dir", str(tmp_path), "--checkpoint-every", "2")
+    lines, statuses = troubled(*argv, trouble="full disk", who=who)
+    assert_all_say(f"process {who}: cannot write .*: File too large", lines, statuses)
+
+
+@pytest.mark.slow
+def test_different_weights_and_data():
+    lines, statuses = troubled("--steps", "2", trouble="other weights")
+    assert_all_say("what is put on the devices: process 0 has", lines, statuses)
+    lines, statuses = troubled("--steps", "2", trouble="less data")
+    assert_all_say("examples for training: process 0 has 48; process 1 has 47", lines, statuses)
