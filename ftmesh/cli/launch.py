@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ftmesh.cluster.launch import Pod
     from ftmesh.cluster.process import Process
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
@@ -114,8 +112,9 @@ def _ended_by_signals(pod: Pod) -> Iterator[list[signal.Signals]]:
             pod.end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     # What is ignored stays so: nohup, and jobs in the background of a script.
-    before = {each: signal.getsignal(each) for each in ENDING}
-    taken = [each for each in ENDING if before[each] != signal.SIG_IGN]
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.getsignal(each) for each in ending}
+    taken = [each for each in ending if before[each] != signal.SIG_IGN]
     for each in taken:
         signal.signal(each, end)
     try:

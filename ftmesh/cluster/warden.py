@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 
+PROC = "/proc"  # Linux has it
 KILL_TURNS = 500
 KILL_TURN_SECONDS = 0.01
 
@@ -48,15 +49,15 @@ def groups_of(session: int) -> set[int]:
 
     A shell puts jobs into groups of their own, and so does ``timeout``.
     """
-    if not os.path.exists("/proc/self/stat"):  # not Linux
+    if not os.path.exists(f"{PROC}/self/stat"):
         try:
             os.killpg(session, 0)
         except (ProcessLookupError, PermissionError):  # the latter where all have ended
             return set()
         return {session}
     groups = set()
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+    for name in filter(str.isdigit, os.listdir(PROC)):
+        with contextlib.suppress(OSError), open(f"{PROC}/{name}/stat", "rb") as file:
             # "12 (any name) S parent group session ..."
             state, _, group, its_session = file.read().rpartition(b")")[2].split()[:4]
             if int(its_session) == session and state not in b"ZX":
