@@ -67,6 +67,7 @@ def train(
         predictions=config.predictions,
         packed=config.packed,
         vocabulary=config.vocabulary,
+        show=cluster.speaks,
     )
     sequences, eval_sequences = open_data(
         cluster,

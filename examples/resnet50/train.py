@@ -43,7 +43,11 @@ def train(
 
     # The data. What is wrong with it is said before anything is compiled.
     open_split = partial(
-        open_images, args.data, size=config.image_size, num_classes=config.num_classes
+        open_images,
+        args.data,
+        size=config.image_size,
+        num_classes=config.num_classes,
+        show=cluster.speaks,
     )
     images, eval_images = open_data(
         cluster,
