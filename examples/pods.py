@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from ftmesh.cluster.launch import run_pod
+from ftmesh.launch.results import run_pod
 from ftmesh.train.report import read_metrics
 
 MESH, DEVICES = "4x4", 16

@@ -20,6 +20,7 @@ PACKAGES = [
     "planners",
     "cost",
     "draw",
+    "launch",
     "execute",
     "plans",
     "",
@@ -46,9 +47,6 @@ DOORS = {
     ("cli.bench", "collectives.timing"),
     ("cli.compile", "tpu.report"),
     ("cli.compile", "tpu.slices"),
-    ("cli.launch", "cluster.launch"),
-    ("cli.launch", "cluster.output"),
-    ("cli.launch", "cluster.process"),
 }
 EXTRAS = {"matplotlib": {"draw.plots"}}
 

@@ -18,7 +18,7 @@ from functools import partial
 from examples.bert.config import PRESETS, Config
 from examples.bert.data import Batches, open_sequences, unigram_accuracy
 from examples.bert.trainer import add_bert_step, bert_options, bert_trainer, first_state
-from ftmesh.cluster.processes import ALONE, Cluster
+from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import positive, start, step_options
 from ftmesh.train.loop import Job, open_data, run, start_log

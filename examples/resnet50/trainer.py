@@ -17,7 +17,7 @@ from examples.resnet50.steps import (
     make_model,
     make_transformation,
 )
-from ftmesh.cluster.processes import ALONE, Cluster
+from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.trainer import State, StepOptions, Trainer, make_trainer
 

@@ -8,13 +8,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from ftmesh.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from ftmesh.cluster.launch import Pod
-    from ftmesh.cluster.process import Process
+from ftmesh.launch.output import Printer
+from ftmesh.launch.pod import Pod
+from ftmesh.launch.process import Process
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,9 +66,6 @@ def run(args: argparse.Namespace) -> int:
     for name, seconds in (("--grace", args.grace), ("--timeout", args.timeout)):
         if seconds is not None and not seconds >= 0:
             raise ArgumentError(f"{name} must be 0 seconds or more, not {seconds:g}")
-    from ftmesh.cluster.launch import Pod
-    from ftmesh.cluster.output import Printer
-
     pod = Pod(
         args.words[1:] if args.words[:1] == ["--"] else args.words,
         hosts=args.hosts,

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 import ftmesh
-from ftmesh.cluster.processes import Cluster
+from ftmesh.cluster.cluster import Cluster
 from ftmesh.mesh.notation import format_failed
 from ftmesh.mesh.topology import Topology
 from ftmesh.plans import Plan, plan

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 import jax
 
 from ftmesh.cluster.board import Board
+from ftmesh.cluster.cluster import LIMIT, Cluster
 from ftmesh.cluster.ending import Ending
-from ftmesh.cluster.processes import LIMIT, Cluster
 from ftmesh.cluster.rollcall import call_roll, split_address
 from ftmesh.cluster.words import in_seconds
 from ftmesh.errors import ArgumentError, ClusterError

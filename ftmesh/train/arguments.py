@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from ftmesh.cluster.agreed import agree_on_code, agree_on_mesh
+from ftmesh.cluster.cluster import ALONE, LIMIT, Cluster
 from ftmesh.cluster.joining import join
-from ftmesh.cluster.processes import ALONE, LIMIT, Cluster
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.errors import ArgumentError, FtmeshError

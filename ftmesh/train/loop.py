@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import jax
 
 from ftmesh.cluster.agreed import agree_on_program
-from ftmesh.cluster.processes import ALONE, Cluster
+from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.errors import CheckpointError
 from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.mllog import MLLog

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from ftmesh.cluster.agreed import agreed_plan
-from ftmesh.cluster.processes import ALONE, Cluster
+from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.cluster.words import processes
 from ftmesh.collectives.gradients import (
     BUCKET_BYTES,

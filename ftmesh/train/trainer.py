@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ftmesh.cluster.processes import ALONE, Cluster
+from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.layout.batches import Shares
 from ftmesh.layout.owned import Owned

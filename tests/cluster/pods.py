@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from jax._src.lib import _jax
 
 from ftmesh.cluster.board import Board
-from ftmesh.cluster.environment import free_port
-from ftmesh.cluster.processes import Cluster
+from ftmesh.cluster.cluster import Cluster
+from ftmesh.launch.environment import free_port
 
 
 @contextmanager

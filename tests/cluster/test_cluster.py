@@ -9,7 +9,7 @@ from pods import at_once, pod
 import ftmesh
 from ftmesh import Topology
 from ftmesh.cluster.agreed import agree_on_mesh, agreed_plan
-from ftmesh.cluster.processes import ALONE
+from ftmesh.cluster.cluster import ALONE
 from ftmesh.errors import ClusterError
 
 

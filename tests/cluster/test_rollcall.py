@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ftmesh.cluster.environment import free_port
 from ftmesh.cluster.rollcall import call_roll
 from ftmesh.errors import ClusterError
+from ftmesh.launch.environment import free_port
 
 
 def called(numbers, totals=None, limit=10.0, before=lambda port: None):

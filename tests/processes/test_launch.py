@@ -15,8 +15,9 @@ import pytest
 
 import ftmesh
 from ftmesh.cli import main
-from ftmesh.cluster import warden
-from ftmesh.cluster.launch import Pod, run_pod
+from ftmesh.launch import warden
+from ftmesh.launch.pod import Pod
+from ftmesh.launch.results import run_pod
 
 SECONDS = 20  # for what takes a fraction of one
 LINUX = sys.platform == "linux"
@@ -187,8 +188,8 @@ class TestOutput:
                 os.write(1, b"flood\\n" * 1000)"""
         pod = f"""
             import signal
-            from ftmesh.cluster.launch import Pod
-            from ftmesh.cluster.output import Printer
+            from ftmesh.launch.pod import Pod
+            from ftmesh.launch.output import Printer
             signal.signal(signal.SIGTERM, lambda *_: pod.end())
             pod = Pod({program(flood)!r}, hosts=1, devices_per_host=1, kill_after=0.5,
                       on_output=Printer(1, idle=lambda: pod.enforce()))

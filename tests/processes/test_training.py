@@ -14,7 +14,7 @@ from linear import arguments, linear_job, linear_trainer
 from watching import Watching
 
 from ftmesh import Topology
-from ftmesh.cluster.launch import run_pod
+from ftmesh.launch.results import run_pod
 from ftmesh.train.loop import run, start_log
 from ftmesh.train.report import read_metrics
 from ftmesh.train.trainer import StepOptions

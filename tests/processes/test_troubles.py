@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ftmesh
-from ftmesh.cluster.launch import run_pod
+from ftmesh.launch.results import run_pod
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent)))

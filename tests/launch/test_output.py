@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from ftmesh.cluster import output
-from ftmesh.cluster.output import Lines, Printer
+from ftmesh.launch import output
+from ftmesh.launch.output import Lines, Printer
 
 
 def fed(*pieces):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ftmesh.cluster.environment import Environment
-from ftmesh.cluster.pod import GRACE_SECONDS
-from ftmesh.cluster.pod import Pod as Pod
+from ftmesh.launch.environment import Environment
+from ftmesh.launch.pod import GRACE_SECONDS, Pod
 
 
 @dataclass(frozen=True)

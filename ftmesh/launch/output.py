@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import sys
 import time
@@ -14,6 +15,15 @@ from typing import TextIO
 LONGEST = 1 << 20  # bytes of a line; more are the next
 REDRAW_SECONDS = 10.0
 COLOURS = (36, 33, 35, 32, 34)
+
+# Every thread of JAX's collectives on CPUs says on stdout that it is connected, all at once.
+_GLOO = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
+    rb"Expected number of connected peer ranks is : \d+"
+)
+_OF_GLOO = re.compile(
+    rb"(\[Gloo\]|Rank|is connected to|Expected number of connected|peer ranks|is :|[\d.\s])+"
+)
 
 
 class Lines:
@@ -67,7 +77,7 @@ class Printer:
 
     def __call__(self, process: int, stream: int, piece: bytes) -> None:
         """Take a piece of what a process wrote to its stdout (1) or stderr (2)."""
-        lines = self._lines[process, stream].feed(piece)
+        lines = without_gloo(self._lines[process, stream].feed(piece))
         prefix = f"[{process:{self._width}}]"
         if self._colour[stream]:
             prefix = f"\033[{COLOURS[process % len(COLOURS)]}m{prefix}\033[0m"
@@ -88,6 +98,21 @@ class Printer:
 def has_colours(file: TextIO, env: Mapping[str, str]) -> bool:
     """Whether colours are wanted there."""
     return file.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
+
+
+def without_gloo(lines: list[bytes]) -> list[bytes]:
+    """Lines without what JAX's collectives say when they are connected.
+
+    >>> without_gloo([b"[Gloo] Rank 1[Gloo] Rank 2 is connected to 3 peer ranks. ", b"", b"step 2"])
+    [b'', b'step 2']
+    """
+    kept = []
+    for line in lines:
+        if b"[Gloo]" not in line and b"peer ranks" not in line:
+            kept.append(line)
+        elif not _OF_GLOO.fullmatch(own := _GLOO.sub(b" ", line)):
+            kept.append(own.rstrip())
+    return kept
 
 
 def _last_state(line: bytes) -> bytes:

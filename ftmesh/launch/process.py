@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ftmesh.cluster import warden
-from ftmesh.cluster.environment import Environment
+from ftmesh.launch import warden
+from ftmesh.launch.environment import Environment
 
 PIECE = 65_536
 SOON = 0.01  # seconds between killing what is left and looking whether it has gone

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from ftmesh.cluster.environment import Environment, environments
-from ftmesh.cluster.process import Process, Warden
 from ftmesh.errors import ArgumentError
+from ftmesh.launch.environment import Environment, environments
+from ftmesh.launch.process import Process, Warden
 
 GRACE_SECONDS = 30.0
 KILL_SECONDS = 5.0  # between being told to end and being killed
