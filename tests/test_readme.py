@@ -22,7 +22,7 @@ ROWS = re.findall(r"^\| (\d+x\d+) \| (\d\S+) \| (\w+) \| (.*) \|$", README, re.M
 def test_the_python_runs_as_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     scope = {}
     for block in blocks:
         exec(block, scope)
