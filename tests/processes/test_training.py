@@ -1,5 +1,6 @@
 """Trainers on pods: hosts that have lost different chips, or all, train as one process would."""
 
+import argparse
 import json
 import os
 import re
@@ -7,14 +8,17 @@ import sys
 from pathlib import Path
 
 import jax
+import linear_train
 import numpy as np
 import optax
 import pytest
 from linear import arguments, linear_job, linear_trainer
+from linear_train import Config
 from watching import Watching
 
 from ftmesh import Topology
 from ftmesh.launch.results import run_pod
+from ftmesh.train.arguments import start
 from ftmesh.train.loop import run, start_log
 from ftmesh.train.report import read_metrics
 from ftmesh.train.trainer import StepOptions
@@ -109,6 +113,14 @@ def test_with_idle_devices_the_first_host_with_a_live_chip_speaks(tmp_path):
     done, found = train(2, tmp_path, *argv, mesh="4x2")
     assert spoke(done) == [1]
     assert_same(found, alone("4x1@0,0", mesh="4x2", with_idle=True))
+
+
+def test_nothing_runs_on_the_failed_chips_of_one_process():
+    argv = ["--mesh", "8x8", "--failed", "2x2@0,0;8x6@0,2", "--steps", "3"]
+    with Watching() as watching:
+        parser = argparse.ArgumentParser()
+        assert start("linear", parser, {"tiny": Config()}, linear_train.train, argv) == 0
+    assert watching.used == {*range(2, 8), *range(10, 16)}
 
 
 def test_what_runs_on_a_failed_chip_is_seen():
