@@ -36,6 +36,16 @@ def test_hundreds_come():
     assert called(range(200), limit=30) == [None] * 200
 
 
+def test_one_comes_late():
+    address = f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(call_roll, address, 1, 2, bind=address, limit=10)
+        with pytest.raises(TimeoutError):
+            first.result(0.3)
+        call_roll(address, 0, 2, bind=address, limit=10)
+        assert first.result(5) is None
+
+
 def test_the_missing_are_named_to_all_who_came():
     said = "processes 2 and 4 did not come within 1 s"
     assert called([0, 1, 3], [5, 5, 5], limit=1.0) == [said] * 3

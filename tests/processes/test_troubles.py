@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ftmesh
+from ftmesh.launch.pod import Pod
 from ftmesh.launch.results import run_pod
 
 HERE = Path(__file__).parent
@@ -19,13 +21,14 @@ END = 45  # seconds in which all must have ended: starting takes some, and leavi
 
 
 def troubled(*argv, hosts=2, trouble=None, who=1, env=None):
-    """The last line that each process says on stderr, and its status."""
+    """The last line that each process says on stderr, and its status; OWN has its own arguments."""
     base = {"PYTHONPATH": PATHS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     envs = [dict(base) for _ in range(hosts)]
     if trouble:
         envs[who]["TROUBLE"] = trouble
     envs[who] |= env or {}
     command = [sys.executable, str(HERE / "linear_train.py"), "--limit", str(LIMIT), *argv]
+    command = ["sh", "-c", 'exec "$@" $OWN', "sh", *command]
     started = time.monotonic()
     done = run_pod(command, hosts, 4, f"4x{hosts}", env=envs, grace=END, timeout=END)
     assert time.monotonic() - started < END
@@ -41,6 +44,12 @@ def assert_all_say(pattern, lines, statuses, status=2):
 def test_different_damage_in_the_environment():
     lines, statuses = troubled("--steps", "2", env={"FTMESH_FAILED": "2x2@2,0"})
     assert_all_say("failed chips: process 0 has none; process 1 has 2x2@2,0", lines, statuses)
+
+
+@pytest.mark.slow
+def test_different_plans():
+    lines, statuses = troubled("--steps", "2", env={"OWN": "--algorithm row_pair"})
+    assert_all_say("--algorithm: process 0 has auto; process 1 has row_pair", lines, statuses)
 
 
 @pytest.mark.slow
@@ -86,3 +95,23 @@ def test_different_weights_and_data():
     assert_all_say("what is put on the devices: process 0 has", lines, statuses)
     lines, statuses = troubled("--steps", "2", trouble="less data")
     assert_all_say("examples for training: process 0 has 48; process 1 has 47", lines, statuses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_is_told_to_end_in_mid_run(number):
+    command = [sys.executable, str(HERE / "linear_train.py"), "--steps", "100000"]
+    heard = [bytearray(), bytearray()]
+
+    def hear(process, stream, piece):
+        heard[process] += piece if stream == 2 or process == 0 else b""
+
+    env = {"PYTHONPATH": PATHS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    with Pod(command, hosts=2, devices_per_host=4, mesh="4x2", env=env, on_output=hear) as pod:
+        assert pod.wait(END, until=lambda: b"after step 9" in heard[0])
+        os.kill(pod.processes[1].pid, number)
+        assert pod.wait(15)
+    assert [process.status for process in pod.processes] == [128 + number] * 2
+    word = "told to end" if number == signal.SIGTERM else "interrupted"
+    assert f"linear: process 1: {word}\n" in heard[1].decode()
+    assert f"linear: process 0: process 1: {word}\n" in heard[0].decode()
