@@ -30,9 +30,9 @@ Processes find FTMESH_COORDINATOR, FTMESH_NUM_PROCESSES, FTMESH_PROCESS_ID and, 
 FTMESH_MESH in their environment, and nothing to read on stdin. What a real cluster has put there
 (SLURM_*, OMPI_*, TPU_* and the like) is taken out.
 
-When one fails, the others have --grace seconds to end by themselves; then they get SIGTERM, and 5
-seconds later SIGKILL. Ctrl-C ends all of them, a second one at once. Nothing outlives this command,
-not even when it is killed.""",
+When one fails, the others have --grace seconds to end by themselves; then they get SIGTERM, and 15
+seconds later SIGKILL. Ctrl-C ends all of them, a second one at once. What stays in
+their sessions does not outlive this command, not even when it is killed.""",
         epilog="""\
 exit status: 0 if all had 0; else that of the process that failed first (128 + n if by signal n);
 124 after --timeout, 130 after Ctrl-C, 2 for bad arguments.

@@ -78,12 +78,15 @@ class Cluster:
         if not topology.devices:
             return self
         live = topology.devices
+        own = tuple(device for device in live if process_of(device) == self.process)
+        if self.is_alone:
+            return replace(self, live_devices=own)
         used = topology.all_devices if with_idle else live
         return replace(
             self,
             members=tuple(sorted({process_of(device) for device in used})),
             speaker=min(process_of(device) for device in live),
-            live_devices=tuple(d for d in live if process_of(d) == self.process),
+            live_devices=own,
         )
 
     # Together ---------------------------------------------------------------------------------
@@ -91,16 +94,16 @@ class Cluster:
     def barrier(self, what: str, *, limit: float | None = None) -> None:
         """Wait until all members are at the same place, which is called `what`."""
         if self.board is not None:
-            self._meet(self.board, self._key(f"barrier/{what}"), b"", what, limit)
+            self._meet(self.board, self._key(self.board, f"barrier/{what}"), b"", what, limit)
 
     def agree(self, facts: Mapping[str, Any], *, limit: float | None = None) -> None:
         """An error in every member, which shows who differs, unless all have the same `facts`.
 
         These are by name, and are compared as text.
         """
-        if self.board is None or len(self.members) == 1:
+        if self.board is None:
             return
-        key = self._key("agree")
+        key = self._key(self.board, "agree")
         own = {name: str(value) for name, value in facts.items()}
         what = f"agree on {_some(own)}"
         self._meet(self.board, key, json.dumps(own).encode(), what, limit)
@@ -117,9 +120,9 @@ class Cluster:
 
         It is bytes, or can be written as JSON.
         """
-        if self.board is None or len(self.members) == 1:
+        if self.board is None:
             return value
-        key = self._key(f"broadcast/{what}")
+        key = self._key(self.board, f"broadcast/{what}")
         if self.speaks:
             is_raw = isinstance(value, bytes)
             self.board.put(key, b"b" + value if is_raw else b"j" + json.dumps(value).encode())
@@ -132,15 +135,22 @@ class Cluster:
 
         For what leaves something behind that the next one finds, such as an index of data.
         """
-        made = make() if self.speaks else None
+        if self.speaks:
+            made = make()
+            self.barrier(what, limit=limit)
+            return made
         self.barrier(what, limit=limit)
-        return make() if made is None else made
+        return make()
 
-    def _key(self, name: str) -> str:
+    def _key(self, board: Board, name: str) -> str:
         """A key that no two uses of a name among these members have in common."""
-        assert self.board is not None
+        if not self.takes_part:
+            raise ClusterError(
+                f"process {self.process} has no device in the program, and takes no part in what "
+                "the others agree on: leave the block of join, which waits for them"
+            )
         whose = zlib.crc32(json.dumps(self.members).encode())
-        return self.board.turn(f"{name}/{whose:08x}")
+        return board.turn(f"{name}/{whose:08x}")
 
     def _meet(self, board: Board, key: str, note: bytes, what: str, limit: float | None) -> None:
         """Put up a note and wait for those of all members."""
@@ -148,8 +158,8 @@ class Cluster:
         board.put(f"{key}/{self.process}", note)
         if not board.meet(f"{key}-meet", self.members, limit):
             missing = set(self.members) - set(board.of_processes(key))
-            who = processes(missing) if missing else "not all processes"
-            raise ClusterError(f"{who} did not come to {what} within {in_seconds(limit)}")
+            who = f"{processes(missing)} did not come" if missing else "not all processes came"
+            raise ClusterError(f"{who} to {what} within {in_seconds(limit)}")
 
     def _told(self, board: Board, key: str, by: int, what: str, limit: float | None) -> bytes:
         """The note of another process."""
@@ -165,11 +175,6 @@ class Cluster:
         """Have `finish` done also where this process ends because another has failed."""
         if self.ending is not None:
             self.ending.before_leaving(finish)
-
-    def stand_by(self) -> None:
-        """Wait for the end of a run that this process has no device for."""
-        if self.ending is not None:
-            self.ending.wait()
 
     def abort(self, reason: str, *, status: int = 1) -> NoReturn:
         """End this process and all others, which say the reason within seconds."""
@@ -189,7 +194,7 @@ class Cluster:
         if self.ending is None:
             return
         if error is None:
-            self.ending.leave(self.limit)
+            self.ending.leave()
         else:
             self.ending.fail(error)
 

@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import jax
 
@@ -27,6 +28,7 @@ from ftmesh.cluster.words import in_seconds
 from ftmesh.errors import ArgumentError, ClusterError
 from ftmesh.execute import _compat
 
+LONGEST = 1e6  # seconds of a limit
 HEARTBEAT = 100  # seconds without a sign of life after which JAX takes a process for dead
 
 
@@ -40,13 +42,20 @@ def join(
 ) -> Cluster:
     """Join the other processes, before JAX is used for anything else.
 
-    `coordinator` is the address ``HOST:PORT`` of process 0. All waits take `limit` seconds at most,
-    unless told otherwise. Lines on stderr begin with `name`.
+    `coordinator` is the address ``HOST:PORT`` of process 0. To join and to agree takes `limit`
+    seconds at most, unless told otherwise. Lines on stderr begin with `name`. Processes that have
+    called ``jax.distributed.initialize`` already are taken as they are.
     """
+    if not 0 < limit <= LONGEST:
+        raise ArgumentError(f"a limit of {limit} seconds: give more than 0, up to {LONGEST:g}")
+    if _compat.coordination_client() is not None:
+        return _joined(*_compat.known_processes(), limit, name)
     coordinator, num_processes, process = _found(coordinator, num_processes, process, limit)
     if coordinator is None or num_processes is None or process is None or num_processes == 1:
         return Cluster(limit=limit)
     _check(coordinator, num_processes, process)
+    if _compat.has_devices():
+        raise ClusterError("JAX has been used before join, and cannot join others any more")
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
     host, port = split_address(coordinator)
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{port}")
@@ -54,11 +63,7 @@ def join(
         bind = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
         _compat.cpu_collectives_at(host)
     call_roll(coordinator, process, num_processes, bind=bind, limit=limit)
-
-    def say(line: str) -> None:
-        print(f"{name}: process {process}: {line}", file=sys.stderr, flush=True)
-
-    with _at_most(limit, say):
+    with _at_most(limit, partial(_say, name, process)):
         jax.distributed.initialize(
             coordinator,
             num_processes,
@@ -69,12 +74,19 @@ def join(
             shutdown_timeout_seconds=max(1, round(limit)),
         )
         jax.devices()  # every process learns of all devices, and waits for all processes
-    board = Board(_compat.coordination_client())
-    ending = Ending(
-        board, process, num_processes, say=say, shutdown=jax.distributed.shutdown
-    ).start()
+    return _joined(process, num_processes, limit, name)
+
+
+def _joined(process: int, num_processes: int, limit: float, name: str) -> Cluster:
+    """The cluster of a process that has joined the others."""
+    board, say = Board(_compat.coordination_client()), partial(_say, name, process)
+    ending = Ending(board, process, num_processes, say=say, shutdown=jax.distributed.shutdown)
     everyone = tuple(range(num_processes))
-    return Cluster(process, num_processes, limit, everyone, 0, None, board, ending)
+    return Cluster(process, num_processes, limit, everyone, 0, None, board, ending.start())
+
+
+def _say(name: str, process: int, line: str) -> None:
+    print(f"{name}: process {process}: {line}", file=sys.stderr, flush=True)
 
 
 def _found(

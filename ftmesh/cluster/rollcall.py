@@ -39,7 +39,8 @@ def split_address(address: str) -> tuple[str, int]:
     ('::', 80)
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    is_host = bool(host) and (":" not in host or (host[0], host[-1]) == ("[", "]"))
+    if not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ClusterError(f"{address!r} is no address of a coordinator: give HOST:PORT")
     return host.strip("[]"), int(port)
 
@@ -116,7 +117,7 @@ def _answer(
     """What process 0 says is wrong, or that it is not there."""
     hello = json.dumps({"process": process, "num_processes": num_processes}).encode() + b"\n"
     while (left := deadline - time.monotonic()) > 0:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):
             with socket.create_connection(split_address(address), timeout=left) as connection:
                 connection.sendall(hello)
                 connection.settimeout(left + 2 * _PATIENCE)  # process 0 knows who is missing

@@ -207,6 +207,16 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def known_processes() -> tuple[int, int]:
+    """The number of this process among those that have joined, and how many these are."""
+    return distributed.global_state.process_id, distributed.global_state.num_processes
+
+
+def has_devices() -> bool:
+    """Whether JAX has made its devices, and with them its mind up about processes."""
+    return bool(xla_bridge.backends_are_initialized())
+
+
 def found_processes(limit: float) -> tuple[str | None, int | None, int | None]:
     """Coordinator, number of processes and number of this one, where JAX knows of a place."""
     address, number, process, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(

@@ -15,7 +15,7 @@ from ftmesh.launch.environment import Environment, environments
 from ftmesh.launch.process import Process, Warden
 
 GRACE_SECONDS = 30.0
-KILL_SECONDS = 5.0  # between being told to end and being killed
+KILL_SECONDS = 15.0  # between being told to end and being killed: trainers finish a checkpoint
 TIMED_OUT = 124  # as timeout(1)
 TURN_SECONDS = 0.05  # between looks at what wakes nobody
 MOST_PIECES = 64  # of the output of one that has ended; another may hold its pipe and go on writing

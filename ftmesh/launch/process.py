@@ -35,7 +35,6 @@ class Process:
         self.status: int | None = None
         self.told: signal.Signals | None = None
         self.is_gone = False
-        self._is_killed = False
         self._kill_at = float("inf")
         self._popen = subprocess.Popen(
             ["/bin/sh", "-c", GATE, "sh", *command],

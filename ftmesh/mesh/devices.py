@@ -80,7 +80,10 @@ def _by_order(devices: Sequence[Any], shape: Coord | None) -> Layout:
 def _shape_from_environment(count: int) -> Coord | None:
     """The mesh of this machine, where it says so and has as many devices as are meant."""
     text = os.environ.get(MESH_VARIABLE)
-    shape = parse_shape(text) if text else ()
+    try:
+        shape = parse_shape(text) if text else ()
+    except TopologyError as error:
+        raise TopologyError(f"the environment variable {MESH_VARIABLE}: {error}") from error
     return shape if shape and math.prod(shape) == count else None
 
 

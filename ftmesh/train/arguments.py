@@ -12,7 +12,7 @@ import jax
 
 from ftmesh.cluster.agreed import agree_on_code, agree_on_mesh
 from ftmesh.cluster.cluster import ALONE, LIMIT, Cluster
-from ftmesh.cluster.joining import join
+from ftmesh.cluster.joining import LONGEST, join
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.errors import ArgumentError, FtmeshError
@@ -23,7 +23,8 @@ from ftmesh.train.trainer import StepOptions
 from ftmesh.units import parse_bytes
 
 # Arguments in which processes may differ: who each is, and where its files are.
-_OWN = {"coordinator", "process_id", "data", "checkpoint_dir", "mllog", "out", "init"}
+_WHO = ("coordinator", "num_processes", "process_id")
+_OWN = {*_WHO, "data", "checkpoint_dir", "mllog", "out", "init"}
 
 
 def start(
@@ -48,8 +49,7 @@ def start(
             agree_on_mesh(cluster, topology)
             cluster = cluster.on(topology, with_idle=args.idle)
             if not cluster.takes_part:
-                cluster.stand_by()
-                return 0
+                return 0  # when the others are done
             with jax.default_device(cluster.default_device):
                 train(config_of(args, presets), topology, args, cluster)
     except FtmeshError as error:
@@ -161,12 +161,15 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=LIMIT,
         metavar="SECONDS",
-        help=f"how long to wait for the others, at most, before saying who is missing ({LIMIT:g})",
+        help="how long to wait for the others to join and to agree, before saying who is missing "
+        f"({LIMIT:g})",
     )
 
 
 def join_as(args: argparse.Namespace, name: str) -> Cluster:
-    """The processes of the arguments of `add_processes`."""
+    """The processes of the arguments of `add_processes`; emulation takes one alone."""
+    if args.emulate and all(getattr(args, name) is None for name in _WHO):
+        return Cluster(limit=args.limit)
     return join(args.coordinator, args.num_processes, args.process_id, limit=args.limit, name=name)
 
 
@@ -196,7 +199,7 @@ def topology_of(args: argparse.Namespace, cluster: Cluster = ALONE) -> Topology:
 def seconds(text: str) -> float:
     """The type of an argument that limits a wait."""
     number = float(text)
-    if not 0 < number < float("inf"):
+    if not 0 < number <= LONGEST:
         raise ValueError(text)
     return number
 

@@ -114,13 +114,21 @@ class Checkpoints:
             )
         self._writing = self._thread.submit(self._write, snapshot)
 
-    def restore(self, like: Any, *, layouts: Sequence[Owned] = ()) -> tuple[int, Any]:
+    def restore(
+        self,
+        like: Any,
+        *,
+        layouts: Sequence[Owned] = (),
+        agree: Callable[[str], None] = lambda found: None,
+    ) -> tuple[int, Any]:
         """The last sound checkpoint: its step, and its state, that lies on devices as `like` does.
 
         `like` may be of arrays or of their types, and `layouts` are those of sharded states in it.
-        Where there is no checkpoint, step 0 and `like` itself.
+        Where there is no checkpoint, step 0 and `like` itself. What is not sound is taken away when
+        all processes `agree` on what was found.
         """
         self.finish()
+        passed_over = ""
         for step in self._steps():
             try:
                 with Saved(self._at(step)) as saved:
@@ -129,9 +137,12 @@ class Checkpoints:
                     state = restored(saved, like, layouts)
             except DamagedCheckpointError as error:
                 self._say(f"passed over the checkpoint of step {step} in {self.folder}: {error}")
+                passed_over += f", not {step}: {error}"
             else:
+                agree(f"{step}{passed_over}")
                 self._forget(after=step)
                 return step, state
+        agree(f"none{passed_over}")
         self._forget(after=-1)
         return 0, like
 
@@ -193,15 +204,17 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait until everything is written."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
         if writing is None:
             return
         try:
-            writing.result()
+            writing.result()  # also for a second thread that waits
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {error.filename or self.folder}: {error.strerror}"
             ) from error
+        finally:
+            self._writing = None
 
     def _forget(self, after: int) -> None:
         """Take away what this process has left in folders of later steps, which are not sound.

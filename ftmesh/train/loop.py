@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack
@@ -29,6 +30,8 @@ from ftmesh.units import format_time
 
 Data = TypeVar("Data", bound=Sized)
 OPEN_LIMIT = 3600.0  # seconds: where there is no index of the data, one process reads all of it
+SAVE_LIMIT = 3600.0  # for the last checkpoint of the slowest
+SEE_LIMIT = 10.0  # for a file to be seen by all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ def open_data(
     """
     found = cluster.first(lambda: (train(), validation()), "open the data", limit=OPEN_LIMIT)
     sizes = {"examples for training": len(found[0]), "examples for validation": len(found[1])}
-    cluster.agree(sizes)
+    cluster.agree(sizes, limit=OPEN_LIMIT)  # the others may have to read all of it, too
     return found
 
 
@@ -95,7 +98,6 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             cluster.before_leaving(checkpoints.finish)
             _check_shared(cluster, checkpoints)
             done, state = _restored(job, checkpoints, args)
-            cluster.agree({"the step to go on from": done})
         log.submission(
             job.benchmark,
             platform=trainer.parallel.sums_on,
@@ -135,7 +137,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             if reached:
                 break
         log.stop("run", status="success" if reached else "aborted")
-    cluster.barrier("the end of the run")
+    cluster.barrier("the end of the run", limit=SAVE_LIMIT)
     if cluster.speaks:
         print(_summary(job, report))
     return report
@@ -157,7 +159,9 @@ def _check_shared(cluster: Cluster, checkpoints: Checkpoints) -> None:
     if cluster.speaks:
         mark.write_text(token)
     token = cluster.broadcast(token, "the folder of checkpoints")
-    sees = mark.exists() and mark.read_text() == token
+    until = time.monotonic() + SEE_LIMIT
+    while not (sees := mark.exists() and mark.read_text() == token) and time.monotonic() < until:
+        time.sleep(0.1)  # a file system of many hosts may show new files late
     own = f"that of process {cluster.speaker}" if sees else "another"
     cluster.agree({"the folder of checkpoints": own})
     if cluster.speaks:

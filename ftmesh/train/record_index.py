@@ -80,7 +80,7 @@ def _scanned(paths: Sequence[Path], *, num_bytes: int, show: bool) -> dict[Path,
         return {}
     stopped = Event()
     console = Console(stderr=True)
-    bar = Progress(console=console, transient=console.is_terminal, disable=not show)
+    bar = Progress(console=console, transient=True, disable=not (show and console.is_terminal))
     with bar, ThreadPoolExecutor(_THREADS) as threads:
         task = bar.add_task(f"indexing {len(paths)} files", total=num_bytes)
 

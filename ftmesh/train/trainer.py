@@ -104,7 +104,11 @@ class Trainer:
 
     def restore(self, checkpoints: Checkpoints) -> tuple[int, State] | None:
         """The step and the state of the last sound checkpoint, if there is one."""
-        step, found = checkpoints.restore(self.saved, layouts=self.layouts)
+
+        def agree(found: str) -> None:
+            self.parallel.cluster.agree({"the step to go on from": found})
+
+        step, found = checkpoints.restore(self.saved, layouts=self.layouts, agree=agree)
         return (step, found._replace(stats=self.own_stats(found.stats))) if step else None
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 import pytest
 from pods import at_once, pod
@@ -9,8 +10,10 @@ from pods import at_once, pod
 import ftmesh
 from ftmesh import Topology
 from ftmesh.cluster.agreed import agree_on_mesh, agreed_plan
+from ftmesh.cluster.board import Board
 from ftmesh.cluster.cluster import ALONE
-from ftmesh.errors import ClusterError
+from ftmesh.cluster.joining import join
+from ftmesh.errors import ArgumentError, ClusterError
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def test_the_speaker_is_first_and_the_others_find_what_it_left(four):
 
 def test_members_are_those_with_devices_in_the_program():
     topology = Topology.from_devices(devices(4, 4), shape="4x4", failed="4x1@0,0;2x1@2,3")
-    cluster = replace(ALONE, process=3, num_processes=4, members=(0, 1, 2, 3)).on(topology)
+    everyone = replace(ALONE, process=3, num_processes=4, members=(0, 1, 2, 3), board=Board(None))
+    cluster = everyone.on(topology)
     assert (cluster.members, cluster.speaker, cluster.takes_part) == ((1, 2, 3), 1, True)
     assert [device.id for device in cluster.live_devices] == [12, 13]
     assert cluster.default_device.id == 12
@@ -168,3 +172,36 @@ def test_one_alone_agrees_with_itself():
     assert ALONE.takes_part
     with pytest.raises(ClusterError, match="the disk is full"):
         ALONE.abort("the disk is full")
+
+
+def test_a_process_without_devices_that_agrees_is_told_so(four):
+    topology = Topology.from_devices(devices(4, 4), shape="4x4", failed="4x1@0,0")
+    with pytest.raises(ClusterError, match="process 0 has no device in the program"):
+        four[0].on(topology).agree({"seed": 0})
+
+
+def test_devices_of_processes_that_nobody_joined_are_refused():
+    topology = Topology.from_devices(devices(4, 4), shape="4x4")
+    cluster = ALONE.on(topology)
+    assert cluster.members == (0,)
+    assert [device.id for device in cluster.live_devices] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("limit", [0, -1, float("nan"), float("inf"), 1e10])
+def test_limits_that_are_none(limit):
+    with pytest.raises(ArgumentError, match=r"a limit of .* seconds: give more than 0"):
+        join(limit=limit)
+
+
+def test_what_is_half_given_is_refused(monkeypatch):
+    with pytest.raises(ArgumentError, match="the number of processes is not given"):
+        join("127.0.0.1:2000", process=1)
+    monkeypatch.setenv("FTMESH_PROCESS_ID", "one")
+    with pytest.raises(ArgumentError, match="FTMESH_PROCESS_ID is 'one', and not a number"):
+        join()
+
+
+def test_jax_that_was_used_before_joins_nobody():
+    jax.devices()
+    with pytest.raises(ClusterError, match="JAX has been used before join"):
+        join("127.0.0.1:2000", 2, 1)

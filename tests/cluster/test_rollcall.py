@@ -88,7 +88,9 @@ def test_a_port_that_is_taken():
             call_roll(address, 0, 2, bind=address, limit=1)
 
 
-@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:port", "host:0", "h:99999"])
+@pytest.mark.parametrize(
+    "address", ["", "host", "host:", ":80", "host:port", "host:0", "h:99999", "::1:80"]
+)
 def test_addresses_that_are_none(address):
     with pytest.raises(ClusterError, match="is no address of a coordinator: give HOST:PORT"):
         call_roll(address, 1, 2, bind=address, limit=1)

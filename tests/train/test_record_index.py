@@ -472,7 +472,10 @@ class TestReading:
         assert len(records.firsts(1000)) == 100
 
 
-def test_progress_is_on_stderr_where_wanted(shards, capsys):
+def test_progress_is_on_a_terminal_where_wanted(shards, capsys, monkeypatch):
+    Records(shards, keep=False, show=True)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, then
     Records(shards, keep=False)
     assert capsys.readouterr() == ("", "")
     Records(shards, keep=False, show=True)
