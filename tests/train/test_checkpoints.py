@@ -142,6 +142,23 @@ class TestWhatIsNotSound:
             "its 0.bin has 3 bytes, and should have 16",
         ]
 
+    def test_what_processes_do_not_agree_on_is_left_alone(self, tmp_path):
+        saved(tmp_path, 3, 6)
+        flip(tmp_path / "6" / "0.bin")
+
+        def disagree(found):
+            assert found.startswith("3, not 6: ")
+            raise CheckpointError("another has 6")
+
+        with (
+            Checkpoints(tmp_path, resume=True, say=lambda line: None) as checkpoints,
+            pytest.raises(CheckpointError, match="another has 6"),
+        ):
+            checkpoints.restore(state(0.0), agree=disagree)
+        assert (tmp_path / "6" / "index.json").exists()
+        flip(tmp_path / "6" / "0.bin")
+        assert restored(tmp_path)[0] == 6
+
     def test_nothing_sound_is_nothing(self, tmp_path):
         saved(tmp_path, 4)
         flip(tmp_path / "4" / "0.bin")
@@ -322,6 +339,20 @@ class TestTheThread:
         step, found, _ = restored(tmp_path)
         assert step == 4
         jax.tree.map(np.testing.assert_array_equal, found, state(4.0))
+
+    def test_two_threads_wait_for_the_same_one(self, tmp_path, monkeypatch):
+        may_go, waits, real = threading.Event(), threading.Event(), os.fsync
+        monkeypatch.setattr(os, "fsync", lambda handle: (may_go.wait(30), real(handle))[1])
+        checkpoints = Checkpoints(tmp_path)
+        checkpoints.save(4, state())
+        first = threading.Thread(target=lambda: (waits.set(), checkpoints.finish()))
+        first.start()
+        waits.wait(30)
+        threading.Timer(0.2, may_go.set).start()
+        checkpoints.finish()  # as at an early end, when the loop waits too
+        assert checkpoints.latest_step == 4
+        first.join(30)
+        checkpoints.close()
 
 
 class TestWhatIsNotFinite:
