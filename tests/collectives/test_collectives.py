@@ -18,11 +18,11 @@ CASES = [
     ("ring", "4x4", "2x2@2,0"),
     ("ring", "8x8", "2x2@2,2"),
     ("two_dim", "4x4", ""),
-    ("two_dim", "8x8", ""),
+    pytest.param(("two_dim", "8x8", ""), marks=pytest.mark.slow),
     ("row_pair", "4x4", ""),
-    ("row_pair", "8x6", ""),
+    pytest.param(("row_pair", "8x6", ""), marks=pytest.mark.slow),
     ("row_pair", "6x6", "2x2@2,2"),
-    ("row_pair", "8x8", "4x2@2,2"),
+    pytest.param(("row_pair", "8x8", "4x2@2,2"), marks=pytest.mark.slow),
     ("row_pair", "8x8", "2x2@0,0;2x4@4,4"),
 ]
 

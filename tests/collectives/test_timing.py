@@ -7,6 +7,7 @@ from ftmesh.collectives.timing import bench, table
 from ftmesh.testing import cpu_grid
 
 
+@pytest.mark.slow  # and by the command, below
 def test_every_algorithm_that_fits_is_timed_beside_psum():
     seen = []
     topology = cpu_grid("4x4", failed="2x2@0,0")

@@ -265,7 +265,7 @@ class TestBatches:
 
 
 class TestReader:
-    @pytest.mark.parametrize("workers", [0, 1])
+    @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
     def test_resumed_in_the_middle(self, records, workers):
         batches = Batches(opened(records), size=8, batch=6, num_steps=9)
         with Reader(batches, first_step=5, num_threads=2, num_workers=workers) as reader:

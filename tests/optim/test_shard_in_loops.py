@@ -41,6 +41,10 @@ def test_one_step_of_a_train_state(twelve):
     np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-6)
 
 
+def slow(name):
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 # Those of optax trace to other operations where there is a mesh.
 KINDS = OPTIMIZERS | {
     "optax lamb": optax.lamb(0.1),
@@ -50,7 +54,7 @@ KINDS = OPTIMIZERS | {
 }
 
 
-@pytest.mark.parametrize("name", ["adam", "lamb", "optax lamb", "optax lars"])
+@pytest.mark.parametrize("name", ["adam", "lamb", *map(slow, ["optax lamb", "optax lars"])])
 def test_a_train_state(twelve, name):
     state = trained(twelve.shard(KINDS[name]))
     assert_close(state.params, unsharded(KINDS[name], FEW, 12)[0])
@@ -128,7 +132,7 @@ def six():
     return plan, mesh
 
 
-@pytest.mark.parametrize("name", ["adam", "lamb", "optax lamb", "block rms", "centred"])
+@pytest.mark.parametrize("name", ["adam", "lamb", slow("optax lamb"), "block rms", "centred"])
 def test_weights_that_are_cut_along_another_axis(six, name):
     """Norms, means and sizes are those of all pieces; a device keeps a part of its piece."""
     plan, mesh = six

@@ -29,7 +29,7 @@ from ftmesh.train import Parallel, ShardedOptimizer
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
-@pytest.mark.parametrize("name", ["adam", "lamb"])
+@pytest.mark.parametrize("name", [pytest.param("adam", marks=pytest.mark.slow), "lamb"])
 def test_it_learns_the_same(twelve, name):
     optimizer = ShardedOptimizer(OPTIMIZERS[name], twelve, "data", overlap=True, bucket_bytes=1000)
 

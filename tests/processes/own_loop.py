@@ -9,35 +9,39 @@ import jax
 
 from ftmesh.cluster import join
 
-WHAT, WHO = sys.argv[1], int(sys.argv[2])
 
-if WHAT == "joins twice":
-    number = int(os.environ["FTMESH_NUM_PROCESSES"])
-    me = int(os.environ["FTMESH_PROCESS_ID"])
-    jax.distributed.initialize(os.environ["FTMESH_COORDINATOR"], number, me)
-cluster = join(limit=10)
-wrong = WHAT if cluster.process == WHO else ""
-if wrong == "raises before the block":
-    raise ValueError("outside")
-with cluster:
-    if wrong == "leaves early":
-        sys.exit(3)
-    if wrong == "says a word":
-        sys.exit("that was all")
-    if wrong == "raises":
-        raise ValueError("inside")
-    if wrong == "cannot speak":
-        os.close(2)
-        os.close(1)
-        raise ValueError("unheard here")
-    if wrong == "is done before the others":
-        pass
-    elif WHAT == "is done before the others":
-        time.sleep(2)
-    elif WHAT == "is interrupted twice":
-        if cluster.process == WHO:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)
-    elif WHAT != "joins twice":
-        cluster.barrier("a place that one of us never comes to", limit=60)
-print("well", flush=True)
+def main(what, who):
+    if what == "joins twice":
+        number = int(os.environ["FTMESH_NUM_PROCESSES"])
+        me = int(os.environ["FTMESH_PROCESS_ID"])
+        jax.distributed.initialize(os.environ["FTMESH_COORDINATOR"], number, me)
+    cluster = join(limit=10)
+    wrong = what if cluster.process == who else ""
+    if wrong == "raises before the block":
+        raise ValueError("outside")
+    with cluster:
+        if wrong == "leaves early":
+            sys.exit(3)
+        if wrong == "says a word":
+            sys.exit("that was all")
+        if wrong == "raises":
+            raise ValueError("inside")
+        if wrong == "cannot speak":
+            os.close(2)
+            os.close(1)
+            raise ValueError("unheard here")
+        if wrong == "is done before the others":
+            pass
+        elif what == "is done before the others":
+            time.sleep(2)
+        elif what == "is interrupted twice":
+            if cluster.process == who:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+        elif what != "joins twice":
+            cluster.barrier("a place that one of us never comes to", limit=60)
+    print("well", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

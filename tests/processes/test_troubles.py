@@ -68,6 +68,7 @@ def test_different_source_of_ftmesh(tmp_path):
     assert_all_say("the source of ftmesh: process 0 has .*; process 1 has", lines, statuses)
 
 
+@pytest.mark.slow  # the roll call is tested by itself
 def test_a_process_that_is_missing():
     started = time.monotonic()
     lines, statuses = troubled("--steps", "2", "--limit", "3", hosts=3, trouble="late")
