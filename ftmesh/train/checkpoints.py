@@ -23,6 +23,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from ftmesh.errors import CheckpointError, DamagedCheckpointError, TrainingError
 from ftmesh.layout.owned import Owned
 from ftmesh.mesh.devices import process_of
@@ -51,12 +53,12 @@ class Checkpoints:
         *,
         keep: int = 3,
         resume: bool = False,
-        process: int = 0,
+        process: int | None = None,
         process_of: Callable[[Any], int] = process_of,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.folder, self.keep = Path(folder).resolve(), keep
-        self.process = process
+        self.process = process_of(jax.local_devices()[0]) if process is None else process
         self._process_of, self._say = process_of, say or self._print
         self._writing: Future[None] | None = None
         _check_writable(self.folder)

@@ -17,19 +17,20 @@ def run(what, who):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
-    ("what", "status", "reason"),
+    ("what", "who", "status", "reason"),
     [
-        ("raises before the block", 1, "ValueError: outside"),
-        ("raises", 1, "ValueError: inside"),
-        ("leaves early", 3, "has left before the end, with status 3"),
-        ("says a word", 1, "that was all"),
-        ("cannot speak", 1, "ValueError: unheard here"),
-        ("is interrupted twice", 130, "interrupted"),
+        ("raises before the block", 0, 1, "ValueError: outside"),
+        ("raises before the block", 1, 1, "ValueError: outside"),
+        ("raises", 0, 1, "ValueError: inside"),
+        ("leaves early", 1, 3, "has left before the end, with status 3"),
+        ("says a word", 0, 1, "that was all"),
+        ("cannot speak", 0, 1, "ValueError: unheard here"),
+        ("cannot speak", 1, 1, "ValueError: unheard here"),
+        ("is interrupted twice", 1, 130, "interrupted"),
     ],
 )
-def test_the_other_hears_why(what, status, reason, who):
+def test_the_other_hears_why(what, who, status, reason):
     statuses, said, _ = run(what, who)
     assert statuses == [status] * 2, said
     other = 1 - who
