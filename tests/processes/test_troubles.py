@@ -16,8 +16,8 @@ from ftmesh.launch.results import run_pod
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent)))
-LIMIT = 15  # seconds that processes wait for each other
-END = 45  # seconds in which all must have ended: starting takes some, and leaving
+LIMIT = 30  # seconds that processes wait for each other
+END = 120  # seconds in which all must have ended: starting takes some, and leaving
 
 
 def troubled(*argv, hosts=2, trouble=None, who=1, env=None):
@@ -71,9 +71,9 @@ def test_different_source_of_ftmesh(tmp_path):
 @pytest.mark.slow  # the roll call is tested by itself
 def test_a_process_that_is_missing():
     started = time.monotonic()
-    lines, statuses = troubled("--steps", "2", "--limit", "3", hosts=3, trouble="late")
-    assert time.monotonic() - started < 20
-    assert lines == ["linear: process 1 did not come within 3 s", "", lines[0]]
+    lines, statuses = troubled("--steps", "2", "--limit", "8", hosts=3, trouble="late")
+    assert time.monotonic() - started < 60
+    assert lines == ["linear: process 1 did not come within 8 s", "", lines[0]]
     assert statuses == [2, 0, 2]
 
 
@@ -111,7 +111,7 @@ def test_a_process_that_is_told_to_end_in_mid_run(number):
     with Pod(command, hosts=2, devices_per_host=4, mesh="4x2", env=env, on_output=hear) as pod:
         assert pod.wait(END, until=lambda: b"after step 9" in heard[0])
         os.kill(pod.processes[1].pid, number)
-        assert pod.wait(15)
+        assert pod.wait(30)
     assert [process.status for process in pod.processes] == [128 + number] * 2
     word = "told to end" if number == signal.SIGTERM else "interrupted"
     assert f"linear: process 1: {word}\n" in heard[1].decode()
