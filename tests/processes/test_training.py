@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 def train(hosts, folder, *argv, mesh="4x4", timeout=400, **env):
     """A run of the linear model by several processes; what each of them said, and the losses."""
     number = int(np.prod([int(n) for n in mesh.split("x")])) // hosts
-    command = [sys.executable, str(HERE / "linear_train.py"), "--out", str(folder), "--limit", "120"]
+    command = [sys.executable, str(HERE / "linear_train.py"), "--out", str(folder), "--limit", "90"]
     env = {"PYTHONPATH": PATHS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **env}
     done = run_pod([*command, *argv], hosts, number, mesh, env=env, timeout=timeout)
     assert [each.status for each in done] == [0] * hosts, done
