@@ -63,10 +63,16 @@ def agreed_plan(cluster: Cluster, topology: Topology, algorithm: str, **options:
     return agreed
 
 
-def agree_on_program(cluster: Cluster, name: str, jitted: Any, inputs: Sequence[Any]) -> None:
-    """An error unless `jitted` is the same program for `inputs`, or types, in all processes."""
-    if not cluster.is_alone:
-        cluster.agree({name: digest(jitted.lower(*inputs).as_text().encode())})
+def agree_on_program(cluster: Cluster, name: str, jitted: Any, inputs: Sequence[Any]) -> Any:
+    """An error unless `jitted` is the same program for `inputs`, or types, in all processes.
+
+    What to call instead of it: where processes may be lost, the program, compiled by now.
+    """
+    if cluster.is_alone:
+        return jitted
+    lowered = jitted.lower(*inputs)
+    cluster.agree({name: digest(lowered.as_text().encode())})
+    return jitted if cluster.line is None else lowered.compile()
 
 
 def digest(*data: Any) -> str:

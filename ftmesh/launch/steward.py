@@ -10,6 +10,8 @@ ever believe different things. It is a place for notes, too, by which processes 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -39,6 +41,7 @@ class Member:
     closed_at: float | None = None
     error: str = ""
     has_left: bool = False
+    is_idle: bool = False  # has no chip to train on
     stacks_at: float | None = None
 
     def seen(self, now: float) -> Seen:
@@ -61,7 +64,7 @@ class Verdict:
 
     what: str
     why: str
-    hosts: tuple[int, ...] = ()  # to blame
+    is_well: bool = False  # all processes leave by themselves
 
 
 Say = Callable[..., None]
@@ -70,8 +73,7 @@ Say = Callable[..., None]
 class Steward:
     """Of the processes of one start. `say` is given events; `stop` kills a process.
 
-    `stop` is called with the process and whether its stacks are to be written first. With
-    `in_place` survivors go on as they are, once all processes have joined each other.
+    With `in_place` survivors go on as they are, once all processes have joined each other.
     """
 
     def __init__(
@@ -82,8 +84,8 @@ class Steward:
         deadlines: Deadlines,
         say: Say,
         stop: Callable[[int], None],
-        write_stacks: Callable[[int], None],
         in_place: bool = True,
+        masked: str = "",
         highest: int = 0,
         failed_at: float | None = None,
     ) -> None:
@@ -93,8 +95,9 @@ class Steward:
         self.in_place = in_place
         self.committed, self.highest = 0, highest
         self.verdict: Verdict | None = None
-        self.masked = ""  # chips that were found to be sick, as blocks
-        self._say, self._stop, self._write_stacks = say, stop, write_stacks
+        self.masked = masked  # chips that were found to be sick, as blocks
+        self.epoch_began = time.monotonic()
+        self._say, self._stop = say, stop
         self._deadlines = deadlines
         self._lock = threading.RLock()
         self._notes = Notes()
@@ -102,7 +105,7 @@ class Steward:
         self._joined: set[int] = set()
         self._is_joined = False  # all of this start have been together
         self._pausing, self._why_paused = False, ""
-        self._failed_at = failed_at  # what the epoch began with, until it commits a step
+        self.failed_at = failed_at  # what the epoch began with, until it commits a step
         self._last_commit = 0.0
         self._parts: dict[str, float] = {}
         self._repeated = 0
@@ -159,15 +162,22 @@ class Steward:
         elif "mask" in message:
             self._mask(member, str(message["mask"]), str(message["why"]))
         elif "restart" in message:
-            self._over("restart", f"{member}: {message['restart']}", hosts=())
+            self._over("restart", f"{member}: {message['restart']}")
         elif "failing" in message:
             member.error = str(message["failing"])
+        elif "idle" in message:
+            member.is_idle = True
+            self._enter(member, "commit", 0)
         elif "leave" in message:
             self._leave(member)
         elif "say" in message:
             self._say(str(message["say"]), epoch=self.epoch, **message["facts"])
 
     def _enter(self, member: Member, phase: str, step: int) -> None:
+        if member.phase == "over" and not any(
+            each.phase == "over" for each in self.members.values() if each is not member
+        ):
+            self._parts["noticed"] = time.monotonic() - (self.failed_at or time.monotonic())
         member.phase, member.step, member.since = phase, step, time.monotonic()
         member.stacks_at = None
 
@@ -177,7 +187,7 @@ class Steward:
         """A process has the results of a step; with the last of them it is committed."""
         votes = self._ready.setdefault(step, set())
         votes.add(member.process)
-        if votes < set(self.members):
+        if votes < self._working:
             return
         now = time.monotonic()
         self._ready.clear()
@@ -186,16 +196,16 @@ class Steward:
         then = "leave" if self._pausing else "go on"
         for each in self.members.values():
             each.tell({"commit": step, "then": then})
-        if self._failed_at is not None:
+        if self.failed_at is not None:
             self._goes_on(step, now)
         elif self._last_commit:
             self._deadlines.took(now - self._last_commit)
         self._last_commit = now
 
     def _goes_on(self, step: int, now: float) -> None:
-        assert self._failed_at is not None
+        assert self.failed_at is not None
         known = sum(self._parts.values())
-        seconds = now - self._failed_at
+        seconds = now - self.failed_at
         self._say(
             "goes on",
             epoch=self.epoch,
@@ -207,7 +217,7 @@ class Steward:
                 "first_step": round(max(seconds - known, 0), 3),
             },
         )
-        self._failed_at = None
+        self.failed_at = None
         self._parts = {}
 
     def _join(self, member: Member, step: int, told: dict[str, Any]) -> None:
@@ -216,7 +226,7 @@ class Steward:
         for name, took in told.get("parts", {}).items():
             self._parts[str(name)] = max(self._parts.get(str(name), 0.0), float(took))
         self._enter(member, "read", step)
-        if self._joined >= set(self.members):
+        if self._joined >= self._working:
             self._repeated = max(self.highest - step, 0)
             self.committed, self._is_joined = step, True
             self._say(
@@ -231,6 +241,11 @@ class Steward:
                 source=told.get("source", "start"),
             )
 
+    @property
+    def _working(self) -> set[int]:
+        """Those who have chips to train on."""
+        return {number for number, each in self.members.items() if not each.is_idle}
+
     # Who is there -----------------------------------------------------------------------------
 
     def ended(self, process: int, how: str, status: int) -> None:
@@ -241,14 +256,17 @@ class Steward:
                 return
             if member.error:
                 how = f"{how}: {member.error}"
+            if status == 0:
+                self._leave(member)  # without a word: it may know nothing of a steward
+                return
             if status == REFUSED and self.committed == 0 and self.start == 1:
-                self._over("end", f"{member} {how}", hosts=(member.host,))
+                self._over("end", f"{member} {how}")
             self._lose({process: how})
 
     def service_ended(self, how: str) -> None:
         """JAX's coordination service has: no process outlives that."""
         with self._lock:
-            self._over("restart", f"JAX's coordination service {how}", hosts=())
+            self._over("restart", f"JAX's coordination service {how}")
 
     def tick(self) -> None:
         """Look for those who are gone or stuck; to be called a few times a second."""
@@ -277,7 +295,7 @@ class Steward:
                 longest = max(each.seen(now).seconds for each in failed)
                 if longest > CLOSED:
                     why = f"a collective failed and all are there: {failed[0].error}"
-                    self._over("restart", why, hosts=())
+                    self._over("restart", why)
 
     def _see_to(self, stuck: set[int], now: float) -> None:
         """First the stacks, then the end; nobody can tell who it is where all are stuck."""
@@ -285,7 +303,7 @@ class Steward:
             member = self.members[process]
             if member.stacks_at is None:
                 member.stacks_at = now
-                self._write_stacks(process)
+                _write_stacks(member)
         due = {
             process: f"is stuck: alive, and {self._seconds(process, now):.0f} s in phase "
             f"{self.members[process].phase!r} of step {self.members[process].step}"
@@ -295,7 +313,7 @@ class Steward:
         if not due:
             return
         if len(due) == len(self.members) and len(due) > 1:
-            self._over("restart", "all processes are stuck, and nobody can tell who began", hosts=())
+            self._over("restart", "all processes are stuck, and nobody can tell who began")
             return
         self._lose(due)
 
@@ -305,6 +323,11 @@ class Steward:
     def _lose(self, lost: dict[int, str]) -> None:
         """Some are lost: a new epoch without them, in place or not."""
         if self.verdict is not None:
+            return
+        if any(each.has_left for each in self.members.values()) and not self._pausing:
+            for process in lost:  # all is done; nothing depends on it any more
+                self._stop(process)
+                self._leave(self.members[process])
             return
         hosts = []
         now = time.monotonic()
@@ -324,10 +347,10 @@ class Steward:
             )
             self._stop(process)
         if not self.members:
-            self._over("restart", "no process is left", hosts=tuple(hosts))
+            self._over("restart", "no process is left")
         elif not (self.in_place and self._is_joined):
             early = "" if self.in_place else ", and it is not to go on in place"
-            self._over("restart", f"host {hosts[0]} is lost{early}", hosts=tuple(hosts))
+            self._over("restart", f"host {hosts[0]} is lost{early}")
         else:
             why = "; ".join(f"process {p} {how}" for p, how in lost.items())
             stuck = any(how.startswith("is stuck") for how in lost.values())
@@ -342,18 +365,18 @@ class Steward:
         if self.in_place and self._is_joined:
             self._next_epoch(f"chips {blocks} are sick: {why}", noticed=0.0)
         else:
-            self._over("restart", f"chips {blocks} are sick: {why}", hosts=())
+            self._over("restart", f"chips {blocks} are sick: {why}")
 
     def _next_epoch(self, why: str, *, noticed: float) -> None:
-        now = time.monotonic()
+        self.epoch_began = now = time.monotonic()
         self.epoch += 1
         self._ready.clear()
         self._joined.clear()
         self._notes = Notes()
-        self._failed_at = (now if self._failed_at is None else self._failed_at) - noticed
+        self.failed_at = (now if self.failed_at is None else self.failed_at) - noticed
         self._parts = {"noticed": self._parts.get("noticed", 0.0) + noticed}
         for each in self.members.values():
-            each.error = ""
+            each.error, each.is_idle = "", False
             if each.phase in (*WAITING, "read", "step"):
                 self._enter(each, "over", each.step)
             each.tell(
@@ -366,13 +389,18 @@ class Steward:
                 }
             )
 
-    def _over(self, what: str, why: str, hosts: tuple[int, ...]) -> None:
+    def _over(self, what: str, why: str) -> None:
         if self.verdict is None:
-            self.verdict = Verdict(what, why, hosts)
+            self.verdict = Verdict(what, why)
             for each in self.members.values():
                 each.tell({"over": what, "why": why})
 
     # The end ----------------------------------------------------------------------------------
+
+    def give_up(self, why: str) -> None:
+        """End all processes."""
+        with self._lock:
+            self._over("end", why)
 
     def pause(self, why: str) -> None:
         """Have all processes leave at the next commit, their states kept."""
@@ -383,9 +411,16 @@ class Steward:
     def _leave(self, member: Member) -> None:
         member.has_left = True
         self._enter(member, "leave", member.step)
-        if all(each.has_left for each in self.members.values()):
+        if all(self.members[number].has_left for number in self._working):
             for each in self.members.values():
                 each.tell({"left": True})
             if self.verdict is None:
                 what = ("restart", self._why_paused) if self._pausing else ("end", "")
-                self.verdict = Verdict(*what)
+                self.verdict = Verdict(*what, is_well=True)
+
+
+def _write_stacks(member: Member) -> None:
+    """Have a process write where its threads are: a handler of its own does, without Python."""
+    if member.pid is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(member.pid, signal.SIGUSR1)

@@ -6,7 +6,6 @@ cannot, what is left of them is ended and all are started anew, on the hosts tha
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import signal
@@ -33,6 +32,12 @@ TO_END = 2.0  # for what is left of an epoch, before it is killed
 TO_LEAVE = 60.0  # for processes that are done
 MOST_BACKOFF = 60.0
 GAVE_UP = 1
+
+# Collectives of CPU devices wait for half an hour as XLA has it.
+_FLAGS = (
+    "--xla_cpu_collective_timeout_seconds={limit} "
+    "--xla_cpu_collective_call_terminate_timeout_seconds={more}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +117,8 @@ class Supervisor:
     ) -> None:
         self._command, self._place, self._policy = list(command), place, policy
         self._events, self._run_dir = events, run_dir
-        self._on_output, self._env = on_output, dict(env or {})
+        self._on_output: OnOutput = on_output or (lambda host, stream, piece: None)
+        self._env = dict(env or {})
         self._secret = secrets.token_hex(32)
         self._strikes: Counter[int] = Counter()
         self._pod: Pod | None = None
@@ -178,36 +184,43 @@ class Supervisor:
     # One start of the processes ---------------------------------------------------------------
 
     def _start(self, hosts: Sequence[int], keepers: beside.Keepers) -> tuple[Steward, int]:
-        port = free_port()
-        pod = Pod(
-            self._command,
-            hosts=len(hosts),
-            devices_per_host=_size(self._place.blocks[0]),
-            env=[self._env_of(host, hosts, port, keepers) for host in hosts],
-            on_output=self._heard(hosts),
-        )
-        members = [Member(n, host, str(self._place.blocks[host])) for n, host in enumerate(hosts)]
+        policy, blocks = self._policy, self._place.blocks
         steward = Steward(
-            members,
+            [Member(number, host, str(blocks[host])) for number, host in enumerate(hosts)],
             epoch=self._epoch,
-            deadlines=Deadlines(
-                self._policy.limit, compile=self._policy.compile, start=self._policy.start
-            ),
+            deadlines=Deadlines(policy.limit, compile=policy.compile, start=policy.start),
             say=self._say,
-            stop=lambda process: self._process(pod, process).end(signal.SIGKILL),
-            write_stacks=lambda process: self._write_stacks(steward, process),
-            in_place=self._policy.in_place,
+            stop=lambda process: pod.processes[process].end(signal.SIGKILL),
+            in_place=policy.in_place,
             masked=self._masked,
             highest=self._highest,
             failed_at=self._failed_at,
         )
         self._say("started", epoch=self._epoch, hosts=list(hosts))
+        service_at = f"{LOOPBACK}:{free_port()}"
         with (
             Listener(steward.serve, secret=self._secret) as listener,
-            beside.Service(f"{LOOPBACK}:{port}", len(hosts), self._note_pid) as service,
+            beside.Service(service_at, len(hosts), self._note_pid) as service,
         ):
-            self._line.update(FTMESH_STEWARD=listener.address)
-            pod.change(self._line)
+            shared = {
+                **self._env,
+                "FTMESH_COORDINATOR": service_at,
+                "FTMESH_STEWARD": listener.address,
+                "FTMESH_SECRET": self._secret,
+                "FTMESH_KEEPERS": keepers.addresses,
+                "FTMESH_EPOCH": str(self._epoch),
+                "FTMESH_MESH": self._place.mesh,
+                "FTMESH_BLOCKS": ";".join(str(blocks[host]) for host in hosts),
+                "FTMESH_RUN_DIR": str(self._run_dir),
+            }
+            pod = Pod(
+                self._command,
+                hosts=len(hosts),
+                devices_per_host=len(blocks[0].coords()),
+                env=[{**shared, "FTMESH_HOST": str(host)} for host in hosts],
+                flags=_FLAGS.format(limit=round(policy.limit), more=round(2 * policy.limit + 30)),
+                on_output=lambda number, *rest: self._on_output(hosts[number], *rest),
+            )
             with pod:
                 self._pod = pod
                 for process in pod.processes:
@@ -222,7 +235,6 @@ class Supervisor:
 
     def _watch(self, pod: Pod, steward: Steward, service: beside.Service) -> None:
         """Until there is a verdict."""
-        began = time.monotonic()
         while steward.verdict is None and not self._received:
             for process in pod.poll(TURN):
                 steward.ended(process.number, _how(process), process.status or 0)
@@ -230,17 +242,14 @@ class Supervisor:
                 steward.service_ended("has ended")
             steward.tick()
             if self._events.failures > self._policy.failures:
-                steward.give_up(f"{self._events.failures} failures")
-            if self._may_grow(steward) and time.monotonic() - began > (
-                self._policy.grow_back or 0
-            ):
-                steward.pause("hosts come back")
-            if len(steward.members) < len(pod.processes) and steward.epoch_began > began:
-                began = steward.epoch_began
+                steward.give_up(f"{self._events.failures} failures are more than it may have")
+            if self._may_grow(steward):
+                steward.pause("hosts that were missing come back")
 
     def _may_grow(self, steward: Steward) -> bool:
         """Whether a host is missing that is good."""
-        if self._policy.grow_back is None:
+        wait = self._policy.grow_back
+        if wait is None or time.monotonic() - steward.epoch_began < wait:
             return False
         here = {member.host for member in steward.members.values()}
         everyone = range(len(self._place.blocks))
@@ -248,39 +257,21 @@ class Supervisor:
 
     def _end(self, pod: Pod, steward: Steward) -> int:
         """See the processes out, or end what is left of them; the status of one that failed."""
-        verdict = steward.verdict
-        if self._received:
-            pod.wait(TO_LEAVE)
-        elif verdict is not None and verdict.is_well:
-            pod.wait(TO_LEAVE)
-        else:
-            pod.wait(TO_END)
+        is_well = self._received or (steward.verdict is not None and steward.verdict.is_well)
+        pod.wait(TO_LEAVE if is_well else TO_END)
         failed = [each.status for each in pod.processes if each.status and each.told is None]
         pod.kill()
         pod.wait(TO_END)
-        return failed[0] or 0 if failed else 0
+        return failed[0] or 0 if failed and not is_well else 0
 
     def _say(self, event: str, **facts: Any) -> None:
+        self._events.say(event, **facts)
         if event == "failed":
             host = facts["host"]
             self._strikes[host] += 1
-        self._events.say(event, **facts)
-        if event == "failed" and self._is_out(facts["host"]):
-            times = self._policy.strikes
-            self._events.say("struck out", epoch=facts["epoch"], host=host, times=times)
-
-    @staticmethod
-    def _process(pod: Pod, number: int) -> Process:
-        return pod.processes[number]
-
-    def _write_stacks(self, steward: Steward, process: int) -> None:
-        """Have a process write where all its threads are; its handler needs no Python."""
-        pid = steward.everyone[process].pid
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                import os
-
-                os.kill(pid, signal.SIGUSR1)
+            if self._is_out(host):
+                times = self._policy.strikes
+                self._events.say("struck out", epoch=facts["epoch"], host=host, times=times)
 
     def _note_pid(self, kind: str, host: int, pid: int) -> None:
         """Leave a note of a process, for people and for tests."""
@@ -305,7 +296,3 @@ def _how(process: Process) -> str:
     if status - 128 in {*signal.Signals}:
         return f"ended by {signal.Signals(status - 128).name}"
     return f"ended with status {status}"
-
-
-def _size(block: Block) -> int:
-    return len(block.coords())

@@ -12,6 +12,7 @@ import jax
 
 from ftmesh.cluster.agreed import agree_on_code, agree_on_mesh
 from ftmesh.cluster.cluster import ALONE, LIMIT, Cluster
+from ftmesh.cluster.epochs import through_epochs
 from ftmesh.cluster.joining import LONGEST, join
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.cost.choice import ALGORITHMS
@@ -27,11 +28,14 @@ _WHO = ("coordinator", "num_processes", "process_id")
 _OWN = {*_WHO, "data", "checkpoint_dir", "mllog", "out", "init"}
 
 
+Train = Callable[[Any, Topology, argparse.Namespace, Cluster], Any]
+
+
 def start(
     name: str,
     parser: argparse.ArgumentParser,
     presets: Mapping[str, Any],
-    train: Callable[[Any, Topology, argparse.Namespace, Cluster], Any],
+    train: Train,
     argv: Sequence[str] | None,
 ) -> int:
     """Read the command line and train with one of the presets, dataclasses; the exit status.
@@ -43,15 +47,7 @@ def start(
     args = parser.parse_args(argv)
     try:
         with join_as(args, name) as cluster:
-            agree_on_code(cluster)
-            agree_on_arguments(cluster, args)
-            topology = topology_of(args, cluster)
-            agree_on_mesh(cluster, topology)
-            cluster = cluster.on(topology, with_idle=args.idle)
-            if not cluster.takes_part:
-                return 0  # when the others are done
-            with jax.default_device(cluster.default_device):
-                train(config_of(args, presets), topology, args, cluster)
+            through_epochs(cluster, lambda cluster: _epoch(cluster, args, presets, train))
     except FtmeshError as error:
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -59,6 +55,24 @@ def start(
         print(f"{name}: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
         return 130
     return 0
+
+
+def _epoch(
+    cluster: Cluster, args: argparse.Namespace, presets: Mapping[str, Any], train: Train
+) -> None:
+    """Train with the processes that there are, until all is done or that changes."""
+    cluster.at("agree")
+    agree_on_code(cluster)
+    agree_on_arguments(cluster, args)
+    topology = cluster.living(topology_of(args, cluster))
+    agree_on_mesh(cluster, topology)
+    cluster = cluster.on(topology, with_idle=args.idle)
+    if cluster.takes_part:
+        cluster.at("plan")
+        with jax.default_device(cluster.default_device):
+            train(config_of(args, presets), topology, args, cluster)
+    elif cluster.line is not None:
+        cluster.line.stand_by()
 
 
 def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
