@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ftmesh.errors import ArgumentError, FtmeshError
+from ftmesh.errors import ArgumentError, ClusterError
 from ftmesh.launch.environment import LOOPBACK, free_port
 from ftmesh.launch.handshake import answer, call
 
@@ -34,7 +34,7 @@ PAUSE_SECONDS = 0.05  # where the system has no more connections to give
 _LENGTHS = struct.Struct(">IQ")  # of the JSON, of the data
 
 
-class ChannelClosed(FtmeshError, ConnectionError):  # noqa: N818
+class ChannelClosed(ClusterError, ConnectionError):  # noqa: N818
     """The other end is gone, or is not what it should be."""
 
 
