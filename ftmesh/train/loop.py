@@ -47,6 +47,7 @@ class Job:
     state: State
     train: Batches[Any]  # one for each step
     validation: Batches[Any]
+    finished: Callable[[State], None] = lambda state: None  # is given the last state
 
     @property
     def total_steps(self) -> int:
@@ -137,6 +138,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             if reached:
                 break
         log.stop("run", status="success" if reached else "aborted")
+        job.finished(state)
     cluster.barrier("the end of the run", limit=SAVE_LIMIT)
     if cluster.speaks:
         print(_summary(job, report))
