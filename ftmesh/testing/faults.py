@@ -52,7 +52,7 @@ _WHERE = {
 
 
 def reach(moment: str, step: int = 0) -> None:
-    """This process is at a moment of a step; what is planted there strikes."""
+    """Tell that this process is at a moment of a step; what is planted there strikes."""
     if VARIABLE in os.environ:
         _planted().reach(moment, step)
 
@@ -68,7 +68,7 @@ def writing(step: int, pieces: Iterable[Any], file: Path) -> Iterable[Any]:
 
 
 def written(step: int, file: Path) -> None:
-    """This process has written that file; it may be torn, which ends the process too."""
+    """Tell that this process has written that file, which may be torn, and the process ended."""
     if VARIABLE in os.environ:
         _planted().written(step, file)
 
