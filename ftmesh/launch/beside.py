@@ -6,6 +6,7 @@ All of them end when their standard input closes, however this process ends.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ from types import TracebackType
 
 from ftmesh.errors import ClusterError
 from ftmesh.launch import service
+from ftmesh.launch.keeper import LIMIT, keeper_command
 
 NotePid = Callable[[str, int, int], None]
 
@@ -75,14 +77,20 @@ class Service(_Beside):
 
 
 class Keepers:
-    """A keeper for each host."""
+    """A keeper for each host, of up to so many bytes."""
 
-    def __init__(self, hosts: Iterable[int], secret: str, note_pid: NotePid) -> None:
-        self._secret, self._note_pid = secret, note_pid
+    def __init__(self, secret: str, note_pid: NotePid, num_bytes: int = LIMIT) -> None:
+        self._secret, self._note_pid, self._bytes = secret, note_pid, num_bytes
         self._keepers: dict[int, _Beside] = {}
 
     def have(self, hosts: Iterable[int]) -> None:
         """See that each of these hosts has one: a new one knows nothing."""
+        for host in hosts:
+            if host in self._keepers and not self._keepers[host].has_ended:
+                continue
+            env = {**os.environ, "FTMESH_SECRET": self._secret}
+            self._keepers[host] = _Beside(keeper_command(self._bytes), env)
+            self._note_pid("keeper", host, self._keepers[host].pid)
 
     @property
     def addresses(self) -> str:

@@ -21,7 +21,7 @@ from ftmesh.launch import beside
 from ftmesh.launch.channel import Listener
 from ftmesh.launch.environment import LOOPBACK, free_port
 from ftmesh.launch.events import Events
-from ftmesh.launch.pod import OnOutput, Pod
+from ftmesh.launch.pod import TIMED_OUT, OnOutput, Pod
 from ftmesh.launch.process import Process
 from ftmesh.launch.steward import Member, Steward, Verdict
 from ftmesh.launch.watch import Deadlines
@@ -125,13 +125,15 @@ class Supervisor:
         self._received: list[signal.Signals] = []
         self._epoch, self._highest, self._masked = 1, 0, ""
         self._failed_at: float | None = None
+        self._until = float("inf")
         (run_dir / "pids").mkdir(parents=True, exist_ok=True)
 
-    def run(self) -> int:
-        """Start, and start again, until all is done or nothing helps."""
+    def run(self, timeout: float | None = None) -> int:
+        """Start, and start again, until all is done, nothing helps or time is up."""
+        self._until = float("inf") if timeout is None else time.monotonic() + timeout
         everyone = range(len(self._place.blocks))
         fruitless = 0
-        with beside.Keepers(everyone, self._secret, self._note_pid) as keepers:
+        with beside.Keepers(self._secret, self._note_pid) as keepers:
             while True:
                 hosts = [host for host in everyone if not self._is_out(host)]
                 before = self._highest
@@ -160,6 +162,8 @@ class Supervisor:
                     break
         if self._received:
             status = 128 + self._received[0]
+        elif time.monotonic() > self._until:
+            status = TIMED_OUT
         self._events.done(status, self._highest)
         return status
 
@@ -243,6 +247,8 @@ class Supervisor:
             steward.tick()
             if self._events.failures > self._policy.failures:
                 steward.give_up(f"{self._events.failures} failures are more than it may have")
+            if time.monotonic() > self._until:
+                steward.give_up("time is up")
             if self._may_grow(steward):
                 steward.pause("hosts that were missing come back")
 
@@ -282,13 +288,15 @@ class Supervisor:
     # Signals ----------------------------------------------------------------------------------
 
     def end(self, signum: signal.Signals) -> None:
-        """End all; the second time at once."""
+        """End all."""
         self._received.append(signum)
         if self._pod is not None:
-            if len(self._received) > 1:
-                self._pod.kill()
-            else:
-                self._pod.end(signum)
+            self._pod.end(signum)
+
+    def enforce(self) -> None:
+        """As `Pod.enforce`, for an `on_output` that has to wait."""
+        if self._pod is not None:
+            self._pod.enforce()
 
 
 def _how(process: Process) -> str:

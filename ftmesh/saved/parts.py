@@ -11,7 +11,7 @@ process waits for another.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def file_names(process: int) -> tuple[str, str]:
 
 
 def write_part(
-    folder: Path, index: Index, process: int, pieces: Sequence[tuple[Piece, NDArray[Any]]]
+    folder: Path, index: Index, process: int, pieces: Iterable[tuple[Piece, NDArray[Any]]]
 ) -> None:
     """Write the pieces of a process; the first of the index's processes writes the index too."""
     make_folder(folder)

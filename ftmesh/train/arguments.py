@@ -18,7 +18,7 @@ from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.mesh.topology import Topology
-from ftmesh.testing import cpu_grid
+from ftmesh.testing import cpu_grid, faults
 from ftmesh.train.parallel import PSUM
 from ftmesh.train.trainer import StepOptions
 from ftmesh.units import parse_bytes
@@ -46,6 +46,7 @@ def start(
     add_run(parser, presets)
     args = parser.parse_args(argv)
     try:
+        faults.reach("start")
         with join_as(args, name) as cluster:
             through_epochs(cluster, lambda cluster: _epoch(cluster, args, presets, train))
     except FtmeshError as error:

@@ -33,6 +33,7 @@ from ftmesh.saved.newest import newest_sound
 from ftmesh.saved.parts import INDEX, file_names, write_part
 from ftmesh.saved.reading import Saved
 from ftmesh.saved.snapshot import Copier, Snapshot
+from ftmesh.testing import faults
 from ftmesh.units import format_bytes
 
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "state")  # what older checkpoints had in their folders
@@ -174,7 +175,11 @@ class Checkpoints:
         """In a thread: this process's part; the first process also takes away what is too old."""
         index = snapshot.index
         if self.process in index.processes:
-            write_part(self._at(index.step), index, self.process, snapshot.pieces)
+            faults.reach("checkpoint", index.step)
+            file = self._at(index.step) / file_names(self.process)[0]
+            pieces = faults.writing(index.step, snapshot.pieces, file)
+            write_part(self._at(index.step), index, self.process, pieces)
+            faults.written(index.step, file)
         if self.process == index.processes[0]:
             kept = list(filter(self._is_complete, self._steps()))[: self.keep]
             for step in self._steps():

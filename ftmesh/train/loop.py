@@ -50,6 +50,7 @@ class Job:
     first: Callable[[], State]  # what a run begins with
     train: Batches[Any]  # one for each step
     validation: Batches[Any]
+    finished: Callable[[State], None] = lambda state: None  # is given the last state
 
     @property
     def total_steps(self) -> int:
@@ -148,6 +149,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
         if done >= job.total_steps:  # the last step was, and what follows it was not
             reached = _evaluate(job, state, done, report, log)
         log.stop("run", status="success" if reached else "aborted")
+        job.finished(state)
     cluster.at("agree")
     cluster.barrier("the end of the run", limit=SAVE_LIMIT)
     if cluster.speaks:
@@ -180,9 +182,7 @@ def _check_shared(cluster: Cluster, checkpoints: Checkpoints) -> None:
         mark.unlink()
 
 
-def _open_checkpoints(
-    cluster: Cluster, args: argparse.Namespace, stack: ExitStack
-) -> Checkpoints:
+def _open_checkpoints(cluster: Cluster, args: argparse.Namespace, stack: ExitStack) -> Checkpoints:
     """The folder of checkpoints, which all processes see."""
     checkpoints = stack.enter_context(
         Checkpoints(
@@ -202,7 +202,6 @@ def _save(trainer: Trainer, checkpoints: Checkpoints, step: int, state: State) -
     """Begin to write a checkpoint. A run that survives failures survives a full disk, too."""
     cluster = trainer.parallel.cluster
     cluster.at("save", step)
-    faults.reach("checkpoint", step)
     try:
         trainer.save(checkpoints, step, state)
     except CheckpointError as error:

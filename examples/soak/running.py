@@ -1,0 +1,92 @@
+"""A run on an emulated pod, under a limit in time; one that hangs says where before it is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.soak.checks import Run
+from ftmesh.testing.fault_acts import noted_processes
+
+MESH, DEVICES = "4x4", 16
+HOST_SHAPES = {2: "4x2", 4: "2x2", 8: "2x1"}
+QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile; all runs alike
+STACKS_SECONDS, END_SECONDS = 3.0, 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """The command that trains on an emulated pod: the same in every run, but for the faults."""
+
+    hosts: int
+    steps: int
+    failures: int
+    how: tuple[str, ...] = ()  # more options of the launcher
+
+    def command(self, folder: Path) -> list[str]:
+        """What is run, with all its files in `folder`."""
+        launch = [sys.executable, "-m", "ftmesh", "launch", "--hosts", str(self.hosts)]
+        launch += ["--devices-per-host", str(DEVICES // self.hosts), "--mesh", MESH]
+        launch += ["--host-shape", HOST_SHAPES[self.hosts], "--failures", str(self.failures)]
+        launch += ["--events", str(folder / "events.jsonl"), "--run-dir", str(folder / "run")]
+        train = [sys.executable, "-m", "examples.soak.train", "--steps", str(self.steps)]
+        train += ["--checkpoint-dir", str(folder / "saved"), "--out", str(folder / "out")]
+        train += ["--checkpoint-every", str(max(10, self.steps // 100))]
+        return [*launch, *self.how, "--", *train]
+
+    def train(self, folder: Path, faults: str = "", *, limit: float) -> Run:
+        """A run, of which everything is in `folder`; one that takes too long is ended."""
+        (folder / "run").mkdir(parents=True)
+        (folder / "faults").write_text(f"{faults}\n")
+        env = {**os.environ, **QUICKLY}
+        env.pop("FTMESH_FAULTS", None)
+        if faults:
+            env["FTMESH_FAULTS"] = faults
+        with open(folder / "log", "wb") as log:
+            process = subprocess.Popen(
+                self.command(folder), env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+            try:
+                status: int | None = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                status = None
+                _say_stacks(folder / "run")
+            finally:
+                _end(process)
+        return Run.read(folder, status, faults)
+
+
+def step_seconds(folder: Path) -> float:
+    """How long a step of a run took, in the middle of them all."""
+    lines = map(json.loads, (folder / "out" / "metrics.jsonl").read_text().splitlines())
+    return statistics.median(
+        line["examples"] / line["per_second"] for line in lines if "per_second" in line
+    )
+
+
+def _say_stacks(run_dir: Path) -> None:
+    """Have every worker say in the log where it hangs."""
+    for each in noted_processes(run_dir):
+        if each["kind"] == "worker":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each["pid"], signal.SIGUSR1)
+    time.sleep(STACKS_SECONDS)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher, which ends all that it has started."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,222 @@
+"""Train on emulated pods while things fail, and check every run; see scripts/soak."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import count
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from examples.soak.checks import Run, check
+from examples.soak.running import HOST_SHAPES, Pod, step_seconds
+from examples.soak.table import Recovery, recoveries, table_of
+from examples.soak.train import PRESETS
+from ftmesh.errors import ArgumentError, FtmeshError
+from ftmesh.testing.fault import draw, draw_by_time, parse
+from ftmesh.train.arguments import positive, seconds
+
+BATCH, STEPS = PRESETS["tiny"].batch, PRESETS["tiny"].steps
+MINUTES = 5.0
+LIMIT = 300.0  # seconds a run may take; an undisturbed one takes a tenth of that
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is asked for, print a table; the exit status."""
+    args = _parser().parse_args(argv)
+    folder = Path(args.out or tempfile.mkdtemp(prefix="ftmesh-soak-")).resolve()
+    console = Console()
+    try:
+        parse(args.faults or "")
+        if folder.exists() and any(folder.iterdir()):
+            raise ArgumentError(f"{folder} is not empty: give another folder")
+        soak = Soak(args, folder, console)
+        return soak.one_long_run() if args.every else soak.many_runs()
+    except FtmeshError as error:
+        print(f"soak: {error}", file=sys.stderr)
+        return 2
+
+
+class Soak:
+    """Runs one after another, what was found wrong with them, and what followed their faults."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, console: Console) -> None:
+        self.args, self.folder, self.console = args, folder, console
+        self.how = (f"--{args.how}",) if args.how else ()
+        self.wrong: list[str] = []
+        self.recoveries: list[Recovery] = []
+        self.goodputs: list[float] = []
+        self.num_runs = 0
+
+    def many_runs(self) -> int:
+        """Runs with faults of their own each, until the time is over."""
+        args = self.args
+        pod = Pod(hosts=args.hosts, steps=args.steps, failures=10, how=self.how)
+        reference = self._undisturbed(pod)
+        if reference is None:
+            return 1
+        minutes = args.minutes or (float("inf") if args.runs else MINUTES)
+        end = time.monotonic() + 60 * minutes
+        numbers: Iterator[int] = iter(range(args.runs)) if args.runs else count()
+
+        def one(number: int) -> Run:
+            drawn = draw(args.seed + number, hosts=args.hosts, steps=args.steps - 1)
+            faults = args.faults or ";".join(map(str, drawn))
+            return pod.train(self.folder / str(number), faults, limit=args.limit)
+
+        running: set[Future[Run]] = set()
+        with self._progress() as progress, ThreadPoolExecutor(args.jobs) as threads:
+            task = progress.add_task("runs", total=args.runs, says="")
+
+            def start(number: int | None) -> None:
+                if number is not None and time.monotonic() < end:
+                    running.add(threads.submit(one, number))
+
+            for _ in range(args.jobs):
+                start(next(numbers, None))
+            while running:
+                ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    running.remove(future)
+                    self._look_at(future.result(), pod, reference)
+                    start(next(numbers, None))
+                says = f"{len(self.wrong)} went wrong"
+                progress.update(task, completed=self.num_runs, says=says)
+        return self._told()
+
+    def one_long_run(self) -> int:
+        """One run of so many minutes, with a fault every so many seconds."""
+        args = self.args
+        wanted = 60 * (args.minutes or MINUTES)
+        short = Pod(hosts=args.hosts, steps=args.steps, failures=10, how=self.how)
+        if self._undisturbed(short) is None:
+            return 1
+        took = step_seconds(self.folder / "undisturbed")
+        steps = max(args.steps, int(wanted / took))
+        faults = draw_by_time(args.seed, args.every, wanted)
+        self.console.print(
+            f"a step takes {took * 1000:.1f} ms: {steps} steps, {len(faults)} faults"
+        )
+        pod = Pod(hosts=args.hosts, steps=steps, failures=len(faults) + 10, how=self.how)
+        with self._progress() as progress:
+            progress.add_task("one long run", total=None, says="")
+            run = pod.train(
+                self.folder / "long", args.faults or ";".join(map(str, faults)), limit=5 * wanted
+            )
+        self._look_at(run, pod, None)  # one to compare with would take as long again
+        return self._told()
+
+    def _undisturbed(self, pod: Pod) -> Path | None:
+        """The weights of a run without a fault, which must be well itself."""
+        with self._progress() as progress:
+            progress.add_task("an undisturbed run", total=None, says="")
+            run = pod.train(self.folder / "undisturbed", limit=self.args.limit)
+        self._look_at(run, pod, None)
+        self.num_runs, self.goodputs = 0, []
+        if self.wrong:
+            self._told()
+            return None
+        return run.folder / "out" / "weights.npz"
+
+    def _look_at(self, run: Run, pod: Pod, reference: Path | None) -> None:
+        found = check(run, steps=pod.steps, num_examples=pod.steps * BATCH, reference=reference)
+        self.num_runs += 1
+        self.recoveries += recoveries(run)
+        self.goodputs += [event["goodput"] for event in run.of("done") if "goodput" in event]
+        if found:
+            faults = run.planted or "no fault"
+            self.wrong.append(f"{faults}: {'; '.join(found)} (see {run.folder})")
+        elif not self.args.keep and reference is not None:
+            shutil.rmtree(run.folder, ignore_errors=True)
+
+    def _told(self) -> int:
+        """Print what was found; the exit status."""
+        if self.recoveries:
+            self.console.print(table_of(self.recoveries))
+        if self.goodputs:
+            middle, least = statistics.median(self.goodputs), min(self.goodputs)
+            self.console.print(f"goodput: median {middle:.1%}, least {least:.1%}")
+        for line in self.wrong:
+            self.console.print(f"wrong: {line}", markup=False, highlight=False, soft_wrap=True)
+        self.console.print(f"{self.num_runs} runs, {len(self.wrong)} went wrong")
+        if not self.wrong and not self.args.out and not self.args.keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return int(bool(self.wrong))
+
+    def _progress(self) -> Progress:
+        columns = (*Progress.get_default_columns()[:2], TextColumn("{task.completed} done"))
+        return Progress(
+            *columns, TextColumn("{task.fields[says]}"), TimeElapsedColumn(), console=self.console
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/soak",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="""\
+Train a small network on emulated pods of 16 CPU devices while things fail, and check every run: it
+ends by itself with status 0, every example was used exactly once in the steps that were committed,
+and the last weights are those of an undisturbed run, to the bit where the mesh did not change.
+
+Each run has one to three faults, drawn by its own seed: processes that are killed, stopped, stuck,
+that hold the interpreter or raise an error; a host with its keeper, all workers, or the coordination
+service; slow steps, a torn checkpoint, a full disk; at the start, while compiling, before a step,
+in the middle of it, before its commit, in a checkpoint, in an evaluation, in a recovery.""",
+        epilog="""\
+exit status: 0 if all runs are well, 1 if one is not (its folder is kept, and named), 2 for bad
+arguments.
+
+examples: scripts/soak --minutes 10 --seed 1
+          scripts/soak --runs 1 --faults 'kill@2:30; stop@0:45:collective'
+          scripts/soak --minutes 10 --every 120     one long run, for its goodput""",
+    )
+    parser.add_argument(
+        "--minutes", type=seconds, metavar="M", help=f"start no run after that ({MINUTES:g})"
+    )
+    parser.add_argument("--runs", type=positive, metavar="N", help="so many runs (any number)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first run (0)")
+    parser.add_argument(
+        "--jobs", type=positive, default=1, metavar="J", help="runs at the same time (1)"
+    )
+    parser.add_argument("--hosts", type=int, choices=HOST_SHAPES, default=4, help="of a pod (4)")
+    parser.add_argument(
+        "--steps", type=positive, default=STEPS, metavar="N", help=f"of a run ({STEPS})"
+    )
+    parser.add_argument(
+        "--limit",
+        type=seconds,
+        default=LIMIT,
+        metavar="SECONDS",
+        help=f"a run that takes longer hangs: its stacks are in its log ({LIMIT:g})",
+    )
+    parser.add_argument(
+        "--faults", metavar="FAULTS", help="the same in every run, as kill@2:30 (at random)"
+    )
+    parser.add_argument(
+        "--every",
+        type=seconds,
+        metavar="SECONDS",
+        help="one run of so many minutes, with a fault each time so many seconds are over",
+    )
+    how = parser.add_mutually_exclusive_group()
+    for name, text in (
+        ("in-place", "survivors go on in the same processes, where they can"),
+        ("restart", "processes are started anew after each failure"),
+    ):
+        how.add_argument(f"--{name}", dest="how", action="store_const", const=name, help=text)
+    parser.add_argument("--out", metavar="FOLDER", help="for the files of runs (a temporary one)")
+    parser.add_argument("--keep", action="store_true", help="also those of runs that are well")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

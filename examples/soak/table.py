@@ -1,0 +1,95 @@
+"""What became of each kind of fault, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rich.table import Table
+
+from examples.soak.checks import Run
+from ftmesh.testing.fault import parse
+
+IN_PLACE, RESTARTED, RAN_ON, ENDED, SILENT = "in place", "restarted", "ran on", "ended", "silent"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What followed a fault: `how` the run went on, after how many seconds, steps done again."""
+
+    kind: str
+    moment: str
+    how: str
+    seconds: float | None = None
+    repeated: int = 0
+
+
+def recoveries(run: Run) -> list[Recovery]:
+    """What followed each fault of a run, those included that never struck."""
+    found = []
+    times = sorted(fault["time"] for fault in run.faults)
+    for fault in run.faults:
+        what = fault["kind"], fault["moment"]
+        later = [time for time in times if time > fault["time"]]
+        failed = [event for event in run.of("failed") if event["time"] >= fault["time"]]
+        went_on = [event for event in run.of("goes on") if event["time"] >= fault["time"]]
+        if not failed or (later and failed[0]["time"] > later[0]):
+            found.append(Recovery(*what, RAN_ON))
+        elif not went_on:
+            found.append(Recovery(*what, ENDED))
+        else:
+            first = went_on[0]
+            epoch = [event for event in run.of("epoch") if event["epoch"] == first["epoch"]]
+            how = IN_PLACE if epoch and epoch[-1]["in_place"] else RESTARTED
+            seconds = first["time"] - fault["time"]
+            found.append(Recovery(*what, how, seconds, first.get("repeated", 0)))
+    struck = [(fault["kind"], fault["moment"]) for fault in run.faults]
+    for fault in parse(run.planted):
+        if (fault.kind, fault.moment) in struck:
+            struck.remove((fault.kind, fault.moment))
+        else:
+            found.append(Recovery(fault.kind, fault.moment, SILENT))
+    return found
+
+
+def table_of(found: Iterable[Recovery]) -> Table:
+    """A line for each kind and moment, and one for all."""
+    table = Table(title="what followed each fault")
+    table.add_column("fault")
+    for name in (
+        "struck",
+        IN_PLACE,
+        RESTARTED,
+        RAN_ON,
+        ENDED,
+        "median s",
+        "worst s",
+        "repeated",
+        "did not strike",
+    ):
+        table.add_column(name, justify="right")
+    by_fault: dict[str, list[Recovery]] = {}
+    for each in found:
+        by_fault.setdefault(f"{each.kind} {each.moment}", []).append(each)
+    for name, some in sorted(by_fault.items()):
+        table.add_row(name, *_cells(some))
+    table.add_section()
+    table.add_row("all", *_cells([each for some in by_fault.values() for each in some]))
+    return table
+
+
+def _cells(some: Sequence[Recovery]) -> list[str]:
+    def count(how: str) -> str:
+        return str(sum(each.how == how for each in some) or "")
+
+    seconds = [each.seconds for each in some if each.seconds is not None]
+    repeated = [each.repeated for each in some if each.seconds is not None]
+    return [
+        str(sum(each.how != SILENT for each in some) or ""),
+        *(count(how) for how in (IN_PLACE, RESTARTED, RAN_ON, ENDED)),
+        f"{median(seconds):.1f}" if seconds else "",
+        f"{max(seconds):.1f}" if seconds else "",
+        f"{min(repeated)} to {max(repeated)}" if repeated else "",
+        count(SILENT),
+    ]

@@ -1,0 +1,189 @@
+"""Train a network of two layers on made-up points: small, and whole as any other trainer.
+
+    python -m examples.soak.train --steps 60 --emulate one --mesh 4x4 --failed 2x2@0,0 --out OUT
+
+There are as many points as the steps take, so that each is used once. What each process reads is
+written to ``used-EPOCH-PROCESS.jsonl``, in FTMESH_RUN_DIR or OUT, and the last weights to
+``weights.npz`` in OUT. `examples.soak.soak` trains this while things fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from examples.soak.points import CLASSES, SIZE, PointBatches, Points, used_file
+from ftmesh.cluster.cluster import ALONE, Cluster
+from ftmesh.mesh.topology import Topology
+from ftmesh.optim.lr_schedules import poly_decay
+from ftmesh.train import Shares, lamb, matrices, weighted_sum
+from ftmesh.train.arguments import start, step_options
+from ftmesh.train.loop import Job, open_data, run, start_log
+from ftmesh.train.parallel import Parallel
+from ftmesh.train.report import Report
+from ftmesh.train.trainer import State, Trainer, make_trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The settings of a run."""
+
+    batch: int = 48
+    steps: int = 60
+    hidden: int = 32
+    base_lr: float = 0.02
+    steps_per_eval: int = 15
+    eval_points: int = 96
+
+
+PRESETS = {"tiny": Config()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train from the command line; the exit status."""
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)  # says where every thread is
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.soak.train",
+        description="Train a network of two layers on made-up points, each used once.",
+    )
+    return start("soak", parser, PRESETS, train, argv)
+
+
+def train(
+    config: Config, topology: Topology, args: argparse.Namespace, cluster: Cluster = ALONE
+) -> Report:
+    """The whole run, in one of the processes that take part in it."""
+    log = start_log(args, cluster)
+    steps = args.steps or config.steps
+    points, _ = open_data(
+        cluster, lambda: range(steps * config.batch), lambda: range(config.eval_points)
+    )
+
+    trainer = make_soak_trainer(config, topology, args, cluster)
+    batches_of = partial(
+        PointBatches, batch=config.batch, rows=trainer.parallel.local_rows(trainer.shares)
+    )
+    folder = os.environ.get("FTMESH_RUN_DIR") or args.out
+    epoch = getattr(cluster, "epoch", None) or int(os.environ.get("FTMESH_EPOCH", "1"))
+    used = used_file(folder, epoch, cluster.process) if folder else None
+
+    job = Job(
+        benchmark="soak",
+        settings={},
+        steps_per_eval=config.steps_per_eval,
+        target=2,  # never reached: all steps are done
+        trainer=trainer,
+        state=trainer.first(first_params(config, seed=args.seed), ()),
+        train=batches_of(len(points), used=used, num_steps=steps, seed=args.seed),
+        validation=batches_of(config.eval_points),
+        finished=partial(save_weights, Path(args.out)) if args.out and cluster.speaks else ignore,
+    )
+    return run(job, args, log)
+
+
+def make_soak_trainer(
+    config: Config, topology: Topology, args: argparse.Namespace, cluster: Cluster
+) -> Trainer:
+    """All that is compiled for a run."""
+    options = step_options(args)
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first_params(config, seed=0)
+    )
+    parallel = options.on(topology, params, jnp.float32, cluster)
+    shares = parallel.shares(config.batch)
+    lr_schedule = poly_decay(  # it stays up, so that the last example weighs as much as any
+        config.base_lr, warmup_steps=5, total_steps=args.steps or config.steps, end=config.base_lr
+    )
+    return make_trainer(
+        parallel,
+        shares,
+        types=(params, ()),
+        row=Points(jax.ShapeDtypeStruct((SIZE,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)),
+        loss=partial(loss_of_rank, parallel, shares),
+        count_right=count_right_of_rank,
+        transformation=lamb(
+            lr_schedule, b1=0.5, eps=EPSILON, weight_decay=0.01, weight_decay_mask=matrices
+        ),
+        lr_schedule=lr_schedule,
+        sharded=options.sharded,
+    )
+
+
+# An update is a gradient by its size plus this. Were it tiny, a gradient of nothing but rounding
+# would move a weight as far as any other, and runs on two meshes would part.
+EPSILON = 1e-3
+
+
+def first_params(config: Config, *, seed: int) -> dict[str, Any]:
+    """Random weights, without a device."""
+    chance = np.random.default_rng(seed)
+    sizes = (SIZE, config.hidden, CLASSES)
+    return {
+        f"layer{number}": {
+            "w": (chance.normal(size=(before, after)) / np.sqrt(before)).astype(np.float32),
+            "b": np.zeros(after, np.float32),
+        }
+        for number, (before, after) in enumerate(zip(sizes, sizes[1:], strict=False))
+    }
+
+
+def logits_of(params: Any, x: jax.Array) -> jax.Array:
+    """The network."""
+    first, second = params["layer0"], params["layer1"]
+    return jnp.tanh(x @ first["w"] + first["b"]) @ second["w"] + second["b"]
+
+
+def loss_of_rank(
+    parallel: Parallel, shares: Shares, params: Any, stats: Any, batch: Points
+) -> tuple[jax.Array, Any]:
+    """A rank's part of the mean loss; of statistics the network has none."""
+    labels = jnp.maximum(batch.label, 0)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits_of(params, batch.x), labels)
+    return shares.part_of_mean(losses, is_point(batch)), stats
+
+
+def count_right_of_rank(params: Any, stats: Any, batch: Points) -> tuple[jax.Array, jax.Array]:
+    """How many points of a rank are in the right class, and how many there are."""
+    right = jnp.argmax(logits_of(params, batch.x), axis=-1) == batch.label
+    return weighted_sum(right.astype(jnp.float32), is_point(batch)), is_point(batch).sum()
+
+
+def is_point(batch: Points) -> jax.Array:
+    """1 for a point and 0 for padding."""
+    return (batch.label >= 0).astype(jnp.float32)
+
+
+def save_weights(folder: Path, state: State) -> None:
+    """Write the weights, which every device has, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    arrays = {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(
+            leaf.addressable_shards[0].data
+        )
+        for path, leaf in leaves
+    }
+    np.savez(folder / ".weights.npz", **arrays)
+    os.replace(folder / ".weights.npz", folder / "weights.npz")
+
+
+def ignore(state: State) -> None:
+    """What the processes that do not speak do with it."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

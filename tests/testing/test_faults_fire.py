@@ -1,0 +1,262 @@
+"""Faults strike for real, in processes of their own: as they should, once, and heard of."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from ftmesh.errors import CheckpointError
+from ftmesh.testing import faults
+from ftmesh.testing.fault_acts import noted_processes
+from ftmesh.train.checkpoints import Checkpoints
+
+ROOT = Path(__file__).parents[2]
+STEPS = """\
+import os, threading, time
+from ftmesh.testing import faults
+
+def beat():
+    while True:
+        os.write(1, b"beat\\n")
+        time.sleep(0.02)
+
+threading.Thread(target=beat, daemon=True).start()
+faults.reach("start")
+for step in range(1, 5):
+    begun = time.monotonic()
+    faults.reach("step", step)
+    faults.reach("collective", step)
+    took = round(time.monotonic() - begun, 2)
+    os.write(1, f"step {step} {took} {faults.wrong(step)}\\n".encode())
+    time.sleep(0.05)
+"""
+
+
+def variables(text, run_dir, host=1):
+    own = {"FTMESH_FAULTS": text, "FTMESH_HOST": str(host), "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **own, **({"FTMESH_RUN_DIR": str(run_dir)} if run_dir else {})}
+
+
+@contextlib.contextmanager
+def running(text, run_dir=None, host=1):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STEPS],
+        env=variables(text, run_dir, host),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def run(text, run_dir=None, host=1):
+    """The status, the lines of steps, and stderr."""
+    with running(text, run_dir, host) as process:
+        out, err = process.communicate(timeout=60)
+    return process.returncode, [line for line in out.splitlines() if line != "beat"], err
+
+
+def out_within(process, seconds):
+    """What it writes in so many seconds."""
+    found, until = b"", time.monotonic() + seconds
+    while select.select([process.stdout], [], [], max(0, until - time.monotonic()))[0]:
+        found += os.read(process.stdout.fileno(), 4096)
+        if time.monotonic() > until:
+            break
+    return found
+
+
+def heard(run_dir):
+    return [json.loads(line) for line in (run_dir / "faults.jsonl").read_text().splitlines()]
+
+
+def test_kill_strikes_once_in_a_run(tmp_path):
+    status, lines, err = run("kill@1:2", tmp_path)
+    assert status == -signal.SIGKILL
+    assert [line.split()[1] for line in lines] == ["1"]
+    assert err == "fault: kill -9 of host 1 at step 2, before the step\n"
+    (event,) = heard(tmp_path)
+    assert abs(event.pop("time") - time.time()) < 60
+    assert event == {
+        "event": "fault",
+        "epoch": 1,
+        "process": 1,
+        "step": 2,
+        "kind": "kill",
+        "moment": "step",
+        "text": "kill -9 of host 1 at step 2, before the step",
+    }
+    status, lines, err = run("kill@1:2", tmp_path)
+    assert (status, len(lines), err) == (0, 4, "")
+    assert len(heard(tmp_path)) == 1
+
+
+def test_others_are_left_alone(tmp_path):
+    status, lines, err = run("kill@1:2", tmp_path, host=0)
+    assert (status, len(lines), err) == (0, 4, "")
+
+
+def test_in_the_collective_a_moment_later():
+    status, lines, err = run("segv@*:2:collective,0.01")
+    assert status == -signal.SIGSEGV
+    assert [line.split()[1] for line in lines] == ["1", "2"]
+    assert err.startswith("fault: segmentation fault of host 1 at step 2, in the collective\n")
+
+
+def test_stop():
+    with running("stop@1:1") as process:
+        assert "is stopped at step 1" in process.stderr.readline()
+        deadline = time.monotonic() + 30
+        stat = Path(f"/proc/{process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize(("kind", "others_live"), [("hold", False), ("stuck", True)])
+def test_other_threads(kind, others_live):
+    with running(f"{kind}@1:1") as process:
+        process.stderr.readline()
+        out_within(process, 0.3)
+        process.send_signal(signal.SIGCHLD)  # which nobody minds; it must not wake the holder
+        assert (b"beat" in out_within(process, 0.3)) == others_live
+        assert process.poll() is None
+
+
+def test_raise_before_joining():
+    status, lines, err = run("raise@1:0:start")
+    assert (status, lines) == (1, [])
+    assert "PlantedError: a fault was planted here, in host 1" in err
+
+
+def test_slow_for_some_steps(tmp_path):
+    status, lines, err = run("slow@1:2,0.2,2", tmp_path)
+    took = [float(line.split()[2]) for line in lines]
+    assert status == 0
+    assert [seconds >= 0.2 for seconds in took] == [False, True, True, False]
+    assert err == "fault: slow steps of host 1 at step 2, before the step\n"
+
+
+def test_wrong_for_a_step(tmp_path):
+    _, lines, err = run("wrong@1:3", tmp_path)
+    assert [line.split()[3] for line in lines] == ["False", "False", "True", "False"]
+    assert err == "fault: a wrong gradient of host 1 at step 3, before the step\n"
+
+
+def test_by_time(tmp_path):
+    (tmp_path / "faults.json").write_text(
+        json.dumps({"time": time.time() - 100, "faults": "kill@*:t=90:step"})
+    )
+    assert run("whatever@1:1;is=given", tmp_path)[0] == 1  # what cannot be read is said anyway
+    assert run("kill@*:t=90", tmp_path)[0] == -signal.SIGKILL
+
+
+def test_what_was_drawn_first_counts_for_all(tmp_path):
+    (tmp_path / "faults.json").write_text(json.dumps({"time": 0, "faults": "kill@3:1:step"}))
+    planted = faults.Planted("random:1", host=3, hosts=2, run_dir=tmp_path)
+    assert [str(fault) for fault in planted.own.values()] == ["kill@3:1:step,0.003,1"]
+
+
+@contextlib.contextmanager
+def noted(run_dir, kind, host, env=None):
+    """A process that does nothing, noted as one of the run."""
+    process = subprocess.Popen(["sleep", "60"], env=variables("", run_dir) if env is None else env)
+    (run_dir / "pids").mkdir(exist_ok=True)
+    (run_dir / "pids" / f"{kind}-{host}.json").write_text(
+        json.dumps({"kind": kind, "host": host, "pid": process.pid})
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("kind", "killed", "status"),
+    [
+        ("keeper", {"keeper-1"}, -signal.SIGKILL),
+        ("service", {"service-0"}, 0),
+        ("all", {"worker-0", "worker-2"}, -signal.SIGKILL),
+    ],
+)
+def test_other_processes_of_the_run(tmp_path, kind, killed, status):
+    names = ["keeper-0", "keeper-1", "service-0", "worker-0", "worker-2"]
+    with contextlib.ExitStack() as stack:
+        others = {}
+        for name in names:
+            its_kind, _, host = name.partition("-")
+            others[name] = stack.enter_context(noted(tmp_path, its_kind, int(host)))
+        assert run(f"{kind}@1:1", tmp_path)[0] == status
+        for name in killed:
+            assert others[name].wait(timeout=30) == -signal.SIGKILL
+        assert {name for name in names if others[name].poll() is not None} == killed
+
+
+def test_strangers_are_spared(tmp_path):
+    with noted(tmp_path, "service", 0, env=dict(os.environ)) as stranger:
+        assert noted_processes(tmp_path) == []
+        status, _, err = run("service@1:1", tmp_path)
+        assert status == 0
+        assert "names no such process of this run" in err
+        assert stranger.poll() is None
+
+
+class TestCheckpoints:
+    STATE = """\
+import sys, numpy as np
+from ftmesh.train.checkpoints import Checkpoints
+
+with Checkpoints(sys.argv[1], resume=True, process=0) as checkpoints:
+    for step in (10, 20):
+        checkpoints.save(step, {"a": np.full(8, step, np.float32), "b": np.ones(3, np.float32)})
+        checkpoints.finish()
+"""
+
+    def test_torn(self, tmp_path):
+        env = variables("torn@0:15", tmp_path, host=0)
+        done = subprocess.run(
+            [sys.executable, "-c", self.STATE, str(tmp_path / "saved")], env=env, check=False
+        )
+        assert done.returncode == -signal.SIGKILL
+        lines = []
+        like = {"a": jnp.zeros(8), "b": jnp.zeros(3)}
+        with Checkpoints(tmp_path / "saved", resume=True, say=lines.append) as checkpoints:
+            assert checkpoints.restore(like)[0] == 10
+        assert "passed over the checkpoint of step 20" in lines[0]
+
+    def test_full(self, tmp_path, monkeypatch, capfd):
+        monkeypatch.setenv("FTMESH_FAULTS", "full@0:15")
+        monkeypatch.setenv("FTMESH_RUN_DIR", str(tmp_path))
+        faults._planted.cache_clear()
+        state = {"a": jnp.arange(8.0), "b": jnp.ones(3)}
+        with Checkpoints(tmp_path / "saved", process=0) as checkpoints:
+            checkpoints.save(10, state)
+            checkpoints.save(20, state)
+            with pytest.raises(CheckpointError, match=r"20/0\.bin: No space left on device"):
+                checkpoints.finish()
+            checkpoints.save(30, state)
+        faults._planted.cache_clear()
+        assert checkpoints.latest_step == 30
+        assert [*(tmp_path / "saved" / "20").iterdir()] == []
+        assert "fault: no space is left for host 0 at step 20" in capfd.readouterr().err
+
+
+def test_nothing_is_looked_at_where_nothing_is_planted(monkeypatch):
+    monkeypatch.setattr(faults, "_planted", None)
+    faults.reach("step", 1)
+    assert faults.wrong(1) is False
+    pieces = [1]
+    assert faults.writing(1, pieces, Path("x")) is pieces
+    faults.written(1, Path("x"))
