@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -45,9 +46,10 @@ class Keepers:
 
     def give(self, blobs: Mapping[str, bytes], number: int) -> int:
         """Have the first `number` keepers that will take them hold blobs; how many have."""
+        sums = {name: zlib.crc32(data) for name, data in blobs.items()}
         taken = 0
         for host in self.hosts:
-            if taken < number and all(self._put(host, *blob) for blob in blobs.items()):
+            if taken < number and all(self._put(host, n, blobs[n], sums[n]) for n in blobs):
                 taken += 1
         return taken
 
@@ -87,9 +89,9 @@ class Keepers:
                 return data
         return None
 
-    def _put(self, host: int, name: str, data: bytes) -> bool:
+    def _put(self, host: int, name: str, data: bytes, crc32: int) -> bool:
         def put(keeper: Keeper) -> bool:
-            keeper.put(name, data)
+            keeper.put(name, data, crc32)
             return True
 
         return self._ask(host, put) is not None

@@ -175,7 +175,7 @@ class TestLoss:
         mortal[2].kill()
         with Pod(mortal, sharded, epoch=2, processes=2) as pod:
             assert pod.restore() is None
-            assert [line for line in pod.lines if "20" in line] == [
+            assert [line for line in pod.lines if "step 20" in line] == [
                 "passed over the checkpoint of step 20 of epoch 1 in the memory of hosts: it has "
                 "no 1.bin"
             ]
