@@ -25,7 +25,7 @@ from ftmesh.launch.handshake import answer, call
 
 MOST_HEADER = 1 << 20  # bytes of the JSON of a frame
 MOST_DATA = 1 << 24
-STALL_SECONDS = 30.0  # without a byte in the midst of a frame
+STALL_SECONDS = 30.0
 HANDSHAKE_SECONDS = 5.0
 MOST_HANDSHAKES = 64  # at once; one more, and the oldest is dropped
 BACKLOG = 1024  # connections that the system holds until they are taken
@@ -41,14 +41,21 @@ class ChannelClosed(ClusterError, ConnectionError):  # noqa: N818
 class Channel:
     """One connection, past the handshake; `peer` is the address of the other end.
 
-    Any thread may send and close; one receives.
+    Any thread may send and close; one receives. It breaks when the other end neither goes on with a
+    frame nor takes more of one for `stall` seconds.
     """
 
-    def __init__(self, connection: socket.socket, *, most_data: int = MOST_DATA) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        most_data: int = MOST_DATA,
+        stall: float = STALL_SECONDS,
+    ) -> None:
         self.peer = "{}:{}".format(*connection.getpeername()[:2])
         self._socket, self._most_data = connection, most_data
         self._sending, self._receiving = threading.Lock(), threading.Lock()
-        connection.settimeout(STALL_SECONDS)
+        connection.settimeout(stall)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
@@ -129,7 +136,14 @@ class Channel:
         return ChannelClosed(f"{self.peer} {what}")
 
 
-def connect(address: str, secret: str, *, timeout: float, most_data: int = MOST_DATA) -> Channel:
+def connect(
+    address: str,
+    secret: str,
+    *,
+    timeout: float,
+    most_data: int = MOST_DATA,
+    stall: float = STALL_SECONDS,
+) -> Channel:
     """A channel to the listener at ``host:port``, within `timeout` seconds."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or not secret:
@@ -141,7 +155,7 @@ def connect(address: str, secret: str, *, timeout: float, most_data: int = MOST_
         raise ChannelClosed(f"nothing answers at {address}: {error}") from error
     try:
         call(connection, secret, seconds=until - time.monotonic())
-        return Channel(connection, most_data=most_data)
+        return Channel(connection, most_data=most_data, stall=stall)
     except OSError as error:
         connection.close()
         raise ChannelClosed(

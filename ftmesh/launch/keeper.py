@@ -67,7 +67,10 @@ def _answer(blobs: Blobs, channel: Channel, message: dict[str, Any]) -> None:
         case {"do": "put", "name": str(name), "bytes": int(size), "crc32": int(crc32)}:
             with blobs.room(name, size):
                 channel.send({})
-                _, data = channel.receive(STALL_SECONDS) or ({}, b"")
+                frame = channel.receive(STALL_SECONDS)
+                if frame is None:
+                    raise ChannelClosed(f"{channel.peer} has not sent {name}")
+                _, data = frame
                 if len(data) != size:
                     raise Refused(f"{len(data)} bytes of {name} have come, and not {size}")
                 blobs.put(name, data, crc32)
@@ -146,7 +149,11 @@ class Keeper:
         with self._lock:
             if self._channel is None:
                 self._channel = connect(
-                    self.address, self._secret, timeout=self.timeout, most_data=MOST_DATA
+                    self.address,
+                    self._secret,
+                    timeout=self.timeout,
+                    stall=self.timeout,
+                    most_data=MOST_DATA,
                 )
             try:
                 self._channel.send(message)

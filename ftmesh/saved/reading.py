@@ -100,7 +100,8 @@ class Saved:
         name, _ = file_names(process)
         try:
             if name not in self._opened:
-                self._opened[name] = self._closing.enter_context(_open(self._files, name))
+                self._opened[name] = _open(self._files, name)
+                self._closing.callback(self._opened[name].close)
             file, at = self._opened[name], 0
             file.seek(offset)
             while at < into.size:
@@ -110,7 +111,7 @@ class Saved:
                 at += count
         except OSError as error:
             raise CheckpointError(
-                f"cannot read {error.filename or name}: {error.strerror}"
+                f"cannot read {name} of {_where(self._files)}: {error.strerror}"
             ) from error
 
     def _words(self, piece: Piece) -> str:

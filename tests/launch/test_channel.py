@@ -136,13 +136,26 @@ class TestFrames:
         with pytest.raises(ChannelClosed, match="is gone: the connection was closed"):
             channel.receive(10)
 
-    def test_one_that_does_not_go_on(self, monkeypatch, request):
-        monkeypatch.setattr(module, "STALL_SECONDS", 0.2)
-        other, channel = request.getfixturevalue("pair")
-        other.sendall(b"\0\0")
-        with pytest.raises(ChannelClosed, match="is gone: timed out"):
-            channel.receive()
-        assert is_refused(other)
+    def test_one_that_does_not_go_on(self):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            other = socket.create_connection(server.getsockname())
+            taken, _ = server.accept()
+        with other, Channel(taken, stall=0.2) as channel:
+            other.sendall(b"\0\0")
+            with pytest.raises(ChannelClosed, match="is gone: timed out"):
+                channel.receive()
+            assert is_refused(other)
+
+    def test_one_that_is_not_taken(self):
+        """The other end reads no more; the system holds some of it, and then no more."""
+        silent = threading.Event()
+        with (
+            Listener(lambda channel: (silent.wait(30), channel.close()), secret=SECRET) as deaf,
+            connect(deaf.address, SECRET, timeout=5, stall=0.2, most_data=10**9) as channel,
+        ):
+            with pytest.raises(ChannelClosed, match="took no message: timed out"):
+                channel.send({}, bytes(10**8))
+            silent.set()
 
     def test_a_close_wakes_who_waits(self, good):
         threading.Timer(0.1, good.close).start()
