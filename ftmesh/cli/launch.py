@@ -39,10 +39,11 @@ When one fails, the others have --grace seconds to end by themselves; then they 
 seconds later SIGKILL. Ctrl-C ends all of them, a second one at once. What stays in
 their sessions does not outlive this command, not even when it is killed.
 
-With --failures N the run goes on when hosts fail, as often as that. Whoever is left goes on in place
-from the last step that counts, on the mesh less the chips that are lost; where that is not possible
-all processes are started anew, from copies in the memory of hosts or from the newest checkpoint. A
-process that is alive and makes no progress is named, writes where it is, and counts as failed.""",
+With --failures N the run goes on when hosts fail, as often as that. Whoever is left goes on in
+place from the last step that counts, on the mesh less the chips that are lost; where that is not
+possible all processes are started anew, from copies in the memory of hosts or from the newest
+checkpoint. A process that is alive and makes no progress is named, writes where it is, and counts
+as failed.""",
         epilog="""\
 exit status: 0 if all had 0; else that of the process that failed first (128 + n if by signal n);
 124 after --timeout, 130 after Ctrl-C, 2 for bad arguments.

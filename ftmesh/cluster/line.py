@@ -107,7 +107,7 @@ class Line:
         raise AssertionError("neither a commit nor an epoch")
 
     def joined(self, step: int, **facts: Any) -> None:
-        """This process is ready for the first step of the epoch, from the state after `step`."""
+        """Say that this process is ready for the first step of the epoch, from the state after `step`."""
         self.check()
         with self._changed:
             self._committed = step
@@ -137,17 +137,17 @@ class Line:
         self._send({"say": event, "facts": facts})
 
     def restart(self, why: str) -> NoReturn:
-        """This process cannot go on in place: have all started anew."""
+        """Have all processes started anew: this one cannot go on in place."""
         self._send({"restart": why})
         time.sleep(LAST_WORD)  # the end comes in between
         raise ClusterError(f"no word from the steward in {in_seconds(LAST_WORD)}")
 
     def failing(self, reason: str) -> None:
-        """This process is about to end because of an error."""
+        """Say that this process is about to end because of an error."""
         self._send({"failing": reason[:500]})
 
     def stand_by(self) -> None:
-        """This process has no chip to train on: wait until all is done, or for another epoch."""
+        """Wait until all is done, or for another epoch: there is no chip here to train on."""
         self._send({"idle": True})
         with self._changed:
             self._changed.wait_for(lambda: self._has_left or self._next)

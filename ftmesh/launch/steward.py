@@ -60,7 +60,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be done with all processes: "restart" them, or "end", as they are done or cannot."""
+    """What is to become of all processes: a "restart", or the "end", of a run that is done or not."""
 
     what: str
     why: str
@@ -234,7 +234,7 @@ class Steward:
                 epoch=self.epoch,
                 in_place=self.epoch != self.start,
                 hosts=sorted(each.host for each in self.members.values()),
-                failed=told.get("mesh_failed", ""),
+                failed=told.get("less", ""),
                 live=told.get("live", 0),
                 from_step=step,
                 repeated=self._repeated,

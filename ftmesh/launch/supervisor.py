@@ -77,8 +77,8 @@ class Place:
                 number = 0
         if len(host) != len(shape) or number != hosts or each != devices_per_host:
             raise ArgumentError(
-                f"{hosts} hosts of {format_shape(host)} with {devices_per_host} devices each do not "
-                f"fill mesh {mesh}: give another --host-shape, such as 2x2"
+                f"{hosts} hosts of {format_shape(host)}, each with {devices_per_host} devices, do "
+                f"not fill mesh {mesh}: give another --host-shape, such as 2x2"
             )
         grid = [size // part for size, part in zip(shape, host, strict=True)]
         blocks = []
@@ -92,7 +92,7 @@ class Place:
 
 
 def _rows(shape: Sequence[int], devices: int) -> tuple[int, ...]:
-    """The block that so many devices fill, row by row; one that does not fit where there is none."""
+    """The block that so many devices fill, row by row, if there is one."""
     block = []
     for size in shape:
         part = min(size, devices)

@@ -80,6 +80,12 @@ class Deadlines:
         {1}
         """
         late = {number for number, each in seen.items() if each.seconds > self.of(each.phase)}
+        if any(each.phase == "failed" and each.seconds > SLACK for each in seen.values()):
+            late |= {  # a step of theirs would have failed, too
+                number
+                for number, each in seen.items()
+                if each.phase in ("read", "step") and each.seconds > self.limit + SLACK
+            }
         in_step = {number for number in late if seen[number].phase == "step"}
         if late - in_step:
             return late - in_step

@@ -39,7 +39,7 @@ def write_part(
 
 
 def part_of(
-    index: Index, process: int, pieces: Sequence[tuple[Piece, NDArray[Any]]]
+    index: Index, process: int, pieces: Iterable[tuple[Piece, NDArray[Any]]]
 ) -> Iterator[tuple[str, Iterable[Any]]]:
     """Names and bytes of a process's files, in the order in which they are to be there.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from ftmesh.cluster.agreed import agree_on_code, agree_on_mesh
 from ftmesh.cluster.cluster import ALONE, LIMIT, Cluster
 from ftmesh.cluster.epochs import through_epochs
 from ftmesh.cluster.joining import LONGEST, join
+from ftmesh.cluster.line import Paused
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.errors import ArgumentError, FtmeshError
@@ -48,7 +50,8 @@ def start(
     try:
         faults.reach("start")
         with join_as(args, name) as cluster:
-            through_epochs(cluster, lambda cluster: _epoch(cluster, args, presets, train))
+            with contextlib.suppress(Paused):  # there will be more processes
+                through_epochs(cluster, lambda cluster: _epoch(cluster, args, presets, train))
     except FtmeshError as error:
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -114,6 +117,25 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         default=f"{BUCKET_BYTES // 2**20}MiB",
         help="how much of them is summed at a time (%(default)s)",
     )
+    _add_failures(parser)
+
+
+def _add_failures(parser: argparse.ArgumentParser) -> None:
+    """How a run goes on through failures; all of it does nothing where nobody watches."""
+    group = parser.add_argument_group("through failures", "under 'ftmesh launch --failures N'")
+    group.add_argument(
+        "--donate",
+        action="store_true",
+        help="let a step take over the memory of the state before it, as it does where nothing is "
+        "to be survived: devices hold one state and not two, and after a failure the steps since "
+        "the last --copy-every are repeated (default: none is)",
+    )
+    group.add_argument(
+        "--no-copies",
+        action="store_true",
+        help="keep no copy of each chip's share of the optimizer's state on another host: a lost "
+        "host then means to go back to a copy in host memory, or a checkpoint",
+    )
 
 
 def step_options(args: argparse.Namespace) -> StepOptions:
@@ -124,6 +146,8 @@ def step_options(args: argparse.Namespace) -> StepOptions:
         with_idle=args.idle,
         overlap=args.overlap,
         bucket_bytes=parse_bytes(args.bucket),
+        keeps_state=not args.donate,
+        copies=not args.no_copies,
     )
 
 
@@ -156,6 +180,14 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     )
     parser.add_argument("--keep", type=positive, default=3, metavar="N", help="checkpoints (3)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument(
+        "--copy-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="copy the state to the memory of two hosts every N steps, under 'ftmesh launch "
+        "--failures': what is started anew goes on from there (0, never)",
+    )
     parser.add_argument("--mllog", metavar="FILE", help="write the lines that MLPerf asks for")
     parser.add_argument("--out", metavar="FOLDER", help="write metrics.jsonl and run.svg there")
     add_processes(parser)

@@ -1,8 +1,9 @@
 """Carrying: the last state that counts, from the devices of one epoch to those of the next.
 
 Parameters are whole at every device, so a process has them as long as it has a device. Statistics
-are a device's own. An optimizer's state may be shared out; what the lost have owned of it is with
-their partners, where there are copies.
+are a device's own. An optimizer's state may be shared out: then every process gives the keeper of
+its host what its devices own, and what they have copied from those that are lost, and takes from
+all keepers what its devices are to own from now on.
 """
 
 from __future__ import annotations
@@ -13,30 +14,79 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ftmesh.launch.keepers import Keepers
 from ftmesh.mesh.devices import process_of
+from ftmesh.saved.parts import part_of
+from ftmesh.saved.reading import Saved
+from ftmesh.saved.restoring import restored
+from ftmesh.saved.snapshot import Copier, Copies
 from ftmesh.train.parallel import SPLIT, Parallel
 from ftmesh.train.trainer import State, Trainer
 
 
-def carried(held: Any, trainer: Trainer) -> State | None:
+def carried(held: Any, trainer: Trainer, keepers: Keepers) -> State | None:
     """The state that was `held`, on the devices of another trainer; None where some of it is lost.
 
     All processes come to the same answer.
     """
     before, now = held.trainer.parallel, trainer.parallel
-    had = {process_of(device) for device in before.live_devices or ()}
+    had = {process_of(device) for device in before.live_devices}
     have = {process_of(device) for device in now.live_devices or ()}
-    if not have <= had or held.trainer.layouts or trainer.layouts:
+    if not have <= had or not _is_all_here(held.trainer, have):
         return None
 
     def local(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: np.asarray(before.local(leaf)), tree)
+        return now.put(jax.tree.map(lambda leaf: np.asarray(before.local(leaf)), tree))
 
-    return State(
-        params=now.put(local(held.state.params)),
-        stats=_rows(held.state.stats, before, now),
-        optimizer=now.put(local(held.state.optimizer)),
+    params, stats = local(held.state.params), _rows(held.state.stats, before, now)
+    if held.trainer.layouts or trainer.layouts:
+        optimizer = _exchanged(held, trainer, have, keepers)
+    else:
+        optimizer = local(held.state.optimizer)
+    return State(params, stats, optimizer, trainer.copies(optimizer))
+
+
+def _is_all_here(trainer: Trainer, here: set[int]) -> bool:
+    """Whether the processes that are left have all of an optimizer's state between them."""
+    devices = trainer.parallel.live_devices or ()
+    hosts = [process_of(device) for device in devices]
+    if not trainer.layouts or here >= set(hosts):
+        return True
+    partners = trainer.parallel.partners
+    return partners is not None and all(
+        host in here or hosts[partners[rank]] in here for rank, host in enumerate(hosts)
     )
+
+
+def _exchanged(held: Any, trainer: Trainer, here: set[int], keepers: Keepers) -> Any:
+    """An optimizer's state, in new shares, by way of the keepers."""
+    before, cluster = held.trainer.parallel, trainer.parallel.cluster
+    copies = None
+    if before.partners is not None and held.trainer.layouts:
+        copies = Copies(held.state.copies, before.partners)
+    copier = Copier(
+        cluster.process,
+        devices=[device for device in before.live_devices if process_of(device) in here],
+        layouts=held.trainer.layouts,
+        copies=copies,
+    )
+    snapshot = copier.snapshot(held.step, State((), (), held.state.optimizer))
+    prefix = f"carried/{cluster.epoch}/"
+    if cluster.process in snapshot.index.processes:
+        part = part_of(snapshot.index, cluster.process, snapshot.pieces)
+        keepers.give({prefix + name: b"".join(content) for name, content in part}, 1)
+    cluster.barrier("what the devices hold")
+    holders = keepers.holders(prefix)
+    names = sorted(holders)
+    files = dict(zip(names, keepers.get(names, holders), strict=True))
+    saved = Saved({name.removeprefix(prefix): blob for name, blob in files.items() if blob})
+    saved.check()
+    like = trainer.saved._replace(params=(), stats=())
+    found = restored(saved, like, trainer.layouts)
+    cluster.barrier("what they are to hold")
+    if cluster.speaks:
+        keepers.drop(prefix)
+    return found.optimizer
 
 
 def _rows(stats: Any, before: Parallel, now: Parallel) -> Any:

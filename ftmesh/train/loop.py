@@ -24,6 +24,7 @@ from ftmesh.errors import CheckpointError
 from ftmesh.testing import faults
 from ftmesh.train.beginning import begin
 from ftmesh.train.checkpoints import Checkpoints
+from ftmesh.train.memory import Memory, memory_on_line
 from ftmesh.train.mllog import MLLog
 from ftmesh.train.reading import Batches, Reader
 from ftmesh.train.report import Report
@@ -94,7 +95,15 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     with ExitStack() as stack:
         cluster.at("restore")
         checkpoints = _open_checkpoints(cluster, args, stack) if args.checkpoint_dir else None
-        done, state, source = begin(trainer, job.first, checkpoints, resumes=resumes)
+        memory = _open_memory(cluster, stack)
+        transactions = Transactions(
+            trainer,
+            memory,
+            checkpoints,
+            copy_every=args.copy_every,
+            total_steps=job.total_steps,
+        )
+        done, state, source = begin(trainer, job.first, memory, checkpoints, resumes=resumes)
         if done >= job.total_steps and cluster.epoch == 1:
             raise CheckpointError(
                 f"the checkpoint is of step {done}, and the run ends at {job.total_steps}: there "
@@ -120,7 +129,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             )
         )
         batches = stack.enter_context(Reader(job.train, first_step=done))
-        transactions = Transactions(trainer, done, state, source)
+        transactions.begin(done, state, source)
         block = done + 1  # the first step since the last evaluation
         reached = False
         for step in range(done + 1, job.total_steps + 1):
@@ -198,10 +207,23 @@ def _open_checkpoints(cluster: Cluster, args: argparse.Namespace, stack: ExitSta
     return checkpoints
 
 
+def _open_memory(cluster: Cluster, stack: ExitStack) -> Memory | None:
+    """The memory of hosts, where there are keepers."""
+    if cluster.line is None:
+        return None
+    memory = memory_on_line(cluster.process, cluster.epoch, _say)
+    if memory is not None:
+        stack.enter_context(memory)
+        cluster.before_leaving(memory.finish)
+    return memory
+
+
 def _save(trainer: Trainer, checkpoints: Checkpoints, step: int, state: State) -> None:
     """Begin to write a checkpoint. A run that survives failures survives a full disk, too."""
     cluster = trainer.parallel.cluster
     cluster.at("save", step)
+    if cluster.line is not None and checkpoints.latest_step == step:
+        return  # in an epoch before
     try:
         trainer.save(checkpoints, step, state)
     except CheckpointError as error:

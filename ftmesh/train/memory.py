@@ -14,6 +14,7 @@ holds ``(1 + copies) * (keep + 1)`` parts, and one more while it is given.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,7 +80,7 @@ class Memory:
         self.host, self.process, self.epoch = host, process, epoch
         self.copies, self.keep = copies, keep
         self._process_of, self._say = process_of, say or _print
-        self._keepers = Keepers(keepers, host=host, secret=secret, limit=limit, say=self._say)
+        self.keepers = Keepers(keepers, host=host, secret=secret, limit=limit, say=self._say)
         self._last_step = -1
         self._giving: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "memory")
@@ -133,8 +134,15 @@ class Memory:
         newest = found[0] if found else Moment(-1, 0)
         for moment in moments:
             if moment > newest and moment.epoch < self.epoch:
-                self._keepers.drop(moment.prefix)
+                self.keepers.drop(moment.prefix)
         return (newest.step, found[1]) if found else None
+
+    @property
+    def latest_step(self) -> int | None:
+        """The step of the newest state that is whole, if there is one."""
+        self.finish()
+        holders, moments = self._moments()
+        return next((m.step for m in moments if self._is_whole(m, holders)), None)
 
     def finish(self) -> None:
         """Wait until the keepers have everything."""
@@ -148,7 +156,7 @@ class Memory:
             self.finish()
         finally:
             self._thread.shutdown()
-            self._keepers.close()
+            self.keepers.close()
 
     def __enter__(self) -> Memory:
         return self
@@ -163,8 +171,8 @@ class Memory:
         if self.process in index.processes:
             part = part_of(index, self.process, snapshot.pieces)
             blobs = {moment.prefix + name: b"".join(content) for name, content in part}
-            wanted = min(1 + self.copies, len(self._keepers.hosts))
-            number = self._keepers.give(blobs, wanted)
+            wanted = min(1 + self.copies, len(self.keepers.hosts))
+            number = self.keepers.give(blobs, wanted)
             if number < wanted:
                 self._say(
                     f"process {self.process} has its part of step {moment} in the memory of "
@@ -181,11 +189,11 @@ class Memory:
             if whole < self.keep:
                 whole += self._is_whole(moment, holders)
             else:
-                self._keepers.drop(moment.prefix)
+                self.keepers.drop(moment.prefix)
 
     def _moments(self) -> tuple[Holders, list[Moment]]:
         """Who holds what, and of when that is, the newest first."""
-        holders = self._keepers.holders("state/")
+        holders = self.keepers.holders("state/")
         return holders, sorted({Moment.of(name) for name in holders}, reverse=True)
 
     def _is_whole(self, moment: Moment, holders: Holders) -> bool:
@@ -204,13 +212,29 @@ class Memory:
         for name in names:
             if moment.prefix + name not in holders:
                 raise DamagedCheckpointError(f"it has no {name}")
-        blobs = self._keepers.get([moment.prefix + name for name in names], holders)
+        blobs = self.keepers.get([moment.prefix + name for name in names], holders)
         files = {}
         for name, blob in zip(names, blobs, strict=True):
             if blob is None:
                 raise DamagedCheckpointError(f"no host gives its {name}")
             files[name] = blob
         return files
+
+
+def memory_on_line(process: int, epoch: int, say: Callable[[str], None]) -> Memory | None:
+    """As ``ftmesh launch`` has it for this process; None where there are no keepers."""
+    told = os.environ.get("FTMESH_KEEPERS")
+    if not told:
+        return None
+    keepers = dict(each.split("=", 1) for each in told.split(","))
+    return Memory(
+        {int(host): address for host, address in keepers.items()},
+        host=int(os.environ["FTMESH_HOST"]),
+        secret=os.environ["FTMESH_SECRET"],
+        process=process,
+        epoch=epoch,
+        say=say,
+    )
 
 
 def _print(line: str) -> None:

@@ -27,6 +27,7 @@ from ftmesh.layout.owned import Owned
 from ftmesh.mesh.topology import Topology
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.train.checkpoints import Checkpoints
+from ftmesh.train.memory import Memory
 from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
 
 
@@ -103,20 +104,20 @@ class Trainer:
     saved: State  # the types of what a checkpoint holds
     layouts: tuple[Owned, ...] = ()  # of a sharded optimizer
 
-    def save(self, checkpoints: Checkpoints, step: int, state: State) -> None:
-        """Begin to write a state; of statistics, their mean. See `Checkpoints.save`."""
+    def save(self, checkpoints: Checkpoints | Memory, step: int, state: State) -> None:
+        """Begin to write a state, or to keep it; of statistics, their mean."""
         mean = state._replace(stats=self.mean_stats(state.stats), copies=())
         devices = self.parallel.live_devices
         checkpoints.save(step, mean, layouts=self.layouts, devices=devices)
 
-    def restore(self, checkpoints: Checkpoints) -> tuple[int, State] | None:
+    def restore(self, checkpoints: Checkpoints | Memory) -> tuple[int, State] | None:
         """The step and the state of the last sound checkpoint, if there is one."""
 
         def agree(found: str) -> None:
             self.parallel.cluster.agree({"the step to go on from": found})
 
-        step, found = checkpoints.restore(self.saved, layouts=self.layouts, agree=agree)
-        return (step, self.ready(found)) if step else None
+        found = checkpoints.restore(self.saved, layouts=self.layouts, agree=agree)
+        return None if found is None or not found[0] else (found[0], self.ready(found[1]))
 
     def ready(self, saved: State) -> State:
         """A state as a step takes it, from one as a checkpoint holds it."""

@@ -1,7 +1,7 @@
 """Transactions: a step counts when all processes have its results.
 
-Until then the state before it is kept. Where the step may take over the memory of that state, the
-host has a copy of it, made every so many steps, and only these steps count.
+Until then the state before it is kept. Where the step takes over the memory of that state, only
+those steps count whose state has been copied to the memory of hosts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from typing import Any
 import jax
 
 from ftmesh.cluster.line import Paused
+from ftmesh.errors import ArgumentError
 from ftmesh.mesh.notation import format_failed
 from ftmesh.testing import faults
+from ftmesh.train.checkpoints import Checkpoints
+from ftmesh.train.memory import Memory
 from ftmesh.train.trainer import State, Trainer
 
 
@@ -27,32 +30,76 @@ class Held:
 
 
 class Transactions:
-    """The steps of an epoch, from the state after `done` on, which came from `source`."""
+    """The steps of an epoch. Every `copy_every` of them the state is copied to host memory."""
 
-    def __init__(self, trainer: Trainer, done: int, state: State, source: str) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        memory: Memory | None,
+        checkpoints: Checkpoints | None,
+        *,
+        copy_every: int,
+        total_steps: int,
+    ) -> None:
         self._trainer, self._line = trainer, trainer.parallel.cluster.line
+        self._memory, self._checkpoints = memory, checkpoints
+        self._copy_every, self._total_steps = copy_every, total_steps
+        self._keeps = trainer.parallel.keeps_state
+        if self._line is not None and not self._keeps and not (memory and copy_every):
+            raise ArgumentError(
+                "a step that takes over the memory of the state before it cannot be repeated: "
+                "give --copy-every, to have a state in host memory to go back to"
+            )
+
+    def begin(self, done: int, state: State, source: str) -> None:
+        """The state after step `done` is here, from `source`."""
         if self._line is None:
             return
         self._hold(done, state)
-        topology = trainer.parallel.ranks.topology
+        topology = self._trainer.parallel.ranks.topology
         self._line.joined(
             done,
             source=source,
             live=topology.num_live,
-            failed=format_failed(topology.failed) if topology.failed else "",
+            less=format_failed(topology.failed) if topology.failed else "",
         )
 
     def commit(self, step: int, state: State, loss: Any) -> None:
         """Have a step count, once its results are here and everywhere; before, nothing is lost."""
         if self._line is None:
             return
+        copies = bool(self._copy_every) and step % self._copy_every == 0
+        if not (self._keeps or copies or step == self._total_steps):
+            return
         jax.block_until_ready((state, loss))
+        if not self._keeps:
+            self._copy(step, state)
         faults.reach("commit", step)
         word = self._line.commit(step)
         self._hold(step, state)
         if word == "leave":
+            self._put_down(step, state)
             raise Paused(step)
+        if self._keeps and copies:
+            self._copy(step, state, wait=False)
 
     def _hold(self, step: int, state: State) -> None:
         assert self._line is not None
-        self._line.held = Held(step, state, self._trainer)
+        self._line.held = Held(step, state, self._trainer) if self._keeps else None
+
+    def _copy(self, step: int, state: State, *, wait: bool = True) -> None:
+        assert self._line is not None
+        assert self._memory is not None
+        self._line.at("save", step)
+        self._trainer.save(self._memory, step, state)
+        if wait:
+            self._memory.finish()
+
+    def _put_down(self, step: int, state: State) -> None:
+        """Leave a state for those who come next."""
+        assert self._line is not None
+        store = self._memory or self._checkpoints
+        if store is not None and store.latest_step != step:
+            self._line.at("save", step)
+            self._trainer.save(store, step, state)
+            store.finish()
