@@ -33,6 +33,7 @@ class Finding:
     detail: str
     seconds: float | None = None  # that a slow one took
     usual: float | None = None  # and its peers
+    is_sure: bool = True  # False: it is this one, or another that was tried with it
 
     @staticmethod
     def slow(chips: tuple[Coord, ...], seconds: float, usual: float) -> Finding:
@@ -71,8 +72,7 @@ class Findings:
 
     def links(self, *kinds: Kind) -> tuple[Link, ...]:
         """The links that were found to be so, their lower ends first."""
-        ends = {(min(one.chips), max(one.chips)) for one in self._of(2, kinds)}
-        return tuple(sorted(ends))
+        return tuple(sorted({(one.chips[0], one.chips[1]) for one in self._of(2, kinds)}))
 
     def _of(self, size: int, kinds: tuple[Kind, ...]) -> list[Finding]:
         return [one for one in self.found if len(one.chips) == size and one.kind in kinds]
@@ -81,10 +81,12 @@ class Findings:
     def masked(self) -> frozenset[Coord]:
         """The chips to leave out: wrong or silent ones, and one end of every link that is.
 
-        Of its ends the one with more such links, or with fewer others. Slow ones stay in.
+        Of its ends the one with more such links, or with fewer others. Slow ones stay in, and so do
+        those that are not sure.
         """
         masked = set(self.chips("wrong", "silent"))
-        left = {link for link in self.links("wrong", "silent") if not masked.intersection(link)}
+        sure = {one.chips for one in self._of(2, ("wrong", "silent")) if one.is_sure}
+        left = {link for link in sure if not masked.intersection(link)}
         while left:
             bad = Counter(end for link in left for end in link)
 
@@ -130,9 +132,11 @@ class Findings:
         lines = [str(one) for one in self.found]
         if self.untried:
             lines.append(
-                f"{len(self.untried)} of {self.num_links} links were not tried, as their chips wait "
-                "behind what is silent: look again without it"
+                f"{len(self.untried)} of {self.num_links} links were not tried, as their chips "
+                "wait behind what is silent: look again without it"
             )
+        if not all(one.is_sure for one in self.found):
+            lines.append("to know which link it is, have each tried by itself, with --one-by-one")
         if self.masked:
             lines.append(f"--failed {quoted(self.failed)}")
         return "\n".join(lines)

@@ -71,7 +71,8 @@ class Probes:
         chains = [lax.fori_loop(0, self.chain, product, first.astype(d)) for d in DTYPES]
         words = jnp.arange(self.words, dtype=jnp.uint32)
         words = lax.fori_loop(0, self.chain, lambda _, words: _stirred(words), words)
-        return jnp.stack([digest(self.sick.spoil(x, place)) for x in (*chains, words)])
+        digests = jnp.stack([digest(self.sick.computed(x, place)) for x in (*chains, words)])
+        return self.sick.delayed(digests, place)
 
     def whole_numbers(self) -> int:
         """The last of those digests, as NumPy computes it."""
@@ -188,6 +189,11 @@ class Answer(NamedTuple):
     value: NDArray[Any] | None
     seconds: float
     error: str = ""
+
+    @property
+    def numbers(self) -> list[Any]:
+        """The value, as it can be told others."""
+        return [] if self.value is None else list(self.value.tolist())
 
 
 def ask(program: Callable[[], jax.Array], limit: float) -> dict[Any, Answer]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from ftmesh.mesh.notation import Coord, parse_coord, parse_link
 from ftmesh.mesh.topology import Topology
 
 VARIABLE = "FTMESH_SICK"
-SLOW_SECONDS = 0.25  # that a slow one takes longer
+SLOW_CHIP, SLOW_LINK = 0.3, 0.1  # seconds that a slow one takes longer, a link each way
 _KINDS = ("wrong", "slow", "silent")
 _AWAKE = threading.Event()  # never set but by `wake`
 
@@ -72,16 +73,21 @@ class Sick:
         """`x`, which never comes from a chip that is silent."""
         return _held_up(x, _is_in(self.silent, place), _be_silent) if self.silent else x
 
-    def spoil(self, x: Any, place: Any) -> Any:
-        """`x` as the chip at `place` computes it: a bit of the first element is wrong, or late."""
-        x = self.answer(x, place)
-        if self.slow:
-            x = _held_up(x, _is_in(self.slow, place), _be_slow)
+    def delayed(self, x: Any, place: Any) -> Any:
+        """`x`, which comes late from a chip that is slow."""
+        return _held_up(x, _is_in(self.slow, place), _sleep(SLOW_CHIP)) if self.slow else x
+
+    def computed(self, x: Any, place: Any) -> Any:
+        """`x`, of which a bit is wrong at a chip that computes wrongly."""
         return jnp.where(_is_in(self.wrong, place), _flipped(x), x) if self.wrong else x
+
+    def spoil(self, x: Any, place: Any) -> Any:
+        """`x` as the chip at `place` gives it, with all that is the matter there."""
+        return self.computed(self.delayed(self.answer(x, place), place), place)
 
     def carried(self, x: Any, source: Any, place: Any) -> Any:
         """`x` as it comes over the link from the chip at `source` to the one at `place`."""
-        for links, wait in ((self.slow_links, _be_slow), (self.silent_links, _be_silent)):
+        for links, wait in ((self.slow_links, _sleep(SLOW_LINK)), (self.silent_links, _be_silent)):
             if links:
                 x = _held_up(x, _are_in(links, source, place), wait)
         links = self.wrong_links
@@ -112,7 +118,7 @@ def _are_in(links: frozenset[tuple[int, int]], source: Any, place: Any) -> Any:
     return jnp.any((ends[:, 0] == source) & (ends[:, 1] == place))
 
 
-def _held_up(x: Any, is_so: Any, wait: Any) -> Any:
+def _held_up(x: Any, is_so: Any, wait: Callable[[Any], Any]) -> Any:
     """`x`, after the host has waited where `is_so`."""
 
     def waited(x: Any) -> Any:
@@ -121,9 +127,12 @@ def _held_up(x: Any, is_so: Any, wait: Any) -> Any:
     return lax.cond(is_so, waited, lambda x: x, x)
 
 
-def _be_slow(x: Any) -> Any:
-    time.sleep(SLOW_SECONDS)
-    return x
+def _sleep(seconds: float) -> Callable[[Any], Any]:
+    def be_slow(x: Any) -> Any:
+        time.sleep(seconds)
+        return x
+
+    return be_slow
 
 
 def _be_silent(x: Any) -> Any:

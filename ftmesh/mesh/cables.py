@@ -1,4 +1,4 @@
-"""Cables: the links of a mesh, two directions at once, in turns that do not get in each other's way.
+"""Cables: the links of a mesh, both directions at once, in turns that share no chip.
 
 >>> from ftmesh.mesh.topology import Topology
 >>> line = Topology.grid("4x1")
