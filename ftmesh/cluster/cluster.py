@@ -166,6 +166,15 @@ class Cluster:
         note = self._told(self.board, key, self.speaker, what, limit)
         return note[1:] if note[:1] == b"b" else json.loads(note[1:])
 
+    def gather(self, value: Any, what: str, *, limit: float | None = None) -> dict[int, Any]:
+        """The value of every member, by its number, at all of them; it can be written as JSON."""
+        if self.board is None:
+            return {self.process: value}
+        key = self._key(self.board, f"gather/{what}")
+        self._meet(self.board, key, json.dumps(value).encode(), f"gather {what}", limit)
+        told = self.board.of_processes(key)
+        return {process: json.loads(told[process]) for process in self.members}
+
     def first(self, make: Callable[[], T], what: str, *, limit: float | None = None) -> T:
         """What `make` gives: the speaker makes it first, and the others when that is done.
 
