@@ -137,7 +137,7 @@ def first_params(config: Config, *, seed: int) -> dict[str, Any]:
             "w": (chance.normal(size=(before, after)) / np.sqrt(before)).astype(np.float32),
             "b": np.zeros(after, np.float32),
         }
-        for number, (before, after) in enumerate(zip(sizes, sizes[1:], strict=False))
+        for number, (before, after) in enumerate(itertools.pairwise(sizes))
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -26,8 +27,6 @@ def through_epochs(cluster: Cluster, body: Callable[[Cluster], T]) -> T:
         except jax.errors.JaxRuntimeError as error:
             if cluster.line is None:
                 raise
-            try:
+            with contextlib.suppress(EpochOver):
                 cluster.line.failed(error)
-            except EpochOver:
-                pass
         cluster = cluster.in_next_epoch()

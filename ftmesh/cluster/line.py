@@ -107,7 +107,7 @@ class Line:
         raise AssertionError("neither a commit nor an epoch")
 
     def joined(self, step: int, **facts: Any) -> None:
-        """Say that this process is ready for the first step of the epoch, from the state after `step`."""
+        """Be ready for the first step of the epoch, from the state after `step`."""
         self.check()
         with self._changed:
             self._committed = step

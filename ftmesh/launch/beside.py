@@ -14,6 +14,7 @@ from types import TracebackType
 
 from ftmesh.errors import ClusterError
 from ftmesh.launch import service
+from ftmesh.launch.environment import Environment
 from ftmesh.launch.keeper import LIMIT, keeper_command
 
 NotePid = Callable[[str, int, int], None]
@@ -22,10 +23,10 @@ NotePid = Callable[[str, int, int], None]
 class _Beside:
     """A process that says a line when it is up."""
 
-    def __init__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+    def __init__(self, command: list[str], env: Environment) -> None:
         self._popen = subprocess.Popen(
             command,
-            env=env,
+            env={**os.environ, **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -60,8 +61,11 @@ class _Beside:
 class Service(_Beside):
     """JAX's coordination service for so many processes."""
 
-    def __init__(self, address: str, num_processes: int, note_pid: NotePid) -> None:
-        super().__init__([sys.executable, service.__file__, address, str(num_processes)])
+    def __init__(
+        self, address: str, num_processes: int, env: Environment, note_pid: NotePid
+    ) -> None:
+        command = [sys.executable, service.__file__, address, str(num_processes)]
+        super().__init__(command, env)
         note_pid("service", 0, self.pid)
 
     def __enter__(self) -> Service:
@@ -79,8 +83,8 @@ class Service(_Beside):
 class Keepers:
     """A keeper for each host, of up to so many bytes."""
 
-    def __init__(self, secret: str, note_pid: NotePid, num_bytes: int = LIMIT) -> None:
-        self._secret, self._note_pid, self._bytes = secret, note_pid, num_bytes
+    def __init__(self, env: Environment, note_pid: NotePid, num_bytes: int = LIMIT) -> None:
+        self._env, self._note_pid, self._bytes = env, note_pid, num_bytes
         self._keepers: dict[int, _Beside] = {}
 
     def have(self, hosts: Iterable[int]) -> None:
@@ -88,8 +92,7 @@ class Keepers:
         for host in hosts:
             if host in self._keepers and not self._keepers[host].has_ended:
                 continue
-            env = {**os.environ, "FTMESH_SECRET": self._secret}
-            self._keepers[host] = _Beside(keeper_command(self._bytes), env)
+            self._keepers[host] = _Beside(keeper_command(self._bytes), self._env)
             self._note_pid("keeper", host, self._keepers[host].pid)
 
     @property

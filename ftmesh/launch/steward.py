@@ -60,7 +60,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to become of all processes: a "restart", or the "end", of a run that is done or not."""
+    """What is to become of all processes: a "restart", or the "end", well or not."""
 
     what: str
     why: str

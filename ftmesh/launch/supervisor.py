@@ -120,6 +120,7 @@ class Supervisor:
         self._on_output: OnOutput = on_output or (lambda host, stream, piece: None)
         self._env = dict(env or {})
         self._secret = secrets.token_hex(32)
+        self._own = {"FTMESH_SECRET": self._secret, "FTMESH_RUN_DIR": str(run_dir)}
         self._strikes: Counter[int] = Counter()
         self._pod: Pod | None = None
         self._received: list[signal.Signals] = []
@@ -133,7 +134,7 @@ class Supervisor:
         self._until = float("inf") if timeout is None else time.monotonic() + timeout
         everyone = range(len(self._place.blocks))
         fruitless = 0
-        with beside.Keepers(self._secret, self._note_pid) as keepers:
+        with beside.Keepers(self._own, self._note_pid) as keepers:
             while True:
                 hosts = [host for host in everyone if not self._is_out(host)]
                 before = self._highest
@@ -204,18 +205,17 @@ class Supervisor:
         service_at = f"{LOOPBACK}:{free_port()}"
         with (
             Listener(steward.serve, secret=self._secret) as listener,
-            beside.Service(service_at, len(hosts), self._note_pid) as service,
+            beside.Service(service_at, len(hosts), self._own, self._note_pid) as service,
         ):
             shared = {
                 **self._env,
+                **self._own,
                 "FTMESH_COORDINATOR": service_at,
                 "FTMESH_STEWARD": listener.address,
-                "FTMESH_SECRET": self._secret,
                 "FTMESH_KEEPERS": keepers.addresses,
                 "FTMESH_EPOCH": str(self._epoch),
                 "FTMESH_MESH": self._place.mesh,
                 "FTMESH_BLOCKS": ";".join(str(blocks[host]) for host in hosts),
-                "FTMESH_RUN_DIR": str(self._run_dir),
             }
             pod = Pod(
                 self._command,

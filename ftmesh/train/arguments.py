@@ -15,12 +15,14 @@ from ftmesh.cluster.agreed import agree_on_code, agree_on_mesh
 from ftmesh.cluster.cluster import ALONE, LIMIT, Cluster
 from ftmesh.cluster.epochs import through_epochs
 from ftmesh.cluster.joining import LONGEST, join
-from ftmesh.cluster.line import Paused
+from ftmesh.cluster.line import Line, Paused
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.mesh.topology import Topology
 from ftmesh.testing import cpu_grid, faults
+from ftmesh.train.carrying import give_shards
+from ftmesh.train.memory import memory_on_line
 from ftmesh.train.parallel import PSUM
 from ftmesh.train.trainer import StepOptions
 from ftmesh.units import parse_bytes
@@ -49,9 +51,8 @@ def start(
     args = parser.parse_args(argv)
     try:
         faults.reach("start")
-        with join_as(args, name) as cluster:
-            with contextlib.suppress(Paused):  # there will be more processes
-                through_epochs(cluster, lambda cluster: _epoch(cluster, args, presets, train))
+        with join_as(args, name) as cluster, contextlib.suppress(Paused):
+            through_epochs(cluster, lambda cluster: _epoch(cluster, args, presets, train))
     except FtmeshError as error:
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -76,7 +77,17 @@ def _epoch(
         with jax.default_device(cluster.default_device):
             train(config_of(args, presets), topology, args, cluster)
     elif cluster.line is not None:
-        cluster.line.stand_by()
+        _stand_by(cluster, cluster.line)
+
+
+def _stand_by(cluster: Cluster, line: Line) -> None:
+    """Be there for others, without a chip to train on: first of all with what was held."""
+    memory = memory_on_line(cluster.process, cluster.epoch, say=lambda line: None)
+    if line.held is not None and memory is not None:
+        with memory:
+            give_shards(line.held, cluster, memory.keepers)
+    line.held = None
+    line.stand_by()
 
 
 def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:

@@ -8,12 +8,15 @@ all keepers what its devices are to own from now on.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ftmesh.cluster.cluster import Cluster
+from ftmesh.errors import ClusterError, DamagedCheckpointError
 from ftmesh.launch.keepers import Keepers
 from ftmesh.mesh.devices import process_of
 from ftmesh.saved.parts import part_of
@@ -22,6 +25,9 @@ from ftmesh.saved.restoring import restored
 from ftmesh.saved.snapshot import Copier, Copies
 from ftmesh.train.parallel import SPLIT, Parallel
 from ftmesh.train.trainer import State, Trainer
+
+LIMIT = 30.0  # seconds for all to give their part
+INTERVAL = 0.05
 
 
 def carried(held: Any, trainer: Trainer, keepers: Keepers) -> State | None:
@@ -32,7 +38,7 @@ def carried(held: Any, trainer: Trainer, keepers: Keepers) -> State | None:
     before, now = held.trainer.parallel, trainer.parallel
     had = {process_of(device) for device in before.live_devices}
     have = {process_of(device) for device in now.live_devices or ()}
-    if not have <= had or not _is_all_here(held.trainer, have):
+    if not have <= had or not _is_all_here(held.trainer, _here(now.cluster)):
         return None
 
     def local(tree: Any) -> Any:
@@ -40,7 +46,8 @@ def carried(held: Any, trainer: Trainer, keepers: Keepers) -> State | None:
 
     params, stats = local(held.state.params), _rows(held.state.stats, before, now)
     if held.trainer.layouts or trainer.layouts:
-        optimizer = _exchanged(held, trainer, have, keepers)
+        give_shards(held, now.cluster, keepers)
+        optimizer = _taken(trainer, keepers)
     else:
         optimizer = local(held.state.optimizer)
     return State(params, stats, optimizer, trainer.copies(optimizer))
@@ -58,9 +65,14 @@ def _is_all_here(trainer: Trainer, here: set[int]) -> bool:
     )
 
 
-def _exchanged(held: Any, trainer: Trainer, here: set[int], keepers: Keepers) -> Any:
-    """An optimizer's state, in new shares, by way of the keepers."""
-    before, cluster = held.trainer.parallel, trainer.parallel.cluster
+def give_shards(held: Any, cluster: Cluster, keepers: Keepers) -> None:
+    """Give the keepers what the devices of this process have of an optimizer's state.
+
+    Of the lost, too: what is copied from them. One that is to stand by gives its part all the same.
+    """
+    before, here = held.trainer.parallel, _here(cluster)
+    if not _is_all_here(held.trainer, here):
+        return
     copies = None
     if before.partners is not None and held.trainer.layouts:
         copies = Copies(held.state.copies, before.partners)
@@ -71,22 +83,45 @@ def _exchanged(held: Any, trainer: Trainer, here: set[int], keepers: Keepers) ->
         copies=copies,
     )
     snapshot = copier.snapshot(held.step, State((), (), held.state.optimizer))
-    prefix = f"carried/{cluster.epoch}/"
     if cluster.process in snapshot.index.processes:
         part = part_of(snapshot.index, cluster.process, snapshot.pieces)
-        keepers.give({prefix + name: b"".join(content) for name, content in part}, 1)
-    cluster.barrier("what the devices hold")
-    holders = keepers.holders(prefix)
-    names = sorted(holders)
-    files = dict(zip(names, keepers.get(names, holders), strict=True))
-    saved = Saved({name.removeprefix(prefix): blob for name, blob in files.items() if blob})
-    saved.check()
+        keepers.give({_prefix(cluster) + name: b"".join(content) for name, content in part}, 1)
+
+
+def _taken(trainer: Trainer, keepers: Keepers) -> Any:
+    """An optimizer's state, in new shares, from what all have given."""
+    cluster = trainer.parallel.cluster
+    prefix = _prefix(cluster)
+    until = time.monotonic() + LIMIT
+    while True:
+        holders = keepers.holders(prefix)
+        names = sorted(holders)
+        blobs = zip(names, keepers.get(names, holders), strict=True)
+        try:
+            saved = Saved({name.removeprefix(prefix): blob for name, blob in blobs if blob})
+            saved.check()
+            break
+        except DamagedCheckpointError as error:  # not all have given their part yet
+            if time.monotonic() > until:
+                raise ClusterError(f"not all shards of the lost were given: {error}") from error
+            if cluster.line is not None:
+                cluster.line.check()
+            time.sleep(INTERVAL)
     like = trainer.saved._replace(params=(), stats=())
     found = restored(saved, like, trainer.layouts)
     cluster.barrier("what they are to hold")
     if cluster.speaks:
         keepers.drop(prefix)
     return found.optimizer
+
+
+def _here(cluster: Cluster) -> set[int]:
+    """The processes that are left, also those that will stand by."""
+    return set(cluster.members) if cluster.line is None else set(cluster.line.news.members)
+
+
+def _prefix(cluster: Cluster) -> str:
+    return f"carried/{cluster.epoch}/"
 
 
 def _rows(stats: Any, before: Parallel, now: Parallel) -> Any:

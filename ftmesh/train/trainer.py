@@ -87,8 +87,8 @@ class StepOptions:
 class Trainer:
     """What is compiled for a run, when it is first called or ahead of that.
 
-    `step` takes over the state that it is given, unless `parallel` keeps it. `inputs` are the types of what it takes, as they
-    lie on the devices.
+    `step` takes over the state that it is given, unless `parallel` keeps it. `inputs` are the types
+    of what it takes, as they lie on the devices.
     """
 
     parallel: Parallel
