@@ -26,7 +26,7 @@ from ftmesh.train.arguments import positive, seconds
 
 BATCH, STEPS = PRESETS["tiny"].batch, PRESETS["tiny"].steps
 MINUTES = 5.0
-LIMIT = 300.0  # seconds a run may take; an undisturbed one takes a tenth of that
+LIMIT = 600.0  # seconds a run may take; an undisturbed one takes a tenth of that
 
 
 def main(argv: Sequence[str] | None = None) -> int:
