@@ -10,10 +10,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from examples.soak.checks import Run
+from ftmesh.testing.fault import Fault
 from ftmesh.testing.fault_acts import noted_processes
 
 MESH, DEVICES = "4x4", 16
@@ -42,14 +44,15 @@ class Pod:
         train += ["--checkpoint-every", str(max(10, self.steps // 100))]
         return [*launch, *self.how, "--", *train]
 
-    def train(self, folder: Path, faults: str = "", *, limit: float) -> Run:
+    def train(self, folder: Path, faults: Sequence[Fault] = (), *, limit: float) -> Run:
         """A run, of which everything is in `folder`; one that takes too long is ended."""
         (folder / "run").mkdir(parents=True)
-        (folder / "faults").write_text(f"{faults}\n")
+        text = ";".join(map(str, faults))
+        (folder / "faults").write_text(f"{text}\n")
         env = {**os.environ, **QUICKLY}
         env.pop("FTMESH_FAULTS", None)
         if faults:
-            env["FTMESH_FAULTS"] = faults
+            env["FTMESH_FAULTS"] = text
         with open(folder / "log", "wb") as log:
             process = subprocess.Popen(
                 self.command(folder), env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL
@@ -61,7 +64,7 @@ class Pod:
                 _say_stacks(folder / "run")
             finally:
                 _end(process)
-        return Run.read(folder, status, faults)
+        return Run.read(folder, status, text)
 
 
 def step_seconds(folder: Path) -> float:

@@ -26,7 +26,7 @@ from ftmesh.train.arguments import positive, seconds
 
 BATCH, STEPS = PRESETS["tiny"].batch, PRESETS["tiny"].steps
 MINUTES = 5.0
-LIMIT = 300.0  # seconds a run may take; an undisturbed one takes a tenth of that
+LIMIT = 600.0  # seconds a run may take; an undisturbed one takes a tenth of that
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(args.out or tempfile.mkdtemp(prefix="ftmesh-soak-")).resolve()
     console = Console()
     try:
-        parse(args.faults or "")
         if folder.exists() and any(folder.iterdir()):
             raise ArgumentError(f"{folder} is not empty: give another folder")
         soak = Soak(args, folder, console)
@@ -50,6 +49,7 @@ class Soak:
 
     def __init__(self, args: argparse.Namespace, folder: Path, console: Console) -> None:
         self.args, self.folder, self.console = args, folder, console
+        self.given = parse(args.faults or "", hosts=args.hosts, steps=args.steps - 1)
         self.how = (f"--{args.how}",) if args.how else ()
         self.wrong: list[str] = []
         self.recoveries: list[Recovery] = []
@@ -68,8 +68,7 @@ class Soak:
         numbers: Iterator[int] = iter(range(args.runs)) if args.runs else count()
 
         def one(number: int) -> Run:
-            drawn = draw(args.seed + number, hosts=args.hosts, steps=args.steps - 1)
-            faults = args.faults or ";".join(map(str, drawn))
+            faults = self.given or draw(args.seed + number, hosts=args.hosts, steps=args.steps - 1)
             return pod.train(self.folder / str(number), faults, limit=args.limit)
 
         running: set[Future[Run]] = set()
@@ -101,16 +100,14 @@ class Soak:
             return 1
         took = step_seconds(self.folder / "undisturbed")
         steps = max(args.steps, int(wanted / took))
-        faults = draw_by_time(args.seed, args.every, wanted)
+        faults = self.given or draw_by_time(args.seed, args.every, wanted)
         self.console.print(
             f"a step takes {took * 1000:.1f} ms: {steps} steps, {len(faults)} faults"
         )
         pod = Pod(hosts=args.hosts, steps=steps, failures=len(faults) + 10, how=self.how)
         with self._progress() as progress:
             progress.add_task("one long run", total=None, says="")
-            run = pod.train(
-                self.folder / "long", args.faults or ";".join(map(str, faults)), limit=5 * wanted
-            )
+            run = pod.train(self.folder / "long", faults, limit=5 * wanted)
         self._look_at(run, pod, None)  # one to compare with would take as long again
         return self._told()
 
@@ -168,7 +165,7 @@ ends by itself with status 0, every example was used exactly once in the steps t
 and the last weights are those of an undisturbed run, to the bit where the mesh did not change.
 
 Each run has one to three faults, drawn by its own seed: processes that are killed, stopped, stuck,
-that hold the interpreter or raise an error; a host with its keeper, all workers, or the coordination
+that hold the interpreter or raise an error; a host with its keeper, all workers, the coordination
 service; slow steps, a torn checkpoint, a full disk; at the start, while compiling, before a step,
 in the middle of it, before its commit, in a checkpoint, in an evaluation, in a recovery.""",
         epilog="""\

@@ -12,6 +12,7 @@ from examples.soak.checks import Run
 from ftmesh.testing.fault import parse
 
 IN_PLACE, RESTARTED, RAN_ON, ENDED, SILENT = "in place", "restarted", "ran on", "ended", "silent"
+MILD = ("slow", "wrong", "full")  # kinds that a run may not even notice
 
 
 @dataclass(frozen=True)
@@ -28,22 +29,21 @@ class Recovery:
 def recoveries(run: Run) -> list[Recovery]:
     """What followed each fault of a run, those included that never struck."""
     found = []
-    times = sorted(fault["time"] for fault in run.faults)
     for fault in run.faults:
         what = fault["kind"], fault["moment"]
-        later = [time for time in times if time > fault["time"]]
-        failed = [event for event in run.of("failed") if event["time"] >= fault["time"]]
-        went_on = [event for event in run.of("goes on") if event["time"] >= fault["time"]]
-        if not failed or (later and failed[0]["time"] > later[0]):
-            found.append(Recovery(*what, RAN_ON))
-        elif not went_on:
-            found.append(Recovery(*what, ENDED))
-        else:
+        later = [event for event in run.events if event["time"] >= fault["time"]]
+        stopped = fault["kind"] not in MILD or any(
+            event["event"] == "failed" and event["host"] == fault["process"] for event in later
+        )
+        went_on = [event for event in later if event["event"] == "goes on"]
+        if stopped and went_on:
             first = went_on[0]
             epoch = [event for event in run.of("epoch") if event["epoch"] == first["epoch"]]
             how = IN_PLACE if epoch and epoch[-1]["in_place"] else RESTARTED
             seconds = first["time"] - fault["time"]
             found.append(Recovery(*what, how, seconds, first.get("repeated", 0)))
+        else:
+            found.append(Recovery(*what, ENDED if stopped and run.status != 0 else RAN_ON))
     struck = [(fault["kind"], fault["moment"]) for fault in run.faults]
     for fault in parse(run.planted):
         if (fault.kind, fault.moment) in struck:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from ftmesh.train.arguments import start, step_options
 from ftmesh.train.loop import Job, open_data, run, start_log
 from ftmesh.train.parallel import Parallel
 from ftmesh.train.report import Report
-from ftmesh.train.trainer import State, Trainer, make_trainer
+from ftmesh.train.trainer import State, StepOptions, Trainer, make_trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ def train(
         cluster, lambda: range(steps * config.batch), lambda: range(config.eval_points)
     )
 
-    trainer = make_soak_trainer(config, topology, args, cluster)
+    trainer = soak_trainer(config, topology, step_options(args), steps=steps, cluster=cluster)
     batches_of = partial(
         PointBatches, batch=config.batch, rows=trainer.parallel.local_rows(trainer.shares)
     )
@@ -95,18 +96,17 @@ def train(
     return run(job, args, log)
 
 
-def make_soak_trainer(
-    config: Config, topology: Topology, args: argparse.Namespace, cluster: Cluster
+def soak_trainer(
+    config: Config, topology: Topology, options: StepOptions, *, steps: int, cluster: Cluster
 ) -> Trainer:
     """All that is compiled for a run."""
-    options = step_options(args)
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first_params(config, seed=0)
     )
     parallel = options.on(topology, params, jnp.float32, cluster)
     shares = parallel.shares(config.batch)
     lr_schedule = poly_decay(  # it stays up, so that the last example weighs as much as any
-        config.base_lr, warmup_steps=5, total_steps=args.steps or config.steps, end=config.base_lr
+        config.base_lr, warmup_steps=min(5, steps // 2), total_steps=steps, end=config.base_lr
     )
     return make_trainer(
         parallel,
@@ -137,7 +137,7 @@ def first_params(config: Config, *, seed: int) -> dict[str, Any]:
             "w": (chance.normal(size=(before, after)) / np.sqrt(before)).astype(np.float32),
             "b": np.zeros(after, np.float32),
         }
-        for number, (before, after) in enumerate(itertools.pairwise(sizes))
+        for number, (before, after) in enumerate(pairwise(sizes))
     }
 
 

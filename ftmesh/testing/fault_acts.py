@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+_RUN_DIR = b"FTMESH_RUN_DIR="
+
 
 class PlantedError(RuntimeError):
     """What a planted `raise` raises: nothing that ftmesh expects."""
@@ -118,7 +120,10 @@ def _is_of_run(pid: int, run_dir: Path | None) -> bool:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return f"FTMESH_RUN_DIR={run_dir}".encode() in variables
+    told = [each.removeprefix(_RUN_DIR) for each in variables if each.startswith(_RUN_DIR)]
+    return run_dir is not None and any(
+        os.path.realpath(os.fsdecode(each)) == os.path.realpath(run_dir) for each in told
+    )
 
 
 def halve(file: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import jax.numpy as jnp
 import pytest
@@ -140,18 +141,16 @@ def test_raise_before_joining():
     assert "PlantedError: a fault was planted here, in host 1" in err
 
 
-def test_slow_for_some_steps(tmp_path):
-    status, lines, err = run("slow@1:2,0.2,2", tmp_path)
-    took = [float(line.split()[2]) for line in lines]
+def test_slow_steps_and_a_wrong_gradient(tmp_path):
+    status, lines, err = run("slow@1:2,0.2,2; wrong@1:3", tmp_path)
     assert status == 0
+    took = [float(line.split()[2]) for line in lines]
     assert [seconds >= 0.2 for seconds in took] == [False, True, True, False]
-    assert err == "fault: slow steps of host 1 at step 2, before the step\n"
-
-
-def test_wrong_for_a_step(tmp_path):
-    _, lines, err = run("wrong@1:3", tmp_path)
     assert [line.split()[3] for line in lines] == ["False", "False", "True", "False"]
-    assert err == "fault: a wrong gradient of host 1 at step 3, before the step\n"
+    assert err == (
+        "fault: slow steps of host 1 at step 2, before the step\n"
+        "fault: a wrong gradient of host 1 at step 3, before the step\n"
+    )
 
 
 def test_by_time(tmp_path):
@@ -214,39 +213,40 @@ def test_strangers_are_spared(tmp_path):
 
 
 class TestCheckpoints:
-    STATE = """\
-import sys, numpy as np
-from ftmesh.train.checkpoints import Checkpoints
-
-with Checkpoints(sys.argv[1], resume=True, process=0) as checkpoints:
-    for step in (10, 20):
-        checkpoints.save(step, {"a": np.full(8, step, np.float32), "b": np.ones(3, np.float32)})
-        checkpoints.finish()
-"""
+    STATE: ClassVar = {"a": jnp.arange(8.0), "b": jnp.ones(3)}
 
     def test_torn(self, tmp_path):
-        env = variables("torn@0:15", tmp_path, host=0)
+        with Checkpoints(tmp_path / "saved", process=0) as checkpoints:
+            checkpoints.save(10, self.STATE)
+            checkpoints.save(20, self.STATE)
+        file = tmp_path / "saved" / "20" / "0.bin"
+        code = "import sys, pathlib; from ftmesh.testing.faults import written; "
+        code += "file = pathlib.Path(sys.argv[1]); written(10, file); written(20, file)"
         done = subprocess.run(
-            [sys.executable, "-c", self.STATE, str(tmp_path / "saved")], env=env, check=False
+            [sys.executable, "-c", code, str(file)],
+            env=variables("torn@0:15", tmp_path, host=0),
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         assert done.returncode == -signal.SIGKILL
+        assert done.stderr.startswith("fault: a torn file and kill -9 of host 0 at step 20")
+        assert file.stat().st_size == (8 + 3) * 4 // 2
         lines = []
-        like = {"a": jnp.zeros(8), "b": jnp.zeros(3)}
         with Checkpoints(tmp_path / "saved", resume=True, say=lines.append) as checkpoints:
-            assert checkpoints.restore(like)[0] == 10
+            assert checkpoints.restore(self.STATE)[0] == 10
         assert "passed over the checkpoint of step 20" in lines[0]
 
     def test_full(self, tmp_path, monkeypatch, capfd):
         monkeypatch.setenv("FTMESH_FAULTS", "full@0:15")
         monkeypatch.setenv("FTMESH_RUN_DIR", str(tmp_path))
         faults._planted.cache_clear()
-        state = {"a": jnp.arange(8.0), "b": jnp.ones(3)}
         with Checkpoints(tmp_path / "saved", process=0) as checkpoints:
-            checkpoints.save(10, state)
-            checkpoints.save(20, state)
+            checkpoints.save(10, self.STATE)
+            checkpoints.save(20, self.STATE)
             with pytest.raises(CheckpointError, match=r"20/0\.bin: No space left on device"):
                 checkpoints.finish()
-            checkpoints.save(30, state)
+            checkpoints.save(30, self.STATE)
         faults._planted.cache_clear()
         assert checkpoints.latest_step == 30
         assert [*(tmp_path / "saved" / "20").iterdir()] == []
