@@ -49,7 +49,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="what takes longer to answer is silent; compiling counts (60)",
+        help="what takes longer to answer is silent (60)",
     )
     parser.add_argument(
         "--slow",

@@ -35,7 +35,7 @@ def examine(
 ) -> Findings:
     """Look at every live chip and link of a mesh; the same findings in all processes of `cluster`.
 
-    What does not answer within `limit` seconds, compiling included, is silent. What takes more than
+    What does not answer within `limit` seconds, compiling apart, is silent. What takes more than
     `slow` times as long as the median of its peers, each time that it is tried, is slow.
     """
     topology = topology.wires

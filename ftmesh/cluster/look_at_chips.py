@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ftmesh.cluster.asking import Answer, ask_all
 from ftmesh.cluster.findings import Finding, laggards, minority
 from ftmesh.cluster.look import AGAIN, Look, usual
-from ftmesh.cluster.probes import DTYPES, Answer, answer_program, ask_all, work_program
+from ftmesh.cluster.probes import DTYPES, answer_program, work_program
 from ftmesh.mesh.devices import platform_of
 
 _WHOLE = "whole numbers"
@@ -32,8 +33,9 @@ class _Worked(NamedTuple):
 def call(look: Look) -> None:
     """Find the chips that do not answer at all, each by a program of its own."""
     programs = {
-        device: answer_program(look.probes, device, look.place(device))
+        device: answer_program(look.probes.among([place]), device, place)
         for device in filter(look.is_own, look.chip_of)
+        for place in [look.place(device)]
     }
     answers = ask_all(programs, look.limit)
     rows = [[look.place(device), _words(answers.get(device))] for device in programs]
@@ -46,7 +48,7 @@ def _words(answer: Any) -> str | None:
     """None of an answer that is right, and the words of an error."""
     if answer is None:
         return ""
-    return str(answer) if isinstance(answer, Exception) else None
+    return None if answer == 9.0 else f"answers 3 x 3 with {answer}"
 
 
 def compute(look: Look) -> None:
@@ -74,7 +76,7 @@ def _worked(look: Look) -> list[_Worked]:
     places = tuple(map(look.place, devices))
     seen: dict[Any, list[Answer]] = {}
     if devices:
-        seen = look.repeated(work_program(look.probes, devices, places), devices)
+        seen = look.repeated(work_program(look.probes.among(places), devices, places), devices)
     rows = []
     for device, place in zip(devices, places, strict=True):
         answers = seen.get(device, [])

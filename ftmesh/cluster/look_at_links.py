@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ftmesh.cluster.asking import Answer
 from ftmesh.cluster.findings import Finding, laggards
 from ftmesh.cluster.look import AGAIN, Look, usual
-from ftmesh.cluster.probes import Answer, link_program
+from ftmesh.cluster.probes import link_program
 from ftmesh.mesh.cables import turns
 from ftmesh.mesh.notation import Link, format_coord
 
@@ -96,7 +97,8 @@ def _exchanged(look: Look, tried: Sequence[Link], alone: bool) -> list[_Carried]
             for a, b in zip(*(look.devices_of[end] for end in cable), strict=True)
         )
         places = tuple(map(look.place, devices))
-        seen = look.repeated(link_program(look.probes, devices, places, pairs), devices)
+        program = link_program(look.probes.among(places), devices, places, pairs)
+        seen = look.repeated(program, devices)
         for cable in trial:
             for end in (0, 1):
                 here, there = look.place(cable[end]), look.place(cable[1 - end])

@@ -1,35 +1,29 @@
-"""Probes: what chips and links are asked, as programs, and how their answers are waited for.
+"""Probes: what chips and links are asked, as programs.
 
 A chip computes what is known: chains of products of matrices in the dtypes of training, and whole
 numbers in a few MB of memory, of which a digest comes back. A link carries a pattern there and
-back. Nothing that does not answer holds up the one who asks.
+back.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from numpy.typing import NDArray
 
 from ftmesh.cluster.digests import digest, digest_of_words
 from ftmesh.cluster.sick import WELL, Sick
 
-K = TypeVar("K", bound=Hashable)
-
 DTYPES = (jnp.float32, jnp.bfloat16)
 _AXIS = "chips"
-_EACH = PartitionSpec(_AXIS)
-_SLEEP = 0.0002  # seconds between two looks
 
 
 @dataclass(frozen=True)
@@ -56,6 +50,10 @@ class Probes:
         if platform == "cpu":
             return Probes(sick=sick)
         return Probes(2048, 256, 1 << 24, 1 << 20, 64, floor=0.005, sick=sick)
+
+    def among(self, places: Iterable[int]) -> Probes:
+        """The same for a program of some chips, without a trace of what is sick elsewhere."""
+        return replace(self, sick=self.sick.among(places))
 
     # In the program of a device -----------------------------------------------------------------
 
@@ -120,10 +118,12 @@ def _stirred(words: Any) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def answer_program(probes: Probes, device: Any, place: int) -> Callable[[], Any]:
-    """Has one device answer at all; whatever becomes of it holds up no other."""
+def answer_program(probes: Probes, device: Any, place: int) -> Callable[[], float]:
+    """Has one device square a number; whatever becomes of it holds up no other."""
+    here = SingleDeviceSharding(device)
     run = jax.jit(lambda x: probes.sick.answer(x * x, place))
-    return lambda: run(jax.device_put(np.float32(3), device))
+    compiled = run.lower(jax.ShapeDtypeStruct((), np.float32, sharding=here)).compile()
+    return lambda: float(compiled(jax.device_put(np.float32(3), here)))
 
 
 @lru_cache(maxsize=64)
@@ -131,9 +131,7 @@ def work_program(
     probes: Probes, devices: tuple[Any, ...], places: tuple[int, ...]
 ) -> Callable[[], jax.Array]:
     """Has each device compute `Probes.work`; none waits for another."""
-    mesh = Mesh(np.array(devices), (_AXIS,))
-    run = _jit(mesh, lambda place: probes.work(place[0])[None], 1)
-    return _with(run, mesh, np.array(places, np.int32))
+    return _on(devices, probes.work, np.array(places, np.int32))
 
 
 @lru_cache(maxsize=4096)
@@ -144,98 +142,35 @@ def link_program(
     pairs: tuple[tuple[int, int], ...],
 ) -> Callable[[], jax.Array]:
     """Has pairs of `devices`, by their indices there, do `Probes.exchange` all at once."""
-    mesh = Mesh(np.array(devices), (_AXIS,))
     both = [*pairs, *((b, a) for a, b in pairs)]
     ends = np.array([[place, -1] for place in places], np.int32)
     for a, b in both:
         ends[a, 1] = places[b]
     sent = np.stack([probes.words_of(place) for place in places])
-
-    def each(x: Any, ends: Any) -> Any:
-        return probes.exchange(x[0], ends[0], both)[None]
-
-    run = _jit(mesh, each, 2)
-    return _with(run, mesh, sent, ends)
+    return _on(devices, lambda x, ends: probes.exchange(x, ends, both), sent, ends)
 
 
-def _jit(mesh: Mesh, each: Callable[..., Any], num_arguments: int) -> Any:
-    return jax.jit(
-        jax.shard_map(
-            each, mesh=mesh, in_specs=(_EACH,) * num_arguments, out_specs=_EACH, check_vma=False
-        )
+def _on(
+    devices: Sequence[Any], each: Callable[..., jax.Array], *host: NDArray[Any]
+) -> Callable[[], jax.Array]:
+    """The program in which every device does `each` with its row of what the host has.
+
+    It is compiled now, and rows are placed when it is first run: only that can take for ever.
+    """
+    mesh = Mesh(np.array(devices), (_AXIS,))
+    split = NamedSharding(mesh, PartitionSpec(_AXIS))
+
+    def own(*rows: Any) -> jax.Array:
+        return each(*(row[0] for row in rows))[None]
+
+    mapped = jax.shard_map(
+        own, mesh=mesh, in_specs=split.spec, out_specs=split.spec, check_vma=False
     )
-
-
-def _with(run: Any, mesh: Mesh, *host: NDArray[Any]) -> Callable[[], jax.Array]:
-    """`run` on what the host has, placed once, when it is first asked for."""
+    types = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for x in host)
+    compiled = jax.jit(mapped).lower(*types).compile()
 
     @cache
     def placed() -> list[jax.Array]:
-        each = NamedSharding(mesh, _EACH)
-        return [
-            jax.make_array_from_callback(x.shape, each, lambda at, x=x: x[at])  # type: ignore[misc]
-            for x in host
-        ]
+        return [jax.make_array_from_callback(x.shape, split, x.__getitem__) for x in host]
 
-    return lambda: run(*placed())
-
-
-# Answers ----------------------------------------------------------------------------------------
-
-
-class Answer(NamedTuple):
-    """What a device gave, or the words of its error, and how long that took."""
-
-    value: NDArray[Any] | None
-    seconds: float
-    error: str = ""
-
-    @property
-    def numbers(self) -> list[Any]:
-        """The value, as it can be told others."""
-        return [] if self.value is None else list(self.value.tolist())
-
-
-def ask(program: Callable[[], jax.Array], limit: float) -> dict[Any, Answer]:
-    """What each of this process's devices in a program answers; the silent are missing."""
-    start = time.perf_counter()
-    made = ask_all({"": program}, limit).get("")
-    if made is None:
-        return {}
-    if isinstance(made, Exception):
-        raise made
-    waiting = {shard.device: shard.data for shard in made.addressable_shards}
-    found: dict[Any, Answer] = {}
-    while waiting and time.perf_counter() - start < limit:
-        for device, data in [*waiting.items()]:
-            if data.is_ready():
-                found[device] = _read(data, time.perf_counter() - start)
-                del waiting[device]
-        time.sleep(_SLEEP)
-    return found
-
-
-def ask_all(questions: Mapping[K, Callable[[], Any]], limit: float) -> dict[K, Any]:
-    """What each question gives, or its exception; those without an answer are left behind."""
-    found: dict[K, Any] = {}
-
-    def put(name: K, question: Callable[[], Any]) -> None:
-        try:
-            found[name] = question()
-        except Exception as error:
-            found[name] = error
-
-    threads = [threading.Thread(target=put, args=each, daemon=True) for each in questions.items()]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + limit
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return dict(found)
-
-
-def _read(data: jax.Array, seconds: float) -> Answer:
-    try:
-        return Answer(np.asarray(data)[0], seconds)
-    except jax.errors.JaxRuntimeError as error:
-        return Answer(None, seconds, " ".join(str(error).split())[:200])
+    return lambda: compiled(*placed())

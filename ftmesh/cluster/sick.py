@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,17 @@ class Sick:
     def from_environment(topology: Topology) -> Sick:
         """What the environment variable ``FTMESH_SICK`` says, or nothing."""
         return Sick.parse(os.environ.get(VARIABLE, ""), topology)
+
+    def among(self, places: Iterable[int]) -> Sick:
+        """What is sick of some chips and of the links between them."""
+        some = set(places)
+        return Sick(
+            *(frozenset(chips & some) for chips in (self.wrong, self.slow, self.silent)),
+            *(
+                frozenset(ends for ends in links if some.issuperset(ends))
+                for links in (self.wrong_links, self.slow_links, self.silent_links)
+            ),
+        )
 
     # Inside a program ---------------------------------------------------------------------------
 
