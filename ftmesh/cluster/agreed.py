@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 import ftmesh
+from ftmesh.cluster.ahead import planned
 from ftmesh.cluster.cluster import Cluster
 from ftmesh.mesh.notation import format_failed
 from ftmesh.mesh.topology import Topology
@@ -56,7 +57,7 @@ def agreed_plan(cluster: Cluster, topology: Topology, algorithm: str, **options:
         return plan(topology, algorithm, **options)
     agree_on_mesh(cluster, topology)
     cluster.agree({"the algorithm": algorithm, **options})
-    made = dump(plan(topology, algorithm, **options).schedule) if cluster.speaks else b""
+    made = dump(planned(topology, algorithm, **options).schedule) if cluster.speaks else b""
     schedule = load(cluster.broadcast(made, "the schedule"), verify=False)  # as the next line does
     agreed = plan(topology, algorithm, schedule=schedule, **options)
     cluster.agree({"the schedule": digest(*agreed.schedule.columns)})

@@ -174,10 +174,10 @@ class Steward:
             self._say(str(message["say"]), epoch=self.epoch, **message["facts"])
 
     def _enter(self, member: Member, phase: str, step: int) -> None:
-        if member.phase == "over" and not any(
-            each.phase == "over" for each in self.members.values() if each is not member
-        ):
-            self._parts["noticed"] = time.monotonic() - (self.failed_at or time.monotonic())
+        others = [each.phase for each in self.members.values() if each is not member]
+        for before, part in (("over", "noticed"), ("start", "started")):
+            if member.phase == before != phase and before not in others and self.failed_at:
+                self._parts[part] = time.monotonic() - self.failed_at
         member.phase, member.step, member.since = phase, step, time.monotonic()
         member.stacks_at = None
 

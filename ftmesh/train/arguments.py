@@ -199,6 +199,14 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         help="copy the state to the memory of two hosts every N steps, under 'ftmesh launch "
         "--failures': what is started anew goes on from there (0, never)",
     )
+    parser.add_argument(
+        "--check-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="see every N steps that all chips have the same parameters; steps count only then, "
+        "and a chip that differs is left out from there on (0, never)",
+    )
     parser.add_argument("--mllog", metavar="FILE", help="write the lines that MLPerf asks for")
     parser.add_argument("--out", metavar="FOLDER", help="write metrics.jsonl and run.svg there")
     add_processes(parser)

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -28,6 +29,7 @@ from ftmesh.train.memory import Memory, memory_on_line
 from ftmesh.train.mllog import MLLog
 from ftmesh.train.reading import Batches, Reader
 from ftmesh.train.report import Report
+from ftmesh.train.suspicion import with_faults
 from ftmesh.train.trainer import State, Trainer
 from ftmesh.train.transactions import Transactions
 from ftmesh.units import format_time
@@ -101,7 +103,8 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             memory,
             checkpoints,
             copy_every=args.copy_every,
-            total_steps=job.total_steps,
+            check_every=args.check_every,
+            is_saved=partial(_is_saved, job, args),
         )
         done, state, source = begin(trainer, job.first, memory, checkpoints, resumes=resumes)
         if done >= job.total_steps and cluster.epoch == 1:
@@ -141,12 +144,13 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             cluster.at("step", step)
             after, loss = train_step(state, batch)
             faults.reach("collective", step)
+            after = with_faults(step, after)
             transactions.commit(step, after, loss)
             state = after
             rate = trainer.lr_schedule(step - 1)
             report.step(step, trainer.parallel.local(loss), examples=job.train.batch, lr=rate)
             last = step == job.total_steps
-            if checkpoints and (last or step % args.checkpoint_every == 0):
+            if checkpoints and _is_saved(job, args, step):
                 report.settle()  # a state that comes with a bad loss is not worth keeping
                 _save(trainer, checkpoints, step, state)
             if last or step % job.steps_per_eval == 0:
@@ -205,6 +209,11 @@ def _open_checkpoints(cluster: Cluster, args: argparse.Namespace, stack: ExitSta
     cluster.before_leaving(checkpoints.finish)
     _check_shared(cluster, checkpoints)
     return checkpoints
+
+
+def _is_saved(job: Job, args: argparse.Namespace, step: int) -> bool:
+    """Whether there is to be a checkpoint after a step, where there are any."""
+    return step == job.total_steps or step % args.checkpoint_every == 0
 
 
 def _open_memory(cluster: Cluster, stack: ExitStack) -> Memory | None:

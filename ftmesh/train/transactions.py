@@ -6,6 +6,7 @@ those steps count whose state has been copied to the memory of hosts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from ftmesh.mesh.notation import format_failed
 from ftmesh.testing import faults
 from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.memory import Memory
+from ftmesh.train.suspicion import Suspicion
 from ftmesh.train.trainer import State, Trainer
 
 
@@ -30,7 +32,11 @@ class Held:
 
 
 class Transactions:
-    """The steps of an epoch. Every `copy_every` of them the state is copied to host memory."""
+    """The steps of an epoch. Every `copy_every` of them the state is copied to host memory.
+
+    They count one by one; with `check_every`, when parameters have been compared. `is_saved` tells
+    after which steps there will be a checkpoint.
+    """
 
     def __init__(
         self,
@@ -38,12 +44,15 @@ class Transactions:
         memory: Memory | None,
         checkpoints: Checkpoints | None,
         *,
-        copy_every: int,
-        total_steps: int,
+        copy_every: int = 0,
+        check_every: int = 0,
+        is_saved: Callable[[int], bool],
     ) -> None:
         self._trainer, self._line = trainer, trainer.parallel.cluster.line
         self._memory, self._checkpoints = memory, checkpoints
-        self._copy_every, self._total_steps = copy_every, total_steps
+        self._copy_every, self._check_every = copy_every, check_every
+        self._is_saved = is_saved
+        self._suspicion = Suspicion(trainer)
         self._keeps = trainer.parallel.keeps_state
         if self._line is not None and not self._keeps and not (memory and copy_every):
             raise ArgumentError(
@@ -66,12 +75,22 @@ class Transactions:
 
     def commit(self, step: int, state: State, loss: Any) -> None:
         """Have a step count, once its results are here and everywhere; before, nothing is lost."""
-        if self._line is None:
-            return
         copies = bool(self._copy_every) and step % self._copy_every == 0
-        if not (self._keeps or copies or step == self._total_steps):
+        checks = bool(self._check_every) and (
+            copies or step % self._check_every == 0 or self._is_saved(step)
+        )
+        if self._line is None:
+            if checks:
+                self._suspicion.compare(step, state)
+            return
+        if not (checks or copies or self._is_saved(step)) and (
+            self._check_every or not self._keeps
+        ):
             return
         jax.block_until_ready((state, loss))
+        self._suspicion.look_at(step, loss)
+        if checks:
+            self._suspicion.compare(step, state)
         if not self._keeps:
             self._copy(step, state)
         faults.reach("commit", step)
