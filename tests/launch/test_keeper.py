@@ -219,7 +219,7 @@ class TestItsProcess:
     def test_one_that_is_stuck_is_told_in_time(self):
         with running(1) as keepers, keepers[0].ask(timeout=0.3) as client:
             client.put("a", b"1")
-            os.kill(keepers[0].process.pid, signal.SIGSTOP)
+            keepers[0].stop()
             for ask in (client.names, lambda: client.put("b", bytes(10**8))):
                 with pytest.raises(ClusterError, match=client.address):
                     ask()
