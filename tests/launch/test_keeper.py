@@ -190,6 +190,13 @@ class TestItsProcess:
         assert "ftmesh.launch.channel" in imported
         assert not {"numpy", "jax"} & set(imported)
 
+    def test_it_does_not_start_without_a_secret(self):
+        done = subprocess.run(
+            keeper_command(), env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        assert done.returncode == 1
+        assert "a listener without a secret would let anyone in: give one" in done.stderr
+
     def test_it_ends_with_its_standard_input_and_not_with_a_terminal(self):
         keeper = Running()
         try:
