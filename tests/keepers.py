@@ -33,6 +33,10 @@ class Running:
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def stop(self):
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)  # until all its threads have
+
     def close(self):
         self.process.kill()
         self.process.communicate()

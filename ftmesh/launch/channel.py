@@ -197,7 +197,7 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """Take no more connections; channels that there are stay."""
+        """Take no more connections; channels that were handed over stay."""
         self._closed.set()
         _shut(self._socket)  # wakes the thread on Linux; elsewhere a connection does
         with contextlib.suppress(OSError):

@@ -42,7 +42,7 @@ def main() -> None:
     blobs = Blobs(int(sys.argv[1]))
     listener = Listener(
         lambda channel: serve(blobs, channel),
-        secret=os.environ["FTMESH_SECRET"],
+        secret=os.environ.get("FTMESH_SECRET", ""),
         host=os.environ.get("FTMESH_KEEPER_HOST", LOOPBACK),
         most_data=min(blobs.limit, MOST_DATA),
     )

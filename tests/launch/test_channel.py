@@ -356,6 +356,8 @@ class TestListener:
             Listener(echo, secret=SECRET) as listener,
             connect(listener.address, SECRET, timeout=5) as channel,
         ):
+            channel.send({"a": 1})
+            assert channel.receive(5) == ({"a": 1}, b"")
             listener.close()
             channel.send({"a": 2})
             assert channel.receive(5) == ({"a": 2}, b"")

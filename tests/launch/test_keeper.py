@@ -190,6 +190,13 @@ class TestItsProcess:
         assert "ftmesh.launch.channel" in imported
         assert not {"numpy", "jax"} & set(imported)
 
+    def test_it_does_not_start_without_a_secret(self):
+        done = subprocess.run(
+            keeper_command(), env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        assert done.returncode == 1
+        assert "a listener without a secret would let anyone in: give one" in done.stderr
+
     def test_it_ends_with_its_standard_input_and_not_with_a_terminal(self):
         keeper = Running()
         try:
@@ -219,7 +226,7 @@ class TestItsProcess:
     def test_one_that_is_stuck_is_told_in_time(self):
         with running(1) as keepers, keepers[0].ask(timeout=0.3) as client:
             client.put("a", b"1")
-            os.kill(keepers[0].process.pid, signal.SIGSTOP)
+            keepers[0].stop()
             for ask in (client.names, lambda: client.put("b", bytes(10**8))):
                 with pytest.raises(ClusterError, match=client.address):
                     ask()

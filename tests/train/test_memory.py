@@ -1,7 +1,5 @@
 """States in the memory of hosts: whole after a loss, the newest, never of two epochs."""
 
-import os
-import signal
 import threading
 import time
 from contextlib import ExitStack
@@ -191,7 +189,7 @@ class TestLoss:
     def test_one_that_is_stuck(self, mortal, sharded):
         with Pod(mortal, sharded) as pod:
             pod.save(10)
-        os.kill(mortal[3].process.pid, signal.SIGSTOP)
+        mortal[3].stop()
         begin = time.monotonic()
         with Pod(mortal, sharded, epoch=2, processes=1, limit=0.3) as pod:
             assert pod.restore() == 10
