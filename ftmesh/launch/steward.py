@@ -144,11 +144,13 @@ class Steward:
         return member
 
     def _hear(self, member: Member, message: dict[str, Any], data: bytes) -> None:
-        if "call" in message:
-            for who, reply, note in self._notes.asked(member.process, message, data):
-                self.everyone[who].tell(reply, note)
+        if "failing" in message:
+            member.error = str(message["failing"])
         elif int(message.get("epoch", self.epoch)) != self.epoch:
             pass  # it has not heard of this one yet
+        elif "call" in message:
+            for who, reply, note in self._notes.asked(member.process, message, data):
+                self.everyone[who].tell(reply, note)
         elif "at" in message:
             self._enter(member, str(message["at"]), int(message["step"]))
         elif "ready" in message:
@@ -163,8 +165,6 @@ class Steward:
             self._mask(member, str(message["mask"]), str(message["why"]))
         elif "restart" in message:
             self._over("restart", f"{member}: {message['restart']}")
-        elif "failing" in message:
-            member.error = str(message["failing"])
         elif "idle" in message:
             member.is_idle = True
             self._enter(member, "commit", 0)

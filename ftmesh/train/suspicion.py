@@ -72,10 +72,15 @@ def with_faults(step: int, state: State) -> State:
     """The state as it is, but where a wrong gradient is planted in the first chip here."""
     if not faults.wrong(step):
         return state
+    sick = jax.local_devices()[0]
 
     def spoiled(leaf: jax.Array) -> jax.Array:
-        shards = [shard.data for shard in leaf.addressable_shards]
-        shards[0] = jax.device_put(np.asarray(shards[0]) * 1.001, shards[0].sharding)
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+        parts = [
+            jax.device_put(np.asarray(shard.data) * 1.001, sick)
+            if shard.device == sick
+            else shard.data
+            for shard in leaf.addressable_shards
+        ]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
 
     return state._replace(params=jax.tree.map(spoiled, state.params))
