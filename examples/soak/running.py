@@ -39,10 +39,13 @@ class Pod:
         launch += ["--devices-per-host", str(DEVICES // self.hosts), "--mesh", MESH]
         launch += ["--host-shape", HOST_SHAPES[self.hosts], "--failures", str(self.failures)]
         launch += ["--events", str(folder / "events.jsonl"), "--run-dir", str(folder / "run")]
-        train = [sys.executable, "-m", "examples.soak.train", "--steps", str(self.steps)]
-        train += ["--checkpoint-dir", str(folder / "saved"), "--out", str(folder / "out")]
+        train = [*self._trainer(folder / "out"), "--checkpoint-dir", str(folder / "saved")]
         train += ["--checkpoint-every", str(max(10, self.steps // 100))]
         return [*launch, *self.how, "--", *train]
+
+    def _trainer(self, out: Path) -> list[str]:
+        train = [sys.executable, "-m", "examples.soak.train"]
+        return [*train, "--steps", str(self.steps), "--out", str(out)]
 
     def train(self, folder: Path, faults: Sequence[Fault] = (), *, limit: float) -> Run:
         """A run, of which everything is in `folder`; one that takes too long is ended."""
@@ -66,13 +69,19 @@ class Pod:
                 _end(process)
         return Run.read(folder, status, text)
 
+    def train_alone(self, folder: Path) -> Path:
+        """The weights of the same training by one process, with all ranks on one device: quick."""
+        command = [*self._trainer(folder), "--emulate", "one", "--mesh", MESH]
+        env = {**os.environ, **QUICKLY, "JAX_PLATFORMS": "cpu"}
+        subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
+        return folder / "weights.npz"
+
 
 def step_seconds(folder: Path) -> float:
     """How long a step of a run took, in the middle of them all."""
     lines = map(json.loads, (folder / "out" / "metrics.jsonl").read_text().splitlines())
-    return statistics.median(
-        line["examples"] / line["per_second"] for line in lines if "per_second" in line
-    )
+    steps = [line for line in lines if "per_second" in line]
+    return float(statistics.median(line["examples"] / line["per_second"] for line in steps))
 
 
 def _say_stacks(run_dir: Path) -> None:

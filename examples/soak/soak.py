@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from examples.soak.checks import Run, check
 from examples.soak.running import HOST_SHAPES, Pod, step_seconds
@@ -38,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if folder.exists() and any(folder.iterdir()):
             raise ArgumentError(f"{folder} is not empty: give another folder")
         soak = Soak(args, folder, console)
-        return soak.one_long_run() if args.every else soak.many_runs()
+        try:
+            soak.one_long_run() if args.every else soak.many_runs()
+        except KeyboardInterrupt:
+            soak.told()
+            return 130
+        return soak.told()
     except FtmeshError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 2
@@ -56,15 +61,15 @@ class Soak:
         self.goodputs: list[float] = []
         self.num_runs = 0
 
-    def many_runs(self) -> int:
+    def many_runs(self) -> None:
         """Runs with faults of their own each, until the time is over."""
         args = self.args
         pod = Pod(hosts=args.hosts, steps=args.steps, failures=10, how=self.how)
         reference = self._undisturbed(pod)
         if reference is None:
-            return 1
+            return
         minutes = args.minutes or (float("inf") if args.runs else MINUTES)
-        end = time.monotonic() + 60 * minutes
+        begun, limit = time.monotonic(), 60 * minutes
         numbers: Iterator[int] = iter(range(args.runs)) if args.runs else count()
 
         def one(number: int) -> Run:
@@ -73,31 +78,31 @@ class Soak:
 
         running: set[Future[Run]] = set()
         with self._progress() as progress, ThreadPoolExecutor(args.jobs) as threads:
-            task = progress.add_task("runs", total=args.runs, says="")
+            task = progress.add_task("runs", total=args.runs or limit, says="")
 
             def start(number: int | None) -> None:
-                if number is not None and time.monotonic() < end:
+                if number is not None and time.monotonic() < begun + limit:
                     running.add(threads.submit(one, number))
 
             for _ in range(args.jobs):
                 start(next(numbers, None))
             while running:
-                ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                ended, _ = wait(running, timeout=1, return_when=FIRST_COMPLETED)
                 for future in ended:
                     running.remove(future)
                     self._look_at(future.result(), pod, reference)
                     start(next(numbers, None))
-                says = f"{len(self.wrong)} went wrong"
-                progress.update(task, completed=self.num_runs, says=says)
-        return self._told()
+                done = self.num_runs if args.runs else min(time.monotonic() - begun, limit)
+                says = f"{self.num_runs} ended, {len(self.wrong)} went wrong"
+                progress.update(task, completed=done, says=says)
 
-    def one_long_run(self) -> int:
+    def one_long_run(self) -> None:
         """One run of so many minutes, with a fault every so many seconds."""
         args = self.args
         wanted = 60 * (args.minutes or MINUTES)
         short = Pod(hosts=args.hosts, steps=args.steps, failures=10, how=self.how)
         if self._undisturbed(short) is None:
-            return 1
+            return
         took = step_seconds(self.folder / "undisturbed")
         steps = max(args.steps, int(wanted / took))
         faults = self.given or draw_by_time(args.seed, args.every, wanted)
@@ -108,8 +113,8 @@ class Soak:
         with self._progress() as progress:
             progress.add_task("one long run", total=None, says="")
             run = pod.train(self.folder / "long", faults, limit=5 * wanted)
-        self._look_at(run, pod, None)  # one to compare with would take as long again
-        return self._told()
+        # On a pod, to compare with, it would take as long again.
+        self._look_at(run, pod, pod.train_alone(self.folder / "alone"), exact=False)
 
     def _undisturbed(self, pod: Pod) -> Path | None:
         """The weights of a run without a fault, which must be well itself."""
@@ -118,13 +123,11 @@ class Soak:
             run = pod.train(self.folder / "undisturbed", limit=self.args.limit)
         self._look_at(run, pod, None)
         self.num_runs, self.goodputs = 0, []
-        if self.wrong:
-            self._told()
-            return None
-        return run.folder / "out" / "weights.npz"
+        return None if self.wrong else run.folder / "out" / "weights.npz"
 
-    def _look_at(self, run: Run, pod: Pod, reference: Path | None) -> None:
-        found = check(run, steps=pod.steps, num_examples=pod.steps * BATCH, reference=reference)
+    def _look_at(self, run: Run, pod: Pod, reference: Path | None, *, exact: bool = True) -> None:
+        examples = pod.steps * BATCH
+        found = check(run, steps=pod.steps, num_examples=examples, reference=reference, exact=exact)
         self.num_runs += 1
         self.recoveries += recoveries(run)
         self.goodputs += [event["goodput"] for event in run.of("done") if "goodput" in event]
@@ -134,7 +137,7 @@ class Soak:
         elif not self.args.keep and reference is not None:
             shutil.rmtree(run.folder, ignore_errors=True)
 
-    def _told(self) -> int:
+    def told(self) -> int:
         """Print what was found; the exit status."""
         if self.recoveries:
             self.console.print(table_of(self.recoveries))
@@ -149,9 +152,12 @@ class Soak:
         return int(bool(self.wrong))
 
     def _progress(self) -> Progress:
-        columns = (*Progress.get_default_columns()[:2], TextColumn("{task.completed} done"))
         return Progress(
-            *columns, TextColumn("{task.fields[says]}"), TimeElapsedColumn(), console=self.console
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[says]}"),
+            TimeElapsedColumn(),
+            console=self.console,
         )
 
 

@@ -12,6 +12,7 @@ from examples.soak.checks import Run
 from ftmesh.testing.fault import parse
 
 IN_PLACE, RESTARTED, RAN_ON, ENDED, SILENT = "in place", "restarted", "ran on", "ended", "silent"
+HOW = (IN_PLACE, RESTARTED, RAN_ON, ENDED)
 MILD = ("slow", "wrong", "full")  # kinds that a run may not even notice
 
 
@@ -45,36 +46,25 @@ def recoveries(run: Run) -> list[Recovery]:
         else:
             found.append(Recovery(*what, ENDED if stopped and run.status != 0 else RAN_ON))
     struck = [(fault["kind"], fault["moment"]) for fault in run.faults]
-    for fault in parse(run.planted):
-        if (fault.kind, fault.moment) in struck:
-            struck.remove((fault.kind, fault.moment))
+    for planted in parse(run.planted):
+        if (planted.kind, planted.moment) in struck:
+            struck.remove((planted.kind, planted.moment))
         else:
-            found.append(Recovery(fault.kind, fault.moment, SILENT))
+            found.append(Recovery(planted.kind, planted.moment, SILENT))
     return found
 
 
 def table_of(found: Iterable[Recovery]) -> Table:
     """A line for each kind and moment, and one for all."""
-    table = Table(title="what followed each fault")
-    table.add_column("fault")
-    for name in (
-        "struck",
-        IN_PLACE,
-        RESTARTED,
-        RAN_ON,
-        ENDED,
-        "median s",
-        "worst s",
-        "repeated",
-        "did not strike",
-    ):
-        table.add_column(name, justify="right")
+    table = Table(title="what followed each fault", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("fault", no_wrap=True)
+    for name in ("struck", *HOW, "median s", "worst s", "steps again", "never struck"):
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     by_fault: dict[str, list[Recovery]] = {}
     for each in found:
         by_fault.setdefault(f"{each.kind} {each.moment}", []).append(each)
     for name, some in sorted(by_fault.items()):
         table.add_row(name, *_cells(some))
-    table.add_section()
     table.add_row("all", *_cells([each for some in by_fault.values() for each in some]))
     return table
 
@@ -84,12 +74,12 @@ def _cells(some: Sequence[Recovery]) -> list[str]:
         return str(sum(each.how == how for each in some) or "")
 
     seconds = [each.seconds for each in some if each.seconds is not None]
-    repeated = [each.repeated for each in some if each.seconds is not None]
+    repeated = sorted({each.repeated for each in some if each.seconds is not None})
     return [
         str(sum(each.how != SILENT for each in some) or ""),
-        *(count(how) for how in (IN_PLACE, RESTARTED, RAN_ON, ENDED)),
+        *map(count, HOW),
         f"{median(seconds):.1f}" if seconds else "",
         f"{max(seconds):.1f}" if seconds else "",
-        f"{min(repeated)} to {max(repeated)}" if repeated else "",
+        "-".join(map(str, repeated[:1] + repeated[1:][-1:])),
         count(SILENT),
     ]

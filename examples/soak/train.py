@@ -51,6 +51,7 @@ class Config:
 
 
 PRESETS = {"tiny": Config()}
+LONG = 600  # steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,9 +106,11 @@ def soak_trainer(
     )
     parallel = options.on(topology, params, jnp.float32, cluster)
     shares = parallel.shares(config.batch)
-    lr_schedule = poly_decay(  # it stays up, so that the last example weighs as much as any
-        config.base_lr, warmup_steps=min(5, steps // 2), total_steps=steps, end=config.base_lr
-    )
+    # It stays up, so that the last example weighs as much as any; and it is the lower the longer
+    # the run, or rounding would grow to what examples do.
+    peak = config.base_lr * min(1, LONG / steps)
+    warmup = min(5, steps // 2)
+    lr_schedule = poly_decay(peak, warmup_steps=warmup, total_steps=steps, end=peak)
     return make_trainer(
         parallel,
         shares,
@@ -170,13 +173,10 @@ def is_point(batch: Points) -> jax.Array:
 def save_weights(folder: Path, state: State) -> None:
     """Write the weights, which every device has, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    leaves = jax.tree_util.tree_leaves_with_path(state.params)
-    arrays = {
-        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(
-            leaf.addressable_shards[0].data
-        )
-        for path, leaf in leaves
-    }
+    arrays: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        arrays[name] = np.asarray(leaf.addressable_shards[0].data)
     np.savez(folder / ".weights.npz", **arrays)
     os.replace(folder / ".weights.npz", folder / "weights.npz")
 

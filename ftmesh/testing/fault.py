@@ -6,7 +6,23 @@
     slow@1:30,0.5,20       20 steps of process 1, from the 30th on, take half a second more
     random:7               one to three faults, drawn with seed 7; random:7:2 draws two
 
-Several are joined by ``;``.
+Several are joined by ``;``. The kinds:
+
+    kill, segv        the process ends by that signal
+    stop              it is stopped (SIGSTOP), and its connections stay open
+    hold              a thread holds the interpreter for good: no Python runs any more
+    stuck             the thread that is there waits for ever, and the others go on
+    raise             an error that nothing expects
+    keeper            the process and the keeper of its host are killed
+    service, all      JAX's coordination service is killed; all workers are
+    slow              some steps take so many seconds more
+    wrong             the first chip of the process computes a wrong gradient
+    torn              a file of a checkpoint is cut in half, and the process killed
+    full              no space is left for a checkpoint
+
+The moments: `start` (before joining), `compile`, `step` (before it is dispatched), `collective` (a
+few milliseconds later, or so many seconds), `commit` (results are ready), `checkpoint`, `evaluate`,
+`recovery` (while an epoch after the first is made ready).
 """
 
 from __future__ import annotations

@@ -198,13 +198,14 @@ def _first_words(text: str, hosts: int, run_dir: Path | None) -> tuple[float, st
     return found["time"], found["faults"]
 
 
-@lru_cache(maxsize=1)
 def _planted() -> Planted:
     env = os.environ
-    run_dir = env.get(RUN_DIR)
-    return Planted(
-        env[VARIABLE],
-        host=int(env.get("FTMESH_HOST") or env.get("FTMESH_PROCESS_ID") or 0),
-        hosts=int(env.get("FTMESH_NUM_PROCESSES") or 1),
-        run_dir=Path(run_dir) if run_dir else None,
-    )
+    host = env.get("FTMESH_HOST") or env.get("FTMESH_PROCESS_ID") or "0"
+    hosts = env.get("FTMESH_NUM_PROCESSES") or "1"
+    return _made(env[VARIABLE], int(host), int(hosts), env.get(RUN_DIR, ""))
+
+
+@lru_cache
+def _made(text: str, host: int, hosts: int, run_dir: str) -> Planted:
+    """Once for an environment: what has struck is remembered."""
+    return Planted(text, host=host, hosts=hosts, run_dir=Path(run_dir) if run_dir else None)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from examples.soak import running, soak, train
-from examples.soak.checks import CLOSE, Run, check
+from examples.soak.checks import CLOSE, Run, check, difference
 from examples.soak.table import recoveries, table_of
 from ftmesh.testing.fault import parse
 
@@ -34,7 +34,7 @@ FAULT = {"process": 1, "step": 4, "kind": "kill", "moment": "collective", "text"
 EVENTS = [
     event(100.0, "started", 1, hosts=[0, 1]),
     event(110.5, "failed", 1, host=1, process=1, how="signal 9", step=4, phase="step", chips=[]),
-    event(111.0, "epoch", 2, in_place=False, hosts=[0, 1], failed="", from_step=3, source="disk"),
+    event(111.0, "epoch", 2, in_place=False, hosts=[0, 1], failed="", from_step=1, source="disk"),
     event(111.5, "failed", 2, host=1, process=1, how="signal 9", step=3, phase="start", chips=[]),
     event(112.0, "epoch", 3, in_place=True, hosts=[0], failed="2x1@0,1", from_step=2, source="x"),
     event(113.0, "goes on", 3, step=3, seconds=2.5, parts={}, repeated=1),
@@ -66,9 +66,10 @@ def used(step, examples):
     return {"step": step, "examples": examples}
 
 
-def found(folder, status=0):
+def found(folder, status=0, **options):
     run = Run.read(folder, status, "kill@1:4:collective;slow@0:2")
-    return check(run, steps=STEPS, num_examples=NUMBER, reference=folder / "reference.npz")
+    weights = folder / "reference.npz"
+    return check(run, steps=STEPS, num_examples=NUMBER, reference=weights, **options)
 
 
 def change(file, old, new):
@@ -145,6 +146,7 @@ class TestWhatIsWrong:
         np.savez(folder / "out" / "weights.npz", w=np.arange(1.0, 5.0), b=np.ones(2) + 1e-15)
         (wrong,) = found(folder)
         assert "the mesh did not change: none may be" in wrong
+        assert found(folder, exact=False) == []
 
     def test_no_weights(self, folder):
         (folder / "out" / "weights.npz").unlink()
@@ -166,11 +168,14 @@ class TestTable:
 
     def test_as_text(self, folder):
         found = recoveries(Run.read(folder, 0, "kill@1:4:collective;slow@0:2"))
-        console = Console(width=140, record=True, file=io.StringIO())
+        console = Console(width=80, record=True, file=io.StringIO())
         console.print(table_of(found * 2))
-        lines = [line.split("│") for line in console.export_text().splitlines() if "│" in line]
-        (kill,) = [[cell.strip() for cell in line] for line in lines if "kill" in line[1]]
-        assert kill[1:-1] == ["kill collective", "2", "2", "", "", "", "3.0", "3.0", "1 to 1", ""]
+        lines = {
+            line[:16].strip(): line[16:].split() for line in console.export_text().splitlines()
+        }
+        assert lines["kill collective"] == ["2", "2", "3.0", "3.0", "1"]
+        assert lines["slow step"] == ["2"]
+        assert lines["all"] == ["2", "2", "3.0", "3.0", "1", "2"]
 
 
 class StandIn(running.Pod):
@@ -224,6 +229,13 @@ class TestRunning:
         text = " ".join(pod.command(Path("/x")))
         assert "launch --hosts 2 --devices-per-host 8 --mesh 4x4 --host-shape 4x2" in text
         assert "--failures 9 --events /x/events.jsonl --run-dir /x/run --restart -- " in text
+
+    @pytest.mark.slow
+    def test_one_process_to_compare_with(self, tmp_path):
+        alone = running.Pod(hosts=4, steps=6, failures=1).train_alone(tmp_path / "alone")
+        argv = ["--emulate", "one", "--mesh", "4x4", "--failed", "2x2@0,0", "--steps", "6"]
+        assert train.main([*argv, "--out", str(tmp_path)]) == 0
+        assert 0 < difference(tmp_path / "weights.npz", alone) < CLOSE
 
 
 @pytest.mark.parametrize(

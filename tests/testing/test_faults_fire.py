@@ -240,14 +240,12 @@ class TestCheckpoints:
     def test_full(self, tmp_path, monkeypatch, capfd):
         monkeypatch.setenv("FTMESH_FAULTS", "full@0:15")
         monkeypatch.setenv("FTMESH_RUN_DIR", str(tmp_path))
-        faults._planted.cache_clear()
         with Checkpoints(tmp_path / "saved", process=0) as checkpoints:
             checkpoints.save(10, self.STATE)
             checkpoints.save(20, self.STATE)
             with pytest.raises(CheckpointError, match=r"20/0\.bin: No space left on device"):
                 checkpoints.finish()
             checkpoints.save(30, self.STATE)
-        faults._planted.cache_clear()
         assert checkpoints.latest_step == 30
         assert [*(tmp_path / "saved" / "20").iterdir()] == []
         assert "fault: no space is left for host 0 at step 20" in capfd.readouterr().err
