@@ -146,6 +146,8 @@ class Steward:
     def _hear(self, member: Member, message: dict[str, Any], data: bytes) -> None:
         if "failing" in message:
             member.error = str(message["failing"])
+        elif "leave" in message:
+            self._leave(member)
         elif int(message.get("epoch", self.epoch)) != self.epoch:
             pass  # it has not heard of this one yet
         elif "call" in message:
@@ -168,8 +170,6 @@ class Steward:
         elif "idle" in message:
             member.is_idle = True
             self._enter(member, "commit", 0)
-        elif "leave" in message:
-            self._leave(member)
         elif "say" in message:
             self._say(str(message["say"]), epoch=self.epoch, **message["facts"])
 
