@@ -38,9 +38,11 @@ class Pod:
         launch = [sys.executable, "-m", "ftmesh", "launch", "--hosts", str(self.hosts)]
         launch += ["--devices-per-host", str(DEVICES // self.hosts), "--mesh", MESH]
         launch += ["--host-shape", HOST_SHAPES[self.hosts], "--failures", str(self.failures)]
-        launch += ["--events", str(folder / "events.jsonl"), "--run-dir", str(folder / "run")]
+        launch += ["--collective-limit", "5", "--limits", "start=30,plan=30,compile=30,restore=30"]
+        launch += ["--strikes", "10", "--events", str(folder / "events.jsonl"), "--run-dir", str(folder / "run")]
         train = [*self._trainer(folder / "out"), "--checkpoint-dir", str(folder / "saved")]
         train += ["--checkpoint-every", str(max(10, self.steps // 100))]
+        train += ["--copy-every", "5", "--check-every", "1"]
         return [*launch, *self.how, "--", *train]
 
     def _trainer(self, out: Path) -> list[str]:

@@ -18,6 +18,7 @@ from ftmesh.launch.output import Printer
 from ftmesh.launch.pod import Pod
 from ftmesh.launch.process import Process
 from ftmesh.launch.supervisor import Place, Policy, Supervisor
+from ftmesh.launch.watch import parse_limits
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -103,8 +104,13 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
         "a collective that takes longer has failed; steps have this and ten times their usual time",
         **seconds,
     )
-    option("--start-limit", float, policy.start, "for processes to join each other", **seconds)
-    option("--compile-limit", float, policy.compile, "for a step to be compiled", **seconds)
+    option(
+        "--limits",
+        str,
+        None,
+        "of phases that have not been seen yet, as start=60,compile=600",
+        metavar="PHASE=SECONDS",
+    )
     option("--strikes", int, policy.strikes, "a host that fails so often stays out", metavar="N")
     option(
         "--backoff",
@@ -130,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_through_failures(args: argparse.Namespace) -> int:
     if args.mesh is None:
         raise ArgumentError("--failures needs --mesh, to know which chips a host has")
-    for name in ("collective_limit", "start_limit", "compile_limit", "strikes", "failures"):
+    for name in ("collective_limit", "strikes", "failures"):
         if not getattr(args, name) > 0:
             raise ArgumentError(f"--{name.replace('_', '-')} must be more than 0")
     place = Place.of(args.mesh, args.host_shape, args.hosts, args.devices_per_host)
@@ -138,8 +144,7 @@ def _run_through_failures(args: argparse.Namespace) -> int:
         failures=args.failures,
         in_place=not args.restart,
         limit=args.collective_limit,
-        start=args.start_limit,
-        compile=args.compile_limit,
+        limits=parse_limits(args.limits or ""),
         strikes=args.strikes,
         backoff=args.backoff,
         grow_back=args.grow_back,

@@ -20,7 +20,7 @@ from ftmesh.launch.channel import Channel, ChannelClosed, connect
 
 RESTARTS = 75  # the status of a process that ends so that all may be started anew
 _PARTS = {"agree": "agreed", "plan": "planned", "compile": "compiled", "restore": "restored"}
-LAST_WORD = 60.0  # seconds for the steward to decide what a failed collective means
+LAST_WORD = 7200.0  # seconds for the steward to decide what a failed collective means
 
 
 class Paused(Exception):  # noqa: N818

@@ -23,6 +23,7 @@ from ftmesh.launch.notes import Notes
 from ftmesh.launch.watch import WAITING, Deadlines, Seen
 
 CLOSED = 0.5  # seconds between the end of a line and being taken for lost, unless it is seen to end
+_LEARNED = ("start", "plan", "compile", "restore", "save", "evaluate", "examine")
 REFUSED = 2  # the status of a process that was told nonsense: to try again would not help
 
 
@@ -178,7 +179,10 @@ class Steward:
         for before, part in (("over", "noticed"), ("start", "started")):
             if member.phase == before != phase and before not in others and self.failed_at:
                 self._parts[part] = time.monotonic() - self.failed_at
-        member.phase, member.step, member.since = phase, step, time.monotonic()
+        now = time.monotonic()
+        if member.phase in _LEARNED and phase not in ("over", "failed"):
+            self._deadlines.took(member.phase, now - member.since)
+        member.phase, member.step, member.since = phase, step, now
         member.stacks_at = None
 
     # Steps ------------------------------------------------------------------------------------
@@ -199,7 +203,7 @@ class Steward:
         if self.failed_at is not None:
             self._goes_on(step, now)
         elif self._last_commit:
-            self._deadlines.took(now - self._last_commit)
+            self._deadlines.took("step", now - self._last_commit)
         self._last_commit = now
 
     def _goes_on(self, step: int, now: float) -> None:
@@ -285,7 +289,7 @@ class Steward:
                 self._lose(gone)
                 return
             for each in self.everyone.values():
-                if each.has_left and each.phase == "leave" and each.seen(now).seconds > 60:
+                if each.has_left and each.seen(now).seconds > self._deadlines.of("leave"):
                     self._stop(each.process)  # it is done, and hangs where it should end
             working = {k: each for k, each in self.members.items() if not each.has_left}
             stuck = self._deadlines.stuck({k: each.seen(now) for k, each in working.items()})

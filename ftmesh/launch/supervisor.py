@@ -12,7 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,7 @@ class Policy:
     failures: int = 10  # the most to go on after
     in_place: bool = True  # in the same processes, where that is possible
     limit: float = 30.0  # for a collective; a step that takes much longer has failed
-    start: float = 300.0
-    compile: float = 3600.0
+    limits: Mapping[str, float] = field(default_factory=dict)  # of phases, see `watch`
     strikes: int = 3  # a host that fails so often stays out
     backoff: float = 1.0  # before a restart; twice as much after each that led to no step
     grow_back: float | None = None  # have hosts back after so long without them
@@ -127,6 +126,7 @@ class Supervisor:
         self._epoch, self._highest, self._masked = 1, 0, ""
         self._failed_at: float | None = None
         self._until = float("inf")
+        self._deadlines = Deadlines(policy.limit, policy.limits)
         (run_dir / "pids").mkdir(parents=True, exist_ok=True)
 
     def run(self, timeout: float | None = None) -> int:
@@ -193,7 +193,7 @@ class Supervisor:
         steward = Steward(
             [Member(number, host, str(blocks[host])) for number, host in enumerate(hosts)],
             epoch=self._epoch,
-            deadlines=Deadlines(policy.limit, compile=policy.compile, start=policy.start),
+            deadlines=self._deadlines,
             say=self._say,
             stop=lambda process: pod.processes[process].end(signal.SIGKILL),
             in_place=policy.in_place,

@@ -12,22 +12,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-TIMES = 10  # a step may take so many times as long as recent ones do
+from ftmesh.errors import ArgumentError
+
+TIMES = 10  # what has been seen to take a while may take so many times as long
 RECENT = 50  # steps whose times count
 SLACK = 1.0  # seconds on top of every deadline, for a machine that is busy
 
-# What a process can be doing, and how many seconds it may; None where the deadline of a step holds.
-PHASES: dict[str, float | None] = {
+# What a process can be doing, and for how many seconds where it has not been seen to do it before.
+PHASES = {
     "start": 300.0,
     "plan": 300.0,
     "compile": 3600.0,
     "restore": 600.0,
-    "over": None,  # has been told of a new epoch
-    "read": None,
-    "step": None,
+    "read": 60.0,
+    "step": 600.0,
     "save": 600.0,
     "evaluate": 1800.0,
     "examine": 600.0,
+    "over": 600.0,  # has been told of a new epoch, and is still in the middle of something
     "leave": 60.0,
 }
 WAITING = ("agree", "commit", "failed")  # for the others, or for a word of the steward
@@ -43,48 +45,52 @@ class Seen:
 
 @dataclass
 class Deadlines:
-    """How long each phase may take; steps, as recent ones did, and no less than `limit` seconds.
+    """How long each phase may take: ten times as long as it did, and no less than `limit` seconds.
 
-    A collective that fails says so within `limit` seconds.
+    Within `limit` seconds a collective says that it has failed. `first` are the limits of phases
+    that have not been seen yet, where they are not those of `PHASES`.
     """
 
     limit: float
-    compile: float = 3600.0
-    start: float = 300.0
-    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    first: Mapping[str, float] = field(default_factory=dict)
+    _took: dict[str, deque[float]] = field(default_factory=dict)
 
-    def took(self, seconds: float) -> None:
-        """Note how long a step has taken."""
-        self._steps.append(seconds)
+    def took(self, phase: str, seconds: float) -> None:
+        """Note how long a phase has taken."""
+        self._took.setdefault(phase, deque(maxlen=RECENT)).append(seconds)
 
     @property
     def usual_step(self) -> float:
         """Seconds of a step, as a rule; 0 where none is known."""
-        return median(self._steps) if self._steps else 0.0
+        return median(self._took["step"]) if "step" in self._took else 0.0
 
     def of(self, phase: str) -> float:
         """Seconds after which a process that is still in `phase` is late."""
         if phase in WAITING:
             return float("inf")
-        fixed = {"compile": self.compile, "start": self.start}.get(phase, PHASES.get(phase))
-        return SLACK + (self.limit + TIMES * self.usual_step if fixed is None else fixed)
+        known = self._took.get("step" if phase in ("read", "over") else phase)
+        if known is None:
+            return SLACK + self.first.get(phase, PHASES.get(phase, self.limit))
+        longest = median(known) if phase in ("read", "step", "over") else max(known)
+        return SLACK + self.limit + TIMES * longest
 
     def stuck(self, seen: Mapping[int, Seen]) -> set[int]:
         """The processes to blame for no progress; none where there is progress, or all wait.
 
         Inside a step one cannot see who waits for whom. So of those that are late in a step none is
-        to blame while another is late elsewhere, or has not come to the step.
+        to blame while another is late elsewhere, or has not come to the step. Where a collective
+        has failed, whoever should have been in it has had its time.
 
         >>> deadlines = Deadlines(limit=5)
-        >>> deadlines.stuck({0: Seen("step", 7), 1: Seen("read", 7), 2: Seen("failed", 2)})
+        >>> deadlines.stuck({0: Seen("step", 3), 1: Seen("save", 7), 2: Seen("failed", 2)})
         {1}
         """
         late = {number for number, each in seen.items() if each.seconds > self.of(each.phase)}
         if any(each.phase == "failed" and each.seconds > SLACK for each in seen.values()):
-            late |= {  # a step of theirs would have failed, too
+            late |= {
                 number
                 for number, each in seen.items()
-                if each.phase in ("read", "step") and each.seconds > self.limit + SLACK
+                if each.phase not in WAITING and each.seconds > self.limit + SLACK
             }
         in_step = {number for number in late if seen[number].phase == "step"}
         if late - in_step:
@@ -92,3 +98,24 @@ class Deadlines:
         if any(each.phase not in (*WAITING, "step") for each in seen.values()):
             return set()  # one is on its way there, and has its own deadline
         return in_step
+
+
+def parse_limits(text: str) -> dict[str, float]:
+    """Limits of phases, as they are written.
+
+    >>> parse_limits("compile=60,save=30")
+    {'compile': 60.0, 'save': 30.0}
+    """
+    limits = {}
+    for part in filter(None, text.split(",")):
+        phase, _, seconds = part.partition("=")
+        try:
+            limits[phase.strip()] = float(seconds)
+        except ValueError:
+            limits[phase.strip()] = -1.0
+        if phase.strip() not in PHASES or not limits[phase.strip()] > 0:
+            raise ArgumentError(
+                f"{part!r} is no limit: give a phase of {', '.join(PHASES)} and its seconds, as "
+                "compile=60"
+            )
+    return limits
