@@ -113,7 +113,7 @@ def linear_job(trainer, *, steps, steps_per_eval=100, nan_at=None):
         steps_per_eval=steps_per_eval,
         target=2,
         trainer=trainer,
-        state=trainer.first(*first()),
+        first=partial(trainer.first, *first()),
         train=batches(num_steps=steps, nan_at=nan_at),
         validation=batches(),
     )

@@ -18,7 +18,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ftmesh.errors import DataError
-from ftmesh.train.checkpoints import first_difference
+from ftmesh.saved.newest import first_difference
 
 _LAYER = {
     "query": "attention/self/query",

@@ -67,7 +67,7 @@ def train(
         steps_per_eval=config.steps_per_eval,
         target=config.target,
         trainer=trainer,
-        state=first_state(config, trainer, seed=args.seed),
+        first=partial(first_state, config, trainer, seed=args.seed),
         train=batches_of(images, num_steps=args.steps or config.total_steps, seed=args.seed),
         validation=batches_of(eval_images),
     )

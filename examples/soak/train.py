@@ -89,7 +89,7 @@ def train(
         steps_per_eval=config.steps_per_eval,
         target=2,  # never reached: all steps are done
         trainer=trainer,
-        state=trainer.first(first_params(config, seed=args.seed), ()),
+        first=lambda: trainer.first(first_params(config, seed=args.seed), ()),
         train=batches_of(len(points), used=used, num_steps=steps, seed=args.seed),
         validation=batches_of(config.eval_points),
         finished=partial(save_weights, Path(args.out)) if args.out and cluster.speaks else ignore,

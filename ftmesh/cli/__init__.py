@@ -13,7 +13,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import ftmesh
-from ftmesh.cli import advise, bench, compile, draw, launch, limits, paper, plan, simulate, verify
+from ftmesh.cli import (
+    advise,
+    bench,
+    compile,
+    doctor,
+    draw,
+    launch,
+    limits,
+    paper,
+    plan,
+    simulate,
+    verify,
+)
 from ftmesh.cli.arguments import Parser
 from ftmesh.errors import FtmeshError
 
@@ -27,6 +39,7 @@ COMMANDS = {
     "advise": advise,
     "compile": compile,
     "bench": bench,
+    "doctor": doctor,
     "launch": launch,
 }
 

@@ -171,3 +171,12 @@ class Stages:
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
+
+
+def show_progress(done: int, total: int, what: str) -> None:
+    """A progress bar on a terminal."""
+    if sys.stderr.isatty():
+        filled = 30 * done // total
+        bar = "#" * filled + "." * (30 - filled)
+        end = "\r\033[K" if done == total else ""
+        print(f"\r\033[K[{bar}] {done}/{total} {what}{end}", end="", file=sys.stderr, flush=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 
-from ftmesh.cli.arguments import add_mesh, topology_of
+from ftmesh.cli.arguments import add_mesh, show_progress, topology_of
 from ftmesh.errors import ArgumentError
 from ftmesh.units import parse_bytes
 
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
         failed_links=wanted.failed_links,
         wrap=wanted.wrap,
     )
-    timings = bench(topology, payloads, repeats=args.repeats, progress=_show)
+    timings = bench(topology, payloads, repeats=args.repeats, progress=show_progress)
     if args.json:
         print(json.dumps([asdict(timing) for timing in timings], indent=2))
     else:
@@ -58,12 +57,3 @@ def run(args: argparse.Namespace) -> None:
             f"{topology}: {topology.num_live} emulated devices, float32, median of {args.repeats}"
         )
         print(table(timings))
-
-
-def _show(done: int, total: int, what: str) -> None:
-    """A progress bar on a terminal."""
-    if sys.stderr.isatty():
-        filled = 30 * done // total
-        bar = "#" * filled + "." * (30 - filled)
-        end = "\r\033[K" if done == total else ""
-        print(f"\r\033[K[{bar}] {done}/{total} {what}{end}", end="", file=sys.stderr, flush=True)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ftmesh.errors import ArgumentError
+from ftmesh.launch.events import Events
 from ftmesh.launch.output import Printer
 from ftmesh.launch.pod import Pod
 from ftmesh.launch.process import Process
+from ftmesh.launch.supervisor import Place, Policy, Supervisor
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,7 +37,13 @@ FTMESH_MESH in their environment, and nothing to read on stdin. What a real clus
 
 When one fails, the others have --grace seconds to end by themselves; then they get SIGTERM, and 15
 seconds later SIGKILL. Ctrl-C ends all of them, a second one at once. What stays in
-their sessions does not outlive this command, not even when it is killed.""",
+their sessions does not outlive this command, not even when it is killed.
+
+With --failures N the run goes on when hosts fail, as often as that. Whoever is left goes on in
+place from the last step that counts, on the mesh less the chips that are lost; where that is not
+possible all processes are started anew, from copies in the memory of hosts or from the newest
+checkpoint. A process that is alive and makes no progress is named, writes where it is, and counts
+as failed.""",
         epilog="""\
 exit status: 0 if all had 0; else that of the process that failed first (128 + n if by signal n);
 124 after --timeout, 130 after Ctrl-C, 2 for bad arguments.
@@ -56,18 +67,117 @@ example: ftmesh launch --hosts 4 --devices-per-host 4 --mesh 4x4 -- python train
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, help="end all of them then (default: never)"
     )
+    _add_failures(parser)
     parser.add_argument(
         "words", metavar="COMMAND", nargs=argparse.REMAINDER, help="what each process runs"
     )
 
 
+def _add_failures(parser: argparse.ArgumentParser) -> None:
+    policy = Policy()
+    group = parser.add_argument_group("through failures")
+
+    def option(name: str, kind: Any, default: Any, text: str, **more: Any) -> None:
+        group.add_argument(
+            name, type=kind, default=default, help=f"{text} ({_shown(default)})", **more
+        )
+
+    option("--failures", int, 0, "go on after so many, and end with the next", metavar="N")
+    group.add_argument(
+        "--restart",
+        action="store_true",
+        help="start all processes anew after every failure, as TPUs need it (in place)",
+    )
+    option(
+        "--host-shape",
+        str,
+        None,
+        "the block of the mesh that a host has, as 2x2 (rows, one after another)",
+        metavar="WxH",
+    )
+    seconds = {"metavar": "SECONDS"}
+    option(
+        "--collective-limit",
+        float,
+        policy.limit,
+        "a collective that takes longer has failed; steps have this and ten times their usual time",
+        **seconds,
+    )
+    option("--start-limit", float, policy.start, "for processes to join each other", **seconds)
+    option("--compile-limit", float, policy.compile, "for a step to be compiled", **seconds)
+    option("--strikes", int, policy.strikes, "a host that fails so often stays out", metavar="N")
+    option(
+        "--backoff",
+        float,
+        policy.backoff,
+        "before a restart; doubled after each that led to no step",
+        **seconds,
+    )
+    option("--grow-back", float, None, "have lost hosts back after so long", **seconds)
+    option("--events", Path, None, "append a JSON line for each event", metavar="FILE")
+    option("--run-dir", Path, None, "for stacks, and notes of processes", metavar="FOLDER")
+
+
+def _shown(default: Any) -> str:
+    return "none" if default is None else f"{default:g}" if isinstance(default, float) else default
+
+
 def run(args: argparse.Namespace) -> int:
     """Start the processes, pass their output on, see them out; the exit status."""
+    return _run_through_failures(args) if args.failures else _run_once(args)
+
+
+def _run_through_failures(args: argparse.Namespace) -> int:
+    if args.mesh is None:
+        raise ArgumentError("--failures needs --mesh, to know which chips a host has")
+    for name in ("collective_limit", "start_limit", "compile_limit", "strikes", "failures"):
+        if not getattr(args, name) > 0:
+            raise ArgumentError(f"--{name.replace('_', '-')} must be more than 0")
+    place = Place.of(args.mesh, args.host_shape, args.hosts, args.devices_per_host)
+    policy = Policy(
+        failures=args.failures,
+        in_place=not args.restart,
+        limit=args.collective_limit,
+        start=args.start_limit,
+        compile=args.compile_limit,
+        strikes=args.strikes,
+        backoff=args.backoff,
+        grow_back=args.grow_back,
+    )
+    with ExitStack() as stack:
+        run_dir = args.run_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        run_dir.mkdir(parents=True, exist_ok=True)
+        events = Events(_say, args.events)
+        stack.callback(events.close)
+        supervisor = Supervisor(
+            _command(args),
+            place,
+            policy,
+            events,
+            run_dir.resolve(),
+            on_output=Printer(args.hosts, idle=lambda: supervisor.enforce()),
+        )
+        try:
+            with _ended_by_signals(supervisor.end) as received:
+                status = supervisor.run(timeout=args.timeout)
+        except BrokenPipeError:  # whoever read the output has gone
+            return 128 + signal.SIGPIPE
+    if received:
+        _say(f"ended by {received[0].name}")
+    return status
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    words: list[str] = args.words
+    return words[1:] if words[:1] == ["--"] else words
+
+
+def _run_once(args: argparse.Namespace) -> int:
     for name, seconds in (("--grace", args.grace), ("--timeout", args.timeout)):
         if seconds is not None and not seconds >= 0:
             raise ArgumentError(f"{name} must be 0 seconds or more, not {seconds:g}")
     pod = Pod(
-        args.words[1:] if args.words[:1] == ["--"] else args.words,
+        _command(args),
         hosts=args.hosts,
         devices_per_host=args.devices_per_host,
         mesh=args.mesh,
@@ -80,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
         )
 
     try:
-        with _ended_by_signals(pod) as received, pod:
+        with _ended_by_signals(pod.end) as received, pod:
             pod.see_out(grace=args.grace, timeout=args.timeout, on_failure=on_failure)
     except BrokenPipeError:  # whoever read the output has gone
         return 128 + signal.SIGPIPE
@@ -95,16 +205,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _ended_by_signals(pod: Pod) -> Iterator[list[signal.Signals]]:
-    """Signals that end this command end the pod, the second at once; those that came."""
+def _ended_by_signals(
+    tell: Callable[[signal.Signals], None],
+) -> Iterator[list[signal.Signals]]:
+    """Signals that end this command end what it runs, the second at once; those that came."""
     received: list[signal.Signals] = []
 
     def end(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
         if len(received) > 1:
-            pod.kill()
+            tell(signal.SIGKILL)
         else:
-            pod.end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            tell(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     # What is ignored stays so: nohup, and jobs in the background of a script.
     ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

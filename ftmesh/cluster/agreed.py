@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 import ftmesh
+from ftmesh.cluster.ahead import planned
 from ftmesh.cluster.cluster import Cluster
 from ftmesh.mesh.notation import format_failed
 from ftmesh.mesh.topology import Topology
@@ -56,17 +57,23 @@ def agreed_plan(cluster: Cluster, topology: Topology, algorithm: str, **options:
         return plan(topology, algorithm, **options)
     agree_on_mesh(cluster, topology)
     cluster.agree({"the algorithm": algorithm, **options})
-    made = dump(plan(topology, algorithm, **options).schedule) if cluster.speaks else b""
+    made = dump(planned(topology, algorithm, **options).schedule) if cluster.speaks else b""
     schedule = load(cluster.broadcast(made, "the schedule"), verify=False)  # as the next line does
     agreed = plan(topology, algorithm, schedule=schedule, **options)
     cluster.agree({"the schedule": digest(*agreed.schedule.columns)})
     return agreed
 
 
-def agree_on_program(cluster: Cluster, name: str, jitted: Any, inputs: Sequence[Any]) -> None:
-    """An error unless `jitted` is the same program for `inputs`, or types, in all processes."""
-    if not cluster.is_alone:
-        cluster.agree({name: digest(jitted.lower(*inputs).as_text().encode())})
+def agree_on_program(cluster: Cluster, name: str, jitted: Any, inputs: Sequence[Any]) -> Any:
+    """An error unless `jitted` is the same program for `inputs`, or types, in all processes.
+
+    What to call instead of it: where processes may be lost, the program, compiled by now.
+    """
+    if cluster.is_alone:
+        return jitted
+    lowered = jitted.lower(*inputs)
+    cluster.agree({name: digest(lowered.as_text().encode())})
+    return jitted if cluster.line is None else lowered.compile()
 
 
 def digest(*data: Any) -> str:

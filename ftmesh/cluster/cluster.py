@@ -22,9 +22,12 @@ from typing import Any, NoReturn, TypeVar
 
 from ftmesh.cluster.board import Board
 from ftmesh.cluster.ending import Ending
+from ftmesh.cluster.line import Line
+from ftmesh.cluster.on_line import LineBoard
 from ftmesh.cluster.words import difference, in_seconds, processes
 from ftmesh.errors import ClusterError
 from ftmesh.mesh.devices import process_of
+from ftmesh.mesh.notation import parse_blocks
 from ftmesh.mesh.topology import Topology
 
 T = TypeVar("T")
@@ -49,6 +52,7 @@ class Cluster:
     live_devices: tuple[Any, ...] | None = None  # None: not known yet, or emulated
     board: Board | None = None  # None of one that is alone
     ending: Ending | None = None
+    line: Line | None = None  # to a steward, where processes may be lost
 
     @property
     def is_alone(self) -> bool:
@@ -88,6 +92,38 @@ class Cluster:
             speaker=min(process_of(device) for device in live),
             live_devices=own,
         )
+
+    # With a steward ---------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """How often who takes part has changed, counted from 1."""
+        return 1 if self.line is None else self.line.news.epoch
+
+    def at(self, phase: str, step: int = 0) -> None:
+        """Say what this process is doing from now on; `ftmesh.launch.watch` has the words."""
+        if self.line is not None:
+            self.line.at(phase, step)
+
+    def in_next_epoch(self) -> Cluster:
+        """Those who are left, when some are lost."""
+        assert self.line is not None
+        members = self.line.next_epoch().members
+        board = LineBoard(self.line)
+        return replace(self, members=members, speaker=members[0], live_devices=None, board=board)
+
+    def living(self, topology: Topology) -> Topology:
+        """What is left of a mesh: less chips of processes that are lost, and less sick ones.
+
+        Where that is in parts, the largest of them: no sum goes from one to another.
+        """
+        if self.line is None:
+            return topology
+        here = self.line.news.members
+        gone = {topology.coord_of(d) for d in topology.devices if process_of(d) not in here}
+        sick = {coord for block in parse_blocks(self.line.news.masked) for coord in block.coords()}
+        left = topology.less(gone | sick)
+        return left.less(coord for part in left.components()[1:] for coord in part)
 
     # Together ---------------------------------------------------------------------------------
 
@@ -129,6 +165,15 @@ class Cluster:
             return value
         note = self._told(self.board, key, self.speaker, what, limit)
         return note[1:] if note[:1] == b"b" else json.loads(note[1:])
+
+    def gather(self, value: Any, what: str, *, limit: float | None = None) -> dict[int, Any]:
+        """The value of every member, by its number, at all of them; it can be written as JSON."""
+        if self.board is None:
+            return {self.process: value}
+        key = self._key(self.board, f"gather/{what}")
+        self._meet(self.board, key, json.dumps(value).encode(), f"gather {what}", limit)
+        told = self.board.of_processes(key)
+        return {process: json.loads(told[process]) for process in self.members}
 
     def first(self, make: Callable[[], T], what: str, *, limit: float | None = None) -> T:
         """What `make` gives: the speaker makes it first, and the others when that is done.

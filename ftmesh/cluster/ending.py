@@ -22,7 +22,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ftmesh.cluster.board import Board
 from ftmesh.errors import FtmeshError
 
 INTERVAL = 0.5  # seconds between two looks at the board
@@ -37,7 +36,7 @@ class Ending:
 
     def __init__(
         self,
-        board: Board,
+        board: Any,
         process: int,
         num_processes: int,
         *,
@@ -80,6 +79,11 @@ class Ending:
         self._board.put(f"{_END}/{self._process}", b"")
         while len(self._board.of_processes(_END)) < self._num_processes:
             time.sleep(INTERVAL)
+        self._let_go()
+        self._shutdown()
+
+    def _let_go(self) -> None:
+        """Watch no more, and leave signals as they were."""
         self._take_over()
         self._over.set()
         atexit.unregister(self._at_exit)
@@ -88,7 +92,6 @@ class Ending:
             for number, handler in self._old_signals.items():
                 signal.signal(number, handler)
         self._watcher.join(GRACE)
-        self._shutdown()
 
     # Not well ---------------------------------------------------------------------------------
 
@@ -131,14 +134,17 @@ class Ending:
     def _exit(self, status: int, note: Any) -> NoReturn:
         """End at once: the main thread may wait for a chip, and an orderly end would, too."""
         try:
-            _within(PATIENCE, lambda: self._board.put(_ABORT, json.dumps(note).encode()))
-            _within(GRACE, self._finish_all)
-            _within(2 * GRACE, lambda: self._go(note["process"]))
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):
-                    stream.flush()
+            within(PATIENCE, lambda: self._board.put(_ABORT, json.dumps(note).encode()))
+            within(GRACE, self._finish_all)
+            within(2 * GRACE, lambda: self._go(note["process"]))
+            self._flush()
         finally:
             os._exit(status)
+
+    def _flush(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
 
     def _go(self, leader: int) -> None:
         """Wait for those who must read or go before: the leader, and all before process 0."""
@@ -196,7 +202,7 @@ class Ending:
 
     def _looked(self) -> Any:
         """The note of one that has failed; None also of a service that does not answer."""
-        note = _within(PATIENCE, lambda: self._board.look(_ABORT))
+        note = within(PATIENCE, lambda: self._board.look(_ABORT))
         return None if note is None else json.loads(note)
 
     def _hold_main(self) -> None:
@@ -235,7 +241,7 @@ def _described(error: BaseException) -> tuple[str, int]:
     return (words, 2) if isinstance(error, FtmeshError) else (f"{type(error).__name__}: {words}", 1)
 
 
-def _within(seconds: float, do: Callable[[], Any]) -> Any:
+def within(seconds: float, do: Callable[[], Any]) -> Any:
     """What `do` gives, if it does in time; None where it fails, or goes on elsewhere."""
     found: list[Any] = []
 

@@ -17,12 +17,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import jax
 
 from ftmesh.cluster.board import Board
 from ftmesh.cluster.cluster import LIMIT, Cluster
 from ftmesh.cluster.ending import Ending
+from ftmesh.cluster.line import Line
+from ftmesh.cluster.on_line import LineBoard, OwnEnding, write_stacks_to
 from ftmesh.cluster.rollcall import call_roll, split_address
 from ftmesh.cluster.words import in_seconds
 from ftmesh.errors import ArgumentError, ClusterError
@@ -50,7 +53,10 @@ def join(
         raise ArgumentError(f"a limit of {limit} seconds: give more than 0, up to {LONGEST:g}")
     if _compat.coordination_client() is not None:
         return _joined(*_compat.known_processes(), limit, name)
+    steward = os.environ.get("FTMESH_STEWARD")
     coordinator, num_processes, process = _found(coordinator, num_processes, process, limit)
+    if steward and coordinator is not None and num_processes is not None and process is not None:
+        return _joined_on_line(steward, coordinator, num_processes, process, limit, name)
     if coordinator is None or num_processes is None or process is None or num_processes == 1:
         return Cluster(limit=limit)
     _check(coordinator, num_processes, process)
@@ -75,6 +81,36 @@ def join(
         )
         jax.devices()  # every process learns of all devices, and waits for all processes
     return _joined(process, num_processes, limit, name)
+
+
+def _joined_on_line(
+    steward: str, coordinator: str, num_processes: int, process: int, limit: float, name: str
+) -> Cluster:
+    """The cluster of a process that a steward knows, and that others may outlive."""
+    host, start = (int(os.environ[name]) for name in ("FTMESH_HOST", "FTMESH_EPOCH"))
+    write_stacks_to(Path(os.environ["FTMESH_RUN_DIR"]), f"{start}-{host}")
+    say = partial(_say, name, process)
+    ending = OwnEnding(process, say=say, shutdown=jax.distributed.shutdown)
+    line = Line.to(
+        steward,
+        os.environ["FTMESH_SECRET"],
+        process,
+        start,
+        num_processes,
+        limit=limit,
+        end=ending.over,
+    )
+    ending.on(line).start()
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
+    _compat.cpu_collectives_at(split_address(coordinator)[0])
+    try:
+        _compat.join_service(coordinator, num_processes, process, limit)
+        jax.devices()
+    except RuntimeError as error:
+        ending.fail(ClusterError(f"JAX cannot join the processes: {error}"))
+    everyone = tuple(range(num_processes))
+    board = LineBoard(line)
+    return Cluster(process, num_processes, limit, everyone, 0, None, board, ending, line)
 
 
 def _joined(process: int, num_processes: int, limit: float, name: str) -> Cluster:

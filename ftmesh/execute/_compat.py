@@ -207,6 +207,21 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def join_service(address: str, num_processes: int, process: int, limit: float) -> None:
+    """Join the processes at a coordination service that runs in a process of its own.
+
+    Then JAX takes no process for special, and goes on when some of them are gone.
+    """
+    jax.config.update("jax_enable_recoverability", True)
+    state = distributed.global_state
+    state.client = xla_bridge._jax.get_distributed_runtime_client(
+        address, process, init_timeout=max(1, round(limit)), use_compression=True
+    )
+    state.client.connect()
+    state.process_id, state.num_processes = process, num_processes
+    state.coordinator_address = address
+
+
 def known_processes() -> tuple[int, int]:
     """The number of this process among those that have joined, and how many these are."""
     return distributed.global_state.process_id, distributed.global_state.num_processes

@@ -40,10 +40,11 @@ def environments(
     *,
     mesh: str | None = None,
     env: Environment | Sequence[Environment] | None = None,
+    flags: str = "",
 ) -> list[dict[str, str]]:
     """The environment of each process: this one's, less clusters, with the pod's, then `env`.
 
-    `env` is for all processes, or one for each.
+    `env` is for all processes, or one for each; `flags` are more of XLA's.
     """
     if hosts < 1 or devices_per_host < 1:
         raise ArgumentError(
@@ -59,7 +60,8 @@ def environments(
     if len(own) != hosts:
         raise ArgumentError(f"{len(own)} environments for {hosts} hosts: give one for each")
     shared = _without_clusters(os.environ)
-    shared |= _pod(hosts, devices_per_host, shared.get("XLA_FLAGS", "")) | _past_proxies(shared)
+    flags = f"{shared.get('XLA_FLAGS', '')} {flags}"
+    shared |= _pod(hosts, devices_per_host, flags) | _past_proxies(shared)
     if mesh is not None:
         shared["FTMESH_MESH"] = mesh
     return [{**shared, "FTMESH_PROCESS_ID": str(number), **its} for number, its in enumerate(own)]

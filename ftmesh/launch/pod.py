@@ -44,12 +44,13 @@ class Pod:
         devices_per_host: int,
         mesh: str | None = None,
         env: Environment | Sequence[Environment] | None = None,
+        flags: str = "",
         on_output: OnOutput | None = None,
         kill_after: float = KILL_SECONDS,
     ) -> None:
         if os.name != "posix":
             raise ArgumentError("a pod of processes needs Linux or macOS: run it there")
-        self._environments = environments(hosts, devices_per_host, mesh=mesh, env=env)
+        self._environments = environments(hosts, devices_per_host, mesh=mesh, env=env, flags=flags)
         self._command = list(command)
         self._kill_after = kill_after
         for each in self._environments:

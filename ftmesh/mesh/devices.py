@@ -16,9 +16,10 @@ import numpy as np
 
 from ftmesh.errors import TopologyError, TopologyWarning
 from ftmesh.mesh.damage import Frame
-from ftmesh.mesh.notation import Coord, format_shape, parse_shape
+from ftmesh.mesh.notation import Coord, format_shape, parse_blocks, parse_shape
 
 MESH_VARIABLE = "FTMESH_MESH"  # the shape of this machine's mesh, for devices without coords
+BLOCKS_VARIABLE = "FTMESH_BLOCKS"  # and which part of it each process has
 
 
 class Layout(NamedTuple):
@@ -66,6 +67,9 @@ def near_square(count: int) -> Coord:
 
 
 def _by_order(devices: Sequence[Any], shape: Coord | None) -> Layout:
+    blocks = _blocks_from_environment(devices, shape)
+    if blocks is not None:
+        return blocks
     shape = shape or _shape_from_environment(len(devices)) or near_square(len(devices))
     if math.prod(shape) != len(devices):
         raise TopologyError(
@@ -85,6 +89,24 @@ def _shape_from_environment(count: int) -> Coord | None:
     except TopologyError as error:
         raise TopologyError(f"the environment variable {MESH_VARIABLE}: {error}") from error
     return shape if shape and math.prod(shape) == count else None
+
+
+def _blocks_from_environment(devices: Sequence[Any], shape: Coord | None) -> Layout | None:
+    """Where each process has a block of the mesh, and all of their devices are meant."""
+    text, mesh = os.environ.get(BLOCKS_VARIABLE), os.environ.get(MESH_VARIABLE)
+    if not text or not mesh:
+        return None
+    try:
+        coords = [coord for block in parse_blocks(text) for coord in block.coords()]
+        whole = parse_shape(mesh)
+    except TopologyError as error:
+        raise TopologyError(f"the environment variable {BLOCKS_VARIABLE}: {error}") from error
+    if len(coords) != len(devices) or shape not in (None, whole):
+        return None
+    ordered = sorted(devices, key=process_of)
+    at = {coord: (device,) for coord, device in zip(coords, ordered, strict=True)}
+    every = (_nth_coord(i, whole) for i in range(math.prod(whole)))
+    return Layout(Frame.of_grid(whole), at, frozenset(c for c in every if c not in at), 1)
 
 
 def _by_coords(devices: Sequence[Any], shape: Coord | None) -> Layout:

@@ -20,6 +20,7 @@ Link = tuple[Coord, Coord]
 
 _SHAPE = re.compile(r"\d+(x\d+)*")
 _BLOCK = re.compile(r"(\d+(?:x\d+)*)@(\d+(?:,\d+)*)")
+_COORD = re.compile(r"\d+(,\d+)*")
 _LINK = re.compile(r"(\d+(?:,\d+)*)-(\d+(?:,\d+)*)")
 
 
@@ -93,15 +94,26 @@ def parse_blocks(failed: str | Block | Iterable[Block | Sequence[int]]) -> list[
 def parse_links(links: str | Iterable[Sequence[Sequence[int]]]) -> frozenset[Link]:
     """Links as pairs of coords, low end first, from ``"3,2-4,2;0,0-0,1"`` or a list of pairs."""
     if isinstance(links, str):
-        pairs = []
-        for piece in filter(None, (piece.strip() for piece in links.split(";"))):
-            match = _LINK.fullmatch(piece)
-            if not match:
-                raise TopologyError(f"{piece!r} is not a link: write two coords, as in '3,2-4,2'")
-            pairs.append((_parse_coord(match[1]), _parse_coord(match[2])))
+        pieces = (piece.strip() for piece in links.split(";"))
+        pairs = [parse_link(piece) for piece in pieces if piece]
     else:
         pairs = [(_whole_numbers(a), _whole_numbers(b)) for a, b in links]
     return frozenset((min(a, b), max(a, b)) for a, b in pairs)
+
+
+def parse_link(text: str) -> Link:
+    """The link from one chip to another, as in ``"3,2-4,2"``."""
+    match = _LINK.fullmatch(text)
+    if not match:
+        raise TopologyError(f"{text!r} is not a link: write two coords, as in '3,2-4,2'")
+    return _parse_coord(match[1]), _parse_coord(match[2])
+
+
+def parse_coord(text: str) -> Coord:
+    """``6,14`` as ``(6, 14)``."""
+    if not _COORD.fullmatch(text):
+        raise TopologyError(f"{text!r} is not a coord: write it as in '6,14', x first")
+    return _parse_coord(text)
 
 
 def parse_drawing(drawing: str) -> tuple[Coord, frozenset[Coord]]:

@@ -140,6 +140,25 @@ class Topology:
         """The grid alone: what a schedule is planned for, whichever devices it runs on."""
         return replace(self, devices=(), all_devices=())
 
+    def less(self, chips: Iterable[Coord]) -> Topology:
+        """The same mesh, with these chips failed as well.
+
+        >>> str(Topology.grid("4x4").less([(0, 0), (1, 0)]))
+        '4x4 less 2x1@0,0'
+        """
+        bare = replace(self, failed=self.failed | {*chips}, devices=())
+        return replace(bare, devices=tuple(d for c in bare.coords for d in self._devices_at(c)))
+
+    def _devices_at(self, coord: Coord) -> tuple[Any, ...]:
+        if not self.devices:
+            return ()
+        first = self.rank(coord) * self.devices_per_chip
+        return self.devices[first : first + self.devices_per_chip]
+
+    def coord_of(self, device: Any) -> Coord:
+        """The live chip that a device is of."""
+        return self.coords[self.devices.index(device) // self.devices_per_chip]
+
     # Chips ----------------------------------------------------------------------------------
 
     @property

@@ -58,17 +58,15 @@ def dump(content: dict[str, Any]) -> str:
     return f'{text[:-1]},"crc32":{zlib.crc32(text.encode())}}}\n'
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """What `dump` made a text of; any other text is damaged, by as little as a space."""
+def load(raw: bytes, name: str) -> dict[str, Any]:
+    """What `dump` made the text of a file of; any other is damaged, by as little as a space."""
     try:
-        text = path.read_text("utf-8")
+        text = raw.decode()
         content = json.loads(text)
         if isinstance(content, dict):
             content.pop("crc32", None)
             if content and dump(content) == text:
                 return content
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"it has no {path.name}") from None
     except (ValueError, RecursionError):
         pass
-    raise DamagedCheckpointError(f"its {path.name} is damaged")
+    raise DamagedCheckpointError(f"its {name} is damaged")

@@ -8,8 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from ftmesh.errors import TrainingError
 from ftmesh.saved.index import Index, Piece, Tensor
-from ftmesh.saved.snapshot import Snapshot
+from ftmesh.saved.snapshot import Copier, Snapshot
+
+
+def finite_snapshot(copier: Copier, step: int, state: Any) -> Snapshot:
+    """The state as it is after `step`; refused where it has numbers that are not finite."""
+    snapshot = copier.snapshot(step, state)
+    wrong = first_not_finite(snapshot)
+    if wrong is not None:
+        raise TrainingError(
+            f"the state after step {step} has numbers that are not finite, in {wrong}, and is "
+            "not saved: the run has stopped there; try a lower learning rate or a longer "
+            "warm-up, or go back to a checkpoint before it"
+        )
+    return snapshot
 
 
 def first_not_finite(snapshot: Snapshot) -> str | None:

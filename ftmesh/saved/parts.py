@@ -34,9 +34,20 @@ def write_part(
 ) -> None:
     """Write the pieces of a process; the first of the index's processes writes the index too."""
     make_folder(folder)
+    for name, content in part_of(index, process, pieces):
+        write_whole(folder / name, content)
+
+
+def part_of(
+    index: Index, process: int, pieces: Iterable[tuple[Piece, NDArray[Any]]]
+) -> Iterator[tuple[str, Iterable[Any]]]:
+    """Names and bytes of a process's files, in the order in which they are to be there.
+
+    The bytes of one are to be taken before the next is asked for, which has their checksums.
+    """
     data, contents = file_names(process)
     told: list[dict[str, Any]] = []
-    write_whole(folder / data, _noted(pieces, told))
+    yield data, _noted(pieces, told)
     content = {
         "format": FORMAT,
         "step": index.step,
@@ -45,9 +56,9 @@ def write_part(
         "bytes": sum(each["bytes"] for each in told),
         "pieces": told,
     }
-    write_whole(folder / contents, [dump(content).encode()])
+    yield contents, [dump(content).encode()]
     if process == index.processes[0]:
-        write_whole(folder / INDEX, [dump(index.to_json()).encode()])
+        yield INDEX, [dump(index.to_json()).encode()]
 
 
 def mark(index: Index) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from contextlib import ExitStack
-from io import FileIO
+from io import SEEK_END, BytesIO, FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.layout.order import shaped
-from ftmesh.saved.files import read_json
+from ftmesh.saved.files import load
 from ftmesh.saved.index import FORMAT, Index, Piece
 from ftmesh.saved.parts import INDEX, file_names, mark
 
 _AT_ONCE = 16 * 2**20  # bytes
+
+Files = Path | Mapping[str, bytes]  # by their names
 
 
 class Place(NamedTuple):
@@ -31,8 +33,9 @@ class Place(NamedTuple):
 
 
 class Saved:
-    """A complete checkpoint in a folder: all files are there, as long as they should be.
+    """A complete checkpoint: all files are there, as long as they should be.
 
+    They are in a folder, or in memory: a mapping from their names to their bytes.
     What is not complete, or found to be damaged by `check`, is a `DamagedCheckpointError`.
 
         with Saved(folder) as saved:
@@ -40,23 +43,23 @@ class Saved:
             weights = saved.tensor("params/w")
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, files: Files) -> None:
+        self._files = files
         try:
-            self.index = Index.from_json(_read(folder / INDEX))
-            self._places = _places(folder, self.index)
+            self.index = Index.from_json(_content(files, INDEX))
+            self._places = _places(files, self.index)
         except OSError as error:
-            raise CheckpointError(f"cannot read {folder}: {error.strerror}") from error
+            raise CheckpointError(f"cannot read {_where(files)}: {error.strerror}") from error
         self._tensors = {tensor.name: tensor for tensor in self.index.tensors}
         self._numbers = {tensor.name: at for at, tensor in enumerate(self.index.tensors)}
-        self._files: dict[int, FileIO] = {}
-        self._open = ExitStack()
+        self._opened: dict[str, FileIO | BytesIO] = {}
+        self._closing = ExitStack()
 
     def __enter__(self) -> Saved:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._open.close()
+        self._closing.close()
 
     def check(self) -> None:
         """Read everything once, and compare checksums."""
@@ -94,21 +97,22 @@ class Saved:
 
     def _read(self, process: int, offset: int, into: NDArray[np.uint8]) -> None:
         """Bytes of a process's pieces."""
-        path = self.folder / file_names(process)[0]
+        name, _ = file_names(process)
         try:
-            if process not in self._files:
-                self._files[process] = self._open.enter_context(FileIO(path))
-            file, at = self._files[process], 0
+            if name not in self._opened:
+                self._opened[name] = _open(self._files, name)
+                self._closing.callback(self._opened[name].close)
+            file, at = self._opened[name], 0
             file.seek(offset)
             while at < into.size:
                 count = file.readinto(into[at:].data)
                 if not count:
-                    raise DamagedCheckpointError(f"its {path.name} is cut short")
+                    raise DamagedCheckpointError(f"its {name} is cut short")
                 at += count
-        except FileNotFoundError:
-            raise DamagedCheckpointError(f"it has no {path.name}") from None
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+            raise CheckpointError(
+                f"cannot read {name} of {_where(self._files)}: {error.strerror}"
+            ) from error
 
     def _words(self, piece: Piece) -> str:
         if piece.of == "tensor":
@@ -116,16 +120,16 @@ class Saved:
         return f"what rank {piece.rank} has written of buffer {piece.number}"
 
 
-def _places(folder: Path, index: Index) -> dict[Piece, Place]:
+def _places(files: Files, index: Index) -> dict[Piece, Place]:
     """Where every piece of a checkpoint lies, if its files are all there."""
     places: dict[Piece, Place] = {}
     belongs = (mark(index), index.step)
     for process in index.processes:
         data, contents = file_names(process)
-        told = _read(folder / contents)
+        told = _content(files, contents)
         if (told.get("index"), told.get("step")) != belongs:
             raise DamagedCheckpointError(f"its {contents} belongs to another index")
-        size = _size(folder / data)
+        size = _size(files, data)
         if size != told.get("bytes"):
             raise DamagedCheckpointError(
                 f"its {data} has {size} bytes, and should have {told.get('bytes')}"
@@ -159,18 +163,29 @@ def _add(places: dict[Piece, Place], process: int, told: Any, sizes: Mapping[Pie
     return end
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _content(files: Files, name: str) -> dict[str, Any]:
     """What a file says; one of another version is refused."""
-    content = read_json(path)
+    with _open(files, name) as file:
+        content = load(file.read(), name)
     if content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path.parent} is of format {content.get('format')!r}, and this version reads {FORMAT}"
+            f"{_where(files)} is of format {content.get('format')!r}, and this version reads "
+            f"{FORMAT}"
         )
     return content
 
 
-def _size(path: Path) -> int:
+def _size(files: Files, name: str) -> int:
+    with _open(files, name) as file:
+        return file.seek(0, SEEK_END)
+
+
+def _open(files: Files, name: str) -> FileIO | BytesIO:
     try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"it has no {path.name}") from None
+        return FileIO(files / name) if isinstance(files, Path) else BytesIO(files[name])
+    except (FileNotFoundError, KeyError):
+        raise DamagedCheckpointError(f"it has no {name}") from None
+
+
+def _where(files: Files) -> str:
+    return str(files) if isinstance(files, Path) else "a checkpoint in memory"

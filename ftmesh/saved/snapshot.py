@@ -35,17 +35,31 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """The rows of a sharded state as others have them: those of rank r are at rank partners[r]."""
+
+    rows: Sequence[Sequence[jax.Array | None]]
+    partners: Sequence[int]
+
+    @property
+    def buffers(self) -> list[jax.Array]:
+        """The arrays, in order."""
+        return [array for arrays in self.rows for array in arrays if array is not None]
+
+
+@dataclass(frozen=True)
 class Copier:
     """Makes snapshots for process `process`.
 
     `devices` are those whose numbers count, all that a state is on where not given; `process_of`
-    tells which process has a device.
+    tells which process has a device. What other devices own is taken from `copies`.
     """
 
     process: int
     process_of: Callable[[Any], int] = process_of
     devices: Sequence[Any] | None = None
     layouts: Sequence[Owned] = ()
+    copies: Copies | None = None
 
     def snapshot(self, step: int, state: Any) -> Snapshot:
         """The state as it is after `step`; waits for it to be computed."""
@@ -57,8 +71,12 @@ class Copier:
                 found.add(*part)
         check_names(tensor.name for tensor in found.tensors)
         first = self._first(state)
-        holders = [_holders(array, bucket) for array, bucket in found.buffers]
-        writing = {self.process_of(device) for holder in holders for device, _ in holder.values()}
+        holders = [
+            self._holders(number, *found.buffers[number]) for number in range(len(found.buffers))
+        ]
+        writing = {
+            self.process_of(device) for holder in holders for device, _, _ in holder.values()
+        }
         processes = (first, *sorted(writing - {first}))
         index = Index(
             step,
@@ -67,10 +85,10 @@ class Copier:
             tuple(_buffer(array, bucket) for array, bucket in found.buffers),
         )
         sources: list[tuple[Piece, Any, slice]] = []
-        for number, (array, bucket) in enumerate(found.buffers):
-            at = {shard.device: shard.data for shard in array.addressable_shards}
-            for rank, (device, row) in holders[number].items():
+        for number, (_, bucket) in enumerate(found.buffers):
+            for rank, (device, holding, row) in holders[number].items():
                 if self.process_of(device) == self.process:
+                    at = {shard.device: shard.data for shard in holding.addressable_shards}
                     stop = row + _num_owned(bucket, rank) * bucket.packing.rows
                     sources.append((Piece("buffer", number, rank), at[device], slice(row, stop)))
         if self.process == first:
@@ -78,6 +96,24 @@ class Copier:
                 data = self._one_of(found.tensors[number].name, array)
                 sources.append((Piece("tensor", number), data, slice(None)))
         return Snapshot(index, _on_host(sources))
+
+    def _holders(
+        self, number: int, array: jax.Array, bucket: OwnedBucket
+    ) -> dict[int, tuple[Any, jax.Array, int]]:
+        """For each rank that owns something, a device that has it, in which array, from which row.
+
+        Of ranks whose devices do not count, their partner's device, and its copies.
+        """
+        places = _places(array, bucket)
+        holders = {}
+        for rank, (device, row) in places.items():
+            if not _num_owned(bucket, rank):
+                continue
+            holders[rank] = device, array, row
+            if self.copies is not None and self.devices is not None and device not in self.devices:
+                device, row = places[self.copies.partners[rank]]
+                holders[rank] = device, self.copies.buffers[number], row
+        return holders
 
     def _first(self, state: Any) -> int:
         """The process that writes what is whole."""
@@ -134,21 +170,20 @@ class _Found:
             self.tensors.append(Tensor(name, dtype, shape, numbers[leaf.row, at], start))
 
 
-def _holders(array: jax.Array, bucket: OwnedBucket) -> dict[int, tuple[Any, int]]:
-    """For each rank that owns something, a device that has it, and in which row of its array."""
+def _places(array: jax.Array, bucket: OwnedBucket) -> dict[int, tuple[Any, int]]:
+    """For each rank a device that has its rows, and from which row of its array on."""
     wanted = bucket.num_rows * len(bucket.owned)
     if len(array) != wanted:
         raise ArgumentError(
             f"a sharded state has {len(array)} rows where its layout has {wanted}: checkpoints are "
             "for optimizers that are sharded along one axis alone"
         )
-    holders: dict[int, tuple[Any, int]] = {}
+    places: dict[int, tuple[Any, int]] = {}
     for device, (rows, *_) in array.sharding.devices_indices_map(array.shape).items():
         first, stop, _ = rows.indices(len(array))
         for rank in range(first // bucket.num_rows, stop // bucket.num_rows):
-            if _num_owned(bucket, rank):
-                holders.setdefault(rank, (device, rank * bucket.num_rows - first))
-    return holders
+            places.setdefault(rank, (device, rank * bucket.num_rows - first))
+    return places
 
 
 def _num_owned(bucket: OwnedBucket, rank: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,12 +13,16 @@ import jax
 
 from ftmesh.cluster.agreed import agree_on_code, agree_on_mesh
 from ftmesh.cluster.cluster import ALONE, LIMIT, Cluster
+from ftmesh.cluster.epochs import through_epochs
 from ftmesh.cluster.joining import LONGEST, join
+from ftmesh.cluster.line import Line, Paused
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.mesh.topology import Topology
 from ftmesh.testing import cpu_grid, faults
+from ftmesh.train.carrying import give_shards
+from ftmesh.train.memory import memory_on_line
 from ftmesh.train.parallel import PSUM
 from ftmesh.train.trainer import StepOptions
 from ftmesh.units import parse_bytes
@@ -27,11 +32,14 @@ _WHO = ("coordinator", "num_processes", "process_id")
 _OWN = {*_WHO, "data", "checkpoint_dir", "mllog", "out", "init"}
 
 
+Train = Callable[[Any, Topology, argparse.Namespace, Cluster], Any]
+
+
 def start(
     name: str,
     parser: argparse.ArgumentParser,
     presets: Mapping[str, Any],
-    train: Callable[[Any, Topology, argparse.Namespace, Cluster], Any],
+    train: Train,
     argv: Sequence[str] | None,
 ) -> int:
     """Read the command line and train with one of the presets, dataclasses; the exit status.
@@ -43,16 +51,8 @@ def start(
     args = parser.parse_args(argv)
     try:
         faults.reach("start")
-        with join_as(args, name) as cluster:
-            agree_on_code(cluster)
-            agree_on_arguments(cluster, args)
-            topology = topology_of(args, cluster)
-            agree_on_mesh(cluster, topology)
-            cluster = cluster.on(topology, with_idle=args.idle)
-            if not cluster.takes_part:
-                return 0  # when the others are done
-            with jax.default_device(cluster.default_device):
-                train(config_of(args, presets), topology, args, cluster)
+        with join_as(args, name) as cluster, contextlib.suppress(Paused):
+            through_epochs(cluster, lambda cluster: _epoch(cluster, args, presets, train))
     except FtmeshError as error:
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -60,6 +60,34 @@ def start(
         print(f"{name}: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
         return 130
     return 0
+
+
+def _epoch(
+    cluster: Cluster, args: argparse.Namespace, presets: Mapping[str, Any], train: Train
+) -> None:
+    """Train with the processes that there are, until all is done or that changes."""
+    cluster.at("agree")
+    agree_on_code(cluster)
+    agree_on_arguments(cluster, args)
+    topology = cluster.living(topology_of(args, cluster))
+    agree_on_mesh(cluster, topology)
+    cluster = cluster.on(topology, with_idle=args.idle)
+    if cluster.takes_part:
+        cluster.at("plan")
+        with jax.default_device(cluster.default_device):
+            train(config_of(args, presets), topology, args, cluster)
+    elif cluster.line is not None:
+        _stand_by(cluster, cluster.line)
+
+
+def _stand_by(cluster: Cluster, line: Line) -> None:
+    """Be there for others, without a chip to train on: first of all with what was held."""
+    memory = memory_on_line(cluster.process, cluster.epoch, say=lambda line: None)
+    if line.held is not None and memory is not None:
+        with memory:
+            give_shards(line.held, cluster, memory.keepers)
+    line.held = None
+    line.stand_by()
 
 
 def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
@@ -100,6 +128,25 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         default=f"{BUCKET_BYTES // 2**20}MiB",
         help="how much of them is summed at a time (%(default)s)",
     )
+    _add_failures(parser)
+
+
+def _add_failures(parser: argparse.ArgumentParser) -> None:
+    """How a run goes on through failures; all of it does nothing where nobody watches."""
+    group = parser.add_argument_group("through failures", "under 'ftmesh launch --failures N'")
+    group.add_argument(
+        "--donate",
+        action="store_true",
+        help="let a step take over the memory of the state before it, as it does where nothing is "
+        "to be survived: devices hold one state and not two, and after a failure the steps since "
+        "the last --copy-every are repeated (default: none is)",
+    )
+    group.add_argument(
+        "--no-copies",
+        action="store_true",
+        help="keep no copy of each chip's share of the optimizer's state on another host: a lost "
+        "host then means to go back to a copy in host memory, or a checkpoint",
+    )
 
 
 def step_options(args: argparse.Namespace) -> StepOptions:
@@ -110,6 +157,8 @@ def step_options(args: argparse.Namespace) -> StepOptions:
         with_idle=args.idle,
         overlap=args.overlap,
         bucket_bytes=parse_bytes(args.bucket),
+        keeps_state=not args.donate,
+        copies=not args.no_copies,
     )
 
 
@@ -142,6 +191,22 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     )
     parser.add_argument("--keep", type=positive, default=3, metavar="N", help="checkpoints (3)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument(
+        "--copy-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="copy the state to the memory of two hosts every N steps, under 'ftmesh launch "
+        "--failures': what is started anew goes on from there (0, never)",
+    )
+    parser.add_argument(
+        "--check-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="see every N steps that all chips have the same parameters; steps count only then, "
+        "and a chip that differs is left out from there on (0, never)",
+    )
     parser.add_argument("--mllog", metavar="FILE", help="write the lines that MLPerf asks for")
     parser.add_argument("--out", metavar="FOLDER", help="write metrics.jsonl and run.svg there")
     add_processes(parser)

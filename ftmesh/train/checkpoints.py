@@ -25,14 +25,13 @@ from typing import Any
 
 import jax
 
-from ftmesh.errors import CheckpointError, DamagedCheckpointError, TrainingError
+from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.layout.owned import Owned
 from ftmesh.mesh.devices import process_of
-from ftmesh.saved.finite import first_not_finite
-from ftmesh.saved.naming import about
+from ftmesh.saved.finite import finite_snapshot
+from ftmesh.saved.newest import newest_sound
 from ftmesh.saved.parts import INDEX, file_names, write_part
 from ftmesh.saved.reading import Saved
-from ftmesh.saved.restoring import restored
 from ftmesh.saved.snapshot import Copier, Snapshot
 from ftmesh.testing import faults
 from ftmesh.units import format_bytes
@@ -101,14 +100,7 @@ class Checkpoints:
         if self._is_complete(step):
             raise CheckpointError(f"{self._at(step)} is there already, and is not written over")
         copier = Copier(self.process, self._process_of, devices, layouts)
-        snapshot = copier.snapshot(step, state)
-        wrong = first_not_finite(snapshot)
-        if wrong is not None:
-            raise TrainingError(
-                f"the state after step {step} has numbers that are not finite, in {wrong}, and is "
-                "not saved: the run has stopped there; try a lower learning rate or a longer "
-                "warm-up, or go back to a checkpoint before it"
-            )
+        snapshot = finite_snapshot(copier, step, state)
         free = shutil.disk_usage(self.folder).free
         if snapshot.num_bytes > free:
             raise CheckpointError(
@@ -131,31 +123,17 @@ class Checkpoints:
         all processes `agree` on what was found.
         """
         self.finish()
-        passed_over = ""
-        for step in self._steps():
-            try:
-                with Saved(self._at(step)) as saved:
-                    saved.check()
-                    self._check_fits(saved, about(like, layouts))
-                    state = restored(saved, like, layouts)
-            except DamagedCheckpointError as error:
-                self._say(f"passed over the checkpoint of step {step} in {self.folder}: {error}")
-                passed_over += f", not {step}: {error}"
-            else:
-                agree(f"{step}{passed_over}")
-                self._forget(after=step)
-                return step, state
-        agree(f"none{passed_over}")
-        self._forget(after=-1)
-        return 0, like
-
-    def _check_fits(self, saved: Saved, ours: dict[str, str]) -> None:
-        difference = first_difference(ours, saved.index.about)
-        if difference:
-            raise CheckpointError(
-                f"the checkpoint of step {saved.index.step} in {self.folder} is of another model "
-                f"or optimizer: {difference}"
-            )
+        found = newest_sound(
+            self._steps(),
+            lambda step: Saved(self._at(step)),
+            like,
+            layouts=layouts,
+            where=self.folder,
+            say=self._say,
+            agree=agree,
+        )
+        self._forget(after=found[0] if found else -1)
+        return found or (0, like)
 
     def close(self) -> None:
         """Wait until everything is written, and write no more."""
@@ -236,18 +214,6 @@ class Checkpoints:
     def _print(self, line: str) -> None:
         if self.process == 0:
             print(line, file=sys.stderr)
-
-
-def first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    """Where two descriptions differ, in words; None where they do not."""
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        if name not in theirs:
-            return f"it has no {name}"
-        if name not in ours:
-            return f"it has {name}, and the run has not"
-        if ours[name] != theirs[name]:
-            return f"its {name} is {theirs[name]}, and the run's is {ours[name]}"
-    return None
 
 
 def _check_writable(folder: Path) -> None:

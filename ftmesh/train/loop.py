@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -21,11 +22,16 @@ import jax
 from ftmesh.cluster.agreed import agree_on_program
 from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.errors import CheckpointError
+from ftmesh.testing import faults
+from ftmesh.train.beginning import begin
 from ftmesh.train.checkpoints import Checkpoints
+from ftmesh.train.memory import Memory, memory_on_line
 from ftmesh.train.mllog import MLLog
 from ftmesh.train.reading import Batches, Reader
 from ftmesh.train.report import Report
+from ftmesh.train.suspicion import with_faults
 from ftmesh.train.trainer import State, Trainer
+from ftmesh.train.transactions import Transactions
 from ftmesh.units import format_time
 
 Data = TypeVar("Data", bound=Sized)
@@ -44,7 +50,7 @@ class Job:
     target: float  # the accuracy at which the run has reached its end
 
     trainer: Trainer
-    state: State
+    first: Callable[[], State]  # what a run begins with
     train: Batches[Any]  # one for each step
     validation: Batches[Any]
     finished: Callable[[State], None] = lambda state: None  # is given the last state
@@ -61,7 +67,8 @@ class Job:
 
 def start_log(args: argparse.Namespace, cluster: Cluster = ALONE) -> MLLog:
     """The log of a run that begins: one process writes it, where `add_run` asks for one."""
-    log = MLLog(args.mllog if cluster.speaks else None, append=args.resume)
+    append = args.resume or cluster.epoch > 1
+    log = MLLog(args.mllog if cluster.speaks else None, append=append)
     log.event("cache_clear", True)
     log.start("init")
     return log
@@ -83,22 +90,28 @@ def open_data(
 def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     """Train `job` as the arguments of `ftmesh.train.arguments.add_run` say."""
     trainer, cluster = job.trainer, job.trainer.parallel.cluster
-    agree_on_program(cluster, "the program of a step", trainer.step, trainer.inputs)
+    resumes = args.resume or cluster.epoch > 1
+    cluster.at("compile")
+    faults.reach("compile")
+    train_step = agree_on_program(cluster, "the program of a step", trainer.step, trainer.inputs)
     with ExitStack() as stack:
-        checkpoints, done, state = None, 0, job.state
-        if args.checkpoint_dir:
-            checkpoints = stack.enter_context(
-                Checkpoints(
-                    args.checkpoint_dir,
-                    keep=args.keep,
-                    resume=args.resume,
-                    process=cluster.process,
-                    say=_say if cluster.speaks else _say_nothing,
-                )
+        cluster.at("restore")
+        checkpoints = _open_checkpoints(cluster, args, stack) if args.checkpoint_dir else None
+        memory = _open_memory(cluster, stack)
+        transactions = Transactions(
+            trainer,
+            memory,
+            checkpoints,
+            copy_every=args.copy_every,
+            check_every=args.check_every,
+            is_saved=partial(_is_saved, job, args),
+        )
+        done, state, source = begin(trainer, job.first, memory, checkpoints, resumes=resumes)
+        if done >= job.total_steps and cluster.epoch == 1:
+            raise CheckpointError(
+                f"the checkpoint is of step {done}, and the run ends at {job.total_steps}: there "
+                "is nothing left to do; more --steps would go on"
             )
-            cluster.before_leaving(checkpoints.finish)
-            _check_shared(cluster, checkpoints)
-            done, state = _restored(job, checkpoints, args)
         log.submission(
             job.benchmark,
             platform=trainer.parallel.sums_on,
@@ -114,31 +127,43 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
                 total_steps=job.total_steps,
                 first_step=done,
                 unit=job.train.unit,
-                resume=args.resume,
+                resume=resumes,
                 show=cluster.speaks,
             )
         )
         batches = stack.enter_context(Reader(job.train, first_step=done))
+        transactions.begin(done, state, source)
         block = done + 1  # the first step since the last evaluation
         reached = False
         for step in range(done + 1, job.total_steps + 1):
             if step == block:
                 log.start("block", first_epoch_num=job.epoch(step), epoch_count=_epochs(job, step))
-            state, loss = trainer.step(state, trainer.parallel.feed(next(batches)))
+            cluster.at("read", step)
+            batch = trainer.parallel.feed(next(batches))
+            faults.reach("step", step)
+            cluster.at("step", step)
+            after, loss = train_step(state, batch)
+            faults.reach("collective", step)
+            after = with_faults(step, after)
+            transactions.commit(step, after, loss)
+            state = after
             rate = trainer.lr_schedule(step - 1)
             report.step(step, trainer.parallel.local(loss), examples=job.train.batch, lr=rate)
             last = step == job.total_steps
-            if checkpoints and (last or step % args.checkpoint_every == 0):
+            if checkpoints and _is_saved(job, args, step):
                 report.settle()  # a state that comes with a bad loss is not worth keeping
-                trainer.save(checkpoints, step, state)
+                _save(trainer, checkpoints, step, state)
             if last or step % job.steps_per_eval == 0:
                 log.stop("block", first_epoch_num=job.epoch(block))
                 block = step + 1
                 reached = _evaluate(job, state, step, report, log)
             if reached:
                 break
+        if done >= job.total_steps:  # the last step was, and what follows it was not
+            reached = _evaluate(job, state, done, report, log)
         log.stop("run", status="success" if reached else "aborted")
         job.finished(state)
+    cluster.at("agree")
     cluster.barrier("the end of the run", limit=SAVE_LIMIT)
     if cluster.speaks:
         print(_summary(job, report))
@@ -170,27 +195,57 @@ def _check_shared(cluster: Cluster, checkpoints: Checkpoints) -> None:
         mark.unlink()
 
 
-def _restored(job: Job, checkpoints: Checkpoints, args: argparse.Namespace) -> tuple[int, State]:
-    """The steps that are done, and the state after them: the last checkpoint's, if there is one."""
-    if not args.resume:
-        return 0, job.state
-    for leaf in jax.tree.leaves(job.state):
-        leaf.delete()  # to have its memory for the other
-    found = job.trainer.restore(checkpoints)
-    if found is None:
-        raise CheckpointError(f"{args.checkpoint_dir} has no checkpoint to go on from")
-    done, state = found
-    if done >= job.total_steps:
-        raise CheckpointError(
-            f"the checkpoint is of step {done}, and the run ends at {job.total_steps}: there is "
-            "nothing left to do; more --steps would go on"
+def _open_checkpoints(cluster: Cluster, args: argparse.Namespace, stack: ExitStack) -> Checkpoints:
+    """The folder of checkpoints, which all processes see."""
+    checkpoints = stack.enter_context(
+        Checkpoints(
+            args.checkpoint_dir,
+            keep=args.keep,
+            resume=args.resume or cluster.epoch > 1,
+            process=cluster.process,
+            say=_say if cluster.speaks else _say_nothing,
         )
-    return done, state
+    )
+    cluster.before_leaving(checkpoints.finish)
+    _check_shared(cluster, checkpoints)
+    return checkpoints
+
+
+def _is_saved(job: Job, args: argparse.Namespace, step: int) -> bool:
+    """Whether there is to be a checkpoint after a step, where there are any."""
+    return step == job.total_steps or step % args.checkpoint_every == 0
+
+
+def _open_memory(cluster: Cluster, stack: ExitStack) -> Memory | None:
+    """The memory of hosts, where there are keepers."""
+    if cluster.line is None:
+        return None
+    memory = memory_on_line(cluster.process, cluster.epoch, _say)
+    if memory is not None:
+        stack.enter_context(memory)
+        cluster.before_leaving(memory.finish)
+    return memory
+
+
+def _save(trainer: Trainer, checkpoints: Checkpoints, step: int, state: State) -> None:
+    """Begin to write a checkpoint. A run that survives failures survives a full disk, too."""
+    cluster = trainer.parallel.cluster
+    cluster.at("save", step)
+    if cluster.line is not None and checkpoints.latest_step == step:
+        return  # in an epoch before
+    try:
+        trainer.save(checkpoints, step, state)
+    except CheckpointError as error:
+        if cluster.line is None:
+            raise
+        _say(f"process {cluster.process}: {error}; the run goes on without this checkpoint")
 
 
 def _evaluate(job: Job, state: State, step: int, report: Report, log: MLLog) -> bool:
     """Whether the target is reached."""
     report.settle()
+    job.trainer.parallel.cluster.at("evaluate", step)
+    faults.reach("evaluate", step)
     epoch = job.epoch(step)
     with log.interval("eval", epoch_num=epoch):
         found = _accuracy(job, state)

@@ -36,6 +36,7 @@ from ftmesh.collectives.groups import Groups
 from ftmesh.errors import ArgumentError, ClusterError, CollectiveError
 from ftmesh.layout.batches import Shares
 from ftmesh.mesh.devices import platform_of, process_of
+from ftmesh.mesh.partners import partners
 from ftmesh.mesh.ranks import Ranks
 from ftmesh.mesh.topology import Topology
 from ftmesh.optim.sharded import ShardedOptimizer
@@ -56,7 +57,8 @@ class Parallel:
 
     Without a plan sums are JAX's own. Sums of a few numbers go on `small_plan`. Without a mesh all
     ranks are emulated on one device. With `overlap` gradients are summed during the backward pass,
-    in buckets of `bucket_bytes`. `cluster` are the processes that have the devices.
+    in buckets of `bucket_bytes`. `cluster` are the processes that have the devices. Where a step
+    `keeps_state`, that from before is there after it. `partners` have copies of what others own.
     """
 
     ranks: Ranks
@@ -67,6 +69,8 @@ class Parallel:
     overlap: bool = False
     bucket_bytes: int = BUCKET_BYTES
     cluster: Cluster = ALONE
+    keeps_state: bool = False
+    partners: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.overlap and self.plan is None:
@@ -88,13 +92,16 @@ class Parallel:
         overlap: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         cluster: Cluster = ALONE,
+        keeps_state: bool = True,
+        copies: bool = True,
     ) -> Parallel:
         """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
 
         The plan is for gradients of `payload_bytes` in `wire_dtype`; with `overlap`, for one bucket
         of them at a time. With `with_idle` the devices of failed chips are in the program too, and
         count for nothing. The ranks of a topology without devices are emulated, all on one. A
-        single chip needs no plan. Of several processes, in `cluster`, one plans for all.
+        single chip needs no plan. Of several processes, in `cluster`, one plans for all; where some
+        may be lost, a step `keeps_state`, and shards of it have `copies` on another host.
         """
         cluster = cluster.on(topology, with_idle=with_idle)
         ranks = Ranks(topology, with_idle)
@@ -111,7 +118,19 @@ class Parallel:
             )
             small = _for_small_sums(made)
         mesh = topology.jax_mesh(axis_name, with_idle=with_idle) if topology.devices else None
-        return Parallel(ranks, mesh, axis_name, made, small, overlap, bucket_bytes, cluster)
+        is_on_line = cluster.line is not None
+        return Parallel(
+            ranks,
+            mesh,
+            axis_name,
+            made,
+            small,
+            overlap,
+            bucket_bytes,
+            cluster,
+            keeps_state=is_on_line and keeps_state,
+            partners=_partners(topology) if is_on_line and copies and not with_idle else None,
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -171,6 +190,12 @@ class Parallel:
             bucket_bytes=self.bucket_bytes,
             **options,
         )
+
+    def copies(self, tree: Any) -> Any:
+        """What the rank whose partner the calling one is has in its place."""
+        assert self.partners is not None
+        ways = list(enumerate(self.partners))
+        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis_name, ways), tree)
 
     # Around it --------------------------------------------------------------------------------
 
@@ -348,6 +373,13 @@ class Parallel:
             if self.overlap
             else None,
         )
+
+
+def _partners(topology: Topology) -> tuple[int, ...] | None:
+    """Partners on other hosts, for the live devices of a topology."""
+    hosts = [process_of(device) for device in topology.devices]
+    found = partners(topology, hosts) if len(set(hosts)) > 1 else None
+    return None if found is None else tuple(found.tolist())
 
 
 def _for_small_sums(made: Plan) -> Plan:

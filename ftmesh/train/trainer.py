@@ -27,6 +27,7 @@ from ftmesh.layout.owned import Owned
 from ftmesh.mesh.topology import Topology
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.train.checkpoints import Checkpoints
+from ftmesh.train.memory import Memory
 from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
 
 
@@ -34,12 +35,14 @@ class State(NamedTuple):
     """What a step changes.
 
     Every rank has statistics of its own, in a row, and whole ones are their mean; a model without
-    any has an empty tuple of them.
+    any has an empty tuple of them. Of a sharded optimizer's state, `copies` are what the rank has
+    of another rank's part, where processes may be lost.
     """
 
     params: Any
     stats: Any
     optimizer: Any
+    copies: Any = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,8 @@ class StepOptions:
     with_idle: bool = False
     overlap: bool = False
     bucket_bytes: int = BUCKET_BYTES
+    keeps_state: bool = True
+    copies: bool = True
 
     def on(
         self,
@@ -73,6 +78,8 @@ class StepOptions:
             overlap=self.overlap,
             bucket_bytes=self.bucket_bytes,
             cluster=cluster,
+            keeps_state=self.keeps_state,
+            copies=self.copies and self.sharded,
         )
 
 
@@ -80,8 +87,8 @@ class StepOptions:
 class Trainer:
     """What is compiled for a run, when it is first called or ahead of that.
 
-    `step` takes over the state that it is given. `inputs` are the types of what it takes, as they
-    lie on the devices.
+    `step` takes over the state that it is given, unless `parallel` keeps it. `inputs` are the types
+    of what it takes, as they lie on the devices.
     """
 
     parallel: Parallel
@@ -92,24 +99,30 @@ class Trainer:
     mean_stats: Any  # the statistics of all ranks -> those for evaluation
     evaluate: Any  # parameters, such statistics, batch -> how many are right, how many there are
     own_stats: Any  # statistics -> the same for all ranks
+    copies: Any  # the optimizer's state -> copies of it, with partners
     inputs: tuple[State, Any]
     saved: State  # the types of what a checkpoint holds
     layouts: tuple[Owned, ...] = ()  # of a sharded optimizer
 
-    def save(self, checkpoints: Checkpoints, step: int, state: State) -> None:
-        """Begin to write a state; of statistics, their mean. See `Checkpoints.save`."""
-        mean = state._replace(stats=self.mean_stats(state.stats))
+    def save(self, checkpoints: Checkpoints | Memory, step: int, state: State) -> None:
+        """Begin to write a state, or to keep it; of statistics, their mean."""
+        mean = state._replace(stats=self.mean_stats(state.stats), copies=())
         devices = self.parallel.live_devices
         checkpoints.save(step, mean, layouts=self.layouts, devices=devices)
 
-    def restore(self, checkpoints: Checkpoints) -> tuple[int, State] | None:
+    def restore(self, checkpoints: Checkpoints | Memory) -> tuple[int, State] | None:
         """The step and the state of the last sound checkpoint, if there is one."""
 
         def agree(found: str) -> None:
             self.parallel.cluster.agree({"the step to go on from": found})
 
-        step, found = checkpoints.restore(self.saved, layouts=self.layouts, agree=agree)
-        return (step, found._replace(stats=self.own_stats(found.stats))) if step else None
+        found = checkpoints.restore(self.saved, layouts=self.layouts, agree=agree)
+        return None if found is None or not found[0] else (found[0], self.ready(found[1]))
+
+    def ready(self, saved: State) -> State:
+        """A state as a step takes it, from one as a checkpoint holds it."""
+        copies = self.copies(saved.optimizer)
+        return saved._replace(stats=self.own_stats(saved.stats), copies=copies)
 
 
 def make_trainer(
@@ -140,14 +153,22 @@ def make_trainer(
         wire_dtype=wire_dtype,
         order=parallel.backward_order(loss, params, stats, own_batch),
     )
-    specs = State(WHOLE, SPLIT, optimizer.specs(params))
+    has_copies = isinstance(optimizer, ShardedOptimizer) and parallel.partners is not None
+    of_optimizer = optimizer.specs(params)
+    specs = State(WHOLE, SPLIT, of_optimizer, SPLIT if has_copies else ())
     rows = jax.tree.map(lambda _: SPLIT, row)
     first_of_optimizer = parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=specs.optimizer)
+
+    def copies_of_rank(inner: Any) -> Any:
+        return parallel.copies(inner.rows) if has_copies else ()
+
+    copies = parallel.jit(copies_of_rank, in_specs=(of_optimizer,), out_specs=specs.copies)
 
     def first(params: Any, stats: Any) -> State:
         params = parallel.put(params)
         stats = parallel.put(_in_rows(stats, parallel.num_ranks), SPLIT)
-        return State(params, stats, first_of_optimizer(params))
+        inner = first_of_optimizer(params)
+        return State(params, stats, inner, copies(inner))
 
     def step_of_rank(state: State, batch: Any) -> tuple[State, jax.Array]:
         def loss_of(params: Any) -> tuple[jax.Array, Any]:
@@ -156,7 +177,8 @@ def make_trainer(
         (value, stats), grads = optimizer.value_and_grad(loss_of, has_aux=True)(state.params)
         updates, inner = optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        return State(params, _in_rows(stats, 1), inner), parallel.mean(value)
+        after = State(params, _in_rows(stats, 1), inner, copies_of_rank(inner))
+        return after, parallel.mean(value)
 
     def evaluation_of_rank(params: Any, stats: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         counts: tuple[jax.Array, jax.Array] = parallel.sum(count_right(params, stats, batch))
@@ -165,10 +187,12 @@ def make_trainer(
     def mean_of_ranks(stats: Any) -> Any:
         return parallel.mean(_own_row(stats))
 
+    inner = first_of_optimizer.eval_shape(params)
     state = State(
         params,
         jax.eval_shape(lambda stats: _in_rows(stats, parallel.num_ranks), stats),
-        first_of_optimizer.eval_shape(params),
+        inner,
+        copies.eval_shape(inner),
     )
     return Trainer(
         parallel=parallel,
@@ -176,15 +200,21 @@ def make_trainer(
         lr_schedule=lr_schedule,
         first=first,
         step=parallel.jit(
-            step_of_rank, in_specs=(specs, rows), out_specs=(specs, WHOLE), donate_argnums=(0,)
+            step_of_rank,
+            in_specs=(specs, rows),
+            out_specs=(specs, WHOLE),
+            donate_argnums=() if parallel.keeps_state else (0,),
         ),
         mean_stats=parallel.jit(mean_of_ranks, in_specs=(SPLIT,), out_specs=WHOLE),
         evaluate=parallel.jit(evaluation_of_rank, in_specs=(WHOLE, WHOLE, rows), out_specs=WHOLE),
         own_stats=parallel.jit(
             lambda stats: _in_rows(stats, 1), in_specs=(WHOLE,), out_specs=SPLIT
         ),
+        copies=copies,
         inputs=parallel.typed((state, batch), (specs, rows)),
-        saved=parallel.typed(state._replace(stats=stats), specs._replace(stats=WHOLE)),
+        saved=parallel.typed(
+            state._replace(stats=stats, copies=()), specs._replace(stats=WHOLE, copies=())
+        ),
         layouts=(optimizer.layout(params),) if isinstance(optimizer, ShardedOptimizer) else (),
     )
 

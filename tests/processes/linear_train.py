@@ -61,7 +61,7 @@ def train(config, topology, args, cluster=ALONE):
         steps_per_eval=3,
         target=2,
         trainer=trainer,
-        state=trainer.first(params, stats),
+        first=partial(trainer.first, params, stats),
         train=batches(num_steps=args.steps, seed=args.seed),
         validation=batches(),
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.saved.files import dump, read_json, write_whole
+from ftmesh.saved.files import dump, load, write_whole
 from ftmesh.saved.index import Buffer, Index, Piece, Tensor
 from ftmesh.saved.parts import write_part
 from ftmesh.saved.reading import Saved
@@ -56,7 +56,7 @@ def problem(folder):
 
 def rewrite(path, change):
     """Change what a JSON file says, and its checksum with it."""
-    content = read_json(path)
+    content = load(path.read_bytes(), path.name)
     change(content)
     path.write_text(dump(content))
 
@@ -250,7 +250,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
 def test_json_goes_there_and_back(tmp_path):
     content = {"name": 'a "b" \n é', "numbers": [1, 2.5, True, None], "inner": {"z": 0, "a": {}}}
     (tmp_path / "x.json").write_text(dump(content))
-    assert read_json(tmp_path / "x.json") == content
+    assert load((tmp_path / "x.json").read_bytes(), "x.json") == content
     assert json.loads((tmp_path / "x.json").read_text())["name"] == content["name"]
     shutil.copy(tmp_path / "x.json", tmp_path / "y.json")
-    assert read_json(tmp_path / "y.json") == content
+    assert load((tmp_path / "y.json").read_bytes(), "y.json") == content

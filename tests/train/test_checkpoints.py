@@ -14,9 +14,10 @@ from remembering import assert_same_bits, held, parameters, remember
 
 from ftmesh.errors import CheckpointError, TrainingError
 from ftmesh.saved import snapshot
-from ftmesh.saved.files import dump, read_json
+from ftmesh.saved.files import dump, load
 from ftmesh.saved.naming import about
-from ftmesh.train.checkpoints import Checkpoints, first_difference
+from ftmesh.saved.newest import first_difference
+from ftmesh.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -174,7 +175,9 @@ class TestWhatIsNotSound:
     def test_another_version_is_refused_in_one_line(self, tmp_path):
         saved(tmp_path, 4, 8)
         path = tmp_path / "8" / "index.json"
-        path.write_text(dump(read_json(path) | {"format": "ftmesh.checkpoint/9"}))
+        path.write_text(
+            dump(load(path.read_bytes(), path.name) | {"format": "ftmesh.checkpoint/9"})
+        )
         with pytest.raises(CheckpointError, match=r"8 is of format 'ftmesh\.checkpoint/9', and"):
             restored(tmp_path)
 

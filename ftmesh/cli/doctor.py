@@ -1,0 +1,157 @@
+"""``ftmesh doctor``: look at the chips and links of this machine, or of all hosts of a pod."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import json
+import os
+import sys
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from ftmesh.cli.arguments import show_progress
+from ftmesh.draw import Panel, draw_text
+from ftmesh.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ftmesh.cluster.cluster import Cluster
+    from ftmesh.cluster.findings import Findings
+    from ftmesh.mesh.topology import Topology
+
+_WIDEST = 32  # chips of a row that is drawn
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="look for chips and links that are wrong, silent or slow",
+        description="Have every live chip compute what is known, and every link carry a pattern "
+        "there and back, and say which of them are wrong, silent or slow. The last line is what to "
+        "leave out, as --failed takes it.",
+        epilog="examples: ftmesh doctor; ftmesh doctor --emulate --mesh 4x4; ftmesh launch --hosts "
+        "2 --devices-per-host 8 --mesh 4x4 -- ftmesh doctor. Exit status: 0, all is well; 1, "
+        "something was found; 2, bad arguments. FTMESH_SICK='wrong@1,2;link-slow@0,0-1,0' plants "
+        "what is to be found: wrong, slow or silent, chips or links.",
+    )
+    parser.add_argument("--mesh", metavar="SHAPE", help="shape, x first (that of the devices)")
+    parser.add_argument(
+        "--failed",
+        metavar="BLOCKS",
+        help="chips to leave alone: '4x2@6,14' (default: the environment variable FTMESH_FAILED)",
+    )
+    parser.add_argument(
+        "--emulate", action="store_true", help="look at CPU devices in place of chips; takes --mesh"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="what takes longer to answer is silent (60)",
+    )
+    parser.add_argument(
+        "--slow",
+        type=float,
+        default=3.0,
+        metavar="FACTOR",
+        help="what takes so many times as long as the median of its peers is slow (3)",
+    )
+    parser.add_argument(
+        "--one-by-one",
+        action="store_true",
+        help="try each link by itself, however many there are: takes longer, and names a silent "
+        "one (default: where a process has 128 or fewer)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    group = parser.add_argument_group(
+        "several processes",
+        "one for each host; nothing need be given on Cloud TPU, Slurm and GKE, nor under 'ftmesh "
+        "launch'",
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is to be found")
+    group.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
+    group.add_argument("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look, print what was found, and say whether all is well."""
+    if not args.limit > 0 or not args.slow > 1:
+        raise ArgumentError("--limit takes more than 0 seconds, and --slow a factor of more than 1")
+    if args.emulate and args.mesh is None:
+        raise ArgumentError("--emulate needs --mesh, to know what to emulate")
+    with _joined(args) as cluster:
+        topology = _topology(args, cluster)
+        cluster = cluster.on(topology)
+        if not cluster.takes_part:
+            return 0  # when the others are done
+        findings = _examined(args, topology, cluster)
+        if cluster.speaks:
+            _print(findings, as_json=args.json)
+    if any(one.kind == "silent" for one in findings.found):
+        atexit.register(_leave, 1)  # JAX would wait for it
+    return 0 if findings.is_well else 1
+
+
+def _joined(args: argparse.Namespace) -> AbstractContextManager[Cluster]:
+    from ftmesh.cluster.cluster import LIMIT, Cluster
+    from ftmesh.cluster.joining import join
+
+    given = (args.coordinator, args.num_processes, args.process_id)
+    if args.emulate:
+        if any(one is not None for one in given):
+            raise ArgumentError("--emulate is for one process: leave it out of several")
+        return Cluster()
+    return join(*given, limit=max(LIMIT, args.limit), name="ftmesh doctor")
+
+
+def _topology(args: argparse.Namespace, cluster: Cluster) -> Topology:
+    import jax
+
+    from ftmesh.cluster.agreed import agree_on_code, agree_on_mesh
+    from ftmesh.mesh.topology import Topology
+    from ftmesh.testing import cpu_grid
+
+    if args.emulate:
+        return cpu_grid(args.mesh, failed=args.failed)
+    topology = Topology.from_devices(jax.devices(), shape=args.mesh, failed=args.failed)
+    agree_on_code(cluster)
+    cluster.agree({"--limit": args.limit, "--slow": args.slow, "--one-by-one": args.one_by_one})
+    agree_on_mesh(cluster, topology)
+    return topology
+
+
+def _examined(args: argparse.Namespace, topology: Topology, cluster: Cluster) -> Findings:
+    from dataclasses import replace
+
+    from ftmesh.cluster.doctor import examine
+    from ftmesh.cluster.probes import Probes
+    from ftmesh.cluster.sick import Sick
+    from ftmesh.mesh.devices import platform_of
+
+    sick = Sick.from_environment(topology)
+    probes = Probes.of(platform_of(topology.devices[0]), sick)
+    if args.one_by_one:
+        probes = replace(probes, one_by_one=sys.maxsize)
+    options: dict[str, Any] = {"progress": show_progress} if cluster.speaks else {}
+    return examine(
+        topology, cluster=cluster, limit=args.limit, slow=args.slow, probes=probes, **options
+    )
+
+
+def _print(findings: Findings, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(findings.to_json(), indent=2), flush=True)
+        return
+    shape = findings.topology.shape
+    if len(shape) <= 2 and shape[0] <= _WIDEST:
+        print(draw_text(Panel(findings.picture, str(findings.topology))))
+    print(findings, flush=True)
+
+
+def _leave(status: int) -> None:
+    """End without JAX's own ending."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)

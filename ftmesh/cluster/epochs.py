@@ -1,0 +1,32 @@
+"""Epochs: what a process does is begun anew when who takes part has changed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+from ftmesh.cluster.cluster import Cluster
+from ftmesh.cluster.line import EpochOver
+
+T = TypeVar("T")
+
+
+def through_epochs(cluster: Cluster, body: Callable[[Cluster], T]) -> T:
+    """What `body` gives, of the cluster as it is; done again, with who is left, in every epoch.
+
+    A collective that fails is told to the steward, which finds out whose fault that is.
+    """
+    while True:
+        try:
+            return body(cluster)
+        except EpochOver:
+            pass
+        except jax.errors.JaxRuntimeError as error:
+            if cluster.line is None:
+                raise
+            with contextlib.suppress(EpochOver):
+                cluster.line.failed(error)
+        cluster = cluster.in_next_epoch()

@@ -1,0 +1,81 @@
+"""Equal: whether what must be the same on every chip is, and which chips differ.
+
+    check_equal(state.params, topology, cluster=cluster)  # () where all is well
+
+Four bytes leave each device: a digest of its own copy, made there.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ftmesh.cluster.cluster import ALONE, Cluster
+from ftmesh.cluster.digests import digest_of_tree
+from ftmesh.cluster.findings import minority
+from ftmesh.errors import ArgumentError, TopologyError
+from ftmesh.mesh.notation import Coord
+from ftmesh.mesh.topology import Topology
+
+
+def check_equal(
+    tree: Any, topology: Topology, *, cluster: Cluster = ALONE, limit: float | None = None
+) -> tuple[Coord, ...]:
+    """The live chips whose copy of `tree` is not, bit for bit, that of most; all, if none is.
+
+    Its arrays are replicated over a mesh that `topology` has given. The same comes back in every
+    process. All of them take part, each when it comes to this, within `limit` seconds.
+    """
+    arrays = jax.tree.leaves(tree)
+    if not topology.devices:
+        raise TopologyError(f"{topology} has no devices: all of its ranks have one copy")
+    if not arrays:
+        return ()
+    digests = _program(_mesh_of(arrays))(arrays)
+    cluster = cluster.on(topology)
+    coords = topology.wires.coords
+    each = topology.wires.devices_per_chip
+    index_of = {device: index for index, device in enumerate(topology.devices)}
+    own = {
+        index_of[shard.device]: int(np.asarray(shard.data)[0])
+        for shard in digests.addressable_shards
+        if shard.device in index_of  # idle devices may have anything
+    }
+    told = cluster.gather([*own.items()], "digests of what is equal", limit=limit)
+    found = minority({index: value for rows in told.values() for index, value in rows})
+    return tuple(dict.fromkeys(coords[index // each] for index in sorted(found)))
+
+
+def _mesh_of(arrays: list[Any]) -> Mesh:
+    """The mesh that all of the arrays are replicated over."""
+    for array in arrays:
+        sharding = getattr(array, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not sharding.is_fully_replicated:
+            raise ArgumentError(
+                f"an array of shape {np.shape(array)} lies as {sharding}: only what is replicated "
+                "over a mesh, as NamedSharding(mesh, PartitionSpec()), can be the same everywhere"
+            )
+    meshes = {array.sharding.mesh for array in arrays}
+    if len(meshes) > 1:
+        raise ArgumentError("the arrays lie on different meshes: check those of one at a time")
+    mesh: Mesh = meshes.pop()
+    return mesh
+
+
+@lru_cache(maxsize=16)
+def _program(mesh: Mesh) -> Any:
+    """The digest of every device's own copy, side by side."""
+    names = PartitionSpec(mesh.axis_names)
+    return jax.jit(
+        jax.shard_map(
+            lambda arrays: digest_of_tree(arrays)[None],
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=names,
+            check_vma=False,
+        )
+    )

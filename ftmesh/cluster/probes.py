@@ -1,0 +1,176 @@
+"""Probes: what chips and links are asked, as programs.
+
+A chip computes what is known: chains of products of matrices in the dtypes of training, and whole
+numbers in a few MB of memory, of which a digest comes back. A link carries a pattern there and
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from numpy.typing import NDArray
+
+from ftmesh.cluster.digests import digest, digest_of_words
+from ftmesh.cluster.sick import WELL, Sick
+
+DTYPES = (jnp.float32, jnp.bfloat16)
+_AXIS = "chips"
+
+
+@dataclass(frozen=True)
+class Probes:
+    """How much is asked, how often, and, of those who try the doctor, what is `sick`.
+
+    The sizes are for emulated chips; `of` has those for real ones, which are quicker than their
+    hosts: there a program must take so long that what the host adds does not count.
+    """
+
+    side: int = 128  # of the matrices
+    chain: int = 4  # products, one after another
+    words: int = 1 << 19  # of memory, 4 bytes each
+    pattern: int = 1 << 14  # words that a link carries
+    trips: int = 1  # there and back
+    repeats: int = 5
+    floor: float = 0.05  # seconds: what is less behind its peers is not slow
+    one_by_one: int = 128  # links of a process that are tried each by itself
+    sick: Sick = WELL
+
+    @staticmethod
+    def of(platform: str, sick: Sick = WELL) -> Probes:
+        """The probes for devices of a platform."""
+        if platform == "cpu":
+            return Probes(sick=sick)
+        return Probes(2048, 256, 1 << 24, 1 << 20, 64, floor=0.005, sick=sick)
+
+    def among(self, places: Iterable[int]) -> Probes:
+        """The same for a program of some chips, without a trace of what is sick elsewhere."""
+        return replace(self, sick=self.sick.among(places))
+
+    # In the program of a device -----------------------------------------------------------------
+
+    def work(self, place: Any) -> jax.Array:
+        """Digests of what is computed: a float chain of each of `DTYPES`, and whole numbers."""
+        start = (jnp.arange(self.side**2, dtype=jnp.uint32) * np.uint32(2654435761)) >> 24
+        first = (start.astype(jnp.float32) / 256 - 0.5).reshape(self.side, self.side)
+
+        def product(_: Any, x: Any) -> Any:
+            y = lax.dot(x, first.astype(x.dtype))
+            return y - jnp.round(y)  # all bits of it matter to the next
+
+        chains = [lax.fori_loop(0, self.chain, product, first.astype(d)) for d in DTYPES]
+        words = jnp.arange(self.words, dtype=jnp.uint32)
+        words = lax.fori_loop(0, self.chain, lambda _, words: _stirred(words), words)
+        digests = jnp.stack([digest(self.sick.computed(x, place)) for x in (*chains, words)])
+        return self.sick.delayed(digests, place)
+
+    def whole_numbers(self) -> int:
+        """The last of those digests, as NumPy computes it."""
+        words = np.arange(self.words, dtype=np.uint32)
+        for _ in range(self.chain):
+            words = _stirred(words)
+        return int(digest_of_words(words))
+
+    def exchange(self, x: Any, ends: Any, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+        """What came over the link for `x`, which is the other's, and what came back of `x`.
+
+        `ends` are the places of this chip and of the other, or -1; `pairs` are indices along the
+        axis.
+        """
+
+        def carry(x: Any) -> Any:
+            return self.sick.carried(lax.ppermute(x, _AXIS, [*pairs]), ends[1], ends[0])
+
+        there = carry(x)
+        back = carry(there)
+        if self.trips > 1:
+            back = lax.fori_loop(1, self.trips, lambda _, x: carry(carry(x)), back)
+        return jnp.stack([there, back])
+
+    def num_wrong(self, place: int, other: int, came: NDArray[Any]) -> tuple[int, int]:
+        """How many words came wrong from the other, and how many of one's own came back wrong."""
+        there, back = came
+        return (
+            int(np.count_nonzero(there != self.words_of(other))),
+            int(np.count_nonzero(back != self.words_of(place))),
+        )
+
+    def words_of(self, place: int) -> NDArray[np.uint32]:
+        """The pattern that a chip sends, and no other does."""
+        own = np.arange(self.pattern, dtype=np.uint32) + np.uint32((40503 * place + 1) % 2**32)
+        return own * np.uint32(2654435761)
+
+
+def _stirred(words: Any) -> Any:
+    """Words after a step of arithmetic, last first; the same in NumPy and in JAX."""
+    return ((words * np.uint32(1664525) + np.uint32(1013904223)) ^ (words >> np.uint32(13)))[::-1]
+
+
+# Programs ---------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def answer_program(probes: Probes, device: Any, place: int) -> Callable[[], float]:
+    """Has one device square a number; whatever becomes of it holds up no other."""
+    here = SingleDeviceSharding(device)
+    run = jax.jit(lambda x: probes.sick.answer(x * x, place))
+    compiled = run.lower(jax.ShapeDtypeStruct((), np.float32, sharding=here)).compile()
+    return lambda: float(compiled(jax.device_put(np.float32(3), here)))
+
+
+@lru_cache(maxsize=64)
+def work_program(
+    probes: Probes, devices: tuple[Any, ...], places: tuple[int, ...]
+) -> Callable[[], jax.Array]:
+    """Has each device compute `Probes.work`; none waits for another."""
+    return _on(devices, probes.work, np.array(places, np.int32))
+
+
+@lru_cache(maxsize=4096)
+def link_program(
+    probes: Probes,
+    devices: tuple[Any, ...],
+    places: tuple[int, ...],
+    pairs: tuple[tuple[int, int], ...],
+) -> Callable[[], jax.Array]:
+    """Has pairs of `devices`, by their indices there, do `Probes.exchange` all at once."""
+    both = [*pairs, *((b, a) for a, b in pairs)]
+    ends = np.array([[place, -1] for place in places], np.int32)
+    for a, b in both:
+        ends[a, 1] = places[b]
+    sent = np.stack([probes.words_of(place) for place in places])
+    return _on(devices, lambda x, ends: probes.exchange(x, ends, both), sent, ends)
+
+
+def _on(
+    devices: Sequence[Any], each: Callable[..., jax.Array], *host: NDArray[Any]
+) -> Callable[[], jax.Array]:
+    """The program in which every device does `each` with its row of what the host has.
+
+    It is compiled now, and rows are placed when it is first run: only that can take for ever.
+    """
+    mesh = Mesh(np.array(devices), (_AXIS,))
+    split = NamedSharding(mesh, PartitionSpec(_AXIS))
+
+    def own(*rows: Any) -> jax.Array:
+        return each(*(row[0] for row in rows))[None]
+
+    mapped = jax.shard_map(
+        own, mesh=mesh, in_specs=split.spec, out_specs=split.spec, check_vma=False
+    )
+    types = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for x in host)
+    compiled = jax.jit(mapped).lower(*types).compile()
+
+    @cache
+    def placed() -> list[jax.Array]:
+        return [jax.make_array_from_callback(x.shape, split, x.__getitem__) for x in host]
+
+    return lambda: compiled(*placed())

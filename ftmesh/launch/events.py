@@ -1,0 +1,109 @@
+"""Events: what became of a run, a line for each, and what failures have cost in the end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class Events:
+    """Tells `say` a line for each event and appends it to `path` as JSON, if there is one."""
+
+    def __init__(self, say: Callable[[str], None], path: Path | None = None) -> None:
+        self._say_line = say
+        self._file: TextIO | None = None if path is None else path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
+        self.failures = 0
+        self.seconds_lost = 0.0
+        self.steps = 0
+
+    def say(self, event: str, **facts: Any) -> None:
+        """An event has come."""
+        with self._lock:
+            if event == "failed":
+                self.failures += 1
+            elif event == "goes on":
+                self.seconds_lost += facts["seconds"]
+            if self._file is not None:
+                line = {"time": round(time.time(), 3), "event": event, **facts}
+                print(json.dumps(line), file=self._file, flush=True)
+            text = in_words(event, facts)
+            if text:
+                self._say_line(text)
+
+    def done(self, status: int, steps: int) -> None:
+        """The run is over."""
+        seconds = time.monotonic() - self._started
+        goodput = max(0.0, 1 - self.seconds_lost / seconds) if seconds else 1.0
+        self.say(
+            "done",
+            status=status,
+            steps=steps,
+            failures=self.failures,
+            seconds=round(seconds, 3),
+            seconds_lost=round(self.seconds_lost, 3),
+            goodput=round(goodput, 4),
+        )
+
+    def close(self) -> None:
+        """No more of them."""
+        if self._file is not None:
+            self._file.close()
+
+
+def in_words(event: str, facts: dict[str, Any]) -> str:
+    """An event as a person reads it; empty where there is nothing to say.
+
+    >>> in_words("restart", {"why": "host 2 is lost", "seconds": 1.0, "hosts": [0, 1, 3]})
+    'restarts with hosts 0, 1, 3 in 1 s: host 2 is lost'
+    """
+    if event == "failed":
+        return (
+            f"host {facts['host']} is lost (process {facts['process']}, chips {facts['chips']}): "
+            f"it {facts['how']}"
+        )
+    if event == "epoch" and facts["epoch"] > 1:
+        how = "in place" if facts["in_place"] else "in new processes"
+        less = f" less {facts['failed']}" if facts["failed"] else ""
+        return (
+            f"epoch {facts['epoch']}: goes on {how} with {facts['live']} chips{less}, from step "
+            f"{facts['from_step']} by {_SOURCES[facts['source']]}; {_steps(facts['repeated'])} to "
+            "repeat"
+        )
+    if event == "goes on":
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {took:.1f}" for name, took in facts["parts"].items()
+        )
+        return f"step {facts['step']} is committed {facts['seconds']:.1f} s after that ({parts})"
+    if event == "restart":
+        hosts = ", ".join(map(str, facts["hosts"]))
+        return f"restarts with hosts {hosts} in {facts['seconds']:g} s: {facts['why']}"
+    if event == "masked":
+        return f"chips {facts['chips']} are left out from now on: {facts['why']}"
+    if event == "struck out":
+        return f"host {facts['host']} has failed {facts['times']} times, and stays out"
+    if event == "gives up":
+        return f"gives up: {facts['why']}"
+    if event == "done" and facts["failures"]:
+        return (
+            f"{facts['steps']} steps, {facts['failures']} failures, {facts['seconds_lost']:.1f} of "
+            f"{facts['seconds']:.1f} s lost to them: goodput {facts['goodput']:.1%}"
+        )
+    return ""
+
+
+_SOURCES = {
+    "devices": "what the devices hold",
+    "host memory": "copies in the memory of hosts",
+    "checkpoint": "a checkpoint",
+    "start": "the beginning",
+}
+
+
+def _steps(number: int) -> str:
+    return f"{number or 'no'} step{'s' * (number != 1)}"

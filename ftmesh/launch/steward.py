@@ -1,0 +1,426 @@
+"""The steward: decides who takes part, commits steps, and notices who is gone or stuck.
+
+Every process has a line to it, on which it says what it is doing. A step is committed when all who
+take part have its results; then all are told. When one of them is lost there is a new epoch: the
+others are told who is left and which step was the last to be committed, and go on from there in
+place; where they cannot, the verdict is a restart. One decides for all, so that no two processes
+ever believe different things. It is a place for notes, too, by which processes agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftmesh.launch.channel import Channel, ChannelClosed
+from ftmesh.launch.notes import Notes
+from ftmesh.launch.watch import WAITING, Deadlines, Seen
+
+CLOSED = 0.5  # seconds between the end of a line and being taken for lost, unless it is seen to end
+REFUSED = 2  # the status of a process that was told nonsense: to try again would not help
+
+
+@dataclass
+class Member:
+    """A process that takes part."""
+
+    process: int
+    host: int
+    chips: str  # in words
+    channel: Channel | None = None
+    pid: int | None = None
+    phase: str = "start"
+    step: int = 0
+    since: float = field(default_factory=time.monotonic)
+    closed_at: float | None = None
+    error: str = ""
+    has_left: bool = False
+    is_idle: bool = False  # has no chip to train on
+    stacks_at: float | None = None
+
+    def seen(self, now: float) -> Seen:
+        """What it was last seen doing."""
+        return Seen(self.phase, now - self.since)
+
+    def tell(self, message: dict[str, Any], data: bytes = b"") -> None:
+        """Send it a message; one that is gone will be noticed elsewhere."""
+        if self.channel is not None:
+            with contextlib.suppress(OSError):
+                self.channel.send(message, data)
+
+    def __str__(self) -> str:
+        return f"host {self.host} (process {self.process}, chips {self.chips})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to become of all processes: a "restart", or the "end", well or not."""
+
+    what: str
+    why: str
+    is_well: bool = False  # all processes leave by themselves
+
+
+Say = Callable[..., None]
+
+
+class Steward:
+    """Of the processes of one start. `say` is given events; `stop` kills a process.
+
+    With `in_place` survivors go on as they are, once all processes have joined each other.
+    """
+
+    def __init__(
+        self,
+        members: Iterable[Member],
+        *,
+        epoch: int,
+        deadlines: Deadlines,
+        say: Say,
+        stop: Callable[[int], None],
+        in_place: bool = True,
+        masked: str = "",
+        highest: int = 0,
+        failed_at: float | None = None,
+    ) -> None:
+        self.members = {member.process: member for member in members}
+        self.everyone = dict(self.members)
+        self.start = self.epoch = epoch  # processes of this start have its number
+        self.in_place = in_place
+        self.committed, self.highest = 0, highest
+        self.verdict: Verdict | None = None
+        self.masked = masked  # chips that were found to be sick, as blocks
+        self.epoch_began = time.monotonic()
+        self._say, self._stop = say, stop
+        self._deadlines = deadlines
+        self._lock = threading.RLock()
+        self._notes = Notes()
+        self._ready: dict[int, set[int]] = {}
+        self._joined: set[int] = set()
+        self._is_joined = False  # all of this start have been together
+        self._pausing, self._why_paused = False, ""
+        self.failed_at = failed_at  # what the epoch began with, until it commits a step
+        self._last_commit = 0.0
+        self._parts: dict[str, float] = {}
+        self._repeated = 0
+
+    # Lines ------------------------------------------------------------------------------------
+
+    def serve(self, channel: Channel) -> None:
+        """Hear one process out, in a thread of its own."""
+        member = None
+        try:
+            while True:
+                found = channel.receive()
+                if found is None:
+                    continue
+                message, data = found
+                with self._lock:
+                    if member is None:
+                        member = self._greet(channel, message)
+                    elif member.process in self.members or member.has_left:
+                        self._hear(member, message, data)
+        except (ChannelClosed, KeyError, TypeError, ValueError):
+            pass  # gone, or what it says makes no sense
+        finally:
+            channel.close()
+            if member is not None:
+                with self._lock:
+                    member.closed_at = time.monotonic()
+
+    def _greet(self, channel: Channel, message: dict[str, Any]) -> Member:
+        member = self.everyone[int(message["hello"])]
+        if member.channel is not None or message["start"] != self.start:
+            raise ValueError("one more, or one of an earlier start")
+        member.channel, member.pid = channel, int(message["pid"])
+        self._enter(member, "start", 0)
+        channel.send({"welcome": self.epoch})
+        return member
+
+    def _hear(self, member: Member, message: dict[str, Any], data: bytes) -> None:
+        if "failing" in message:
+            member.error = str(message["failing"])
+        elif "leave" in message:
+            self._leave(member)
+        elif int(message.get("epoch", self.epoch)) != self.epoch:
+            pass  # it has not heard of this one yet
+        elif "call" in message:
+            for who, reply, note in self._notes.asked(member.process, message, data):
+                self.everyone[who].tell(reply, note)
+        elif "at" in message:
+            self._enter(member, str(message["at"]), int(message["step"]))
+        elif "ready" in message:
+            self._enter(member, "commit", int(message["ready"]))
+            self._vote(member, int(message["ready"]))
+        elif "joined" in message:
+            self._join(member, int(message["joined"]), message)
+        elif "failed" in message:
+            member.error = str(message["failed"])
+            self._enter(member, "failed", member.step)
+        elif "mask" in message:
+            self._mask(member, str(message["mask"]), str(message["why"]))
+        elif "restart" in message:
+            self._over("restart", f"{member}: {message['restart']}")
+        elif "idle" in message:
+            member.is_idle = True
+            self._enter(member, "commit", 0)
+        elif "say" in message:
+            self._say(str(message["say"]), epoch=self.epoch, **message["facts"])
+
+    def _enter(self, member: Member, phase: str, step: int) -> None:
+        others = [each.phase for each in self.members.values() if each is not member]
+        for before, part in (("over", "noticed"), ("start", "started")):
+            if member.phase == before != phase and before not in others and self.failed_at:
+                self._parts[part] = time.monotonic() - self.failed_at
+        member.phase, member.step, member.since = phase, step, time.monotonic()
+        member.stacks_at = None
+
+    # Steps ------------------------------------------------------------------------------------
+
+    def _vote(self, member: Member, step: int) -> None:
+        """A process has the results of a step; with the last of them it is committed."""
+        votes = self._ready.setdefault(step, set())
+        votes.add(member.process)
+        if votes < self._working:
+            return
+        now = time.monotonic()
+        self._ready.clear()
+        self.committed = step
+        self.highest = max(self.highest, step)
+        then = "leave" if self._pausing else "go on"
+        for each in self.members.values():
+            each.tell({"commit": step, "then": then})
+        if self.failed_at is not None:
+            self._goes_on(step, now)
+        elif self._last_commit:
+            self._deadlines.took(now - self._last_commit)
+        self._last_commit = now
+
+    def _goes_on(self, step: int, now: float) -> None:
+        assert self.failed_at is not None
+        known = sum(self._parts.values())
+        seconds = now - self.failed_at
+        self._say(
+            "goes on",
+            epoch=self.epoch,
+            step=step,
+            seconds=round(seconds, 3),
+            repeated=self._repeated,
+            parts={
+                **{name: round(took, 3) for name, took in self._parts.items()},
+                "first_step": round(max(seconds - known, 0), 3),
+            },
+        )
+        self.failed_at = None
+        self._parts = {}
+
+    def _join(self, member: Member, step: int, told: dict[str, Any]) -> None:
+        """A process is ready for the first step of an epoch, from the state after `step`."""
+        self._joined.add(member.process)
+        for name, took in told.get("parts", {}).items():
+            self._parts[str(name)] = max(self._parts.get(str(name), 0.0), float(took))
+        self._enter(member, "read", step)
+        if self._joined >= self._working:
+            self._repeated = max(self.highest - step, 0)
+            self.committed, self._is_joined = step, True
+            self._say(
+                "epoch",
+                epoch=self.epoch,
+                in_place=self.epoch != self.start,
+                hosts=sorted(each.host for each in self.members.values()),
+                failed=told.get("less", ""),
+                live=told.get("live", 0),
+                from_step=step,
+                repeated=self._repeated,
+                source=told.get("source", "start"),
+            )
+
+    @property
+    def _working(self) -> set[int]:
+        """Those who have chips to train on."""
+        return {number for number, each in self.members.items() if not each.is_idle}
+
+    # Who is there -----------------------------------------------------------------------------
+
+    def ended(self, process: int, how: str, status: int) -> None:
+        """A process has ended."""
+        with self._lock:
+            member = self.everyone[process]
+            if member.has_left or process not in self.members:
+                return
+            if member.error:
+                how = f"{how}: {member.error}"
+            if status == 0:
+                self._leave(member)  # without a word: it may know nothing of a steward
+                return
+            if status == REFUSED and self.committed == 0 and self.start == 1:
+                self._over("end", f"{member} {how}")
+            self._lose({process: how})
+
+    def service_ended(self, how: str) -> None:
+        """JAX's coordination service has: no process outlives that."""
+        with self._lock:
+            self._over("restart", f"JAX's coordination service {how}")
+
+    def tick(self) -> None:
+        """Look for those who are gone or stuck; to be called a few times a second."""
+        with self._lock:
+            if self.verdict is not None:
+                return
+            now = time.monotonic()
+            gone = {
+                each.process: "has closed its line"
+                for each in self.members.values()
+                if each.closed_at is not None
+                and not each.has_left
+                and now - each.closed_at > CLOSED
+            }
+            if gone:
+                self._lose(gone)
+                return
+            for each in self.everyone.values():
+                if each.has_left and each.phase == "leave" and each.seen(now).seconds > 60:
+                    self._stop(each.process)  # it is done, and hangs where it should end
+            working = {k: each for k, each in self.members.items() if not each.has_left}
+            stuck = self._deadlines.stuck({k: each.seen(now) for k, each in working.items()})
+            self._see_to(stuck, now)
+            failed = [each for each in working.values() if each.phase == "failed"]
+            if failed and all(each.phase in WAITING for each in working.values()) and not stuck:
+                longest = max(each.seen(now).seconds for each in failed)
+                if longest > CLOSED:
+                    why = f"a collective failed and all are there: {failed[0].error}"
+                    self._over("restart", why)
+
+    def _see_to(self, stuck: set[int], now: float) -> None:
+        """First the stacks, then the end; nobody can tell who it is where all are stuck."""
+        for process in stuck:
+            member = self.members[process]
+            if member.stacks_at is None:
+                member.stacks_at = now
+                _write_stacks(member)
+        due = {
+            process: f"is stuck: alive, and {self._seconds(process, now):.0f} s in phase "
+            f"{self.members[process].phase!r} of step {self.members[process].step}"
+            for process in stuck
+            if now - (self.members[process].stacks_at or now) > CLOSED
+        }
+        if not due:
+            return
+        if len(due) == len(self.members) and len(due) > 1:
+            self._over("restart", "all processes are stuck, and nobody can tell who began")
+            return
+        self._lose(due)
+
+    def _seconds(self, process: int, now: float) -> float:
+        return self.members[process].seen(now).seconds
+
+    def _lose(self, lost: dict[int, str]) -> None:
+        """Some are lost: a new epoch without them, in place or not."""
+        if self.verdict is not None:
+            return
+        if any(each.has_left for each in self.members.values()) and not self._pausing:
+            for process in lost:  # all is done; nothing depends on it any more
+                self._stop(process)
+                self._leave(self.members[process])
+            return
+        hosts = []
+        now = time.monotonic()
+        signs = min(self.members[process].since for process in lost)
+        for process, how in lost.items():
+            member = self.members.pop(process)
+            hosts.append(member.host)
+            self._say(
+                "failed",
+                epoch=self.epoch,
+                host=member.host,
+                process=process,
+                chips=member.chips,
+                how=how,
+                step=member.step,
+                phase=member.phase,
+            )
+            self._stop(process)
+        if not self.members:
+            self._over("restart", "no process is left")
+        elif not (self.in_place and self._is_joined):
+            early = "" if self.in_place else ", and it is not to go on in place"
+            self._over("restart", f"host {hosts[0]} is lost{early}")
+        else:
+            why = "; ".join(f"process {p} {how}" for p, how in lost.items())
+            stuck = any(how.startswith("is stuck") for how in lost.values())
+            self._next_epoch(why, noticed=now - signs if stuck else 0.0)
+
+    def _mask(self, member: Member, blocks: str, why: str) -> None:
+        """Chips are sick: the same processes go on without them."""
+        if blocks in self.masked.split(";"):
+            return
+        self.masked = ";".join(filter(None, [self.masked, blocks]))
+        self._say("masked", epoch=self.epoch, chips=blocks, why=why, process=member.process)
+        if self.in_place and self._is_joined:
+            self._next_epoch(f"chips {blocks} are sick: {why}", noticed=0.0)
+        else:
+            self._over("restart", f"chips {blocks} are sick: {why}")
+
+    def _next_epoch(self, why: str, *, noticed: float) -> None:
+        self.epoch_began = now = time.monotonic()
+        self.epoch += 1
+        self._ready.clear()
+        self._joined.clear()
+        self._notes = Notes()
+        self.failed_at = (now if self.failed_at is None else self.failed_at) - noticed
+        self._parts = {"noticed": self._parts.get("noticed", 0.0) + noticed}
+        for each in self.members.values():
+            each.error, each.is_idle = "", False
+            if each.phase in (*WAITING, "read", "step"):
+                self._enter(each, "over", each.step)
+            each.tell(
+                {
+                    "epoch": self.epoch,
+                    "members": sorted(self.members),
+                    "masked": self.masked,
+                    "committed": self.committed,
+                    "why": why,
+                }
+            )
+
+    def _over(self, what: str, why: str) -> None:
+        if self.verdict is None:
+            self.verdict = Verdict(what, why)
+            for each in self.members.values():
+                each.tell({"over": what, "why": why})
+
+    # The end ----------------------------------------------------------------------------------
+
+    def give_up(self, why: str) -> None:
+        """End all processes."""
+        with self._lock:
+            self._over("end", why)
+
+    def pause(self, why: str) -> None:
+        """Have all processes leave at the next commit, their states kept."""
+        with self._lock:
+            self._pausing = True
+            self._why_paused = why
+
+    def _leave(self, member: Member) -> None:
+        member.has_left = True
+        self._enter(member, "leave", member.step)
+        if all(self.members[number].has_left for number in self._working):
+            for each in self.members.values():
+                each.tell({"left": True})
+            if self.verdict is None:
+                what = ("restart", self._why_paused) if self._pausing else ("end", "")
+                self.verdict = Verdict(*what, is_well=True)
+
+
+def _write_stacks(member: Member) -> None:
+    """Have a process write where its threads are: a handler of its own does, without Python."""
+    if member.pid is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(member.pid, signal.SIGUSR1)

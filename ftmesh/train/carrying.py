@@ -1,0 +1,142 @@
+"""Carrying: the last state that counts, from the devices of one epoch to those of the next.
+
+Parameters are whole at every device, so a process has them as long as it has a device. Statistics
+are a device's own. An optimizer's state may be shared out: then every process gives the keeper of
+its host what its devices own, and what they have copied from those that are lost, and takes from
+all keepers what its devices are to own from now on.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ftmesh.cluster.cluster import Cluster
+from ftmesh.errors import ClusterError, DamagedCheckpointError
+from ftmesh.launch.keepers import Keepers
+from ftmesh.mesh.devices import process_of
+from ftmesh.saved.parts import part_of
+from ftmesh.saved.reading import Saved
+from ftmesh.saved.restoring import restored
+from ftmesh.saved.snapshot import Copier, Copies
+from ftmesh.train.parallel import SPLIT, Parallel
+from ftmesh.train.trainer import State, Trainer
+
+LIMIT = 30.0  # seconds for all to give their part
+INTERVAL = 0.05
+
+
+def carried(held: Any, trainer: Trainer, keepers: Keepers) -> State | None:
+    """The state that was `held`, on the devices of another trainer; None where some of it is lost.
+
+    All processes come to the same answer.
+    """
+    before, now = held.trainer.parallel, trainer.parallel
+    had = {process_of(device) for device in before.live_devices}
+    have = {process_of(device) for device in now.live_devices or ()}
+    if not have <= had or not _is_all_here(held.trainer, _here(now.cluster)):
+        return None
+
+    def local(tree: Any) -> Any:
+        return now.put(jax.tree.map(lambda leaf: np.asarray(before.local(leaf)), tree))
+
+    params, stats = local(held.state.params), _rows(held.state.stats, before, now)
+    if held.trainer.layouts or trainer.layouts:
+        give_shards(held, now.cluster, keepers)
+        optimizer = _taken(trainer, keepers)
+    else:
+        optimizer = local(held.state.optimizer)
+    return State(params, stats, optimizer, trainer.copies(optimizer))
+
+
+def _is_all_here(trainer: Trainer, here: set[int]) -> bool:
+    """Whether the processes that are left have all of an optimizer's state between them."""
+    devices = trainer.parallel.live_devices or ()
+    hosts = [process_of(device) for device in devices]
+    if not trainer.layouts or here >= set(hosts):
+        return True
+    partners = trainer.parallel.partners
+    return partners is not None and all(
+        host in here or hosts[partners[rank]] in here for rank, host in enumerate(hosts)
+    )
+
+
+def give_shards(held: Any, cluster: Cluster, keepers: Keepers) -> None:
+    """Give the keepers what the devices of this process have of an optimizer's state.
+
+    Of the lost, too: what is copied from them. One that is to stand by gives its part all the same.
+    """
+    before, here = held.trainer.parallel, _here(cluster)
+    if not _is_all_here(held.trainer, here):
+        return
+    copies = None
+    if before.partners is not None and held.trainer.layouts:
+        copies = Copies(held.state.copies, before.partners)
+    copier = Copier(
+        cluster.process,
+        devices=[device for device in before.live_devices if process_of(device) in here],
+        layouts=held.trainer.layouts,
+        copies=copies,
+    )
+    snapshot = copier.snapshot(held.step, State((), (), held.state.optimizer))
+    if cluster.process in snapshot.index.processes:
+        part = part_of(snapshot.index, cluster.process, snapshot.pieces)
+        keepers.give({_prefix(cluster) + name: b"".join(content) for name, content in part}, 1)
+
+
+def _taken(trainer: Trainer, keepers: Keepers) -> Any:
+    """An optimizer's state, in new shares, from what all have given."""
+    cluster = trainer.parallel.cluster
+    prefix = _prefix(cluster)
+    until = time.monotonic() + LIMIT
+    while True:
+        holders = keepers.holders(prefix)
+        names = sorted(holders)
+        blobs = zip(names, keepers.get(names, holders), strict=True)
+        try:
+            saved = Saved({name.removeprefix(prefix): blob for name, blob in blobs if blob})
+            saved.check()
+            break
+        except DamagedCheckpointError as error:  # not all have given their part yet
+            if time.monotonic() > until:
+                raise ClusterError(f"not all shards of the lost were given: {error}") from error
+            if cluster.line is not None:
+                cluster.line.check()
+            time.sleep(INTERVAL)
+    like = trainer.saved._replace(params=(), stats=())
+    found = restored(saved, like, trainer.layouts)
+    cluster.barrier("what they are to hold")
+    if cluster.speaks:
+        keepers.drop(prefix)
+    return found.optimizer
+
+
+def _here(cluster: Cluster) -> set[int]:
+    """The processes that are left, also those that will stand by."""
+    return set(cluster.members) if cluster.line is None else set(cluster.line.news.members)
+
+
+def _prefix(cluster: Cluster) -> str:
+    return f"carried/{cluster.epoch}/"
+
+
+def _rows(stats: Any, before: Parallel, now: Parallel) -> Any:
+    """Each device keeps its own row; one that had none gets that of another of its process."""
+    assert now.mesh is not None
+    sharding = NamedSharding(now.mesh, SPLIT)
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        own = {shard.device: shard.data for shard in leaf.addressable_shards}
+        any_one = next(iter(own.values()))
+        shape = (now.num_ranks, *leaf.shape[1:])
+        rows = [
+            jax.device_put(np.asarray(own.get(device, any_one)), device)
+            for device in sharding.addressable_devices_indices_map(shape)
+        ]
+        return jax.make_array_from_single_device_arrays(shape, sharding, rows)
+
+    return jax.tree.map(moved, stats)

@@ -1,0 +1,124 @@
+"""Transactions: a step counts when all processes have its results.
+
+Until then the state before it is kept. Where the step takes over the memory of that state, only
+those steps count whose state has been copied to the memory of hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ftmesh.cluster.line import Paused
+from ftmesh.errors import ArgumentError
+from ftmesh.mesh.notation import format_failed
+from ftmesh.testing import faults
+from ftmesh.train.checkpoints import Checkpoints
+from ftmesh.train.memory import Memory
+from ftmesh.train.suspicion import Suspicion
+from ftmesh.train.trainer import State, Trainer
+
+
+@dataclass(frozen=True)
+class Held:
+    """The last state that counts, on the devices of a trainer, from one epoch to the next."""
+
+    step: int
+    state: State
+    trainer: Trainer
+
+
+class Transactions:
+    """The steps of an epoch. Every `copy_every` of them the state is copied to host memory.
+
+    They count one by one; with `check_every`, when parameters have been compared. `is_saved` tells
+    after which steps there will be a checkpoint.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        memory: Memory | None,
+        checkpoints: Checkpoints | None,
+        *,
+        copy_every: int = 0,
+        check_every: int = 0,
+        is_saved: Callable[[int], bool],
+    ) -> None:
+        self._trainer, self._line = trainer, trainer.parallel.cluster.line
+        self._memory, self._checkpoints = memory, checkpoints
+        self._copy_every, self._check_every = copy_every, check_every
+        self._is_saved = is_saved
+        self._suspicion = Suspicion(trainer)
+        self._keeps = trainer.parallel.keeps_state
+        if self._line is not None and not self._keeps and not (memory and copy_every):
+            raise ArgumentError(
+                "a step that takes over the memory of the state before it cannot be repeated: "
+                "give --copy-every, to have a state in host memory to go back to"
+            )
+
+    def begin(self, done: int, state: State, source: str) -> None:
+        """The state after step `done` is here, from `source`."""
+        if self._line is None:
+            return
+        self._hold(done, state)
+        topology = self._trainer.parallel.ranks.topology
+        self._line.joined(
+            done,
+            source=source,
+            live=topology.num_live,
+            less=format_failed(topology.failed) if topology.failed else "",
+        )
+
+    def commit(self, step: int, state: State, loss: Any) -> None:
+        """Have a step count, once its results are here and everywhere; before, nothing is lost."""
+        copies = bool(self._copy_every) and step % self._copy_every == 0
+        checks = bool(self._check_every) and (
+            copies or step % self._check_every == 0 or self._is_saved(step)
+        )
+        if self._line is None:
+            if checks:
+                self._suspicion.compare(step, state)
+            return
+        if not (checks or copies or self._is_saved(step)) and (
+            self._check_every or not self._keeps
+        ):
+            return
+        jax.block_until_ready((state, loss))
+        self._suspicion.look_at(step, loss)
+        if checks:
+            self._suspicion.compare(step, state)
+        if not self._keeps:
+            self._copy(step, state)
+        faults.reach("commit", step)
+        word = self._line.commit(step)
+        self._hold(step, state)
+        if word == "leave":
+            self._put_down(step, state)
+            raise Paused(step)
+        if self._keeps and copies:
+            self._copy(step, state, wait=False)
+
+    def _hold(self, step: int, state: State) -> None:
+        assert self._line is not None
+        self._line.held = Held(step, state, self._trainer) if self._keeps else None
+
+    def _copy(self, step: int, state: State, *, wait: bool = True) -> None:
+        assert self._line is not None
+        assert self._memory is not None
+        self._line.at("save", step)
+        self._trainer.save(self._memory, step, state)
+        if wait:
+            self._memory.finish()
+
+    def _put_down(self, step: int, state: State) -> None:
+        """Leave a state for those who come next."""
+        assert self._line is not None
+        store = self._memory or self._checkpoints
+        if store is not None and store.latest_step != step:
+            self._line.at("save", step)
+            self._trainer.save(store, step, state)
+            store.finish()
