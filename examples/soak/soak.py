@@ -55,7 +55,11 @@ class Soak:
     def __init__(self, args: argparse.Namespace, folder: Path, console: Console) -> None:
         self.args, self.folder, self.console = args, folder, console
         self.given = parse(args.faults or "", hosts=args.hosts, steps=args.steps - 1)
+<<<<<<< HEAD
         self.how = ("--restart",) if args.how == "restart" else ()
+=======
+        self.how = ("--restart",) if args.restart else ()
+>>>>>>> faults
         self.wrong: list[str] = []
         self.recoveries: list[Recovery] = []
         self.goodputs: list[float] = []
@@ -211,11 +215,14 @@ examples: scripts/soak --minutes 10 --seed 1
         help="one run of so many minutes, with a fault each time so many seconds are over",
     )
     how = parser.add_mutually_exclusive_group()
-    for name, text in (
-        ("in-place", "survivors go on in the same processes, where they can"),
-        ("restart", "processes are started anew after each failure"),
-    ):
-        how.add_argument(f"--{name}", dest="how", action="store_const", const=name, help=text)
+    how.add_argument(
+        "--in-place",
+        action="store_true",
+        help="survivors go on in the same processes, where they can (so it is anyway)",
+    )
+    how.add_argument(
+        "--restart", action="store_true", help="processes are started anew after each failure"
+    )
     parser.add_argument("--out", metavar="FOLDER", help="for the files of runs (a temporary one)")
     parser.add_argument("--keep", action="store_true", help="also those of runs that are well")
     return parser

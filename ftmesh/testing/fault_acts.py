@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,9 @@ def halve(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def until_full(pieces: Iterator[Any], file: Path) -> Iterator[Any]:
+def until_full(pieces: Iterable[Any], file: Path) -> Iterator[Any]:
     """The first of what is to be written; then no space is left."""
-    yield next(pieces)
+    yield from islice(pieces, 1)
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
 
 

@@ -113,7 +113,7 @@ class Planted:
         """The pieces, or some and an error."""
         for number, fault in self._due("checkpoint", step):
             if fault.kind == "full" and self._is_first(number, fault, step):
-                return until_full(iter(pieces), file)
+                return until_full(pieces, file)
         return pieces
 
     def written(self, step: int, file: Path) -> None:
@@ -129,7 +129,7 @@ class Planted:
         seconds = time.time() - self.started
         return [
             (number, fault)
-            for number, fault in self.own.items()
+            for number, fault in list(self.own.items())  # another thread may take some away
             if fault.moment == moment
             and (step >= fault.step if fault.after is None else seconds >= fault.after)
         ]
@@ -186,6 +186,7 @@ def _first_words(text: str, hosts: int, run_dir: Path | None) -> tuple[float, st
     told = ";".join(str(fault) for fault in parse(text, hosts=hosts))
     if run_dir is None:
         return now, told
+    run_dir.mkdir(parents=True, exist_ok=True)
     file, own = run_dir / "faults.json", run_dir / f".faults-{os.getpid()}"
     own.write_text(json.dumps({"time": now, "faults": told}))
     try:

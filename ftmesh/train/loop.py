@@ -106,6 +106,8 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             check_every=args.check_every,
             is_saved=partial(_is_saved, job, args),
         )
+        if cluster.epoch > 1:
+            faults.reach("recovery")
         done, state, source = begin(trainer, job.first, memory, checkpoints, resumes=resumes)
         if done >= job.total_steps and cluster.epoch == 1:
             raise CheckpointError(

@@ -228,7 +228,8 @@ class TestRunning:
         pod = running.Pod(hosts=2, steps=60, failures=9, how=("--restart",))
         text = " ".join(pod.command(Path("/x")))
         assert "launch --hosts 2 --devices-per-host 8 --mesh 4x4 --host-shape 4x2" in text
-        assert "--failures 9 --events /x/events.jsonl --run-dir /x/run --restart -- " in text
+        assert "--failures 9 --events /x/events.jsonl --run-dir /x/run --collective-limit" in text
+        assert " --restart -- " in text
 
     @pytest.mark.slow
     def test_one_process_to_compare_with(self, tmp_path):
