@@ -22,7 +22,11 @@ MESH, DEVICES = "4x4", 16
 HOST_SHAPES = {2: "4x2", 4: "2x2", 8: "2x1"}
 QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile; all runs alike
 # Seconds to wait for what hangs: enough for this trainer on a busy machine, and no more.
-LIMITS = {"--collective-limit": 10, "--start-limit": 90, "--compile-limit": 120}
+LIMITS = {
+    "--collective-limit": 5,
+    "--limits": "start=60,plan=60,compile=60,restore=60,save=30,evaluate=30",
+    "--strikes": 10,  # faults are drawn, and hosts are not to blame for them
+}
 STACKS_SECONDS, END_SECONDS = 3.0, 30.0
 
 
@@ -40,13 +44,8 @@ class Pod:
         launch = [sys.executable, "-m", "ftmesh", "launch", "--hosts", str(self.hosts)]
         launch += ["--devices-per-host", str(DEVICES // self.hosts), "--mesh", MESH]
         launch += ["--host-shape", HOST_SHAPES[self.hosts], "--failures", str(self.failures)]
-<<<<<<< HEAD
-        launch += ["--collective-limit", "5", "--limits", "start=30,plan=30,compile=30,restore=30"]
-        launch += ["--strikes", "10", "--events", str(folder / "events.jsonl"), "--run-dir", str(folder / "run")]
-=======
         launch += ["--events", str(folder / "events.jsonl"), "--run-dir", str(folder / "run")]
         launch += [str(word) for limit in LIMITS.items() for word in limit]
->>>>>>> faults
         train = [*self._trainer(folder / "out"), "--checkpoint-dir", str(folder / "saved")]
         train += ["--checkpoint-every", str(max(10, self.steps // 100))]
         train += ["--copy-every", "5", "--check-every", "1"]

@@ -55,11 +55,7 @@ class Soak:
     def __init__(self, args: argparse.Namespace, folder: Path, console: Console) -> None:
         self.args, self.folder, self.console = args, folder, console
         self.given = parse(args.faults or "", hosts=args.hosts, steps=args.steps - 1)
-<<<<<<< HEAD
-        self.how = ("--restart",) if args.how == "restart" else ()
-=======
         self.how = ("--restart",) if args.restart else ()
->>>>>>> faults
         self.wrong: list[str] = []
         self.recoveries: list[Recovery] = []
         self.goodputs: list[float] = []
