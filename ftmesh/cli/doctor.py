@@ -107,19 +107,13 @@ def _joined(args: argparse.Namespace) -> AbstractContextManager[Cluster]:
 
 
 def _topology(args: argparse.Namespace, cluster: Cluster) -> Topology:
-    import jax
-
-    from ftmesh.cluster.agreed import agree_on_code, agree_on_mesh
-    from ftmesh.mesh.topology import Topology
+    from ftmesh.cluster.agreed import agreed_topology
     from ftmesh.testing import cpu_grid
 
     if args.emulate:
         return cpu_grid(args.mesh, failed=args.failed)
-    topology = Topology.from_devices(jax.devices(), shape=args.mesh, failed=args.failed)
-    agree_on_code(cluster)
     cluster.agree({"--limit": args.limit, "--slow": args.slow, "--one-by-one": args.one_by_one})
-    agree_on_mesh(cluster, topology)
-    return topology
+    return agreed_topology(cluster, shape=args.mesh, failed=args.failed)
 
 
 def _examined(args: argparse.Namespace, topology: Topology, cluster: Cluster) -> Findings:
