@@ -69,13 +69,18 @@ class Sick:
 
     def among(self, places: Iterable[int]) -> Sick:
         """What is sick of some chips and of the links between them."""
-        some = set(places)
+        some = frozenset(places)
+
+        def between(links: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+            return frozenset(ends for ends in links if some.issuperset(ends))
+
         return Sick(
-            *(frozenset(chips & some) for chips in (self.wrong, self.slow, self.silent)),
-            *(
-                frozenset(ends for ends in links if some.issuperset(ends))
-                for links in (self.wrong_links, self.slow_links, self.silent_links)
-            ),
+            self.wrong & some,
+            self.slow & some,
+            self.silent & some,
+            between(self.wrong_links),
+            between(self.slow_links),
+            between(self.silent_links),
         )
 
     # Inside a program ---------------------------------------------------------------------------
