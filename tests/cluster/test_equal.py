@@ -55,22 +55,20 @@ def test_several_and_a_tie(mesh):
     assert check_equal(tree(pair, lambda rank, x: x + rank), pair) == ((0, 0), (1, 0))
 
 
-def test_what_a_sick_chip_leaves_in_a_step(mesh):
-    sick = Sick.parse("wrong@2,1", mesh)
-    places = np.array([mesh.place(coord) for coord in mesh.coords], np.int32)
+@pytest.mark.parametrize(("text", "chips"), [("wrong@2,1", ((2, 1),)), ("", ())])
+def test_what_a_sick_chip_leaves_in_a_step(mesh, text, chips):
+    sick = Sick.parse(text, mesh)
 
-    def step(params, place):
-        return sick.spoil(params * 2, place[0])
+    def step(params):
+        return sick.spoil_tree({"w": params["w"] * 2, "b": params["b"]}, mesh, "data")
 
     mapped = jax.shard_map(
-        step,
-        mesh=mesh.jax_mesh("data"),
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        check_vma=False,
+        step, mesh=mesh.jax_mesh("data"), in_specs=P(), out_specs=P(), check_vma=False
     )
-    params = jax.jit(mapped)(copies(mesh, lambda rank: np.ones(100, np.float32)), places)
-    assert check_equal([params], mesh) == ((2, 1),)
+    ones = copies(mesh, lambda rank: np.ones(100, np.float32))
+    params = jax.jit(mapped)({"w": ones, "b": ones})
+    assert check_equal(params, mesh) == chips
+    assert check_equal(params["w"], mesh) == ()  # "b" comes first
 
 
 @pytest.mark.parametrize(
