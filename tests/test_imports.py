@@ -31,6 +31,7 @@ PACKAGES = [
     "tpu",
     "testing",
     "cluster",
+    "health",
     "train",
     "cli",
     "__main__",

@@ -34,7 +34,9 @@ def recoveries(run: Run) -> list[Recovery]:
         what = fault["kind"], fault["moment"]
         later = [event for event in run.events if event["time"] >= fault["time"]]
         stopped = fault["kind"] not in MILD or any(
-            event["event"] == "failed" and event["host"] == fault["process"] for event in later
+            event["event"] == "masked"
+            or (event["event"] == "failed" and event["host"] == fault["process"])
+            for event in later
         )
         went_on = [event for event in later if event["event"] == "goes on"]
         if stopped and went_on:

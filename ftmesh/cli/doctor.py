@@ -16,7 +16,7 @@ from ftmesh.errors import ArgumentError
 
 if TYPE_CHECKING:
     from ftmesh.cluster.cluster import Cluster
-    from ftmesh.cluster.findings import Findings
+    from ftmesh.health.findings import Findings
     from ftmesh.mesh.topology import Topology
 
 _WIDEST = 32  # chips of a row that is drawn
@@ -107,27 +107,21 @@ def _joined(args: argparse.Namespace) -> AbstractContextManager[Cluster]:
 
 
 def _topology(args: argparse.Namespace, cluster: Cluster) -> Topology:
-    import jax
-
-    from ftmesh.cluster.agreed import agree_on_code, agree_on_mesh
-    from ftmesh.mesh.topology import Topology
+    from ftmesh.cluster.agreed import agreed_topology
     from ftmesh.testing import cpu_grid
 
     if args.emulate:
         return cpu_grid(args.mesh, failed=args.failed)
-    topology = Topology.from_devices(jax.devices(), shape=args.mesh, failed=args.failed)
-    agree_on_code(cluster)
     cluster.agree({"--limit": args.limit, "--slow": args.slow, "--one-by-one": args.one_by_one})
-    agree_on_mesh(cluster, topology)
-    return topology
+    return agreed_topology(cluster, shape=args.mesh, failed=args.failed)
 
 
 def _examined(args: argparse.Namespace, topology: Topology, cluster: Cluster) -> Findings:
     from dataclasses import replace
 
-    from ftmesh.cluster.doctor import examine
-    from ftmesh.cluster.probes import Probes
-    from ftmesh.cluster.sick import Sick
+    from ftmesh.health.doctor import examine
+    from ftmesh.health.probes import Probes
+    from ftmesh.health.sick import Sick
     from ftmesh.mesh.devices import platform_of
 
     sick = Sick.from_environment(topology)

@@ -17,7 +17,7 @@ import jax
 import ftmesh
 from ftmesh.cluster.ahead import planned
 from ftmesh.cluster.cluster import Cluster
-from ftmesh.mesh.notation import format_failed
+from ftmesh.mesh.notation import Failed, format_failed
 from ftmesh.mesh.topology import Topology
 from ftmesh.plans import Plan, plan
 from ftmesh.schedule.files import dump, load
@@ -49,6 +49,16 @@ def agree_on_mesh(cluster: Cluster, topology: Topology) -> None:
             "the devices": [device.id for device in topology.all_devices] or topology.num_live,
         }
     )
+
+
+def agreed_topology(
+    cluster: Cluster, *, shape: str | None = None, failed: Failed = None
+) -> Topology:
+    """The mesh of the devices there are, the same in all processes."""
+    topology = Topology.from_devices(jax.devices(), shape=shape, failed=failed)
+    agree_on_code(cluster)
+    agree_on_mesh(cluster, topology)
+    return topology
 
 
 def agreed_plan(cluster: Cluster, topology: Topology, algorithm: str, **options: Any) -> Plan:

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ftmesh.cluster.doctor import examine
-from ftmesh.cluster.equal import check_equal
 from ftmesh.errors import TrainingError
+from ftmesh.health.doctor import examine
+from ftmesh.health.equal import check_equal
 from ftmesh.mesh.notation import format_failed
 from ftmesh.testing import faults
 from ftmesh.train.trainer import State, Trainer

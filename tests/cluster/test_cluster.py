@@ -69,6 +69,13 @@ def test_the_speaker_tells_all(four):
     assert told == [0.1 + 0.2] * 4
 
 
+def test_all_hear_what_each_has(four):
+    told = at_once(lambda c: c.gather([c.process, "a" * c.process], "letters"), four)
+    assert told == [{0: [0, ""], 1: [1, "a"], 2: [2, "aa"], 3: [3, "aaa"]}] * 4
+    again = at_once(lambda c: c.gather(-c.process, "letters"), four)
+    assert again == [{0: 0, 1: -1, 2: -2, 3: -3}] * 4
+
+
 def test_one_who_does_not_come_is_named(four):
     def meet(cluster):
         if cluster.process != 2:
@@ -168,6 +175,7 @@ def test_one_alone_agrees_with_itself():
     ALONE.barrier("nothing")
     assert ALONE.broadcast(3, "three") == 3
     assert ALONE.first(lambda: 5, "five") == 5
+    assert ALONE.gather("x", "letters") == {0: "x"}
     assert ALONE.speaks
     assert ALONE.takes_part
     with pytest.raises(ClusterError, match="the disk is full"):

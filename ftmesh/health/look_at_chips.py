@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ftmesh.cluster.asking import Answer, ask_all
-from ftmesh.cluster.findings import Finding, laggards, minority
-from ftmesh.cluster.look import AGAIN, Look, usual
-from ftmesh.cluster.probes import DTYPES, answer_program, work_program
+from ftmesh.health.asking import Answer, ask_all
+from ftmesh.health.findings import Finding, laggards, minority
+from ftmesh.health.look import AGAIN, Look, usual
+from ftmesh.health.probes import DTYPES, answer_program, work_program
 from ftmesh.mesh.devices import platform_of
 
 _WHOLE = "whole numbers"

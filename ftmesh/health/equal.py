@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ftmesh.cluster.cluster import ALONE, Cluster
-from ftmesh.cluster.digests import digest_of_tree
-from ftmesh.cluster.findings import minority
 from ftmesh.errors import ArgumentError, TopologyError
+from ftmesh.health.digests import digest_of_tree
+from ftmesh.health.findings import minority
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.topology import Topology
 

@@ -1,8 +1,9 @@
 """Sick: chips and links that are planted as wrong, slow or silent, to see that they are found.
 
 ``FTMESH_SICK="wrong@1,2;slow@0,3;silent@2,2;link-wrong@0,0-1,0"`` makes the programs that look for
-such chips, and those that call `Sick.spoil`, misbehave there: in the program, on the device. A link
-is sick in the direction in which it is written. A program without a sickness has no trace of it.
+such chips, and steps that call `Sick.spoil_tree`, misbehave there: in the program, on the device.
+A link is sick in the direction in which it is written. A program without a sickness has no trace of
+it.
 """
 
 from __future__ import annotations
@@ -69,13 +70,18 @@ class Sick:
 
     def among(self, places: Iterable[int]) -> Sick:
         """What is sick of some chips and of the links between them."""
-        some = set(places)
+        some = frozenset(places)
+
+        def between(links: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+            return frozenset(ends for ends in links if some.issuperset(ends))
+
         return Sick(
-            *(frozenset(chips & some) for chips in (self.wrong, self.slow, self.silent)),
-            *(
-                frozenset(ends for ends in links if some.issuperset(ends))
-                for links in (self.wrong_links, self.slow_links, self.silent_links)
-            ),
+            self.wrong & some,
+            self.slow & some,
+            self.silent & some,
+            between(self.wrong_links),
+            between(self.slow_links),
+            between(self.silent_links),
         )
 
     # Inside a program ---------------------------------------------------------------------------
@@ -95,6 +101,19 @@ class Sick:
     def spoil(self, x: Any, place: Any) -> Any:
         """`x` as the chip at `place` gives it, with all that is the matter there."""
         return self.computed(self.delayed(self.answer(x, place), place), place)
+
+    def spoil_tree(self, tree: Any, topology: Topology, axis_name: str) -> Any:
+        """A tree as the chip of this rank gives it: its first array may be wrong, or late.
+
+        For a training step, on what a chip computes by itself: its gradients, or parameters.
+        """
+        leaves, form = jax.tree.flatten(tree)
+        if self == WELL or not leaves:
+            return tree
+        places = [topology.place(coord) for coord in topology.coords]
+        of_rank = np.repeat(np.array(places, np.int32), topology.devices_per_chip)
+        place = jnp.asarray(of_rank)[lax.axis_index(axis_name)]
+        return jax.tree.unflatten(form, [self.spoil(leaves[0], place), *leaves[1:]])
 
     def carried(self, x: Any, source: Any, place: Any) -> Any:
         """`x` as it comes over the link from the chip at `source` to the one at `place`."""

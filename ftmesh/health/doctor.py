@@ -12,13 +12,13 @@ from __future__ import annotations
 import time
 
 from ftmesh.cluster.cluster import ALONE, Cluster
-from ftmesh.cluster.findings import Findings
-from ftmesh.cluster.look import Look, Progress
-from ftmesh.cluster.look_at_chips import call, compute
-from ftmesh.cluster.look_at_links import carry
-from ftmesh.cluster.probes import Probes
-from ftmesh.cluster.sick import Sick
 from ftmesh.errors import ArgumentError, TopologyError
+from ftmesh.health.findings import Findings
+from ftmesh.health.look import Look, Progress
+from ftmesh.health.look_at_chips import call, compute
+from ftmesh.health.look_at_links import carry
+from ftmesh.health.probes import Probes
+from ftmesh.health.sick import Sick
 from ftmesh.mesh.cables import cables
 from ftmesh.mesh.devices import platform_of
 from ftmesh.mesh.topology import Topology

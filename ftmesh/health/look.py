@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ftmesh.cluster.asking import Answer, ask
 from ftmesh.cluster.cluster import Cluster
-from ftmesh.cluster.findings import Finding
-from ftmesh.cluster.probes import Probes
 from ftmesh.cluster.words import in_seconds
+from ftmesh.health.asking import Answer, ask
+from ftmesh.health.findings import Finding
+from ftmesh.health.probes import Probes
 from ftmesh.mesh.devices import process_of
 from ftmesh.mesh.notation import Coord, Link
 from ftmesh.mesh.topology import Topology

@@ -19,11 +19,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from numpy.typing import NDArray
 
-from ftmesh.cluster.digests import digest, digest_of_words
-from ftmesh.cluster.sick import WELL, Sick
+from ftmesh.health.digests import digest, digest_of_words
+from ftmesh.health.sick import WELL, Sick
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 _AXIS = "chips"
+_SEED = np.uint32(7)
+_STIRS = 4  # of all words, also by the host
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,12 @@ class Probes:
 
     # In the program of a device -----------------------------------------------------------------
 
-    def work(self, place: Any) -> jax.Array:
-        """Digests of what is computed: a float chain of each of `DTYPES`, and whole numbers."""
-        start = (jnp.arange(self.side**2, dtype=jnp.uint32) * np.uint32(2654435761)) >> 24
+    def work(self, place: Any, seed: Any) -> jax.Array:
+        """Digests of what is computed: a float chain of each of `DTYPES`, and whole numbers.
+
+        The compiler does not know `seed`, or might compute all this in the chip's place.
+        """
+        start = (jnp.arange(self.side**2, dtype=jnp.uint32) + seed) * np.uint32(2654435761) >> 24
         first = (start.astype(jnp.float32) / 256 - 0.5).reshape(self.side, self.side)
 
         def product(_: Any, x: Any) -> Any:
@@ -67,15 +72,15 @@ class Probes:
             return y - jnp.round(y)  # all bits of it matter to the next
 
         chains = [lax.fori_loop(0, self.chain, product, first.astype(d)) for d in DTYPES]
-        words = jnp.arange(self.words, dtype=jnp.uint32)
-        words = lax.fori_loop(0, self.chain, lambda _, words: _stirred(words), words)
+        words = jnp.arange(self.words, dtype=jnp.uint32) + seed
+        words = lax.fori_loop(0, _STIRS, lambda _, words: _stirred(words), words)
         digests = jnp.stack([digest(self.sick.computed(x, place)) for x in (*chains, words)])
         return self.sick.delayed(digests, place)
 
     def whole_numbers(self) -> int:
         """The last of those digests, as NumPy computes it."""
-        words = np.arange(self.words, dtype=np.uint32)
-        for _ in range(self.chain):
+        words = np.arange(self.words, dtype=np.uint32) + _SEED
+        for _ in range(_STIRS):
             words = _stirred(words)
         return int(digest_of_words(words))
 
@@ -131,7 +136,8 @@ def work_program(
     probes: Probes, devices: tuple[Any, ...], places: tuple[int, ...]
 ) -> Callable[[], jax.Array]:
     """Has each device compute `Probes.work`; none waits for another."""
-    return _on(devices, probes.work, np.array(places, np.int32))
+    seeds = np.full(len(places), _SEED)
+    return _on(devices, probes.work, np.array(places, np.int32), seeds)
 
 
 @lru_cache(maxsize=4096)

@@ -90,9 +90,9 @@ class Findings:
         while left:
             bad = Counter(end for link in left for end in link)
 
-            def badness(end: Coord, bad: Counter[Coord] = bad) -> tuple[Any, ...]:
-                others = len(self.topology.neighbours(end)) - bad[end]
-                return bad[end], -others, end
+            def badness(end: Coord, bad: Counter[Coord] = bad) -> tuple[int, int, Coord]:
+                live = set(self.topology.neighbours(end)) - masked
+                return bad[end], bad[end] - len(live), end
 
             masked.add(max(bad, key=badness))
             left = {link for link in left if not masked.intersection(link)}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ftmesh import Topology
-from ftmesh.cluster.findings import Finding, Findings, laggards, minority
+from ftmesh.health.findings import Finding, Findings, laggards, minority
 
 MESH = Topology.grid("4x4", failed="1x1@3,3")
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 
 from ftmesh import Topology
-from ftmesh.cluster.doctor import examine
-from ftmesh.cluster.probes import Probes
-from ftmesh.cluster.sick import Sick, wake
 from ftmesh.errors import ArgumentError, TopologyError
+from ftmesh.health.doctor import examine
+from ftmesh.health.probes import Probes
+from ftmesh.health.sick import Sick, wake
 from ftmesh.testing import cpu_grid
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-SMALL = Probes(side=16, chain=2, words=1 << 10, pattern=1 << 8, repeats=3)
+SMALL = Probes(side=16, chain=2, words=1 << 10, pattern=1 << 8, repeats=2)
 FEW = replace(SMALL, one_by_one=0)  # many links in a program
 LIMIT = 3.0
 
@@ -57,7 +57,7 @@ def test_all_at_once(look):
     ]
     slow, chip, silent, link, slow_link = found.found
     assert chip.detail == (
-        "float32 4 of 4 times, bfloat16 4 of 4 times, whole numbers 4 of 4 times"
+        "float32 3 of 3 times, bfloat16 3 of 3 times, whole numbers 3 of 3 times"
     )
     assert silent.detail == "no answer within 3 s"
     assert link.detail == "1 word wrong from 0,0 to 1,0"

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ftmesh.cluster.asking import Answer
-from ftmesh.cluster.findings import Finding, laggards
-from ftmesh.cluster.look import AGAIN, Look, usual
-from ftmesh.cluster.probes import link_program
+from ftmesh.health.asking import Answer
+from ftmesh.health.findings import Finding, laggards
+from ftmesh.health.look import AGAIN, Look, usual
+from ftmesh.health.probes import link_program
 from ftmesh.mesh.cables import turns
 from ftmesh.mesh.notation import Link, format_coord
 
@@ -20,7 +20,7 @@ _CONTROLS = 8  # links that do not seem slow, measured beside those that do
 class _Carried(NamedTuple):
     """What came to one end of a link: one row of what is told. No seconds: nothing did."""
 
-    index: int  # of the link, in its turn
+    which: int  # of the links of its turn
     end: int
     num_wrong: int  # words from the other end
     num_wrong_back: int  # words that had been there
@@ -50,7 +50,7 @@ def carry(look: Look, every: Sequence[Link], progress: Callable[[int], None]) ->
 def _judged(look: Look, tried: Sequence[Link], alone: bool) -> dict[Link, float]:
     """Try some links; note what is found, and return how long those took that answered."""
     rows = _exchanged(look, tried, alone)
-    silent = {tried[row.index] for row in rows if row.seconds is None}
+    silent = {tried[row.which] for row in rows if row.seconds is None}
     for cable in sorted(silent):
         is_sure = alone or len(silent) == 1
         words = f"nothing came {look.within}"
@@ -61,7 +61,7 @@ def _judged(look: Look, tried: Sequence[Link], alone: bool) -> dict[Link, float]
     times: dict[Link, float] = {}
     for index, cable in enumerate(tried):
         if cable not in silent:
-            own = [row for row in rows if row.index == index]
+            own = [row for row in rows if row.which == index]
             times[cable] = max(row.seconds or 0.0 for row in own)
             words = "; ".join(_faults(cable, own))
             if words:
@@ -132,7 +132,7 @@ def _compare(look: Look, times: dict[Link, float]) -> None:
         times = {}
         for turn in turns(some, look.processes_of):
             for row in _exchanged(look, turn, alone=True):
-                cable = turn[row.index]
+                cable = turn[row.which]
                 times[cable] = max(times.get(cable, 0.0), row.seconds or look.limit)
         suspects = laggards(times, reach, among=suspects, **options)
     for cable, usual_seconds in suspects.items():

@@ -1,0 +1,101 @@
+"""The doctor's command: what it prints, and its exit status."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ftmesh.cli import main
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*argv):
+        try:
+            status = main(["doctor", *argv])
+        except SystemExit as stop:  # argparse
+            status = stop.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def test_what_is_found_is_drawn_and_ready_to_paste(run, monkeypatch):
+    monkeypatch.setenv("FTMESH_SICK", "wrong@1,0;link-wrong@2,1-2,0")
+    status, out, _ = run("--emulate", "--mesh", "3x2", "--failed", "1x1@0,1")
+    assert status == 1
+    assert out.splitlines() == [
+        "3x2 less 1x1@0,1",
+        "   0   1   2",
+        "0  o   X   o",
+        "           ╳",
+        "1  X   o   o",
+        "o live   X failed   ╳ failed link",
+        "chip 1,0 is wrong: float32 6 of 6 times, bfloat16 6 of 6 times, "
+        "whole numbers 6 of 6 times",
+        "link 2,0-2,1 is wrong: 1 word wrong from 2,1 to 2,0",
+        "--failed '2x1@1,0;1x1@0,1'",
+    ]
+
+
+def test_a_well_mesh(run):
+    status, out, _ = run("--emulate", "--mesh", "2x1", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found.pop("seconds") > 0
+    assert found == {
+        "mesh": "2x1",
+        "live": 2,
+        "links": 1,
+        "well": True,
+        "found": [],
+        "untried": [],
+        "failed": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--emulate"], "--emulate needs --mesh"),
+        (["--emulate", "--mesh", "2x2", "--process-id", "1"], "--emulate is for one process"),
+        (["--limit", "0"], "--limit takes more than 0 seconds"),
+        (["--slow", "1"], "a factor of more than 1"),
+        (["--mesh", "two"], "'two' is not a mesh shape"),
+        (["--limit", "soon"], "invalid float value"),
+        (["--coordinator", "127.0.0.1:99"], "the number of processes is not given"),
+    ],
+)
+def test_bad_arguments(run, argv, reason):
+    status, _, err = run(*argv)
+    assert status == 2
+    assert reason in err
+
+
+def test_a_sickness_that_is_none(run, monkeypatch):
+    monkeypatch.setenv("FTMESH_SICK", "wrong@7,7")
+    status, _, err = run("--emulate", "--mesh", "2x2")
+    assert status == 2
+    assert "chip (7, 7) is not on the mesh" in err
+
+
+def test_help(run):
+    status, out, _ = run("--help")
+    assert status == 0
+    for word in ("--limit", "--slow", "--one-by-one", "--coordinator", "FTMESH_SICK", "status"):
+        assert word in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sick", ["silent@1,0", "link-silent@0,0-1,0"])
+def test_what_never_ends_does_not_keep_the_command_from_ending(sick):
+    env = {**os.environ, "FTMESH_SICK": sick, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "ftmesh", "doctor", "--emulate", "--mesh", "2x2"]
+    done = subprocess.run(
+        [*command, "--limit", "5"], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1, done.stderr
+    assert "is silent" in done.stdout
+    assert "--failed 1x1@" in done.stdout.splitlines()[-1]

@@ -1,0 +1,37 @@
+"""A process of a pod that looks at its mesh, and at copies of which one chip's is wrong."""
+
+import json
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ftmesh.cluster import join
+from ftmesh.cluster.agreed import agreed_topology
+from ftmesh.health.doctor import examine
+from ftmesh.health.equal import check_equal
+from ftmesh.health.probes import Probes
+from ftmesh.health.sick import Sick
+
+
+def main():
+    with join(limit=60) as cluster:
+        topology = agreed_topology(cluster)
+        sick = Sick.parse("wrong@3,1;link-wrong@1,0-1,1;link-wrong@2,1-3,1", topology)
+        probes = Probes(side=16, words=1 << 10, pattern=1 << 8, repeats=3, sick=sick)
+        found = examine(topology, cluster=cluster, probes=probes)
+        sharding = NamedSharding(topology.jax_mesh("data"), P())
+        own = [d for d in topology.devices if d.process_index == cluster.process]
+        ranks = [topology.devices.index(device) for device in own]
+        copies = [
+            jax.device_put(np.arange(9) + (r == 6), d) for r, d in zip(ranks, own, strict=True)
+        ]
+        array = jax.make_array_from_single_device_arrays((9,), sharding, copies)
+        differ = check_equal([array], topology, cluster=cluster)
+        told = {**found.to_json(), "seconds": 0, "differ": differ}
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()
