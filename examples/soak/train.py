@@ -80,8 +80,7 @@ def train(
         PointBatches, batch=config.batch, rows=trainer.parallel.local_rows(trainer.shares)
     )
     folder = os.environ.get("FTMESH_RUN_DIR") or args.out
-    epoch = getattr(cluster, "epoch", None) or int(os.environ.get("FTMESH_EPOCH", "1"))
-    used = used_file(folder, epoch, cluster.process) if folder else None
+    used = used_file(folder, cluster.epoch, cluster.process) if folder else None
 
     job = Job(
         benchmark="soak",

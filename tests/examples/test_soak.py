@@ -282,14 +282,14 @@ class TestTrainer:
             moved = train.first_params(train.PRESETS["tiny"], seed=0)["layer0"]["w"]
             assert np.abs(one["layer0.w"] - moved).max() > 0.01
 
-    def test_it_goes_on_from_a_checkpoint_in_a_new_epoch(self, whole, tmp_path, monkeypatch):
+    def test_it_goes_on_from_a_checkpoint(self, whole, tmp_path, monkeypatch):
         saved = ("--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "2")
         monkeypatch.setenv("FTMESH_RUN_DIR", str(tmp_path / "run"))
         trained(tmp_path, *saved)
         shutil.rmtree(tmp_path / "saved" / "4")
-        monkeypatch.setenv("FTMESH_EPOCH", "2")
+        monkeypatch.setenv("FTMESH_RUN_DIR", str(tmp_path / "again"))
         trained(tmp_path, *saved, "--resume")
-        lines = (tmp_path / "run" / "used-2-0.jsonl").read_text().splitlines()
+        lines = (tmp_path / "again" / "used-1-0.jsonl").read_text().splitlines()
         assert sorted(json.loads(line)["step"] for line in lines) == [3, 4]
         with np.load(whole / "weights.npz") as one, np.load(tmp_path / "weights.npz") as other:
             for name in one.files:
