@@ -160,6 +160,8 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             state = after
             rate = trainer.lr_schedule(step - 1)
             report.step(step, trainer.parallel.local(loss), examples=job.train.batch, lr=rate)
+            if cluster.line is not None:
+                report.settle()  # its results are here; who speaks next begins with the next step
             last = step == job.total_steps
             if checkpoints and _is_saved(job, args, step):
                 report.settle()  # a state that comes with a bad loss is not worth keeping
