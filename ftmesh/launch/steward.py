@@ -142,7 +142,7 @@ class Steward:
             raise ValueError("one more, or one of an earlier start")
         member.channel, member.pid = channel, int(message["pid"])
         self._enter(member, "start", 0)
-        channel.send({"welcome": self.epoch})
+        channel.send({"welcome": self.epoch, "masked": self.masked})
         return member
 
     def _hear(self, member: Member, message: dict[str, Any], data: bytes) -> None:

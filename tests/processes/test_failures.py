@@ -167,23 +167,23 @@ def test_a_power_cut_in_the_middle_of_a_checkpoint(undisturbed, tmp_path):
 
 
 def test_what_is_wrong_stuck_or_held_is_named_and_left_out(undisturbed, tmp_path):
-    faults = "wrong@1:6;stuck@2:12;hold@3:18"
+    faults = "wrong@1:6;stuck@1:12;hold@0:18"
     run = trained(tmp_path, "--check-every", "1", "--copy-every", "5", faults=faults)
     assert_well(run, undisturbed)
     (masked,) = run.of("masked")
     assert masked["chips"] == "1x1@2,0"  # the first chip of host 1
     assert "after step 6 its parameters are not those of the other chips" in masked["why"]
     stuck, held = run.of("failed")
-    for lost, host, step in ((stuck, 2, 12), (held, 3, 18)):
+    for lost, host, step in ((stuck, 1, 12), (held, 0, 18)):
         assert (lost["host"], lost["chips"], lost["step"]) == (host, BLOCKS[host], step)
         assert lost["how"].startswith("is stuck: alive, and ")
         assert lost["how"].endswith(f"s in phase {lost['phase']!r} of step {step}")
         stacks = (tmp_path / "run" / f"stacks-1-{host}.txt").read_text()
         assert "fault_acts.py" in stacks
-    assert epochs(run, "live", "repeated") == [(16, 0), (15, 0), (11, 0), (7, 0)]
+    assert epochs(run, "live", "repeated") == [(16, 0), (15, 0), (12, 0), (8, 0)]
     assert all(event["in_place"] for event in run.of("epoch")[1:])
     log = (tmp_path / "log").read_text()
-    assert f"host 2 is lost (process 2, chips {BLOCKS[2]}): it is stuck: alive" in log
+    assert f"host 1 is lost (process 1, chips {BLOCKS[1]}): it is stuck: alive" in log
 
 
 @pytest.mark.parametrize("seed", [0, 13])

@@ -68,7 +68,7 @@ class Stewarded:
         """Have processes come, all where none are named."""
         for process in processes or self.steward.everyone:
             line = Line(self.listener.address, process, start=self.start, epoch=self.start)
-            assert line.hear("welcome") == (self.steward.epoch,)
+            assert line.hear("welcome", "masked") == (self.steward.epoch, self.steward.masked)
             self.lines[process] = line
         return self
 
