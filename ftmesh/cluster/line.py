@@ -47,6 +47,7 @@ class Line:
 
     def __init__(self, channel: Channel, news: News, *, end: Callable[[str], NoReturn]) -> None:
         self.news = news  # of the epoch that this process is in
+        self.start = news.epoch  # the first one
         self.held: Any = None  # what the process takes with it into the next
         self._channel, self._end = channel, end
         self._next: News | None = None
@@ -77,8 +78,8 @@ class Line:
         found = channel.receive(limit)
         if found is None or "welcome" not in found[0]:
             raise ClusterError(f"the steward at {address} does not know process {process}")
-        epoch = int(found[0]["welcome"])
-        return Line(channel, News(epoch, tuple(range(num_processes))), end=end)
+        epoch, masked = int(found[0]["welcome"]), str(found[0]["masked"])
+        return Line(channel, News(epoch, tuple(range(num_processes)), masked), end=end)
 
     # What goes up -----------------------------------------------------------------------------
 

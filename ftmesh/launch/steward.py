@@ -105,6 +105,7 @@ class Steward:
         self._notes = Notes()
         self._ready: dict[int, set[int]] = {}
         self._joined: set[int] = set()
+        self._told: tuple[int, dict[str, Any]] = 0, {}  # by the last who joined
         self._is_joined = False  # all of this start have been together
         self._pausing, self._why_paused = False, ""
         self.failed_at = failed_at  # what the epoch began with, until it commits a step
@@ -128,7 +129,7 @@ class Steward:
                         member = self._greet(channel, message)
                     elif member.process in self.members or member.has_left:
                         self._hear(member, message, data)
-        except (ChannelClosed, KeyError, TypeError, ValueError):
+        except (ChannelClosed, AttributeError, KeyError, OverflowError, TypeError, ValueError):
             pass  # gone, or what it says makes no sense
         finally:
             channel.close()
@@ -142,7 +143,7 @@ class Steward:
             raise ValueError("one more, or one of an earlier start")
         member.channel, member.pid = channel, int(message["pid"])
         self._enter(member, "start", 0)
-        channel.send({"welcome": self.epoch})
+        channel.send({"welcome": self.epoch, "masked": self.masked})
         return member
 
     def _hear(self, member: Member, message: dict[str, Any], data: bytes) -> None:
@@ -172,6 +173,9 @@ class Steward:
         elif "idle" in message:
             member.is_idle = True
             self._enter(member, "commit", 0)
+            self._begin_if_all()  # the others may have come before
+            for step in sorted(self._ready):
+                self._commit_if_all(step)
         elif "say" in message:
             self._say(str(message["say"]), epoch=self.epoch, **message["facts"])
 
@@ -190,9 +194,11 @@ class Steward:
 
     def _vote(self, member: Member, step: int) -> None:
         """A process has the results of a step; with the last of them it is committed."""
-        votes = self._ready.setdefault(step, set())
-        votes.add(member.process)
-        if votes < self._working:
+        self._ready.setdefault(step, set()).add(member.process)
+        self._commit_if_all(step)
+
+    def _commit_if_all(self, step: int) -> None:
+        if not self._ready.get(step, set()) >= self._working:
             return
         now = time.monotonic()
         self._ready.clear()
@@ -234,7 +240,12 @@ class Steward:
         for name, took in told.get("parts", {}).items():
             self._parts[str(name)] = max(self._parts.get(str(name), 0.0), float(took))
         self._enter(member, "read", step)
-        if self._joined >= self._working:
+        self._told = step, told
+        self._begin_if_all()
+
+    def _begin_if_all(self) -> None:
+        if self._joined and self._joined >= self._working:
+            step, told = self._told
             self._repeated = max(self.highest - step, 0)
             self.committed, self._is_joined = step, True
             self._say(
@@ -321,7 +332,7 @@ class Steward:
         }
         if not due:
             return
-        if len(due) == len(self.members) and len(due) > 1:
+        if due.keys() >= self._working and len(due) > 1:
             self._over("restart", "all processes are stuck, and nobody can tell who began")
             return
         self._lose(due)
@@ -333,7 +344,8 @@ class Steward:
         """Some are lost: a new epoch without them, in place or not."""
         if self.verdict is not None:
             return
-        if any(each.has_left for each in self.members.values()) and not self._pausing:
+        left = any(each.has_left and each.channel for each in self.members.values())
+        if left and not self._pausing:
             for process in lost:  # all is done; nothing depends on it any more
                 self._stop(process)
                 self._leave(self.members[process])
@@ -357,7 +369,7 @@ class Steward:
             self._stop(process)
         if not self.members:
             self._over("restart", "no process is left")
-        elif not (self.in_place and self._is_joined):
+        elif left or not (self.in_place and self._is_joined):
             early = "" if self.in_place else ", and it is not to go on in place"
             self._over("restart", f"host {hosts[0]} is lost{early}")
         else:
@@ -367,9 +379,11 @@ class Steward:
 
     def _mask(self, member: Member, blocks: str, why: str) -> None:
         """Chips are sick: the same processes go on without them."""
-        if blocks in self.masked.split(";"):
+        known = list(filter(None, self.masked.split(";")))
+        new = [block for block in blocks.split(";") if block not in known]
+        if not new:
             return
-        self.masked = ";".join(filter(None, [self.masked, blocks]))
+        self.masked = ";".join([*known, *new])
         self._say("masked", epoch=self.epoch, chips=blocks, why=why, process=member.process)
         if self.in_place and self._is_joined:
             self._next_epoch(f"chips {blocks} are sick: {why}", noticed=0.0)
