@@ -129,10 +129,15 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
                 total_steps=job.total_steps,
                 first_step=done,
                 unit=job.train.unit,
+                title=_title(job),
                 resume=resumes,
                 show=cluster.speaks,
+                eager=cluster.line is not None,
             )
         )
+        if cluster.epoch > 1:
+            live = trainer.parallel.ranks.topology.num_live
+            report.epoch(done, cluster.epoch, live=live, source=source)
         batches = stack.enter_context(Reader(job.train, first_step=done))
         transactions.begin(done, state, source)
         block = done + 1  # the first step since the last evaluation
@@ -289,6 +294,12 @@ def _epochs(job: Job, step: int) -> int:
     """How many epochs the steps from `step` to the next evaluation belong to."""
     last = min(step + job.steps_per_eval - 1, job.total_steps)
     return job.epoch(last) - job.epoch(step) + 1
+
+
+def _title(job: Job) -> str:
+    """What is trained, and on which mesh."""
+    topology = job.trainer.parallel.ranks.topology
+    return f"{job.benchmark}, batches of {job.train.batch} {job.train.unit}, on {topology}"
 
 
 def _summary(job: Job, report: Report) -> str:
