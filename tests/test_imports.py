@@ -49,7 +49,11 @@ DOORS = {
     ("cli.compile", "tpu.report"),
     ("cli.compile", "tpu.slices"),
 }
-EXTRAS = {"matplotlib": {"draw.plots"}}
+EXTRAS = {
+    "matplotlib": {"draw.plots"},
+    "scipy": {"mesh.partners"},  # which JAX brings
+    "jaxlib": {"launch.service"},  # alone, so that it starts at once
+}
 
 
 def module_name(path):
