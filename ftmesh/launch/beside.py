@@ -17,6 +17,8 @@ from ftmesh.launch import service
 from ftmesh.launch.environment import Environment
 from ftmesh.launch.keeper import LIMIT, keeper_command
 
+TO_END = 1.0  # seconds, before it is killed
+
 NotePid = Callable[[str, int, int], None]
 
 
@@ -51,7 +53,7 @@ class _Beside:
         with contextlib.suppress(OSError):
             self._popen.stdin.close()
         try:
-            self._popen.wait(1)
+            self._popen.wait(TO_END)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()

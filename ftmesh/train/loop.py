@@ -38,6 +38,7 @@ Data = TypeVar("Data", bound=Sized)
 OPEN_LIMIT = 3600.0  # seconds: where there is no index of the data, one process reads all of it
 SAVE_LIMIT = 3600.0  # for the last checkpoint of the slowest
 SEE_LIMIT = 10.0  # for a file to be seen by all
+SEE_INTERVAL = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +196,7 @@ def _check_shared(cluster: Cluster, checkpoints: Checkpoints) -> None:
     token = cluster.broadcast(token, "the folder of checkpoints")
     until = time.monotonic() + SEE_LIMIT
     while not (sees := mark.exists() and mark.read_text() == token) and time.monotonic() < until:
-        time.sleep(0.1)  # a file system of many hosts may show new files late
+        time.sleep(SEE_INTERVAL)  # a file system of many hosts may show new files late
     own = f"that of process {cluster.speaker}" if sees else "another"
     cluster.agree({"the folder of checkpoints": own})
     if cluster.speaks:
