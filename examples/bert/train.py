@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import positive, start, step_options
 from ftmesh.train.loop import Job, open_data, run, start_log
 from ftmesh.train.report import Report
+from ftmesh.train.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,8 +78,10 @@ def train(
     config = replace(config, train_sequences=len(sequences), eval_sequences=len(eval_sequences))
 
     # The trainer, made for the mesh, and the rows of a batch that this process reads.
-    options = bert_options(args)
-    trainer = bert_trainer(config, topology, step_options(args), cluster=cluster, **options)
+    make: Callable[..., Trainer] = partial(
+        bert_trainer, config, options=step_options(args), **bert_options(args)
+    )
+    trainer = make(topology, cluster=cluster)
     rows = trainer.parallel.local_rows(trainer.shares)
     batches_of = partial(
         Batches,
@@ -98,6 +101,7 @@ def train(
         first=partial(first_state, config, trainer, seed=args.seed, published=args.init),
         train=batches_of(sequences, num_steps=args.steps or config.total_steps, seed=args.seed),
         validation=batches_of(eval_sequences),
+        remake=make,
     )
     report = run(job, args, log)
     if cluster.speaks:

@@ -57,7 +57,8 @@ def train(
     config = replace(config, train_images=len(images), eval_images=len(eval_images))
 
     # The trainer, made for the mesh, and the rows of a batch that this process reads.
-    trainer = resnet50_trainer(config, topology, step_options(args), cluster=cluster)
+    make = partial(resnet50_trainer, config, options=step_options(args))
+    trainer = make(topology, cluster=cluster)
     rows = trainer.parallel.local_rows(trainer.shares)
     batches_of = partial(Batches, size=config.image_size, batch=config.batch, rows=rows)
 
@@ -70,6 +71,7 @@ def train(
         first=partial(first_state, config, trainer, seed=args.seed),
         train=batches_of(images, num_steps=args.steps or config.total_steps, seed=args.seed),
         validation=batches_of(eval_images),
+        remake=make,
     )
     return run(job, args, log)
 

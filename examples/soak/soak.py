@@ -109,7 +109,8 @@ class Soak:
         self.console.print(
             f"a step takes {took * 1000:.1f} ms: {steps} steps, {len(faults)} faults"
         )
-        pod = Pod(hosts=args.hosts, steps=steps, failures=len(faults) + 10, how=self.how)
+        how = (*self.how, "--grow-back", "20", "--strikes", "1000")
+        pod = Pod(hosts=args.hosts, steps=steps, failures=2 * len(faults) + 10, how=how)
         with self._progress() as progress:
             progress.add_task("one long run", total=None, says="")
             run = pod.train(self.folder / "long", faults, limit=5 * wanted)

@@ -75,7 +75,8 @@ def train(
         cluster, lambda: range(steps * config.batch), lambda: range(config.eval_points)
     )
 
-    trainer = soak_trainer(config, topology, step_options(args), steps=steps, cluster=cluster)
+    make = partial(soak_trainer, config, options=step_options(args), steps=steps)
+    trainer = make(topology, cluster=cluster)
     batches_of = partial(
         PointBatches, batch=config.batch, rows=trainer.parallel.local_rows(trainer.shares)
     )
@@ -91,6 +92,7 @@ def train(
         first=lambda: trainer.first(first_params(config, seed=args.seed), ()),
         train=batches_of(len(points), used=used, num_steps=steps, seed=args.seed),
         validation=batches_of(config.eval_points),
+        remake=make,
         finished=partial(save_weights, Path(args.out)) if args.out and cluster.speaks else ignore,
     )
     return run(job, args, log)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 import ftmesh
-from ftmesh.cluster.ahead import planned
+from ftmesh.cluster import ahead
 from ftmesh.cluster.cluster import Cluster
 from ftmesh.mesh.notation import Failed, format_failed
 from ftmesh.mesh.topology import Topology
@@ -64,26 +64,48 @@ def agreed_topology(
 def agreed_plan(cluster: Cluster, topology: Topology, algorithm: str, **options: Any) -> Plan:
     """As `ftmesh.plan`, made by one process, the same in all of them."""
     if cluster.is_alone:
-        return plan(topology, algorithm, **options)
+        return ahead.planned(topology, algorithm, **options)
     agree_on_mesh(cluster, topology)
     cluster.agree({"the algorithm": algorithm, **options})
-    made = dump(planned(topology, algorithm, **options).schedule) if cluster.speaks else b""
+    made = dump(ahead.planned(topology, algorithm, **options).schedule) if cluster.speaks else b""
     schedule = load(cluster.broadcast(made, "the schedule"), verify=False)  # as the next line does
     agreed = plan(topology, algorithm, schedule=schedule, **options)
     cluster.agree({"the schedule": digest(*agreed.schedule.columns)})
     return agreed
 
 
-def agree_on_program(cluster: Cluster, name: str, jitted: Any, inputs: Sequence[Any]) -> Any:
+def agree_on_program(
+    cluster: Cluster,
+    name: str,
+    jitted: Any,
+    inputs: Sequence[Any],
+    topology: Topology | None = None,
+) -> Any:
     """An error unless `jitted` is the same program for `inputs`, or types, in all processes.
 
-    What to call instead of it: where processes may be lost, the program, compiled by now.
+    What to call instead of it: where processes may be lost, the program, compiled by now, perhaps
+    ahead of time for this `topology`.
     """
     if cluster.is_alone:
         return jitted
+    found = None if topology is None else ahead.program(name, topology)
+    if found is None:
+        lowered = jitted.lower(*inputs)
+        cluster.agree({name: digest_of(lowered)})
+        return jitted if cluster.line is None else lowered.compile()
+    cluster.agree({name: found[0]})
+    return found[1]
+
+
+def compile_ahead(name: str, jitted: Any, inputs: Sequence[Any], topology: Topology) -> None:
+    """Have a program ready for when `agree_on_program` asks for it, for this mesh."""
     lowered = jitted.lower(*inputs)
-    cluster.agree({name: digest(lowered.as_text().encode())})
-    return jitted if cluster.line is None else lowered.compile()
+    ahead.keep_program(name, topology, digest_of(lowered), lowered.compile())
+
+
+def digest_of(lowered: Any) -> str:
+    """A short name of a program."""
+    return digest(lowered.as_text().encode())
 
 
 def digest(*data: Any) -> str:

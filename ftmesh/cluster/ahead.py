@@ -1,4 +1,4 @@
-"""Ahead: plans for the likeliest next failures, each host alone, made before they are needed."""
+"""Ahead: plans and programs for the likeliest next failures, each host alone, made in good time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ftmesh.plans import Plan, plan
 
 _MOST = 256  # plans that are remembered
 _made: dict[Any, Plan] = {}
+_compiled: dict[tuple[str, Topology], tuple[str, Any]] = {}
 
 
 def planned(topology: Topology, algorithm: str, **options: Any) -> Plan:
@@ -24,6 +25,18 @@ def planned(topology: Topology, algorithm: str, **options: Any) -> Plan:
         found = plan(topology, algorithm, **options)
         if len(_made) < _MOST:
             _made[key] = found
+    return found
+
+
+def keep_program(name: str, topology: Topology, digest: str, compiled: Any) -> None:
+    """Remember a program that has been compiled for a mesh."""
+    _compiled[name, topology] = digest, compiled
+
+
+def program(name: str, topology: Topology) -> tuple[str, Any] | None:
+    """The digest of such a program, and it; forgotten with that, as it takes memory."""
+    found = _compiled.get((name, topology))
+    _compiled.clear()
     return found
 
 

@@ -28,7 +28,7 @@ class Events:
             if event == "failed":
                 self.failures += 1
             elif event == "goes on":
-                self.seconds_lost += facts["seconds"]
+                self.seconds_lost += facts["lost"]
             if self._file is not None:
                 line = {"time": round(time.time(), 3), "event": event, **facts}
                 print(json.dumps(line), file=self._file, flush=True)

@@ -89,6 +89,7 @@ class Steward:
         masked: str = "",
         highest: int = 0,
         failed_at: float | None = None,
+        last_commit: float | None = None,
     ) -> None:
         self.members = {member.process: member for member in members}
         self.everyone = dict(self.members)
@@ -107,7 +108,7 @@ class Steward:
         self._is_joined = False  # all of this start have been together
         self._pausing, self._why_paused = False, ""
         self.failed_at = failed_at  # what the epoch began with, until it commits a step
-        self._last_commit = 0.0
+        self.last_commit = last_commit  # also of an epoch before, until there is another
         self._parts: dict[str, float] = {}
         self._repeated = 0
 
@@ -202,20 +203,23 @@ class Steward:
             each.tell({"commit": step, "then": then})
         if self.failed_at is not None:
             self._goes_on(step, now)
-        elif self._last_commit:
-            self._deadlines.took("step", now - self._last_commit)
-        self._last_commit = now
+        elif self.last_commit is not None:
+            self._deadlines.took("step", now - self.last_commit)
+        self.last_commit = now
 
     def _goes_on(self, step: int, now: float) -> None:
         assert self.failed_at is not None
         known = sum(self._parts.values())
         seconds = now - self.failed_at
+        usual = self._deadlines.usual_step
+        lost = seconds if self.last_commit is None else now - self.last_commit - usual
         self._say(
             "goes on",
             epoch=self.epoch,
             step=step,
             seconds=round(seconds, 3),
             repeated=self._repeated,
+            lost=round(max(lost, 0) + self._repeated * usual, 3),
             parts={
                 **{name: round(took, 3) for name, took in self._parts.items()},
                 "first_step": round(max(seconds - known, 0), 3),
@@ -243,6 +247,7 @@ class Steward:
                 from_step=step,
                 repeated=self._repeated,
                 source=told.get("source", "start"),
+                parts={name: round(took, 3) for name, took in self._parts.items()},
             )
 
     @property

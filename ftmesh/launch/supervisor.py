@@ -125,6 +125,7 @@ class Supervisor:
         self._received: list[signal.Signals] = []
         self._epoch, self._highest, self._masked = 1, 0, ""
         self._failed_at: float | None = None
+        self._last_commit: float | None = None
         self._until = float("inf")
         self._deadlines = Deadlines(policy.limit, policy.limits)
         (run_dir / "pids").mkdir(parents=True, exist_ok=True)
@@ -200,6 +201,7 @@ class Supervisor:
             masked=self._masked,
             highest=self._highest,
             failed_at=self._failed_at,
+            last_commit=self._last_commit,
         )
         self._say("started", epoch=self._epoch, hosts=list(hosts))
         service_at = f"{LOOPBACK}:{free_port()}"
@@ -235,6 +237,7 @@ class Supervisor:
         self._epoch = steward.epoch + 1
         self._highest, self._masked = steward.highest, steward.masked
         self._failed_at = steward.failed_at or time.monotonic()
+        self._last_commit = steward.last_commit
         return steward, status
 
     def _watch(self, pod: Pod, steward: Steward, service: beside.Service) -> None:

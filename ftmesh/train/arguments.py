@@ -207,6 +207,12 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         help="see every N steps that all chips have the same parameters; steps count only then, "
         "and a chip that differs is left out from there on (0, never)",
     )
+    parser.add_argument(
+        "--compile-ahead",
+        action="store_true",
+        help="compile the step for the loss of each host in the background, under 'ftmesh launch "
+        "--failures', to go on sooner",
+    )
     parser.add_argument("--mllog", metavar="FILE", help="write the lines that MLPerf asks for")
     parser.add_argument("--out", metavar="FOLDER", help="write metrics.jsonl and run.svg there")
     add_processes(parser)

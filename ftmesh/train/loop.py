@@ -13,15 +13,19 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
 
 from ftmesh.cluster.agreed import agree_on_program
+from ftmesh.cluster.agreed import compile_ahead as compile_program_ahead
+from ftmesh.cluster.ahead import prepare
 from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.errors import CheckpointError
+from ftmesh.mesh.devices import process_of
+from ftmesh.mesh.topology import Topology
 from ftmesh.testing import faults
 from ftmesh.train.beginning import begin
 from ftmesh.train.checkpoints import Checkpoints
@@ -37,6 +41,7 @@ from ftmesh.units import format_time
 Data = TypeVar("Data", bound=Sized)
 OPEN_LIMIT = 3600.0  # seconds: where there is no index of the data, one process reads all of it
 SAVE_LIMIT = 3600.0  # for the last checkpoint of the slowest
+STEP = "the program of a step"
 SEE_LIMIT = 10.0  # for a file to be seen by all
 SEE_INTERVAL = 0.1
 
@@ -55,6 +60,7 @@ class Job:
     train: Batches[Any]  # one for each step
     validation: Batches[Any]
     finished: Callable[[State], None] = lambda state: None  # is given the last state
+    remake: Callable[..., Trainer] | None = None  # topology, cluster=... -> the trainer on it
 
     @property
     def total_steps(self) -> int:
@@ -94,7 +100,8 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     resumes = args.resume or cluster.epoch > 1
     cluster.at("compile")
     faults.reach("compile")
-    train_step = agree_on_program(cluster, "the program of a step", trainer.step, trainer.inputs)
+    topology = trainer.parallel.ranks.topology
+    train_step = agree_on_program(cluster, STEP, trainer.step, trainer.inputs, topology)
     with ExitStack() as stack:
         cluster.at("restore")
         checkpoints = _open_checkpoints(cluster, args, stack) if args.checkpoint_dir else None
@@ -141,6 +148,8 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             report.epoch(done, cluster.epoch, live=live, source=source)
         batches = stack.enter_context(Reader(job.train, first_step=done))
         transactions.begin(done, state, source)
+        if cluster.line is not None:
+            _prepare(job, topology, compile_ahead=args.compile_ahead)
         block = done + 1  # the first step since the last evaluation
         reached = False
         for step in range(done + 1, job.total_steps + 1):
@@ -157,6 +166,8 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             state = after
             rate = trainer.lr_schedule(step - 1)
             report.step(step, trainer.parallel.local(loss), examples=job.train.batch, lr=rate)
+            if cluster.line is not None:
+                report.settle()  # its results are here; who speaks next begins with the next step
             last = step == job.total_steps
             if checkpoints and _is_saved(job, args, step):
                 report.settle()  # a state that comes with a bad loss is not worth keeping
@@ -176,6 +187,23 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     if cluster.speaks:
         print(_summary(job, report))
     return report
+
+
+def _prepare(job: Job, topology: Topology, *, compile_ahead: bool) -> None:
+    """In the background, plan for the loss of each host, and compile where asked.
+
+    One that will speak needs the plans: the first process, or the second. Nothing is agreed on.
+    """
+    cluster, remake = job.trainer.parallel.cluster, job.remake
+    if remake is None or not (compile_ahead or cluster.process in cluster.members[:2]):
+        return
+
+    def do(left: Topology) -> None:
+        trainer = remake(left, cluster=replace(cluster, board=None))
+        if compile_ahead and cluster.process in {process_of(device) for device in left.devices}:
+            compile_program_ahead(STEP, trainer.step, trainer.inputs, left)
+
+    prepare(topology, do)
 
 
 def _say(line: str) -> None:

@@ -1,0 +1,148 @@
+"""What it costs to be ready for failures: steps of the tiny BERT, as they are and as transactions.
+
+Run by ``scripts/bench transactions``, which starts an emulated pod of four hosts. All kinds of steps
+take turns in one run, so that what else the machine does falls on all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+
+from examples.bert.config import PRESETS
+from examples.bert.data import Batches, open_sequences
+from examples.bert.trainer import bert_trainer, first_state
+from ftmesh.cluster.cluster import Cluster
+from ftmesh.cluster.joining import join
+from ftmesh.health.equal import check_equal
+from ftmesh.mesh.topology import Topology
+from ftmesh.train.memory import memory_on_line
+from ftmesh.train.trainer import State, StepOptions
+
+KINDS = {
+    "as it is": StepOptions(keeps_state=False, copies=False),
+    "a transaction": StepOptions(copies=False),
+    "with copies of shards": StepOptions(),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and print a table; the exit status."""
+    parser = argparse.ArgumentParser(prog="scripts/bench transactions", description=__doc__)
+    parser.add_argument("--turns", type=int, default=20, metavar="N", help="of each kind (20)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="of a turn (5)")
+    args = parser.parse_args(argv)
+    with join(name="bench") as cluster:
+        topology = Topology.from_devices(jax.devices())
+        cluster = cluster.on(topology)
+        if cluster.line is None:
+            print("bench: run it by 'ftmesh launch --failures 1'", file=sys.stderr)
+            return 2
+        with jax.default_device(cluster.default_device):
+            measure(topology, cluster, turns=args.turns, steps=args.steps)
+    return 0
+
+
+def measure(topology: Topology, cluster: Cluster, *, turns: int, steps: int) -> None:
+    """All kinds of steps in turns, then what is done only now and then."""
+    kinds = {name: Steps(topology, cluster, options) for name, options in KINDS.items()}
+    assert cluster.line is not None
+    cluster.line.joined(0, source="start", live=topology.num_live, less="")
+    took: dict[str, list[float]] = {name: [] for name in kinds}
+    done = 0
+    for turn in range(turns + 1):
+        for name, kind in kinds.items():
+            cluster.barrier("a turn")
+            start = time.perf_counter()
+            for _ in range(steps):
+                done += 1
+                kind.step(done)
+            jax.block_until_ready(kind.state)
+            if turn:  # the first compiles
+                took[name].append((time.perf_counter() - start) / steps)
+    rare: dict[str, list[float]] = {"compare parameters": [], "copy to host memory": []}
+    last = kinds["with copies of shards"]
+    memory = memory_on_line(cluster.process, cluster.epoch, lambda line: None)
+    assert memory is not None
+    with memory:
+        for turn in range(turns + 1):
+            for name, times in rare.items():
+                cluster.barrier("a turn")
+                start = time.perf_counter()
+                if name == "compare parameters":
+                    assert not check_equal(last.state.params, topology, cluster=cluster)
+                else:
+                    last.trainer.save(memory, turn + 1, last.state)
+                if turn:
+                    times.append(time.perf_counter() - start)
+                memory.finish()
+    if cluster.speaks:
+        _print(took, rare, last.state)
+
+
+class Steps:
+    """Steps of one kind, all on the same batch."""
+
+    def __init__(self, topology: Topology, cluster: Cluster, options: StepOptions) -> None:
+        config = PRESETS["tiny"]
+        sizes = {
+            "length": config.length,
+            "predictions": config.predictions,
+            "packed": config.packed,
+        }
+        self._cluster = cluster
+        self.trainer = bert_trainer(config, topology, options, cluster=cluster)
+        self.state = first_state(config, self.trainer, seed=0)
+        sequences = open_sequences(
+            None, "train", num_sequences=1000, vocabulary=config.vocabulary, **sizes
+        )
+        rows = self.trainer.parallel.local_rows(self.trainer.shares)
+        data = Batches(sequences, batch=config.batch, rows=rows, num_steps=1, **sizes)
+        self._batch = self.trainer.parallel.feed(data[0][0])
+        self._waiting: jax.Array | None = None
+
+    def step(self, number: int) -> None:
+        """As the loop does it, with a transaction where the state before is kept."""
+        commits = self.trainer.parallel.keeps_state
+        if commits:
+            self._cluster.at("read", number)
+            self._cluster.at("step", number)
+        after, loss = self.trainer.step(self.state, self._batch)
+        if commits:
+            assert self._cluster.line is not None
+            jax.block_until_ready((after, loss))
+            self._cluster.line.commit(number)
+        elif self._waiting is not None:
+            self._waiting.block_until_ready()  # the host is one step ahead
+        self.state, self._waiting = after, loss
+
+
+def _print(took: dict[str, list[float]], rare: dict[str, list[float]], state: State) -> None:
+    plain = statistics.median(took["as it is"])
+    print(f"{'a step of the tiny BERT':28} {'median':>9} {'more':>8}")
+    for name, times in {**took, **rare}.items():
+        typical = statistics.median(times)
+        more = "" if name == "as it is" else f"{typical / plain - (name in took):8.1%}"
+        print(f"{name:28} {typical * 1000:6.2f} ms {more}")
+    sizes = {
+        name: sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(part)
+            for shard in leaf.addressable_shards[:1]
+        )
+        for name, part in state._asdict().items()
+    }
+    whole = sum(sizes.values()) - sizes["copies"]
+    print(
+        f"bytes of a device: state {whole:,}; kept a second time {whole + sizes['copies']:,}; "
+        f"copies of a share {sizes['copies']:,} ({sizes['copies'] / whole:.1%})"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
