@@ -43,6 +43,7 @@ OPEN_LIMIT = 3600.0  # seconds: where there is no index of the data, one process
 SAVE_LIMIT = 3600.0  # for the last checkpoint of the slowest
 STEP = "the program of a step"
 SEE_LIMIT = 10.0  # for a file to be seen by all
+SEE_INTERVAL = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +138,15 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
                 total_steps=job.total_steps,
                 first_step=done,
                 unit=job.train.unit,
+                title=_title(job),
                 resume=resumes,
                 show=cluster.speaks,
+                eager=cluster.line is not None,
             )
         )
+        if cluster.epoch > 1:
+            live = trainer.parallel.ranks.topology.num_live
+            report.epoch(done, cluster.epoch, live=live, source=source)
         batches = stack.enter_context(Reader(job.train, first_step=done))
         transactions.begin(done, state, source, partial(_count, job, report))
         if cluster.line is not None:
@@ -225,7 +231,7 @@ def _check_shared(cluster: Cluster, checkpoints: Checkpoints) -> None:
     token = cluster.broadcast(token, "the folder of checkpoints")
     until = time.monotonic() + SEE_LIMIT
     while not (sees := mark.exists() and mark.read_text() == token) and time.monotonic() < until:
-        time.sleep(0.1)  # a file system of many hosts may show new files late
+        time.sleep(SEE_INTERVAL)  # a file system of many hosts may show new files late
     own = f"that of process {cluster.speaker}" if sees else "another"
     cluster.agree({"the folder of checkpoints": own})
     if cluster.speaks:
@@ -324,6 +330,12 @@ def _epochs(job: Job, step: int) -> int:
     """How many epochs the steps from `step` to the next evaluation belong to."""
     last = min(step + job.steps_per_eval - 1, job.total_steps)
     return job.epoch(last) - job.epoch(step) + 1
+
+
+def _title(job: Job) -> str:
+    """What is trained, and on which mesh."""
+    topology = job.trainer.parallel.ranks.topology
+    return f"{job.benchmark}, batches of {job.train.batch} {job.train.unit}, on {topology}"
 
 
 def _summary(job: Job, report: Report) -> str:
