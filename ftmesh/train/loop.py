@@ -166,8 +166,6 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             state = after
             rate = trainer.lr_schedule(step - 1)
             report.step(step, trainer.parallel.local(loss), examples=job.train.batch, lr=rate)
-            if cluster.line is not None:
-                report.settle()  # its results are here; who speaks next begins with the next step
             last = step == job.total_steps
             if checkpoints and _is_saved(job, args, step):
                 report.settle()  # a state that comes with a bad loss is not worth keeping
@@ -327,8 +325,9 @@ def _epochs(job: Job, step: int) -> int:
 
 def _title(job: Job) -> str:
     """What is trained, and on which mesh."""
-    topology = job.trainer.parallel.ranks.topology
-    return f"{job.benchmark}, batches of {job.train.batch} {job.train.unit}, on {topology}"
+    parallel = job.trainer.parallel
+    on = f"{'at last ' if parallel.cluster.epoch > 1 else ''}on {parallel.ranks.topology}"
+    return f"{job.benchmark}, batches of {job.train.batch} {job.train.unit}, {on}"
 
 
 def _summary(job: Job, report: Report) -> str:
