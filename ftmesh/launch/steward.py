@@ -161,7 +161,7 @@ class Steward:
         elif "at" in message:
             phase, step = str(message["at"]), int(message["step"])
             if (phase, step) != (member.phase, member.step):
-                self._enter(member, phase, step, ago=float(message["for"]))
+                self._enter(member, phase, step, ago=float(message.get("for", 0)))
         elif "ready" in message:
             self._enter(member, "commit", int(message["ready"]))
             self._vote(member, int(message["ready"]))

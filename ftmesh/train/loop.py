@@ -334,8 +334,9 @@ def _epochs(job: Job, step: int) -> int:
 
 def _title(job: Job) -> str:
     """What is trained, and on which mesh."""
-    topology = job.trainer.parallel.ranks.topology
-    return f"{job.benchmark}, batches of {job.train.batch} {job.train.unit}, on {topology}"
+    parallel = job.trainer.parallel
+    on = f"{'at last ' if parallel.cluster.epoch > 1 else ''}on {parallel.ranks.topology}"
+    return f"{job.benchmark}, batches of {job.train.batch} {job.train.unit}, {on}"
 
 
 def _summary(job: Job, report: Report) -> str:

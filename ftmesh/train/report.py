@@ -201,7 +201,7 @@ def mark_epochs(axes: Any, epochs: list[dict[str, Any]]) -> None:
             f"{line['live']} chips",
             (line["step"] + 0.5, 1),
             xycoords=axes.get_xaxis_transform(),
-            xytext=(2, -2),
+            xytext=(2, -4),
             textcoords="offset points",
             rotation=90,
             va="top",

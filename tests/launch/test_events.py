@@ -105,7 +105,7 @@ def read(file):
 def test_in_words_and_in_a_file(event, facts, words, events, lines, file):
     assert in_words(event, facts) == words
     before = time.time()
-    events.say(event, **{"seconds": 0.0, **facts})
+    events.say(event, **{"seconds": 0.0, "lost": 0.0, **facts})
     assert lines == ([words] if words else [])
     (line,) = read(file)
     assert line.pop("event") == event
