@@ -498,6 +498,7 @@ class TestStuck:
             line.hear("welcome")
         found.joined().commit(1)
         found.commit(2)
+        found.lines[0].say(at="step", step=3)
         found.lines[1].say(at="read", step=3)
         found.settled().tick_until(lambda: found.of("failed"))
         assert found.stopped == [1]

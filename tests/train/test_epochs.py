@@ -118,7 +118,7 @@ class TestWhereAStepTakesOverTheStateBeforeIt:
 
     def test_only_steps_that_are_copied_count(self, keepers, monkeypatch):
         counted = []
-        with on_line() as (stewarded, cluster):
+        with on_line() as (_, cluster):
             commit = cluster.line.commit
             monkeypatch.setattr(cluster.line, "commit", lambda s: (counted.append(s), commit(s))[1])
             assert_descended(train(cluster, "--donate", "--copy-every", "2"))
