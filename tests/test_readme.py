@@ -13,6 +13,7 @@ from ftmesh.cli import main
 from ftmesh.cost import advise, paper
 from ftmesh.cost.network import NETWORKS
 from ftmesh.draw import draw_svg, figure
+from ftmesh.launch.events import in_words
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -100,3 +101,19 @@ def test_the_figures_are_those_of_today(path):
     number = int(path.stem.removeprefix("figure-"))
     assert path.read_text() == draw_svg(figure(number)), "run scripts/figures"
     assert f"docs/figures/{path.name}" in README
+
+
+def test_the_events_are_told_in_these_words():
+    lost = {"host": 2, "process": 2, "chips": "2x2@0,2", "how": "ended by SIGKILL"}
+    epoch = {"epoch": 2, "in_place": True, "live": 12, "failed": "2x2@0,2", "from_step": 47}
+    text = " ".join(README.split())
+    assert f"ftmesh: {in_words('failed', lost)} " in text
+    assert f"ftmesh: {in_words('epoch', {**epoch, 'source': 'devices', 'repeated': 0})} " in text
+
+
+def test_every_package_and_script_is_named():
+    for path in [*(ROOT / "ftmesh").glob("*/__init__.py"), *(ROOT / "examples").glob("*/train.py")]:
+        assert f"{path.parent.name}/ " in README
+    for path in (ROOT / "scripts").iterdir():
+        if path.name not in ("environment", "bench") and not path.name.startswith("reference"):
+            assert f"scripts/{path.name}" in README, path.name

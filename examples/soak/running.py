@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import statistics
@@ -17,6 +16,7 @@ from pathlib import Path
 from examples.soak.checks import Run
 from ftmesh.testing.fault import Fault
 from ftmesh.testing.fault_acts import noted_processes
+from ftmesh.train.metrics import metrics_lines
 
 MESH, DEVICES = "4x4", 16
 HOST_SHAPES = {2: "4x2", 4: "2x2", 8: "2x1"}
@@ -87,7 +87,7 @@ class Pod:
 
 def step_seconds(folder: Path) -> float:
     """How long a step of a run took, in the middle of them all."""
-    lines = map(json.loads, (folder / "out" / "metrics.jsonl").read_text().splitlines())
+    lines = metrics_lines(folder / "out" / "metrics.jsonl")
     steps = [line for line in lines if "per_second" in line]
     return float(statistics.median(line["examples"] / line["per_second"] for line in steps))
 

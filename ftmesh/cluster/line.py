@@ -20,6 +20,8 @@ from ftmesh.launch.channel import Channel, ChannelClosed, connect
 
 RESTARTS = 75  # the status of a process that ends so that all may be started anew
 _PARTS = {"agree": "agreed", "plan": "planned", "compile": "compiled", "restore": "restored"}
+BEAT = 0.2  # seconds between two signs of life
+OFTEN = ("read", "step")  # phases of every step
 LAST_WORD = 7200.0  # seconds for the steward to decide what a failed collective means
 
 
@@ -58,8 +60,8 @@ class Line:
         self._changed = threading.Condition()
         self._phase, self._since = ("", 0), time.monotonic()
         self._took: dict[str, float] = {}  # seconds in each phase of the epoch
-        self._thread = threading.Thread(target=self._listen, name="ftmesh line", daemon=True)
-        self._thread.start()
+        for run in (self._listen, self._beats):
+            threading.Thread(target=run, name="ftmesh line", daemon=True).start()
 
     @staticmethod
     def to(
@@ -84,11 +86,27 @@ class Line:
     # What goes up -----------------------------------------------------------------------------
 
     def at(self, phase: str, step: int = 0) -> None:
-        """Say what this process is doing from now on; `ftmesh.launch.watch` has the words."""
+        """Say what this process is doing from now on; `ftmesh.launch.watch` has the words.
+
+        What comes with every step is said by the next beat, and costs a step nothing.
+        """
         self.check()
         if (phase, step) != self._phase:
             self._enter(phase, step)
-            self._send({"at": phase, "step": step})
+            if phase not in OFTEN:
+                self._beat()
+
+    def _beat(self) -> None:
+        (phase, step), since = self._phase, self._since
+        if phase and phase != "commit":
+            self._send({"at": phase, "step": step, "for": time.monotonic() - since})
+        else:
+            self._send({"beat": True})
+
+    def _beats(self) -> None:
+        while not self._has_left:
+            time.sleep(BEAT)
+            self._beat()
 
     def _enter(self, phase: str, step: int = 0) -> None:
         now = time.monotonic()

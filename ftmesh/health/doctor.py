@@ -23,12 +23,14 @@ from ftmesh.mesh.cables import cables
 from ftmesh.mesh.devices import platform_of
 from ftmesh.mesh.topology import Topology
 
+LIMIT = 60.0  # seconds for a chip or a link to answer
+
 
 def examine(
     topology: Topology,
     *,
     cluster: Cluster = ALONE,
-    limit: float = 60.0,
+    limit: float = LIMIT,
     slow: float = 3.0,
     probes: Probes | None = None,
     progress: Progress = lambda done, total, what: None,

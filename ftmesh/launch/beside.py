@@ -18,6 +18,7 @@ from ftmesh.launch.environment import LOOPBACK, Environment, free_port
 from ftmesh.launch.keeper import LIMIT, keeper_command
 
 TRIES = 5  # to find a port for the service
+TO_END = 1.0  # seconds, before it is killed
 
 NotePid = Callable[[str, int, int], None]
 
@@ -54,7 +55,7 @@ class _Beside:
         with contextlib.suppress(OSError):
             self._popen.stdin.close()
         try:
-            self._popen.wait(1)
+            self._popen.wait(TO_END)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()

@@ -29,6 +29,7 @@ STALL_SECONDS = 30.0
 HANDSHAKE_SECONDS = 5.0
 MOST_HANDSHAKES = 64  # at once; one more, and the oldest is dropped
 BACKLOG = 1024  # connections that the system holds until they are taken
+WAKE_SECONDS = 1.0  # for the connection that ends a listener
 PAUSE_SECONDS = 0.05  # where the system has no more connections to give
 
 _LENGTHS = struct.Struct(">IQ")  # of the JSON, of the data
@@ -201,7 +202,7 @@ class Listener:
         self._closed.set()
         _shut(self._socket)  # wakes the thread on Linux; elsewhere a connection does
         with contextlib.suppress(OSError):
-            socket.create_connection(self._socket.getsockname(), 1).close()
+            socket.create_connection(self._socket.getsockname(), WAKE_SECONDS).close()
         self._thread.join()
         self._socket.close()
         with self._lock:

@@ -91,8 +91,9 @@ def in_words(event: str, facts: dict[str, Any]) -> str:
         return f"gives up: {facts['why']}"
     if event == "done" and facts["failures"]:
         return (
-            f"{facts['steps']} steps, {facts['failures']} failures, {facts['seconds_lost']:.1f} of "
-            f"{facts['seconds']:.1f} s lost to them: goodput {facts['goodput']:.1%}"
+            f"{facts['steps']} steps, {facts['failures']} failure{'s' * (facts['failures'] != 1)}, "
+            f"{facts['seconds_lost']:.1f} of {facts['seconds']:.1f} s lost to that: goodput "
+            f"{facts['goodput']:.1%}"
         )
     return ""
 

@@ -9,6 +9,7 @@ up, and ends when its standard input closes.
 import sys
 
 HEARTBEAT = 100  # seconds; who is there is decided by others, who know sooner
+SHUTDOWN = 5  # seconds for processes to let go of it
 
 
 def main() -> None:
@@ -20,7 +21,7 @@ def main() -> None:
         address,
         number,
         heartbeat_timeout=HEARTBEAT,
-        shutdown_timeout=5,
+        shutdown_timeout=SHUTDOWN,
         recoverable=True,
     )
     print("up", flush=True)

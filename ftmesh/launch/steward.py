@@ -39,6 +39,7 @@ class Member:
     phase: str = "start"
     step: int = 0
     since: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
     closed_at: float | None = None
     error: str = ""
     has_left: bool = False
@@ -147,6 +148,7 @@ class Steward:
         return member
 
     def _hear(self, member: Member, message: dict[str, Any], data: bytes) -> None:
+        member.heard = time.monotonic()
         if "failing" in message:
             member.error = str(message["failing"])
         elif "leave" in message:
@@ -157,7 +159,9 @@ class Steward:
             for who, reply, note in self._notes.asked(member.process, message, data):
                 self.everyone[who].tell(reply, note)
         elif "at" in message:
-            self._enter(member, str(message["at"]), int(message["step"]))
+            phase, step = str(message["at"]), int(message["step"])
+            if (phase, step) != (member.phase, member.step):
+                self._enter(member, phase, step, ago=float(message.get("for", 0)))
         elif "ready" in message:
             self._enter(member, "commit", int(message["ready"]))
             self._vote(member, int(message["ready"]))
@@ -179,12 +183,12 @@ class Steward:
         elif "say" in message:
             self._say(str(message["say"]), epoch=self.epoch, **message["facts"])
 
-    def _enter(self, member: Member, phase: str, step: int) -> None:
+    def _enter(self, member: Member, phase: str, step: int, ago: float = 0.0) -> None:
         others = [each.phase for each in self.members.values() if each is not member]
         for before, part in (("over", "noticed"), ("start", "started")):
             if member.phase == before != phase and before not in others and self.failed_at:
                 self._parts[part] = time.monotonic() - self.failed_at
-        now = time.monotonic()
+        now = time.monotonic() - ago
         if member.phase in _LEARNED and phase not in ("over", "failed"):
             self._deadlines.took(member.phase, now - member.since)
         member.phase, member.step, member.since = phase, step, now
@@ -207,6 +211,8 @@ class Steward:
         then = "leave" if self._pausing else "go on"
         for each in self.members.values():
             each.tell({"commit": step, "then": then})
+            if not each.is_idle:
+                self._enter(each, "read", step + 1)
         if self.failed_at is not None:
             self._goes_on(step, now)
         elif self.last_commit is not None:
@@ -309,6 +315,7 @@ class Steward:
                     self._stop(each.process)  # it is done, and hangs where it should end
             working = {k: each for k, each in self.members.items() if not each.has_left}
             stuck = self._deadlines.stuck({k: each.seen(now) for k, each in working.items()})
+            stuck |= {k for k, each in working.items() if self._is_silent(each, now)}
             self._see_to(stuck, now)
             failed = [each for each in working.values() if each.phase == "failed"]
             if failed and all(each.phase in WAITING for each in working.values()) and not stuck:
@@ -327,6 +334,7 @@ class Steward:
         due = {
             process: f"is stuck: alive, and {self._seconds(process, now):.0f} s in phase "
             f"{self.members[process].phase!r} of step {self.members[process].step}"
+            f"{', without a sign of life' * self._is_silent(self.members[process], now)}"
             for process in stuck
             if now - (self.members[process].stacks_at or now) > CLOSED
         }
@@ -336,6 +344,10 @@ class Steward:
             self._over("restart", "all processes are stuck, and nobody can tell who began")
             return
         self._lose(due)
+
+    def _is_silent(self, member: Member, now: float) -> bool:
+        """Whether not even its second thread is heard of, which says several words a second."""
+        return member.channel is not None and now - member.heard > self._deadlines.silence
 
     def _seconds(self, process: int, now: float) -> float:
         return self.members[process].seen(now).seconds

@@ -43,6 +43,7 @@ OPEN_LIMIT = 3600.0  # seconds: where there is no index of the data, one process
 SAVE_LIMIT = 3600.0  # for the last checkpoint of the slowest
 STEP = "the program of a step"
 SEE_LIMIT = 10.0  # for a file to be seen by all
+SEE_INTERVAL = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             checkpoints,
             copy_every=args.copy_every,
             check_every=args.check_every,
+            two_states=args.two_states,
             is_saved=partial(_is_saved, job, args),
         )
         if cluster.epoch > 1:
@@ -136,12 +138,17 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
                 total_steps=job.total_steps,
                 first_step=done,
                 unit=job.train.unit,
+                title=_title(job),
                 resume=resumes,
                 show=cluster.speaks,
+                eager=cluster.line is not None,
             )
         )
+        if cluster.epoch > 1:
+            live = trainer.parallel.ranks.topology.num_live
+            report.epoch(done, cluster.epoch, live=live, source=source)
         batches = stack.enter_context(Reader(job.train, first_step=done))
-        transactions.begin(done, state, source)
+        transactions.begin(done, state, source, partial(_count, job, report))
         if cluster.line is not None:
             _prepare(job, topology, compile_ahead=args.compile_ahead)
         block = done + 1  # the first step since the last evaluation
@@ -156,17 +163,15 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             after, loss = train_step(state, batch)
             faults.reach("collective", step)
             after = with_faults(step, after)
-            transactions.commit(step, after, loss)
+            transactions.add(step, after, loss)
             state = after
-            rate = trainer.lr_schedule(step - 1)
-            report.step(step, trainer.parallel.local(loss), examples=job.train.batch, lr=rate)
-            if cluster.line is not None:
-                report.settle()  # its results are here; who speaks next begins with the next step
             last = step == job.total_steps
             if checkpoints and _is_saved(job, args, step):
+                transactions.settle()
                 report.settle()  # a state that comes with a bad loss is not worth keeping
                 _save(trainer, checkpoints, step, state)
             if last or step % job.steps_per_eval == 0:
+                transactions.settle()
                 log.stop("block", first_epoch_num=job.epoch(block))
                 block = step + 1
                 reached = _evaluate(job, state, step, report, log)
@@ -181,6 +186,14 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     if cluster.speaks:
         print(_summary(job, report))
     return report
+
+
+def _count(job: Job, report: Report, step: int, loss: Any) -> None:
+    """Report a step, which counts."""
+    parallel, rate = job.trainer.parallel, job.trainer.lr_schedule(step - 1)
+    report.step(step, parallel.local(loss), examples=job.train.batch, lr=rate)
+    if parallel.cluster.line is not None:
+        report.settle()  # its results are here; who speaks next begins with the next step
 
 
 def _prepare(job: Job, topology: Topology, *, compile_ahead: bool) -> None:
@@ -218,7 +231,7 @@ def _check_shared(cluster: Cluster, checkpoints: Checkpoints) -> None:
     token = cluster.broadcast(token, "the folder of checkpoints")
     until = time.monotonic() + SEE_LIMIT
     while not (sees := mark.exists() and mark.read_text() == token) and time.monotonic() < until:
-        time.sleep(0.1)  # a file system of many hosts may show new files late
+        time.sleep(SEE_INTERVAL)  # a file system of many hosts may show new files late
     own = f"that of process {cluster.speaker}" if sees else "another"
     cluster.agree({"the folder of checkpoints": own})
     if cluster.speaks:
@@ -317,6 +330,13 @@ def _epochs(job: Job, step: int) -> int:
     """How many epochs the steps from `step` to the next evaluation belong to."""
     last = min(step + job.steps_per_eval - 1, job.total_steps)
     return job.epoch(last) - job.epoch(step) + 1
+
+
+def _title(job: Job) -> str:
+    """What is trained, and on which mesh."""
+    parallel = job.trainer.parallel
+    on = f"{'at last ' if parallel.cluster.epoch > 1 else ''}on {parallel.ranks.topology}"
+    return f"{job.benchmark}, batches of {job.train.batch} {job.train.unit}, {on}"
 
 
 def _summary(job: Job, report: Report) -> str:

@@ -12,24 +12,31 @@ waited for, or when `settle` is called; one that is not a number ends the run wi
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ftmesh.errors import TrainingError
+from ftmesh.train.metrics import open_metrics, read_epochs
+from ftmesh.train.metrics import read_metrics as read_metrics
+
+LOSS = "#0072b2"
+EVALUATIONS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00")
 
 
 class Report:
     """The progress bar, the metrics and the plot of one run.
 
-    `folder` gets ``metrics.jsonl``, a line per step and per evaluation, and ``run.svg``; without a
-    folder nothing is written. Without `show` the terminal is left alone, as is right for all
-    processes of a run but one.
+    `folder` gets ``metrics.jsonl``, a line per step, per evaluation and per epoch after the first,
+    and ``run.svg``, under `title`; without a folder nothing is written. Without `show` the terminal
+    is left alone, as is right for all processes of a run but one. If `eager`, a loss that is there
+    already is looked at without delay: its step counts, and this process may be lost in the next.
     """
 
     def __init__(
@@ -39,18 +46,20 @@ class Report:
         total_steps: int,
         first_step: int = 0,
         unit: str = "examples",
+        title: str = "",
         resume: bool = False,
         show: bool = True,
+        eager: bool = False,
     ) -> None:
         self.losses: dict[int, float] = {}
         self.evaluations: dict[int, dict[str, float]] = {}
-        self._unit, self._show = unit, show
+        self._unit, self._title, self._show, self._eager = unit, title, show, eager
         self._waiting: tuple[int, Any, dict[str, float]] | None = None
         self._folder = None if folder is None else Path(folder)
-        self._metrics = None
+        self._metrics: TextIO | None = None
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._metrics = (self._folder / "metrics.jsonl").open("a" if resume else "w")
+            self._metrics = open_metrics(self._folder / "metrics.jsonl", append=resume)
         self._started = self._last = time.perf_counter()
         self._rate = 0.0
         self._progress = Progress(
@@ -72,6 +81,8 @@ class Report:
         """
         self.settle()
         self._waiting = (step, loss, {"examples": examples, **numbers})
+        if self._eager and (loss is None or loss.is_ready()):
+            self.settle()
 
     def evaluation(self, step: int, **numbers: float) -> None:
         """The result of an evaluation after `step`."""
@@ -82,6 +93,16 @@ class Report:
         if self._show:
             self._progress.print(f"after step {step}: {says}")
         self._last = time.perf_counter()
+
+    def epoch(self, step: int, number: int, *, live: int, source: str) -> None:
+        """Who takes part has changed: `live` chips go on from the state after `step`.
+
+        `number` is the epoch's, and `source` tells where that state was found.
+        """
+        if self._metrics is not None:
+            done = max(read_metrics(self._metrics.name)[0], default=0)
+            facts = {"live": live, "source": source, "repeated": max(done - step, 0)}
+            self._write({"step": step, "epoch": number, **facts})
 
     @property
     def seconds(self) -> float:
@@ -116,7 +137,8 @@ class Report:
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._metrics is not None:
-            print(json.dumps(line), file=self._metrics, flush=True)
+            timed = {**line, "time": round(time.time(), 3)}
+            print(json.dumps(timed), file=self._metrics, flush=True)
 
     def __enter__(self) -> Report:
         self._progress.start()
@@ -136,23 +158,15 @@ class Report:
             if self._metrics is not None:
                 self._metrics.close()
         if self._folder is not None and error is None and self.losses:
-            plot_run(self._folder / "metrics.jsonl", self._folder / "run.svg")
+            metrics, picture = (self._folder / name for name in ("metrics.jsonl", "run.svg"))
+            plot_run(metrics, picture, title=self._title)
 
 
-def read_metrics(path: str | Path) -> tuple[dict[int, float], dict[int, dict[str, float]]]:
-    """Losses by step and evaluations by step, from a file of metrics; the last of each counts."""
-    losses, evaluations = {}, {}
-    for text in Path(path).read_text().splitlines():
-        line = json.loads(text)
-        if "eval" in line:
-            evaluations[line["step"]] = line["eval"]
-        else:
-            losses[line["step"]] = line["loss"]
-    return losses, evaluations
+def plot_run(metrics: str | Path, out: str | Path, *, title: str = "") -> bool:
+    """Draw the losses and evaluations of a run, and where epochs begin, with the chips of each.
 
-
-def plot_run(metrics: str | Path, out: str | Path) -> bool:
-    """Draw the losses and evaluations of a run; False where matplotlib is not installed."""
+    False where matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -160,16 +174,36 @@ def plot_run(metrics: str | Path, out: str | Path) -> bool:
     losses, evaluations = read_metrics(metrics)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(list(losses), list(losses.values()), color="#0072b2", label="loss")
-    axes.set(xlabel="step", ylabel="loss")
+    if title:
+        axes.set_title(title, fontsize="medium", loc="left")
+    axes.plot(list(losses), list(losses.values()), color=LOSS, label="loss")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss", color=LOSS)
     names = sorted({name for line in evaluations.values() for name in line})
     if names:
         right: Any = axes.twinx()
-        for name in names:
-            steps = [step for step, line in evaluations.items() if name in line]
-            right.plot(steps, [evaluations[s][name] for s in steps], "o-", label=name, markersize=3)
-        right.set_ylabel(", ".join(names))
+        for name, colour in zip(names, itertools.cycle(EVALUATIONS)):
+            found = {step: line[name] for step, line in evaluations.items() if name in line}
+            right.plot(list(found), list(found.values()), "o-", color=colour, label=name, ms=3)
+        right.set_ylabel(", ".join(names), color=EVALUATIONS[0] if len(names) == 1 else "black")
         right.legend(frameon=False, loc="center right")
+    mark_epochs(axes, read_epochs(metrics))
     axes.grid(True, alpha=0.3)
     figure.savefig(out)
     return True
+
+
+def mark_epochs(axes: Any, epochs: list[dict[str, Any]]) -> None:
+    """A vertical line where each epoch begins, with the number of chips that it has."""
+    for line in epochs:
+        axes.axvline(line["step"] + 0.5, color="black", linestyle=":", linewidth=1)
+        axes.annotate(
+            f"{line['live']} chips",
+            (line["step"] + 0.5, 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(2, -4),
+            textcoords="offset points",
+            rotation=90,
+            va="top",
+            fontsize="small",
+        )

@@ -1,12 +1,14 @@
 """What a run tells: metrics, the plot, and the end of one whose loss is not a number."""
 
 import json
+import re
 
 import jax.numpy as jnp
 import pytest
 
 from ftmesh.errors import TrainingError
-from ftmesh.train.report import Report, plot_run, read_metrics
+from ftmesh.train.metrics import metrics_lines, read_epochs, read_metrics
+from ftmesh.train.report import Report, plot_run
 
 
 def test_metrics_are_lines_of_json_and_a_plot(tmp_path):
@@ -46,3 +48,59 @@ def test_a_run_that_is_resumed_goes_on_in_the_same_file(tmp_path):
                 report.step(step, float(step), examples=1)
     assert read_metrics(tmp_path / "metrics.jsonl")[0] == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
     assert plot_run(tmp_path / "metrics.jsonl", tmp_path / "again.svg")
+
+
+@pytest.mark.parametrize("left", ['{"step": 2, "lo', '{"step": 2, "loss": 2.0}'])
+def test_a_line_that_a_kill_has_cut_spoils_no_other(left, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Report(tmp_path, total_steps=3) as report:
+        report.step(1, 1.0, examples=1)
+    with path.open("a") as file:
+        file.write(left)
+    with Report(tmp_path, total_steps=3, first_step=2, resume=True) as report:
+        report.step(3, 3.0, examples=1)
+    whole = {2: 2.0} if left.endswith("}") else {}
+    assert read_metrics(path)[0] == {1: 1.0, **whole, 3: 3.0}
+    assert path.read_text().splitlines()[1] == left
+    assert plot_run(path, tmp_path / "again.svg")
+
+
+def test_what_is_no_line_of_metrics_is_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'\n7\n[1]\n{"loss": 1}\n\xff\xfe{\n{"step": 4, "loss": 0.5}')
+    assert list(metrics_lines(path)) == [{"step": 4, "loss": 0.5}]
+
+
+def with_a_failure(folder):
+    """Steps 1 to 5 on 16 chips, of which the last counts no more, and 5 to 8 on 12."""
+    with Report(folder, total_steps=8) as report:
+        for step in range(1, 6):
+            report.step(step, 1 / step, examples=1)
+    with Report(folder, total_steps=8, title="soak on 4x4", resume=True) as report:
+        report.epoch(4, 2, live=12, source="devices")
+        for step in range(5, 9):
+            report.step(step, 2 / step, examples=1)
+        report.evaluation(8, accuracy=0.5)
+    return folder / "metrics.jsonl"
+
+
+def test_an_epoch_after_the_first_has_a_line(tmp_path):
+    path = with_a_failure(tmp_path)
+    (found,) = read_epochs(path)
+    assert found.pop("time") > 0
+    assert found == {"step": 4, "epoch": 2, "live": 12, "source": "devices", "repeated": 1}
+    losses, evaluations = read_metrics(path)
+    assert losses == {step: (1 if step < 5 else 2) / step for step in range(1, 9)}
+    assert evaluations == {8: {"accuracy": 0.5}}
+
+
+def test_the_picture_says_what_was_trained_and_how_many_chips_went_on(tmp_path):
+    with_a_failure(tmp_path)
+    texts = re.findall(r"<!-- (.*) -->", (tmp_path / "run.svg").read_text())
+    assert {"soak on 4x4", "12 chips", "loss", "accuracy"} <= set(texts)
+
+
+def test_a_loss_that_is_there_is_looked_at_at_once_by_one_that_may_be_lost(tmp_path):
+    with Report(tmp_path, total_steps=2, eager=True) as report:
+        report.step(1, jnp.float32(1.0).block_until_ready(), examples=1)
+        assert read_metrics(tmp_path / "metrics.jsonl")[0] == {1: 1.0}
