@@ -211,7 +211,7 @@ class Steward:
         then = "leave" if self._pausing else "go on"
         for each in self.members.values():
             each.tell({"commit": step, "then": then})
-            if not each.is_idle:
+            if each.phase == "commit" and not each.is_idle:
                 self._enter(each, "read", step + 1)
         if self.failed_at is not None:
             self._goes_on(step, now)

@@ -51,6 +51,7 @@ def on_line(**options):
     finally:
         line._has_left = True  # what ends now is the test
         line._channel.close()
+        line._thread.join()
         stewarded.close()
 
 
