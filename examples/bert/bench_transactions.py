@@ -1,7 +1,7 @@
 """What it costs to be ready for failures: steps of the tiny BERT, as they are and as transactions.
 
-Run by ``scripts/bench transactions``, which starts an emulated pod of four hosts. All kinds of steps
-take turns in one run, so that what else the machine does falls on all of them alike.
+Run by ``scripts/bench transactions``, which starts an emulated pod of four hosts. All kinds of
+steps take turns in one run, so that what else the machine does falls on all of them alike.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from ftmesh.mesh.topology import Topology
 from ftmesh.train.memory import memory_on_line
 from ftmesh.train.trainer import State, StepOptions
 
+AS_IT_IS, TWO_STATES, WITH_COPIES = "as it is", "two states", "copies of shards, too"
 KINDS = {
-    "as it is": StepOptions(keeps_state=False, copies=False),
+    AS_IT_IS: StepOptions(keeps_state=False, copies=False),
     "a transaction": StepOptions(copies=False),
-    "with copies of shards": StepOptions(),
+    TWO_STATES: StepOptions(copies=False),
+    WITH_COPIES: StepOptions(),
 }
 
 
@@ -50,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(topology: Topology, cluster: Cluster, *, turns: int, steps: int) -> None:
     """All kinds of steps in turns, then what is done only now and then."""
-    kinds = {name: Steps(topology, cluster, options) for name, options in KINDS.items()}
+    kinds = {
+        name: Steps(topology, cluster, options, runs_ahead=name != TWO_STATES)
+        for name, options in KINDS.items()
+    }
     assert cluster.line is not None
     cluster.line.joined(0, source="start", live=topology.num_live, less="")
     took: dict[str, list[float]] = {name: [] for name in kinds}
@@ -62,11 +67,11 @@ def measure(topology: Topology, cluster: Cluster, *, turns: int, steps: int) -> 
             for _ in range(steps):
                 done += 1
                 kind.step(done)
-            jax.block_until_ready(kind.state)
+            kind.settle()
             if turn:  # the first compiles
                 took[name].append((time.perf_counter() - start) / steps)
     rare: dict[str, list[float]] = {"compare parameters": [], "copy to host memory": []}
-    last = kinds["with copies of shards"]
+    last = kinds[WITH_COPIES]
     memory = memory_on_line(cluster.process, cluster.epoch, lambda line: None)
     assert memory is not None
     with memory:
@@ -88,7 +93,9 @@ def measure(topology: Topology, cluster: Cluster, *, turns: int, steps: int) -> 
 class Steps:
     """Steps of one kind, all on the same batch."""
 
-    def __init__(self, topology: Topology, cluster: Cluster, options: StepOptions) -> None:
+    def __init__(
+        self, topology: Topology, cluster: Cluster, options: StepOptions, *, runs_ahead: bool
+    ) -> None:
         config = PRESETS["tiny"]
         sizes = {
             "length": config.length,
@@ -99,35 +106,46 @@ class Steps:
         self.trainer = bert_trainer(config, topology, options, cluster=cluster)
         self.state = first_state(config, self.trainer, seed=0)
         sequences = open_sequences(
-            None, "train", num_sequences=1000, vocabulary=config.vocabulary, **sizes
+            None, "train", num_sequences=1000, vocabulary=config.vocabulary, show=False, **sizes
         )
         rows = self.trainer.parallel.local_rows(self.trainer.shares)
         data = Batches(sequences, batch=config.batch, rows=rows, num_steps=1, **sizes)
         self._batch = self.trainer.parallel.feed(data[0][0])
-        self._waiting: jax.Array | None = None
+        self._commits = self.trainer.parallel.keeps_state
+        self._runs_ahead = runs_ahead
+        self._waiting: tuple[int, State, jax.Array] | None = None
 
     def step(self, number: int) -> None:
         """As the loop does it, with a transaction where the state before is kept."""
-        commits = self.trainer.parallel.keeps_state
-        if commits:
+        if self._commits:
             self._cluster.at("read", number)
             self._cluster.at("step", number)
         after, loss = self.trainer.step(self.state, self._batch)
-        if commits:
+        self.settle()
+        self.state, self._waiting = after, (number, after, loss)
+        if not self._runs_ahead:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the last step, and commit it."""
+        if self._waiting is None:
+            return
+        number, after, loss = self._waiting
+        self._waiting = None
+        if self._commits:
             assert self._cluster.line is not None
             jax.block_until_ready((after, loss))
             self._cluster.line.commit(number)
-        elif self._waiting is not None:
-            self._waiting.block_until_ready()  # the host is one step ahead
-        self.state, self._waiting = after, loss
+        else:
+            loss.block_until_ready()
 
 
 def _print(took: dict[str, list[float]], rare: dict[str, list[float]], state: State) -> None:
-    plain = statistics.median(took["as it is"])
+    plain = statistics.median(took[AS_IT_IS])
     print(f"{'a step of the tiny BERT':28} {'median':>9} {'more':>8}")
     for name, times in {**took, **rare}.items():
         typical = statistics.median(times)
-        more = "" if name == "as it is" else f"{typical / plain - (name in took):8.1%}"
+        more = "" if name == AS_IT_IS else f"{typical / plain - (name in took):8.1%}"
         print(f"{name:28} {typical * 1000:6.2f} ms {more}")
     sizes = {
         name: sum(

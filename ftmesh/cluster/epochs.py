@@ -10,6 +10,7 @@ import jax
 
 from ftmesh.cluster.cluster import Cluster
 from ftmesh.cluster.line import EpochOver
+from ftmesh.errors import PlanError
 
 T = TypeVar("T")
 
@@ -17,13 +18,18 @@ T = TypeVar("T")
 def through_epochs(cluster: Cluster, body: Callable[[Cluster], T]) -> T:
     """What `body` gives, of the cluster as it is; done again, with who is left, in every epoch.
 
-    A collective that fails is told to the steward, which finds out whose fault that is.
+    A collective that fails is told to the steward, which finds out whose fault that is. Where there
+    is no plan for what is left, all are started anew: lost hosts may come back, and nobody failed.
     """
     while True:
         try:
             return body(cluster)
         except EpochOver:
             pass
+        except PlanError as error:
+            if cluster.line is None or cluster.epoch == cluster.line.start:
+                raise
+            cluster.line.restart(f"no plan for what is left: {error}")
         except jax.errors.JaxRuntimeError as error:
             if cluster.line is None:
                 raise

@@ -20,6 +20,8 @@ from ftmesh.launch.channel import Channel, ChannelClosed, connect
 
 RESTARTS = 75  # the status of a process that ends so that all may be started anew
 _PARTS = {"agree": "agreed", "plan": "planned", "compile": "compiled", "restore": "restored"}
+BEAT = 0.2  # seconds between two signs of life
+OFTEN = ("read", "step")  # phases of every step
 LAST_WORD = 7200.0  # seconds for the steward to decide what a failed collective means
 
 
@@ -47,6 +49,7 @@ class Line:
 
     def __init__(self, channel: Channel, news: News, *, end: Callable[[str], NoReturn]) -> None:
         self.news = news  # of the epoch that this process is in
+        self.start = news.epoch  # the first one
         self.held: Any = None  # what the process takes with it into the next
         self._channel, self._end = channel, end
         self._next: News | None = None
@@ -57,8 +60,8 @@ class Line:
         self._changed = threading.Condition()
         self._phase, self._since = ("", 0), time.monotonic()
         self._took: dict[str, float] = {}  # seconds in each phase of the epoch
-        self._thread = threading.Thread(target=self._listen, name="ftmesh line", daemon=True)
-        self._thread.start()
+        for run in (self._listen, self._beats):
+            threading.Thread(target=run, name="ftmesh line", daemon=True).start()
 
     @staticmethod
     def to(
@@ -77,17 +80,33 @@ class Line:
         found = channel.receive(limit)
         if found is None or "welcome" not in found[0]:
             raise ClusterError(f"the steward at {address} does not know process {process}")
-        epoch = int(found[0]["welcome"])
-        return Line(channel, News(epoch, tuple(range(num_processes))), end=end)
+        epoch, masked = int(found[0]["welcome"]), str(found[0]["masked"])
+        return Line(channel, News(epoch, tuple(range(num_processes)), masked), end=end)
 
     # What goes up -----------------------------------------------------------------------------
 
     def at(self, phase: str, step: int = 0) -> None:
-        """Say what this process is doing from now on; `ftmesh.launch.watch` has the words."""
+        """Say what this process is doing from now on; `ftmesh.launch.watch` has the words.
+
+        What comes with every step is said by the next beat, and costs a step nothing.
+        """
         self.check()
         if (phase, step) != self._phase:
             self._enter(phase, step)
-            self._send({"at": phase, "step": step})
+            if phase not in OFTEN:
+                self._beat()
+
+    def _beat(self) -> None:
+        (phase, step), since = self._phase, self._since
+        if phase and phase != "commit":
+            self._send({"at": phase, "step": step, "for": time.monotonic() - since})
+        else:
+            self._send({"beat": True})
+
+    def _beats(self) -> None:
+        while not self._has_left:
+            time.sleep(BEAT)
+            self._beat()
 
     def _enter(self, phase: str, step: int = 0) -> None:
         now = time.monotonic()

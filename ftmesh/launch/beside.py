@@ -14,9 +14,10 @@ from types import TracebackType
 
 from ftmesh.errors import ClusterError
 from ftmesh.launch import service
-from ftmesh.launch.environment import Environment
+from ftmesh.launch.environment import LOOPBACK, Environment, free_port
 from ftmesh.launch.keeper import LIMIT, keeper_command
 
+TRIES = 5  # to find a port for the service
 TO_END = 1.0  # seconds, before it is killed
 
 NotePid = Callable[[str, int, int], None]
@@ -38,6 +39,7 @@ class _Beside:
         assert self._popen.stdout is not None
         self.line = self._popen.stdout.readline().strip()
         if not self.line:
+            self.close()
             raise ClusterError(f"{command[1]} has ended before it was up")
         self.pid = self._popen.pid
 
@@ -63,11 +65,17 @@ class _Beside:
 class Service(_Beside):
     """JAX's coordination service for so many processes."""
 
-    def __init__(
-        self, address: str, num_processes: int, env: Environment, note_pid: NotePid
-    ) -> None:
-        command = [sys.executable, service.__file__, address, str(num_processes)]
-        super().__init__(command, env)
+    def __init__(self, num_processes: int, env: Environment, note_pid: NotePid) -> None:
+        for tries_left in reversed(range(TRIES)):
+            self.address = f"{LOOPBACK}:{free_port()}"
+            try:
+                super().__init__(
+                    [sys.executable, service.__file__, self.address, str(num_processes)], env
+                )
+                break
+            except ClusterError:  # another was quicker to take the port
+                if not tries_left:
+                    raise
         note_pid("service", 0, self.pid)
 
     def __enter__(self) -> Service:
@@ -94,6 +102,8 @@ class Keepers:
         for host in hosts:
             if host in self._keepers and not self._keepers[host].has_ended:
                 continue
+            if host in self._keepers:
+                self._keepers[host].close()
             self._keepers[host] = _Beside(keeper_command(self._bytes), self._env)
             self._note_pid("keeper", host, self._keepers[host].pid)
 

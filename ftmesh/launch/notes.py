@@ -34,7 +34,7 @@ class Notes:
         if do == "meet":
             here = self._met.setdefault(key, {})
             here[process] = call
-            if here.keys() < set(map(int, message["who"])):
+            if not here.keys() >= set(map(int, message["who"])):
                 return []
             return [(who, {"reply": number}, b"") for who, number in self._met.pop(key).items()]
         raise ValueError(do)

@@ -39,6 +39,7 @@ class Member:
     phase: str = "start"
     step: int = 0
     since: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
     closed_at: float | None = None
     error: str = ""
     has_left: bool = False
@@ -105,6 +106,7 @@ class Steward:
         self._notes = Notes()
         self._ready: dict[int, set[int]] = {}
         self._joined: set[int] = set()
+        self._told: tuple[int, dict[str, Any]] = 0, {}  # by the last who joined
         self._is_joined = False  # all of this start have been together
         self._pausing, self._why_paused = False, ""
         self.failed_at = failed_at  # what the epoch began with, until it commits a step
@@ -128,7 +130,7 @@ class Steward:
                         member = self._greet(channel, message)
                     elif member.process in self.members or member.has_left:
                         self._hear(member, message, data)
-        except (ChannelClosed, KeyError, TypeError, ValueError):
+        except (ChannelClosed, AttributeError, KeyError, OverflowError, TypeError, ValueError):
             pass  # gone, or what it says makes no sense
         finally:
             channel.close()
@@ -142,10 +144,11 @@ class Steward:
             raise ValueError("one more, or one of an earlier start")
         member.channel, member.pid = channel, int(message["pid"])
         self._enter(member, "start", 0)
-        channel.send({"welcome": self.epoch})
+        channel.send({"welcome": self.epoch, "masked": self.masked})
         return member
 
     def _hear(self, member: Member, message: dict[str, Any], data: bytes) -> None:
+        member.heard = time.monotonic()
         if "failing" in message:
             member.error = str(message["failing"])
         elif "leave" in message:
@@ -156,7 +159,9 @@ class Steward:
             for who, reply, note in self._notes.asked(member.process, message, data):
                 self.everyone[who].tell(reply, note)
         elif "at" in message:
-            self._enter(member, str(message["at"]), int(message["step"]))
+            phase, step = str(message["at"]), int(message["step"])
+            if (phase, step) != (member.phase, member.step):
+                self._enter(member, phase, step, ago=float(message["for"]))
         elif "ready" in message:
             self._enter(member, "commit", int(message["ready"]))
             self._vote(member, int(message["ready"]))
@@ -172,15 +177,18 @@ class Steward:
         elif "idle" in message:
             member.is_idle = True
             self._enter(member, "commit", 0)
+            self._begin_if_all()  # the others may have come before
+            for step in sorted(self._ready):
+                self._commit_if_all(step)
         elif "say" in message:
             self._say(str(message["say"]), epoch=self.epoch, **message["facts"])
 
-    def _enter(self, member: Member, phase: str, step: int) -> None:
+    def _enter(self, member: Member, phase: str, step: int, ago: float = 0.0) -> None:
         others = [each.phase for each in self.members.values() if each is not member]
         for before, part in (("over", "noticed"), ("start", "started")):
             if member.phase == before != phase and before not in others and self.failed_at:
                 self._parts[part] = time.monotonic() - self.failed_at
-        now = time.monotonic()
+        now = time.monotonic() - ago
         if member.phase in _LEARNED and phase not in ("over", "failed"):
             self._deadlines.took(member.phase, now - member.since)
         member.phase, member.step, member.since = phase, step, now
@@ -190,9 +198,11 @@ class Steward:
 
     def _vote(self, member: Member, step: int) -> None:
         """A process has the results of a step; with the last of them it is committed."""
-        votes = self._ready.setdefault(step, set())
-        votes.add(member.process)
-        if votes < self._working:
+        self._ready.setdefault(step, set()).add(member.process)
+        self._commit_if_all(step)
+
+    def _commit_if_all(self, step: int) -> None:
+        if not self._ready.get(step, set()) >= self._working:
             return
         now = time.monotonic()
         self._ready.clear()
@@ -201,6 +211,8 @@ class Steward:
         then = "leave" if self._pausing else "go on"
         for each in self.members.values():
             each.tell({"commit": step, "then": then})
+            if not each.is_idle:
+                self._enter(each, "read", step + 1)
         if self.failed_at is not None:
             self._goes_on(step, now)
         elif self.last_commit is not None:
@@ -234,7 +246,12 @@ class Steward:
         for name, took in told.get("parts", {}).items():
             self._parts[str(name)] = max(self._parts.get(str(name), 0.0), float(took))
         self._enter(member, "read", step)
-        if self._joined >= self._working:
+        self._told = step, told
+        self._begin_if_all()
+
+    def _begin_if_all(self) -> None:
+        if self._joined and self._joined >= self._working:
+            step, told = self._told
             self._repeated = max(self.highest - step, 0)
             self.committed, self._is_joined = step, True
             self._say(
@@ -298,6 +315,7 @@ class Steward:
                     self._stop(each.process)  # it is done, and hangs where it should end
             working = {k: each for k, each in self.members.items() if not each.has_left}
             stuck = self._deadlines.stuck({k: each.seen(now) for k, each in working.items()})
+            stuck |= {k for k, each in working.items() if self._is_silent(each, now)}
             self._see_to(stuck, now)
             failed = [each for each in working.values() if each.phase == "failed"]
             if failed and all(each.phase in WAITING for each in working.values()) and not stuck:
@@ -316,15 +334,20 @@ class Steward:
         due = {
             process: f"is stuck: alive, and {self._seconds(process, now):.0f} s in phase "
             f"{self.members[process].phase!r} of step {self.members[process].step}"
+            f"{', without a sign of life' * self._is_silent(self.members[process], now)}"
             for process in stuck
             if now - (self.members[process].stacks_at or now) > CLOSED
         }
         if not due:
             return
-        if len(due) == len(self.members) and len(due) > 1:
+        if due.keys() >= self._working and len(due) > 1:
             self._over("restart", "all processes are stuck, and nobody can tell who began")
             return
         self._lose(due)
+
+    def _is_silent(self, member: Member, now: float) -> bool:
+        """Whether not even its second thread is heard of, which says several words a second."""
+        return member.channel is not None and now - member.heard > self._deadlines.silence
 
     def _seconds(self, process: int, now: float) -> float:
         return self.members[process].seen(now).seconds
@@ -333,7 +356,8 @@ class Steward:
         """Some are lost: a new epoch without them, in place or not."""
         if self.verdict is not None:
             return
-        if any(each.has_left for each in self.members.values()) and not self._pausing:
+        left = any(each.has_left and each.channel for each in self.members.values())
+        if left and not self._pausing:
             for process in lost:  # all is done; nothing depends on it any more
                 self._stop(process)
                 self._leave(self.members[process])
@@ -357,7 +381,7 @@ class Steward:
             self._stop(process)
         if not self.members:
             self._over("restart", "no process is left")
-        elif not (self.in_place and self._is_joined):
+        elif left or not (self.in_place and self._is_joined):
             early = "" if self.in_place else ", and it is not to go on in place"
             self._over("restart", f"host {hosts[0]} is lost{early}")
         else:
@@ -367,9 +391,11 @@ class Steward:
 
     def _mask(self, member: Member, blocks: str, why: str) -> None:
         """Chips are sick: the same processes go on without them."""
-        if blocks in self.masked.split(";"):
+        known = list(filter(None, self.masked.split(";")))
+        new = [block for block in blocks.split(";") if block not in known]
+        if not new:
             return
-        self.masked = ";".join(filter(None, [self.masked, blocks]))
+        self.masked = ";".join([*known, *new])
         self._say("masked", epoch=self.epoch, chips=blocks, why=why, process=member.process)
         if self.in_place and self._is_joined:
             self._next_epoch(f"chips {blocks} are sick: {why}", noticed=0.0)

@@ -19,7 +19,6 @@ from typing import Any
 from ftmesh.errors import ArgumentError
 from ftmesh.launch import beside
 from ftmesh.launch.channel import Listener
-from ftmesh.launch.environment import LOOPBACK, free_port
 from ftmesh.launch.events import Events
 from ftmesh.launch.pod import TIMED_OUT, OnOutput, Pod
 from ftmesh.launch.process import Process
@@ -64,6 +63,10 @@ class Place:
     def of(mesh: str, host_shape: str | None, hosts: int, devices_per_host: int) -> Place:
         """Hosts one after another, x first, each with a block of `host_shape`; else of rows."""
         shape = parse_shape(mesh)
+        if hosts < 1 or devices_per_host < 1:
+            raise ArgumentError(
+                f"{hosts} hosts of {devices_per_host} devices make no pod: both must be 1 or more"
+            )
         if host_shape is None:
             host = _rows(shape, devices_per_host)
         else:
@@ -183,7 +186,7 @@ class Supervisor:
         return ""
 
     def _wait(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
+        until = min(time.monotonic() + seconds, self._until)
         while time.monotonic() < until and not self._received:
             time.sleep(min(TURN, seconds))
 
@@ -204,15 +207,14 @@ class Supervisor:
             last_commit=self._last_commit,
         )
         self._say("started", epoch=self._epoch, hosts=list(hosts))
-        service_at = f"{LOOPBACK}:{free_port()}"
         with (
             Listener(steward.serve, secret=self._secret) as listener,
-            beside.Service(service_at, len(hosts), self._own, self._note_pid) as service,
+            beside.Service(len(hosts), self._own, self._note_pid) as service,
         ):
             shared = {
                 **self._env,
                 **self._own,
-                "FTMESH_COORDINATOR": service_at,
+                "FTMESH_COORDINATOR": service.address,
                 "FTMESH_STEWARD": listener.address,
                 "FTMESH_KEEPERS": keepers.addresses,
                 "FTMESH_EPOCH": str(self._epoch),
@@ -229,6 +231,8 @@ class Supervisor:
             )
             with pod:
                 self._pod = pod
+                if self._received:  # before there was a pod to tell
+                    pod.end(self._received[-1])
                 for process in pod.processes:
                     self._note_pid("worker", hosts[process.number], process.pid)
                 self._watch(pod, steward, service)

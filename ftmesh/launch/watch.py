@@ -16,6 +16,7 @@ from ftmesh.errors import ArgumentError
 
 TIMES = 10  # what has been seen to take a while may take so many times as long
 RECENT = 50  # steps whose times count
+SILENCE = 5.0  # seconds, and twice the limit of a collective
 SLACK = 1.0  # seconds on top of every deadline, for a machine that is busy
 
 # What a process can be doing, and for how many seconds where it has not been seen to do it before.
@@ -63,6 +64,11 @@ class Deadlines:
     def usual_step(self) -> float:
         """Seconds of a step, as a rule; 0 where none is known."""
         return median(self._took["step"]) if "step" in self._took else 0.0
+
+    @property
+    def silence(self) -> float:
+        """Seconds without any sign of life after which a process counts as stuck."""
+        return SILENCE + 2 * self.limit
 
     def of(self, phase: str) -> float:
         """Seconds after which a process that is still in `phase` is late."""

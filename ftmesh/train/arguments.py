@@ -208,6 +208,12 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         "and a chip that differs is left out from there on (0, never)",
     )
     parser.add_argument(
+        "--two-states",
+        action="store_true",
+        help="commit a step before the next one begins, under 'ftmesh launch --failures': devices "
+        "hold two states and not three, and wait for a moment after each step",
+    )
+    parser.add_argument(
         "--compile-ahead",
         action="store_true",
         help="compile the step for the loss of each host in the background, under 'ftmesh launch "

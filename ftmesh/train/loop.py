@@ -112,6 +112,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             checkpoints,
             copy_every=args.copy_every,
             check_every=args.check_every,
+            two_states=args.two_states,
             is_saved=partial(_is_saved, job, args),
         )
         if cluster.epoch > 1:
@@ -147,7 +148,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             live = trainer.parallel.ranks.topology.num_live
             report.epoch(done, cluster.epoch, live=live, source=source)
         batches = stack.enter_context(Reader(job.train, first_step=done))
-        transactions.begin(done, state, source)
+        transactions.begin(done, state, source, partial(_count, job, report))
         if cluster.line is not None:
             _prepare(job, topology, compile_ahead=args.compile_ahead)
         block = done + 1  # the first step since the last evaluation
@@ -162,15 +163,15 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             after, loss = train_step(state, batch)
             faults.reach("collective", step)
             after = with_faults(step, after)
-            transactions.commit(step, after, loss)
+            transactions.add(step, after, loss)
             state = after
-            rate = trainer.lr_schedule(step - 1)
-            report.step(step, trainer.parallel.local(loss), examples=job.train.batch, lr=rate)
             last = step == job.total_steps
             if checkpoints and _is_saved(job, args, step):
+                transactions.settle()
                 report.settle()  # a state that comes with a bad loss is not worth keeping
                 _save(trainer, checkpoints, step, state)
             if last or step % job.steps_per_eval == 0:
+                transactions.settle()
                 log.stop("block", first_epoch_num=job.epoch(block))
                 block = step + 1
                 reached = _evaluate(job, state, step, report, log)
@@ -185,6 +186,12 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     if cluster.speaks:
         print(_summary(job, report))
     return report
+
+
+def _count(job: Job, report: Report, step: int, loss: Any) -> None:
+    """Report a step, which counts."""
+    parallel, rate = job.trainer.parallel, job.trainer.lr_schedule(step - 1)
+    report.step(step, parallel.local(loss), examples=job.train.batch, lr=rate)
 
 
 def _prepare(job: Job, topology: Topology, *, compile_ahead: bool) -> None:

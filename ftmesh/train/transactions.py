@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from ftmesh.cluster.line import Paused
+from ftmesh.cluster.line import Line, Paused
 from ftmesh.errors import ArgumentError
 from ftmesh.mesh.notation import format_failed
 from ftmesh.testing import faults
@@ -35,7 +35,8 @@ class Transactions:
     """The steps of an epoch. Every `copy_every` of them the state is copied to host memory.
 
     They count one by one; with `check_every`, when parameters have been compared. `is_saved` tells
-    after which steps there will be a checkpoint.
+    after which steps there will be a checkpoint, and `count` is told of every step and its loss. A
+    step is committed while the next one runs, unless there is to be memory for two states only.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Transactions:
         *,
         copy_every: int = 0,
         check_every: int = 0,
+        two_states: bool = False,
         is_saved: Callable[[int], bool],
     ) -> None:
         self._trainer, self._line = trainer, trainer.parallel.cluster.line
@@ -54,14 +56,19 @@ class Transactions:
         self._is_saved = is_saved
         self._suspicion = Suspicion(trainer)
         self._keeps = trainer.parallel.keeps_state
+        self._runs_ahead = self._keeps and not two_states
+        self._waiting: tuple[int, State, Any] | None = None
         if self._line is not None and not self._keeps and not (memory and copy_every):
             raise ArgumentError(
                 "a step that takes over the memory of the state before it cannot be repeated: "
                 "give --copy-every, to have a state in host memory to go back to"
             )
 
-    def begin(self, done: int, state: State, source: str) -> None:
+    def begin(
+        self, done: int, state: State, source: str, count: Callable[[int, Any], None]
+    ) -> None:
         """The state after step `done` is here, from `source`."""
+        self._count = count
         if self._line is None:
             return
         self._hold(done, state)
@@ -73,8 +80,19 @@ class Transactions:
             less=format_failed(topology.failed) if topology.failed else "",
         )
 
-    def commit(self, step: int, state: State, loss: Any) -> None:
-        """Have a step count, once its results are here and everywhere; before, nothing is lost."""
+    def add(self, step: int, state: State, loss: Any) -> None:
+        """A step has been started. The one before it counts when this comes back."""
+        self.settle()
+        self._waiting = step, state, loss
+        if self._line is None or not self._runs_ahead:
+            self.settle()
+
+    def settle(self) -> None:
+        """Have the last step count, once its results are here and everywhere."""
+        if self._waiting is None:
+            return
+        step, state, loss = self._waiting
+        self._waiting = None
         copies = bool(self._copy_every) and step % self._copy_every == 0
         checks = bool(self._check_every) and (
             copies or step % self._check_every == 0 or self._is_saved(step)
@@ -82,37 +100,42 @@ class Transactions:
         if self._line is None:
             if checks:
                 self._suspicion.compare(step, state)
-            return
-        if not (checks or copies or self._is_saved(step)) and (
-            self._check_every or not self._keeps
-        ):
-            return
+        elif checks or copies or self._is_saved(step) or (self._keeps and not self._check_every):
+            self._commit(self._line, step, state, loss, checks=checks, copies=copies)
+        self._count(step, loss)
+
+    def _commit(
+        self, line: Line, step: int, state: State, loss: Any, *, checks: bool, copies: bool
+    ) -> None:
         jax.block_until_ready((state, loss))
         self._suspicion.look_at(step, loss)
         if checks:
             self._suspicion.compare(step, state)
         if not self._keeps:
             self._copy(step, state)
+            self._finish()
         faults.reach("commit", step)
-        word = self._line.commit(step)
+        word = line.commit(step)
         self._hold(step, state)
         if word == "leave":
             self._put_down(step, state)
             raise Paused(step)
         if self._keeps and copies:
-            self._copy(step, state, wait=False)
+            self._copy(step, state)
 
     def _hold(self, step: int, state: State) -> None:
         assert self._line is not None
         self._line.held = Held(step, state, self._trainer) if self._keeps else None
 
-    def _copy(self, step: int, state: State, *, wait: bool = True) -> None:
+    def _copy(self, step: int, state: State) -> None:
         assert self._line is not None
         assert self._memory is not None
         self._line.at("save", step)
         self._trainer.save(self._memory, step, state)
-        if wait:
-            self._memory.finish()
+
+    def _finish(self) -> None:
+        assert self._memory is not None
+        self._memory.finish()
 
     def _put_down(self, step: int, state: State) -> None:
         """Leave a state for those who come next."""

@@ -1,0 +1,164 @@
+"""Events: a line for people, one of JSON for programs, and what failures have cost."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from ftmesh.launch.events import Events, in_words
+
+EPOCH = {
+    "epoch": 3,
+    "in_place": True,
+    "hosts": [0, 1, 3],
+    "failed": "2x2@0,2",
+    "live": 12,
+    "from_step": 19,
+    "repeated": 0,
+    "source": "devices",
+}
+DONE = {"status": 0, "steps": 60, "failures": 2, "seconds": 50, "seconds_lost": 5, "goodput": 0.9}
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "events.jsonl"
+
+
+@pytest.fixture
+def events(lines, file):
+    found = Events(lines.append, file)
+    yield found
+    found.close()
+
+
+def read(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("event", "facts", "words"),
+    [
+        ("started", {"epoch": 1, "hosts": [0, 1]}, ""),
+        ("fault", {"text": "kill -9"}, ""),
+        (
+            "failed",
+            {"host": 2, "process": 1, "chips": "2x2@0,2", "how": "ended by SIGKILL"},
+            "host 2 is lost (process 1, chips 2x2@0,2): it ended by SIGKILL",
+        ),
+        ("epoch", {**EPOCH, "epoch": 1}, ""),
+        (
+            "epoch",
+            EPOCH,
+            "epoch 3: goes on in place with 12 chips less 2x2@0,2, from step 19 by what the "
+            "devices hold; no steps to repeat",
+        ),
+        (
+            "epoch",
+            {**EPOCH, "in_place": False, "failed": "", "source": "host memory", "repeated": 1},
+            "epoch 3: goes on in new processes with 12 chips, from step 19 by copies in the memory "
+            "of hosts; 1 step to repeat",
+        ),
+        (
+            "epoch",
+            {**EPOCH, "source": "checkpoint", "repeated": 4},
+            "epoch 3: goes on in place with 12 chips less 2x2@0,2, from step 19 by a checkpoint; 4 "
+            "steps to repeat",
+        ),
+        (
+            "epoch",
+            {**EPOCH, "source": "start", "from_step": 0},
+            "epoch 3: goes on in place with 12 chips less 2x2@0,2, from step 0 by the beginning; "
+            "no steps to repeat",
+        ),
+        (
+            "goes on",
+            {"step": 20, "seconds": 6.21, "parts": {"noticed": 5.02, "first_step": 0.18}},
+            "step 20 is committed 6.2 s after that (noticed 5.0, first step 0.2)",
+        ),
+        (
+            "restart",
+            {"why": "host 2 is lost", "seconds": 2.0, "hosts": [0, 3]},
+            "restarts with hosts 0, 3 in 2 s: host 2 is lost",
+        ),
+        (
+            "masked",
+            {"chips": "1x1@2,0", "why": "it computes wrong"},
+            "chips 1x1@2,0 are left out from now on: it computes wrong",
+        ),
+        ("struck out", {"host": 2, "times": 3}, "host 2 has failed 3 times, and stays out"),
+        ("gives up", {"why": "11 failures"}, "gives up: 11 failures"),
+        ("done", {**DONE, "failures": 0}, ""),
+        (
+            "done",
+            DONE,
+            "60 steps, 2 failures, 5.0 of 50.0 s lost to them: goodput 90.0%",
+        ),
+    ],
+)
+def test_in_words_and_in_a_file(event, facts, words, events, lines, file):
+    assert in_words(event, facts) == words
+    before = time.time()
+    events.say(event, **{"seconds": 0.0, **facts})
+    assert lines == ([words] if words else [])
+    (line,) = read(file)
+    assert line.pop("event") == event
+    assert before - 1 < line.pop("time") < time.time() + 1
+    assert {key: line[key] for key in facts} == facts
+
+
+def test_without_a_file(lines):
+    events = Events(lines.append)
+    events.say("gives up", why="nothing helps")
+    events.close()
+    assert lines == ["gives up: nothing helps"]
+
+
+def test_a_run_that_goes_on_appends_to_its_file(events, lines, file):
+    events.say("started", hosts=[0])
+    again = Events(lines.append, file)
+    again.say("started", hosts=[1])
+    again.close()
+    assert [line["hosts"] for line in read(file)] == [[0], [1]]
+
+
+class TestGoodput:
+    def test_of_what_was_lost(self, events, file):
+        events._started -= 100
+        failed = {"host": 0, "process": 0, "chips": "", "how": "ended"}
+        for seconds in (10.0, 15.0):
+            events.say("failed", **failed)
+            events.say("goes on", step=1, seconds=seconds, parts={})
+        events.done(0, 60)
+        done = read(file)[-1]
+        assert (done["failures"], done["seconds_lost"], done["steps"]) == (2, 25.0, 60)
+        assert done["seconds"] == pytest.approx(100, abs=5)
+        assert done["goodput"] == pytest.approx(0.75, abs=0.02)
+
+    def test_of_a_run_in_which_nothing_fails(self, events, file):
+        events.done(0, 60)
+        assert read(file)[-1]["goodput"] == 1
+
+    def test_it_is_not_less_than_nothing(self, events, file):
+        events.say("goes on", step=1, seconds=1e6, parts={})
+        events.done(1, 1)
+        assert read(file)[-1]["goodput"] == 0
+
+
+def test_lines_of_many_threads_are_whole(events, file):
+    def say(number):
+        for _ in range(50):
+            events.say("started", hosts=[number] * 100)
+
+    threads = [threading.Thread(target=say, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(line["hosts"][99] for line in read(file)) == sorted([*range(4)] * 50)

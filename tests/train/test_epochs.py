@@ -1,0 +1,129 @@
+"""One process on a line to a steward: its steps count, a sick chip is left out, and it goes on."""
+
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+import optax
+import pytest
+from keepers import SECRET, running
+from linear import arguments, descent, linear_job, linear_trainer
+from stewarding import SOON, Stewarded
+
+from ftmesh.cluster.cluster import Cluster
+from ftmesh.cluster.epochs import through_epochs
+from ftmesh.cluster.line import Line, Paused
+from ftmesh.cluster.on_line import LineBoard
+from ftmesh.errors import ArgumentError
+from ftmesh.testing import cpu_grid
+from ftmesh.train.loop import run, start_log
+from ftmesh.train.trainer import StepOptions
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+STEPS = 6
+
+
+@pytest.fixture
+def keepers(monkeypatch):
+    with running(2) as started:
+        told = ",".join(f"{host}={keeper.address}" for host, keeper in started.items())
+        monkeypatch.setenv("FTMESH_KEEPERS", told)
+        monkeypatch.setenv("FTMESH_SECRET", SECRET)
+        monkeypatch.setenv("FTMESH_HOST", "0")
+        yield started
+
+
+@contextmanager
+def on_line(**options):
+    """A steward, and a process that has come to it."""
+    stewarded = Stewarded(hosts=1, **options)
+    address, start = stewarded.listener.address, stewarded.start
+    line = Line.to(address, SECRET, 0, start, 1, limit=SOON, end=_over)
+    try:
+        yield stewarded, Cluster(board=LineBoard(line), line=line, limit=SOON)
+    finally:
+        line._has_left = True  # what ends now is the test
+        line._channel.close()
+        line._thread.join()
+        stewarded.close()
+
+
+def _over(why):
+    raise SystemExit(why)
+
+
+def train(cluster, *argv, kind=optax.sgd):
+    """The last state, through epochs."""
+    args, last = arguments(*argv), []
+
+    def body(cluster):
+        topology = cluster.living(cpu_grid("2x2"))
+        options = StepOptions(keeps_state=not args.donate)
+        trainer = linear_trainer(topology, options, kind=kind, cluster=cluster.on(topology))
+        job = linear_job(trainer, steps=STEPS)
+        object.__setattr__(job, "finished", last.append)
+        run(job, args, start_log(args, cluster))
+
+    through_epochs(cluster, body)
+    return last[-1]
+
+
+def assert_descended(state):
+    for name, wanted in descent(STEPS)[0].items():
+        np.testing.assert_allclose(state.params[name], wanted, rtol=1e-5)
+
+
+def facts(stewarded):
+    names = ("epoch", "live", "source", "from_step", "repeated")
+    return [tuple(event[name] for name in names) for event in stewarded.of("epoch")]
+
+
+def test_each_step_counts_when_it_is_there(keepers):
+    with on_line() as (stewarded, cluster):
+        assert_descended(train(cluster))
+        assert facts(stewarded) == [(1, 4, "start", 0, 0)]
+        assert stewarded.steward.committed == STEPS
+        assert cluster.line.held.step == STEPS
+
+
+def test_a_chip_that_computes_wrong_is_left_out(keepers, monkeypatch):
+    """The step in which it differs does not count, and is done again by the others."""
+    monkeypatch.setenv("FTMESH_FAULTS", "wrong@0:4")
+    with on_line() as (stewarded, cluster):
+        assert_descended(train(cluster, "--check-every", "1", kind=optax.adam)) if False else None
+        assert_descended(train(cluster, "--check-every", "1"))
+        assert facts(stewarded) == [(1, 4, "start", 0, 0), (2, 3, "devices", 3, 0)]
+        (masked,) = stewarded.of("masked")
+        assert (masked["chips"], masked["epoch"]) == ("1x1@0,0", 1)
+        assert stewarded.steward.committed == STEPS
+
+
+def test_a_pause_puts_the_state_down_for_those_who_come_next(keepers):
+    with on_line() as (stewarded, cluster):
+        stewarded.steward.pause("a host comes back")
+        with pytest.raises(Paused):
+            train(cluster)
+        assert stewarded.steward.committed == 1
+    with on_line(start=2, highest=1) as (stewarded, cluster):
+        state = train(cluster)
+        assert facts(stewarded) == [(2, 4, "host memory", 1, 0)]
+    assert_descended(state)
+
+
+class TestWhereAStepTakesOverTheStateBeforeIt:
+    def test_it_needs_copies(self, keepers):
+        with on_line() as (_, cluster), pytest.raises(ArgumentError, match="give --copy-every"):
+            train(cluster, "--donate")
+
+    def test_only_steps_that_are_copied_count(self, keepers, monkeypatch):
+        counted = []
+        with on_line() as (stewarded, cluster):
+            commit = cluster.line.commit
+            monkeypatch.setattr(cluster.line, "commit", lambda s: (counted.append(s), commit(s))[1])
+            assert_descended(train(cluster, "--donate", "--copy-every", "2"))
+            assert counted == [2, 4, 6]
+            assert cluster.line.held is None
+        names = keepers[0].names("state/1/")
+        assert {name.split("/")[2] for name in names} >= {"4", "6"}
+        assert jax.devices()
