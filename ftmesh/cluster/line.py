@@ -60,8 +60,9 @@ class Line:
         self._changed = threading.Condition()
         self._phase, self._since = ("", 0), time.monotonic()
         self._took: dict[str, float] = {}  # seconds in each phase of the epoch
-        for run in (self._listen, self._beats):
-            threading.Thread(target=run, name="ftmesh line", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="ftmesh line", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._beats, name="ftmesh beats", daemon=True).start()
 
     @staticmethod
     def to(

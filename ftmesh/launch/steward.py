@@ -161,7 +161,7 @@ class Steward:
         elif "at" in message:
             phase, step = str(message["at"]), int(message["step"])
             if (phase, step) != (member.phase, member.step):
-                self._enter(member, phase, step, ago=float(message["for"]))
+                self._enter(member, phase, step, ago=float(message.get("for", 0)))
         elif "ready" in message:
             self._enter(member, "commit", int(message["ready"]))
             self._vote(member, int(message["ready"]))
@@ -211,7 +211,7 @@ class Steward:
         then = "leave" if self._pausing else "go on"
         for each in self.members.values():
             each.tell({"commit": step, "then": then})
-            if not each.is_idle:
+            if each.phase == "commit" and not each.is_idle:
                 self._enter(each, "read", step + 1)
         if self.failed_at is not None:
             self._goes_on(step, now)

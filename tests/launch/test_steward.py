@@ -210,12 +210,13 @@ class TestEpochs:
         four.lose(3)
         four.joined(1, parts={"compiled": 0.5})
         four.commit(2)
-        (went_on,) = four.of("goes on")
+        (went_on,) = four.settled().of("goes on")
         assert (went_on["epoch"], went_on["step"], went_on["repeated"]) == (2, 2, 0)
         assert went_on["parts"]["compiled"] == 0.5
         assert 0 < went_on["seconds"] < SOON
+        assert went_on["lost"] >= went_on["seconds"]  # from the last commit on
         four.commit(3)
-        assert len(four.of("goes on")) == 1
+        assert len(four.settled().of("goes on")) == 1
 
     def test_a_reason_that_was_told_before(self, four):
         four.lines[1].say(failing="the disk is full")
@@ -225,6 +226,17 @@ class TestEpochs:
 
 
 class TestRestarts:
+    def test_what_is_lost_counts_from_the_last_commit_of_the_start_before(self, make):
+        now = time.monotonic()
+        options = {"start": 2, "highest": 3, "failed_at": now - 20, "last_commit": now - 50}
+        found = make(hosts=1, **options).come().joined(1)
+        found.deadlines.took("step", 2.0)
+        found.commit(2)
+        (went_on,) = found.settled().of("goes on")
+        assert went_on["seconds"] == pytest.approx(20, abs=2)
+        # Less the step that was under way, and with the two that are repeated.
+        assert went_on["lost"] == pytest.approx(50 - 2 + 2 * 2, abs=2)
+
     def test_before_all_have_joined(self, make):
         found = make().come().joined(processes=[0, 1, 2])
         found.steward.ended(3, "ended with status 1", 1)
@@ -498,6 +510,7 @@ class TestStuck:
             line.hear("welcome")
         found.joined().commit(1)
         found.commit(2)
+        found.lines[0].say(at="step", step=3)
         found.lines[1].say(at="read", step=3)
         found.settled().tick_until(lambda: found.of("failed"))
         assert found.stopped == [1]

@@ -34,7 +34,7 @@ class Run:
     """A supervisor with its events, and what its programs have written."""
 
     def __init__(self, folder, program, *, hosts=2, **policy):
-        self.folder, self.lines, self.output = folder, [], b""
+        self.folder, self.lines, self.heard = folder, [], {}
         self.events = Events(self.lines.append, folder / "events.jsonl")
         self.supervisor = Supervisor(
             [sys.executable, "-S", "-c", HEAD + textwrap.dedent(program)],
@@ -46,7 +46,12 @@ class Run:
         )
 
     def hear(self, host, stream, piece):
-        self.output += piece
+        self.heard[host] = self.heard.get(host, b"") + piece
+
+    @property
+    def output(self):
+        """Host by host: they write at once, and not whole lines."""
+        return b"".join(self.heard[host] for host in sorted(self.heard))
 
     def status(self, timeout=SECONDS):
         """That of the run, which leaves nothing behind."""

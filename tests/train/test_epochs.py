@@ -2,22 +2,23 @@
 
 from contextlib import contextmanager
 
-import jax
 import numpy as np
-import optax
 import pytest
 from keepers import SECRET, running
 from linear import arguments, descent, linear_job, linear_trainer
 from stewarding import SOON, Stewarded
 
+from ftmesh.cluster import line as line_module
 from ftmesh.cluster.cluster import Cluster
 from ftmesh.cluster.epochs import through_epochs
 from ftmesh.cluster.line import Line, Paused
 from ftmesh.cluster.on_line import LineBoard
-from ftmesh.errors import ArgumentError
+from ftmesh.errors import ArgumentError, ClusterError, PlanError
+from ftmesh.launch.channel import ChannelClosed
 from ftmesh.testing import cpu_grid
 from ftmesh.train.loop import run, start_log
 from ftmesh.train.trainer import StepOptions
+from ftmesh.train.transactions import Transactions
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -39,7 +40,12 @@ def on_line(**options):
     """A steward, and a process that has come to it."""
     stewarded = Stewarded(hosts=1, **options)
     address, start = stewarded.listener.address, stewarded.start
-    line = Line.to(address, SECRET, 0, start, 1, limit=SOON, end=_over)
+
+    def over(why):
+        line._has_left = True
+        raise ChannelClosed(why)
+
+    line = Line.to(address, SECRET, 0, start, 1, limit=SOON, end=over)
     try:
         yield stewarded, Cluster(board=LineBoard(line), line=line, limit=SOON)
     finally:
@@ -49,18 +55,14 @@ def on_line(**options):
         stewarded.close()
 
 
-def _over(why):
-    raise SystemExit(why)
-
-
-def train(cluster, *argv, kind=optax.sgd):
+def train(cluster, *argv):
     """The last state, through epochs."""
     args, last = arguments(*argv), []
 
     def body(cluster):
         topology = cluster.living(cpu_grid("2x2"))
         options = StepOptions(keeps_state=not args.donate)
-        trainer = linear_trainer(topology, options, kind=kind, cluster=cluster.on(topology))
+        trainer = linear_trainer(topology, options, cluster=cluster.on(topology))
         job = linear_job(trainer, steps=STEPS)
         object.__setattr__(job, "finished", last.append)
         run(job, args, start_log(args, cluster))
@@ -79,26 +81,19 @@ def facts(stewarded):
     return [tuple(event[name] for name in names) for event in stewarded.of("epoch")]
 
 
-def test_each_step_counts_when_it_is_there(keepers):
-    with on_line() as (stewarded, cluster):
-        assert_descended(train(cluster))
-        assert facts(stewarded) == [(1, 4, "start", 0, 0)]
-        assert stewarded.steward.committed == STEPS
-        assert cluster.line.held.step == STEPS
-
-
+@pytest.mark.slow
 def test_a_chip_that_computes_wrong_is_left_out(keepers, monkeypatch):
     """The step in which it differs does not count, and is done again by the others."""
     monkeypatch.setenv("FTMESH_FAULTS", "wrong@0:4")
     with on_line() as (stewarded, cluster):
-        assert_descended(train(cluster, "--check-every", "1", kind=optax.adam)) if False else None
         assert_descended(train(cluster, "--check-every", "1"))
         assert facts(stewarded) == [(1, 4, "start", 0, 0), (2, 3, "devices", 3, 0)]
         (masked,) = stewarded.of("masked")
         assert (masked["chips"], masked["epoch"]) == ("1x1@0,0", 1)
-        assert stewarded.steward.committed == STEPS
+        assert stewarded.steward.committed == cluster.line.held.step == STEPS
 
 
+@pytest.mark.slow
 def test_a_pause_puts_the_state_down_for_those_who_come_next(keepers):
     with on_line() as (stewarded, cluster):
         stewarded.steward.pause("a host comes back")
@@ -112,13 +107,18 @@ def test_a_pause_puts_the_state_down_for_those_who_come_next(keepers):
 
 
 class TestWhereAStepTakesOverTheStateBeforeIt:
-    def test_it_needs_copies(self, keepers):
-        with on_line() as (_, cluster), pytest.raises(ArgumentError, match="give --copy-every"):
-            train(cluster, "--donate")
+    def test_it_needs_copies(self):
+        with on_line() as (_, cluster):
+            trainer = linear_trainer(
+                cpu_grid("2x1"), StepOptions(keeps_state=False), cluster=cluster
+            )
+            with pytest.raises(ArgumentError, match="give --copy-every"):
+                Transactions(trainer, None, None, is_saved=lambda step: False)
 
+    @pytest.mark.slow
     def test_only_steps_that_are_copied_count(self, keepers, monkeypatch):
         counted = []
-        with on_line() as (stewarded, cluster):
+        with on_line() as (_, cluster):
             commit = cluster.line.commit
             monkeypatch.setattr(cluster.line, "commit", lambda s: (counted.append(s), commit(s))[1])
             assert_descended(train(cluster, "--donate", "--copy-every", "2"))
@@ -126,4 +126,38 @@ class TestWhereAStepTakesOverTheStateBeforeIt:
             assert cluster.line.held is None
         names = keepers[0].names("state/1/")
         assert {name.split("/")[2] for name in names} >= {"4", "6"}
-        assert jax.devices()
+
+
+class TestNoPlan:
+    @pytest.fixture(autouse=True)
+    def soon(self, monkeypatch):
+        monkeypatch.setattr(line_module, "LAST_WORD", 0.05)  # the process would be ended
+
+    def test_for_what_is_left_all_are_started_anew(self):
+        def body(cluster):
+            if cluster.epoch == 1:
+                cluster.line.joined(0)
+                cluster.line.mask("1x1@0,0", "it is sick")
+            raise PlanError("there is none")
+
+        with on_line() as (stewarded, cluster):
+            with pytest.raises(ClusterError, match="no word from the steward"):
+                through_epochs(cluster, body)
+            verdict = stewarded.steward.verdict
+            assert verdict.what == "restart"
+            assert verdict.why.endswith("no plan for what is left: there is none")
+            assert stewarded.of("failed") == []
+
+    def test_for_what_a_run_begins_with_is_an_error(self):
+        def body(cluster):
+            raise PlanError("there is none")
+
+        with on_line() as (stewarded, cluster), pytest.raises(PlanError):
+            through_epochs(cluster, body)
+        assert stewarded.steward.verdict is None
+
+
+def test_those_who_are_started_anew_hear_of_masks():
+    with on_line(start=3, masked="1x1@1,1") as (_, cluster):
+        assert (cluster.epoch, cluster.line.start) == (3, 3)
+        assert sorted(cluster.living(cpu_grid("2x2")).failed) == [(1, 1)]
