@@ -192,8 +192,6 @@ def _count(job: Job, report: Report, step: int, loss: Any) -> None:
     """Report a step, which counts."""
     parallel, rate = job.trainer.parallel, job.trainer.lr_schedule(step - 1)
     report.step(step, parallel.local(loss), examples=job.train.batch, lr=rate)
-    if parallel.cluster.line is not None:
-        report.settle()  # its results are here; who speaks next begins with the next step
 
 
 def _prepare(job: Job, topology: Topology, *, compile_ahead: bool) -> None:
