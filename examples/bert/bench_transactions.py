@@ -126,7 +126,7 @@ class Steps:
         data = Batches(sequences, batch=config.batch, rows=rows, num_steps=1, **sizes)
         self._batch = self.trainer.parallel.feed(data[0][0])
         self._commits, self._runs_ahead = commits, runs_ahead
-        self._waiting: tuple[int, State, jax.Array] | None = None
+        self._waiting: tuple[int, jax.Array] | None = None
 
     def step(self, number: int) -> None:
         """As the loop does it, with a transaction where the state before is kept."""
@@ -135,7 +135,7 @@ class Steps:
             self._cluster.at("step", number)
         after, loss = self.trainer.step(self.state, self._batch)
         self.settle()
-        self.state, self._waiting = after, (number, after, loss)
+        self.state, self._waiting = after, (number, loss)
         if not self._runs_ahead:
             self.settle()
 
@@ -143,14 +143,12 @@ class Steps:
         """Wait for the last step, and commit it."""
         if self._waiting is None:
             return
-        number, after, loss = self._waiting
+        number, loss = self._waiting
         self._waiting = None
+        loss.block_until_ready()
         if self._commits:
             assert self._cluster.line is not None
-            jax.block_until_ready((after, loss))
             self._cluster.line.commit(number)
-        else:
-            loss.block_until_ready()
 
 
 def _print(took: dict[str, list[float]], rare: dict[str, list[float]], state: State) -> None:

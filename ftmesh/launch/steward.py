@@ -143,7 +143,7 @@ class Steward:
         if member.channel is not None or message["start"] != self.start:
             raise ValueError("one more, or one of an earlier start")
         member.channel, member.pid = channel, int(message["pid"])
-        self._enter(member, "start", 0)
+        self._enter(member, "agree", 0)  # from here on it waits for those who have not come
         channel.send({"welcome": self.epoch, "masked": self.masked})
         return member
 
