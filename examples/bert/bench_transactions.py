@@ -24,9 +24,11 @@ from ftmesh.mesh.topology import Topology
 from ftmesh.train.memory import memory_on_line
 from ftmesh.train.trainer import State, StepOptions
 
-AS_IT_IS, TWO_STATES, WITH_COPIES = "as it is", "two states", "copies of shards, too"
+AS_IT_IS, KEEPS, TWO_STATES = "as it is", "the state before it kept", "two states, not three"
+WITH_COPIES = "copies of shards, too"
 KINDS = {
     AS_IT_IS: StepOptions(keeps_state=False, copies=False),
+    KEEPS: StepOptions(copies=False),
     "a transaction": StepOptions(copies=False),
     TWO_STATES: StepOptions(copies=False),
     WITH_COPIES: StepOptions(),
@@ -53,7 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(topology: Topology, cluster: Cluster, *, turns: int, steps: int) -> None:
     """All kinds of steps in turns, then what is done only now and then."""
     kinds = {
-        name: Steps(topology, cluster, options, runs_ahead=name != TWO_STATES)
+        name: Steps(
+            topology,
+            cluster,
+            options,
+            commits=name not in (AS_IT_IS, KEEPS),
+            runs_ahead=name != TWO_STATES,
+        )
         for name, options in KINDS.items()
     }
     assert cluster.line is not None
@@ -94,7 +102,13 @@ class Steps:
     """Steps of one kind, all on the same batch."""
 
     def __init__(
-        self, topology: Topology, cluster: Cluster, options: StepOptions, *, runs_ahead: bool
+        self,
+        topology: Topology,
+        cluster: Cluster,
+        options: StepOptions,
+        *,
+        commits: bool,
+        runs_ahead: bool,
     ) -> None:
         config = PRESETS["tiny"]
         sizes = {
@@ -111,8 +125,7 @@ class Steps:
         rows = self.trainer.parallel.local_rows(self.trainer.shares)
         data = Batches(sequences, batch=config.batch, rows=rows, num_steps=1, **sizes)
         self._batch = self.trainer.parallel.feed(data[0][0])
-        self._commits = self.trainer.parallel.keeps_state
-        self._runs_ahead = runs_ahead
+        self._commits, self._runs_ahead = commits, runs_ahead
         self._waiting: tuple[int, State, jax.Array] | None = None
 
     def step(self, number: int) -> None:

@@ -100,12 +100,17 @@ def read(file):
             DONE,
             "60 steps, 2 failures, 5.0 of 50.0 s lost to that: goodput 90.0%",
         ),
+        (
+            "done",
+            {**DONE, "failures": 1},
+            "60 steps, 1 failure, 5.0 of 50.0 s lost to that: goodput 90.0%",
+        ),
     ],
 )
 def test_in_words_and_in_a_file(event, facts, words, events, lines, file):
     assert in_words(event, facts) == words
     before = time.time()
-    events.say(event, **{"seconds": 0.0, "lost": 0.0, **facts})
+    events.say(event, **{"lost": 0.0, **facts})
     assert lines == ([words] if words else [])
     (line,) = read(file)
     assert line.pop("event") == event
@@ -132,9 +137,9 @@ class TestGoodput:
     def test_of_what_was_lost(self, events, file):
         events._started -= 100
         failed = {"host": 0, "process": 0, "chips": "", "how": "ended"}
-        for seconds in (10.0, 15.0):
+        for lost in (10.0, 15.0):
             events.say("failed", **failed)
-            events.say("goes on", step=1, seconds=1.0, lost=seconds, parts={})
+            events.say("goes on", step=1, seconds=1.0, lost=lost, parts={})
         events.done(0, 60)
         done = read(file)[-1]
         assert (done["failures"], done["seconds_lost"], done["steps"]) == (2, 25.0, 60)
@@ -146,7 +151,7 @@ class TestGoodput:
         assert read(file)[-1]["goodput"] == 1
 
     def test_it_is_not_less_than_nothing(self, events, file):
-        events.say("goes on", step=1, seconds=1e6, lost=1e6, parts={})
+        events.say("goes on", step=1, seconds=1.0, lost=1e6, parts={})
         events.done(1, 1)
         assert read(file)[-1]["goodput"] == 0
 

@@ -23,6 +23,15 @@ def soon(monkeypatch):
     monkeypatch.setattr(watch, "SLACK", 0.05)
 
 
+@pytest.fixture(autouse=True)
+def stacks():
+    """The times at which this process, which stands in for all, was asked where it is."""
+    asked = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: asked.append(time.monotonic()))
+    yield asked
+    signal.signal(signal.SIGUSR1, before)
+
+
 @pytest.fixture
 def make():
     made = []
@@ -406,14 +415,6 @@ class TestLeaving:
 
 
 class TestStuck:
-    @pytest.fixture
-    def stacks(self):
-        """The times at which this process was asked where it is."""
-        asked = []
-        before = signal.signal(signal.SIGUSR1, lambda *_: asked.append(time.monotonic()))
-        yield asked
-        signal.signal(signal.SIGUSR1, before)
-
     def test_it_is_named_asked_and_stopped(self, four, stacks):
         four.commit(1)
         four.commit(2)
@@ -465,6 +466,7 @@ class TestStuck:
         for step in (1, 2):
             for process in (0, 1):
                 found.lines[process].say(ready=step)
+            assert [line.hear("commit") for line in found.lines.values()] == [(step,)] * 3
         for process in (0, 1):
             found.lines[process].say(at="step", step=3)
         wait_until(lambda: found.steward.members[1].phase == "step")
@@ -490,6 +492,33 @@ class TestStuck:
         four.settled().tick_until(lambda: four.of("failed"))
         assert [event["host"] for event in four.of("failed")] == [12]
 
+    def test_what_is_said_again_does_not_begin_again(self, four):
+        four.lines[2].say(at="save", step=1, **{"for": 40.0})
+        since = four.settled().steward.members[2].since
+        assert time.monotonic() - since == pytest.approx(40, abs=2)
+        four.lines[2].say(at="save", step=1, **{"for": 0.0})
+        assert four.settled().steward.members[2].since == since
+        four.lines[2].say(at="save", step=2, **{"for": 0.0})
+        assert four.settled().steward.members[2].since > since
+
+    def test_one_without_a_sign_of_life(self, four, monkeypatch):
+        """It was to wait for others, which it may for ever, and says nothing any more."""
+        monkeypatch.setattr(watch, "SILENCE", 0.1)
+        four.commit(1)
+        for line in four.lines.values():
+            line.say(ready=2) if line.process else line.say(at="save", step=2)
+        four.settled()
+
+        def beat():
+            for process in (0, 1, 3):
+                four.lines[process].say(beat=True)
+            return four.of("failed")
+
+        four.tick_until(beat)
+        (failed,) = four.of("failed")
+        assert (failed["host"], failed["phase"]) == (12, "commit")
+        assert failed["how"].endswith("of step 2, without a sign of life")
+
     def test_a_process_that_never_comes(self, make, stacks):
         found = make(first={"start": 0.1}).come(0, 1, 2)
         for line in found.lines.values():
@@ -511,7 +540,8 @@ class TestStuck:
         found.joined().commit(1)
         found.commit(2)
         found.lines[0].say(at="step", step=3)
-        found.lines[1].say(at="read", step=3)
+        found.lines[1].say(at="save", step=3)
+        found.deadlines.took("save", 0.01)
         found.settled().tick_until(lambda: found.of("failed"))
         assert found.stopped == [1]
 

@@ -5,7 +5,17 @@ import math
 import pytest
 
 from ftmesh.errors import ArgumentError
-from ftmesh.launch.watch import PHASES, RECENT, SLACK, TIMES, WAITING, Deadlines, Seen, parse_limits
+from ftmesh.launch.watch import (
+    PHASES,
+    RECENT,
+    SILENCE,
+    SLACK,
+    TIMES,
+    WAITING,
+    Deadlines,
+    Seen,
+    parse_limits,
+)
 
 LIMIT = 5.0
 
@@ -62,6 +72,9 @@ class TestDeadlines:
             found.took("save", 0.5)
         assert found.usual_step == 2.0
         assert found.of("save") == SLACK + LIMIT + TIMES * 0.5
+
+    def test_silence_is_longer_than_a_collective(self):
+        assert Deadlines(30.0).silence == SILENCE + 60
 
     def test_no_step_yet(self):
         assert Deadlines(LIMIT).usual_step == 0

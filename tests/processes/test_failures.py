@@ -103,7 +103,7 @@ def test_process_0_is_killed_in_a_collective_and_its_host_comes_back(undisturbed
     assert grown == (False, 16, "", "host memory", 0)
     (lost,) = run.of("failed")
     assert (lost["host"], lost["chips"], lost["how"]) == (0, BLOCKS[0], "ended by SIGKILL")
-    assert lost["phase"] in ("step", "commit")
+    assert lost["phase"] in ("read", "step", "commit")
     assert run.of("restart")[-1]["why"] == "hosts that were missing come back"
     assert not list(tmp_path.glob("saved*"))
 
@@ -131,7 +131,7 @@ def test_in_which_way_two_hosts_are_partners():
 
 def test_all_workers_and_then_the_service(undisturbed, tmp_path):
     """Nothing is left on any device: all goes on from host memory, to the bit."""
-    run = trained(tmp_path, "--copy-every", "5", faults="all@1:13:collective;service@2:22")
+    run = trained(tmp_path, "--copy-every", "5", faults="all@1:13:collective;service@2:24")
     assert_well(run, undisturbed)
     assert_same_bits(run, undisturbed)
     first, second, third = epochs(run, "in_place", "live", "source", "from_step")
@@ -175,9 +175,10 @@ def test_what_is_wrong_stuck_or_held_is_named_and_left_out(undisturbed, tmp_path
     assert "after step 6 its parameters are not those of the other chips" in masked["why"]
     stuck, held = run.of("failed")
     for lost, host, step in ((stuck, 1, 12), (held, 0, 18)):
-        assert (lost["host"], lost["chips"], lost["step"]) == (host, BLOCKS[host], step)
+        assert (lost["host"], lost["chips"]) == (host, BLOCKS[host])
+        assert step - 1 <= lost["step"] <= step  # the last that was heard of it
         assert lost["how"].startswith("is stuck: alive, and ")
-        assert lost["how"].endswith(f"s in phase {lost['phase']!r} of step {step}")
+        assert f"s in phase {lost['phase']!r} of step {lost['step']}" in lost["how"]
         stacks = (tmp_path / "run" / f"stacks-1-{host}.txt").read_text()
         assert "fault_acts.py" in stacks
     assert epochs(run, "live", "repeated") == [(16, 0), (15, 0), (12, 0), (8, 0)]
