@@ -64,6 +64,8 @@ def measure(topology: Topology, cluster: Cluster, *, turns: int, steps: int) -> 
         )
         for name, options in KINDS.items()
     }
+    for kind in kinds.values():
+        kind.compile()
     assert cluster.line is not None
     cluster.line.joined(0, source="start", live=topology.num_live, less="")
     took: dict[str, list[float]] = {name: [] for name in kinds}
@@ -127,6 +129,11 @@ class Steps:
         self._batch = self.trainer.parallel.feed(data[0][0])
         self._commits, self._runs_ahead = commits, runs_ahead
         self._waiting: tuple[int, jax.Array] | None = None
+
+    def compile(self) -> None:
+        """Have it compiled: the first step takes long."""
+        self.state, loss = self.trainer.step(self.state, self._batch)
+        loss.block_until_ready()
 
     def step(self, number: int) -> None:
         """As the loop does it, with a transaction where the state before is kept."""

@@ -130,15 +130,20 @@ def _shown(default: Any) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Start the processes, pass their output on, see them out; the exit status."""
-    return _run_through_failures(args) if args.failures else _run_once(args)
+    if args.failures:
+        return _run_through_failures(args)
+    for name in ("restart", "host_shape", "limits", "grow_back", "events", "run_dir"):
+        if getattr(args, name):
+            raise ArgumentError(f"--{name.replace('_', '-')} does nothing without --failures N")
+    return _run_once(args)
 
 
 def _run_through_failures(args: argparse.Namespace) -> int:
     if args.mesh is None:
         raise ArgumentError("--failures needs --mesh, to know which chips a host has")
     for name in ("collective_limit", "strikes", "failures"):
-        if not getattr(args, name) > 0:
-            raise ArgumentError(f"--{name.replace('_', '-')} must be more than 0")
+        if not getattr(args, name) >= 1:
+            raise ArgumentError(f"--{name.replace('_', '-')} must be 1 or more")
     place = Place.of(args.mesh, args.host_shape, args.hosts, args.devices_per_host)
     policy = Policy(
         failures=args.failures,
@@ -152,6 +157,8 @@ def _run_through_failures(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         run_dir = args.run_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         run_dir.mkdir(parents=True, exist_ok=True)
+        if not args.run_dir:
+            stack.callback(_say_stacks, run_dir)
         events = Events(_say, args.events)
         stack.callback(events.close)
         supervisor = Supervisor(
@@ -170,6 +177,14 @@ def _run_through_failures(args: argparse.Namespace) -> int:
     if received:
         _say(f"ended by {received[0].name}")
     return status
+
+
+def _say_stacks(run_dir: Path) -> None:
+    """Pass on where stuck processes were, from a folder that is about to go."""
+    for file in sorted(run_dir.glob("stacks-*.txt")):
+        text = file.read_text(errors="replace")
+        if text:
+            _say(f"{file.stem}:\n{text}")
 
 
 def _command(args: argparse.Namespace) -> list[str]:

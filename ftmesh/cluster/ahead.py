@@ -13,6 +13,7 @@ from ftmesh.plans import Plan, plan
 
 _MOST = 256  # plans that are remembered
 _made: dict[Any, Plan] = {}
+_latest = [0]  # the number of the latest `prepare`
 _compiled: dict[tuple[str, Topology], tuple[str, Any]] = {}
 
 
@@ -52,9 +53,13 @@ def without_each_host(topology: Topology) -> Iterable[Topology]:
 
 def prepare(topology: Topology, do: Callable[[Topology], Any]) -> threading.Thread:
     """In the background, have something done for what is left when each host is lost."""
+    _latest[0] += 1
+    own = _latest[0]
 
     def run() -> None:
         for left in without_each_host(topology):
+            if own != _latest[0]:
+                return  # the mesh is another one by now
             try:
                 do(left)
             except FtmeshError:

@@ -10,7 +10,7 @@ import jax
 
 from ftmesh.cluster.cluster import Cluster
 from ftmesh.cluster.line import EpochOver
-from ftmesh.errors import PlanError
+from ftmesh.errors import CheckpointError, ClusterError, PlanError, TrainingError
 
 T = TypeVar("T")
 
@@ -20,6 +20,7 @@ def through_epochs(cluster: Cluster, body: Callable[[Cluster], T]) -> T:
 
     A collective that fails is told to the steward, which finds out whose fault that is. Where there
     is no plan for what is left, all are started anew: lost hosts may come back, and nobody failed.
+    A run that cannot go on for what it computes is ended.
     """
     while True:
         try:
@@ -30,6 +31,14 @@ def through_epochs(cluster: Cluster, body: Callable[[Cluster], T]) -> T:
             if cluster.line is None or cluster.epoch == cluster.line.start:
                 raise
             cluster.line.restart(f"no plan for what is left: {error}")
+        except TrainingError as error:
+            if cluster.line is None:
+                raise
+            cluster.line.end(str(error))
+        except (ClusterError, CheckpointError) as error:
+            if cluster.line is None or cluster.epoch == 1:
+                raise
+            cluster.line.restart(str(error))
         except jax.errors.JaxRuntimeError as error:
             if cluster.line is None:
                 raise

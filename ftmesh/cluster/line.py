@@ -58,6 +58,7 @@ class Line:
         self._calls = itertools.count()
         self._replies: dict[int, tuple[dict[str, Any], bytes]] = {}
         self._changed = threading.Condition()
+        self._saying = threading.RLock()  # a beat must not say late what was before
         self._phase, self._since = ("", 0), time.monotonic()
         self._took: dict[str, float] = {}  # seconds in each phase of the epoch
         self._thread = threading.Thread(target=self._listen, name="ftmesh line", daemon=True)
@@ -98,11 +99,12 @@ class Line:
                 self._beat()
 
     def _beat(self) -> None:
-        (phase, step), since = self._phase, self._since
-        if phase and phase != "commit":
-            self._send({"at": phase, "step": step, "for": time.monotonic() - since})
-        else:
-            self._send({"beat": True})
+        with self._saying:
+            (phase, step), since = self._phase, self._since
+            if phase and phase != "commit":
+                self._send({"at": phase, "step": step, "for": time.monotonic() - since})
+            else:
+                self._send({"beat": True})
 
     def _beats(self) -> None:
         while not self._has_left:
@@ -117,8 +119,9 @@ class Line:
 
     def commit(self, step: int) -> str:
         """The results of a step are here: wait until they are everywhere; what to do then."""
-        self._enter("commit", step)
-        self._send({"ready": step})
+        with self._saying:
+            self._enter("commit", step)
+            self._send({"ready": step})
         with self._changed:
             self._changed.wait_for(lambda: self._committed >= step or self._next)
             if self._committed >= step:
@@ -137,7 +140,7 @@ class Line:
 
     def failed(self, error: BaseException) -> NoReturn:
         """A collective has failed here: the steward finds out whose fault that is."""
-        self._enter("failed")
+        self._enter("failed", self._phase[1])
         self._send({"failed": " ".join(str(error).split())[:500]})
         with self._changed:
             self._changed.wait_for(lambda: self._next, LAST_WORD)
@@ -159,6 +162,12 @@ class Line:
     def restart(self, why: str) -> NoReturn:
         """Have all processes started anew: this one cannot go on in place."""
         self._send({"restart": why})
+        time.sleep(LAST_WORD)  # the end comes in between
+        raise ClusterError(f"no word from the steward in {in_seconds(LAST_WORD)}")
+
+    def end(self, why: str) -> NoReturn:
+        """End the run: to begin again would not help."""
+        self._send({"end": why})
         time.sleep(LAST_WORD)  # the end comes in between
         raise ClusterError(f"no word from the steward in {in_seconds(LAST_WORD)}")
 
@@ -203,13 +212,13 @@ class Line:
 
     def next_epoch(self) -> News:
         """Take note of the new epoch, and be in it."""
-        with self._changed:
+        with self._saying, self._changed:
+            self._enter("")  # before a beat could say of the new epoch what was in the old one
+            self._took.clear()
             if self._next is not None:
                 self.news, self._next = self._next, None
                 self._replies.clear()
                 self._committed, self._then = 0, "go on"
-        self._enter("")
-        self._took.clear()
         return self.news
 
     def _send(self, message: dict[str, Any], data: bytes = b"") -> None:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from ftmesh.cluster.board import Board
 from ftmesh.cluster.ending import GRACE, Ending, within
 from ftmesh.cluster.line import RESTARTS, Line
+from ftmesh.errors import ClusterError
 
 ANSWER = 30.0  # seconds for the steward to answer what needs no one else
 LEAVE = 3600.0  # for all to be done
@@ -81,6 +82,14 @@ class OwnEnding(Ending):
         self._line.leave(LEAVE)
         self._let_go()
         within(SHUTDOWN, self._shutdown)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """As `Ending.fail`; what others are to blame for may go well the next time."""
+        if isinstance(error, ClusterError):
+            self._take_over()
+            self._say(str(error))
+            self._lead(str(error), 1)
+        super().fail(error)
 
     def over(self, reason: str) -> NoReturn:
         """All are ended, to be started anew or not; also from a thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -31,7 +32,8 @@ class Events:
                 self.seconds_lost += facts["lost"]
             if self._file is not None:
                 line = {"time": round(time.time(), 3), "event": event, **facts}
-                print(json.dumps(line), file=self._file, flush=True)
+                with contextlib.suppress(OSError):  # of a full disk: the run goes on
+                    print(json.dumps(line), file=self._file, flush=True)
             text = in_words(event, facts)
             if text:
                 self._say_line(text)

@@ -13,6 +13,7 @@ class Notes:
     def __init__(self) -> None:
         self._notes: dict[str, bytes] = {}
         self._waiting: dict[str, list[tuple[int, int]]] = {}  # key -> process, number of its call
+        self._turns: dict[str, int] = {}  # the latest of each name
         self._met: dict[str, dict[int, int]] = {}  # key -> process -> number of its call
 
     def asked(self, process: int, message: dict[str, Any], data: bytes) -> list[Reply]:
@@ -39,7 +40,20 @@ class Notes:
             return [(who, {"reply": number}, b"") for who, number in self._met.pop(key).items()]
         raise ValueError(do)
 
+    def _drop_before(self, key: str) -> None:
+        """Drop the notes of the turn before the last of the same name: all have read them.
+
+        Keys are ``NAME/TURN/PROCESS``, and nobody begins a turn before all have come to the last.
+        """
+        name, _, turn = key.rpartition("/")[0].rpartition("/")
+        if turn.isdecimal() and int(turn) > self._turns.get(name, 0):
+            self._turns[name] = int(turn)
+            old = f"{name}/{int(turn) - 2}/"
+            for each in [each for each in self._notes if each.startswith(old)]:
+                del self._notes[each]
+
     def _put(self, process: int, call: int, key: str, note: bytes) -> list[Reply]:
+        self._drop_before(key)
         is_new = key not in self._notes
         replies: list[Reply] = [(process, {"reply": call, "is_new": is_new}, b"")]
         if is_new:

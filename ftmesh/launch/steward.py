@@ -48,7 +48,7 @@ class Member:
 
     def seen(self, now: float) -> Seen:
         """What it was last seen doing."""
-        return Seen(self.phase, now - self.since)
+        return Seen(self.phase, now - self.since, self.step)
 
     def tell(self, message: dict[str, Any], data: bytes = b"") -> None:
         """Send it a message; one that is gone will be noticed elsewhere."""
@@ -109,6 +109,7 @@ class Steward:
         self._told: tuple[int, dict[str, Any]] = 0, {}  # by the last who joined
         self._is_joined = False  # all of this start have been together
         self._pausing, self._why_paused = False, ""
+        self._told_to_leave = False
         self.failed_at = failed_at  # what the epoch began with, until it commits a step
         self.last_commit = last_commit  # also of an epoch before, until there is another
         self._parts: dict[str, float] = {}
@@ -172,6 +173,8 @@ class Steward:
             self._enter(member, "failed", member.step)
         elif "mask" in message:
             self._mask(member, str(message["mask"]), str(message["why"]))
+        elif "end" in message:
+            self._over("end", f"{member}: {message['end']}")
         elif "restart" in message:
             self._over("restart", f"{member}: {message['restart']}")
         elif "idle" in message:
@@ -209,6 +212,7 @@ class Steward:
         self.committed = step
         self.highest = max(self.highest, step)
         then = "leave" if self._pausing else "go on"
+        self._told_to_leave = self._pausing
         for each in self.members.values():
             each.tell({"commit": step, "then": then})
             if each.phase == "commit" and not each.is_idle:
@@ -326,6 +330,9 @@ class Steward:
 
     def _see_to(self, stuck: set[int], now: float) -> None:
         """First the stacks, then the end; nobody can tell who it is where all are stuck."""
+        for process, member in self.members.items():
+            if process not in stuck:
+                member.stacks_at = None
         for process in stuck:
             member = self.members[process]
             if member.stacks_at is None:
@@ -357,7 +364,7 @@ class Steward:
         if self.verdict is not None:
             return
         left = any(each.has_left and each.channel for each in self.members.values())
-        if left and not self._pausing:
+        if left and not self._told_to_leave:
             for process in lost:  # all is done; nothing depends on it any more
                 self._stop(process)
                 self._leave(self.members[process])
@@ -450,7 +457,7 @@ class Steward:
             for each in self.members.values():
                 each.tell({"left": True})
             if self.verdict is None:
-                what = ("restart", self._why_paused) if self._pausing else ("end", "")
+                what = ("restart", self._why_paused) if self._told_to_leave else ("end", "")
                 self.verdict = Verdict(*what, is_well=True)
 
 

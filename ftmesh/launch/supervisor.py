@@ -148,12 +148,12 @@ class Supervisor:
                 if self._received or (verdict.what == "end" and not verdict.why):
                     break
                 status = status or GAVE_UP
-                why = self._why_not(verdict, everyone)
+                fruitless = 0 if self._highest > before else fruitless + 1
+                why = self._why_not(verdict, everyone, fruitless)
                 if why:
                     self._events.say("gives up", epoch=self._epoch, why=why)
                     break
                 status = 0
-                fruitless = 0 if self._highest > before else fruitless + 1
                 delay = min(self._policy.backoff * 2 ** max(fruitless - 1, 0), MOST_BACKOFF)
                 self._events.say(
                     "restart",
@@ -175,12 +175,14 @@ class Supervisor:
     def _is_out(self, host: int) -> bool:
         return self._strikes[host] >= self._policy.strikes
 
-    def _why_not(self, verdict: Verdict, everyone: Sequence[int]) -> str:
+    def _why_not(self, verdict: Verdict, everyone: Sequence[int], fruitless: int) -> str:
         """Why not to try again; empty where it is worth it."""
         if verdict.what == "end":
             return verdict.why
         if self._events.failures > self._policy.failures:
             return f"{self._events.failures} failures; the last: {verdict.why}"
+        if fruitless > self._policy.failures:
+            return f"{fruitless} starts led to no step; the last: {verdict.why}"
         if all(map(self._is_out, everyone)):
             return f"every host has failed {self._policy.strikes} times; the last: {verdict.why}"
         return ""
@@ -247,10 +249,11 @@ class Supervisor:
     def _watch(self, pod: Pod, steward: Steward, service: beside.Service) -> None:
         """Until there is a verdict."""
         while steward.verdict is None and not self._received:
-            for process in pod.poll(TURN):
-                steward.ended(process.number, _how(process), process.status or 0)
+            ended = pod.poll(TURN)
             if service.has_ended:
                 steward.service_ended("has ended")
+            for process in ended:
+                steward.ended(process.number, _how(process), process.status or 0)
             steward.tick()
             if self._events.failures > self._policy.failures:
                 steward.give_up(f"{self._events.failures} failures are more than it may have")
@@ -272,10 +275,10 @@ class Supervisor:
         """See the processes out, or end what is left of them; the status of one that failed."""
         is_well = self._received or (steward.verdict is not None and steward.verdict.is_well)
         pod.wait(TO_LEAVE if is_well else TO_END)
-        failed = [each.status for each in pod.processes if each.status and each.told is None]
+        failed = pod.first_failed
         pod.kill()
         pod.wait(TO_END)
-        return failed[0] or 0 if failed and not is_well else 0
+        return failed.status or 0 if failed is not None and not is_well else 0
 
     def _say(self, event: str, **facts: Any) -> None:
         self._events.say(event, **facts)

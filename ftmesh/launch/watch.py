@@ -30,7 +30,7 @@ PHASES = {
     "save": 600.0,
     "evaluate": 1800.0,
     "examine": 600.0,
-    "over": 600.0,  # has been told of a new epoch, and is still in the middle of something
+    "over": 120.0,  # has been told of a new epoch, and is still in the middle of something
     "leave": 60.0,
 }
 WAITING = ("agree", "commit", "failed")  # for the others, or for a word of the steward
@@ -42,14 +42,15 @@ class Seen:
 
     phase: str
     seconds: float
+    step: int = 0
 
 
 @dataclass
 class Deadlines:
-    """How long each phase may take: ten times as long as it did, and no less than `limit` seconds.
+    """How long each phase may take: ten times as long as it did; at first, and at least, `first`.
 
-    Within `limit` seconds a collective says that it has failed. `first` are the limits of phases
-    that have not been seen yet, where they are not those of `PHASES`.
+    Steps have ten times their usual time, and `limit` seconds: within these a collective says that
+    it has failed. Where `first` has no limit for a phase, that of `PHASES` counts.
     """
 
     limit: float
@@ -74,29 +75,33 @@ class Deadlines:
         """Seconds after which a process that is still in `phase` is late."""
         if phase in WAITING:
             return float("inf")
-        known = self._took.get("step" if phase in ("read", "over") else phase)
-        if known is None:
-            return SLACK + self.first.get(phase, PHASES.get(phase, self.limit))
-        longest = median(known) if phase in ("read", "step", "over") else max(known)
-        return SLACK + self.limit + TIMES * longest
+        first = self.first.get(phase, PHASES.get(phase, self.limit))
+        if phase in ("read", "step"):
+            known = "step" in self._took
+            return SLACK + (self.limit + TIMES * self.usual_step if known else first)
+        longest = max(self._took.get(phase, (0.0,)))
+        return SLACK + max(first, self.limit + TIMES * longest)
 
     def stuck(self, seen: Mapping[int, Seen]) -> set[int]:
         """The processes to blame for no progress; none where there is progress, or all wait.
 
         Inside a step one cannot see who waits for whom. So of those that are late in a step none is
-        to blame while another is late elsewhere, or has not come to the step. Where a collective
-        has failed, whoever should have been in it has had its time.
+        to blame while another is late elsewhere, or has not come to the step. Where a collective of
+        a step has failed, whoever has not come to that step by then has had its time.
 
         >>> deadlines = Deadlines(limit=5)
-        >>> deadlines.stuck({0: Seen("step", 3), 1: Seen("save", 7), 2: Seen("failed", 2)})
+        >>> deadlines.stuck({0: Seen("step", 3, 9), 1: Seen("save", 7, 8), 2: Seen("failed", 2, 9)})
         {1}
         """
         late = {number for number, each in seen.items() if each.seconds > self.of(each.phase)}
-        if any(each.phase == "failed" and each.seconds > SLACK for each in seen.values()):
+        failed = [e.step for e in seen.values() if e.phase == "failed" and e.seconds > SLACK]
+        if failed:
             late |= {
                 number
                 for number, each in seen.items()
-                if each.phase not in WAITING and each.seconds > self.limit + SLACK
+                if each.phase not in WAITING
+                and each.seconds > self.limit + SLACK
+                and (each.step, each.phase != "read") < (max(failed), True)
             }
         in_step = {number for number in late if seen[number].phase == "step"}
         if late - in_step:

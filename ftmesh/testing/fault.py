@@ -64,8 +64,7 @@ _SECONDS = {"slow": 0.5}  # more for each step; elsewhere, into a collective
 _INTO_COLLECTIVE = 0.003
 _NUM_STEPS = {"slow": 10}  # that are slow, or wrong
 
-# Kinds after which a run should end with the weights of an undisturbed one.
-HARMLESS = tuple(KINDS)
+HARMLESS = tuple(KINDS)  # after which a run should end with the weights of an undisturbed one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,11 @@ def _epoch(
 ) -> None:
     """Train with the processes that there are, until all is done or that changes."""
     cluster.at("agree")
+    if cluster.line is not None and args.idle:
+        raise ArgumentError(
+            "--idle keeps the devices of failed chips in the program, and those of lost hosts are "
+            "gone: leave it out where hosts may be lost"
+        )
     agree_on_code(cluster)
     agree_on_arguments(cluster, args)
     topology = cluster.living(topology_of(args, cluster))
@@ -86,7 +91,6 @@ def _stand_by(cluster: Cluster, line: Line) -> None:
     if line.held is not None and memory is not None:
         with memory:
             give_shards(line.held, cluster, memory.keepers)
-    line.held = None
     line.stand_by()
 
 

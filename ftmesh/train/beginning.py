@@ -31,14 +31,22 @@ def begin(
     if held is not None and memory is not None:
         state = carried(held, trainer, memory.keepers)
         if state is not None:
+            _forget(checkpoints, held.step)
             return held.step, state, "devices"
     if resumes:
         found = _newest(trainer, memory, checkpoints)
         if found is not None:
+            _forget(checkpoints, found[0])
             return found
         if cluster.epoch == 1 and checkpoints is not None:
             raise CheckpointError(f"{checkpoints.folder} has no checkpoint to go on from")
     return 0, first(), "start"
+
+
+def _forget(checkpoints: Checkpoints | None, done: int) -> None:
+    """What an earlier epoch has begun to write of later steps is not to be mixed with new parts."""
+    if checkpoints is not None:
+        checkpoints.forget(after=done)
 
 
 def _newest(

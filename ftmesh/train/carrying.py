@@ -17,9 +17,11 @@ from jax.sharding import NamedSharding
 
 from ftmesh.cluster.cluster import Cluster
 from ftmesh.errors import ClusterError, DamagedCheckpointError
-from ftmesh.launch.keepers import Keepers
+from ftmesh.launch.keepers import Holders, Keepers
 from ftmesh.mesh.devices import process_of
-from ftmesh.saved.parts import part_of
+from ftmesh.saved.files import load
+from ftmesh.saved.index import Index
+from ftmesh.saved.parts import INDEX, file_names, part_of
 from ftmesh.saved.reading import Saved
 from ftmesh.saved.restoring import restored
 from ftmesh.saved.snapshot import Copier, Copies
@@ -47,7 +49,7 @@ def carried(held: Any, trainer: Trainer, keepers: Keepers) -> State | None:
     params, stats = local(held.state.params), _rows(held.state.stats, before, now)
     if held.trainer.layouts or trainer.layouts:
         give_shards(held, now.cluster, keepers)
-        optimizer = _taken(trainer, keepers)
+        optimizer = _taken(held, trainer, keepers)
     else:
         optimizer = local(held.state.optimizer)
     return State(params, stats, optimizer, trainer.copies(optimizer))
@@ -85,20 +87,20 @@ def give_shards(held: Any, cluster: Cluster, keepers: Keepers) -> None:
     snapshot = copier.snapshot(held.step, State((), (), held.state.optimizer))
     if cluster.process in snapshot.index.processes:
         part = part_of(snapshot.index, cluster.process, snapshot.pieces)
-        keepers.give({_prefix(cluster) + name: b"".join(content) for name, content in part}, 1)
+        prefix = _prefix(cluster, held)
+        if not keepers.give({prefix + name: b"".join(content) for name, content in part}, 1):
+            raise ClusterError("no keeper takes what the devices of this process hold")
 
 
-def _taken(trainer: Trainer, keepers: Keepers) -> Any:
+def _taken(held: Any, trainer: Trainer, keepers: Keepers) -> Any:
     """An optimizer's state, in new shares, from what all have given."""
     cluster = trainer.parallel.cluster
-    prefix = _prefix(cluster)
+    prefix = _prefix(cluster, held)
     until = time.monotonic() + LIMIT
     while True:
         holders = keepers.holders(prefix)
-        names = sorted(holders)
-        blobs = zip(names, keepers.get(names, holders), strict=True)
         try:
-            saved = Saved({name.removeprefix(prefix): blob for name, blob in blobs if blob})
+            saved = Saved(_files(prefix, holders, keepers))
             saved.check()
             break
         except DamagedCheckpointError as error:  # not all have given their part yet
@@ -111,8 +113,26 @@ def _taken(trainer: Trainer, keepers: Keepers) -> Any:
     found = restored(saved, like, trainer.layouts)
     cluster.barrier("what they are to hold")
     if cluster.speaks:
-        keepers.drop(prefix)
+        keepers.drop("carried/")  # what was left by an epoch that ended early, too
     return found.optimizer
+
+
+def _files(prefix: str, holders: Holders, keepers: Keepers) -> dict[str, bytes]:
+    """The files of a state, once all of them are there."""
+
+    def got(names: list[str]) -> dict[str, bytes]:
+        for name in names:
+            if prefix + name not in holders:
+                raise DamagedCheckpointError(f"it has no {name}")
+        blobs = keepers.get([prefix + name for name in names], holders)
+        found = dict(zip(names, blobs, strict=True))
+        return {name: blob for name, blob in found.items() if blob is not None}
+
+    first = got([INDEX])
+    if not first:
+        raise DamagedCheckpointError(f"no host gives its {INDEX}")
+    index = Index.from_json(load(first[INDEX], INDEX))
+    return first | got([name for process in index.processes for name in file_names(process)])
 
 
 def _here(cluster: Cluster) -> set[int]:
@@ -120,8 +140,9 @@ def _here(cluster: Cluster) -> set[int]:
     return set(cluster.members) if cluster.line is None else set(cluster.line.news.members)
 
 
-def _prefix(cluster: Cluster) -> str:
-    return f"carried/{cluster.epoch}/"
+def _prefix(cluster: Cluster, held: Any) -> str:
+    """Of what is held from the same epoch: one that stood by may hold something older."""
+    return f"carried/{cluster.epoch}-{held.epoch}/"
 
 
 def _rows(stats: Any, before: Parallel, now: Parallel) -> Any:

@@ -74,7 +74,7 @@ class Checkpoints:
                     f"{folder} has checkpoints, the last of step {self.latest_step}: go on from "
                     "them with --resume, or give another folder"
                 )
-            self._forget(after=-1)
+            self.forget(after=-1)
         self._thread = ThreadPoolExecutor(1, "checkpoints")
 
     @property
@@ -133,7 +133,7 @@ class Checkpoints:
             say=self._say,
             agree=agree,
         )
-        self._forget(after=found[0] if found else -1)
+        self.forget(after=found[0] if found else -1)
         return found or (0, like)
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class Checkpoints:
         finally:
             self._writing = None
 
-    def _forget(self, after: int) -> None:
+    def forget(self, after: int) -> None:
         """Take away what this process has left in folders of later steps, which are not sound.
 
         When they are written again, nothing of old may stand in for a part that is missing.

@@ -153,7 +153,12 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             _prepare(job, topology, compile_ahead=args.compile_ahead)
         block = done + 1  # the first step since the last evaluation
         reached = False
-        for step in range(done + 1, job.total_steps + 1):
+        if cluster.epoch > 1 and done:  # what follows a step may have been cut off
+            if checkpoints and _is_saved(job, args, done):
+                _save(trainer, checkpoints, done, state)
+            if _is_evaluated(job, done):
+                reached = _evaluate(job, state, done, report, log)
+        for step in range(done + 1, job.total_steps + 1) if not reached else ():
             if step == block:
                 log.start("block", first_epoch_num=job.epoch(step), epoch_count=_epochs(job, step))
             cluster.at("read", step)
@@ -165,20 +170,17 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             after = with_faults(step, after)
             transactions.add(step, after, loss)
             state = after
-            last = step == job.total_steps
             if checkpoints and _is_saved(job, args, step):
                 transactions.settle()
                 report.settle()  # a state that comes with a bad loss is not worth keeping
                 _save(trainer, checkpoints, step, state)
-            if last or step % job.steps_per_eval == 0:
+            if _is_evaluated(job, step):
                 transactions.settle()
                 log.stop("block", first_epoch_num=job.epoch(block))
                 block = step + 1
                 reached = _evaluate(job, state, step, report, log)
             if reached:
                 break
-        if done >= job.total_steps:  # the last step was, and what follows it was not
-            reached = _evaluate(job, state, done, report, log)
         log.stop("run", status="success" if reached else "aborted")
         job.finished(state)
     cluster.at("agree")
@@ -255,6 +257,11 @@ def _open_checkpoints(cluster: Cluster, args: argparse.Namespace, stack: ExitSta
 def _is_saved(job: Job, args: argparse.Namespace, step: int) -> bool:
     """Whether there is to be a checkpoint after a step, where there are any."""
     return step == job.total_steps or step % args.checkpoint_every == 0
+
+
+def _is_evaluated(job: Job, step: int) -> bool:
+    """Whether there is to be an evaluation after a step."""
+    return step == job.total_steps or step % job.steps_per_eval == 0
 
 
 def _open_memory(cluster: Cluster, stack: ExitStack) -> Memory | None:

@@ -33,7 +33,12 @@ class Suspicion:
         """Examine all chips and links if a loss is no number."""
         value = self._parallel.local(loss)
         if value is not None and not math.isfinite(float(value)):
-            self.examine(f"the loss of step {step} is {float(value)}")
+            why = f"the loss of step {step} is {float(value)}"
+            self.examine(why)
+            raise TrainingError(
+                f"{why}, and all chips are well: try a lower learning rate or a longer warm-up, or "
+                "go back to a checkpoint before it"
+            )
 
     def compare(self, step: int, state: State) -> None:
         """See whether all chips have the same parameters."""

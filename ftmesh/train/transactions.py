@@ -29,6 +29,7 @@ class Held:
     step: int
     state: State
     trainer: Trainer
+    epoch: int
 
 
 class Transactions:
@@ -71,6 +72,8 @@ class Transactions:
         self._count = count
         if self._line is None:
             return
+        jax.block_until_ready(state)
+        self._trainer.parallel.cluster.barrier("what the epoch begins with")  # all hold it, or none
         self._hold(done, state)
         topology = self._trainer.parallel.ranks.topology
         self._line.joined(
@@ -125,7 +128,8 @@ class Transactions:
 
     def _hold(self, step: int, state: State) -> None:
         assert self._line is not None
-        self._line.held = Held(step, state, self._trainer) if self._keeps else None
+        held = Held(step, state, self._trainer, self._line.news.epoch)
+        self._line.held = held if self._keeps else None
 
     def _copy(self, step: int, state: State) -> None:
         assert self._line is not None
@@ -145,3 +149,4 @@ class Transactions:
             self._line.at("save", step)
             self._trainer.save(store, step, state)
             store.finish()
+        self._trainer.parallel.cluster.barrier("the state is put down")  # or nobody leaves
