@@ -480,7 +480,7 @@ class TestStuck:
         for process in (0, 1, 3):
             four.lines[process].say(ready=3)
         four.lines[2].say(at="save", step=3)
-        four.deadlines.took("save", 0.01)
+        four.deadlines.first = {"save": 0.01}
         four.settled().tick_until(lambda: four.of("failed"))
         assert [event["host"] for event in four.of("failed")] == [12]
 
@@ -488,7 +488,7 @@ class TestStuck:
         four.commit(1)
         for process in (0, 1, 3):
             four.lines[process].say(failed="gloo: timed out")
-        four.lines[2].say(at="save", step=2)  # of which the deadline is far away
+        four.lines[2].say(at="save", step=1)  # of which the deadline is far away
         four.settled().tick_until(lambda: four.of("failed"))
         assert [event["host"] for event in four.of("failed")] == [12]
 
@@ -541,7 +541,7 @@ class TestStuck:
         found.commit(2)
         found.lines[0].say(at="step", step=3)
         found.lines[1].say(at="save", step=3)
-        found.deadlines.took("save", 0.01)
+        found.deadlines.first = {"save": 0.01}
         found.settled().tick_until(lambda: found.of("failed"))
         assert found.stopped == [1]
 

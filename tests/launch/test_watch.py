@@ -22,7 +22,7 @@ LIMIT = 5.0
 
 def deadlines(**first):
     """As after some steps of 0.1 seconds, and one save of a second."""
-    found = Deadlines(LIMIT, first)
+    found = Deadlines(LIMIT, {"save": 2.0, "over": 6.0, **first})
     for _ in range(3):
         found.took("step", 0.1)
     found.took("save", 1.0)
@@ -30,9 +30,12 @@ def deadlines(**first):
 
 
 def seen(text):
-    """Processes as ``step 3, save 70``: what each does, and for how many seconds."""
-    words = [each.split() for each in text.split(",")]
-    return {number: Seen(phase, float(seconds)) for number, (phase, seconds) in enumerate(words)}
+    """Processes as ``step 3 9, save 70``: what each does, for how long, and of which step."""
+    words = [[*each.split(), "0"][:3] for each in text.split(",")]
+    return {
+        number: Seen(phase, float(seconds), int(step))
+        for number, (phase, seconds, step) in enumerate(words)
+    }
 
 
 class TestDeadlines:
@@ -52,6 +55,10 @@ class TestDeadlines:
         assert deadlines().of("save") == SLACK + LIMIT + TIMES * 1.0
         assert deadlines(save=7.0).of("save") == SLACK + LIMIT + TIMES * 1.0
 
+    def test_but_no_less_than_at_first(self):
+        """A state of nothing is restored at once; the next one may be large."""
+        assert deadlines(save=70.0).of("save") == SLACK + 70
+
     def test_the_longest_save_and_the_usual_step(self):
         found = deadlines()
         for seconds in (0.1, 9.0):
@@ -61,9 +68,8 @@ class TestDeadlines:
         assert found.usual_step == 0.1
         assert found.of("step") == SLACK + LIMIT + TIMES * 0.1
 
-    @pytest.mark.parametrize("phase", ["read", "over"])
-    def test_what_goes_by_the_steps(self, phase):
-        assert deadlines().of(phase) == deadlines().of("step")
+    def test_what_goes_by_the_steps(self):
+        assert deadlines().of("read") == deadlines().of("step")
 
     def test_what_is_long_ago_counts_no_more(self):
         found = deadlines()
@@ -108,13 +114,17 @@ class TestDeadlines:
         ("read 8, save 17, step 99", [0, 1]),
         # All wait, for ever; that is not for this to see.
         ("commit 999, commit 999, agree 999", []),
-        # A collective has failed: whoever is elsewhere has had its time.
-        ("failed 2, failed 2, read 6.5", [2]),
-        ("failed 2, failed 2, save 6.5", [2]),
-        ("failed 2, failed 2, save 5.5", []),
-        ("failed 0.5, failed 0.5, save 6.5", []),
-        ("failed 2, commit 2, step 6.5", [2]),
-        ("failed 2, step 6.5, save 6.5", [2]),
+        # A collective of a step has failed: whoever has not come to it has had its time.
+        ("failed 2 9, failed 2 9, read 6.5 9", [2]),
+        ("failed 2 9, failed 2 9, save 6.5 8", [2]),
+        ("failed 2 9, failed 2 9, save 5.5 8", []),
+        ("failed 0.5 9, failed 0.5 9, save 6.5 8", []),
+        ("failed 2 9, step 6.5 9, save 6.5 8", [2]),
+        # Whoever is in it may have been failed by the one that says so.
+        ("failed 2 9, commit 2 8, step 6.5 9", []),
+        ("failed 2 9, commit 2 8, step 8 9", [2]),
+        ("failed 2 9, evaluate 35 9, evaluate 35 9", []),
+        ("failed 2, compile 40, compile 40", []),
         ("failed 2, commit 99, agree 99", []),
         ("failed 999, failed 999, failed 999", []),
     ],
