@@ -7,8 +7,9 @@
         if cluster.speaks:
             print("one line, whatever the number of processes")
 
-Everything goes over JAX's coordination service, not over the chips, and has a limit in seconds. One
-process alone is the simplest case: it agrees with itself and waits for nobody.
+Everything goes over JAX's coordination service, or by way of a steward where processes may be lost,
+not over the chips, and has a limit in seconds. One process alone is the simplest case: it agrees
+with itself and waits for nobody.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ class Supervisor:
             ended = pod.poll(TURN)
             if service.has_ended:
                 steward.service_ended("has ended")
-            for process in ended:
+            for process in ended if not self._received else ():
                 steward.ended(process.number, _how(process), process.status or 0)
             steward.tick()
             if self._events.failures > self._policy.failures:

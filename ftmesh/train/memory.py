@@ -82,7 +82,7 @@ class Memory:
         self._process_of, self._say = process_of, say or _print
         self.keepers = Keepers(keepers, host=host, secret=secret, limit=limit, say=self._say)
         self._last_step = -1
-        self._giving: Future[None] | None = None
+        self._giving: Future[int] | None = None
         self._thread = ThreadPoolExecutor(1, "memory")
 
     def save(
@@ -144,11 +144,13 @@ class Memory:
         holders, moments = self._moments()
         return next((m.step for m in moments if self._is_whole(m, holders)), None)
 
-    def finish(self) -> None:
-        """Wait until the keepers have everything."""
+    def finish(self) -> int:
+        """Wait until the keepers have everything; how many hosts have taken the last part.
+
+        That is as many as should, where this process has no part.
+        """
         giving, self._giving = self._giving, None
-        if giving is not None:
-            giving.result()
+        return 1 + self.copies if giving is None else giving.result()
 
     def close(self) -> None:
         """Wait for that, and keep no more."""
@@ -164,14 +166,14 @@ class Memory:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _give(self, snapshot: Snapshot) -> None:
+    def _give(self, snapshot: Snapshot) -> int:
         """In a thread: this process's part; the first process also drops what is too old."""
         index = snapshot.index
         moment = Moment(index.step, self.epoch)
+        number = wanted = min(1 + self.copies, len(self.keepers.hosts))
         if self.process in index.processes:
             part = part_of(index, self.process, snapshot.pieces)
             blobs = {moment.prefix + name: b"".join(content) for name, content in part}
-            wanted = min(1 + self.copies, len(self.keepers.hosts))
             number = self.keepers.give(blobs, wanted)
             if number < wanted:
                 self._say(
@@ -180,6 +182,7 @@ class Memory:
                 )
         if self.process == index.processes[0]:
             self._drop_old()
+        return number
 
     def _drop_old(self) -> None:
         """Drop all that is older than the last few which are whole."""

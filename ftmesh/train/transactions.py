@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from ftmesh.cluster.line import Line, Paused
-from ftmesh.errors import ArgumentError
+from ftmesh.errors import ArgumentError, CheckpointError
 from ftmesh.mesh.notation import format_failed
 from ftmesh.testing import faults
 from ftmesh.train.checkpoints import Checkpoints
@@ -139,7 +139,8 @@ class Transactions:
 
     def _finish(self) -> None:
         assert self._memory is not None
-        self._memory.finish()
+        if not self._memory.finish():
+            raise CheckpointError("no host has room for the state, and the step cannot count")
 
     def _put_down(self, step: int, state: State) -> None:
         """Leave a state for those who come next."""
