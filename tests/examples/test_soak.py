@@ -267,6 +267,7 @@ def whole(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.slow
 class TestTrainer:
     def test_every_point_is_used_once(self, whole):
         lines = [json.loads(line) for line in (whole / "used-1-0.jsonl").read_text().splitlines()]

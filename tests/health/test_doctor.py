@@ -35,6 +35,7 @@ def look(mesh):
     wake()
 
 
+@pytest.mark.slow
 def test_a_well_mesh_is_well(look):
     seen = []
     found = look("", limit=60.0, progress=lambda *args: seen.append(args))
@@ -101,6 +102,7 @@ def test_a_chip_that_answers_and_does_not_compute(look, mesh, monkeypatch):
     assert len(found.untried) == 20  # of the others
 
 
+@pytest.mark.slow
 def test_failed_chips_are_left_alone(look):
     topology = cpu_grid("4x4", failed="2x2@1,1")
     found = look("wrong@0,0", topology=topology)

@@ -4,11 +4,14 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from ftmesh.launch.results import run_pod
 
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_both_find_the_same():
     command = [sys.executable, str(Path(__file__).parent / "examined.py")]
     done = run_pod(command, 2, 4, "4x2", env={"PYTHONPATH": str(ROOT)}, timeout=120)

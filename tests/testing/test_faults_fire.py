@@ -104,6 +104,7 @@ def test_kill_strikes_once_in_a_run(tmp_path):
     assert len(heard(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_others_are_left_alone(tmp_path):
     status, lines, err = run("kill@1:2", tmp_path, host=0)
     assert (status, len(lines), err) == (0, 4, "")
@@ -153,6 +154,7 @@ def test_slow_steps_and_a_wrong_gradient(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_by_time(tmp_path):
     (tmp_path / "faults.json").write_text(
         json.dumps({"time": time.time() - 100, "faults": "kill@*:t=90:step"})

@@ -125,6 +125,7 @@ def test_what_four_have_saved_any_number_restores(keepers, sharded, processes):
         assert pod.lines == []
 
 
+@pytest.mark.slow
 def test_on_another_mesh(keepers, sharded):
     with Pod(keepers, sharded) as pod:
         pod.save(30)
@@ -178,6 +179,7 @@ class TestLoss:
                 "no 1.bin"
             ]
 
+    @pytest.mark.slow
     def test_two_copies_bear_two_losses(self, mortal, sharded):
         with Pod(mortal, sharded, copies=2) as pod:
             pod.save(10)
@@ -186,6 +188,7 @@ class TestLoss:
         with Pod(mortal, sharded, epoch=2, processes=2) as pod:
             assert pod.restore() == 10
 
+    @pytest.mark.slow
     def test_one_that_is_stuck(self, mortal, sharded):
         with Pod(mortal, sharded) as pod:
             pod.save(10)
