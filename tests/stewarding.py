@@ -4,7 +4,8 @@ import os
 import time
 
 from ftmesh.launch.channel import ChannelClosed, Listener, connect
-from ftmesh.launch.steward import Member, Steward
+from ftmesh.launch.members import Member
+from ftmesh.launch.steward import Steward
 from ftmesh.launch.watch import Deadlines
 
 SECRET = "5ec2e7"

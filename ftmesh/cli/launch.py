@@ -15,9 +15,10 @@ from typing import Any
 from ftmesh.errors import ArgumentError
 from ftmesh.launch.events import Events
 from ftmesh.launch.output import Printer
+from ftmesh.launch.place import Place
 from ftmesh.launch.pod import Pod
 from ftmesh.launch.process import Process
-from ftmesh.launch.supervisor import Place, Policy, Supervisor
+from ftmesh.launch.supervisor import Policy, Supervisor
 from ftmesh.launch.watch import parse_limits
 
 

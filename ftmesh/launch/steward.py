@@ -9,64 +9,20 @@ ever believe different things. It is a place for notes, too, by which processes 
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from ftmesh.launch.channel import Channel, ChannelClosed
+from ftmesh.launch.members import Member, Verdict
 from ftmesh.launch.notes import Notes
-from ftmesh.launch.watch import WAITING, Deadlines, Seen
+from ftmesh.launch.recovery import Recovery
+from ftmesh.launch.watch import WAITING, Deadlines
 
 CLOSED = 0.5  # seconds between the end of a line and being taken for lost, unless it is seen to end
 _LEARNED = ("start", "plan", "compile", "restore", "save", "evaluate", "examine")
 REFUSED = 2  # the status of a process that was told nonsense: to try again would not help
-
-
-@dataclass
-class Member:
-    """A process that takes part."""
-
-    process: int
-    host: int
-    chips: str  # in words
-    channel: Channel | None = None
-    pid: int | None = None
-    phase: str = "start"
-    step: int = 0
-    since: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
-    closed_at: float | None = None
-    error: str = ""
-    has_left: bool = False
-    is_idle: bool = False  # has no chip to train on
-    stacks_at: float | None = None
-
-    def seen(self, now: float) -> Seen:
-        """What it was last seen doing."""
-        return Seen(self.phase, now - self.since, self.step)
-
-    def tell(self, message: dict[str, Any], data: bytes = b"") -> None:
-        """Send it a message; one that is gone will be noticed elsewhere."""
-        if self.channel is not None:
-            with contextlib.suppress(OSError):
-                self.channel.send(message, data)
-
-    def __str__(self) -> str:
-        return f"host {self.host} (process {self.process}, chips {self.chips})"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What is to become of all processes: a "restart", or the "end", well or not."""
-
-    what: str
-    why: str
-    is_well: bool = False  # all processes leave by themselves
 
 
 Say = Callable[..., None]
@@ -89,8 +45,7 @@ class Steward:
         in_place: bool = True,
         masked: str = "",
         highest: int = 0,
-        failed_at: float | None = None,
-        last_commit: float | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
         self.members = {member.process: member for member in members}
         self.everyone = dict(self.members)
@@ -110,10 +65,7 @@ class Steward:
         self._is_joined = False  # all of this start have been together
         self._pausing, self._why_paused = False, ""
         self._told_to_leave = False
-        self.failed_at = failed_at  # what the epoch began with, until it commits a step
-        self.last_commit = last_commit  # also of an epoch before, until there is another
-        self._parts: dict[str, float] = {}
-        self._repeated = 0
+        self.recovery = recovery or Recovery()
 
     # Lines ------------------------------------------------------------------------------------
 
@@ -189,8 +141,8 @@ class Steward:
     def _enter(self, member: Member, phase: str, step: int, ago: float = 0.0) -> None:
         others = [each.phase for each in self.members.values() if each is not member]
         for before, part in (("over", "noticed"), ("start", "started")):
-            if member.phase == before != phase and before not in others and self.failed_at:
-                self._parts[part] = time.monotonic() - self.failed_at
+            if member.phase == before != phase and before not in others:
+                self.recovery.reach(part)
         now = time.monotonic() - ago
         if member.phase in _LEARNED and phase not in ("over", "failed"):
             self._deadlines.took(member.phase, now - member.since)
@@ -217,38 +169,17 @@ class Steward:
             each.tell({"commit": step, "then": then})
             if each.phase == "commit" and not each.is_idle:
                 self._enter(each, "read", step + 1)
-        if self.failed_at is not None:
-            self._goes_on(step, now)
-        elif self.last_commit is not None:
-            self._deadlines.took("step", now - self.last_commit)
-        self.last_commit = now
-
-    def _goes_on(self, step: int, now: float) -> None:
-        assert self.failed_at is not None
-        known = sum(self._parts.values())
-        seconds = now - self.failed_at
-        usual = self._deadlines.usual_step
-        lost = seconds if self.last_commit is None else now - self.last_commit - usual
-        self._say(
-            "goes on",
-            epoch=self.epoch,
-            step=step,
-            seconds=round(seconds, 3),
-            repeated=self._repeated,
-            lost=round(max(lost, 0) + self._repeated * usual, 3),
-            parts={
-                **{name: round(took, 3) for name, took in self._parts.items()},
-                "first_step": round(max(seconds - known, 0), 3),
-            },
-        )
-        self.failed_at = None
-        self._parts = {}
+        clock, usual = self.recovery, self._deadlines.usual_step
+        if clock.failed_at is not None:
+            self._say("goes on", epoch=self.epoch, step=step, **clock.end(now, usual))
+        elif clock.last_commit is not None:
+            self._deadlines.took("step", now - clock.last_commit)
+        clock.last_commit = now
 
     def _join(self, member: Member, step: int, told: dict[str, Any]) -> None:
         """A process is ready for the first step of an epoch, from the state after `step`."""
         self._joined.add(member.process)
-        for name, took in told.get("parts", {}).items():
-            self._parts[str(name)] = max(self._parts.get(str(name), 0.0), float(took))
+        self.recovery.took(told.get("parts", {}))
         self._enter(member, "read", step)
         self._told = step, told
         self._begin_if_all()
@@ -256,7 +187,7 @@ class Steward:
     def _begin_if_all(self) -> None:
         if self._joined and self._joined >= self._working:
             step, told = self._told
-            self._repeated = max(self.highest - step, 0)
+            self.recovery.repeated = max(self.highest - step, 0)
             self.committed, self._is_joined = step, True
             self._say(
                 "epoch",
@@ -266,9 +197,9 @@ class Steward:
                 failed=told.get("less", ""),
                 live=told.get("live", 0),
                 from_step=step,
-                repeated=self._repeated,
+                repeated=self.recovery.repeated,
                 source=told.get("source", "start"),
-                parts={name: round(took, 3) for name, took in self._parts.items()},
+                parts=self.recovery.parts,
             )
 
     @property
@@ -337,7 +268,7 @@ class Steward:
             member = self.members[process]
             if member.stacks_at is None:
                 member.stacks_at = now
-                _write_stacks(member)
+                member.write_stacks()
         due = {
             process: f"is stuck: alive, and {self._seconds(process, now):.0f} s in phase "
             f"{self.members[process].phase!r} of step {self.members[process].step}"
@@ -410,13 +341,12 @@ class Steward:
             self._over("restart", f"chips {blocks} are sick: {why}")
 
     def _next_epoch(self, why: str, *, noticed: float) -> None:
-        self.epoch_began = now = time.monotonic()
+        self.epoch_began = time.monotonic()
         self.epoch += 1
         self._ready.clear()
         self._joined.clear()
         self._notes = Notes()
-        self.failed_at = (now if self.failed_at is None else self.failed_at) - noticed
-        self._parts = {"noticed": self._parts.get("noticed", 0.0) + noticed}
+        self.recovery.begin(noticed)
         for each in self.members.values():
             each.error, each.is_idle = "", False
             if each.phase in (*WAITING, "read", "step"):
@@ -454,15 +384,8 @@ class Steward:
         member.has_left = True
         self._enter(member, "leave", member.step)
         if all(self.members[number].has_left for number in self._working):
-            for each in self.members.values():
-                each.tell({"left": True})
             if self.verdict is None:
                 what = ("restart", self._why_paused) if self._told_to_leave else ("end", "")
                 self.verdict = Verdict(*what, is_well=True)
-
-
-def _write_stacks(member: Member) -> None:
-    """Have a process write where its threads are: a handler of its own does, without Python."""
-    if member.pid is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(member.pid, signal.SIGUSR1)
+            for each in self.members.values():
+                each.tell({"left": True})

@@ -16,15 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftmesh.errors import ArgumentError
 from ftmesh.launch import beside
 from ftmesh.launch.channel import Listener
 from ftmesh.launch.events import Events
+from ftmesh.launch.members import Member, Verdict
+from ftmesh.launch.place import Place
 from ftmesh.launch.pod import TIMED_OUT, OnOutput, Pod
 from ftmesh.launch.process import Process
-from ftmesh.launch.steward import Member, Steward, Verdict
+from ftmesh.launch.recovery import Recovery
+from ftmesh.launch.steward import Steward
 from ftmesh.launch.watch import Deadlines
-from ftmesh.mesh.notation import Block, format_shape, parse_shape
 
 TURN = 0.1  # seconds between two looks at everything
 TO_END = 2.0  # for what is left of an epoch, before it is killed
@@ -52,57 +53,6 @@ class Policy:
     grow_back: float | None = None  # have hosts back after so long without them
 
 
-@dataclass(frozen=True)
-class Place:
-    """What the mesh is, and which part of it each host has."""
-
-    mesh: str
-    blocks: tuple[Block, ...]
-
-    @staticmethod
-    def of(mesh: str, host_shape: str | None, hosts: int, devices_per_host: int) -> Place:
-        """Hosts one after another, x first, each with a block of `host_shape`; else of rows."""
-        shape = parse_shape(mesh)
-        if hosts < 1 or devices_per_host < 1:
-            raise ArgumentError(
-                f"{hosts} hosts of {devices_per_host} devices make no pod: both must be 1 or more"
-            )
-        if host_shape is None:
-            host = _rows(shape, devices_per_host)
-        else:
-            host = parse_shape(host_shape)
-            host += (1,) * (len(shape) - len(host))
-        number, each = 1, 1
-        for size, part in zip(shape, host, strict=False):
-            number, each = number * (size // part), each * part
-            if size % part:
-                number = 0
-        if len(host) != len(shape) or number != hosts or each != devices_per_host:
-            raise ArgumentError(
-                f"{hosts} hosts of {format_shape(host)}, each with {devices_per_host} devices, do "
-                f"not fill mesh {mesh}: give another --host-shape, such as 2x2"
-            )
-        grid = [size // part for size, part in zip(shape, host, strict=True)]
-        blocks = []
-        for index in range(hosts):
-            low = []
-            for count, part in zip(grid, host, strict=True):
-                index, place = divmod(index, count)
-                low.append(place * part)
-            blocks.append(Block(host, tuple(low)))
-        return Place(format_shape(shape), tuple(blocks))
-
-
-def _rows(shape: Sequence[int], devices: int) -> tuple[int, ...]:
-    """The block that so many devices fill, row by row, if there is one."""
-    block = []
-    for size in shape:
-        part = min(size, devices)
-        block.append(part)
-        devices = -(-devices // part)
-    return tuple(block)
-
-
 class Supervisor:
     """Runs `command` in a process for each host until it is done. `run` gives its exit status."""
 
@@ -127,8 +77,7 @@ class Supervisor:
         self._pod: Pod | None = None
         self._received: list[signal.Signals] = []
         self._epoch, self._highest, self._masked = 1, 0, ""
-        self._failed_at: float | None = None
-        self._last_commit: float | None = None
+        self._recovery = Recovery()
         self._until = float("inf")
         self._deadlines = Deadlines(policy.limit, policy.limits)
         (run_dir / "pids").mkdir(parents=True, exist_ok=True)
@@ -205,8 +154,7 @@ class Supervisor:
             in_place=policy.in_place,
             masked=self._masked,
             highest=self._highest,
-            failed_at=self._failed_at,
-            last_commit=self._last_commit,
+            recovery=self._recovery,
         )
         self._say("started", epoch=self._epoch, hosts=list(hosts))
         with (
@@ -242,8 +190,8 @@ class Supervisor:
                 self._pod = None
         self._epoch = steward.epoch + 1
         self._highest, self._masked = steward.highest, steward.masked
-        self._failed_at = steward.failed_at or time.monotonic()
-        self._last_commit = steward.last_commit
+        failed_at = steward.recovery.failed_at or time.monotonic()
+        self._recovery = Recovery(failed_at, steward.recovery.last_commit)
         return steward, status
 
     def _watch(self, pod: Pod, steward: Steward, service: beside.Service) -> None:

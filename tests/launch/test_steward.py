@@ -14,6 +14,8 @@ from ftmesh.launch import steward as module
 from ftmesh.launch import watch
 from ftmesh.launch.channel import MOST_HANDSHAKES, ChannelClosed, connect
 from ftmesh.launch.handshake import MAGIC, NONCE, PROOF, proof
+from ftmesh.launch.members import Verdict
+from ftmesh.launch.recovery import Recovery
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +214,7 @@ class TestEpochs:
         for process in range(3):
             four.lose(process)
         four.steward.ended(3, "ended with status 1", 1)
-        assert four.steward.verdict == module.Verdict("restart", "no process is left")
+        assert four.steward.verdict == Verdict("restart", "no process is left")
 
     def test_what_it_took_until_it_went_on(self, four):
         four.commit(1)
@@ -237,7 +239,7 @@ class TestEpochs:
 class TestRestarts:
     def test_what_is_lost_counts_from_the_last_commit_of_the_start_before(self, make):
         now = time.monotonic()
-        options = {"start": 2, "highest": 3, "failed_at": now - 20, "last_commit": now - 50}
+        options = {"start": 2, "highest": 3, "recovery": Recovery(now - 20, now - 50)}
         found = make(hosts=1, **options).come().joined(1)
         found.deadlines.took("step", 2.0)
         found.commit(2)
@@ -249,7 +251,7 @@ class TestRestarts:
     def test_before_all_have_joined(self, make):
         found = make().come().joined(processes=[0, 1, 2])
         found.steward.ended(3, "ended with status 1", 1)
-        assert found.steward.verdict == module.Verdict("restart", "host 13 is lost")
+        assert found.steward.verdict == Verdict("restart", "host 13 is lost")
         assert [found.lines[process].hear("over") for process in range(3)] == [("restart",)] * 3
 
     def test_where_it_is_not_to_go_on_in_place(self, make):
@@ -296,7 +298,7 @@ class TestRestarts:
         four.steward.give_up("time is up")
         four.steward.service_ended("has ended")
         four.steward.ended(0, "ended", 1)
-        assert four.steward.verdict == module.Verdict("end", "time is up")
+        assert four.steward.verdict == Verdict("end", "time is up")
         assert four.lines[0].hear("over", "why") == ("end", "time is up")
         assert four.events[1:] == []
 
@@ -343,7 +345,7 @@ class TestLeaving:
         assert four.steward.verdict is None
         four.lines[1].say(leave=True)
         assert [line.hear("left") for line in four.lines.values()] == [(True,)] * 4
-        assert four.steward.verdict == module.Verdict("end", "", is_well=True)
+        assert four.steward.verdict == Verdict("end", "", is_well=True)
 
     def test_a_death_while_leaving(self, four):
         """All is done, so nothing depends on it."""
@@ -352,7 +354,7 @@ class TestLeaving:
             four.lines[process].say(leave=True)
         four.settled()
         four.steward.ended(3, "ended by SIGSEGV", 139)
-        assert four.steward.verdict == module.Verdict("end", "", is_well=True)
+        assert four.steward.verdict == Verdict("end", "", is_well=True)
         assert [four.lines[process].hear("left") for process in (0, 1, 2)] == [(True,)] * 3
         assert four.of("failed") == []
 
@@ -374,13 +376,13 @@ class TestLeaving:
         found.steward.ended(0, "ended with status 0", 0)
         assert found.steward.verdict is None
         found.steward.ended(1, "ended with status 0", 0)
-        assert found.steward.verdict == module.Verdict("end", "", is_well=True)
+        assert found.steward.verdict == Verdict("end", "", is_well=True)
 
     def test_one_of_those_that_fails_after_another_has_ended(self, make):
         found = make(hosts=2)
         found.steward.ended(0, "ended with status 0", 0)
         found.steward.ended(1, "ended with status 3", 3)
-        assert found.steward.verdict == module.Verdict("restart", "host 11 is lost")
+        assert found.steward.verdict == Verdict("restart", "host 11 is lost")
         assert [event["host"] for event in found.of("failed")] == [11]
 
     def test_a_pause(self, four):
@@ -404,7 +406,7 @@ class TestLeaving:
         four.lines[0].say(leave=True)
         four.settled()
         four.steward.ended(3, "ended by SIGKILL", 137)
-        assert four.steward.verdict == module.Verdict("restart", "host 13 is lost")
+        assert four.steward.verdict == Verdict("restart", "host 13 is lost")
         assert four.lines[1].hear("over") == ("restart",)
         assert [event["host"] for event in four.of("failed")] == [13]
 

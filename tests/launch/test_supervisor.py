@@ -17,8 +17,9 @@ from ftmesh.errors import ArgumentError
 from ftmesh.launch import beside
 from ftmesh.launch import supervisor as module
 from ftmesh.launch.events import Events
+from ftmesh.launch.place import Place
 from ftmesh.launch.pod import TIMED_OUT
-from ftmesh.launch.supervisor import Place, Policy, Supervisor
+from ftmesh.launch.supervisor import Policy, Supervisor
 from ftmesh.testing.fault_acts import noted_processes
 
 SECONDS = 30  # for what takes two or three
