@@ -21,6 +21,9 @@ from ftmesh.testing.fault import draw
 from ftmesh.testing.fault_acts import noted_processes
 
 pytestmark = pytest.mark.slow
+more = pytest.mark.skipif(
+    "FTMESH_MORE_PODS" not in os.environ, reason="takes minutes: set FTMESH_MORE_PODS=1 to run it"
+)
 
 HOSTS, STEPS = 4, 30
 END = 400  # seconds: ten times what a run takes
@@ -108,6 +111,7 @@ def test_process_0_is_killed_in_a_collective_and_its_host_comes_back(undisturbed
     assert not list(tmp_path.glob("saved*"))
 
 
+@more
 def test_two_hosts_at_once(undisturbed, tmp_path):
     """One of them has copies of the other's shards: so what is left goes back to host memory."""
     faults = "kill@2:13:collective;kill@3:13:collective"
@@ -129,6 +133,7 @@ def test_in_which_way_two_hosts_are_partners():
     assert pairs & {(2, 3), (3, 2)}
 
 
+@more
 def test_all_workers_and_then_the_service(undisturbed, tmp_path):
     """Nothing is left on any device: all goes on from host memory, to the bit."""
     run = trained(tmp_path, "--copy-every", "5", faults="all@1:13:collective;service@2:24")
