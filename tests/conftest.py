@@ -4,6 +4,7 @@ Modules that compile much and compute little ask for `quick_compiler`.
 """
 
 import os
+import signal
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=64"
@@ -44,3 +45,12 @@ def quick_compiler(tmp_path_factory):
     yield
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def signals_are_heard():
+    """Also where the tests run in the background of a shell that ignores some."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, usual)

@@ -121,7 +121,8 @@ def test_two_hosts_at_once(undisturbed, tmp_path):
     last = run.of("epoch")[-1]
     assert last["hosts"] == [0, 1]
     assert (last["in_place"], last["live"], last["failed"]) == (True, 8, "4x2@0,2")
-    assert (last["source"], last["from_step"], last["repeated"]) == ("host memory", 10, 2)
+    assert (last["source"], last["from_step"]) == ("host memory", 10)
+    assert last["repeated"] in (1, 2)  # the step before may have counted by then, or not
 
 
 def test_in_which_way_two_hosts_are_partners():
