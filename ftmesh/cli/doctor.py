@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ftmesh.cli.arguments import show_progress
 from ftmesh.draw import Panel, draw_text
 from ftmesh.errors import ArgumentError
+from ftmesh.launch.arguments import add_processes
 
 if TYPE_CHECKING:
     from ftmesh.cluster.cluster import Cluster
@@ -65,14 +66,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "one (default: where a process has 128 or fewer)",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    group = parser.add_argument_group(
-        "several processes",
-        "one for each host; nothing need be given on Cloud TPU, Slurm and GKE, nor under 'ftmesh "
-        "launch'",
-    )
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is to be found")
-    group.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
-    group.add_argument("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
+    add_processes(parser)
 
 
 def run(args: argparse.Namespace) -> int:

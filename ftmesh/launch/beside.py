@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from types import TracebackType
 
 from ftmesh.errors import ClusterError
 from ftmesh.launch import service
@@ -78,17 +77,6 @@ class Service(_Beside):
                     raise
         note_pid("service", 0, self.pid)
 
-    def __enter__(self) -> Service:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 class Keepers:
     """A keeper for each host, of up to so many bytes."""
@@ -112,14 +100,7 @@ class Keepers:
         """Where they are, as ``0=127.0.0.1:2000,1=...``."""
         return ",".join(f"{host}={each.line}" for host, each in sorted(self._keepers.items()))
 
-    def __enter__(self) -> Keepers:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End all of them."""
         for each in self._keepers.values():
             each.close()

@@ -12,6 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ class Supervisor:
         self._until = float("inf") if timeout is None else time.monotonic() + timeout
         everyone = range(len(self._place.blocks))
         fruitless = 0
-        with beside.Keepers(self._own, self._note_pid) as keepers:
+        with closing(beside.Keepers(self._own, self._note_pid)) as keepers:
             while True:
                 hosts = [host for host in everyone if not self._is_out(host)]
                 before = self._highest
@@ -159,7 +160,7 @@ class Supervisor:
         self._say("started", epoch=self._epoch, hosts=list(hosts))
         with (
             Listener(steward.serve, secret=self._secret) as listener,
-            beside.Service(len(hosts), self._own, self._note_pid) as service,
+            closing(beside.Service(len(hosts), self._own, self._note_pid)) as service,
         ):
             shared = {
                 **self._env,

@@ -19,6 +19,7 @@ from ftmesh.cluster.line import Line, Paused
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.errors import ArgumentError, FtmeshError
+from ftmesh.launch import arguments
 from ftmesh.mesh.topology import Topology
 from ftmesh.testing import cpu_grid, faults
 from ftmesh.train.carrying import give_shards
@@ -230,14 +231,7 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
     """Which processes take part. Where JAX finds that out by itself, nothing is to be given."""
-    group = parser.add_argument_group(
-        "several processes",
-        "one for each host; nothing need be given on Cloud TPU, Slurm and GKE, nor under 'ftmesh "
-        "launch'",
-    )
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is to be found")
-    group.add_argument("--num-processes", type=positive, metavar="N", help="how many there are")
-    group.add_argument("--process-id", type=int, metavar="I", help="which this one is, from 0 on")
+    group = arguments.add_processes(parser, number=positive)
     group.add_argument(
         "--limit",
         type=seconds,

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from collections import defaultdict
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -247,7 +248,7 @@ def test_a_port_that_another_takes_first(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = iter([taken.getsockname()[1], beside.free_port()])
         monkeypatch.setattr(beside, "free_port", lambda: next(ports))
-        with beside.Service(1, {}, lambda kind, host, pid: pids.append(pid)) as service:
+        with closing(beside.Service(1, {}, lambda kind, host, pid: pids.append(pid))) as service:
             assert not service.address.endswith(f":{taken.getsockname()[1]}")
             assert pids == [service.pid]
 
