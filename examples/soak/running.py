@@ -22,9 +22,9 @@ MESH, DEVICES = "4x4", 16
 HOST_SHAPES = {2: "4x2", 4: "2x2", 8: "2x1"}
 QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile; all runs alike
 # Seconds to wait for what hangs: enough for this trainer on a busy machine, and no more.
+PHASE_LIMIT = 60.0
 LIMITS = {
     "--collective-limit": 5,
-    "--limits": "start=60,plan=60,compile=60,restore=60,save=30,evaluate=30",
     "--strikes": 10,  # faults are drawn, and hosts are not to blame for them
 }
 STACKS_SECONDS, END_SECONDS = 3.0, 30.0
@@ -37,6 +37,7 @@ class Pod:
     hosts: int
     steps: int
     failures: int
+    phase_limit: float = PHASE_LIMIT  # seconds to start, to plan, to compile, to restore
     how: tuple[str, ...] = ()  # more options of the launcher
 
     def command(self, folder: Path) -> list[str]:
@@ -46,6 +47,7 @@ class Pod:
         launch += ["--host-shape", HOST_SHAPES[self.hosts], "--failures", str(self.failures)]
         launch += ["--events", str(folder / "events.jsonl"), "--run-dir", str(folder / "run")]
         launch += [str(word) for limit in LIMITS.items() for word in limit]
+        launch += ["--limits", limits_of_phases(self.phase_limit)]
         train = [*self._trainer(folder / "out"), "--checkpoint-dir", str(folder / "saved")]
         train += ["--checkpoint-every", str(max(10, self.steps // 100))]
         train += ["--copy-every", "5", "--check-every", "1"]
@@ -83,6 +85,13 @@ class Pod:
         env = {**os.environ, **QUICKLY, "JAX_PLATFORMS": "cpu"}
         subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
         return folder / "weights.npz"
+
+
+def limits_of_phases(seconds: float) -> str:
+    """What may take so long before a step can be done, and less for what comes after one."""
+    before = (f"{phase}={seconds:g}" for phase in ("start", "plan", "compile", "restore"))
+    after = (f"{phase}={min(seconds, 30):g}" for phase in ("save", "evaluate"))
+    return ",".join((*before, *after))
 
 
 def step_seconds(folder: Path) -> float:

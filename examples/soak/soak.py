@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from examples.soak.checks import Run, check
-from examples.soak.running import HOST_SHAPES, Pod, step_seconds
+from examples.soak.running import HOST_SHAPES, PHASE_LIMIT, Pod, step_seconds
 from examples.soak.table import Recovery, recoveries, table_of
 from examples.soak.train import PRESETS
 from ftmesh.errors import ArgumentError, FtmeshError
@@ -64,7 +64,7 @@ class Soak:
     def many_runs(self) -> None:
         """Runs with faults of their own each, until the time is over."""
         args = self.args
-        pod = Pod(hosts=args.hosts, steps=args.steps, failures=10, how=self.how)
+        pod = self._pod(args.steps, failures=10)
         reference = self._undisturbed(pod)
         if reference is None:
             return
@@ -100,7 +100,7 @@ class Soak:
         """One run of so many minutes, with a fault every so many seconds."""
         args = self.args
         wanted = 60 * (args.minutes or MINUTES)
-        short = Pod(hosts=args.hosts, steps=args.steps, failures=10, how=self.how)
+        short = self._pod(args.steps, failures=10)
         if self._undisturbed(short) is None:
             return
         took = step_seconds(self.folder / "undisturbed")
@@ -109,13 +109,22 @@ class Soak:
         self.console.print(
             f"a step takes {took * 1000:.1f} ms: {steps} steps, {len(faults)} faults"
         )
-        how = (*self.how, "--grow-back", "20", "--strikes", "1000")
-        pod = Pod(hosts=args.hosts, steps=steps, failures=2 * len(faults) + 10, how=how)
+        often = ("--grow-back", "20", "--strikes", "1000")
+        pod = self._pod(steps, failures=2 * len(faults) + 10, how=often)
         with self._progress() as progress:
             progress.add_task("one long run", total=None, says="")
             run = pod.train(self.folder / "long", faults, limit=5 * wanted)
         # On a pod, to compare with, it would take as long again.
         self._look_at(run, pod, pod.train_alone(self.folder / "alone"), exact=False)
+
+    def _pod(self, steps: int, *, failures: int, how: tuple[str, ...] = ()) -> Pod:
+        return Pod(
+            hosts=self.args.hosts,
+            steps=steps,
+            failures=failures,
+            phase_limit=self.args.phase_limit,
+            how=(*self.how, *how),
+        )
 
     def _undisturbed(self, pod: Pod) -> Path | None:
         """The weights of a run without a fault, which must be well itself."""
@@ -201,6 +210,14 @@ examples: scripts/soak --minutes 10 --seed 1
         default=LIMIT,
         metavar="SECONDS",
         help=f"a run that takes longer hangs: its stacks are in its log ({LIMIT:g})",
+    )
+    parser.add_argument(
+        "--phase-limit",
+        type=seconds,
+        default=PHASE_LIMIT,
+        metavar="SECONDS",
+        help="a worker that takes longer to start, to plan, to compile or to restore is lost "
+        f"({PHASE_LIMIT:g})",
     )
     parser.add_argument(
         "--faults", metavar="FAULTS", help="the same in every run, as kill@2:30 (at random)"

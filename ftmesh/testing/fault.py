@@ -22,7 +22,8 @@ Several are joined by ``;``. The kinds:
 
 The moments: `start` (before joining), `compile`, `step` (before it is dispatched), `collective` (a
 few milliseconds later, or so many seconds), `commit` (results are ready), `checkpoint`, `evaluate`,
-`recovery` (while an epoch after the first is made ready).
+`recovery` (while an epoch after the first is made ready). Of these `start`, `compile` and `recovery`
+come before all steps, and a fault there strikes at the first chance.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ MOMENTS = (
     "evaluate",
     "recovery",
 )
+WITHOUT_STEP = ("start", "compile", "recovery")
 # The moments at which each kind can be; a step, where that is one of them and none is given.
 KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(ENDS, MOMENTS),
@@ -150,7 +152,7 @@ def draw(seed: int, number: int | None = None, *, hosts: int = 1, steps: int = 4
             Fault(
                 kind=kind,
                 process=chance.randrange(hosts),
-                step=0 if moment in ("start", "compile") else chance.randint(1, steps),
+                step=0 if moment in WITHOUT_STEP else chance.randint(1, steps),
                 moment=moment,
             )
         )

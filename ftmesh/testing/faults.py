@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ftmesh.testing.fault import ANY, Fault, parse
+from ftmesh.testing.fault import ANY, WITHOUT_STEP, Fault, parse
 from ftmesh.testing.fault_acts import act, halve, until_full
 
 VARIABLE, RUN_DIR = "FTMESH_FAULTS", "FTMESH_RUN_DIR"
@@ -130,9 +130,14 @@ class Planted:
         return [
             (number, fault)
             for number, fault in list(self.own.items())  # another thread may take some away
-            if fault.moment == moment
-            and (step >= fault.step if fault.after is None else seconds >= fault.after)
+            if fault.moment == moment and self._is_time(fault, step, seconds)
         ]
+
+    @staticmethod
+    def _is_time(fault: Fault, step: int, seconds: float) -> bool:
+        if fault.after is not None:
+            return seconds >= fault.after
+        return fault.moment in WITHOUT_STEP or step >= fault.step
 
     def _in_force(self, kind: str, step: int) -> Fault | None:
         fault, end = self._lasting.get(kind, (None, 0))

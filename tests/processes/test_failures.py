@@ -13,7 +13,7 @@ import pytest
 
 import ftmesh
 from examples.soak.checks import CLOSE, Run, check, difference
-from examples.soak.running import LIMITS, MESH, QUICKLY, Pod
+from examples.soak.running import LIMITS, MESH, PHASE_LIMIT, QUICKLY, Pod, limits_of_phases
 from examples.soak.train import PRESETS
 from ftmesh.mesh.partners import partners
 from ftmesh.mesh.topology import Topology
@@ -36,6 +36,7 @@ def started(folder, *train, faults="", how=()):
     """A launcher that trains, with all its files in a folder."""
     (folder / "run").mkdir(parents=True, exist_ok=True)
     limits = [str(word) for limit in LIMITS.items() for word in limit]
+    limits += ["--limits", limits_of_phases(PHASE_LIMIT)]
     launch = ["ftmesh", "launch", "--hosts", str(HOSTS), "--devices-per-host", "4", "--mesh", MESH]
     launch += ["--host-shape", "2x2", "--failures", "10", *limits, *how]
     launch += ["--events", str(folder / "events.jsonl"), "--run-dir", str(folder / "run"), "--"]

@@ -3,7 +3,16 @@
 import pytest
 
 from ftmesh.errors import ArgumentError
-from ftmesh.testing.fault import ANY, HARMLESS, KINDS, Fault, draw, draw_by_time, parse
+from ftmesh.testing.fault import (
+    ANY,
+    HARMLESS,
+    KINDS,
+    WITHOUT_STEP,
+    Fault,
+    draw,
+    draw_by_time,
+    parse,
+)
 
 
 def test_the_short_form():
@@ -61,7 +70,7 @@ class TestAtRandom:
         assert {fault.process for fault in faults} == {0, 1, 2, 3}
         assert {fault.kind for fault in faults} == {*HARMLESS}
         assert max(fault.step for fault in faults) == 30
-        assert all((fault.step == 0) == (fault.moment in ("start", "compile")) for fault in faults)
+        assert all((fault.step == 0) == (fault.moment in WITHOUT_STEP) for fault in faults)
         assert all(faults[0].moment != "recovery" for faults in drawn)
 
     def test_a_seed_draws_the_same_again(self):

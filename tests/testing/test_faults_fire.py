@@ -31,6 +31,7 @@ def beat():
 
 threading.Thread(target=beat, daemon=True).start()
 faults.reach("start")
+faults.reach("recovery")
 for step in range(1, 5):
     begun = time.monotonic()
     faults.reach("step", step)
