@@ -50,9 +50,9 @@ class Line:
 class Stewarded:
     """A steward with some processes, of which `lines` are those that have come."""
 
-    def __init__(self, hosts=4, *, limit=0.1, start=1, first=None, **options):
+    def __init__(self, hosts=4, *, limit=0.1, start=1, given=None, **options):
         self.events, self.stopped = [], []
-        self.deadlines = Deadlines(limit, first or {})
+        self.deadlines = Deadlines(limit, given or {})
         self.steward = Steward(
             [Member(number, 10 + number, f"2x2@{2 * number},0") for number in range(hosts)],
             epoch=start,

@@ -109,7 +109,7 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
         "--limits",
         str,
         None,
-        "of phases that have not been seen yet, as start=60,compile=600",
+        "of phases, as start=60,compile=600; what takes longer is stuck (docs/failures.md has all)",
         metavar="PHASE=SECONDS",
     )
     option("--strikes", int, policy.strikes, "a host that fails so often stays out", metavar="N")

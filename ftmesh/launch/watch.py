@@ -47,14 +47,14 @@ class Seen:
 
 @dataclass
 class Deadlines:
-    """How long each phase may take: ten times as long as it did; at first, and at least, `first`.
+    """How long each phase may take: what is `given`, or `PHASES` and ten times as long as it did.
 
     Steps have ten times their usual time, and `limit` seconds: within these a collective says that
-    it has failed. Where `first` has no limit for a phase, that of `PHASES` counts.
+    it has failed. What is given for a step counts until one has been seen.
     """
 
     limit: float
-    first: Mapping[str, float] = field(default_factory=dict)
+    given: Mapping[str, float] = field(default_factory=dict)
     _took: dict[str, deque[float]] = field(default_factory=dict)
 
     def took(self, phase: str, seconds: float) -> None:
@@ -75,12 +75,12 @@ class Deadlines:
         """Seconds after which a process that is still in `phase` is late."""
         if phase in WAITING:
             return float("inf")
-        first = self.first.get(phase, PHASES.get(phase, self.limit))
-        if phase in ("read", "step"):
-            known = "step" in self._took
-            return SLACK + (self.limit + TIMES * self.usual_step if known else first)
+        if phase in ("read", "step") and "step" in self._took:
+            return SLACK + self.limit + TIMES * self.usual_step
+        if phase in self.given:
+            return SLACK + self.given[phase]
         longest = max(self._took.get(phase, (0.0,)))
-        return SLACK + max(first, self.limit + TIMES * longest)
+        return SLACK + max(PHASES.get(phase, self.limit), self.limit + TIMES * longest)
 
     def stuck(self, seen: Mapping[int, Seen]) -> set[int]:
         """The processes to blame for no progress; none where there is progress, or all wait.

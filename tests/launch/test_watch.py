@@ -20,12 +20,11 @@ from ftmesh.launch.watch import (
 LIMIT = 5.0
 
 
-def deadlines(**first):
-    """As after some steps of 0.1 seconds, and one save of a second."""
-    found = Deadlines(LIMIT, {"save": 2.0, "over": 6.0, **first})
+def deadlines(**given):
+    """As after some steps of 0.1 seconds, with limits for a save and for the end of an epoch."""
+    found = Deadlines(LIMIT, {"save": 15.0, "over": 6.0, **given})
     for _ in range(3):
         found.took("step", 0.1)
-    found.took("save", 1.0)
     return found
 
 
@@ -51,20 +50,26 @@ class TestDeadlines:
     def test_what_nobody_has_heard_of(self):
         assert Deadlines(LIMIT).of("dance") == SLACK + LIMIT
 
-    def test_several_times_as_long_as_it_took(self):
-        assert deadlines().of("save") == SLACK + LIMIT + TIMES * 1.0
-        assert deadlines(save=7.0).of("save") == SLACK + LIMIT + TIMES * 1.0
+    def test_what_is_given_counts_however_long_it_took(self):
+        found = deadlines(save=7.0)
+        found.took("save", 4.0)
+        assert found.of("save") == SLACK + 7
+
+    def test_several_times_as_long_as_it_took_where_nothing_is_given(self):
+        found = Deadlines(LIMIT)
+        for seconds in (PHASES["save"], 1.0):
+            found.took("save", seconds)
+        assert found.of("save") == SLACK + LIMIT + TIMES * PHASES["save"]
 
     def test_but_no_less_than_at_first(self):
         """A state of nothing is restored at once; the next one may be large."""
-        assert deadlines(save=70.0).of("save") == SLACK + 70
+        found = Deadlines(LIMIT)
+        found.took("restore", 0.1)
+        assert found.of("restore") == SLACK + PHASES["restore"]
 
-    def test_the_longest_save_and_the_usual_step(self):
-        found = deadlines()
-        for seconds in (0.1, 9.0):
-            found.took("save", seconds)
-            found.took("step", seconds)
-        assert found.of("save") == SLACK + LIMIT + TIMES * 9
+    def test_the_usual_step(self):
+        found = deadlines(step=70.0)
+        found.took("step", 9.0)
         assert found.usual_step == 0.1
         assert found.of("step") == SLACK + LIMIT + TIMES * 0.1
 
@@ -72,12 +77,13 @@ class TestDeadlines:
         assert deadlines().of("read") == deadlines().of("step")
 
     def test_what_is_long_ago_counts_no_more(self):
-        found = deadlines()
-        for _ in range(RECENT):
-            found.took("step", 2.0)
-            found.took("save", 0.5)
+        found = Deadlines(LIMIT)
+        for seconds in (100.0, 60.0):
+            for _ in range(RECENT):
+                found.took("step", 2.0)
+                found.took("save", seconds)
         assert found.usual_step == 2.0
-        assert found.of("save") == SLACK + LIMIT + TIMES * 0.5
+        assert found.of("save") == SLACK + LIMIT + TIMES * 60
 
     def test_silence_is_longer_than_a_collective(self):
         assert Deadlines(30.0).silence == SILENCE + 60

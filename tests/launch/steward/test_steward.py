@@ -315,7 +315,7 @@ class TestLeaving:
         assert four.of("failed") == []
 
     def test_one_that_hangs_when_it_is_done_is_stopped(self, make):
-        found = make(first={"leave": 0.05}).come().joined()
+        found = make(given={"leave": 0.05}).come().joined()
         found.lines[1].say(leave=True)
         found.settled().tick_until(lambda: found.stopped == [1] * len(found.stopped) != [])
         assert found.steward.verdict is None

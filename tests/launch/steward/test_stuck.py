@@ -75,7 +75,7 @@ class TestStuck:
         for process in (0, 1, 3):
             four.lines[process].say(ready=3)
         four.lines[2].say(at="save", step=3)
-        four.deadlines.first = {"save": 0.01}
+        four.deadlines.given = {"save": 0.01}
         four.settled().tick_until(lambda: four.of("failed"))
         assert [event["host"] for event in four.of("failed")] == [12]
 
@@ -115,7 +115,7 @@ class TestStuck:
         assert failed["how"].endswith("of step 2, without a sign of life")
 
     def test_a_process_that_never_comes(self, make, stacks):
-        found = make(first={"start": 0.1}).come(0, 1, 2)
+        found = make(given={"start": 0.1}).come(0, 1, 2)
         for line in found.lines.values():
             line.say(at="agree", step=0)
         found.settled().tick_until(lambda: found.steward.verdict)
@@ -136,6 +136,6 @@ class TestStuck:
         found.commit(2)
         found.lines[0].say(at="step", step=3)
         found.lines[1].say(at="save", step=3)
-        found.deadlines.first = {"save": 0.01}
+        found.deadlines.given = {"save": 0.01}
         found.settled().tick_until(lambda: found.of("failed"))
         assert found.stopped == [1]
