@@ -1,7 +1,8 @@
-"""Network: what the links of a mesh can do, in seconds and bytes per second.
+"""Network: what the links of a mesh can do, in seconds and bytes per second, and what runs on them.
 
 The parameter sets of TPU generations are published figures, each with its source; nobody publishes
-the latency of a hop, so one figure stands for all of them.
+the latency of a hop, so one figure stands for all of them. Some come with what ftmesh's executor
+costs there, as the TPU compiler estimates it; `Network.wires` leaves that out.
 
 >>> NETWORKS["v3"].bandwidth
 82000000000.0
@@ -14,13 +15,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from ftmesh.cost.executor import Executor
 from ftmesh.errors import ArgumentError
 from ftmesh.units import format_rate, format_time, parse_rate, parse_time
 
 
 @dataclass(frozen=True)
 class Network:
-    """Full-duplex links, all alike.
+    """Full-duplex links, all alike, and an executor, or None for the wires alone.
 
     A transfer of b bytes over h free hops takes ``overhead + h * latency + b / bandwidth``: the
     sender spends `overhead` seconds on it, its head moves on after `latency` seconds at each hop,
@@ -31,6 +33,7 @@ class Network:
     latency: float  # seconds per hop
     overhead: float = 0.0  # seconds at the sender, per transfer
     source: str = "as given"
+    executor: Executor | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
@@ -39,6 +42,11 @@ class Network:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ArgumentError(f"{name} must be 0 seconds or more, not {value!r}")
+
+    @property
+    def wires(self) -> Network:
+        """The wires alone."""
+        return replace(self, executor=None) if self.executor else self
 
     def __str__(self) -> str:
         text = f"links of {format_rate(self.bandwidth)} each way, {format_time(self.latency)} a hop"
