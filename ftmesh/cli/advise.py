@@ -190,8 +190,8 @@ def _sentence(outcomes: dict[str, list[Outcome]], now: AtHand | None, wires: AtH
     alone = f" ({wires.speeds[now.best]:.1%} on the wires alone)" if wires else ""
     return (
         f"Advice for {now.topology}: {verb}, at {now.speeds[now.best]:.1%} of full speed{alone}. "
-        f"In the {format_time(now.repair)} until repair that does {hours[now.best]} of full-mesh work, "
-        f"the restart paid, where '{other}' would do {hours[other]} and waiting none."
+        f"In the {format_time(now.repair)} until repair that does {hours[now.best]} of full-mesh "
+        f"work, the restart paid, where '{other}' would do {hours[other]} and waiting none."
     )
 
 

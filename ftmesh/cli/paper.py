@@ -41,11 +41,13 @@ def run(args: argparse.Namespace) -> None:
     stages = Stages()
     found = stages.run("simulating", paper.simulate_runs)
     executor = NETWORKS["v3"].executor
-    run = stages.run("with the executor", lambda: paper.simulate_runs(executor=executor))
+    as_run = stages.run("with the executor", lambda: paper.simulate_runs(executor=executor))
     if args.json:
-        print(json.dumps([_as_dict(row, ours, run[row]) for row, ours in found.items()], indent=2))
+        print(
+            json.dumps([_as_dict(row, ours, as_run[row]) for row, ours in found.items()], indent=2)
+        )
         return
-    print(_ratios(found), _overheads(found), _as_run(found, run), "Assumptions:", sep="\n\n")
+    print(_ratios(found), _overheads(found), _as_run(found, as_run), "Assumptions:", sep="\n\n")
     for text in paper.ASSUMPTIONS:
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     print(stages)
@@ -91,15 +93,15 @@ def _overheads(found: dict[Run, list[Ours]]) -> str:
     return "\n".join(lines)
 
 
-def _as_run(found: dict[Run, list[Ours]], run: dict[Run, list[Ours]]) -> str:
+def _as_run(found: dict[Run, list[Ours]], as_run: dict[Run, list[Ours]]) -> str:
     """The same ratios with what ftmesh's own executor costs."""
-    executor = next(iter(run.values()))[0].network.executor
+    executor = next(iter(as_run.values()))[0].network.executor
     lines = [
         "The same as ftmesh's executor would run both all-reduces, by the TPU compiler's estimates",
         f"  {'ratios':<27}{'paper':>6}{'wires alone':>13}{'as run':>8}{'algorithm x damage':>20}"
         f"{'dataflow':>10}{'all-reduce: full':>18}{'damaged':>9}",
     ]
-    for row, ours in run.items():
+    for row, ours in as_run.items():
         one = _pick(ours, "synchronous")
         algorithm, damage = one.parts
         lines.append(
@@ -116,7 +118,7 @@ def _name(row: Run) -> str:
     return f"{row.benchmark}, {full}/{damaged} chips"
 
 
-def _as_dict(row: Run, ours: list[Ours], run: list[Ours]) -> dict[str, Any]:
+def _as_dict(row: Run, ours: list[Ours], as_run: list[Ours]) -> dict[str, Any]:
     low, high = row.ratio_range
     return {
         "benchmark": row.benchmark,
@@ -132,7 +134,7 @@ def _as_dict(row: Run, ours: list[Ours], run: list[Ours]) -> dict[str, Any]:
             "efficiency": row.efficiency,
         },
         "ours": [_times(one) for one in ours],
-        "ours_as_run": [_times(one) for one in run],
+        "ours_as_run": [_times(one) for one in as_run],
     }
 
 

@@ -74,10 +74,10 @@ class Executor:
         return moved + self.around_seconds(payload_bytes)
 
     def __str__(self) -> str:
-        return (
-            f"{self.per_round:,.0f} cycles a round, {self.per_lane:,.0f} a lane and "
-            f"{1e3 * self.per_byte:.3g} a kB beside the wires, at {self.clock / 1e9:.3g} GHz"
-        )
+        costs = [f"{self.per_lane:,.0f} cycles a lane", f"{1e3 * self.per_byte:.3g} a kB"]
+        if self.per_round:
+            costs.insert(0, f"{self.per_round:,.0f} cycles a round")
+        return f"{', '.join(costs)} beside the wires, at {self.clock / 1e9:.3g} GHz"
 
 
 def costs(
