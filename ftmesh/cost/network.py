@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from ftmesh.cost.executor import Executor
 from ftmesh.errors import ArgumentError
+from ftmesh.mesh.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate, parse_time
 
 
@@ -86,6 +87,22 @@ NETWORKS = {
     ),
     "v7x": Network(100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}"),
 }
+
+_KINDS = {
+    "TPU v2": "v2",
+    "TPU v3": "v3",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU7x": "v7x",
+}  # as JAX calls them
+
+
+def network_of(topology: Topology) -> Network:
+    """The network of the devices of `topology`, if they are TPUs that are known, or `DEFAULT`."""
+    kinds = {str(getattr(device, "device_kind", "")) for device in topology.devices[:1]}
+    return next((NETWORKS[_KINDS[kind]] for kind in kinds if kind in _KINDS), DEFAULT)
 
 
 def network(

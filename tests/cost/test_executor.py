@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,6 +133,23 @@ def test_generations_come_with_their_executor_and_rates_without():
     assert NETWORKS["v3"].executor.devices == 2
     assert network("82GB/s").executor is None
     assert DEFAULT.wires is DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("TPU v3", "v3"), ("TPU v6 lite", "v6e"), ("TPU v4", "v4")]
+)
+def test_plans_for_tpus_are_priced_for_them(kind, name):
+    devices = [SimpleNamespace(coords=(x, y, 0), device_kind=kind) for y in (0, 1) for x in (0, 1)]
+    topology = Topology.from_devices(devices, failed="")
+    assert ftmesh.plan(topology).network is NETWORKS[name]
+    assert ftmesh.plan(topology, link="50GB/s").network.executor is None
+
+
+@pytest.mark.parametrize("kind", ["cpu", "TPU v99", "NVIDIA H100"])
+def test_plans_for_anything_else_are_not(kind):
+    devices = [SimpleNamespace(coords=(x, 0, 0), device_kind=kind) for x in range(4)]
+    assert ftmesh.plan(Topology.from_devices(devices, failed="")).network is DEFAULT
+    assert ftmesh.plan(Topology.grid("2x2")).network is DEFAULT
 
 
 def test_a_simulation_has_both_figures():
