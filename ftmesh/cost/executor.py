@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
 from ftmesh.schedule.columns import Columns, Ints, row_key
@@ -128,11 +129,11 @@ def _num_lanes(columns: Columns) -> int:
     return max(_most_often(end[order][first]) for end in ends)
 
 
-def _most_often(values: Ints) -> int:
+def _most_often(values: NDArray[np.integer]) -> int:
     return int(np.unique(values, return_counts=True)[1].max())
 
 
-def _repeats(values: Ints) -> Ints:
+def _repeats(values: NDArray[np.integer]) -> Ints:
     """For each of sorted values, how many like it came before."""
     place = np.arange(len(values))
     is_new = np.concatenate(([True], values[1:] != values[:-1]))

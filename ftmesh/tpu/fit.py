@@ -80,7 +80,8 @@ def fit(reports: Sequence[CompileReport]) -> Fit:
         )
     packed = [(each.payload_bytes, each.packing.total) for each in reports if each.packing]
     packing = sum(size * cycles for size, cycles in packed) / sum(size**2 for size, _ in packed)
-    return Fit(*_least_squares(rounds), packing, rounds)
+    per_round, per_lane, per_byte = _least_squares(rounds)
+    return Fit(per_round, per_lane, per_byte, packing, rounds)
 
 
 def _least_squares(rounds: Sequence[Round]) -> list[float]:
