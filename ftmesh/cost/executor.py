@@ -30,7 +30,7 @@ class Executor:
     A round with so many permutations, or lanes, that take so many bytes out of a device's buffer
     costs ``per_round + lanes * per_lane + bytes * per_byte``; to pack a payload, and to unpack the
     sum, costs `packing` for every byte of it. The `devices` of a chip share its payload: they give
-    each other their halves first and last, which are rounds like others.
+    each other their halves first and last, which count as a round each.
     """
 
     per_round: float

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,41 +25,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ftmesh import collectives
 from ftmesh.mesh.devices import platform_of
 from ftmesh.plans import Plan
-from ftmesh.tpu.cycles import (
-    PERMUTE,
-    Cycles,
-    RoundCycles,
-    Stretch,
-    has_estimates,
-    stretches,
+from ftmesh.tpu.cycles import Cycles
+from ftmesh.tpu.loops import (
+    CompiledLoop,
+    compiled_loops,
+    cycles_of_all,
+    cycles_outside,
+    loop_lines,
 )
 from ftmesh.tpu.options import compiler_options
 from ftmesh.tpu.slices import one_line
 from ftmesh.units import format_bytes
-
-
-@dataclass(frozen=True)
-class CompiledLoop:
-    """The permutations of one round; `in_flight` of them before the first is waited for.
-
-    Where the compiler keeps them synchronous, nothing else happens while one travels.
-    """
-
-    name: str
-    permutations: int
-    in_flight: int
-    synchronous: bool
-    cycles: RoundCycles | None = None  # beside them, where the compiler estimates any
-
-    def __str__(self) -> str:
-        lanes = f"{self.permutations} permutation{'s' * (self.permutations > 1)} a round"
-        how = "synchronous here" if self.synchronous else f"{self.in_flight} in flight at once"
-        return f"{self.name}: {lanes}, {how}"
-
-
-def cycles_of_all(loops: Iterable[CompiledLoop]) -> Cycles:
-    """All rounds of all loops beside their permutations."""
-    return sum((loop.cycles.in_all for loop in loops if loop.cycles), Cycles())
 
 
 @dataclass(frozen=True)
@@ -125,22 +100,6 @@ class CompileReport:
         return "\n".join(lines)
 
 
-def loop_lines(loops: Sequence[CompiledLoop]) -> list[str]:
-    """What there is to say of loops, a line for each thing."""
-    lines = []
-    for loop in loops:
-        lines.append(f"  {loop}")
-        if loop.cycles:
-            lines.append(f"    {loop.cycles}")
-    if any(loop.cycles for loop in loops):
-        found = cycles_of_all(loops)
-        lines.append(
-            f"  {found.total:,} cycles in all rounds beside permutations, {found.hidden:,} hidden, "
-            "as the compiler estimates"
-        )
-    return lines
-
-
 def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) -> CompileReport:
     """Compile `pmean` of a payload on the plan's devices, and say what came out.
 
@@ -178,7 +137,6 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
     ours, refusal = compiled(lambda x: collectives.pmean(x, "data", plan=plan), options)
     seconds = time.perf_counter() - start
     memory = ours.memory_analysis() if ours else None
-    planned = plan.program.loops
     text = ours.as_text() if ours else ""
     return CompileReport(
         platform=platform,
@@ -191,52 +149,10 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
         compile_seconds=seconds,
         program_bytes=memory.generated_code_size_in_bytes if memory else 0,
         temporary_bytes=memory.temp_size_in_bytes if memory else 0,
-        loops=compiled_loops(
-            text, [loop.name for loop in planned], [loop.num_rounds for loop in planned]
-        )
-        if ours
-        else (),
+        loops=compiled_loops(text, planned=plan.program.loops) if ours else (),
         lax_psum=strategy(theirs.as_text()) if theirs else f"refused: {their_refusal}",
         packing=cycles_outside(text) if ours else None,
     )
-
-
-def compiled_loops(
-    text: str, names: Sequence[str], rounds: Sequence[int] = ()
-) -> tuple[CompiledLoop, ...]:
-    """Every loop with permutations, in the order they run; permutations outside loops are one too.
-
-    Loops get their `names`, if there are as many; the compiler may have unrolled a short one. So
-    they do their `rounds`, where the text does not tell.
-    """
-    found = [stretch for stretch in stretches(text) if stretch.permutations]
-    if len(found) == len(rounds):
-        for stretch, number in zip(found, rounds, strict=True):
-            stretch.rounds = number if stretch.rounds is None else stretch.rounds
-    if len(found) != len(names):
-        names = [f"loop {i}" for i in range(len(found))]
-    is_priced = has_estimates(text)
-    return tuple(_loop(*each, is_priced) for each in zip(names, found, strict=True))
-
-
-def _loop(name: str, stretch: Stretch, is_priced: bool) -> CompiledLoop:
-    opcodes = [each.opcode for each in stretch.instructions]
-    start, done = f"{PERMUTE}-start", f"{PERMUTE}-done"
-    until = opcodes.index(done) if done in opcodes else len(opcodes)
-    return CompiledLoop(
-        name=name,
-        permutations=len(stretch.permutations),
-        in_flight=opcodes[:until].count(start) or 1,
-        synchronous=start not in opcodes,
-        cycles=stretch.round_cycles if is_priced else None,
-    )
-
-
-def cycles_outside(text: str) -> Cycles | None:
-    """What a compiled program does beside its rounds; None where nothing is estimated."""
-    if not has_estimates(text):
-        return None
-    return sum((stretch.others for stretch in stretches(text)), Cycles())
 
 
 def strategy(text: str) -> str:

@@ -21,8 +21,8 @@ from rich.console import Console
 from ftmesh.collectives import gradients
 from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.mesh.topology import Topology
+from ftmesh.tpu.loops import CompiledLoop, compiled_loops, cycles_of_all
 from ftmesh.tpu.overlap import Overlap, overlap
-from ftmesh.tpu.report import CompiledLoop, compiled_loops, cycles_of_all
 from ftmesh.tpu.slices import tpu_devices
 from ftmesh.train.arguments import add_step, config_of
 from ftmesh.train.trainer import Trainer
@@ -101,7 +101,7 @@ def compile_step(trainer: Trainer) -> StepReport:
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         overlap=overlap(text, gradients.SCOPE),
-        loops=compiled_loops(text, []),
+        loops=compiled_loops(text),
     )
 
 

@@ -5,15 +5,11 @@ import re
 import pytest
 
 from ftmesh import ArgumentError
+from ftmesh.execute.lower import Loop
 from ftmesh.tpu.cycles import Cycles, RoundCycles, stretches
 from ftmesh.tpu.fit import fit
-from ftmesh.tpu.report import (
-    CompiledLoop,
-    CompileReport,
-    compiled_loops,
-    cycles_outside,
-    loop_lines,
-)
+from ftmesh.tpu.loops import CompiledLoop, compiled_loops, cycles_outside, loop_lines
+from ftmesh.tpu.report import CompileReport
 
 # As the TPU compiler writes them, with fewer instructions: a round that was unrolled into the main
 # computation, a loop of two permutations with a tuple for its state, and one with a loop in it.
@@ -121,11 +117,17 @@ def program(inner=3, outer=None):
     return re.sub(r"\bCYCLES\((\d+)\)", config, text)
 
 
-NAMES = ["between cores", "around", "across"]
+def loop(name, rounds, lanes):
+    """A planned loop, as far as it matters here."""
+    return Loop(name, rounds, (None,) * lanes)
+
+
+PLANNED = [loop("between cores", 1, 1), loop("around", 32, 2), loop("across", 6, 1)]
+NAMES = [each.name for each in PLANNED]
 
 
 def test_cycles_of_every_loop():
-    between, around, across = compiled_loops(program(), NAMES, [1, 32, 6])
+    between, around, across = compiled_loops(program(), planned=PLANNED)
     # What was unrolled is told by its scope, not from reading tables and packing beside it.
     assert between == CompiledLoop(
         "between cores", 1, 1, False, RoundCycles(1000 + 3000, 0, (), 1, CHUNK)
@@ -145,12 +147,40 @@ def test_what_is_outside_of_rounds():
     assert cycles_outside(program()) == Cycles(624_612 + 2122 + 265_871)
 
 
-def test_the_compilers_count_goes_before_the_plans():
-    *_, across = compiled_loops(program(outer=7), NAMES, [1, 32, 6])
-    assert across.cycles.rounds == 7
-    *_, across = compiled_loops(program(), NAMES)
-    assert across.cycles.rounds is None
-    assert "how many rounds is not known" in str(across.cycles)
+class TestRoundsAndTurns:
+    """A turn of a compiled loop may be several rounds, and some come after it."""
+
+    def test_several_rounds_a_turn(self):
+        planned = [PLANNED[0], loop("around", 64, 1), loop("across", 3, 2)]
+        _, around, across = compiled_loops(program(outer=6), planned=planned)
+        assert around == CompiledLoop(
+            "around", 1, 2, False, RoundCycles(round(7329 / 2), 170, (), 64, CHUNK)
+        )
+        assert (across.permutations, across.cycles.total) == (2, 2 * 333)
+
+    def test_the_last_rounds_of_a_loop_are_after_it(self):
+        planned = [PLANNED[0], loop("around", 70, 1)]
+        _, around = compiled_loops(program(outer=6), planned=planned)
+        assert around.name == "around"
+        assert around.cycles.total == pytest.approx((32 * 7669 + 6 * 333) / 70, abs=1)
+        assert around.cycles.sent_bytes == CHUNK
+
+    def test_loops_that_cannot_be_told_apart(self):
+        planned = [loop("between", 1, 1), loop("first", 16, 2), loop("second", 8, 4), PLANNED[2]]
+        _, both, _ = compiled_loops(program(outer=6), planned=planned)
+        assert (both.name, both.cycles.rounds) == ("first and second", 24)
+
+    def test_the_plan_of_another_program_says_nothing(self):
+        planned = [PLANNED[0], loop("around", 33, 2), PLANNED[2]]
+        found = compiled_loops(program(outer=6), planned=planned)
+        assert [(each.name, each.cycles.rounds) for each in found] == [
+            ("loop 0", 1), ("loop 1", 32), ("loop 2", 6),
+        ]  # fmt: skip
+
+    def test_nobody_may_know(self):
+        *_, across = compiled_loops(program(), NAMES)
+        assert across.cycles.rounds is None
+        assert "how many rounds is not known" in str(across.cycles)
 
 
 def test_they_read_well():
@@ -170,19 +200,19 @@ class TestPlantedFaults:
     """An instruction that takes time and has no estimate is named, wherever it is."""
 
     @pytest.mark.parametrize(
-        ("line", "loop"),
+        ("line", "number"),
         [("%new.1 =", 1), ("%beside.1 =", 1), ("%add.3 =", 2), ("%whole =", 0)],
     )
-    def test_in_a_loop(self, line, loop):
+    def test_in_a_loop(self, line, number):
         lines = program().splitlines()
         (at,) = [i for i, each in enumerate(lines) if line in each]
         lines[at] = lines[at].partition(", backend_config")[0]
         loops = compiled_loops("\n".join(lines), NAMES)
         opcode = {"%beside.1 =": "copy", "%add.3 =": "add"}.get(line, "fusion")
         assert [each.cycles.unknown for each in loops] == [
-            (opcode,) if i == loop else () for i in range(3)
+            (opcode,) if i == number else () for i in range(3)
         ]
-        assert str(loops[loop].cycles).endswith(f"; without an estimate: 1 {opcode}")
+        assert str(loops[number].cycles).endswith(f"; without an estimate: 1 {opcode}")
 
     def test_outside(self):
         text = program().replace('"estimated_cycles":"624612"', "")
@@ -194,7 +224,7 @@ class TestPlantedFaults:
 
     def test_a_program_without_estimates_says_nothing(self):
         text = program().replace("estimated_cycles", "size")
-        assert {loop.cycles for loop in compiled_loops(text, NAMES)} == {None}
+        assert {each.cycles for each in compiled_loops(text, NAMES)} == {None}
         assert cycles_outside(text) is None
 
 
