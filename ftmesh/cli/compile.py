@@ -7,11 +7,12 @@ import json
 from dataclasses import asdict
 
 import ftmesh
+from ftmesh import planners
 from ftmesh.cli.arguments import Stages, add_algorithm, add_payload
 from ftmesh.cost.choice import AUTO
+from ftmesh.mesh.topology import Topology
+from ftmesh.schedule.schedule import Schedule
 from ftmesh.units import parse_bytes
-
-FITTED = ("ring", "row_pair")  # many small rounds, and few large ones
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,8 +43,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="compile ring and row_pair, or --algorithm, for --payload and a tenth of it, and fit "
-        "what a round costs by lanes and bytes: the executors of --tpu were found so",
+        help="compile every algorithm that serves the slice, or --algorithm, for --payload and a "
+        "tenth of it, and fit what a round costs by lanes and bytes: so the executors of "
+        "'ftmesh simulate --tpu' were found",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
 
     def report_of(algorithm: str, payload_bytes: int) -> CompileReport:
         plan = stages.run(
-            f"planning {algorithm}",
+            "planning",
             lambda: ftmesh.plan(
                 topology, algorithm, payload_bytes=payload_bytes, with_idle=args.idle
             ),
@@ -69,14 +71,16 @@ def run(args: argparse.Namespace) -> None:
         return stages.run("compiling", lambda: compile_report(plan, payload_bytes))
 
     if args.fit:
-        found = fit(
-            [
-                report_of(algorithm, size)
-                for algorithm in (FITTED if args.algorithm == AUTO else (args.algorithm,))
-                for size in (payload_bytes // 10, payload_bytes)
-            ]
-        )
+        algorithms = _able(topology) if args.algorithm == AUTO else [args.algorithm]
+        sizes = (payload_bytes // 10, payload_bytes)
+        found = fit([report_of(name, size) for name in algorithms for size in sizes])
         print(json.dumps(asdict(found), indent=2) if args.json else f"{topology}\n{found}")
         return
     report = report_of(args.algorithm, payload_bytes)
     print(json.dumps(report.as_dict(), indent=2) if args.json else f"{report}\n{stages}")
+
+
+def _able(topology: Topology) -> list[str]:
+    """The algorithms that serve a mesh."""
+    outcomes = planners.outcomes(topology).items()
+    return [name for name, outcome in outcomes if isinstance(outcome, Schedule)]

@@ -63,15 +63,15 @@ _HOP = 1e-6
 _CACM = "Jouppi et al., A Domain-Specific Supercomputer (CACM 2020)"
 _CLOUD = "cloud.google.com/tpu/docs, system architecture"
 
-# Taken by `ftmesh compile SLICE --failed ... --fit`: rounds of `ring` and `row_pair`, 100 MB of
-# float32, on v3:16x32 less 4x2@6,14 and on v6e:16x16 less 2x2@2,2. Of no other was it taken yet.
+# As `ftmesh compile SLICE --failed BLOCKS --fit` finds them: fitted to all rounds of `ring` and
+# `row_pair` for 100 MB of float32 on v3:16x32 less 4x2@6,14, and on v6e:16x16 less 2x2@2,2.
 _ESTIMATED = "as estimated by the TPU compiler, libtpu 0.0.48.1, not measured"
 _V3 = Executor(
-    0, 424.2, 0.01046, packing=0.009616, clock=940e6, devices=2,
+    0, 398.8, 0.01088, packing=0.009616, clock=940e6, devices=2,
     source=f"{_ESTIMATED}; 940 MHz: {_CACM}",
 )  # fmt: skip
 _V6E = Executor(
-    1547, 2364, 0.003229, packing=0.009485, clock=1.75e9,
+    1562, 2360, 0.00323, packing=0.009485, clock=1.75e9,
     source=f"{_ESTIMATED}; nobody publishes the clock, at 1.75 GHz the 918 TFLOP/s of {_CLOUD} are "
     "4 products of 256x256 a cycle",
 )  # fmt: skip

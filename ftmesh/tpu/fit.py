@@ -8,13 +8,14 @@ The numbers are those of `ftmesh.cost.executor.Executor`, in cycles.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 
 import numpy as np
 
 from ftmesh.errors import ArgumentError
+from ftmesh.tpu.loops import cycles_of_all
 from ftmesh.tpu.report import CompileReport
 from ftmesh.units import format_bytes
 
@@ -27,6 +28,7 @@ class Round:
     lanes: int
     sent_bytes: int
     cycles: int
+    share: float  # of all that its program does beside permutations, all rounds of its loop
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,11 @@ class Fit:
 def fit(reports: Sequence[CompileReport]) -> Fit:
     """The executor that explains reports of one generation best.
 
-    Relative errors of rounds are least in their squares, and no number is below 0. What the rounds
-    cannot tell apart is put on the first that explains it.
+    Relative errors are least in their squares, where each round counts by its loop's share of the
+    program; no number is below 0. What the rounds cannot tell apart is put on the first that
+    explains it.
     """
-    rounds = tuple(
-        Round(f"{report.algorithm} {format_bytes(report.payload_bytes)}: {loop.name}",
-              loop.permutations, loop.cycles.sent_bytes, loop.cycles.total)
-        for report in reports
-        for loop in report.loops
-        if loop.cycles and loop.cycles.total
-    )  # fmt: skip
+    rounds = tuple(one for report in reports for one in _rounds(report))
     if not rounds:
         raise ArgumentError(
             "there are no estimates to fit: give reports of programs that were compiled for a TPU"
@@ -84,17 +81,31 @@ def fit(reports: Sequence[CompileReport]) -> Fit:
     return Fit(per_round, per_lane, per_byte, packing, rounds)
 
 
+def _rounds(report: CompileReport) -> Iterator[Round]:
+    whole = cycles_of_all(report.loops).total
+    for loop in report.loops:
+        if loop.cycles and loop.cycles.total:
+            yield Round(
+                name=f"{report.algorithm} {format_bytes(report.payload_bytes)}: {loop.name}",
+                lanes=loop.permutations,
+                sent_bytes=loop.cycles.sent_bytes,
+                cycles=loop.cycles.total,
+                share=loop.cycles.in_all.total / whole,
+            )
+
+
 def _least_squares(rounds: Sequence[Round]) -> list[float]:
-    """The best of all fits with some of the three numbers; where others are 0."""
+    """The best of all fits with some of the three numbers, where the others are 0."""
+    weight = np.sqrt([one.share for one in rounds])
     table = np.array([[1, one.lanes, one.sent_bytes] for one in rounds], np.float64)
-    table /= np.array([[one.cycles] for one in rounds])
-    table_scale = np.linalg.norm(table, axis=0)
-    table /= table_scale
+    table *= (weight / [one.cycles for one in rounds])[:, None]
+    scale = np.linalg.norm(table, axis=0)
+    table /= scale
     best, least = np.zeros(3), np.inf
     for some in chain.from_iterable(combinations(range(3), size) for size in (1, 2, 3)):
-        found, *_ = np.linalg.lstsq(table[:, some], np.ones(len(rounds)), rcond=None)
-        error = np.square(table[:, some] @ found - 1).sum()
+        found, *_ = np.linalg.lstsq(table[:, some], weight, rcond=None)
+        error = np.square(table[:, some] @ found - weight).sum()
         if (found >= 0).all() and error < least - 1e-9:
             best, least = np.zeros(3), error
             best[list(some)] = found
-    return [float(number) for number in best / table_scale]
+    return [float(number) for number in best / scale]

@@ -262,17 +262,22 @@ def test_a_line_is_found_again():
 
 def test_nothing_costs_less_than_nothing():
     # With 7,000 a lane and 0.0025 a byte, a round would cost -8,000.
-    found = fit([report([(2, 400_000, 7000), (2, 800_000, 8000), (4, 400_000, 21_000)])])
+    rounds = [(2, 400_000, 7000), (2, 800_000, 8000), (4, 400_000, 21_000)]
+    found = fit([report(rounds)])
     assert (found.per_round, found.per_byte) == (0.0, 0.0)
-    assert found.per_lane == pytest.approx(4025, abs=1)
+    lanes = [lanes for lanes, _, _ in rounds]
+    cycles = [each for _, _, each in rounds]
+    best = sum(lanes) / sum(n * n / each for n, each in zip(lanes, cycles, strict=True))
+    assert found.per_lane == pytest.approx(best)
 
 
 def test_a_fit_shows_how_far_it_is_off():
     found = fit([report([(2, 400_000, 10_000), (2, 400_000, 12_000)])])
-    assert found.worst_error == pytest.approx(0.0984, abs=1e-3)
+    # Both have the same lanes and bytes; they count as 10 and 12.
+    assert found.worst_error == pytest.approx(1 / 11)
     lines = str(found).splitlines()
-    assert lines[1].split()[-5:] == ["2", "400", "kB", "10,000", "10,820"]
-    assert lines[-1].endswith("at most 10% off")
+    assert lines[1].split()[-5:] == ["2", "400", "kB", "10,000", "10,909"]
+    assert lines[-1].endswith("at most 9% off")
 
 
 def test_there_is_something_to_fit():
