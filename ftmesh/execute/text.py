@@ -19,7 +19,7 @@ class Instruction:
     source: str = ""  # the operation it was made of, with JAX's name scopes around it
     type: str = ""  # of its result
     metadata: str = ""  # where it was made, in the compiler's words
-    config: str = ""  # what a backend noted for itself, as it is printed
+    config: str = ""  # what only a backend knows: the target of a custom call, and its own notes
 
     @property
     def operands(self) -> list[str]:
@@ -52,7 +52,7 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
                 source = "".join(re.findall(r'op_name="([^"]*)"', rest))
                 bare = _without_strings(rest)
                 metadata = rest.partition(" metadata={")[2]
-                config = rest.partition(" backend_config=")[2]
+                config = "".join(re.findall(r" ((?:custom_call_target|backend_config)=.*)", rest))
                 found[name].append(
                     Instruction(opcode[1], bare, made[1], source, kind, metadata, config)
                 )

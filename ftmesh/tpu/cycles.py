@@ -10,29 +10,32 @@ other instruction without one is named.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ftmesh.execute._compat import MARK
 from ftmesh.execute.text import Instruction, computations, members, num_bytes
+from ftmesh.units import format_bytes
 
 PERMUTE = "collective-permute"
 _FREE = {
     "after-all", "bitcast", "constant", "get-tuple-element", "opt-barrier", "parameter",
     "partition-id", "replica-id", "tuple", "while",
 }  # fmt: skip
+_FREE_TARGETS = 'custom_call_target="(AllocateBuffer|ConcatBitcast)"'
 
 
 @dataclass(frozen=True)
 class Cycles:
     """Cycles of some instructions, hidden behind permutations or not.
 
-    `unknown` names those that have no estimate, and take some time nevertheless.
+    `unknown` has the opcodes of those without an estimate that take some time nevertheless, and the
+    bytes of their results.
     """
 
     exposed: int = 0
     hidden: int = 0
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[tuple[str, int], ...] = ()
 
     @property
     def total(self) -> int:
@@ -54,8 +57,16 @@ class Cycles:
         """What has no estimate, in words; nothing where all has one."""
         if not self.unknown:
             return ""
-        names = ", ".join(f"{n} {name}" for name, n in sorted(Counter(self.unknown).items()))
-        return f"; without an estimate: {names}"
+        sizes: dict[str, list[int]] = {}
+        for opcode, size in sorted(self.unknown):
+            sizes.setdefault(opcode, []).append(size)
+        said = (
+            f"{len(some)} {opcode} of {format_bytes(sum(some))}" for opcode, some in sizes.items()
+        )
+        return f"; without an estimate: {', '.join(said)}"
+
+
+_UNCOUNTED = Cycles(unknown=(("while", 0),))
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,7 @@ class Stretch:
     """
 
     is_loop: bool = False
+    is_plans: bool = False  # whether a plan made the loop
     rounds: int | None = 1
     instructions: list[Instruction] = field(default_factory=list)
     inner: dict[str, Cycles] = field(default_factory=dict)  # by name, loops that are in it
@@ -101,14 +113,19 @@ class Stretch:
 
     @property
     def own(self) -> list[Instruction]:
-        """What belongs to the permutations: all of a loop, or what has their scope around it."""
-        if self.is_loop and self.permutations:
+        """What belongs to the permutations: all of a loop of theirs, or what is in their scope.
+
+        A plan's permutations stand in a scope of their own, also where they are in somebody else's
+        loop or in none.
+        """
+        sources = (each.source for each in self.permutations)
+        scopes = tuple({source.rpartition("/")[0] for source in sources if MARK in source})
+        if self.permutations and self.is_loop and (self.is_plans or not scopes):
             return self.instructions
-        scopes = tuple({each.source.rpartition("/")[0] for each in self.permutations} - {""})
         return [
             each
             for each in self.instructions
-            if each.opcode.startswith(PERMUTE) or (scopes and each.source.startswith(scopes))
+            if each.opcode.startswith(PERMUTE) or each.source.startswith(scopes)
         ]
 
     @property
@@ -145,7 +162,9 @@ def estimate(instruction: Instruction) -> Cycles:
         return Cycles(int(said[1]))
     is_small = all(re.fullmatch(r"\w+\[(1(,1)*)?\].*", kind) for kind in members(instruction.type))
     is_free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-done"))
-    return Cycles() if is_free or is_small else Cycles(unknown=(instruction.opcode,))
+    if is_small or is_free or re.search(_FREE_TARGETS, instruction.config):
+        return Cycles()
+    return Cycles(unknown=((instruction.opcode, num_bytes(instruction.type)),))
 
 
 def has_estimates(text: str) -> bool:
@@ -168,15 +187,15 @@ def _stretches(known: dict[str, list[Instruction]], name: str, here: Stretch) ->
             inside = [
                 stretch
                 for body in each.calls
-                for stretch in _stretches(known, body, Stretch(is_loop=True, rounds=rounds))
+                for stretch in _stretches(known, body, Stretch(True, MARK in each.source, rounds))
             ]
             if any(stretch.permutations for stretch in inside):
                 yield here
                 yield from inside
-                here = Stretch(here.is_loop, here.rounds)
+                here = Stretch(here.is_loop, here.is_plans, here.rounds)
             else:
                 once = sum((stretch.others for stretch in inside), Cycles())
-                here.inner[each.name] = once * count if count else once + Cycles(unknown=("while",))
+                here.inner[each.name] = once * count if count else once + _UNCOUNTED
         here.instructions.append(each)
     yield here
 

@@ -10,6 +10,7 @@ from ftmesh.tpu.cycles import Cycles, RoundCycles, stretches
 from ftmesh.tpu.fit import fit
 from ftmesh.tpu.loops import CompiledLoop, compiled_loops, cycles_outside, loop_lines
 from ftmesh.tpu.report import CompileReport
+from ftmesh.units import format_bytes
 
 # As the TPU compiler writes them, with fewer instructions: a round that was unrolled into the main
 # computation, a loop of two permutations with a tuple for its state, and one with a loop in it.
@@ -143,6 +144,22 @@ def test_cycles_of_every_loop():
     )
 
 
+def test_permutations_in_a_loop_of_somebody_else_have_what_is_in_their_scope():
+    loop = '%body.1, metadata={op_name="jit(step)/shard_map/ftmesh.all_reduce/'
+    assert loop in program()
+    text = program().replace(loop, loop.replace("ftmesh.all_reduce/", ""))
+    _, around, _ = compiled_loops(text, NAMES)
+    assert around.cycles == RoundCycles(2120 + 2592 + 2617, 0, (), 32, 2 * CHUNK)
+    assert cycles_outside(text).total == cycles_outside(program()).total + 340
+
+
+def test_those_of_nobody_in_particular_have_their_loop():
+    text = program().replace("ftmesh.all_reduce/", "")
+    between, around, _ = compiled_loops(text, NAMES)
+    assert between.cycles.total == 0  # nothing tells what belongs to it
+    assert around.cycles.total == 7669
+
+
 def test_what_is_outside_of_rounds():
     assert cycles_outside(program()) == Cycles(624_612 + 2122 + 265_871)
 
@@ -209,18 +226,20 @@ class TestPlantedFaults:
         lines[at] = lines[at].partition(", backend_config")[0]
         loops = compiled_loops("\n".join(lines), NAMES)
         opcode = {"%beside.1 =": "copy", "%add.3 =": "add"}.get(line, "fusion")
+        size = CHUNK if opcode == "copy" else 8 * CHUNK
         assert [each.cycles.unknown for each in loops] == [
-            (opcode,) if i == number else () for i in range(3)
+            ((opcode, size),) if i == number else () for i in range(3)
         ]
-        assert str(loops[number].cycles).endswith(f"; without an estimate: 1 {opcode}")
+        said = f"; without an estimate: 1 {opcode} of {format_bytes(size)}"
+        assert str(loops[number].cycles).endswith(said)
 
     def test_outside(self):
         text = program().replace('"estimated_cycles":"624612"', "")
-        assert cycles_outside(text) == Cycles(2122 + 265_871, 0, ("pad",))
+        assert cycles_outside(text) == Cycles(2122 + 265_871, 0, (("pad", 8 * CHUNK),))
 
     def test_a_loop_inside_a_round_that_nobody_counted(self):
         *_, across = compiled_loops(program(inner=None), NAMES)
-        assert (across.cycles.total, across.cycles.unknown) == (100 + 11 + 22, ("while",))
+        assert (across.cycles.total, across.cycles.unknown) == (100 + 11 + 22, (("while", 0),))
 
     def test_a_program_without_estimates_says_nothing(self):
         text = program().replace("estimated_cycles", "size")
@@ -233,6 +252,14 @@ def test_numbers_of_one_element_and_what_copies_by_itself_are_free():
     named = {each.name: each for each in first.instructions}
     assert named["prefetch"].opcode == "copy-start"
     assert first.others.unknown == ()
+
+
+@pytest.mark.parametrize(("target", "is_free"), [("AllocateBuffer", True), ("SortOfSums", False)])
+def test_a_buffer_costs_nothing_to_allocate(target, is_free):
+    call = f'f32[8192]{{0}} custom-call(), custom_call_target="{target}"'
+    text = program().replace("  %packed =", f"  %more = {call}\n  %packed =")
+    unknown = () if is_free else (("custom-call", 4 * 8192),)
+    assert cycles_outside(text).unknown == unknown
 
 
 # Fitting ----------------------------------------------------------------------------------------

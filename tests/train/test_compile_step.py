@@ -54,13 +54,17 @@ def test_a_share_of_the_state_is_less_than_the_whole():
 
 
 def test_a_step_says_what_its_sums_cost_beside_the_permutations():
-    rounds = [RoundCycles(1000, 50, (), 10, 4096), RoundCycles(200, 0, ("sort",), 5, 64), None]
+    rounds = [
+        RoundCycles(1000, 50, (), 10, 4096),
+        RoundCycles(200, 0, (("sort", 64),), 5, 64),
+        None,
+    ]
     loops = tuple(CompiledLoop("loop", 2, 2, False, cycles) for cycles in rounds)
     report = StepReport("TPU v6 lite", 12, "ring", 24, 1.0, 1, 1, 1, Overlap(0, 0, 0, 0), loops)
     *_, last = str(report).splitlines()
     assert last == (
         "  11,500 cycles beside the permutations of 3 loops, 500 of them hidden, as the compiler "
-        "estimates; without an estimate: 1 sort"
+        "estimates; without an estimate: 1 sort of 64 B"
     )
     found = json.loads(json.dumps(report.as_dict()))
     assert found["loops"][0]["cycles"]["exposed"] == 1000
