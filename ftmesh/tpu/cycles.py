@@ -1,10 +1,9 @@
 """Cycles: what a compiled program does beside its permutations, as the TPU compiler estimates it.
 
-Every instruction that takes a core's time carries an estimate in the compiled text. Instructions
-stand there in the order in which they are started, so what stands between the start of a
-permutation and its end is *hidden* behind it, and the rest is *exposed*. Without an estimate are
-sums of one or two numbers, which take no time beside the others, and what copies by itself; any
-other instruction without one is named.
+Most instructions that take a core's time carry an estimate in the compiled text. They stand there
+in the order in which they are started, so what stands between the start of a permutation and its
+end is *hidden* behind it, and the rest is *exposed*. Free are those that compute single numbers,
+which have no estimate either, and those that copy beside the core. What else has none is named.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def cycles_outside(text: str) -> Cycles | None:
     """What a compiled program does beside its rounds; None where nothing is estimated."""
     if not has_estimates(text):
         return None
-    return sum((stretch.others for stretch in stretches(text)), Cycles())
+    return sum((one.others * (one.rounds or 1) for one in stretches(text)), Cycles())
 
 
 def loop_lines(loops: Sequence[CompiledLoop]) -> list[str]:
