@@ -64,24 +64,43 @@ _CACM = "Jouppi et al., A Domain-Specific Supercomputer (CACM 2020)"
 _CLOUD = "cloud.google.com/tpu/docs, system architecture"
 
 # As `ftmesh compile SLICE --failed BLOCKS --fit` finds them: fitted to all rounds of `ring` and
-# `row_pair` for 100 MB of float32 on v3:16x32 less 4x2@6,14, and on v6e:16x16 less 2x2@2,2.
+# `row_pair` for 10 and 100 MB of float32, on v3:16x32 less 4x2@6,14, on v5e:16x16 (--idle) and
+# v6e:16x16 less 2x2@2,2, and on v4:4x4x1 and v5p:4x4x1 less 2x2@0,0.
 _ESTIMATED = "as estimated by the TPU compiler, libtpu 0.0.48.1, not measured"
+_PRODUCTS = f"nobody publishes the clock, at which the TFLOP/s of {_CLOUD} are"
 _V3 = Executor(
-    0, 398.8, 0.01088, packing=0.009616, clock=940e6, devices=2,
+    0, 389.1, 0.01115, packing=0.009243, clock=940e6, devices=2,
     source=f"{_ESTIMATED}; 940 MHz: {_CACM}",
 )  # fmt: skip
+_V4 = Executor(
+    3231, 0, 0.01179, packing=0.009023, clock=1.05e9, devices=2,
+    source=f"{_ESTIMATED}; 1,050 MHz: Jouppi et al., TPU v4 (ISCA 2023)",
+)  # fmt: skip
+_V5E = Executor(
+    1863, 1722, 0.007561, packing=0.007367, clock=1.5e9,
+    source=f"{_ESTIMATED}; {_PRODUCTS} 4 products of 128x128 a cycle",
+)  # fmt: skip
+_V5P = Executor(
+    2738, 1311, 0.003125, packing=0.003693, clock=1.75e9,
+    source=f"{_ESTIMATED}; {_PRODUCTS} 8 products of 128x128 a cycle",
+)  # fmt: skip
 _V6E = Executor(
-    1562, 2360, 0.00323, packing=0.009485, clock=1.75e9,
-    source=f"{_ESTIMATED}; nobody publishes the clock, at 1.75 GHz the 918 TFLOP/s of {_CLOUD} are "
-    "4 products of 256x256 a cycle",
+    3303, 1450, 0.003501, packing=0.005579, clock=1.75e9,
+    source=f"{_ESTIMATED}; {_PRODUCTS} 4 products of 256x256 a cycle",
 )  # fmt: skip
 
 NETWORKS = {
     "v2": Network(62e9, _HOP, source=f"496 Gbit/s a link each way: {_CACM}"),
     "v3": Network(82e9, _HOP, source=f"656 Gbit/s a link each way: {_CACM}", executor=_V3),
-    "v4": Network(50e9, _HOP, source="50 GB/s a link: Jouppi et al., TPU v4 (ISCA 2023)"),
-    "v5e": Network(50e9, _HOP, source=f"400 GB/s a chip, both ways, over 4 links: {_CLOUD}"),
-    "v5p": Network(100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}"),
+    "v4": Network(
+        50e9, _HOP, source="50 GB/s a link: Jouppi et al., TPU v4 (ISCA 2023)", executor=_V4
+    ),
+    "v5e": Network(
+        50e9, _HOP, source=f"400 GB/s a chip, both ways, over 4 links: {_CLOUD}", executor=_V5E
+    ),
+    "v5p": Network(
+        100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}", executor=_V5P
+    ),
     "v6e": Network(
         100e9, _HOP, source=f"3200 Gbit/s a chip, each way, over 4 links: {_CLOUD}", executor=_V6E
     ),

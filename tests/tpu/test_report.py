@@ -378,6 +378,30 @@ def test_memory_for_little_more_than_the_gradients_of_a_model():
     assert travels_at_once(report)
 
 
+# Cycles of a round beside its permutations, at most, in the order of loops; and temporary memory in
+# payloads. To move what a round of `row_pair` rings moves through the memory of a v6e takes 21,000.
+SPENT = ("exposed", "hidden")
+CYCLES = {
+    ("v6e:16x16", "2x2@2,2", "row_pair"): ([32_000, 16_000, 16_000, 32_000], 1.05),
+    ("v6e:16x16", "2x2@2,2", "ring"): ([7_826, 7_826], 1.05),
+    ("v3:16x32", "4x2@6,14", "row_pair"): ([150_000, 42_193, 6_020, 6_020, 42_193, 150_000], 1.7),
+    ("v3:16x32", "4x2@6,14", "ring"): ([160_000, 2_089, 2_089, 160_000], 1.7),
+}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("case", CYCLES, ids=" ".join)
+def test_what_a_round_costs_beside_its_permutations(case):
+    slice_, failed, algorithm = case
+    report = compile_for(slice_, failed, algorithm)
+    most, memory = CYCLES[case]
+    found = [sum(loop["cycles"][what] for what in SPENT) for loop in report["loops"]]
+    assert all(one <= limit for one, limit in zip(found, most, strict=True)), found
+    assert report["temporary_ratio"] <= memory
+    if slice_.startswith("v6e"):
+        assert sum(report["packing"][what] for what in SPENT) <= 600_000, report["packing"]
+
+
 @needs_libtpu
 @pytest.mark.parametrize("algorithm", LANES)
 def test_whole_slices_with_idle_chips(algorithm):
