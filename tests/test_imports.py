@@ -37,7 +37,15 @@ PACKAGES = [
     "__main__",
 ]
 JAX_FROM = PACKAGES.index("layout")
-WITH_JAX_BEFORE = {"mesh.jax_axis", "execute._compat", "execute.idle", "execute.ppermute"}
+WITH_JAX_BEFORE = {
+    "mesh.jax_axis",
+    "execute._compat",
+    "execute.idle",
+    "execute.pallas",
+    "execute.pallas_kernel",
+    "execute.pallas_tables",
+    "execute.ppermute",
+}
 
 # What is imported later on, when a user first asks for something that needs JAX.
 DOORS = {

@@ -1,0 +1,135 @@
+"""The Pallas executor: one kernel runs all rounds of a program's loops, on TPUs.
+
+It does what the loops of `ppermute` do, bit for bit. Elsewhere than on TPUs the kernel is
+interpreted, by JAX: slow, and good for tests.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ftmesh.errors import CollectiveError
+from ftmesh.execute import _compat
+from ftmesh.execute.lower import Loop, Program
+from ftmesh.execute.pallas_kernel import Work, kernel
+from ftmesh.execute.pallas_tables import cuts, heading, pages, partners
+
+WIDTH, TILE_BYTES = 128, 4096
+PIECE_BYTES = 256 * 2**10  # the most that travels at once
+VMEM_BYTES = 10 * 2**20  # the most that a kernel takes; the smallest chips have 16 MiB
+ADDED = ("float32", "bfloat16", "int32", "uint32")
+INTERPRET = pltpu.InterpretParams()
+
+
+def run_loops(
+    buffer: jax.Array,
+    loops: tuple[Loop, ...],
+    program: Program,
+    *,
+    axis_name: Any,
+    wire: Any = None,
+    emulated: bool = False,
+) -> jax.Array:
+    """Run loops of a program on one rank's buffer; chunks travel in `wire`, or as they are."""
+    if not loops:
+        return buffer
+    _check(buffer, emulated)
+    wire = jnp.dtype(wire or buffer.dtype)
+    tile = TILE_BYTES // WIDTH // min(buffer.dtype.itemsize, wire.itemsize)
+    laid = _in_tiles(buffer, tile)
+    chunk_rows = laid.shape[1]
+    found = partners(loops, program.num_ranks)
+    work = Work(
+        axis_name=axis_name,
+        cuts=cuts(loops, chunk_rows=chunk_rows, tile=tile, most=_most_rows(loops, buffer, tile)),
+        chunk_rows=chunk_rows,
+        tile=tile,
+        dtype=buffer.dtype,
+        wire=wire,
+        num_partners=found.shape[1],
+    )
+    if work.piece_bytes > VMEM_BYTES:
+        raise CollectiveError(
+            f"transfers of this program overlap, so that each is one piece, and {work.piece_bytes} "
+            f"bytes of them do not fit the {VMEM_BYTES} bytes of VMEM that the Pallas executor "
+            "takes: sum in smaller buckets, or plan with executor='ppermute'"
+        )
+    rank = lax.axis_index(axis_name)
+    table = pages(work.cuts, rank)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    with _compat.unchecked_types():
+        call = pl.pallas_call(
+            partial(kernel, work),
+            out_shape=jax.ShapeDtypeStruct((laid.shape[0] * chunk_rows, WIDTH), laid.dtype),
+            in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), anywhere, anywhere],
+            out_specs=anywhere,
+            scratch_shapes=work.scratch(table.shape[-1]),
+            input_output_aliases={2: 0},
+            compiler_params=pltpu.CompilerParams(
+                collective_id=_collective_id(loops, program), has_side_effects=True
+            ),
+            interpret=INTERPRET if is_interpreted(program) else False,
+            name="ftmesh_loops",
+        )
+        out = call(heading(loops, program, rank), table, laid.reshape(-1, WIDTH))
+    chunk_size = math.prod(buffer.shape[1:])
+    return out.reshape(laid.shape[0], -1)[:, :chunk_size].reshape(buffer.shape)
+
+
+def is_interpreted(program: Program) -> bool:
+    """Whether the devices of a program, or JAX's own where they are not known, are no TPUs."""
+    platforms = {device.platform for device in program.devices} or {jax.default_backend()}
+    return platforms != {"tpu"}
+
+
+def _check(buffer: jax.Array, emulated: bool) -> None:
+    """Refuses what the kernel cannot do."""
+    instead = "plan with executor='ppermute' for that"
+    if emulated:
+        raise CollectiveError(
+            "the Pallas executor moves data between devices, and a vmap has one: use shard_map "
+            f"over plan.jax_mesh, or {instead}"
+        )
+    if buffer.dtype.name not in ADDED and buffer.dtype.itemsize not in (1, 2, 4):
+        raise CollectiveError(
+            f"the Pallas executor has no {buffer.dtype.name}, only {', '.join(ADDED)}: cast to one "
+            f"of these, or {instead}"
+        )
+
+
+def _in_tiles(buffer: jax.Array, tile: int) -> jax.Array:
+    """The buffer as ``[chunks, rows, 128]``, chunks filled up to whole tiles of rows."""
+    num_chunks, size = buffer.shape[0], math.prod(buffer.shape[1:])
+    rows = -(-size // (tile * WIDTH)) * tile
+    flat = buffer.reshape(num_chunks, size)
+    if rows * WIDTH != size:
+        flat = jnp.pad(flat, ((0, 0), (0, rows * WIDTH - size)))
+    return flat.reshape(num_chunks, rows, WIDTH)
+
+
+def _most_rows(loops: tuple[Loop, ...], buffer: jax.Array, tile: int) -> int:
+    """The most rows of a piece: as many as fit in all slots of all lanes."""
+    lanes = max(len(loop.lanes) for loop in loops)
+    most = min(PIECE_BYTES, VMEM_BYTES // (10 * lanes)) // (WIDTH * buffer.dtype.itemsize)
+    return max(tile, most // tile * tile)
+
+
+def _collective_id(loops: tuple[Loop, ...], program: Program) -> int:
+    """The number of the barrier that a kernel uses, the same in all processes.
+
+    Kernels of which both may run at once should have different ones, unless they have the same
+    partners everywhere. The two halves and the whole of a program always do; programs differ as
+    their partners do, in most cases. Where they do not all the same, nothing is lost by it: no rank
+    is done with an all-reduce before all have begun it.
+    """
+    half = 0 if loops == program.loops else 1 if loops == program.scatter else 2
+    return 3 * (zlib.crc32(partners(program.loops, program.num_ranks).tobytes()) % 10) + half
