@@ -6,7 +6,7 @@ import argparse
 import json
 
 import ftmesh
-from ftmesh.cli.arguments import Stages, add_algorithm, add_payload
+from ftmesh.cli.arguments import Stages, add_algorithm, add_executor, add_payload
 from ftmesh.units import parse_bytes
 
 
@@ -28,6 +28,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "(default: the environment variable FTMESH_FAILED)",
     )
     add_algorithm(parser)
+    add_executor(parser)
     add_payload(parser)
     parser.add_argument(
         "--idle",
@@ -49,7 +50,11 @@ def run(args: argparse.Namespace) -> None:
     plan = stages.run(
         "planning",
         lambda: ftmesh.plan(
-            topology, args.algorithm, payload_bytes=payload_bytes, with_idle=args.idle
+            topology,
+            args.algorithm,
+            payload_bytes=payload_bytes,
+            with_idle=args.idle,
+            executor=args.executor,
         ),
     )
     report = stages.run("compiling", lambda: compile_report(plan, payload_bytes))

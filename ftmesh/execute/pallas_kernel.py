@@ -106,34 +106,30 @@ def run_loop(rank: Rank, cut: Cut, lanes: list[OneLane]) -> None:
     def step(i: Any, carry: Any) -> Any:
         @_when(True if cut.lag == 0 else i < total)
         def _() -> None:
-            at = Place(lax.div(i, cut.num), lax.rem(i, cut.num))
-            rank.turn_page(cut, at)
+            rank.turn_page(cut, i)
             for lane in lanes:
-                lane.begin(at)
+                lane.begin(lane.transfer(i, SEND), lane.transfer(i, RECEIVE))
 
         @_when(True if cut.lag == 0 else i >= cut.lag)
         def _() -> None:
-            at = Place(lax.div(i - cut.lag, cut.num), lax.rem(i - cut.lag, cut.num))
-            for lane in lanes:
-                lane.let_leave(at)
-            for lane in lanes:
-                lane.receive(at)
-            for lane in lanes:
-                lane.end(at)
+            sent, coming = (
+                [lane.transfer(i - cut.lag, word) for lane in lanes] for word in (SEND, RECEIVE)
+            )
+            for lane, each in zip(lanes, sent, strict=True):
+                each.act(lane.wait_left)
+            for lane, each in zip(lanes, coming, strict=True):
+                each.act(lane.take)
+                if cut.shares:
+                    each.act(lane.wait_written)
+            for lane, each in zip(lanes, coming, strict=True):
+                if not cut.shares:
+                    each.act(lane.wait_written)
 
         return carry
 
     lax.fori_loop(0, total + cut.lag, step, 0)
     for lane in lanes:
         lane.take_credit(SLOTS)
-
-
-@dataclass(frozen=True)
-class Place:
-    """A round, and the number of a piece in it."""
-
-    now: Any
-    piece: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,18 +182,18 @@ class Rank:
         """Wait for the page that was asked for last."""
         pltpu.make_async_copy(self.page.at[0], self.page.at[0], self.page_came).wait()
 
-    def turn_page(self, cut: Cut, at: Place) -> None:
-        """Have the page of a round, and ask for the next one when that before is done with."""
+    def turn_page(self, cut: Cut, step: Any) -> None:
+        """Have the page of a step, and ask for the next one when that before is done with."""
         if cut.num_pages == 1:
             return
-        line, number = lax.rem(at.now, PAGE[0]), lax.div(at.now, PAGE[0])
+        number, place = lax.div(step, PAGE[0] * cut.num), lax.rem(step, PAGE[0] * cut.num)
 
-        @pl.when((at.piece == 0) & (line == 0) & (number > 0))
+        @pl.when((place == 0) & (number > 0))
         def _() -> None:
             self.wait_for_page()
 
         # What came in the round before is looked at in this one, and was in the page before.
-        @pl.when((at.piece == 0) & (line == 1) & (number + 1 < cut.num_pages))
+        @pl.when((place == cut.num) & (number + 1 < cut.num_pages))
         def _() -> None:
             self.fetch_page(cut.first_page + number + 1)
 
@@ -217,28 +213,12 @@ class OneLane:
         self.destination = rank.heading[first + DESTINATION]
         self.source = rank.heading[first + SOURCE]
 
-    # What happens in a step
-
-    def begin(self, at: Place) -> None:
-        """Start what is sent, and fetch what will be added to."""
-        self.each(at, SEND, self.send)
-        if self.is_added and not self.cut.shares:
-            self.each(at, RECEIVE, self.fetch)
-
-    def let_leave(self, at: Place) -> None:
-        """Wait until what was sent has left."""
-        self.each(at, SEND, self.wait_left)
-
-    def receive(self, at: Place) -> None:
-        """Take what came, free its slot, and start to write."""
-        self.each(at, RECEIVE, self.take)
-        if self.cut.shares:
-            self.each(at, RECEIVE, self.wait_written)
-
-    def end(self, at: Place) -> None:
-        """Wait until all is written."""
-        if not self.cut.shares:
-            self.each(at, RECEIVE, self.wait_written)
+    def transfer(self, step: Any, word: int) -> Transfer:
+        """What the rank sends or receives in a step."""
+        now = lax.div(step, self.cut.num)
+        page = lax.rem(self.cut.first_page + lax.div(now, PAGE[0]), 2)
+        found = self.rank.page[page, lax.rem(now, PAGE[0]), 2 * self.index + word]
+        return Transfer(self, found, lax.rem(step, self.cut.num))
 
     # Credits
 
@@ -258,24 +238,11 @@ class OneLane:
 
     # Pieces
 
-    def each(self, at: Place, word: int, act: Callable[[Piece], None]) -> None:
-        """Act on the piece that is sent or received at some place, if there is one."""
-        page = lax.rem(self.cut.first_page + lax.div(at.now, PAGE[0]), 2)
-        found = self.rank.page[page, lax.rem(at.now, PAGE[0]), 2 * self.index + word]
-        whole, last = self.cut.rows[self.index]
-        chunk = lax.div(found, SLOTS)
-        slot = lax.rem(found + at.piece, SLOTS)
-        start = chunk * self.work.chunk_rows + at.piece * whole
-        start = pl.multiple_of(start, self.work.tile)
-        is_last = at.piece == self.cut.num - 1
-        cases: list[tuple[int, Any]] = [(whole, True)]
-        if last != whole:
-            cases = [(whole, ~is_last), (last, is_last)]
-
-        @_when(True if self.lane.is_full else found >= 0)
-        def _() -> None:
-            for rows, is_so in cases:
-                _when(is_so)(lambda rows=rows: act(Piece(self, start, rows, slot)))
+    def begin(self, sent: Transfer, coming: Transfer) -> None:
+        """Start what is sent, and fetch what will be added to."""
+        sent.act(self.send)
+        if self.is_added and not self.cut.shares:
+            coming.act(self.fetch)
 
     def send(self, piece: Piece) -> None:
         """Start a piece on its way, when there is a slot for it."""
@@ -342,6 +309,30 @@ class OneLane:
         wait(piece.of(memory), piece.semaphore(WRITTEN))
         if not is_own:
             self.grant(1)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a rank sends or receives on a lane in a step, if anything: a piece of some chunks."""
+
+    lane: OneLane
+    word: Any  # of the table
+    number: Any  # of the piece
+
+    def act(self, act: Callable[[Piece], None]) -> None:
+        """Act on the piece, if there is one; a shorter last one has code of its own."""
+        lane, cut = self.lane, self.lane.cut
+        whole, last = cut.rows[lane.index]
+        slot = lax.rem(self.word + self.number, SLOTS)
+        start = lax.div(self.word, SLOTS) * lane.work.chunk_rows + self.number * whole
+        start = pl.multiple_of(start, lane.work.tile)
+        is_last = self.number == cut.num - 1
+        cases = {whole: True} if last == whole else {whole: ~is_last, last: is_last}
+
+        @_when(True if lane.lane.is_full else self.word >= 0)
+        def _() -> None:
+            for size, is_so in cases.items():
+                _when(is_so)(lambda size=size: act(Piece(lane, start, size, slot)))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ftmesh.cluster.line import Line, Paused
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.errors import ArgumentError, FtmeshError
+from ftmesh.execute.lower import EXECUTORS, PPERMUTE
 from ftmesh.launch import arguments
 from ftmesh.mesh.topology import Topology
 from ftmesh.testing import cpu_grid, faults
@@ -118,6 +119,13 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         "which needs no plan (default: auto)",
     )
     parser.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default=PPERMUTE,
+        help="what runs the rounds of a sum: permutations, or for TPUs one Pallas kernel, which is "
+        "interpreted elsewhere, and slow there (default: %(default)s)",
+    )
+    parser.add_argument(
         "--whole-optimizer",
         action="store_true",
         help="keep the optimizer's whole state at every device, rather than a share of it",
@@ -158,6 +166,7 @@ def step_options(args: argparse.Namespace) -> StepOptions:
     """The arguments of `add_step` that say how a step is spread over the chips."""
     return StepOptions(
         algorithm=args.algorithm,
+        executor=args.executor,
         sharded=not args.whole_optimizer,
         with_idle=args.idle,
         overlap=args.overlap,
