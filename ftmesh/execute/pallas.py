@@ -22,6 +22,7 @@ from ftmesh.execute import _compat
 from ftmesh.execute.lower import Loop, Program
 from ftmesh.execute.pallas_kernel import Work, kernel
 from ftmesh.execute.pallas_tables import cuts, heading, pages, partners
+from ftmesh.schedule.columns import ADD
 
 WIDTH, TILE_BYTES = 128, 4096
 PIECE_BYTES = 256 * 2**10  # the most that travels at once
@@ -42,8 +43,8 @@ def run_loops(
     """Run loops of a program on one rank's buffer; chunks travel in `wire`, or as they are."""
     if not loops:
         return buffer
-    _check(buffer, emulated)
     wire = jnp.dtype(wire or buffer.dtype)
+    _check(buffer, wire, loops, emulated)
     tile = TILE_BYTES // WIDTH // min(buffer.dtype.itemsize, wire.itemsize)
     laid = _in_tiles(buffer, tile)
     chunk_rows = laid.shape[1]
@@ -81,8 +82,7 @@ def run_loops(
             name="ftmesh_loops",
         )
         out = call(heading(loops, program, rank), table, laid.reshape(-1, WIDTH))
-    chunk_size = math.prod(buffer.shape[1:])
-    return out.reshape(laid.shape[0], -1)[:, :chunk_size].reshape(buffer.shape)
+    return _out_of_tiles(out, buffer.shape)
 
 
 def is_interpreted(program: Program) -> bool:
@@ -91,7 +91,7 @@ def is_interpreted(program: Program) -> bool:
     return platforms != {"tpu"}
 
 
-def _check(buffer: jax.Array, emulated: bool) -> None:
+def _check(buffer: jax.Array, wire: Any, loops: tuple[Loop, ...], emulated: bool) -> None:
     """Refuses what the kernel cannot do."""
     instead = "plan with executor='ppermute' for that"
     if emulated:
@@ -99,21 +99,30 @@ def _check(buffer: jax.Array, emulated: bool) -> None:
             "the Pallas executor moves data between devices, and a vmap has one: use shard_map "
             f"over plan.jax_mesh, or {instead}"
         )
-    if buffer.dtype.name not in ADDED and buffer.dtype.itemsize not in (1, 2, 4):
-        raise CollectiveError(
-            f"the Pallas executor has no {buffer.dtype.name}, only {', '.join(ADDED)}: cast to one "
-            f"of these, or {instead}"
-        )
+    is_added = any(lane.op == ADD for loop in loops for lane in loop.lanes)
+    for dtype in (buffer.dtype, wire):
+        if dtype.name not in ADDED and (is_added or wire != buffer.dtype or dtype.itemsize > 4):
+            raise CollectiveError(
+                f"the Pallas executor does not add {dtype.name}, only {', '.join(ADDED)}: cast to "
+                f"one of these, or {instead}"
+            )
 
 
 def _in_tiles(buffer: jax.Array, tile: int) -> jax.Array:
     """The buffer as ``[chunks, rows, 128]``, chunks filled up to whole tiles of rows."""
     num_chunks, size = buffer.shape[0], math.prod(buffer.shape[1:])
     rows = -(-size // (tile * WIDTH)) * tile
-    flat = buffer.reshape(num_chunks, size)
     if rows * WIDTH != size:
-        flat = jnp.pad(flat, ((0, 0), (0, rows * WIDTH - size)))
-    return flat.reshape(num_chunks, rows, WIDTH)
+        room = (0, 0), (0, rows * WIDTH - size)
+        buffer = jnp.pad(buffer.reshape(num_chunks, size), room)
+    return buffer.reshape(num_chunks, rows, WIDTH)
+
+
+def _out_of_tiles(laid: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The buffer of some shape that was laid into tiles."""
+    if laid.size != math.prod(shape):
+        laid = laid.reshape(shape[0], -1)[:, : math.prod(shape[1:])]
+    return laid.reshape(shape)
 
 
 def _most_rows(loops: tuple[Loop, ...], buffer: jax.Array, tile: int) -> int:

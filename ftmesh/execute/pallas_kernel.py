@@ -107,8 +107,15 @@ def run_loop(rank: Rank, cut: Cut, lanes: list[OneLane]) -> None:
         @_when(True if cut.lag == 0 else i < total)
         def _() -> None:
             rank.turn_page(cut, i)
-            for lane in lanes:
-                lane.begin(lane.transfer(i, SEND), lane.transfer(i, RECEIVE))
+            sent, coming = ([lane.transfer(i, word) for lane in lanes] for word in (SEND, RECEIVE))
+            for lane, each in zip(lanes, coming, strict=True):
+                if lane.is_added and not cut.shares:
+                    each.act(lane.fetch)
+            for lane, each in zip(lanes, sent, strict=True):
+                if rank.work.is_cast:
+                    each.act(lane.stage)
+            for lane, each in zip(lanes, sent, strict=True):
+                each.act(lane.send)
 
         @_when(True if cut.lag == 0 else i >= cut.lag)
         def _() -> None:
@@ -180,7 +187,7 @@ class Rank:
 
     def wait_for_page(self) -> None:
         """Wait for the page that was asked for last."""
-        pltpu.make_async_copy(self.page.at[0], self.page.at[0], self.page_came).wait()
+        pltpu.make_async_copy(self.table.at[0], self.page.at[0], self.page_came).wait()
 
     def turn_page(self, cut: Cut, step: Any) -> None:
         """Have the page of a step, and ask for the next one when that before is done with."""
@@ -238,20 +245,17 @@ class OneLane:
 
     # Pieces
 
-    def begin(self, sent: Transfer, coming: Transfer) -> None:
-        """Start what is sent, and fetch what will be added to."""
-        sent.act(self.send)
-        if self.is_added and not self.cut.shares:
-            coming.act(self.fetch)
+    def stage(self, piece: Piece) -> None:
+        """Start to fetch what is cast before it is sent."""
+        staged = self.rank.staged.at[self.index, pl.ds(0, piece.size)]
+        pltpu.make_async_copy(piece.rows, staged, piece.semaphore(SENT)).start()
 
     def send(self, piece: Piece) -> None:
         """Start a piece on its way, when there is a slot for it."""
         source = piece.rows
         if self.work.is_cast:
             staged = self.rank.staged.at[self.index, pl.ds(0, piece.size)]
-            copy = pltpu.make_async_copy(piece.rows, staged, piece.semaphore(SENT))
-            copy.start()
-            copy.wait()
+            wait(staged, piece.semaphore(SENT))
             source = piece.of(self.rank.out)
             by_rows(
                 piece.size, lambda some: _set(source, some, staged[some].astype(self.work.wire))

@@ -59,18 +59,27 @@ def cuts(loops: tuple[Loop, ...], *, chunk_rows: int, tile: int, most: int) -> t
     """
     found: list[Cut] = []
     for loop in loops:
-        tiles = [lane.count * chunk_rows // tile for lane in loop.lanes]
         is_alike, shares = _overlaps(loop)
-        num = max(1, *(-(-each * tile // most) for each in tiles)) if is_alike else 1
-        if is_alike:  # so many as to keep wires busy while pieces are added
-            num = max(num, min(SLOTS, tiles[0] * tile // max(most // SLOTS, tile), tiles[0]))
-        rows = []
-        for each in tiles:
-            whole = -(-each // num)
-            rows.append((whole * tile, (each - (num - 1) * whole) * tile))
+        rows = [lane.count * chunk_rows for lane in loop.lanes]
+        num, sizes = 1, tuple((each, each) for each in rows)
+        if is_alike:
+            piece = _piece_rows(rows[0], tile, most)
+            num = -(-rows[0] // piece)
+            sizes = ((piece, rows[0] - (num - 1) * piece),) * len(rows)
         before = found[-1].first_page + found[-1].num_pages if found else 0
-        found.append(Cut(loop, num, tuple(rows), shares, before))
+        found.append(Cut(loop, num, sizes, shares, before))
     return tuple(found)
+
+
+def _piece_rows(rows: int, tile: int, most: int) -> int:
+    """Those of each piece but the last: so few that wires are busy while pieces are added.
+
+    >>> _piece_rows(1000, 8, 512), _piece_rows(40, 8, 512), _piece_rows(4000, 8, 512)
+    (256, 40, 504)
+    """
+    least = max(most // SLOTS, tile)
+    num = max(-(-rows // most), min(SLOTS, rows // least), 1)
+    return -(-rows // (num * tile)) * tile
 
 
 @lru_cache(maxsize=64)
