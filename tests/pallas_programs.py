@@ -10,6 +10,21 @@ from ftmesh.execute.lower import IDLE, Lane, Loop, Program, Table
 from ftmesh.schedule.columns import ADD
 
 
+def crossing_loop(num_rounds, op=ADD, *, num_ranks=3, lanes=(1, -1)):
+    """Everyone sends its first chunk to others, and adds theirs to it, lane by lane."""
+    everyone = np.arange(num_ranks, dtype=np.int32)
+    chunks = Table.of(np.zeros((num_ranks, num_rounds), np.int32))
+    sources = [np.roll(everyone, step) for step in lanes]
+    return Loop(
+        "crossing",
+        num_rounds,
+        tuple(
+            Lane(tuple(zip(source.tolist(), range(num_ranks), strict=True)), source, 1, op, chunks)
+            for source in sources
+        ),
+    )
+
+
 def random_loop(rng, program, num_rounds, ops, *, count=1, step=None):
     """Lanes with random partners, some of them none, that send random chunks or none."""
     lanes = []

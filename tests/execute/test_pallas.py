@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from on_devices import per_rank
-from pallas_programs import in_numpy, on_devices, program_of, random_loop
+from pallas_programs import crossing_loop, in_numpy, on_devices, program_of, random_loop
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology, collectives, planners
 from ftmesh.execute import pallas
 from ftmesh.execute.lower import lower
+from ftmesh.execute.pallas_tables import cuts
 from ftmesh.schedule.columns import ADD, COPY
 from ftmesh.testing import cpu_grid, on_one_device
 
@@ -22,7 +23,10 @@ slow = pytest.mark.slow  # interpreted, every step of every rank is a call of Py
 CASES = [
     pytest.param(("ring", "4x4", "2x2@2,2"), marks=slow),
     ("row_pair", "4x4", "2x2@2,2"),
-    *(pytest.param((algorithm, "4x4", ""), marks=slow) for algorithm in ("ring", "row_pair", "two_dim")),
+    *(
+        pytest.param((algorithm, "4x4", ""), marks=slow)
+        for algorithm in ("ring", "row_pair", "two_dim")
+    ),
     pytest.param(("ring", "6x6", "2x2@2,2"), marks=slow),
     pytest.param(("row_pair", "6x6", "2x2@2,2"), marks=slow),
 ]
@@ -130,22 +134,25 @@ SIZE = 3, 4  # ranks, chunks
 
 
 def test_all_reads_of_a_round_are_before_its_writes():
-    """Lanes send what others overwrite, and add to one place; some transfers overlap by half."""
-    rng = np.random.default_rng(5)
-    loops = [
-        random_loop(rng, SIZE, 4, (ADD, ADD)),
-        random_loop(rng, SIZE, 3, (ADD, COPY), count=2, step=1),
-    ]
+    """What is sent is overwritten, by two lanes that add to one place; then transfers overlap."""
+    overlapping = random_loop(np.random.default_rng(0), SIZE, 3, (ADD, COPY), count=2, step=1)
+    loops = crossing_loop(2), overlapping
+    assert [cut.shares for cut in cuts(loops, chunk_rows=8, tile=8, most=8)] == [True, True]
     program, held = program_of(loops, SIZE), buffers(*SIZE, np.int32)
     np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
 
 
 def test_several_chunks_in_several_pieces_and_pages(monkeypatch):
-    """Transfers of six tiles go in pieces of two, or of four and a rest of two."""
+    """The last piece is shorter than the others, and is sent before the first one is there."""
     monkeypatch.setattr(pallas, "PIECE_BYTES", 4 * 4096)
-    rng = np.random.default_rng(5)
-    loops = [random_loop(rng, SIZE, 19, (ADD,), count=2), random_loop(rng, SIZE, 3, (COPY,))]
-    program, held = program_of(loops, SIZE), buffers(*SIZE, np.int32, rows=24)
+    rng = np.random.default_rng(0)
+    loops = random_loop(rng, SIZE, 19, (ADD,), count=2), random_loop(rng, SIZE, 3, (COPY,))
+    found = cuts(loops, chunk_rows=40, tile=8, most=32)
+    assert [(cut.num, cut.lag, cut.rows) for cut in found] == [
+        (4, 3, ((24, 8),)),
+        (3, 2, ((16, 8),)),
+    ]
+    program, held = program_of(loops, SIZE), buffers(*SIZE, np.int32, rows=40)
     np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
 
 
