@@ -21,7 +21,7 @@ from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat
 from ftmesh.execute.lower import Loop, Program
 from ftmesh.execute.pallas_kernel import Work, kernel
-from ftmesh.execute.pallas_tables import cuts, heading, pages, partners
+from ftmesh.execute.pallas_tables import cuts, headings, pages, partners
 from ftmesh.schedule.columns import ADD
 
 WIDTH, TILE_BYTES = 128, 4096
@@ -48,7 +48,7 @@ def run_loops(
     tile = TILE_BYTES // WIDTH // min(buffer.dtype.itemsize, wire.itemsize)
     laid = _in_tiles(buffer, tile)
     chunk_rows = laid.shape[1]
-    found = partners(loops, program.num_ranks)
+    num_partners = partners(loops, program.num_ranks).shape[1]
     work = Work(
         axis_name=axis_name,
         cuts=cuts(loops, chunk_rows=chunk_rows, tile=tile, most=_most_rows(loops, buffer, tile)),
@@ -56,7 +56,7 @@ def run_loops(
         tile=tile,
         dtype=buffer.dtype,
         wire=wire,
-        num_partners=found.shape[1],
+        num_partners=num_partners,
     )
     if work.piece_bytes > VMEM_BYTES:
         raise CollectiveError(
@@ -64,25 +64,30 @@ def run_loops(
             f"bytes of them do not fit the {VMEM_BYTES} bytes of VMEM that the Pallas executor "
             "takes: sum in smaller buckets, or plan with executor='ppermute'"
         )
-    rank = lax.axis_index(axis_name)
-    table = pages(work.cuts, rank)
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    with _compat.unchecked_types():
-        call = pl.pallas_call(
-            partial(kernel, work),
-            out_shape=jax.ShapeDtypeStruct((laid.shape[0] * chunk_rows, WIDTH), laid.dtype),
-            in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), anywhere, anywhere],
-            out_specs=anywhere,
-            scratch_shapes=work.scratch(table.shape[-1]),
-            input_output_aliases={2: 0},
-            compiler_params=pltpu.CompilerParams(
-                collective_id=_collective_id(loops, program), has_side_effects=True
-            ),
-            interpret=INTERPRET if is_interpreted(program) else False,
-            name="ftmesh_loops",
-        )
-        out = call(heading(loops, program, rank), table, laid.reshape(-1, WIDTH))
+    with _compat.unchecked_types():  # a kernel does not know of axes along which values vary
+        out = _call(laid.reshape(-1, WIDTH), work, loops, program)
     return _out_of_tiles(out, buffer.shape)
+
+
+def _call(buffer: jax.Array, work: Work, loops: tuple[Loop, ...], program: Program) -> Any:
+    """Run the kernel on the buffer of this rank, in place."""
+    heading = jnp.asarray(headings(loops, program.num_ranks))[lax.axis_index(work.axis_name)]
+    table = pages(work.cuts, heading, work.num_partners)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+
+    return pl.pallas_call(
+        partial(kernel, work),
+        out_shape=jax.ShapeDtypeStruct(buffer.shape, buffer.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), anywhere, anywhere],
+        out_specs=anywhere,
+        scratch_shapes=work.scratch(table.shape[-1]),
+        input_output_aliases={2: 0},
+        compiler_params=pltpu.CompilerParams(
+            collective_id=_collective_id(loops, program), has_side_effects=True
+        ),
+        interpret=INTERPRET if is_interpreted(program) else False,
+        name="ftmesh_loops",
+    )(heading, table, buffer)
 
 
 def is_interpreted(program: Program) -> bool:

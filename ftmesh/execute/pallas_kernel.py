@@ -24,7 +24,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ftmesh.execute.lower import Lane
-from ftmesh.execute.pallas_tables import DESTINATION, PAGE, RECEIVE, SEND, SLOTS, SOURCE, Cut
+from ftmesh.execute.pallas_tables import (
+    DESTINATION,
+    LANE_WORDS,
+    PAGE,
+    RECEIVE,
+    SEND,
+    SLOTS,
+    SOURCE,
+    Cut,
+)
 from ftmesh.schedule.columns import ADD
 
 ROWS_AT_ONCE = 256  # that are added by one turn of a loop
@@ -216,7 +225,7 @@ class OneLane:
         self.work = rank.work
         self.lane: Lane = cut.loop.lanes[index]
         self.is_added = self.lane.op == ADD
-        first = self.work.num_partners + 2 * number
+        first = self.work.num_partners + LANE_WORDS * number
         self.destination = rank.heading[first + DESTINATION]
         self.source = rank.heading[first + SOURCE]
 

@@ -16,15 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from ftmesh.execute.lower import IDLE, Lane, Loop, Program, Rule, Table
+from ftmesh.execute.lower import IDLE, Lane, Loop, Rule, Table
 from ftmesh.schedule.columns import Ints
 
 SLOTS = 4  # pieces of a lane that may be under way to a rank; a power of two
 PAGE = 8, 128  # rounds of a page of the table, and the least number of words in a row of it
 SEND, RECEIVE = 0, 1  # the words of a lane in a row: a chunk and the slot of its first piece
-DESTINATION, SOURCE = 0, 1  # the words of a lane in front: its two partners
+LANE_WORDS, DESTINATION, SOURCE = 6, 0, 1  # the words of a lane in a heading
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,46 +126,73 @@ def partners(loops: tuple[Loop, ...], num_ranks: int) -> Ints:
     return table
 
 
-def heading(loops: tuple[Loop, ...], program: Program, rank: Any) -> jax.Array:
-    """The partners of a rank in all, and in each lane of each loop the two it has there."""
-    columns = [partners(loops, program.num_ranks)]
+@lru_cache(maxsize=64)
+def headings(loops: tuple[Loop, ...], num_ranks: int) -> Ints:
+    """For each rank its partners, and for each lane of each loop in turn the words of a lane.
+
+    Those are whom it sends to, whom it receives from, and where what it sends and receives is in
+    the table, or in the rule, of the lane: see `pages`.
+    """
+    columns = [partners(loops, num_ranks)]
     for loop in loops:
+        row = 0
         for lane in loop.lanes:
             columns += [_destination(lane)[:, None], lane.source[:, None]]
-    return jnp.asarray(np.concatenate(columns, axis=1, dtype=np.int32))[rank]
+            for rank, takes_part in (
+                (np.arange(num_ranks), _destination(lane) >= 0),
+                (np.maximum(lane.source, 0), lane.source >= 0),
+            ):
+                if isinstance(lane.send, Rule):
+                    first, place = lane.send.first[rank], lane.send.place[rank]
+                else:
+                    first, place = lane.send.base[rank], lane.send.row[rank] + row
+                columns.append(np.stack([np.where(takes_part, first, IDLE), place], axis=1))
+            row += len(lane.send.rows) if isinstance(lane.send, Table) else 0
+    return np.concatenate(columns, axis=1, dtype=np.int32)
 
 
-def pages(every: tuple[Cut, ...], rank: Any) -> jax.Array:
-    """What a rank sends and receives in each round of each loop, in pages: see `SEND`.
+def pages(every: tuple[Cut, ...], heading: jax.Array, num_partners: int) -> jax.Array:
+    """What a rank with this heading sends and receives in each round of each loop, in pages.
 
     Rounds of rules are computed, so that no table of all ranks is in the program.
     """
     width = PAGE[1] * -(-2 * max(len(cut.loop.lanes) for cut in every) // PAGE[1])
+    words = heading[num_partners:].reshape(-1, LANE_WORDS)
     found = []
     for cut in every:
-        words = []
-        for lane in cut.loop.lanes:
-            source = jnp.asarray(lane.source)[rank]
-            for who, takes_part in (
-                (rank, jnp.asarray(_destination(lane))[rank] >= 0),
-                (jnp.maximum(source, 0), source >= 0),
-            ):
-                chunks = _chunks(lane.send, who, cut.loop.num_rounds)
-                happens = takes_part & (chunks != IDLE)
-                before = jnp.cumsum(happens) - happens  # transfers of the lane in earlier rounds
-                slot = before * cut.num % SLOTS
-                words.append(jnp.where(happens, chunks * SLOTS + slot, IDLE))
-        rounds = jnp.stack(words, axis=1).astype(jnp.int32)
-        room = (0, cut.num_pages * PAGE[0] - cut.loop.num_rounds), (0, width - len(words))
+        lanes, words = words[: len(cut.loop.lanes)], words[len(cut.loop.lanes) :]
+        places = lanes[:, 2:].reshape(-1, 2, 2)  # lane, sent or received, first and place
+        rounds = _rounds(cut, places)
+        room = (0, cut.num_pages * PAGE[0] - cut.loop.num_rounds), (0, width - rounds.shape[1])
         found.append(jnp.pad(rounds, room).reshape(-1, PAGE[0], width))
     return jnp.concatenate(found)
 
 
-def _chunks(send: Table | Rule, rank: Any, num_rounds: int) -> Any:
-    """The chunks that `rank` sends in all rounds; IDLE where it sends none."""
-    now = lax.iota(jnp.int32, num_rounds)
-    if isinstance(send, Rule):
-        first, place = jnp.asarray(send.first)[rank], jnp.asarray(send.place)[rank]
-        return first + (place + send.step * now) % send.size * send.count
-    row = jnp.asarray(send.rows)[jnp.asarray(send.row)[rank]]
-    return jnp.where(row == IDLE, IDLE, jnp.asarray(send.base)[rank] + row)
+def _rounds(cut: Cut, places: jax.Array) -> jax.Array:
+    """For each round a row of words: what is sent and received on each lane."""
+    loop = cut.loop
+    now = np.arange(loop.num_rounds, dtype=np.int32)
+    tables = [i for i, lane in enumerate(loop.lanes) if isinstance(lane.send, Table)]
+    rows = _table_words(cut)[places[np.array(tables), :, 1]] if tables else ()
+    of_table = dict(zip(tables, rows, strict=True))
+    words = []
+    for i, lane in enumerate(loop.lanes):
+        first, place = places[i, :, :1], places[i, :, 1:]
+        if isinstance(lane.send, Rule):
+            turn = (place + lane.send.step * now) % lane.send.size
+            chunks = (first + turn * lane.send.count) * SLOTS + now * cut.num % SLOTS
+            words.append(jnp.where(first == IDLE, IDLE, chunks))
+        else:
+            row = of_table[i]
+            words.append(jnp.where((first == IDLE) | (row == IDLE), IDLE, first * SLOTS + row))
+    return jnp.concatenate(words).T
+
+
+def _table_words(cut: Cut) -> jax.Array:
+    """The rows of all tables of a loop, with slots: those transfers count that happen."""
+    rows = np.concatenate(
+        [lane.send.rows for lane in cut.loop.lanes if isinstance(lane.send, Table)]
+    )
+    happens = rows != IDLE
+    slots = (np.cumsum(happens, axis=1) - happens) * cut.num % SLOTS
+    return jnp.asarray(np.where(happens, rows * SLOTS + slots, IDLE).astype(np.int32))
