@@ -185,7 +185,6 @@ class Rank:
             semaphore,
             number,
             device_id={self.work.axis_name: partner},
-            device_id_type=pl.DeviceIdType.MESH,
         )
 
     def fetch_page(self, number: Any) -> None:
@@ -276,7 +275,6 @@ class OneLane:
             send_sem=piece.semaphore(SENT),
             recv_sem=piece.semaphore(CAME),
             device_id={self.work.axis_name: self.destination},
-            device_id_type=pl.DeviceIdType.MESH,
         ).start()
 
     def wait_left(self, piece: Piece) -> None:

@@ -18,7 +18,9 @@ def interpreted(monkeypatch, capfd):
 
     # As JAX has it, each argument of each step would be put on a device first.
     monkeypatch.setattr(jax._src.callback, "io_callback_impl", call)
-    monkeypatch.setattr(pallas, "INTERPRET", pltpu.InterpretParams(detect_races=True))
+    # Copies share the entries of clocks that no device has, by chance: many, so that few do.
+    params = pltpu.InterpretParams(detect_races=True, vector_clock_size=512)
+    monkeypatch.setattr(pallas, "INTERPRET", params)
     return lambda: capfd.readouterr().out
 
 
