@@ -19,7 +19,14 @@ def crossing_loop(num_rounds, op=ADD, *, num_ranks=3, lanes=(1, -1)):
         "crossing",
         num_rounds,
         tuple(
-            Lane(tuple(zip(source.tolist(), range(num_ranks), strict=True)), source, 1, op, chunks)
+            Lane(
+                tuple(zip(source.tolist(), range(num_ranks), strict=True)),
+                source,
+                1,
+                op,
+                chunks,
+                True,
+            )
             for source in sources
         ),
     )
@@ -40,7 +47,7 @@ def random_loop(rng, program, num_rounds, ops, *, count=1, step=None):
         chunks[rng.random(chunks.shape) < 0.2] = IDLE
         chunks[np.setdiff1d(np.arange(num_ranks), senders)] = IDLE
         pairs = tuple(zip(senders.tolist(), receivers.tolist(), strict=True))
-        lanes.append(Lane(pairs, source, count, op, Table.of(chunks.astype(np.int32))))
+        lanes.append(Lane(pairs, source, count, op, Table.of(chunks.astype(np.int32)), False))
     return Loop("random", num_rounds, tuple(lanes))
 
 

@@ -57,22 +57,33 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """Chunks computed: rank r sends ``first[r] + (place[r] + step * round) % size * count``."""
+    """Chunks computed: rank r sends ``first[r] + (place[r] + step[r] * round) % size * count``.
+
+    It does so in the rounds from ``begin[r]`` until ``end[r]``, and nothing in the others.
+    """
 
     first: Ints
     place: Ints
-    step: int
+    step: Ints
     size: int
     count: int
+    begin: Ints
+    end: Ints
 
     def chunks(self, num_rounds: int) -> Ints:
         """Written out in full, ``[rank, round]``."""
         return np.stack([self.at(now) for now in range(num_rounds)], axis=1)
 
     def at(self, now: int) -> Ints:
-        """The chunk of every rank in round `now`."""
+        """The chunk of every rank in round `now`, or IDLE."""
         turn = (self.place + self.step * now) % self.size
-        return np.asarray(self.first + turn * self.count, np.int32)
+        is_active = (self.begin <= now) & (now < self.end)
+        return np.where(is_active, self.first + turn * self.count, IDLE).astype(np.int32)
+
+    def is_always(self, num_rounds: int) -> bool:
+        """Whether every rank that sends at all does so in every one of so many rounds."""
+        sends = self.begin < self.end
+        return bool(((self.begin == 0) & (self.end == num_rounds))[sends].all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +98,12 @@ class Lane:
     count: int
     op: int
     send: Table | Rule
+    is_full: bool  # whether every rank receives something in every round
 
-    @property
-    def is_full(self) -> bool:
-        """Whether every rank receives something in every round."""
-        return isinstance(self.send, Rule) and bool((self.source >= 0).all())
+    def received(self, num_rounds: int) -> Ints:
+        """What each rank receives, ``[rank, round]``: a chunk, or IDLE."""
+        sent = self.send.chunks(num_rounds)[np.maximum(self.source, 0)]
+        return np.where(self.source[:, None] >= 0, sent, IDLE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +209,8 @@ def _lane_of_rings(circling: Circling, num_ranks: int) -> Lane:
     piece = np.tile(np.arange(circling.num_places, dtype=np.int32), len(circling.rings))
     # Backwards in time, the first round is the last, in which pieces have gone round but once.
     place[circling.src] = piece - (circling.num_rounds - 1 if circling.mirrored else 0)
+    end = np.zeros(num_ranks, np.int32)
+    end[circling.src] = circling.num_rounds
     return Lane(
         permutation=tuple(zip(circling.src.tolist(), circling.dst.tolist(), strict=True)),
         source=source,
@@ -205,10 +219,13 @@ def _lane_of_rings(circling: Circling, num_ranks: int) -> Lane:
         send=Rule(
             first=first,
             place=place % np.int32(circling.num_places),
-            step=1 if circling.mirrored else -1,
+            step=np.full(num_ranks, 1 if circling.mirrored else -1, np.int32),
             size=circling.num_places,
             count=circling.count,
+            begin=np.zeros(num_ranks, np.int32),
+            end=end,
         ),
+        is_full=bool((source >= 0).all()),
     )
 
 
@@ -288,33 +305,38 @@ def _lane(columns: Columns, num_ranks: int, num_rounds: int) -> Lane:
     chunks = np.full((num_ranks, num_rounds), IDLE, np.int32)
     chunks[columns.src, columns.round] = columns.chunk
     count = int(columns.count[0])
-    rule = _rule(chunks, count, src) if (chunks[src] != IDLE).all() else None
+    rule = _rule(chunks, count, src)
     return Lane(
         permutation=tuple(zip(src.tolist(), dst.tolist(), strict=True)),
         source=source,
         count=count,
         op=int(columns.op[0]),
         send=rule or Table.of(chunks),
+        is_full=bool((source >= 0).all()) and rule is not None and rule.is_always(num_rounds),
     )
 
 
 def _rule(chunks: Ints, count: int, senders: Ints) -> Rule | None:
-    """The rule behind rows without gaps, if it is one of stepping round a circle of pieces."""
+    """The rule behind rows, if it is one of stepping round a circle, or a part of one, of pieces.
+
+    Each row is active in rounds one after another. The circle has a piece more than there are
+    rounds, so that one that is active throughout may begin anywhere on it.
+    """
     values, num_rounds = chunks[senders], chunks.shape[1]
     if num_rounds < 3:
         return None
-    steps = np.diff(values, axis=1)
-    step = 1 if (steps == count).sum() > (steps == -count).sum() else -1
+    active = values != IDLE
+    begin, length = active.argmax(axis=1), active.sum(axis=1)
+    steps = np.where(active[:, 1:] & active[:, :-1], np.diff(values, axis=1), 0)
+    sign = np.where((steps == count).sum(axis=1) > (steps == -count).sum(axis=1), 1, -1)
     size = num_rounds + 1
-    turned = steps != step * count
-    after = np.take_along_axis(values, np.argmax(turned, axis=1)[:, None] + 1, axis=1)[:, 0]
+    turned = (steps != 0) & (steps != sign[:, None] * count)
+    after = np.take_along_axis(values, turned.argmax(axis=1)[:, None] + 1, axis=1)[:, 0]
+    foremost = np.take_along_axis(values, begin[:, None], axis=1)[:, 0]
     last_piece = (size - 1) * count
-    first, place = np.zeros((2, len(chunks)), np.int32)
-    first[senders] = np.where(
-        turned.any(axis=1),
-        after if step > 0 else after - last_piece,
-        values[:, 0] if step > 0 else values[:, 0] - last_piece,
-    )
-    place[senders] = (values[:, 0] - first[senders]) // count
-    rule = Rule(first, place, step, size, count)
+    first, place, step, start, end = np.zeros((5, len(chunks)), np.int32)
+    first[senders] = np.where(turned.any(axis=1), after, foremost) - (sign < 0) * last_piece
+    place[senders] = ((foremost - first[senders]) // count - sign * begin) % size
+    step[senders], start[senders], end[senders] = sign, begin, begin + length
+    rule = Rule(first, place, step, size, count, start, end)
     return rule if np.array_equal(rule.chunks(num_rounds)[senders], values) else None

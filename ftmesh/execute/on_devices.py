@@ -23,6 +23,7 @@ from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.script import Script
 
 _NEVER = 2**31 - 1
+_PARTS = 4  # at most, in which cores exchange halves: what is under way takes memory
 
 
 def on_devices(
@@ -178,19 +179,23 @@ def _on_two_cores(script: Script[Phase]) -> Script[Phase]:
     chunks = script.num_chunks
     everyone = np.arange(script.num_ranks, dtype=np.int32)
 
+    num_parts = max(parts for parts in range(1, _PARTS + 1) if chunks % parts == 0)
+    count = chunks // num_parts
+
     def exchange(chips: Ints, op: int) -> Columns:
-        """Each core gives its partner the partner's half, or afterwards its own."""
+        """Each core gives its partner the partner's half, or afterwards its own, part by part."""
         given = [chunks, 0] if op == ADD else [0, chunks]
         return join(
             transfers(
-                round=0,
+                round=part,
                 lane=0,
                 src=2 * chips + core,
                 dst=2 * chips + 1 - core,
-                chunk=given[core],
-                count=chunks,
+                chunk=given[core] + part * count,
+                count=count,
                 op=op,
             )
+            for part in range(num_parts)
             for core in (0, 1)
         )
 

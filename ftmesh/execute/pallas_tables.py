@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,8 @@ from ftmesh.schedule.columns import Ints
 SLOTS = 4  # pieces of a lane that may be under way to a rank; a power of two
 PAGE = 8, 128  # rounds of a page of the table, and the least number of words in a row of it
 SEND, RECEIVE = 0, 1  # the words of a lane in a row: a chunk and the slot of its first piece
-LANE_WORDS, DESTINATION, SOURCE = 6, 0, 1  # the words of a lane in a heading
+LANE_WORDS, DESTINATION, SOURCE = 12, 0, 1  # the words of a lane in a heading
+NOTHING = np.zeros(5, np.int32)  # the words of a lane on which a rank receives nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,24 +84,14 @@ def _piece_rows(rows: int, tile: int, most: int) -> int:
 @lru_cache(maxsize=64)
 def _overlaps(loop: Loop) -> tuple[bool, bool]:
     """Whether transfers coincide where they overlap, and whether lanes write to one place."""
-    sent = [np.where(_sends(lane)[:, None], lane.send.chunks(loop.num_rounds), IDLE)
-            for lane in loop.lanes]  # fmt: skip
+    received = [lane.received(loop.num_rounds) for lane in loop.lanes]
     counts = {lane.count for lane in loop.lanes}
-    places = {int(place) for each in sent for place in np.unique(each[each != IDLE] % max(counts))}
+    every = np.concatenate([each[each != IDLE] for each in received])
     shares = False
-    for (one, a), (other, b) in combinations(zip(loop.lanes, sent, strict=True), 2):
-        here, there = (
-            np.where(lane.source[:, None] >= 0, chunks[lane.source], IDLE)
-            for lane, chunks in ((one, a), (other, b))
-        )
+    for (one, here), (other, there) in combinations(zip(loop.lanes, received, strict=True), 2):
         overlap = (here < there + other.count) & (there < here + one.count)
         shares = shares or bool((overlap & (here != IDLE) & (there != IDLE)).any())
-    return len(counts) == 1 and len(places) <= 1, shares
-
-
-def _sends(lane: Lane) -> Any:
-    """The ranks that have a destination."""
-    return _destination(lane) >= 0
+    return len(counts) == 1 and len(np.unique(every % max(counts))) <= 1, shares
 
 
 def _destination(lane: Lane) -> Ints:
@@ -138,17 +128,20 @@ def headings(loops: tuple[Loop, ...], num_ranks: int) -> Ints:
         row = 0
         for lane in loop.lanes:
             columns += [_destination(lane)[:, None], lane.source[:, None]]
-            for rank, takes_part in (
-                (np.arange(num_ranks), _destination(lane) >= 0),
-                (np.maximum(lane.source, 0), lane.source >= 0),
-            ):
-                if isinstance(lane.send, Rule):
-                    first, place = lane.send.first[rank], lane.send.place[rank]
-                else:
-                    first, place = lane.send.base[rank], lane.send.row[rank] + row
-                columns.append(np.stack([np.where(takes_part, first, IDLE), place], axis=1))
+            words = _places(lane.send, row)
+            received = np.where(lane.source[:, None] >= 0, words[lane.source], NOTHING)
+            columns += [words, received]
             row += len(lane.send.rows) if isinstance(lane.send, Table) else 0
     return np.concatenate(columns, axis=1, dtype=np.int32)
+
+
+def _places(send: Table | Rule, first_row: int) -> Ints:
+    """For each rank five words that tell what it sends: see `_rounds`."""
+    if isinstance(send, Rule):
+        return np.stack([send.begin, send.end, send.first, send.place, send.step], axis=1)
+    always = np.full_like(send.base, np.iinfo(np.int32).max)
+    row = send.row + first_row
+    return np.stack([0 * always, always, send.base, row, row], axis=1)
 
 
 def pages(every: tuple[Cut, ...], heading: jax.Array, num_partners: int) -> jax.Array:
@@ -161,30 +154,35 @@ def pages(every: tuple[Cut, ...], heading: jax.Array, num_partners: int) -> jax.
     found = []
     for cut in every:
         lanes, words = words[: len(cut.loop.lanes)], words[len(cut.loop.lanes) :]
-        places = lanes[:, 2:].reshape(-1, 2, 2)  # lane, sent or received, first and place
-        rounds = _rounds(cut, places)
+        rounds = _rounds(cut, lanes[:, 2:].reshape(-1, 2, len(NOTHING)))
         room = (0, cut.num_pages * PAGE[0] - cut.loop.num_rounds), (0, width - rounds.shape[1])
         found.append(jnp.pad(rounds, room).reshape(-1, PAGE[0], width))
     return jnp.concatenate(found)
 
 
 def _rounds(cut: Cut, places: jax.Array) -> jax.Array:
-    """For each round a row of words: what is sent and received on each lane."""
+    """For each round a row of words: what is sent and received on each lane.
+
+    Of `places` each lane has two rows of words, for what is sent and for what is received: from
+    which round until which there is anything; then the first chunk, the place and the step of a
+    rule, or what chunks of a table begin with, and a row of it.
+    """
     loop = cut.loop
     now = np.arange(loop.num_rounds, dtype=np.int32)
     tables = [i for i, lane in enumerate(loop.lanes) if isinstance(lane.send, Table)]
-    rows = _table_words(cut)[places[np.array(tables), :, 1]] if tables else ()
+    rows = _table_words(cut)[places[np.array(tables), :, 3]] if tables else ()
     of_table = dict(zip(tables, rows, strict=True))
     words = []
     for i, lane in enumerate(loop.lanes):
-        first, place = places[i, :, :1], places[i, :, 1:]
+        begin, end, first, place, step = (places[i, :, word, None] for word in range(5))
+        happens = (begin <= now) & (now < end)
         if isinstance(lane.send, Rule):
-            turn = (place + lane.send.step * now) % lane.send.size
-            chunks = (first + turn * lane.send.count) * SLOTS + now * cut.num % SLOTS
-            words.append(jnp.where(first == IDLE, IDLE, chunks))
+            chunk = first + (place + step * now) % lane.send.size * lane.send.count
+            word = chunk * SLOTS + (now - begin) * cut.num % SLOTS
         else:
-            row = of_table[i]
-            words.append(jnp.where((first == IDLE) | (row == IDLE), IDLE, first * SLOTS + row))
+            word = first * SLOTS + of_table[i]
+            happens &= of_table[i] != IDLE
+        words.append(jnp.where(happens, word, IDLE))
     return jnp.concatenate(words).T
 
 

@@ -6,6 +6,7 @@ is contiguous. Knows permutations and tables only; what they are for is the plan
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ from jax import lax
 
 from ftmesh.execute import _compat
 from ftmesh.execute.idle import completed, of_live, with_idle_ones
-from ftmesh.execute.lower import IDLE, PALLAS, Lane, Loop, Program, Rule, Table
+from ftmesh.execute.lower import PALLAS, Lane, Loop, Program
+from ftmesh.execute.numbers import Arrival, Round, rounds_of
 from ftmesh.execute.placement import check_devices
 from ftmesh.schedule.columns import ADD, COPY
 
@@ -29,6 +31,7 @@ class Wire:
 
 
 OWN = Wire()
+Run = Callable[[jax.Array, Any, int], jax.Array]
 
 
 def all_reduce(
@@ -116,71 +119,80 @@ def run_loop(
     buffer: jax.Array, loop: Loop, setting: Setting, *, unrolled: bool = False
 ) -> jax.Array:
     """Run the rounds of a loop on one rank."""
-    rank = lax.axis_index(setting.axis_name)
-    lanes = [_Lane(lane, rank, setting) for lane in loop.lanes]
-
-    def one_round(now: Any, buffer: jax.Array) -> jax.Array:
-        # Barriers let the compiler start all lanes of a round before it waits for the first.
-        out = lax.optimization_barrier(tuple(lane.read(buffer, now) for lane in lanes))
-        arrived = tuple(lane.carry(x) for lane, x in zip(lanes, out, strict=True))
-        arrived = lax.optimization_barrier(arrived)
-        for lane, x in zip(lanes, arrived, strict=True):
-            buffer = lane.write(buffer, x, now)
-        return buffer
-
+    at_once, run = on_rank(loop, setting)
     if unrolled:
-        for now in range(loop.num_rounds):
-            buffer = one_round(now, buffer)
+        for first in range(0, loop.num_rounds, at_once):
+            buffer = run(buffer, first, min(at_once, loop.num_rounds - first))
         return buffer
-    return lax.fori_loop(0, loop.num_rounds, one_round, buffer)
+    turns, left = divmod(loop.num_rounds, at_once)
+    buffer = lax.fori_loop(
+        0, turns, lambda turn, buffer: run(buffer, turn * at_once, at_once), buffer
+    )
+    return run(buffer, turns * at_once, left) if left else buffer
+
+
+def on_rank(loop: Loop, setting: Setting) -> tuple[int, Run]:
+    """How many rounds are best run at once, and what runs them: so many, from a given one on."""
+    at_once, rounds = rounds_of(loop, lax.axis_index(setting.axis_name))
+    lanes = [_Lane(lane, setting) for lane in loop.lanes]
+
+    def run(buffer: jax.Array, first: Any, how_many: int) -> jax.Array:
+        for now in rounds(first, how_many):
+            buffer = _one_round(buffer, lanes, now)
+        return buffer
+
+    return at_once, run
+
+
+def _one_round(buffer: jax.Array, lanes: Sequence[_Lane], now: Round) -> jax.Array:
+    # Barriers let the compiler start all lanes of a round before it waits for the first.
+    out = tuple(lane.read(buffer, chunk) for lane, chunk in zip(lanes, now.sent, strict=True))
+    out = lax.optimization_barrier(out)
+    arrived = tuple(lane.carry(x) for lane, x in zip(lanes, out, strict=True))
+    arrived = lax.optimization_barrier(arrived)
+    for arrival in now.arrivals:
+        buffer = _written(buffer, arrived, arrival, lanes[arrival.lanes[0]].lane)
+    return buffer
+
+
+def _written(
+    buffer: jax.Array, arrived: Sequence[jax.Array], arrival: Arrival, lane: Lane
+) -> jax.Array:
+    """The buffer with what arrived added to, or put in place of, the chunk it is for."""
+    if lane.is_full and lane.op == COPY:
+        return lax.dynamic_update_slice_in_dim(
+            buffer, arrived[arrival.lanes[0]].astype(buffer.dtype), arrival.chunk, 0
+        )
+    place = jnp.maximum(arrival.chunk, 0)
+    new = lax.dynamic_slice_in_dim(buffer, place, lane.count)
+    for number in arrival.lanes:
+        x = arrived[number].astype(buffer.dtype)
+        after = new + x if lane.op == ADD else x
+        new = after if lane.is_full else jnp.where(arrival.comes_by(number), after, new)
+    return lax.dynamic_update_slice_in_dim(buffer, new, place, 0)
 
 
 class _Lane:
     """A lane as one rank sees it."""
 
-    def __init__(self, lane: Lane, rank: Any, setting: Setting) -> None:
+    def __init__(self, lane: Lane, setting: Setting) -> None:
         self.lane = lane
         self.setting = setting
         self.permutation = lane.permutation
         if setting.emulated:
             self.permutation = completed(lane.permutation, setting.num_ranks)
-        source = jnp.asarray(lane.source)[rank]
-        self.receives = source >= 0
-        self.sent = _chunk_of(lane.send, rank)
-        self.received = _chunk_of(lane.send, jnp.maximum(source, 0))
 
-    def read(self, buffer: jax.Array, now: Any) -> jax.Array:
+    def read(self, buffer: jax.Array, chunk: Any) -> jax.Array:
         """What the rank sends; anything, where it has nothing to send."""
-        x = lax.dynamic_slice_in_dim(buffer, jnp.maximum(self.sent(now), 0), self.lane.count)
+        if not self.lane.is_full:
+            chunk = jnp.maximum(chunk, 0)
+        x = lax.dynamic_slice_in_dim(buffer, chunk, self.lane.count)
         wire = self.setting.wire
         return _as(x, wire.partials if self.lane.op == ADD else wire.results)
 
     def carry(self, x: jax.Array) -> jax.Array:
         """What the rank receives, when every rank sends its `x`."""
         return lax.ppermute(x, self.setting.axis_name, self.permutation)
-
-    def write(self, buffer: jax.Array, x: jax.Array, now: Any) -> jax.Array:
-        """The buffer with what arrived added to, or put in place of, the chunk it is for."""
-        x, chunk = x.astype(buffer.dtype), self.received(now)
-        if self.lane.is_full and self.lane.op == COPY:
-            return lax.dynamic_update_slice_in_dim(buffer, x, chunk, 0)
-        something = self.receives & (chunk != IDLE)
-        chunk = jnp.maximum(chunk, 0)
-        here = lax.dynamic_slice_in_dim(buffer, chunk, self.lane.count)
-        new = here + x if self.lane.op == ADD else x
-        if not self.lane.is_full:
-            new = jnp.where(something, new, here)
-        return lax.dynamic_update_slice_in_dim(buffer, new, chunk, 0)
-
-
-def _chunk_of(index: Table | Rule, rank: Any) -> Any:
-    """The chunk that `rank` sends, as a function of the round; IDLE for none."""
-    if isinstance(index, Rule):
-        first, place = jnp.asarray(index.first)[rank], jnp.asarray(index.place)[rank]
-        return lambda now: first + (place + index.step * now) % index.size * index.count
-    base = jnp.asarray(index.base)[rank]
-    row = jnp.asarray(index.rows)[jnp.asarray(index.row)[rank]]
-    return lambda now: jnp.where(row[now] == IDLE, IDLE, base + row[now])
 
 
 def _loops(

@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
@@ -122,7 +124,10 @@ class Packing:
             parts += flat(array)
             if stop - start > array.size:
                 parts.append(jnp.zeros(stop - start - array.size, array.dtype))
-        joined = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+        if len(parts) == 1:
+            return parts[0].reshape(self.shape)
+        is_one_vector = len(self.shapes) == 1 and parts[0].size == math.prod(self.shapes[0])
+        joined = _padded(*parts) if is_one_vector else jnp.concatenate(parts)
         return joined.reshape(self.shape)
 
     def unpack(self, buffer: Any) -> list[Any]:
@@ -132,6 +137,14 @@ class Packing:
             shaped(vector[start : start + math.prod(shape)], shape)
             for shape, start in zip(self.shapes, self.starts, strict=False)
         ]
+
+
+def _padded(vector: jax.Array, zeros: jax.Array) -> jax.Array:
+    """A vector and zeros after it. A TPU takes half as long for it where something is computed."""
+    whole = jnp.concatenate([vector, zeros])
+    if whole.size >= 2**31:
+        return whole
+    return jnp.where(lax.iota(np.int32, whole.size) < vector.size, whole, jnp.zeros_like(whole))
 
 
 def pack(leaves: Sequence[jax.Array], num_chunks: int, itemsize: int | None = None) -> jax.Array:

@@ -115,6 +115,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             two_states=args.two_states,
             is_saved=partial(_is_saved, job, args),
         )
+        _say_if_without_copies(trainer, args)
         if cluster.epoch > 1:
             faults.reach("recovery")
         done, state, source = begin(trainer, job.first, memory, checkpoints, resumes=resumes)
@@ -211,6 +212,18 @@ def _prepare(job: Job, topology: Topology, *, compile_ahead: bool) -> None:
             compile_program_ahead(STEP, trainer.step, trainer.inputs, left)
 
     prepare(topology, do)
+
+
+def _say_if_without_copies(trainer: Trainer, args: argparse.Namespace) -> None:
+    """A sharded state that has no copies is lost with a host, and that should surprise nobody."""
+    parallel = trainer.parallel
+    wants = parallel.cluster.line is not None and trainer.layouts and not args.no_copies
+    if wants and parallel.partners is None and parallel.cluster.speaks:
+        _say(
+            "what a host owns of the optimizer's state has no copy on another: there are no such "
+            "chips for all of it; if a host is lost, the run goes back to host memory "
+            "(--copy-every) or to a checkpoint"
+        )
 
 
 def _say(line: str) -> None:

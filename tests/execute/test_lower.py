@@ -8,7 +8,7 @@ from numpy_executor import run
 
 import ftmesh
 from ftmesh import Phase, Schedule, Topology, planners
-from ftmesh.execute.lower import Rule, Table, lower
+from ftmesh.execute.lower import IDLE, Rule, Table, _rule, lower
 from ftmesh.execute.read_back import LoopRounds
 from ftmesh.schedule.columns import join, transfers
 
@@ -64,12 +64,49 @@ def test_ranks_that_do_the_same_share_a_row():
     """On 32x32 with a hole, as many rows as a ring has places, and those of the chips beside it."""
     topo = Topology.grid("32x32", failed="4x2@14,14")
     program = lower(planners.schedule(topo, "row_pair"), devices_per_chip=2)
-    for loop in program.loops[1:-1]:
-        for lane in loop.lanes:
-            assert len(lane.send.row) == 2032
-            assert len(lane.send.rows) <= 64 + 56
-    numbers = sum(lane.send.rows.size for loop in program.loops for lane in loop.lanes)
-    assert numbers < 60_000
+    tables = [
+        lane.send for loop in program.loops for lane in loop.lanes if isinstance(lane.send, Table)
+    ]
+    assert len(tables) == 8
+    for table in tables:
+        assert len(table.row) == 2032
+        assert len(table.rows) <= 64 + 56
+    assert sum(table.rows.size for table in tables) < 60_000
+
+
+def test_a_rule_may_be_silent_at_first_and_at_last():
+    """Across row pairs every row begins later, or ends earlier, than the one before."""
+    program = lower(planners.schedule(Topology.grid("16x16", failed="2x2@2,2"), "row_pair"))
+    _, across, back, _ = program.loops
+    for loop in (across, back):
+        assert all(isinstance(lane.send, Rule) and not lane.is_full for lane in loop.lanes)
+    assert max(lane.send.begin.max() for lane in across.lanes) == across.num_rounds - 1
+    assert {1, 2, 3} < {*back.lanes[0].send.end.tolist()}
+
+
+@given(
+    st.integers(1, 3), st.integers(3, 8), st.lists(st.tuples(*[st.integers(0, 9)] * 4), min_size=1)
+)
+def test_a_rule_says_what_its_rows_say(count, num_rounds, senders):
+    """Rows that step up or down through a part of a circle, in a window of the rounds."""
+    chunks = np.full((len(senders), num_rounds), IDLE, np.int32)
+    for rank, (first, begin, length, turn) in enumerate(senders):
+        begin %= num_rounds
+        stop = min(begin + length % num_rounds + 1, num_rounds)
+        steps = np.arange(begin, stop) * (1 if turn % 2 else -1) + 10
+        chunks[rank, begin:stop] = first + count * steps
+    found = _rule(chunks, count, np.arange(len(senders)))
+    assert found is not None
+    np.testing.assert_array_equal(found.chunks(num_rounds), chunks)
+    assert [found.at(now).tolist() for now in range(num_rounds)] == chunks.T.tolist()
+
+
+@pytest.mark.parametrize("change", ["a gap", "another step"])
+def test_what_is_no_rule(change):
+    rows = np.arange(24, dtype=np.int32).reshape(3, 8)
+    assert _rule(rows, 1, np.arange(3)) is not None
+    rows[1, 3] = IDLE if change == "a gap" else 5
+    assert _rule(rows, 1, np.arange(3)) is None
 
 
 @st.composite
