@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from pallas_programs import crossing_loop, on_devices, program_of
 
-from ftmesh.execute.pallas_kernel import OneLane
+from ftmesh.execute.pallas_lanes import OneLane
 from ftmesh.execute.pallas_tables import SLOTS
 
 SECONDS, WAITS_FOR_EVER = 20, 3  # a sound one takes three

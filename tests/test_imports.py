@@ -41,8 +41,11 @@ WITH_JAX_BEFORE = {
     "mesh.jax_axis",
     "execute._compat",
     "execute.idle",
+    "execute.numbers",
     "execute.pallas",
     "execute.pallas_kernel",
+    "execute.pallas_lanes",
+    "execute.pallas_rank",
     "execute.pallas_tables",
     "execute.ppermute",
 }

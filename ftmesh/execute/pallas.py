@@ -20,14 +20,18 @@ from jax.experimental.pallas import tpu as pltpu
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat
 from ftmesh.execute.lower import Loop, Program
-from ftmesh.execute.pallas_kernel import Work, kernel
+from ftmesh.execute.pallas_kernel import kernel
+from ftmesh.execute.pallas_rank import WIDTH, Work
 from ftmesh.execute.pallas_tables import cuts, headings, pages, partners
+from ftmesh.mesh.devices import platform_of
 from ftmesh.schedule.columns import ADD
 
-WIDTH, TILE_BYTES = 128, 4096
+TILE_BYTES = 4096
 PIECE_BYTES = 256 * 2**10  # the most that travels at once
 VMEM_BYTES = 10 * 2**20  # the most that a kernel takes; the smallest chips have 16 MiB
 ADDED = ("float32", "bfloat16", "int32", "uint32")
+REFUSED = {"TPU v2", "TPU v3"}
+INSTEAD = "plan with executor='ppermute'"
 INTERPRET = pltpu.InterpretParams()
 
 
@@ -44,7 +48,8 @@ def run_loops(
     if not loops:
         return buffer
     wire = jnp.dtype(wire or buffer.dtype)
-    _check(buffer, wire, loops, emulated)
+    _check_devices(program, emulated)
+    _check_dtypes(buffer.dtype, wire, loops)
     tile = TILE_BYTES // WIDTH // min(buffer.dtype.itemsize, wire.itemsize)
     laid = _in_tiles(buffer, tile)
     chunk_rows = laid.shape[1]
@@ -58,11 +63,11 @@ def run_loops(
         wire=wire,
         num_partners=num_partners,
     )
-    if work.piece_bytes > VMEM_BYTES:
+    if work.vmem_bytes > VMEM_BYTES:
         raise CollectiveError(
-            f"transfers of this program overlap, so that each is one piece, and {work.piece_bytes} "
+            f"transfers of this program overlap, so that each is one piece, and {work.vmem_bytes} "
             f"bytes of them do not fit the {VMEM_BYTES} bytes of VMEM that the Pallas executor "
-            "takes: sum in smaller buckets, or plan with executor='ppermute'"
+            f"takes: sum in smaller buckets, or {INSTEAD}"
         )
     with _compat.unchecked_types():  # a kernel does not know of axes along which values vary
         out = _call(laid.reshape(-1, WIDTH), work, loops, program)
@@ -96,20 +101,28 @@ def is_interpreted(program: Program) -> bool:
     return platforms != {"tpu"}
 
 
-def _check(buffer: jax.Array, wire: Any, loops: tuple[Loop, ...], emulated: bool) -> None:
-    """Refuses what the kernel cannot do."""
-    instead = "plan with executor='ppermute' for that"
+def _check_devices(program: Program, emulated: bool) -> None:
+    """Refuses devices that the kernel cannot run on."""
     if emulated:
         raise CollectiveError(
             "the Pallas executor moves data between devices, and a vmap has one: use shard_map "
-            f"over plan.jax_mesh, or {instead}"
+            f"over plan.jax_mesh, or {INSTEAD}"
         )
+    for kind in sorted({platform_of(device) for device in program.devices} & REFUSED):
+        raise CollectiveError(
+            f"the Pallas executor does not run on {kind}, whose copies are not as fine as later "
+            f"ones': {INSTEAD}"
+        )
+
+
+def _check_dtypes(dtype: Any, wire: Any, loops: tuple[Loop, ...]) -> None:
+    """Refuses numbers that the kernel cannot add, or cast."""
     is_added = any(lane.op == ADD for loop in loops for lane in loop.lanes)
-    for dtype in (buffer.dtype, wire):
-        if dtype.name not in ADDED and (is_added or wire != buffer.dtype or dtype.itemsize > 4):
+    for each in (dtype, wire):
+        if each.name not in ADDED and (is_added or wire != dtype or each.itemsize > 4):
             raise CollectiveError(
-                f"the Pallas executor does not add {dtype.name}, only {', '.join(ADDED)}: cast to "
-                f"one of these, or {instead}"
+                f"the Pallas executor does not add {each.name}, only {', '.join(ADDED)}: cast to "
+                f"one of these, or {INSTEAD}"
             )
 
 
@@ -133,7 +146,8 @@ def _out_of_tiles(laid: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _most_rows(loops: tuple[Loop, ...], buffer: jax.Array, tile: int) -> int:
     """The most rows of a piece: as many as fit in all slots of all lanes."""
     lanes = max(len(loop.lanes) for loop in loops)
-    most = min(PIECE_BYTES, VMEM_BYTES // (10 * lanes)) // (WIDTH * buffer.dtype.itemsize)
+    row_bytes = WIDTH * int(buffer.dtype.itemsize)
+    most = min(PIECE_BYTES, VMEM_BYTES // (10 * lanes)) // row_bytes
     return max(tile, most // tile * tile)
 
 

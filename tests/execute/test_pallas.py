@@ -1,6 +1,7 @@
 """The Pallas executor against the other one, bit for bit, with races looked for."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -184,3 +185,10 @@ def test_transfers_that_overlap_must_fit_as_they_are(monkeypatch):
 def test_executors_have_names():
     with pytest.raises(ArgumentError, match="executor must be one of ppermute, pallas, not 'tpu'"):
         ftmesh.plan(Topology.grid("2x2"), executor="tpu")
+
+
+def test_chips_whose_copies_are_too_coarse():
+    device = SimpleNamespace(platform="tpu", device_kind="TPU v3")
+    program = replace(program_of([crossing_loop(1)], SIZE), devices=(device,) * 3)
+    with pytest.raises(CollectiveError, match=r"does not run on TPU v3, .*executor='ppermute'"):
+        pallas.run_loops(jnp.ones((4, 8, 128)), program.loops, program, axis_name="data")

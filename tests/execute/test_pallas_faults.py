@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from pallas_programs import crossing_loop, in_numpy, on_devices, program_of
 
-from ftmesh.execute.pallas_kernel import OneLane
+from ftmesh.execute.pallas_lanes import OneLane
 from ftmesh.execute.pallas_tables import SLOTS
 from ftmesh.schedule.columns import COPY
 
