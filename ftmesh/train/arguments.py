@@ -19,7 +19,7 @@ from ftmesh.cluster.line import Line, Paused
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.errors import ArgumentError, FtmeshError
-from ftmesh.execute.lower import EXECUTORS, PPERMUTE
+from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE
 from ftmesh.launch import arguments
 from ftmesh.mesh.topology import Topology
 from ftmesh.testing import cpu_grid, faults
@@ -275,7 +275,8 @@ def topology_of(args: argparse.Namespace, cluster: Cluster = ALONE) -> Topology:
             "--emulate is for one process: of several, each brings devices; leave it out"
         )
     if args.emulate == "many":
-        return cpu_grid(args.mesh, failed=args.failed)
+        threads = 4 if args.executor == PALLAS else 1
+        return cpu_grid(args.mesh, failed=args.failed, threads_each=threads)
     if args.emulate == "one":
         return Topology.grid(args.mesh, failed=args.failed)
     return Topology.from_devices(jax.devices(), shape=args.mesh, failed=args.failed)
