@@ -11,7 +11,7 @@ import numpy as np
 
 from ftmesh import planners
 from ftmesh.cost.choice import AUTO, Choice, choose, depth_on_devices
-from ftmesh.cost.network import DEFAULT, Network, network
+from ftmesh.cost.network import DEFAULT, Network, network, network_of
 from ftmesh.cost.rounding import LARGEST_ERROR, partials_travel_in, wire_named, worst_error
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PPERMUTE, Program, lower
@@ -182,7 +182,7 @@ def plan(
     tile: str | Sequence[int] | None = None,
     payload_bytes: int = 100_000_000,
     wire_dtype: Any = "float32",
-    link: Network | float | str = DEFAULT,
+    link: Network | float | str | None = None,
     verify: bool = True,
     with_idle: bool = False,
     unrolled: bool = False,
@@ -192,7 +192,8 @@ def plan(
     """Plan an all-reduce of `payload_bytes` on `topology`, and prove it right.
 
     ``"auto"`` simulates every algorithm for this payload, on links as `ftmesh.simulate` takes them,
-    and takes the fastest; `Plan.explain` shows them all. The payload has so many bytes in
+    and takes the fastest; `Plan.explain` shows them all. Unless given, the links are those of the
+    TPUs that `topology` has, with what the executor costs there. The payload has so many bytes in
     `wire_dtype`, a dtype or its name: where an algorithm's partial sums may not travel in it, they
     count for more. `with_idle` is for a mesh axis that has the devices of failed chips too,
     `unrolled` for sums beside which other work is to be done. The `executor` is ``"ppermute"``, or
@@ -220,7 +221,7 @@ def plan(
     if tile is not None:
         topology = TiledTopology.of(topology, tile)
     wire = _name_of(wire_dtype)
-    on = network(link)
+    on = network_of(topology) if link is None else network(link)
     is_auto = algorithm == AUTO
     if schedule is not None:
         schedule = _on(topology, schedule)

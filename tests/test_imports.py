@@ -57,6 +57,7 @@ DOORS = {
     ("plans", "optim.sharded"),
     ("cli.bench", "testing"),
     ("cli.bench", "collectives.timing"),
+    ("cli.compile", "tpu.fit"),
     ("cli.compile", "tpu.report"),
     ("cli.compile", "tpu.slices"),
 }

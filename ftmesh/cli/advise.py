@@ -92,15 +92,18 @@ def run(args: argparse.Namespace) -> None:
     )
     hurt = bool(damaged.failed or damaged.failed_links)
     now = advise.at_hand(site, damaged) if hurt else None
+    wires = None
+    if hurt and site.network.executor:
+        wires = advise.at_hand(replace(site, network=site.network.wires), damaged)
     if args.plot:
         from ftmesh.draw import plots
 
         plots.save(plots.where_time_goes(outcomes, site), args.plot)
     if args.json:
-        print(json.dumps(_as_dict(site, outcomes, now), indent=2))
+        print(json.dumps(_as_dict(site, outcomes, now, wires), indent=2))
         return
     print(_table(site, outcomes, horizon))
-    print(textwrap.fill(_sentence(site, outcomes, now), 100))
+    print(textwrap.fill(_sentence(outcomes, now, wires), 100))
     print("\nThe model:")
     for text in advise.ASSUMPTIONS:
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
@@ -163,7 +166,7 @@ def _table(site: Site, outcomes: dict[str, list[Outcome]], horizon: float) -> st
     return "\n".join(lines)
 
 
-def _sentence(site: Site, outcomes: dict[str, list[Outcome]], now: AtHand | None) -> str:
+def _sentence(outcomes: dict[str, list[Outcome]], now: AtHand | None, wires: AtHand | None) -> str:
     if now is None:
         best = max(outcomes, key=lambda name: _mean(outcomes[name], "per_chip"))
         return (
@@ -184,15 +187,16 @@ def _sentence(site: Site, outcomes: dict[str, list[Outcome]], now: AtHand | None
             "to be worth a restart."
         )
     other = sub_mesh if now.best == around else around
+    alone = f" ({wires.speeds[now.best]:.1%} on the wires alone)" if wires else ""
     return (
-        f"Advice for {now.topology}: {verb}, at {now.speeds[now.best]:.1%} of full speed. In the "
-        f"{format_time(now.repair)} until repair that does {hours[now.best]} of full-mesh work, "
-        f"the restart paid, where '{other}' would do {hours[other]} and waiting none."
+        f"Advice for {now.topology}: {verb}, at {now.speeds[now.best]:.1%} of full speed{alone}. "
+        f"In the {format_time(now.repair)} until repair that does {hours[now.best]} of full-mesh "
+        f"work, the restart paid, where '{other}' would do {hours[other]} and waiting none."
     )
 
 
 def _as_dict(
-    site: Site, outcomes: dict[str, list[Outcome]], now: AtHand | None
+    site: Site, outcomes: dict[str, list[Outcome]], now: AtHand | None, wires: AtHand | None
 ) -> dict[str, object]:
     return {
         "mesh": site.topology.name,
@@ -209,5 +213,10 @@ def _as_dict(
         ],
         "at_hand": None
         if now is None
-        else {"best": now.best, "speeds": now.speeds, "full_mesh_seconds": now.done},
+        else {
+            "best": now.best,
+            "speeds": now.speeds,
+            "wires_speeds": (wires or now).speeds,
+            "full_mesh_seconds": now.done,
+        },
     }

@@ -89,11 +89,12 @@ def add_payload(parser: argparse.ArgumentParser) -> None:
 
 
 def add_network(parser: argparse.ArgumentParser) -> None:
-    """--tpu, --link, --latency, --overhead."""
+    """--tpu, --link, --latency, --overhead, --wires-only."""
     parser.add_argument(
         "--tpu",
         choices=NETWORKS,
-        help="take the published link rate of a TPU generation, and 1us a hop",
+        help="take the published link rate of a TPU generation, 1us a hop, and what ftmesh's "
+        "executor costs there, where it is known",
     )
     parser.add_argument(
         "--link",
@@ -106,6 +107,9 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overhead", metavar="TIME", help="per transfer at its sender (default: none)"
     )
+    parser.add_argument(
+        "--wires-only", action="store_true", help="leave out what the executor of --tpu costs"
+    )
 
 
 def network_of(args: argparse.Namespace) -> Network:
@@ -113,7 +117,7 @@ def network_of(args: argparse.Namespace) -> Network:
     base = network(args.tpu or DEFAULT, args.latency, args.overhead)
     if args.link:
         base = replace(base, bandwidth=parse_rate(args.link), source="as given")
-    return base
+    return base.wires if args.wires_only else base
 
 
 def topology_of(args: argparse.Namespace) -> Topology:

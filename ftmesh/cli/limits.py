@@ -64,6 +64,9 @@ def run(args: argparse.Namespace) -> None:
     print(f"  reduce-scatter, then all-gather  {format_time(2 * times['all_gather_us'] / 1e6)}")
     print(f"  all-reduce                       {format_time(times['all_reduce_us'] / 1e6)}")
     print(f"  any of them, by latency alone    {format_time(times['latency_floor_us'] / 1e6)}")
+    if network.executor:
+        floor = times["executor_floor_us"] / 1e6
+        print(f"  all-reduce, in the executor      {format_time(floor)}, if wires took no time")
     print(stages)
 
 
@@ -74,6 +77,8 @@ def _times(found: Limits, payload_bytes: int, network: Network) -> dict[str, flo
         "all_reduce_us": found.all_reduce_seconds(payload_bytes, network.bandwidth),
         "latency_floor_us": found.latency_seconds(network.latency, network.overhead),
     }
+    if network.executor:
+        seconds["executor_floor_us"] = network.executor.floor_seconds(payload_bytes)
     return {name: 1e6 * value for name, value in seconds.items()}
 
 

@@ -1,4 +1,4 @@
-"""``ftmesh simulate``: what schedules cost on the wires, and how far that is from the limit."""
+"""``ftmesh simulate``: what schedules cost, and how far that is from the limit of the wires."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "simulate",
         help="what an all-reduce costs, beside the physical limit",
         description="Simulate all-reduces on a mesh, link by link, and set them beside the least "
-        "time that any all-reduce could take there. Nothing is run.",
+        "time that any all-reduce could take there. With --tpu, what ftmesh's executor costs is "
+        "added, and the wires alone are shown beside it. Nothing is run.",
         epilog="example: ftmesh simulate 32x32 --failed 4x2@14,14 --algorithm all --tpu v3",
     )
     add_mesh(parser)
@@ -122,10 +123,13 @@ def _table(
     priced: list[dict[str, Simulation]], refusals: dict[str, PlanError], mode: str, limit: float
 ) -> str:
     any_one = priced[0][mode]
+    executor = any_one.network.executor
     lines = [
         f"{format_bytes(any_one.payload_bytes)} on {any_one.schedule.topology}, {any_one.network}",
         f"  {'algorithm':<12}{'rounds':>7}{'synchronous':>13}{'dataflow':>11}{'x limit':>9}"
-        f"{'latency costs':>15}{'waiting costs':>15}{'links used':>12}",
+        f"{'latency costs':>15}{'waiting costs':>15}{'links used':>12}"
+        + f"{'wires alone':>13}{'x limit':>9}"
+        * bool(executor),
     ]
     for one in priced:
         ranked = one[mode]
@@ -135,8 +139,12 @@ def _table(
             f"{format_time(one['dataflow'].seconds):>11}{ranked.seconds / limit:>9.2f}"
             f"{format_time(ranked.lost_to_latency):>15}"
             f"{format_time(ranked.lost_to_contention):>15}{ranked.utilisation:>12.0%}"
+            + f"{format_time(ranked.wires_seconds):>13}{ranked.wires_seconds / limit:>9.2f}"
+            * bool(executor)
         )
     lines += [f"  {name:<12}cannot: {refusal}" for name, refusal in refusals.items()]
+    if executor:
+        lines.append(any_one.executor_line)
     return "\n".join([*lines, f"  no all-reduce can take less than {format_time(limit)}"])
 
 
@@ -150,6 +158,8 @@ def summary(one: dict[str, Simulation], mode: str, limit: float) -> dict[str, An
         "time_us": 1e6 * ranked.seconds,
         "limit_us": 1e6 * limit,
         "times_limit": ranked.seconds / limit,
+        "wires_us": 1e6 * ranked.wires_seconds,
+        "around_us": 1e6 * ranked.around_seconds,
         **{f"{name}_us": 1e6 * each.seconds for name, each in one.items()},
         "lost_to_latency_us": 1e6 * ranked.lost_to_latency,
         "lost_to_contention_us": 1e6 * ranked.lost_to_contention,

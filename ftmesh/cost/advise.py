@@ -35,8 +35,8 @@ ASSUMPTIONS = (
     "work since the last checkpoint and costs a restart; so does a return to more chips, without "
     "the loss.",
     "The full mesh and sub-meshes sum with two_dim, damaged meshes with the faster of row_pair and "
-    "ring, chips in a line with line, in synchronous rounds as simulated. The global batch stays "
-    "the same.",
+    "ring, chips in a line with line, in synchronous rounds as simulated, with what the executor "
+    "costs where the network has one. The global batch stays the same.",
     f"For each number of failed boards {SAMPLES} random damages are planned and simulated; further "
     "ones count like one of these.",
     "Spare boards stand in for failed ones wherever these are, and are paid for.",

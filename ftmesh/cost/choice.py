@@ -27,13 +27,17 @@ ALGORITHMS = (AUTO, *planners.PLANNERS)
 
 @dataclass(frozen=True)
 class Candidate:
-    """An algorithm and its simulated time, or the reason why it cannot serve."""
+    """An algorithm and its simulated time, or the reason why it cannot serve.
+
+    Where the network has an executor, `wires_seconds` is the time on the wires alone.
+    """
 
     algorithm: str
     rounds: int = 0
     seconds: float = math.inf
     refusal: str = ""
     partials: str = "float32"  # the dtype in which partial sums travel
+    wires_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,12 @@ class Choice:
     def __str__(self) -> str:
         least = limits(self.topology).all_reduce_seconds(self.payload_bytes, self.network)
         is_narrow = self.wire_dtype != "float32"
+        executor = self.network.executor
         what = f" of {self.wire_dtype}" if is_narrow else ""
         lines = [
             f"{format_bytes(self.payload_bytes)}{what} on {self.topology}, {self.network}",
             f"  {'algorithm':<12}{'rounds':>7}{'simulated':>12}{'x limit':>9}"
+            + f"{'wires alone':>13}" * bool(executor)
             + "  partial sums travel as" * is_narrow,
         ]
         for one in self.candidates:
@@ -66,15 +72,19 @@ class Choice:
             else:
                 lines.append(
                     f"  {one.algorithm:<12}{one.rounds:>7}{format_time(one.seconds):>12}"
-                    f"{one.seconds / least:>9.2f}" + f"  {one.partials}" * is_narrow
+                    f"{one.seconds / least:>9.2f}"
+                    + ("" if one.wires_seconds is None else f"{format_time(one.wires_seconds):>13}")
+                    + f"  {one.partials}" * is_narrow
                 )
+        if executor:
+            lines.append(f"  executor: {executor}")
         return "\n".join([*lines, f"  no all-reduce can take less than {format_time(least)}"])
 
 
 def choose(
     topology: Topology, payload_bytes: int, on: Network = DEFAULT, wire_dtype: str = "float32"
 ) -> Choice:
-    """Price every algorithm that can serve `topology`, in synchronous rounds.
+    """Price every algorithm that can serve `topology`, in synchronous rounds, with the executor's.
 
     The payload has so many bytes in `wire_dtype`. Where partial sums may not travel in that, as
     `ftmesh.cost.rounding` tells, the first half of the schedule carries more, and is priced so. A
@@ -111,13 +121,21 @@ def _priced(simulator: Simulator, payload_bytes: int, on: Network, wire_dtype: s
     schedule = simulator.schedule
     partials = partials_travel_in(wire_dtype, depth=depth_on_devices(schedule))
     times = FLOATS[partials].num_bytes // FLOATS[wire_dtype].num_bytes
-    if times == 1:
-        seconds = simulator.seconds(payload_bytes, on)
-    else:
+
+    def seconds(on: Network) -> float:
+        if times == 1:
+            return simulator.seconds(payload_bytes, on)
         first, _ = simulator.half_seconds(times * payload_bytes, on)
         _, second = simulator.half_seconds(payload_bytes, on)
-        seconds = first + second
-    return Candidate(schedule.algorithm, schedule.num_rounds, seconds, partials=partials)
+        return first + second
+
+    return Candidate(
+        algorithm=schedule.algorithm,
+        rounds=schedule.num_rounds,
+        seconds=seconds(on),
+        partials=partials,
+        wires_seconds=seconds(on.wires) if on.executor else None,
+    )
 
 
 def depth_on_devices(schedule: Schedule) -> int:

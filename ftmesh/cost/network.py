@@ -1,7 +1,8 @@
-"""Network: what the links of a mesh can do, in seconds and bytes per second.
+"""Network: what the links of a mesh can do, in seconds and bytes per second, and what runs on them.
 
 The parameter sets of TPU generations are published figures, each with its source; nobody publishes
-the latency of a hop, so one figure stands for all of them.
+the latency of a hop, so one figure stands for all of them. Some come with what ftmesh's executor
+costs there, as the TPU compiler estimates it; `Network.wires` leaves that out.
 
 >>> NETWORKS["v3"].bandwidth
 82000000000.0
@@ -14,13 +15,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from ftmesh.cost.executor import Executor
 from ftmesh.errors import ArgumentError
+from ftmesh.mesh.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate, parse_time
 
 
 @dataclass(frozen=True)
 class Network:
-    """Full-duplex links, all alike.
+    """Full-duplex links, all alike, and an executor, or None for the wires alone.
 
     A transfer of b bytes over h free hops takes ``overhead + h * latency + b / bandwidth``: the
     sender spends `overhead` seconds on it, its head moves on after `latency` seconds at each hop,
@@ -31,6 +34,7 @@ class Network:
     latency: float  # seconds per hop
     overhead: float = 0.0  # seconds at the sender, per transfer
     source: str = "as given"
+    executor: Executor | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
@@ -39,6 +43,11 @@ class Network:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ArgumentError(f"{name} must be 0 seconds or more, not {value!r}")
+
+    @property
+    def wires(self) -> Network:
+        """The wires alone."""
+        return replace(self, executor=None) if self.executor else self
 
     def __str__(self) -> str:
         text = f"links of {format_rate(self.bandwidth)} each way, {format_time(self.latency)} a hop"
@@ -53,15 +62,47 @@ DEFAULT = Network(50e9, 0.5e-6, source="round figures, as used in studies of col
 _HOP = 1e-6
 _CACM = "Jouppi et al., A Domain-Specific Supercomputer (CACM 2020)"
 _CLOUD = "cloud.google.com/tpu/docs, system architecture"
+
+# As `ftmesh compile SLICE --failed BLOCKS --fit` finds them: fitted to all rounds of `ring` and
+# `row_pair` for 100 MB of float32 on v3:16x32 less 4x2@6,14, and on v6e:16x16 less 2x2@2,2.
+_ESTIMATED = "as estimated by the TPU compiler, libtpu 0.0.48.1, not measured"
+_V3 = Executor(
+    0, 398.8, 0.01088, packing=0.009616, clock=940e6, devices=2,
+    source=f"{_ESTIMATED}; 940 MHz: {_CACM}",
+)  # fmt: skip
+_V6E = Executor(
+    1562, 2360, 0.00323, packing=0.009485, clock=1.75e9,
+    source=f"{_ESTIMATED}; nobody publishes the clock, at 1.75 GHz the 918 TFLOP/s of {_CLOUD} are "
+    "4 products of 256x256 a cycle",
+)  # fmt: skip
+
 NETWORKS = {
     "v2": Network(62e9, _HOP, source=f"496 Gbit/s a link each way: {_CACM}"),
-    "v3": Network(82e9, _HOP, source=f"656 Gbit/s a link each way: {_CACM}"),
+    "v3": Network(82e9, _HOP, source=f"656 Gbit/s a link each way: {_CACM}", executor=_V3),
     "v4": Network(50e9, _HOP, source="50 GB/s a link: Jouppi et al., TPU v4 (ISCA 2023)"),
     "v5e": Network(50e9, _HOP, source=f"400 GB/s a chip, both ways, over 4 links: {_CLOUD}"),
     "v5p": Network(100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}"),
-    "v6e": Network(100e9, _HOP, source=f"3200 Gbit/s a chip, each way, over 4 links: {_CLOUD}"),
+    "v6e": Network(
+        100e9, _HOP, source=f"3200 Gbit/s a chip, each way, over 4 links: {_CLOUD}", executor=_V6E
+    ),
     "v7x": Network(100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}"),
 }
+
+_KINDS = {
+    "TPU v2": "v2",
+    "TPU v3": "v3",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU7x": "v7x",
+}  # as JAX calls them
+
+
+def network_of(topology: Topology) -> Network:
+    """The network of the devices of `topology`, if they are TPUs that are known, or `DEFAULT`."""
+    kinds = {str(getattr(device, "device_kind", "")) for device in topology.devices[:1]}
+    return next((NETWORKS[_KINDS[kind]] for kind in kinds if kind in _KINDS), DEFAULT)
 
 
 def network(
@@ -73,7 +114,8 @@ def network(
 
     `link` is a network, the name of a TPU generation, or a rate: bytes per second, or text such as
     ``"50GB/s"``. Times are seconds, or text such as ``"0.5us"``; what is not given is `link`'s own,
-    or that of `DEFAULT` where `link` is a rate.
+    or that of `DEFAULT` where `link` is a rate. Only the name of a generation comes with an
+    executor.
     """
     if isinstance(link, Network):
         base = link

@@ -1,4 +1,4 @@
-"""Simulate: what a schedule costs on the wires of its mesh, without running it.
+"""Simulate: what a schedule costs on the wires of its mesh and in its executor, without running it.
 
 A link carries one transfer at a time. It serves rounds in order; within a round, transfers with
 fewer hops behind them first, then lower lanes first. A transfer that has to wait is kept at the
@@ -28,33 +28,31 @@ Two clocks:
 
 Each link serves in the same order under both, and every time is a sum or a maximum of earlier
 ones, so dataflow is never slower than synchronous.
+
+A network with an executor (`ftmesh.cost.executor`) has what devices do beside the wires added.
+Nothing overlaps it: a round takes its wires' time and then its executor's, which is the same for
+all rounds of a phase and for all chips; packing, and what the cores of a chip exchange, comes on
+top of all rounds. In dataflow a chip goes through its rounds one by one, and at its own pace: it
+sends when its part of the round before is done, and is done with a round when all that it receives
+has arrived and the executor's time is over.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ftmesh.cost.executor import costs
 from ftmesh.cost.network import DEFAULT, Network, network
+from ftmesh.cost.traffic import Traffic, Wires, dataflow, synchronous
 from ftmesh.errors import ArgumentError
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.topology import Link
-from ftmesh.schedule.columns import Columns, row_key
-from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.units import format_bytes, format_time
 
 MODES = ("synchronous", "dataflow")
-
-Floats = NDArray[np.float64]
-Index = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -76,13 +74,19 @@ class PhaseCost:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """The simulated cost of a schedule; times in seconds."""
+    """The simulated cost of a schedule; times in seconds.
+
+    `wires_seconds` is the same on the wires alone, and all there is where there is no executor;
+    `around_seconds` is what that takes for packing and the like, before all rounds and after them.
+    """
 
     schedule: Schedule
     payload_bytes: int
     network: Network
     mode: str
     seconds: float
+    wires_seconds: float
+    around_seconds: float
     phases: tuple[PhaseCost, ...]
     link_bytes: dict[Link, float]
     lost_to_latency: float  # how much sooner it would end without latency and overhead
@@ -93,6 +97,12 @@ class Simulation:
         """The share of what all links could carry in that time."""
         capacity = len(self.schedule.topology.wires.links) * self.network.bandwidth * self.seconds
         return sum(self.link_bytes.values()) / capacity
+
+    @property
+    def executor_line(self) -> str:
+        """What the executor costs, in words."""
+        around = format_time(self.around_seconds)
+        return f"  executor: {self.network.executor}; {around} around all rounds"
 
     def busiest_links(self, count: int = 4) -> list[tuple[Link, float]]:
         """The links that carry most, and their bytes."""
@@ -114,6 +124,11 @@ class Simulation:
             f"  lost to latency: {format_time(self.lost_to_latency)}; to waiting for links: "
             f"{format_time(self.lost_to_contention)}"
         )
+        if self.network.executor:
+            lines += [
+                self.executor_line,
+                f"  on the wires alone: {format_time(self.wires_seconds)}",
+            ]
         busiest = ", ".join(f"{_dots(a)} to {_dots(b)}" for (a, b), _ in self.busiest_links())
         return "\n".join([*lines, f"  busiest links: {busiest}"])
 
@@ -146,20 +161,21 @@ class Simulator:
         self._link_ids = {link: i for i, link in enumerate(schedule.topology.wires.links)}
 
     @cached_property
-    def _rounds(self) -> list[_Traffic]:
+    def _rounds(self) -> list[Traffic]:
         """The phases, for rounds on idle wires."""
-        return [_Traffic(self, phase, alike=True) for phase in self._on_chips.phases]
+        return [Traffic(self.link_ids, phase, alike=True) for phase in self._on_chips.phases]
 
     @cached_property
-    def _transfers(self) -> list[_Traffic]:
+    def _transfers(self) -> list[Traffic]:
         """The phases, for transfers one by one."""
-        return [_Traffic(self, phase, alike=False) for phase in self._on_chips.phases]
+        return [Traffic(self.link_ids, phase, alike=False) for phase in self._on_chips.phases]
 
     def run(
         self, payload_bytes: int = 100_000_000, on: Network = DEFAULT, mode: str = "synchronous"
     ) -> Simulation:
         """The cost for `payload_bytes`, with all that there is to say about it."""
         seconds, spans = self._spans(payload_bytes, on, mode)
+        around = self._beside(payload_bytes, on)[1]
         chunk_bytes = payload_bytes / self.schedule.num_chunks
         loads = [
             {link: chunks * chunk_bytes for link, chunks in self.schedule.link_loads(phase).items()}
@@ -177,6 +193,8 @@ class Simulator:
             network=on,
             mode=mode,
             seconds=seconds,
+            wires_seconds=self.seconds(payload_bytes, on.wires, mode) if on.executor else seconds,
+            around_seconds=around,
             phases=tuple(
                 PhaseCost(
                     name=phase.name,
@@ -224,139 +242,22 @@ class Simulator:
             raise ArgumentError(
                 f"payload_bytes must be a positive whole number, not {payload_bytes!r}"
             )
-        wires = _Wires(on, len(self._link_ids), queue)
+        wires = Wires(on, len(self._link_ids), queue)
         per_chunk = payload_bytes / self.schedule.num_chunks / on.bandwidth
+        beside, around = self._beside(payload_bytes, on)
         if mode == "synchronous":
-            spans = _synchronous(self._rounds, wires, per_chunk)
+            spans = synchronous(self._rounds, wires, per_chunk, beside)
         else:
-            spans = _dataflow(self._on_chips, self._transfers, wires, per_chunk)
-        return max(end for _, end in spans), spans
+            spans = dataflow(self._on_chips, self._transfers, wires, per_chunk, beside)
+        return max(end for _, end in spans) + around, spans
+
+    def _beside(self, payload_bytes: int, on: Network) -> tuple[list[float] | None, float]:
+        """What the executor adds to a round of each phase, and to all of them."""
+        return costs(on.executor, self.schedule, payload_bytes) if on.executor else (None, 0.0)
 
     def link_ids(self, src: int, dst: int) -> list[int]:
         """The links of the route between two chips, by rank, numbered."""
         return [self._link_ids[link] for link in pairwise(self._on_chips.routes[src, dst])]
-
-
-class _Wires:
-    """The links: until when each is taken."""
-
-    def __init__(self, on: Network, num_links: int, queue: bool) -> None:
-        self.on = on
-        self.queue = queue
-        self.free = np.zeros(num_links)
-
-    def send(
-        self, ready: Floats, busy: Floats, waves: list[tuple[Index | slice, Index]]
-    ) -> tuple[Floats, Floats]:
-        """When transfers that are `ready` have left their sources, and when they have arrived.
-
-        `busy` is how long each keeps a link; `waves` lists, in order of service, transfers and the
-        links they take next, no link twice in a wave.
-        """
-        head = ready + self.on.overhead
-        left = np.zeros_like(head)  # 0 until a transfer has taken its first link
-        for who, link in waves:
-            start = np.maximum(head[who], self.free[link]) if self.queue else head[who]
-            end = start + busy[who]
-            self.free[link] = end
-            left[who] = np.where(left[who], left[who], end)
-            head[who] = start + self.on.latency
-        return left, head + busy
-
-
-class _Traffic:
-    """A phase as the wires see it.
-
-    Rounds of rings in lockstep are alike to them: one is looked at, and counts so many `times`.
-    """
-
-    def __init__(self, simulator: Simulator, phase: Phase, *, alike: bool) -> None:
-        is_rule = alike and not isinstance(phase.what, Columns)
-        self.times = phase.num_rounds if is_rule else 1
-        self.columns = phase.first_round if is_rule else phase.columns
-        self.bounds = np.array([0, len(self.columns)]) if is_rule else phase.bounds
-        paths = [simulator.link_ids(*pair) for pair in phase.pairs]
-        hops = np.array([len(path) for path in paths])
-        self._path = np.full((len(paths), hops.max()), -1)
-        for i, path in enumerate(paths):
-            self._path[i, : len(path)] = path
-        key = row_key(self.columns.src, self.columns.dst)
-        self._pair = np.unique(key, return_inverse=True)[1]
-
-    @cached_property
-    def waves(self) -> list[list[tuple[Index | slice, Index]]]:
-        """For every round, the waves that `_Wires.send` takes."""
-        links = self._path[self._pair]
-        if links.shape[1] == 1 and not self._shares(links[:, 0]):
-            return [[(slice(None), links[a:b, 0])] for a, b in pairwise(self.bounds)]
-        waves: list[list[tuple[Index | slice, Index]]] = []
-        for a, b in pairwise(self.bounds):
-            waves.append([])
-            for hop in links[a:b].T:
-                left = np.flatnonzero(hop >= 0)
-                while len(left):  # the first on each link now, the others in later waves
-                    _, first = np.unique(hop[left], return_index=True)
-                    waves[-1].append((left[first], hop[left[first]]))
-                    left = np.delete(left, first)
-        return waves
-
-    def _shares(self, link: Index) -> bool:
-        """Whether some link is used twice in a round."""
-        key = np.sort(row_key(self.columns.round, link))
-        return bool((key[1:] == key[:-1]).any())
-
-    def rounds(self, per_chunk: float) -> Iterator[tuple[slice, Floats, Any]]:
-        """For each round: its transfers, how long each keeps a link, and its waves."""
-        busy = self.columns.count.astype(np.float64) * per_chunk
-        for (a, b), waves in zip(pairwise(self.bounds), self.waves, strict=True):
-            if b > a:
-                yield slice(a, b), busy[a:b], waves
-
-
-def _synchronous(
-    traffic: list[_Traffic], wires: _Wires, per_chunk: float
-) -> list[tuple[float, float]]:
-    """Each round on idle wires; phases follow one another."""
-    lengths = []
-    for phase in traffic:
-        ends = []
-        for _, busy, waves in phase.rounds(per_chunk):
-            wires.free[:] = 0.0
-            _, arrived = wires.send(np.zeros_like(busy), busy, waves)
-            ends.append(float(arrived.max()))
-        lengths.append(phase.times * math.fsum(ends))
-    ends = [math.fsum(lengths[:i]) for i in range(len(lengths) + 1)]
-    return list(pairwise(ends))
-
-
-def _dataflow(
-    schedule: Schedule, traffic: list[_Traffic], wires: _Wires, per_chunk: float
-) -> list[tuple[float, float]]:
-    """Each transfer when its data and its links are ready."""
-    size = schedule.topology.num_live * schedule.num_chunks
-    written = np.zeros(size)  # when each rank's copy of each chunk was last written
-    read = np.zeros(size)  # and last read
-    spans = []
-    for phase in traffic:
-        row, chunk = phase.columns.expanded()
-        sources = phase.columns.src[row].astype(np.intp) * schedule.num_chunks + chunk
-        targets = phase.columns.dst[row].astype(np.intp) * schedule.num_chunks + chunk
-        first = np.cumsum(phase.columns.count) - phase.columns.count
-        begin, end = math.inf, 0.0
-        for rows, busy, waves in phase.rounds(per_chunk):
-            starts = first[rows]
-            stop = starts[-1] + phase.columns.count[rows][-1]
-            source, target = sources[starts[0] : stop], targets[starts[0] : stop]
-            starts, owner = starts - starts[0], row[starts[0] : stop] - rows.start
-            ready = np.maximum.reduceat(written[source], starts)
-            left, arrived = wires.send(ready, busy, waves)
-            np.maximum.at(read, source, left[owner])
-            landed = np.maximum(arrived[owner], read[target])
-            np.maximum.at(written, target, landed)
-            begin = min(begin, float(ready.min()))
-            end = max(end, float(landed.max()))
-        spans.append((begin, end))
-    return spans
 
 
 def _dots(coord: Coord) -> str:

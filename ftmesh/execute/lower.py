@@ -323,19 +323,19 @@ def _rule(chunks: Ints, count: int, senders: Ints) -> Rule | None:
     rounds, so that one that is active throughout may begin anywhere on it.
     """
     values, num_rounds = chunks[senders], chunks.shape[1]
-    if num_rounds < 3:
-        return None
     active = values != IDLE
     begin, length = active.argmax(axis=1), active.sum(axis=1)
-    steps = np.where(active[:, 1:] & active[:, :-1], np.diff(values, axis=1), 0)
+    steps = np.zeros_like(values)  # to what each round sends, from what the one before did
+    steps[:, 1:] = np.where(active[:, 1:] & active[:, :-1], np.diff(values, axis=1), 0)
     sign = np.where((steps == count).sum(axis=1) > (steps == -count).sum(axis=1), 1, -1)
     size = num_rounds + 1
     turned = (steps != 0) & (steps != sign[:, None] * count)
-    after = np.take_along_axis(values, turned.argmax(axis=1)[:, None] + 1, axis=1)[:, 0]
+    after = np.take_along_axis(values, turned.argmax(axis=1)[:, None], axis=1)[:, 0]
     foremost = np.take_along_axis(values, begin[:, None], axis=1)[:, 0]
-    last_piece = (size - 1) * count
+    top = np.where(sign < 0, size - 1, 0)  # the piece that comes after a turn
     first, place, step, start, end = np.zeros((5, len(chunks)), np.int32)
-    first[senders] = np.where(turned.any(axis=1), after, foremost) - (sign < 0) * last_piece
+    turns = turned.any(axis=1)  # those that do not may as well be at the top in round 0
+    first[senders] = np.where(turns, after, foremost - sign * begin * count) - top * count
     place[senders] = ((foremost - first[senders]) // count - sign * begin) % size
     step[senders], start[senders], end[senders] = sign, begin, begin + length
     rule = Rule(first, place, step, size, count, start, end)

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from ftmesh.execute.lower import IDLE, Loop, Rule
 from ftmesh.schedule.columns import Ints
@@ -64,29 +66,49 @@ def _computed(loop: Loop, rank: Any) -> Rounds:
         np.stack([rule.first, rule.place, rule.step, rule.begin, rule.end], axis=1)
         for rule in rules
     ]
-    silent = np.array([0, 0, 0, 0, 0], np.int32)
-    of_sources = [
-        np.where(lane.source[:, None] >= 0, part[lane.source], silent)
-        for lane, part in zip(loop.lanes, parts, strict=True)
-    ]
-    mine = jnp.asarray(np.stack([*parts, *of_sources], axis=1).astype(np.int32))[rank]
+    for lane, part in zip(loop.lanes, parts.copy(), strict=True):
+        parts.append(np.where(lane.source[:, None] >= 0, part[lane.source], 0))
+    # Ranks that step alike share a row of numbers, but for where on the circle they are.
+    is_own = [[True, len(np.unique(rule.place)) > 2, False, False, False] for rule in rules] * 2
+    mine = _at(rank, np.concatenate(parts, axis=1), np.concatenate(is_own))
 
-    def chunk(row: int, now: Any) -> Any:
-        number = row % len(rules)
-        rule, lane = rules[number], loop.lanes[number]
-        first, place, step, begin, end = mine[row]
+    def chunk(number: int, now: Any) -> Any:
+        rule, lane = rules[number % len(rules)], loop.lanes[number % len(rules)]
+        first, place, step, begin, end = mine[5 * number : 5 * number + 5]
         found = first + (place + step * now) % rule.size * rule.count
-        if lane.is_full or (row < len(rules) and rule.is_always(loop.num_rounds)):
+        if lane.is_full or (number < len(rules) and rule.is_always(loop.num_rounds)):
             return found
         return jnp.where((begin <= now) & (now < end), found, IDLE)
 
     def one(now: Any) -> Round:
-        chunks = [chunk(row, now) for row in range(2 * len(rules))]
-        received = chunks[len(rules) :]
-        arrivals = tuple(Arrival((lane,), None, each) for lane, each in enumerate(received))
-        return Round(tuple(chunks[: len(rules)]), arrivals)
+        chunks = [chunk(number, now) for number in range(2 * len(rules))]
+        arrivals = enumerate(chunks[len(rules) :])
+        return Round(
+            tuple(chunks[: len(rules)]),
+            tuple(Arrival((lane,), None, each) for lane, each in arrivals),
+        )
 
     return lambda now, how_many: [one(now + later) for later in range(how_many)]
+
+
+def _at(rank: Any, numbers: Ints, is_own: NDArray[np.bool_]) -> list[Any]:
+    """The numbers of a rank, of ``[rank, number]``: its own, and those that it may share.
+
+    What is the same for all is not read.
+    """
+    own = _row(numbers[:, is_own], rank)
+    rows, row = np.unique(numbers[:, ~is_own], axis=0, return_inverse=True)
+    shared: Any = rows[0]
+    if len(rows) > 1:
+        shared = _row(rows, _row(row.reshape(-1), rank))
+    place = np.where(is_own, np.cumsum(is_own), np.cumsum(~is_own)) - 1
+    return [(own if mine else shared)[i] for mine, i in zip(is_own, place.tolist(), strict=True)]
+
+
+def _row(table: Ints, row: Any) -> jax.Array:
+    """A row of a constant, which takes as little of the program as it can."""
+    is_short = np.abs(table).max(initial=0) < 2**15
+    return jnp.asarray(table.astype(np.int16 if is_short else np.int32))[row].astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,8 +189,8 @@ def _in_places(received: Ints, count: int, num_places: int) -> Ints | None:
 
 def _read(numbers: Numbers, rank: Any) -> Rounds:
     """All numbers from their rows."""
-    base, row = jnp.asarray(numbers.base)[rank], jnp.asarray(numbers.row)[rank]
-    mine = jnp.asarray(numbers.rows)[row].reshape(-1, numbers.base.shape[1])
+    base, row = _row(numbers.base, rank), _row(numbers.row, rank)
+    mine = _row(numbers.rows, row).reshape(-1, numbers.base.shape[1])
     mine = jnp.where(mine == IDLE, IDLE, mine + base)
     lanes, places, bits = numbers.num_lanes, numbers.num_places, numbers.num_bits
 

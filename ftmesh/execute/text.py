@@ -19,6 +19,7 @@ class Instruction:
     source: str = ""  # the operation it was made of, with JAX's name scopes around it
     type: str = ""  # of its result
     metadata: str = ""  # where it was made, in the compiler's words
+    config: str = ""  # what only a backend knows: the target of a custom call, and its own notes
 
     @property
     def operands(self) -> list[str]:
@@ -51,7 +52,10 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
                 source = "".join(re.findall(r'op_name="([^"]*)"', rest))
                 bare = _without_strings(rest)
                 metadata = rest.partition(" metadata={")[2]
-                found[name].append(Instruction(opcode[1], bare, made[1], source, kind, metadata))
+                config = "".join(re.findall(r" ((?:custom_call_target|backend_config)=.*)", rest))
+                found[name].append(
+                    Instruction(opcode[1], bare, made[1], source, kind, metadata, config)
+                )
     if not entry:
         raise ArgumentError("this is not the text of a compiled program: it has no ENTRY")
     return found, entry

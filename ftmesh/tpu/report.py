@@ -4,8 +4,9 @@
     topo = ftmesh.Topology.from_devices(devices, failed="2x2@2,2")
     print(compile_report(ftmesh.plan(topo), 100_000_000))
 
-Says whether the compiler takes the program, what memory it needs, and whether the permutations of
-a round travel together or one after the other; all read from the compiled text.
+Says whether the compiler takes the program, what memory it needs, whether the permutations of a
+round travel together or one after the other, and what a round costs beside them; all read from the
+compiled text.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,30 +23,19 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ftmesh import collectives
-from ftmesh.execute.text import Instruction, computations
 from ftmesh.mesh.devices import platform_of
 from ftmesh.plans import Plan
+from ftmesh.tpu.cycles import Cycles
+from ftmesh.tpu.loops import (
+    CompiledLoop,
+    compiled_loops,
+    cycles_of_all,
+    cycles_outside,
+    loop_lines,
+)
 from ftmesh.tpu.options import compiler_options
 from ftmesh.tpu.slices import one_line
 from ftmesh.units import format_bytes
-
-
-@dataclass(frozen=True)
-class CompiledLoop:
-    """The permutations of one round; `in_flight` of them before the first is waited for.
-
-    Where the compiler keeps them synchronous, nothing else happens while one travels.
-    """
-
-    name: str
-    permutations: int
-    in_flight: int
-    synchronous: bool
-
-    def __str__(self) -> str:
-        lanes = f"{self.permutations} permutation{'s' * (self.permutations > 1)} a round"
-        how = "synchronous here" if self.synchronous else f"{self.in_flight} in flight at once"
-        return f"{self.name}: {lanes}, {how}"
 
 
 @dataclass(frozen=True)
@@ -65,6 +54,7 @@ class CompileReport:
     temporary_bytes: int
     loops: tuple[CompiledLoop, ...]
     lax_psum: str  # how the compiler's own sum goes about it, or its refusal
+    packing: Cycles | None = None  # outside of rounds: packing and unpacking, reading of tables
 
     @property
     def accepted(self) -> bool:
@@ -79,6 +69,9 @@ class CompileReport:
     def as_dict(self) -> dict[str, Any]:
         """The same as plain data, for JSON."""
         extra = {"accepted": self.accepted, "temporary_ratio": self.temporary_ratio}
+        if self.packing:
+            rounds = cycles_of_all(self.loops)
+            extra |= {"cycles": rounds.total, "hidden_cycles": rounds.hidden}
         return asdict(self) | extra
 
     def __str__(self) -> str:
@@ -92,8 +85,13 @@ class CompileReport:
                 f"  compiled in {self.compile_seconds:.1f} s to {format_bytes(self.program_bytes)}",
                 f"  {format_bytes(self.temporary_bytes)} of temporary memory, "
                 f"{self.temporary_ratio:.2f} times the payload",
-                *(f"  {loop}" for loop in self.loops),
+                *loop_lines(self.loops),
             ]
+            if self.packing:
+                lines.append(
+                    f"  {self.packing.total:,} cycles to pack, unpack and begin, outside of rounds"
+                    f"{self.packing.doubts}"
+                )
         else:
             lines.append(f"  the compiler says: {self.refusal}")
             if not self.with_idle:
@@ -139,7 +137,7 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
     ours, refusal = compiled(lambda x: collectives.pmean(x, "data", plan=plan), options)
     seconds = time.perf_counter() - start
     memory = ours.memory_analysis() if ours else None
-    names = [loop.name for loop in plan.program.loops]
+    text = ours.as_text() if ours else ""
     return CompileReport(
         platform=platform,
         mesh=str(plan.topology),
@@ -151,49 +149,9 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
         compile_seconds=seconds,
         program_bytes=memory.generated_code_size_in_bytes if memory else 0,
         temporary_bytes=memory.temp_size_in_bytes if memory else 0,
-        loops=compiled_loops(ours.as_text(), names) if ours else (),
+        loops=compiled_loops(text, planned=plan.program.loops) if ours else (),
         lax_psum=strategy(theirs.as_text()) if theirs else f"refused: {their_refusal}",
-    )
-
-
-def compiled_loops(text: str, names: list[str]) -> tuple[CompiledLoop, ...]:
-    """Every loop with permutations, in the order they run; permutations outside loops are one too.
-
-    Loops get their `names`, if there are as many; the compiler may have unrolled a short one.
-    """
-    known, entry = computations(text)
-    rounds = [ops for ops in _rounds(known, entry) if ops]
-    if len(rounds) != len(names):
-        names = [f"loop {i}" for i in range(len(rounds))]
-    return tuple(_loop(name, ops) for name, ops in zip(names, rounds, strict=True))
-
-
-def _rounds(known: dict[str, list[Instruction]], name: str) -> Iterator[list[str]]:
-    """The permutation opcodes of each loop body, and of what runs between loops."""
-    here: list[str] = []
-    for instruction in known[name]:
-        if instruction.opcode.startswith("collective-permute"):
-            here.append(instruction.opcode)
-        for called in instruction.calls:
-            inside = list(_rounds(known, called)) if called in known else []
-            if instruction.opcode == "while":
-                yield here
-                here = []
-                yield from inside
-            else:
-                here += [opcode for ops in inside for opcode in ops]
-    yield here
-
-
-def _loop(name: str, opcodes: list[str]) -> CompiledLoop:
-    starts = opcodes.count("collective-permute-start")
-    done = "collective-permute-done"
-    until = opcodes.index(done) if done in opcodes else len(opcodes)
-    return CompiledLoop(
-        name=name,
-        permutations=starts + opcodes.count("collective-permute"),
-        in_flight=opcodes[:until].count("collective-permute-start") or 1,
-        synchronous=starts == 0,
+        packing=cycles_outside(text) if ours else None,
     )
 
 

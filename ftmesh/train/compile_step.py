@@ -21,6 +21,7 @@ from rich.console import Console
 from ftmesh.collectives import gradients
 from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.mesh.topology import Topology
+from ftmesh.tpu.loops import CompiledLoop, compiled_loops, cycles_of_all
 from ftmesh.tpu.overlap import Overlap, overlap
 from ftmesh.tpu.slices import tpu_devices
 from ftmesh.train.arguments import add_step, config_of
@@ -45,6 +46,7 @@ class StepReport:
     argument_bytes: int  # the state, which a step takes over, and the batch
     temporary_bytes: int
     overlap: Overlap  # of the sums of gradients
+    loops: tuple[CompiledLoop, ...] = ()  # all rounds of all sums, the packing not among them
 
     @property
     def device_bytes(self) -> int:
@@ -66,6 +68,12 @@ class StepReport:
         ]
         if self.overlap.permutations:
             lines.append(f"  {self.overlap}")
+        if any(loop.cycles for loop in self.loops):
+            found = cycles_of_all(self.loops)
+            lines.append(
+                f"  {found.total:,} cycles beside the permutations of {len(self.loops)} loops, "
+                f"{found.hidden:,} of them hidden, as the compiler estimates{found.doubts}"
+            )
         return "\n".join(lines)
 
 
@@ -82,6 +90,7 @@ def compile_step(trainer: Trainer) -> StepReport:
         raise RefusedError(f"the compiler says: {' '.join(str(error).split())[:600]}") from error
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
+    text = compiled.as_text()
     return StepReport(
         platform=parallel.platform,
         num_devices=parallel.num_ranks,
@@ -91,7 +100,8 @@ def compile_step(trainer: Trainer) -> StepReport:
         program_bytes=memory.generated_code_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        overlap=overlap(compiled.as_text(), gradients.SCOPE),
+        overlap=overlap(text, gradients.SCOPE),
+        loops=compiled_loops(text),
     )
 
 

@@ -2,11 +2,13 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ftmesh import ArgumentError, Phase, Schedule, Topology, planners
+from ftmesh.cost.executor import Executor, costs
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
 from ftmesh.cost.simulate import MODES, Simulator, simulate
@@ -14,7 +16,12 @@ from ftmesh.schedule.columns import ADD, COPY, transfers
 from ftmesh.schedule.replay import replay
 from ftmesh.schedule.script import Script
 
-NETWORKS_TRIED = [DEFAULT, NETWORKS["v3"], Network(10e9, 3e-6, overhead=2e-6), Network(1e9, 0.0)]
+NETWORKS_TRIED = [
+    DEFAULT,
+    NETWORKS["v3"].wires,
+    Network(10e9, 3e-6, overhead=2e-6),
+    Network(1e9, 0.0),
+]
 PAYLOADS = [4_000, 1_000_000, 100_000_000, 1_000_003]
 
 
@@ -130,6 +137,22 @@ def test_dataflow_is_never_slower_than_synchronous_nor_faster_than_the_limit(see
     synchronous, dataflow = (simulator.seconds(payload, on, mode) for mode in MODES)
     least = limits(schedule.topology).all_reduce_seconds(payload, on)
     assert least * (1 - 1e-12) <= dataflow <= synchronous * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_an_executor_changes_neither_bound(seed):
+    rng = random.Random(seed)
+    schedule = random_schedule(rng)
+    payload = rng.choice(PAYLOADS)
+    executor = Executor(rng.choice([0, 3000]), 2000, rng.choice([0, 0.01]), packing=0, clock=1e9)
+    on = replace(rng.choice(NETWORKS_TRIED), executor=executor)
+    simulator = Simulator(schedule)
+    synchronous, dataflow = (simulator.seconds(payload, on, mode) for mode in MODES)
+    (a_round,), _ = costs(executor, schedule, payload)
+    beside = a_round * schedule.num_rounds
+    wires = simulator.seconds(payload, on.wires, "dataflow")
+    assert synchronous == pytest.approx(simulator.seconds(payload, on.wires) + beside, rel=1e-9)
+    assert max(wires, beside) * (1 - 1e-12) <= dataflow <= synchronous * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "row_pair"])

@@ -56,6 +56,9 @@ def test_idle_devices_cost_few_rounds(algorithm):
         assert all(isinstance(lane.send, Rule) for lane in idle.scatter[0].lanes)
 
 
+RINGS = {"scatter": 0, "gather": 1}  # loops of `row_pair` that are read from a table
+
+
 class TestFaults:
     """One entry changed, and the program is refused by name."""
 
@@ -63,23 +66,23 @@ class TestFaults:
     @pytest.mark.parametrize("where", [0.1, 0.5, 0.9])
     def test_an_entry_of_a_table(self, half, where):
         program = lower(planners.schedule(HOLE, "row_pair"))
-        lane = getattr(program, half)[0].lanes[0]
+        lane = getattr(program, half)[RINGS[half]].lanes[0]
         assert isinstance(lane.send, Table)
         rows = lane.send.rows.copy()
         used = np.argwhere(rows != IDLE)
         at = tuple(used[int(where * len(used))])
         rows[at] = rows[at] + lane.count if rows[at] == 0 else rows[at] - lane.count
-        bent = with_lane(program, half, 0, 0, send=replace(lane.send, rows=rows))
+        bent = with_lane(program, half, RINGS[half], 0, send=replace(lane.send, rows=rows))
         with pytest.raises(VerificationError, match=r"lowered program, read back: .*chunk \d+ "):
             check_program(bent)
 
     @pytest.mark.parametrize("half", ["scatter", "gather"])
     def test_an_entry_that_says_nothing(self, half):
         program = lower(planners.schedule(HOLE, "row_pair"))
-        lane = getattr(program, half)[0].lanes[0]
+        lane = getattr(program, half)[RINGS[half]].lanes[0]
         rows = lane.send.rows.copy()
         rows[tuple(np.argwhere(rows != IDLE)[0])] = IDLE
-        bent = with_lane(program, half, 0, 0, send=replace(lane.send, rows=rows))
+        bent = with_lane(program, half, RINGS[half], 0, send=replace(lane.send, rows=rows))
         with pytest.raises(VerificationError, match=r"lowered program, read back: .*chunk \d+ "):
             check_program(bent)
 
@@ -90,6 +93,19 @@ class TestFaults:
         place = lane.send.place.copy()
         place[3] += 1
         bent = with_lane(program, half, 0, 0, send=replace(lane.send, place=place))
+        with pytest.raises(VerificationError, match=r"read back: .*chunk \d+ "):
+            check_program(bent)
+
+    @pytest.mark.parametrize("end", ["begin", "end"])
+    @pytest.mark.parametrize("half", ["scatter", "gather"])
+    def test_a_round_too_few_of_a_rule(self, half, end):
+        program = lower(planners.schedule(Topology.grid("8x8", failed="2x2@2,2"), "row_pair"))
+        across = 1 - RINGS[half]
+        lane = getattr(program, half)[across].lanes[0]
+        rounds = getattr(lane.send, end).copy()
+        sender = lane.permutation[0][0]
+        rounds[sender] += 1 if end == "begin" else -1
+        bent = with_lane(program, half, across, 0, send=replace(lane.send, **{end: rounds}))
         with pytest.raises(VerificationError, match=r"read back: .*chunk \d+ "):
             check_program(bent)
 

@@ -186,6 +186,8 @@ def test_what_is_no_slice_is_refused_before_anything_is_loaded(name):
         ("compile v6e:0x4", "1 or more chips"),
         ("compile v6e:16x16 --payload much", "'much' is not a size"),
         ("compile v6e:16x16 --algorithm best", "invalid choice: 'best'"),
+        ("compile v6e:16x16 --executor mine", "invalid choice: 'mine'"),
+        ("compile v6e:16x16 --executor pallas --fit", "leave --executor out"),
         ("compile", "the following arguments are required: SLICE"),
     ],
 )
@@ -327,6 +329,33 @@ def test_memory_for_little_more_than_the_payload(algorithm):
     assert permutations(report) == {LANES[algorithm]}
     assert travels_at_once(report)
     assert report["lax_psum"] == "StrategyRing{colors:1 phases:1}"
+
+
+@needs_libtpu
+def test_cycles_beside_the_permutations():
+    report = compile_for("v6e:16x16", "2x2@2,2", "row_pair")
+    rounds = [loop["cycles"] for loop in report["loops"]]
+    assert [each["rounds"] for each in rounds] == [32, 6, 6, 32]
+    assert not any(each["unknown"] for each in rounds)
+    assert min(each["exposed"] for each in rounds) > 1000
+    # Four chunks across, and seven times as many along the rings.
+    along, across, _, _ = (each["sent_bytes"] for each in rounds)
+    assert 4 * 100e6 / 448 <= across <= 1.1 * 4 * 100e6 / 448
+    assert along == 7 * across
+    cycles = [each["rounds"] * (each["exposed"] + each["hidden"]) for each in rounds]
+    assert report["cycles"] == sum(cycles)
+    assert report["packing"]["exposed"] > 100_000
+
+
+@needs_libtpu
+def test_an_executor_is_fitted():
+    found = in_a_process(
+        "-m", "ftmesh", "compile", "v6e:4x4", "--failed", "2x2@0,0", "--fit", "--json"
+    )
+    assert {each["lanes"] for each in found["rounds"]} == {2, 4}
+    assert found["per_round"] + 2 * found["per_lane"] > 1000
+    assert 1e-4 < found["per_byte"] < 0.1
+    assert 1e-4 < found["packing"] < 0.1
 
 
 def resnet50():

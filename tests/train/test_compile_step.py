@@ -20,8 +20,11 @@ from examples.resnet50.trainer import resnet50_trainer
 from ftmesh import Topology
 from ftmesh.errors import ArgumentError
 from ftmesh.testing import cpu_grid
+from ftmesh.tpu.cycles import RoundCycles
+from ftmesh.tpu.loops import CompiledLoop
+from ftmesh.tpu.overlap import Overlap
 from ftmesh.tpu.slices import has_libtpu
-from ftmesh.train.compile_step import compile_step
+from ftmesh.train.compile_step import StepReport, compile_step
 from ftmesh.train.trainer import StepOptions
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -45,8 +48,26 @@ def test_a_share_of_the_state_is_less_than_the_whole():
     assert momentum / 12 <= share < momentum / 3
     assert whole.device_bytes > whole.temporary_bytes + 2 * momentum
     assert whole.overlap.permutations == 0
+    assert {loop.cycles for loop in whole.loops} == {None}  # only TPU compilers estimate any
     assert f"global batch 24, gradients summed by {whole.sums_on}" in str(whole)
     assert json.loads(json.dumps(whole.as_dict()))["device_bytes"] == whole.device_bytes
+
+
+def test_a_step_says_what_its_sums_cost_beside_the_permutations():
+    rounds = [
+        RoundCycles(1000, 50, (), 10, 4096),
+        RoundCycles(200, 0, (("sort", 64),), 5, 64),
+        None,
+    ]
+    loops = tuple(CompiledLoop("loop", 2, 2, False, cycles) for cycles in rounds)
+    report = StepReport("TPU v6 lite", 12, "ring", 24, 1.0, 1, 1, 1, Overlap(0, 0, 0, 0), loops)
+    *_, last = str(report).splitlines()
+    assert last == (
+        "  11,500 cycles beside the permutations of 3 loops, 500 of them hidden, as the compiler "
+        "estimates; without an estimate: 1 sort of 64 B"
+    )
+    found = json.loads(json.dumps(report.as_dict()))
+    assert found["loops"][0]["cycles"]["exposed"] == 1000
 
 
 def test_emulated_ranks_have_no_devices():

@@ -1,0 +1,140 @@
+"""Executor: what devices do in a round beside the wires, which nothing overlaps.
+
+Between two permutations a device slices what it sends, adds what it got and finds out what is next.
+The TPU compiler estimates the cycles of each of these instructions; an `Executor` sums them up per
+generation, as a line that was fitted to such estimates: `ftmesh compile SLICE --fit`.
+
+>>> executor = Executor(6000, 1000, 0.001, packing=0.01, clock=1e9)
+>>> round(1e6 * executor.round_seconds(lanes=2, num_bytes=1_000_000), 3)
+9.0
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ftmesh.errors import ArgumentError
+from ftmesh.schedule.columns import Columns, Ints, row_key
+from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Executor:
+    """What a device's program costs, in cycles.
+
+    A round with so many permutations, or lanes, that take so many bytes out of a device's buffer
+    costs ``per_round + lanes * per_lane + bytes * per_byte``; to pack a payload, and to unpack the
+    sum, costs `packing` for every byte of it. The `devices` of a chip share its payload: they give
+    each other their halves first and last, which count as a round each.
+    """
+
+    per_round: float
+    per_lane: float
+    per_byte: float
+    packing: float
+    clock: float  # cycles per second
+    devices: int = 1  # on a chip
+    source: str = "as given"
+
+    def __post_init__(self) -> None:
+        for name in ("per_round", "per_lane", "per_byte", "packing"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ArgumentError(f"{name} must be 0 cycles or more, not {value!r}")
+        if not (math.isfinite(self.clock) and self.clock > 0):
+            raise ArgumentError(f"clock must be above 0 cycles a second, not {self.clock!r}")
+        if self.devices not in (1, 2):
+            raise ArgumentError(f"a chip has one or two devices, not {self.devices!r}")
+
+    def cycles(self, *, lanes: int, num_bytes: float) -> float:
+        """A round in which a device sends `num_bytes` over so many lanes together."""
+        return self.per_round + lanes * self.per_lane + num_bytes * self.per_byte
+
+    def round_seconds(self, *, lanes: int, num_bytes: float) -> float:
+        """The same, in seconds."""
+        return self.cycles(lanes=lanes, num_bytes=num_bytes) / self.clock
+
+    def around_seconds(self, payload_bytes: float) -> float:
+        """What comes before all rounds and after them: packing, and the exchange between cores."""
+        packing = payload_bytes * self.packing / self.clock
+        if self.devices == 1:
+            return packing
+        return packing + 2 * self.round_seconds(lanes=1, num_bytes=payload_bytes / self.devices)
+
+    def floor_seconds(self, payload_bytes: float) -> float:
+        """The least time of any all-reduce, if rounds and wires cost nothing.
+
+        Whatever is done, each chip's part of every sum has to leave it once.
+        """
+        moved = payload_bytes / self.devices * self.per_byte / self.clock
+        return moved + self.around_seconds(payload_bytes)
+
+    def __str__(self) -> str:
+        costs = [f"{self.per_lane:,.0f} cycles a lane", f"{1e3 * self.per_byte:.3g} a kB"]
+        if self.per_round:
+            costs.insert(0, f"{self.per_round:,.0f} cycles a round")
+        return f"{', '.join(costs)} beside the wires, at {self.clock / 1e9:.3g} GHz"
+
+
+def costs(
+    executor: Executor, schedule: Schedule, payload_bytes: float
+) -> tuple[list[float], float]:
+    """In seconds, what a round of each phase of `schedule` costs a device, and all around them.
+
+    All rounds of a phase are alike to it.
+    """
+    if schedule.topology.num_positions > 1:  # every device of a tile has a payload of its own
+        executor = replace(executor, devices=1)
+    chunk_bytes = payload_bytes / schedule.num_chunks / executor.devices
+    rounds = [
+        executor.round_seconds(lanes=lanes, num_bytes=chunks * chunk_bytes)
+        for lanes, chunks in map(lanes_and_chunks, schedule.phases)
+    ]
+    return rounds, executor.around_seconds(payload_bytes)
+
+
+def lanes_and_chunks(phase: Phase) -> tuple[int, int]:
+    """The lanes that a phase has when it is lowered, and the chunks that they carry together.
+
+    Every device slices and adds for every lane in every round, also where it has nothing to send.
+    """
+    if not isinstance(phase.what, Columns):
+        return len(phase.what), sum(circling.count for circling in phase.what)
+    lanes = chunks = 0
+    kind = 2 * phase.what.count + phase.what.op
+    for this in np.unique(kind):
+        alike = phase.what.take(kind == this)
+        found = _num_lanes(alike)
+        lanes += found
+        chunks += found * int(alike.count[0])
+    return lanes, chunks
+
+
+def _num_lanes(columns: Columns) -> int:
+    """The lanes of transfers of one kind: their own, or else as few as permutations can be."""
+    own = row_key(columns.lane, columns.src, columns.dst)
+    _, first = np.unique(own, return_index=True)
+    ends = (columns.src, columns.dst)
+    if all(_most_often(row_key(columns.lane[first], end[first])) == 1 for end in ends):
+        return len(np.unique(columns.lane))
+    pair = row_key(columns.src, columns.dst)
+    order = np.lexsort((pair, columns.round))
+    again = _repeats(row_key(columns.round, pair)[order])
+    _, first = np.unique(row_key(pair[order], again), return_index=True)
+    return max(_most_often(end[order][first]) for end in ends)
+
+
+def _most_often(values: NDArray[np.integer]) -> int:
+    return int(np.unique(values, return_counts=True)[1].max())
+
+
+def _repeats(values: NDArray[np.integer]) -> Ints:
+    """For each of sorted values, how many like it came before."""
+    place = np.arange(len(values))
+    is_new = np.concatenate(([True], values[1:] != values[:-1]))
+    return (place - np.maximum.accumulate(np.where(is_new, place, 0))).astype(np.int32)

@@ -1,0 +1,134 @@
+"""Loops: the rounds of a plan, found again in the text of a compiled program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from ftmesh.execute.lower import Loop
+from ftmesh.tpu.cycles import PERMUTE, Cycles, RoundCycles, Stretch, has_estimates, stretches
+
+
+@dataclass(frozen=True)
+class CompiledLoop:
+    """The permutations of one round; `in_flight` of them before the first is waited for.
+
+    Where the compiler keeps them synchronous, nothing else happens while one travels.
+    """
+
+    name: str
+    permutations: int
+    in_flight: int
+    synchronous: bool
+    cycles: RoundCycles | None = None  # beside them, where the compiler estimates any
+
+    def __str__(self) -> str:
+        lanes = f"{self.permutations} permutation{'s' * (self.permutations > 1)} a round"
+        how = "synchronous here" if self.synchronous else f"{self.in_flight} in flight at once"
+        return f"{self.name}: {lanes}, {how}"
+
+
+def compiled_loops(
+    text: str, names: Sequence[str] = (), planned: Sequence[Loop] = ()
+) -> tuple[CompiledLoop, ...]:
+    """Every loop with permutations, in the order they run; permutations outside loops are one too.
+
+    A loop may run several rounds in a turn, and the last ones after it; a short one is unrolled,
+    and may then not be told from the next. The `planned` loops say what a round is. Where there are
+    none, or they are of another program, a turn counts as a round, and loops get their `names`, if
+    there are as many.
+    """
+    found = [stretch for stretch in stretches(text) if stretch.permutations]
+    is_priced = has_estimates(text)
+    if matched := _matched(found, planned):
+        return tuple(_loop(*each, is_priced) for each in matched)
+    if len(found) != len(names):
+        names = [f"loop {i}" for i in range(len(found))]
+    each_alone = zip(names, found, strict=True)
+    return tuple(_loop(name, [one], one.rounds, is_priced) for name, one in each_alone)
+
+
+def _matched(
+    found: Sequence[Stretch], planned: Sequence[Loop]
+) -> list[tuple[str, list[Stretch], int]]:
+    """The names of planned loops, the stretches that they are, and how many rounds.
+
+    As few of either together as have the same number of permutations; nothing where no number of
+    them has.
+    """
+    if len(found) == len(planned):
+        for stretch, loop in zip(found, planned, strict=True):
+            if stretch.rounds is None:
+                stretch.rounds = loop.num_rounds * len(loop.lanes) // len(stretch.permutations)
+    ran = list(accumulate((one.rounds or 0) * len(one.permutations) for one in found))
+    wanted = list(accumulate(loop.num_rounds * len(loop.lanes) for loop in planned))
+    if not planned or ran[-1:] != wanted[-1:]:
+        return []
+    matched = []
+    for begin, end in pairwise([0, *sorted({*ran} & {*wanted})]):
+        some = [one for one, at in zip(found, ran, strict=True) if begin < at <= end]
+        loops = [loop for loop, at in zip(planned, wanted, strict=True) if begin < at <= end]
+        name = " and ".join(loop.name for loop in loops)
+        matched.append((name, some, sum(loop.num_rounds for loop in loops)))
+    return matched
+
+
+def _loop(name: str, some: Sequence[Stretch], rounds: int | None, is_priced: bool) -> CompiledLoop:
+    """Stretches of so many rounds in all."""
+    first = some[0]
+    opcodes = [each.opcode for each in first.instructions]
+    start, done = f"{PERMUTE}-start", f"{PERMUTE}-done"
+    until = opcodes.index(done) if done in opcodes else len(opcodes)
+    times = rounds or 1
+    ran = sum(len(one.permutations) * (one.rounds or 1) for one in some)
+    return CompiledLoop(
+        name=name,
+        permutations=-(-ran // times),
+        in_flight=opcodes[:until].count(start) or 1,
+        synchronous=start not in opcodes,
+        cycles=_a_round(some, rounds) if is_priced else None,
+    )
+
+
+def _a_round(some: Sequence[Stretch], rounds: int | None) -> RoundCycles:
+    """One of so many rounds."""
+    every = [one.round_cycles for one in some]
+    total = sum((each.in_all for each in every), Cycles())
+    sent = sum(each.sent_bytes * (each.rounds or 1) for each in every)
+    times = rounds or 1
+    return RoundCycles(
+        exposed=round(total.exposed / times),
+        hidden=round(total.hidden / times),
+        unknown=total.unknown,
+        rounds=rounds,
+        sent_bytes=round(sent / times),
+    )
+
+
+def cycles_of_all(loops: Iterable[CompiledLoop]) -> Cycles:
+    """All rounds of all loops beside their permutations."""
+    return sum((loop.cycles.in_all for loop in loops if loop.cycles), Cycles())
+
+
+def cycles_outside(text: str) -> Cycles | None:
+    """What a compiled program does beside its rounds; None where nothing is estimated."""
+    if not has_estimates(text):
+        return None
+    return sum((one.others * (one.rounds or 1) for one in stretches(text)), Cycles())
+
+
+def loop_lines(loops: Sequence[CompiledLoop]) -> list[str]:
+    """What there is to say of loops, a line for each thing."""
+    lines = []
+    for loop in loops:
+        lines.append(f"  {loop}")
+        if loop.cycles:
+            lines.append(f"    {loop.cycles}")
+    if any(loop.cycles for loop in loops):
+        found = cycles_of_all(loops)
+        lines.append(
+            f"  {found.total:,} cycles in all rounds beside permutations, {found.hidden:,} hidden, "
+            "as the compiler estimates"
+        )
+    return lines

@@ -1,0 +1,312 @@
+"""What a compiled program does beside its permutations, read from its text, and fitted."""
+
+import re
+
+import pytest
+
+from ftmesh import ArgumentError
+from ftmesh.execute.lower import Loop
+from ftmesh.tpu.cycles import Cycles, RoundCycles, stretches
+from ftmesh.tpu.fit import fit
+from ftmesh.tpu.loops import CompiledLoop, compiled_loops, cycles_outside, loop_lines
+from ftmesh.tpu.report import CompileReport
+from ftmesh.units import format_bytes
+
+# As the TPU compiler writes them, with fewer instructions: a round that was unrolled into the main
+# computation, a loop of two permutations with a tuple for its state, and one with a loop in it.
+TEXT = """\
+HloModule jit_step, is_scheduled=true
+
+%fused.1 (p.1: f32[8,8,128], p.2: s32[]) -> (f32[1,8,128], f32[1,8,128]) {
+  %p.1 = f32[8,8,128]{2,1,0:T(8,128)} parameter(0)
+  %p.2 = s32[]{:T(128)} parameter(1)
+  ROOT %slices = (f32[1,8,128]{2,1,0}, f32[1,8,128]{2,1,0}) tuple(%p.1, %p.1)
+}
+
+%body.1 (state.1: (s32[], f32[8,8,128], s32[32])) -> (s32[], f32[8,8,128], s32[32]) {
+  %state.1 = (s32[]{:T(128)}, f32[8,8,128]{2,1,0:T(8,128)}, s32[32]{0:T(128)S(1)}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%state.1), index=0
+  %buffer.1 = f32[8,8,128]{2,1,0:T(8,128)} get-tuple-element(%state.1), index=1
+  %table.1 = s32[32]{0:T(128)S(1)} get-tuple-element(%state.1), index=2
+  %row.1 = s32[1]{0:T(128)} dynamic-slice(%table.1, %i.1), dynamic_slice_sizes={1}, SCOPE(read), \
+CYCLES(2120)
+  %chunk.1 = s32[1]{0:T(128)} maximum(%row.1, %row.1), SCOPE(max)
+  %out.1 = (CHUNK, CHUNK) fusion(%buffer.1, %chunk.1), kind=kLoop, calls=%fused.1, SCOPE(slice), \
+CYCLES(2592)
+  %out.2 = CHUNK get-tuple-element(%out.1), index=0
+  %s.1 = (CHUNK, CHUNK, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%out.2), \
+channel_id=1, source_target_pairs={{0,1},{1,0}}, SCOPE(ppermute)
+  %s.2 = (CHUNK, CHUNK, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%out.2), \
+channel_id=2, source_target_pairs={{0,1},{1,0}}, SCOPE(ppermute)
+  %beside.1 = f32[8,128]{1,0} copy(%out.2), CYCLES(300)
+  %d.1 = CHUNK collective-permute-done(%s.1), SCOPE(ppermute)
+  %beside.2 = f32[8,128]{1,0} copy(%out.2), CYCLES(40)
+  %d.2 = CHUNK collective-permute-done(%s.2), SCOPE(ppermute)
+  %new.1 = f32[8,8,128]{2,1,0:T(8,128)} fusion(%buffer.1, %d.1), kind=kLoop, calls=%fused.1, \
+SCOPE(update), CYCLES(2617)
+  %next.1 = s32[]{:T(128)} add(%i.1, %i.1), SCOPE(add)
+  ROOT %tuple.1 = (s32[]{:T(128)}, f32[8,8,128]{2,1,0}, s32[32]{0}) tuple(%next.1, %new.1, %table.1)
+}
+
+%condition.1 (state.2: (s32[], f32[8,8,128], s32[32])) -> pred[] {
+  %state.2 = (s32[]{:T(128)}, f32[8,8,128]{2,1,0:T(8,128)}, s32[32]{0:T(128)S(1)}) parameter(0)
+  %i.2 = s32[]{:T(128)} get-tuple-element(%state.2), index=0
+  %n.2 = s32[]{:T(128)} constant(32)
+  ROOT %go.2 = pred[]{:T(512)} compare(%i.2, %n.2), direction=LT, SCOPE(lt)
+}
+
+%body.3 (state.3: f32[8,8,128]) -> f32[8,8,128] {
+  %state.3 = f32[8,8,128]{2,1,0:T(8,128)} parameter(0)
+  ROOT %add.3 = f32[8,8,128]{2,1,0:T(8,128)} add(%state.3, %state.3), CYCLES(100)
+}
+
+%condition.3 (state.4: f32[8,8,128]) -> pred[] {
+  ROOT %go.4 = pred[]{:T(512)} constant(true)
+}
+
+%body.5 (state.5: f32[8,8,128]) -> f32[8,8,128] {
+  %state.5 = f32[8,8,128]{2,1,0:T(8,128)} parameter(0)
+  %inner.5 = f32[8,8,128]{2,1,0:T(8,128)} while(%state.5), condition=%condition.3, body=%body.3INNER
+  %sent.5 = CHUNK slice(%inner.5), CYCLES(11)
+  %plain.5 = CHUNK collective-permute(%sent.5), source_target_pairs={{0,1},{1,0}}
+  ROOT %new.5 = f32[8,8,128]{2,1,0:T(8,128)} fusion(%inner.5, %plain.5), calls=%fused.1, CYCLES(22)
+}
+
+%condition.5 (state.6: f32[8,8,128]) -> pred[] {
+  ROOT %go.6 = pred[]{:T(512)} constant(true)
+}
+
+ENTRY %main (x: f32[8192]) -> f32[8192] {
+  %x = f32[8192]{0:T(1024)} parameter(0)
+  %zero = s32[]{:T(128)} constant(0)
+  %packed = f32[8,8,128]{2,1,0:T(8,128)} pad(%x, %zero), OUTSIDE(concatenate), CYCLES(624612)
+  %rank = s32[1]{0:T(128)} dynamic-slice(%zero), OWN(axis_index), CYCLES(2122)
+  %prefetch = (s32[32]{0:S(1)}, s32[32]{0}, u32[]{:S(2)}) copy-start(%rank)
+  %half = CHUNK slice(%packed), SCOPE(slice), CYCLES(1000)
+  %s.7 = (CHUNK, CHUNK, u32[]{:S(2)}) collective-permute-start(%half), channel_id=7, SCOPE(ppermute)
+  %d.7 = CHUNK collective-permute-done(%s.7), SCOPE(ppermute)
+  %whole = f32[8,8,128]{2,1,0:T(8,128)} fusion(%packed, %d.7), calls=%fused.1, SCOPE(update), \
+CYCLES(3000)
+  %ready = s32[32]{0:S(1)} copy-done(%prefetch)
+  %init = (s32[]{:T(128)}, f32[8,8,128]{2,1,0:T(8,128)}, s32[32]{0}) tuple(%zero, %whole, %ready)
+  %loop.1 = (s32[]{:T(128)}, f32[8,8,128]{2,1,0:T(8,128)}, s32[32]{0:T(128)S(1)}) while(%init), \
+condition=%condition.1, body=%body.1, OWN(while)
+  %sum.1 = f32[8,8,128]{2,1,0:T(8,128)} get-tuple-element(%loop.1), index=1
+  %loop.5 = f32[8,8,128]{2,1,0:T(8,128)} while(%sum.1), condition=%condition.5, body=%body.5, \
+OWN(while)OUTER
+  ROOT %mean = f32[8192]{0:T(1024)} fusion(%loop.5), calls=%fused.1, OUTSIDE(div), CYCLES(265871)
+}
+"""
+CHUNK = 8 * 128 * 4  # bytes
+
+
+def program(inner=3, outer=None):
+    """The program, in which the compiler says how often a loop and the one around it run."""
+    text = TEXT.replace("CHUNK", "f32[1,8,128]{2,1,0:T(8,128)S(1)}")
+    for name, count in (("INNER", inner), ("OUTER", outer)):
+        said = f', backend_config={{"known_trip_count":{{"n":"{count}"}}}}' if count else ""
+        text = text.replace(name, said)
+    scopes = {
+        "SCOPE": "ftmesh.all_reduce/while/body/eval_jaxpr/",
+        "OWN": "ftmesh.all_reduce/",
+        "OUTSIDE": "",
+    }
+    for name, scope in scopes.items():
+        made = rf'metadata={{op_name="jit(step)/shard_map/{scope}\1" stack_frame_id=2}}'
+        text = re.sub(rf"\b{name}\((\w+)\)", made, text)
+    config = r'backend_config={"flag_configs":[],"window_config":{"estimated_cycles":"\1"}}'
+    return re.sub(r"\bCYCLES\((\d+)\)", config, text)
+
+
+def loop(name, rounds, lanes):
+    """A planned loop, as far as it matters here."""
+    return Loop(name, rounds, (None,) * lanes)
+
+
+PLANNED = [loop("between cores", 1, 1), loop("around", 32, 2), loop("across", 6, 1)]
+NAMES = [each.name for each in PLANNED]
+
+
+def test_cycles_of_every_loop():
+    between, around, across = compiled_loops(program(), planned=PLANNED)
+    # What was unrolled is told by its scope, not from reading tables and packing beside it.
+    assert between == CompiledLoop(
+        "between cores", 1, 1, False, RoundCycles(1000 + 3000, 0, (), 1, CHUNK)
+    )
+    # The condition says how many rounds.
+    exposed, hidden = 2120 + 2592 + 2617, 300 + 40
+    assert around == CompiledLoop(
+        "around", 2, 2, False, RoundCycles(exposed, hidden, (), 32, 2 * CHUNK)
+    )
+    # The plan does, and a loop in it runs three times a round.
+    assert across == CompiledLoop(
+        "across", 1, 1, True, RoundCycles(3 * 100 + 11 + 22, 0, (), 6, CHUNK)
+    )
+
+
+def test_permutations_in_a_loop_of_somebody_else_have_what_is_in_their_scope():
+    loop = '%body.1, metadata={op_name="jit(step)/shard_map/ftmesh.all_reduce/'
+    assert loop in program()
+    text = program().replace(loop, loop.replace("ftmesh.all_reduce/", ""))
+    _, around, _ = compiled_loops(text, NAMES)
+    assert around.cycles == RoundCycles(2120 + 2592 + 2617, 0, (), 32, 2 * CHUNK)
+    assert cycles_outside(text).total == cycles_outside(program()).total + 32 * 340
+
+
+def test_those_of_nobody_in_particular_have_their_loop():
+    text = program().replace("ftmesh.all_reduce/", "")
+    between, around, _ = compiled_loops(text, NAMES)
+    assert between.cycles.total == 0  # nothing tells what belongs to it
+    assert around.cycles.total == 7669
+
+
+def test_what_is_outside_of_rounds():
+    assert cycles_outside(program()) == Cycles(624_612 + 2122 + 265_871)
+
+
+class TestRoundsAndTurns:
+    """A turn of a compiled loop may be several rounds, and some come after it."""
+
+    def test_several_rounds_a_turn(self):
+        planned = [PLANNED[0], loop("around", 64, 1), loop("across", 3, 2)]
+        _, around, across = compiled_loops(program(outer=6), planned=planned)
+        assert around == CompiledLoop(
+            "around", 1, 2, False, RoundCycles(round(7329 / 2), 170, (), 64, CHUNK)
+        )
+        assert (across.permutations, across.cycles.total) == (2, 2 * 333)
+
+    def test_the_last_rounds_of_a_loop_are_after_it(self):
+        planned = [PLANNED[0], loop("around", 70, 1)]
+        _, around = compiled_loops(program(outer=6), planned=planned)
+        assert around.name == "around"
+        assert around.cycles.total == pytest.approx((32 * 7669 + 6 * 333) / 70, abs=1)
+        assert around.cycles.sent_bytes == CHUNK
+
+    def test_loops_that_cannot_be_told_apart(self):
+        planned = [loop("between", 1, 1), loop("first", 16, 2), loop("second", 8, 4), PLANNED[2]]
+        _, both, _ = compiled_loops(program(outer=6), planned=planned)
+        assert (both.name, both.cycles.rounds) == ("first and second", 24)
+
+    def test_the_plan_of_another_program_says_nothing(self):
+        planned = [PLANNED[0], loop("around", 33, 2), PLANNED[2]]
+        found = compiled_loops(program(outer=6), planned=planned)
+        assert [(each.name, each.cycles.rounds) for each in found] == [
+            ("loop 0", 1), ("loop 1", 32), ("loop 2", 6),
+        ]  # fmt: skip
+
+    def test_nobody_may_know(self):
+        *_, across = compiled_loops(program(), NAMES)
+        assert across.cycles.rounds is None
+        assert "how many rounds is not known" in str(across.cycles)
+
+
+def test_they_read_well():
+    lines = loop_lines(compiled_loops(program(outer=6), NAMES))
+    assert lines[2:4] == [
+        "  around: 2 permutations a round, 2 in flight at once",
+        "    7,669 cycles a round beside the permutations, 340 of them hidden; 32 rounds",
+    ]
+    total = 4000 + 32 * 7669 + 6 * 333
+    assert lines[-1] == (
+        f"  {total:,} cycles in all rounds beside permutations, {32 * 340:,} hidden, "
+        "as the compiler estimates"
+    )
+
+
+class TestPlantedFaults:
+    """An instruction that takes time and has no estimate is named, wherever it is."""
+
+    @pytest.mark.parametrize(
+        ("line", "number"),
+        [("%new.1 =", 1), ("%beside.1 =", 1), ("%add.3 =", 2), ("%whole =", 0)],
+    )
+    def test_in_a_loop(self, line, number):
+        lines = program().splitlines()
+        (at,) = [i for i, each in enumerate(lines) if line in each]
+        lines[at] = lines[at].partition(", backend_config")[0]
+        loops = compiled_loops("\n".join(lines), NAMES)
+        opcode = {"%beside.1 =": "copy", "%add.3 =": "add"}.get(line, "fusion")
+        size = CHUNK if opcode == "copy" else 8 * CHUNK
+        assert [each.cycles.unknown for each in loops] == [
+            ((opcode, size),) if i == number else () for i in range(3)
+        ]
+        said = f"; without an estimate: 1 {opcode} of {format_bytes(size)}"
+        assert str(loops[number].cycles).endswith(said)
+
+    def test_outside(self):
+        text = program().replace('"estimated_cycles":"624612"', "")
+        assert cycles_outside(text) == Cycles(2122 + 265_871, 0, (("pad", 8 * CHUNK),))
+
+    def test_a_loop_inside_a_round_that_nobody_counted(self):
+        *_, across = compiled_loops(program(inner=None), NAMES)
+        assert (across.cycles.total, across.cycles.unknown) == (100 + 11 + 22, (("while", 0),))
+
+    def test_a_program_without_estimates_says_nothing(self):
+        text = program().replace("estimated_cycles", "size")
+        assert {each.cycles for each in compiled_loops(text, NAMES)} == {None}
+        assert cycles_outside(text) is None
+
+
+def test_numbers_of_one_element_and_what_copies_by_itself_are_free():
+    first, *_ = stretches(program())
+    named = {each.name: each for each in first.instructions}
+    assert named["prefetch"].opcode == "copy-start"
+    assert first.others.unknown == ()
+
+
+@pytest.mark.parametrize(("target", "is_free"), [("AllocateBuffer", True), ("SortOfSums", False)])
+def test_a_buffer_costs_nothing_to_allocate(target, is_free):
+    call = f'f32[8192]{{0}} custom-call(), custom_call_target="{target}"'
+    text = program().replace("  %packed =", f"  %more = {call}\n  %packed =")
+    unknown = () if is_free else (("custom-call", 4 * 8192),)
+    assert cycles_outside(text).unknown == unknown
+
+
+# Fitting ----------------------------------------------------------------------------------------
+
+
+def report(rounds, *, payload=1_000_000, packing=9000):
+    """A report of loops of (lanes, bytes, cycles)."""
+    loops = tuple(
+        CompiledLoop(f"loop {i}", lanes, lanes, False, RoundCycles(cycles, 0, (), 5, sent))
+        for i, (lanes, sent, cycles) in enumerate(rounds)
+    )
+    return CompileReport(
+        "TPU v6 lite", "4x4", "ring", 16, False, payload, "", 0.0, 0, 0, loops, "", Cycles(packing)
+    )
+
+
+def test_a_line_is_found_again():
+    sizes = [(lanes, sent) for lanes in (1, 2, 4) for sent in (10_000, 300_000, 8_000_000)]
+    exact = [(lanes, sent, round(700 + 2100 * lanes + 0.004 * sent)) for lanes, sent in sizes]
+    found = fit([report(exact[:5]), report(exact[5:], payload=10**7, packing=90_000)])
+    assert found.per_round == pytest.approx(700, rel=0.01)
+    assert found.per_lane == pytest.approx(2100, rel=0.01)
+    assert found.per_byte == pytest.approx(0.004, rel=0.01)
+    assert found.packing == pytest.approx(0.009)
+    assert found.worst_error < 1e-3
+
+
+def test_nothing_costs_less_than_nothing():
+    # With 7,000 a lane and 0.0025 a byte, a round would cost -8,000.
+    rounds = [(2, 400_000, 7000), (2, 800_000, 8000), (4, 400_000, 21_000)]
+    found = fit([report(rounds)])
+    assert (found.per_round, found.per_byte) == (0.0, 0.0)
+    lanes = [lanes for lanes, _, _ in rounds]
+    cycles = [each for _, _, each in rounds]
+    best = sum(lanes) / sum(n * n / each for n, each in zip(lanes, cycles, strict=True))
+    assert found.per_lane == pytest.approx(best)
+
+
+def test_a_fit_shows_how_far_it_is_off():
+    found = fit([report([(2, 400_000, 10_000), (2, 400_000, 12_000)])])
+    # Both have the same lanes and bytes; they count as 10 and 12.
+    assert found.worst_error == pytest.approx(1 / 11)
+    lines = str(found).splitlines()
+    assert lines[1].split()[-5:] == ["2", "400", "kB", "10,000", "10,909"]
+    assert lines[-1].endswith("at most 9% off")
+
+
+def test_there_is_something_to_fit():
+    with pytest.raises(ArgumentError, match="no estimates to fit"):
+        fit([report([])])
