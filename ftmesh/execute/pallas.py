@@ -23,7 +23,7 @@ from ftmesh.execute.lower import Loop, Program
 from ftmesh.execute.pallas_kernel import kernel
 from ftmesh.execute.pallas_rank import WIDTH, Work
 from ftmesh.execute.pallas_tables import cuts, headings, pages, partners
-from ftmesh.mesh.devices import platform_of
+from ftmesh.mesh.devices import platform_of, process_of
 from ftmesh.schedule.columns import ADD
 
 TILE_BYTES = 4096
@@ -110,8 +110,13 @@ def _check_devices(program: Program, emulated: bool) -> None:
         )
     for kind in sorted({platform_of(device) for device in program.devices} & REFUSED):
         raise CollectiveError(
-            f"the Pallas executor does not run on {kind}, whose copies are not as fine as later "
-            f"ones': {INSTEAD}"
+            f"the Pallas executor does not run on {kind}, for which its kernel cannot be compiled: "
+            f"{INSTEAD}"
+        )
+    if is_interpreted(program) and len({process_of(device) for device in program.devices}) > 1:
+        raise CollectiveError(
+            "elsewhere than on TPUs the Pallas executor is interpreted, which takes all devices in "
+            f"one process, and these are of several: {INSTEAD}"
         )
 
 

@@ -187,8 +187,15 @@ def test_executors_have_names():
         ftmesh.plan(Topology.grid("2x2"), executor="tpu")
 
 
-def test_chips_whose_copies_are_too_coarse():
-    device = SimpleNamespace(platform="tpu", device_kind="TPU v3")
-    program = replace(program_of([crossing_loop(1)], SIZE), devices=(device,) * 3)
-    with pytest.raises(CollectiveError, match=r"does not run on TPU v3, .*executor='ppermute'"):
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ({"platform": "tpu", "device_kind": "TPU v3"}, r"does not run on TPU v3.*'ppermute'"),
+        ({"platform": "cpu"}, r"takes all devices in one process, .*'ppermute'"),
+    ],
+)
+def test_devices_that_it_does_not_run_on(kind, says):
+    devices = tuple(SimpleNamespace(process_index=i, **kind) for i in range(3))
+    program = replace(program_of([crossing_loop(1)], SIZE), devices=devices)
+    with pytest.raises(CollectiveError, match=says):
         pallas.run_loops(jnp.ones((4, 8, 128)), program.loops, program, axis_name="data")
