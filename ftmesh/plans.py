@@ -197,7 +197,8 @@ def plan(
     `wire_dtype`, a dtype or its name: where an algorithm's partial sums may not travel in it, they
     count for more. `with_idle` is for a mesh axis that has the devices of failed chips too,
     `unrolled` for sums beside which other work is to be done. The `executor` is ``"ppermute"``, or
-    ``"pallas"``: a kernel that runs all rounds at once, for TPUs, and interpreted elsewhere.
+    ``"pallas"``: one kernel for all rounds, for TPUs, and interpreted elsewhere. Nothing else is
+    computed while it runs.
 
     With a `tile`, as ``"2x2"``, each tile of so many chips is one rank, and its devices are a model
     group. Every position in it has a payload; all are summed at once, over links that they share. A

@@ -34,7 +34,7 @@ from ftmesh.collectives.gradients import (
 )
 from ftmesh.collectives.groups import Groups
 from ftmesh.errors import ArgumentError, ClusterError, CollectiveError
-from ftmesh.execute.lower import PPERMUTE
+from ftmesh.execute.lower import PALLAS, PPERMUTE
 from ftmesh.layout.batches import Shares
 from ftmesh.mesh.devices import platform_of, process_of
 from ftmesh.mesh.partners import partners
@@ -157,6 +157,8 @@ class Parallel:
         if self.ranks.num_live == 1:
             return "a single device"
         how = "lax.psum" if self.plan is None else self.plan.algorithm
+        if self.plan is not None and self.plan.executor == PALLAS:
+            how = f"{how} in a Pallas kernel"
         idle = ", idle devices among them" if self.ranks.with_idle else ""
         where = "" if self.mesh else ", emulated on one device"
         return f"{how} on {self.ranks.topology}{idle}{where}"

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from on_devices import per_rank
 from pallas_programs import crossing_loop, in_numpy, on_devices, program_of, random_loop
 
@@ -129,6 +130,22 @@ def test_payloads_of_any_size_under_all_transformations():
         np.testing.assert_array_equal(one, other)
 
 
+@slow
+def test_every_position_of_a_tile_sums_its_own():
+    plan = ftmesh.plan(cpu_grid("4x2"), "ring", tile="2x1", executor="pallas")
+    x = np.random.default_rng(0).integers(-99, 99, (4, 2, 7), np.int32)
+
+    @jax.jit
+    def total(x):
+        spec = P("data", "model")
+        mesh = plan.jax_mesh(("data", "model"))
+        return jax.shard_map(
+            lambda x: plan.psum(x, "data"), mesh=mesh, in_specs=spec, out_specs=spec
+        )(x)
+
+    np.testing.assert_array_equal(total(x), np.broadcast_to(x.sum(axis=0), x.shape))
+
+
 # Rounds that sum nothing in particular
 
 SIZE = 3, 4  # ranks, chunks
@@ -154,6 +171,23 @@ def test_several_chunks_in_several_pieces_and_pages(monkeypatch):
         (3, 2, ((16, 8),)),
     ]
     program, held = program_of(loops, SIZE), buffers(*SIZE, np.int32, rows=40)
+    np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
+
+
+@slow
+@pytest.mark.parametrize("seed", range(8))
+def test_random_rounds(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(2, 5)), int(rng.integers(4, 9))
+    monkeypatch.setattr(pallas, "PIECE_BYTES", int(rng.integers(1, 5)) * 4096)
+    loops = []
+    for _ in range(rng.integers(1, 4)):
+        ops = rng.choice([ADD, COPY], rng.integers(1, 4)).tolist()
+        count, num_rounds = (int(rng.integers(1, most)) for most in (4, 18))
+        step = int(rng.choice([1, count, count]))
+        loops.append(random_loop(rng, size, num_rounds, ops, count=count, step=step))
+    program = program_of(loops, size)
+    held = buffers(*size, np.int32, rows=8 * int(rng.integers(1, 6)))
     np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
 
 
