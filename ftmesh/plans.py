@@ -14,7 +14,7 @@ from ftmesh.cost.choice import AUTO, Choice, choose, depth_on_devices
 from ftmesh.cost.network import DEFAULT, Network, network, network_of
 from ftmesh.cost.rounding import LARGEST_ERROR, partials_travel_in, wire_named, worst_error
 from ftmesh.errors import ArgumentError
-from ftmesh.execute.lower import Program, lower
+from ftmesh.execute.lower import EXECUTORS, PPERMUTE, Program, lower
 from ftmesh.execute.read_back import check_program
 from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
@@ -31,7 +31,8 @@ class Plan:
     and `wire_dtype` are what the choice was made for, where ``auto`` was asked for; such a plan
     `is_auto`, and has siblings for other payloads: see `at`. With `unrolled` the rounds are
     written out in the program, not as loops: it grows with their number, and the compiler can do
-    other work while they travel, which it does not do across a loop.
+    other work while they travel, which it does not do across a loop. The `executor` runs them: one
+    permutation after the other, or on TPUs a Pallas kernel that runs all of them.
     """
 
     schedule: Schedule
@@ -42,6 +43,7 @@ class Plan:
     unrolled: bool = False
     wire_dtype: str = "float32"
     is_auto: bool = False
+    executor: str = PPERMUTE
 
     @property
     def topology(self) -> Topology:
@@ -61,7 +63,7 @@ class Plan:
             devices_per_chip=self.topology.devices_per_chip,
             with_idle=self.with_idle,
         )
-        program = replace(program, unrolled=self.unrolled)
+        program = replace(program, unrolled=self.unrolled, executor=self.executor)
         if self.proof is not None:
             check_program(program)
         return program
@@ -185,6 +187,7 @@ def plan(
     with_idle: bool = False,
     unrolled: bool = False,
     schedule: Schedule | None = None,
+    executor: str = PPERMUTE,
 ) -> Plan:
     """Plan an all-reduce of `payload_bytes` on `topology`, and prove it right.
 
@@ -193,7 +196,9 @@ def plan(
     TPUs that `topology` has, with what the executor costs there. The payload has so many bytes in
     `wire_dtype`, a dtype or its name: where an algorithm's partial sums may not travel in it, they
     count for more. `with_idle` is for a mesh axis that has the devices of failed chips too,
-    `unrolled` for sums beside which other work is to be done.
+    `unrolled` for sums beside which other work is to be done. The `executor` is ``"ppermute"``, or
+    ``"pallas"``: one kernel for all rounds, for TPUs, and interpreted elsewhere. Nothing else is
+    computed while it runs.
 
     With a `tile`, as ``"2x2"``, each tile of so many chips is one rank, and its devices are a model
     group. Every position in it has a payload; all are summed at once, over links that they share. A
@@ -212,6 +217,8 @@ def plan(
     """
     if not isinstance(payload_bytes, int) or payload_bytes < 1:
         raise ArgumentError(f"payload_bytes must be a positive whole number, not {payload_bytes!r}")
+    if executor not in EXECUTORS:
+        raise ArgumentError(f"executor must be one of {', '.join(EXECUTORS)}, not {executor!r}")
     if tile is not None:
         topology = TiledTopology.of(topology, tile)
     wire = _name_of(wire_dtype)
@@ -224,7 +231,7 @@ def plan(
         if is_auto:
             algorithm = choose(topology, payload_bytes, on, wire).algorithm
         schedule, proof = _proven(topology, algorithm, verify=verify)
-    made = Plan(schedule, payload_bytes, proof, with_idle, on, unrolled, wire, is_auto)
+    made = Plan(schedule, payload_bytes, proof, with_idle, on, unrolled, wire, is_auto, executor)
     if with_idle:
         _ = made.program  # refuses idle chips that nothing can be sent to
     return made

@@ -42,6 +42,11 @@ WITH_JAX_BEFORE = {
     "execute._compat",
     "execute.idle",
     "execute.numbers",
+    "execute.pallas",
+    "execute.pallas_kernel",
+    "execute.pallas_lanes",
+    "execute.pallas_rank",
+    "execute.pallas_tables",
     "execute.ppermute",
 }
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
 from ftmesh.errors import ArgumentError, ScheduleFileError
+from ftmesh.execute.lower import EXECUTORS, PPERMUTE
 from ftmesh.mesh.notation import parse_shape
 from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
@@ -64,6 +65,16 @@ def add_algorithm(parser: argparse.ArgumentParser) -> None:
         choices=ALGORITHMS,
         default="auto",
         help="how to sum (default: auto, the fastest of the others by simulation)",
+    )
+
+
+def add_executor(parser: argparse.ArgumentParser) -> None:
+    """--executor."""
+    parser.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default=PPERMUTE,
+        help="what runs the rounds: permutations, or one Pallas kernel (default: %(default)s)",
     )
 
 

@@ -8,8 +8,10 @@ from dataclasses import asdict
 
 import ftmesh
 from ftmesh import planners
-from ftmesh.cli.arguments import Stages, add_algorithm, add_payload
+from ftmesh.cli.arguments import Stages, add_algorithm, add_executor, add_payload
 from ftmesh.cost.choice import AUTO
+from ftmesh.errors import ArgumentError
+from ftmesh.execute.lower import PPERMUTE
 from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.units import parse_bytes
@@ -34,6 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "(default: the environment variable FTMESH_FAILED)",
     )
     add_algorithm(parser)
+    add_executor(parser)
     add_payload(parser)
     parser.add_argument(
         "--idle",
@@ -53,6 +56,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> None:
     """Plan for the slice, compile, and report."""
     payload_bytes = parse_bytes(args.payload)
+    if args.fit and args.executor != PPERMUTE:
+        raise ArgumentError(
+            "--fit reads rounds of permutations, and a kernel has none: leave --executor out"
+        )
     from ftmesh.tpu.fit import fit
     from ftmesh.tpu.report import CompileReport, compile_report
     from ftmesh.tpu.slices import tpu_devices
@@ -65,7 +72,11 @@ def run(args: argparse.Namespace) -> None:
         plan = stages.run(
             "planning",
             lambda: ftmesh.plan(
-                topology, algorithm, payload_bytes=payload_bytes, with_idle=args.idle
+                topology,
+                algorithm,
+                payload_bytes=payload_bytes,
+                with_idle=args.idle,
+                executor=args.executor,
             ),
         )
         return stages.run("compiling", lambda: compile_report(plan, payload_bytes))

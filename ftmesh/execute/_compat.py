@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax._src import clusters, config, core, distributed, xla_bridge
+from jax._src import callback, clusters, config, core, distributed, xla_bridge
 from jax._src.lax import lax as internal_lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -33,6 +33,11 @@ def own_scope(name: str) -> Any:
 def checks_varying() -> bool:
     """Whether values carry the axes they vary over: inside ``shard_map(check_vma=True)``."""
     return bool(config._check_vma.value)
+
+
+def unchecked_types() -> Any:
+    """A context in which values need not carry the axes they vary over."""
+    return config._check_vma(False)
 
 
 def varying_axes(x: Any) -> frozenset[AxisName]:
@@ -123,6 +128,7 @@ def linear_collective(
     *,
     makes_varying: bool = False,
     check_mesh: Callable[..., None],
+    is_interpreted: Callable[..., bool] = lambda **_: False,
 ) -> Primitive:
     """A primitive over one named axis, linear in its one array argument, shape and type kept.
 
@@ -131,14 +137,17 @@ def linear_collective(
     transpose. With `transpose_of_invariant` the result is typed as the same along the axis, where
     that is checked; then its cotangent is too, and that is its transpose, which must vary. One that
     `makes_varying` is for there alone: it takes what is typed as the same and gives what is not.
-    ``check_mesh(mesh, axis_name=..., **params)`` may refuse the devices it is to run on.
+    ``check_mesh(mesh, axis_name=..., **params)`` may refuse the devices it is to run on, and
+    ``is_interpreted(**params)`` tells whether `run` calls back to Python while it runs.
     Dimensions behind the first three are carried along, which is how vmaps over other axes work.
     """
     primitive = Primitive(f"ftmesh_{name}")
     makes_invariant = transpose_of_invariant is not None
 
     def abstract_eval(aval: Any, *, axis_name: AxisName, **params: Any) -> Any:
-        effects = {core.NamedAxisEffect(axis_name)}
+        effects: set[Any] = {core.NamedAxisEffect(axis_name)}
+        if is_interpreted(**params):
+            effects |= {callback._OrderedIOEffect, callback._IOEffect}
         if makes_invariant or (makes_varying and checks_varying()):
             aval = _typed(aval, axis_name, varying=makes_varying)
         return aval, effects

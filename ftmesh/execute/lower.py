@@ -23,6 +23,7 @@ from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
 
 Permutation = tuple[tuple[int, int], ...]
+PPERMUTE, PALLAS = EXECUTORS = ("ppermute", "pallas")
 IDLE = -1  # in place of a chunk: the rank sends nothing in this round
 
 
@@ -133,6 +134,7 @@ class Program:
     names: tuple[str, ...]  # of the ranks, as errors call them
     devices: tuple[Any, ...] = ()  # by rank, where they are known; several each, by position
     unrolled: bool = False  # whether rounds are written out one by one, not as loops
+    executor: str = PPERMUTE  # what runs the loops
 
     @cached_property
     def owned(self) -> Ints:

@@ -16,7 +16,7 @@ from jax import lax
 
 from ftmesh.execute import _compat
 from ftmesh.execute.idle import completed, of_live, with_idle_ones
-from ftmesh.execute.lower import Lane, Loop, Program
+from ftmesh.execute.lower import PALLAS, Lane, Loop, Program
 from ftmesh.execute.numbers import Arrival, Round, rounds_of
 from ftmesh.execute.placement import check_devices
 from ftmesh.schedule.columns import ADD, COPY
@@ -198,22 +198,42 @@ class _Lane:
 def _loops(
     buffer: jax.Array, loops: tuple[Loop, ...], program: Program, setting: Setting
 ) -> jax.Array:
+    if program.executor == PALLAS:
+        return _pallas().run_loops(
+            buffer,
+            loops,
+            program,
+            axis_name=setting.axis_name,
+            wire=setting.wire.partials,
+            emulated=setting.emulated,
+        )
     for loop in loops:
         buffer = run_loop(buffer, loop, setting, unrolled=program.unrolled)
     return buffer
+
+
+def _pallas() -> Any:
+    """Imported where it is asked for: it brings much of JAX with it."""
+    from ftmesh.execute import pallas
+
+    return pallas
+
+
+def _is_interpreted(*, program: Program, **_: Any) -> bool:
+    return program.executor == PALLAS and bool(_pallas().is_interpreted(program))
 
 
 def _run_all(
     buffer: Any, *, axis_name: Any, program: Program, wire: Wire, divisor: Any, emulated: bool
 ) -> Any:
     setting = Setting(axis_name, program.num_ranks, OWN, emulated)
-    if program.scatter:
+    if program.scatter and (wire != OWN or divisor is not None):
         options = {"axis_name": axis_name, "program": program, "wire": wire, "emulated": emulated}
         sums = _run_first(buffer, **options)
         return _run_second(_divided(sums, divisor), **options)
     # Without halves nothing tells partial sums from results: all travels as it is added, and is
     # divided and rounded at the end.
-    total = _divided(_loops(buffer, program.gather, program, setting), divisor)
+    total = _divided(_loops(buffer, program.loops, program, setting), divisor)
     if wire.results is None:
         return total
     return lax.optimization_barrier(total.astype(wire.results)).astype(buffer.dtype)
@@ -282,18 +302,27 @@ _all_reduce = _compat.linear_collective(
     _transposed_sum,
     spread,
     check_mesh=_check_mesh,
+    is_interpreted=_is_interpreted,
 )
 _spread = _compat.linear_collective(
     "spread", _run_spread, all_reduce, makes_varying=True, check_mesh=_check_mesh
 )
 _sum_varying = _compat.linear_collective(
-    "sum_varying", _run_all, _transposed_sum, check_mesh=_check_mesh
+    "sum_varying", _run_all, _transposed_sum, check_mesh=_check_mesh, is_interpreted=_is_interpreted
 )
 _reduce_scatter = _compat.linear_collective(
-    "reduce_scatter", _run_first, _transposed_scatter, check_mesh=_check_mesh
+    "reduce_scatter",
+    _run_first,
+    _transposed_scatter,
+    check_mesh=_check_mesh,
+    is_interpreted=_is_interpreted,
 )
 _all_gather = _compat.linear_collective(
-    "all_gather", _run_second, _transposed_gather, check_mesh=_check_mesh
+    "all_gather",
+    _run_second,
+    _transposed_gather,
+    check_mesh=_check_mesh,
+    is_interpreted=_is_interpreted,
 )
 _gather_invariant = _compat.linear_collective(
     "gather_invariant",
@@ -301,6 +330,7 @@ _gather_invariant = _compat.linear_collective(
     _transposed_gather,
     spread_to_owners,
     check_mesh=_check_mesh,
+    is_interpreted=_is_interpreted,
 )
 _spread_to_owners = _compat.linear_collective(
     "spread_to_owners",

@@ -27,15 +27,18 @@ def cpu_grid(
     failed: Failed = None,
     failed_links: str | Iterable[Sequence[Sequence[int]]] = (),
     wrap: bool | Sequence[bool] = False,
+    threads_each: int = 1,
 ) -> Topology:
     """A topology of emulated CPU devices, as many as `shape` has chips, live and failed.
 
     JAX decides how many CPU devices there are when it is first used; call this before, or set
-    ``XLA_FLAGS=--xla_force_host_platform_device_count=64`` in the environment.
+    ``XLA_FLAGS=--xla_force_host_platform_device_count=64`` in the environment. It then makes as
+    many threads; a Pallas kernel that is interpreted beside other collectives takes several for
+    each device.
     """
     sizes = parse_shape(shape)
     wanted = math.prod(sizes)
-    ask_for_cpu_devices(wanted)
+    ask_for_cpu_devices(wanted * threads_each)
     devices = jax.devices("cpu")
     if len(devices) < wanted:
         raise TopologyError(

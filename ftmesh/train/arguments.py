@@ -19,6 +19,7 @@ from ftmesh.cluster.line import Line, Paused
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.errors import ArgumentError, FtmeshError
+from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE
 from ftmesh.launch import arguments
 from ftmesh.mesh.topology import Topology
 from ftmesh.testing import cpu_grid, faults
@@ -118,6 +119,13 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         "which needs no plan (default: auto)",
     )
     parser.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default=PPERMUTE,
+        help="what runs the rounds of a sum: permutations, or for TPUs one Pallas kernel, which is "
+        "interpreted elsewhere, and slow there (default: %(default)s)",
+    )
+    parser.add_argument(
         "--whole-optimizer",
         action="store_true",
         help="keep the optimizer's whole state at every device, rather than a share of it",
@@ -158,6 +166,7 @@ def step_options(args: argparse.Namespace) -> StepOptions:
     """The arguments of `add_step` that say how a step is spread over the chips."""
     return StepOptions(
         algorithm=args.algorithm,
+        executor=args.executor,
         sharded=not args.whole_optimizer,
         with_idle=args.idle,
         overlap=args.overlap,
@@ -266,7 +275,8 @@ def topology_of(args: argparse.Namespace, cluster: Cluster = ALONE) -> Topology:
             "--emulate is for one process: of several, each brings devices; leave it out"
         )
     if args.emulate == "many":
-        return cpu_grid(args.mesh, failed=args.failed)
+        threads = 4 if args.executor == PALLAS else 1
+        return cpu_grid(args.mesh, failed=args.failed, threads_each=threads)
     if args.emulate == "one":
         return Topology.grid(args.mesh, failed=args.failed)
     return Topology.from_devices(jax.devices(), shape=args.mesh, failed=args.failed)

@@ -34,6 +34,7 @@ from ftmesh.collectives.gradients import (
 )
 from ftmesh.collectives.groups import Groups
 from ftmesh.errors import ArgumentError, ClusterError, CollectiveError
+from ftmesh.execute.lower import PALLAS, PPERMUTE
 from ftmesh.layout.batches import Shares
 from ftmesh.mesh.devices import platform_of, process_of
 from ftmesh.mesh.partners import partners
@@ -94,6 +95,7 @@ class Parallel:
         cluster: Cluster = ALONE,
         keeps_state: bool = True,
         copies: bool = True,
+        executor: str = PPERMUTE,
     ) -> Parallel:
         """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
 
@@ -101,7 +103,8 @@ class Parallel:
         of them at a time. With `with_idle` the devices of failed chips are in the program too, and
         count for nothing. The ranks of a topology without devices are emulated, all on one. A
         single chip needs no plan. Of several processes, in `cluster`, one plans for all; where some
-        may be lost, a step `keeps_state`, and shards of it have `copies` on another host.
+        may be lost, a step `keeps_state`, and shards of it have `copies` on another host. The
+        `executor` is as for `ftmesh.plan`.
         """
         cluster = cluster.on(topology, with_idle=with_idle)
         ranks = Ranks(topology, with_idle)
@@ -115,6 +118,7 @@ class Parallel:
                 payload_bytes=size,
                 wire_dtype=jnp.dtype(wire_dtype).name,
                 with_idle=with_idle,
+                executor=executor,
             )
             small = _for_small_sums(made)
         mesh = topology.jax_mesh(axis_name, with_idle=with_idle) if topology.devices else None
@@ -153,6 +157,8 @@ class Parallel:
         if self.ranks.num_live == 1:
             return "a single device"
         how = "lax.psum" if self.plan is None else self.plan.algorithm
+        if self.plan is not None and self.plan.executor == PALLAS:
+            how = f"{how} in a Pallas kernel"
         idle = ", idle devices among them" if self.ranks.with_idle else ""
         where = "" if self.mesh else ", emulated on one device"
         return f"{how} on {self.ranks.topology}{idle}{where}"
@@ -385,6 +391,11 @@ def _partners(topology: Topology) -> tuple[int, ...] | None:
 def _for_small_sums(made: Plan) -> Plan:
     """The quickest plan for a few numbers on the same ranks, also where `made` was named."""
     if not made.is_auto:
-        quick = plan(made.topology, payload_bytes=SMALL_BYTES, with_idle=made.with_idle)
+        quick = plan(
+            made.topology,
+            payload_bytes=SMALL_BYTES,
+            with_idle=made.with_idle,
+            executor=made.executor,
+        )
         return made if quick.algorithm == made.algorithm else quick
     return made.at(SMALL_BYTES)

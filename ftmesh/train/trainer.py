@@ -22,6 +22,7 @@ import optax
 
 from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.collectives.gradients import BUCKET_BYTES
+from ftmesh.execute.lower import PPERMUTE
 from ftmesh.layout.batches import Shares
 from ftmesh.layout.owned import Owned
 from ftmesh.mesh.topology import Topology
@@ -53,6 +54,7 @@ class StepOptions:
     """
 
     algorithm: str = "auto"
+    executor: str = PPERMUTE
     sharded: bool = True
     with_idle: bool = False
     overlap: bool = False
@@ -80,6 +82,7 @@ class StepOptions:
             cluster=cluster,
             keeps_state=self.keeps_state,
             copies=self.copies and self.sharded,
+            executor=self.executor,
         )
 
 

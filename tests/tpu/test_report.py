@@ -186,6 +186,8 @@ def test_what_is_no_slice_is_refused_before_anything_is_loaded(name):
         ("compile v6e:0x4", "1 or more chips"),
         ("compile v6e:16x16 --payload much", "'much' is not a size"),
         ("compile v6e:16x16 --algorithm best", "invalid choice: 'best'"),
+        ("compile v6e:16x16 --executor mine", "invalid choice: 'mine'"),
+        ("compile v6e:16x16 --executor pallas --fit", "leave --executor out"),
         ("compile", "the following arguments are required: SLICE"),
     ],
 )

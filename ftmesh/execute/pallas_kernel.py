@@ -1,0 +1,81 @@
+"""The kernel of the Pallas executor: all rounds of some loops, as one rank runs them on a TPU.
+
+Pieces of chunks go from the buffer of a rank, in HBM, over the links into slots of its partner, in
+VMEM; what came is added to, or put in place of, the rows it is for. A transfer starts when its data
+is there and a slot for it is free: there is one barrier, at the beginning, and no lockstep.
+
+Of each step the order is this: start what is sent and fetch what will be added to; then, `lag`
+pieces behind, let what was sent leave, for its rows may be overwritten now, take what came, tell
+its sender that the slot is free, and write. Credits tell a sender how many slots are free. A
+receiver grants all of them when it begins a loop; a sender waits for all of them to come back when
+it ends it. So every semaphore ends at zero; and as a rank cannot end before its partners have
+begun, none of them sees the barrier of a later call in place of this one's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import lax
+
+from ftmesh.execute.pallas_lanes import OneLane
+from ftmesh.execute.pallas_rank import Rank, Work, when
+from ftmesh.execute.pallas_tables import RECEIVE, SEND, SLOTS, Cut
+
+
+def kernel(work: Work, heading: Any, table: Any, given: Any, buffer: Any, *scratch: Any) -> None:
+    """Run the loops of `work` on the buffer of this rank, which is the one given."""
+    rank = Rank(work, heading, table, buffer, *scratch)
+
+    @when(heading[0] >= 0)  # others are idle
+    def _() -> None:
+        rank.meet()
+        number = 0
+        for cut in work.cuts:
+            lanes = [OneLane(rank, cut, i, number + i) for i in range(len(cut.loop.lanes))]
+            run_loop(rank, cut, lanes)
+            number += len(lanes)
+
+
+def run_loop(rank: Rank, cut: Cut, lanes: list[OneLane]) -> None:
+    """All rounds of a loop, piece by piece."""
+    for lane in lanes:
+        lane.grant(SLOTS)
+    rank.fetch_page(cut.first_page)
+    rank.wait_for_page()
+    total = cut.loop.num_rounds * cut.num
+
+    def step(i: Any, carry: Any) -> Any:
+        @when(True if cut.lag == 0 else i < total)
+        def _() -> None:
+            rank.turn_page(cut, i)
+            sent, coming = ([lane.transfer(i, word) for lane in lanes] for word in (SEND, RECEIVE))
+            for lane, each in zip(lanes, coming, strict=True):
+                if lane.is_added and not cut.shares:
+                    each.act(lane.fetch)
+            for lane, each in zip(lanes, sent, strict=True):
+                if rank.work.is_cast:
+                    each.act(lane.stage)
+            for lane, each in zip(lanes, sent, strict=True):
+                each.act(lane.send)
+
+        @when(True if cut.lag == 0 else i >= cut.lag)
+        def _() -> None:
+            sent, coming = (
+                [lane.transfer(i - cut.lag, word) for lane in lanes] for word in (SEND, RECEIVE)
+            )
+            for lane, each in zip(lanes, sent, strict=True):
+                each.act(lane.wait_left)
+            for lane, each in zip(lanes, coming, strict=True):
+                each.act(lane.take)
+                if cut.shares:
+                    each.act(lane.wait_written)
+            for lane, each in zip(lanes, coming, strict=True):
+                if not cut.shares:
+                    each.act(lane.wait_written)
+
+        return carry
+
+    lax.fori_loop(0, total + cut.lag, step, 0)
+    for lane in lanes:
+        lane.take_credit(SLOTS)

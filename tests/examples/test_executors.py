@@ -1,0 +1,45 @@
+"""Both trainers with the Pallas executor, interpreted: the same losses, to the bit."""
+
+import argparse
+from dataclasses import replace
+
+import pytest
+
+from examples.bert import train as bert
+from examples.resnet50 import train as resnet50
+from ftmesh.testing import cpu_grid
+from ftmesh.train.arguments import add_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
+
+
+def losses(trainer, *argv, **smaller):
+    """Of three steps on four chips; the rest is as the tiny preset has it."""
+    parser = argparse.ArgumentParser()
+    if trainer is bert:
+        bert.add_bert(parser)
+    add_run(parser, trainer.PRESETS)
+    args = parser.parse_args([*argv, "--steps", "3", "--emulate", "many"])
+    config = replace(trainer.PRESETS["tiny"], batch=24, **smaller)
+    return trainer.train(config, cpu_grid("2x2"), args).losses
+
+
+@pytest.mark.parametrize("how", [[], ["--whole-optimizer", "--overlap", "--bucket", "10kB"]])
+def test_resnet50(how):
+    small = {"stage_sizes": (1,), "width": 4, "image_size": 8, "norm_group": 12}
+    one, other = (
+        losses(resnet50, "--executor", executor, *how, **small, train_images=96, eval_images=50)
+        for executor in ("ppermute", "pallas")
+    )
+    assert len(one) == 3
+    assert one == other
+
+
+def test_bert():
+    small = {"num_layers": 1, "hidden": 8, "length": 16, "predictions": 3, "warmup_steps": 2}
+    one, other = (
+        losses(bert, "--executor", executor, **small, train_sequences=96, eval_sequences=50)
+        for executor in ("ppermute", "pallas")
+    )
+    assert len(one) == 3
+    assert one == other

@@ -1,0 +1,235 @@
+"""The Pallas executor against the other one, bit for bit, with races looked for."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from on_devices import per_rank
+from pallas_programs import crossing_loop, in_numpy, on_devices, program_of, random_loop
+
+import ftmesh
+from ftmesh import ArgumentError, CollectiveError, Topology, collectives, planners
+from ftmesh.execute import pallas
+from ftmesh.execute.lower import lower
+from ftmesh.execute.pallas_tables import cuts
+from ftmesh.schedule.columns import ADD, COPY
+from ftmesh.testing import cpu_grid, on_one_device
+
+pytestmark = pytest.mark.usefixtures("quick_compiler", "no_race")
+
+slow = pytest.mark.slow  # interpreted, every step of every rank is a call of Python
+CASES = [
+    pytest.param(("ring", "4x4", "2x2@2,2"), marks=slow),
+    ("row_pair", "4x4", "2x2@2,2"),
+    *(
+        pytest.param((algorithm, "4x4", ""), marks=slow)
+        for algorithm in ("ring", "row_pair", "two_dim")
+    ),
+    pytest.param(("ring", "6x6", "2x2@2,2"), marks=slow),
+    pytest.param(("row_pair", "6x6", "2x2@2,2"), marks=slow),
+]
+
+
+def both(plan, run, *args):
+    """What `run` gives on a plan with either executor: `run(plan, *args)`."""
+    return [
+        per_rank(each, lambda *args, each=each: run(each, *args), *args)
+        for each in (plan, replace(plan, executor="pallas"))
+    ]
+
+
+def buffers(num_ranks, num_chunks, dtype=np.float32, *, rows=8):
+    rng = np.random.default_rng(0)
+    shape = num_ranks, num_chunks, rows, 128
+    if np.issubdtype(dtype, np.integer):
+        return rng.integers(-1000, 1000, shape, dtype)
+    return rng.normal(size=shape).astype(dtype)
+
+
+def buffers_of(program, dtype=np.float32, **options):
+    return buffers(program.num_ranks, program.num_chunks, dtype, **options)
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_sums_have_the_same_bits(case):
+    algorithm, shape, failed = case
+    plan = ftmesh.plan(cpu_grid(shape, failed=failed), algorithm)
+    x = buffers_of(plan.program)
+    one, other = both(plan, lambda plan, x: plan.psum(x, "data"), x)
+    np.testing.assert_array_equal(one, other)
+    assert (other == other[0]).all()
+    np.testing.assert_allclose(other[0], x.sum(axis=0), atol=1e-4)  # of 32 numbers near 1
+
+
+@slow
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+def test_integers_are_exact(algorithm):
+    plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), algorithm, executor="pallas")
+    x = buffers_of(plan.program, np.int32)
+    total = per_rank(plan, lambda x: plan.psum(x, "data"), x)
+    np.testing.assert_array_equal(total, np.broadcast_to(x.sum(axis=0), x.shape))
+
+
+def test_means_of_16_bits_are_rounded_where_permutations_round_them():
+    plan = ftmesh.plan(cpu_grid("2x1"), "line")
+    x = buffers_of(plan.program, jnp.bfloat16, rows=16)
+    assert plan.partials_travel_in("bfloat16") == "bfloat16"
+    one, other = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
+    np.testing.assert_array_equal(one, other)
+
+
+@slow
+def test_halves_by_themselves():
+    plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), "row_pair")
+
+    def halves(plan, x):
+        mine = collectives.reduce_to_owners(x, "data", plan=plan)
+        return mine, collectives.gather_from_owners(mine, "data", plan=plan, size=x.size)
+
+    x = buffers_of(plan.program).reshape(12, -1)
+    (mine, every), (my, all_of_it) = both(plan, halves, x)
+    np.testing.assert_array_equal(mine, my)
+    np.testing.assert_array_equal(every, all_of_it)
+    np.testing.assert_allclose(every[0], x.sum(axis=0), atol=1e-4)
+
+
+@slow
+def test_idle_ranks_get_the_sum_and_add_nothing():
+    plan = ftmesh.plan(cpu_grid("4x2", failed="2x2@2,0"), "ring", with_idle=True)
+    x = buffers_of(plan.program, np.int32)
+    one, other = both(plan, lambda plan, x: plan.psum(x, "data"), x)
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(other[0], x[plan.program.live].sum(axis=0))
+
+
+@slow
+def test_two_devices_on_a_chip():
+    schedule = planners.schedule(Topology.grid("2x1"), "line")
+    program = lower(schedule, devices_per_chip=2)
+    x = buffers_of(program)
+    one, other = (on_devices(replace(program, executor=e), x) for e in ("ppermute", "pallas"))
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(other[0], x.sum(axis=0), atol=1e-4)
+
+
+@slow
+def test_payloads_of_any_size_under_all_transformations():
+    """Of the smallest, chunks are less than a tile; batches lie behind the three dimensions."""
+    plan = ftmesh.plan(cpu_grid("2x1"), "line")
+    x = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
+
+    def run(plan, x):
+        value = jax.vmap(lambda x: plan.psum(jnp.sin(x), "data"), in_axes=1)(x)
+        return value, jax.grad(lambda x: plan.pmean(x * x, "data").sum())(x)
+
+    for one, other in zip(*both(plan, run, x), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@slow
+def test_every_position_of_a_tile_sums_its_own():
+    plan = ftmesh.plan(cpu_grid("4x2"), "ring", tile="2x1", executor="pallas")
+    x = np.random.default_rng(0).integers(-99, 99, (4, 2, 7), np.int32)
+
+    @jax.jit
+    def total(x):
+        spec = P("data", "model")
+        mesh = plan.jax_mesh(("data", "model"))
+        return jax.shard_map(
+            lambda x: plan.psum(x, "data"), mesh=mesh, in_specs=spec, out_specs=spec
+        )(x)
+
+    np.testing.assert_array_equal(total(x), np.broadcast_to(x.sum(axis=0), x.shape))
+
+
+# Rounds that sum nothing in particular
+
+SIZE = 3, 4  # ranks, chunks
+
+
+def test_all_reads_of_a_round_are_before_its_writes():
+    """What is sent is overwritten, by two lanes that add to one place; then transfers overlap."""
+    overlapping = random_loop(np.random.default_rng(0), SIZE, 3, (ADD, COPY), count=2, step=1)
+    loops = crossing_loop(2), overlapping
+    assert [cut.shares for cut in cuts(loops, chunk_rows=8, tile=8, most=8)] == [True, True]
+    program, held = program_of(loops, SIZE), buffers(*SIZE, np.int32)
+    np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
+
+
+def test_several_chunks_in_several_pieces_and_pages(monkeypatch):
+    """The last piece is shorter than the others, and is sent before the first one is there."""
+    monkeypatch.setattr(pallas, "PIECE_BYTES", 4 * 4096)
+    rng = np.random.default_rng(0)
+    loops = random_loop(rng, SIZE, 19, (ADD,), count=2), random_loop(rng, SIZE, 3, (COPY,))
+    found = cuts(loops, chunk_rows=40, tile=8, most=32)
+    assert [(cut.num, cut.lag, cut.rows) for cut in found] == [
+        (4, 3, ((24, 8),)),
+        (3, 2, ((16, 8),)),
+    ]
+    program, held = program_of(loops, SIZE), buffers(*SIZE, np.int32, rows=40)
+    np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
+
+
+@slow
+@pytest.mark.parametrize("seed", range(8))
+def test_random_rounds(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(2, 5)), int(rng.integers(4, 9))
+    monkeypatch.setattr(pallas, "PIECE_BYTES", int(rng.integers(1, 5)) * 4096)
+    loops = []
+    for _ in range(rng.integers(1, 4)):
+        ops = rng.choice([ADD, COPY], rng.integers(1, 4)).tolist()
+        count, num_rounds = (int(rng.integers(1, most)) for most in (4, 18))
+        step = int(rng.choice([1, count, count]))
+        loops.append(random_loop(rng, size, num_rounds, ops, count=count, step=step))
+    program = program_of(loops, size)
+    held = buffers(*size, np.int32, rows=8 * int(rng.integers(1, 6)))
+    np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
+
+
+# What it refuses
+
+
+def test_an_emulated_axis_has_no_devices():
+    plan = ftmesh.plan(Topology.grid("2x2"), "ring", executor="pallas")
+    with pytest.raises(CollectiveError, match="moves data between devices, and a vmap has one"):
+        on_one_device(lambda x: plan.psum(x, "data"))(jnp.ones((4, 3)))
+
+
+@pytest.mark.parametrize("dtype", [np.complex64, np.int8])
+def test_numbers_that_the_kernel_cannot_add(dtype):
+    plan = ftmesh.plan(cpu_grid("2x1"), "line", executor="pallas")
+    with pytest.raises(
+        CollectiveError, match=rf"does not add {np.dtype(dtype).name}, only float32"
+    ):
+        per_rank(plan, lambda x: plan.psum(x, "data"), np.ones((2, 3), dtype))
+
+
+def test_transfers_that_overlap_must_fit_as_they_are(monkeypatch):
+    monkeypatch.setattr(pallas, "VMEM_BYTES", 10 * 4096)
+    loop = random_loop(np.random.default_rng(0), SIZE, 3, (ADD, COPY), count=2, step=1)
+    with pytest.raises(CollectiveError, match="sum in smaller buckets"):
+        on_devices(program_of([loop], SIZE), buffers(*SIZE, np.int32))
+
+
+def test_executors_have_names():
+    with pytest.raises(ArgumentError, match="executor must be one of ppermute, pallas, not 'tpu'"):
+        ftmesh.plan(Topology.grid("2x2"), executor="tpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ({"platform": "tpu", "device_kind": "TPU v3"}, r"does not run on TPU v3.*'ppermute'"),
+        ({"platform": "cpu"}, r"takes all devices in one process, .*'ppermute'"),
+    ],
+)
+def test_devices_that_it_does_not_run_on(kind, says):
+    devices = tuple(SimpleNamespace(process_index=i, **kind) for i in range(3))
+    program = replace(program_of([crossing_loop(1)], SIZE), devices=devices)
+    with pytest.raises(CollectiveError, match=says):
+        pallas.run_loops(jnp.ones((4, 8, 128)), program.loops, program, axis_name="data")
