@@ -82,7 +82,7 @@ def test_the_ratios_beside_the_papers():
 def test_the_advice():
     here = advise.Site(
         Topology.grid("16x32", failed=""), mtbf=1.0, repair=8 * 3600.0, checkpoint=1.0, step=0.043,
-        network=NETWORKS["v3"].wires,
+        network=NETWORKS["v3"],
     )  # fmt: skip
     now = advise.at_hand(here, Topology.grid("16x32", failed="4x2@6,14"))
     around, shrunk = (now.done[name] / 3600 for name in ("fault-tolerant", "largest sub-mesh"))

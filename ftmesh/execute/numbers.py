@@ -105,7 +105,7 @@ def _at(rank: Any, numbers: Ints, is_own: NDArray[np.bool_]) -> list[Any]:
     return [(own if mine else shared)[i] for mine, i in zip(is_own, place.tolist(), strict=True)]
 
 
-def _row(table: Ints, row: Any) -> jax.Array:
+def _row(table: NDArray[np.integer], row: Any) -> jax.Array:
     """A row of a constant, which takes as little of the program as it can."""
     is_short = np.abs(table).max(initial=0) < 2**15
     return jnp.asarray(table.astype(np.int16 if is_short else np.int32))[row].astype(np.int32)
