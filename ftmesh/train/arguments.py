@@ -98,7 +98,7 @@ def _stand_by(cluster: Cluster, line: Line) -> None:
 
 def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     """What a step is made of. The rest of the arguments does not change how it is compiled."""
-    parser.add_argument("--preset", choices=tuple(presets), default="tiny", help="(tiny)")
+    parser.add_argument("--preset", choices=tuple(presets), default="tiny", help="(%(default)s)")
     parser.add_argument("--batch", type=positive, metavar="N", help="global batch (the preset's)")
     parser.add_argument(
         "--failed",

@@ -118,6 +118,7 @@ def start(
     """
     parser.add_argument("slice", metavar="SLICE", help="the TPUs to compile for, as v6e:16x16")
     add_step(parser, presets)
+    parser.set_defaults(preset=next(name for name in presets if name.startswith("mlperf")))
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args(argv)
     console = Console(stderr=True)

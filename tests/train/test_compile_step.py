@@ -105,7 +105,7 @@ def report_of(example, *argv):
 @needs_libtpu
 @pytest.mark.parametrize(("optimizer", "least"), [((), 16), (("--whole-optimizer",), 24)])
 def test_permutations_travel_while_convolutions_are_computed(optimizer, least):
-    damaged = ("v6e:4x4", "--failed", "2x2@0,0", "--algorithm", "ring")
+    damaged = ("v6e:4x4", "--failed", "2x2@0,0", "--algorithm", "ring", "--preset", "tiny")
     report = report_of("resnet50", *damaged, "--overlap", "--bucket", "12kB", *optimizer)
     assert report["num_devices"] == 12
     # Of 29 convolutions 19 are of the backward pass; without the option for it 6 have company.
