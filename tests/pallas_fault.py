@@ -4,8 +4,9 @@ import os
 import sys
 import threading
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
 import jax
 import numpy as np
@@ -17,10 +18,13 @@ from ftmesh.execute.pallas_tables import SLOTS
 SECONDS, WAITS_FOR_EVER = 20, 3  # a sound one takes three
 
 grant, wait_came = OneLane.grant, OneLane.wait_came
-if sys.argv[1] == "a credit too few":
-    OneLane.grant = lambda self, number: grant(self, number - (number == SLOTS))
-elif sys.argv[1] == "a wait too many":
-    OneLane.wait_came = lambda self, piece: (wait_came(self, piece), wait_came(self, piece))
+
+
+def plant(fault):
+    if fault == "a credit too few":
+        OneLane.grant = lambda self, number: grant(self, number - (number == SLOTS))
+    elif fault == "a wait too many":
+        OneLane.wait_came = lambda self, piece: (wait_came(self, piece), wait_came(self, piece))
 
 
 def run():
@@ -29,7 +33,9 @@ def run():
     os._exit(0)
 
 
-jax.config.update("jax_disable_most_optimizations", True)
-threading.Thread(target=run).start()
-threading.Event().wait(SECONDS)
-os._exit(WAITS_FOR_EVER)
+if __name__ == "__main__":
+    plant(sys.argv[1])
+    jax.config.update("jax_disable_most_optimizations", True)
+    threading.Thread(target=run).start()
+    threading.Event().wait(SECONDS)
+    os._exit(WAITS_FOR_EVER)
