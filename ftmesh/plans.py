@@ -14,7 +14,7 @@ from ftmesh.cost.choice import AUTO, Choice, choose, depth_on_devices
 from ftmesh.cost.network import DEFAULT, Network, network, network_of
 from ftmesh.cost.rounding import LARGEST_ERROR, partials_travel_in, wire_named, worst_error
 from ftmesh.errors import ArgumentError
-from ftmesh.execute.lower import EXECUTORS, PPERMUTE, Program, lower
+from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE, Program, lower
 from ftmesh.execute.read_back import check_program
 from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
@@ -223,7 +223,9 @@ def plan(
         topology = TiledTopology.of(topology, tile)
     wire = _name_of(wire_dtype)
     on = network_of(topology) if link is None else network(link)
-    is_auto = algorithm == AUTO
+    if executor == PALLAS:
+        on = on.wires
+    is_auto = algorithm == AUTO and schedule is None
     if schedule is not None:
         schedule = _on(topology, schedule)
         proof = _verify(schedule) if verify else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax
 import ftmesh
 from ftmesh.cluster import ahead
 from ftmesh.cluster.cluster import Cluster
+from ftmesh.cost.choice import AUTO
 from ftmesh.mesh.notation import Failed, format_failed
 from ftmesh.mesh.topology import Topology
 from ftmesh.plans import Plan, plan
@@ -70,6 +72,8 @@ def agreed_plan(cluster: Cluster, topology: Topology, algorithm: str, **options:
     made = dump(ahead.planned(topology, algorithm, **options).schedule) if cluster.speaks else b""
     schedule = load(cluster.broadcast(made, "the schedule"), verify=False)  # as the next line does
     agreed = plan(topology, algorithm, schedule=schedule, **options)
+    if algorithm == AUTO:
+        agreed = replace(agreed, is_auto=True)  # others, for other payloads, are made alike
     cluster.agree({"the schedule": digest(*agreed.schedule.columns)})
     return agreed
 

@@ -22,6 +22,8 @@ from ftmesh.schedule.columns import Columns, Ints, row_key
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
 
+EXCHANGES = 4  # rounds in which two devices of a chip give each other their halves, at most
+
 
 @dataclass(frozen=True)
 class Executor:
@@ -30,7 +32,7 @@ class Executor:
     A round with so many permutations, or lanes, that take so many bytes out of a device's buffer
     costs ``per_round + lanes * per_lane + bytes * per_byte``; to pack a payload, and to unpack the
     sum, costs `packing` for every byte of it. The `devices` of a chip share its payload: they give
-    each other their halves first and last, which count as a round each.
+    each other their halves first and last, in some rounds each.
     """
 
     per_round: float
@@ -64,7 +66,8 @@ class Executor:
         packing = payload_bytes * self.packing / self.clock
         if self.devices == 1:
             return packing
-        return packing + 2 * self.round_seconds(lanes=1, num_bytes=payload_bytes / self.devices)
+        part = payload_bytes / self.devices / EXCHANGES
+        return packing + 2 * EXCHANGES * self.round_seconds(lanes=1, num_bytes=part)
 
     def floor_seconds(self, payload_bytes: float) -> float:
         """The least time of any all-reduce, if rounds and wires cost nothing.
@@ -88,8 +91,11 @@ def costs(
 
     All rounds of a phase are alike to it.
     """
-    if schedule.topology.num_positions > 1:  # every device of a tile has a payload of its own
+    topology = schedule.topology
+    if topology.num_positions > 1:  # every device of a tile has a payload of its own
         executor = replace(executor, devices=1)
+    elif topology.devices:
+        executor = replace(executor, devices=topology.devices_per_chip)
     chunk_bytes = payload_bytes / schedule.num_chunks / executor.devices
     rounds = [
         executor.round_seconds(lanes=lanes, num_bytes=chunks * chunk_bytes)

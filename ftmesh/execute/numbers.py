@@ -18,6 +18,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from ftmesh.execute.lower import IDLE, Loop, Rule
+from ftmesh.execute.places import Numbers
 from ftmesh.schedule.columns import Ints
 
 READ_AT_ONCE = 2  # rounds
@@ -109,82 +110,6 @@ def _row(table: NDArray[np.integer], row: Any) -> jax.Array:
     """A row of a constant, which takes as little of the program as it can."""
     is_short = np.abs(table).max(initial=0) < 2**15
     return jnp.asarray(table.astype(np.int16 if is_short else np.int32))[row].astype(np.int32)
-
-
-@dataclass(frozen=True, eq=False)
-class Numbers:
-    """The numbers of a loop: ``base[r] + rows[row[r], round]`` for rank r, or IDLE.
-
-    Those of a round are the chunks that are sent by each lane, and for each place the chunk that is
-    received there and by which lanes: that of the place's own number, and those that have no place.
-    Of several lanes each has a bit, below the chunk.
-    """
-
-    num_lanes: int
-    num_places: int
-    base: Ints  # [rank, number]
-    row: Ints
-    rows: Ints  # [row, round * number]
-
-    @staticmethod
-    def of(loop: Loop) -> Numbers:
-        """Ranks whose numbers differ by a shift share a row."""
-        sent = np.stack([lane.send.chunks(loop.num_rounds) for lane in loop.lanes], axis=2)
-        received = np.stack([lane.received(loop.num_rounds) for lane in loop.lanes], axis=2)
-        if len({(lane.count, lane.op) for lane in loop.lanes}) == 1:
-            received = _in_few_places(received, loop.lanes[0].count)
-        every = np.concatenate([sent, received], axis=2).astype(np.int32)
-        is_idle = every == IDLE
-        base = np.where(is_idle, np.iinfo(np.int32).max, every).min(axis=1)
-        base = np.where(is_idle.all(axis=1), 0, base)
-        shifted = np.where(is_idle, IDLE, every - base[:, None])
-        rows, row = np.unique(shifted.reshape(len(every), -1), axis=0, return_inverse=True)
-        places = received.shape[2]
-        return Numbers(len(loop.lanes), places, base, row.reshape(-1).astype(np.int32), rows)
-
-    @property
-    def num_bits(self) -> int:
-        """Of lanes, below the chunk."""
-        return _num_bits(self.num_lanes, self.num_places)
-
-
-def _num_bits(num_lanes: int, num_places: int) -> int:
-    return 0 if num_lanes == num_places else num_lanes - num_places + 1
-
-
-def _in_few_places(received: Ints, count: int) -> Ints:
-    """What is received, ``[rank, round, lane]``, in as few places as will do; see `Numbers`.
-
-    Each lane brings `count` chunks.
-    """
-    for num_places in range(1, received.shape[2]):
-        found = _in_places(received, count, num_places)
-        if found is not None:
-            return found
-    return received
-
-
-def _in_places(received: Ints, count: int, num_places: int) -> Ints | None:
-    """What is received in so many places, if that will do.
-
-    A lane that has none goes where others bring the same chunk, after them, so that sums are added
-    up in the order of lanes; or to a place that nothing comes to.
-    """
-    num_lanes = received.shape[2]
-    chunk = received[..., :num_places].copy()
-    mask = (chunk != IDLE).astype(np.int32)
-    for lane in range(num_places, num_lanes):
-        rank, now = np.nonzero(received[..., lane] != IDLE)
-        new, there = received[rank, now, lane], chunk[rank, now]
-        is_near = (np.abs(there - new[:, None]) < count) & (there != IDLE)
-        fits = np.where(is_near.any(axis=1)[:, None], is_near, there == IDLE)
-        place = num_places - 1 - fits[:, ::-1].argmax(axis=1)
-        taken = np.take_along_axis(there, place[:, None], axis=1)[:, 0]
-        if not (fits.any(axis=1) & ((taken == IDLE) | (taken == new))).all():
-            return None
-        chunk[rank, now, place] = new
-        mask[rank, now, place] |= 1 << (lane - num_places + 1)
-    return np.where(chunk == IDLE, IDLE, chunk << _num_bits(num_lanes, num_places) | mask)
 
 
 def _read(numbers: Numbers, rank: Any) -> Rounds:

@@ -159,10 +159,10 @@ def _most_rows(loops: tuple[Loop, ...], buffer: jax.Array, tile: int) -> int:
 def _collective_id(loops: tuple[Loop, ...], program: Program) -> int:
     """The number of the barrier that a kernel uses, the same in all processes.
 
-    A rank may begin one kernel while others are at another. With the same partners, or after an
-    all-reduce, which nobody ends before all have begun it, the two may share a barrier. Otherwise
-    they may not: the halves of a program have each their own, and programs with other partners
-    another, but for one in ten, by chance.
+    Kernels of which both may run at once should have different ones, unless they have the same
+    partners everywhere. The two halves and the whole of a program always do; programs differ as
+    their partners do, or share a number by chance. Where they share one nothing is lost, as long as
+    every rank that takes part owns something: then none is done before all of these have begun.
     """
     half = 0 if loops == program.loops else 1 if loops == program.scatter else 2
     return 3 * (zlib.crc32(partners(program.loops, program.num_ranks).tobytes()) % 10) + half

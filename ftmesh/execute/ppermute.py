@@ -159,7 +159,8 @@ def _written(
     buffer: jax.Array, arrived: Sequence[jax.Array], arrival: Arrival, lane: Lane
 ) -> jax.Array:
     """The buffer with what arrived added to, or put in place of, the chunk it is for."""
-    if lane.is_full and lane.op == COPY:
+    is_sure = lane.is_full and len(arrival.lanes) == 1
+    if is_sure and lane.op == COPY:
         return lax.dynamic_update_slice_in_dim(
             buffer, arrived[arrival.lanes[0]].astype(buffer.dtype), arrival.chunk, 0
         )
@@ -168,7 +169,7 @@ def _written(
     for number in arrival.lanes:
         x = arrived[number].astype(buffer.dtype)
         after = new + x if lane.op == ADD else x
-        new = after if lane.is_full else jnp.where(arrival.comes_by(number), after, new)
+        new = after if is_sure else jnp.where(arrival.comes_by(number), after, new)
     return lax.dynamic_update_slice_in_dim(buffer, new, place, 0)
 
 

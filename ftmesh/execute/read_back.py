@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ftmesh.errors import VerificationError
-from ftmesh.execute.lower import IDLE, Loop, Program
+from ftmesh.execute.lower import IDLE, Loop, Program, Rule
+from ftmesh.execute.places import Numbers
 from ftmesh.schedule.columns import Columns, join, transfers
 from ftmesh.schedule.script import Script
 from ftmesh.schedule.verify import prove
@@ -23,6 +24,7 @@ def check_program(program: Program) -> None:
     try:
         for loop in program.loops:
             _check_lanes(loop, program)
+            _check_places(loop)
         prove(read_back(program))
     except VerificationError as error:
         raise VerificationError(f"the lowered program, read back: {error}") from None
@@ -38,6 +40,23 @@ def _check_lanes(loop: Loop, program: Program) -> None:
                 f"{loop.name}, lane {number}: expected {program.names[dst]} to receive what "
                 f"{program.names[src]} sends it, found that only one of the two is so"
             )
+
+
+def _check_places(loop: Loop) -> None:
+    """What is put into places is what comes by the lanes, where it is read from tables."""
+    if all(isinstance(lane.send, Rule) for lane in loop.lanes):
+        return
+    found = Numbers.of(loop).chunks()
+    for number, lane in enumerate(loop.lanes):
+        expected = lane.send.chunks(loop.num_rounds), lane.received(loop.num_rounds)
+        for what, one, other in zip(("sends", "receives"), expected, found, strict=True):
+            wrong = np.argwhere(one != other[..., number])
+            if len(wrong):
+                rank, now = wrong[0]
+                raise VerificationError(
+                    f"{loop.name}, lane {number}, round {now}: expected that rank {rank} {what} "
+                    f"chunk {one[rank, now]}, found {other[rank, now, number]} in its numbers"
+                )
 
 
 def read_back(program: Program) -> Script[LoopRounds]:

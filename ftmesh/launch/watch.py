@@ -75,10 +75,11 @@ class Deadlines:
         """Seconds after which a process that is still in `phase` is late."""
         if phase in WAITING:
             return float("inf")
-        if phase in ("read", "step") and "step" in self._took:
-            return SLACK + self.limit + TIMES * self.usual_step
-        if phase in self.given:
+        is_known = phase in ("read", "step") and "step" in self._took
+        if phase in self.given and not (phase == "step" and is_known):
             return SLACK + self.given[phase]
+        if is_known:
+            return SLACK + self.limit + TIMES * self.usual_step
         longest = max(self._took.get(phase, (0.0,)))
         return SLACK + max(PHASES.get(phase, self.limit), self.limit + TIMES * longest)
 

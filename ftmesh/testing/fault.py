@@ -22,8 +22,8 @@ Several are joined by ``;``. The kinds:
 
 The moments: `start` (before joining), `compile`, `step` (before it is dispatched), `collective` (a
 few milliseconds later, or so many seconds), `commit` (results are ready), `checkpoint`, `evaluate`,
-`recovery` (while an epoch after the first is made ready). `start`, `compile` and `recovery` come
-before all steps, and a fault there strikes at the first chance.
+`recovery` (while an epoch after the first is made ready). At `start`, `compile` and `recovery` the
+step does not count, and a fault strikes at the first chance.
 """
 
 from __future__ import annotations

@@ -70,6 +70,9 @@ def fit(reports: Sequence[CompileReport]) -> Fit:
     program; no number is below 0. What the rounds cannot tell apart is put on the first that
     explains it.
     """
+    for report in reports:
+        if not report.accepted:
+            raise ArgumentError(f"{report.algorithm} was not compiled: {report.refusal}")
     rounds = tuple(one for report in reports for one in _rounds(report))
     if not rounds:
         raise ArgumentError(

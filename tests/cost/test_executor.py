@@ -45,7 +45,7 @@ def test_a_ring_by_its_formula(topology, n, mode):
 
 def test_two_cores_carry_half_each_and_exchange_halves_first_and_last():
     a_round = (500 + 2 * 2000 + 0.004 * PAYLOAD / 504 / 2) / 2e9
-    exchange = (500 + 2000 + 0.004 * PAYLOAD / 2) / 2e9
+    exchange = (4 * (500 + 2000) + 0.004 * PAYLOAD / 2) / 2e9
     wires = DEFAULT.latency + PAYLOAD / (2 * 504 * DEFAULT.bandwidth)
     expected = 2 * 503 * (wires + a_round) + 2 * exchange + 0.01 * PAYLOAD / 2e9
     assert seconds(V3, "ring", TWO_CORES) == pytest.approx(expected, rel=1e-12)

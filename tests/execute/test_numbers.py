@@ -1,22 +1,21 @@
 """The numbers that ranks read in each round, against what the lanes of a program say."""
 
 import itertools
+from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftmesh import Topology, planners
+from ftmesh import Phase, Schedule, Topology, planners
+from ftmesh.errors import VerificationError
+from ftmesh.execute import ppermute, read_back
 from ftmesh.execute.lower import IDLE, Rule, lower
-from ftmesh.execute.numbers import Numbers, _in_few_places, rounds_of
-
-
-def brought(numbers, num_rounds):
-    """``[rank, round, lane]``: the chunk that comes by each lane, from numbers in places."""
-    rows = numbers.rows[numbers.row].reshape(len(numbers.row), num_rounds, -1)
-    every = np.where(rows == IDLE, IDLE, rows + numbers.base[:, None])
-    return every[..., : numbers.num_lanes], spread(every[..., numbers.num_lanes :], numbers)
+from ftmesh.execute.numbers import rounds_of
+from ftmesh.execute.places import Numbers, _in_few_places
+from ftmesh.schedule.columns import ADD, COPY, join, transfers
 
 
 def spread(places, numbers):
@@ -41,7 +40,7 @@ def test_what_is_read_is_what_lanes_say(shape, failed, places):
         if all(isinstance(lane.send, Rule) for lane in loop.lanes):
             continue
         numbers = Numbers.of(loop)
-        sent, received = brought(numbers, loop.num_rounds)
+        sent, received = numbers.chunks()
         for number, lane in enumerate(loop.lanes):
             np.testing.assert_array_equal(sent[..., number], lane.send.chunks(loop.num_rounds))
             np.testing.assert_array_equal(received[..., number], lane.received(loop.num_rounds))
@@ -105,3 +104,91 @@ def test_rules_need_no_reading():
     assert [int(chunk) for chunk in sent] == [int(lane.send.at(2)[3]) for lane in loop.lanes]
     received = [int(lane.received(loop.num_rounds)[3, 2]) for lane in loop.lanes]
     assert [int(arrival.chunk) for arrival in arrivals] == received
+
+
+def test_more_lanes_than_bits_stay_as_they_are():
+    """A place for 19 lanes would have chunks of 8,192 that do not fit a number."""
+    received = np.full((1, 1, 19), IDLE, np.int32)
+    received[..., 0] = 8191
+    assert _in_few_places(received, 1).shape[2] > 1
+    found = _in_few_places(received, 1)
+    numbers = Numbers(19, found.shape[2], *np.zeros((3, 1, 1), np.int32))
+    np.testing.assert_array_equal(spread(found, numbers), received)
+    assert found.dtype == np.int32
+
+
+def sums(schedule):
+    """What every rank ends with, and what it should."""
+    program = lower(schedule)
+    held = np.arange(program.num_ranks * program.num_chunks, dtype=np.int32)
+    held = held.reshape(program.num_ranks, program.num_chunks, 1, 1)
+
+    def run(x):
+        return ppermute.sum_varying(x, axis_name="rank", program=program)
+
+    return jax.vmap(run, axis_name="rank")(held), held.sum(axis=0)
+
+
+def test_a_lane_that_is_always_full_shares_a_place():
+    """Three ranks: a rule by which all send in all rounds, and a table beside it with a gap."""
+    ranks = range(3)
+    rows = [
+        transfers(round=now, lane=lane, src=rank, dst=to, chunk=3 * to + now, op=ADD)
+        for now in range(3)
+        for rank in ranks
+        for lane, to in ((0, (rank + 1) % 3), (1, (rank - 1) % 3))
+        if lane == 0 or now != 1
+    ]
+    rest = [
+        transfers(round=0, lane=0, src=(to + 1) % 3, dst=to, chunk=3 * to + 1, op=ADD)
+        for to in ranks
+    ]
+    around = [
+        transfers(
+            round=by - 1, lane=0, src=rank, dst=(rank + by) % 3, chunk=3 * rank, count=3, op=COPY
+        )
+        for by in (1, 2)
+        for rank in ranks
+    ]
+    phases = tuple(Phase(f"phase {i}", join(each)) for i, each in enumerate((rows, rest, around)))
+    schedule = Schedule(Topology.grid("3x1"), "by hand", 9, phases)
+    loop = lower(schedule).loops[0]
+    assert [lane.is_full for lane in loop.lanes] == [True, False]
+    assert Numbers.of(loop).num_places == 1
+    found, expected = sums(schedule)
+    np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
+
+
+def test_a_star_of_many_lanes():
+    """All send to one rank at once, by a lane each: more of them than a number has bits."""
+    num_ranks, num_chunks = 34, 8
+    into = [
+        transfers(round=now, lane=rank - 1, src=rank, dst=0, chunk=3 * now % num_chunks, op=ADD)
+        for now in range(num_chunks)
+        for rank in range(1, num_ranks)
+    ]
+    out = [
+        transfers(round=rank - 1, lane=0, src=0, dst=rank, chunk=0, count=num_chunks, op=COPY)
+        for rank in range(1, num_ranks)
+    ]
+    phases = (Phase("in", join(into)), Phase("out", join(out)))
+    found, expected = sums(Schedule(Topology.grid("34x1"), "star", num_chunks, phases))
+    np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_wrong_number_is_found_when_the_program_is_read_back(half, monkeypatch):
+    program = lower(planners.schedule(Topology.grid("8x8", failed="2x2@2,2"), "row_pair"))
+    read_back.check_program(program)
+    made = Numbers.of
+
+    def bent(loop):
+        numbers = made(loop)
+        rows = numbers.rows.copy()
+        used = np.argwhere(rows != IDLE)
+        rows[tuple(used[half * (len(used) - 1)])] += 8
+        return replace(numbers, rows=rows)
+
+    monkeypatch.setattr(Numbers, "of", staticmethod(bent))
+    with pytest.raises(VerificationError, match=r"lane \d, round \d+: expected that rank \d+ "):
+        read_back.check_program(program)

@@ -75,6 +75,7 @@ class TestDeadlines:
 
     def test_what_goes_by_the_steps(self):
         assert deadlines().of("read") == deadlines().of("step")
+        assert deadlines(read=600.0).of("read") == SLACK + 600
 
     def test_what_is_long_ago_counts_no_more(self):
         found = Deadlines(LIMIT)
