@@ -160,6 +160,7 @@ def test_all_reads_of_a_round_are_before_its_writes():
     np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
 
 
+@pytest.mark.slow
 def test_several_chunks_in_several_pieces_and_pages(monkeypatch):
     """The last piece is shorter than the others, and is sent before the first one is there."""
     monkeypatch.setattr(pallas, "PIECE_BYTES", 4 * 4096)
