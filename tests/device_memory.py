@@ -21,7 +21,7 @@ class Watch:
 
     def look(self):
         for device, size in device_bytes().items():
-            self.growth = max(self.growth, size / self.before.get(device, 1))
+            self.growth = max(self.growth, size / (self.before.get(device) or 1))
 
     def after(self, function):
         """The same function; a look is taken while what it has used and made is still there."""
