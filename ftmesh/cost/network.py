@@ -74,7 +74,7 @@ _V3 = Executor(
 )  # fmt: skip
 _V4 = Executor(
     3231, 0, 0.01179, packing=0.009023, clock=1.05e9, devices=2,
-    source=f"{_ESTIMATED}; 1,050 MHz: Jouppi et al., TPU v4 (ISCA 2023)",
+    source=f"{_ESTIMATED}; {_PRODUCTS} 8 products of 128x128 a cycle",
 )  # fmt: skip
 _V5E = Executor(
     1863, 1722, 0.007561, packing=0.007367, clock=1.5e9,
