@@ -7,7 +7,7 @@ ftmesh.save(plan.schedule, "plan.npz")   # plain integer columns
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftmesh.cost.limits import Limits as Limits
 from ftmesh.cost.limits import limits as limits
@@ -40,20 +40,74 @@ from ftmesh.schedule.verify import verify as verify
 
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:
+    from ftmesh.collectives import all_gather as all_gather
+    from ftmesh.collectives import gather_from_owners as gather_from_owners
+    from ftmesh.collectives import pmean as pmean
+    from ftmesh.collectives import psum as psum
+    from ftmesh.collectives import psum_scatter as psum_scatter
+    from ftmesh.collectives import reduce_to_owners as reduce_to_owners
+    from ftmesh.collectives.audit import audit as audit
+    from ftmesh.tpu.options import compiler_options as compiler_options
+
 # These import JAX, so they are loaded when they are first asked for.
 _WITH_JAX = {
-    "psum": "ftmesh.collectives",
-    "pmean": "ftmesh.collectives",
-    "psum_scatter": "ftmesh.collectives",
     "all_gather": "ftmesh.collectives",
-    "reduce_to_owners": "ftmesh.collectives",
-    "gather_from_owners": "ftmesh.collectives",
     "audit": "ftmesh.collectives.audit",
     "compiler_options": "ftmesh.tpu.options",
+    "gather_from_owners": "ftmesh.collectives",
+    "pmean": "ftmesh.collectives",
+    "psum": "ftmesh.collectives",
+    "psum_scatter": "ftmesh.collectives",
+    "reduce_to_owners": "ftmesh.collectives",
 }
 
+__all__ = [
+    "ArgumentError",
+    "Block",
+    "CollectiveError",
+    "Coord",
+    "FtmeshError",
+    "Limits",
+    "Network",
+    "Phase",
+    "Plan",
+    "PlanError",
+    "Proof",
+    "RoutingError",
+    "Schedule",
+    "ScheduleError",
+    "ScheduleFileError",
+    "Simulation",
+    "SplitSchedule",
+    "TiledTopology",
+    "Topology",
+    "TopologyError",
+    "TopologyWarning",
+    "VerificationError",
+    "all_gather",
+    "audit",
+    "compiler_options",
+    "gather_from_owners",
+    "limits",
+    "load",
+    "plan",
+    "pmean",
+    "psum",
+    "psum_scatter",
+    "reduce_to_owners",
+    "save",
+    "simulate",
+    "verify",
+]
 
-def __getattr__(name: str) -> Any:
-    if name in _WITH_JAX:
-        return getattr(importlib.import_module(_WITH_JAX[name]), name)
-    raise AttributeError(f"module 'ftmesh' has no attribute {name!r}")
+if not TYPE_CHECKING:  # to type checkers, a name that does not exist is an error
+
+    def __getattr__(name: str) -> Any:
+        if name in _WITH_JAX:
+            return getattr(importlib.import_module(_WITH_JAX[name]), name)
+        raise AttributeError(f"module 'ftmesh' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

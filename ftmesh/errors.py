@@ -3,17 +3,27 @@
 Each message says what was given, what the rule is, and what to do instead.
 """
 
+# Exit statuses of commands, by what ends them; `ftmesh --help` lists them. Those above 2 are
+# the ones that sysexits.h has for wrong data, no input and unavailable.
+USAGE, PROVED_WRONG, NOT_FOUND, REFUSED = 2, 65, 66, 69
+
 
 class FtmeshError(Exception):
     """Base of all ftmesh errors; catch this to catch them all."""
+
+    status = REFUSED
 
 
 class ArgumentError(FtmeshError, ValueError):
     """An argument is not of the form it must have."""
 
+    status = USAGE
+
 
 class TopologyError(FtmeshError, ValueError):
     """The mesh, the failed blocks or the devices described do not make a topology."""
+
+    status = USAGE
 
 
 class RoutingError(FtmeshError, ValueError):
@@ -31,9 +41,17 @@ class PlanError(FtmeshError, ValueError):
 class VerificationError(FtmeshError):
     """A schedule breaks one of its promises."""
 
+    status = PROVED_WRONG
+
 
 class ScheduleFileError(FtmeshError, ValueError):
     """A file is not a readable ftmesh schedule."""
+
+
+class ScheduleNotFoundError(ScheduleFileError):
+    """There is no such file."""
+
+    status = NOT_FOUND
 
 
 class CollectiveError(FtmeshError, ValueError):
@@ -44,12 +62,24 @@ class DataError(FtmeshError, ValueError):
     """Training data is missing, incomplete or not what it should be."""
 
 
+class DataNotFoundError(DataError):
+    """There is no such file or folder of training data."""
+
+    status = NOT_FOUND
+
+
 class RecordError(DataError):
     """A single record is damaged; the others can be used."""
 
 
 class CheckpointError(FtmeshError, ValueError):
     """A checkpoint does not fit the run, or would be overwritten by it."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no checkpoint to go on from."""
+
+    status = NOT_FOUND
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -62,6 +92,10 @@ class TrainingError(FtmeshError):
 
 class ClusterError(FtmeshError):
     """The processes of a run do not agree, or one of them is missing, late or has failed."""
+
+
+class MissingExtraError(FtmeshError, ImportError):
+    """A package is not installed that comes with one of ftmesh's extras."""
 
 
 class TopologyWarning(UserWarning):

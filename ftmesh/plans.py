@@ -5,22 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ftmesh import planners
-from ftmesh.cost.choice import AUTO, Choice, choose, depth_on_devices
+from ftmesh.cost.choice import (
+    AUTO,
+    BEST,
+    CHOSEN,
+    Choice,
+    carried_bytes,
+    choose,
+    depth_on_devices,
+    partials_of,
+)
+from ftmesh.cost.cutting import schedule_for
 from ftmesh.cost.network import DEFAULT, Network, network, network_of
-from ftmesh.cost.rounding import LARGEST_ERROR, partials_travel_in, wire_named, worst_error
+from ftmesh.cost.rounding import LARGEST_ERROR, wire_named, worst_error
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE, Program, lower
 from ftmesh.execute.read_back import check_program
 from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
-from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.verify import Proof
 from ftmesh.schedule.verify import verify as _verify
+from ftmesh.units import check_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +41,12 @@ class Plan:
 
     With `with_idle` the mesh axis has the devices of failed chips too, which stay idle. `network`
     and `wire_dtype` are what the choice was made for, where ``auto`` was asked for; such a plan
-    `is_auto`, and has siblings for other payloads: see `at`. With `unrolled` the rounds are
+    `is_auto`, and has siblings for other payloads: see `at`. One that `is_best` has trees among the
+    choices. With `unrolled` the rounds are
     written out in the program, not as loops: it grows with their number, and the compiler can do
     other work while they travel, which it does not do across a loop. The `executor` runs them: one
-    permutation after the other, or on TPUs a Pallas kernel that runs all of them.
+    permutation after the other, or on TPUs a Pallas kernel that runs all of them. A schedule that
+    `is_given` was made before, and stays what it is for all payloads.
     """
 
     schedule: Schedule
@@ -44,6 +58,8 @@ class Plan:
     wire_dtype: str = "float32"
     is_auto: bool = False
     executor: str = PPERMUTE
+    is_given: bool = False
+    is_best: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -57,7 +73,10 @@ class Plan:
 
     @cached_property
     def program(self) -> Program:
-        """The schedule as an executor runs it."""
+        """The schedule as an executor runs it; JAX compiles it once, also for siblings."""
+        first, *_ = self._siblings[_program_key(self.schedule)]
+        if first is not self:
+            return first.program
         program = lower(
             self.schedule,
             devices_per_chip=self.topology.devices_per_chip,
@@ -77,36 +96,76 @@ class Plan:
         """The plan for a payload of so many bytes, in `wire_dtype` or that of this plan.
 
         Where ``auto`` was asked for, that is one with the algorithm that is fastest for it, rounded
-        up to a power of two so that few sizes are looked at; its chunks may have other owners. A
-        plan with a named algorithm is for all sizes.
+        up to a power of two so that few sizes are looked at; its chunks may have other owners. One
+        with a named algorithm stays with that, and is for all sizes, unless that algorithm cuts
+        payloads by their size.
         """
         kind = _name_of(wire_dtype or self.wire_dtype)
         size = _power_of_two(num_bytes)
-        is_own_size = (size, kind) == (_power_of_two(self.payload_bytes), self.wire_dtype)
-        if not self.is_auto or is_own_size:
+        if self._is_for(size, kind) or not (self.is_auto or self._is_cut_by_size):
             return self
-        algorithm = choose(self.topology, size, self.network, kind).algorithm
-        if algorithm not in self._siblings:
-            schedule, proof = _proven(self.topology, algorithm, verify=self.proof is not None)
-            sibling = replace(
-                self, schedule=schedule, proof=proof, payload_bytes=size, wire_dtype=kind
-            )
-            sibling.__dict__["_siblings"] = self._siblings  # one for each algorithm among them all
-            self._siblings[algorithm] = sibling
-        return self._siblings[algorithm]
+        algorithm = self.algorithm
+        if self.is_auto:
+            found = choose(self.topology, size, self.network, kind, best=self.is_best)
+            algorithm = found.algorithm
+        return self._sibling(algorithm, size, kind)
 
     @cached_property
-    def _siblings(self) -> dict[str, Plan]:
-        """By algorithm, the plans that `at` has given; JAX compiles a program for each."""
-        return {self.algorithm: self}
+    def halves(self) -> Plan:
+        """The same plan, or where its algorithm has no halves, the fastest sibling that has.
+
+        What is left with owners, or gathered from them, goes by this: `psum_scatter`, `all_gather`
+        and sharded optimizers. A schedule that was given stays what it is.
+        """
+        is_split = isinstance(self.schedule, SplitSchedule)
+        if is_split or not (self.is_auto or self._is_cut_by_size):
+            return self
+        found = choose(
+            self.topology, self.payload_bytes, self.network, self.wire_dtype, halves=True
+        )
+        return self._sibling(found.algorithm, self.payload_bytes, self.wire_dtype)
+
+    @property
+    def _is_cut_by_size(self) -> bool:
+        return self.algorithm in planners.CUT_BY_SIZE and not self.is_given
+
+    def _sibling(self, algorithm: str, size: int, kind: str) -> Plan:
+        """The plan with another algorithm, or cut for another size."""
+        for one in chain.from_iterable(self._siblings.values()):
+            if one.algorithm == algorithm and one._is_for(size, kind):
+                return one
+        carried = carried_bytes(algorithm, size, kind)
+        schedule = schedule_for(self.topology, algorithm, carried, self.network)
+        alike = self._siblings.setdefault(_program_key(schedule), [])
+        if alike:
+            schedule, proof = alike[0].schedule, alike[0].proof
+        else:
+            proof = _verify(schedule) if self.proof is not None else None
+        sibling = replace(self, schedule=schedule, proof=proof, payload_bytes=size, wire_dtype=kind)
+        sibling.__dict__["_siblings"] = self._siblings
+        alike.append(sibling)
+        return sibling
+
+    def _is_for(self, size: int, kind: str) -> bool:
+        """Whether this plan was made for a payload of that size, as `at` rounds it, and dtype."""
+        own = _power_of_two(self.payload_bytes), self.wire_dtype
+        return own == (_power_of_two(size), kind)
+
+    @cached_property
+    def _siblings(self) -> dict[tuple[str, int, int], list[Plan]]:
+        """The plans that were given, by what their schedules are; those alike have one program."""
+        return {_program_key(self.schedule): [self]}
 
     def partials_travel_in(self, dtype: Any) -> str:
         """The dtype in which partial sums of a payload travel, by name; see `cost.rounding`."""
-        return partials_travel_in(_name_of(dtype), depth=depth_on_devices(self.schedule))
+        return partials_of(self.schedule, _name_of(dtype))
 
     def explain(self) -> Choice:
         """Every algorithm on this topology and payload beside this one; print it for a table."""
-        return choose(self.topology, self.payload_bytes, self.network, self.wire_dtype)
+        found = choose(
+            self.topology, self.payload_bytes, self.network, self.wire_dtype, best=self.is_best
+        )
+        return found.beside(self.schedule)
 
     def jax_mesh(self, axis_name: str | Sequence[str], *, along: str | None = None) -> Any:
         """The ``jax.sharding.Mesh`` whose axis this plan's collectives run along.
@@ -163,6 +222,11 @@ class Plan:
             f"  partial sums of float16 travel as {self.partials_travel_in('float16')}, which has "
             "the range for them",
         ]
+        if not isinstance(self.schedule, SplitSchedule):
+            lines = [
+                "  sums of 16 bits travel as float32: without halves, nothing tells partial sums "
+                "from results"
+            ]
         if isinstance(self.topology, TiledTopology):
             lines.append(self.topology.describe())
         return "\n".join([self.schedule.describe(self.payload_bytes), *lines])
@@ -192,13 +256,15 @@ def plan(
     """Plan an all-reduce of `payload_bytes` on `topology`, and prove it right.
 
     ``"auto"`` simulates every algorithm for this payload, on links as `ftmesh.simulate` takes them,
-    and takes the fastest; `Plan.explain` shows them all. Unless given, the links are those of the
-    TPUs that `topology` has, with what the executor costs there. The payload has so many bytes in
-    `wire_dtype`, a dtype or its name: where an algorithm's partial sums may not travel in it, they
-    count for more. `with_idle` is for a mesh axis that has the devices of failed chips too,
-    `unrolled` for sums beside which other work is to be done. The `executor` is ``"ppermute"``, or
-    ``"pallas"``: one kernel for all rounds, for TPUs, and interpreted elsewhere. Nothing else is
-    computed while it runs.
+    and takes the fastest; `Plan.explain` shows them all. It looks at `tree`, which takes longer to
+    plan, where no other serves, and on damaged tori and three axes; ``"best"`` also where else that
+    could be faster. Unless given, the
+    links are those of the TPUs that `topology` has, with what the executor costs there. The payload
+    has so many bytes in `wire_dtype`, a dtype or its name: where an algorithm's partial sums may
+    not travel in it, they count for more. `with_idle` is for a mesh axis that has the devices of
+    failed chips too, `unrolled` for sums beside which other work is to be done. The `executor` is
+    ``"ppermute"``, or ``"pallas"``: one kernel for all rounds, for TPUs, and interpreted elsewhere.
+    Nothing else is computed while it runs.
 
     With a `tile`, as ``"2x2"``, each tile of so many chips is one rank, and its devices are a model
     group. Every position in it has a payload; all are summed at once, over links that they share. A
@@ -215,8 +281,12 @@ def plan(
     >>> plan(topo, tile="2x1").topology.num_live
     30
     """
-    if not isinstance(payload_bytes, int) or payload_bytes < 1:
-        raise ArgumentError(f"payload_bytes must be a positive whole number, not {payload_bytes!r}")
+    if not isinstance(topology, Topology):
+        raise ArgumentError(
+            f"a plan is for a topology, and not for {topology!r:.60}: give "
+            'ftmesh.Topology.grid("8x8"), or Topology.from_devices(jax.devices())'
+        )
+    check_bytes(payload_bytes)
     if executor not in EXECUTORS:
         raise ArgumentError(f"executor must be one of {', '.join(EXECUTORS)}, not {executor!r}")
     if tile is not None:
@@ -225,18 +295,29 @@ def plan(
     on = network_of(topology) if link is None else network(link)
     if executor == PALLAS:
         on = on.wires
-    is_auto = algorithm == AUTO and schedule is None
+    is_given = schedule is not None
+    is_auto = algorithm in CHOSEN and not is_given
+    is_best = algorithm == BEST and is_auto
     if schedule is not None:
         schedule = _on(topology, schedule)
-        proof = _verify(schedule) if verify else None
     else:
         if is_auto:
-            algorithm = choose(topology, payload_bytes, on, wire).algorithm
-        schedule, proof = _proven(topology, algorithm, verify=verify)
-    made = Plan(schedule, payload_bytes, proof, with_idle, on, unrolled, wire, is_auto, executor)
+            algorithm = choose(topology, payload_bytes, on, wire, best=is_best).algorithm
+        carried = carried_bytes(algorithm, payload_bytes, wire)
+        schedule = schedule_for(topology, algorithm, carried, on)
+    proof = _verify(schedule) if verify else None
+    made = Plan(
+        schedule, payload_bytes, proof, with_idle, on, unrolled, wire, is_auto, executor, is_given,
+        is_best,
+    )  # fmt: skip
     if with_idle:
         _ = made.program  # refuses idle chips that nothing can be sent to
     return made
+
+
+def _program_key(schedule: Schedule) -> tuple[str, int, int]:
+    """What tells the schedules of one topology and network from each other."""
+    return schedule.algorithm, schedule.num_chunks, schedule.num_rounds
 
 
 def _on(topology: Topology, schedule: Schedule) -> Schedule:
@@ -246,11 +327,6 @@ def _on(topology: Topology, schedule: Schedule) -> Schedule:
             f"the schedule is for {schedule.topology}, and the plan for {topology}: plan it again"
         )
     return replace(schedule, topology=topology)
-
-
-def _proven(topology: Topology, algorithm: str, *, verify: bool) -> tuple[Schedule, Proof | None]:
-    schedule = planners.schedule(topology, algorithm)
-    return schedule, _verify(schedule) if verify else None
 
 
 def _name_of(dtype: Any) -> str:
@@ -267,6 +343,8 @@ def _name_of(dtype: Any) -> str:
 
 def _power_of_two(num_bytes: int) -> int:
     """The least power of two that is not below a number of bytes."""
-    if not isinstance(num_bytes, int) or num_bytes < 0:
+    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 0:
         raise ArgumentError(f"a payload has a whole number of bytes, not {num_bytes!r}")
+    if num_bytes:
+        check_bytes(num_bytes, name="a payload's bytes")
     return 1 << max(0, num_bytes - 1).bit_length()

@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ftmesh.errors import ArgumentError
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])?(i)?b?", re.IGNORECASE)
+_MOST_SECONDS = 1e11  # three thousand years
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|µs|ms|s|min|h|d|w)")
 _SECONDS = {
     "ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0,
     "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0,
 }  # fmt: skip
+MOST_BYTES = 2**53  # 9 PB
+
+
+def check_bytes(amount: Any, *, name: str = "payload_bytes") -> None:
+    """Refuse what is no number of bytes that a payload could have."""
+    is_number = isinstance(amount, int) and not isinstance(amount, bool)
+    if is_number and abs(amount) > MOST_BYTES:
+        raise ArgumentError(f"{name} must be a positive whole number up to {MOST_BYTES:,}")
+    if not is_number or amount < 1:
+        raise ArgumentError(f"{name} must be a positive whole number, not {amount!r}")
 
 
 def parse_bytes(text: str) -> int:
     """``"100MB"`` as a number of bytes; decimal units (kB, MB, GB) or binary (KiB, MiB, GiB)."""
     match = _BYTES.fullmatch(text.strip())
     if not match:
-        raise ArgumentError(f"{text!r} is not a size: write a number and a unit, as in '100MB'")
+        raise ArgumentError(f"{text!r:.40} is not a size: write a number and a unit, as in '100MB'")
+    if re.search(r"[KMG]i?b$", text.strip()):
+        raise ArgumentError(f"{text!r} reads as bits: write bytes with a capital B, as in '100MB'")
     scale = 1024 if match[3] else 1000
     power = " kmg".index((match[2] or " ").lower())
-    return int(float(match[1]) * scale**power)
+    amount = float(match[1]) * scale**power
+    if amount > MOST_BYTES:
+        raise ArgumentError(f"a size is {MOST_BYTES:,} bytes at most, not {text[:20]!r}")
+    return int(amount)
 
 
 def parse_rate(text: str) -> float:
     """``"50GB/s"`` as bytes per second."""
     size, slash, per = text.strip().partition("/")
     if not slash or per != "s" or not _BYTES.fullmatch(size):
-        raise ArgumentError(f"{text!r} is not a rate: write bytes per second, as in '50GB/s'")
+        raise ArgumentError(f"{text!r:.40} is not a rate: write bytes per second, as in '50GB/s'")
+    if size.endswith("b"):
+        raise ArgumentError(
+            f"{text!r} reads as bits per second: write bytes, with a capital B, as in '50GB/s' "
+            "(8 bits are a byte)"
+        )
     return float(parse_bytes(size))
 
 
@@ -37,9 +59,14 @@ def parse_time(text: str) -> float:
     match = _TIME.fullmatch(text.strip())
     if not match:
         raise ArgumentError(
-            f"{text!r} is not a time: write a number and a unit, as in '0.5us', '50ms' or '8h'"
+            f"{text!r:.40} is not a time: write a number and a unit, as in '0.5us', '50ms' or '8h'"
         )
-    return float(match[1]) * _SECONDS[match[2]]
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if seconds > _MOST_SECONDS:
+        raise ArgumentError(
+            f"{text!r:.40} is more than {format_time(_MOST_SECONDS)}, the longest time taken"
+        )
+    return seconds
 
 
 def format_bytes(amount: float) -> str:
@@ -52,7 +79,7 @@ def format_bytes(amount: float) -> str:
         if amount < 999.5:
             return f"{amount:.3g} {unit}"
         amount /= 1000
-    return f"{amount:.4g} GB"
+    return f"{amount:.4g} GB" if amount < 9999.5 else f"{amount / 1000:.4g} TB"
 
 
 def format_rate(bytes_per_second: float) -> str:

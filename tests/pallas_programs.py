@@ -5,8 +5,8 @@ import numpy as np
 from jax.sharding import Mesh
 from on_devices import EACH
 
-from ftmesh.execute import ppermute
-from ftmesh.execute.lower import IDLE, Lane, Loop, Program, Table
+from ftmesh.execute import primitives
+from ftmesh.execute.lower import IDLE, MIXED, Lane, Loop, Program, Table
 from ftmesh.schedule.columns import ADD
 
 
@@ -44,6 +44,8 @@ def random_loop(rng, program, num_rounds, ops, *, count=1, step=None):
         chunks = rng.choice(
             np.arange(0, num_chunks - count + 1, step or count), (num_ranks, num_rounds)
         )
+        if op == MIXED:
+            chunks = 2 * chunks + rng.integers(0, 2, chunks.shape)
         chunks[rng.random(chunks.shape) < 0.2] = IDLE
         chunks[np.setdiff1d(np.arange(num_ranks), senders)] = IDLE
         pairs = tuple(zip(senders.tolist(), receivers.tolist(), strict=True))
@@ -73,11 +75,12 @@ def in_numpy(program, held):
         for now in range(loop.num_rounds):
             read = []
             for lane in loop.lanes:
-                chunks = lane.send.at(now)
+                numbers = lane.send.at(now)
                 for src, dst in lane.permutation:
-                    if (chunk := chunks[src]) != IDLE:
+                    if (number := numbers[src]) != IDLE:
+                        chunk, op = divmod(number, 2) if lane.op == MIXED else (number, lane.op)
                         rows = slice(chunk, chunk + lane.count)
-                        read.append((lane.op, dst, rows, held[src, rows].copy()))
+                        read.append((op, dst, rows, held[src, rows].copy()))
             for op, dst, rows, value in read:
                 held[dst, rows] = held[dst, rows] + value if op == ADD else value
     return held
@@ -88,6 +91,6 @@ def on_devices(program, held):
     mesh = Mesh(np.array(jax.devices()[: program.num_ranks]), "data")
 
     def body(x):
-        return ppermute.sum_varying(x[0], axis_name="data", program=program)[None]
+        return primitives.sum_varying(x[0], axis_name="data", program=program)[None]
 
     return np.asarray(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=EACH, out_specs=EACH))(held))

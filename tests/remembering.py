@@ -14,7 +14,7 @@ import optax
 from ftmesh import Topology
 from ftmesh.testing import cpu_grid
 from ftmesh.train import Parallel, ShardedOptimizer
-from ftmesh.train.parallel import WHOLE
+from ftmesh.train.placed import WHOLE
 
 
 class Memory(NamedTuple):

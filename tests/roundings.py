@@ -12,7 +12,6 @@ LARGE = [
     ("16x32", "4x2@6,14", "ring"),
     pytest.param("16x32", "4x2@6,14", "row_pair", marks=pytest.mark.slow),
     pytest.param("32x32", "4x2@14,14", "ring", marks=pytest.mark.slow),
-    pytest.param("32x32", "4x2@14,14", "row_pair", marks=pytest.mark.slow),
 ]
 
 

@@ -11,7 +11,7 @@ from ftmesh.saved.reading import Saved
 from ftmesh.saved.snapshot import Copier
 from ftmesh.testing import cpu_grid
 from ftmesh.train import Parallel, lamb
-from ftmesh.train.parallel import SPLIT, WHOLE
+from ftmesh.train.placed import SPLIT, WHOLE
 
 
 class On(NamedTuple):

@@ -16,7 +16,11 @@ ROWS = re.findall(r"^\| .* \| ([\d.]+) \|(.*)\| `([\w.]+)` \|$", TEXT, re.MULTIL
 
 PACKAGES = ("cluster", "health", "launch", "train")
 IN_SECONDS = re.compile(r"SECONDS|HEARTBEAT|SHUTDOWN|LIMIT|GRACE|PATIENCE|TIMEOUT|WAIT|INTERVAL")
-NO_WAITS = {"launch.keeper.LIMIT", "launch.keeper.SLOWEST"}  # bytes, and bytes a second
+NO_WAITS = {  # bytes, bytes a second, and a share
+    "launch.keeper.LIMIT",
+    "launch.keeper.SLOWEST",
+    "train.reading.MAX_DAMAGED",
+}
 PLANTED = {"health.sick"}  # waits there are faults
 CALLS = {"sleep", "wait", "wait_for", "join", "settimeout", "receive", "within", "Timer"}
 

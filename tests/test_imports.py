@@ -14,12 +14,18 @@ PACKAGE = Path(__file__).parent.parent / "ftmesh"
 # First to last: a module imports only from its own package and from those above it.
 PACKAGES = [
     "errors",
+    "extras",
+    "commands",
+    "files",
+    "npz",
     "units",
+    "room",
     "mesh",
     "schedule",
     "planners",
     "cost",
     "draw",
+    "view",
     "launch",
     "execute",
     "plans",
@@ -48,10 +54,14 @@ WITH_JAX_BEFORE = {
     "execute.pallas_rank",
     "execute.pallas_tables",
     "execute.ppermute",
+    "execute.primitives",
 }
 
 # What is imported later on, when a user first asks for something that needs JAX.
 DOORS = {
+    ("", "collectives"),
+    ("", "collectives.audit"),
+    ("", "tpu.options"),
     ("mesh.topology", "mesh.jax_axis"),
     ("plans", "collectives"),
     ("plans", "optim.sharded"),
@@ -63,7 +73,7 @@ DOORS = {
 }
 EXTRAS = {
     "matplotlib": {"draw.plots"},
-    "scipy": {"mesh.partners"},  # which JAX brings
+    "scipy": {"mesh.partners", "cost.round_bound"},  # which JAX brings
     "jaxlib": {"launch.service"},  # alone, so that it starts at once
 }
 

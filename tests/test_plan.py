@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import ftmesh
-from ftmesh import Topology
+from ftmesh import Topology, planners
 
 TOPO = Topology.grid("8x8", failed="2x2@2,2")
 
@@ -16,14 +16,77 @@ def test_a_plan_is_a_proven_schedule_for_a_payload():
     assert "46.9 MB" in str(plan)
 
 
-@pytest.mark.parametrize("payload", [-5, 0, "100MB", 1.5])
+@pytest.mark.parametrize(
+    "payload", [-5, 0, "100MB", 1.5, True, 10**400, -(10**400)], ids=lambda given: repr(given)[:9]
+)
 def test_a_payload_is_a_positive_whole_number(payload):
     with pytest.raises(ftmesh.ArgumentError, match="positive whole number"):
         ftmesh.plan(TOPO, payload_bytes=payload)
+    with pytest.raises(ftmesh.ArgumentError, match="positive whole number"):
+        ftmesh.plan(TOPO, "tree", payload_bytes=payload)
+
+
+@pytest.mark.parametrize(("payload", "says"), [(True, "not True"), (10**30, "up to 9,007")])
+def test_a_payload_is_a_number_and_has_bounds(payload, says):
+    with pytest.raises(ftmesh.ArgumentError, match=f"positive whole number,? {says}"):
+        ftmesh.plan(TOPO, payload_bytes=payload)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda plan: ftmesh.plan("8x8"), r"for a topology, and not for '8x8': .*Topology\.grid"),
+        (lambda plan: ftmesh.plan(None), "for a topology"),
+        (lambda plan: ftmesh.save(plan, "a.npz"), r"not a Plan: of a plan, plan\.schedule"),
+        (lambda plan: ftmesh.save(None, "a.npz"), "not a NoneType"),
+        (lambda plan: ftmesh.verify(plan), r"of a plan, plan\.schedule"),
+        (lambda plan: ftmesh.simulate(plan), r"of a plan, plan\.schedule"),
+        (lambda plan: ftmesh.load(None), "from a path or from bytes, not from None"),
+        (lambda plan: ftmesh.load(0), "from a path or from bytes, not from 0"),
+        (lambda plan: Topology.grid("4x4", failed=5), "or listed, and not 5"),
+        (lambda plan: Topology.from_drawing(5), "a drawing is text"),
+        (lambda plan: ftmesh.plan(TOPO, link="50Gb/s"), "reads as bits"),
+        (lambda plan: ftmesh.plan(Topology.grid("200x200")), "would take some 179.2 GB"),
+        (lambda plan: ftmesh.psum(1.0, "data", plan=plan.schedule), "not a SplitSchedule: give"),
+        (lambda plan: ftmesh.psum(1.0, "data", plan=None), "not a NoneType: give plan="),
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_an_error_that_says_what_to_give(call, says):
+    plan = ftmesh.plan(Topology.grid("2x2"))
+    with pytest.raises(ftmesh.FtmeshError, match=says):
+        call(plan)
 
 
 def test_proof_can_be_left_out():
     assert ftmesh.plan(TOPO, "ring", verify=False).proof is None
+
+
+class TestTrees:
+    """Plans whose algorithm cuts payloads by their size, and has no halves."""
+
+    ODD = Topology.grid("3x5", failed="1x1@1,1")
+
+    def test_each_size_has_its_own_chunks_and_the_same_is_made_once(self):
+        plan = ftmesh.plan(self.ODD, "tree", payload_bytes=10**6)
+        small = plan.at(1000)
+        assert small.schedule.num_chunks < plan.schedule.num_chunks
+        assert plan.at(1001) is small
+        assert small.at(10**6) is plan
+        assert small.proof is not None
+
+    def test_what_is_given_stays(self):
+        schedule = ftmesh.plan(self.ODD, "tree", payload_bytes=10**6).schedule
+        plan = ftmesh.plan(self.ODD, schedule=schedule)
+        assert plan.at(1000) is plan
+        assert plan.halves is plan
+
+    def test_halves_are_those_of_a_sibling(self):
+        plan = ftmesh.plan(self.ODD, "tree")
+        assert plan.halves.algorithm == "flood"
+        assert plan.halves.halves is plan.halves
+        assert plan.halves.proof is not None
+        whole = ftmesh.plan(Topology.grid("4x4"), "tree")
+        assert whole.halves.algorithm == whole.halves.explain().algorithm != "flood"
 
 
 class TestOtherSizes:
@@ -36,7 +99,9 @@ class TestOtherSizes:
         assert small.proof == ftmesh.verify(small.schedule)
         assert (small.topology, small.with_idle, small.unrolled) == (plan.topology, True, True)
         assert plan.at(672_000_000) is plan
-        assert plan.at(1) is plan.at(5000) is small, "one program for each algorithm"
+        for other in (plan.at(1), plan.at(5000)):
+            assert other.schedule is small.schedule, "one for each algorithm"
+            assert other.proof is small.proof
         assert small.at(672_000_000) is plan, "siblings know each other"
 
     def test_a_plan_stays_for_its_own_size(self):
@@ -49,6 +114,16 @@ class TestOtherSizes:
         for size in (2**k for k in range(10, 27)):
             found = plan.at(size, wire_dtype="bfloat16").algorithm
             assert found == ftmesh.plan(TOPO, payload_bytes=size, wire_dtype="bfloat16").algorithm
+
+    def test_each_tells_of_the_size_and_dtype_that_it_was_asked_for(self):
+        plan = ftmesh.plan(TOPO, payload_bytes=100_000_000)
+        narrow, wide = plan.at(60, wire_dtype="bfloat16"), plan.at(4000)
+        assert (narrow.payload_bytes, narrow.wire_dtype) == (64, "bfloat16")
+        assert (wide.payload_bytes, wide.wire_dtype) == (4096, "float32")
+        assert narrow.program is wide.program, "one for each algorithm"
+        assert plan.at(33, wire_dtype="bfloat16") is narrow
+        assert narrow.at(4096, wire_dtype="float32") is wide
+        assert wide.explain().payload_bytes == 4096
 
     def test_a_named_algorithm_stays(self):
         plan = ftmesh.plan(self.LARGE, "ring", verify=False)
@@ -79,10 +154,12 @@ def test_a_plan_says_in_what_partial_sums_travel():
         deep.partials_travel_in("int8")
 
 
-@pytest.mark.parametrize("size", ["1MB", 1e6, -5, None])
+@pytest.mark.parametrize("size", ["1MB", 1e6, -5, None, True])
 def test_a_payload_is_a_whole_number_of_bytes(size):
     with pytest.raises(ftmesh.ArgumentError, match="a whole number of bytes, not"):
         ftmesh.plan(TOPO).at(size)
+    with pytest.raises(ftmesh.ArgumentError, match="positive whole number up to 9,007"):
+        ftmesh.plan(TOPO).at(10**400)
 
 
 def test_a_dtype_or_its_name():
@@ -93,3 +170,22 @@ def test_a_dtype_or_its_name():
     for wrong in (object(), int, "int8", jnp.int8, float):
         with pytest.raises(ftmesh.ArgumentError, match="the name of a floating dtype"):
             ftmesh.plan(TOPO, wire_dtype=wrong)
+
+
+@pytest.mark.parametrize("num_chunks", [4, None])
+def test_what_was_planned_is_among_what_is_explained(num_chunks):
+    topology = Topology.grid("4x4")
+    name = "flood" if num_chunks is None else "tree"
+    schedule = planners.schedule(topology, name, num_chunks)
+    made = ftmesh.plan(topology, schedule=schedule)
+    (own,) = (one for one in made.explain().candidates if one.algorithm == name)
+    assert own.rounds == schedule.num_rounds
+    assert own.seconds == ftmesh.simulate(schedule).seconds
+
+
+def test_trees_of_sixteen_bits_are_cut_for_what_travels():
+    topology = Topology.grid("8x8", failed="2x2@2,2")
+    narrow = ftmesh.plan(topology, "tree", payload_bytes=200_000, wire_dtype="bfloat16")
+    wide = ftmesh.plan(topology, "tree", payload_bytes=400_000)
+    assert narrow.schedule == wide.schedule
+    assert narrow.at(100_000).schedule == wide.at(200_000).schedule

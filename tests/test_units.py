@@ -24,6 +24,9 @@ def test_sizes(text, size):
 def test_bad_sizes_are_named():
     with pytest.raises(ArgumentError, match="'1zb' is not a size"):
         parse_bytes("1zb")
+    for large in ("9" * 400, "9223372036854775808GB"):
+        with pytest.raises(ArgumentError, match="bytes at most, not '9"):
+            parse_bytes(large)
 
 
 def test_sizes_are_written_in_the_unit_that_suits():
@@ -65,3 +68,20 @@ def test_times_are_written_in_the_unit_that_suits():
     assert [format_time(seconds) for seconds in amounts] == [
         "0 us", "0.4 us", "1.5 ms", "59 s", "2 min", "2 h", "10 d",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["50Gb/s", "50gb/s", "7b/s", "1.5 Mb/s", "1Gib/s"])
+def test_bits_are_not_bytes(text):
+    with pytest.raises(ArgumentError, match="reads as bits per second: write bytes"):
+        parse_rate(text)
+    assert parse_rate(text.replace("b", "B").replace("g", "G")) > 0
+
+
+def test_amounts_have_bounds():
+    for parse, text in ((parse_bytes, "9" * 5000), (parse_time, "9" * 5000 + "d")):
+        with pytest.raises(ArgumentError, match=r"at most|is more than") as caught:
+            parse(text)
+        assert len(str(caught.value)) < 120
+    with pytest.raises(ArgumentError, match="'100Mb' reads as bits"):
+        parse_bytes("100Mb")
+    assert [format_bytes(10.0**n) for n in (12, 13, 15)] == ["1000 GB", "10 TB", "1000 TB"]

@@ -1,7 +1,9 @@
 """What it costs to be ready for failures: steps of the tiny BERT, as they are and as transactions.
 
 Run by ``scripts/bench transactions``, which starts an emulated pod of four hosts. All kinds of
-steps take turns in one run, so that what else the machine does falls on all of them alike.
+steps take turns in one run, there and back, so that what else the machine does falls on all of them
+alike. Each turn of a kind is compared with the steps "as it is" of the same round; those run a
+second time as "the same again", which shows what of the differences is chance.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from ftmesh.mesh.topology import Topology
 from ftmesh.train.memory import memory_on_line
 from ftmesh.train.trainer import State, StepOptions
 
-AS_IT_IS, KEEPS, TWO_STATES = "as it is", "the state before it kept", "two states, not three"
-WITH_COPIES = "copies of shards, too"
+AS_IT_IS, AGAIN, KEEPS = "as it is", "the same again", "the state before it kept"
+TWO_STATES, WITH_COPIES = "two states, not three", "copies of shards, too"
 KINDS = {
     AS_IT_IS: StepOptions(keeps_state=False, copies=False),
+    AGAIN: StepOptions(keeps_state=False, copies=False),
     KEEPS: StepOptions(copies=False),
     "a transaction": StepOptions(copies=False),
     TWO_STATES: StepOptions(copies=False),
@@ -59,7 +62,7 @@ def measure(topology: Topology, cluster: Cluster, *, turns: int, steps: int) -> 
             topology,
             cluster,
             options,
-            commits=name not in (AS_IT_IS, KEEPS),
+            commits=name not in (AS_IT_IS, AGAIN, KEEPS),
             runs_ahead=name != TWO_STATES,
         )
         for name, options in KINDS.items()
@@ -71,7 +74,7 @@ def measure(topology: Topology, cluster: Cluster, *, turns: int, steps: int) -> 
     took: dict[str, list[float]] = {name: [] for name in kinds}
     done = 0
     for turn in range(turns + 1):
-        for name, kind in kinds.items():
+        for name, kind in list(kinds.items())[:: -1 if turn % 2 else 1]:
             cluster.barrier("a turn")
             start = time.perf_counter()
             for _ in range(steps):
@@ -159,12 +162,17 @@ class Steps:
 
 
 def _print(took: dict[str, list[float]], rare: dict[str, list[float]], state: State) -> None:
-    plain = statistics.median(took[AS_IT_IS])
-    print(f"{'a step of the tiny BERT':28} {'median':>9} {'more':>8}")
+    plain = took[AS_IT_IS]
+    print(f"{'a step of the tiny BERT':28} {'median':>9} {'more':>8} {'middle half':>17}")
     for name, times in {**took, **rare}.items():
-        typical = statistics.median(times)
-        more = "" if name == AS_IT_IS else f"{typical / plain - (name in took):8.1%}"
-        print(f"{name:28} {typical * 1000:6.2f} ms {more}")
+        line = f"{name:28} {statistics.median(times) * 1000:6.2f} ms"
+        if name != AS_IT_IS:
+            more = [
+                each / beside - (name in took) for each, beside in zip(times, plain, strict=True)
+            ]
+            low, middle, high = statistics.quantiles(more, n=4, method="inclusive")
+            line += f" {middle:8.1%} {low:8.1%} {high:8.1%}"
+        print(line)
     sizes = {
         name: sum(
             shard.data.nbytes

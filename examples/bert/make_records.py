@@ -9,6 +9,7 @@ keys, and the sizes, of MLPerf's; beside them the vocabulary is written, as voca
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -19,14 +20,20 @@ import numpy as np
 from examples.bert.config import PRESETS
 from examples.bert.sequences import Document, encode_documents, make_sequences
 from examples.bert.wordpiece import Vocabulary
-from ftmesh.errors import DataError, FtmeshError
+from ftmesh.commands import MOST_SEED, Parser, ended, whole_number
+from ftmesh.errors import DataError, DataNotFoundError
+from ftmesh.files import check_folder, read_whole
 from ftmesh.train.arguments import positive
-from ftmesh.train.records import make_example, write_records
+from ftmesh.train.records import check_alone, make_example, write_records
+
+MAX_TEXT_BYTES = 2**30
+MAX_LINE, MAX_WORD = 20_000, 1_000  # characters: pieces of long words take long to find
+_LONG_WORD = re.compile(rf"[!-~]{{{MAX_WORD + 1}}}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make records from the command line; the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m examples.bert.make_records",
         description="Make records to train BERT on from plain text: a sentence on each line, and an"
         " empty line between documents.",
@@ -44,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--passes",
-        type=positive,
+        type=whole_number(1, 1000),
         default=5,
         metavar="N",
         help="over the text, masked anew in each (5)",
@@ -57,21 +64,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="documents to one of validation (10)",
     )
     parser.add_argument(
-        "--shards", type=positive, default=4, metavar="N", help="files to train on (4)"
+        "--shards",
+        type=whole_number(1, 99_999),
+        default=4,
+        metavar="N",
+        help="files to train on (4)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(0)")
+    parser.add_argument(
+        "--seed", type=whole_number(0, MOST_SEED), default=0, metavar="N", help="(0)"
+    )
     args = parser.parse_args(argv)
-    try:
-        print(make_records(args))
-    except FtmeshError as error:
-        print(f"make_records: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return ended("make_records", lambda: print(make_records(args)))
 
 
 def make_records(args: argparse.Namespace) -> str:
     """Write records and vocabulary; what was written, in words."""
     config, folder = PRESETS[args.preset], Path(args.out)
+    check_folder(folder)
+    check_alone(folder, "train", args.shards)
+    check_alone(folder, "validation", 1)
     documents = [document for path in args.text for document in read_documents(path)]
     if len(documents) < args.every:
         raise DataError(
@@ -115,11 +126,22 @@ def make_records(args: argparse.Namespace) -> str:
 def read_documents(path: str | Path) -> list[list[str]]:
     """The documents of a text, as lists of lines."""
     try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        text = read_whole(path, MAX_TEXT_BYTES).decode()
+    except FileNotFoundError as error:
+        raise DataNotFoundError(f"cannot read {path}: {error.strerror}") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is no text in UTF-8: {error}") from error
+    lines = [line.strip() for line in text.splitlines()]
+    for number, line in enumerate(lines, 1):
+        word = _LONG_WORD.search(line)
+        if len(line) > MAX_LINE or word:
+            what = f"a word of more than {MAX_WORD}" if word else f"{len(line):,}"
+            raise DataError(
+                f"line {number} of {path} has {what} characters: give it a sentence on each line, "
+                f"of at most {MAX_LINE:,} characters and words of {MAX_WORD:,}"
+            )
     return [list(group) for full, group in groupby(lines, key=bool) if full]
 
 

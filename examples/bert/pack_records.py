@@ -19,14 +19,16 @@ from rich.progress import track
 from examples.bert.config import PRESETS
 from examples.bert.data import RecordSequences
 from examples.bert.joining import join, pack
-from ftmesh.errors import DataError, FtmeshError, RecordError
+from ftmesh.commands import MOST_SEED, Parser, ended, whole_number
+from ftmesh.errors import DataError, RecordError
+from ftmesh.files import check_folder
 from ftmesh.train.arguments import positive
-from ftmesh.train.records import make_example, write_records
+from ftmesh.train.records import check_alone, make_example, write_records
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Pack records from the command line; the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m examples.bert.pack_records",
         description="Put several short sequences into one row, so that less of it is padding.",
     )
@@ -41,14 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--most", type=positive, default=3, metavar="N", help="sequences in a row, at most (3)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(0)")
+    parser.add_argument(
+        "--seed", type=whole_number(0, MOST_SEED), default=0, metavar="N", help="(0)"
+    )
     args = parser.parse_args(argv)
-    try:
-        print(pack_records(args))
-    except FtmeshError as error:
-        print(f"pack_records: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return ended("pack_records", lambda: print(pack_records(args)))
 
 
 def pack_records(args: argparse.Namespace) -> str:
@@ -56,6 +55,7 @@ def pack_records(args: argparse.Namespace) -> str:
     config, source, target = PRESETS[args.preset], Path(args.records), Path(args.out)
     if target.resolve() == source.resolve():
         raise DataError(f"{target} is where the records are: give another folder to write to")
+    check_folder(target)
     before = after = damaged = 0
     for split in ("train", "validation"):
         sequences = RecordSequences(
@@ -68,6 +68,7 @@ def pack_records(args: argparse.Namespace) -> str:
             show=True,
         )
         target.mkdir(parents=True, exist_ok=True)
+        check_alone(target, split, len(sequences.shards()))
         for path, members in track(sequences.shards(), f"packing {split}", transient=True):
             sizes = sizes_of(sequences, members)
             rows = pack(

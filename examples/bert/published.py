@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from ftmesh.errors import DataError
+from ftmesh.errors import DataError, DataNotFoundError
+from ftmesh.npz import Npz
 from ftmesh.saved.newest import first_difference
 
 _LAYER = {
@@ -74,12 +75,8 @@ def from_published(arrays: Mapping[str, Any], like: Any) -> Any:
 
     Arrays that the model has no use for, such as the state of an optimizer, are left.
     """
-    wanted = jax.eval_shape(to_published, like)
-    found = {name: np.asarray(arrays[name]) for name in wanted if name in arrays}
-    shapes = [{name: str(list(x.shape)) for name, x in part.items()} for part in (wanted, found)]
-    difference = first_difference(*shapes)
-    if difference:
-        raise DataError(f"these arrays are not of this model: {difference}")
+    wanted = check_shapes({name: np.shape(array) for name, array in arrays.items()}, like)
+    found = {name: np.asarray(arrays[name]) for name in wanted}
     leaves = {}
     for name, leaf in flatten_dict(like, sep="/").items():
         array = found[published_name(name)]
@@ -88,12 +85,32 @@ def from_published(arrays: Mapping[str, Any], like: Any) -> Any:
     return unflatten_dict(leaves, sep="/")
 
 
+def check_shapes(found: Mapping[str, tuple[int, ...]], like: Any) -> dict[str, Any]:
+    """Refuse arrays of other shapes than the model's; the types of those that it wants."""
+    wanted: dict[str, Any] = jax.eval_shape(to_published, like)
+    ours = {name: str([*each.shape]) for name, each in wanted.items()}
+    theirs = {name: str([*found[name]]) for name in wanted if name in found}
+    difference = first_difference(ours, theirs)
+    if difference:
+        raise DataError(f"these arrays are not of this model: {difference}")
+    return wanted
+
+
 def read_published(path: str | Path, like: Any) -> Any:
-    """The parameters in an .npz file of arrays under the published names."""
+    """The parameters in an .npz file of arrays under the published names.
+
+    Shapes are compared before anything is unpacked.
+    """
     try:
-        with np.load(path) as arrays:
-            return from_published(arrays, like)
-    except (OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise DataError(f"{path}: {error}") from error
+        with open(path, "rb") as file, Npz(file) as arrays:
+            shapes = {name: header.shape for name, header in arrays.headers.items()}
+            wanted = check_shapes(shapes, like)
+            return from_published({name: arrays.read(name) for name in wanted}, like)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    except FileNotFoundError as error:
+        raise DataNotFoundError(
+            f"{path} cannot be read as an .npz file of arrays: {error.strerror}"
+        ) from error
+    except Exception as error:  # zip, zlib and NumPy raise many kinds over damaged bytes
         raise DataError(f"{path} cannot be read as an .npz file of arrays: {error}") from error

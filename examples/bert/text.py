@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
+
+from ftmesh.files import write_text
 
 NUM_DOCUMENTS = 700  # some 400 kB
 
@@ -95,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         print("usage: python -m examples.bert.text FILE", file=sys.stderr)
         return 2
     documents = ["\n".join(sentences) for sentences in made_up_documents()]
-    Path(argv[0]).write_text("\n\n".join(documents) + "\n")
+    write_text(argv[0], "\n\n".join(documents) + "\n")
     return 0
 
 

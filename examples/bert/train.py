@@ -19,6 +19,7 @@ from examples.bert.config import PRESETS, Config
 from examples.bert.data import Batches, open_sequences, unigram_accuracy
 from examples.bert.trainer import add_bert_step, bert_options, bert_trainer, first_state
 from ftmesh.cluster.cluster import ALONE, Cluster
+from ftmesh.commands import Parser
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import positive, start, step_options
 from ftmesh.train.loop import Job, open_data, run, start_log
@@ -28,7 +29,7 @@ from ftmesh.train.trainer import Trainer
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train from the command line; the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m examples.bert.train",
         description="Train BERT on a mesh with failed chips, as MLPerf has it.",
     )

@@ -12,8 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ftmesh.errors import DataError
+from ftmesh.errors import DataError, DataNotFoundError
+from ftmesh.files import read_whole, write_text
 
+MAX_BYTES = 2**26
 PAD, UNKNOWN, FIRST, BETWEEN, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -32,7 +34,9 @@ class Vocabulary:
     def read(path: str | Path) -> Vocabulary:
         """From a file with a piece on each line, as the published ones are."""
         try:
-            return Vocabulary(tuple(Path(path).read_text(encoding="utf-8").splitlines()))
+            return Vocabulary(tuple(read_whole(path, MAX_BYTES).decode().splitlines()))
+        except FileNotFoundError as error:
+            raise DataNotFoundError(f"cannot read {path}: {error.strerror}") from error
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
         except (DataError, UnicodeDecodeError) as error:
@@ -54,7 +58,7 @@ class Vocabulary:
 
     def write(self, path: str | Path) -> None:
         """As `read` wants it."""
-        Path(path).write_text("".join(f"{piece}\n" for piece in self.pieces), encoding="utf-8")
+        write_text(path, "".join(f"{piece}\n" for piece in self.pieces))
 
     def __len__(self) -> int:
         return len(self.pieces)

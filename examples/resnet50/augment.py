@@ -17,6 +17,7 @@ from ftmesh.errors import RecordError
 
 Box = tuple[float, float, float, float]  # left, upper, right, lower
 
+MAX_PIXELS = 2**26  # 192 MB, decoded
 MIN_AREA = 0.08
 MAX_RATIO = 4 / 3  # of the sides of a crop, either way
 EVAL_SHARE = 224 / 256  # of the shorter side, that evaluation sees
@@ -56,9 +57,13 @@ def _random_box(width: int, height: int, rng: np.random.Generator) -> Box:
 def _open(data: bytes) -> Image.Image:
     """An image of which only the head has been read."""
     try:
-        return Image.open(io.BytesIO(data))
-    except (OSError, SyntaxError, ValueError) as error:
+        image = Image.open(io.BytesIO(data))
+    except Exception as error:  # decoders raise many kinds over damaged bytes
         raise RecordError(f"not an image that Pillow can read: {error}") from error
+    width, height = image.size
+    if not 0 < width * height <= MAX_PIXELS:
+        raise RecordError(f"an image of {width}x{height}: it may have {MAX_PIXELS:,} pixels")
+    return image
 
 
 def _scaled(image: Image.Image, box: Box, size: int) -> NDArray[np.uint8]:
@@ -72,6 +77,6 @@ def _scaled(image: Image.Image, box: Box, size: int) -> NDArray[np.uint8]:
         part = left * x, upper * y, min(right * x, image.size[0]), min(lower * y, image.size[1])
         coloured = image if image.mode == "RGB" else image.convert("RGB")
         square = coloured.resize((size, size), Image.Resampling.BILINEAR, part)
-    except (OSError, SyntaxError, ValueError) as error:
+    except Exception as error:
         raise RecordError(f"the image does not decode: {error}") from error
     return np.asarray(square)

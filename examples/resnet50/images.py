@@ -13,9 +13,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.errors import DataError, RecordError
+from ftmesh.errors import DataError, DataNotFoundError, RecordError
+from ftmesh.files import read_whole
 from ftmesh.train.records import Records, find_shards
 
+MAX_FILE_BYTES = 2**28
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
@@ -110,7 +112,7 @@ class FolderImages:
         """An image file and its label."""
         path, label = self._files[index]
         try:
-            return Path(path).read_bytes(), label
+            return read_whole(path, MAX_FILE_BYTES), label
         except OSError as error:
             raise RecordError(f"{path}: {error.strerror}") from error
 
@@ -165,5 +167,5 @@ def open_images(
 def _folders(folder: Path) -> list[str]:
     """The names of the folders in a folder."""
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}")
+        raise DataNotFoundError(f"there is no folder {folder}")
     return sorted(path.name for path in folder.iterdir() if path.is_dir())

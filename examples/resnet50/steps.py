@@ -15,7 +15,8 @@ from examples.resnet50.config import Config
 from examples.resnet50.model import ResNet, normalise
 from ftmesh.optim.lr_schedules import poly_decay
 from ftmesh.train import GroupBatchNorm, Groups, Shares, lars, matrices, weighted_sum
-from ftmesh.train.parallel import AXIS, Parallel
+from ftmesh.train.parallel import Parallel
+from ftmesh.train.placed import AXIS
 
 
 def make_model(

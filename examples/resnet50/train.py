@@ -20,6 +20,7 @@ from examples.resnet50.data import Batches
 from examples.resnet50.images import open_images
 from examples.resnet50.trainer import first_state, resnet50_trainer
 from ftmesh.cluster.cluster import ALONE, Cluster
+from ftmesh.commands import Parser
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import start, step_options
 from ftmesh.train.loop import Job, open_data, run, start_log
@@ -28,7 +29,7 @@ from ftmesh.train.report import Report
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train from the command line; the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m examples.resnet50.train",
         description="Train ResNet-50 on a mesh with failed chips, as MLPerf has it.",
     )

@@ -28,6 +28,7 @@ import optax
 
 from examples.soak.points import CLASSES, SIZE, PointBatches, Points, used_file
 from ftmesh.cluster.cluster import ALONE, Cluster
+from ftmesh.commands import Parser
 from ftmesh.mesh.topology import Topology
 from ftmesh.optim.lr_schedules import poly_decay
 from ftmesh.train import Shares, lamb, matrices, weighted_sum
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train from the command line; the exit status."""
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # says where every thread is
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m examples.soak.train",
         description="Train a network of two layers on made-up points, each used once.",
     )

@@ -1,12 +1,13 @@
 """The command line: ``ftmesh plan 16x32 --failed 4x2@6,14``. One file per command.
 
-Bad input ends with exit status 2 and one line that says what was wrong, never a traceback.
+What a user can cause ends with one line that says what was wrong, and a status of its own: see
+`ftmesh.commands`. A traceback is a bug.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -25,9 +26,9 @@ from ftmesh.cli import (
     plan,
     simulate,
     verify,
+    view,
 )
-from ftmesh.cli.arguments import Parser
-from ftmesh.errors import FtmeshError
+from ftmesh.commands import STATUSES, Parser, ended, say
 
 COMMANDS = {
     "plan": plan,
@@ -41,6 +42,7 @@ COMMANDS = {
     "bench": bench,
     "doctor": doctor,
     "launch": launch,
+    "view": view,
 }
 
 
@@ -48,36 +50,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     parser = Parser(
         prog="ftmesh",
-        description="All-reduce schedules for TPU meshes with failed chips: plan them, prove them "
+        description="All-reduce schedules for TPU meshes with failed chips: plan them, prove them\n"
         "right, look at them, price them, and see what a TPU's compiler makes of them.",
-        epilog="Blocks of failed chips are written WxH@x,y and joined by ';': 4x2@6,14 is 4 chips "
-        "along x and 2 along y, with its low corner at x=6, y=14.",
+        epilog="Blocks of failed chips are written WxH@x,y and joined by ';': 4x2@6,14 is 4 chips\n"
+        "along x and 2 along y, with its low corner at x=6, y=14. On three axes it is\n"
+        f"WxHxD@x,y,z.\n\n{STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ftmesh {ftmesh.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS.values():
         command.add(commands)
     args = parser.parse_args(argv)
+    return ended("ftmesh", lambda: _carried_out(args))
+
+
+def _carried_out(args: argparse.Namespace) -> int | None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # arrows, on a terminal without them
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            return COMMANDS[args.command].run(args) or 0
-    except FtmeshError as error:
-        print(f"ftmesh: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("ftmesh: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        print(f"ftmesh: {error}", file=sys.stderr)
-        return 2
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        status: int | None = COMMANDS[args.command].run(args)
+    return status
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """One line, as errors are; where in the code it arose says nothing to a user."""
-    print(f"ftmesh: warning: {message}", file=sys.stderr)
+    say(f"ftmesh: warning: {message}")

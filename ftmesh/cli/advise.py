@@ -5,24 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import textwrap
 from dataclasses import replace
+from functools import partial
 
 from ftmesh.cli.arguments import (
+    Progress,
     add_mesh,
     add_network,
     add_payload,
-    check_writable,
     network_of,
     topology_of,
 )
+from ftmesh.commands import MOST_SEED, whole_number
 from ftmesh.cost import advise
 from ftmesh.cost.advise import AtHand, Outcome, RouteAround, Site, SubMesh, Wait
-from ftmesh.errors import ArgumentError
+from ftmesh.cost.ways import IDLE, Ways
+from ftmesh.files import check_targets
+from ftmesh.mesh.notation import format_failed
 from ftmesh.mesh.topology import Topology
 from ftmesh.units import format_time, parse_bytes, parse_time
 
+MAX_RUNS, MAX_SPARES = 10_000, 100_000
 SHARES = ("trained", "slower", "thrown_away", "restarting", "waiting")
 
 
@@ -70,40 +74,59 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_network(parser)
     parser.add_argument(
         "--spares",
-        type=int,
+        type=whole_number(0, MAX_SPARES),
         metavar="N",
         help="spare boards kept, and paid for (default: as many as lie along the shortest side)",
     )
     parser.add_argument("--horizon", metavar="TIME", default="365d", help="time played per run")
-    parser.add_argument("--runs", type=int, default=20, metavar="N", help="histories played (20)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the failures (0)")
+    parser.add_argument(
+        "--runs",
+        type=whole_number(1, MAX_RUNS),
+        default=20,
+        metavar="N",
+        help="histories played (20)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=whole_number(0, MOST_SEED),
+        default=0,
+        metavar="N",
+        help="of the failures (0)",
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw where the time goes (matplotlib)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
     """Play, and print the table and the advice."""
-    check_writable(args.plot)
+    check_targets(args.plot)
     damaged = topology_of(args)
     site = _site(args, replace(damaged, failed=frozenset(), failed_links=frozenset()))
     horizon = parse_time(args.horizon)
     outcomes = advise.play_all(
-        site, horizon=horizon, runs=args.runs, seed=args.seed, progress=_show_progress
+        site,
+        horizon=horizon,
+        runs=args.runs,
+        seed=args.seed,
+        progress=partial(Progress(), what="histories"),
     )
     hurt = bool(damaged.failed or damaged.failed_links)
     now = advise.at_hand(site, damaged) if hurt else None
     wires = None
     if hurt and site.network.executor:
         wires = advise.at_hand(replace(site, network=site.network.wires), damaged)
+    hanging = advise.with_pendants(site, damaged) if hurt else None
     if args.plot:
         from ftmesh.draw import plots
 
         plots.save(plots.where_time_goes(outcomes, site), args.plot)
     if args.json:
-        print(json.dumps(_as_dict(site, outcomes, now, wires), indent=2))
+        print(json.dumps(_as_dict(site, outcomes, now, wires, hanging), indent=2))
         return
     print(_table(site, outcomes, horizon))
     print(textwrap.fill(_sentence(outcomes, now, wires), 100))
+    if hanging:
+        print(textwrap.fill(_about(*hanging), 100))
     print("\nThe model:")
     for text in advise.ASSUMPTIONS:
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
@@ -116,8 +139,6 @@ def _site(args: argparse.Namespace, whole: Topology) -> Site:
     if spares is None:
         shortest = min(whole.shape) if len(whole.shape) > 1 else 1
         spares = -(-shortest // advise.BOARD)
-    if spares < 0:
-        raise ArgumentError(f"--spares {spares}: there cannot be fewer than none")
     return Site(
         topology=whole,
         mtbf=parse_time(args.mtbf),
@@ -129,12 +150,6 @@ def _site(args: argparse.Namespace, whole: Topology) -> Site:
         spares=spares,
         network=network_of(args),
     )
-
-
-def _show_progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        end = "\r\033[K" if done == total else ""
-        print(f"\rplaying {done}/{total}{end}", end="", file=sys.stderr, flush=True)
 
 
 def _mean(outcomes: list[Outcome], name: str) -> float:
@@ -195,8 +210,26 @@ def _sentence(outcomes: dict[str, list[Outcome]], now: AtHand | None, wires: AtH
     )
 
 
+def _about(hanging: Ways, compute: float) -> str:
+    """What to do with chips that hang on one link."""
+    steps = hanging.steps(compute)
+    best = hanging.best(compute)
+    todo = "leave all live chips in"
+    if best == IDLE:
+        todo = f"plan with --failed {format_failed(hanging.without.failed)!r}"
+    return (
+        f"Of these, {hanging}. With what is computed, a step takes "
+        + ", ".join(f"{format_time(seconds)} {name}" for name, seconds in steps.items())
+        + f": {todo}."
+    )
+
+
 def _as_dict(
-    site: Site, outcomes: dict[str, list[Outcome]], now: AtHand | None, wires: AtHand | None
+    site: Site,
+    outcomes: dict[str, list[Outcome]],
+    now: AtHand | None,
+    wires: AtHand | None,
+    hanging: tuple[Ways, float] | None,
 ) -> dict[str, object]:
     return {
         "mesh": site.topology.name,
@@ -218,5 +251,13 @@ def _as_dict(
             "speeds": now.speeds,
             "wires_speeds": (wires or now).speeds,
             "full_mesh_seconds": now.done,
+        },
+        "pendants": None
+        if hanging is None
+        else {
+            "chips": [list(chip) for chip in hanging[0].pendants],
+            "all_reduce_seconds": hanging[0].seconds,
+            "step_seconds": hanging[0].steps(hanging[1]),
+            "best": hanging[0].best(hanging[1]),
         },
     }

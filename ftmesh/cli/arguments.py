@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
+from ftmesh import planners
+from ftmesh.commands import say
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
-from ftmesh.errors import ArgumentError, ScheduleFileError
+from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PPERMUTE
 from ftmesh.mesh.notation import parse_shape
 from ftmesh.mesh.tiles import TiledTopology
@@ -23,29 +23,21 @@ from ftmesh.units import format_rate, format_time, parse_rate
 T = TypeVar("T")
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where help is, and exit with status 2."""
-        self.exit(2, f"{self.prog}: {message} (see '{self.prog} --help')\n")
-
-
 def add_mesh(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """MESH, --failed, --failed-links, --wrap."""
     parser.add_argument(
-        "mesh", metavar="MESH", nargs="?" if optional else None, help="shape, x first: 16x32"
+        "mesh", metavar="MESH", nargs="?" if optional else None, help="shape, x first: 16x32, 4x4x8"
     )
     parser.add_argument(
         "--failed",
         metavar="BLOCKS",
-        help="failed chips: '4x2@6,14' or '2x2@2,2;2x2@8,4' "
+        help="failed chips: '4x2@6,14' or '2x2@2,2;2x2@8,4', on three axes '2x2x1@0,0,4' "
         "(default: the environment variable FTMESH_FAILED)",
     )
     parser.add_argument(
         "--failed-links", metavar="LINKS", default="", help="failed links: '3,2-4,2;0,0-0,1'"
     )
-    parser.add_argument("--wrap", metavar="AXES", default="", help="axes that wrap: 'x', 'xy'")
+    parser.add_argument("--wrap", metavar="AXES", default="", help="axes that wrap: 'x', 'xyz'")
 
 
 def add_tile(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +56,9 @@ def add_algorithm(parser: argparse.ArgumentParser) -> None:
         "--algorithm",
         choices=ALGORITHMS,
         default="auto",
-        help="how to sum (default: auto, the fastest of the others by simulation)",
+        help="how to sum: auto is the fastest of the others by simulation, but looks at tree only "
+        "where no other serves; best looks at it wherever it could be faster, and takes longer to "
+        "plan (default: auto)",
     )
 
 
@@ -133,7 +127,9 @@ def topology_of(args: argparse.Namespace) -> Topology:
         wrap=[axis in args.wrap for axis in axes],
     )
     tile = getattr(args, "tile", None)
-    return chips if tile is None else TiledTopology.of(chips, tile)
+    topology = chips if tile is None else TiledTopology.of(chips, tile)
+    planners.check_size(topology)
+    return topology
 
 
 def mesh_summary(topology: Topology) -> dict[str, Any]:
@@ -150,21 +146,6 @@ def mesh_summary(topology: Topology) -> dict[str, Any]:
     return summary
 
 
-def check_writable(*paths: str | None) -> None:
-    """Refuse output paths before any work is done for them."""
-    given = [path for path in paths if path]
-    if len(set(given)) < len(given):
-        raise ArgumentError(f"{given[0]} cannot be two outputs at once")
-    for path in given:
-        folder = Path(path).parent
-        if not folder.is_dir():
-            raise ScheduleFileError(f"cannot write {path}: there is no folder {folder}")
-        if Path(path).is_dir() or not os.access(folder, os.W_OK):
-            raise ScheduleFileError(
-                f"cannot write {path}: it is a folder, or lies in one that is read-only"
-            )
-
-
 class Stages:
     """Says on a terminal what long work is under way, and remembers how long each part took."""
 
@@ -173,7 +154,7 @@ class Stages:
 
     def run(self, name: str, work: Callable[[], T]) -> T:
         """Do `work`, under the name of what is being done."""
-        shown = sys.stderr.isatty()
+        shown = sys.stderr is not None and sys.stderr.isatty()
         if shown:
             print(f"{name} ...", end="", file=sys.stderr, flush=True)
         start = time.perf_counter()
@@ -188,10 +169,25 @@ class Stages:
         return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
 
 
-def show_progress(done: int, total: int, what: str) -> None:
-    """A progress bar on a terminal."""
-    if sys.stderr.isatty():
-        filled = 30 * done // total
-        bar = "#" * filled + "." * (30 - filled)
-        end = "\r\033[K" if done == total else ""
-        print(f"\r\033[K[{bar}] {done}/{total} {what}{end}", end="", file=sys.stderr, flush=True)
+class Progress:
+    """A bar on a terminal; elsewhere a line every ten seconds, so that nobody waits in silence."""
+
+    EVERY = 10.0  # seconds
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, done: int, total: int, what: str = "") -> None:
+        """So much is done, and `what` comes next."""
+        if sys.stderr is None:
+            return
+        if sys.stderr.isatty():
+            filled = 30 * done // total
+            bar = "#" * filled + "." * (30 - filled)
+            end = "\r\033[K" if done == total else ""
+            print(
+                f"\r\033[K[{bar}] {done}/{total} {what}{end}", end="", file=sys.stderr, flush=True
+            )
+        elif done < total and time.monotonic() - self._said >= self.EVERY:
+            self._said = time.monotonic()
+            say(f"{done}/{total} {what}")

@@ -6,9 +6,12 @@ import argparse
 import json
 from dataclasses import asdict
 
-from ftmesh.cli.arguments import add_mesh, show_progress, topology_of
-from ftmesh.errors import ArgumentError
-from ftmesh.units import parse_bytes
+from ftmesh.cli.arguments import Progress, add_mesh, topology_of
+from ftmesh.commands import whole_number
+from ftmesh.room import check_memory
+from ftmesh.units import format_bytes, parse_bytes
+
+COPIES = 8  # of a payload that a device holds while it is summed, with room to spare
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,21 +27,29 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--payloads",
         metavar="SIZES",
-        default="4KB,64KB,1MB,16MB,64MB",
-        help="payloads per device, joined by commas (default: 4KB,64KB,1MB,16MB,64MB)",
+        default="4KB,64KB,1MB,16MB",
+        help="payloads per device, joined by commas (default: %(default)s)",
     )
-    parser.add_argument("--repeats", type=int, default=5, help="the median of so many (default: 5)")
+    parser.add_argument(
+        "--repeats",
+        type=whole_number(1, 1000),
+        default=5,
+        help="the median of so many (default: 5)",
+    )
     parser.add_argument("--json", action="store_true", help="print the timings as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
     """Make the devices, time, and print a table."""
-    if args.repeats < 1:
-        raise ArgumentError(f"--repeats must be 1 or more, not {args.repeats}")
     if args.mesh is None:
-        args.mesh, args.failed = "4x4", args.failed or "2x2@0,0"
+        args.mesh, args.failed = "4x4", "2x2@0,0" if args.failed is None else args.failed
     payloads = [parse_bytes(size) for size in args.payloads.split(",")]
     wanted = topology_of(args)  # refuse bad input before JAX is loaded
+    check_memory(
+        f"timing sums of {format_bytes(max(payloads))} on {wanted.num_live} emulated devices",
+        COPIES * max(payloads) * wanted.num_live,
+        "give smaller --payloads, or a smaller mesh",
+    )
 
     from ftmesh.collectives.timing import bench, table
     from ftmesh.testing import cpu_grid
@@ -49,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
         failed_links=wanted.failed_links,
         wrap=wanted.wrap,
     )
-    timings = bench(topology, payloads, repeats=args.repeats, progress=show_progress)
+    timings = bench(topology, payloads, repeats=args.repeats, progress=Progress())
     if args.json:
         print(json.dumps([asdict(timing) for timing in timings], indent=2))
     else:

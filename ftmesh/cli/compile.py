@@ -9,7 +9,7 @@ from dataclasses import asdict
 import ftmesh
 from ftmesh import planners
 from ftmesh.cli.arguments import Stages, add_algorithm, add_executor, add_payload
-from ftmesh.cost.choice import AUTO
+from ftmesh.cost.choice import CHOSEN
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import PPERMUTE
 from ftmesh.mesh.topology import Topology
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
         return stages.run("compiling", lambda: compile_report(plan, payload_bytes))
 
     if args.fit:
-        algorithms = _able(topology) if args.algorithm == AUTO else [args.algorithm]
+        algorithms = _able(topology) if args.algorithm in CHOSEN else [args.algorithm]
         sizes = (payload_bytes // 10, payload_bytes)
         found = fit([report_of(name, size) for name in algorithms for size in sizes])
         print(json.dumps(asdict(found), indent=2) if args.json else f"{topology}\n{found}")

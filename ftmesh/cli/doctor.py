@@ -10,8 +10,10 @@ import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from ftmesh.cli.arguments import show_progress
+from ftmesh.cli.arguments import Progress
+from ftmesh.commands import number
 from ftmesh.draw import Panel, draw_text
+from ftmesh.draw.page import size
 from ftmesh.errors import ArgumentError
 from ftmesh.launch.arguments import add_processes
 
@@ -43,18 +45,24 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="chips to leave alone: '4x2@6,14' (default: the environment variable FTMESH_FAILED)",
     )
     parser.add_argument(
+        "--failed-links",
+        metavar="LINKS",
+        default="",
+        help="links to leave alone: '3,2-4,2;0,0-0,1'",
+    )
+    parser.add_argument(
         "--emulate", action="store_true", help="look at CPU devices in place of chips; takes --mesh"
     )
     parser.add_argument(
         "--limit",
-        type=float,
+        type=number(0.001),
         default=60.0,
         metavar="SECONDS",
         help="what takes longer to answer is silent (60)",
     )
     parser.add_argument(
         "--slow",
-        type=float,
+        type=number(1.001),
         default=3.0,
         metavar="FACTOR",
         help="what takes so many times as long as the median of its peers is slow (3)",
@@ -71,8 +79,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Look, print what was found, and say whether all is well."""
-    if not args.limit > 0 or not args.slow > 1:
-        raise ArgumentError("--limit takes more than 0 seconds, and --slow a factor of more than 1")
     if args.emulate and args.mesh is None:
         raise ArgumentError("--emulate needs --mesh, to know what to emulate")
     with _joined(args) as cluster:
@@ -104,10 +110,11 @@ def _topology(args: argparse.Namespace, cluster: Cluster) -> Topology:
     from ftmesh.cluster.agreed import agreed_topology
     from ftmesh.testing import cpu_grid
 
+    damage = {"failed": args.failed, "failed_links": args.failed_links}
     if args.emulate:
-        return cpu_grid(args.mesh, failed=args.failed)
+        return cpu_grid(args.mesh, **damage)
     cluster.agree({"--limit": args.limit, "--slow": args.slow, "--one-by-one": args.one_by_one})
-    return agreed_topology(cluster, shape=args.mesh, failed=args.failed)
+    return agreed_topology(cluster, shape=args.mesh, **damage)
 
 
 def _examined(args: argparse.Namespace, topology: Topology, cluster: Cluster) -> Findings:
@@ -122,7 +129,7 @@ def _examined(args: argparse.Namespace, topology: Topology, cluster: Cluster) ->
     probes = Probes.of(platform_of(topology.devices[0]), sick)
     if args.one_by_one:
         probes = replace(probes, one_by_one=sys.maxsize)
-    options: dict[str, Any] = {"progress": show_progress} if cluster.speaks else {}
+    options: dict[str, Any] = {"progress": Progress()} if cluster.speaks else {}
     return examine(
         topology, cluster=cluster, limit=args.limit, slow=args.slow, probes=probes, **options
     )
@@ -132,8 +139,7 @@ def _print(findings: Findings, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(findings.to_json(), indent=2), flush=True)
         return
-    shape = findings.topology.shape
-    if len(shape) <= 2 and shape[0] <= _WIDEST:
+    if size(findings.topology)[0] <= _WIDEST:
         print(draw_text(Panel(findings.picture, str(findings.topology))))
     print(findings, flush=True)
 

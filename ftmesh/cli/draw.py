@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import ftmesh
-from ftmesh.cli.arguments import add_algorithm, add_mesh, add_tile, check_writable, topology_of
+from ftmesh.cli.arguments import add_algorithm, add_mesh, add_tile, topology_of
+from ftmesh.commands import whole_number
 from ftmesh.draw import Panel, draw_svg, draw_text, figure, phase_panel, schedule_panels
 from ftmesh.errors import ArgumentError
+from ftmesh.files import check_targets, write_text
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -19,29 +20,39 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="draw a schedule, or one of the paper's figures",
         description="Draw the phases of a schedule, on the terminal or as SVG. MESH may also be a "
         "saved schedule, FILE.npz.",
-        epilog="examples: ftmesh draw 8x8 --failed 2x2@2,2 --phase 0; ftmesh draw --figure 9 "
-        "--svg figure-9.svg",
+        epilog="examples: ftmesh draw 8x8 --failed 2x2@2,2 --phase 0; ftmesh draw 4x4x4 --wrap xyz "
+        "--algorithm colours --phase 0 --lane 0; ftmesh draw --figure 9 --svg figure-9.svg",
     )
     add_mesh(parser, optional=True)
     add_tile(parser)
     add_algorithm(parser)
-    parser.add_argument("--phase", type=int, metavar="K", help="only phase K, counted from 0")
-    parser.add_argument("--round", type=int, metavar="R", help="only round R of phase K")
+    parser.add_argument(
+        "--phase", type=whole_number(0), metavar="K", help="only phase K, counted from 0"
+    )
+    parser.add_argument(
+        "--round", type=whole_number(0), metavar="R", help="only round R of phase K"
+    )
+    parser.add_argument(
+        "--lane", type=int, metavar="L", help="only lane L of phase K: one way of one of its rings"
+    )
     parser.add_argument(
         "--half", type=int, choices=(0, 1), help="only one half of the payload: one way of a ring"
     )
     parser.add_argument(
-        "--figure", type=int, metavar="N", help="figure N of Kumar and Jouppi (2020), 1 to 10"
+        "--figure",
+        type=whole_number(0),
+        metavar="N",
+        help="figure N of Kumar and Jouppi (2020), 1 to 10",
     )
     parser.add_argument("--svg", metavar="FILE.svg", help="write an SVG instead of text")
 
 
 def run(args: argparse.Namespace) -> None:
     """Draw what was asked for."""
-    check_writable(args.svg)
+    check_targets(args.svg)
     panels = _panels(args)
     if args.svg:
-        Path(args.svg).write_text(draw_svg(panels), encoding="utf-8")
+        write_text(args.svg, draw_svg(panels))
         print(f"wrote {args.svg}")
     else:
         colour = sys.stdout.isatty()
@@ -58,8 +69,9 @@ def _panels(args: argparse.Namespace) -> list[Panel]:
         return figure(args.figure)
     if args.mesh is None:
         raise ArgumentError("give a MESH such as 8x8, a FILE.npz, or --figure N")
-    if args.round is not None and args.phase is None:
-        raise ArgumentError("--round counts within a phase: give --phase too")
+    for option in ("round", "lane"):
+        if getattr(args, option) is not None and args.phase is None:
+            raise ArgumentError(f"--{option} counts within a phase: give --phase too")
     if args.mesh.endswith(".npz"):
         if describes_mesh:
             raise ArgumentError(f"{args.mesh} says what it is for: leave the other options away")
@@ -68,4 +80,5 @@ def _panels(args: argparse.Namespace) -> list[Panel]:
         schedule = ftmesh.plan(topology_of(args), args.algorithm).schedule
     if args.phase is None:
         return schedule_panels(schedule, half=args.half)
-    return [phase_panel(schedule, args.phase, round=args.round, half=args.half)]
+    narrowed = {"round": args.round, "lane": args.lane, "half": args.half}
+    return [phase_panel(schedule, args.phase, **narrowed)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ftmesh.commands import number
 from ftmesh.errors import ArgumentError
 from ftmesh.launch.events import Events
 from ftmesh.launch.output import Printer
@@ -62,12 +63,12 @@ example: ftmesh launch --hosts 4 --devices-per-host 4 --mesh 4x4 -- python train
     parser.add_argument(
         "--grace",
         metavar="SECONDS",
-        type=float,
+        type=number(0),
         default=30.0,
         help="what others have left when one fails (default: 30)",
     )
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, help="end all of them then (default: never)"
+        "--timeout", metavar="SECONDS", type=number(0), help="end all of them then (default: never)"
     )
     _add_failures(parser)
     parser.add_argument(
@@ -100,7 +101,7 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
     seconds = {"metavar": "SECONDS"}
     option(
         "--collective-limit",
-        float,
+        number(1),
         policy.limit,
         "a collective that takes longer has failed; steps have this and ten times their usual time",
         **seconds,
@@ -115,12 +116,12 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
     option("--strikes", int, policy.strikes, "a host that fails so often stays out", metavar="N")
     option(
         "--backoff",
-        float,
+        number(0),
         policy.backoff,
         "before a restart; doubled after each that led to no step",
         **seconds,
     )
-    option("--grow-back", float, None, "have lost hosts back after so long", **seconds)
+    option("--grow-back", number(0), None, "have lost hosts back after so long", **seconds)
     option("--events", Path, None, "append a JSON line for each event", metavar="FILE")
     option("--run-dir", Path, None, "for stacks, and notes of processes", metavar="FOLDER")
 
@@ -194,9 +195,6 @@ def _command(args: argparse.Namespace) -> list[str]:
 
 
 def _run_once(args: argparse.Namespace) -> int:
-    for name, seconds in (("--grace", args.grace), ("--timeout", args.timeout)):
-        if seconds is not None and not seconds >= 0:
-            raise ArgumentError(f"{name} must be 0 seconds or more, not {seconds:g}")
     pod = Pod(
         _command(args),
         hosts=args.hosts,

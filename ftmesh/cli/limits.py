@@ -19,6 +19,8 @@ from ftmesh.cli.arguments import (
 )
 from ftmesh.cost.limits import Limits, limits
 from ftmesh.cost.network import Network
+from ftmesh.cost.round_bound import MOST_CHIPS
+from ftmesh.cost.yardsticks import yardsticks
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     payload_bytes = parse_bytes(args.payload)
     stages = Stages()
     found = stages.run("finding the limits", lambda: limits(topology))
-    times = _times(found, payload_bytes, network)
+    times = stages.run("bounding rounds", lambda: _times(found, payload_bytes, network))
     if args.json:
         print(json.dumps(summary(found, times), indent=2))
         return
@@ -60,29 +62,42 @@ def run(args: argparse.Namespace) -> None:
     if isinstance(topology, TiledTopology):
         print(topology.describe())
     print(f"at least, for {format_bytes(payload_bytes)} over {network}:")
-    print(f"  all-gather, or reduce-scatter    {format_time(times['all_gather_us'] / 1e6)}")
-    print(f"  reduce-scatter, then all-gather  {format_time(2 * times['all_gather_us'] / 1e6)}")
-    print(f"  all-reduce                       {format_time(times['all_reduce_us'] / 1e6)}")
-    print(f"  any of them, by latency alone    {format_time(times['latency_floor_us'] / 1e6)}")
+    gather = found.all_gather_seconds(payload_bytes, network.bandwidth)
+    print(f"  all-gather, or reduce-scatter    {format_time(gather)}")
+    print(f"  reduce-scatter, then all-gather  {format_time(2 * gather)}")
+    print(f"  all-reduce                       {_shown(times['all_reduce_us'])}")
+    print(f"  any of them, by latency alone    {_shown(times['latency_floor_us'])}")
+    if not isinstance(topology, TiledTopology):
+        print(f"  all-reduce, in rounds            {_shown(times['all_reduce_rounds_us'])}")
+        print(f"  all-reduce, in rounds, by trees  {_shown(times['all_reduce_trees_us'])}")
     if network.executor:
-        floor = times["executor_floor_us"] / 1e6
-        print(f"  all-reduce, in the executor      {format_time(floor)}, if wires took no time")
+        floor = _shown(times["executor_floor_us"])
+        print(f"  all-reduce, in the executor      {floor}, if wires took no time")
     print(stages)
 
 
-def _times(found: Limits, payload_bytes: int, network: Network) -> dict[str, float]:
-    """The bounds in microseconds, each for its own reason alone."""
-    seconds = {
+def _times(found: Limits, payload_bytes: int, network: Network) -> dict[str, float | None]:
+    """The bounds in microseconds, each for its own reason alone; None for what is left out."""
+    seconds: dict[str, float | None] = {
         "all_gather_us": found.all_gather_seconds(payload_bytes, network.bandwidth),
         "all_reduce_us": found.all_reduce_seconds(payload_bytes, network.bandwidth),
         "latency_floor_us": found.latency_seconds(network.latency, network.overhead),
     }
+    if not isinstance(found.topology, TiledTopology):
+        beside = yardsticks(found, payload_bytes, network)
+        seconds |= {"all_reduce_rounds_us": beside.rounds, "all_reduce_trees_us": beside.trees}
     if network.executor:
         seconds["executor_floor_us"] = network.executor.floor_seconds(payload_bytes)
-    return {name: 1e6 * value for name, value in seconds.items()}
+    return {name: None if each is None else 1e6 * each for name, each in seconds.items()}
 
 
-def summary(found: Limits, times: dict[str, float]) -> dict[str, Any]:
+def _shown(microseconds: float | None) -> str:
+    if microseconds is None:
+        return f"left out: it takes long for more than {MOST_CHIPS:,} chips"
+    return format_time(microseconds / 1e6)
+
+
+def summary(found: Limits, times: dict[str, float | None]) -> dict[str, Any]:
     """What a program would want to know of the limits."""
     return {
         **mesh_summary(found.topology),

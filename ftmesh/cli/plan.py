@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ftmesh
@@ -16,12 +15,13 @@ from ftmesh.cli.arguments import (
     add_network,
     add_payload,
     add_tile,
-    check_writable,
     mesh_summary,
     network_of,
     topology_of,
 )
+from ftmesh.commands import whole_number
 from ftmesh.draw import draw_svg, schedule_panels
+from ftmesh.files import check_targets, write_text
 from ftmesh.plans import Plan
 from ftmesh.schedule.schedule import SplitSchedule
 from ftmesh.units import parse_bytes
@@ -43,13 +43,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--explain", action="store_true", help="also price every algorithm")
     parser.add_argument("--out", metavar="FILE.npz", help="save the schedule")
     parser.add_argument("--svg", metavar="FILE.svg", help="draw the phases")
-    parser.add_argument("--round", type=int, metavar="R", help="also list the transfers of round R")
+    parser.add_argument(
+        "--round", type=whole_number(0), metavar="R", help="also list the transfers of round R"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
     """Plan, verify, and write what was asked for."""
-    check_writable(args.out, args.svg)
+    check_targets(args.out, args.svg)
     topology = topology_of(args)
     payload_bytes = parse_bytes(args.payload)
     stages = Stages()
@@ -71,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
     if args.out:
         stages.run("saving", lambda: ftmesh.save(plan.schedule, args.out))
     if args.svg:
-        Path(args.svg).write_text(picture, encoding="utf-8")
+        write_text(args.svg, picture)
     if args.json:
         print(json.dumps(summary(plan), indent=2))
         return

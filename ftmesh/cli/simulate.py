@@ -13,15 +13,19 @@ from ftmesh.cli.arguments import (
     add_network,
     add_payload,
     add_tile,
-    check_writable,
     network_of,
     topology_of,
 )
-from ftmesh.cost.choice import ALGORITHMS, AUTO, choose
+from ftmesh.cost.choice import ALGORITHMS, BEST, CHOSEN, choose
+from ftmesh.cost.cutting import schedule_for
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import Network
 from ftmesh.cost.simulate import MODES, Simulation, Simulator
-from ftmesh.errors import PlanError
+from ftmesh.cost.update import TOUCHED, memory_of, weigh
+from ftmesh.cost.ways import ways
+from ftmesh.cost.yardsticks import Yardsticks, yardsticks
+from ftmesh.errors import ArgumentError, PlanError
+from ftmesh.files import check_targets
 from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule
@@ -54,8 +58,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--mode",
         choices=MODES,
         default=MODES[0],
-        help="the clock that ranks them: rounds that start together everywhere, or each transfer "
-        "as soon as it can (default: synchronous)",
+        help="the clock that ranks them, and that trees are planned for: rounds that start "
+        "together everywhere, or each transfer as soon as it can (default: synchronous)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=tuple(TOUCHED),
+        help="price the update of the weights too, on a chip of --tpu: with the optimizer's state "
+        "shared out among the chips, and whole at each",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw time against payload (matplotlib)")
     parser.add_argument("--heat-map", metavar="FILE", help="draw what each link carries, likewise")
@@ -64,9 +74,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Plan, simulate, and print."""
-    check_writable(args.plot, args.heat_map)
+    check_targets(args.plot, args.heat_map)
     topology, network = topology_of(args), network_of(args)
     payload_bytes = parse_bytes(args.payload)
+    if args.optimizer:
+        memory_of(network)
+        if args.json:
+            raise ArgumentError("--optimizer prints two lines, and --json none of them: give one")
     stages = Stages()
     schedules, refusals = stages.run("planning", lambda: _schedules(args, topology, network))
     simulators = {name: Simulator(schedule) for name, schedule in schedules.items()}
@@ -78,9 +92,10 @@ def run(args: argparse.Namespace) -> None:
         ],
     )
     priced.sort(key=lambda one: one[args.mode].seconds)
-    limit = stages.run(
-        "finding the limit", lambda: limits(topology).all_reduce_seconds(payload_bytes, network)
+    beside = stages.run(
+        "finding the limits", lambda: yardsticks(limits(topology), payload_bytes, network)
     )
+    limit = beside.limit
     if args.plot or args.heat_map:
         from ftmesh.draw import plots
 
@@ -89,13 +104,22 @@ def run(args: argparse.Namespace) -> None:
         if args.heat_map:
             plots.save(plots.link_loads(priced[0][args.mode]), args.heat_map)
     if args.json:
-        print(json.dumps([summary(one, args.mode, limit) for one in priced], indent=2))
+        print(json.dumps([summary(one, args.mode, beside) for one in priced], indent=2))
         return
     if args.algorithm == ALL:
-        print(_table(priced, refusals, args.mode, limit))
+        print(_table(priced, refusals, args.mode, beside))
     else:
         print(priced[0][args.mode])
         print(f"  {priced[0][args.mode].seconds / limit:.2f} times the limit, {format_time(limit)}")
+    hanging = stages.run(
+        "looking for chips on one link", lambda: ways(topology, payload_bytes, network, args.mode)
+    )
+    if hanging:
+        print(f"  {hanging}")
+    if args.optimizer:
+        print(
+            stages.run("updating", lambda: weigh(topology, payload_bytes, network, args.optimizer))
+        )
     if isinstance(topology, TiledTopology):
         print(topology.describe())
     print(stages)
@@ -107,12 +131,14 @@ def _schedules(
     args: argparse.Namespace, topology: Topology, network: Network
 ) -> tuple[dict[str, Schedule], dict[str, PlanError]]:
     """What there is to price, and why some algorithms are left out."""
-    name = args.algorithm
-    if name == AUTO:
-        name = choose(topology, parse_bytes(args.payload), network).algorithm
+    name, payload_bytes = args.algorithm, parse_bytes(args.payload)
+    if name in CHOSEN:
+        name = choose(topology, payload_bytes, network, best=name == BEST).algorithm
     if name != ALL:
-        return {name: planners.schedule(topology, name)}, {}
+        return {name: schedule_for(topology, name, payload_bytes, network, args.mode)}, {}
     found = planners.outcomes(topology)
+    for name in planners.CUT_BY_SIZE:
+        found[name] = schedule_for(topology, name, payload_bytes, network, args.mode)
     return (
         {name: outcome for name, outcome in found.items() if isinstance(outcome, Schedule)},
         {name: outcome for name, outcome in found.items() if isinstance(outcome, PlanError)},
@@ -120,8 +146,12 @@ def _schedules(
 
 
 def _table(
-    priced: list[dict[str, Simulation]], refusals: dict[str, PlanError], mode: str, limit: float
+    priced: list[dict[str, Simulation]],
+    refusals: dict[str, PlanError],
+    mode: str,
+    beside: Yardsticks,
 ) -> str:
+    limit = beside.limit
     any_one = priced[0][mode]
     executor = any_one.network.executor
     lines = [
@@ -145,10 +175,10 @@ def _table(
     lines += [f"  {name:<12}cannot: {refusal}" for name, refusal in refusals.items()]
     if executor:
         lines.append(any_one.executor_line)
-    return "\n".join([*lines, f"  no all-reduce can take less than {format_time(limit)}"])
+    return "\n".join([*lines, str(beside)])
 
 
-def summary(one: dict[str, Simulation], mode: str, limit: float) -> dict[str, Any]:
+def summary(one: dict[str, Simulation], mode: str, beside: Yardsticks) -> dict[str, Any]:
     """What a program would want to know of a simulated schedule; times in microseconds."""
     ranked = one[mode]
     return {
@@ -156,8 +186,8 @@ def summary(one: dict[str, Simulation], mode: str, limit: float) -> dict[str, An
         "rounds": ranked.schedule.num_rounds,
         "mode": mode,
         "time_us": 1e6 * ranked.seconds,
-        "limit_us": 1e6 * limit,
-        "times_limit": ranked.seconds / limit,
+        **beside.as_json(),
+        "times_limit": ranked.seconds / beside.limit,
         "wires_us": 1e6 * ranked.wires_seconds,
         "around_us": 1e6 * ranked.around_seconds,
         **{f"{name}_us": 1e6 * each.seconds for name, each in one.items()},

@@ -18,7 +18,7 @@ import jax
 import ftmesh
 from ftmesh.cluster import ahead
 from ftmesh.cluster.cluster import Cluster
-from ftmesh.cost.choice import AUTO
+from ftmesh.cost.choice import BEST, CHOSEN
 from ftmesh.mesh.notation import Failed, format_failed
 from ftmesh.mesh.topology import Topology
 from ftmesh.plans import Plan, plan
@@ -54,10 +54,12 @@ def agree_on_mesh(cluster: Cluster, topology: Topology) -> None:
 
 
 def agreed_topology(
-    cluster: Cluster, *, shape: str | None = None, failed: Failed = None
+    cluster: Cluster, *, shape: str | None = None, failed: Failed = None, failed_links: str = ""
 ) -> Topology:
     """The mesh of the devices there are, the same in all processes."""
-    topology = Topology.from_devices(jax.devices(), shape=shape, failed=failed)
+    topology = Topology.from_devices(
+        jax.devices(), shape=shape, failed=failed, failed_links=failed_links
+    )
     agree_on_code(cluster)
     agree_on_mesh(cluster, topology)
     return topology
@@ -72,8 +74,9 @@ def agreed_plan(cluster: Cluster, topology: Topology, algorithm: str, **options:
     made = dump(ahead.planned(topology, algorithm, **options).schedule) if cluster.speaks else b""
     schedule = load(cluster.broadcast(made, "the schedule"), verify=False)  # as the next line does
     agreed = plan(topology, algorithm, schedule=schedule, **options)
-    if algorithm == AUTO:
-        agreed = replace(agreed, is_auto=True)  # others, for other payloads, are made alike
+    # Others, for other payloads or with halves, are made alike.
+    is_auto, is_best = algorithm in CHOSEN, algorithm == BEST
+    agreed = replace(agreed, is_auto=is_auto, is_best=is_best, is_given=False)
     cluster.agree({"the schedule": digest(*agreed.schedule.columns)})
     return agreed
 

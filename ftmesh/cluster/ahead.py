@@ -1,31 +1,46 @@
-"""Ahead: plans and programs for the likeliest next failures, each host alone, made in good time."""
+"""Ahead: plans and programs for the likeliest next failures, each host alone, made in good time.
+
+That runs beside the training, in a thread of its process, and must not hold it up. Where a ring
+fits, a plan is made in no time and takes next to no memory; those go first. Plans for other damage
+can take seconds each, and tens of megabytes: they are made as long as the time for that lasts, and
+kept as long as there is room. What is not there when it is needed is planned then.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
+from ftmesh import planners
+from ftmesh.cost.network import network_of
 from ftmesh.errors import FtmeshError
 from ftmesh.mesh.devices import process_of
 from ftmesh.mesh.topology import Topology
 from ftmesh.plans import Plan, plan
 
-_MOST = 256  # plans that are remembered
+SECONDS = 60.0  # of the processor, for what is made ahead on one mesh
+MOST_BYTES = 256 * 10**6  # of the plans that are remembered
+
 _made: dict[Any, Plan] = {}
 _latest = [0]  # the number of the latest `prepare`
 _compiled: dict[tuple[str, Topology], tuple[str, Any]] = {}
 
 
 def planned(topology: Topology, algorithm: str, **options: Any) -> Plan:
-    """As `ftmesh.plan`, at once where it has been planned before."""
+    """As `ftmesh.plan`, at once where it has been planned before, and there was room for it."""
     bare = topology.without_devices()
-    key = (bare, algorithm, *sorted(options.items()))
+    key = (bare, network_of(topology), algorithm, *sorted(options.items()))
     found = _made.get(key)
     if found is None:
         found = plan(topology, algorithm, **options)
-        if len(_made) < _MOST:
+        if sum(each.schedule.num_bytes for each in [found, *_made.values()]) <= MOST_BYTES:
             _made[key] = found
+    if found.topology != topology:  # the same chips, as other devices
+        found = replace(found, schedule=replace(found.schedule, topology=topology))
     return found
 
 
@@ -51,20 +66,43 @@ def without_each_host(topology: Topology) -> Iterable[Topology]:
             yield left.less(coord for part in left.components()[1:] for coord in part)
 
 
-def prepare(topology: Topology, do: Callable[[Topology], Any]) -> threading.Thread:
-    """In the background, have something done for what is left when each host is lost."""
+def prepare(
+    topology: Topology, do: Callable[[Topology], Any], *, seconds: float = SECONDS
+) -> threading.Thread:
+    """In the background, have something done for what is left when each host is lost.
+
+    It is not begun again where it would likely take more than so many `seconds` of the processor,
+    all together.
+    """
     _latest[0] += 1
     own = _latest[0]
 
     def run() -> None:
-        for left in without_each_host(topology):
-            if own != _latest[0]:
-                return  # the mesh is another one by now
+        begin, longest = time.thread_time(), 0.0
+        for left in _quick_ones_first(without_each_host(topology)):
+            before = time.thread_time()
+            if own != _latest[0] or before - begin + longest > seconds:
+                return  # the mesh is another one by now, or the time is over
             try:
                 do(left)
             except FtmeshError:
                 continue  # not every damage has a plan
+            longest = max(longest, time.thread_time() - before)
 
     thread = threading.Thread(target=run, name="ftmesh ahead", daemon=True)
     thread.start()
     return thread
+
+
+def _quick_ones_first(every: Iterable[Topology]) -> Iterable[Topology]:
+    """The same meshes; those that take long to plan for come last."""
+    late = []
+
+    def quick() -> Iterable[Topology]:
+        for topology in every:
+            if planners.is_quick(topology):
+                yield topology
+            else:
+                late.append(topology)
+
+    return chain(quick(), late)

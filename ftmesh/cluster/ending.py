@@ -238,7 +238,9 @@ def _described(error: BaseException) -> tuple[str, int]:
         number = error.args[0] if error.args else signal.SIGINT
         return _SIGNALS.get(number, "interrupted"), 128 + int(number)
     words = " ".join(str(error).split())
-    return (words, 2) if isinstance(error, FtmeshError) else (f"{type(error).__name__}: {words}", 1)
+    if isinstance(error, FtmeshError):
+        return words, error.status
+    return f"{type(error).__name__}: {words}", 1
 
 
 def within(seconds: float, do: Callable[[], Any]) -> Any:

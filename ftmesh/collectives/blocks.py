@@ -19,7 +19,7 @@ from ftmesh.collectives.owners import own_chunks, place_chunks
 from ftmesh.collectives.pieces import gathered, on_pieces, scattered
 from ftmesh.collectives.precision import Precision, precision
 from ftmesh.errors import CollectiveError
-from ftmesh.execute import _compat, ppermute
+from ftmesh.execute import _compat, primitives
 from ftmesh.execute.lower import Program
 from ftmesh.layout.buckets import pack, unpack
 
@@ -42,9 +42,17 @@ def psum_scatter(
     """Each rank's block of the sum, as `jax.lax.psum_scatter`; see `psum` for dtypes and `specs`.
 
     A leaf that is cut along another axis in the dimension that is scattered is gathered over it.
+
+    >>> import ftmesh
+    >>> from ftmesh.testing import on_one_device
+    >>> plan = ftmesh.plan(ftmesh.Topology.grid("4x2", failed="2x2@2,0"))
+    >>> run = on_one_device(lambda x: psum_scatter(x, "data", plan=plan))
+    >>> run(jnp.arange(16).reshape(4, 4)).tolist()
+    [24, 28, 32, 36]
     """
     axis_name = the_axis(axis_name, axis_index_groups, plan, "psum_scatter", whole=True)
-    size = plan.program.num_ranks
+    program = plan.halves.program
+    size = program.num_ranks
 
     def one(leaf: Any) -> Any:
         if jnp.result_type(leaf) == np.bool_:
@@ -58,7 +66,7 @@ def psum_scatter(
         kind = precision(leaf.dtype, wire_dtype, accumulate_dtype)
         mine = blocks[0]
         if leaf.size:
-            mine = _scatter_blocks(blocks.astype(kind.sums), axis_name, plan.program, kind)
+            mine = _scatter_blocks(blocks.astype(kind.sums), axis_name, program, kind)
         mine = _compat.weak_as(mine.astype(leaf.dtype), leaf)
         return mine if tiled else jnp.squeeze(mine, scatter_dimension)
 
@@ -80,19 +88,26 @@ def all_gather(
 
     Where the whole schedule is taken, zeros are added to each value; some processors round
     denormal numbers to zero in that.
+
+    >>> import ftmesh
+    >>> from ftmesh.testing import on_one_device
+    >>> plan = ftmesh.plan(ftmesh.Topology.grid("4x2", failed="2x2@2,0"))
+    >>> on_one_device(lambda x: all_gather(x, "data", plan=plan))(jnp.arange(4))[2].tolist()
+    [0, 1, 2, 3]
     """
     axis_name = the_axis(axis_name, axis_index_groups, plan, "all_gather", whole=True)
-    size = plan.program.num_ranks
+    program = plan.halves.program
+    size = program.num_ranks
 
     def one(leaf: Any) -> Any:
-        leaf = _as_varying(jnp.asarray(leaf), axis_name, plan.program)
+        leaf = _as_varying(jnp.asarray(leaf), axis_name, program)
         where = axis_of(axis, leaf.ndim if tiled else leaf.ndim + 1, "the axis of all_gather")
         every = jnp.broadcast_to(leaf, (size, *leaf.shape))
         if leaf.size:
             flat = countable(jnp.ravel(leaf))
             kind = precision(flat.dtype)
             flat = flat.astype(kind.sums)  # as the derivative is added up
-            every = _gather_blocks(flat, axis_name, plan.program, kind).reshape(every.shape)
+            every = _gather_blocks(flat, axis_name, program, kind).reshape(every.shape)
         every = jnp.moveaxis(_compat.weak_as(every.astype(leaf.dtype), leaf), 0, where)
         if not tiled:
             return every
@@ -111,7 +126,9 @@ def _as_varying(leaf: jax.Array, axis_name: Any, program: Program) -> jax.Array:
         return _compat.as_varying(leaf, axis_name)
     kind = precision(leaf.dtype)
     buffer = pack([leaf.astype(kind.sums)], program.num_chunks)
-    (spread,) = unpack(ppermute.spread(buffer, axis_name=axis_name, program=program), [leaf.shape])
+    (spread,) = unpack(
+        primitives.spread(buffer, axis_name=axis_name, program=program), [leaf.shape]
+    )
     return _compat.weak_as(spread.astype(leaf.dtype), leaf)
 
 
@@ -138,14 +155,14 @@ def _scatter_blocks(
     wire = kind.wire(program.depth)
     if not program.owns_evenly:
         buffer = pack([blocks], program.num_chunks, kind.results.itemsize)
-        total = ppermute.sum_varying(buffer, axis_name=axis_name, program=program, wire=wire)
+        total = primitives.sum_varying(buffer, axis_name=axis_name, program=program, wire=wire)
         (every,) = unpack(total, [blocks.shape])
         return lax.dynamic_index_in_dim(every, lax.axis_index(axis_name), keepdims=False)
     owned = program.owned
     parts = jax.vmap(lambda block: pack([block], owned.shape[1]))(blocks)
     parts = parts.reshape(program.num_chunks, *parts.shape[2:])
     buffer = parts[np.argsort(owned.reshape(-1))]
-    buffer = ppermute.reduce_scatter(buffer, axis_name=axis_name, program=program, wire=wire)
+    buffer = primitives.reduce_scatter(buffer, axis_name=axis_name, program=program, wire=wire)
     (mine,) = unpack(own_chunks(buffer, axis_name, program), [blocks.shape[1:]])
     return mine
 
@@ -166,11 +183,11 @@ def _gather_blocks(
             _compat.varying_as(placed, block), block, lax.axis_index(axis_name), 0
         )
         buffer = pack([placed], program.num_chunks, kind.results.itemsize)
-        total = ppermute.sum_varying(buffer, axis_name=axis_name, program=program, wire=wire)
+        total = primitives.sum_varying(buffer, axis_name=axis_name, program=program, wire=wire)
         (every,) = unpack(total, [placed.shape])
         return every
     owned = program.owned
     chunks = pack([block], owned.shape[1], kind.results.itemsize)
     buffer = place_chunks(chunks, axis_name, program)
-    buffer = ppermute.all_gather(buffer, axis_name=axis_name, program=program, wire=wire)
+    buffer = primitives.all_gather(buffer, axis_name=axis_name, program=program, wire=wire)
     return buffer[owned.reshape(-1)].reshape(size, -1)[:, : block.size]

@@ -20,6 +20,10 @@ def the_axis(
     axis_name: Any, axis_index_groups: Any, plan: Plan, what: str, *, whole: bool = False
 ) -> Any:
     """The one axis name, after everything that can be wrong with a call has been looked at."""
+    if not hasattr(plan, "program"):
+        raise CollectiveError(
+            f"{what} needs a plan, and not a {type(plan).__name__}: give plan=ftmesh.plan(topology)"
+        )
     if axis_index_groups is not None:
         raise CollectiveError(
             f"{what} on a plan has no axis_index_groups: the plan says which ranks take part; plan "

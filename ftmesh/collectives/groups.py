@@ -81,7 +81,8 @@ class Groups:
             except TopologyError:
                 continue
         raise ArgumentError(
-            f"a batch of {global_batch} has no groups of {examples} examples: ask for fewer"
+            f"a batch of {global_batch} has no groups of {examples} examples, over which batches "
+            f"are normalised: take a batch of {examples} or more"
         )
 
     @cached_property

@@ -11,7 +11,7 @@ from jax import lax
 from ftmesh.collectives.calls import as_summand, the_axis
 from ftmesh.collectives.precision import precision
 from ftmesh.errors import CollectiveError
-from ftmesh.execute import _compat, ppermute
+from ftmesh.execute import _compat, primitives
 from ftmesh.execute.lower import Program
 from ftmesh.layout.buckets import chunk_shape, pack
 
@@ -35,6 +35,7 @@ def reduce_to_owners(
     mean over all live ranks, divided before it is rounded. The dtypes are as for `psum`.
     """
     axis_name = the_axis(axis_name, None, plan, "reduce_to_owners")
+    plan = plan.halves
     program = plan.program
     check_owned(plan)
     x = as_summand(x, axis_name)
@@ -64,10 +65,10 @@ def scatter_chunks(
     accumulate_dtype: Any = None,
 ) -> jax.Array:
     """The chunks that this rank owns of the sum of buffers; see `reduce_to_owners`."""
-    program = plan.program
+    program = plan.halves.program
     kind = precision(buffer.dtype, wire_dtype, accumulate_dtype)
     mine = own_chunks(
-        ppermute.reduce_scatter(
+        primitives.reduce_scatter(
             buffer.astype(kind.sums),
             axis_name=axis_name,
             program=program,
@@ -89,6 +90,7 @@ def gather_from_owners(
     It travels in `wire_dtype`, rounded once, or as it is.
     """
     axis_name = the_axis(axis_name, None, plan, "gather_from_owners")
+    plan = plan.halves
     program = plan.program
     check_owned(plan)
     chunks = shard.reshape(-1, *_shape_of_chunks(shard, size, program))
@@ -100,9 +102,9 @@ def gather_chunks(
     chunks: jax.Array, axis_name: Any, *, plan: Plan, wire_dtype: Any = None
 ) -> jax.Array:
     """The buffer of which every rank has its chunks; see `gather_from_owners`."""
-    program = plan.program
+    program = plan.halves.program
     kind = precision(chunks.dtype, wire_dtype)
-    buffer = ppermute.gather_invariant(
+    buffer = primitives.gather_invariant(
         place_chunks(chunks.astype(kind.sums), axis_name, program),  # as its derivative is added up
         axis_name=axis_name,
         program=program,

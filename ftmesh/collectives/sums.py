@@ -18,7 +18,7 @@ import numpy as np
 from ftmesh.collectives.calls import as_summand, countable, is_constant, the_axis
 from ftmesh.collectives.pieces import on_pieces
 from ftmesh.collectives.precision import Precision, precision
-from ftmesh.execute import _compat, ppermute
+from ftmesh.execute import _compat, primitives
 from ftmesh.layout.buckets import make_buckets, pack, unpack
 
 if TYPE_CHECKING:
@@ -48,6 +48,12 @@ def psum(
     lax. Where a shard_map leaves other axes of the mesh to the compiler, each device sums its own
     piece: `specs` say how leaves are cut along those axes, and Explicit ones need not be named; see
     `ftmesh.collectives.pieces`.
+
+    >>> import ftmesh
+    >>> from ftmesh.testing import on_one_device
+    >>> plan = ftmesh.plan(ftmesh.Topology.grid("4x2", failed="2x2@2,0"))
+    >>> on_one_device(lambda x: psum(x, "data", plan=plan))(jnp.arange(4)).tolist()
+    [6, 6, 6, 6]
     """
     axis_name = the_axis(axis_name, axis_index_groups, plan, "psum")
     options = wire_dtype, accumulate_dtype, bucket_bytes
@@ -119,7 +125,7 @@ def _bucket_sum(
     program = plan.at(num_bytes, wire_dtype=kind.priced_as).program
     wide = [leaf.astype(kind.sums) for leaf in leaves]
     is_rounded = kind.sums != kind.results
-    total = ppermute.all_reduce(
+    total = primitives.all_reduce(
         pack(wide, program.num_chunks, itemsize),
         axis_name=axis_name,
         program=program,

@@ -13,8 +13,10 @@ batch is constant, so fewer chips compute longer; all-reduces are simulated on t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -23,22 +25,28 @@ import numpy as np
 from ftmesh import planners
 from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.cost.simulate import Simulator
+from ftmesh.cost.ways import Ways, ways
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.mesh.notation import Block, Coord
 from ftmesh.mesh.topology import Topology
+from ftmesh.schedule.schedule import Schedule
 
-BOARD = 2  # chips along each side of a board
-SAMPLES = 4  # damages that are priced for each number of failed boards; others count like these
+BOARD = 2  # chips along x, and along y, of a board
+SIDES = (BOARD, BOARD, 1)  # of a board; on three axes it lies within a layer
+SAMPLES, FEW = 4, 2  # damages priced for each number of failed boards up to a few; then one
+MAX_FAILURES = 100_000  # played in all
 
 ASSUMPTIONS = (
     "Boards of 2x2 chips fail independently, and take the same time to repair. A failure loses the "
     "work since the last checkpoint and costs a restart; so does a return to more chips, without "
     "the loss.",
-    "The full mesh and sub-meshes sum with two_dim, damaged meshes with the faster of row_pair and "
-    "ring, chips in a line with line, in synchronous rounds as simulated, with what the executor "
-    "costs where the network has one. The global batch stays the same.",
-    f"For each number of failed boards {SAMPLES} random damages are planned and simulated; further "
-    "ones count like one of these.",
+    "The full mesh and sub-meshes sum with two_dim, or tori with colours; damaged meshes with "
+    "row_pair or ring; meshes of three axes and damaged tori perhaps with flood: whichever is "
+    "fastest. Chips in a line sum with line, and all else with flood, in synchronous rounds as "
+    "simulated, with what the executor costs where the network has one. The global batch stays the "
+    "same.",
+    f"For one and for two failed boards {SAMPLES} random damages each are planned and simulated, "
+    "for more of them one; further damages count like one of these.",
     "Spare boards stand in for failed ones wherever these are, and are paid for.",
 )
 
@@ -75,15 +83,40 @@ class Site:
 
     @cached_property
     def boards(self) -> list[Block]:
-        """The 2x2 blocks at even coordinates, cut off at the edge of a mesh of odd sides."""
-        corners = itertools.product(*(range(0, n, BOARD) for n in reversed(self.topology.shape)))
+        """The 2x2 blocks at even coordinates, cut off at the edge of a mesh of odd sides.
+
+        On three axes a board lies within a layer: 2x2x1.
+        """
+        sides = list(zip(self.topology.shape, SIDES, strict=False))
+        corners = itertools.product(*(range(0, n, board) for n, board in reversed(sides)))
         return [
             Block(
-                tuple(min(BOARD, n - c) for n, c in zip(self.topology.shape, corner, strict=True)),
+                tuple(min(board, n - c) for (n, board), c in zip(sides, corner, strict=True)),
                 corner,
             )
             for corner in (tuple(reversed(c)) for c in corners)
         ]
+
+    @cached_property
+    def boxes(self) -> list[tuple[int, Block]]:
+        """Every box of whole boards, the largest first, as `Topology.largest_rectangle` has them.
+
+        Each with its boards, as the bits of a number.
+        """
+        sides = [
+            [(low, min(high, n) - low) for low in range(0, n, side) for high in _ends(low, n, side)]
+            for n, side in zip(self.topology.shape, SIDES, strict=False)
+        ]
+        found = [Block(*reversed([*zip(*each, strict=True)])) for each in itertools.product(*sides)]
+        found.sort(key=lambda b: (-math.prod(b.size), max(b.size), b.size, b.corner[::-1]))
+        bit = {board.corner: 1 << number for number, board in enumerate(self.boards)}
+        return [(sum(bit[corner] for corner in _corners(box)), box) for box in found]
+
+    def sub_mesh(self, failed: Boards) -> tuple[Block, Boards]:
+        """The largest box without a failed board, and its boards."""
+        bad = sum(1 << board for board in failed)
+        bits, box = next(each for each in self.boxes if not each[0] & bad)
+        return box, frozenset(n for n in range(len(self.boards)) if bits >> n & 1)
 
     @cached_property
     def full_sum(self) -> float:
@@ -96,14 +129,12 @@ class Site:
             return 0.0
         times = []
         for name in _algorithms(topology):
-            try:
-                schedule = planners.schedule(topology, name)
-            except PlanError:
-                continue
-            times.append(Simulator(schedule).seconds(self.payload_bytes, self.network))
-        if not times:
-            raise PlanError(f"no algorithm can sum on {topology}")
-        return min(times)
+            with contextlib.suppress(PlanError):
+                times.append(self._seconds(planners.schedule(topology, name)))
+        return min(times) if times else self._seconds(planners.schedule(topology, "flood"))
+
+    def _seconds(self, schedule: Schedule) -> float:
+        return Simulator(schedule).seconds(self.payload_bytes, self.network)
 
     def speed_on(self, topology: Topology) -> float:
         """Training on `topology`, as a share of the full mesh's."""
@@ -116,11 +147,36 @@ class Site:
         return Topology.grid(self.topology.shape, failed=failed, wrap=self.topology.wrap)
 
 
+def _sub_mesh(topology: Topology, box: Block) -> Topology:
+    """A box without damage, as a mesh of its own: it wraps where it spans an axis that does."""
+    over_edge = [
+        any(abs(a[axis] - b[axis]) > 1 for a, b in topology.failed_links)
+        for axis in range(len(box.size))
+    ]
+    sides = zip(topology.wrap, over_edge, box.size, topology.shape, strict=True)
+    wrap = [wraps and not cut and size == whole for wraps, cut, size, whole in sides]
+    return Topology.grid(box.size, failed="", wrap=wrap)
+
+
+def _ends(start: int, length: int, side: int) -> range:
+    """Where a row of boards that begins at `start` may end; the last may be cut off."""
+    return range(start + side, length + side, side)
+
+
+def _corners(box: Block) -> Iterator[Coord]:
+    """Those of the boards in a box."""
+    sides = zip(box.corner, box.size, SIDES, strict=False)
+    return itertools.product(*(range(low, low + size, side) for low, size, side in sides))
+
+
 def _algorithms(topology: Topology) -> tuple[str, ...]:
     """Those worth pricing on `topology`: see `ASSUMPTIONS`."""
     if sum(size > 1 for size in topology.shape) < 2:
         return ("line",)
-    return ("row_pair", "ring") if topology.failed or topology.failed_links else ("two_dim",)
+    is_deep = len(topology.shape) > 2
+    if not topology.failed and not topology.failed_links:
+        return ("two_dim", "colours", "flood") if is_deep else ("two_dim", "colours")
+    return ("row_pair", "ring", "flood") if is_deep or any(topology.wrap) else ("row_pair", "ring")
 
 
 @dataclass(frozen=True)
@@ -163,19 +219,11 @@ class SubMesh(Wait):
             return super().setting(failed)
         if len(failed) == self.num_boards:
             return Setting(0.0, frozenset())
-        box = self.site.damaged(failed).largest_rectangle()
+        box, used = self.site.sub_mesh(failed)
         if box.size not in self._by_size:
-            wrap = [
-                wraps and size == whole
-                for wraps, size, whole in zip(
-                    self.site.topology.wrap, box.size, self.site.topology.shape, strict=True
-                )
-            ]
-            whole = Topology.grid(box.size, failed="", wrap=wrap)
+            whole = _sub_mesh(self.site.topology, box)
             self._by_size[box.size] = self.site.speed_on(whole)
-        chips = set(box.coords())
-        used = (i for i, board in enumerate(self.site.boards) if chips & set(board.coords()))
-        return Setting(self._by_size[box.size], frozenset(used))
+        return Setting(self._by_size[box.size], used)
 
 
 class Spares(Wait):
@@ -207,7 +255,8 @@ class RouteAround(SubMesh):
         """How the job runs with `failed` boards."""
         if not failed or len(failed) == self.num_boards:
             return super().setting(failed)
-        sample = (len(failed), sum(failed) % SAMPLES)
+        number = len(failed)
+        sample = (number, sum(failed) % SAMPLES) if number <= FEW else (_rounded(number), 0)
         if sample not in self._sampled:
             try:
                 self._sampled[sample] = self.site.speed_on(self.site.damaged(failed))
@@ -217,6 +266,12 @@ class RouteAround(SubMesh):
         if self._sampled[sample] <= sub_mesh.speed:
             return sub_mesh
         return Setting(self._sampled[sample], frozenset(range(self.num_boards)) - failed)
+
+
+def _rounded(number: int) -> int:
+    """Up to two leading bits, so that many failed boards are of few kinds."""
+    step = 1 << max(0, number.bit_length() - 2)
+    return -(-number // step) * step
 
 
 ANSWERS = (Wait, SubMesh, Spares, RouteAround)
@@ -313,6 +368,12 @@ def play_all(
     """
     if runs < 1 or horizon <= 0:
         raise ArgumentError("advice needs one run or more, over a time above 0")
+    expected = runs * len(site.boards) * horizon / (site.mtbf + site.repair)
+    if expected > MAX_FAILURES:
+        raise ArgumentError(
+            f"that is {expected:.2g} failures in all, and {MAX_FAILURES:,} are played at most: "
+            "take a shorter horizon or fewer runs"
+        )
     answers = [answer(site) for answer in ANSWERS if site.spares or answer is not Spares]
     outcomes: dict[str, list[Outcome]] = {answer.name: [] for answer in answers}
     work = list(itertools.product(range(runs), answers))
@@ -349,7 +410,7 @@ def at_hand(site: Site, damaged: Topology) -> AtHand:
     box = damaged.largest_rectangle()
     speeds = {Wait.name: 0.0}
     for answer, topology in (
-        (SubMesh, Topology.grid(box.size, failed="")),
+        (SubMesh, _sub_mesh(damaged, box)),
         (RouteAround, damaged),
     ):
         try:
@@ -358,3 +419,13 @@ def at_hand(site: Site, damaged: Topology) -> AtHand:
             speeds[answer.name] = 0.0
     done = {name: speed * max(site.repair - site.restart, 0.0) for name, speed in speeds.items()}
     return AtHand(damaged, site.repair, speeds, done)
+
+
+def with_pendants(site: Site, damaged: Topology) -> tuple[Ways, float] | None:
+    """What can be done with chips of `damaged` that hang on one link, and what a step computes.
+
+    None where no chip does.
+    """
+    found = ways(damaged, site.payload_bytes, site.network)
+    compute = (site.step - site.full_sum) * damaged.num_chips / damaged.num_live
+    return (found, compute) if found else None

@@ -1,4 +1,8 @@
-"""Choose: price every algorithm on a topology, and take the fastest for the payload.
+"""Choose: price the algorithms on a topology, and take the fastest for the payload.
+
+Trees, which serve every mesh, take long to plan, a second on 16x16 and more on larger meshes. So
+``auto`` prices them where nothing else serves, and on three axes where nothing else comes near the
+limit; ``best`` wherever they could be faster. A bound tells that before anything is planned.
 
 >>> choice = choose(Topology.grid("8x8", failed="2x2@2,2"), 1_000_000)
 >>> choice.algorithm
@@ -8,21 +12,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ftmesh import planners
+from ftmesh.cost.cutting import least_seconds, schedule_for
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, Network
-from ftmesh.cost.rounding import FLOATS, partials_travel_in, wire_named
+from ftmesh.cost.rounding import FLOATS, added_in, partials_travel_in, wire_named
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import PlanError
 from ftmesh.mesh.topology import Topology
-from ftmesh.schedule.schedule import Schedule
-from ftmesh.units import format_bytes, format_time
+from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.units import check_bytes, format_bytes, format_time
 
-AUTO = "auto"
-ALGORITHMS = (AUTO, *planners.PLANNERS)
+AUTO, BEST = "auto", "best"
+CHOSEN = (AUTO, BEST)
+NEAR = 1.1  # times the limit
+ALGORITHMS = (*CHOSEN, *planners.PLANNERS)
 
 
 @dataclass(frozen=True)
@@ -49,11 +56,19 @@ class Choice:
     network: Network
     candidates: tuple[Candidate, ...]
     wire_dtype: str = "float32"
+    halves: bool = False
 
     @property
     def algorithm(self) -> str:
         """The fastest."""
         return self.candidates[0].algorithm
+
+    def beside(self, schedule: Schedule) -> Choice:
+        """The same, with this schedule as what its algorithm makes of the topology."""
+        own = _priced(Simulator(schedule), self.payload_bytes, self.network, self.wire_dtype)
+        others = (one for one in self.candidates if one.algorithm != own.algorithm)
+        ranked = sorted([own, *others], key=lambda one: one.seconds)
+        return replace(self, candidates=tuple(ranked))
 
     def __str__(self) -> str:
         least = limits(self.topology).all_reduce_seconds(self.payload_bytes, self.network)
@@ -82,29 +97,77 @@ class Choice:
 
 
 def choose(
-    topology: Topology, payload_bytes: int, on: Network = DEFAULT, wire_dtype: str = "float32"
+    topology: Topology,
+    payload_bytes: int,
+    on: Network = DEFAULT,
+    wire_dtype: str = "float32",
+    *,
+    halves: bool = False,
+    best: bool = False,
+    trees: bool = False,
 ) -> Choice:
-    """Price every algorithm that can serve `topology`, in synchronous rounds, with the executor's.
+    """Price the algorithms that can serve `topology`, in synchronous rounds, with the executor's.
 
     The payload has so many bytes in `wire_dtype`. Where partial sums may not travel in that, as
-    `ftmesh.cost.rounding` tells, the first half of the schedule carries more, and is priced so. A
-    `PlanError` where no algorithm can. What was found is remembered for the next call with an equal
-    topology, payload, network and dtype.
+    `ftmesh.cost.rounding` tells, the first half of the schedule carries more, and is priced so.
+    With `halves`, only algorithms that come as a reduce-scatter and an all-gather are looked at.
+    Trees are priced where no other serves; with `best`, also where they could be faster; and with
+    `trees`, in any case. A `PlanError` where no algorithm can. What was found is remembered for the
+    next call with an equal topology, payload, network and dtype.
     """
     wire_named(wire_dtype)
-    return _choose(topology.without_devices(), payload_bytes, on, wire_dtype)
+    check_bytes(payload_bytes)
+    bare = topology.without_devices()
+    return _choose(bare, payload_bytes, on, wire_dtype, halves, best, trees)
 
 
 @lru_cache(maxsize=256)
-def _choose(topology: Topology, payload_bytes: int, on: Network, wire_dtype: str) -> Choice:
+def _choose(
+    topology: Topology,
+    payload_bytes: int,
+    on: Network,
+    wire_dtype: str,
+    halves: bool,
+    best: bool,
+    trees: bool,
+) -> Choice:
     candidates = [
-        Candidate(name, refusal=found)
-        if isinstance(found, str)
-        else _priced(found, payload_bytes, on, wire_dtype)
-        for name, found in _simulators(topology).items()
+        Candidate(name, refusal=each)
+        if isinstance(each, str)
+        else _priced(each, payload_bytes, on, wire_dtype)
+        for name, each in _simulators(topology).items()
     ]
+    asked = best or _asks_for_trees(topology, payload_bytes, on, candidates)
+    if trees or (asked and not halves):
+        fastest = min(one.seconds for one in candidates)
+        for name in planners.CUT_BY_SIZE:
+            carried = carried_bytes(name, payload_bytes, wire_dtype)
+            least = least_seconds(topology, carried, on)
+            if least < fastest or trees:
+                simulator = Simulator(schedule_for(topology, name, carried, on))
+                candidates.append(_priced(simulator, payload_bytes, on, wire_dtype))
+            else:
+                why = f"it could not take less than {format_time(least)}"
+                candidates.append(Candidate(name, refusal=why))
     ranked = sorted(candidates, key=lambda one: one.seconds)
-    return Choice(topology, payload_bytes, on, tuple(ranked), wire_dtype)
+    if ranked[0].refusal:
+        reasons = [f"{one.algorithm} cannot run on {topology}: {one.refusal}" for one in ranked]
+        rest = f"the largest whole sub-mesh is {topology.largest_rectangle()}"
+        raise PlanError("; ".join([*reasons, rest]))
+    return Choice(topology, payload_bytes, on, tuple(ranked), wire_dtype, halves)
+
+
+def _asks_for_trees(
+    topology: Topology, payload_bytes: int, on: Network, candidates: list[Candidate]
+) -> bool:
+    """Whether nothing else serves as well as it should, or comes near the limit on three axes."""
+    if any(one.algorithm in planners.LAST_RESORT for one in candidates):
+        return True
+    if len(topology.shape) < 3:
+        return False
+    least = limits(topology).all_reduce_seconds(payload_bytes, on)
+    on_wires = (one.wires_seconds or one.seconds for one in candidates)
+    return min(on_wires) > NEAR * least
 
 
 @lru_cache(maxsize=4)
@@ -119,7 +182,7 @@ def _simulators(topology: Topology) -> dict[str, Simulator | str]:
 def _priced(simulator: Simulator, payload_bytes: int, on: Network, wire_dtype: str) -> Candidate:
     """An algorithm for a payload in `wire_dtype`, with what its partial sums take in theirs."""
     schedule = simulator.schedule
-    partials = partials_travel_in(wire_dtype, depth=depth_on_devices(schedule))
+    partials = partials_of(schedule, wire_dtype)
     times = FLOATS[partials].num_bytes // FLOATS[wire_dtype].num_bytes
 
     def seconds(on: Network) -> float:
@@ -136,6 +199,23 @@ def _priced(simulator: Simulator, payload_bytes: int, on: Network, wire_dtype: s
         partials=partials,
         wires_seconds=seconds(on.wires) if on.executor else None,
     )
+
+
+def partials_of(schedule: Schedule, wire_dtype: str) -> str:
+    """The dtype in which partial sums of a payload travel.
+
+    Without halves nothing tells them from results, and all travels as it is added.
+    """
+    if not isinstance(schedule, SplitSchedule):
+        return added_in(wire_dtype)
+    return partials_travel_in(wire_dtype, depth=depth_on_devices(schedule))
+
+
+def carried_bytes(algorithm: str, payload_bytes: int, wire_dtype: str) -> int:
+    """The bytes that an algorithm cuts of a payload in `wire_dtype`: without halves, as added."""
+    if algorithm not in planners.CUT_BY_SIZE:
+        return payload_bytes
+    return payload_bytes * FLOATS[added_in(wire_dtype)].num_bytes // FLOATS[wire_dtype].num_bytes
 
 
 def depth_on_devices(schedule: Schedule) -> int:

@@ -112,17 +112,15 @@ def lanes_and_chunks(phase: Phase) -> tuple[int, int]:
     if not isinstance(phase.what, Columns):
         return len(phase.what), sum(circling.count for circling in phase.what)
     lanes = chunks = 0
-    kind = 2 * phase.what.count + phase.what.op
-    for this in np.unique(kind):
-        alike = phase.what.take(kind == this)
-        found = _num_lanes(alike)
+    for count in phase.counts:
+        found = _num_lanes(phase.what.take(phase.what.count == count))
         lanes += found
-        chunks += found * int(alike.count[0])
+        chunks += found * count
     return lanes, chunks
 
 
 def _num_lanes(columns: Columns) -> int:
-    """The lanes of transfers of one kind: their own, or else as few as permutations can be."""
+    """The lanes of transfers of one size: their own, or else as few as permutations can be."""
     own = row_key(columns.lane, columns.src, columns.dst)
     _, first = np.unique(own, return_index=True)
     ends = (columns.src, columns.dst)

@@ -40,6 +40,7 @@ from ftmesh.errors import TopologyError
 from ftmesh.mesh.notation import Coord, format_failed
 from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
+from ftmesh.units import check_bytes
 
 _SOURCES = 4096  # chips whose distances to all others are found at a time
 _BLOCKS = 4  # blocks that are listed; chips that need more are told by the box around them
@@ -91,6 +92,8 @@ class Limits:
         return self.diameter * latency + overhead if self.diameter else 0.0
 
     def _seconds(self, share: Fraction, payload_bytes: float, link: Network | float) -> float:
+        if isinstance(payload_bytes, int):
+            check_bytes(payload_bytes)
         network = link if isinstance(link, Network) else Network(float(link), latency=0.0)
         return max(
             float(share) * payload_bytes / network.bandwidth,

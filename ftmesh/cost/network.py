@@ -35,10 +35,13 @@ class Network:
     overhead: float = 0.0  # seconds at the sender, per transfer
     source: str = "as given"
     executor: Executor | None = None
+    memory: float | None = None  # bytes per second between a chip and its memory, where known
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
             raise ArgumentError(f"bandwidth must be above 0 bytes/s, not {self.bandwidth!r}")
+        if self.memory is not None and not (math.isfinite(self.memory) and self.memory > 0):
+            raise ArgumentError(f"memory must move above 0 bytes/s, not {self.memory!r}")
         for name in ("latency", "overhead"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -89,23 +92,32 @@ _V6E = Executor(
     source=f"{_ESTIMATED}; {_PRODUCTS} 4 products of 256x256 a cycle",
 )  # fmt: skip
 
+# What a chip's memory moves is from the same pages.
 NETWORKS = {
-    "v2": Network(62e9, _HOP, source=f"496 Gbit/s a link each way: {_CACM}"),
-    "v3": Network(82e9, _HOP, source=f"656 Gbit/s a link each way: {_CACM}", executor=_V3),
+    "v2": Network(62e9, _HOP, source=f"496 Gbit/s a link each way: {_CACM}", memory=700e9),
+    "v3": Network(
+        82e9, _HOP, source=f"656 Gbit/s a link each way: {_CACM}", executor=_V3, memory=900e9
+    ),
     "v4": Network(
-        50e9, _HOP, source="50 GB/s a link: Jouppi et al., TPU v4 (ISCA 2023)", executor=_V4
+        50e9, _HOP, source="50 GB/s a link: Jouppi et al., TPU v4 (ISCA 2023)", executor=_V4,
+        memory=1.2e12,
     ),
     "v5e": Network(
-        50e9, _HOP, source=f"400 GB/s a chip, both ways, over 4 links: {_CLOUD}", executor=_V5E
+        50e9, _HOP, source=f"400 GB/s a chip, both ways, over 4 links: {_CLOUD}", executor=_V5E,
+        memory=819e9,
     ),
     "v5p": Network(
-        100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}", executor=_V5P
+        100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}", executor=_V5P,
+        memory=2.765e12,
     ),
     "v6e": Network(
-        100e9, _HOP, source=f"3200 Gbit/s a chip, each way, over 4 links: {_CLOUD}", executor=_V6E
+        100e9, _HOP, source=f"3200 Gbit/s a chip, each way, over 4 links: {_CLOUD}", executor=_V6E,
+        memory=1.64e12,
     ),
-    "v7x": Network(100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}"),
-}
+    "v7x": Network(
+        100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}", memory=7.38e12
+    ),
+}  # fmt: skip
 
 _KINDS = {
     "TPU v2": "v2",

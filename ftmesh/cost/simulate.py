@@ -49,10 +49,10 @@ from ftmesh.cost.traffic import Traffic, Wires, dataflow, synchronous
 from ftmesh.errors import ArgumentError
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.topology import Link
-from ftmesh.schedule.schedule import Schedule, SplitSchedule
-from ftmesh.units import format_bytes, format_time
+from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
+from ftmesh.units import check_bytes, format_bytes, format_time
 
-MODES = ("synchronous", "dataflow")
+MODES = SYNCHRONOUS, DATAFLOW = "synchronous", "dataflow"
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,7 @@ def simulate(
     >>> round(1e6 * simulate(ring, link="50GB/s", latency="0.5us").seconds)
     2026
     """
+    check_schedule(schedule)
     return Simulator(schedule).run(payload_bytes, network(link, latency, overhead), mode)
 
 
@@ -232,16 +233,23 @@ class Simulator:
         _, meeting = spans[len(self.schedule.scatter) - 1]
         return meeting, seconds - meeting
 
+    def phase_ends(
+        self, payload_bytes: int = 100_000_000, on: Network = DEFAULT
+    ) -> tuple[float, list[float]]:
+        """The time in all, and when each phase ends; in synchronous rounds.
+
+        What the executor does around all rounds counts in the first alone.
+        """
+        seconds, spans = self._spans(payload_bytes, on, "synchronous")
+        return seconds, [end for _, end in spans]
+
     def _spans(
         self, payload_bytes: int, on: Network, mode: str, *, queue: bool = True
     ) -> tuple[float, list[tuple[float, float]]]:
         """The end of the last transfer, and the start and end of each phase."""
         if mode not in MODES:
             raise ArgumentError(f"there is no mode {mode!r}: choose from {', '.join(MODES)}")
-        if not isinstance(payload_bytes, int) or payload_bytes < 1:
-            raise ArgumentError(
-                f"payload_bytes must be a positive whole number, not {payload_bytes!r}"
-            )
+        check_bytes(payload_bytes)
         wires = Wires(on, len(self._link_ids), queue)
         per_chunk = payload_bytes / self.schedule.num_chunks / on.bandwidth
         beside, around = self._beside(payload_bytes, on)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Literal
 
 import numpy as np
 
-from ftmesh.errors import ScheduleError, TopologyError
+from ftmesh.draw.page import heading
+from ftmesh.errors import ScheduleError
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.routing import Route
 from ftmesh.mesh.topology import Topology
@@ -58,11 +59,6 @@ class Panel:
     legend: Legend = ()
 
     def __post_init__(self) -> None:
-        if len(self.topology.shape) > 2:
-            raise TopologyError(
-                f"only meshes of one or two axes can be drawn, and {self.topology.name} has "
-                f"{len(self.topology.shape)}"
-            )
         for arrow in self.arrows:
             for a, b in pairwise(arrow.route):
                 heading(self.topology, a, b)
@@ -81,41 +77,6 @@ class Panel:
             arrows=tuple(arrow for arrow in self.arrows if arrow.colour in colours),
             legend=tuple(entry for entry in self.legend if entry[0] in colours),
         )
-
-
-def size(topology: Topology) -> tuple[int, int]:
-    """Columns and rows of chips on the page; a mesh of one axis is a row."""
-    return place((*topology.shape, 1))
-
-
-def place(coord: Coord) -> tuple[int, int]:
-    """Where a chip stands on the page: x across, y down."""
-    return (coord[0], coord[1] if len(coord) > 1 else 0)
-
-
-def heading(topology: Topology, a: Coord, b: Coord) -> tuple[int, int]:
-    """The unit step on the page from chip `a` to its neighbour `b`, over the edge if that wraps."""
-    for axis, last in enumerate(n - 1 for n in topology.shape):
-        step = b[axis] - a[axis]
-        if a[:axis] + a[axis + 1 :] == b[:axis] + b[axis + 1 :]:
-            if topology.wrap[axis] and abs(step) == last > 1:
-                step = -step // last
-            if abs(step) == 1:
-                return (step, 0) if axis == 0 else (0, step)
-    raise TopologyError(
-        f"an arrow goes from chip to neighbouring chip, and {b} is not beside {a} on {topology}"
-    )
-
-
-def gaps(topology: Topology, a: Coord, b: Coord) -> list[tuple[int, int]]:
-    """The places left of, or above, the room that the link between `a` and `b` takes on the page.
-
-    One for chips that stand side by side; a link over the edge takes room at both edges.
-    """
-    dx, dy = heading(topology, a, b)
-    low, high = (place(a), place(b)) if dx + dy > 0 else (place(b), place(a))
-    before = (high[0] - abs(dx), high[1] - abs(dy))
-    return [low] if low == before else [low, before]
 
 
 def routes_panel(topology: Topology, routes: Iterable[Route], *, title: str | None = None) -> Panel:
@@ -139,7 +100,8 @@ def phase_panel(
 
     `round` (counted within the phase), `lane` and `half` of the payload narrow it down; where a
     ring runs in both directions, ``half=0`` leaves one. Colours tell apart, in this order: the work
-    of chips off the rings, the halves of the payload where they run on different rings, the rings.
+    of chips off the rings, thirds or halves of the payload where they run on different rings, the
+    rings.
     """
     if not 0 <= index < len(schedule.phases):
         raise ScheduleError(
@@ -151,6 +113,11 @@ def phase_panel(
         raise ScheduleError(
             f"round {round} does not exist: phase {index}, {phase.name!r}, has rounds 0 to "
             f"{phase.num_rounds - 1}"
+        )
+    if lane is not None and not 0 <= lane <= phase.lanes[-1]:
+        raise ScheduleError(
+            f"lane {lane} does not exist: phase {index}, {phase.name!r}, has lanes 0 to "
+            f"{phase.lanes[-1]}"
         )
     c = phase.columns
     shown = np.ones(len(c.src), np.bool_)
@@ -168,6 +135,7 @@ def phase_panel(
     if title is None:
         title = f"{schedule.algorithm} on {schedule.topology}: {phase.name}"
         title += "" if round is None else f", round {round}"
+        title += "" if lane is None else f", lane {lane}"
     return Panel(schedule.topology, title, tuple(arrows), off_ring, legend)
 
 
@@ -198,6 +166,15 @@ def _colouring(
             ("green", "to or from a ring"),
             ("blue", "full rings"),
         )
+    thirds = [_cables(c.take(_part(schedule, c, 3) == part)) for part in range(3)]
+    if all(thirds) and not any(one & other for one, other in combinations(thirds, 2)):
+        by_third: tuple[Colour, ...] = ("red", "blue", "green")
+        third = {cable: by_third[part] for part in range(3) for cable in thirds[part]}
+        return lambda src, dst, half: third[frozenset((src, dst))], (
+            ("red", "first third of the payload"),
+            ("blue", "second third of the payload"),
+            ("green", "last third of the payload"),
+        )
     first, second = (_joined(c.take(_half(schedule, c) == half)) for half in (0, 1))
     if first and second and first != second:
         by_half: tuple[Colour, ...] = ("red", "blue")
@@ -211,7 +188,17 @@ def _colouring(
 
 def _half(schedule: Schedule, c: Columns) -> np.ndarray:
     """0 for transfers whose first chunk is in the first half of the payload, else 1."""
-    return (2 * c.chunk >= schedule.num_chunks).astype(np.int32)
+    return _part(schedule, c, 2)
+
+
+def _part(schedule: Schedule, c: Columns, num_parts: int) -> np.ndarray:
+    """Which of so many equal parts of the payload the first chunk of each transfer is in."""
+    return num_parts * c.chunk // schedule.num_chunks
+
+
+def _cables(c: Columns) -> set[frozenset[int]]:
+    """The pairs of ranks between which something travels, either way."""
+    return set(map(frozenset, zip(_plain(c.src), _plain(c.dst), strict=True)))
 
 
 def _plain(column: np.ndarray) -> list[int]:

@@ -6,6 +6,7 @@ plotted is simulated, and every picture says on which links.
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,20 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ftmesh import planners
 from ftmesh.cost.advise import Outcome, Site
+from ftmesh.cost.cutting import schedule_for
 from ftmesh.cost.limits import Limits, limits
 from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.cost.simulate import Simulation, Simulator
-from ftmesh.draw.picture import place, size
+from ftmesh.draw.page import heading, layers, place, size
 from ftmesh.errors import ArgumentError, PlanError
+from ftmesh.files import write_whole
 from ftmesh.mesh.topology import Topology
+from ftmesh.planners import CUT_BY_SIZE
 from ftmesh.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = {"ring": "#0072b2", "two_dim": "#009e73", "row_pair": "#d55e00"}
+COLOURS = {"ring": "#0072b2", "two_dim": "#009e73", "row_pair": "#d55e00", "tree": "#cc79a7"}
+MANY = 1024  # chips beyond which trees take minutes to plan
 LIMIT = {"color": "black", "linestyle": "--", "linewidth": 1, "label": "limit of any all-reduce"}
 SHARES = {
     "trained": ("trained", "#009e73"),
@@ -41,12 +45,14 @@ def save(figure: Figure, path: str | Path) -> None:
     """Write a figure in the format that the name ends in; an SVG is the same every time."""
     import matplotlib
 
-    svg = str(path).endswith(".svg")
+    form = Path(path).suffix[1:].lower() or "png"
+    drawn = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "ftmesh"}):
         try:
-            figure.savefig(path, metadata={"Date": None} if svg else None)
+            figure.savefig(drawn, format=form, metadata={"Date": None} if form == "svg" else None)
         except ValueError as error:
             raise ArgumentError(f"cannot write {path}: {error}") from None
+    write_whole(path, [drawn.getvalue()])
 
 
 def time_against_payload(simulators: Mapping[str, Simulator], on: Network = DEFAULT) -> Figure:
@@ -67,7 +73,7 @@ def scaling(sides: Sequence[int], payload_bytes: int, on: Network = DEFAULT) -> 
     """Simulated time on square meshes, whole and less a 2x2 block near the middle, with the limit.
 
     A ring's time is its formula (see `ftmesh.simulate`), which needs no schedule of millions of
-    transfers.
+    transfers; trees end at 32x32.
     """
     figure, axes = _figure(
         f"All-reduce of {format_bytes(payload_bytes)} on square meshes",
@@ -107,19 +113,20 @@ def _seconds(topology: Topology, name: str, payload_bytes: int, on: Network) -> 
         live = topology.num_live
         step = on.overhead + on.latency + payload_bytes / (2 * live * on.bandwidth)
         return 2 * (live - 1) * step
+    if name in CUT_BY_SIZE and topology.num_live > MANY:
+        return None
     try:
-        return Simulator(planners.schedule(topology, name)).seconds(payload_bytes, on)
+        return Simulator(schedule_for(topology, name, payload_bytes, on)).seconds(payload_bytes, on)
     except PlanError:
         return None
 
 
 def link_loads(simulation: Simulation) -> Figure:
-    """What each link carries, on the mesh, as a share of the payload; both ways are drawn apart."""
+    """What each link carries, on the mesh, as a share of the payload; both ways are drawn apart.
+
+    Of a link over the edge, or to another layer, each way is drawn where it begins.
+    """
     topology = simulation.schedule.topology.wires
-    if len(topology.shape) > 2:
-        raise ArgumentError(
-            f"only loads on meshes of one or two axes can be drawn, not on {topology.name}"
-        )
     columns, rows = size(topology)
     cell = 7 / max(columns, rows, 8)  # inches between chips
     figure, axes = _figure(
@@ -131,21 +138,25 @@ def link_loads(simulation: Simulation) -> Figure:
 
     ends, shares = [], []
     for a, b in topology.links:
-        along = np.subtract(place(b), place(a))
-        if np.abs(along).sum() > 1:  # a wrap link has no place between its ends
-            continue
-        side = 0.12 * np.array([-along[1], along[0]])
-        ends.append([np.add(place(a), side), np.add(place(b), side)])
+        way = np.array(heading(topology, a, b))
+        start = np.add(place(topology, a), 0.12 * np.array([-way[1], way[0]]))
+        is_beside = np.abs(np.subtract(place(topology, b), place(topology, a))).sum() == 1
+        ends.append([start, start + (way if is_beside else 0.42 * way)])
         shares.append(simulation.link_bytes.get((a, b), 0.0) / simulation.payload_bytes)
     lines = LineCollection(ends, array=np.array(shares), cmap="viridis_r", linewidths=10 * cell)
     lines.set_clim(0.0)
     axes.add_collection(lines)
-    axes.plot(
-        *zip(*map(place, topology.coords), strict=True), "o", markersize=9 * cell, color="#444444"
+    live, failed = (
+        np.array([place(topology, coord) for coord in coords]).reshape(-1, 2).T
+        for coords in (topology.coords, sorted(topology.failed))
     )
+    axes.plot(*live, "o", markersize=9 * cell, color="#444444")
     if topology.failed:
-        failed = zip(*map(place, sorted(topology.failed)), strict=True)
         axes.plot(*failed, "x", markersize=30 * cell, color="#cc0000")
+    if len(topology.shape) > 2:
+        axes.set_axis_off()
+        for z, (x, y) in enumerate(layers(topology)):
+            axes.text(x, y - 0.5, f"z = {z}", fontsize=8)
     axes.set(aspect="equal", xlabel="x", ylabel="y")
     axes.set_xlim(-0.7, columns - 0.3)
     axes.set_ylim(rows - 0.3, -0.7)

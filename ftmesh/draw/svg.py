@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from xml.sax.saxutils import escape
 
-from ftmesh.draw.picture import Colour, Panel, Role, heading, place, size
-from ftmesh.draw.tracks import HALF, HEAD, PITCH, arrow_paths
+from ftmesh.draw.page import heading, is_to_layer, layers, place, size
+from ftmesh.draw.picture import Colour, Panel, Role
+from ftmesh.draw.tracks import HALF, HEAD, LAYER, PITCH, arrow_paths
 from ftmesh.draw.tracks import number as n
 from ftmesh.errors import ScheduleError
 from ftmesh.mesh.notation import Coord
@@ -100,8 +101,7 @@ def _panel(panel: Panel, wide: float) -> Iterator[str]:
     left = (wide - columns * PITCH) / 2
     yield f'<g transform="translate({n(left + PITCH / 2 + 6)} {n(top + PITCH / 2)})">'
     yield f'<g font-size="10" fill="{_SOFT}" text-anchor="middle">'
-    yield "".join(f'<text x="{n(x * PITCH)}" y="-34">{x}</text>' for x in range(columns))
-    yield "".join(f'<text x="-36" y="{n(y * PITCH + 3.5)}">{y}</text>' for y in range(rows))
+    yield from _rulers(panel.topology)
     yield "</g>"
     yield from _links(panel)
     yield from _arrows(panel)
@@ -109,10 +109,25 @@ def _panel(panel: Panel, wide: float) -> Iterator[str]:
     yield "</g>"
 
 
+def _rulers(topology: Topology) -> Iterator[str]:
+    """The numbers of columns and rows, and where there are several layers, theirs."""
+    width, height = (*topology.shape, 1)[:2]
+    for z, (across, down) in enumerate(layers(topology)):
+        left, top = across * PITCH, down * PITCH
+        places = ((x, left + x * PITCH) for x in range(width))
+        yield "".join(f'<text x="{n(at)}" y="{n(top - 34)}">{x}</text>' for x, at in places)
+        if across == 0:
+            places = ((y, top + y * PITCH) for y in range(height))
+            yield "".join(f'<text x="-36" y="{n(at + 3.5)}">{y}</text>' for y, at in places)
+        if len(topology.shape) > 2:
+            middle = left + (width - 1) * PITCH / 2
+            yield f'<text class="layer" x="{n(middle)}" y="{n(top - 48)}">z = {z}</text>'
+
+
 def _links(panel: Panel) -> Iterator[str]:
     """Thin lines for live links, dashed red ones for failed links."""
     topology = panel.topology
-    live = [(a, b) for a, b in topology.links if sum(heading(topology, a, b)) > 0]
+    live = [(a, b) for a, b in topology.links if heading(topology, a, b) > (0, 0)]
     failed = sorted(topology.failed_links)
     for links, style in ((live, _LINE), (failed, f'{_FAILED}" stroke-dasharray="4 3')):
         spans = "".join(_span(topology, *link) for link in links)
@@ -121,9 +136,12 @@ def _links(panel: Panel) -> Iterator[str]:
 
 
 def _span(topology: Topology, a: Coord, b: Coord) -> str:
-    """The link from chip to chip, or half of it at each edge that it goes over."""
+    """The link from chip to chip, or half of it at each edge or layer that it goes over."""
     dx, dy = heading(topology, a, b)
-    (ax, ay), (bx, by) = place(a), place(b)
+    (ax, ay), (bx, by) = place(topology, a), place(topology, b)
+    if is_to_layer((dx, dy)):
+        there, back = (f"l{n(step * dx)} {n(step * dy)}" for step in (LAYER, -LAYER))
+        return f"M{n(ax * PITCH)} {n(ay * PITCH)}{there}M{n(bx * PITCH)} {n(by * PITCH)}{back}"
     line, length = "h" if dx else "v", (dx + dy) * PITCH
     start, end = (f"M{n(x * PITCH)} {n(y * PITCH)}" for x, y in ((ax, ay), (bx, by)))
     if (bx, by) == (ax + dx, ay + dy):
@@ -142,10 +160,10 @@ def _arrows(panel: Panel) -> Iterator[str]:
 
 
 def _chips(panel: Panel) -> Iterator[str]:
-    columns, rows = size(panel.topology)
-    coords = [(x, y)[: len(panel.topology.shape)] for y in range(rows) for x in range(columns)]
+    topology = panel.topology
+    coords = list(topology.every_coord())
     for role in _CHIPS:
-        chips = [place(coord) for coord in coords if panel.role(coord) == role]
+        chips = [place(topology, coord) for coord in coords if panel.role(coord) == role]
         if chips:
             yield f'<g class="{role}" {_fill(role)}>'
             yield from (_chip(role, x * PITCH, y * PITCH) for x, y in chips)
@@ -206,6 +224,11 @@ def _entries(panels: Sequence[Panel]) -> Iterator[tuple[str, float, str]]:
         for role in _CHIPS:
             if role == "live" or role in roles:
                 yield f"<g {_fill(role)}>{_chip(role, HALF, 0)}</g>", 2 * HALF, _CHIPS[role][0]
+    if any(panel.topology.failed_links for panel in panels):
+        dashed = f'stroke="{_FAILED}" stroke-dasharray="4 3"'
+        yield f'<path d="M0 0h26" {dashed}/>', 26.0, "failed link"
+    if any(len(panel.topology.shape) > 2 for panel in panels):
+        yield f'<path d="M0 8L16-8" stroke="{_SOFT}"/>', 16.0, "up to the next layer"
     used = {arrow.colour for panel in panels for arrow in panel.arrows}
     for colour, meaning in dict.fromkeys(entry for panel in panels for entry in panel.legend):
         if colour in used:

@@ -23,16 +23,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby, pairwise
 
-from ftmesh.draw.picture import Colour, Panel, gaps, heading, size
+from ftmesh.draw.page import Spot, Way, gaps, heading, is_to_layer, layers, place
+from ftmesh.draw.picture import Colour, Panel
+from ftmesh.mesh.notation import Coord
 
-Spot = tuple[int, int]
 Ink = tuple[str, Colour | None]
 Traffic = dict[Spot, tuple[bool, Colour]]
 
 _ACROSS, _DOWN = 4, 2  # characters from chip to chip
 _CHIPS = {"live": "o", "failed": "X", "off_ring": "y"}
-_STOPS = {(-1, 0): "←", (1, 0): "→", (0, 1): "↓", (0, -1): "↑"}
-_PASSES = {(-1, 0): "⇠", (1, 0): "⇢", (0, 1): "⇣", (0, -1): "⇡"}
+_STOPS = {(-1, 0): "←", (1, 0): "→", (0, 1): "↓", (0, -1): "↑", (1, -1): "↗", (-1, 1): "↙"}
+_PASSES = {(-1, 0): "⇠", (1, 0): "⇢", (0, 1): "⇣", (0, -1): "⇡", (1, -1): "⇗", (-1, 1): "⇙"}
 _BOTH_STOP = {(1, 0): "↔", (0, 1): "↕"}
 _MEANING = {
     "o": "live",
@@ -41,6 +42,8 @@ _MEANING = {
     "╳": "failed link",
     "→←↓↑↔↕": "arrives",
     "⇢⇠⇣⇡": "passes on",
+    "↗⇗": "to the next layer",
+    "↙⇙": "to the layer before",
 }
 _ANSI: dict[Colour, str] = {
     "blue": "34",
@@ -58,21 +61,30 @@ def draw_text(panel: Panel, *, colour: bool = False) -> str:
     Before that it is ``⇢``: the chip it points at passes the message on. Where a link has both in
     one direction, only the stop is shown. `colour` adds the codes that colour a terminal.
     """
+    topology = panel.topology
     canvas = dict(_links(panel))
-    width, height = size(panel.topology)
-    for y in range(height):
-        for x in range(width):
-            chip = _CHIPS[panel.role((x, y)[: len(panel.topology.shape)])]
-            canvas[x * _ACROSS, y * _DOWN] = (chip, None)
+    for coord in topology.every_coord():
+        x, y = place(topology, coord)
+        canvas[x * _ACROSS, y * _DOWN] = (_CHIPS[panel.role(coord)], None)
     seen = {char for char, _ in canvas.values()}
-    digits = len(str(height - 1))
-    left = min(column for column, _ in canvas) - digits - 2
-    top = min(row for _, row in canvas) - 1
-    for y in range(height):
-        canvas.update(_inks((left, y * _DOWN), f"{y:>{digits}}"))
-    for x in range(width):
-        canvas.update(_inks((x * _ACROSS, top), str(x)))
+    canvas.update(_rulers(panel, left=min(x for x, _ in canvas), top=min(y for _, y in canvas)))
     return "\n".join([panel.title, *_lines(canvas, colour), *_legend(panel, seen, colour)])
+
+
+def _rulers(panel: Panel, *, left: int, top: int) -> dict[Spot, Ink]:
+    """The numbers of rows and of columns, and where there are several layers, theirs."""
+    width, height = (*panel.topology.shape, 1)[:2]
+    digits = len(str(height - 1))
+    found: dict[Spot, Ink] = {}
+    for z, (across, down) in enumerate(layers(panel.topology)):
+        above = down * _DOWN - 2 if down else top - 2
+        if len(panel.topology.shape) > 2:
+            found |= _inks((across * _ACROSS, above), f"z={z}")
+        for x in range(width if down == 0 else 0):
+            found |= _inks(((across + x) * _ACROSS, top - 1), str(x))
+        for y in range(height if across == 0 else 0):
+            found |= _inks((left - digits - 2, (down + y) * _DOWN), f"{y:>{digits}}")
+    return found
 
 
 def _links(panel: Panel) -> Iterator[tuple[Spot, Ink]]:
@@ -82,6 +94,9 @@ def _links(panel: Panel) -> Iterator[tuple[Spot, Ink]]:
         for a, b in pairwise(arrow.route):
             way = heading(panel.topology, a, b)
             stops = b == arrow.route[-1]
+            if is_to_layer(way):
+                yield _to_layer(panel, a, way), ((_STOPS if stops else _PASSES)[way], arrow.colour)
+                continue
             for gap in gaps(panel.topology, a, b):
                 on_link = traffic.setdefault((gap, way[0] != 0), {})
                 if stops or way not in on_link:
@@ -98,9 +113,20 @@ def _links(panel: Panel) -> Iterator[tuple[Spot, Ink]]:
         else:
             yield from (((x * _ACROSS + i, y * _DOWN + 1), ink) for i, ink in enumerate(glyphs))
     for a, b in sorted(panel.topology.failed_links):
+        way = heading(panel.topology, a, b)
+        if is_to_layer(way):
+            back = (-way[0], -way[1])
+            yield from ((_to_layer(panel, *end), ("╳", None)) for end in ((a, way), (b, back)))
+            continue
         for x, y in gaps(panel.topology, a, b):
-            across = heading(panel.topology, a, b)[0] != 0
+            across = way[0] != 0
             yield (x * _ACROSS + 2 * across, y * _DOWN + (not across)), ("╳", None)
+
+
+def _to_layer(panel: Panel, coord: Coord, way: Way) -> Spot:
+    """Where a link to another layer is told of: below a chip, to the right."""
+    x, y = place(panel.topology, coord)
+    return x * _ACROSS + (2 if way[0] > 0 else 3), y * _DOWN + 1
 
 
 def _glyphs(on_link: Traffic) -> list[Ink]:

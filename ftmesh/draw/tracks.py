@@ -10,20 +10,22 @@ Chips stand `PITCH` apart, the first at 0 0.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import count, pairwise
 from math import dist
 
-from ftmesh.draw.picture import Panel, heading, place
+from ftmesh.draw.page import Way, heading, is_to_layer, place
+from ftmesh.draw.picture import Panel
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.routing import Route
 from ftmesh.mesh.topology import Link, Topology
 
 Point = tuple[float, float]
-Way = tuple[int, int]
 
 PITCH = 52.0  # from chip to chip
 HALF = 10.0  # of a chip
 HEAD = 8.0  # of an arrow: its line ends that much early
+LAYER = 22.0  # across and up, from the middle of a chip, that a link to another layer is drawn
 _EDGE = HALF + 2.5  # from the middle of a chip to the ends of its arrows
 _SIDE = 3.6  # from the middle of a link to an arrow that shares it
 _DOOR = 6.5  # from the middle of a chip's edge to arrows on their way to a track
@@ -62,21 +64,24 @@ def _pieces(topology: Topology, route: Route, *, door: float, track: float) -> l
     """The corners of the line from edge to edge of the first and last chip.
 
     It leaves and enters them at `door`, off the middle, and runs at `track`; where it goes over the
-    edge of the mesh, it is cut.
+    edge of the mesh, or to another layer, it is cut.
     """
+    at = partial(_at, topology)
     ways = [heading(topology, a, b) for a, b in pairwise(route)]
     ramp = _EDGE + min(track - door, _RAMP)
-    pieces = [[_at(route[0], ways[0], _EDGE, door), _at(route[0], ways[0], ramp, track)]]
+    pieces = [[at(route[0], ways[0], _EDGE, door), at(route[0], ways[0], ramp, track)]]
     before = ways[0]
     for (a, b), way in zip(pairwise(route), ways, strict=True):
         if way != before:
-            x, y = _at(a, before, 0, track)
+            x, y = at(a, before, 0, track)
             pieces[-1].append((x - track * way[1], y + track * way[0]))
-        if place(b) != (place(a)[0] + way[0], place(a)[1] + way[1]):
-            pieces[-1].append(_at(a, way, PITCH / 2, track))
-            pieces.append([_at(b, way, -PITCH / 2, track)])
+        x, y = place(topology, a)
+        if is_to_layer(way) or place(topology, b) != (x + way[0], y + way[1]):
+            reach = LAYER if is_to_layer(way) else PITCH / 2
+            pieces[-1].append(at(a, way, reach, track))
+            pieces.append([at(b, way, -reach, track)])
         before = way
-    pieces[-1] += [_at(route[-1], before, -ramp, track), _at(route[-1], before, -_EDGE, door)]
+    pieces[-1] += [at(route[-1], before, -ramp, track), at(route[-1], before, -_EDGE, door)]
     return [_without_kinks(list(dict.fromkeys(piece))) for piece in pieces]
 
 
@@ -90,9 +95,9 @@ def _without_kinks(points: list[Point]) -> list[Point]:
     ]
 
 
-def _at(coord: Coord, way: Way, along: float, right: float) -> Point:
+def _at(topology: Topology, coord: Coord, way: Way, along: float, right: float) -> Point:
     """The point `along` the way from the chip, and to the `right` of it."""
-    x, y = place(coord)
+    x, y = place(topology, coord)
     dx, dy = way
     return (x * PITCH + along * dx - right * dy, y * PITCH + along * dy + right * dx)
 

@@ -3,8 +3,9 @@
 Each phase becomes a `Loop`: the same few permutations in every round, one per `Lane`, and per rank
 and round the chunk to send. Where those chunks follow a rule, as along a ring, the rule replaces
 the table; otherwise ranks that do the same share a row of it. So a program grows little with the
-mesh. Nothing here knows JAX, or rings: rules and rows are found in the numbers, so that a schedule
-read from a file lowers as well as a planned one.
+mesh. A lane whose transfers are not all added, or all copied, has that in its table. Nothing here
+knows JAX, or rings: rules and rows are found in the numbers, so that a schedule read from a file
+lowers as well as a planned one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ftmesh.errors import ScheduleError
+from ftmesh.execute.constant_lanes import constant_lanes
 from ftmesh.execute.on_devices import on_devices
 from ftmesh.schedule.circling import Circling
 from ftmesh.schedule.columns import Columns, Ints, row_key
@@ -25,23 +27,27 @@ from ftmesh.schedule.schedule import Schedule
 Permutation = tuple[tuple[int, int], ...]
 PPERMUTE, PALLAS = EXECUTORS = ("ppermute", "pallas")
 IDLE = -1  # in place of a chunk: the rank sends nothing in this round
+MIXED = 2  # in place of an operation: the lane has both, and its table tells them apart
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Chunks written out: rank r sends ``base[r] + rows[row[r], round]``, or nothing where IDLE."""
+    """Numbers written out: rank r has ``base[r] + rows[row[r], round]``, or nothing where IDLE.
+
+    They are the chunks that it sends; on a lane that is MIXED, ``2 * chunk + op``.
+    """
 
     base: Ints
     row: Ints
     rows: Ints
 
     @staticmethod
-    def of(chunks: Ints) -> Table:
-        """The table of ``chunks[rank, round]``: ranks that differ by a shift share a row."""
-        idle = chunks == IDLE
-        base = np.where(idle, np.iinfo(np.int32).max, chunks).min(axis=1)
+    def of(numbers: Ints) -> Table:
+        """The table of ``numbers[rank, round]``: ranks that differ by a shift share a row."""
+        idle = numbers == IDLE
+        base = np.where(idle, np.iinfo(np.int32).max, numbers).min(axis=1)
         base = np.where(idle.all(axis=1), 0, base).astype(np.int32)
-        shifted = np.where(idle, IDLE, chunks - base[:, None]).astype(np.int32)
+        shifted = np.where(idle, IDLE, numbers - base[:, None]).astype(np.int32)
         rows, row = np.unique(shifted, axis=0, return_inverse=True)
         return Table(base, row.reshape(-1).astype(np.int32), rows)
 
@@ -50,7 +56,7 @@ class Table:
         return np.stack([self.at(now) for now in range(num_rounds)], axis=1)
 
     def at(self, now: int) -> Ints:
-        """The chunk of every rank in round `now`, or IDLE."""
+        """The number of every rank in round `now`, or IDLE."""
         found = self.rows[self.row, now]
         return np.where(found == IDLE, IDLE, found + self.base).astype(np.int32)
 
@@ -90,7 +96,8 @@ class Rule:
 class Lane:
     """One permutation, the same in every round of a loop, and what travels over it.
 
-    A rank receives into the chunk that its source sends, which is added or copied as `op` says.
+    A rank receives into the chunk that its source sends, which is added or copied as `op` says, or
+    where that is MIXED, as the source's number does.
     """
 
     permutation: Permutation
@@ -100,8 +107,16 @@ class Lane:
     send: Table | Rule
     is_full: bool  # whether every rank receives something in every round
 
+    def chunks(self, numbers: Ints) -> Ints:
+        """The chunks that numbers of the lane stand for; IDLE stays what it is."""
+        return numbers >> 1 if self.op == MIXED else numbers
+
+    def ops(self, numbers: Ints) -> Ints:
+        """The operations that they stand for."""
+        return numbers & 1 if self.op == MIXED else np.full_like(numbers, self.op)
+
     def received(self, num_rounds: int) -> Ints:
-        """What each rank receives, ``[rank, round]``: a chunk, or IDLE."""
+        """What each rank receives, ``[rank, round]``: the number of its source, or IDLE."""
         sent = self.send.chunks(num_rounds)[np.maximum(self.source, 0)]
         return np.where(self.source[:, None] >= 0, sent, IDLE)
 
@@ -230,71 +245,14 @@ def _lane_of_rings(circling: Circling, num_ranks: int) -> Lane:
 
 
 def _lanes_of_rows(columns: Columns, num_ranks: int, num_rounds: int) -> list[Lane]:
-    kind = 2 * columns.count + columns.op  # transfers of a lane have one size and one operation
     lanes = []
-    for this in np.unique(kind):
-        alike = columns.take(kind == this)
-        colour = _constant_lanes(alike)
+    for count in np.unique(columns.count):  # transfers of a lane have one size
+        alike = columns.take(columns.count == count)
+        colour = constant_lanes(alike)
         lanes += [
             _lane(alike.take(colour == lane), num_ranks, num_rounds) for lane in np.unique(colour)
         ]
     return lanes
-
-
-def _constant_lanes(columns: Columns) -> Ints:
-    """A lane for each transfer, so that a lane is one partial permutation in all rounds together.
-
-    The schedule's own lanes are kept where they have that property. Otherwise the distinct pairs
-    of ranks are coloured so that no two of a colour share a source or a destination.
-    """
-    if _is_permutation(columns.lane, columns.src, columns.dst):
-        return columns.lane
-    seen: dict[tuple[int, int, int], int] = {}
-    repeat = np.empty(len(columns.src), np.int32)  # which of several transfers of a pair in a round
-    for i, key in enumerate(zip(columns.round.tolist(), columns.src.tolist(), columns.dst.tolist(),
-                                strict=True)):  # fmt: skip
-        repeat[i] = seen[key] = seen.get(key, -1) + 1
-    edges = list(zip(columns.src.tolist(), columns.dst.tolist(), repeat.tolist(), strict=True))
-    colour = _edge_colours(sorted(set(edges)))
-    return np.array([colour[edge] for edge in edges], np.int32)
-
-
-def _is_permutation(lane: Ints, src: Ints, dst: Ints) -> bool:
-    _, first = np.unique(row_key(lane, src, dst), return_index=True)
-    return all(len(np.unique(row_key(lane[first], end[first]))) == len(first) for end in (src, dst))
-
-
-def _edge_colours(edges: list[tuple[int, int, int]]) -> dict[tuple[int, int, int], int]:
-    """A proper edge colouring of a bipartite multigraph with as few colours as its degree (König).
-
-    An edge takes a colour free at both ends; where there is none, the two colours free at one end
-    each are swapped along the path of alternating edges that starts at the destination.
-    """
-    at_src: dict[int, dict[int, tuple[int, int, int]]] = {}
-    at_dst: dict[int, dict[int, tuple[int, int, int]]] = {}
-    colour: dict[tuple[int, int, int], int] = {}
-
-    def free(used: dict[int, tuple[int, int, int]]) -> int:
-        return next(c for c in range(len(edges)) if c not in used)
-
-    for edge in edges:
-        src, dst, _ = edge
-        out, into = at_src.setdefault(src, {}), at_dst.setdefault(dst, {})
-        a, b = free(out), free(into)
-        if a != b:
-            path, here, tables, this, other = [], dst, (at_dst, at_src), a, b
-            while (step := tables[0].get(here, {}).get(this)) is not None:
-                path.append(step)
-                here = step[0] if tables[0] is at_dst else step[1]
-                tables, this, other = tables[::-1], other, this
-            for step in path:
-                del at_src[step[0]][colour[step]], at_dst[step[1]][colour[step]]
-            for step in path:
-                colour[step] = b if colour[step] == a else a
-                at_src[step[0]][colour[step]] = at_dst[step[1]][colour[step]] = step
-        colour[edge] = a
-        out[a] = into[a] = edge
-    return colour
 
 
 def _lane(columns: Columns, num_ranks: int, num_rounds: int) -> Lane:
@@ -302,16 +260,20 @@ def _lane(columns: Columns, num_ranks: int, num_rounds: int) -> Lane:
     src, dst = columns.src[distinct], columns.dst[distinct]
     source = np.full(num_ranks, -1, np.int32)
     source[dst] = src
-    chunks = np.full((num_ranks, num_rounds), IDLE, np.int32)
-    chunks[columns.src, columns.round] = columns.chunk
+    ops = np.unique(columns.op).tolist()
+    op = ops[0] if len(ops) == 1 else MIXED
+    numbers = np.full((num_ranks, num_rounds), IDLE, np.int32)
+    numbers[columns.src, columns.round] = (
+        2 * columns.chunk + columns.op if op == MIXED else columns.chunk
+    )
     count = int(columns.count[0])
-    rule = _rule(chunks, count, src)
+    rule = None if op == MIXED else _rule(numbers, count, src)
     return Lane(
         permutation=tuple(zip(src.tolist(), dst.tolist(), strict=True)),
         source=source,
         count=count,
-        op=int(columns.op[0]),
-        send=rule or Table.of(chunks),
+        op=op,
+        send=rule or Table.of(numbers),
         is_full=bool((source >= 0).all()) and rule is not None and rule.is_always(num_rounds),
     )
 

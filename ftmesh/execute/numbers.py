@@ -28,12 +28,14 @@ READ_AT_ONCE = 2  # rounds
 class Arrival:
     """Something that a rank receives into a chunk: by those of `lanes` that `mask` has a bit for.
 
-    It is received in their order. A chunk that is IDLE stands for nothing.
+    It is received in their order. A chunk that is IDLE stands for nothing. Where operations differ,
+    all of it `is_copied`, or all of it added.
     """
 
     lanes: tuple[int, ...]
     mask: Any
     chunk: Any
+    is_copied: Any = None
 
     def comes_by(self, lane: int) -> Any:
         """Whether something comes by a lane."""
@@ -107,23 +109,30 @@ def _at(rank: Any, numbers: Ints, is_own: NDArray[np.bool_]) -> list[Any]:
 
 
 def _row(table: NDArray[np.integer], row: Any) -> jax.Array:
-    """A row of a constant, which takes as little of the program as it can."""
+    """A row of a constant."""
+    return _short(table)[row].astype(np.int32)
+
+
+def _short(table: NDArray[np.integer]) -> jax.Array:
+    """A constant, which takes as little of the program as it can."""
     is_short = np.abs(table).max(initial=0) < 2**15
-    return jnp.asarray(table.astype(np.int16 if is_short else np.int32))[row].astype(np.int32)
+    return jnp.asarray(table.astype(np.int16 if is_short else np.int32))
 
 
 def _read(numbers: Numbers, rank: Any) -> Rounds:
     """All numbers from their rows."""
-    base, row = _row(numbers.base, rank), _row(numbers.row, rank)
-    mine = _row(numbers.rows, row).reshape(-1, numbers.base.shape[1])
-    mine = jnp.where(mine == IDLE, IDLE, mine + base)
+    mine = _of_rank(numbers, rank)
     lanes, places, bits = numbers.num_lanes, numbers.num_places, numbers.num_bits
 
     def arrival(place: int, number: Any) -> Arrival:
-        if not bits:
-            return Arrival((place,), None, number)
-        mask = jnp.where(number == IDLE, 0, number % 2**bits)
-        return Arrival((place, *range(places, lanes)), mask, number >> bits)
+        by, mask = (place,), None
+        if bits:
+            by = (place, *range(places, lanes))
+            mask = jnp.where(number == IDLE, 0, number % 2**bits)
+            number = number >> bits
+        if numbers.has_ops:
+            return Arrival(by, mask, number >> 1, number & 1 != 0)
+        return Arrival(by, mask, number)
 
     def one(found: Any) -> Round:
         arrivals = tuple(arrival(place, found[lanes + place]) for place in range(places))
@@ -134,3 +143,16 @@ def _read(numbers: Numbers, rank: Any) -> Rounds:
         return [one([some[i, j] for j in range(mine.shape[1])]) for i in range(how_many)]
 
     return at
+
+
+def _of_rank(numbers: Numbers, rank: Any) -> jax.Array:
+    """The numbers of a rank, ``[round, number]``; those of what it sends are chunks."""
+    base, row = _row(numbers.base, rank), _row(numbers.row, rank)
+    if not numbers.has_ops:
+        mine = _row(numbers.rows, row).reshape(-1, numbers.base.shape[1])
+        return jnp.where(mine == IDLE, IDLE, mine + base)
+    rows = _short(numbers.rows)
+    mine = jnp.stack([rows[row[i]] for i in range(len(base))], axis=1).astype(np.int32)
+    mine = jnp.where(mine == IDLE, IDLE, mine + base)
+    is_sent = np.arange(len(base)) < numbers.num_lanes
+    return jnp.where(is_sent, mine >> 1, mine)

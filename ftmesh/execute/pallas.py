@@ -23,8 +23,9 @@ from ftmesh.execute.lower import Loop, Program
 from ftmesh.execute.pallas_kernel import kernel
 from ftmesh.execute.pallas_rank import WIDTH, Work
 from ftmesh.execute.pallas_tables import cuts, headings, pages, partners
+from ftmesh.execute.setting import Setting
 from ftmesh.mesh.devices import platform_of, process_of
-from ftmesh.schedule.columns import ADD
+from ftmesh.schedule.columns import COPY
 
 TILE_BYTES = 4096
 PIECE_BYTES = 256 * 2**10  # the most that travels at once
@@ -36,26 +37,20 @@ INTERPRET = pltpu.InterpretParams()
 
 
 def run_loops(
-    buffer: jax.Array,
-    loops: tuple[Loop, ...],
-    program: Program,
-    *,
-    axis_name: Any,
-    wire: Any = None,
-    emulated: bool = False,
+    buffer: jax.Array, loops: tuple[Loop, ...], program: Program, setting: Setting
 ) -> jax.Array:
-    """Run loops of a program on one rank's buffer; chunks travel in `wire`, or as they are."""
+    """Run loops of a program on one rank's buffer."""
     if not loops:
         return buffer
-    wire = jnp.dtype(wire or buffer.dtype)
-    _check_devices(program, emulated)
+    wire = jnp.dtype(setting.wire.partials or buffer.dtype)
+    _check_devices(program, setting.emulated)
     _check_dtypes(buffer.dtype, wire, loops)
     tile = TILE_BYTES // WIDTH // min(buffer.dtype.itemsize, wire.itemsize)
     laid = _in_tiles(buffer, tile)
     chunk_rows = laid.shape[1]
     num_partners = partners(loops, program.num_ranks).shape[1]
     work = Work(
-        axis_name=axis_name,
+        axis_name=setting.axis_name,
         cuts=cuts(loops, chunk_rows=chunk_rows, tile=tile, most=_most_rows(loops, buffer, tile)),
         chunk_rows=chunk_rows,
         tile=tile,
@@ -122,7 +117,7 @@ def _check_devices(program: Program, emulated: bool) -> None:
 
 def _check_dtypes(dtype: Any, wire: Any, loops: tuple[Loop, ...]) -> None:
     """Refuses numbers that the kernel cannot add, or cast."""
-    is_added = any(lane.op == ADD for loop in loops for lane in loop.lanes)
+    is_added = any(lane.op != COPY for loop in loops for lane in loop.lanes)
     for each in (dtype, wire):
         if each.name not in ADDED and (is_added or wire != dtype or each.itemsize > 4):
             raise CollectiveError(

@@ -6,7 +6,8 @@ is there and a slot for it is free: there is one barrier, at the beginning, and 
 
 Of each step the order is this: start what is sent and fetch what will be added to; then, `lag`
 pieces behind, let what was sent leave, for its rows may be overwritten now, take what came, tell
-its sender that the slot is free, and write. Credits tell a sender how many slots are free. A
+its sender that the slot is free, and write. What is for rows that another lane writes to in the
+same round comes after that one. Credits tell a sender how many slots are free. A
 receiver grants all of them when it begins a loop; a sender waits for all of them to come back when
 it ends it. So every semaphore ends at zero; and as a rank cannot end before its partners have
 begun, none of them sees the barrier of a later call in place of this one's.
@@ -14,13 +15,16 @@ begun, none of them sees the barrier of a later call in place of this one's.
 
 from __future__ import annotations
 
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 from jax import lax
 
-from ftmesh.execute.pallas_lanes import OneLane
-from ftmesh.execute.pallas_rank import Rank, Work, when
+from ftmesh.execute.pallas_lanes import OneLane, Transfer
+from ftmesh.execute.pallas_rank import Rank, Work, unless, when
 from ftmesh.execute.pallas_tables import RECEIVE, SEND, SLOTS, Cut
+from ftmesh.schedule.columns import COPY
 
 
 def kernel(work: Work, heading: Any, table: Any, given: Any, buffer: Any, *scratch: Any) -> None:
@@ -50,9 +54,9 @@ def run_loop(rank: Rank, cut: Cut, lanes: list[OneLane]) -> None:
         def _() -> None:
             rank.turn_page(cut, i)
             sent, coming = ([lane.transfer(i, word) for lane in lanes] for word in (SEND, RECEIVE))
-            for lane, each in zip(lanes, coming, strict=True):
-                if lane.is_added and not cut.shares:
-                    each.act(lane.fetch)
+            for lane, each, is_late in zip(lanes, coming, late(cut, coming), strict=True):
+                if lane.lane.op != COPY:
+                    unless(is_late)(partial(each.act, lane.fetch))
             for lane, each in zip(lanes, sent, strict=True):
                 if rank.work.is_cast:
                     each.act(lane.stage)
@@ -66,16 +70,30 @@ def run_loop(rank: Rank, cut: Cut, lanes: list[OneLane]) -> None:
             )
             for lane, each in zip(lanes, sent, strict=True):
                 each.act(lane.wait_left)
-            for lane, each in zip(lanes, coming, strict=True):
-                each.act(lane.take)
-                if cut.shares:
-                    each.act(lane.wait_written)
-            for lane, each in zip(lanes, coming, strict=True):
-                if not cut.shares:
-                    each.act(lane.wait_written)
+            who = list(zip(lanes, coming, late(cut, coming), strict=True))
+            for act in (OneLane.take, OneLane.wait_written):
+                for lane, each, is_late in who:
+                    unless(is_late)(partial(each.act, partial(act, lane)))
+            for lane, each, is_late in who:
+                for act in (OneLane.fetch_and_take, OneLane.wait_written):
+                    when(is_late)(partial(each.act, partial(act, lane)))
 
         return carry
 
     lax.fori_loop(0, total + cut.lag, step, 0)
     for lane in lanes:
         lane.take_credit(SLOTS)
+
+
+def late(cut: Cut, coming: list[Transfer]) -> list[Any]:
+    """For what comes by each lane, whether it has to wait until those before it are written.
+
+    Where a lane is mixed, that is looked up: most of what comes by trees has not.
+    """
+    if not cut.shares or not cut.is_mixed:
+        return [cut.shares] * len(coming)
+    found = []
+    for number, one in enumerate(coming):
+        meets = [one.meets(other) for other in coming[:number]]
+        found.append(reduce(or_, meets) if meets else False)
+    return found

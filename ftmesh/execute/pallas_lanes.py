@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,10 +13,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ftmesh.execute.lower import Lane
+from ftmesh.execute.lower import MIXED, Lane
 from ftmesh.execute.pallas_rank import CAME, FETCHED, SENT, WRITTEN, Rank, when
-from ftmesh.execute.pallas_tables import DESTINATION, LANE_WORDS, PAGE, SLOTS, SOURCE, Cut
-from ftmesh.schedule.columns import ADD
+from ftmesh.execute.pallas_tables import (
+    DESTINATION,
+    LANE_WORDS,
+    PAGE,
+    RECEIVE,
+    SLOTS,
+    SOURCE,
+    Cut,
+)
+from ftmesh.schedule.columns import ADD, COPY
 
 ROWS_AT_ONCE = 256  # that are added by one turn of a loop
 
@@ -27,7 +36,6 @@ class OneLane:
         self.rank, self.cut, self.index, self.number = rank, cut, index, number
         self.work = rank.work
         self.lane: Lane = cut.loop.lanes[index]
-        self.is_added = self.lane.op == ADD
         first = self.work.num_partners + LANE_WORDS * number
         self.destination = rank.heading[first + DESTINATION]
         self.source = rank.heading[first + SOURCE]
@@ -37,7 +45,7 @@ class OneLane:
         now = lax.div(step, self.cut.num)
         page = lax.rem(self.cut.first_page + lax.div(now, PAGE[0]), 2)
         found = self.rank.page[page, lax.rem(now, PAGE[0]), 2 * self.index + word]
-        return Transfer(self, found, lax.rem(step, self.cut.num))
+        return Transfer(self, found, lax.rem(step, self.cut.num), word == RECEIVE)
 
     # Credits
 
@@ -88,36 +96,42 @@ class OneLane:
         wait(piece.of(self.rank.arrived), piece.semaphore(CAME))
 
     def fetch(self, piece: Piece) -> None:
-        """Start to fetch what a piece is added to."""
-        pltpu.make_async_copy(piece.rows, piece.of(self.rank.own), piece.semaphore(FETCHED)).start()
+        """Start to fetch what a piece is added to, if it is."""
+        if piece.is_added:
+            own = piece.of(self.rank.own)
+            pltpu.make_async_copy(piece.rows, own, piece.semaphore(FETCHED)).start()
 
     def take(self, piece: Piece) -> None:
         """Add or copy a piece that came, and start to write what it makes."""
         came, own = piece.of(self.rank.arrived), piece.of(self.rank.own)
-        if self.is_added:
-            if self.cut.shares:
-                self.fetch(piece)
+        if piece.is_added:
             wait(own, piece.semaphore(FETCHED))
         self.wait_came(piece)
-        if self.is_added or self.work.is_cast:
-            self.put_together(own, came, piece.size)
+        if piece.is_added or self.work.is_cast:
+            self.put_together(piece)
             self.grant(1)
             pltpu.make_async_copy(own, piece.rows, piece.semaphore(WRITTEN)).start()
         else:
             pltpu.make_async_copy(came, piece.rows, piece.semaphore(WRITTEN)).start()
 
-    def put_together(self, own: Any, came: Any, size: int) -> None:
-        """The sum of two pieces, or the second in the dtype of the first, in place of the first."""
+    def fetch_and_take(self, piece: Piece) -> None:
+        """The same for a piece that waited for others."""
+        self.fetch(piece)
+        self.take(piece)
+
+    def put_together(self, piece: Piece) -> None:
+        """What came, added to what was fetched or in its dtype, in place of what was fetched."""
+        came, own = piece.of(self.rank.arrived), piece.of(self.rank.own)
 
         def some_rows(some: Any) -> None:
             x = came[some].astype(self.work.dtype)
-            put(own, some, add(own[some], x) if self.is_added else x)
+            put(own, some, add(own[some], x) if piece.is_added else x)
 
-        by_rows(size, some_rows)
+        by_rows(piece.size, some_rows)
 
     def wait_written(self, piece: Piece) -> None:
         """Wait until a piece is written."""
-        is_own = self.is_added or self.work.is_cast
+        is_own = piece.is_added or self.work.is_cast
         memory = self.rank.own if is_own else self.rank.arrived
         wait(piece.of(memory), piece.semaphore(WRITTEN))
         if not is_own:
@@ -131,21 +145,42 @@ class Transfer:
     lane: OneLane
     word: Any  # of the table
     number: Any  # of the piece
+    comes: bool  # and is not sent
+
+    @property
+    def chunk(self) -> Any:
+        """The first one."""
+        number = lax.div(self.word, SLOTS)
+        return lax.div(number, 2) if self.lane.lane.op == MIXED else number
+
+    def meets(self, other: Transfer) -> Any:
+        """Whether both are there, and for some chunk that is the same."""
+        ahead = self.chunk - other.chunk
+        overlap = (ahead < other.lane.lane.count) & (-ahead < self.lane.lane.count)
+        return (self.word >= 0) & (other.word >= 0) & overlap
 
     def act(self, act: Callable[[Piece], None]) -> None:
-        """Act on the piece, if there is one; a shorter last one has code of its own."""
+        """Act on the piece, if there is one; a shorter last one has code of its own.
+
+        So have those that are added and those that are copied, where a lane has both.
+        """
         lane, cut = self.lane, self.lane.cut
         whole, last = cut.rows[lane.index]
         slot = lax.rem(self.word + self.number, SLOTS)
-        start = lax.div(self.word, SLOTS) * lane.work.chunk_rows + self.number * whole
+        ops: dict[int, Any] = {lane.lane.op: True}
+        if lane.lane.op == MIXED and self.comes:
+            op = lax.rem(lax.div(self.word, SLOTS), 2)
+            ops = {ADD: op == ADD, COPY: op == COPY}
+        start = self.chunk * lane.work.chunk_rows + self.number * whole
         start = pl.multiple_of(start, lane.work.tile)
         is_last = self.number == cut.num - 1
-        cases = {whole: True} if last == whole else {whole: ~is_last, last: is_last}
+        sizes = {whole: True} if last == whole else {whole: ~is_last, last: is_last}
 
         @when(True if lane.lane.is_full else self.word >= 0)
         def _() -> None:
-            for size, is_so in cases.items():
-                when(is_so)(partial(act, Piece(lane, start, size, slot)))
+            for (size, is_long), (op, is_op) in product(sizes.items(), ops.items()):
+                act_on = partial(act, Piece(lane, start, size, slot, op == ADD))
+                when(is_long)(partial(when(is_op), act_on))
 
 
 @dataclass(frozen=True)
@@ -156,6 +191,7 @@ class Piece:
     start: Any
     size: int
     slot: Any
+    is_added: bool
 
     @property
     def rows(self) -> Any:

@@ -128,5 +128,12 @@ class Rank:
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
-    """As `pl.when`; what is always so is not asked for."""
+    """As `pl.when`; what is always so, or never, is not asked for."""
+    if condition is False:
+        return lambda act: None
     return (lambda act: act()) if condition is True else pl.when(condition)
+
+
+def unless(condition: Any) -> Callable[[Callable[[], None]], None]:
+    """The opposite of `when`."""
+    return when(not condition if isinstance(condition, bool) else ~condition)

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ftmesh.execute.lower import IDLE, Lane, Loop, Rule, Table
+from ftmesh.execute.lower import IDLE, MIXED, Lane, Loop, Rule, Table
 from ftmesh.schedule.columns import Ints
 
 SLOTS = 4  # pieces of a lane that may be under way to a rank; a power of two
 PAGE = 8, 128  # rounds of a page of the table, and the least number of words in a row of it
-SEND, RECEIVE = 0, 1  # the words of a lane in a row: a chunk and the slot of its first piece
+SEND, RECEIVE = 0, 1  # the words of a lane in a row: its number and the slot of its first piece
 LANE_WORDS, DESTINATION, SOURCE = 12, 0, 1  # the words of a lane in a heading
 NOTHING = np.zeros(5, np.int32)  # the words of a lane on which a rank receives nothing
 
@@ -39,6 +39,11 @@ class Cut:
     rows: tuple[tuple[int, int], ...]
     shares: bool
     first_page: int
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether operations of a lane differ."""
+        return any(lane.op == MIXED for lane in self.loop.lanes)
 
     @property
     def lag(self) -> int:
@@ -84,7 +89,7 @@ def _piece_rows(rows: int, tile: int, most: int) -> int:
 @lru_cache(maxsize=64)
 def _overlaps(loop: Loop) -> tuple[bool, bool]:
     """Whether transfers coincide where they overlap, and whether lanes write to one place."""
-    received = [lane.received(loop.num_rounds) for lane in loop.lanes]
+    received = [lane.chunks(lane.received(loop.num_rounds)) for lane in loop.lanes]
     counts = {lane.count for lane in loop.lanes}
     every = np.concatenate([each[each != IDLE] for each in received])
     shares = False
@@ -170,7 +175,7 @@ def _rounds(cut: Cut, places: jax.Array) -> jax.Array:
     loop = cut.loop
     now = np.arange(loop.num_rounds, dtype=np.int32)
     tables = [i for i, lane in enumerate(loop.lanes) if isinstance(lane.send, Table)]
-    rows = _table_words(cut)[places[np.array(tables), :, 3]] if tables else ()
+    rows = _table_words(cut)[places[np.array(tables), :, 3]].astype(np.int32) if tables else ()
     of_table = dict(zip(tables, rows, strict=True))
     words = []
     for i, lane in enumerate(loop.lanes):
@@ -187,10 +192,15 @@ def _rounds(cut: Cut, places: jax.Array) -> jax.Array:
 
 
 def _table_words(cut: Cut) -> jax.Array:
-    """The rows of all tables of a loop, with slots: those transfers count that happen."""
+    """The rows of all tables of a loop, with slots: those transfers count that happen.
+
+    Mixed lanes have a row for nearly every rank, which are to take little of the program.
+    """
     rows = np.concatenate(
         [lane.send.rows for lane in cut.loop.lanes if isinstance(lane.send, Table)]
     )
     happens = rows != IDLE
     slots = (np.cumsum(happens, axis=1) - happens) * cut.num % SLOTS
-    return jnp.asarray(np.where(happens, rows * SLOTS + slots, IDLE).astype(np.int32))
+    words = np.where(happens, rows * SLOTS + slots, IDLE)
+    is_short = cut.is_mixed and words.max() < 2**15
+    return jnp.asarray(words.astype(np.int16 if is_short else np.int32))

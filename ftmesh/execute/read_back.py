@@ -46,16 +46,25 @@ def _check_places(loop: Loop) -> None:
     """What is put into places is what comes by the lanes, where it is read from tables."""
     if all(isinstance(lane.send, Rule) for lane in loop.lanes):
         return
-    found = Numbers.of(loop).chunks()
+    numbers = Numbers.of(loop)
+    sent, received = numbers.chunks()
+    received_ops = numbers.ops() if numbers.has_ops else None
     for number, lane in enumerate(loop.lanes):
-        expected = lane.send.chunks(loop.num_rounds), lane.received(loop.num_rounds)
-        for what, one, other in zip(("sends", "receives"), expected, found, strict=True):
+        own, got = lane.send.chunks(loop.num_rounds), lane.received(loop.num_rounds)
+        looked_at = [
+            ("sends chunk", lane.chunks(own), sent),
+            ("receives chunk", lane.chunks(got), received),
+        ]
+        if received_ops is not None:
+            ops = np.where(got == IDLE, IDLE, lane.ops(got))
+            looked_at.append(("receives by operation", ops, received_ops))
+        for what, one, other in looked_at:
             wrong = np.argwhere(one != other[..., number])
             if len(wrong):
                 rank, now = wrong[0]
                 raise VerificationError(
                     f"{loop.name}, lane {number}, round {now}: expected that rank {rank} {what} "
-                    f"chunk {one[rank, now]}, found {other[rank, now, number]} in its numbers"
+                    f"{one[rank, now]}, found {other[rank, now, number]} in its numbers"
                 )
 
 
@@ -93,17 +102,17 @@ class LoopRounds:
         for now in range(self.loop.num_rounds):
             pieces = []
             for number, (lane, (src, dst)) in enumerate(zip(self.loop.lanes, ends, strict=True)):
-                chunk = lane.send.at(now)[src]
-                sends = chunk != IDLE
+                sent = lane.send.at(now)[src]
+                sends = sent != IDLE
                 pieces.append(
                     transfers(
                         round=now,
                         lane=number,
                         src=src[sends],
                         dst=dst[sends],
-                        chunk=chunk[sends],
+                        chunk=lane.chunks(sent[sends]),
                         count=lane.count,
-                        op=lane.op,
+                        op=lane.ops(sent[sends]),
                     )
                 )
             yield join(pieces)

@@ -104,6 +104,21 @@ class Findings:
         return format_failed(self.masked | self.topology.failed)
 
     @property
+    def links_alone(self) -> dict[str, str] | None:
+        """What to leave out instead, where links were found: chips that are bad, and the links.
+
+        As ``--failed`` and ``--failed-links`` take it; both ends of a link stay in use.
+        """
+        chips = {*self.chips("wrong", "silent"), *self.topology.failed}
+        sure = {one.chips for one in self._of(2, ("wrong", "silent")) if one.is_sure}
+        links = sorted((a, b) for a, b in sure if not chips & {a, b})
+        if not links:
+            return None
+        links = sorted({*links, *self.topology.failed_links})
+        names = (f"{format_coord(a)}-{format_coord(b)}" for a, b in links)
+        return {"failed": format_failed(chips), "failed_links": ";".join(names)}
+
+    @property
     def picture(self) -> Topology:
         """The mesh with what is wrong or silent as failed, for a drawing."""
         bad = frozenset(self.chips("wrong", "silent"))
@@ -123,6 +138,7 @@ class Findings:
             "found": [asdict(one) for one in self.found],
             "untried": [[list(a), list(b)] for a, b in self.untried],
             "failed": self.failed,
+            "links_alone": self.links_alone,
             "seconds": round(self.seconds, 3),
         }
 
@@ -137,6 +153,12 @@ class Findings:
             )
         if not all(one.is_sure for one in self.found):
             lines.append("to know which link it is, have each tried by itself, with --one-by-one")
+        if self.links_alone:
+            both = {"failed": "--failed", "failed_links": "--failed-links"}
+            options = (
+                f"{both[key]} {quoted(what)}" for key, what in self.links_alone.items() if what
+            )
+            lines.append(f"to keep both ends of a link: {' '.join(options)}; or else:")
         if self.masked:
             lines.append(f"--failed {quoted(self.failed)}")
         return "\n".join(lines)

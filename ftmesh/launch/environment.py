@@ -14,6 +14,7 @@ from ftmesh.mesh.notation import parse_shape
 LOOPBACK = "127.0.0.1"
 PORTS = range(20_000, 30_000)  # below those that systems hand out by themselves
 DEVICES = "--xla_force_host_platform_device_count"
+MAX_HOSTS, MAX_DEVICES = 256, 4096
 
 # The machine may be a host of a real cluster, and JAX would take the processes for that cluster's.
 CLUSTERS = (
@@ -34,6 +35,19 @@ CLUSTERS = (
 Environment = Mapping[str, str]
 
 
+def check_pod(hosts: int, devices_per_host: int) -> None:
+    """Refuse what is no pod, and one that no machine could emulate."""
+    if hosts < 1 or devices_per_host < 1:
+        raise ArgumentError(
+            f"{hosts} hosts of {devices_per_host} devices make no pod: both must be 1 or more"
+        )
+    if hosts > MAX_HOSTS or hosts * devices_per_host > MAX_DEVICES:
+        raise ArgumentError(
+            f"{hosts} hosts of {devices_per_host} devices are too many for one machine: each host "
+            f"is a process, and there may be {MAX_HOSTS}, with {MAX_DEVICES:,} devices in all"
+        )
+
+
 def environments(
     hosts: int,
     devices_per_host: int,
@@ -46,10 +60,7 @@ def environments(
 
     `env` is for all processes, or one for each; `flags` are more of XLA's.
     """
-    if hosts < 1 or devices_per_host < 1:
-        raise ArgumentError(
-            f"{hosts} hosts of {devices_per_host} devices make no pod: both must be 1 or more"
-        )
+    check_pod(hosts, devices_per_host)
     devices = hosts * devices_per_host
     if mesh is not None and math.prod(parse_shape(mesh)) != devices:
         raise ArgumentError(

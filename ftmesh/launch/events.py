@@ -42,6 +42,8 @@ class Events:
         """The run is over."""
         seconds = time.monotonic() - self._started
         goodput = max(0.0, 1 - self.seconds_lost / seconds) if seconds else 1.0
+        if status and not steps:
+            goodput = 0.0  # nothing came of it
         self.say(
             "done",
             status=status,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftmesh.errors import ArgumentError
+from ftmesh.launch.environment import check_pod
 from ftmesh.mesh.notation import Block, format_shape, parse_shape
 
 
@@ -20,10 +21,7 @@ class Place:
     def of(mesh: str, host_shape: str | None, hosts: int, devices_per_host: int) -> Place:
         """Hosts one after another, x first, each with a block of `host_shape`; else of rows."""
         shape = parse_shape(mesh)
-        if hosts < 1 or devices_per_host < 1:
-            raise ArgumentError(
-                f"{hosts} hosts of {devices_per_host} devices make no pod: both must be 1 or more"
-            )
+        check_pod(hosts, devices_per_host)
         if host_shape is None:
             host = _rows(shape, devices_per_host)
         else:

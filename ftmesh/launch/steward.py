@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ftmesh.errors import NOT_FOUND, PROVED_WRONG, REFUSED, USAGE
 from ftmesh.launch.channel import Channel, ChannelClosed
 from ftmesh.launch.members import Member, Verdict
 from ftmesh.launch.notes import Notes
@@ -22,8 +23,9 @@ from ftmesh.launch.watch import WAITING, Deadlines
 
 CLOSED = 0.5  # seconds between the end of a line and being taken for lost, unless it is seen to end
 _LEARNED = ("start", "plan", "compile", "restore", "save", "evaluate", "examine")
-REFUSED = 2  # the status of a process that was told nonsense: to try again would not help
 
+# Statuses of a process that was told nonsense: to try again would not help.
+REFUSALS = {USAGE, REFUSED, PROVED_WRONG, NOT_FOUND}
 
 Say = Callable[..., None]
 
@@ -220,7 +222,7 @@ class Steward:
             if status == 0:
                 self._leave(member)  # without a word: it may know nothing of a steward
                 return
-            if status == REFUSED and self.committed == 0 and self.start == 1:
+            if status in REFUSALS and self.committed == 0 and self.start == 1:
                 self._over("end", f"{member} {how}")
             self._lose({process: how})
 

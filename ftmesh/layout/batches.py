@@ -40,7 +40,12 @@ from ftmesh.schedule.columns import Ints
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """How many examples of a global batch, and which, each rank of an axis has."""
+    """How many examples of a global batch, and which, each rank of an axis has.
+
+    >>> shares = Shares.of(Topology.grid("4x2", failed="1x1@3,1"), 16)
+    >>> shares.counts().tolist(), shares.rows(1)
+    ([3, 3, 2, 2, 2, 2, 2], slice(3, 6, None))
+    """
 
     global_batch: int
     live: Ints  # the ranks that have some

@@ -1,4 +1,4 @@
-"""The written forms of meshes and of damage: ``16x32``, ``4x2@6,14``, drawings.
+"""The written forms of meshes and of damage: ``16x32``, ``4x2@6,14``, ``2x2x1@0,0,4``, drawings.
 
 Everything here turns text (or lists) into tuples of integers and back; what they mean is the
 business of `ftmesh.mesh.damage` and `ftmesh.mesh.topology`.
@@ -18,10 +18,10 @@ from ftmesh.errors import TopologyError
 Coord = tuple[int, ...]
 Link = tuple[Coord, Coord]
 
-_SHAPE = re.compile(r"\d+(x\d+)*")
-_BLOCK = re.compile(r"(\d+(?:x\d+)*)@(\d+(?:,\d+)*)")
-_COORD = re.compile(r"\d+(,\d+)*")
-_LINK = re.compile(r"(\d+(?:,\d+)*)-(\d+(?:,\d+)*)")
+_NUMBER = r"\d{1,9}"
+_SIZES, _PLACE = f"{_NUMBER}(?:x{_NUMBER})*", f"{_NUMBER}(?:,{_NUMBER})*"
+_SHAPE, _COORD = re.compile(_SIZES), re.compile(_PLACE)
+_BLOCK, _LINK = re.compile(f"({_SIZES})@({_PLACE})"), re.compile(f"({_PLACE})-({_PLACE})")
 
 
 MAX_CHIPS = 1_000_000
@@ -59,7 +59,8 @@ def parse_shape(shape: str | Sequence[int]) -> Coord:
     if isinstance(shape, str):
         if not _SHAPE.fullmatch(shape):
             raise TopologyError(
-                f"{shape!r} is not a mesh shape: write sizes joined by 'x', x first, as in '16x32'"
+                f"{shape!r:.60} is not a mesh shape: write sizes joined by 'x', x first, as in "
+                "'16x32'"
             )
         shape = [int(n) for n in shape.split("x")]
     sizes = _whole_numbers(shape)
@@ -88,6 +89,8 @@ def parse_blocks(failed: str | Block | Iterable[Block | Sequence[int]]) -> list[
         pieces = (piece.strip() for piece in failed.split(";"))
         return [_parse_block(piece) for piece in pieces if piece]
     listed = [failed] if isinstance(failed, Block) else failed
+    if not isinstance(listed, Iterable):
+        raise TopologyError(f"failed chips are written as '2x2@2,2', or listed, and not {failed!r}")
     return [_whole(part) if isinstance(part, Block) else _single(part) for part in listed]
 
 
@@ -105,19 +108,21 @@ def parse_link(text: str) -> Link:
     """The link from one chip to another, as in ``"3,2-4,2"``."""
     match = _LINK.fullmatch(text)
     if not match:
-        raise TopologyError(f"{text!r} is not a link: write two coords, as in '3,2-4,2'")
+        raise TopologyError(f"{text!r:.60} is not a link: write two coords, as in '3,2-4,2'")
     return _parse_coord(match[1]), _parse_coord(match[2])
 
 
 def parse_coord(text: str) -> Coord:
     """``6,14`` as ``(6, 14)``."""
     if not _COORD.fullmatch(text):
-        raise TopologyError(f"{text!r} is not a coord: write it as in '6,14', x first")
+        raise TopologyError(f"{text!r:.60} is not a coord: write it as in '6,14', x first")
     return _parse_coord(text)
 
 
 def parse_drawing(drawing: str) -> tuple[Coord, frozenset[Coord]]:
     """Shape and failed chips of a picture: ``.`` is live, ``X`` failed, x across, y down."""
+    if not isinstance(drawing, str):
+        raise TopologyError(f"a drawing is text, a line for each row, and not {drawing!r:.60}")
     rows = [row.strip() for row in drawing.strip().splitlines()]
     wrong = sorted({char for row in rows for char in row} - set(".X"))
     if wrong:
@@ -172,8 +177,8 @@ def _parse_block(text: str) -> Block:
     match = _BLOCK.fullmatch(text)
     if not match:
         raise TopologyError(
-            f"{text!r} is not a block: write WxH@x,y, size first and then the low corner, "
-            "as in '4x2@6,14'; join several with ';'"
+            f"{text!r:.60} is not a block: write WxH@x,y, size first and then the low corner, "
+            "as in '4x2@6,14', or on three axes WxHxD@x,y,z; join several with ';'"
         )
     return _whole(Block(parse_shape(match[1]), _parse_coord(match[2])))
 

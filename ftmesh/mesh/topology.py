@@ -45,6 +45,13 @@ class Topology:
     in both directions, and is kept with its lower end first. A topology built from devices holds
     those of its live chips, by rank, and all that were given, by place; the same grid on other
     devices is another topology, and `without_devices` is what the two have in common.
+
+    >>> topology = Topology.grid("4x2", failed="2x1@1,0")
+    >>> print(topology.drawing())
+    .XX.
+    ....
+    >>> topology.num_live, topology.coords[1], topology.rank((0, 1))
+    (6, (3, 0), 2)
     """
 
     noun: ClassVar[str] = "chip"  # what a rank is

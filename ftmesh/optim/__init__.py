@@ -1,1 +1,5 @@
 """Optim: optimizers whose state is shared out among the chips. Needs optax."""
+
+from ftmesh.extras import require
+
+require("ftmesh.optim", "train", "optax")

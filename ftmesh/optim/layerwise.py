@@ -29,7 +29,7 @@ def lars(
     """LARS, as You, Gitman and Ginsburg (2017) have it.
 
     A tensor w with gradient g moves by ``v = momentum * v + rate * ratio * (g + decay * w)`` where
-    ``ratio = trust_coefficient * |w| / (|g| + decay * |w| + eps)``, or 1 where |w| or |g| is zero.
+    ``ratio = trust_coefficient * |w| / (|g| + decay * |w| + eps)``, or 1 where a norm is zero.
     (`optax.lars` has ``|g + decay * w|`` in its place.)
 
     Masks are as in optax: booleans in a pytree like the parameters, or a prefix of it, or a

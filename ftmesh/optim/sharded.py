@@ -73,6 +73,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
     ) -> ShardedOptimizer:
         """`transformation`, shared out among the owners of the chunks of `plan`.
 
+        Where its algorithm has no owners, those of `Plan.halves` are taken.
+
         It may do anything element by element, and take sums over whole tensors, as norms are; any
         other is refused. The sums of all tensors travel together, a few numbers, on the plan for
         their size, as `Plan.at` gives it, or on `norm_plan`. A state keeps the dtypes that it
@@ -89,7 +91,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         `Plan.value_and_grad`; so does `mesh`. Each piece then has its own sum, and a norm is that
         of all pieces of a tensor.
         """
-        travel = Travel(plan, axis_name, wire_dtype, accumulate_dtype, reduce)
+        travel = Travel(plan.halves, axis_name, wire_dtype, accumulate_dtype, reduce)
         if bucket_bytes is None:
             bucket_bytes = BUCKET_BYTES if overlap else collectives.BUCKET_BYTES
         work = Work(

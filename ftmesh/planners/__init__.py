@@ -1,7 +1,8 @@
 """The algorithms: one file each, from a topology to a schedule, knowing nothing of JAX.
 
 A planner is a module with a function ``plan(topology)``, which returns a schedule or raises a
-`PlanError` that says in a sentence why the algorithm cannot serve that mesh.
+`PlanError` that says in a sentence why the algorithm cannot serve that mesh. One of `CUT_BY_SIZE`
+takes the number of chunks, too.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from ftmesh.errors import PlanError
+from ftmesh.mesh.notation import format_failed
 from ftmesh.mesh.topology import Topology
-from ftmesh.planners import line, ring, row_pair, two_dim
-from ftmesh.schedule.schedule import Schedule
+from ftmesh.planners import colours, flood, line, ring, row_pair, tree, two_dim
+from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.units import format_bytes
 
 
 class Planner(Protocol):
@@ -25,56 +28,106 @@ PLANNERS: dict[str, Planner] = {
     "two_dim": two_dim,
     "row_pair": row_pair,
     "ring": ring,
+    "colours": colours,
     "line": line,
+    "flood": flood,
+    "tree": tree,
 }
+LAST_RESORT = ("flood",)  # serves every mesh that is not cut, and takes longer to plan
+CUT_BY_SIZE = ("tree",)  # serves every such mesh, too, and has no halves
+FOR_TORI = ("colours",)  # not worth a word on a mesh that is none
+RINGS = ("ring", "row_pair")  # use two links of a chip at a time
+MAX_RANKS = 16_384
+_BYTES_PER_PAIR = 112  # of ranks: four transfers of a ring, seven columns of four bytes each
 
 
-def schedule(topology: Topology, algorithm: str) -> Schedule:
-    """The schedule of `algorithm`, or a `PlanError` that says why not and which one can."""
+def schedule(
+    topology: Topology, algorithm: str, num_chunks: int | None = None, *, lag: int = 0
+) -> Schedule:
+    """The schedule of `algorithm`, or a `PlanError` that says why not and which one can.
+
+    The payload is cut into `num_chunks`, and links are `lag` rounds late, for algorithms that ask.
+    """
     if algorithm not in PLANNERS:
         raise PlanError(f"there is no algorithm {algorithm!r}: choose from {', '.join(PLANNERS)}")
-    _check_whole(topology)
-    try:
-        return PLANNERS[algorithm].plan(topology)
-    except PlanError:
-        found = outcomes(topology)  # raises where no algorithm can
-    able = [name for name, outcome in found.items() if isinstance(outcome, Schedule)]
-    raise PlanError(f"{_refusal(algorithm, topology, found)}; use {' or '.join(able)}")
+    check_whole(topology)
+    found = _outcome(topology, algorithm, num_chunks, lag)
+    if isinstance(found, Schedule):
+        return found
+    able = [name for name, other in _quick(topology).items() if isinstance(other, Schedule)]
+    able = able or [*LAST_RESORT, *CUT_BY_SIZE]
+    raise PlanError(f"{algorithm} cannot run on {topology}: {found}; use {' or '.join(able)}")
 
 
 def outcomes(topology: Topology) -> dict[str, Schedule | PlanError]:
-    """What each algorithm makes of `topology`; a `PlanError` with all reasons where none can."""
-    _check_whole(topology)
-    found: dict[str, Schedule | PlanError] = {}
-    for name, planner in PLANNERS.items():
-        try:
-            found[name] = planner.plan(topology)
-        except PlanError as error:
-            found[name] = error
-    if not any(isinstance(outcome, Schedule) for outcome in found.values()):
-        reasons = [_refusal(name, topology, found) for name in found]
-        rest = f"the largest whole sub-mesh is {topology.largest_rectangle()}"
-        raise PlanError("; ".join([*reasons, rest]))
+    """What the algorithms make of `topology`: schedules, one or more, or reasons.
+
+    Those of `CUT_BY_SIZE` ask for a payload; those of `LAST_RESORT` are left out where another has
+    made a schedule with halves. Where every chip has three links or more, those of `RINGS` are not
+    enough for that.
+    """
+    check_whole(topology)
+    found = _quick(topology)
+    able = {name for name, outcome in found.items() if isinstance(outcome, SplitSchedule)}
+    if all(len(topology.neighbours(coord)) > 2 for coord in topology.coords):
+        able.difference_update(RINGS)
+    if not able:
+        found |= {name: _outcome(topology, name) for name in LAST_RESORT}
     return found
 
 
-def _refusal(name: str, topology: Topology, found: dict[str, Schedule | PlanError]) -> str:
-    return f"{name} cannot run on {topology}: {found[name]}"
+def is_quick(topology: Topology) -> bool:
+    """Whether an algorithm serves `topology` that is planned in next to no time."""
+    return any(isinstance(outcome, Schedule) for outcome in _quick(topology).values())
 
 
-def _check_whole(topology: Topology) -> None:
+def _quick(topology: Topology) -> dict[str, Schedule | PlanError]:
+    left_out = {*LAST_RESORT, *CUT_BY_SIZE}
+    if not any(topology.wrap):
+        left_out.update(FOR_TORI)
+    return {name: _outcome(topology, name) for name in PLANNERS if name not in left_out}
+
+
+def _outcome(
+    topology: Topology, algorithm: str, num_chunks: int | None = None, lag: int = 0
+) -> Schedule | PlanError:
+    try:
+        if algorithm in CUT_BY_SIZE and num_chunks is not None:
+            return tree.plan(topology, num_chunks, lag=lag)
+        return PLANNERS[algorithm].plan(topology)
+    except PlanError as error:
+        return error
+
+
+def check_size(topology: Topology) -> None:
+    """Refuse a mesh that is too large to be planned for, with what that would take."""
+    if topology.num_live > MAX_RANKS:
+        needed = _BYTES_PER_PAIR * topology.num_live**2
+        raise PlanError(
+            f"{topology} has {topology.num_live:,} live {topology.noun}s, and a schedule through "
+            f"all of them would take some {format_bytes(needed)}: plan for {MAX_RANKS:,} at most, "
+            "or in tiles"
+        )
+
+
+def check_whole(topology: Topology) -> None:
     """Refuse what no algorithm could serve."""
+    check_size(topology)
     if topology.num_live < 2:
         raise PlanError(f"{topology} has a single live {topology.noun}: there is nothing to sum")
-    if sum(size > 1 for size in topology.shape) > 2:
-        raise PlanError(
-            f"{topology} has {len(topology.shape)} axes, and every algorithm here works on one or "
-            "two"
-        )
     parts = topology.components()
     if len(parts) > 1:
         sizes = ", ".join(f"{len(part)} {topology.noun}s around {part[0]}" for part in parts)
         raise PlanError(
             f"{topology} is cut into {len(parts)} parts that no link joins: {sizes}; "
-            f"the largest whole sub-mesh is {topology.largest_rectangle()}"
+            f"the largest whole sub-mesh is {topology.largest_rectangle()}{_largest_part(topology)}"
         )
+
+
+def _largest_part(topology: Topology) -> str:
+    """How to go on with most chips, in words."""
+    if topology.wires is not topology:
+        return ""  # tiles cannot be named as chips are
+    others = {chip for part in topology.components()[1:] for chip in part}
+    failed = format_failed(topology.failed | others)
+    return f", the largest part what failed={failed!r} leaves"

@@ -13,8 +13,7 @@ import numpy as np
 from ftmesh.errors import PlanError
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.topology import Topology
-from ftmesh.planners.ring import both_ways
-from ftmesh.planners.scatter import all_reduce, along_lines
+from ftmesh.planners.scatter import all_reduce, along_lines, both_ways
 from ftmesh.schedule.schedule import Schedule
 
 
@@ -24,7 +23,7 @@ def plan(topology: Topology) -> Schedule:
         raise PlanError(f"a single {topology.noun} has nothing to sum")
     chips = walk(topology)
     if len(topology.neighbours(chips[0])) == 2:
-        return both_ways(topology, chips, algorithm="line", name="two-way ring")
+        return both_ways(topology, [chips], algorithm="line", name="two-way ring")
     ranks = np.array([[topology.rank(coord) for coord in chips]], np.int32)
     columns, _ = along_lines(ranks, lane=0, first_chunk=0)
     return all_reduce(topology, "line", len(chips), [("line", columns)], owner=ranks[0])

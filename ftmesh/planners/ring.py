@@ -4,19 +4,21 @@ The paper's figures 3 and 8. A mesh of 2x2 tiles is joined by a comb: each row o
 the first column of tiles the spine. Walking round the comb, one hand on it, visits every chip once:
 out and back along the teeth, and home along the outer column. Where failed tiles break a tooth,
 its far part hangs on a neighbouring row instead and the walk folds around the hole.
+
+On three axes, and on a torus where that does not do, the circuit is joined from short ones
+(`ftmesh.planners.strips`).
 """
 
 from __future__ import annotations
 
 from itertools import pairwise, product
 
-import numpy as np
-
 from ftmesh.errors import PlanError
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.topology import Topology
-from ftmesh.planners.scatter import all_reduce
-from ftmesh.schedule.circling import Circling
+from ftmesh.planners import strips
+from ftmesh.planners.circuits import wrapping_axes
+from ftmesh.planners.scatter import both_ways
 from ftmesh.schedule.schedule import Schedule
 
 Tile = tuple[int, int]
@@ -24,25 +26,22 @@ Tile = tuple[int, int]
 
 def plan(topology: Topology) -> Schedule:
     """Both directions of the circuit, half of the payload each."""
-    return both_ways(topology, circuit(topology), algorithm="ring", name="Hamiltonian ring")
-
-
-def both_ways(topology: Topology, walk: list[Coord], *, algorithm: str, name: str) -> Schedule:
-    """Half of the payload each way round a closed walk over all live chips."""
-    ring = np.array([[topology.rank(coord) for coord in walk]], np.int32)
-    live = topology.num_live
-    ways = tuple(
-        Circling(np.ascontiguousarray(way), np.array([lane * live], np.int32), lane)
-        for lane, way in enumerate((ring, ring[:, ::-1]))
-    )
-    owner = np.empty(2 * live, np.int32)
-    for way in ways:
-        owner[way.ends] = way.rings
-    return all_reduce(topology, algorithm, 2 * live, [(name, ways)], owner)
+    return both_ways(topology, [circuit(topology)], algorithm="ring", name="Hamiltonian ring")
 
 
 def circuit(topology: Topology) -> list[Coord]:
     """The live chips in the order of a closed walk over neighbours."""
+    if len(topology.shape) > 2:
+        return strips.circuit(topology)
+    try:
+        return _in_plane(topology)
+    except PlanError:
+        if len(topology.shape) < 2 or min(topology.shape) < 2 or not wrapping_axes(topology):
+            raise
+        return strips.circuit(topology)
+
+
+def _in_plane(topology: Topology) -> list[Coord]:
     _check(topology)
     walk = _walk(topology)
     if len(set(walk)) < topology.num_live:
@@ -58,7 +57,7 @@ def circuit(topology: Topology) -> list[Coord]:
 def _check(topology: Topology) -> None:
     if len(topology.shape) != 2 or min(topology.shape) < 2:
         raise PlanError(
-            f"it works on meshes of two axes, of 2 {topology.noun}s or more each, not on "
+            f"it works on meshes of two axes or three, of 2 {topology.noun}s or more each, not on "
             f"{topology.name}"
         )
     odd_sides = [n for n in topology.shape if n % 2]

@@ -23,6 +23,7 @@ from ftmesh.errors import PlanError
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.routing import find_cycle
 from ftmesh.mesh.topology import Topology
+from ftmesh.planners.compass import compass_lanes
 from ftmesh.planners.forwarding import Booking, Piece, book, form_groups
 from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
 from ftmesh.schedule.columns import Columns, join, transfers
@@ -145,7 +146,8 @@ def _schedule(topology: Topology, pairs: PairRings) -> Schedule:
         owner[owned] = towers
     if pairs.bookings:
         first.append(_forwarding(topology, pairs, half_chunks))
-        first = [_in_compass_lanes(topology, join(first))]
+        columns = join(first)
+        first = [columns.replace(lane=compass_lanes(topology, columns.src, columns.dst))]
     name = AXES[pairs.along]
     halves = [(f"{name}-pair rings", join(first))]
     if num_rings > 1:
@@ -165,13 +167,3 @@ def _forwarding(topology: Topology, pairs: PairRings, half_chunks: int) -> Colum
     return transfers(
         round=when, lane=0, src=src, dst=dst, chunk=half * half_chunks + index * size, count=size
     )
-
-
-def _in_compass_lanes(topology: Topology, columns: Columns) -> Columns:
-    """A lane per direction of travel: every link has one, so lanes are the same in all rounds."""
-    coords = np.array(topology.coords)
-    step = coords[columns.dst] - coords[columns.src]
-    over_edge = abs(step) > 1
-    backwards = np.where(over_edge, step > 0, step < 0).any(axis=1)
-    axis = (step[:, 1] != 0).astype(np.int32)
-    return columns.replace(lane=2 * axis + backwards)

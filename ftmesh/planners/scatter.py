@@ -1,4 +1,4 @@
-"""What the planners share: reduce-scatter along rings and lines, and an all-reduce made from it."""
+"""What the planners share: reduce-scatter along rings and lines, and all-reduces made from it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.circling import Circling
 from ftmesh.schedule.columns import Columns, Ints, join, transfers
@@ -77,6 +78,25 @@ def along_lines(
 
 def _per_row(values: ArrayLike, rows: Ints) -> Ints:
     return np.broadcast_to(np.asarray(values, np.int32), rows.shape[:1])[:, None]
+
+
+def both_ways(
+    topology: Topology, walks: Sequence[list[Coord]], *, algorithm: str, name: str
+) -> SplitSchedule:
+    """Equal parts of the payload each way round closed walks, each of which is over all live chips.
+
+    No two walks may share a link.
+    """
+    live = topology.num_live
+    rings = [np.array([[topology.rank(coord) for coord in walk]], np.int32) for walk in walks]
+    ways = tuple(
+        Circling(np.ascontiguousarray(way), np.array([lane * live], np.int32), lane)
+        for lane, way in enumerate(way for ring in rings for way in (ring, ring[:, ::-1]))
+    )
+    owner = np.empty(len(ways) * live, np.int32)
+    for way in ways:
+        owner[way.ends] = way.rings
+    return all_reduce(topology, algorithm, len(owner), [(name, ways)], owner)
 
 
 def all_reduce(

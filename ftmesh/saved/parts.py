@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.saved.files import dump, make_folder, write_whole
+from ftmesh.files import write_whole
+from ftmesh.saved.files import dump, make_folder
 from ftmesh.saved.index import FORMAT, Index, Piece
 
 INDEX = "index.json"

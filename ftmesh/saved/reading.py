@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
+from ftmesh.files import opened_at_once
 from ftmesh.layout.order import shaped
 from ftmesh.saved.files import load
 from ftmesh.saved.index import FORMAT, Index, Piece
 from ftmesh.saved.parts import INDEX, file_names, mark
 
+MAX_LIST_BYTES = 2**28  # of an index, or a list of pieces
 _AT_ONCE = 16 * 2**20  # bytes
 
 Files = Path | Mapping[str, bytes]  # by their names
@@ -163,10 +165,23 @@ def _add(places: dict[Piece, Place], process: int, told: Any, sizes: Mapping[Pie
     return end
 
 
+def _read_list(file: BytesIO | FileIO) -> bytes | None:
+    """All of a file; None where it is longer than lists are."""
+    raw = bytearray()
+    while part := file.read(_AT_ONCE):
+        raw += part
+        if len(raw) > MAX_LIST_BYTES:
+            return None
+    return bytes(raw)
+
+
 def _content(files: Files, name: str) -> dict[str, Any]:
     """What a file says; one of another version is refused."""
     with _open(files, name) as file:
-        content = load(file.read(), name)
+        raw = _read_list(file)
+    if raw is None:
+        raise DamagedCheckpointError(f"its {name} is longer than {MAX_LIST_BYTES:,} bytes")
+    content = load(raw, name)
     if content.get("format") != FORMAT:
         raise CheckpointError(
             f"{_where(files)} is of format {content.get('format')!r}, and this version reads "
@@ -182,7 +197,9 @@ def _size(files: Files, name: str) -> int:
 
 def _open(files: Files, name: str) -> FileIO | BytesIO:
     try:
-        return FileIO(files / name) if isinstance(files, Path) else BytesIO(files[name])
+        if isinstance(files, Path):
+            return FileIO(files / name, opener=opened_at_once)
+        return BytesIO(files[name])
     except (FileNotFoundError, KeyError):
         raise DamagedCheckpointError(f"it has no {name}") from None
 

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int32]
 ADD, COPY = 0, 1
+SPARSE = 8  # keys to a row from which on rows are sorted
 COLUMN_NAMES = ("round", "lane", "src", "dst", "chunk", "count", "op")
 
 
@@ -102,7 +103,30 @@ def row_key(*parts: NDArray[np.integer]) -> NDArray[np.int64]:
 def repeats(*parts: Ints) -> NDArray[np.bool_]:
     """Which rows repeat an earlier one."""
     key = row_key(*parts)
-    order = np.argsort(key, kind="stable")
     again = np.zeros(len(key), np.bool_)
+    table = _table(key)
+    if table is not None and np.count_nonzero(table >= 0) == len(key):
+        return again
+    order = np.argsort(key, kind="stable")
     again[order[1:]] = key[order[1:]] == key[order[:-1]]
     return again
+
+
+def sorting(*parts: Ints) -> NDArray[np.intp]:
+    """The order in which rows, all different, are sorted."""
+    key = row_key(*parts)
+    table = _table(key)
+    return np.argsort(key) if table is None else table[table >= 0].astype(np.intp)
+
+
+def _table(key: NDArray[np.int64]) -> NDArray[np.int32] | None:
+    """A row that has each key, or -1; None if keys are far apart, and such a table would be large.
+
+    That takes a fraction of the time of sorting.
+    """
+    size = int(key.max(initial=0)) + 1
+    if size > SPARSE * len(key) or key.min(initial=0) < 0:
+        return None
+    table = np.full(size, -1, np.int32)
+    table[key] = np.arange(len(key), dtype=np.int32)
+    return table

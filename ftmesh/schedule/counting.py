@@ -9,6 +9,14 @@ owner, and is there exactly once: the additions form a tree. A chunk of any othe
 
 **Results.** The second half alone begins with each chunk at its owner and with anything elsewhere.
 A copy makes a rank hold the result if the sender does; adding to it, or to anything, does not.
+
+**Trees.** Without halves, look at all transfers of one chunk over N ranks. Let there be N - 1 pairs
+of ranks with one transfer each way, every rank send to another only after all *others* that it
+hears from have been heard, and an addition be what is sent before, or with, the transfer that comes
+the other way, a copy what is sent after it. Round a circle of pairs each transfer would have to be
+later than the one before, so there is none, and the pairs form a tree that spans all ranks. Then
+what is added holds all contributions from the sender's side of the pair, once, and what is copied
+holds all there are.
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ftmesh.schedule.columns import ADD, Ints
 from ftmesh.schedule.moves import Moves, lanes_of, moves
 from ftmesh.schedule.script import AnyScript
 
@@ -75,6 +84,43 @@ def ungathered_chunks(script: AnyScript) -> NDArray[np.intp]:
             arriving[now.adds] = False
         cells[now.dst] = arriving
     return np.flatnonzero(~holds.all(axis=0))
+
+
+def unspanned_chunks(script: AnyScript) -> NDArray[np.intp]:
+    """The chunks whose transfers cannot be shown, by counting, to sum them along a tree."""
+    ranks, chunks = script.num_ranks, script.num_chunks
+    if len(script.contributors) < ranks:
+        return np.arange(chunks)
+    chunk, src, dst, now, adds = _by_chunk(script)
+    odd = np.bincount(chunk, minlength=chunks) != 2 * (ranks - 1)
+    odd[chunk[src == dst]] = True
+    base = chunk.astype(np.int64) * ranks
+    there, back = (base + src) * ranks + dst, (base + dst) * ranks + src
+    order, answers = np.argsort(there), np.argsort(back)
+    there, back = there[order], back[answers]  # both have as many of each chunk
+    chunk, now, adds, answered = chunk[order], now[order], adds[order], now[answers]
+    odd[chunk[there != back]] = True
+    odd[chunk[1:][there[1:] == there[:-1]]] = True
+    odd[chunk[adds != (now <= answered)]] = True
+    sender = there // ranks
+    first = np.flatnonzero(np.concatenate(([True], sender[1:] != sender[:-1])))
+    number = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(sender))))
+    latest = np.maximum.reduceat(answered, first)[number]
+    is_latest = answered == latest
+    is_alone = np.add.reduceat(is_latest, first)[number] == 1
+    second = np.maximum.reduceat(np.where(is_latest, -1, answered), first)[number]
+    odd[chunk[now <= np.where(is_latest & is_alone, second, latest)]] = True
+    return np.flatnonzero(odd)
+
+
+def _by_chunk(script: AnyScript) -> tuple[Ints, ...]:
+    """Of every chunk that is moved: it, where from and where to, in which round, and if added."""
+    found = []
+    for now, c in enumerate(c for phase in script.phases for c in phase.rounds()):
+        row, chunk = c.expanded()
+        columns = chunk, c.src[row], c.dst[row], np.full(len(row), now), (c.op == ADD)[row]
+        found.append(np.stack(columns).astype(np.int32))
+    return tuple(np.concatenate(found, axis=1))
 
 
 def _mark(odd: Flags, now: Moves, which: Flags) -> None:

@@ -10,27 +10,34 @@ from __future__ import annotations
 import io
 import json
 import os
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.errors import FtmeshError, ScheduleFileError
+from ftmesh.errors import (
+    USAGE,
+    ArgumentError,
+    FtmeshError,
+    ScheduleFileError,
+    ScheduleNotFoundError,
+)
+from ftmesh.files import write_whole
 from ftmesh.mesh.notation import parse_shape
 from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
+from ftmesh.npz import NotNpzError, Npz
 from ftmesh.schedule.columns import COLUMN_NAMES, Columns
+from ftmesh.schedule.meta import FORMAT, MAX_MOVES, MESH, checked, read_meta
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
 from ftmesh.schedule.verify import verify as _verify
+from ftmesh.units import format_bytes
 
-FORMAT = "ftmesh.schedule/1"
-Form = tuple[Callable[[Any], bool], str]  # whether a value has it, and what it is called
-MAX_MOVES = 2**31 - 1  # chunks moved in all; more is a damaged file, or an attack
-_ARRAYS = (*COLUMN_NAMES, "coords", "owner", "rounds_in_reduce_scatter", "meta")
+MAX_BYTES = 2**31  # unpacked; a ring through 4,096 chips has half of it
+MAX_META_BYTES = 2**26
+_NUMBERS = (*COLUMN_NAMES, "coords", "owner", "rounds_in_reduce_scatter")
+_ARRAYS = (*_NUMBERS, "meta")
 
 
 def dump(schedule: Schedule) -> bytes:
@@ -60,25 +67,11 @@ def dump(schedule: Schedule) -> bytes:
 
 def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Write `schedule` to `path`, whole or not at all."""
-    content = dump(schedule)
-    path = Path(path).resolve()
-    if path.exists() and not path.is_file():
-        raise ScheduleFileError(f"cannot write {path}: it is not a file")
+    check_schedule(schedule)
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        write_whole(path, [dump(schedule)])
     except OSError as error:
         raise ScheduleFileError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.umask(mask := os.umask(0))
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
-    except BaseException as error:
-        os.unlink(name)
-        if isinstance(error, OSError):
-            raise ScheduleFileError(f"cannot write {path}: {error.strerror}") from error
-        raise
 
 
 def _written(topology: Topology) -> dict[str, Any]:
@@ -93,6 +86,8 @@ def _written(topology: Topology) -> dict[str, Any]:
 
 def load(path: str | os.PathLike[str] | bytes, *, verify: bool = True) -> Schedule:
     """Read a schedule file, or what one holds, and, unless told otherwise, prove it right."""
+    if not isinstance(path, (str, os.PathLike, bytes)):
+        raise ArgumentError(f"a schedule is loaded from a path or from bytes, not from {path!r}")
     try:
         arrays = _read(path)
         schedule = _build(arrays)
@@ -100,47 +95,61 @@ def load(path: str | os.PathLike[str] | bytes, *, verify: bool = True) -> Schedu
             _verify(schedule)
     except FtmeshError as error:
         name = "the schedule" if isinstance(path, bytes) else path
-        raise type(error)(f"{name}: {error}") from error
+        kind = ScheduleFileError if error.status == USAGE else type(error)  # the file's, not ours
+        raise kind(f"{name}: {error}") from error
     return schedule
 
 
 def _read(path: str | os.PathLike[str] | bytes) -> dict[str, NDArray[Any]]:
     try:
+        if not isinstance(path, bytes) and os.path.exists(path) and not os.path.isfile(path):
+            raise ScheduleFileError("is a folder" if os.path.isdir(path) else "is not a file")
         with io.BytesIO(path) if isinstance(path, bytes) else open(path, "rb") as raw:
-            file = np.load(raw, allow_pickle=False)
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ScheduleFileError("is a single array, not the .npz of a schedule")
-            missing = [name for name in _ARRAYS if name not in file]
-            if missing:
-                raise ScheduleFileError(f"has no {missing[0]!r}: it is not a schedule file")
-            return {name: file[name] for name in _ARRAYS}
+            return _unpacked(raw)
     except FileNotFoundError:
-        raise ScheduleFileError("there is no such file") from None
-    except IsADirectoryError:
-        raise ScheduleFileError("is a folder") from None
+        raise ScheduleNotFoundError("there is no such file") from None
     except ScheduleFileError:
         raise
+    except OSError as error:
+        raise ScheduleFileError(f"cannot be read: {error.strerror or error}") from error
+    except NotNpzError as error:
+        raise ScheduleFileError(
+            f"{error}, and a schedule never is; plan it again with 'ftmesh plan ... --out'"
+        ) from error
     except Exception as error:  # zip, zlib and NumPy raise many kinds over damaged bytes
-        if "pickle" in str(error):
-            raise ScheduleFileError(
-                "is not a plain .npz: it is pickled, or nothing that NumPy knows, and a schedule "
-                "never is; plan it again with 'ftmesh plan ... --out'"
-            ) from error
         raise ScheduleFileError(f"is damaged or cut short ({error}); plan it again") from error
 
 
+def _unpacked(raw: IO[bytes]) -> dict[str, NDArray[Any]]:
+    """The arrays of a file, once their headers tell that they can be those of a schedule."""
+    with Npz(raw) as file:
+        headers = file.headers
+        missing = [name for name in _ARRAYS if name not in headers]
+        if missing:
+            raise ScheduleFileError(f"has no {missing[0]!r}: it is not a schedule file")
+        for name in _NUMBERS:
+            if headers[name].dtype != np.int32:
+                raise ScheduleFileError(f"column {name!r} is {headers[name].dtype}, not int32")
+        if len({headers[name].shape for name in COLUMN_NAMES}) != 1:
+            raise ScheduleFileError("the columns differ in length")
+        unpacked = sum(headers[name].num_bytes for name in _ARRAYS)
+        if unpacked > MAX_BYTES or headers["meta"].num_bytes > MAX_META_BYTES:
+            raise ScheduleFileError(
+                f"would unpack to {format_bytes(unpacked)}, {format_bytes(MAX_META_BYTES)} of them "
+                f"'meta' at most, and {format_bytes(MAX_BYTES)} are taken: it is no schedule file"
+            )
+        return {name: file.read(name) for name in _ARRAYS}
+
+
 def _build(arrays: dict[str, NDArray[Any]]) -> Schedule:
-    meta = _meta(arrays["meta"])
-    for name in (*COLUMN_NAMES, "coords", "owner", "rounds_in_reduce_scatter"):
-        if arrays[name].dtype != np.int32:
-            raise ScheduleFileError(f"column {name!r} is {arrays[name].dtype}, not int32")
+    meta = read_meta(arrays["meta"])
     columns = Columns(*(arrays[name] for name in COLUMN_NAMES))
     _check_columns(columns, meta["num_chunks"], len(arrays["coords"]))
     if arrays["rounds_in_reduce_scatter"].shape != ():
         raise ScheduleFileError("'rounds_in_reduce_scatter' must be a single number")
     topology = _topology(meta)
     if "tile" in meta:
-        tiles = TiledTopology.of(_topology(_checked(meta.get("chips"), _MESH)), meta["tile"])
+        tiles = TiledTopology.of(_topology(checked(meta.get("chips"), MESH)), meta["tile"])
         if _written(tiles) != _written(topology):
             raise ScheduleFileError(f"'shape' and what has failed are not those of {tiles}")
         topology = tiles
@@ -190,65 +199,6 @@ def _check_columns(c: Columns, num_chunks: int, num_ranks: int) -> None:
             f"it moves {moved:,} chunks, and {num_ranks} chips that are to receive each of "
             f"{num_chunks:,} need {num_chunks * num_ranks:,} or more"
         )
-
-
-def _meta(array: NDArray[Any]) -> dict[str, Any]:
-    try:
-        meta = json.loads(str(array))
-    except (ValueError, RecursionError) as error:
-        raise ScheduleFileError(f"'meta' is not JSON: {error}") from error
-    found = meta.get("format") if isinstance(meta, dict) else None
-    if found != FORMAT:
-        raise ScheduleFileError(f"is of format {found!r}; this ftmesh reads {FORMAT!r}")
-    return _checked({"phases": [], **meta}, _MESH | _SCHEDULE)
-
-
-def _checked(meta: Any, wanted: dict[str, Form]) -> dict[str, Any]:
-    """`meta` with every entry that is `wanted`, of the form that it must have."""
-    found = {"devices_per_chip": 1, **(meta if isinstance(meta, dict) else {})}
-    for key, (fits, form) in wanted.items():
-        if key not in found:
-            raise ScheduleFileError(f"'meta' has no {key!r}")
-        if not fits(found[key]):
-            raise ScheduleFileError(f"'meta' has {key} {found[key]!r:.60}, which is not {form}")
-    return found
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 < value <= MAX_MOVES
-
-
-def _is_coord(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int for n in value)
-
-
-def _is_phase(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("name"), str)
-        and _is_count(value.get("rounds"))
-    )
-
-
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
-
-
-_MESH: dict[str, Form] = {
-    "shape": (lambda v: _list_of(_is_count)(v) and len(v) > 0, "a list of sizes"),
-    "wrap": (_list_of(lambda v: isinstance(v, bool)), "a list of true and false"),
-    "failed": (_list_of(_is_coord), "a list of coords"),
-    "failed_links": (
-        _list_of(lambda v: _list_of(_is_coord)(v) and len(v) == 2),
-        "a list of pairs of coords",
-    ),
-    "devices_per_chip": (lambda v: v in (1, 2), "1 or 2"),
-}
-_SCHEDULE: dict[str, Form] = {
-    "algorithm": (lambda v: isinstance(v, str), "a name"),
-    "num_chunks": (_is_count, "a number of chunks"),
-    "phases": (_list_of(_is_phase), "a list of names and numbers of rounds"),
-}
 
 
 def _halves(columns: Columns, half: int) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from ftmesh.schedule.columns import (
     join,
     repeats,
     row_key,
+    sorting,
 )
 
 
@@ -44,7 +45,7 @@ class Phase:
     def __post_init__(self) -> None:
         if isinstance(self.what, Columns):
             _check_rows(self.name, self.what)
-            order = np.lexsort((self.what.src, self.what.lane, self.what.round))
+            order = sorting(self.what.round, self.what.lane, self.what.src)
             if (np.diff(order) != 1).any():
                 object.__setattr__(self, "what", self.what.take(order))
             self.what.freeze()
@@ -253,6 +254,10 @@ def _clashes(c: Columns) -> NDArray[np.bool_]:
     They are looked at in the order of their first chunks: one that begins before an earlier one
     ends overlaps it.
     """
+    if (c.count == 1).all():
+        key = np.sort(row_key(c.round, c.dst, c.chunk))
+        if (key[1:] != key[:-1]).all():
+            return np.zeros(len(c), np.bool_)
     order = np.argsort(row_key(c.round, c.dst, c.chunk), kind="stable")
     place = row_key(c.round, c.dst)[order]
     is_new = np.concatenate(([True], place[1:] != place[:-1]))

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ftmesh.errors import ScheduleError
+from ftmesh.errors import ArgumentError, ScheduleError
 from ftmesh.mesh.routing import Route, together
 from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Link, Topology
@@ -52,6 +52,12 @@ class Schedule:
     def num_rounds(self) -> int:
         """Rounds in all phases together."""
         return sum(phase.num_rounds for phase in self.phases)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of memory: of its rows, where phases are not rules."""
+        rows = (phase.what for phase in self.phases if isinstance(phase.what, Columns))
+        return sum(column.nbytes for columns in rows for column in columns)
 
     @cached_property
     def columns(self) -> Columns:
@@ -233,3 +239,11 @@ class SplitSchedule(Schedule):
                 f"owner must give ranks below {self.topology.num_live}; it has values from "
                 f"{low} to {high}"
             )
+
+
+def check_schedule(given: object) -> None:
+    """Refuse what is no schedule; mostly it is a plan, which has one."""
+    if not isinstance(given, Schedule):
+        raise ArgumentError(
+            f"this takes a schedule, and not a {type(given).__name__}: of a plan, plan.schedule"
+        )

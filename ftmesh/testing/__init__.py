@@ -20,7 +20,11 @@ _OF_EMULATION = (
 )
 
 
-def __getattr__(name: str) -> Any:
-    if name in _OF_EMULATION:
-        return getattr(importlib.import_module("ftmesh.testing.emulation"), name)
-    raise AttributeError(f"module 'ftmesh.testing' has no attribute {name!r}")
+__all__ = list(_OF_EMULATION)
+
+if not TYPE_CHECKING:  # to type checkers, a name that does not exist is an error
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            return getattr(importlib.import_module("ftmesh.testing.emulation"), name)
+        raise AttributeError(f"module 'ftmesh.testing' has no attribute {name!r}")

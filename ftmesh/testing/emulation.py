@@ -20,6 +20,8 @@ from ftmesh.errors import TopologyError
 from ftmesh.mesh.notation import Failed, format_shape, parse_shape
 from ftmesh.mesh.topology import Topology
 
+MAX_DEVICES = 4096
+
 
 def cpu_grid(
     shape: str,
@@ -38,6 +40,11 @@ def cpu_grid(
     """
     sizes = parse_shape(shape)
     wanted = math.prod(sizes)
+    if wanted > MAX_DEVICES:
+        raise TopologyError(
+            f"mesh {format_shape(sizes)} has {wanted:,} chips, and {MAX_DEVICES:,} are emulated at "
+            "most, a device each: take a smaller mesh, or all ranks on one device"
+        )
     ask_for_cpu_devices(wanted * threads_each)
     devices = jax.devices("cpu")
     if len(devices) < wanted:

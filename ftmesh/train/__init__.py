@@ -13,6 +13,7 @@ from ftmesh.collectives.gradients import mean_gradients as mean_gradients
 from ftmesh.collectives.gradients import plan_for as plan_for
 from ftmesh.collectives.gradients import with_mean_gradients as with_mean_gradients
 from ftmesh.collectives.groups import Groups as Groups
+from ftmesh.extras import require
 from ftmesh.layout.batches import Shares as Shares
 from ftmesh.layout.batches import weighted_sum as weighted_sum
 from ftmesh.optim.layerwise import clip_by_global_norm as clip_by_global_norm
@@ -41,7 +42,38 @@ _WITH_FLAX = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _WITH_FLAX:
-        return getattr(importlib.import_module(f"ftmesh.train.{_WITH_FLAX[name]}"), name)
-    raise AttributeError(f"module 'ftmesh.train' has no attribute {name!r}")
+__all__ = [
+    "Checkpoints",
+    "GroupBatchNorm",
+    "Groups",
+    "Means",
+    "NnxGroupBatchNorm",
+    "NotShardableError",
+    "Parallel",
+    "ShardedOptimizer",
+    "ShardedState",
+    "Shares",
+    "WholeOptimizer",
+    "accumulated",
+    "backward_order",
+    "clip_by_global_norm",
+    "group_statistics",
+    "lamb",
+    "lars",
+    "matrices",
+    "mean_gradients",
+    "mean_statistics",
+    "plan_for",
+    "weighted_sum",
+    "with_mean_gradients",
+]
+
+if not TYPE_CHECKING:  # to type checkers, a name that does not exist is an error
+
+    def __getattr__(name: str) -> Any:
+        if name in _WITH_FLAX:
+            return getattr(importlib.import_module(f"ftmesh.train.{_WITH_FLAX[name]}"), name)
+        raise AttributeError(f"module 'ftmesh.train' has no attribute {name!r}")
+
+
+require("ftmesh.train", "train", "flax", "google.protobuf", "google_crc32c", "grain", "rich")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,17 +16,23 @@ from ftmesh.cluster.epochs import through_epochs
 from ftmesh.cluster.joining import LONGEST, join
 from ftmesh.cluster.line import Line, Paused
 from ftmesh.collectives.gradients import BUCKET_BYTES
+from ftmesh.commands import MOST_SEED, ended, whole_number
 from ftmesh.cost.choice import ALGORITHMS
-from ftmesh.errors import ArgumentError, FtmeshError
+from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE
+from ftmesh.files import check_folder, check_targets
 from ftmesh.launch import arguments
 from ftmesh.mesh.topology import Topology
 from ftmesh.testing import cpu_grid, faults
 from ftmesh.train.carrying import give_shards
 from ftmesh.train.memory import memory_on_line
 from ftmesh.train.parallel import PSUM
+from ftmesh.train.reading import MAX_DAMAGED
 from ftmesh.train.trainer import StepOptions
 from ftmesh.units import parse_bytes
+
+MAX_BATCH = 2**24  # examples
+positive = whole_number(1)  # the type of an argument that counts something
 
 # Arguments in which processes may differ: who each is, and where its files are.
 _WHO = ("coordinator", "num_processes", "process_id")
@@ -51,17 +56,21 @@ def start(
     """
     add_run(parser, presets)
     args = parser.parse_args(argv)
-    try:
+
+    def run() -> None:
+        check_run(args)
         faults.reach("start")
         with join_as(args, name) as cluster, contextlib.suppress(Paused):
             through_epochs(cluster, lambda cluster: _epoch(cluster, args, presets, train))
-    except FtmeshError as error:
-        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+
+    again = "interrupted; --resume goes on from the last checkpoint"
+    return ended(name, run, interrupted=again)
+
+
+def check_run(args: argparse.Namespace) -> None:
+    """Refuse arguments of `add_run` that could not end well, before anything is done for them."""
+    parse_bytes(args.bucket)
+    check_folder(args.checkpoint_dir)
 
 
 def _epoch(
@@ -79,6 +88,9 @@ def _epoch(
     topology = cluster.living(topology_of(args, cluster))
     agree_on_mesh(cluster, topology)
     cluster = cluster.on(topology, with_idle=args.idle)
+    if cluster.speaks:  # the others write neither
+        check_folder(args.out)
+        check_targets(args.mllog)
     if cluster.takes_part:
         cluster.at("plan")
         with jax.default_device(cluster.default_device):
@@ -99,11 +111,19 @@ def _stand_by(cluster: Cluster, line: Line) -> None:
 def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     """What a step is made of. The rest of the arguments does not change how it is compiled."""
     parser.add_argument("--preset", choices=tuple(presets), default="tiny", help="(%(default)s)")
-    parser.add_argument("--batch", type=positive, metavar="N", help="global batch (the preset's)")
+    parser.add_argument(
+        "--batch", type=whole_number(1, MAX_BATCH), metavar="N", help="global batch (the preset's)"
+    )
     parser.add_argument(
         "--failed",
         metavar="BLOCKS",
         help="failed chips, as 2x2@2,2 (default: the environment variable FTMESH_FAILED)",
+    )
+    parser.add_argument(
+        "--failed-links",
+        metavar="LINKS",
+        default="",
+        help="failed links, as '3,2-4,2;0,0-0,1' (default: none)",
     )
     parser.add_argument(
         "--idle",
@@ -115,8 +135,9 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         "--algorithm",
         choices=(*ALGORITHMS, PSUM),
         default="auto",
-        help="how gradients are summed: auto, the fastest by simulation; psum, JAX's own sum, "
-        "which needs no plan (default: auto)",
+        help="how gradients are summed: auto, the fastest by simulation, which looks at flood and "
+        "tree only where no other serves; best, which looks at tree wherever it could be faster; "
+        "psum, JAX's own sum, which needs no plan (default: auto)",
     )
     parser.add_argument(
         "--executor",
@@ -198,7 +219,20 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     )
     parser.add_argument("--steps", type=positive, metavar="N", help="stop after N (the preset's)")
     parser.add_argument("--data", metavar="PATH", help="the data (made up where not given)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of everything random (0)")
+    parser.add_argument(
+        "--max-damaged",
+        type=share,
+        default=MAX_DAMAGED,
+        metavar="SHARE",
+        help="of the examples that may be damaged, and are left out (%(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=whole_number(0, MOST_SEED),
+        default=0,
+        metavar="N",
+        help="of everything random (0)",
+    )
     parser.add_argument("--checkpoint-dir", metavar="FOLDER", help="write checkpoints there")
     parser.add_argument(
         "--checkpoint-every", type=positive, default=500, metavar="N", help="steps (500)"
@@ -207,7 +241,7 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument(
         "--copy-every",
-        type=int,
+        type=whole_number(0),
         default=0,
         metavar="N",
         help="copy the state to the memory of two hosts every N steps, under 'ftmesh launch "
@@ -215,7 +249,7 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     )
     parser.add_argument(
         "--check-every",
-        type=int,
+        type=whole_number(0),
         default=0,
         metavar="N",
         help="see every N steps that all chips have the same parameters; steps count only then, "
@@ -274,25 +308,26 @@ def topology_of(args: argparse.Namespace, cluster: Cluster = ALONE) -> Topology:
         raise ArgumentError(
             "--emulate is for one process: of several, each brings devices; leave it out"
         )
+    damage = {"failed": args.failed, "failed_links": args.failed_links}
     if args.emulate == "many":
         threads = 4 if args.executor == PALLAS else 1
-        return cpu_grid(args.mesh, failed=args.failed, threads_each=threads)
+        return cpu_grid(args.mesh, **damage, threads_each=threads)
     if args.emulate == "one":
-        return Topology.grid(args.mesh, failed=args.failed)
-    return Topology.from_devices(jax.devices(), shape=args.mesh, failed=args.failed)
+        return Topology.grid(args.mesh, **damage)
+    return Topology.from_devices(jax.devices(), shape=args.mesh, **damage)
+
+
+def share(text: str) -> float:
+    """The type of an argument that is a part of one."""
+    number = float(text)
+    if not 0 <= number < 1:
+        raise ValueError(text)
+    return number
 
 
 def seconds(text: str) -> float:
     """The type of an argument that limits a wait."""
     number = float(text)
     if not 0 < number <= LONGEST:
-        raise ValueError(text)
-    return number
-
-
-def positive(text: str) -> int:
-    """The type of an argument that counts something."""
-    number = int(text)
-    if number < 1:
         raise ValueError(text)
     return number

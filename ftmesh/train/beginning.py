@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ftmesh.errors import CheckpointError
+from ftmesh.errors import CheckpointNotFoundError
 from ftmesh.train.carrying import carried
 from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.memory import Memory
@@ -39,7 +39,7 @@ def begin(
             _forget(checkpoints, found[0])
             return found
         if cluster.epoch == 1 and checkpoints is not None:
-            raise CheckpointError(f"{checkpoints.folder} has no checkpoint to go on from")
+            raise CheckpointNotFoundError(f"{checkpoints.folder} has no checkpoint to go on from")
     return 0, first(), "start"
 
 

@@ -25,7 +25,8 @@ from ftmesh.saved.parts import INDEX, file_names, part_of
 from ftmesh.saved.reading import Saved
 from ftmesh.saved.restoring import restored
 from ftmesh.saved.snapshot import Copier, Copies
-from ftmesh.train.parallel import SPLIT, Parallel
+from ftmesh.train.parallel import Parallel
+from ftmesh.train.placed import SPLIT
 from ftmesh.train.trainer import State, Trainer
 
 LIMIT = 30.0  # seconds for all to give their part

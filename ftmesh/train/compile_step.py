@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ import jax
 from rich.console import Console
 
 from ftmesh.collectives import gradients
+from ftmesh.commands import ended
 from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.mesh.topology import Topology
 from ftmesh.tpu.loops import CompiledLoop, compiled_loops, cycles_of_all
@@ -122,12 +122,13 @@ def start(
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args(argv)
     console = Console(stderr=True)
-    try:
+
+    def run() -> None:
         with console.status(f"compiling for {args.slice}, which may take minutes"):
-            topology = Topology.from_devices(tpu_devices(args.slice), failed=args.failed)
+            topology = Topology.from_devices(
+                tpu_devices(args.slice), failed=args.failed, failed_links=args.failed_links
+            )
             report = compile_step(make(config_of(args, presets), topology, args))
-    except FtmeshError as error:
-        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    print(json.dumps(report.as_dict()) if args.json else report)
-    return 0
+        print(json.dumps(report.as_dict()) if args.json else report)
+
+    return ended(name, run)

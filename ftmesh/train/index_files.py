@@ -15,7 +15,6 @@ import logging
 import mmap
 import os
 import re
-import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,13 +22,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import accumulate, takewhile
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.saved.files import write_whole
+from ftmesh.files import write_whole
 from ftmesh.train.shard_index import BLOCK, ShardIndex, Stamp, checksum
 
 SUFFIX = ".ftmesh-index"
@@ -92,7 +90,7 @@ def keep_index(file: Path, shards: Mapping[str, ShardIndex]) -> None:
         for begun in file.parent.glob(f".{file.name}.*.begun"):
             if time.time() - begun.stat().st_mtime > _ABANDONED_S:
                 begun.unlink()
-        write_whole(file, _parts(shards), by=f".{socket.gethostname()}-{os.getpid()}-{get_ident()}")
+        write_whole(file, _parts(shards))
     except OSError as error:
         logging.getLogger(__name__).warning(
             "could not keep the index %s, and the next start reads all files again: %s",

@@ -8,6 +8,7 @@ next one is under way. A checkpoint or an evaluation does wait, and looks at the
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 import uuid
@@ -21,7 +22,7 @@ import jax
 
 from ftmesh.cluster.agreed import agree_on_program
 from ftmesh.cluster.agreed import compile_ahead as compile_program_ahead
-from ftmesh.cluster.ahead import prepare
+from ftmesh.cluster.ahead import SECONDS, prepare
 from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.errors import CheckpointError
 from ftmesh.mesh.devices import process_of
@@ -98,6 +99,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     """Train `job` as the arguments of `ftmesh.train.arguments.add_run` say."""
     trainer, cluster = job.trainer, job.trainer.parallel.cluster
     resumes = args.resume or cluster.epoch > 1
+    job.train.check_room()
     cluster.at("compile")
     faults.reach("compile")
     topology = trainer.parallel.ranks.topology
@@ -148,7 +150,9 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
         if cluster.epoch > 1:
             live = trainer.parallel.ranks.topology.num_live
             report.epoch(done, cluster.epoch, live=live, source=source)
-        batches = stack.enter_context(Reader(job.train, first_step=done))
+        batches = stack.enter_context(
+            Reader(job.train, first_step=done, max_damaged=args.max_damaged)
+        )
         transactions.begin(done, state, source, partial(_count, job, report))
         if cluster.line is not None:
             _prepare(job, topology, compile_ahead=args.compile_ahead)
@@ -211,7 +215,7 @@ def _prepare(job: Job, topology: Topology, *, compile_ahead: bool) -> None:
         if compile_ahead and cluster.process in {process_of(device) for device in left.devices}:
             compile_program_ahead(STEP, trainer.step, trainer.inputs, left)
 
-    prepare(topology, do)
+    prepare(topology, do, seconds=math.inf if compile_ahead else SECONDS)
 
 
 def _say_if_without_copies(trainer: Trainer, args: argparse.Namespace) -> None:

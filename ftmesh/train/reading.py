@@ -27,7 +27,11 @@ from absl import flags
 from numpy.typing import NDArray
 
 from ftmesh.errors import DataError, RecordError
+from ftmesh.room import check_memory
 from ftmesh.train.shuffle import shuffled
+
+MAX_DAMAGED = 0.01  # of all examples
+FEW = 10
 
 Batch = TypeVar("Batch", bound=tuple[Any, ...])  # arrays with a row for each example
 
@@ -90,6 +94,23 @@ class Batches(ABC, Generic[Batch]):
                 array[row] = value
         return batch, damaged
 
+    def num_rows(self, step: int) -> int:
+        """How many rows of a batch are to have an example."""
+        is_real = self.rows >= 0
+        if not self.train:
+            is_real &= step * self.batch + self.rows < self.num_examples
+        return int(is_real.sum())
+
+    def check_room(self) -> None:
+        """Refuse batches that the memory of this process has no room for."""
+        row = sum(array.nbytes for array in self.padding(1))
+        ahead = _num_threads() + 2  # those made, and the one in use
+        check_memory(
+            f"{ahead} batches of {len(self.rows):,} {self.unit}",
+            ahead * len(self.rows) * row,
+            "take a smaller --batch",
+        )
+
     def why_damaged(self, index: int) -> str:
         """What is wrong with an example, by reading it again."""
         try:
@@ -99,13 +120,18 @@ class Batches(ABC, Generic[Batch]):
         return f"{self.name(index)}: it could not be read, and now it can"
 
 
+def _num_threads() -> int:
+    return os.cpu_count() or 1
+
+
 class Reader(Iterator[Batch]):
     """Batches one after another from `first_step` on, made ahead of their use.
 
     Threads suffice where the cores are few, or where reading does not hold Python's lock; beyond
     some eight cores, `num_workers` processes do better. Damaged examples are left out and are to be
-    found in `skipped`, with the reason; more than `max_skipped` are an error. Close it when done,
-    or use it in a `with` statement.
+    found in `skipped`, with the reason. More than the share `max_damaged` of those that this reader
+    has, or more than `max_skipped` where that is given, are an error, and so is nothing else. Close
+    it when done, or use it in a `with` statement.
     """
 
     def __init__(
@@ -115,11 +141,16 @@ class Reader(Iterator[Batch]):
         first_step: int = 0,
         num_threads: int | None = None,
         num_workers: int = 0,
-        max_skipped: int = 100,
+        max_damaged: float = MAX_DAMAGED,
+        max_skipped: int | None = None,
     ) -> None:
-        self._batches, self._num_workers, self._max_skipped = batches, num_workers, max_skipped
+        self._batches, self._num_workers = batches, num_workers
+        own = batches.num_examples * int((batches.rows >= 0).sum()) // max(1, batches.batch)
+        few = min(max(int(max_damaged * own), FEW), own // 2)  # of a small set, a few; never all
+        self._max_skipped = few if max_skipped is None else max_skipped
         self.skipped: dict[int, str] = {}
-        threads = num_threads or os.cpu_count() or 1
+        self._step, self._seen, self._lost = first_step, 0, 0  # rows
+        threads = num_threads or _num_threads()
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads + 1)
         dataset: Any = grain.MapDataset.source(batches)[first_step:].to_iter_dataset(options)
         if num_workers:
@@ -130,8 +161,14 @@ class Reader(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         batch, damaged = next(self._iterator)
-        for index in damaged[damaged >= 0].tolist():
+        lost = damaged[damaged >= 0].tolist()
+        self._seen += self._batches.num_rows(self._step)
+        self._lost += len(lost)
+        self._step += 1
+        for index in lost:
             self._skip(index)
+        if self._seen >= FEW:
+            self._refuse_if_all_is_lost()
         if self._num_workers:  # give the memory that is shared with the processes back
             batch = jax.tree.map(np.array, batch)
         made: Batch = batch
@@ -144,8 +181,17 @@ class Reader(Iterator[Batch]):
     def __enter__(self) -> Reader[Batch]:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
+        if error is None:
+            self._refuse_if_all_is_lost()
+
+    def _refuse_if_all_is_lost(self) -> None:
+        """Nothing is learned from nothing, however few it is."""
+        if self._seen and self._lost == self._seen:
+            reason = next(reversed(self.skipped.values()))
+            count = f"{self._seen} {self._batches.unit}"
+            raise DataError(f"all of the first {count} are damaged; the last: {reason}")
 
     def _skip(self, index: int) -> None:
         if index in self.skipped:
@@ -154,6 +200,6 @@ class Reader(Iterator[Batch]):
         if len(self.skipped) > self._max_skipped:
             raise DataError(
                 f"{len(self.skipped)} {self._batches.unit} are damaged, and at most "
-                f"{self._max_skipped} may be left out; the last: {reason}"
+                f"{self._max_skipped} may be left out (--max-damaged); the last: {reason}"
             )
         logging.getLogger(__name__).warning("left out %s", reason)

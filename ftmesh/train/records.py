@@ -13,11 +13,12 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from ftmesh.errors import DataError, RecordError
+from ftmesh.errors import DataError, DataNotFoundError, RecordError
+from ftmesh.files import write_whole
 from ftmesh.train.index_files import SUFFIX, remove_indexes
 from ftmesh.train.open_files import OpenFile, most_open
 from ftmesh.train.record_index import open_index
@@ -144,13 +145,13 @@ class Records:
 
 
 def find_shards(folder: str | os.PathLike[str], pattern: str) -> list[Path]:
-    """The files of `folder` that match `pattern`, such as "train-*", or an error if one is missing.
+    """The files of `folder` that match `pattern`, as ``train-*``, or an error if one is missing.
 
     Where names end as in "train-00001-of-00004", all of the four must be there.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}")
+        raise DataNotFoundError(f"there is no folder {folder}")
     paths = sorted(path for path in folder.glob(pattern) if path.is_file())
     paths = [path for path in paths if not path.name.endswith((SUFFIX, ".begun"))]
     if not paths:
@@ -160,23 +161,41 @@ def find_shards(folder: str | os.PathLike[str], pattern: str) -> list[Path]:
     if len(sets) > 1:
         found = ", ".join(sorted(f"{before}*-of-{total}{after}" for before, total, after in sets))
         raise DataError(f"{folder} has shards of several sets, which are not to be mixed: {found}")
-    for before, total, after in sets:
-        every = [f"{before}{i:0{len(total)}}-of-{total}{after}" for i in range(int(total))]
-        missing = [name for name in every if name not in names]
+    for before, total, after in sets:  # one, of as many as its files say, which may be nonsense
+        every = (f"{before}{i:0{len(total)}}-of-{total}{after}" for i in range(int(total)))
+        missing = [*islice((name for name in every if name not in names), 3)]
         if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            lacking = int(total) - sum(_is_one_of(name, before, total, after) for name in names)
+            more = f" and {lacking - 3} more" if lacking > 3 else ""
             raise DataError(
-                f"{folder} lacks {len(missing)} of {total} shards: {', '.join(missing[:3])}{more}"
+                f"{folder} lacks {lacking} of {total} shards: {', '.join(missing)}{more}"
             )
     return paths
 
 
+def _is_one_of(name: str, before: str, total: str, after: str) -> bool:
+    """Whether a file is a shard of a set of so many."""
+    number = name.removeprefix(before).removesuffix(f"-of-{total}{after}")
+    return number.isdecimal() and len(number) == len(total) and int(number) < int(total)
+
+
+def check_alone(folder: str | os.PathLike[str], split: str, number: int) -> None:
+    """Refuse to write shards of a split where there are some of another set, not to be mixed."""
+    for path in Path(folder).glob(f"{split}-*-of-*"):
+        match = _SHARD.fullmatch(path.name)
+        if match and int(match[2]) != number:
+            raise DataError(
+                f"{folder} has {path.name} already, and {number} shards are to be written: take "
+                "the old ones away, or give another folder"
+            )
+
+
 def write_records(path: str | os.PathLike[str], records: Iterable[bytes]) -> None:
-    """Write a TFRecord file; an index that may speak of another in its place is removed."""
+    """Write a TFRecord file, whole or not at all; what may index another in its place goes."""
     path = Path(path)
     remove_indexes(path)
-    with path.open("wb") as file:
-        for data in records:
-            file.write(frame_head(len(data)))
-            file.write(data)
-            file.write(TAIL.pack(masked_checksum(data)))
+    write_whole(path, (part for data in records for part in _framed(data)))
+
+
+def _framed(data: bytes) -> tuple[bytes, bytes, bytes]:
+    return frame_head(len(data)), data, TAIL.pack(masked_checksum(data))

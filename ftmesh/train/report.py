@@ -12,6 +12,7 @@ waited for, or when `settle` is called; one that is not a number ends the run wi
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ from typing import Any, TextIO
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ftmesh.errors import TrainingError
+from ftmesh.files import write_whole
 from ftmesh.train.metrics import open_metrics, read_epochs
 from ftmesh.train.metrics import read_metrics as read_metrics
 
@@ -189,7 +191,9 @@ def plot_run(metrics: str | Path, out: str | Path, *, title: str = "") -> bool:
         right.legend(frameon=False, loc="center right")
     mark_epochs(axes, read_epochs(metrics))
     axes.grid(True, alpha=0.3)
-    figure.savefig(out)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=Path(out).suffix[1:])
+    write_whole(out, [drawn.getvalue()])
     return True
 
 

@@ -29,7 +29,8 @@ from ftmesh.mesh.topology import Topology
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.memory import Memory
-from ftmesh.train.parallel import SPLIT, WHOLE, Parallel
+from ftmesh.train.parallel import Parallel
+from ftmesh.train.placed import SPLIT, WHOLE
 
 
 class State(NamedTuple):

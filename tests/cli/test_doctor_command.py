@@ -36,6 +36,7 @@ def test_what_is_found_is_drawn_and_ready_to_paste(run, monkeypatch):
         "chip 1,0 is wrong: float32 6 of 6 times, bfloat16 6 of 6 times, "
         "whole numbers 6 of 6 times",
         "link 2,0-2,1 is wrong: 1 word wrong from 2,1 to 2,0",
+        "to keep both ends of a link: --failed '1x1@1,0;1x1@0,1' --failed-links 2,0-2,1; or else:",
         "--failed '2x1@1,0;1x1@0,1'",
     ]
 
@@ -53,6 +54,7 @@ def test_a_well_mesh(run):
         "found": [],
         "untried": [],
         "failed": "",
+        "links_alone": None,
     }
 
 
@@ -61,10 +63,10 @@ def test_a_well_mesh(run):
     [
         (["--emulate"], "--emulate needs --mesh"),
         (["--emulate", "--mesh", "2x2", "--process-id", "1"], "--emulate is for one process"),
-        (["--limit", "0"], "--limit takes more than 0 seconds"),
-        (["--slow", "1"], "a factor of more than 1"),
+        (["--limit", "0"], "'0' is not a number from 0.001"),
+        (["--slow", "1"], "'1' is not a number from 1.001"),
         (["--mesh", "two"], "'two' is not a mesh shape"),
-        (["--limit", "soon"], "invalid float value"),
+        (["--limit", "soon"], "'soon' is not a number"),
         (["--coordinator", "127.0.0.1:99"], "the number of processes is not given"),
     ],
 )

@@ -151,6 +151,16 @@ def test_one_process_plans_and_the_others_load(four, monkeypatch):
         assert plan.proof is not None
 
 
+def test_a_plan_along_trees_is_cut_and_sharded_as_in_one_process(four):
+    topology = Topology.grid("3x3", failed="1x1@0,0")
+    alone = ftmesh.plan(topology, "tree", payload_bytes=10**6)
+    options = {"payload_bytes": 10**6}
+    for plan in at_once(lambda c: agreed_plan(c, topology, "tree", **options), four):
+        assert plan.schedule == alone.schedule
+        assert plan.at(4).schedule == alone.at(4).schedule != plan.schedule
+        assert plan.halves.schedule == alone.halves.schedule
+
+
 def test_different_plans_are_refused_before_anything_runs(four):
     topology = Topology.from_devices(devices(4, 4), shape="4x4", failed="2x2@2,2")
     names = ["ring", "row_pair", "ring", "ring"]

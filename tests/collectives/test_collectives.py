@@ -27,7 +27,6 @@ CASES = [
 ]
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
-UNCHECKED = pytest.param(False, marks=pytest.mark.slow)  # most of it is as with types
 
 
 @pytest.fixture(params=CASES, ids=" ".join)
@@ -54,11 +53,21 @@ def assert_sums(total, parts):
     assert (np.abs(np.asarray(total, exact.dtype) - exact) <= bound).all()
 
 
-@pytest.mark.parametrize("check_vma", [True, UNCHECKED])
-def test_psum_of_a_tree_of_odd_sizes(plan, check_vma):
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+def test_psum_where_types_are_not_checked(algorithm):
+    plan = planned(algorithm, "4x4", "2x2@2,0")
+    assert_a_tree_of_odd_sizes(plan, check_vma=False)
+
+
+def test_psum_of_a_tree_of_odd_sizes(plan):
+    assert_a_tree_of_odd_sizes(plan)
+
+
+def assert_a_tree_of_odd_sizes(plan, **how):
     tree = odd_tree(ranks_of(plan), every_dtype=ranks_of(plan) <= 16)
-    ours = per_rank(plan, lambda t: plan.psum(t, "data"), tree, check_vma=check_vma)
-    laxs = per_rank(plan, lambda t: lax.psum(t, "data"), tree, check_vma=check_vma)
+    ours = per_rank(plan, lambda t: plan.psum(t, "data"), tree, **how)
+    laxs = per_rank(plan, lambda t: lax.psum(t, "data"), tree, **how)
     for name, parts in tree.items():
         assert ours[name].dtype == laxs[name].dtype
         assert ours[name].shape == laxs[name].shape
@@ -79,7 +88,7 @@ def test_two_runs_give_the_same_bits(twelve):
         ("16x32", "4x2@6,14", "ring", 504),
         pytest.param("32x32", "4x2@14,14", "row_pair", 1016, marks=pytest.mark.slow),
         pytest.param("32x32", "4x2@14,14", "ring", 1016, marks=pytest.mark.slow),
-        ("16x32", "", "two_dim", 512),
+        pytest.param("16x32", "", "two_dim", 512, marks=pytest.mark.slow),
     ],
 )
 def test_the_paper_meshes_on_one_device(shape, block, algorithm, ranks):
@@ -138,11 +147,19 @@ class TestScatterAndGather:
         )
         np.testing.assert_array_equal(ours, laxs)
 
-    @pytest.mark.parametrize("check_vma", [True, UNCHECKED])
     @pytest.mark.parametrize(
-        "options", [{}, {"axis": 1}, {"axis": -1}, {"axis": 1, "tiled": True}], ids=str
+        ("algorithm", "options", "check_vma"),
+        [
+            ("ring", {}, True),
+            ("ring", {"axis": 1}, True),
+            ("ring", {"axis": -1}, True),
+            ("ring", {"axis": 1, "tiled": True}, True),
+            ("row_pair", {}, True),
+            pytest.param("row_pair", {"axis": 1, "tiled": True}, False, marks=pytest.mark.slow),
+            pytest.param("ring", {"axis": -1}, False, marks=pytest.mark.slow),
+        ],
+        ids=str,
     )
-    @pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
     def test_all_gather(self, algorithm, options, check_vma):
         plan = planned(algorithm, "4x4", "2x2@0,0")
         tree = odd_tree(12)
@@ -207,6 +224,7 @@ def test_double_precision(twelve):
 
 
 class TestOptions:
+    @pytest.mark.slow
     def test_buckets_of_any_size_give_the_same(self, twelve):
         tree = {str(i): np.random.default_rng(i).integers(0, 99, (12, 50 + i)) for i in range(6)}
         results = [
@@ -252,13 +270,13 @@ def test_two_devices_per_chip():
 
 
 @pytest.mark.parametrize(
-    ("shape", "failed"),
+    ("shape", "failed", "check_vma"),
     [
-        ("4x4", "2x2@0,0"),
-        pytest.param("8x8", "2x2@0,0;2x2@4,4", marks=pytest.mark.slow),
+        ("4x4", "2x2@0,0", True),
+        ("4x4", "2x2@0,0", False),
+        pytest.param("8x8", "2x2@0,0;2x2@4,4", False, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("check_vma", [True, False])
 class TestIdleGetResults:
     """Devices that bring nothing end with what the others end with."""
 

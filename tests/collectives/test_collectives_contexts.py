@@ -35,7 +35,7 @@ class TestContexts:
         laxs = per_rank(plan, write(lambda x: lax.psum(x, "data")), x, **options)
         np.testing.assert_allclose(ours, laxs, rtol=1e-4, atol=1e-4)
 
-    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
     def test_reverse_and_forward_derivatives(self, twelve, check_vma):
         x = np.random.default_rng(0).normal(size=(12, 17)).astype(np.float32)
         options = {"check_vma": check_vma}
@@ -67,6 +67,7 @@ class TestContexts:
 
         self.both(twelve, steps, x, check_vma=check_vma)
 
+    @pytest.mark.slow
     def test_derivatives_of_scatter_and_gather(self, twelve):
         x = np.random.default_rng(0).normal(size=(12, 24)).astype(np.float32)
 

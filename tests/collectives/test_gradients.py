@@ -85,7 +85,7 @@ def on_logical_ranks(run, x):
     return jax.tree.map(lambda leaf: leaf[0], grads)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_damaged_mesh_gives_the_gradient_of_all_examples(check_vma):
     plan = ftmesh.plan(cpu_grid("8x8", failed="2x2@2,2"), "row_pair")
     x = examples(60)

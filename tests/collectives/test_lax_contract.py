@@ -190,7 +190,7 @@ def test_types_with_doubles(even, case):
     ("algorithm", "where"),
     [
         ("ring", "types checked"),
-        pytest.param("row_pair", "types not checked", marks=pytest.mark.slow),
+        pytest.param("ring", "types not checked", marks=pytest.mark.slow),
         pytest.param("ring", "logical ranks", marks=pytest.mark.slow),
     ],
 )

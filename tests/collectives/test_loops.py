@@ -13,7 +13,7 @@ from ftmesh import ArgumentError, Topology
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "loops.md").read_text()
 FOLDER = Path(__file__).parents[1] / "loops"
 MESH = 'Mesh(np.array(devices), ("data",))', 'plan.jax_mesh("data")'
 GRADS = "jax.value_and_grad(loss_of)", "plan.value_and_grad(loss_of)"
@@ -32,11 +32,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", ["jit_linen", "over_shard_map", "over_pmap"])
-def test_the_readme_shows_the_lines_that_change(name):
+def test_the_docs_show_the_lines_that_change(name):
     source = (FOLDER / f"{name}.py").read_text()
     for before, after in CHANGES[name]:
         (line,) = (line for line in source.splitlines() if before in line)
-        assert f"-{line}\n+{line.replace(before, after)}\n" in README
+        assert f"-{line}\n+{line.replace(before, after)}\n" in PAGE
 
 
 def train(name, changes, *args, **options):

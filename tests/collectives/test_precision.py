@@ -14,7 +14,7 @@ from roundings import HALVES, LARGE, assert_right, draws, exact_means, large_pla
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError
 from ftmesh.collectives.precision import Precision, precision
-from ftmesh.execute.ppermute import Wire
+from ftmesh.execute.setting import Wire
 from ftmesh.testing import on_one_device
 from ftmesh.train import mean_gradients, with_mean_gradients
 
@@ -163,6 +163,7 @@ class TestMeans:
         laxs = per_rank(twelve, gradient(jax.lax.pmean), x, check_vma=check_vma)
         np.testing.assert_allclose(ours, laxs, rtol=1e-5)
 
+    @pytest.mark.slow
     def test_gradients_after_and_during_the_backward_pass(self):
         plan = large_plan("16x32", "4x2@6,14", "row_pair")
         ones = np.ones((504, 3), BF16)

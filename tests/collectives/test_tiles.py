@@ -129,6 +129,7 @@ class TestMeshes:
             on_mesh(wrong, lambda x: small.psum(x, "data"), numbers(small, 5))
         assert "make the mesh with plan.jax_mesh(('data', 'model'), along='data')" in str(error)
 
+    @pytest.mark.slow
     def test_positions_in_another_order_are_the_same_lines(self, small):
         mesh = Mesh(small.jax_mesh(AXES).devices[:, ::-1], AXES)
         x = numbers(small, 5)

@@ -2,9 +2,11 @@
 
 import pytest
 
-from ftmesh import ArgumentError, Topology
+from ftmesh import ArgumentError, PlanError, Topology, planners
 from ftmesh.cost import advise
 from ftmesh.cost.advise import Outcome, RouteAround, Setting, Site, Spares, SubMesh, Wait
+from ftmesh.cost.network import DEFAULT
+from ftmesh.cost.simulate import Simulator
 
 HOUR, DAY = 3600.0, 86400.0
 
@@ -21,6 +23,9 @@ def test_boards_are_2x2_at_even_coordinates():
         "2x2@0,0", "2x2@2,0", "2x2@0,2", "2x2@2,2",
     ]  # fmt: skip
     assert [str(board) for board in site("5x4").boards][2] == "1x2@4,0"
+    assert [str(board) for board in site("4x2x2").boards] == [
+        "2x2x1@0,0,0", "2x2x1@2,0,0", "2x2x1@0,0,1", "2x2x1@2,0,1",
+    ]  # fmt: skip
 
 
 def test_every_moment_is_accounted_for():
@@ -32,6 +37,41 @@ def test_every_moment_is_accounted_for():
         )  # fmt: skip
         assert shares == pytest.approx(1.0, abs=1e-12)
         assert 0 < outcome.trained < 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "topology"),
+    [
+        ("5x5", Topology.grid("5x5", failed="2x2@2,2")),
+        ("3x3x2", Topology.grid("3x3x2", failed="")),
+    ],
+)
+def test_where_no_ring_fits_sums_are_priced_with_flood(shape, topology):
+    want = Simulator(planners.schedule(topology, "flood")).seconds(100_000_000, DEFAULT)
+    assert site(shape).sum_on(topology) == want
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "topology"),
+    [
+        ("two_dim", Topology.grid("4x4x4", failed="", wrap=True)),
+        ("colours", Topology.grid("3x16", failed="", wrap=True)),
+        ("flood", Topology.grid("4x4x4", failed="2x2x1@0,0,0", wrap=True)),
+        ("flood", Topology.grid("6x6", failed="2x2@2,2", wrap=True)),
+        ("ring", Topology.grid("6x6", failed="2x2@2,2")),
+    ],
+    ids=str,
+)
+def test_sums_are_priced_with_what_is_fastest(algorithm, topology):
+    want = Simulator(planners.schedule(topology, algorithm)).seconds(10**9, DEFAULT)
+    whole = Topology.grid(topology.shape, failed="", wrap=topology.wrap)
+    mine = Site(whole, 100 * DAY, 8 * HOUR, HOUR, step=0.2, payload_bytes=10**9)
+    assert mine.sum_on(topology) == want
+
+
+def test_a_cut_mesh_has_no_sum():
+    with pytest.raises(PlanError, match="cut into 2 parts"):
+        site("4x4").sum_on(Topology.grid("4x4", failed="4x2@0,2").less([(1, 0), (1, 1)]))
 
 
 def history(monkeypatch, *events):

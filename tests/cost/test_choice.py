@@ -6,7 +6,9 @@ import ftmesh
 from ftmesh import ArgumentError, PlanError, Topology, planners
 from ftmesh.cost import choice
 from ftmesh.cost.choice import Candidate
-from ftmesh.cost.network import NETWORKS, Network
+from ftmesh.cost.cutting import least_seconds, schedule_for
+from ftmesh.cost.executor import Executor
+from ftmesh.cost.network import DEFAULT, NETWORKS, Network
 from ftmesh.cost.simulate import Simulator, simulate
 
 DAMAGED = Topology.grid("8x8", failed="2x2@2,2")
@@ -53,13 +55,52 @@ def test_a_plan_explains_itself():
     assert lines[6] == "  no all-reduce can take less than 1.2 ms"
 
 
-def test_where_nothing_fits_the_reasons_are_given():
-    with pytest.raises(PlanError, match="ring cannot run on 3x3 less 1x1@0,0"):
-        ftmesh.plan(Topology.from_drawing("X..\n...\n..."))
+def test_where_no_ring_fits_the_reasons_are_given_beside_what_does():
+    lines = str(ftmesh.plan(Topology.from_drawing("X..\n...\n...")).explain()).splitlines()
+    assert [line.split()[0] for line in lines[2:4]] == ["tree", "flood"]
+    assert [line.split()[:2] for line in lines[4:-1]] == [
+        [name, "cannot:"] for name in ("two_dim", "row_pair", "ring", "line")
+    ]
+
+
+def able(topology, payload_bytes, **options):
+    found = choice.choose(topology, payload_bytes, **options).candidates
+    return [one.algorithm for one in found if not one.refusal]
+
+
+def test_on_three_axes_trees_are_looked_at_where_rings_are_not_near_the_limit():
+    torus, mesh = (Topology.grid("3x3x3", wrap=wrap) for wrap in (True, False))
+    assert able(torus, 10**8) == ["two_dim", "colours", "ring"]
+    assert able(torus, 10**4)[0] == "tree"
+    assert able(mesh, 10**8) == ["tree", "two_dim"]
+    assert able(mesh, 10**8, halves=True) == ["two_dim"]
+
+
+def test_where_chips_have_links_to_spare_floods_and_trees_are_looked_at():
+    torus = Topology.grid("6x6", failed="2x2@2,2", wrap=True)
+    assert able(torus, 10**8) == ["tree", "flood", "ring", "row_pair"]
+    assert able(torus, 10**8, halves=True) == ["flood", "ring", "row_pair"]
+    mesh = Topology.grid("3x3x4", failed="1x1x2@1,1,1")
+    assert able(mesh, 10**8)[:2] == ["tree", "flood"]
+    assert able(mesh, 10**8, halves=True)[0] == "flood"
+
+
+def test_where_nothing_fits_the_reason_is_given():
+    with pytest.raises(PlanError, match="3x3 less 3x1@0,1 is cut into 2 parts"):
+        ftmesh.plan(Topology.from_drawing("...\nXXX\n..."))
 
 
 class TestHalfTheBytes:
     """Payloads of 16 bits, whose partial sums may travel in 32."""
+
+    def test_without_halves_all_of_it_does(self):
+        topology = Topology.from_drawing("X..\n...\n...")
+        plan = ftmesh.plan(topology, "tree", payload_bytes=10**6, wire_dtype="bfloat16")
+        (tree,) = [one for one in plan.explain().candidates if one.algorithm == "tree"]
+        assert tree.partials == plan.partials_travel_in("bfloat16") == "float32"
+        seconds = Simulator(plan.schedule).seconds(2 * 10**6)
+        assert tree.seconds == pytest.approx(seconds)
+        assert "sums of 16 bits travel as float32" in str(plan)
 
     def test_partial_sums_count_for_what_they_take(self):
         for one in choice.choose(DAMAGED, 3_000_000, wire_dtype="bfloat16").candidates[:2]:
@@ -98,3 +139,38 @@ def test_topologies_do_not_share_a_choice():
     ]
     for topology in topologies:
         assert choice.choose(topology, 12_345).topology == topology
+
+
+class TestBest:
+    """Trees are looked at wherever they could be faster."""
+
+    SMALL = Topology.grid("4x6", failed="2x2@0,2")
+
+    def test_where_they_win_they_are_taken(self):
+        found = choice.choose(self.SMALL, 1_000_000, best=True)
+        assert [one.algorithm for one in found.candidates[:3]] == ["tree", "ring", "row_pair"]
+        assert found.candidates[0].seconds < 0.9 * found.candidates[1].seconds
+
+    def test_where_they_cannot_nothing_is_planned(self, monkeypatch):
+        monkeypatch.setattr(choice, "schedule_for", None)
+        dear = Network(50e9, 0.5e-6, executor=Executor(0, 0, 1.0, packing=0.0, clock=1e9))
+        found = choice.choose(DAMAGED, 10_000_000, dear, best=True)
+        assert found.algorithm == "ring"
+        (tree,) = [one for one in found.candidates if one.algorithm == "tree"]
+        assert tree.refusal.startswith("it could not take less than 24")
+
+    def test_a_plan_stays_with_it_for_all_sizes(self):
+        plan = ftmesh.plan(self.SMALL, "best", payload_bytes=1_000_000)
+        assert (plan.algorithm, plan.is_auto, plan.is_best) == ("tree", True, True)
+        assert plan.at(3000).algorithm == "tree"
+        assert plan.explain().algorithm == "tree"
+        assert plan.halves.algorithm == "ring"
+        assert ftmesh.plan(self.SMALL, payload_bytes=1_000_000).algorithm == "ring"
+
+    @pytest.mark.parametrize("on", [DEFAULT, NETWORKS["v6e"], NETWORKS["v3"]])
+    def test_no_plan_beats_the_bound_that_leaves_trees_out(self, on):
+        topology = Topology.grid("4x4", failed="1x1@0,1")
+        for size in (4_000, 1_000_000):
+            seconds = Simulator(schedule_for(topology, "tree", size, on)).seconds(size, on)
+            least = least_seconds(topology, size, on)
+            assert least <= seconds < 3 * least

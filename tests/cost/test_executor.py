@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from trees import tree_schedule
 
 import ftmesh
 from ftmesh import ArgumentError, Topology, planners
@@ -82,6 +83,15 @@ def test_lanes_are_those_of_the_lowered_program(mesh, failed, cores):
         if cores == 2:  # what `around_seconds` takes for granted
             for loop, (lanes, chunks) in ((loops[0], lowered[0]), (loops[-1], lowered[-1])):
                 assert (lanes, chunks * loop.num_rounds) == (1, schedule.num_chunks)
+
+
+@pytest.mark.parametrize(("mesh", "failed"), [("4x4", "1x1@0,0;1x1@2,1"), ("3x3x2", "")])
+def test_lanes_of_trees_are_directions_whatever_their_transfers_are(mesh, failed):
+    schedule = tree_schedule(Topology.grid(mesh, failed=failed), 6)
+    (loop,) = lower(schedule).loops
+    directions = 2 * len(schedule.topology.shape)
+    assert lanes_and_chunks(schedule.phases[0]) == (directions, directions)
+    assert len(loop.lanes) == directions
 
 
 def test_lanes_that_have_to_be_found():

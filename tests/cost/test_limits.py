@@ -287,6 +287,9 @@ def test_seconds_are_those_of_the_slower_of_bytes_and_hops():
     assert found.all_reduce_seconds(1e12, slow) == found.all_reduce_seconds(1e12, 50e9)
     with pytest.raises(ArgumentError, match="bandwidth must be above 0"):
         found.all_reduce_seconds(1e8, 0)
+    for wrong in (True, 10**400):
+        with pytest.raises(ArgumentError, match="positive whole number"):
+            found.all_reduce_seconds(wrong, 50e9)
 
 
 @pytest.mark.parametrize("failed", ["", "2x3@1,1", "1x7@4,0;1x1@0,4"])

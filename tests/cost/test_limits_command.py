@@ -5,6 +5,7 @@ import json
 import pytest
 
 from ftmesh.cli import main
+from ftmesh.cost import round_bound
 
 
 @pytest.fixture
@@ -41,6 +42,16 @@ o alone"""
     assert "all-gather, or reduce-scatter    983 us" in text
     assert "all-reduce                       1.71 ms" in text
     assert "any of them, by latency alone    7 us" in text
+    assert "all-reduce, in rounds            1.73 ms" in text
+    assert "all-reduce, in rounds, by trees  1.82 ms" in text
+
+
+def test_what_would_take_long_is_left_out(run, monkeypatch):
+    monkeypatch.setattr(round_bound, "MOST_CHIPS", 10)
+    text = run("4x4")[1]
+    assert "in rounds, by trees  left out: it takes long for more than" in text
+    assert json.loads(run("4x4", "--json")[1])["all_reduce_trees_us"] is None
+    assert "in rounds" not in run("4x4", "--tile", "2x2")[1]
 
 
 def test_large_parts_are_drawn_with_letters_and_links_over_the_edge(run):
@@ -98,6 +109,7 @@ def test_limits_as_json(run):
     assert found["latency_floor_us"] == pytest.approx(46 * 0.5 + 2)
     assert found["all_reduce_share"] == "8/13"
     assert found["why_all_reduce"].endswith("26 links for 16 joins")
+    assert found["all_reduce_us"] < found["all_reduce_rounds_us"] <= found["all_reduce_trees_us"]
     alone = json.loads(run("1x1", "--json")[1])
     assert (alone["strength"], alone["all_reduce_us"]) == (None, 0)
 

@@ -6,6 +6,7 @@ import pytest
 
 from ftmesh.cli import main
 from ftmesh.cost import paper
+from ftmesh.units import format_time
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +55,14 @@ def test_the_command_says_where_we_differ_and_what_was_assumed(capsys, found):
     rows = json.loads(capsys.readouterr().out)
     assert [round(row["paper"]["ratio"], 2) for row in rows] == [1.56, 1.28, 1.28, 1.33]
     assert [len(row["ours"]) for row in rows] == [6, 6, 6, 6]
+    for row in rows:
+        best = row["best"]
+        assert 1 < best["ratio"] <= 1.05
+        assert (best["full"], best["damaged"]) == ("tree", "tree")
+        (ours,) = [
+            one
+            for one in row["ours"]
+            if one["mode"] == "synchronous" and one["link_bytes_per_second"] == 82e9
+        ]
+        assert best["damaged_us"] < 0.7 * ours["damaged_us"]
+        assert f"tree, {format_time(best['damaged_us'] / 1e6)}" in text

@@ -248,6 +248,8 @@ def test_links_are_named_measured_or_made():
         ({"mode": "eager"}, "there is no mode 'eager': choose from synchronous, dataflow"),
         ({"payload_bytes": 0}, "payload_bytes must be a positive whole number, not 0"),
         ({"payload_bytes": 1.5}, "payload_bytes must be a positive whole number, not 1.5"),
+        ({"payload_bytes": True}, "payload_bytes must be a positive whole number, not True"),
+        ({"payload_bytes": 10**400}, "payload_bytes must be a positive whole number up to 9"),
         ({"link": "quick"}, "'quick' is not a rate"),
         ({"link": 0.0}, "bandwidth must be above 0 bytes/s"),
         ({"latency": -1.0}, "latency must be 0 seconds or more"),

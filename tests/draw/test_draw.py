@@ -283,9 +283,10 @@ class TestPanels:
             with pytest.raises(TopologyError, match=r"not beside \(0, 0\) on 4x4"):
                 Panel(grid("4x4"), "", (Arrow(((0, 0), b)),))
 
-    def test_meshes_of_three_axes_are_refused(self):
-        with pytest.raises(TopologyError, match="4x4x4 has 3"):
-            routes_panel(grid("4x4x4"), [])
+    def test_arrows_to_a_layer_lead_to_the_next(self):
+        for b in ((0, 0, 2), (1, 0, 1), (0, 0, 3)):
+            with pytest.raises(TopologyError, match=r"not beside \(0, 0, 0\) on 4x4x4"):
+                Panel(grid("4x4x4"), "", (Arrow(((0, 0, 0), b)),))
 
     def test_unknown_phases_and_rounds_are_refused(self):
         schedule = chips_off_the_ring()
@@ -293,6 +294,8 @@ class TestPanels:
             phase_panel(schedule, 2)
         with pytest.raises(ScheduleError, match="rounds 0 to 2"):
             phase_panel(schedule, 0, round=3)
+        with pytest.raises(ScheduleError, match=r"lane 2 does not exist: .* has lanes 0 to 1"):
+            phase_panel(ring.plan(grid("2x2")), 0, lane=2)
 
 
 class TestSvg:

@@ -181,20 +181,30 @@ class TestMakeRecords:
         assert before == [Records(find_shards(out, "train-*"))[i] for i in range(3)]
 
     @pytest.mark.parametrize(
-        ("argv", "says"),
+        ("argv", "says", "status"),
         [
-            (["nothing.txt"], "cannot read nothing.txt: No such file"),
-            (["TEXT", "--every", "100"], "the text has 60 documents"),
-            (["TEXT", "--vocab", "BIG"], "has 305 pieces; the preset tiny has room for 256"),
-            (["TEXT", "--vocab", "TEXT"], "is no vocabulary"),
+            (["nothing.txt"], "cannot read nothing.txt: No such file", 66),
+            (["TEXT", "--every", "100"], "the text has 60 documents", 69),
+            (["TEXT", "--vocab", "BIG"], "has 305 pieces; the preset tiny has room for 256", 69),
+            (["TEXT", "--vocab", "TEXT"], "is no vocabulary", 69),
+            (["LINE"], "line 2 of", 69),
+            (["WORD"], "a word of more than 1000 characters", 69),
+            (["/dev/zero"], "cannot read /dev/zero: it is not a file", 69),
+            (["TEXT", "--shards", "2"], "has train-00000-of-00004 already, and 2 shards", 69),
         ],
     )
-    def test_bad_input_is_refused_in_a_line(self, tmp_path, village, capsys, argv, says):
+    def test_bad_input_is_refused_in_a_line(self, tmp_path, village, capsys, argv, says, status):
         big = tmp_path / "vocab.txt"
         Vocabulary((*SPECIAL, *map(str, range(300)))).write(big)
-        names = {"TEXT": str(village), "BIG": str(big)}
+        line, word = tmp_path / "line.txt", tmp_path / "word.txt"
+        line.write_text("a sentence\n" + "and on " * 1_500_000)
+        word.write_text("a sentence\n" + "on" * 500_000)
+        (tmp_path / "out").mkdir()
+        if "--shards" in argv:
+            write_records(tmp_path / "out" / "train-00000-of-00004", [])
+        names = {"TEXT": str(village), "BIG": str(big), "LINE": str(line), "WORD": str(word)}
         argv = [names.get(word, word) for word in argv]
-        assert main([*argv, "--out", str(tmp_path / "out")]) == 2
+        assert main([*argv, "--out", str(tmp_path / "out")]) == status
         error = capsys.readouterr().err
         assert says in error
         assert error.count("\n") == 1
@@ -330,7 +340,7 @@ class TestPacking:
         assert (batch.tokens[places[0], starts[places]] == WORDS.number("[CLS]")).all()
 
     def test_not_where_the_records_are(self, records, capsys):
-        assert pack_main([str(records), "--out", str(records)]) == 2
+        assert pack_main([str(records), "--out", str(records)]) == 69
         assert "give another folder" in capsys.readouterr().err
 
 

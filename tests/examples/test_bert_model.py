@@ -149,6 +149,7 @@ def tiny_params():
     return init(bert_tiny(), seed=0)
 
 
+@pytest.mark.slow
 def test_tiny_in_bfloat16():
     apply = jax.jit(predict, static_argnums=0)
     words, sentences = apply(bert_tiny(), tiny_params(), *batch()[:4])

@@ -64,6 +64,7 @@ def exact(quick_compiler, tmp_path_factory):
     return run("--wire-dtype", "float32", "--mllog", str(log)), log
 
 
+@pytest.mark.slow
 def test_sharded_lamb_on_our_sums_has_the_losses_of_whole_lamb_on_psum(exact):
     # Same sequences, weights and chips; only the order of additions differs, in sums and in norms.
     # Rounding at 6e-8 is grown by Adam, which divides by roots of squares that are near zero at
@@ -201,22 +202,43 @@ def test_presets_are_as_mlperf_has_them():
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "says", "status"),
     [
-        (["--data", "FOLDER"], "has 9 numbers in input_ids, and not 32"),
-        (["--data", "no-such-folder"], "there is no folder no-such-folder"),
-        (["--init", "no-such-file"], "no-such-file cannot be read as an .npz file"),
-        (["--batch", "8"], "a global batch of 8 is too small for 12 live ranks"),
-        (["--resume"], "--resume needs --checkpoint-dir"),
-        (["--algorithm", "two_dim"], "two_dim cannot run on 4x4 less 2x2@0,0"),
+        (["--data", "FOLDER"], "has 9 numbers in input_ids, and not 32", 69),
+        (["--data", "no-such-folder"], "there is no folder no-such-folder", 66),
+        (["--init", "no-such-file"], "no-such-file cannot be read as an .npz file", 66),
+        (["--batch", "8"], "a global batch of 8 is too small for 12 live ranks", 2),
+        (["--resume"], "--resume needs --checkpoint-dir", 2),
+        (["--algorithm", "two_dim"], "two_dim cannot run on 4x4 less 2x2@0,0", 69),
+        (["--mllog", "no/such/run.log"], "cannot write no/such/run.log: there is no folder", 2),
+        (["--out", "FILE"], "Not a directory", 2),
+        (["--checkpoint-dir", "FILE"], "Not a directory", 2),
     ],
 )
-def test_bad_input_is_refused_in_a_line_before_the_first_step(tmp_path, capsys, argv, says):
+def test_bad_input_is_refused_in_a_line_before_the_first_step(tmp_path, capsys, argv, says, status):
     write_records(tmp_path / "train-00000-of-00001", [make_example({"input_ids": [1] * 9})])
     mesh = ["--emulate", "one", "--mesh", "4x4", "--failed", "2x2@0,0"]
-    argv = [str(tmp_path) if word == "FOLDER" else word for word in argv]
-    assert main([*mesh, *argv]) == 2
+    names = {"FOLDER": str(tmp_path), "FILE": str(tmp_path / "train-00000-of-00001")}
+    argv = [names.get(word, word) for word in argv]
+    assert main([*mesh, *argv]) == status
     error = capsys.readouterr().err
     assert error.startswith("bert: ")
+    assert says in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--seed", "-1"], "-1 is not from 0 to 4,294,967,295"),
+        (["--batch", "1000000000000"], "is not a whole number from 1 to 16,777,216"),
+        (["--steps", "9" * 5000], "is not a whole number from 1 to"),
+        (["--max-damaged", "1"], "invalid share value: '1'"),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused_in_a_line(capsys, argv, says):
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1

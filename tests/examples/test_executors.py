@@ -24,8 +24,8 @@ def losses(trainer, *argv, **smaller):
     return trainer.train(config, cpu_grid("2x2"), args).losses
 
 
-@pytest.mark.parametrize("how", [[], ["--whole-optimizer", "--overlap", "--bucket", "10kB"]])
-def test_resnet50(how):
+def test_resnet50_with_a_whole_optimizer_and_sums_in_the_backward_pass():
+    how = ("--whole-optimizer", "--overlap", "--bucket", "10kB")
     small = {"stage_sizes": (1,), "width": 4, "image_size": 8, "norm_group": 12}
     one, other = (
         losses(resnet50, "--executor", executor, *how, **small, train_images=96, eval_images=50)
@@ -35,7 +35,7 @@ def test_resnet50(how):
     assert one == other
 
 
-def test_bert():
+def test_bert_with_a_sharded_optimizer():
     small = {"num_layers": 1, "hidden": 8, "length": 16, "predictions": 3, "warmup_steps": 2}
     one, other = (
         losses(bert, "--executor", executor, **small, train_sequences=96, eval_sequences=50)

@@ -1,6 +1,10 @@
 """Reading images: what the network sees, in which order, and what is refused."""
 
+import contextlib
 import io
+import struct
+import warnings
+import zlib
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from ftmesh.errors import DataError, RecordError
 from ftmesh.train.records import make_example, write_records
 
 CLASSES = 5
+RNG = np.random.default_rng(0)
 COLOURS = [(250, 20, 20), (20, 250, 20), (20, 20, 250), (240, 240, 20), (20, 240, 240)]
 
 
@@ -327,3 +332,35 @@ def test_measuring(records):
     rates = measure_decoding(str(records), size=16, seconds=0.05, num_classes=CLASSES)
     assert rates.train > 0
     assert rates.evaluation > 0
+
+
+def png(width, height):
+    """A PNG that says it is of this size, in a hundred bytes."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    parts = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    "size", [(30_000, 30_000), (9_000, 9_000), (2**31 - 1, 1), (10_000, 9_500)]
+)
+def test_an_image_that_is_too_large_is_a_damaged_one(size):
+    for crop in (lambda data: centre_crop(data, 8), lambda data: random_crop(data, 8, RNG)):
+        with pytest.raises(RecordError, match=r"an image of|not an image that Pillow can read"):
+            crop(png(*size))
+
+
+def test_damaged_bytes_of_images_are_nothing_worse():
+    """Whatever Pillow makes of them."""
+    for kind in ("PNG", "JPEG", "BMP", "WEBP"):
+        whole = encoded(gradient(20, 16), kind)
+        for _ in range(150):
+            raw = bytearray(whole)
+            for at in RNG.integers(0, min(len(raw), 200), 3):
+                raw[at] = RNG.integers(256)
+            with contextlib.suppress(RecordError), warnings.catch_warnings(action="ignore"):
+                assert centre_crop(bytes(raw), 8).shape == (8, 8, 3)

@@ -166,16 +166,30 @@ class TestTable:
         write_lines(folder / "events.jsonl", [EVENTS[0], EVENTS[-1]])
         assert [each.how for each in recoveries(Run.read(folder, 0))] == ["ran on"]
 
+    def test_another_fault_before_it_goes_on(self, folder):
+        fault = Run.read(folder, 0).faults[0]
+        second = {**fault, "kind": "stuck", "time": fault["time"] + 1}
+        write_lines(folder / "run" / "faults.jsonl", [fault, second])
+        kill, stuck = recoveries(Run.read(folder, 0))
+        assert (kill.seconds, kill.hit_again) == (3.0, True)
+        assert (stuck.seconds, stuck.hit_again) == (2.0, False)
+        assert _as_text([kill, stuck])["all"] == ["2", "2", "2.5", "2.0", "3.0", "1"]
+
     def test_as_text(self, folder):
         found = recoveries(Run.read(folder, 0, "kill@1:4:collective;slow@0:2"))
-        console = Console(width=80, record=True, file=io.StringIO())
-        console.print(table_of(found * 2))
-        lines = {
-            line[:16].strip(): line[16:].split() for line in console.export_text().splitlines()
-        }
+        lines = _as_text(found * 2)
         assert lines["kill collective"] == ["2", "2", "3.0", "3.0", "1"]
         assert lines["slow step"] == ["2"]
+        assert lines["all in place"] == ["2", "2", "3.0", "3.0", "1"]
+        assert lines["all restarted"] == []
         assert lines["all"] == ["2", "2", "3.0", "3.0", "1", "2"]
+
+
+def _as_text(found):
+    """The cells of each line of a table."""
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table_of(found))
+    return {line[:16].strip(): line[16:].split() for line in console.export_text().splitlines()}
 
 
 class StandIn(running.Pod):

@@ -9,8 +9,9 @@ from numpy_executor import run
 import ftmesh
 from ftmesh import Phase, Schedule, Topology, planners
 from ftmesh.execute.lower import IDLE, Rule, Table, _rule, lower
+from ftmesh.execute.places import Numbers
 from ftmesh.execute.read_back import LoopRounds
-from ftmesh.schedule.columns import join, transfers
+from ftmesh.schedule.columns import ADD, COPY, join, transfers
 
 MESHES = {
     "ring": Topology.grid("8x8", failed="2x2@2,2"),
@@ -48,6 +49,25 @@ def test_rings_need_no_tables():
         assert all(lane.is_full for lane in loop.lanes)
     pairs = lower(planners.schedule(Topology.grid("8x8"), "row_pair"))
     assert isinstance(pairs.scatter[0].lanes[0].send, Rule)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "lanes"),
+    [
+        ("ring", [[1] * 2] * 2),
+        ("row_pair", [[3] * 4, [1] * 4, [1] * 4, [3] * 4]),
+        ("two_dim", [[4] * 6, [1] * 6, [1] * 6, [4] * 6]),
+    ],
+)
+def test_lanes_of_halves_have_one_operation(algorithm, lanes):
+    """What is read and added is no more than before there were lanes that have both."""
+    program = lower(planners.schedule(MESHES[algorithm], algorithm))
+    for half, op in ((program.scatter, ADD), (program.gather, COPY)):
+        assert {lane.op for loop in half for lane in loop.lanes} == {op}
+    assert [[lane.count for lane in loop.lanes] for loop in program.loops] == lanes
+    for loop in program.loops:
+        if not all(isinstance(lane.send, Rule) for lane in loop.lanes):
+            assert not Numbers.of(loop).has_ops
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
@@ -123,11 +143,11 @@ def changing_lanes(draw):
     return moves or [(0, 0, 0, 1)]
 
 
-@given(changing_lanes())
-def test_lanes_that_change_are_made_constant_with_as_few_as_possible(moves):
+@given(changing_lanes(), st.integers(1, 2))
+def test_lanes_that_change_are_made_constant_with_as_few_as_possible(moves, num_ops):
     now, lane, src, dst = np.array(moves).T
     chunk = np.arange(len(moves))
-    columns = transfers(round=now, lane=lane, src=src, dst=dst, chunk=chunk)
+    columns = transfers(round=now, lane=lane, src=src, dst=dst, chunk=chunk, op=chunk % num_ops)
     schedule = Schedule(Topology.grid("5x1"), "any", len(moves), (Phase("any", columns),))
     (loop,) = lower(schedule).loops
     assert rows(written_out(loop)) == rows(columns)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ftmesh import Phase, Schedule, Topology, planners
 from ftmesh.errors import VerificationError
-from ftmesh.execute import ppermute, read_back
+from ftmesh.execute import primitives, read_back
 from ftmesh.execute.lower import IDLE, Rule, lower
 from ftmesh.execute.numbers import rounds_of
 from ftmesh.execute.places import Numbers, _in_few_places
@@ -124,7 +124,7 @@ def sums(schedule):
     held = held.reshape(program.num_ranks, program.num_chunks, 1, 1)
 
     def run(x):
-        return ppermute.sum_varying(x, axis_name="rank", program=program)
+        return primitives.sum_varying(x, axis_name="rank", program=program)
 
     return jax.vmap(run, axis_name="rank")(held), held.sum(axis=0)
 
@@ -159,6 +159,7 @@ def test_a_lane_that_is_always_full_shares_a_place():
     np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
 
 
+@pytest.mark.slow
 def test_a_star_of_many_lanes():
     """All send to one rank at once, by a lane each: more of them than a number has bits."""
     num_ranks, num_chunks = 34, 8

@@ -16,6 +16,8 @@ from ftmesh import ArgumentError, CollectiveError, Topology, collectives, planne
 from ftmesh.execute import pallas
 from ftmesh.execute.lower import lower
 from ftmesh.execute.pallas_tables import cuts
+from ftmesh.execute.setting import OWN, Setting
+from ftmesh.planners import tree
 from ftmesh.schedule.columns import ADD, COPY
 from ftmesh.testing import cpu_grid, on_one_device
 
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiler", "no_race")
 slow = pytest.mark.slow  # interpreted, every step of every rank is a call of Python
 CASES = [
     pytest.param(("ring", "4x4", "2x2@2,2"), marks=slow),
-    ("row_pair", "4x4", "2x2@2,2"),
+    pytest.param(("row_pair", "4x4", "2x2@2,2"), marks=slow),
     *(
         pytest.param((algorithm, "4x4", ""), marks=slow)
         for algorithm in ("ring", "row_pair", "two_dim")
@@ -74,12 +76,34 @@ def test_integers_are_exact(algorithm):
     np.testing.assert_array_equal(total, np.broadcast_to(x.sum(axis=0), x.shape))
 
 
+@slow
+def test_trees_are_planned_for_rounds_without_barriers():
+    grid = cpu_grid("3x2")
+    plan, rounds = (
+        ftmesh.plan(grid, "tree", payload_bytes=4096, executor=executor)
+        for executor in ("pallas", "ppermute")
+    )
+    assert plan.schedule.num_rounds > rounds.schedule.num_rounds  # which follow at once
+    x = buffers(6, 8, np.int32, rows=1)  # of 4096 bytes
+    total = per_rank(plan, lambda x: plan.psum(x, "data"), x)
+    np.testing.assert_array_equal(total, np.broadcast_to(x.sum(axis=0), x.shape))
+
+
 def test_means_of_16_bits_are_rounded_where_permutations_round_them():
     plan = ftmesh.plan(cpu_grid("2x1"), "line")
     x = buffers_of(plan.program, jnp.bfloat16, rows=16)
     assert plan.partials_travel_in("bfloat16") == "bfloat16"
     one, other = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
     np.testing.assert_array_equal(one, other)
+
+
+@slow
+def test_several_chunks_a_message():
+    topology = cpu_grid("3x1")
+    plan = ftmesh.plan(topology, schedule=tree.plan(topology, 4, width=2), executor="pallas")
+    x = buffers_of(plan.program, np.int32)
+    total = per_rank(plan, lambda x: plan.psum(x, "data"), x)
+    np.testing.assert_array_equal(total, np.broadcast_to(x.sum(axis=0), x.shape))
 
 
 @slow
@@ -232,5 +256,6 @@ def test_executors_have_names():
 def test_devices_that_it_does_not_run_on(kind, says):
     devices = tuple(SimpleNamespace(process_index=i, **kind) for i in range(3))
     program = replace(program_of([crossing_loop(1)], SIZE), devices=devices)
+    setting = Setting("data", SIZE, OWN, emulated=False)
     with pytest.raises(CollectiveError, match=says):
-        pallas.run_loops(jnp.ones((4, 8, 128)), program.loops, program, axis_name="data")
+        pallas.run_loops(jnp.ones((4, 8, 128)), program.loops, program, setting)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,6 +13,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from pallas_programs import crossing_loop, in_numpy, on_devices, program_of
 
+from ftmesh.execute import pallas_kernel
+from ftmesh.execute.lower import MIXED
 from ftmesh.execute.pallas_lanes import OneLane
 from ftmesh.execute.pallas_tables import SLOTS
 from ftmesh.schedule.columns import COPY
@@ -48,12 +51,11 @@ def test_nothing_is_found_where_nothing_is_planted(found):
 
 def test_a_chunk_that_is_read_before_it_came(monkeypatch, found):
     wait_came, put_together = OneLane.wait_came, OneLane.put_together
-    pieces = []
-    monkeypatch.setattr(OneLane, "wait_came", lambda self, piece: pieces.append(piece))
+    monkeypatch.setattr(OneLane, "wait_came", lambda self, piece: None)
 
-    def too_early(self, own, came, size):
-        put_together(self, own, came, size)
-        wait_came(self, pieces.pop())
+    def too_early(self, piece):
+        put_together(self, piece)
+        wait_came(self, piece)
 
     monkeypatch.setattr(OneLane, "put_together", too_early)
     said, is_right = found(crossing_loop(3, num_ranks=2, lanes=(1,)))
@@ -73,6 +75,16 @@ def test_a_chunk_that_is_overwritten_before_it_left(monkeypatch, found):
     monkeypatch.setattr(OneLane, "wait_written", too_late)
     said, _ = found(crossing_loop(3, COPY, num_ranks=2, lanes=(1,)))  # right only by chance
     assert "RACE DETECTED" in said
+
+
+def test_lanes_that_do_not_wait_for_each_other(monkeypatch, found):
+    """Both add to one chunk."""
+    loop = crossing_loop(2, MIXED, num_ranks=2, lanes=(1, -1))
+    assert found(loop) == ("", True)
+    monkeypatch.setattr(pallas_kernel, "late", lambda cut, coming: [False] * len(coming))
+    said, is_right = found(replace(loop))  # which is not the one that JAX has compiled
+    assert "RACE DETECTED" in said
+    assert not is_right
 
 
 def test_a_semaphore_that_does_not_end_at_zero(monkeypatch, found):

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from trees import tree_schedule
 
 import ftmesh
 from ftmesh import Topology
@@ -20,9 +21,12 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 HOLE = Topology.grid("4x4", failed="2x2@2,2")
 
 
-@pytest.mark.parametrize(("algorithm", "with_idle"), [("ring", True), ("row_pair", False)])
+@pytest.mark.parametrize(
+    ("algorithm", "with_idle"), [("ring", True), ("row_pair", False), ("tree", False)]
+)
 def test_ranks_read_what_the_program_says(algorithm, with_idle):
-    program = lower(schedule(HOLE, algorithm), with_idle=with_idle)
+    planned = tree_schedule(HOLE, 6) if algorithm == "tree" else schedule(HOLE, algorithm)
+    program = lower(planned, with_idle=with_idle)
     every = cuts(program.loops, chunk_rows=24, tile=8, most=8)
     assert all(cut.num == 3 for cut in every)
     in_front = headings(program.loops, program.num_ranks)

@@ -7,7 +7,9 @@ import pytest
 import ftmesh
 from ftmesh import Topology, planners
 from ftmesh.execute.lower import lower
-from ftmesh.execute.ppermute import OWN, Setting, on_rank, run_loop
+from ftmesh.execute.ppermute import on_rank, run_loop
+from ftmesh.execute.setting import OWN, Setting
+from ftmesh.planners import tree
 
 HOLE = Topology.grid("6x6", failed="2x2@2,2")
 
@@ -26,9 +28,14 @@ def numpy_rounds(path, held):
         yield held.copy()
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+@pytest.mark.parametrize(
+    "algorithm", ["ring", "row_pair", pytest.param("wide tree", marks=pytest.mark.slow)]
+)
 def test_every_round_leaves_what_the_file_says(algorithm, tmp_path):
-    schedule = planners.schedule(HOLE, algorithm)
+    if algorithm == "wide tree":
+        schedule = tree.plan(HOLE, 24, width=3)
+    else:
+        schedule = planners.schedule(HOLE, algorithm)
     ftmesh.save(schedule, tmp_path / "plan.npz")
     program = lower(ftmesh.load(tmp_path / "plan.npz"))
     setting = Setting("rank", program.num_ranks, OWN, emulated=True)
@@ -57,7 +64,8 @@ def test_every_round_leaves_what_the_file_says(algorithm, tmp_path):
     assert (held == held[0]).all()
 
 
-@pytest.mark.parametrize("algorithm", ["ring", pytest.param("row_pair", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
 def test_rounds_written_out_do_what_loops_do(algorithm):
     topology = Topology.grid("4x4", failed="2x2@0,0")
     looped, unrolled = (

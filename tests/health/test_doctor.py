@@ -47,6 +47,7 @@ def test_a_well_mesh_is_well(look):
         assert look("", FEW, limit=60.0).is_well
 
 
+@pytest.mark.slow
 def test_all_at_once(look):
     found = look("wrong@1,2;slow@0,3;silent@2,2;link-wrong@0,0-1,0;link-slow@3,1-3,0")
     assert [(one.kind, one.chips) for one in found.found] == [

@@ -50,6 +50,35 @@ def test_of_a_link_the_end_goes_that_loses_less():
     assert findings(link("slow", (0, 0), (1, 0))).masked == frozenset()
 
 
+def test_links_may_be_left_out_alone():
+    """Those of bad chips are left out with them, and those that are not sure stay in."""
+    topology = Topology.grid("4x4x2", failed="1x1x1@3,3,0", failed_links="0,3,0-0,3,1")
+    found = findings(
+        Finding("wrong", ((1, 1, 1),), "float32 6 of 6 times"),
+        link("wrong", (1, 0, 1), (1, 1, 1)),
+        link("silent", (2, 0, 0), (2, 0, 1)),
+        link("silent", (0, 0, 0), (0, 1, 0), is_sure=False),
+        topology=topology,
+    )
+    assert (
+        found.links_alone
+        == found.to_json()["links_alone"]
+        == {
+            "failed": "1x1x1@3,3,0;1x1x1@1,1,1",
+            "failed_links": "0,3,0-0,3,1;2,0,0-2,0,1",
+        }
+    )
+    says = str(found).splitlines()
+    assert says[-2] == (
+        "to keep both ends of a link: --failed '1x1x1@3,3,0;1x1x1@1,1,1' "
+        "--failed-links '0,3,0-0,3,1;2,0,0-2,0,1'; or else:"
+    )
+    assert says[-1].startswith("--failed '")
+    alone = Topology.grid("4x4x2", **found.links_alone)
+    assert (alone.num_live, len(alone.failed_links)) == (30, 2)
+    assert findings(Finding("wrong", ((1, 2),), "nothing came")).links_alone is None
+
+
 def test_a_chip_with_several_bad_links_is_the_one():
     three = [link("silent", (1, 1), other) for other in ((2, 1), (1, 2))]
     assert findings(*three, link("wrong", (0, 1), (1, 1))).masked == {(1, 1)}

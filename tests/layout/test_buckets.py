@@ -35,7 +35,7 @@ def numbered(shapes):
     ]
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5), st.integers(1, 40))
 @pytest.mark.slow
 def test_what_is_packed_comes_out_again(shapes, num_chunks):

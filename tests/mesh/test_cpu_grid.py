@@ -50,3 +50,8 @@ def test_lines_of_devices_sum(shape, failed, wrap):
         return plan.psum(x, "data")
 
     assert total(values).tolist() == [values.sum(0).tolist()] * ranks
+
+
+def test_more_devices_than_are_emulated():
+    with pytest.raises(TopologyError, match="has 10,000 chips, and 4,096 are emulated at most"):
+        cpu_grid("100x100")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+import ftmesh
 from ftmesh import Topology, TopologyError, TopologyWarning
 
 
@@ -173,6 +174,49 @@ def test_two_devices_on_one_coord_are_refused():
 def test_three_dimensional_slices():
     devices = [Tpu((x, y, z)) for z in range(4) for y in range(4) for x in range(4)]
     assert Topology.from_devices(devices, wrap=True).shape == (4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "low", "cores"),
+    [
+        pytest.param((4, 4, 8), (0, 0, 0), 2, id="v4"),
+        pytest.param((4, 4, 8), (0, 4, 8), 1, id="part of v5p"),
+        pytest.param((2, 2, 4), (0, 0, 0), 2, id="7x"),
+    ],
+)
+def test_damage_of_three_dimensional_slices_is_named_as_the_devices_count(shape, low, cores):
+    devices = [
+        Tpu(tuple(a + c for a, c in zip(low, coord, strict=True)), core)
+        for coord in np.ndindex(shape)
+        for core in range(cores)
+    ]
+    x, y, z = low
+    missing = (x, y, z + 1)  # and a block, and two links
+    topo = Topology.from_devices(
+        [device for device in devices if device.coords != missing],
+        failed=f"2x1x1@{x},{y},{z + 2}",
+        failed_links=f"{x},{y},{z}-{x + 1},{y},{z};{x + 1},{y + 1},{z + 2}-{x + 1},{y + 1},{z + 3}",
+        wrap=(False, False, True),
+    )
+    assert (
+        topo.without_devices()
+        == Topology.from_devices(
+            [Tpu(coord, core) for coord in np.ndindex(shape) for core in range(cores)],
+            failed="1x1x1@0,0,1;2x1x1@0,0,2",
+            failed_links=[((0, 0, 0), (1, 0, 0)), ((1, 1, 2), (1, 1, 3))],
+            wrap=(False, False, True),
+        ).without_devices()
+    )
+    assert str(topo).endswith("less 1x1x2@0,0,1;1x1x1@1,0,2 less links 0,0,0-1,0,0;1,1,2-1,1,3")
+    assert topo.num_live == np.prod(shape) - 3
+    assert topo.devices_per_chip == cores
+    assert [device.coords for device in topo.devices[::cores]] == [
+        tuple(a + c for a, c in zip(low, coord, strict=True)) for coord in topo.coords
+    ]
+    proof = ftmesh.plan(topo, "flood").proof
+    assert (proof.num_ranks, proof.is_neighbour_only) == (topo.num_live, True)
+    with pytest.raises(TopologyError, match=r"block 1x1x2@\d,\d,\d+ is not inside mesh"):
+        Topology.from_devices(devices, failed=f"1x1x2@{x},{y},{z + shape[2] - 1}")
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,10 @@ def state_bytes(state):
     return on
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "adam")) for n in OPTIMIZERS],
+)
 def test_sharded_and_unsharded_agree_on_a_damaged_mesh(damaged, name):
     optimizer = ShardedOptimizer(OPTIMIZERS[name], damaged, "data")
     params, state = sharded(optimizer, damaged.jax_mesh("data"), check_vma=name != "sgd")
@@ -114,6 +117,14 @@ def test_a_chip_that_owns_nothing_holds_nothing_but_padding(twelve):
         assert not np.abs(chunks[len(owned) :]).any()
         assert len(owned) or not np.abs(chunks).any()
     assert np.abs(rows).max() > 0
+
+
+def test_where_no_ring_fits_every_chip_keeps_an_equal_part():
+    plan = ftmesh.plan(Topology.grid("4x4", failed="1x1@1,1;1x1@2,2"))
+    assert np.bincount(plan.halves.schedule.owner).tolist() == [2] * 14
+    adam = OPTIMIZERS["adam"]
+    optimizer = ShardedOptimizer(adam, plan, "data")
+    assert_close(one_step(optimizer, 14), unsharded(adam, FEW, 14, steps=1)[0])
 
 
 def test_the_state_goes_on_with_another_plan(even, twelve):

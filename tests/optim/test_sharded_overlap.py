@@ -29,7 +29,9 @@ from ftmesh.train import Parallel, ShardedOptimizer
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
-@pytest.mark.parametrize("name", [pytest.param("adam", marks=pytest.mark.slow), "lamb"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("adam", "lamb")]
+)
 def test_it_learns_the_same(twelve, name):
     optimizer = ShardedOptimizer(OPTIMIZERS[name], twelve, "data", overlap=True, bucket_bytes=1000)
 
@@ -133,6 +135,7 @@ def test_what_travels_and_in_which_order(sharded, halves):
     assert min(chained[1]) > max(chained[0])
 
 
+@pytest.mark.slow
 def test_means_are_not_averaged_again(even, twelve):
     ours, other = (
         ShardedOptimizer(optax.sgd(0.1), plan, "data", overlap=True) for plan in (even, twelve)
@@ -159,6 +162,7 @@ def test_means_are_not_averaged_again(even, twelve):
         step(ours, plain)
 
 
+@pytest.mark.slow
 def test_several_dtypes_idle_devices_and_unused_leaves():
     plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@0,0"), "ring", with_idle=True)
     optimizer = ShardedOptimizer(optax.sgd(0.5), plan, "data", overlap=True)

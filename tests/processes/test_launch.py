@@ -402,13 +402,25 @@ class TestRunPod:
     ("arguments", "message"),
     [
         ("--hosts 0 --devices-per-host 1 -- true", "0 hosts of 1 devices make no pod"),
+        ("--hosts 999999 --devices-per-host 1 -- true", "too many for one machine"),
+        ("--hosts 2 --devices-per-host 999999 --failures 1 --mesh 4x4 -- true", "too many for one"),
         ("--hosts 2 --devices-per-host 2 --mesh 3x3 -- true", "mesh 3x3 has 9 chips"),
         ("--hosts 2 --devices-per-host 2 --mesh x -- true", "'x' is not a mesh shape"),
         ("--hosts 2 --devices-per-host 2", "there is no command to run"),
         ("--hosts 2 --devices-per-host 2 --", "there is no command to run"),
         ("--hosts 2 --devices-per-host 2 -- /no/such", "/no/such is not a program"),
-        ("--hosts 2 --devices-per-host 2 --grace -1 true", "--grace must be 0 seconds or more"),
-        ("--hosts 2 --devices-per-host 2 --timeout nan true", "--timeout must be 0 seconds"),
+        (
+            "--hosts 2 --devices-per-host 2 --grace -1 true",
+            "--grace: '-1' is not a number",
+        ),
+        (
+            "--hosts 2 --devices-per-host 2 --timeout nan true",
+            "--timeout: 'nan' is not a number",
+        ),
+        (
+            "--hosts 2 --devices-per-host 2 --failures 1 --collective-limit inf -- true",
+            "--collective-limit: 'inf' is not a number from 1 to",
+        ),
         ("--hosts two --devices-per-host 2 true", "invalid int value: 'two'"),
         ("-- true", "required: --hosts, --devices-per-host"),
     ],

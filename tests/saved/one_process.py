@@ -13,7 +13,7 @@ from remembering import bits, parameters, remember
 from ftmesh import Topology
 from ftmesh.train import Parallel
 from ftmesh.train.checkpoints import Checkpoints
-from ftmesh.train.parallel import WHOLE
+from ftmesh.train.placed import WHOLE
 
 
 def main(port, process, number, folder):

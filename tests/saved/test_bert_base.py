@@ -18,7 +18,7 @@ from ftmesh.saved import snapshot
 from ftmesh.testing import cpu_grid
 from ftmesh.train import Parallel
 from ftmesh.train.checkpoints import Checkpoints
-from ftmesh.train.parallel import WHOLE
+from ftmesh.train.placed import WHOLE
 
 BASE = PRESETS["base"]
 TYPES = jax.eval_shape(partial(init, make_model(BASE), seed=0))

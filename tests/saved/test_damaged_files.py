@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.saved.files import dump, load, write_whole
+from ftmesh.files import write_whole
+from ftmesh.saved.files import dump, load
 from ftmesh.saved.index import Buffer, Index, Piece, Tensor
 from ftmesh.saved.parts import write_part
 from ftmesh.saved.reading import Saved

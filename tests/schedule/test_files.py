@@ -35,6 +35,7 @@ def test_what_is_saved_comes_back(name, path):
     others = {
         "two_dim": Topology.grid("6x6", wrap=[True, False]),
         "line": Topology.grid("8", wrap=True, failed="1@3"),
+        "colours": Topology.grid("3x3x4", wrap=True),
     }
     schedule = PLANNERS[name].plan(others.get(name, HOLE))
     ftmesh.save(schedule, path)

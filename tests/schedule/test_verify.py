@@ -235,8 +235,8 @@ def test_lanes_that_bring_the_same_chunk_to_the_same_chip():
 def test_chunks_are_verified_in_turns_where_memory_is_short(monkeypatch):
     seen = []
     monkeypatch.setattr(sets, "STATE_BYTES", 32 * 8 * 7)
-    whole = Schedule(TOPO, "ring", 64, SCHEDULES["ring"].phases)  # without halves: sets for all
-    verify(whole, progress=lambda done, total: seen.append((done, total)))
+    whole = Script.of(Schedule(TOPO, "ring", 64, SCHEDULES["ring"].phases))  # without halves
+    sets.check_sets(whole, np.arange(64), lambda done, total: seen.append((done, total)))
     assert seen == [(turn, 10) for turn in range(11)]
     columns = SCHEDULES["ring"].phases[0].columns
     with pytest.raises(VerificationError, match=f"chunk {columns.chunk[100]} at chip"):

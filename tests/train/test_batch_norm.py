@@ -138,7 +138,8 @@ def one_device(case):
     return value, grads, stats
 
 
-@pytest.mark.parametrize("check_vma", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients_and_statistics_are_those_of_the_groups_examples(case, plan, check_vma):
     groups, shares, x, net, variables = case
     images, weights = shares.laid_out(x)

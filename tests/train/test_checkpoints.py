@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 
 import jax
@@ -107,6 +108,24 @@ def test_descriptions_of_equal_states_do_not_differ():
     assert about(state())["params/b"] == "bfloat16[2]"
 
 
+def damage(folder, rng):
+    """Flip a bit of a checkpoint, cut, lengthen or take away a file, or all of them."""
+    path = folder / rng.choice(["index.json", "0.json", "0.bin"])
+    raw = path.read_bytes()
+    match rng.integers(6):
+        case 0 | 1:
+            flip(path, at=rng.integers(len(raw)))
+        case 2:
+            path.write_bytes(raw[: rng.integers(len(raw))])
+        case 3:
+            path.write_bytes(raw + rng.bytes(3))
+        case 4:
+            path.unlink()
+        case 5:
+            for each in folder.iterdir():
+                each.unlink()
+
+
 class TestWhatIsNotSound:
     """The newest that is sound is taken, and a line says what was passed over, and why."""
 
@@ -126,6 +145,24 @@ class TestWhatIsNotSound:
         jax.tree.map(np.testing.assert_array_equal, found, state(4.0))
         assert lines == [f"passed over the checkpoint of step 8 in {tmp_path}: {why}"]
 
+    def test_two_hundred_damages_at_random(self, tmp_path):
+        """A whole step is restored to the bit, or a line says why not; and the older ones stay."""
+        saved(tmp_path / "whole", 4, 8, 12, keep=9)
+        rng = np.random.default_rng(0)
+        found_at = []
+        for number in range(200):
+            folder = tmp_path / str(number)
+            shutil.copytree(tmp_path / "whole", folder)
+            for step in rng.permutation([8, 12])[: rng.integers(1, 3)]:
+                damage(folder / str(step), rng)
+            step, found, lines = restored(folder)
+            jax.tree.map(np.testing.assert_array_equal, found, state(float(step)))
+            assert len(lines) == sum(other > step for other in steps(folder))
+            assert all(line.startswith("passed over the checkpoint of step") for line in lines)
+            found_at.append(step)
+            shutil.rmtree(folder)
+        assert {*found_at} == {4, 8, 12}
+
     def test_files_that_a_killed_run_did_not_come_to(self, tmp_path):
         saved(tmp_path, 4, 8, 12, 16, keep=9)
         (tmp_path / "20").mkdir()
@@ -142,6 +179,12 @@ class TestWhatIsNotSound:
             "it has no 0.json",
             "its 0.bin has 3 bytes, and should have 16",
         ]
+
+    def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(self, tmp_path):
+        saved(tmp_path, 4, 8)
+        (tmp_path / "8" / "index.json").unlink()
+        os.mkfifo(tmp_path / "8" / "index.json")
+        assert restored(tmp_path)[0] == 4
 
     def test_what_processes_do_not_agree_on_is_left_alone(self, tmp_path):
         saved(tmp_path, 3, 6)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from ftmesh.errors import ArgumentError, DataError
 from ftmesh.layout.batches import Shares
 from ftmesh.mesh.ranks import Ranks
 from ftmesh.mesh.topology import Topology
@@ -150,3 +151,69 @@ def test_an_epoch_of_fewer_examples_than_a_batch(folder):
     batches = Batches(opened(folder), batch=500, num_steps=1)
     (numbers,), _ = batches[0]
     assert sorted(Counter(numbers.tolist()).values()) == [4] * 10 + [5] * 92
+
+
+class TestDamagedExamples:
+    """They are left out as long as they are a small part of all, and never all of them."""
+
+    @pytest.fixture
+    def batches(self, tmp_path):
+        """Of so many examples, those of which a bit is flipped."""
+
+        def make(num_examples, damaged, **settings):
+            path = tmp_path / "train-00000-of-00001"
+            write_records(path, (b"%06d" % i for i in range(num_examples)))
+            raw = bytearray(path.read_bytes())
+            for index in damaged:
+                raw[22 * index + 12] ^= 1
+            path.write_bytes(raw)
+            return Batches(Records([path]), **settings)
+
+        return make
+
+    @pytest.mark.parametrize("batch", [1, 4, 40])
+    def test_all_of_them(self, batches, batch):
+        read = Reader(batches(40, range(40), batch=batch, num_steps=100))
+        with pytest.raises(DataError, match=r"are damaged.*record \d+: the data does not match"):
+            list(read)
+        read.close()
+
+    @pytest.mark.parametrize("num_steps", [1, 3])
+    def test_all_of_the_few_that_a_short_run_sees(self, batches, num_steps):
+        made = batches(1000, range(1000), batch=2, num_steps=num_steps)
+        with (
+            pytest.raises(DataError, match=f"all of the first {2 * num_steps} examples are damag"),
+            Reader(made) as reader,
+        ):
+            list(reader)
+
+    def test_a_share(self, batches):
+        with Reader(batches(2000, range(0, 2000, 100), batch=100)) as reader:
+            list(reader)
+        assert len(reader.skipped) == 20
+        with (
+            pytest.raises(DataError, match=r"21 examples are damaged, and at most 20 .*--max-dam"),
+            Reader(batches(2000, [*range(0, 2000, 100), 7], batch=100)) as reader,
+        ):
+            list(reader)
+        with Reader(batches(2000, range(0, 2000, 20), batch=100), max_damaged=0.1) as reader:
+            list(reader)
+        assert len(reader.skipped) == 100
+
+    @pytest.mark.parametrize(("num_examples", "allowed"), [(5, 2), (15, 7), (50, 10)])
+    def test_a_few_of_a_small_set(self, batches, num_examples, allowed):
+        with Reader(batches(num_examples, range(allowed), batch=num_examples)) as reader:
+            list(reader)
+        with (
+            pytest.raises(DataError, match=f"and at most {allowed} may be left out"),
+            Reader(batches(num_examples, range(allowed + 1), batch=num_examples)) as reader,
+        ):
+            list(reader)
+
+
+def test_a_batch_that_has_no_room_is_refused(folder):
+    Batches(opened(folder), batch=10, num_steps=1).check_room()
+    large = Batches(opened(folder), batch=10, num_steps=1)
+    large.padding = lambda num_rows: Batch(np.broadcast_to(np.zeros(1), (num_rows, 2**50)))
+    with pytest.raises(ArgumentError, match=r"batches of 10 examples would take .*smaller --batch"):
+        large.check_room()

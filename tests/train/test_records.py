@@ -1,6 +1,7 @@
 """TFRecords: written, read at random, and refused where they are damaged."""
 
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -94,6 +95,13 @@ class TestShards:
         with pytest.raises(DataError, match="lacks 1 of 00003 shards: train-00001-of-00003"):
             find_shards(tmp_path, "train-*")
 
+    def test_a_name_that_promises_more_than_there_can_be(self, tmp_path):
+        (tmp_path / "train-00000-of-99999999999").touch()
+        start = time.process_time()
+        with pytest.raises(DataError, match=r"lacks 99999999999 of 99999999999 shards: train-0000"):
+            find_shards(tmp_path, "train-*")
+        assert time.process_time() - start < 1
+
     def test_many_missing(self, tmp_path):
         (tmp_path / "train-00007-of-01024").touch()
         with pytest.raises(DataError, match=r"1023 of 01024 shards: train-00000.* and 1020 more"):
@@ -136,3 +144,17 @@ class TestExamples:
     def test_not_an_example(self):
         with pytest.raises(RecordError, match=r"this is no tf\.train\.Example"):
             parse_example(b"\xff\xd8\xff\xe0 a bare JPEG")
+
+
+def test_a_shard_that_could_not_be_written_leaves_what_was_there(tmp_path):
+    path = tmp_path / "train-00000-of-00001"
+    write_records(path, [b"old"])
+
+    def records():
+        yield b"new"
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_records(path, records())
+    assert list(Records([path], keep=False)) == [b"old"]
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]

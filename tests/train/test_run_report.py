@@ -8,7 +8,7 @@ import pytest
 
 from ftmesh.errors import TrainingError
 from ftmesh.train.metrics import metrics_lines, read_epochs, read_metrics
-from ftmesh.train.report import Report, plot_run
+from ftmesh.train.report import EVALUATIONS, LOSS, Report, plot_run
 
 
 def test_metrics_are_lines_of_json_and_a_plot(tmp_path):
@@ -98,6 +98,15 @@ def test_the_picture_says_what_was_trained_and_how_many_chips_went_on(tmp_path):
     with_a_failure(tmp_path)
     texts = re.findall(r"<!-- (.*) -->", (tmp_path / "run.svg").read_text())
     assert {"soak on 4x4", "12 chips", "loss", "accuracy"} <= set(texts)
+
+
+def test_losses_and_accuracies_have_colours_of_their_own(tmp_path):
+    with_a_failure(tmp_path)
+    picture = (tmp_path / "run.svg").read_text()
+    lines = re.findall(r'<g id="line2d_\d+">\s*<path d="M[^"]*" [^>]*stroke: (#\w+)', picture)
+    assert lines.count(LOSS) == 1
+    assert lines.count(EVALUATIONS[0]) >= 1
+    assert len({LOSS, *EVALUATIONS}) == 1 + len(EVALUATIONS)
 
 
 def test_a_loss_that_is_there_is_looked_at_at_once_by_one_that_may_be_lost(tmp_path):

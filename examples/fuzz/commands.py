@@ -1,0 +1,221 @@
+"""Commands to fuzz: lines of plain and hostile words, and environments to run them in."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+import ftmesh
+from examples.bert import make_records, pack_records
+from examples.bert import train as bert
+from examples.fuzz.running import Work, WrongError
+from examples.resnet50 import train as resnet50
+from ftmesh.cli import main
+from ftmesh.cost import choice
+from ftmesh.schedule.files import dump
+
+Rng = np.random.Generator
+Main = Callable[[Sequence[str]], int]
+
+MESHES = ("4x4", "8x8", "6x4", "4x8", "1x8", "8", "2x2", "4x4x2", "5x5", "3x3", "1x1", "2x3x2")
+BLOCKS = (
+    "1x1@0,0",
+    "1x1@1,0",
+    "2x2@0,0",
+    "2x2@2,2",
+    "1x1@1,1",
+    "2x1@0,2",
+    "2x2@0,0;1x1@3,3",
+    "",
+    "4x4@0,0",
+)
+NUMBERS = ("0", "1", "2", "3", "-1", "1.5", "nan", "inf", "1e9", "9" * 5000, "99999999999", "٣", "")
+SIZES = ("1", "4KB", "100MB", "64KiB", "0", "-5", "1zb", "9" * 400, "100Mb", "1e3", "9999999GB")
+RATES = ("50GB/s", "1B/s", "50Gb/s", "0B/s", "fast", "1e9", "9" * 400 + "GB/s", "50GB/h", "/s")
+TIMES = ("1us", "0.5ms", "8h", "90d", "0s", "-1s", "9" * 400 + "d", "1 fortnight", "nan", "3000d")
+HOSTILE = (
+    "", " ", "-", "--", "'", '"', "\n", "\t", "\x1b[31m", "\x07", "é", "日本", "😀", "%s", "{0}",
+    "../..", "/", "/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "x" * 5000, "0x10",
+    "4X4", "4x", "x4", "4x4x4x4", "1000x1000", "1000000x1", "0x0", "٤x٤", "1x1@-1,0", "2x2@9,9",
+    "2x2@", "@", ";;;", "0,0-0,1", "0,0-3,3", "a-b", "$(touch hacked)", "`touch hacked`", "; ls",
+)  # fmt: skip
+FILES = ("a.npz", "b.svg", "a.svg", "./a.npz", "no/such/a.npz", "folder", ".", "plan.npz", "-")
+ALGORITHMS = (*choice.ALGORITHMS, "worst", "")
+
+MESH: dict[str, Sequence[str]] = {
+    "--failed": BLOCKS, "--failed-links": ("", "0,0-1,0", "0-1"), "--wrap": ("", "x", "xy", "z")
+}  # fmt: skip
+NETWORK: dict[str, Sequence[str]] = {
+    "--tpu": ("v3", "v6e", "v99"), "--link": RATES, "--latency": TIMES, "--overhead": TIMES
+}  # fmt: skip
+TILE: dict[str, Sequence[str]] = {"--tile": ("2x1", "2x2", "3x3", "0x1", "9x9")}
+HOW: dict[str, Sequence[str]] = {"--algorithm": ALGORITHMS, "--payload": SIZES}
+COMMANDS: dict[str, tuple[Sequence[str], dict[str, Sequence[str]]]] = {
+    "plan": (
+        MESHES,
+        MESH | NETWORK | TILE | HOW
+        | {"--out": FILES, "--svg": FILES, "--round": NUMBERS, "--json": (), "--explain": ()},
+    ),
+    "verify": (
+        (*FILES, "missing.npz", "/dev/zero"),
+        {"--router": ("around", "dimension_order", "none"), "--json": ()},
+    ),
+    "draw": (
+        (*MESHES, *FILES),
+        MESH | TILE | {"--algorithm": ALGORITHMS, "--phase": NUMBERS, "--round": NUMBERS,
+                       "--half": NUMBERS, "--figure": NUMBERS, "--svg": FILES},
+    ),
+    "simulate": (MESHES, MESH | NETWORK | TILE | HOW | {"--plot": FILES, "--json": ()}),
+    "limits": (MESHES, MESH | NETWORK | TILE | {"--payload": SIZES, "--json": ()}),
+    "advise": (
+        ("4x4", "8x8", "1x8", "1x1"),
+        MESH | NETWORK
+        | {"--payload": SIZES, "--mtbf": TIMES, "--repair": TIMES, "--checkpoint": TIMES,
+           "--step": TIMES, "--restart": TIMES, "--spares": NUMBERS, "--horizon": TIMES,
+           "--runs": NUMBERS, "--seed": NUMBERS, "--json": ()},
+    ),
+    "view": (MESHES, MESH | NETWORK | HOW | {"--out": ("a.html", "no/a.html", "folder")}),
+    "compile": (("v6e:4x4", "v99:4x4", "4x4", ":"), HOW | {"--failed": BLOCKS}),
+    "launch": (("true",), {"--hosts": ("0", "-1", "x"), "--devices-per-host": ("0", "-3", "x")}),
+}  # fmt: skip
+TRAINERS: dict[str, tuple[Main, dict[str, Sequence[str]]]] = {
+    name: (
+        trainer,
+        {"--batch": NUMBERS, "--steps": NUMBERS, "--seed": NUMBERS, "--keep": NUMBERS,
+         "--mesh": MESHES, "--failed": BLOCKS, "--bucket": SIZES, "--mllog": FILES,
+         "--out": ("out", "a.npz", "no/such"), "--checkpoint-dir": ("ckpt", "a.npz"),
+         "--max-damaged": NUMBERS, "--algorithm": ALGORITHMS, "--limit": NUMBERS,
+         "--preset": ("tiny", "huge"), "--resume": ()},
+    )
+    for name, trainer in (("resnet50", resnet50.main), ("bert", bert.main))
+}  # fmt: skip
+RECORDS: dict[str, tuple[Main, dict[str, Sequence[str]]]] = {
+    "make_records": (
+        make_records.main,
+        {"--out": ("out", "a.npz"), "--vocab": FILES, "--passes": NUMBERS, "--every": NUMBERS,
+         "--shards": NUMBERS, "--seed": NUMBERS},
+    ),
+    "pack_records": (
+        pack_records.main,
+        {"--out": ("out", "folder", "a.npz"), "--most": NUMBERS, "--seed": NUMBERS},
+    ),
+}  # fmt: skip
+
+
+def pick(rng: Rng, words: Sequence[Any]) -> Any:
+    """One of several."""
+    return words[int(rng.integers(len(words)))]
+
+
+def word(rng: Rng, words: Sequence[str]) -> str:
+    """A word for an option, mostly one of the first, which are plain."""
+    kind = rng.random()
+    if kind < 0.1:
+        return str(pick(rng, HOSTILE))
+    return str(pick(rng, words[: -(-len(words) // 3)] if kind < 0.7 else words))
+
+
+def options(rng: Rng, known: dict[str, Sequence[str]]) -> list[str]:
+    """Some options, most of them with a word that they might take."""
+    words: list[str] = []
+    for name in rng.permutation(list(known))[: rng.integers(0, 5)]:
+        words.append(str(name))
+        if known[name]:
+            words.append(word(rng, known[name]))
+    if rng.random() < 0.05:
+        words.insert(int(rng.integers(len(words) + 1)), pick(rng, HOSTILE))
+    return words
+
+
+def command_line(rng: Rng, folder: Path) -> tuple[str, Work]:
+    """A command of ftmesh, or of what makes and reads records, with words of all kinds."""
+    prepare(folder)
+    if rng.random() < 0.2:
+        return trainer_line(rng)
+    name = pick(rng, list(COMMANDS))
+    places, known = COMMANDS[name]
+    argv = [name, word(rng, places), *options(rng, known)]
+    return repr(argv)[:300], lambda: checked(argv)
+
+
+def trainer_line(rng: Rng) -> tuple[str, Work]:
+    """One of the trainers, on data that is not there, so that it never comes to training."""
+    name = pick(rng, [*TRAINERS, *RECORDS])
+    run, known = (TRAINERS | RECORDS)[name]
+    argv = options(rng, known)
+    if name in TRAINERS:
+        argv += ["--data", pick(rng, ("nowhere", "folder", "a.npz")), "--emulate", "one"]
+    else:
+        argv = [pick(rng, ("text.txt", "a.npz", "nowhere", "folder", "/dev/zero")), *argv]
+    return repr([name, *argv])[:300], lambda: run(argv)
+
+
+def environment(rng: Rng, folder: Path) -> tuple[str, Work]:
+    """A plain command where variables, files and folders are not as usual."""
+    prepare(folder)
+    values = (*HOSTILE, *BLOCKS, *MESHES, *NUMBERS)
+    variables = {
+        name: pick(rng, values).replace("\0", "")
+        for name in ("FTMESH_FAILED", "FTMESH_MESH", "FTMESH_FAULTS", "FTMESH_SICK", "COLUMNS",
+                     "LINES", "TERM", "LANG", "HOME", "TMPDIR", "PYTHONIOENCODING", "NO_COLOR")
+        if rng.random() < 0.3
+    }  # fmt: skip
+    argv = pick(
+        rng,
+        (["plan", "4x4", "--out", "b.npz"], ["draw", "4x4", "--svg", "b.svg"], ["verify", "a.npz"],
+         ["simulate", "4x4"], ["limits", "4x4", "--json"], ["draw", "--figure", "9"]),
+    )  # fmt: skip
+    trouble = pick(rng, ("", "", "", "stdout full", "stdout closed", "folder gone"))
+
+    def work() -> int:
+        os.environ.update(variables)
+        if trouble == "stdout full":
+            os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        elif trouble == "stdout closed":
+            os.close(1)
+            setattr(sys, "stdout", None)  # noqa: B010 (as Python finds it)
+        elif trouble == "folder gone":
+            os.mkdir("gone")
+            os.chdir("gone")
+            os.rmdir("../gone")
+        return checked(argv)
+
+    return f"{argv} {trouble} {variables}"[:300], work
+
+
+def prepare(folder: Path) -> None:
+    """What most lines find: a good schedule, a folder, a text."""
+    (folder / "folder").mkdir()
+    (folder / "a.npz").write_bytes(SOUND)
+    (folder / "text.txt").write_text("one two three\nfour five\n\n" * 12)
+
+
+SOUND = dump(ftmesh.plan(ftmesh.Topology.grid("4x4", failed="")).schedule)
+
+
+def checked(argv: list[str]) -> int:
+    """Carry a command out, and look at what it wrote."""
+    status = main(argv)
+    if os.path.exists("hacked"):
+        raise WrongError("a word was run as a command")
+    if status == 0:
+        for option in ("--out", "--svg"):
+            if option in argv:
+                _check_output(option, Path(argv[argv.index(option) + 1]))
+    return status
+
+
+def _check_output(option: str, path: Path) -> None:
+    if path.suffix == ".html":
+        if not path.read_text().rstrip().endswith("</html>"):
+            raise WrongError(f"{path} is no whole page")
+    elif option == "--out":
+        ftmesh.load(path)
+    elif ElementTree.parse(path).getroot().tag != "{http://www.w3.org/2000/svg}svg":
+        raise WrongError(f"{path} is no SVG")

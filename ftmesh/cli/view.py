@@ -1,0 +1,143 @@
+"""``ftmesh view``: a page that plays what was planned, as a file or from a server on loopback."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from dataclasses import replace
+from typing import Any
+
+from ftmesh.cli.arguments import (
+    Stages,
+    add_mesh,
+    add_network,
+    add_payload,
+    network_of,
+    topology_of,
+)
+from ftmesh.cost.choice import ALGORITHMS, AUTO, BEST
+from ftmesh.errors import ArgumentError, PlanError
+from ftmesh.files import check_targets, write_text
+from ftmesh.mesh.topology import Topology
+from ftmesh.schedule.files import load
+from ftmesh.units import parse_bytes
+from ftmesh.view.page import page
+from ftmesh.view.scene import ALL, scene, scene_of
+
+DEFAULT_OUT = "view.html"
+FEW = 16  # live chips up to which a file has the plan for the loss of each
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "view",
+        help="play schedules in a browser: fail chips, see chunks travel",
+        description="Write a page that plays schedules in a browser, round by round, beside what "
+        "they cost; one file, which needs no network. With --serve, a page on this machine alone "
+        "that plans for the chips and links that are failed by clicking. MESH may also be a saved "
+        "schedule, FILE.npz.",
+        epilog="examples: ftmesh view 8x8 --failed 2x2@2,2 --out view.html; ftmesh view 8x8 "
+        "--serve",
+    )
+    add_mesh(parser)
+    parser.add_argument(
+        "--algorithm",
+        choices=(ALL, *(name for name in ALGORITHMS if name != BEST)),
+        help="the schedules to show (default: all that can serve; with --serve auto, and the "
+        "others when they are picked)",
+    )
+    add_payload(parser)
+    add_network(parser)
+    parser.add_argument(
+        "--devices", type=int, choices=(1, 2), default=1, help="devices of a chip (default: 1)"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE.html", help=f"the file to write (default: {DEFAULT_OUT})"
+    )
+    parser.add_argument(
+        "--serve",
+        metavar="PORT",
+        nargs="?",
+        type=int,
+        const=0,
+        help="serve the page on 127.0.0.1 instead, on this port or a free one, until interrupted",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Plan, and write the page or serve it."""
+    if args.serve is not None and args.out:
+        raise ArgumentError("--out writes a file and --serve serves a page: give one of the two")
+    if args.serve is not None and not 0 <= args.serve <= 65535:
+        raise ArgumentError(f"--serve {args.serve}: a port is a number from 0 to 65535")
+    out = args.out or DEFAULT_OUT
+    if args.serve is None:
+        check_targets(out)
+    stages = Stages()
+    if args.mesh.endswith(".npz"):
+        scenes = [stages.run("loading", lambda: _from_file(args))]
+    else:
+        scenes = _planned(args, stages)
+    if args.serve is not None:
+        _serve(args, scenes[0])
+        return
+    write_text(out, page(scenes, options=_options(args)))
+    first = scenes[0]
+    number = sum("schedule" in entry for entry in first["algorithms"])
+    print(f"{first['mesh']['name']}: {first['shown']} is shown first, of {number} that serve")
+    print(stages)
+    print(f"wrote {out}")
+
+
+def _planned(args: argparse.Namespace, stages: Stages) -> list[dict[str, Any]]:
+    """The scene of the mesh; in a file, of a small one, those less any one chip as well."""
+    topology = replace(topology_of(args), devices_per_chip=args.devices)
+    algorithm = args.algorithm or (ALL if args.serve is None else AUTO)
+    scenes = [stages.run("planning", lambda: _scene(args, topology, algorithm))]
+    if args.serve is None and topology.num_live <= FEW:
+        scenes += stages.run("planning for lost chips", lambda: _losses(args, topology))
+    return scenes
+
+
+def _from_file(args: argparse.Namespace) -> dict[str, Any]:
+    described = args.failed or args.failed_links or args.wrap or args.algorithm
+    if described or args.devices > 1:
+        raise ArgumentError(f"{args.mesh} says what it is for: leave the other options away")
+    schedule = load(args.mesh)
+    return scene_of(schedule, payload_bytes=parse_bytes(args.payload), on=network_of(args))
+
+
+def _serve(args: argparse.Namespace, first: dict[str, Any]) -> None:
+    from ftmesh.view.server import Server  # the library's servers load slowly
+
+    server = Server(first, on=network_of(args), options=_options(args), port=args.serve)
+    print(f"{server.address}\nopen this address in a browser; interrupt to end", flush=True)
+    try:
+        server.run()
+    except KeyboardInterrupt:
+        print("ended")
+
+
+def _scene(args: argparse.Namespace, topology: Topology, algorithm: str) -> dict[str, Any]:
+    payload_bytes = parse_bytes(args.payload)
+    return scene(topology, algorithm, payload_bytes=payload_bytes, on=network_of(args))
+
+
+def _losses(args: argparse.Namespace, topology: Topology) -> list[dict[str, Any]]:
+    """The scenes of the same mesh less one more chip, wherever the rest still hangs together."""
+    found = []
+    for coord in topology.coords:
+        try:
+            found.append(_scene(args, topology.less([coord]), AUTO))
+        except PlanError:
+            continue
+    return found
+
+
+def _options(args: argparse.Namespace) -> str:
+    """The options that speak of links, as they were given."""
+    names = ("tpu", "link", "latency", "overhead")
+    given = [(f"--{name}", getattr(args, name)) for name in names]
+    words = [word for name, value in given if value for word in (name, value)]
+    return shlex.join(words + ["--wires-only"] * args.wires_only)

@@ -1,0 +1,117 @@
+"""Files: written whole or not at all, read within bounds, and looked at before work is done."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ftmesh.errors import ArgumentError
+
+_LONGEST = 50  # characters of a name that are kept: file systems take 255 bytes in all
+
+
+def write_whole(path: str | os.PathLike[str], parts: Iterable[Any]) -> None:
+    """Write bytes to `path`, part after part; before all of it is on the disk, nothing is there.
+
+    It is begun under a name of its own beside the target, so that any number of writers may write
+    the same file: the last one is right. What fails is an `OSError` that has the target's name.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        _refuse_what_is_no_file(path)
+        begun = path.with_name(f".{path.name[:_LONGEST]}.{secrets.token_hex(8)}.begun")
+        try:
+            with open(begun, "xb") as file:
+                for part in parts:
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(begun, path)
+        except BaseException:
+            begun.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+    except OSError as error:
+        error.filename = str(path)
+        del error.filename2
+        raise
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """The same with text, in UTF-8."""
+    write_whole(path, [text.encode()])
+
+
+def read_whole(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """What is in a file, if it is one, and not longer than that. Else it is an `OSError`."""
+    with open(path, "rb", opener=opened_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a file", str(path))
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is longer than {most_bytes:,} bytes", str(path))
+    return content
+
+
+def opened_at_once(path: str, flags: int) -> int:
+    """To open files without waiting for whoever may write to a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk, too."""
+    if os.name != "posix":
+        return  # elsewhere folders are not opened
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return  # names may be put there, and not be read
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check_targets(*paths: str | os.PathLike[str] | None) -> None:
+    """Refuse paths of files to be written, before any work is done for them."""
+    given = {Path(path): Path(os.path.realpath(path)) for path in paths if path is not None}
+    if len({*given.values()}) < sum(path is not None for path in paths):
+        raise ArgumentError(
+            f"{next(iter(given))} cannot be two outputs at once: give each a name of its own"
+        )
+    for path, real in given.items():
+        folder = real.parent
+        try:
+            if not folder.is_dir():
+                raise ArgumentError(f"cannot write {path}: there is no folder {folder}")
+            _refuse_what_is_no_file(real)
+            with tempfile.TemporaryFile(dir=folder, prefix=f".{real.name[:_LONGEST]}."):
+                pass
+        except OSError as error:
+            raise ArgumentError(f"cannot write {path}: {error.strerror}") from error
+
+
+def check_folder(folder: str | os.PathLike[str] | None) -> None:
+    """Refuse a folder in which files are to be written, or which is to be made."""
+    if not folder:
+        return
+    above = Path(os.path.realpath(folder))
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise ArgumentError(f"cannot write to {folder}: {above}: {error.strerror}") from error
+
+
+def _refuse_what_is_no_file(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        kind = "; it is a folder" if path.is_dir() else ""
+        raise OSError(errno.EEXIST, f"it is not a file{kind}")

@@ -1,0 +1,32 @@
+"""`colours`: several circuits through every chip of a torus at once, no two of which share a link.
+
+A torus of k axes has 2k links at every chip: k Hamiltonian circuits, each run in both directions,
+use all of them in every round. Each of the 2k directions carries as large a part of the payload.
+The rings along an axis are cut and joined until they are one circuit (`ftmesh.planners.circuits`).
+An axis that does not wrap, or has two chips, adds no circuit; those of the others lead along it.
+"""
+
+from __future__ import annotations
+
+from ftmesh.errors import PlanError
+from ftmesh.mesh.topology import Topology
+from ftmesh.planners.circuits import along, join, wrapping_axes
+from ftmesh.planners.scatter import both_ways
+from ftmesh.schedule.schedule import Schedule
+
+
+def plan(topology: Topology) -> Schedule:
+    """A circuit for each axis that wraps, both ways round."""
+    axes = wrapping_axes(topology)
+    if len(axes) < 2:
+        raise PlanError(
+            f"it works where two axes or more, of 3 {topology.noun}s or more each, wrap, and of "
+            f"{topology.name} {'one' if axes else 'none'} wraps"
+        )
+    if topology.failed or topology.failed_links:
+        raise PlanError(
+            f"it needs every link of a torus, since its circuits use up those of a {topology.noun},"
+            " and the mesh is damaged"
+        )
+    circuits = join(topology, [along(topology, axis) for axis in axes])
+    return both_ways(topology, circuits, algorithm="colours", name=f"{len(axes)} circuits")

@@ -1,0 +1,129 @@
+"""`flood`: in every round each link brings a chip a chunk that it lacks, until all have all.
+
+Beyond the paper. It asks of a mesh only that it is connected: chips and links may have failed
+anywhere, on one axis, two or three, with or without wrap links. Each live chip owns an equal share.
+
+Think of the gather half, which is easier to see. A chunk comes to every chip once, so the ways it
+takes form a tree that grows from its owner. Run backwards, contributions flow along the same trees
+to the owners, and are summed on their way.
+
+What cannot be beaten is the chip with the fewest links, which must receive everything over them:
+none of those may idle in any round. So a link first brings what nobody has a hop ahead of it, which
+is what no other neighbour could bring, and of that what its source sends nowhere else in the round.
+Beyond this, choices are scattered, so that neighbours do not come to hold the same. Where damage
+leaves chips in a row, what comes in at both its ends must differ too, and looking further ahead
+helps.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from ftmesh.errors import PlanError
+from ftmesh.mesh.topology import Topology
+from ftmesh.planners.compass import sources
+from ftmesh.planners.flood_round import ONE, WORD, Sets, bring
+from ftmesh.planners.scatter import all_reduce
+from ftmesh.schedule.columns import Ints, transfers
+from ftmesh.schedule.schedule import Schedule
+
+APART = 100_003  # rounds between the choices of one attempt and those of the next
+ENOUGH = 1.05  # chunks are made smaller until whole rounds cost no more than this many times
+SIGHTS = (1, 3, 6)  # hops to look ahead, in turn, where a flood was not as short as can be
+FEWEST_TRIES, MOST_TRIES, TRIED_CHIPS = 2, 32, 1024  # small meshes are tried more often
+
+
+class Gather(NamedTuple):
+    """Transfers of the gather half: in `round`, `lane` brings `chunk` to rank `dst`."""
+
+    round: Ints
+    lane: Ints
+    dst: Ints
+    chunk: Ints
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds in all."""
+        return int(self.round[-1]) + 1
+
+
+def plan(topology: Topology) -> Schedule:
+    """A flood from all chips at once is the gather half; the same backwards, the first."""
+    if topology.num_live < 2:
+        raise PlanError(f"a single {topology.noun} has nothing to sum")
+    if len(topology.components()) > 1:
+        raise PlanError(f"no link joins some of its {topology.noun}s to the others")
+    beside = sources(topology)
+    share = chunks_per_chip(beside)
+    gather = _shortest(beside, share)
+    columns = transfers(
+        round=gather.num_rounds - 1 - gather.round,
+        lane=gather.lane,
+        src=gather.dst,
+        dst=beside[gather.lane, gather.dst],
+        chunk=gather.chunk,
+    )
+    owner = np.repeat(np.arange(topology.num_live, dtype=np.int32), share)
+    return all_reduce(topology, "flood", len(owner), [("flood", columns)], owner)
+
+
+def chunks_per_chip(beside: Ints) -> int:
+    """As few as fill whole rounds without much waste: one, but for small meshes.
+
+    >>> [chunks_per_chip(sources(Topology.grid(shape))) for shape in ("2x2", "3x3", "8x8")]
+    [2, 1, 1]
+    """
+    share = 1
+    while least_rounds(beside, share) > ENOUGH * share * _received(beside):
+        share += 1
+    return share
+
+
+def least_rounds(beside: Ints, share: int) -> int:
+    """The rounds in which the chip with the fewest links can receive `share` chunks of each."""
+    return math.ceil(share * _received(beside))
+
+
+def _received(beside: Ints) -> Fraction:
+    """Chunks over each link of the chip with the fewest, were there one of every other chip."""
+    chips = beside.shape[1]
+    num_links = (beside < chips).sum(axis=0).min()
+    return Fraction(chips - 1, int(num_links))
+
+
+def _shortest(beside: Ints, share: int) -> Gather:
+    """A flood that none can beat, or the shortest of some."""
+    tries = min(max(FEWEST_TRIES, TRIED_CHIPS // beside.shape[1]), MOST_TRIES)
+    best = flood(beside, share, SIGHTS[0])
+    for attempt in range(1, tries):
+        if best.num_rounds > least_rounds(beside, share):
+            other = flood(beside, share, SIGHTS[attempt % len(SIGHTS)], attempt)
+            best = min(best, other, key=lambda gather: gather.num_rounds)
+    return best
+
+
+def flood(beside: Ints, share: int, sight: int, attempt: int = 0) -> Gather:
+    """Let `share` chunks of every chip spread to all; ``beside[lane, rank]`` is who brings them.
+
+    Chunks that nobody has up to `sight` hops ahead go first, then those that nobody has nearer by.
+    Each `attempt` scatters choices in another way, and every time in the same.
+    """
+    held = _owned(beside.shape[1], share)
+    where = beside.astype(np.intp)
+    rounds: list[Ints] = []
+    while (moved := bring(held, where, sight, len(rounds) + APART * attempt)).size:
+        rounds.append(moved)
+    when = np.repeat(np.arange(len(rounds), dtype=np.int32), [moved.shape[1] for moved in rounds])
+    return Gather(when, *np.concatenate(rounds, axis=1))
+
+
+def _owned(chips: int, share: int) -> Sets:
+    """What each chip holds at first; the row below is of one that is not there."""
+    chunk = np.arange(chips * share)
+    held = np.zeros((chips + 1, -(-chips * share // 64)), np.uint64)
+    np.bitwise_or.at(held, (chunk // share, chunk // 64), ONE << chunk.astype(np.uint64) % WORD)
+    return held

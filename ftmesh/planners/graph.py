@@ -1,0 +1,72 @@
+"""Graph: the live chips of a mesh as numbers, and the links between them, for planners of any mesh.
+
+>>> graph = Graph.of(Topology.grid("2x2"))
+>>> graph.num_ranks, graph.num_links, graph.eccentricity.tolist()
+(4, 8, [2, 2, 2, 2])
+>>> [(int(graph.source[link]), int(graph.target[link])) for link in (2, 3)]
+[(0, 2), (2, 0)]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ftmesh.mesh.topology import Topology
+from ftmesh.planners.compass import compass_lanes
+from ftmesh.schedule.columns import Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Directed links between ranks; link ``i ^ 1`` leads back from where link `i` leads to."""
+
+    num_ranks: int
+    source: Ints
+    target: Ints
+    lane: Ints  # the direction of a link
+
+    @staticmethod
+    def of(topology: Topology) -> Graph:
+        """The live part of `topology`."""
+        pairs = [(a, b) for a, b in topology.links if topology.rank(a) < topology.rank(b)]
+        both_ways = [way for a, b in pairs for way in ((a, b), (b, a))]
+        ends = np.array([[topology.rank(chip) for chip in link] for link in both_ways], np.int32)
+        source, target = ends.reshape(-1, 2).T
+        return Graph(topology.num_live, source, target, compass_lanes(topology, source, target))
+
+    @property
+    def num_links(self) -> int:
+        """Each cable counts twice, once for each direction."""
+        return len(self.source)
+
+    @cached_property
+    def beside(self) -> list[list[tuple[int, int]]]:
+        """For each rank its neighbours, and the link to each."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
+        for link, (a, b) in enumerate(zip(self.source.tolist(), self.target.tolist(), strict=True)):
+            found[a].append((b, link))
+        return found
+
+    @cached_property
+    def eccentricity(self) -> Ints:
+        """How many hops the farthest rank is from each."""
+        words = -(-self.num_ranks // 64)
+        rank = np.arange(self.num_ranks)
+        reach = np.zeros((self.num_ranks, words), np.uint64)
+        reach[rank, rank // 64] = np.uint64(1) << (rank % 64).astype(np.uint64)
+        full = np.bitwise_or.reduce(reach, axis=0)
+        order = np.argsort(self.source, kind="stable")
+        first = np.searchsorted(self.source[order], rank)
+        hops = np.zeros(self.num_ranks, np.int32)
+        while (short := (reach != full).any(axis=1)).any():
+            hops += short
+            reach = reach | np.bitwise_or.reduceat(reach[self.target[order]], first)
+        return hops
+
+    @property
+    def diameter(self) -> int:
+        """How many hops the two ranks that are farthest apart are from each other."""
+        return int(self.eccentricity.max())

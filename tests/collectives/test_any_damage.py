@@ -1,0 +1,40 @@
+"""Collectives where no ring fits: sums along trees, and by a flood where chips own a share."""
+
+import numpy as np
+import pytest
+
+import ftmesh
+from ftmesh import Topology
+from ftmesh.testing import on_one_device
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+MESHES = [
+    Topology.grid("5x4", failed="1x1@1,1;1x1@3,2", failed_links="0,0-1,0"),
+    Topology.grid("3x3x3", failed="1x1x1@1,1,1;2x1x1@0,0,2", wrap=(True, False, True)),
+]
+
+
+@pytest.mark.parametrize("topology", MESHES, ids=str)
+def test_sums_shares_and_gathers_of_integers(topology):
+    plan = ftmesh.plan(topology)
+    assert (plan.algorithm, plan.halves.algorithm) == ("tree", "flood")
+    assert plan.at(37 * 4).algorithm == "tree"
+    assert plan.at(37 * 4).schedule.num_chunks < plan.schedule.num_chunks
+    live = topology.num_live
+    rng = np.random.default_rng(0)
+    leaves, rows, own = (
+        rng.integers(-1000, 1000, (live, *shape), np.int32) for shape in ((37,), (live, 3), (5,))
+    )
+
+    def run(leaves, rows, own):
+        return (
+            plan.psum(leaves, "data"),
+            plan.psum_scatter(rows, "data"),
+            plan.all_gather(own, "data"),
+        )
+
+    total, share, every = on_one_device(run)(leaves, rows, own)
+    np.testing.assert_array_equal(total, np.broadcast_to(leaves.sum(axis=0), leaves.shape))
+    np.testing.assert_array_equal(share, rows.sum(axis=0))
+    np.testing.assert_array_equal(every, np.broadcast_to(own, (live, *own.shape)))

@@ -1,0 +1,95 @@
+"""The fuzzer sees what it should see, and finds nothing in a short run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.fuzz.running import MAX_BYTES, WRONG, problem_of
+
+REFUSED = 69
+ROOT = Path(__file__).parent.parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("status", "stderr", "problem"),
+    [
+        (0, "", ""),
+        (0, "a warning\n", ""),
+        (2, "ftmesh: no\n", ""),
+        (66, "ftmesh: no\n", ""),
+        (REFUSED, "", "not one line"),
+        (REFUSED, "ftmesh: no\n" * 9, "not one line"),
+        (REFUSED, "ftmesh: \x1b[2J\n", "control characters"),
+        (0, "Traceback (most recent call last):\n", "traceback"),
+        (70, "ftmesh: this is a bug\n", "traceback"),
+        (1, "", "status 1"),
+        (WRONG, "WRONG: it does not sum\n", "accepted"),
+    ],
+)
+def test_how_a_case_may_end(tmp_path, status, stderr, problem):
+    assert problem_of(status, stderr, tmp_path, set(), 10**8) == problem
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.svg", b"<svg></svg>\n", ""),
+        ("a.svg", b"<svg>", "half-written"),
+        ("a.npz", b"PK", "half-written"),
+        ("a.png", b"\x89PNG", "half-written"),
+        (".a.npz.0123.begun", b"", "left behind"),
+        (".train.ftmesh-index", b"", ""),
+    ],
+)
+def test_what_a_case_may_leave(tmp_path, name, content, problem):
+    (tmp_path / name).write_bytes(content)
+    assert problem_of(REFUSED, "ftmesh: no\n", tmp_path, {name}, 10**8) == problem
+    assert problem_of(0, "", tmp_path, set(), MAX_BYTES + 1) == "memory"
+
+
+PLANTED = """
+import sys, time
+from pathlib import Path
+from examples.fuzz import running
+
+running.CPU_SECONDS, running.WALL_SECONDS, running.MAX_BYTES = 1, 4, 300 * 2**20
+
+def spin():
+    while True:
+        pass
+
+def take():
+    kept = [bytearray(2**20 * n) for n in range(1, 100)]
+    return len(kept)
+
+def wrong():
+    raise running.WrongError("it does not sum")
+
+for work in (lambda: 0, spin, lambda: time.sleep(60), take, wrong, lambda: [][0]):
+    print(repr(running.run(work, Path("in").resolve(), Path("out").resolve()).problem))
+"""
+
+
+@pytest.mark.slow
+def test_hangs_floods_and_lies_are_seen(tmp_path):
+    for name in ("in", "out"):
+        (tmp_path / name).mkdir()
+    command = [sys.executable, "-c", PLANTED]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=tmp_path, env=ENVIRONMENT
+    )
+    assert done.stdout.splitlines() == [
+        "''", "'hangs'", "'hangs'", "'memory'", "'accepted'", "'traceback'",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_short_run_finds_nothing():
+    command = [sys.executable, "-m", "examples.fuzz.fuzz", "--cases", "12", "--seed", "19"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout
+    assert "84 cases, none went wrong" in done.stdout

@@ -1,0 +1,46 @@
+"""Rings on tori and on three axes as they are lowered, run with NumPy."""
+
+import numpy as np
+import pytest
+from numpy_executor import run
+
+from ftmesh import Topology, planners
+from ftmesh.execute.lower import Rule, lower
+from ftmesh.execute.read_back import check_program
+
+CASES = [
+    ("colours", Topology.grid("3x4", wrap=True), 1),
+    ("colours", Topology.grid("3x3", wrap=True), 2),
+    ("colours", Topology.grid("3x3x3", wrap=True), 1),
+    ("colours", Topology.grid("3x3x2", wrap=(True, True, False)), 1),
+    ("ring", Topology.grid("3x5", wrap=True), 1),
+    ("ring", Topology.grid("5x5", failed="2x2@1,1", wrap=True), 1),
+    ("ring", Topology.grid("4x2x2", failed="2x2x1@0,0,0", failed_links="3,0,0-3,0,1"), 2),
+    ("two_dim", Topology.grid("3x3x3"), 1),
+    ("two_dim", Topology.grid("2x3x4", wrap=(True, False, True)), 1),
+    ("two_dim", Topology.grid("2x2x3", wrap=True), 2),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "topology", "devices_per_chip"), CASES, ids=str)
+def test_every_device_ends_with_the_sum(algorithm, topology, devices_per_chip):
+    schedule = planners.schedule(topology, algorithm)
+    program = lower(schedule, devices_per_chip=devices_per_chip)
+    check_program(program)
+    mine = np.random.default_rng(0).integers(0, 100, (program.num_ranks, program.num_chunks))
+    assert (run(program, mine.copy()) == mine.sum(axis=0)).all()
+
+
+def test_every_direction_is_a_permutation_and_needs_no_table():
+    schedule = planners.schedule(Topology.grid("4x4x4", wrap=True), "colours")
+    for loop in lower(schedule).loops:
+        assert len(loop.lanes) == 6
+        assert all(isinstance(lane.send, Rule) and lane.is_full for lane in loop.lanes)
+
+
+def test_idle_chips_of_three_axes_get_the_sum():
+    topology = Topology.grid("4x4x2", failed="2x2x1@0,0,0")
+    program = lower(planners.schedule(topology, "ring"), with_idle=True)
+    check_program(program)
+    mine = np.random.default_rng(0).integers(0, 100, (program.num_ranks, program.num_chunks))
+    assert (run(program, mine.copy()) == mine[program.live].sum(axis=0)).all()

@@ -1,0 +1,133 @@
+"""Several circuits at once: what `colours` promises on tori, and how circuits are joined."""
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+
+import ftmesh
+from ftmesh import PlanError, Topology, planners, verify
+from ftmesh.planners import colours
+from ftmesh.planners.circuits import along, join, wrapping_axes
+from ftmesh.planners.scatter import both_ways
+from ftmesh.schedule.depth import depth_of
+from ftmesh.schedule.phase import Phase
+
+TORI = [*product(range(3, 8), repeat=2), (4, 13), (3, 20), (3, 3, 3), (3, 4, 5), (4, 4, 8)]
+PARTLY = [  # an axis of two chips, or open
+    ("2x4x4", True, 2),
+    ("3x4x2", True, 2),
+    ("5x3x3", (True, True, False), 2),
+    ("4x2x3", (True, False, True), 2),
+]
+
+
+def cables(walk):
+    return {frozenset(link) for link in pairwise([*walk, walk[0]])}
+
+
+@pytest.mark.parametrize("shape", TORI, ids=str)
+def test_circuits_of_a_torus_use_every_cable_once(shape):
+    topo = Topology.grid(shape, wrap=True)
+    walks = join(topo, [along(topo, axis) for axis in range(len(shape))])
+    for walk in walks:
+        assert sorted(walk) == sorted(topo.coords)
+    assert sum(len(cables(walk)) for walk in walks) == len(topo.links) // 2
+    assert set().union(*map(cables, walks)) == {frozenset(link) for link in topo.links}
+
+
+@pytest.mark.parametrize("shape", ["3x3", "4x6", "5x7", "4x4x4", "3x4x3"])
+def test_every_link_works_in_every_round(shape):
+    topo = Topology.grid(shape, wrap=True)
+    schedule = planners.schedule(topo, "colours")
+    verify(schedule)
+    assert schedule.is_neighbour_only
+    assert schedule.num_rounds == 2 * (topo.num_live - 1)
+    for phase in schedule.phases:
+        loads = schedule.link_loads(phase)
+        assert set(loads) == set(topo.links)
+        assert set(loads.values()) == {topo.num_live - 1}
+    halves = ftmesh.limits(topo).all_gather
+    assert Fraction(topo.num_live - 1, schedule.num_chunks) == halves
+    assert ftmesh.limits(topo).all_reduce == 2 * halves
+
+
+@pytest.mark.parametrize(("shape", "wrap", "count"), PARTLY)
+def test_axes_without_rings_add_no_circuit(shape, wrap, count):
+    topo = Topology.grid(shape, wrap=wrap)
+    schedule = planners.schedule(topo, "colours")
+    verify(schedule)
+    assert len(wrapping_axes(topo)) == count
+    assert schedule.phases[0].lanes == list(range(2 * count))
+    assert len(schedule.link_loads(schedule.phases[0])) == 2 * count * topo.num_live
+
+
+@pytest.mark.parametrize(
+    ("topo", "says"),
+    [
+        (Topology.grid("4x4"), "of 4x4 none wraps"),
+        (Topology.grid("4x4", wrap=(True, False)), "of 4x4 one wraps"),
+        (Topology.grid("2x4", wrap=True), "of 2x4 one wraps"),
+        (Topology.grid("8", wrap=True), "of 8 one wraps"),
+        (Topology.grid("4x4", failed="1x1@0,0", wrap=True), "the mesh is damaged"),
+        (Topology.grid("4x4", failed_links="0,0-3,0", wrap=True), "the mesh is damaged"),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_do_it_refuses(topo, says):
+    with pytest.raises(PlanError, match=says):
+        colours.plan(topo)
+
+
+def test_circuits_that_no_square_joins_are_refused():
+    """Two rings whose chips have no more than one cable in common."""
+    topo = Topology.grid("3x2", wrap=True, failed_links="0,0-0,1;1,0-1,1")
+    with pytest.raises(PlanError, match="squares of four chips, and 2 are left"):
+        join(topo, [along(topo, 0)])
+
+
+def test_circuits_that_visit_a_chip_twice_are_found():
+    topo = Topology.grid("3x3", wrap=True)
+    (walk, _) = join(topo, [along(topo, axis) for axis in (0, 1)])
+    broken = [*walk[:4], walk[2], *walk[5:]]
+    with pytest.raises(ftmesh.ScheduleError, match="a rank is on it twice"):
+        both_ways(topo, [broken], algorithm="colours", name="broken")
+
+
+def test_a_circuit_that_jumps_or_crosses_a_failed_link_is_told():
+    topo = Topology.grid("3x3", wrap=True)
+    walk = join(topo, [along(topo, 0)])[0]
+    jumps = [walk[2], walk[1], walk[0], *walk[3:]]
+    less = Topology.grid("3x3", failed_links=[walk[:2]], wrap=True)
+    for mesh, chips in ((topo, jumps), (less, walk)):
+        proof = verify(both_ways(mesh, [chips], algorithm="ring", name="broken"))
+        assert not proof.is_neighbour_only
+    assert verify(both_ways(topo, [walk], algorithm="ring", name="whole")).is_neighbour_only
+
+
+def test_auto_takes_what_a_payload_is_fastest_by():
+    small, square, long = (Topology.grid(shape, wrap=True) for shape in ("4x4", "8x8", "4x16"))
+    assert ftmesh.plan(small, payload_bytes=10**4).algorithm == "two_dim"
+    assert ftmesh.plan(square, payload_bytes=10**9).algorithm == "two_dim"
+    assert ftmesh.plan(long, payload_bytes=10**9).algorithm == "colours"
+    assert ftmesh.plan(long, payload_bytes=10**6).algorithm == "row_pair"
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "colours"])
+def test_the_depth_of_rings_is_that_of_their_rows(algorithm):
+    schedule = planners.schedule(Topology.grid("3x4", wrap=True), algorithm)
+    (phase,) = schedule.scatter
+    rows = Phase(phase.name, phase.columns)
+    assert depth_of([phase], 12, schedule.num_chunks) == 11
+    assert depth_of([rows], 12, schedule.num_chunks) == 11
+    twice = Phase("twice", (phase.what[0], replace(phase.what[1], first_chunk=np.int32([1]))))
+    written = Phase("twice", twice.columns)
+    assert depth_of([twice], 12, 24) == depth_of([written], 12, 24) == 13
+
+
+def test_tiles_of_a_torus():
+    plan = ftmesh.plan(Topology.grid("8x6", wrap=True), "colours", tile="2x2")
+    assert plan.proof.num_positions == 4
+    assert plan.schedule.num_rounds == 2 * 11

@@ -1,0 +1,207 @@
+"""Trees: any mesh that hangs together, in few rounds, and proved."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ftmesh import PlanError, Topology, planners, simulate, verify
+from ftmesh.planners import tree
+from ftmesh.planners.graph import Graph
+from ftmesh.planners.messages import NONE, rounds_of
+from ftmesh.planners.trees import grow
+from ftmesh.schedule.columns import ADD, COPY
+from ftmesh.schedule.schedule import SplitSchedule
+
+
+def check(topology, num_chunks, lag=0):
+    """Plan and prove; also what every schedule along trees has in common."""
+    schedule = tree.plan(topology, num_chunks, lag=lag)
+    proof = verify(schedule)
+    joins = topology.num_live - 1
+    assert not isinstance(schedule, SplitSchedule)
+    assert proof.is_neighbour_only
+    assert proof.num_additions + proof.num_copies == 2 * num_chunks * joins
+    # Sums meet between two chips, which both add, or at one.
+    assert num_chunks * joins <= proof.num_additions <= num_chunks * (joins + 1)
+    return schedule
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology.grid("2"),
+        Topology.grid("7"),
+        Topology.grid("1x5"),
+        Topology.grid("5", wrap=True),
+        Topology.grid("2x2"),
+        Topology.grid("3x3", failed="1x1@1,1"),
+        Topology.grid("4x4", failed="1x1@0,1;1x1@2,2"),
+        Topology.grid("7x9", failed="1x1@1,1;1x1@4,4;1x1@6,0", failed_links="2,2-3,2"),
+        Topology.grid("6x6", failed="2x2@2,2", wrap=True),
+        Topology.grid("3x4x4", failed="2x2x1@0,0,0"),
+        Topology.grid("3x3x3", failed_links="0,0,0-1,0,0;1,1,1-1,1,2", wrap=(True, False, True)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_chunks", [1, 2, 7, 40])
+def test_any_mesh(topology, num_chunks):
+    check(topology, num_chunks)
+
+
+@st.composite
+def damages(draw):
+    """Chips and links failed anywhere, on one to three axes, some of which wrap."""
+    shape = draw(st.sampled_from(["6", "4x4", "5x3", "6x6", "3x3x3", "2x3x4"]))
+    sizes = tuple(map(int, shape.split("x")))
+    coord = st.tuples(*(st.integers(0, n - 1) for n in sizes))
+    wrap = draw(st.tuples(*(st.booleans() for _ in sizes)))
+    failed = draw(st.lists(coord, max_size=4))
+    assume(len(set(failed)) < np.prod(sizes) - 1)
+    whole = Topology.grid(shape, failed=failed, wrap=wrap)
+    links = (
+        draw(st.lists(st.sampled_from(whole.links or [None]), max_size=3)) if whole.links else []
+    )
+    topology = Topology.grid(shape, failed=failed, failed_links=links, wrap=wrap)
+    assume(len(topology.components()) == 1)
+    return topology
+
+
+@settings(max_examples=60)
+@given(damages(), st.sampled_from([1, 3, 16]), st.sampled_from([0, 0, 1, 2]))
+def test_any_damage(topology, num_chunks, lag):
+    check(topology, num_chunks, lag)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "failed", "wrap", "num_chunks", "rounds"),
+    [
+        ("8x8", "2x2@2,2", False, 256, 165),
+        pytest.param("16x16", "4x2@4,4", False, 416, 248, marks=pytest.mark.slow),
+        pytest.param("16x32", "4x2@6,14", False, 576, 345, marks=pytest.mark.slow),
+        pytest.param("16x32", "4x2@2,2", False, 416, 272, marks=pytest.mark.slow),
+        pytest.param("32x32", "4x2@14,14", False, 704, 425, marks=pytest.mark.slow),
+        pytest.param("16x16", "2x2@2,2", True, 320, 165, marks=pytest.mark.slow),
+        pytest.param("4x4x8", "2x2x1@0,0,0", False, 288, 133, marks=pytest.mark.slow),
+        ("4x4x8", "2x2x1@0,0,0", True, 240, 83),
+    ],
+)
+def test_in_few_rounds(mesh, failed, wrap, num_chunks, rounds):
+    topology = Topology.grid(mesh, failed=failed, wrap=wrap)
+    assert check(topology, num_chunks).num_rounds <= rounds
+
+
+def test_the_same_every_time():
+    topology = Topology.grid("6x6", failed="1x1@1,2", failed_links="3,3-4,3")
+    assert tree.plan(topology, 30) == tree.plan(topology, 30)
+
+
+def test_lanes_are_directions_and_stay_permutations():
+    columns = check(Topology.grid("4x5x3", failed="1x1x1@1,2,1"), 20).columns
+    assert set(columns.lane.tolist()) == set(range(6))
+    for lane in range(6):
+        here = columns.take(columns.lane == lane)
+        pairs = set(zip(here.src.tolist(), here.dst.tolist(), strict=True))
+        assert len(pairs) == len({s for s, _ in pairs}) == len({d for _, d in pairs})
+
+
+def test_several_chunks_a_message():
+    """Each has a lane of its own, and no link carries more than so many in a round."""
+    topology = Topology.grid("5x5", failed="1x1@1,2")
+    schedule = tree.plan(topology, 30, width=3)
+    verify(schedule)
+    verify(tree.plan(topology, 30, width=3, lag=2))
+    columns = schedule.columns
+    link_and_round = np.stack([columns.round, columns.src, columns.dst])
+    _, carried = np.unique(link_and_round, axis=1, return_counts=True)
+    assert carried.max() == 3
+    assert set(columns.lane.tolist()) == set(range(12))
+    assert schedule.num_rounds < tree.plan(topology, 10).num_rounds + 1
+    seconds = simulate(schedule, payload_bytes=3_000_000, link=50e9, latency=0.5e-6).seconds
+    assert seconds == pytest.approx(schedule.num_rounds * (0.5e-6 + 3 * 100_000 / 50e9), rel=0.1)
+
+
+def test_what_answers_is_copied_and_what_crosses_is_added():
+    schedule = check(Topology.grid("2"), 1)
+    assert schedule.columns.op.tolist() == [ADD, ADD]
+    line = check(Topology.grid("3"), 1).columns
+    assert sorted(zip(line.round.tolist(), line.op.tolist(), strict=True)) == [
+        (0, ADD), (0, ADD), (1, COPY), (1, COPY)
+    ]  # fmt: skip
+
+
+def test_a_message_waits_for_all_others():
+    """Along one path the middle hears from both sides before it speaks to either."""
+    graph = Graph.of(Topology.grid("5"))
+    found = rounds_of(graph, grow(graph, 1, 1, balance=1.5), 1)[:, 0]
+    ends = zip(graph.source.tolist(), graph.target.tolist(), found.tolist(), strict=True)
+    assert sorted(ends) == [
+        (0, 1, 0), (1, 0, 3), (1, 2, 1), (2, 1, 2), (2, 3, 2), (3, 2, 1), (3, 4, 3), (4, 3, 0)
+    ]  # fmt: skip
+
+
+def times(schedule):
+    """The round of each message, by chunk and by its two ends."""
+    c = schedule.columns
+    ends = zip(c.chunk.tolist(), c.src.tolist(), c.dst.tolist(), strict=True)
+    return dict(zip(ends, c.round.tolist(), strict=True))
+
+
+def too_early(schedule, lag):
+    """The messages that are sent before all they need has been heard, that much later."""
+    sent = times(schedule)
+    into = {}
+    for chunk, u, v in sent:
+        into.setdefault((chunk, v), []).append(u)
+    return [
+        (chunk, u, v)
+        for (chunk, u, v), now in sent.items()
+        if not all(
+            sent[chunk, w, u] + lag < now
+            for w in into[chunk, u]
+            if w != v or sent[chunk, w, u] < now
+        )
+    ]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_what_is_under_way_is_waited_for(lag):
+    topology = Topology.grid("5x4", failed="1x1@1,1", failed_links="3,3-4,3")
+    schedule = tree.plan(topology, 24, lag=lag)
+    verify(schedule)
+    assert not too_early(schedule, lag)
+    assert too_early(schedule, lag + 1)
+
+
+def test_trees_span_and_share_out_the_links():
+    graph = Graph.of(Topology.grid("6x6", failed="2x2@2,2"))
+    trees = grow(graph, 24, 24, balance=1.5)
+    assert ((trees == NONE).sum(axis=1) == 1).all()
+    used = np.bincount(trees[trees != NONE] // 2, minlength=graph.num_links // 2)
+    assert used.max() <= 1.35 * used.mean()
+    for parents in trees:
+        reached = {int(np.flatnonzero(parents == NONE)[0])}
+        while len(reached) < graph.num_ranks:
+            more = {r for r in range(graph.num_ranks) if int(graph.source[parents[r]]) in reached}
+            assert more - reached
+            reached |= more
+
+
+class TestRefusals:
+    def test_a_mesh_that_is_cut(self):
+        with pytest.raises(PlanError, match="is cut into 2 parts"):
+            planners.schedule(Topology.grid("5", failed="1@2"), "tree")
+
+    def test_a_lag_below_none(self):
+        with pytest.raises(PlanError, match="number of rounds, not -1"):
+            planners.schedule(Topology.grid("4x4"), "tree", num_chunks=4, lag=-1)
+
+    def test_no_chunks(self):
+        with pytest.raises(PlanError, match="one chunk or more, not into 0"):
+            planners.schedule(Topology.grid("4x4"), "tree", num_chunks=0)
+
+
+@pytest.mark.parametrize("failed", ["1@1", "3@1"])
+def test_what_cannot_be_summed_is_refused(failed):
+    with pytest.raises(PlanError, match=r"nothing to sum|no link joins"):
+        tree.plan(Topology.grid("4", failed=failed), 4)

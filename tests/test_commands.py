@@ -1,0 +1,148 @@
+"""How commands begin and end: numbers in bounds, one line, a status for each kind of end."""
+
+import argparse
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ftmesh.cli import main
+from ftmesh.commands import CLOSED, STATUSES, Parser, ended, number, one_line, whole_number
+from ftmesh.errors import (
+    ArgumentError,
+    CheckpointNotFoundError,
+    DataError,
+    PlanError,
+    ScheduleNotFoundError,
+    VerificationError,
+)
+
+
+def fails(error):
+    def work():
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (ArgumentError("no"), 2, "no"),
+        (VerificationError("no"), 65, "no"),
+        (ScheduleNotFoundError("no"), 66, "no"),
+        (CheckpointNotFoundError("no"), 66, "no"),
+        (FileNotFoundError(2, "No such file", "a"), 66, "a: No such file"),
+        (PlanError("no\n\nway"), 69, "no way"),
+        (DataError("\x1b[31mred\x07"), 69, r"\x1b[31mred\x07"),
+        (OSError(28, "No space left on device", "a"), 69, "a: No space left on device"),
+        (MemoryError(), 69, "there is not enough memory for that: ask for less"),
+        (RuntimeError("RESOURCE_EXHAUSTED: 4 TB"), 69, "RESOURCE_EXHAUSTED: 4 TB"),
+        (ModuleNotFoundError(name="matplotlib"), 69, "pip install 'ftmesh[plots]'"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_a_user_can_cause_is_one_line_and_a_status(capsys, error, status, says):
+    assert ended("it", fails(error)) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("it: ")
+    assert err.endswith(f"{says}\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), AssertionError("x"), ModuleNotFoundError(name="y")]
+)
+def test_a_bug_keeps_its_traceback_and_asks_to_be_reported(capsys, error):
+    assert ended("it", fails(error)) == 70
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback")
+    assert err.splitlines()[-1].startswith("it: this is a bug in ftmesh: please report it")
+
+
+def test_statuses_pass():
+    assert ended("it", lambda: None) == 0
+    assert ended("it", lambda: 1) == 1
+
+
+def test_every_status_is_in_the_help(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert STATUSES in out
+    for status in (0, 1, 2, 65, 66, 69, 70, 130):
+        assert f"\n  {status} " in out
+
+
+def test_a_line_is_not_too_long():
+    assert one_line("x" * 600) == "x" * 600
+    assert len(one_line("x" * 100_000)) < 620
+
+
+@pytest.mark.parametrize("text", ["0", "11", "-1", "1.0", "ten", "", "9" * 5000, "1e1", "٣"])
+def test_numbers_out_of_bounds(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="from 1 to 10") as caught:
+        whole_number(1, 10)(text)
+    assert len(str(caught.value)) < 100
+
+
+def test_numbers_in_bounds():
+    assert [whole_number(0, 10)(text) for text in ("0", "10", " 7 ", "+3")] == [0, 10, 7, 3]
+
+
+def test_a_parser_complains_in_one_line(capsys):
+    parser = Parser(prog="it")
+    parser.add_argument("--n", type=whole_number(0))
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--n", "\x1b[2J" * 1000])
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "\x1b" not in err
+    assert "(see 'it --help')" in err
+
+
+def shell(command):
+    """A command in a shell, with what is written in it."""
+    line = f"{sys.executable} -m ftmesh {command}"
+    return subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+
+
+def test_a_stdout_that_is_closed():
+    done = shell("draw --figure 1 >&-")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_has_seen_enough():
+    done = shell("draw --figure 3 | head -c 1; wait")
+    assert (len(done.stdout), done.stderr) == (1, "")
+
+
+def test_a_reader_that_has_gone_does_not_make_a_mesh_well(monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(Gone(), write_through=True))
+    assert ended("it", lambda: print("chip 1,1 is wrong")) == CLOSED
+
+
+class Gone(io.RawIOBase):
+    def writable(self):
+        return True
+
+    def write(self, data):
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e9", "x", ""])
+def test_numbers_that_are_none(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a number from 0 to 1e"):
+        number(0)(text)
+    assert number(0)("0.5") == 0.5
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_stdout_that_is_full():
+    done = shell("draw --figure 1 > /dev/full")
+    assert done.returncode == 69
+    assert done.stderr.endswith("No space left on device\n")
+    assert done.stderr.count("\n") == 1

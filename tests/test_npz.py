@@ -1,0 +1,171 @@
+"""Arrays of .npz files by their headers first: nothing large is unpacked, and no object ever."""
+
+import io
+import json
+import os
+import pickle
+import threading
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+
+import ftmesh
+from ftmesh.errors import ScheduleFileError
+from ftmesh.npz import NotNpzError, Npz
+from ftmesh.planners import ring
+
+
+def member(shape, dtype="<i4", data=b"", header=None):
+    """A .npy as it would be written, whatever it says of itself."""
+    text = header or str({"descr": dtype, "fortran_order": False, "shape": shape})
+    text = text.encode() + b"\n"
+    return b"\x93NUMPY\x02\x00" + len(text).to_bytes(4, "little") + text + data
+
+
+def archive(**members):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
+        for name, content in members.items():
+            made.writestr(f"{name}.npy", content)
+    file.seek(0)
+    return file
+
+
+def test_what_numpy_writes_is_read():
+    arrays = {
+        "a": np.arange(6).reshape(2, 3),
+        "f": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "none": np.zeros((0, 3)),
+        "one": np.float32(2.5),
+        "text": np.array("é"),
+    }
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)
+    file.seek(0)
+    with Npz(file) as found:
+        assert {name: header.shape for name, header in found.headers.items()} == {
+            name: np.shape(array) for name, array in arrays.items()
+        }
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(found.read(name), array)
+            assert found.read(name).dtype == np.asarray(array).dtype
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (member((2,), data=b"1234"), "not as long as it says"),
+        (member((2,), data=b"123456789"), "not as long as it says"),
+        (member((2**31,)), "not as long as it says"),
+        (member((-1,)), "shape"),
+        (member((2,), "|V0"), "dtype"),
+        (member((2,), header=" " * 20_000), "a header of 20,001 bytes"),
+        (b"\x93NUMPY\x02\x00\xff\xff\xff\xff", "a header of 4,294,967,295 bytes"),
+        (member((2,), header="[]"), "not a dictionary"),
+        (b"nothing", "magic"),
+    ],
+)
+def test_members_that_are_not_what_they_say(content, says):
+    with Npz(archive(a=content)) as found, pytest.raises(ValueError, match=says):
+        found.read("a")
+
+
+def test_objects_are_never_unpickled():
+    with pytest.raises(NotNpzError, match="pickled"), Npz(archive(a=member((1,), "|O"))) as found:
+        found.headers  # noqa: B018
+    with pytest.raises(NotNpzError, match="pickled"):
+        Npz(io.BytesIO(pickle.dumps([1])))
+
+
+@pytest.fixture
+def bomb(tmp_path):
+    """A schedule file of some kilobytes that would unpack to a thousand times as much."""
+    ftmesh.save(ring.plan(ftmesh.Topology.grid("4x4")), tmp_path / "a.npz")
+    with np.load(tmp_path / "a.npz") as file:
+        arrays = dict(file)
+
+    def make(name):
+        path = tmp_path / f"{name}.npz"
+        zeros = bytes(2**22)
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+            for key, array in arrays.items():
+                with made.open(f"{key}.npy", "w", force_zip64=True) as target:
+                    if key == name:
+                        target.write(member((2**24,), "<U1" if name == "meta" else "<i4"))
+                        for _ in range(16):
+                            target.write(zeros)
+                    else:
+                        np.lib.format.write_array(target, np.asarray(array))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_what_is_packed_in_ways_that_have_no_bound_is_not_unpacked(tmp_path, packing):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", packing) as made:
+        made.writestr("meta.npy", member((3,), "<U1") + bytes(12))
+    with pytest.raises(ScheduleFileError, match="packed as NumPy packs nothing"):
+        ftmesh.load(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("owner", "would unpack to 67.1"), ("meta", "would unpack to 67.1"), ("src", "differ in")],
+)
+def test_a_small_file_that_would_unpack_to_much_is_refused_unread(bomb, monkeypatch, name, says):
+    monkeypatch.setattr("ftmesh.schedule.files.MAX_BYTES", 2**22)
+    path = bomb(name)
+    assert path.stat().st_size < 100_000
+    tracemalloc.start()
+    with pytest.raises(ScheduleFileError, match=says):
+        ftmesh.load(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2**20
+
+
+def test_control_characters_in_meta_do_not_reach_the_terminal(tmp_path):
+    path = tmp_path / "a.npz"
+    ftmesh.save(ring.plan(ftmesh.Topology.grid("4x4")), path)
+    with np.load(path) as file:
+        arrays = dict(file)
+    meta = json.loads(str(arrays["meta"]))
+    for change in ({"algorithm": "\x1b[2J"}, {"algorithm": "x" * 1000}):
+        np.savez(path, **{**arrays, "meta": np.array(json.dumps(meta | change))})
+        with pytest.raises(ScheduleFileError, match="not a name of printable") as caught:
+            ftmesh.load(path)
+        assert str(caught.value).isprintable()
+    meta["phases"][0]["name"] = "\x07"
+    np.savez(path, **{**arrays, "meta": np.array(json.dumps(meta))})
+    with pytest.raises(ScheduleFileError, match="'meta' has phases"):
+        ftmesh.load(path)
+
+
+def test_no_permission_is_no_damage(tmp_path, monkeypatch):
+    path = tmp_path / "a.npz"
+    ftmesh.save(ring.plan(ftmesh.Topology.grid("4x4")), path)
+
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", denied)  # those who run as root may read everything
+    with pytest.raises(ScheduleFileError, match="cannot be read: Permission denied"):
+        ftmesh.load(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    found = []
+
+    def load():
+        with pytest.raises(ScheduleFileError, match="is not a file"):
+            ftmesh.load(tmp_path / "pipe")
+        found.append(True)
+
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert found

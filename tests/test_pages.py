@@ -1,0 +1,149 @@
+"""Every code block of the README and the docs runs as written, or says why not."""
+
+import re
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+from pages import DOCS, LANGUAGES, PAGES, ROOT, blocks_of, commands, is_as_shown, printed
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+BLOCKS = {page.name: blocks_of(page.read_text()) for page in PAGES}
+
+
+def runnable(language, *, slow=False):
+    return [
+        pytest.param(name, [block.text for block in found], id=name)
+        for name, blocks in BLOCKS.items()
+        if (
+            found := [
+                b for b in blocks if b.language == language and b.is_run and b.is_slow == slow
+            ]
+        )
+    ]
+
+
+def run_python(page, blocks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope = {"__name__": page}
+    for block in blocks:
+        exec(compile(block, page, "exec"), scope)
+
+
+@pytest.mark.parametrize(("page", "blocks"), runnable("python"))
+def test_the_python_of_a_page_runs_from_top_to_bottom(page, blocks, tmp_path, monkeypatch):
+    run_python(page, blocks, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "blocks"), runnable("python", slow=True))
+def test_slow_python_runs_too(page, blocks, tmp_path, monkeypatch):
+    if page != "README.md":  # which test_wheel.py pastes into a file
+        run_python(page, blocks, tmp_path, monkeypatch)
+
+
+def check_commands(blocks):
+    for block in blocks:
+        for command, shown in commands(block):
+            found = printed(command)
+            assert is_as_shown(shown, found), f"{command}\n{found}\n-- run scripts/shown"
+
+
+@pytest.mark.parametrize(("page", "blocks"), runnable("console"))
+def test_commands_print_what_is_shown(page, blocks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_commands(blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "blocks"), runnable("console", slow=True))
+def test_slow_commands_print_what_is_shown(page, blocks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_commands(blocks)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_says_what_it_is(page):
+    text = page.read_text()
+    blocks = BLOCKS[page.name]
+    assert text.count("\n```") == 2 * len(blocks), "a fence is not closed, or is indented"
+    for block in blocks:
+        assert block.language in LANGUAGES, f"a block without a known language:\n{block.text}"
+        assert re.fullmatch(r"|slow|not run: \S.*", block.note), block.note
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    assert not re.search(r"^\n {4,}\S", prose, re.M), "an indented block: fence it"
+
+
+def anchors(text):
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        if not target.startswith("https://"):
+            there = page.parent / target if target else page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors(there.read_text()), f"{target}#{anchor}"
+
+
+def test_the_names_of_the_reference_exist():
+    found = [
+        name
+        for blocks in BLOCKS.values()
+        for block in blocks
+        for name in re.findall(
+            r"^\.\. auto(?:class|function|exception)\:\: (\S+)", block.text, re.M
+        )
+    ]
+    assert len(found) > 40
+    for name in found:
+        module, _, last = name.rpartition(".")
+        assert hasattr(import_module(module), last), name
+
+
+def test_all_public_names_are_in_the_reference():
+    text = (ROOT / "docs" / "api.md").read_text()
+    for module in ("ftmesh", "ftmesh.train", "ftmesh.testing"):
+        for name in import_module(module).__all__:
+            assert f":: {module}.{name}\n" in text, f"{module}.{name}"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx", reason="pip install 'ftmesh[docs]'")
+    pytest.importorskip("myst_parser", reason="pip install 'ftmesh[docs]'")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", ROOT / "docs", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for page in DOCS:
+        assert (tmp_path / f"{page.stem}.html").stat().st_size > 1000
+
+
+def test_a_wrong_output_is_noticed():
+    (block,) = blocks_of("x\n\n```console\n$ ftmesh --version\nftmesh 9\n```\n")
+    with pytest.raises(SystemExit):
+        printed("ftmesh --version")
+    assert commands(block.text) == [("ftmesh --version", "ftmesh 9\n")]
+    assert is_as_shown("a ...\nd\n", "a b\nc\nd\n")
+    assert not is_as_shown("a ...\nd\n", "a b\nc\nd\ne\n")
+    assert not is_as_shown("a\n", "a b\n")
+
+
+def test_what_is_not_run_is_told_from_what_is():
+    text = "<!-- not run: needs a TPU -->\n```python\n1 / 0\n```\n\n```python\n1\n```\n"
+    assert [block.is_run for block in blocks_of(text)] == [False, True]
+
+
+def test_python_that_fails_is_noticed(tmp_path, monkeypatch):
+    with pytest.raises(ZeroDivisionError):
+        run_python("a page", ["x = 0\n", "1 / x\n"], tmp_path, monkeypatch)
+
+
+def test_commands_of_others_are_not_taken_for_run():
+    with pytest.raises(AssertionError, match="only ftmesh is run here, not rm"):
+        printed("rm plan.npz")

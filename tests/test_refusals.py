@@ -1,0 +1,55 @@
+"""docs/refusals.md says what the source has."""
+
+import re
+from pathlib import Path
+
+from examples.bert import make_records
+from examples.fuzz import running
+from examples.resnet50 import augment, images
+from ftmesh import planners
+from ftmesh.commands import STATUSES
+from ftmesh.cost import advise
+from ftmesh.launch import environment
+from ftmesh.schedule.files import MAX_BYTES
+from ftmesh.train.arguments import MAX_BATCH
+from ftmesh.train.reading import FEW, MAX_DAMAGED
+from ftmesh.units import MOST_BYTES, format_bytes
+
+TEXT = (Path(__file__).parent.parent / "docs" / "refusals.md").read_text()
+
+
+def test_statuses_are_those_of_the_help():
+    told = dict(re.findall(r"^\| (\d+) \| (.*) \|$", TEXT, re.MULTILINE))
+    assert {*told} == {*re.findall(r"^  (\d+) ", STATUSES, re.MULTILINE)}
+    for status, words in re.findall(r"^  (\d+) +(.*)$", STATUSES, re.MULTILINE):
+        assert words in told[status].replace("`ftmesh doctor`", "doctor"), status
+
+
+def test_bounds():
+    rows = dict(re.findall(r"^\| ([a-z].*) \| (.*) \|$", TEXT, re.MULTILINE))
+    rows = {what: most for what, most in rows.items() if what not in ("what", "status")}
+    wanted = {
+        "chips that are planned for": (f"{planners.MAX_RANKS:,}",),
+        "a schedule file, unpacked": (format_bytes(round(MAX_BYTES, -8)),),
+        "a payload": (f"{MOST_BYTES / 1e15:.0f} PB",),
+        "a batch": (f"{MAX_BATCH:,}",),
+        "damaged examples": (f"{MAX_DAMAGED:.0%}".replace("%", " %"), {10: "ten"}[FEW]),
+        "an image": (f"{augment.MAX_PIXELS // 10**6}", f"{images.MAX_FILE_BYTES // 10**6} MB"),
+        "text for records": (
+            f"{make_records.MAX_LINE:,}",
+            f"{make_records.MAX_WORD:,}",
+            format_bytes(round(make_records.MAX_TEXT_BYTES, -7)),
+        ),
+        "failures that `ftmesh advise` plays": (f"{advise.MAX_FAILURES:,}",),
+        "an emulated pod": (f"{environment.MAX_HOSTS}", f"{environment.MAX_DEVICES:,}"),
+    }
+    assert rows.keys() == wanted.keys()
+    for what, numbers in wanted.items():
+        for number in numbers:
+            assert number in rows[what], (what, number)
+
+
+def test_limits_of_the_fuzzer():
+    limits = f"{running.CPU_SECONDS} s of a core, {running.WALL_SECONDS} s and 2.1 GB"
+    assert limits in " ".join(TEXT.split())
+    assert round(running.MAX_BYTES / 1e9, 1) == 2.1

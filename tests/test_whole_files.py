@@ -1,0 +1,128 @@
+"""Files are written whole or not at all, and what cannot be written is known before."""
+
+import os
+import stat
+import threading
+
+import pytest
+
+from ftmesh.errors import ArgumentError
+from ftmesh.files import check_folder, check_targets, read_whole, write_text, write_whole
+
+FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_there_stays_until_all_is_written(tmp_path):
+    path = tmp_path / "a.svg"
+    write_text(path, "old")
+    seen = []
+
+    def parts():
+        yield b"new"
+        seen.append((path.read_text(), len(names(tmp_path))))
+
+    write_whole(path, parts())
+    assert seen == [("old", 2)]
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["a.svg"]
+
+
+@pytest.mark.parametrize("kind", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_what_fails_leaves_nothing_behind(tmp_path, kind):
+    path = tmp_path / "a"
+    write_text(path, "old")
+
+    def parts():
+        yield b"new"
+        raise kind
+
+    with pytest.raises(type(kind)) as caught:
+        write_whole(path, parts())
+    if isinstance(kind, OSError):
+        assert caught.value.filename == str(path)
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["a"]
+
+
+def test_many_writers_of_one_file(tmp_path):
+    path, texts = tmp_path / "a", [str(n) * 100_000 for n in range(8)]
+    threads = [threading.Thread(target=write_text, args=(path, text)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert path.read_text() in texts
+    assert names(tmp_path) == ["a"]
+
+
+def test_links_are_followed_and_permissions_are_the_usual(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    write_text(tmp_path / "link", "x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there").read_text() == "x"
+    (tmp_path / "plain").write_text("")
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("there", "plain")}
+    assert len(modes) == 1
+
+
+def test_names_as_long_as_can_be(tmp_path):
+    write_text(tmp_path / ("é" * 127), "x")
+    assert len(names(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("other", ["a", "./a", "b/../a", "link"])
+def test_one_file_is_not_two_outputs_whatever_it_is_called(tmp_path, monkeypatch, other):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    with pytest.raises(ArgumentError, match="a cannot be two outputs at once"):
+        check_targets("a", other)
+    check_targets("a", "c", None)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("no/a", "there is no folder"),
+        ("file/a", "there is no folder"),
+        ("folder", "it is a folder"),
+        ("pipe", "it is not a file"),
+        ("/proc/a", "cannot write /proc/a"),
+        ("x" * 300, "too long"),
+    ],
+)
+def test_targets_that_cannot_be_written(tmp_path, monkeypatch, path, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ArgumentError, match=says):
+        check_targets(path)
+    assert names(tmp_path) == ["file", "folder", "pipe"]
+
+
+def test_folders_that_can_and_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    check_folder(tmp_path / "new" / "newer")
+    check_folder(None)
+    for path in (tmp_path / "file", tmp_path / "file" / "in", "/proc/new"):
+        with pytest.raises(ArgumentError, match="cannot write to"):
+            check_folder(path)
+    assert names(tmp_path) == ["file"]
+
+
+def test_what_is_no_file_or_too_long_is_not_read(tmp_path):
+    (tmp_path / "a").write_bytes(b"123")
+    assert read_whole(tmp_path / "a", 3) == b"123"
+    with pytest.raises(OSError, match="longer than 2 bytes"):
+        read_whole(tmp_path / "a", 2)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(OSError, match="it is not a file"):
+            read_whole(path, 10)
+    with pytest.raises(FileNotFoundError):
+        read_whole(tmp_path / "b", 3)

@@ -1,0 +1,184 @@
+"""The server gives the page out, plans what it asks for, and refuses everybody else."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ftmesh.errors import ArgumentError
+from ftmesh.mesh.topology import Topology
+from ftmesh.view.scene import scene
+from ftmesh.view.server import MAX_BYTES, Server
+
+REQUEST = {
+    "mesh": "4x4",
+    "wrap": "",
+    "failed": "2x2@0,0",
+    "failed_links": "",
+    "devices_per_chip": 1,
+    "algorithm": "auto",
+    "payload_bytes": 1_000_000,
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    made = Server(scene(Topology.grid("4x4")))
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    yield made
+    made.close()
+    thread.join()
+
+
+@pytest.fixture
+def call(server):
+    path = re.fullmatch(r"http://127\.0\.0\.1:\d+(/[\w-]{20,}/)", server.address)[1]
+
+    def to(method, where, body=None, **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        if where in ("", "plan"):
+            where = path + where
+        connection.request(method, where, body, headers)
+        answer = connection.getresponse()
+        found = answer.status, answer.read().decode(), dict(answer.getheaders())
+        connection.close()
+        return found
+
+    return to
+
+
+def plan(call, request, **headers):
+    body = request if isinstance(request, bytes) else json.dumps(request)
+    status, text, _ = call("POST", "plan", body, **{"Content_Type": "application/json", **headers})
+    return status, json.loads(text)
+
+
+def test_the_page_is_there_and_may_not_be_framed_or_kept(call):
+    status, html, headers = call("GET", "")
+    assert (status, html[:15]) == (200, "<!doctype html>")
+    assert '"plans_at":"plan"' in html
+    assert headers["X-Frame-Options"] == "DENY"
+    assert headers["Cache-Control"] == "no-store"
+
+
+def test_it_plans_what_is_asked_for(call):
+    status, made = plan(call, REQUEST)
+    expected = scene(Topology.grid("4x4", failed="2x2@0,0"), payload_bytes=1_000_000)
+    assert (status, made) == (200, json.loads(json.dumps(expected)))
+    status, made = plan(call, {**REQUEST, "wrap": "y", "failed_links": "2,2-3,2", "failed": ""})
+    assert made["mesh"]["name"] == "4x4 (wrapping in y) less links 2,2-3,2"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"failed": "1x4@1,0"}, "4x4 less 1x4@1,0 is cut into 2 parts that no link joins"),
+        ({"failed": "1x1@9,9"}, "block 1x1@9,9 is not inside mesh 4x4"),
+        ({"algorithm": "two_dim"}, "two_dim cannot run on 4x4 less 2x2@0,0"),
+        ({"algorithm": "all"}, "one algorithm at a time"),
+        ({"mesh": "4y4"}, "'4y4' is not a mesh shape"),
+        ({"mesh": "64x64"}, "up to 1,024 chips"),
+        ({"mesh": "9" * 5000}, "up to six digits"),
+        ({"failed": f"1x1@{'1' * 5000},1"}, "up to six digits"),
+        ({"wrap": "z"}, "wraps in some of 'xy' or in none"),
+        ({"payload_bytes": 0}, "must be a positive whole number"),
+        ({"payload_bytes": 10**17}, "must be a positive whole number up to"),
+        ({"payload_bytes": True}, "payload_bytes of a request is of type int"),
+        ({"payload_bytes": 1.5}, "payload_bytes of a request is of type int"),
+        ({"failed": None}, "failed of a request is of type str"),
+        ({"devices_per_chip": 3}, "one device or two"),
+        ({"more": 1}, "and no others"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_in_a_sentence(call, change, says):
+    status, answer = plan(call, {**REQUEST, **change})
+    assert (status, set(answer)) == (400, {"error"})
+    assert says in answer["error"]
+    assert "\n" not in answer["error"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 30_000, b"null"])
+def test_what_is_no_request_is_refused(call, body):
+    status, answer = plan(call, body)
+    assert status == 400
+    assert answer["error"].startswith("a request")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "attacker.example"},
+        {"Host": "127.0.0.1:1"},
+        {"Origin": "https://attacker.example"},
+        {"Origin": "null"},
+    ],
+)
+def test_other_pages_may_not_ask(call, headers):
+    for method, where in (("GET", ""), ("POST", "plan")):
+        status, text, _ = call(method, where, json.dumps(REQUEST), **headers)
+        assert status == 403
+        assert "only the page" in text
+
+
+def test_its_own_page_may(call, server):
+    own = {"Host": f"localhost:{server.port}", "Origin": f"http://localhost:{server.port}"}
+    assert plan(call, REQUEST, **own)[0] == 200
+
+
+def test_nothing_is_told_without_the_token(call):
+    for where in ("/", "/plan", "/favicon.ico", "/x/", "/../etc/passwd"):
+        status, text, _ = call("GET", where)
+        assert (status, "ftmesh.view" in text) == (404, False)
+        status, text, _ = call("POST", where, json.dumps(REQUEST), Content_Type="application/json")
+        assert status == 404
+
+
+def test_requests_are_small_and_of_one_kind(call):
+    status, _, _ = call("POST", "plan", json.dumps(REQUEST))
+    assert status == 415
+    status, _, _ = call("POST", "plan", json.dumps(REQUEST), Content_Type="text/plain")
+    assert status == 415
+    assert plan(call, b" " * (MAX_BYTES + 1))[0] == 413
+    assert plan(call, b"", Content_Length="9" * 400)[0] == 413
+    assert plan(call, b"", Content_Length="-1")[0] == 411
+    assert call("PUT", "plan", "{}")[0] == 501
+
+
+def test_half_a_request_holds_nobody_up(call, server):
+    with socket.create_connection(("127.0.0.1", server.port)) as half:
+        half.sendall(b"POST /")
+        assert call("GET", "")[0] == 200
+
+
+def test_it_listens_on_loopback_alone(server):
+    assert server._http.server_address[0] == "127.0.0.1"
+
+
+def test_a_port_that_is_taken_is_refused(server):
+    with pytest.raises(ArgumentError, match=f"cannot serve on port {server.port}"):
+        Server(scene(Topology.grid("2x2")), port=server.port)
+
+
+def test_the_command_serves_until_it_is_interrupted():
+    command = [sys.executable, "-m", "ftmesh", "view", "4x4", "--serve"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()}
+    ) as process:
+        address = process.stdout.readline().strip()
+        port, path = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/.+/)", address).groups()
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=20)
+        connection.request("GET", path)
+        assert connection.getresponse().status == 200
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read().endswith("ended\n")
+    assert process.returncode == 0
