@@ -28,6 +28,12 @@ def add_mesh(parser: argparse.ArgumentParser, *, optional: bool = False) -> None
     parser.add_argument(
         "mesh", metavar="MESH", nargs="?" if optional else None, help="shape, x first: 16x32, 4x4x8"
     )
+    add_damage(parser)
+    parser.add_argument("--wrap", metavar="AXES", default="", help="axes that wrap: 'x', 'xyz'")
+
+
+def add_damage(parser: argparse.ArgumentParser) -> None:
+    """--failed, --failed-links."""
     parser.add_argument(
         "--failed",
         metavar="BLOCKS",
@@ -37,7 +43,6 @@ def add_mesh(parser: argparse.ArgumentParser, *, optional: bool = False) -> None
     parser.add_argument(
         "--failed-links", metavar="LINKS", default="", help="failed links: '3,2-4,2;0,0-0,1'"
     )
-    parser.add_argument("--wrap", metavar="AXES", default="", help="axes that wrap: 'x', 'xyz'")
 
 
 def add_tile(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import ftmesh
 from ftmesh import planners
-from ftmesh.cli.arguments import Stages, add_algorithm, add_executor, add_payload
+from ftmesh.cli.arguments import Stages, add_algorithm, add_damage, add_executor, add_payload
 from ftmesh.cost.choice import CHOSEN
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import PPERMUTE
@@ -29,12 +29,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="example: ftmesh compile v6e:16x16 --failed 2x2@2,2 --algorithm row_pair",
     )
     parser.add_argument("slice", metavar="SLICE", help="TPU generation and shape: v6e:16x16")
-    parser.add_argument(
-        "--failed",
-        metavar="BLOCKS",
-        help="failed chips: '4x2@6,14' or '2x2@2,2;2x2@8,4' "
-        "(default: the environment variable FTMESH_FAILED)",
-    )
+    add_damage(parser)
     add_algorithm(parser)
     add_executor(parser)
     add_payload(parser)
@@ -66,7 +61,9 @@ def run(args: argparse.Namespace) -> None:
 
     stages = Stages()
     devices = stages.run(f"loading {args.slice}", lambda: tpu_devices(args.slice))
-    topology = ftmesh.Topology.from_devices(devices, failed=args.failed)
+    topology = ftmesh.Topology.from_devices(
+        devices, failed=args.failed, failed_links=args.failed_links
+    )
 
     def report_of(algorithm: str, payload_bytes: int) -> CompileReport:
         plan = stages.run(

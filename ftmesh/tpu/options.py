@@ -8,21 +8,23 @@ from functools import cache
 
 from ftmesh.errors import ArgumentError, TopologyWarning
 
-# What it takes to have four permutations under way: v2 and v3 make them synchronous unless told
-# otherwise; v5p, v6e and 7x wait for one before they start the next; v4 and v5e need no telling.
+# What it takes to have one permutation under way for each link of a chip, of which it has four, and
+# six on three axes: v2 and v3 make them synchronous unless told otherwise; v5p, v6e and 7x wait for
+# one before they start the next; v4 has five at once untold, and v5e all of its four.
 _ASYNC = {"xla_enable_async_collective_permute": "true"}
-_FOUR_AT_ONCE = {"xla_max_concurrent_async_collective_permutes": "4"}
+_AT_ONCE = "xla_max_concurrent_async_collective_permutes"
+_FOUR, _SIX = {_AT_ONCE: "4"}, {_AT_ONCE: "6"}
 # What it takes to have them under way while something else is computed: the scheduler looks for the
 # longest chains of them, where otherwise it keeps to the order it began with.
 _OVERLAP = {"xla_tpu_use_aggressive_scheduling": "true"}
 _OPTIONS: dict[str, dict[str, str]] = {
     "v2": _ASYNC,
     "v3": _ASYNC,
-    "v4": {},
+    "v4": _SIX,
     "v5e": {},
-    "v5p": _FOUR_AT_ONCE,
-    "v6e": _FOUR_AT_ONCE,
-    "7x": _FOUR_AT_ONCE,
+    "v5p": _SIX,
+    "v6e": _FOUR,
+    "7x": _SIX,
     "cpu": {},
     "gpu": {},
 }

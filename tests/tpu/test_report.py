@@ -127,6 +127,7 @@ def test_the_compilers_strategy():
 
 
 FOUR = {"xla_max_concurrent_async_collective_permutes": "4"}
+SIX = {"xla_max_concurrent_async_collective_permutes": "6"}
 ASYNC = {"xla_enable_async_collective_permute": "true"}
 
 
@@ -134,9 +135,9 @@ ASYNC = {"xla_enable_async_collective_permute": "true"}
     ("platform", "options"),
     [
         ("tpu v6e", FOUR), ("v6e", FOUR), ("TPU v6 lite", FOUR), ("v6e:16x16", FOUR),
-        ("v6e-256", FOUR), ("tpu v5p", FOUR), ("TPU v5", FOUR), ("tpu7x", FOUR),
+        ("v6e-256", FOUR), ("tpu v5p", SIX), ("TPU v5", SIX), ("tpu7x", SIX), ("v4", SIX),
         ("v2", ASYNC), ("v3:16x32", ASYNC), ("TPU v3", ASYNC),
-        ("v4", {}), ("TPU v5 lite", {}), ("v5litepod-4", {}),
+        ("TPU v5 lite", {}), ("v5litepod-4", {}),
         ("cpu", {}), ("gpu", {}), ("cuda", {}),
     ],
 )  # fmt: skip

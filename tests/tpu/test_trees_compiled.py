@@ -1,0 +1,75 @@
+"""What the TPU compiler makes of trees, on slices with holes of every kind."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ftmesh.tpu import slices
+
+pytestmark = pytest.mark.skipif(
+    not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
+)
+HOLE = ("--failed", "2x2@2,2")
+CHIPS_AND_LINKS = (
+    "--failed", "1x1@3,3;1x1@9,12;1x1@14,2", "--failed-links", "5,5-6,5;10,10-10,11"
+)  # fmt: skip
+
+
+def compiled(name, algorithm, *options):
+    """The report of the command for 100 MB, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ftmesh", "compile", name, "--algorithm", algorithm, "--json",
+         *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["accepted"], report["refusal"]
+    return report
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "devices", "links"),
+    [
+        ("v6e:16x16", CHIPS_AND_LINKS, 253, 4),
+        ("v4:4x4x8", ("--failed", "2x2x1@0,0,0"), 248, 6),
+        ("v5p:4x4x8", ("--failed", "2x2x1@0,0,0"), 124, 6),
+    ],
+)
+def test_all_links_of_a_chip_at_once(name, options, devices, links):
+    report = compiled(name, "tree", *options)
+    (trees,) = (loop for loop in report["loops"] if loop["name"] == "packed trees")
+    assert report["num_devices"] == devices
+    assert trees["permutations"] == trees["in_flight"] == links
+    assert not trees["synchronous"]
+    assert report["temporary_ratio"] <= 1.1
+    assert report["compile_seconds"] < 30
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("v6e:16x16", HOLE), ("v3:32x32", ("--failed", "4x2@14,14"))]
+)
+def test_programs_hardly_larger_than_those_of_rings(name, options):
+    tree, row_pair = (compiled(name, each, *options) for each in ("tree", "row_pair"))
+    assert tree["program_bytes"] <= 1.2 * row_pair["program_bytes"]
+    assert tree["temporary_ratio"] <= row_pair["temporary_ratio"]
+    assert tree["cycles"] <= row_pair["cycles"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("v6e:16x16", CHIPS_AND_LINKS),
+        ("v4:4x4x8", ("--failed", "2x2x1@0,0,0")),
+        ("v5p:4x4x8", ("--failed", "2x2x1@0,0,0")),
+    ],
+)
+def test_by_one_kernel(name, options):
+    report = compiled(name, "tree", *options, "--executor", "pallas")
+    assert report["loops"] == []  # of permutations
+    assert report["temporary_ratio"] <= 1.1
+    assert report["program_bytes"] < 2_500_000
