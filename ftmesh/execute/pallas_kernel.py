@@ -4,10 +4,10 @@ Pieces of chunks go from the buffer of a rank, in HBM, over the links into slots
 VMEM; what came is added to, or put in place of, the rows it is for. A transfer starts when its data
 is there and a slot for it is free: there is one barrier, at the beginning, and no lockstep.
 
-Of each step the order is this: start what is sent and fetch what will be added to; then, `lag`
-pieces behind, let what was sent leave, for its rows may be overwritten now, take what came, tell
-its sender that the slot is free, and write. What is for rows that another lane writes to in the
-same round comes after that one. Credits tell a sender how many slots are free. A
+Of each step the order is this: start what is sent and fetch what will be added to, as soon as that
+is there; then, `lag` pieces behind, let what was sent leave, for its rows may be overwritten now,
+take what came, tell its sender that the slot is free, and write. What is for rows that another lane
+writes to in the same round comes after that one. Credits tell a sender how many slots are free. A
 receiver grants all of them when it begins a loop; a sender waits for all of them to come back when
 it ends it. So every semaphore ends at zero; and as a rank cannot end before its partners have
 begun, none of them sees the barrier of a later call in place of this one's.
@@ -53,15 +53,18 @@ def run_loop(rank: Rank, cut: Cut, lanes: list[OneLane]) -> None:
         @when(True if cut.lag == 0 else i < total)
         def _() -> None:
             rank.turn_page(cut, i)
-            sent, coming = ([lane.transfer(i, word) for lane in lanes] for word in (SEND, RECEIVE))
-            for lane, each, is_late in zip(lanes, coming, late(cut, coming), strict=True):
-                if lane.lane.op != COPY:
-                    unless(is_late)(partial(each.act, lane.fetch))
+            if cut.fetch_lag == 0:
+                fetch(cut, lanes, i)
+            sent = [lane.transfer(i, SEND) for lane in lanes]
             for lane, each in zip(lanes, sent, strict=True):
                 if rank.work.is_cast:
                     each.act(lane.stage)
             for lane, each in zip(lanes, sent, strict=True):
                 each.act(lane.send)
+
+        if cut.fetch_lag > 0:
+            behind = i - cut.fetch_lag
+            when((behind >= 0) & (behind < total))(partial(fetch, cut, lanes, behind))
 
         @when(True if cut.lag == 0 else i >= cut.lag)
         def _() -> None:
@@ -83,6 +86,14 @@ def run_loop(rank: Rank, cut: Cut, lanes: list[OneLane]) -> None:
     lax.fori_loop(0, total + cut.lag, step, 0)
     for lane in lanes:
         lane.take_credit(SLOTS)
+
+
+def fetch(cut: Cut, lanes: list[OneLane], step: Any) -> None:
+    """Start to fetch what is added to in a step, where that need not wait for others of it."""
+    coming = [lane.transfer(step, RECEIVE) for lane in lanes]
+    for lane, each, is_late in zip(lanes, coming, late(cut, coming), strict=True):
+        if lane.lane.op != COPY:
+            unless(is_late)(partial(each.act, lane.fetch))
 
 
 def late(cut: Cut, coming: list[Transfer]) -> list[Any]:

@@ -121,8 +121,8 @@ class Rank:
         def _() -> None:
             self.wait_for_page()
 
-        # What came in the round before is looked at in this one, and was in the page before.
-        @when((place == cut.num) & (number + 1 < cut.num_pages))
+        # Until then, what came in rounds before is looked at, which are in the page before.
+        @when((place == cut.rounds_behind * cut.num) & (number + 1 < cut.num_pages))
         def _() -> None:
             self.fetch_page(cut.first_page + number + 1)
 

@@ -3,7 +3,8 @@
 A transfer is as many rows as its chunks have, one after the other, and travels in pieces. In most
 loops all transfers have one size and begin at multiples of it, so that pieces of one number form a
 program of their own: the first ones of a round may go ahead of the last ones of the round before.
-Where transfers overlap in other ways each is one piece, and rounds follow each other.
+Where transfers overlap in other ways each is one piece. Where what comes in a round is not needed
+in the next, as in plans along trees with a lag, whole rounds go ahead of each other too.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ftmesh.execute.lower import IDLE, MIXED, Lane, Loop, Rule, Table
-from ftmesh.schedule.columns import Ints
+from ftmesh.schedule.columns import ADD, Ints
 
 SLOTS = 4  # pieces of a lane that may be under way to a rank; a power of two
 PAGE = 8, 128  # rounds of a page of the table, and the least number of words in a row of it
@@ -31,13 +33,15 @@ class Cut:
     """A loop, and how its transfers are cut: into `num` pieces, of which the last may be shorter.
 
     `rows` has for each lane those of a piece and those of the last one. Lanes of a loop that
-    `shares` may write to one place in one round, and have to wait for each other.
+    `shares` may write to one place in one round, and have to wait for each other. What comes is
+    sent, and added to, so many rounds later at the earliest as `apart` says.
     """
 
     loop: Loop
     num: int
     rows: tuple[tuple[int, int], ...]
     shares: bool
+    apart: tuple[int, int]
     first_page: int
 
     @property
@@ -48,7 +52,17 @@ class Cut:
     @property
     def lag(self) -> int:
         """So many pieces are sent before the first that came is looked at."""
-        return min(self.num, SLOTS) - 1
+        return min(self.apart[0] * self.num, SLOTS) - 1
+
+    @property
+    def fetch_lag(self) -> int:
+        """So many pieces are sent before the first that is added to is fetched."""
+        return self.lag - min(self.apart[1] * self.num - 1, self.lag)
+
+    @property
+    def rounds_behind(self) -> int:
+        """So many rounds after one is begun, all that came in it was looked at."""
+        return -(-self.lag // self.num)
 
     @property
     def num_pages(self) -> int:
@@ -71,7 +85,7 @@ def cuts(loops: tuple[Loop, ...], *, chunk_rows: int, tile: int, most: int) -> t
             num = -(-rows[0] // piece)
             sizes = ((piece, rows[0] - (num - 1) * piece),) * len(rows)
         before = found[-1].first_page + found[-1].num_pages if found else 0
-        found.append(Cut(loop, num, sizes, shares, before))
+        found.append(Cut(loop, num, sizes, shares, _apart(loop), before))
     return tuple(found)
 
 
@@ -97,6 +111,36 @@ def _overlaps(loop: Loop) -> tuple[bool, bool]:
         overlap = (here < there + other.count) & (there < here + one.count)
         shares = shares or bool((overlap & (here != IDLE) & (there != IDLE)).any())
     return len(counts) == 1 and len(np.unique(every % max(counts))) <= 1, shares
+
+
+@lru_cache(maxsize=64)
+def _apart(loop: Loop) -> tuple[int, int]:
+    """The fewest rounds from one in which a chunk comes to one in which it is sent, or added to.
+
+    As many as there are slots stand for more.
+    """
+    sent = [lane.chunks(lane.send.chunks(loop.num_rounds)) for lane in loop.lanes]
+    numbers = [lane.received(loop.num_rounds) for lane in loop.lanes]
+    every = list(zip(loop.lanes, sent, numbers, strict=True))
+    num_chunks = max(int(chunks.max()) + lane.count for lane, chunks, _ in every)
+    came = np.full((len(sent[0]), num_chunks), -SLOTS)  # by rank and chunk: the last round
+    to_send = to_add = SLOTS
+
+    def places(lane: Lane, chunks: Ints) -> tuple[Any, Any]:
+        ranks = np.flatnonzero(chunks != IDLE)
+        return ranks[:, None], chunks[ranks, None] + np.arange(lane.count)
+
+    for now in range(loop.num_rounds):
+        for lane, chunks, received in every:
+            number = received[:, now]
+            added = np.where(lane.ops(number) == ADD, lane.chunks(number), IDLE)
+            to_send = min(to_send, now - came[places(lane, chunks[:, now])].max(initial=-SLOTS))
+            to_add = min(to_add, now - came[places(lane, added)].max(initial=-SLOTS))
+        for lane, _, received in every:
+            came[places(lane, lane.chunks(received[:, now]))] = now
+        if to_send == to_add == 1:
+            break
+    return int(to_send), int(to_add)
 
 
 def _destination(lane: Lane) -> Ints:

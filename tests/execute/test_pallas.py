@@ -15,7 +15,7 @@ import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology, collectives, planners
 from ftmesh.execute import pallas
 from ftmesh.execute.lower import lower
-from ftmesh.execute.pallas_tables import cuts
+from ftmesh.execute.pallas_tables import PAGE, SLOTS, cuts
 from ftmesh.execute.setting import OWN, Setting
 from ftmesh.planners import tree
 from ftmesh.schedule.columns import ADD, COPY
@@ -82,6 +82,30 @@ def test_a_kernel_sums_along_trees():
     x = buffers(6, 8, np.int32, rows=1)  # of 4096 bytes
     total = per_rank(plan, lambda x: plan.psum(x, "data"), x)
     np.testing.assert_array_equal(total, np.broadcast_to(x.sum(axis=0), x.shape))
+
+
+def on_trees(lag, num_chunks=6):
+    """The program of trees on a 3x2 for hops that take `lag` rounds more, and how it is cut."""
+    program = lower(tree.plan(Topology.grid("3x2"), num_chunks, lag=lag))
+    return program, cuts(program.loops, chunk_rows=8, tile=8, most=8)[0]
+
+
+@pytest.mark.parametrize(("lag", "sent_ahead"), [(0, 0), (1, 1), (2, 2), (3, 3), (5, 3)])
+def test_rounds_go_ahead_of_each_other_as_far_as_a_plan_allows(lag, sent_ahead):
+    _, cut = on_trees(lag)
+    assert cut.apart[0] == min(lag + 1, SLOTS)
+    assert (cut.lag, cut.num) == (sent_ahead, 1)  # and what is sent ahead is a whole round
+    assert cut.apart[1] == 1  # sums of two children come one after the other
+    assert cut.fetch_lag == cut.lag
+
+
+@slow
+@pytest.mark.parametrize("lag", [1, 3])
+def test_rounds_ahead_of_each_other_give_the_same_bits(lag):
+    program, _ = on_trees(lag, num_chunks=12)
+    assert program.loops[0].num_rounds > PAGE[0]
+    held = buffers_of(program, np.int32)
+    np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
 
 
 def test_means_of_16_bits_are_rounded_where_permutations_round_them():
@@ -181,14 +205,17 @@ def test_all_reads_of_a_round_are_before_its_writes():
 
 @pytest.mark.slow
 def test_several_chunks_in_several_pieces_and_pages(monkeypatch):
-    """The last piece is shorter than the others, and is sent before the first one is there."""
+    """The last piece is shorter than the others, and is sent before the first one is there.
+
+    What comes in the second loop is not sent on in its next round, so that goes ahead as well.
+    """
     monkeypatch.setattr(pallas, "PIECE_BYTES", 4 * 4096)
     rng = np.random.default_rng(0)
     loops = random_loop(rng, SIZE, 19, (ADD,), count=2), random_loop(rng, SIZE, 3, (COPY,))
     found = cuts(loops, chunk_rows=40, tile=8, most=32)
     assert [(cut.num, cut.lag, cut.rows) for cut in found] == [
         (4, 3, ((24, 8),)),
-        (3, 2, ((16, 8),)),
+        (3, 3, ((16, 8),)),
     ]
     program, held = program_of(loops, SIZE), buffers(*SIZE, np.int32, rows=40)
     np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from pallas_programs import crossing_loop, in_numpy, on_devices, program_of
 
-from ftmesh.execute import pallas_kernel
+from ftmesh.execute import pallas_kernel, pallas_tables
 from ftmesh.execute.lower import MIXED
 from ftmesh.execute.pallas_lanes import OneLane
 from ftmesh.execute.pallas_tables import SLOTS
@@ -74,6 +74,13 @@ def test_a_chunk_that_is_overwritten_before_it_left(monkeypatch, found):
 
     monkeypatch.setattr(OneLane, "wait_written", too_late)
     said, _ = found(crossing_loop(3, COPY, num_ranks=2, lanes=(1,)))  # right only by chance
+    assert "RACE DETECTED" in said
+
+
+def test_a_round_too_far_ahead_of_another(monkeypatch, found):
+    """What comes in a round is sent on in the next."""
+    monkeypatch.setattr(pallas_tables, "_apart", lambda loop: (2, 1))
+    said, _ = found(crossing_loop(3, num_ranks=2, lanes=(1,)))
     assert "RACE DETECTED" in said
 
 
