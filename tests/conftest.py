@@ -14,6 +14,8 @@ import pytest
 from hypothesis import settings
 from on_devices import planned
 
+from ftmesh.cli import main
+
 settings.register_profile("ftmesh", deadline=None, derandomize=True)
 settings.load_profile("ftmesh")
 
@@ -22,6 +24,20 @@ settings.load_profile("ftmesh")
 def nothing_from_environment(monkeypatch):
     for name in [name for name in os.environ if name.startswith("FTMESH_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def run(capsys):
+    """The command line, in this process: what `ftmesh` returns, prints and complains of."""
+
+    def call(*argv):
+        try:
+            status = main(argv)
+        except SystemExit as stop:  # argparse
+            status = stop.code
+        return status, *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,12 +43,11 @@ def bench(
     payloads: Sequence[int],
     *,
     repeats: int = 5,
-    algorithms: Iterable[str] = tuple(PLANNERS),
     progress: Progress = lambda done, total, what: None,
 ) -> list[Timing]:
     """Time every algorithm that fits `topology`, and `lax.psum`, at every payload."""
     plans: list[Plan] = []
-    for name in algorithms:
+    for name in PLANNERS:
         try:
             plans.append(plan(topology, name, verify=False))
         except PlanError:

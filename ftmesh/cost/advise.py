@@ -3,7 +3,7 @@
 The paper's introduction names four answers to a failure on a mesh: wait for the repair, go on with
 the largest whole sub-mesh, keep spare boards, or route around the hole. Each is played against the
 same failures. *Goodput* is the training done, as a share of what the full mesh would do if nothing
-ever failed.
+ever failed. `ftmesh.cost.site` has the machine, and `ftmesh.cost.answers` the answers.
 
 The model, which `ASSUMPTIONS` puts into words: a board is a 2x2 block of chips at even coordinates,
 fails at random, and is repaired after a fixed time. A failure in use throws away what was done
@@ -13,27 +13,26 @@ batch is constant, so fewer chips compute longer; all-reduces are simulated on t
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
 
 import numpy as np
 
-from ftmesh import planners
-from ftmesh.cost.network import DEFAULT, Network
-from ftmesh.cost.simulate import Simulator
+from ftmesh.cost.answers import ANSWERS as ANSWERS
+from ftmesh.cost.answers import SAMPLES
+from ftmesh.cost.answers import RouteAround as RouteAround
+from ftmesh.cost.answers import Setting as Setting
+from ftmesh.cost.answers import Spares as Spares
+from ftmesh.cost.answers import SubMesh as SubMesh
+from ftmesh.cost.answers import Wait as Wait
+from ftmesh.cost.site import BOARD as BOARD
+from ftmesh.cost.site import Boards, box_alone
+from ftmesh.cost.site import Site as Site
 from ftmesh.cost.ways import Ways, ways
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.mesh.notation import Block, Coord
 from ftmesh.mesh.topology import Topology
-from ftmesh.schedule.schedule import Schedule
 
-BOARD = 2  # chips along x, and along y, of a board
-SIDES = (BOARD, BOARD, 1)  # of a board; on three axes it lies within a layer
-SAMPLES, FEW = 4, 2  # damages priced for each number of failed boards up to a few; then one
 MAX_FAILURES = 100_000  # played in all
 
 ASSUMPTIONS = (
@@ -50,231 +49,7 @@ ASSUMPTIONS = (
     "Spare boards stand in for failed ones wherever these are, and are paid for.",
 )
 
-Boards = frozenset[int]
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class Site:
-    """A machine and a job on it; times in seconds. `step` is a training step on the full mesh."""
-
-    topology: Topology  # undamaged
-    mtbf: float  # mean time between failures of one board
-    repair: float
-    checkpoint: float  # time between checkpoints
-    step: float
-    payload_bytes: int = 100_000_000
-    restart: float = 600.0
-    spares: int = 0
-    network: Network = DEFAULT
-
-    def __post_init__(self) -> None:
-        for name in ("mtbf", "repair", "checkpoint", "step"):
-            if not getattr(self, name) > 0:
-                raise ArgumentError(f"{name} must be above 0 seconds, not {getattr(self, name)!r}")
-        if self.restart < 0 or self.spares < 0:
-            raise ArgumentError("restart and spares cannot be below 0")
-        if self.topology.failed or self.topology.failed_links:
-            raise ArgumentError(f"a site is described undamaged, not as {self.topology}")
-        if self.full_sum >= self.step:
-            raise ArgumentError(
-                f"a step of {self.step:g} s is shorter than its all-reduce, {self.full_sum:g} s"
-            )
-
-    @cached_property
-    def boards(self) -> list[Block]:
-        """The 2x2 blocks at even coordinates, cut off at the edge of a mesh of odd sides.
-
-        On three axes a board lies within a layer: 2x2x1.
-        """
-        sides = list(zip(self.topology.shape, SIDES, strict=False))
-        corners = itertools.product(*(range(0, n, board) for n, board in reversed(sides)))
-        return [
-            Block(
-                tuple(min(board, n - c) for (n, board), c in zip(sides, corner, strict=True)),
-                corner,
-            )
-            for corner in (tuple(reversed(c)) for c in corners)
-        ]
-
-    @cached_property
-    def boxes(self) -> list[tuple[int, Block]]:
-        """Every box of whole boards, the largest first, as `Topology.largest_rectangle` has them.
-
-        Each with its boards, as the bits of a number.
-        """
-        sides = [
-            [(low, min(high, n) - low) for low in range(0, n, side) for high in _ends(low, n, side)]
-            for n, side in zip(self.topology.shape, SIDES, strict=False)
-        ]
-        found = [Block(*reversed([*zip(*each, strict=True)])) for each in itertools.product(*sides)]
-        found.sort(key=lambda b: (-math.prod(b.size), max(b.size), b.size, b.corner[::-1]))
-        bit = {board.corner: 1 << number for number, board in enumerate(self.boards)}
-        return [(sum(bit[corner] for corner in _corners(box)), box) for box in found]
-
-    def sub_mesh(self, failed: Boards) -> tuple[Block, Boards]:
-        """The largest box without a failed board, and its boards."""
-        bad = sum(1 << board for board in failed)
-        bits, box = next(each for each in self.boxes if not each[0] & bad)
-        return box, frozenset(n for n in range(len(self.boards)) if bits >> n & 1)
-
-    @cached_property
-    def full_sum(self) -> float:
-        """The all-reduce on the full mesh."""
-        return self.sum_on(self.topology)
-
-    def sum_on(self, topology: Topology) -> float:
-        """The fastest all-reduce on `topology`; a `PlanError` where there is none."""
-        if topology.num_live == 1:
-            return 0.0
-        times = []
-        for name in _algorithms(topology):
-            with contextlib.suppress(PlanError):
-                times.append(self._seconds(planners.schedule(topology, name)))
-        return min(times) if times else self._seconds(planners.schedule(topology, "flood"))
-
-    def _seconds(self, schedule: Schedule) -> float:
-        return Simulator(schedule).seconds(self.payload_bytes, self.network)
-
-    def speed_on(self, topology: Topology) -> float:
-        """Training on `topology`, as a share of the full mesh's."""
-        compute = (self.step - self.full_sum) * self.topology.num_chips / topology.num_live
-        return self.step / (compute + self.sum_on(topology))
-
-    def damaged(self, boards: Boards) -> Topology:
-        """The mesh less some boards."""
-        failed = [chip for board in sorted(boards) for chip in self.boards[board].coords()]
-        return Topology.grid(self.topology.shape, failed=failed, wrap=self.topology.wrap)
-
-
-def _sub_mesh(topology: Topology, box: Block) -> Topology:
-    """A box without damage, as a mesh of its own: it wraps where it spans an axis that does."""
-    over_edge = [
-        any(abs(a[axis] - b[axis]) > 1 for a, b in topology.failed_links)
-        for axis in range(len(box.size))
-    ]
-    sides = zip(topology.wrap, over_edge, box.size, topology.shape, strict=True)
-    wrap = [wraps and not cut and size == whole for wraps, cut, size, whole in sides]
-    return Topology.grid(box.size, failed="", wrap=wrap)
-
-
-def _ends(start: int, length: int, side: int) -> range:
-    """Where a row of boards that begins at `start` may end; the last may be cut off."""
-    return range(start + side, length + side, side)
-
-
-def _corners(box: Block) -> Iterator[Coord]:
-    """Those of the boards in a box."""
-    sides = zip(box.corner, box.size, SIDES, strict=False)
-    return itertools.product(*(range(low, low + size, side) for low, size, side in sides))
-
-
-def _algorithms(topology: Topology) -> tuple[str, ...]:
-    """Those worth pricing on `topology`: see `ASSUMPTIONS`."""
-    if sum(size > 1 for size in topology.shape) < 2:
-        return ("line",)
-    is_deep = len(topology.shape) > 2
-    if not topology.failed and not topology.failed_links:
-        return ("two_dim", "colours", "flood") if is_deep else ("two_dim", "colours")
-    return ("row_pair", "ring", "flood") if is_deep or any(topology.wrap) else ("row_pair", "ring")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a job runs: how fast, and on which boards."""
-
-    speed: float
-    boards: Boards
-
-
-# The four answers -------------------------------------------------------------------------------
-
-
-class Wait:
-    """Wait for the repair."""
-
-    name = "wait for repair"
-
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self.num_boards = len(site.boards)
-
-    def setting(self, failed: Boards) -> Setting:
-        """How the job runs with `failed` boards."""
-        return Setting(0.0 if failed else 1.0, frozenset(range(self.num_boards)))
-
-
-class SubMesh(Wait):
-    """Go on with the largest rectangle that has no failed board."""
-
-    name = "largest sub-mesh"
-
-    def __init__(self, site: Site) -> None:
-        super().__init__(site)
-        self._by_size: dict[Coord, float] = {}
-
-    def setting(self, failed: Boards) -> Setting:
-        """How the job runs with `failed` boards."""
-        if not failed:
-            return super().setting(failed)
-        if len(failed) == self.num_boards:
-            return Setting(0.0, frozenset())
-        box, used = self.site.sub_mesh(failed)
-        if box.size not in self._by_size:
-            whole = _sub_mesh(self.site.topology, box)
-            self._by_size[box.size] = self.site.speed_on(whole)
-        return Setting(self._by_size[box.size], used)
-
-
-class Spares(Wait):
-    """Put spare boards in the place of failed ones; wait where there are too few."""
-
-    name = "hot spares"
-
-    def __init__(self, site: Site) -> None:
-        super().__init__(site)
-        self.num_boards += site.spares
-
-    def setting(self, failed: Boards) -> Setting:
-        """How the job runs with `failed` boards, spares counted last."""
-        live = [board for board in range(self.num_boards) if board not in failed]
-        used = frozenset(live[: len(self.site.boards)])
-        return Setting(1.0 if len(used) == len(self.site.boards) else 0.0, used)
-
-
-class RouteAround(SubMesh):
-    """Go on with every live chip, on a schedule that goes around the failed ones."""
-
-    name = "fault-tolerant"
-
-    def __init__(self, site: Site) -> None:
-        super().__init__(site)
-        self._sampled: dict[tuple[int, int], float] = {}
-
-    def setting(self, failed: Boards) -> Setting:
-        """How the job runs with `failed` boards."""
-        if not failed or len(failed) == self.num_boards:
-            return super().setting(failed)
-        number = len(failed)
-        sample = (number, sum(failed) % SAMPLES) if number <= FEW else (_rounded(number), 0)
-        if sample not in self._sampled:
-            try:
-                self._sampled[sample] = self.site.speed_on(self.site.damaged(failed))
-            except PlanError:
-                self._sampled[sample] = 0.0
-        sub_mesh = super().setting(failed)
-        if self._sampled[sample] <= sub_mesh.speed:
-            return sub_mesh
-        return Setting(self._sampled[sample], frozenset(range(self.num_boards)) - failed)
-
-
-def _rounded(number: int) -> int:
-    """Up to two leading bits, so that many failed boards are of few kinds."""
-    step = 1 << max(0, number.bit_length() - 2)
-    return -(-number // step) * step
-
-
-ANSWERS = (Wait, SubMesh, Spares, RouteAround)
 
 
 # Playing ----------------------------------------------------------------------------------------
@@ -410,7 +185,7 @@ def at_hand(site: Site, damaged: Topology) -> AtHand:
     box = damaged.largest_rectangle()
     speeds = {Wait.name: 0.0}
     for answer, topology in (
-        (SubMesh, _sub_mesh(damaged, box)),
+        (SubMesh, box_alone(damaged, box)),
         (RouteAround, damaged),
     ):
         try:

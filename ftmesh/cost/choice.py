@@ -56,7 +56,6 @@ class Choice:
     network: Network
     candidates: tuple[Candidate, ...]
     wire_dtype: str = "float32"
-    halves: bool = False
 
     @property
     def algorithm(self) -> str:
@@ -154,7 +153,7 @@ def _choose(
         reasons = [f"{one.algorithm} cannot run on {topology}: {one.refusal}" for one in ranked]
         rest = f"the largest whole sub-mesh is {topology.largest_rectangle()}"
         raise PlanError("; ".join([*reasons, rest]))
-    return Choice(topology, payload_bytes, on, tuple(ranked), wire_dtype, halves)
+    return Choice(topology, payload_bytes, on, tuple(ranked), wire_dtype)
 
 
 def _asks_for_trees(

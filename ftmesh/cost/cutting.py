@@ -41,7 +41,7 @@ LEAST_BYTES = 512  # of a chunk
 MOST_CHUNKS = 2048
 STEPS = 8  # numbers of chunks between a power of two and the next, so that few are planned
 FEW_CHIPS = 32  # up to which the balance alone is tried
-WORK, MOST_TRIES = 180_000, 6  # ranks times chunks, of all tries together, and how many
+TRYING, MOST_TRIES = 180_000, 6  # ranks times chunks, of all tries together, and how many
 WIDE, WIDE_SMALL = 2, 3  # chunks a message, and for payloads that are cut into few messages
 FEW, SMALL = 12, 96  # messages up to which one chunk each may do as well; and up to which are few
 HOP_CHUNKS = 2  # in dataflow, those that a link carries in the time of a hop
@@ -49,7 +49,7 @@ FLOWING = 500_000  # chips times chunks up to which trees are planned for datafl
 
 
 @dataclass(frozen=True)
-class Cut:
+class Chunking:
     """A way to cut a payload: into so many chunks, up to `width` of them in a message."""
 
     num_chunks: int
@@ -82,47 +82,47 @@ def _fastest(topology: Topology, payload_bytes: int, on: Network) -> Schedule:
     """The best of some plans along trees, on the clock of synchronous rounds."""
     each, per_byte = _round_cost(topology, on)
 
-    def planned(cut: Cut) -> tuple[float, Schedule]:
-        found = tree.plan(topology, cut.num_chunks, width=cut.width, balance=cut.balance)
+    def planned(by: Chunking) -> tuple[float, Schedule]:
+        found = tree.plan(topology, by.num_chunks, width=by.width, balance=by.balance)
         fullest = np.zeros(found.num_rounds)  # messages of a round have this many chunks, and one
-        np.maximum.at(fullest, found.columns.round, found.columns.lane % cut.width)
+        np.maximum.at(fullest, found.columns.round, found.columns.lane % by.width)
         chunks = found.num_rounds + fullest.sum()
-        seconds = found.num_rounds * each + chunks * payload_bytes / cut.num_chunks * per_byte
+        seconds = found.num_rounds * each + chunks * payload_bytes / by.num_chunks * per_byte
         return seconds, found
 
-    tried = map(planned, cuts(topology, payload_bytes, on))
+    tried = map(planned, chunkings(topology, payload_bytes, on))
     return min(tried, key=lambda pair: pair[0])[1]
 
 
-def cuts(topology: Topology, payload_bytes: int, on: Network) -> list[Cut]:
+def chunkings(topology: Topology, payload_bytes: int, on: Network) -> list[Chunking]:
     """What is planned for a payload, so that the best can be taken."""
     work = 0
-    found: list[Cut] = []
-    for cut in dict.fromkeys(_worth_trying(topology, payload_bytes, on)):
-        work += topology.num_live * cut.num_chunks
-        if found and work > WORK:
+    found: list[Chunking] = []
+    for chunking in dict.fromkeys(_worth_trying(topology, payload_bytes, on)):
+        work += topology.num_live * chunking.num_chunks
+        if found and work > TRYING:
             break
-        found.append(cut)
+        found.append(chunking)
     return found[:MOST_TRIES]
 
 
-def _worth_trying(topology: Topology, payload_bytes: int, on: Network) -> Iterator[Cut]:
+def _worth_trying(topology: Topology, payload_bytes: int, on: Network) -> Iterator[Chunking]:
     """The most promising first."""
     best = num_chunks(topology, payload_bytes, on)
     step, most = max(1, round(_step(best))), _most(payload_bytes)
     balances = tree.BALANCES[::-1] if any(topology.wrap) else tree.BALANCES
     if topology.num_live <= FEW_CHIPS:
-        yield from (Cut(best, 1, balance) for balance in balances)
+        yield from (Chunking(best, 1, balance) for balance in balances)
         return
     width = WIDE_SMALL if best <= SMALL else WIDE if not any(topology.wrap) else 1
-    if on.executor or width * best > min(most, WORK // topology.num_live):
+    if on.executor or width * best > min(most, TRYING // topology.num_live):
         width = 1
     if best <= FEW:
-        yield Cut(best, 1, balances[0])
+        yield Chunking(best, 1, balances[0])
     for balance in balances:
         for number in (best, best + step, best - step):
             if number >= 1 and width * number <= most:
-                yield Cut(width * number, width, balance)
+                yield Chunking(width * number, width, balance)
 
 
 @lru_cache(maxsize=16)

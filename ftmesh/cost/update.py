@@ -68,18 +68,8 @@ class Weighed:
         )
 
 
-def weigh(
-    topology: Topology,
-    payload_bytes: int,
-    on: Network,
-    optimizer: str = "adam",
-    *,
-    trees: bool = True,
-) -> Weighed:
-    """Price both ways, for gradients of so many bytes in float32, each by its fastest algorithm.
-
-    Without `trees` only what is quickly planned is looked at, where something is.
-    """
+def weigh(topology: Topology, payload_bytes: int, on: Network, optimizer: str = "adam") -> Weighed:
+    """Price both ways, for gradients of so many bytes in float32, each by its fastest algorithm."""
     if optimizer not in TOUCHED:
         raise ArgumentError(
             f"there is no optimizer {optimizer!r} to price: choose from {', '.join(TOUCHED)}"
@@ -89,7 +79,7 @@ def weigh(
     first, second = Simulator(schedule_for(topology, halved, payload_bytes, on)).half_seconds(
         payload_bytes, on
     )
-    reduced = choose(topology, payload_bytes, on, trees=trees).candidates[0]
+    reduced = choose(topology, payload_bytes, on, trees=True).candidates[0]
     return Weighed(
         shared_out=Way(halved, first + second, whole / topology.num_live),
         whole=Way(reduced.algorithm, reduced.seconds, whole),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftmesh.cost.cutting import cuts, schedule_for
+from ftmesh.cost.cutting import chunkings, schedule_for
 from ftmesh.cost.network import Network
 from ftmesh.cost.simulate import SYNCHRONOUS, Simulator
 from ftmesh.mesh.notation import Coord, format_failed
@@ -71,12 +71,10 @@ def ways(
         return None
     pendants = tuple(topology.coords[rank] for rank in sorted(found.rank.tolist()))
     without = topology.less(pendants)
-    cut, *_ = cuts(without, payload_bytes, on)
+    by, *_ = chunkings(without, payload_bytes, on)
     schedules = {
         ALONG: schedule_for(topology, "tree", payload_bytes, on, mode),
-        FED: tree.plan(
-            topology, cut.num_chunks, width=cut.width, balance=cut.balance, feeding=True
-        ),
+        FED: tree.plan(topology, by.num_chunks, width=by.width, balance=by.balance, feeding=True),
         IDLE: schedule_for(without, "tree", payload_bytes, on, mode),
     }
     seconds = {

@@ -78,7 +78,7 @@ class Service(_Beside):
         note_pid("service", 0, self.pid)
 
 
-class Keepers:
+class KeeperProcesses:
     """A keeper for each host, of up to so many bytes."""
 
     def __init__(self, env: Environment, note_pid: NotePid, num_bytes: int = LIMIT) -> None:

@@ -88,7 +88,7 @@ class Supervisor:
         self._until = float("inf") if timeout is None else time.monotonic() + timeout
         everyone = range(len(self._place.blocks))
         fruitless = 0
-        with closing(beside.Keepers(self._own, self._note_pid)) as keepers:
+        with closing(beside.KeeperProcesses(self._own, self._note_pid)) as keepers:
             while True:
                 hosts = [host for host in everyone if not self._is_out(host)]
                 before = self._highest
@@ -144,7 +144,7 @@ class Supervisor:
 
     # One start of the processes ---------------------------------------------------------------
 
-    def _start(self, hosts: Sequence[int], keepers: beside.Keepers) -> tuple[Steward, int]:
+    def _start(self, hosts: Sequence[int], keepers: beside.KeeperProcesses) -> tuple[Steward, int]:
         policy, blocks = self._policy, self._place.blocks
         steward = Steward(
             [Member(number, host, str(blocks[host])) for number, host in enumerate(hosts)],

@@ -66,23 +66,23 @@ class TiledTopology(Topology):
                 f"mesh {topology.name} cannot be cut into tiles of {format_shape(sides)}: give "
                 f"each of its {len(topology.shape)} axes a side that divides it"
             )
-        cut = _Cut.of(topology, sides)
-        failed = frozenset(map(cut.tile_of, topology.failed))
-        if len(failed) == math.prod(cut.shape):
+        tiling = _Tiling.of(topology, sides)
+        failed = frozenset(map(tiling.tile_of, topology.failed))
+        if len(failed) == math.prod(tiling.shape):
             raise TopologyError(
                 f"every tile of {format_shape(sides)} has a failed chip on {topology}: take "
                 "smaller tiles"
             )
-        bare = Topology(cut.shape, tuple(topology.wrap[axis] for axis in cut.axes), failed)
+        bare = Topology(tiling.shape, tuple(topology.wrap[axis] for axis in tiling.axes), failed)
         live, every = bare.coords, bare.every_coord()
         return cls(
             shape=bare.shape,
             wrap=bare.wrap,
             failed=failed,
-            failed_links=frozenset(_broken(topology, cut, bare)),
-            devices=_by_tile(topology, topology.devices, topology.coords, cut.chips_of(live)),
+            failed_links=frozenset(_broken(topology, tiling, bare)),
+            devices=_by_tile(topology, topology.devices, topology.coords, tiling.chips_of(live)),
             all_devices=_by_tile(
-                topology, topology.all_devices, topology.every_coord(), cut.chips_of(every)
+                topology, topology.all_devices, topology.every_coord(), tiling.chips_of(every)
             ),
             chips=topology,
             tile=sides,
@@ -112,7 +112,7 @@ class TiledTopology(Topology):
 
     def chips_of(self, coords: Iterable[Coord]) -> list[Coord]:
         """The chips of some tiles, tile by tile."""
-        return _Cut.of(self.chips, self.tile).chips_of(coords)
+        return _Tiling.of(self.chips, self.tile).chips_of(coords)
 
     @cached_property
     def players(self) -> NDArray[np.int32]:
@@ -157,7 +157,7 @@ class TiledTopology(Topology):
         return f"{self.chips} in {self.name} tiles of {format_shape(self.tile)}"
 
 
-class _Cut(NamedTuple):
+class _Tiling(NamedTuple):
     """How a mesh is cut: the sides of a tile, the grid of tiles, and the mesh's axes it has."""
 
     sides: Coord
@@ -165,11 +165,11 @@ class _Cut(NamedTuple):
     axes: Coord
 
     @staticmethod
-    def of(topology: Topology, sides: Coord) -> _Cut:
+    def of(topology: Topology, sides: Coord) -> _Tiling:
         """Of three axes, those that tiles span whole are left out of the grid."""
         shape = tuple(n // t for n, t in zip(topology.shape, sides, strict=True))
         axes = tuple(axis for axis, size in enumerate(shape) if size > 1 or len(shape) < 3) or (0,)
-        return _Cut(sides, tuple(shape[axis] for axis in axes), axes)
+        return _Tiling(sides, tuple(shape[axis] for axis in axes), axes)
 
     def tile_of(self, chip: Coord) -> Coord:
         """The tile that a chip is in."""
@@ -197,7 +197,7 @@ def _by_tile(
     return tuple(devices[first[chip] + core] for chip, core in product(ordered, range(cores)))
 
 
-def _broken(topology: Topology, cut: _Cut, tiles: Topology) -> Iterator[Link]:
+def _broken(topology: Topology, tiling: _Tiling, tiles: Topology) -> Iterator[Link]:
     """The links between tiles that some position cannot use straight on, for failed links.
 
     From chip to chip of two tiles side by side, routes take all links of that direction inside
@@ -205,11 +205,11 @@ def _broken(topology: Topology, cut: _Cut, tiles: Topology) -> Iterator[Link]:
     """
     for a, b in topology.failed_links:
         along = next(axis for axis in range(len(a)) if a[axis] != b[axis])
-        if along not in cut.axes:
+        if along not in tiling.axes:
             continue
-        axis, side = cut.axes.index(along), cut.sides[along]
+        axis, side = tiling.axes.index(along), tiling.sides[along]
         low = a if b[along] == a[along] + 1 else b  # over the edge, the high end is before the low
-        here = cut.tile_of(low)
+        here = tiling.tile_of(low)
         is_inside = low[along] % side < side - 1
         for start in (0, -1) if is_inside else (0,):
             ends = [here[axis] + start, here[axis] + start + 1]

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ftmesh.errors import TopologyError
-from ftmesh.mesh import damage
+from ftmesh.mesh import damage, parts
 from ftmesh.mesh.damage import Frame
 from ftmesh.mesh.devices import read_layout
 from ftmesh.mesh.notation import (
@@ -236,18 +236,7 @@ class Topology:
 
     def components(self) -> tuple[tuple[Coord, ...], ...]:
         """The connected parts of the live mesh, largest first."""
-        left = dict.fromkeys(self.coords)
-        parts = []
-        while left:
-            frontier = [next(iter(left))]
-            part = set(frontier)
-            while frontier:
-                frontier = list({b for a in frontier for b in self._neighbours[a]} - part)
-                part.update(frontier)
-            parts.append(tuple(c for c in left if c in part))
-            for coord in part:
-                del left[coord]
-        return tuple(sorted(parts, key=len, reverse=True))
+        return parts.connected(self._neighbours)
 
     # What a rank is; `ftmesh.mesh.tiles` has other answers ------------------------------------
 
@@ -272,49 +261,19 @@ class Topology:
 
         Ties go to the squarest, then to the lowest corner.
         """
-        bad_chips = np.zeros(self.shape, np.int64)
-        for coord in self.failed:
-            bad_chips[coord] = 1
-        bad_links = [np.zeros(self.shape, np.int64) for _ in self.shape]
-        for a, b in self.failed_links:
-            axis = next(i for i in range(len(a)) if a[i] != b[i])
-            if b[axis] == a[axis] + 1:
-                bad_links[axis][a] = 1
-        sums = [_summed(bad) for bad in [bad_chips, *bad_links]]
-        by_size = sorted(
-            itertools.product(*(range(1, n + 1) for n in self.shape)),
-            key=lambda size: (-math.prod(size), max(size), size),
-        )
-        for size in by_size:
-            bad = _box_sums(sums[0], size)
-            for axis, total in enumerate(sums[1:]):
-                inner = tuple(n - (i == axis) for i, n in enumerate(size))
-                if min(inner) > 0:
-                    room = tuple(slice(0, n) for n in bad.shape)
-                    bad = bad + _box_sums(total, inner)[room]
-            free = np.argwhere(bad == 0)
-            if len(free):
-                corner = min((tuple(int(n) for n in c) for c in free), key=lambda c: c[::-1])
-                return Block(size, corner)
-        raise TopologyError(f"{self} has no live chip")
+        return parts.largest_box(self.shape, self.failed, self.failed_links)
 
     def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Ranks in groups of `size` neighbouring chips: the grid cut into equal, squarish tiles.
 
         A failed chip leaves its group smaller; a tile with no live chip leaves no group.
         """
-        tiles = [
-            tile
-            for tile in itertools.product(*(range(1, n + 1) for n in self.shape))
-            if math.prod(tile) == size
-            and all(n % t == 0 for n, t in zip(self.shape, tile, strict=True))
-        ]
-        if not tiles:
+        tile = parts.squarest_tile(self.shape, size)
+        if tile is None:
             raise TopologyError(
                 f"mesh {self.name} cannot be cut into equal boxes of {size} chips: "
                 f"choose a product of divisors of {' and '.join(map(str, self.shape))}"
             )
-        tile = min(tiles, key=lambda tile: (max(tile), tile[::-1]))
         groups: dict[Coord, list[int]] = {}
         for rank, coord in enumerate(self.coords):
             key = tuple(c // t for c, t in zip(coord, tile, strict=True))
@@ -395,19 +354,3 @@ def _per_axis(wrap: bool | Sequence[bool], shape: Coord) -> tuple[bool, ...]:
     if not all(isinstance(one, (bool, np.bool_)) for one in each):
         raise TopologyError(f"wrap is True, False, or one of these per axis, not {wrap!r}")
     return tuple(map(bool, each))
-
-
-def _summed(values: np.ndarray) -> np.ndarray:
-    """The n-dimensional running sum of `values`, with a zero border on the low sides."""
-    total = np.pad(values, [(1, 0)] * values.ndim)
-    for axis in range(values.ndim):
-        total = total.cumsum(axis)
-    return total
-
-
-def _box_sums(summed: np.ndarray, size: Coord) -> np.ndarray:
-    """The sum over the box of `size` at every corner where it fits."""
-    for axis, n in enumerate(size):
-        high = summed.shape[axis]
-        summed = np.take(summed, range(n, high), axis) - np.take(summed, range(high - n), axis)
-    return summed

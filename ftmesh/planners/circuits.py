@@ -34,7 +34,7 @@ class _Square(NamedTuple):
     sides: tuple[int, ...]
 
 
-def join(
+def join_circuits(
     topology: Topology, colours: Iterable[Iterable[Link]], *, tries: int = TRIES
 ) -> list[list[Coord]]:
     """A closed walk through all live chips for each of `colours`, no two of which share a cable.
@@ -42,7 +42,7 @@ def join(
     The cables of a colour must form closed walks that together visit every live chip.
 
     >>> torus = Topology.grid("3x4", wrap=True)
-    >>> [len(walk) for walk in join(torus, [along(torus, axis) for axis in (0, 1)])]
+    >>> [len(walk) for walk in join_circuits(torus, [along(torus, axis) for axis in (0, 1)])]
     [12, 12]
     """
     joining = _Joining(topology, [_Walks(topology, links) for links in colours], tries)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ftmesh.errors import PlanError
 from ftmesh.mesh.topology import Topology
-from ftmesh.planners.circuits import along, join, wrapping_axes
+from ftmesh.planners.circuits import along, join_circuits, wrapping_axes
 from ftmesh.planners.scatter import both_ways
 from ftmesh.schedule.schedule import Schedule
 
@@ -28,5 +28,5 @@ def plan(topology: Topology) -> Schedule:
             f"it needs every link of a torus, since its circuits use up those of a {topology.noun},"
             " and the mesh is damaged"
         )
-    circuits = join(topology, [along(topology, axis) for axis in axes])
+    circuits = join_circuits(topology, [along(topology, axis) for axis in axes])
     return both_ways(topology, circuits, algorithm="colours", name=f"{len(axes)} circuits")

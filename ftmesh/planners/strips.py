@@ -14,7 +14,7 @@ from itertools import pairwise, permutations, product
 from ftmesh.errors import PlanError
 from ftmesh.mesh.notation import Coord
 from ftmesh.mesh.topology import Link, Topology
-from ftmesh.planners.circuits import join, wrapping_axes
+from ftmesh.planners.circuits import join_circuits, wrapping_axes
 
 TRIES = 5  # to join circuits where squares do not at once
 
@@ -26,7 +26,7 @@ def circuit(topology: Topology) -> list[Coord]:
     _check_balance(topology)
     for links in _partitions(topology):
         try:
-            return join(topology, [links], tries=TRIES)[0]
+            return join_circuits(topology, [links], tries=TRIES)[0]
         except PlanError:
             continue
     raise PlanError(

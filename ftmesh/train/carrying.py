@@ -47,7 +47,7 @@ def carried(held: Any, trainer: Trainer, keepers: Keepers) -> State | None:
     def local(tree: Any) -> Any:
         return now.put(jax.tree.map(lambda leaf: np.asarray(before.local(leaf)), tree))
 
-    params, stats = local(held.state.params), _rows(held.state.stats, before, now)
+    params, stats = local(held.state.params), _rows(held.state.stats, now)
     if held.trainer.layouts or trainer.layouts:
         give_shards(held, now.cluster, keepers)
         optimizer = _taken(held, trainer, keepers)
@@ -146,7 +146,7 @@ def _prefix(cluster: Cluster, held: Any) -> str:
     return f"carried/{cluster.epoch}-{held.epoch}/"
 
 
-def _rows(stats: Any, before: Parallel, now: Parallel) -> Any:
+def _rows(stats: Any, now: Parallel) -> Any:
     """Each device keeps its own row; one that had none gets that of another of its process."""
     assert now.mesh is not None
     sharding = NamedSharding(now.mesh, SPLIT)

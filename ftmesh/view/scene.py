@@ -55,7 +55,7 @@ def scene(
     >>> made["auto"], [each["rounds"] for each in made["algorithms"] if "schedule" in each]
     ('ring', [118])
     """
-    check_size(topology.shape)
+    check_fits(topology.shape)
     auto = choose(topology, payload_bytes, on).algorithm
     found = _outcomes(topology, algorithm, auto, payload_bytes, on)
     payloads = _payloads(payload_bytes)
@@ -81,7 +81,7 @@ def scene_of(
             f"the schedule is for tiles of {schedule.topology.chips}, and the page shows chips: "
             "see 'ftmesh draw'"
         )
-    check_size(schedule.topology.shape)
+    check_fits(schedule.topology.shape)
     found: dict[str, Schedule | PlanError] = {schedule.algorithm: schedule}
     payloads = _payloads(payload_bytes)
     return {
@@ -127,7 +127,7 @@ def _entries(
     return entries
 
 
-def check_size(shape: Coord) -> None:
+def check_fits(shape: Coord) -> None:
     """Refuse meshes that are too large for the page."""
     if math.prod(shape) > MAX_CHIPS:
         raise ArgumentError(

@@ -26,7 +26,7 @@ from ftmesh.mesh.notation import parse_shape
 from ftmesh.mesh.topology import Topology
 from ftmesh.units import check_bytes
 from ftmesh.view.page import page
-from ftmesh.view.scene import ALL, check_size, scene
+from ftmesh.view.scene import ALL, check_fits, scene
 
 HOST = "127.0.0.1"
 MAX_BYTES = 32 * 1024  # of a request
@@ -216,7 +216,7 @@ def _topology(request: dict[str, Any]) -> Topology:
     if any(_LONG_NUMBER.search(text) for text in texts):
         raise ArgumentError("numbers of a mesh have up to six digits")
     shape = parse_shape(request["mesh"])
-    check_size(shape)
+    check_fits(shape)
     axes = "xyz"[: len(shape)]
     if not set(request["wrap"]) <= set(axes):
         raise ArgumentError(f"mesh {request['mesh']} wraps in some of {axes!r} or in none")

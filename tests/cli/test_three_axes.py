@@ -4,18 +4,8 @@ import json
 
 import pytest
 
-from ftmesh.cli import main
-
 MESH = ["3x2x4", "--failed", "2x1x1@0,0,1", "--failed-links", "2,1,0-2,1,1;0,1,0-0,1,3"]
 MESH += ["--wrap", "z"]
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*argv):
-        return main([*argv]), *capsys.readouterr()
-
-    return call
 
 
 def test_plan_and_verify(run, tmp_path):

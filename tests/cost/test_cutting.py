@@ -6,7 +6,7 @@ import pytest
 
 import ftmesh
 from ftmesh import Topology, planners
-from ftmesh.cost.cutting import cuts, num_chunks, schedule_for
+from ftmesh.cost.cutting import chunkings, num_chunks, schedule_for
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS
 from ftmesh.cost.simulate import Simulator
@@ -61,24 +61,24 @@ class TestWhatIsTried:
     def test_several_chunks_a_message_on_the_wires_alone(self):
         topology = Topology.grid("8x8", failed="2x2@2,2")
         widths = {
-            size: {cut.width for cut in cuts(topology, size, DEFAULT)}
+            size: {each.width for each in chunkings(topology, size, DEFAULT)}
             for size in (2_000, 10**6, 10**8)
         }
         assert widths == {2_000: {1, 3}, 10**6: {3}, 10**8: {2}}
-        assert {cut.width for cut in cuts(topology, 10**6, NETWORKS["v6e"])} == {1}
+        assert {each.width for each in chunkings(topology, 10**6, NETWORKS["v6e"])} == {1}
         torus = Topology.grid("8x8", failed="2x2@2,2", wrap=True)
-        assert {cut.width for cut in cuts(torus, 10**8, DEFAULT)} == {1}
+        assert {each.width for each in chunkings(torus, 10**8, DEFAULT)} == {1}
 
     def test_little_on_small_meshes_and_on_large_ones(self):
         small, large = Topology.grid("4x4"), Topology.grid("32x32", failed="4x2@14,14")
-        assert [cut.balance for cut in cuts(small, 10**8, DEFAULT)] == [1.5, 3.0]
-        assert len(cuts(large, 10**8, DEFAULT)) == 1
+        assert [each.balance for each in chunkings(small, 10**8, DEFAULT)] == [1.5, 3.0]
+        assert len(chunkings(large, 10**8, DEFAULT)) == 1
 
     @pytest.mark.parametrize("payload_bytes", [1, 511, 513, 2_000, 10**6, 2**53])
     def test_chunks_have_some_bytes_and_are_not_too_many(self, payload_bytes):
-        for cut in cuts(Topology.grid("6x6"), payload_bytes, DEFAULT):
-            assert cut.num_chunks == 1 or 512 * cut.num_chunks <= payload_bytes
-            assert 1 <= cut.num_chunks <= 2048
+        for each in chunkings(Topology.grid("6x6"), payload_bytes, DEFAULT):
+            assert each.num_chunks == 1 or 512 * each.num_chunks <= payload_bytes
+            assert 1 <= each.num_chunks <= 2048
 
 
 @pytest.mark.parametrize(

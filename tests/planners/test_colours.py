@@ -10,7 +10,7 @@ import pytest
 import ftmesh
 from ftmesh import PlanError, Topology, planners, verify
 from ftmesh.planners import colours
-from ftmesh.planners.circuits import along, join, wrapping_axes
+from ftmesh.planners.circuits import along, join_circuits, wrapping_axes
 from ftmesh.planners.scatter import both_ways
 from ftmesh.schedule.depth import depth_of
 from ftmesh.schedule.phase import Phase
@@ -31,7 +31,7 @@ def cables(walk):
 @pytest.mark.parametrize("shape", TORI, ids=str)
 def test_circuits_of_a_torus_use_every_cable_once(shape):
     topo = Topology.grid(shape, wrap=True)
-    walks = join(topo, [along(topo, axis) for axis in range(len(shape))])
+    walks = join_circuits(topo, [along(topo, axis) for axis in range(len(shape))])
     for walk in walks:
         assert sorted(walk) == sorted(topo.coords)
     assert sum(len(cables(walk)) for walk in walks) == len(topo.links) // 2
@@ -85,12 +85,12 @@ def test_circuits_that_no_square_joins_are_refused():
     """Two rings whose chips have no more than one cable in common."""
     topo = Topology.grid("3x2", wrap=True, failed_links="0,0-0,1;1,0-1,1")
     with pytest.raises(PlanError, match="squares of four chips, and 2 are left"):
-        join(topo, [along(topo, 0)])
+        join_circuits(topo, [along(topo, 0)])
 
 
 def test_circuits_that_visit_a_chip_twice_are_found():
     topo = Topology.grid("3x3", wrap=True)
-    (walk, _) = join(topo, [along(topo, axis) for axis in (0, 1)])
+    (walk, _) = join_circuits(topo, [along(topo, axis) for axis in (0, 1)])
     broken = [*walk[:4], walk[2], *walk[5:]]
     with pytest.raises(ftmesh.ScheduleError, match="a rank is on it twice"):
         both_ways(topo, [broken], algorithm="colours", name="broken")
@@ -98,7 +98,7 @@ def test_circuits_that_visit_a_chip_twice_are_found():
 
 def test_a_circuit_that_jumps_or_crosses_a_failed_link_is_told():
     topo = Topology.grid("3x3", wrap=True)
-    walk = join(topo, [along(topo, 0)])[0]
+    walk = join_circuits(topo, [along(topo, 0)])[0]
     jumps = [walk[2], walk[1], walk[0], *walk[3:]]
     less = Topology.grid("3x3", failed_links=[walk[:2]], wrap=True)
     for mesh, chips in ((topo, jumps), (less, walk)):

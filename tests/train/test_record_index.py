@@ -1,60 +1,28 @@
-"""The index of records: built once, shared, and never believed where it does not fit."""
+"""The index of records: built once, kept, shared, and renewed where files change."""
 
 import errno
-import json
-import logging
 import os
 import pickle
 import random
 import resource
-import struct
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import pytest
+from indexed import EVERY, framed, made, read, three
 
 from ftmesh.errors import DataError
-from ftmesh.train import index_files
-from ftmesh.train.index_files import index_file, load_index
+from ftmesh.train.index_files import index_file
 from ftmesh.train.open_files import OpenFile
 from ftmesh.train.records import Records, find_shards, write_records
-from ftmesh.train.shard_index import BLOCK, ShardIndex, Stamp, checksum, frame_head, masked_checksum
-
-
-def age(*paths):
-    """Have files look as if they were written an hour ago, like most."""
-    for path in paths:
-        then = time.time_ns() - 3600 * 10**9
-        os.utime(path, ns=(then, then))
-
-
-def framed(records):
-    """The bytes of a TFRecord file."""
-    return b"".join(
-        frame_head(len(data)) + data + struct.pack("<I", masked_checksum(data)) for data in records
-    )
-
-
-def made(folder, *shards, split="train"):
-    """Shards with these records, and their paths."""
-    for number, records in enumerate(shards):
-        path = folder / f"{split}-{number:05}-of-{len(shards):05}"
-        write_records(path, records)
-        age(path)
-    return find_shards(folder, f"{split}-*")
+from ftmesh.train.shard_index import BLOCK, ShardIndex, frame_head
 
 
 @pytest.fixture
 def shards(tmp_path):
-    """Three shards of 3, 0 and 2 records."""
-    return made(tmp_path, [b"a", b"", b"ccc"], [], [b"dd", b"e" * 1000])
-
-
-EVERY = [b"a", b"", b"ccc", b"dd", b"e" * 1000]
+    return three(tmp_path)
 
 
 @pytest.fixture
@@ -68,11 +36,6 @@ def scans(monkeypatch):
 
     monkeypatch.setattr(ShardIndex, "scanned", staticmethod(scanned))
     return names
-
-
-def read(paths, **options):
-    records = Records(paths, **options)
-    return [records[i] for i in range(len(records))]
 
 
 class TestKept:
@@ -218,119 +181,6 @@ class TestChanges:
             records[4]
 
 
-class TestDamage:
-    """Whatever the index file holds, records are the right ones, and what is wrong is said."""
-
-    def change(self, shards, change):
-        """Have an index file, and change its bytes."""
-        read(shards)
-        file = shards[0].parent / ".train.ftmesh-index"
-        file.write_bytes(change(file.read_bytes()))
-
-    def assert_noticed(self, shards, caplog):
-        caplog.clear()
-        assert read(shards) == EVERY
-        assert [record.levelno for record in caplog.records] == [logging.WARNING]
-        (line,) = caplog.messages
-        assert "\n" not in line
-        caplog.clear()
-        return line
-
-    def test_a_flipped_bit_anywhere(self, shards, caplog):
-        read(shards)
-        file = shards[0].parent / ".train.ftmesh-index"
-        sound = file.read_bytes()
-        padding = range(len(sound) - 12, len(sound) - 8)  # behind three records, before two
-        for at in range(0, len(sound), 3):
-            file.write_bytes(bytes([*sound[:at], sound[at] ^ 1 << at % 8, *sound[at + 1 :]]))
-            if at in padding:
-                assert read(shards) == EVERY
-            else:
-                self.assert_noticed(shards, caplog)
-
-    def test_the_place_of_the_record_behind(self, tmp_path, caplog):
-        paths = made(tmp_path, [b"%03d" % i for i in range(100)])
-        expected = read(paths)
-        file = tmp_path / ".train.ftmesh-index"
-        starts = np.arange(100, dtype="<u4") * 19
-        behind = np.minimum(starts + 19, starts[-1])  # there are records, all but the last
-        raw = file.read_bytes()
-        assert raw.count(starts.tobytes()) == 1
-        file.write_bytes(raw.replace(starts.tobytes(), behind.tobytes()))
-        records = Records(paths)
-        assert [records[i] for i in range(100)] == expected
-        assert "is not as its index says" in caplog.text
-
-    @pytest.mark.parametrize("size", [0, 1, 24, 47, 48, 100, -1])
-    def test_cut_short(self, shards, size, caplog):
-        self.change(shards, lambda raw: raw[:size])
-        assert "is damaged; the files are read again" in self.assert_noticed(shards, caplog)
-
-    def test_longer(self, shards, caplog):
-        self.change(shards, lambda raw: raw + bytes(8))
-        assert "is damaged" in self.assert_noticed(shards, caplog)
-
-    def test_another_format(self, shards, caplog):
-        self.change(shards, lambda raw: raw.replace(b"records/1", b"records/0"))
-        line = self.assert_noticed(shards, caplog)
-        assert "is not of the format ftmesh.records/1" in line
-
-    @pytest.mark.parametrize(
-        "names",
-        [
-            b"[" * 100_000,
-            b"[]",
-            b'"names"',
-            b"{} trailing",
-            b"\xff\xfe",
-            json.dumps({"train-00000-of-00003": 3}).encode(),
-            json.dumps({"train-00000-of-00003": {"size": 3}}).encode(),
-            json.dumps(
-                {
-                    "train-00000-of-00003": dict.fromkeys(
-                        ("size", "mtime_ns", "ctime_ns", "records", "width"), 1e999
-                    )
-                }
-            ).encode(),
-            *(
-                json.dumps(
-                    {"a": {"size": 1, "mtime_ns": 1, "ctime_ns": 1, "records": n, "width": w}}
-                ).encode()
-                for n, w in [(-1, 4), (2**62, 4), (2**70, 8), (0, 0), (0, -8), (1, 4)]
-            ),
-        ],
-    )
-    def test_made_up_with_a_checksum_that_is_right(self, shards, names, caplog):
-        known = struct.pack("<IQQ", 0, len(names), 0) + names
-        raw = index_files._FORMAT.ljust(24, b"\0") + struct.pack("<I", checksum(known)) + known
-        self.change(shards, lambda _: raw)
-        assert "is damaged" in self.assert_noticed(shards, caplog)
-
-    @pytest.mark.parametrize("size", [2**40, 2**63])
-    def test_sizes_beyond_the_file(self, shards, size, caplog):
-        self.change(shards, lambda raw: raw[:32] + struct.pack("<QQ", size, size) + raw[48:])
-        assert "is damaged" in self.assert_noticed(shards, caplog)
-
-    @pytest.mark.parametrize(
-        "begins",
-        [
-            [17, 0, 33],  # two records the other way round
-            [0, 17, 34],
-            [0, 33, 33],
-            [0, 2**40, 33],
-            [-1, 17, 33],
-            [5, 17, 33],
-        ],
-    )
-    def test_sound_in_itself_and_wrong(self, shards, begins, caplog):
-        read(shards)
-        file = shards[0].parent / ".train.ftmesh-index"
-        lying = ShardIndex.of(Stamp.of(shards[0]), np.array(begins, np.int64))
-        index_files.keep_index(file, {**load_index(file), shards[0].name: lying})
-        line = self.assert_noticed(shards, caplog)
-        assert "train-00000-of-00003 is not as its index says: it is read again" in line
-
-
 class TestWhereItCannotBeKept:
     def test_a_folder_in_its_place(self, shards, caplog):
         (shards[0].parent / ".train.ftmesh-index").mkdir()
@@ -377,57 +227,6 @@ def test_many_build_at_once(tmp_path):
         assert list(threads.map(build, range(6))) == [expected] * 6
     assert read(paths) == expected
     assert set(tmp_path.iterdir()) == {*paths, tmp_path / ".train.ftmesh-index"}
-
-
-def bytes_read():
-    """By this process, since it began; nothing where the system does not tell."""
-    counts = Path("/proc/self/io")
-    return int(counts.read_text().split()[1]) if counts.exists() else 0
-
-
-class TestLarge:
-    """Files with holes, of which no one reads the large records."""
-
-    def sparse(self, path, lengths):
-        with path.open("wb") as file:
-            for length in lengths:
-                file.write(frame_head(length))
-                file.seek(length, os.SEEK_CUR)
-                file.write(struct.pack("<I", 0))
-        age(path)
-
-    @pytest.mark.parametrize(
-        ("lengths", "width"),
-        [
-            ([5 << 30, 7, 6 << 30, 9], 8),
-            ([7] * (BLOCK - 1) + [5 << 30] + [9] * 2 * BLOCK, 4),  # a base beyond 4 GiB
-            ([3 << 30, 2 << 30, 1], 8),
-            ([1 << 31, 9], 4),
-        ],
-    )
-    def test_beyond_four_gibibytes(self, tmp_path, lengths, width):
-        path = tmp_path / "train-00000-of-00001"
-        self.sparse(path, lengths)
-        ends = np.cumsum([length + 16 for length in lengths]).tolist()
-        records = Records([path])
-        for _ in range(2):
-            (shard,) = records._shards
-            assert shard.starts.itemsize == width
-            spans = [shard.span(i) for i in range(len(shard))]
-            assert spans == list(zip([0, *ends[:-1]], ends, strict=True))
-            records = Records([path])
-            assert records._shards[0].is_mapped
-
-    def test_large_records_are_not_read_through(self, tmp_path):
-        path = tmp_path / "train-00000-of-00001"
-        self.sparse(path, [100_000] * 100 + [50] * 10_000 + [3_000_000] * 5)
-        passed = []
-        before = bytes_read()
-        index = ShardIndex.scanned(path, passed.append)
-        assert bytes_read() - before < 8_000_000  # a million of small ones, and some windows
-        assert len(index) == 10_105
-        assert sum(passed) == path.stat().st_size == 25_661_680
-        assert index.span(10_104) == (22_661_664, 25_661_680)
 
 
 class TestReading:

@@ -1,0 +1,62 @@
+"""Every command that takes a mesh takes a line of chips."""
+
+import json
+
+import pytest
+
+
+@pytest.mark.parametrize("mesh", ["1x8", "8x1", "8"])
+class TestLines:
+    """A mesh of one side, through every command that takes a mesh."""
+
+    def test_plan_and_verify(self, run, tmp_path, mesh):
+        out, svg = tmp_path / "a.npz", tmp_path / "a.svg"
+        status, text, _ = run("plan", mesh, "--explain", "--out", str(out), "--svg", str(svg))
+        assert status == 0
+        assert f"line on {mesh}: 8 live chips, 14 rounds, 8 chunks, neighbour-only" in text
+        assert svg.read_text().count('rx="5"') == 2 * 8  # a chip; a panel for each phase
+        status, text, _ = run("verify", str(out))
+        assert status == 0
+        assert "8 ranks hold every contribution to 8 chunks exactly once after 14 rounds" in text
+
+    def test_draw(self, run, mesh):
+        status, text, _ = run("draw", mesh, "--phase", "0")
+        assert status == 0
+        if mesh == "1x8":
+            assert [row[:1] for row in text.splitlines()[2:-1:2]] == list("01234567")
+            assert text.count("↕") == 7
+        else:
+            assert "0  o─↔─o─↔─o─↔─o─↔─o─↔─o─↔─o─↔─o\n" in text
+
+    def test_simulate(self, run, tmp_path, mesh):
+        status, text, _ = run(
+            "simulate", mesh, "--link", "100GB/s", "--latency", "1us", "--payload", "8MB", "--json"
+        )
+        tree, found = json.loads(text)
+        assert status == 0
+        assert (found["algorithm"], found["rounds"]) == ("line", 14)
+        assert (tree["algorithm"], tree["limit_us"]) == ("tree", found["limit_us"])
+        assert tree["time_us"] < found["time_us"]
+        assert found["time_us"] == pytest.approx(14 * (1 + 10))  # of 1 MB, 10 us on a link
+        assert found["limit_us"] == pytest.approx(80)
+        heat = tmp_path / "heat.svg"
+        assert run("simulate", mesh, "--algorithm", "line", "--heat-map", str(heat))[0] == 0
+        assert heat.stat().st_size > 1000
+
+    def test_limits(self, run, mesh):
+        status, text, _ = run("limits", mesh, "--json")
+        found = json.loads(text)
+        assert status == 0
+        assert (found["live"], found["links"], found["diameter"]) == (8, 7, 7)
+        assert (found["all_gather_share"], found["all_reduce_share"]) == ("7/8", "1")
+
+    def test_advise(self, run, mesh):
+        status, text, _ = run("advise", mesh, "--runs", "1", "--json")
+        found = json.loads(text)
+        assert status == 0
+        assert (found["boards"], found["spares"]) == (4, 1)
+        block = {"1x8": "1x2@0,0", "8x1": "2x1@0,0", "8": "2@0"}[mesh]
+        status, text, _ = run("advise", mesh, "--runs", "1", "--failed", block, "--json")
+        assert status == 0
+        speeds = json.loads(text)["at_hand"]["speeds"]
+        assert speeds["fault-tolerant"] == speeds["largest sub-mesh"] > 0.7

@@ -1,0 +1,172 @@
+"""What the TPU compiler makes of damaged meshes."""
+
+import subprocess
+import sys
+
+import pytest
+from reporting import in_a_process, report_for, tree
+
+from ftmesh.tpu import slices
+
+needs_libtpu = pytest.mark.skipif(
+    not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
+)
+
+LANES = {"ring": 2, "row_pair": 4}
+
+
+def compile_for(name, failed, algorithm, *options):
+    """The report of the command, in a process of its own."""
+    return in_a_process(
+        "-m", "ftmesh", "compile", name, "--failed", failed, "--algorithm", algorithm,
+        "--payload", "100MB", "--json", *options,
+    )  # fmt: skip
+
+
+def permutations(report):
+    """The permutations of each loop that goes round the mesh, not between two cores of a chip."""
+    return {
+        loop["permutations"] for loop in report["loops"] if not loop["name"].startswith("between")
+    }
+
+
+def travels_at_once(report):
+    """Whether every permutation of a round starts before the first is waited for."""
+    return all(
+        loop["in_flight"] == loop["permutations"] and not loop["synchronous"]
+        for loop in report["loops"]
+    )
+
+
+@needs_libtpu
+@pytest.mark.parametrize("algorithm", LANES)
+@pytest.mark.parametrize(
+    ("name", "failed", "devices"),
+    [("v2:8x8", "2x2@2,2", 120), ("v3:16x32", "4x2@6,14", 1008), ("v3:32x32", "4x2@14,14", 2032)],
+)
+def test_two_cores_a_chip(name, failed, devices, algorithm):
+    report = compile_for(name, failed, algorithm)
+    assert report["accepted"], report["refusal"]
+    assert report["num_devices"] == devices
+    assert report["compile_seconds"] < 30
+    assert permutations(report) == {LANES[algorithm]}
+    assert travels_at_once(report)
+    assert report["lax_psum"] == "StrategyRing{colors:1 phases:1}"
+
+
+@needs_libtpu
+@pytest.mark.parametrize("algorithm", LANES)
+def test_memory_for_little_more_than_the_payload(algorithm):
+    report = compile_for("v6e:16x16", "2x2@2,2", algorithm)
+    assert report["accepted"], report["refusal"]
+    assert report["num_devices"] == 252
+    assert report["temporary_ratio"] < 1.3
+    assert permutations(report) == {LANES[algorithm]}
+    assert travels_at_once(report)
+    assert report["lax_psum"] == "StrategyRing{colors:1 phases:1}"
+
+
+@needs_libtpu
+def test_cycles_beside_the_permutations():
+    report = compile_for("v6e:16x16", "2x2@2,2", "row_pair")
+    rounds = [loop["cycles"] for loop in report["loops"]]
+    assert [each["rounds"] for each in rounds] == [32, 6, 6, 32]
+    assert not any(each["unknown"] for each in rounds)
+    assert min(each["exposed"] for each in rounds) > 1000
+    # Four chunks across, and seven times as many along the rings.
+    along, across, _, _ = (each["sent_bytes"] for each in rounds)
+    assert 4 * 100e6 / 448 <= across <= 1.1 * 4 * 100e6 / 448
+    assert along == 7 * across
+    cycles = [each["rounds"] * (each["exposed"] + each["hidden"]) for each in rounds]
+    assert report["cycles"] == sum(cycles)
+    assert report["packing"]["exposed"] > 100_000
+
+
+@needs_libtpu
+def test_an_executor_is_fitted():
+    found = in_a_process(
+        "-m", "ftmesh", "compile", "v6e:4x4", "--failed", "2x2@0,0", "--fit", "--json"
+    )
+    assert {each["lanes"] for each in found["rounds"]} == {2, 4}
+    assert found["per_round"] + 2 * found["per_lane"] > 1000
+    assert 1e-4 < found["per_byte"] < 0.1
+    assert 1e-4 < found["packing"] < 0.1
+
+
+def resnet50():
+    """The shapes of the parameters of a ResNet-50."""
+    shapes, inputs = [(7, 7, 3, 64), (64,), (64,)], 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            kernels = [(1, 1, inputs, width), (3, 3, width, width), (1, 1, width, 4 * width)]
+            kernels += [(1, 1, inputs, 4 * width)] * (block == 0)
+            shapes += [shape for kernel in kernels for shape in (kernel, kernel[3:], kernel[3:])]
+            inputs = 4 * width
+    return [*shapes, (1000,), (2048, 1000)]
+
+
+@needs_libtpu
+def test_memory_for_little_more_than_the_gradients_of_a_model():
+    slice_ = "ftmesh.Topology.from_devices(tpu_devices('v6e:4x4'), failed='2x2@0,0')"
+    report = report_for(tree(resnet50()), slice_)
+    assert report["accepted"], report["refusal"]
+    assert report["payload_bytes"] == 102_228_128
+    assert report["temporary_ratio"] < 1.3
+    assert travels_at_once(report)
+
+
+# Cycles of a round beside its permutations, at most, in the order of loops; and temporary memory in
+# payloads. To move what a round of `row_pair` rings moves through the memory of a v6e takes 21,000.
+SPENT = ("exposed", "hidden")
+CYCLES = {
+    ("v6e:16x16", "2x2@2,2", "row_pair"): ([32_000, 16_000, 16_000, 32_000], 1.05),
+    ("v6e:16x16", "2x2@2,2", "ring"): ([7_826, 7_826], 1.05),
+    ("v3:16x32", "4x2@6,14", "row_pair"): ([150_000, 42_193, 6_020, 6_020, 42_193, 150_000], 1.7),
+    ("v3:16x32", "4x2@6,14", "ring"): ([160_000, 2_089, 2_089, 160_000], 1.7),
+}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("case", CYCLES, ids=" ".join)
+def test_what_a_round_costs_beside_its_permutations(case):
+    slice_, failed, algorithm = case
+    report = compile_for(slice_, failed, algorithm)
+    most, memory = CYCLES[case]
+    found = [sum(loop["cycles"][what] for what in SPENT) for loop in report["loops"]]
+    assert all(one <= limit for one, limit in zip(found, most, strict=True)), found
+    assert report["temporary_ratio"] <= memory
+    if slice_.startswith("v6e"):
+        assert sum(report["packing"][what] for what in SPENT) <= 600_000, report["packing"]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("algorithm", LANES)
+def test_whole_slices_with_idle_chips(algorithm):
+    report = compile_for("v5e:16x16", "2x2@2,2", algorithm, "--idle")
+    assert report["accepted"], report["refusal"]
+    assert (report["num_devices"], report["with_idle"]) == (256, True)
+    *loops, last = report["loops"]
+    assert {loop["permutations"] for loop in loops} == {LANES[algorithm]}
+    assert travels_at_once({"loops": loops})
+    assert last["permutations"] <= LANES[algorithm] + 4  # results go on to idle chips as well
+    assert last["in_flight"] >= 4  # as many as a chip has links
+
+
+@needs_libtpu
+def test_a_refusal_is_reported():
+    report = compile_for("v5e:16x16", "2x2@2,2", "ring")
+    assert not report["accepted"]
+    assert "should include all slice devices" in report["refusal"]
+    assert "should include all slice devices" in report["lax_psum"]
+
+
+@needs_libtpu
+def test_a_slice_that_libtpu_does_not_know():
+    done = subprocess.run(
+        [sys.executable, "-m", "ftmesh", "compile", "v99:4x4"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "ftmesh: 'v99:4x4' is not a TPU slice" in done.stderr
