@@ -21,9 +21,10 @@ from ftmesh.cost.choice import (
     depth_on_devices,
     partials_of,
 )
-from ftmesh.cost.cutting import schedule_for
+from ftmesh.cost.cutting import KERNEL, schedule_for
 from ftmesh.cost.network import DEFAULT, Network, network, network_of
 from ftmesh.cost.rounding import LARGEST_ERROR, wire_named, worst_error
+from ftmesh.cost.simulate import DATAFLOW
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE, Program, lower
 from ftmesh.execute.read_back import check_program
@@ -129,13 +130,18 @@ class Plan:
     def _is_cut_by_size(self) -> bool:
         return self.algorithm in planners.CUT_BY_SIZE and not self.is_given
 
+    @property
+    def _is_flowing(self) -> bool:
+        """Whether the schedule is for a clock without rounds, by which others are not priced."""
+        return self.executor == PALLAS and self._is_cut_by_size
+
     def _sibling(self, algorithm: str, size: int, kind: str) -> Plan:
         """The plan with another algorithm, or cut for another size."""
         for one in chain.from_iterable(self._siblings.values()):
             if one.algorithm == algorithm and one._is_for(size, kind):
                 return one
         carried = carried_bytes(algorithm, size, kind)
-        schedule = schedule_for(self.topology, algorithm, carried, self.network)
+        schedule = _planned(self.topology, algorithm, carried, self.network, self.executor)
         alike = self._siblings.setdefault(_program_key(schedule), [])
         if alike:
             schedule, proof = alike[0].schedule, alike[0].proof
@@ -165,7 +171,7 @@ class Plan:
         found = choose(
             self.topology, self.payload_bytes, self.network, self.wire_dtype, best=self.is_best
         )
-        return found.beside(self.schedule)
+        return found if self._is_flowing else found.beside(self.schedule)
 
     def jax_mesh(self, axis_name: str | Sequence[str], *, along: str | None = None) -> Any:
         """The ``jax.sharding.Mesh`` whose axis this plan's collectives run along.
@@ -304,7 +310,7 @@ def plan(
         if is_auto:
             algorithm = choose(topology, payload_bytes, on, wire, best=is_best).algorithm
         carried = carried_bytes(algorithm, payload_bytes, wire)
-        schedule = schedule_for(topology, algorithm, carried, on)
+        schedule = _planned(topology, algorithm, carried, on, executor)
     proof = _verify(schedule) if verify else None
     made = Plan(
         schedule, payload_bytes, proof, with_idle, on, unrolled, wire, is_auto, executor, is_given,
@@ -313,6 +319,15 @@ def plan(
     if with_idle:
         _ = made.program  # refuses idle chips that nothing can be sent to
     return made
+
+
+def _planned(
+    topology: Topology, algorithm: str, carried: int, on: Network, executor: str
+) -> Schedule:
+    """A schedule for an executor: a kernel does not wait for a round to end."""
+    if executor == PALLAS:
+        return schedule_for(topology, algorithm, carried, on, DATAFLOW, most=KERNEL)
+    return schedule_for(topology, algorithm, carried, on)
 
 
 def _program_key(schedule: Schedule) -> tuple[str, int, int]:

@@ -46,6 +46,7 @@ WIDE, WIDE_SMALL = 2, 3  # chunks a message, and for payloads that are cut into 
 FEW, SMALL = 12, 96  # messages up to which one chunk each may do as well; and up to which are few
 HOP_CHUNKS = 2  # in dataflow, those that a link carries in the time of a hop
 FLOWING = 500_000  # chips times chunks up to which trees are planned for dataflow
+KERNEL = 130_000  # and for a kernel, whose tables are to stay small
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,20 @@ def schedule_for(
     payload_bytes: int,
     on: Network,
     mode: str = SYNCHRONOUS,
+    *,
+    most: int = FLOWING,
 ) -> Schedule:
     """The schedule of `algorithm` for a payload; a `PlanError` says why not and which one can.
 
-    The `mode` is the clock by which it will run. What took long to plan is remembered.
+    The `mode` is the clock by which it will run; in dataflow trees are planned for at most so many
+    chips times chunks. What took long to plan is remembered.
     """
     if algorithm not in planners.CUT_BY_SIZE:
         return planners.schedule(topology, algorithm)
     planners.check_whole(topology)
     bare = topology.without_devices()
     if mode == DATAFLOW and on.executor is None:
-        return replace(_flowing(bare, payload_bytes, on), topology=topology)
+        return replace(_flowing(bare, payload_bytes, on, most), topology=topology)
     return replace(_fastest(bare, payload_bytes, on), topology=topology)
 
 
@@ -126,14 +130,16 @@ def _worth_trying(topology: Topology, payload_bytes: int, on: Network) -> Iterat
 
 
 @lru_cache(maxsize=16)
-def _flowing(topology: Topology, payload_bytes: int, on: Network) -> Schedule:
+def _flowing(topology: Topology, payload_bytes: int, on: Network, most: int) -> Schedule:
     """A plan along trees on the clock of dataflow."""
-    number, lag = flowing(topology, payload_bytes, on)
+    number, lag = flowing(topology, payload_bytes, on, most)
     tried = _fastest(topology, payload_bytes, on), tree.plan(topology, number, lag=lag)
     return min(tried, key=lambda found: Simulator(found).seconds(payload_bytes, on, DATAFLOW))
 
 
-def flowing(topology: Topology, payload_bytes: int, on: Network) -> tuple[int, int]:
+def flowing(
+    topology: Topology, payload_bytes: int, on: Network, most: int = FLOWING
+) -> tuple[int, int]:
     """How many chunks are good for trees in dataflow, and the rounds of lag that hops take then.
 
     >>> from ftmesh.cost.network import DEFAULT
@@ -142,7 +148,7 @@ def flowing(topology: Topology, payload_bytes: int, on: Network) -> tuple[int, i
     [(3, 2), (80, 2), (2016, 1)]
     """
     hop, payload = on.overhead + on.latency, payload_bytes / on.bandwidth  # seconds
-    most = min(_most(payload_bytes), FLOWING // topology.num_live)
+    most = min(_most(payload_bytes), most // topology.num_live)
     number = most if hop * most <= HOP_CHUNKS * payload else int(HOP_CHUNKS * payload / hop)
     number = max(number, num_chunks(topology, payload_bytes, on))
     # A link has no more to carry meanwhile than the other chunks.
