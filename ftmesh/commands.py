@@ -36,6 +36,7 @@ exit status:
 """
 
 _LONGEST = 600  # characters of a line; what is longer is cut in the middle
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,3})?", re.IGNORECASE)
 _EXTRAS = {"matplotlib": "plots", "tokenizers": "train", "PIL": "train", "libtpu": "test"}
 
 
@@ -67,10 +68,7 @@ def number(least: float, most: float = 1e6) -> Callable[[str], float]:
     """The type of an argument that is a number from `least` to `most`: neither nan nor inf is."""
 
     def parse(text: str) -> float:
-        try:
-            given = float(text)
-        except ValueError:
-            given = math.nan
+        given = float(text) if _NUMBER.fullmatch(text.strip()) else math.nan
         if not least <= given <= most:
             raise argparse.ArgumentTypeError(
                 f"{text!r:.40} is not a number from {least:,g} to {most:,g}"

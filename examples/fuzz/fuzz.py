@@ -23,7 +23,7 @@ import numpy as np
 from examples.fuzz import commands, files
 from examples.fuzz.commands import Rng
 from examples.fuzz.running import CPU_SECONDS, MAX_BYTES, WALL_SECONDS, Ended, Work, run
-from ftmesh.commands import MOST_SEED, Parser, whole_number
+from ftmesh.commands import MOST_SEED, Parser, number, whole_number
 from ftmesh.errors import NOT_FOUND, PROVED_WRONG, REFUSED, USAGE
 from ftmesh.units import format_bytes
 
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="(10)")
+    parser.add_argument("--minutes", type=number(0), default=10.0, metavar="M", help="(10)")
     parser.add_argument(
         "--seed", type=whole_number(0, MOST_SEED), default=0, metavar="S", help="(0)"
     )

@@ -33,10 +33,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--round", type=whole_number(0), metavar="R", help="only round R of phase K"
     )
     parser.add_argument(
-        "--lane", type=int, metavar="L", help="only lane L of phase K: one way of one of its rings"
+        "--lane",
+        type=whole_number(0),
+        metavar="L",
+        help="only lane L of phase K: one way of one of its rings",
     )
     parser.add_argument(
-        "--half", type=int, choices=(0, 1), help="only one half of the payload: one way of a ring"
+        "--half",
+        type=whole_number(0, 1),
+        choices=(0, 1),
+        help="only one half of the payload: one way of a ring",
     )
     parser.add_argument(
         "--figure",

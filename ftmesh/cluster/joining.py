@@ -15,6 +15,7 @@ import ipaddress
 import os
 import sys
 import threading
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from ftmesh.cluster.line import Line
 from ftmesh.cluster.on_line import LineBoard, OwnEnding, write_stacks_to
 from ftmesh.cluster.rollcall import call_roll, split_address
 from ftmesh.cluster.words import in_seconds
+from ftmesh.commands import whole_number
 from ftmesh.errors import ArgumentError, ClusterError
 from ftmesh.execute import _compat
 
@@ -152,9 +154,10 @@ def _number(given: int | None, variable: str) -> int | None:
     text = os.environ.get(variable)
     if text is None:
         return None
-    if not text.isdecimal():
-        raise ArgumentError(f"{variable} is {text!r}, and not a number")
-    return int(text)
+    try:
+        return whole_number(0)(text)
+    except ArgumentTypeError:
+        raise ArgumentError(f"{variable} is {text!r:.40}, and not a number") from None
 
 
 def _check(coordinator: str, num_processes: int, process: int) -> None:

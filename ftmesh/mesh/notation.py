@@ -18,7 +18,7 @@ from ftmesh.errors import TopologyError
 Coord = tuple[int, ...]
 Link = tuple[Coord, Coord]
 
-_NUMBER = r"\d{1,9}"
+_NUMBER = r"[0-9]{1,9}"
 _SIZES, _PLACE = f"{_NUMBER}(?:x{_NUMBER})*", f"{_NUMBER}(?:,{_NUMBER})*"
 _SHAPE, _COORD = re.compile(_SIZES), re.compile(_PLACE)
 _BLOCK, _LINK = re.compile(f"({_SIZES})@({_PLACE})"), re.compile(f"({_PLACE})-({_PLACE})")

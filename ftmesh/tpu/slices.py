@@ -44,7 +44,7 @@ def tpu_devices(name: str) -> list[Any]:
 
     For processes that do not use a TPU themselves: JAX is kept from looking for one.
     """
-    form = re.fullmatch(r"\w+:(\d+(?:x\d+)*)", name)
+    form = re.fullmatch(r"\w+:([0-9]+(?:x[0-9]+)*)", name)
     if not form or not 0 < math.prod(parse_shape(form[1])) <= _MOST_CHIPS:
         raise TopologyError(_NOT_A_SLICE.format(name, f"of at most {_MOST_CHIPS:,} chips"))
     if not has_libtpu():

@@ -40,7 +40,7 @@ _FIELDS = {
     "algorithm": str,
     "payload_bytes": int,
 }
-_LONG_NUMBER = re.compile(r"\d{7}")
+_LONG_NUMBER = re.compile(r"[0-9]{7}")
 
 
 class Server:

@@ -421,7 +421,14 @@ class TestRunPod:
             "--hosts 2 --devices-per-host 2 --failures 1 --collective-limit inf -- true",
             "--collective-limit: 'inf' is not a number from 1 to",
         ),
-        ("--hosts two --devices-per-host 2 true", "invalid int value: 'two'"),
+        ("--hosts two --devices-per-host 2 true", "'two' is not a whole number from 0"),
+        ("--hosts 2 --devices-per-host ٢ true", "is not a whole number from 0"),
+        ("--hosts 2 --devices-per-host 2 --failures -1 true", "-1 is not from 0"),
+        ("--hosts 2 --devices-per-host 2 --failures 1 --strikes 0 true", "0 is not from 1"),
+        (
+            "--hosts 2 --devices-per-host 2 --mesh 2x2 --failures 1 --limits compile=inf true",
+            "'compile=inf' is no limit",
+        ),
         ("-- true", "required: --hosts, --devices-per-host"),
     ],
 )
