@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ftmesh.commands import number, whole_number
+from ftmesh.commands import number, say, whole_number
 from ftmesh.errors import ArgumentError
 from ftmesh.launch.events import Events
 from ftmesh.launch.output import Printer
@@ -196,8 +196,8 @@ def _say_stacks(run_dir: Path) -> None:
     """Pass on where stuck processes were, from a folder that is about to go."""
     for file in sorted(run_dir.glob("stacks-*.txt")):
         text = file.read_text(errors="replace")
-        if text:
-            _say(f"{file.stem}:\n{text}")
+        if text and sys.stderr is not None:
+            print(f"ftmesh: {file.stem}:\n{text}", file=sys.stderr, flush=True)
 
 
 def _command(args: argparse.Namespace) -> list[str]:
@@ -276,4 +276,4 @@ def _ended(pod: Pod) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"ftmesh: {text}", file=sys.stderr, flush=True)
+    say(f"ftmesh: {text}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import sys
 import threading
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import jax
 
+from ftmesh import commands
 from ftmesh.cluster.board import Board
 from ftmesh.cluster.cluster import LIMIT, Cluster
 from ftmesh.cluster.ending import Ending
@@ -29,7 +29,6 @@ from ftmesh.cluster.line import Line
 from ftmesh.cluster.on_line import LineBoard, OwnEnding, write_stacks_to
 from ftmesh.cluster.rollcall import call_roll, split_address
 from ftmesh.cluster.words import in_seconds
-from ftmesh.commands import whole_number
 from ftmesh.errors import ArgumentError, ClusterError
 from ftmesh.execute import _compat
 
@@ -124,7 +123,7 @@ def _joined(process: int, num_processes: int, limit: float, name: str) -> Cluste
 
 
 def _say(name: str, process: int, line: str) -> None:
-    print(f"{name}: process {process}: {line}", file=sys.stderr, flush=True)
+    commands.say(f"{name}: process {process}: {line}")
 
 
 def _found(
@@ -155,7 +154,7 @@ def _number(given: int | None, variable: str) -> int | None:
     if text is None:
         return None
     try:
-        return whole_number(0)(text)
+        return commands.whole_number(0)(text)
     except ArgumentTypeError:
         raise ArgumentError(f"{variable} is {text!r:.40}, and not a number") from None
 

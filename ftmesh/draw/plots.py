@@ -21,6 +21,7 @@ from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.cost.simulate import Simulation, Simulator
 from ftmesh.draw.page import heading, layers, place, size
 from ftmesh.errors import ArgumentError, PlanError
+from ftmesh.extras import require
 from ftmesh.files import write_whole
 from ftmesh.mesh.topology import Topology
 from ftmesh.planners import CUT_BY_SIZE
@@ -187,12 +188,9 @@ def where_time_goes(outcomes: Mapping[str, Sequence[Outcome]], site: Site) -> Fi
 
 def _figure(title: str, subtitle: str, size: tuple[float, float] = (7, 4.6)) -> tuple[Figure, Any]:
     """An empty figure, independent of any window system."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ArgumentError(
-            "plots need matplotlib, which is not installed: pip install 'ftmesh[plots]'"
-        ) from None
+    require("ftmesh.draw.plots", "plots", "matplotlib")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     figure.suptitle(title)

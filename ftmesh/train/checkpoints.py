@@ -16,7 +16,6 @@ state with numbers that are not finite is never written.
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +24,7 @@ from typing import Any
 
 import jax
 
+from ftmesh import commands
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.layout.owned import Owned
 from ftmesh.mesh.devices import process_of
@@ -214,7 +214,7 @@ class Checkpoints:
 
     def _print(self, line: str) -> None:
         if self.process == 0:
-            print(line, file=sys.stderr)
+            commands.say(line)
 
 
 def _check_writable(folder: Path) -> None:
