@@ -14,6 +14,7 @@ from typing import Any
 
 from ftmesh.commands import number, say, whole_number
 from ftmesh.errors import ArgumentError
+from ftmesh.files import check_folder
 from ftmesh.launch.events import Events
 from ftmesh.launch.output import Printer
 from ftmesh.launch.place import Place
@@ -157,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_through_failures(args: argparse.Namespace) -> int:
     if args.mesh is None:
         raise ArgumentError("--failures needs --mesh, to know which chips a host has")
+    check_folder(args.run_dir)
     place = Place.of(args.mesh, args.host_shape, args.hosts, args.devices_per_host)
     policy = Policy(
         failures=args.failures,
