@@ -37,6 +37,7 @@ KINDS: dict[str, Maker] = {
     "images": files.image,
     "checkpoints": files.checkpoint,
     "text": files.text,
+    "computed": commands.computed,
 }
 NAMES = {0: "done", USAGE: "usage", PROVED_WRONG: "proved wrong", NOT_FOUND: "not found"}
 NAMES[REFUSED] = "refused"

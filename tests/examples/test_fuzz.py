@@ -89,7 +89,7 @@ def test_hangs_floods_and_lies_are_seen(tmp_path):
 
 @pytest.mark.slow
 def test_a_short_run_finds_nothing():
-    command = [sys.executable, "-m", "examples.fuzz.fuzz", "--cases", "12", "--seed", "19"]
+    command = [sys.executable, "-m", "examples.fuzz.fuzz", "--cases", "10", "--seed", "19"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout
-    assert "84 cases, none went wrong" in done.stdout
+    assert "80 cases, none went wrong" in done.stdout
