@@ -30,7 +30,16 @@ from ftmesh.units import format_bytes, format_time
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = {"ring": "#0072b2", "two_dim": "#009e73", "row_pair": "#d55e00", "tree": "#cc79a7"}
+COLOURS = {
+    "ring": "#0072b2",
+    "two_dim": "#009e73",
+    "row_pair": "#d55e00",
+    "tree": "#cc79a7",
+    "colours": "#56b4e9",
+    "flood": "#e69f00",
+    "line": "#8c6d31",
+}
+SCALED = ("ring", "two_dim", "row_pair", "tree")  # what square meshes are planned with
 MANY = 1024  # chips beyond which trees take minutes to plan
 LIMIT = {"color": "black", "linestyle": "--", "linewidth": 1, "label": "limit of any all-reduce"}
 SHARES = {
@@ -64,7 +73,7 @@ def time_against_payload(simulators: Mapping[str, Simulator], on: Network = DEFA
     figure, axes = _figure(f"All-reduce on {topology}", f"{on}; synchronous rounds, simulated")
     for name, simulator in simulators.items():
         times = [1e6 * simulator.seconds(int(size), on) for size in payloads]
-        axes.plot(payloads, times, color=COLOURS.get(name), label=name)
+        axes.plot(payloads, times, color=COLOURS.get(simulator.schedule.algorithm), label=name)
     axes.plot(payloads, [1e6 * least.all_reduce_seconds(int(m), on) for m in payloads], **LIMIT)
     axes.set(xscale="log", yscale="log", xlabel="payload, bytes", ylabel="time, us")
     return _finish(figure, axes)
@@ -82,7 +91,7 @@ def scaling(sides: Sequence[int], payload_bytes: int, on: Network = DEFAULT) -> 
     )
     least: list[Limits] = []
     for failed, style in ((False, "-"), (True, ":")):
-        lines: dict[str, list[tuple[int, float]]] = {name: [] for name in COLOURS}
+        lines: dict[str, list[tuple[int, float]]] = {name: [] for name in SCALED}
         for side in sides:
             middle = (side // 2 - 1) // 2 * 2
             block = f"2x2@{middle},{middle}" if failed else ""

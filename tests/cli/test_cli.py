@@ -10,6 +10,8 @@ import pytest
 
 import ftmesh
 from ftmesh.cli import main
+from ftmesh.draw.plots import COLOURS
+from ftmesh.planners import PLANNERS
 
 
 @pytest.fixture
@@ -167,6 +169,11 @@ def test_advise_before_anything_has_failed_and_when_repair_is_near(run):
     assert "over time, 'fault-tolerant' does most" in run(*ADVISE, "--failed", "")[1]
     text = run(*ADVISE, "--repair", "9min")[1]
     assert "too soon to be worth a restart" in " ".join(text.split())
+
+
+def test_every_algorithm_has_a_colour_of_its_own():
+    assert set(COLOURS) == set(PLANNERS)
+    assert len(set(COLOURS.values())) == len(COLOURS)
 
 
 @pytest.mark.slow
