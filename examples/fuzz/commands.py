@@ -89,7 +89,10 @@ COMMANDS: dict[str, tuple[Sequence[str], dict[str, Sequence[str]]]] = {
     "compile": (("v6e:4x4", "v99:4x4", "4x4", ":"), HOW | {"--failed": BLOCKS}),
 }  # fmt: skip
 TINY = ("2x2", "1x2", "2", "1x1", "0x2", "1000x1000", "2x", "")  # meshes to compute on
-PAYLOADS = ("4KB", "1KB", "4KB,64B", "", ",", "0", "-5", "1zb", "900TB", "9" * 400, "4KB,", "٣KB")
+PAYLOADS = (
+    "4KB", "1KB", "4KB,64B", "256B", "1KiB", "", ",", "0", "-5", "1zb", "900TB", "9" * 400, "4KB,",
+    "٣KB",
+)  # fmt: skip
 NO_PROGRAM = "/no/such"  # so that nothing is ever started
 LAUNCH: dict[str, Sequence[str]] = {
     "--mesh": ("2x2", "4x1", "4x4", "3x", ""), "--grace": NUMBERS, "--timeout": NUMBERS,
@@ -101,8 +104,11 @@ LAUNCH: dict[str, Sequence[str]] = {
 }  # fmt: skip
 NOT_WELL = 1  # what the doctor ends with
 DOCTOR: dict[str, Sequence[str]] = {
-    "--failed": ("1x1@0,0", "", *BLOCKS), "--failed-links": ("", "0,0-1,0", "0-1"), "--json": (),
+    "--failed": ("", "1x1@0,0", "1x1@0,1", "", *BLOCKS), "--json": (),
+    "--failed-links": ("", "0,0-1,0", "0-1"),
     "--limit": ("5", "10", *NUMBERS), "--slow": ("3", "100", *NUMBERS), "--one-by-one": (),
+}  # fmt: skip
+PROCESSES: dict[str, Sequence[str]] = {
     "--coordinator": ("127.0.0.1:1", "x", ":", "[::1]:9999999"), "--process-id": NUMBERS,
     "--num-processes": NUMBERS,
 }  # fmt: skip
@@ -202,9 +208,13 @@ def computed(rng: Rng, folder: Path) -> tuple[str, Work]:
     sick = ""
     if rng.random() < 0.5:
         argv = ["bench", word(rng, TINY), "--payloads", word(rng, PAYLOADS), "--repeats"]
-        argv += [word(rng, ("1", *NUMBERS)), *options(rng, {**MESH, "--json": ()})]
+        argv += [
+            word(rng, (*("1", "2", "3") * 3, *NUMBERS)),
+            *options(rng, {**MESH, "--json": ()}),
+        ]
     else:
         argv = ["doctor", "--emulate", "--mesh", word(rng, TINY), *options(rng, DOCTOR)]
+        argv += options(rng, PROCESSES) if rng.random() < 0.1 else []
         sick = word(rng, SICK)
 
     def work() -> int:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.fuzz.running import MAX_BYTES, WRONG, problem_of
+from examples.fuzz.commands import NO_PROGRAM, refused
+from examples.fuzz.running import MAX_BYTES, WRONG, WrongError, problem_of
 
 REFUSED = 69
 ROOT = Path(__file__).parent.parent.parent
@@ -49,6 +50,12 @@ def test_what_a_case_may_leave(tmp_path, name, content, problem):
     (tmp_path / name).write_bytes(content)
     assert problem_of(REFUSED, "ftmesh: no\n", tmp_path, {name}, 10**8) == problem
     assert problem_of(0, "", tmp_path, set(), MAX_BYTES + 1) == "memory"
+
+
+def test_a_pod_that_could_have_been_started_is_seen():
+    with pytest.raises(WrongError, match="nothing that could have been done"):
+        refused(["draw", "--figure", "1"])
+    assert refused(["launch", "--hosts", "1", "--devices-per-host", "1", "--", NO_PROGRAM]) == 2
 
 
 PLANTED = """
