@@ -23,6 +23,7 @@ from rich.progress import Progress
 
 import ftmesh
 from ftmesh import PlanError, Schedule, Topology, planners
+from ftmesh.commands import MOST_SEED, Parser, whole_number
 from ftmesh.mesh.notation import Coord
 from ftmesh.testing import on_one_device
 
@@ -35,14 +36,20 @@ ROWS = 37  # numbers of a rank, where plans are computed
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Look at so many damages, print counts; the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m examples.damages",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--number", type=int, default=5000, metavar="N", help="damages (5000)")
-    parser.add_argument("--computed", type=int, default=100, metavar="N", help="of them (100)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the damages (0)")
+    parser.add_argument(
+        "--number", type=whole_number(1), default=5000, metavar="N", help="damages (5000)"
+    )
+    parser.add_argument(
+        "--computed", type=whole_number(0), default=100, metavar="N", help="of them (100)"
+    )
+    parser.add_argument(
+        "--seed", type=whole_number(0, MOST_SEED), default=0, metavar="N", help="of the damages (0)"
+    )
     args = parser.parse_args(argv)
     jax.config.update("jax_disable_most_optimizations", True)  # the compiler takes longest
     counts: Counter[str] = Counter()

@@ -6,7 +6,6 @@ another; its losses are to be those of one process on the same live chips.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from ftmesh.commands import Parser, whole_number
 from ftmesh.launch.results import run_pod
 from ftmesh.train.report import read_metrics
 
@@ -29,9 +29,11 @@ QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # to compile; all runs alike
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is asked for, print a table; the exit status."""
-    parser = argparse.ArgumentParser(prog="scripts/pods", description=__doc__)
+    parser = Parser(prog="scripts/pods", description=__doc__)
     parser.add_argument("--only", choices=("resnet50", "bert"), help="one of the two models")
-    parser.add_argument("--hosts", type=int, choices=WHOLE_HOST, help="one division (all)")
+    parser.add_argument(
+        "--hosts", type=whole_number(1), choices=WHOLE_HOST, help="one division (all)"
+    )
     parser.add_argument("--idle", action="store_true", help="failed chips stay in the program")
     args = parser.parse_args(argv)
     models = [args.only] if args.only else ["resnet50", "bert"]

@@ -6,8 +6,7 @@ print(plan)                              # what it does, a line per phase
 ftmesh.save(plan.schedule, "plan.npz")   # plain integer columns
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftmesh.cost.limits import Limits as Limits
 from ftmesh.cost.limits import limits as limits
@@ -24,6 +23,7 @@ from ftmesh.errors import ScheduleFileError as ScheduleFileError
 from ftmesh.errors import TopologyError as TopologyError
 from ftmesh.errors import TopologyWarning as TopologyWarning
 from ftmesh.errors import VerificationError as VerificationError
+from ftmesh.extras import later
 from ftmesh.mesh.notation import Block as Block
 from ftmesh.mesh.notation import Coord as Coord
 from ftmesh.mesh.tiles import TiledTopology as TiledTopology
@@ -102,11 +102,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # to type checkers, a name that does not exist is an error
-
-    def __getattr__(name: str) -> Any:
-        if name in _WITH_JAX:
-            return getattr(importlib.import_module(_WITH_JAX[name]), name)
-        raise AttributeError(f"module 'ftmesh' has no attribute {name!r}")
+    __getattr__ = later(__name__, _WITH_JAX)
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NoReturn, TextIO
 
 from ftmesh.errors import NOT_FOUND, REFUSED, FtmeshError
+from ftmesh.extras import missing
 
 MOST = 2**31 - 1  # of anything that is counted
 MOST_SEED = 2**32 - 1
@@ -36,7 +37,7 @@ exit status:
 """
 
 _LONGEST = 600  # characters of a line; what is longer is cut in the middle
-_EXTRAS = {"matplotlib": "plots", "tokenizers": "train", "PIL": "train", "libtpu": "test"}
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,3})?", re.IGNORECASE)
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,10 +68,7 @@ def number(least: float, most: float = 1e6) -> Callable[[str], float]:
     """The type of an argument that is a number from `least` to `most`: neither nan nor inf is."""
 
     def parse(text: str) -> float:
-        try:
-            given = float(text)
-        except ValueError:
-            given = math.nan
+        given = float(text) if _NUMBER.fullmatch(text.strip()) else math.nan
         if not least <= given <= most:
             raise argparse.ArgumentTypeError(
                 f"{text!r:.40} is not a number from {least:,g} to {most:,g}"
@@ -98,14 +96,12 @@ def ended(name: str, work: Callable[[], int | None], *, interrupted: str = "inte
     except MemoryError:
         return _said(name, "there is not enough memory for that: ask for less", REFUSED)
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").split(".")[0])
-        if extra is None:
-            return _is_a_bug(name)
-        return _said(name, f"that needs {error.name}: pip install 'ftmesh[{extra}]'", REFUSED)
+        extra = missing(error)
+        return _is_a_bug(name) if extra is None else _said(name, str(extra), extra.status)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        missing = isinstance(error, FileNotFoundError)
-        return _said(name, f"{where}{error.strerror or error}", NOT_FOUND if missing else REFUSED)
+        status = NOT_FOUND if isinstance(error, FileNotFoundError) else REFUSED
+        return _said(name, f"{where}{error.strerror or error}", status)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             return _said(name, f"there is not enough memory for that: {error}", REFUSED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -20,7 +21,8 @@ def write_whole(path: str | os.PathLike[str], parts: Iterable[Any]) -> None:
     """Write bytes to `path`, part after part; before all of it is on the disk, nothing is there.
 
     It is begun under a name of its own beside the target, so that any number of writers may write
-    the same file: the last one is right. What fails is an `OSError` that has the target's name.
+    the same file: the last one is right. A file that is replaced hands its permissions on. What
+    fails is an `OSError` that has the target's name.
     """
     path = Path(os.path.realpath(path))
     try:
@@ -28,6 +30,7 @@ def write_whole(path: str | os.PathLike[str], parts: Iterable[Any]) -> None:
         begun = path.with_name(f".{path.name[:_LONGEST]}.{secrets.token_hex(8)}.begun")
         try:
             with open(begun, "xb") as file:
+                _permit_as(path, begun)
                 for part in parts:
                     file.write(part)
                 file.flush()
@@ -102,13 +105,21 @@ def check_folder(folder: str | os.PathLike[str] | None) -> None:
     if not folder:
         return
     above = Path(os.path.realpath(folder))
-    while not above.exists() and above != above.parent:
-        above = above.parent
     try:
+        while not above.exists() and above != above.parent:
+            above = above.parent
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
         raise ArgumentError(f"cannot write to {folder}: {above}: {error.strerror}") from error
+
+
+def _permit_as(path: Path, begun: Path) -> None:
+    """Give a file that is begun the permissions of the one it replaces, if there is one."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.stat().st_mode & 0o777
+        if begun.stat().st_mode & 0o777 != mode:
+            begun.chmod(mode)
 
 
 def _refuse_what_is_no_file(path: Path) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 from ftmesh.errors import ArgumentError
 
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])?(i)?b?", re.IGNORECASE)
+_AMOUNT = r"([0-9]+(?:\.[0-9]+)?)\s*"
+_PREFIXES = " kmgtp"
+_BYTES = re.compile(rf"{_AMOUNT}([{_PREFIXES.strip()}])?(i)?b?", re.IGNORECASE)
 _MOST_SECONDS = 1e11  # three thousand years
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|µs|ms|s|min|h|d|w)")
+_TIME = re.compile(rf"{_AMOUNT}(ns|us|µs|ms|s|min|h|d|w)")
 _SECONDS = {
     "ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0,
     "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0,
@@ -27,14 +29,14 @@ def check_bytes(amount: Any, *, name: str = "payload_bytes") -> None:
 
 
 def parse_bytes(text: str) -> int:
-    """``"100MB"`` as a number of bytes; decimal units (kB, MB, GB) or binary (KiB, MiB, GiB)."""
+    """``"100MB"`` as a number of bytes; decimal units (kB to PB) or binary (KiB to PiB)."""
     match = _BYTES.fullmatch(text.strip())
     if not match:
         raise ArgumentError(f"{text!r:.40} is not a size: write a number and a unit, as in '100MB'")
-    if re.search(r"[KMG]i?b$", text.strip()):
+    if re.search(rf"[{_PREFIXES.strip().upper()}]i?b$", text.strip()):
         raise ArgumentError(f"{text!r} reads as bits: write bytes with a capital B, as in '100MB'")
     scale = 1024 if match[3] else 1000
-    power = " kmg".index((match[2] or " ").lower())
+    power = _PREFIXES.index((match[2] or " ").lower())
     amount = float(match[1]) * scale**power
     if amount > MOST_BYTES:
         raise ArgumentError(f"a size is {MOST_BYTES:,} bytes at most, not {text[:20]!r}")
@@ -79,7 +81,11 @@ def format_bytes(amount: float) -> str:
         if amount < 999.5:
             return f"{amount:.3g} {unit}"
         amount /= 1000
-    return f"{amount:.4g} GB" if amount < 9999.5 else f"{amount / 1000:.4g} TB"
+    for unit in ("GB", "TB"):
+        if amount < 9999.5:
+            return f"{amount:.4g} {unit}"
+        amount /= 1000
+    return f"{amount:.4g} PB"
 
 
 def format_rate(bytes_per_second: float) -> str:

@@ -1,10 +1,12 @@
 """How commands begin and end: numbers in bounds, one line, a status for each kind of end."""
 
 import argparse
+import ast
 import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -133,11 +135,40 @@ class Gone(io.RawIOBase):
         raise BrokenPipeError
 
 
-@pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e9", "x", ""])
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e9", "x", "", "٣", "1_0", "9" * 5000, "."])
 def test_numbers_that_are_none(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not a number from 0 to 1e"):
         number(0)(text)
-    assert number(0)("0.5") == 0.5
+    assert [number(0)(text) for text in ("0.5", " 7 ", "+1e2", ".5", "5.")] == [0.5, 7, 100, 0.5, 5]
+
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = [path for path in (ROOT / "scripts").iterdir() if b"env python" in path.read_bytes()[:40]]
+SOURCES = [*(ROOT / "ftmesh").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *SCRIPTS]
+
+
+def unbounded(source):
+    """The lines on which an argument is taken by a type that knows no bounds."""
+    for node in ast.walk(ast.parse(source)):
+        called = isinstance(node, ast.Call) and getattr(
+            node.func, "attr", getattr(node.func, "id", "")
+        )
+        if called in ("add_argument", "option"):
+            kinds = [*node.args, *(word.value for word in node.keywords if word.arg == "type")]
+            if any(isinstance(kind, ast.Name) and kind.id in ("int", "float") for kind in kinds):
+                yield node.lineno
+
+
+def test_every_number_of_a_command_has_bounds():
+    found = {path: list(unbounded(path.read_text())) for path in SOURCES}
+    assert not any(found.values()), found
+
+
+def test_a_number_without_bounds_is_found():
+    lines = (
+        "p.add_argument('--n', type=int)\noption('--s', float, 1.0)\nf.add_argument(type=size)\n"
+    )
+    assert list(unbounded(lines)) == [1, 2]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")

@@ -113,6 +113,37 @@ def test_all_public_names_are_in_the_reference():
             assert f":: {module}.{name}\n" in text, f"{module}.{name}"
 
 
+def taught(text):
+    """The names and modules of ftmesh that a page imports, calls or speaks of."""
+    imported = re.findall(r"^\s*from (ftmesh[\w.]*) import ([\w, ]+)$", text, re.M)
+    names = {f"{module}.{name.strip()}" for module, some in imported for name in some.split(",")}
+    return names | {*re.findall(r"(?:`|\b)(ftmesh(?:\.[A-Za-z_]\w*)+)(?:`|\()", text)}
+
+
+def is_listed(name, listed):
+    """Whether the reference has it, its class, or something of it where it is a module."""
+    return any(
+        name == one or name.rpartition(".")[0] == one or one.startswith(f"{name}.")
+        for one in listed
+    )
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.name)
+def test_what_pages_teach_is_in_the_reference(page):
+    text = (ROOT / "docs" / "api.md").read_text()
+    listed = re.findall(r"^\.\. auto\w+:: (\S+)", text, re.M)
+    assert not [name for name in sorted(taught(page.read_text())) if not is_listed(name, listed)]
+
+
+def test_a_name_that_is_taught_and_not_listed_is_found():
+    names = taught("from ftmesh.cost import a, b\n`ftmesh.train.loop` ftmesh.Topology.grid(x)")
+    assert names == {
+        "ftmesh.cost.a", "ftmesh.cost.b", "ftmesh.train.loop", "ftmesh.Topology.grid"
+    }  # fmt: skip
+    listed = ["ftmesh.Topology", "ftmesh.train.loop.run", "ftmesh.cost.a"]
+    assert [name for name in sorted(names) if not is_listed(name, listed)] == ["ftmesh.cost.b"]
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx", reason="pip install 'ftmesh[docs]'")

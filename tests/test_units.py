@@ -4,6 +4,7 @@ import pytest
 
 from ftmesh.errors import ArgumentError
 from ftmesh.units import (
+    MOST_BYTES,
     format_bytes,
     format_rate,
     format_time,
@@ -15,7 +16,17 @@ from ftmesh.units import (
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("100MB", 10**8), ("64KiB", 65536), ("1.5 GB", 1_500_000_000), ("12", 12), ("3b", 3)],
+    [
+        ("100MB", 10**8),
+        ("64KiB", 65536),
+        ("1.5 GB", 1_500_000_000),
+        ("12", 12),
+        ("3b", 3),
+        ("2TB", 2 * 10**12),
+        ("9PB", 9 * 10**15),
+        ("1.5 TiB", 3 * 2**39),
+        ("1pib", 2**50),
+    ],
 )
 def test_sizes(text, size):
     assert parse_bytes(text) == size
@@ -70,7 +81,7 @@ def test_times_are_written_in_the_unit_that_suits():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["50Gb/s", "50gb/s", "7b/s", "1.5 Mb/s", "1Gib/s"])
+@pytest.mark.parametrize("text", ["50Gb/s", "50gb/s", "7b/s", "2Tb/s", "1.5 Mb/s", "1Gib/s"])
 def test_bits_are_not_bytes(text):
     with pytest.raises(ArgumentError, match="reads as bits per second: write bytes"):
         parse_rate(text)
@@ -85,3 +96,16 @@ def test_amounts_have_bounds():
     with pytest.raises(ArgumentError, match="'100Mb' reads as bits"):
         parse_bytes("100Mb")
     assert [format_bytes(10.0**n) for n in (12, 13, 15)] == ["1000 GB", "10 TB", "1000 TB"]
+    assert format_bytes(MOST_BYTES) == "9007 TB"
+    assert format_bytes(2e16) == "20 PB"
+
+
+@pytest.mark.parametrize("text", ["٣", "٣GB", "1.٣MB"])
+def test_digits_are_those_of_ascii(text):
+    for parse, written in (
+        (parse_bytes, text),
+        (parse_rate, f"{text}/s"),
+        (parse_time, f"{text}s"),
+    ):
+        with pytest.raises(ArgumentError, match="is not a"):
+            parse(written)

@@ -69,6 +69,33 @@ def test_links_are_followed_and_permissions_are_the_usual(tmp_path):
     assert len(modes) == 1
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o444, 0o755])
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path, mode):
+    path = tmp_path / "a"
+    path.write_text("old")
+    path.chmod(mode)
+    seen = []
+
+    def parts():
+        (begun,) = tmp_path.glob(".a.*.begun")
+        seen.append(stat.S_IMODE(begun.stat().st_mode))  # before anything is written
+        yield b"new"
+
+    write_whole(path, parts())
+    assert seen == [mode]
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("new", mode)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_a_new_file_has_what_the_mask_leaves(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        write_text(tmp_path / "a", "x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~mask
+
+
 def test_names_as_long_as_can_be(tmp_path):
     write_text(tmp_path / ("é" * 127), "x")
     assert len(names(tmp_path)) == 1
@@ -109,7 +136,7 @@ def test_folders_that_can_and_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     check_folder(tmp_path / "new" / "newer")
     check_folder(None)
-    for path in (tmp_path / "file", tmp_path / "file" / "in", "/proc/new"):
+    for path in (tmp_path / "file", tmp_path / "file" / "in", "/proc/new", tmp_path / ("x" * 300)):
         with pytest.raises(ArgumentError, match="cannot write to"):
             check_folder(path)
     assert names(tmp_path) == ["file"]

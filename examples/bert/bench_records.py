@@ -9,7 +9,6 @@ process of its own, and before each the files are dropped from the system's cach
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
+from ftmesh.commands import Parser
 from ftmesh.train import reading
 from ftmesh.train.arguments import positive
 from ftmesh.train.records import Records, find_shards, write_records
@@ -167,7 +167,7 @@ def _memory() -> dict[str, float]:
 
 def main() -> None:
     """Read the arguments, measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--records", type=positive, default=10_000_000, metavar="N", help="(10000000)"
     )

@@ -10,7 +10,6 @@ and with logits at the masked ones only. All are timed in turns in this one run.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ import numpy as np
 from examples.bert.batch import Batch
 from examples.bert.config import PRESETS, Config
 from examples.bert.trainer import bert_trainer, first_state
+from ftmesh.commands import Parser
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.measure import Turn, measure, read_arguments, trainer_turn
 
@@ -104,7 +104,7 @@ def torch_turn(config: Config, *, everywhere: bool) -> Turn:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Measure the trainer's own step.")
+    parser = Parser(description="Measure the trainer's own step.")
     parser.add_argument("--attention", choices=("xla", "cudnn"), default="xla")
     parser.add_argument("--unrolled", action="store_true", help="no loop over layers")
     args = read_arguments(parser, argv, PRESETS, preset="mlperf-448", batch=64, steps=10)

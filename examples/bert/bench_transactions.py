@@ -8,7 +8,6 @@ second time as "the same again", which shows what of the differences is chance.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ from examples.bert.data import Batches, open_sequences
 from examples.bert.trainer import bert_trainer, first_state
 from ftmesh.cluster.cluster import Cluster
 from ftmesh.cluster.joining import join
+from ftmesh.commands import Parser, whole_number
 from ftmesh.health.equal import check_equal
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.memory import memory_on_line
@@ -40,9 +40,13 @@ KINDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print a table; the exit status."""
-    parser = argparse.ArgumentParser(prog="scripts/bench transactions", description=__doc__)
-    parser.add_argument("--turns", type=int, default=20, metavar="N", help="of each kind (20)")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="of a turn (5)")
+    parser = Parser(prog="scripts/bench transactions", description=__doc__)
+    parser.add_argument(
+        "--turns", type=whole_number(1), default=20, metavar="N", help="of each kind (20)"
+    )
+    parser.add_argument(
+        "--steps", type=whole_number(1), default=5, metavar="N", help="of a turn (5)"
+    )
     args = parser.parse_args(argv)
     with join(name="bench") as cluster:
         topology = Topology.from_devices(jax.devices())

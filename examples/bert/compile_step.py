@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from examples.bert.config import PRESETS, Config
 from examples.bert.trainer import add_bert_step, bert_options, bert_trainer
+from ftmesh.commands import Parser
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import step_options
 from ftmesh.train.compile_step import start
@@ -23,7 +24,7 @@ from ftmesh.train.trainer import Trainer
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile from the command line; the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m examples.bert.compile_step",
         description="Compile the whole step of BERT for TPUs that are not there.",
     )

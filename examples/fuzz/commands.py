@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import jax
 import numpy as np
 
 import ftmesh
@@ -69,7 +70,7 @@ COMMANDS: dict[str, tuple[Sequence[str], dict[str, Sequence[str]]]] = {
     "draw": (
         (*MESHES, *FILES),
         MESH | TILE | {"--algorithm": ALGORITHMS, "--phase": NUMBERS, "--round": NUMBERS,
-                       "--half": NUMBERS, "--figure": NUMBERS, "--svg": FILES},
+                       "--lane": NUMBERS, "--half": NUMBERS, "--figure": NUMBERS, "--svg": FILES},
     ),
     "simulate": (MESHES, MESH | NETWORK | TILE | HOW | {"--plot": FILES, "--json": ()}),
     "limits": (MESHES, MESH | NETWORK | TILE | {"--payload": SIZES, "--json": ()}),
@@ -80,10 +81,38 @@ COMMANDS: dict[str, tuple[Sequence[str], dict[str, Sequence[str]]]] = {
            "--step": TIMES, "--restart": TIMES, "--spares": NUMBERS, "--horizon": TIMES,
            "--runs": NUMBERS, "--seed": NUMBERS, "--json": ()},
     ),
-    "view": (MESHES, MESH | NETWORK | HOW | {"--out": ("a.html", "no/a.html", "folder")}),
+    "view": (
+        (*MESHES, "a.npz"),
+        MESH | NETWORK | HOW
+        | {"--out": ("a.html", "no/a.html", "folder"), "--devices": NUMBERS},
+    ),
     "compile": (("v6e:4x4", "v99:4x4", "4x4", ":"), HOW | {"--failed": BLOCKS}),
-    "launch": (("true",), {"--hosts": ("0", "-1", "x"), "--devices-per-host": ("0", "-3", "x")}),
 }  # fmt: skip
+TINY = ("2x2", "1x2", "2", "1x1", "0x2", "1000x1000", "2x", "")  # meshes to compute on
+PAYLOADS = (
+    "4KB", "1KB", "4KB,64B", "256B", "1KiB", "", ",", "0", "-5", "1zb", "900TB", "9" * 400, "4KB,",
+    "٣KB",
+)  # fmt: skip
+NO_PROGRAM = "/no/such"  # so that nothing is ever started
+LAUNCH: dict[str, Sequence[str]] = {
+    "--mesh": ("2x2", "4x1", "4x4", "3x", ""), "--grace": NUMBERS, "--timeout": NUMBERS,
+    "--failures": NUMBERS, "--restart": (), "--host-shape": ("2x1", "1x2", "3x3", "0x1", "4"),
+    "--collective-limit": NUMBERS, "--strikes": NUMBERS, "--backoff": NUMBERS,
+    "--grow-back": NUMBERS, "--run-dir": ("run", "a.npz", "a.npz/in", "/proc/run"),
+    "--limits": ("compile=60", "start=5,save=1", "compile", "compile=nan", "fly=1", "=", ",,"),
+    "--events": ("events.jsonl", "folder", "no/such/e", "/proc/e", "x" * 300, "/dev/full"),
+}  # fmt: skip
+NOT_WELL = 1  # what the doctor ends with
+DOCTOR: dict[str, Sequence[str]] = {
+    "--failed": ("", "1x1@0,0", "1x1@0,1", "", *BLOCKS), "--json": (),
+    "--failed-links": ("", "0,0-1,0", "0-1"),
+    "--limit": ("5", "10", *NUMBERS), "--slow": ("3", "100", *NUMBERS), "--one-by-one": (),
+}  # fmt: skip
+PROCESSES: dict[str, Sequence[str]] = {
+    "--coordinator": ("127.0.0.1:1", "x", ":", "[::1]:9999999"), "--process-id": NUMBERS,
+    "--num-processes": NUMBERS,
+}  # fmt: skip
+SICK = ("", "wrong@0,0", "link-wrong@0,0-1,0", "wrong", "wrong@9,9", "@", "fat@0,0", "wrong@٠,0")
 TRAINERS: dict[str, tuple[Main, dict[str, Sequence[str]]]] = {
     name: (
         trainer,
@@ -136,8 +165,9 @@ def options(rng: Rng, known: dict[str, Sequence[str]]) -> list[str]:
 def command_line(rng: Rng, folder: Path) -> tuple[str, Work]:
     """A command of ftmesh, or of what makes and reads records, with words of all kinds."""
     prepare(folder)
-    if rng.random() < 0.2:
-        return trainer_line(rng)
+    kind = rng.random()
+    if kind < 0.35:
+        return trainer_line(rng) if kind < 0.2 else pod_line(rng)
     name = pick(rng, list(COMMANDS))
     places, known = COMMANDS[name]
     argv = [name, word(rng, places), *options(rng, known)]
@@ -154,6 +184,46 @@ def trainer_line(rng: Rng) -> tuple[str, Work]:
     else:
         argv = [pick(rng, ("text.txt", "a.npz", "nowhere", "folder", "/dev/zero")), *argv]
     return repr([name, *argv])[:300], lambda: run(argv)
+
+
+def pod_line(rng: Rng) -> tuple[str, Work]:
+    """A pod of a program that is not there, so that no process is ever started."""
+    hosts, devices = (word(rng, ("2", "1", "4", "3", "0", *NUMBERS)) for _ in range(2))
+    given = ["--hosts", hosts, "--devices-per-host", devices, *options(rng, LAUNCH)]
+    argv = ["launch", *given, "--", NO_PROGRAM]
+    return repr(argv)[:300], lambda: refused(argv)
+
+
+def refused(argv: list[str]) -> int:
+    """Carry a command out that cannot be."""
+    status = checked(argv)
+    if status == 0 and not {"-h", "--help"} & {*argv}:
+        raise WrongError("there is nothing that could have been done")
+    return status
+
+
+def computed(rng: Rng, folder: Path) -> tuple[str, Work]:
+    """What computes on emulated devices: the doctor, and timings of tiny sums."""
+    prepare(folder)
+    sick = ""
+    if rng.random() < 0.5:
+        argv = ["bench", word(rng, TINY), "--payloads", word(rng, PAYLOADS), "--repeats"]
+        argv += [
+            word(rng, (*("1", "2", "3") * 3, *NUMBERS)),
+            *options(rng, {**MESH, "--json": ()}),
+        ]
+    else:
+        argv = ["doctor", "--emulate", "--mesh", word(rng, TINY), *options(rng, DOCTOR)]
+        argv += options(rng, PROCESSES) if rng.random() < 0.1 else []
+        sick = word(rng, SICK)
+
+    def work() -> int:
+        os.environ["FTMESH_SICK"] = sick
+        jax.config.update("jax_disable_most_optimizations", True)  # to compile sooner
+        status = checked(argv)
+        return 0 if argv[0] == "doctor" and status == NOT_WELL else status
+
+    return f"{argv} {sick}"[:300], work
 
 
 def environment(rng: Rng, folder: Path) -> tuple[str, Work]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,19 @@ def schedule(rng: Rng, folder: Path) -> tuple[str, Work]:
     path = folder / "fuzzed.npz"
     path.write_bytes(raw)
 
+    argv = pick(
+        rng,
+        (["verify", str(path)], ["verify", str(path)], ["draw", str(path)],
+         ["view", str(path), "--out", "view.html"]),
+    )  # fmt: skip
+
     def work() -> int:
-        status = checked(["verify", str(path)])
-        if status == 0:
+        status = checked(argv)
+        if status == 0 and argv[0] == "verify":
             replay(path)
         return status
 
-    return how, work
+    return f"{argv[0]} {how}", work
 
 
 def _other_numbers(rng: Rng, arrays: dict[str, Any]) -> None:
@@ -233,9 +240,15 @@ def _damage(folder: Path, rng: Rng) -> None:
     if not files:
         return
     path = pick(rng, files)
-    match int(rng.integers(5)):
+    match int(rng.integers(7)):
         case 0:
             path.unlink()
+        case 5:
+            path.unlink()
+            path.mkdir()
+        case 6:
+            path.unlink()
+            os.mkfifo(path)
         case 1:
             for each in files:
                 each.unlink()

@@ -23,7 +23,7 @@ import numpy as np
 from examples.fuzz import commands, files
 from examples.fuzz.commands import Rng
 from examples.fuzz.running import CPU_SECONDS, MAX_BYTES, WALL_SECONDS, Ended, Work, run
-from ftmesh.commands import MOST_SEED, Parser, whole_number
+from ftmesh.commands import MOST_SEED, Parser, number, whole_number
 from ftmesh.errors import NOT_FOUND, PROVED_WRONG, REFUSED, USAGE
 from ftmesh.units import format_bytes
 
@@ -37,6 +37,7 @@ KINDS: dict[str, Maker] = {
     "images": files.image,
     "checkpoints": files.checkpoint,
     "text": files.text,
+    "computed": commands.computed,
 }
 NAMES = {0: "done", USAGE: "usage", PROVED_WRONG: "proved wrong", NOT_FOUND: "not found"}
 NAMES[REFUSED] = "refused"
@@ -126,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="(10)")
+    parser.add_argument("--minutes", type=number(0), default=10.0, metavar="M", help="(10)")
     parser.add_argument(
         "--seed", type=whole_number(0, MOST_SEED), default=0, metavar="S", help="(0)"
     )

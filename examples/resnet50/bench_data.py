@@ -8,7 +8,6 @@ Without data, it makes JPEGs of the size that ImageNet's have: 500x375, about 10
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import time
@@ -23,6 +22,7 @@ from rich.progress import Progress
 
 from examples.resnet50.data import Batches
 from examples.resnet50.images import Images, open_images
+from ftmesh.commands import Parser, number, whole_number
 
 Tick = Callable[[float], None]
 
@@ -89,10 +89,14 @@ def measure_decoding(
 
 def main() -> None:
     """Read the arguments, measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", help="a folder of TFRecords or of image folders")
-    parser.add_argument("--size", type=int, default=224, help="side of the crops (default: 224)")
-    parser.add_argument("--seconds", type=float, default=3, help="for each way (default: 3)")
+    parser.add_argument(
+        "--size", type=whole_number(1, 4096), default=224, help="side of the crops (default: 224)"
+    )
+    parser.add_argument(
+        "--seconds", type=number(0.1), default=3.0, help="for each way (default: 3)"
+    )
     parser.add_argument("--json", action="store_true", help="print the rates as JSON")
     args = parser.parse_args()
     with Progress(console=Console(stderr=True), transient=True) as bar:

@@ -10,7 +10,6 @@ in turns in this one run, and the best of the turns counts.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ import numpy as np
 from examples.resnet50.batch import Batch
 from examples.resnet50.config import PRESETS
 from examples.resnet50.trainer import first_state, resnet50_trainer
+from ftmesh.commands import Parser
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.measure import Turn, measure, read_arguments, trainer_turn
 
@@ -68,7 +68,7 @@ def torch_turn(batch: int) -> Turn:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Measure the trainer's own step.")
+    parser = Parser(description="Measure the trainer's own step.")
     args = read_arguments(parser, argv, PRESETS, preset="mlperf-4096", batch=256, steps=30)
     turns = {"ftmesh": our_turn(args.preset, args.batch)}
     if args.torch:

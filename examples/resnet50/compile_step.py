@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from examples.resnet50.config import PRESETS, Config
 from examples.resnet50.trainer import resnet50_trainer
+from ftmesh.commands import Parser
 from ftmesh.mesh.topology import Topology
 from ftmesh.train.arguments import step_options
 from ftmesh.train.compile_step import start
@@ -22,7 +23,7 @@ from ftmesh.train.trainer import Trainer
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile from the command line; the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m examples.resnet50.compile_step",
         description="Compile the whole step of ResNet-50 for TPUs that are not there.",
     )

@@ -9,7 +9,6 @@ are not timed against each other: what else the machine does is not the same for
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftmesh.commands import Parser, whole_number
 from ftmesh.draw.plots import save
 from ftmesh.train.metrics import metrics_lines, read_epochs, read_metrics
 from ftmesh.train.report import mark_epochs
@@ -64,9 +64,11 @@ class Trained:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train twice and draw; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m examples.soak.picture", description=__doc__)
+    parser = Parser(prog="python -m examples.soak.picture", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.svg", help="the picture")
-    parser.add_argument("--steps", type=int, default=120, metavar="N", help="of each run (120)")
+    parser.add_argument(
+        "--steps", type=whole_number(5), default=120, metavar="N", help="of each run (120)"
+    )
     args = parser.parse_args(argv)
     kill = args.steps * 2 // 5
     with tempfile.TemporaryDirectory() as folder:

@@ -20,6 +20,7 @@ from examples.soak.checks import Run, check
 from examples.soak.running import HOST_SHAPES, PHASE_LIMIT, Pod, step_seconds
 from examples.soak.table import Recovery, recoveries, table_of
 from examples.soak.train import PRESETS
+from ftmesh.commands import MOST_SEED, Parser, say, whole_number
 from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.testing.fault import draw, draw_by_time, parse
 from ftmesh.train.arguments import positive, seconds
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
         return soak.told()
     except FtmeshError as error:
-        print(f"soak: {error}", file=sys.stderr)
+        say(f"soak: {error}")
         return 2
 
 
@@ -172,7 +173,7 @@ class Soak:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="scripts/soak",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
@@ -196,11 +197,19 @@ examples: scripts/soak --minutes 10 --seed 1
         "--minutes", type=seconds, metavar="M", help=f"start no run after that ({MINUTES:g})"
     )
     parser.add_argument("--runs", type=positive, metavar="N", help="so many runs (any number)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first run (0)")
+    parser.add_argument(
+        "--seed",
+        type=whole_number(0, MOST_SEED),
+        default=0,
+        metavar="S",
+        help="of the first run (0)",
+    )
     parser.add_argument(
         "--jobs", type=positive, default=1, metavar="J", help="runs at the same time (1)"
     )
-    parser.add_argument("--hosts", type=int, choices=HOST_SHAPES, default=4, help="of a pod (4)")
+    parser.add_argument(
+        "--hosts", type=whole_number(1), choices=HOST_SHAPES, default=4, help="of a pod (4)"
+    )
     parser.add_argument(
         "--steps", type=positive, default=STEPS, metavar="N", help=f"of a run ({STEPS})"
     )

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from ftmesh.cli.arguments import Progress, add_mesh, topology_of
 from ftmesh.commands import whole_number
 from ftmesh.room import check_memory
-from ftmesh.units import format_bytes, parse_bytes
+from ftmesh.units import check_bytes, format_bytes, parse_bytes
 
 COPIES = 8  # of a payload that a device holds while it is summed, with room to spare
 
@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> None:
     if args.mesh is None:
         args.mesh, args.failed = "4x4", "2x2@0,0" if args.failed is None else args.failed
     payloads = [parse_bytes(size) for size in args.payloads.split(",")]
+    for size in payloads:
+        check_bytes(size, name="each of --payloads")
     wanted = topology_of(args)  # refuse bad input before JAX is loaded
     check_memory(
         f"timing sums of {format_bytes(max(payloads))} on {wanted.num_live} emulated devices",

@@ -33,10 +33,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--round", type=whole_number(0), metavar="R", help="only round R of phase K"
     )
     parser.add_argument(
-        "--lane", type=int, metavar="L", help="only lane L of phase K: one way of one of its rings"
+        "--lane",
+        type=whole_number(0),
+        metavar="L",
+        help="only lane L of phase K: one way of one of its rings",
     )
     parser.add_argument(
-        "--half", type=int, choices=(0, 1), help="only one half of the payload: one way of a ring"
+        "--half",
+        type=whole_number(0, 1),
+        choices=(0, 1),
+        help="only one half of the payload: one way of a ring",
     )
     parser.add_argument(
         "--figure",
@@ -63,9 +69,13 @@ def _panels(args: argparse.Namespace) -> list[Panel]:
     describes_mesh = (
         args.failed or args.failed_links or args.wrap or args.tile or args.algorithm != "auto"
     )
+    narrowed = {"round": args.round, "lane": args.lane, "half": args.half}
     if args.figure is not None:
-        if args.mesh is not None or describes_mesh or args.phase is not None:
-            raise ArgumentError("a figure of the paper is what it is: give --figure alone")
+        given = [args.mesh, args.phase, *narrowed.values()]
+        if describes_mesh or any(value is not None for value in given):
+            raise ArgumentError(
+                "a figure of the paper is what it is: give --figure alone, or with --svg"
+            )
         return figure(args.figure)
     if args.mesh is None:
         raise ArgumentError("give a MESH such as 8x8, a FILE.npz, or --figure N")
@@ -80,5 +90,4 @@ def _panels(args: argparse.Namespace) -> list[Panel]:
         schedule = ftmesh.plan(topology_of(args), args.algorithm).schedule
     if args.phase is None:
         return schedule_panels(schedule, half=args.half)
-    narrowed = {"round": args.round, "lane": args.lane, "half": args.half}
     return [phase_panel(schedule, args.phase, **narrowed)]

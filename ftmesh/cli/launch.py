@@ -12,8 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ftmesh.commands import number
+from ftmesh.commands import number, say, whole_number
 from ftmesh.errors import ArgumentError
+from ftmesh.files import check_folder
 from ftmesh.launch.events import Events
 from ftmesh.launch.output import Printer
 from ftmesh.launch.place import Place
@@ -53,9 +54,15 @@ exit status: 0 if all had 0; else that of the process that failed first (128 + n
 
 example: ftmesh launch --hosts 4 --devices-per-host 4 --mesh 4x4 -- python train.py --steps 100""",
     )
-    parser.add_argument("--hosts", metavar="N", type=int, required=True, help="so many processes")
     parser.add_argument(
-        "--devices-per-host", metavar="N", type=int, required=True, help="CPU devices of each"
+        "--hosts", metavar="N", type=whole_number(0), required=True, help="so many processes"
+    )
+    parser.add_argument(
+        "--devices-per-host",
+        metavar="N",
+        type=whole_number(0),
+        required=True,
+        help="CPU devices of each",
     )
     parser.add_argument(
         "--mesh", metavar="MESH", help="shape of all devices together, x first: 4x4 (default: none)"
@@ -85,7 +92,9 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
             name, type=kind, default=default, help=f"{text} ({_shown(default)})", **more
         )
 
-    option("--failures", int, 0, "go on after so many, and end with the next", metavar="N")
+    option(
+        "--failures", whole_number(0), 0, "go on after so many, and end with the next", metavar="N"
+    )
     group.add_argument(
         "--restart",
         action="store_true",
@@ -113,7 +122,13 @@ def _add_failures(parser: argparse.ArgumentParser) -> None:
         "of phases, as start=60,compile=600; what takes longer is stuck (docs/failures.md has all)",
         metavar="PHASE=SECONDS",
     )
-    option("--strikes", int, policy.strikes, "a host that fails so often stays out", metavar="N")
+    option(
+        "--strikes",
+        whole_number(1),
+        policy.strikes,
+        "a host that fails so often stays out",
+        metavar="N",
+    )
     option(
         "--backoff",
         number(0),
@@ -143,9 +158,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_through_failures(args: argparse.Namespace) -> int:
     if args.mesh is None:
         raise ArgumentError("--failures needs --mesh, to know which chips a host has")
-    for name in ("collective_limit", "strikes", "failures"):
-        if not getattr(args, name) >= 1:
-            raise ArgumentError(f"--{name.replace('_', '-')} must be 1 or more")
+    check_folder(args.run_dir)
     place = Place.of(args.mesh, args.host_shape, args.hosts, args.devices_per_host)
     policy = Policy(
         failures=args.failures,
@@ -185,8 +198,8 @@ def _say_stacks(run_dir: Path) -> None:
     """Pass on where stuck processes were, from a folder that is about to go."""
     for file in sorted(run_dir.glob("stacks-*.txt")):
         text = file.read_text(errors="replace")
-        if text:
-            _say(f"{file.stem}:\n{text}")
+        if text and sys.stderr is not None:
+            print(f"ftmesh: {file.stem}:\n{text}", file=sys.stderr, flush=True)
 
 
 def _command(args: argparse.Namespace) -> list[str]:
@@ -265,4 +278,4 @@ def _ended(pod: Pod) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"ftmesh: {text}", file=sys.stderr, flush=True)
+    say(f"ftmesh: {text}")

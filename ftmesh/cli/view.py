@@ -15,6 +15,7 @@ from ftmesh.cli.arguments import (
     network_of,
     topology_of,
 )
+from ftmesh.commands import whole_number
 from ftmesh.cost.choice import ALGORITHMS, AUTO, BEST
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.files import check_targets, write_text
@@ -25,6 +26,7 @@ from ftmesh.view.page import page
 from ftmesh.view.scene import ALL, scene, scene_of
 
 DEFAULT_OUT = "view.html"
+MOST_PORT = 65535
 FEW = 16  # live chips up to which a file has the plan for the loss of each
 
 
@@ -50,7 +52,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_payload(parser)
     add_network(parser)
     parser.add_argument(
-        "--devices", type=int, choices=(1, 2), default=1, help="devices of a chip (default: 1)"
+        "--devices",
+        type=whole_number(1, 2),
+        choices=(1, 2),
+        default=1,
+        help="devices of a chip (default: 1)",
     )
     parser.add_argument(
         "--out", metavar="FILE.html", help=f"the file to write (default: {DEFAULT_OUT})"
@@ -59,7 +65,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--serve",
         metavar="PORT",
         nargs="?",
-        type=int,
+        type=whole_number(0, MOST_PORT),
         const=0,
         help="serve the page on 127.0.0.1 instead, on this port or a free one, until interrupted",
     )
@@ -69,8 +75,6 @@ def run(args: argparse.Namespace) -> None:
     """Plan, and write the page or serve it."""
     if args.serve is not None and args.out:
         raise ArgumentError("--out writes a file and --serve serves a page: give one of the two")
-    if args.serve is not None and not 0 <= args.serve <= 65535:
-        raise ArgumentError(f"--serve {args.serve}: a port is a number from 0 to 65535")
     out = args.out or DEFAULT_OUT
     if args.serve is None:
         check_targets(out)

@@ -13,14 +13,15 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import sys
 import threading
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import jax
 
+from ftmesh import commands
 from ftmesh.cluster.board import Board
 from ftmesh.cluster.cluster import LIMIT, Cluster
 from ftmesh.cluster.ending import Ending
@@ -122,7 +123,7 @@ def _joined(process: int, num_processes: int, limit: float, name: str) -> Cluste
 
 
 def _say(name: str, process: int, line: str) -> None:
-    print(f"{name}: process {process}: {line}", file=sys.stderr, flush=True)
+    commands.say(f"{name}: process {process}: {line}")
 
 
 def _found(
@@ -152,9 +153,10 @@ def _number(given: int | None, variable: str) -> int | None:
     text = os.environ.get(variable)
     if text is None:
         return None
-    if not text.isdecimal():
-        raise ArgumentError(f"{variable} is {text!r}, and not a number")
-    return int(text)
+    try:
+        return commands.whole_number(0)(text)
+    except ArgumentTypeError:
+        raise ArgumentError(f"{variable} is {text!r:.40}, and not a number") from None
 
 
 def _check(coordinator: str, num_processes: int, process: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import time
 from typing import Any
@@ -40,8 +41,9 @@ def split_address(address: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":")
     is_host = bool(host) and (":" not in host or (host[0], host[-1]) == ("[", "]"))
-    if not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ClusterError(f"{address!r} is no address of a coordinator: give HOST:PORT")
+    is_port = re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536
+    if not is_host or not is_port:
+        raise ClusterError(f"{address!r:.60} is no address of a coordinator: give HOST:PORT")
     return host.strip("[]"), int(port)
 
 

@@ -92,7 +92,8 @@ _V6E = Executor(
     source=f"{_ESTIMATED}; {_PRODUCTS} 4 products of 256x256 a cycle",
 )  # fmt: skip
 
-# What a chip's memory moves is from the same pages.
+#: The links of TPU generations, as they are published, by name; what a chip's memory moves is from
+#: the same pages.
 NETWORKS = {
     "v2": Network(62e9, _HOP, source=f"496 Gbit/s a link each way: {_CACM}", memory=700e9),
     "v3": Network(

@@ -21,6 +21,7 @@ from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.cost.simulate import Simulation, Simulator
 from ftmesh.draw.page import heading, layers, place, size
 from ftmesh.errors import ArgumentError, PlanError
+from ftmesh.extras import require
 from ftmesh.files import write_whole
 from ftmesh.mesh.topology import Topology
 from ftmesh.planners import CUT_BY_SIZE
@@ -29,7 +30,16 @@ from ftmesh.units import format_bytes, format_time
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = {"ring": "#0072b2", "two_dim": "#009e73", "row_pair": "#d55e00", "tree": "#cc79a7"}
+COLOURS = {
+    "ring": "#0072b2",
+    "two_dim": "#009e73",
+    "row_pair": "#d55e00",
+    "tree": "#cc79a7",
+    "colours": "#56b4e9",
+    "flood": "#e69f00",
+    "line": "#8c6d31",
+}
+SCALED = ("ring", "two_dim", "row_pair", "tree")  # what square meshes are planned with
 MANY = 1024  # chips beyond which trees take minutes to plan
 LIMIT = {"color": "black", "linestyle": "--", "linewidth": 1, "label": "limit of any all-reduce"}
 SHARES = {
@@ -63,7 +73,7 @@ def time_against_payload(simulators: Mapping[str, Simulator], on: Network = DEFA
     figure, axes = _figure(f"All-reduce on {topology}", f"{on}; synchronous rounds, simulated")
     for name, simulator in simulators.items():
         times = [1e6 * simulator.seconds(int(size), on) for size in payloads]
-        axes.plot(payloads, times, color=COLOURS.get(name), label=name)
+        axes.plot(payloads, times, color=COLOURS.get(simulator.schedule.algorithm), label=name)
     axes.plot(payloads, [1e6 * least.all_reduce_seconds(int(m), on) for m in payloads], **LIMIT)
     axes.set(xscale="log", yscale="log", xlabel="payload, bytes", ylabel="time, us")
     return _finish(figure, axes)
@@ -81,7 +91,7 @@ def scaling(sides: Sequence[int], payload_bytes: int, on: Network = DEFAULT) -> 
     )
     least: list[Limits] = []
     for failed, style in ((False, "-"), (True, ":")):
-        lines: dict[str, list[tuple[int, float]]] = {name: [] for name in COLOURS}
+        lines: dict[str, list[tuple[int, float]]] = {name: [] for name in SCALED}
         for side in sides:
             middle = (side // 2 - 1) // 2 * 2
             block = f"2x2@{middle},{middle}" if failed else ""
@@ -187,12 +197,9 @@ def where_time_goes(outcomes: Mapping[str, Sequence[Outcome]], site: Site) -> Fi
 
 def _figure(title: str, subtitle: str, size: tuple[float, float] = (7, 4.6)) -> tuple[Figure, Any]:
     """An empty figure, independent of any window system."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ArgumentError(
-            "plots need matplotlib, which is not installed: pip install 'ftmesh[plots]'"
-        ) from None
+    require("ftmesh.draw.plots", "plots", "matplotlib")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     figure.suptitle(title)

@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import math
+import re
 import select
 import socket
 import struct
@@ -147,12 +148,12 @@ def connect(
 ) -> Channel:
     """A channel to the listener at ``host:port``, within `timeout` seconds."""
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or not secret:
-        raise ArgumentError(f"connecting takes host:port and a secret, not {address!r}")
+    if not colon or not re.fullmatch("[0-9]{1,5}", port) or not secret:
+        raise ArgumentError(f"connecting takes host:port and a secret, not {address!r:.60}")
     until = time.monotonic() + timeout
     try:
         connection = socket.create_connection((host, int(port)), timeout)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ChannelClosed(f"nothing answers at {address}: {error}") from error
     try:
         call(connection, secret, seconds=until - time.monotonic())

@@ -10,13 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from ftmesh.errors import ArgumentError
+from ftmesh.files import opened_at_once
+
 
 class Events:
     """Tells `say` a line for each event and appends it to `path` as JSON, if there is one."""
 
     def __init__(self, say: Callable[[str], None], path: Path | None = None) -> None:
         self._say_line = say
-        self._file: TextIO | None = None if path is None else path.open("a", encoding="utf-8")
+        self._file = None if path is None else _appended_to(path)
         self._lock = threading.Lock()
         self._started = time.monotonic()
         self.failures = 0
@@ -58,6 +61,14 @@ class Events:
         """No more of them."""
         if self._file is not None:
             self._file.close()
+
+
+def _appended_to(path: Path) -> TextIO:
+    """A file to append lines to; a pipe that nobody reads is refused rather than waited for."""
+    try:
+        return open(path, "a", encoding="utf-8", opener=opened_at_once)
+    except OSError as error:
+        raise ArgumentError(f"cannot write {path}: {error.strerror}") from error
 
 
 def in_words(event: str, facts: dict[str, Any]) -> str:

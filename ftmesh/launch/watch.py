@@ -7,11 +7,13 @@ is one that does not.
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
+from ftmesh.commands import number
 from ftmesh.errors import ArgumentError
 
 TIMES = 10  # what has been seen to take a while may take so many times as long
@@ -118,14 +120,14 @@ def parse_limits(text: str) -> dict[str, float]:
     >>> parse_limits("compile=60,save=30")
     {'compile': 60.0, 'save': 30.0}
     """
-    limits = {}
+    limits, seconds = {}, number(0.001)
     for part in filter(None, text.split(",")):
-        phase, _, seconds = part.partition("=")
+        phase, _, text = (word.strip() for word in part.partition("="))
         try:
-            limits[phase.strip()] = float(seconds)
-        except ValueError:
-            limits[phase.strip()] = -1.0
-        if phase.strip() not in PHASES or not limits[phase.strip()] > 0:
+            limits[phase] = seconds(text)
+        except ArgumentTypeError:
+            phase = ""
+        if phase not in PHASES:
             raise ArgumentError(
                 f"{part!r} is no limit: give a phase of {', '.join(PHASES)} and its seconds, as "
                 "compile=60"

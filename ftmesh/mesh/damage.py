@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ftmesh.errors import TopologyError, TopologyWarning
@@ -19,7 +19,6 @@ from ftmesh.mesh.notation import (
     Failed,
     Link,
     format_coord,
-    format_failed,
     format_shape,
     parse_blocks,
 )
@@ -86,7 +85,7 @@ def failed_chips(failed: Failed, frame: Frame) -> frozenset[Coord]:
     blocks = parse_blocks(failed)
     for block in blocks:
         _check(f"block {block}", block.corner, block.top, frame=frame)
-    return frozenset(place for block in blocks for place in _on_grid(block, frame).values())
+    return _places(filter(None, (_inside(block, frame) for block in blocks)), frame)
 
 
 def failed_links(links: Iterable[Link], frame: Frame) -> frozenset[Link]:
@@ -105,15 +104,13 @@ def _from_environment(frame: Frame) -> frozenset[Coord]:
         blocks = parse_blocks(os.environ.get(FAILED_VARIABLE, ""))
     except TopologyError as error:
         raise TopologyError(f"the environment variable {FAILED_VARIABLE}: {error}") from None
-    found: set[Coord] = set()
-    outside = []
+    parts: list[Block] = []
+    outside: list[Block] = []
     for block in blocks:
-        inside = _on_grid(block, frame) if frame.fits(len(block.corner)) else {}
-        found.update(inside.values())
-        if not inside:
-            outside.append(str(block))
-        elif len(inside) < len(block.coords()):
-            outside.append(format_failed(set(block.coords()) - set(inside)))
+        inside = _inside(block, frame) if frame.fits(len(block.corner)) else None
+        parts += [] if inside is None else [inside]
+        outside += [block] if inside is None else _outside(block, inside)
+    found = _places(parts, frame)
     elsewhere = (
         "where the mesh is not this machine's, say what has failed there, or failed='' for none"
     )
@@ -123,19 +120,50 @@ def _from_environment(frame: Frame) -> frozenset[Coord]:
             f"{_span(frame, len(frame.kept))}: {elsewhere}"
         )
     if outside:
+        named = ";".join(map(str, outside))
         warnings.warn(
-            f"the environment variable {FAILED_VARIABLE} names {';'.join(outside)}, which is not "
-            f"on mesh {_span(frame, len(frame.kept))}: left out; {elsewhere}",
+            f"the environment variable {FAILED_VARIABLE} names {named}, which is not on mesh "
+            f"{_span(frame, len(frame.kept))}: left out; {elsewhere}",
             TopologyWarning,
             stacklevel=4,
         )
+    return found
+
+
+def _places(blocks: Iterable[Block], frame: Frame) -> frozenset[Coord]:
+    """Where the chips of blocks are that lie on the grid."""
+    found: set[Coord] = set()
+    for block in blocks:
+        num_axes = len(block.corner)
+        low, axes = frame.corners(num_axes)[0], frame._axes(num_axes)
+        kept = [axes.index(axis) for axis in frame.kept]
+        found.update(tuple(coord[at] - low[at] for at in kept) for coord in block.coords())
     return frozenset(found)
 
 
-def _on_grid(block: Block, frame: Frame) -> dict[Coord, Coord]:
-    """The chips of a block that are on the grid: as they are written, and where they are."""
-    placed = {coord: frame.locate(coord) for coord in block.coords()}
-    return {coord: place for coord, place in placed.items() if place is not None}
+def _inside(block: Block, frame: Frame) -> Block | None:
+    """What of a block is on the grid."""
+    low, high = frame.corners(len(block.corner))
+    return _between(tuple(map(max, block.corner, low)), tuple(map(min, block.top, high)))
+
+
+def _outside(block: Block, inside: Block) -> Iterator[Block]:
+    """What is left of a block when one inside it is taken out."""
+    low, high = block.corner, block.top
+    for axis, (first, last) in enumerate(zip(inside.corner, inside.top, strict=True)):
+        below = _between(low, _moved(high, axis, first - 1))
+        above = _between(_moved(low, axis, last + 1), high)
+        yield from filter(None, (below, above))
+        low, high = _moved(low, axis, first), _moved(high, axis, last)
+
+
+def _between(low: Coord, high: Coord) -> Block | None:
+    size = tuple(b - a + 1 for a, b in zip(low, high, strict=True))
+    return Block(size, low) if min(size) > 0 else None
+
+
+def _moved(coord: Coord, axis: int, to: int) -> Coord:
+    return *coord[:axis], to, *coord[axis + 1 :]
 
 
 def _check(name: str, *ends: Coord, frame: Frame) -> None:

@@ -18,7 +18,7 @@ from ftmesh.errors import TopologyError
 Coord = tuple[int, ...]
 Link = tuple[Coord, Coord]
 
-_NUMBER = r"\d{1,9}"
+_NUMBER = r"[0-9]{1,9}"
 _SIZES, _PLACE = f"{_NUMBER}(?:x{_NUMBER})*", f"{_NUMBER}(?:,{_NUMBER})*"
 _SHAPE, _COORD = re.compile(_SIZES), re.compile(_PLACE)
 _BLOCK, _LINK = re.compile(f"({_SIZES})@({_PLACE})"), re.compile(f"({_PLACE})-({_PLACE})")
@@ -87,11 +87,11 @@ def parse_blocks(failed: str | Block | Iterable[Block | Sequence[int]]) -> list[
     """Blocks from ``"2x2@2,2;4x2@6,14"``, or from a block or a list of blocks or coords."""
     if isinstance(failed, str):
         pieces = (piece.strip() for piece in failed.split(";"))
-        return [_parse_block(piece) for piece in pieces if piece]
+        return _together(_parse_block(piece) for piece in pieces if piece)
     listed = [failed] if isinstance(failed, Block) else failed
     if not isinstance(listed, Iterable):
         raise TopologyError(f"failed chips are written as '2x2@2,2', or listed, and not {failed!r}")
-    return [_whole(part) if isinstance(part, Block) else _single(part) for part in listed]
+    return _together(_whole(part) if isinstance(part, Block) else _single(part) for part in listed)
 
 
 def parse_links(links: str | Iterable[Sequence[Sequence[int]]]) -> frozenset[Link]:
@@ -181,6 +181,18 @@ def _parse_block(text: str) -> Block:
             "as in '4x2@6,14', or on three axes WxHxD@x,y,z; join several with ';'"
         )
     return _whole(Block(parse_shape(match[1]), _parse_coord(match[2])))
+
+
+def _together(parts: Iterable[Block]) -> list[Block]:
+    """Blocks, each once; refused where they name more chips than any mesh has."""
+    blocks = list(dict.fromkeys(parts))
+    total = sum(math.prod(block.size) for block in blocks)
+    if total > MAX_CHIPS:
+        raise TopologyError(
+            f"{len(blocks):,} blocks name {total:,} chips in all, and {MAX_CHIPS:,} are taken: "
+            "name each chip once"
+        )
+    return blocks
 
 
 def _whole(block: Block) -> Block:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from io import SEEK_END, BytesIO, FileIO
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -198,6 +199,8 @@ def _size(files: Files, name: str) -> int:
 def _open(files: Files, name: str) -> FileIO | BytesIO:
     try:
         if isinstance(files, Path):
+            if not S_ISREG((files / name).stat().st_mode):
+                raise DamagedCheckpointError(f"its {name} is not a file")
             return FileIO(files / name, opener=opened_at_once)
         return BytesIO(files[name])
     except (FileNotFoundError, KeyError):

@@ -3,8 +3,9 @@
 What needs JAX is loaded when it is first asked for; faults do not.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ftmesh.extras import later
 
 if TYPE_CHECKING:
     from ftmesh.testing.emulation import ask_for_cpu_devices as ask_for_cpu_devices
@@ -23,8 +24,4 @@ _OF_EMULATION = (
 __all__ = list(_OF_EMULATION)
 
 if not TYPE_CHECKING:  # to type checkers, a name that does not exist is an error
-
-    def __getattr__(name: str) -> Any:
-        if name in __all__:
-            return getattr(importlib.import_module("ftmesh.testing.emulation"), name)
-        raise AttributeError(f"module 'ftmesh.testing' has no attribute {name!r}")
+    __getattr__ = later(__name__, dict.fromkeys(__all__, "ftmesh.testing.emulation"))

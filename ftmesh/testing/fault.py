@@ -57,11 +57,13 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 ANY = -1  # in place of a process: whichever comes first
 EXAMPLES = "kill@2:30, stop@0:12:collective, kill@*:t=120, slow@1:30,0.5,20 or random:7"
+_WHOLE = r"[0-9]{1,9}"
+_SOME = rf"{_WHOLE}(\.{_WHOLE})?"
 _FORM = re.compile(
-    r"(?P<kind>[a-z]+)@(?P<process>\d+|\*):(?P<when>\d+|t=\d+(\.\d+)?)"
-    r"(:(?P<moment>[a-z]+))?(,(?P<seconds>\d+(\.\d+)?))?(,(?P<num_steps>\d+))?"
+    rf"(?P<kind>[a-z]+)@(?P<process>{_WHOLE}|\*):(?P<when>{_WHOLE}|t={_SOME})"
+    rf"(:(?P<moment>[a-z]+))?(,(?P<seconds>{_SOME}))?(,(?P<num_steps>{_WHOLE}))?"
 )
-_RANDOM = re.compile(r"random:(?P<seed>\d+)(:(?P<number>[1-9]\d*))?")
+_RANDOM = re.compile(rf"random:(?P<seed>{_WHOLE})(:(?P<number>[1-9][0-9]{{0,2}}))?")
 _SECONDS = {"slow": 0.5}  # more for each step; elsewhere, into a collective
 _INTO_COLLECTIVE = 0.003
 _NUM_STEPS = {"slow": 10}  # that are slow, or wrong
@@ -119,8 +121,8 @@ def parse(text: str, *, hosts: int = 1, steps: int = 40) -> list[Fault]:
         given = _FORM.fullmatch(part)
         if given is None:
             raise ArgumentError(
-                f"{part!r} is no fault: the form is KIND@PROCESS:STEP[:MOMENT][,SECONDS[,STEPS]], "
-                f"as in {EXAMPLES}"
+                f"{part!r:.60} is no fault: the form is KIND@PROCESS:STEP[:MOMENT][,SECONDS"
+                f"[,STEPS]], as in {EXAMPLES}"
             )
         when = given["when"]
         found.append(

@@ -57,7 +57,7 @@ def compiler_options(platform: str, *, overlap: bool = False) -> dict[str, str]:
     name = _ALSO_CALLED.get(name, name)
     options = _OPTIONS.get(name)
     if options is None:
-        if not re.fullmatch(r"tpu\w+|v\d+\w*", words):
+        if not re.fullmatch(r"tpu\w+|v[0-9]+\w*", words):
             known = ", ".join("tpu7x" if name == "7x" else name for name in _OPTIONS)
             raise ArgumentError(f"platform {platform!r} is not known: give one of {known}")
         _warn_of(str(platform))

@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ftmesh import collectives
+from ftmesh.commands import one_line
 from ftmesh.mesh.devices import platform_of
 from ftmesh.plans import Plan
 from ftmesh.tpu.cycles import Cycles
@@ -34,7 +35,6 @@ from ftmesh.tpu.loops import (
     loop_lines,
 )
 from ftmesh.tpu.options import compiler_options
-from ftmesh.tpu.slices import one_line
 from ftmesh.units import format_bytes
 
 
@@ -130,7 +130,7 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
         try:
             return lowered.compile(compiler_options=options), ""
         except jax.errors.JaxRuntimeError as error:
-            return None, one_line(error)
+            return None, one_line(str(error))
 
     theirs, their_refusal = compiled(lambda x: lax.psum(x, "data"), {})
     start = time.perf_counter()

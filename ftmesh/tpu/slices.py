@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from ftmesh.commands import one_line
 from ftmesh.errors import FtmeshError, TopologyError
 from ftmesh.mesh.notation import parse_shape
 
@@ -44,7 +45,7 @@ def tpu_devices(name: str) -> list[Any]:
 
     For processes that do not use a TPU themselves: JAX is kept from looking for one.
     """
-    form = re.fullmatch(r"\w+:(\d+(?:x\d+)*)", name)
+    form = re.fullmatch(r"\w+:([0-9]+(?:x[0-9]+)*)", name)
     if not form or not 0 < math.prod(parse_shape(form[1])) <= _MOST_CHIPS:
         raise TopologyError(_NOT_A_SLICE.format(name, f"of at most {_MOST_CHIPS:,} chips"))
     if not has_libtpu():
@@ -59,10 +60,5 @@ def tpu_devices(name: str) -> list[Any]:
     try:
         slice_ = topologies.get_topology_desc(platform="tpu", topology_name=name)
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-        raise TopologyError(_NOT_A_SLICE.format(name, f"({one_line(error)})")) from error
+        raise TopologyError(_NOT_A_SLICE.format(name, f"({one_line(str(error))})")) from error
     return list(slice_.devices)
-
-
-def one_line(error: Exception) -> str:
-    """The compiler's words, as far as they fit a line of a report."""
-    return " ".join(str(error).split())[:400]

@@ -3,8 +3,7 @@
 Needs what ``pip install ftmesh[train]`` brings. Each name is described in its own module.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ftmesh.collectives.accumulation import accumulated as accumulated
 from ftmesh.collectives.gradients import Means as Means
@@ -13,7 +12,7 @@ from ftmesh.collectives.gradients import mean_gradients as mean_gradients
 from ftmesh.collectives.gradients import plan_for as plan_for
 from ftmesh.collectives.gradients import with_mean_gradients as with_mean_gradients
 from ftmesh.collectives.groups import Groups as Groups
-from ftmesh.extras import require
+from ftmesh.extras import later, require
 from ftmesh.layout.batches import Shares as Shares
 from ftmesh.layout.batches import weighted_sum as weighted_sum
 from ftmesh.optim.layerwise import clip_by_global_norm as clip_by_global_norm
@@ -35,10 +34,10 @@ if TYPE_CHECKING:
 
 # These import Flax, so they are loaded when they are first asked for.
 _WITH_FLAX = {
-    "GroupBatchNorm": "batch_norm",
-    "group_statistics": "batch_norm",
-    "mean_statistics": "batch_norm",
-    "NnxGroupBatchNorm": "nnx_batch_norm",
+    "GroupBatchNorm": "ftmesh.train.batch_norm",
+    "group_statistics": "ftmesh.train.batch_norm",
+    "mean_statistics": "ftmesh.train.batch_norm",
+    "NnxGroupBatchNorm": "ftmesh.train.nnx_batch_norm",
 }
 
 
@@ -69,11 +68,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # to type checkers, a name that does not exist is an error
-
-    def __getattr__(name: str) -> Any:
-        if name in _WITH_FLAX:
-            return getattr(importlib.import_module(f"ftmesh.train.{_WITH_FLAX[name]}"), name)
-        raise AttributeError(f"module 'ftmesh.train' has no attribute {name!r}")
+    __getattr__ = later(__name__, _WITH_FLAX)
 
 
 require("ftmesh.train", "train", "flax", "google.protobuf", "google_crc32c", "grain", "rich")

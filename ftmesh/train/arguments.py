@@ -16,7 +16,7 @@ from ftmesh.cluster.epochs import through_epochs
 from ftmesh.cluster.joining import LONGEST, join
 from ftmesh.cluster.line import Line, Paused
 from ftmesh.collectives.gradients import BUCKET_BYTES
-from ftmesh.commands import MOST_SEED, ended, whole_number
+from ftmesh.commands import MOST_SEED, ended, number, whole_number
 from ftmesh.cost.choice import ALGORITHMS
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE
@@ -33,6 +33,8 @@ from ftmesh.units import parse_bytes
 
 MAX_BATCH = 2**24  # examples
 positive = whole_number(1)  # the type of an argument that counts something
+seconds = number(0.001, LONGEST)  # of one that limits a wait
+share = number(0, 0.999)  # of one that is a part of one
 
 # Arguments in which processes may differ: who each is, and where its files are.
 _WHO = ("coordinator", "num_processes", "process_id")
@@ -274,7 +276,7 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
     """Which processes take part. Where JAX finds that out by itself, nothing is to be given."""
-    group = arguments.add_processes(parser, number=positive)
+    group = arguments.add_processes(parser)
     group.add_argument(
         "--limit",
         type=seconds,
@@ -315,19 +317,3 @@ def topology_of(args: argparse.Namespace, cluster: Cluster = ALONE) -> Topology:
     if args.emulate == "one":
         return Topology.grid(args.mesh, **damage)
     return Topology.from_devices(jax.devices(), shape=args.mesh, **damage)
-
-
-def share(text: str) -> float:
-    """The type of an argument that is a part of one."""
-    number = float(text)
-    if not 0 <= number < 1:
-        raise ValueError(text)
-    return number
-
-
-def seconds(text: str) -> float:
-    """The type of an argument that limits a wait."""
-    number = float(text)
-    if not 0 < number <= LONGEST:
-        raise ValueError(text)
-    return number

@@ -16,7 +16,6 @@ state with numbers that are not finite is never written.
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +24,7 @@ from typing import Any
 
 import jax
 
+from ftmesh import commands
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.layout.owned import Owned
 from ftmesh.mesh.devices import process_of
@@ -185,7 +185,7 @@ class Checkpoints:
             kept = list(filter(self._is_complete, self._steps()))[: self.keep]
             for step in self._steps():
                 if kept and step < kept[-1]:
-                    (self._at(step) / INDEX).unlink(missing_ok=True)  # first: then it is none
+                    _take_away(self._at(step) / INDEX)  # first: then it is none
                     shutil.rmtree(self._at(step), ignore_errors=True)
 
     def finish(self) -> None:
@@ -210,11 +210,19 @@ class Checkpoints:
         for step in self._steps():
             if step > after:
                 for name in (INDEX, *file_names(self.process)):
-                    (self._at(step) / name).unlink(missing_ok=True)
+                    _take_away(self._at(step) / name)
 
     def _print(self, line: str) -> None:
         if self.process == 0:
-            print(line, file=sys.stderr)
+            commands.say(line)
+
+
+def _take_away(path: Path) -> None:
+    """A file, or what is there under its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _check_writable(folder: Path) -> None:

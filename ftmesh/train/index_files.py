@@ -36,7 +36,7 @@ _FORMAT = b"ftmesh.records/1"
 _START = struct.Struct("<24sIIQQ")
 _CHECKED_FROM = 28  # bytes: where the checksum ends
 _BLOCK_BYTES = 12
-_NUMBERS = re.compile(r"[-_.]*(\d*|\d+-of-\d+.*)$")  # how the name of a shard ends
+_NUMBERS = re.compile(r"[-_.]*([0-9]*|[0-9]+-of-[0-9]+.*)$")  # how the name of a shard ends
 _ABANDONED_S = 3600  # a file that was begun so long ago will not be finished
 _FIELDS = ("size", "mtime_ns", "ctime_ns", "records", "width")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -24,6 +23,7 @@ from ftmesh.cluster.agreed import agree_on_program
 from ftmesh.cluster.agreed import compile_ahead as compile_program_ahead
 from ftmesh.cluster.ahead import SECONDS, prepare
 from ftmesh.cluster.cluster import ALONE, Cluster
+from ftmesh.commands import say
 from ftmesh.errors import CheckpointError
 from ftmesh.mesh.devices import process_of
 from ftmesh.mesh.topology import Topology
@@ -223,15 +223,11 @@ def _say_if_without_copies(trainer: Trainer, args: argparse.Namespace) -> None:
     parallel = trainer.parallel
     wants = parallel.cluster.line is not None and trainer.layouts and not args.no_copies
     if wants and parallel.partners is None and parallel.cluster.speaks:
-        _say(
+        say(
             "what a host owns of the optimizer's state has no copy on another: there are no such "
             "chips for all of it; if a host is lost, the run goes back to host memory "
             "(--copy-every) or to a checkpoint"
         )
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def _say_nothing(line: str) -> None:
@@ -263,7 +259,7 @@ def _open_checkpoints(cluster: Cluster, args: argparse.Namespace, stack: ExitSta
             keep=args.keep,
             resume=args.resume or cluster.epoch > 1,
             process=cluster.process,
-            say=_say if cluster.speaks else _say_nothing,
+            say=say if cluster.speaks else _say_nothing,
         )
     )
     cluster.before_leaving(checkpoints.finish)
@@ -285,7 +281,7 @@ def _open_memory(cluster: Cluster, stack: ExitStack) -> Memory | None:
     """The memory of hosts, where there are keepers."""
     if cluster.line is None:
         return None
-    memory = memory_on_line(cluster.process, cluster.epoch, _say)
+    memory = memory_on_line(cluster.process, cluster.epoch, say)
     if memory is not None:
         stack.enter_context(memory)
         cluster.before_leaving(memory.finish)
@@ -303,7 +299,7 @@ def _save(trainer: Trainer, checkpoints: Checkpoints, step: int, state: State) -
     except CheckpointError as error:
         if cluster.line is None:
             raise
-        _say(f"process {cluster.process}: {error}; the run goes on without this checkpoint")
+        say(f"process {cluster.process}: {error}; the run goes on without this checkpoint")
 
 
 def _evaluate(job: Job, state: State, step: int, report: Report, log: MLLog) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ftmesh.commands import whole_number
 from ftmesh.errors import TrainingError
 from ftmesh.train.trainer import State, Trainer
 
@@ -61,9 +62,11 @@ def read_arguments(
     """
     parser.add_argument("--preset", choices=tuple(presets), default=preset, help="(%(default)s)")
     parser.add_argument(
-        "--batch", type=int, default=batch, help="of all devices together (%(default)s)"
+        "--batch", type=whole_number(1), default=batch, help="of all devices together (%(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=steps, help="in a turn (%(default)s)")
+    parser.add_argument(
+        "--steps", type=whole_number(1), default=steps, help="in a turn (%(default)s)"
+    )
     parser.add_argument("--torch", action="store_true", help="measure PyTorch as well")
     parser.add_argument("--json", action="store_true", help="print the rates as JSON")
     args = parser.parse_args(argv)

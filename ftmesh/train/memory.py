@@ -15,11 +15,11 @@ holds ``(1 + copies) * (keep + 1)`` parts, and one more while it is given.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from ftmesh import commands
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.launch.keepers import Holders, Keepers
 from ftmesh.layout.owned import Owned
@@ -79,7 +79,7 @@ class Memory:
     ) -> None:
         self.host, self.process, self.epoch = host, process, epoch
         self.copies, self.keep = copies, keep
-        self._process_of, self._say = process_of, say or _print
+        self._process_of, self._say = process_of, say or commands.say
         self.keepers = Keepers(keepers, host=host, secret=secret, limit=limit, say=self._say)
         self._last_step = -1
         self._giving: Future[int] | None = None
@@ -238,7 +238,3 @@ def memory_on_line(process: int, epoch: int, say: Callable[[str], None]) -> Memo
         epoch=epoch,
         say=say,
     )
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr)

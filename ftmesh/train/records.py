@@ -34,7 +34,7 @@ from ftmesh.train.tf_examples import Feature
 from ftmesh.train.tf_examples import make_example as make_example
 from ftmesh.train.tf_examples import parse_example as parse_example
 
-_SHARD = re.compile(r"(.*-)\d+-of-(\d+)(.*)")  # train-00001-of-00004
+_SHARD = re.compile(r"(.*-)[0-9]+-of-([0-9]+)(.*)")  # train-00001-of-00004
 
 
 class Records:
@@ -176,7 +176,8 @@ def find_shards(folder: str | os.PathLike[str], pattern: str) -> list[Path]:
 def _is_one_of(name: str, before: str, total: str, after: str) -> bool:
     """Whether a file is a shard of a set of so many."""
     number = name.removeprefix(before).removesuffix(f"-of-{total}{after}")
-    return number.isdecimal() and len(number) == len(total) and int(number) < int(total)
+    is_number = re.fullmatch(f"[0-9]{{{len(total)}}}", number)
+    return is_number is not None and int(number) < int(total)
 
 
 def check_alone(folder: str | os.PathLike[str], split: str, number: int) -> None:

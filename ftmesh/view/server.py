@@ -2,17 +2,22 @@
 
 Only the page that this server gave out may ask. Its address has a token that other pages cannot
 know, requests name this server as their host and, if they name one, as their origin, and a body is
-small, is JSON, and is read within seconds.
+small, is JSON, and all of a request is there within seconds, however it is sent.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
 import secrets
+import socket
 import sys
 import threading
+import time
 import traceback
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
@@ -22,7 +27,7 @@ from typing import Any
 
 from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.errors import ArgumentError, FtmeshError
-from ftmesh.mesh.notation import parse_shape
+from ftmesh.mesh.notation import parse_blocks, parse_shape
 from ftmesh.mesh.topology import Topology
 from ftmesh.units import check_bytes
 from ftmesh.view.page import page
@@ -40,14 +45,20 @@ _FIELDS = {
     "algorithm": str,
     "payload_bytes": int,
 }
-_LONG_NUMBER = re.compile(r"\d{7}")
+_LONG_NUMBER = re.compile(r"[0-9]{7}")
 
 
 class Server:
     """Serves the page of `scene` at `address` until it is closed; one plan is made at a time."""
 
     def __init__(
-        self, first: dict[str, Any], *, on: Network = DEFAULT, options: str = "", port: int = 0
+        self,
+        first: dict[str, Any],
+        *,
+        on: Network = DEFAULT,
+        options: str = "",
+        port: int = 0,
+        patience: float = PATIENCE,
     ) -> None:
         self._token = secrets.token_urlsafe(16)
         self._on = on
@@ -57,6 +68,7 @@ class Server:
 
         class Handler(_Handler):
             owner = server
+            timeout = patience
 
         try:
             self._http = _Http((HOST, port), Handler)
@@ -103,6 +115,28 @@ class _Http(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class _Arriving(io.RawIOBase):
+    """What a client sends, until `until`; then it is a `TimeoutError`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self.until = connection, time.monotonic()
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """What has come, or comes in time."""
+        left, usual = self.until - time.monotonic(), self._connection.gettimeout()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(usual)
+
+
 class _Handler(BaseHTTPRequestHandler):
     """One request; everything about it is checked before anything is done."""
 
@@ -111,6 +145,17 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "ftmesh"
     sys_version = ""
     protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        """Read what comes within bounds of time."""
+        super().setup()
+        self._arriving = _Arriving(self.connection)
+        self.rfile = io.BufferedReader(self._arriving)
+
+    def handle_one_request(self) -> None:
+        """All of it has so many seconds, also for a client that sends byte after byte."""
+        self._arriving.until = time.monotonic() + self.timeout
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         """The page."""
@@ -165,7 +210,11 @@ class _Handler(BaseHTTPRequestHandler):
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request has up to {MAX_BYTES:,} bytes"
             )
         else:
-            return self.rfile.read(int(length))
+            try:
+                return self.rfile.read(int(length))
+            except TimeoutError:
+                why = f"all of a request is to be there within {self.timeout:g} seconds"
+                self._refuse(HTTPStatus.REQUEST_TIMEOUT, why)
         return None
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
@@ -192,9 +241,22 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _parsed(body: bytes) -> Any:
     try:
-        return json.loads(body)
+        return json.loads(body, object_pairs_hook=_fields)
+    except ArgumentError:
+        raise
     except (ValueError, RecursionError):
         raise ArgumentError("a request is JSON, and this is not") from None
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _refuse_repeated("a request", [name for name, _ in pairs])
+    return dict(pairs)
+
+
+def _refuse_repeated(what: str, words: list[str]) -> None:
+    twice = next((word for word, count in Counter(words).items() if count > 1), None)
+    if twice is not None:
+        raise ArgumentError(f"{what} names {twice!r:.60} more than once")
 
 
 def _read(request: Any) -> tuple[Topology, dict[str, Any]]:
@@ -217,6 +279,13 @@ def _topology(request: dict[str, Any]) -> Topology:
         raise ArgumentError("numbers of a mesh have up to six digits")
     shape = parse_shape(request["mesh"])
     check_fits(shape)
+    for name in ("failed", "failed_links"):
+        _refuse_repeated(
+            name, [word for part in request[name].split(";") if (word := part.strip())]
+        )
+    named = sum(math.prod(block.size) for block in parse_blocks(request["failed"]))
+    if named > math.prod(shape):
+        raise ArgumentError(f"failed names {named:,} chips, and mesh {request['mesh']} has fewer")
     axes = "xyz"[: len(shape)]
     if not set(request["wrap"]) <= set(axes):
         raise ArgumentError(f"mesh {request['mesh']} wraps in some of {axes!r} or in none")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import ftmesh
+from ftmesh.draw.plots import COLOURS
+from ftmesh.planners import PLANNERS
 
 
 def test_plan_says_what_it_planned_and_writes_it(run, tmp_path):
@@ -165,6 +167,11 @@ def test_advice_on_boards_that_fail_often_is_quick(run):
     status, text, _ = run("advise", "8x8", "--mtbf", "3d", "--runs", "5", "--json")
     assert (status, json.loads(text)["boards"]) == (0, 16)
     assert time.process_time() - start < 20  # seconds; to search at each failure took minutes
+
+
+def test_every_algorithm_has_a_colour_of_its_own():
+    assert set(COLOURS) == set(PLANNERS)
+    assert len(set(COLOURS.values())) == len(COLOURS)
 
 
 @pytest.mark.slow

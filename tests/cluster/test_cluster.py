@@ -214,9 +214,10 @@ def test_limits_that_are_none(limit):
 def test_what_is_half_given_is_refused(monkeypatch):
     with pytest.raises(ArgumentError, match="the number of processes is not given"):
         join("127.0.0.1:2000", process=1)
-    monkeypatch.setenv("FTMESH_PROCESS_ID", "one")
-    with pytest.raises(ArgumentError, match="FTMESH_PROCESS_ID is 'one', and not a number"):
-        join()
+    for text in ("one", "٣", "-1", "9" * 5000):
+        monkeypatch.setenv("FTMESH_PROCESS_ID", text)
+        with pytest.raises(ArgumentError, match=f"FTMESH_PROCESS_ID is '{text:.39}.*not a number"):
+            join()
 
 
 def test_jax_that_was_used_before_joins_nobody():

@@ -89,7 +89,19 @@ def test_a_port_that_is_taken():
 
 
 @pytest.mark.parametrize(
-    "address", ["", "host", "host:", ":80", "host:port", "host:0", "h:99999", "::1:80"]
+    "address",
+    [
+        "",
+        "host",
+        "host:",
+        ":80",
+        "host:port",
+        "host:0",
+        "h:99999",
+        "::1:80",
+        "h:٨٠",
+        "h:" + "9" * 5000,
+    ],
 )
 def test_addresses_that_are_none(address):
     with pytest.raises(ClusterError, match="is no address of a coordinator: give HOST:PORT"):

@@ -233,7 +233,7 @@ def test_bad_input_is_refused_in_a_line_before_the_first_step(tmp_path, capsys, 
         (["--seed", "-1"], "-1 is not from 0 to 4,294,967,295"),
         (["--batch", "1000000000000"], "is not a whole number from 1 to 16,777,216"),
         (["--steps", "9" * 5000], "is not a whole number from 1 to"),
-        (["--max-damaged", "1"], "invalid share value: '1'"),
+        (["--max-damaged", "1"], "'1' is not a number from 0 to 0.999"),
     ],
 )
 def test_numbers_out_of_bounds_are_refused_in_a_line(capsys, argv, says):

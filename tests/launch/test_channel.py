@@ -234,10 +234,16 @@ class TestConnecting:
             other.join()
             held[0].close()
 
-    @pytest.mark.parametrize("address", ["", "here", ":", "127.0.0.1:x", "127.0.0.1"])
+    @pytest.mark.parametrize(
+        "address", ["", "here", ":", "127.0.0.1:x", "127.0.0.1", "h:٨", "h:123456"]
+    )
     def test_what_is_no_address(self, address):
         with pytest.raises(ArgumentError, match="takes host:port and a secret"):
             connect(address, SECRET, timeout=1)
+
+    def test_a_port_that_none_has(self):
+        with pytest.raises(ChannelClosed, match=r"nothing answers at 127\.0\.0\.1:99999"):
+            connect("127.0.0.1:99999", SECRET, timeout=1)
 
     def test_no_secret_is_none(self):
         with pytest.raises(ArgumentError, match="would let anyone in"):

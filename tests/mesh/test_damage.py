@@ -1,5 +1,7 @@
 """What is said to have failed, as chips and links of a grid: given, or from the environment."""
 
+import time
+
 import pytest
 
 from ftmesh import Topology, TopologyError, TopologyWarning
@@ -65,6 +67,16 @@ class TestFrame:
             failed_links([((4, 2), (5, 2, 0))], SLICE)
 
 
+def test_blocks_that_are_repeated_count_once():
+    assert failed_chips("1x1@0,0;" * 5000, EIGHT) == {(0, 0)}
+
+
+def test_blocks_of_more_chips_than_any_mesh_has_are_refused():
+    blocks = ";".join(f"1000x{n}@0,0" for n in range(500, 600))
+    with pytest.raises(TopologyError, match="100 blocks name 54,950,000 chips in all"):
+        failed_chips(blocks, EIGHT)
+
+
 class TestEnvironment:
     def test_it_is_read_where_nothing_is_given(self, monkeypatch):
         monkeypatch.setenv("FTMESH_FAILED", "2x2@2,2")
@@ -83,6 +95,18 @@ class TestEnvironment:
         monkeypatch.setenv("FTMESH_FAILED", "2x2@7,7;1x1@0,0")
         with pytest.warns(TopologyWarning, match="names 1x2@8,7;1x1@7,8, which is not on mesh 8x8"):
             assert Topology.grid("8x8").failed == {(0, 0), (7, 7)}
+
+    def test_all_that_is_around_the_mesh_is_named(self, monkeypatch):
+        monkeypatch.setenv("FTMESH_FAILED", "1x1@9,9;6x4@3,1")
+        with pytest.warns(TopologyWarning, match="names 1x1@9,9;1x4@3,1;1x4@8,1;4x1@4,1, which is"):
+            assert failed_chips(None, SLICE) == {(x, y) for x in range(4) for y in range(3)}
+
+    def test_a_large_block_takes_no_time(self, monkeypatch):
+        monkeypatch.setenv("FTMESH_FAILED", "999x999@1,1")
+        start = time.process_time()
+        with pytest.warns(TopologyWarning, match="names 996x999@4,1;3x996@1,4, which is not"):
+            assert Topology.grid("4x4").num_live == 7
+        assert time.process_time() - start < 1
 
     @pytest.mark.parametrize("shape", ["8", "4x4x4"])
     def test_so_are_blocks_of_a_machine_with_other_axes(self, shape, monkeypatch):

@@ -1,5 +1,7 @@
 """The launcher: which pods it refuses, and that JAX sums over those it starts."""
 
+import os
+
 import pytest
 from launching import LINUX, program
 
@@ -21,6 +23,14 @@ MAPPED = "0000000000000000FFFF0000"  # IPv4 in IPv6
         ("--hosts 2 --devices-per-host 2 --", "there is no command to run"),
         ("--hosts 2 --devices-per-host 2 -- /no/such", "/no/such is not a program"),
         (
+            "--hosts 2 --devices-per-host 2 --mesh 2x2 --failures 1 -- /no/such",
+            "/no/such is not a program",
+        ),
+        (
+            "--hosts 2 --devices-per-host 2 --mesh 2x2 --failures 1",
+            "there is no command to run",
+        ),
+        (
             "--hosts 2 --devices-per-host 2 --grace -1 true",
             "--grace: '-1' is not a number",
         ),
@@ -32,7 +42,14 @@ MAPPED = "0000000000000000FFFF0000"  # IPv4 in IPv6
             "--hosts 2 --devices-per-host 2 --failures 1 --collective-limit inf -- true",
             "--collective-limit: 'inf' is not a number from 1 to",
         ),
-        ("--hosts two --devices-per-host 2 true", "invalid int value: 'two'"),
+        ("--hosts two --devices-per-host 2 true", "'two' is not a whole number from 0"),
+        ("--hosts 2 --devices-per-host ٢ true", "is not a whole number from 0"),
+        ("--hosts 2 --devices-per-host 2 --failures -1 true", "-1 is not from 0"),
+        ("--hosts 2 --devices-per-host 2 --failures 1 --strikes 0 true", "0 is not from 1"),
+        (
+            "--hosts 2 --devices-per-host 2 --mesh 2x2 --failures 1 --limits compile=inf true",
+            "'compile=inf' is no limit",
+        ),
         ("-- true", "required: --hosts, --devices-per-host"),
     ],
 )
@@ -44,6 +61,33 @@ def test_bad_arguments(arguments, message, capsys):
     out, err = capsys.readouterr()
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("option", "path", "message"),
+    [
+        ("--events", "no/such/events.jsonl", "No such file or directory"),
+        ("--events", "folder", "Is a directory"),
+        ("--events", "pipe", "cannot write pipe"),
+        ("--events", "/proc/events", "cannot write /proc/events"),
+        ("--events", "x" * 300, "File name too long"),
+        ("--run-dir", "file", "cannot write to file"),
+        ("--run-dir", "file/in", "cannot write to file/in"),
+        ("--run-dir", "/proc/run", "cannot write to /proc/run"),
+        ("--run-dir", "x" * 300, "File name too long"),
+    ],
+)
+def test_outputs_that_cannot_be_written(tmp_path, monkeypatch, capsys, option, path, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    pod = "--hosts 2 --devices-per-host 2 --mesh 2x2 --failures 1"
+    status = main(["launch", *pod.split(), option, path, "--", "touch", "started"])
+    out, err = capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder", "pipe"]
 
 
 @pytest.mark.skipif(not LINUX, reason="reads /proc")

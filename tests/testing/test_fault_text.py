@@ -42,7 +42,15 @@ def test_what_is_written_is_read_again(kind):
             assert parse(str(fault)) == [fault]
 
 
-@pytest.mark.parametrize("text", ["kill", "kill@2", "kill@-1:3", "kill@1:3:", "random:x", "a b"])
+NINES = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["kill", "kill@2", "kill@-1:3", "kill@1:3:", "random:x", "a b", "kill@٢:3", "random:٧",
+     f"kill@{NINES}:3", f"kill@1:{NINES}", f"slow@1:3,{NINES}", f"random:{NINES}",
+     f"random:7:{NINES}"],
+)  # fmt: skip
 def test_another_form_is_refused_with_the_right_one(text):
     with pytest.raises(ArgumentError, match=r"KIND@PROCESS:STEP\[:MOMENT\].*kill@2:30"):
         parse(text)

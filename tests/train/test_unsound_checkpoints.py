@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,37 @@ class TestWhatIsNotSound:
         (tmp_path / "8" / "index.json").unlink()
         os.mkfifo(tmp_path / "8" / "index.json")
         assert restored(tmp_path)[0] == 4
+
+    @pytest.mark.parametrize("name", ["index.json", "0.json", "0.bin"])
+    @pytest.mark.parametrize("kind", ["folder", "full folder", "pipe", "link to a pipe", "socket"])
+    def test_what_is_no_file_is_passed_over_and_written_again(
+        self, tmp_path, monkeypatch, name, kind
+    ):
+        folder = tmp_path / "runs"
+        saved(folder, 4, 8)
+        path = folder / "8" / name
+        path.unlink()
+        with socket.socket(socket.AF_UNIX) as listener:
+            match kind:
+                case "folder" | "full folder":
+                    path.mkdir()
+                    if kind == "full folder":
+                        (path / "a").touch()
+                case "pipe":
+                    os.mkfifo(path)
+                case "link to a pipe":
+                    os.mkfifo(tmp_path / "pipe")
+                    path.symlink_to(tmp_path / "pipe")
+                case "socket":
+                    monkeypatch.chdir(path.parent)  # names of sockets are short
+                    listener.bind(name)
+            step, found, lines = restored(folder)
+        assert step == 4
+        jax.tree.map(np.testing.assert_array_equal, found, state(4.0))
+        why = f"its {name} is not a file"
+        assert lines == [f"passed over the checkpoint of step 8 in {folder}: {why}"]
+        saved(folder, 8, resume=True)
+        assert restored(folder)[0] == 8
 
     def test_what_processes_do_not_agree_on_is_left_alone(self, tmp_path):
         saved(tmp_path, 3, 6)

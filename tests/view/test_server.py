@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -97,6 +98,10 @@ def test_it_plans_what_is_asked_for(call):
         ({"failed": None}, "failed of a request is of type str"),
         ({"devices_per_chip": 3}, "one device or two"),
         ({"more": 1}, "and no others"),
+        ({"failed": "1x1@0,0; 1x1@0,0"}, "failed names '1x1@0,0' more than once"),
+        ({"failed_links": "0,0-0,1;0,0-0,1"}, "failed_links names '0,0-0,1' more than once"),
+        ({"failed": "4x4@0,0;1x1@0,0"}, "failed names 17 chips, and mesh 4x4 has fewer"),
+        ({"failed": ";".join(f"900x{n}@0,0" for n in range(1, 900))}, "chips in all"),
     ],
 )
 def test_what_cannot_be_planned_is_told_in_a_sentence(call, change, says):
@@ -157,6 +162,48 @@ def test_half_a_request_holds_nobody_up(call, server):
     with socket.create_connection(("127.0.0.1", server.port)) as half:
         half.sendall(b"POST /")
         assert call("GET", "")[0] == 200
+
+
+def test_a_field_that_is_given_twice_is_refused(call):
+    status, answer = plan(call, json.dumps(REQUEST).replace("{", '{"failed": "", ', 1).encode())
+    assert (status, answer["error"]) == (400, "a request names 'failed' more than once")
+
+
+@pytest.fixture(scope="module")
+def hasty():
+    made = Server(scene(Topology.grid("2x2")), patience=0.5)
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    yield made
+    made.close()
+    thread.join()
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_half_a_body_is_not_waited_for(hasty, drips):
+    path = hasty.address.split(str(hasty.port))[1]
+    head = (
+        f"POST {path}plan HTTP/1.1\r\nHost: 127.0.0.1:{hasty.port}\r\n"
+        "Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
+    )
+    start = time.monotonic()
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=20) as half:
+        half.sendall(head.encode())
+        while drips and time.monotonic() < start + 0.4:
+            half.sendall(b" ")
+            time.sleep(0.1)
+        answer = half.makefile("rb").read().decode()
+    assert time.monotonic() - start < 5
+    assert answer.startswith("HTTP/1.1 408 ")
+    assert answer.endswith('{"error": "all of a request is to be there within 0.5 seconds"}')
+
+
+def test_neither_is_half_a_head(hasty):
+    start = time.monotonic()
+    with socket.create_connection(("127.0.0.1", hasty.port), timeout=20) as half:
+        half.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        assert half.makefile("rb").read() == b""
+    assert time.monotonic() - start < 5
 
 
 def test_it_listens_on_loopback_alone(server):
