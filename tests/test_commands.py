@@ -143,7 +143,11 @@ def test_numbers_that_are_none(text):
 
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = [path for path in (ROOT / "scripts").iterdir() if b"env python" in path.read_bytes()[:40]]
+SCRIPTS = [
+    path
+    for path in sorted((ROOT / "scripts").iterdir())
+    if path.is_file() and b"env python" in path.read_bytes()[:40]
+]
 SOURCES = [*(ROOT / "ftmesh").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *SCRIPTS]
 
 

@@ -90,6 +90,6 @@ def test_the_events_are_told_in_these_words():
 def test_every_package_and_script_is_named():
     for path in [*(ROOT / "ftmesh").glob("*/__init__.py"), *(ROOT / "examples").glob("*/train.py")]:
         assert f"{path.parent.name}/ " in README
-    for path in (ROOT / "scripts").iterdir():
+    for path in filter(Path.is_file, (ROOT / "scripts").iterdir()):
         if path.name not in ("environment", "bench") and not path.name.startswith("reference"):
             assert f"scripts/{path.name}" in README, path.name

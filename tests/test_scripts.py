@@ -9,7 +9,7 @@ import pytest
 SCRIPTS = [
     path
     for path in sorted((Path(__file__).parent.parent / "scripts").iterdir())
-    if path.read_text().startswith("#!/usr/bin/env python3")
+    if path.is_file() and path.read_text().startswith("#!/usr/bin/env python3")
 ]
 
 

@@ -1,11 +1,7 @@
 """What the TPU compiler makes of the Pallas executor's kernel."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+from reporting import in_a_process
 
 from ftmesh.tpu import slices
 
@@ -27,14 +23,7 @@ def compile_for(name, failed, algorithm, *options):
         "report = compile_report(plan, -(-100_000_000 // whole) * whole)\n"
         "print(json.dumps(report.as_dict()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return in_a_process("-c", code)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +44,47 @@ def test_one_kernel(name, algorithm, devices):
     assert report["num_devices"] == devices
     assert report["temporary_ratio"] < 2.05
     assert report["loops"] == []  # of permutations
+
+
+BETWEEN = """
+import json, sys, time, jax, jax.numpy as jnp, ftmesh
+from jax.sharding import NamedSharding, PartitionSpec as P
+from ftmesh.tpu.slices import tpu_devices
+name, failed, algorithm = sys.argv[1:]
+topology = ftmesh.Topology.from_devices(tpu_devices(name), failed=failed)
+plan = ftmesh.plan(topology, algorithm, executor="pallas")
+whole = plan.program.num_chunks * 1024
+size = -(-25_000_000 // whole) * whole
+
+def step(x):
+    return jnp.cos(plan.psum(jnp.sin(x) + 1, "data"))
+
+ranks = NamedSharding(plan.jax_mesh("data"), P("data"))
+held = jax.ShapeDtypeStruct((plan.program.num_ranks * size,), "float32", sharding=ranks)
+step = jax.shard_map(
+    step, mesh=ranks.mesh, in_specs=ranks.spec, out_specs=ranks.spec, check_vma=False
+)
+lowered = jax.jit(step, donate_argnums=0).lower(held)
+start = time.perf_counter()
+memory = lowered.compile(compiler_options=ftmesh.compiler_options(name)).memory_analysis()
+print(json.dumps({
+    "seconds": time.perf_counter() - start,
+    "temporary": memory.temp_size_in_bytes / 4 / size,
+    "program": memory.generated_code_size_in_bytes,
+    "rounds": plan.schedule.num_rounds,
+}))
+"""
+
+
+def test_between_other_work_a_kernel_takes_its_buffer_and_a_program_of_one_size():
+    """100 MB along rings of 60 chips and of 252."""
+    few, many = (
+        in_a_process("-c", BETWEEN, name, HOLE, "ring") for name in ("v6e:8x8", "v6e:16x16")
+    )
+    assert (few["rounds"], many["rounds"]) == (118, 502)
+    assert max(few["temporary"], many["temporary"]) <= 1.05  # of which 1 is the buffer
+    assert many["program"] <= 1.1 * few["program"]
+    assert many["seconds"] < 30
 
 
 def test_whole_slices_with_idle_chips():

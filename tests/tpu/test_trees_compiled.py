@@ -1,10 +1,7 @@
 """What the TPU compiler makes of trees, on slices with holes of every kind."""
 
-import json
-import subprocess
-import sys
-
 import pytest
+from reporting import in_a_process
 
 from ftmesh.tpu import slices
 
@@ -19,15 +16,9 @@ CHIPS_AND_LINKS = (
 
 def compiled(name, algorithm, *options):
     """The report of the command for 100 MB, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ftmesh", "compile", name, "--algorithm", algorithm, "--json",
-         *options],
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = in_a_process(
+        "-m", "ftmesh", "compile", name, "--algorithm", algorithm, "--json", *options
+    )
     assert report["accepted"], report["refusal"]
     return report
 
