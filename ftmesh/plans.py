@@ -43,11 +43,11 @@ class Plan:
     With `with_idle` the mesh axis has the devices of failed chips too, which stay idle. `network`
     and `wire_dtype` are what the choice was made for, where ``auto`` was asked for; such a plan
     `is_auto`, and has siblings for other payloads: see `at`. One that `is_best` has trees among the
-    choices. With `unrolled` the rounds are
-    written out in the program, not as loops: it grows with their number, and the compiler can do
-    other work while they travel, which it does not do across a loop. The `executor` runs them: one
-    permutation after the other, or on TPUs a Pallas kernel that runs all of them. A schedule that
-    `is_given` was made before, and stays what it is for all payloads.
+    choices. With `unrolled` the rounds are written out in the program, not as loops: it grows with
+    their number, and the compiler can do other work while they travel, which it does not do across
+    a loop. The `executor` runs them: one permutation after the other, or on TPUs a Pallas kernel
+    that runs all of them. A schedule that `is_given` was made before, and stays what it is for all
+    payloads.
     """
 
     schedule: Schedule
@@ -90,8 +90,8 @@ class Plan:
 
     @cached_property
     def as_unrolled(self) -> Plan:
-        """The same plan, unrolled."""
-        return self if self.unrolled else replace(self, unrolled=True)
+        """The same plan, unrolled; where trees were chosen, the fastest sibling without them."""
+        return self if self.unrolled else replace(self.halves, unrolled=True)
 
     def at(self, num_bytes: int, *, wire_dtype: str | None = None) -> Plan:
         """The plan for a payload of so many bytes, in `wire_dtype` or that of this plan.
@@ -107,8 +107,7 @@ class Plan:
             return self
         algorithm = self.algorithm
         if self.is_auto:
-            found = choose(self.topology, size, self.network, kind, best=self.is_best)
-            algorithm = found.algorithm
+            algorithm = self._choose(size, kind).algorithm
         return self._sibling(algorithm, size, kind)
 
     @cached_property
@@ -121,10 +120,13 @@ class Plan:
         is_split = isinstance(self.schedule, SplitSchedule)
         if is_split or not (self.is_auto or self._is_cut_by_size):
             return self
-        found = choose(
-            self.topology, self.payload_bytes, self.network, self.wire_dtype, halves=True
-        )
+        found = self._choose(self.payload_bytes, self.wire_dtype, halves=True)
         return self._sibling(found.algorithm, self.payload_bytes, self.wire_dtype)
+
+    def _choose(self, size: int, kind: str, *, halves: bool = False) -> Choice:
+        """Every algorithm for a payload: without trees where rounds are written out."""
+        halves = halves or self.unrolled
+        return choose(self.topology, size, self.network, kind, best=self.is_best, halves=halves)
 
     @property
     def _is_cut_by_size(self) -> bool:
@@ -168,9 +170,7 @@ class Plan:
 
     def explain(self) -> Choice:
         """Every algorithm on this topology and payload beside this one; print it for a table."""
-        found = choose(
-            self.topology, self.payload_bytes, self.network, self.wire_dtype, best=self.is_best
-        )
+        found = self._choose(self.payload_bytes, self.wire_dtype)
         return found if self._is_flowing else found.beside(self.schedule)
 
     def jax_mesh(self, axis_name: str | Sequence[str], *, along: str | None = None) -> Any:
@@ -263,14 +263,14 @@ def plan(
 
     ``"auto"`` simulates every algorithm for this payload, on links as `ftmesh.simulate` takes them,
     and takes the fastest; `Plan.explain` shows them all. It looks at `tree`, which takes longer to
-    plan, where no other serves, and on damaged tori and three axes; ``"best"`` also where else that
-    could be faster. Unless given, the
-    links are those of the TPUs that `topology` has, with what the executor costs there. The payload
-    has so many bytes in `wire_dtype`, a dtype or its name: where an algorithm's partial sums may
-    not travel in it, they count for more. `with_idle` is for a mesh axis that has the devices of
-    failed chips too, `unrolled` for sums beside which other work is to be done. The `executor` is
-    ``"ppermute"``, or ``"pallas"``: one kernel for all rounds, for TPUs, and interpreted elsewhere.
-    Nothing else is computed while it runs.
+    plan, where no other serves, on damaged tori and three axes, and on TPUs; ``"best"`` also where
+    else that could be faster. Unless given, the links are those of the TPUs that `topology` has,
+    with what the executor costs there. The payload has so many bytes in `wire_dtype`, a dtype or
+    its name: where an algorithm's partial sums may not travel in it, they count for more.
+    `with_idle` is for a mesh axis that has the devices of failed chips too, `unrolled` for sums
+    beside which other work is to be done. The `executor` is ``"ppermute"``, or ``"pallas"``: one
+    kernel for all rounds, for TPUs, and interpreted elsewhere. Nothing else is computed while it
+    runs.
 
     With a `tile`, as ``"2x2"``, each tile of so many chips is one rank, and its devices are a model
     group. Every position in it has a payload; all are summed at once, over links that they share. A
@@ -299,16 +299,17 @@ def plan(
         topology = TiledTopology.of(topology, tile)
     wire = _name_of(wire_dtype)
     on = network_of(topology) if link is None else network(link)
-    if executor == PALLAS:
-        on = on.wires
     is_given = schedule is not None
     is_auto = algorithm in CHOSEN and not is_given
-    is_best = algorithm == BEST and is_auto
+    is_best = is_auto and (algorithm == BEST or on.executor is not None)
+    if executor == PALLAS:
+        on = on.wires
     if schedule is not None:
         schedule = _on(topology, schedule)
     else:
         if is_auto:
-            algorithm = choose(topology, payload_bytes, on, wire, best=is_best).algorithm
+            found = choose(topology, payload_bytes, on, wire, best=is_best, halves=unrolled)
+            algorithm = found.algorithm
         carried = carried_bytes(algorithm, payload_bytes, wire)
         schedule = _planned(topology, algorithm, carried, on, executor)
     proof = _verify(schedule) if verify else None

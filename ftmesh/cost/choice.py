@@ -1,8 +1,9 @@
 """Choose: price the algorithms on a topology, and take the fastest for the payload.
 
 Trees, which serve every mesh, take long to plan, a second on 16x16 and more on larger meshes. So
-``auto`` prices them where nothing else serves, and on three axes where nothing else comes near the
-limit; ``best`` wherever they could be faster. A bound tells that before anything is planned.
+``auto`` prices them where nothing else serves, on three axes where nothing else comes near the
+limit, and where the network has an executor, as TPUs do; ``best`` wherever they could be faster. A
+bound tells that before anything is planned.
 
 >>> choice = choose(Topology.grid("8x8", failed="2x2@2,2"), 1_000_000)
 >>> choice.algorithm
@@ -110,9 +111,9 @@ def choose(
     The payload has so many bytes in `wire_dtype`. Where partial sums may not travel in that, as
     `ftmesh.cost.rounding` tells, the first half of the schedule carries more, and is priced so.
     With `halves`, only algorithms that come as a reduce-scatter and an all-gather are looked at.
-    Trees are priced where no other serves; with `best`, also where they could be faster; and with
-    `trees`, in any case. A `PlanError` where no algorithm can. What was found is remembered for the
-    next call with an equal topology, payload, network and dtype.
+    Trees are priced where no other serves; with `best` or an executor, also where they could be
+    faster; and with `trees`, in any case. A `PlanError` where no algorithm can. What was found is
+    remembered for the next call with an equal topology, payload, network and dtype.
     """
     wire_named(wire_dtype)
     check_bytes(payload_bytes)
@@ -159,8 +160,11 @@ def _choose(
 def _asks_for_trees(
     topology: Topology, payload_bytes: int, on: Network, candidates: list[Candidate]
 ) -> bool:
-    """Whether nothing else serves as well as it should, or comes near the limit on three axes."""
-    if any(one.algorithm in planners.LAST_RESORT for one in candidates):
+    """Whether nothing else serves as well as it should, or comes near the limit on three axes.
+
+    With an executor's costs rounds are dear, of which trees have few.
+    """
+    if on.executor or any(one.algorithm in planners.LAST_RESORT for one in candidates):
         return True
     if len(topology.shape) < 3:
         return False

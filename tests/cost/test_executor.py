@@ -179,7 +179,7 @@ def test_auto_takes_another_algorithm():
     """Quickest on the wires is two_dim, which has twice the lanes of a ring."""
     topology = Topology.grid("8x8")
     wires, run = (
-        choose(topology, PAYLOAD, replace(DEFAULT, executor=executor))
+        choose(topology, PAYLOAD, replace(DEFAULT, executor=executor), halves=True)
         for executor in (None, EXECUTOR)
     )
     assert (wires.algorithm, run.algorithm) == ("two_dim", "ring")
@@ -189,8 +189,19 @@ def test_auto_takes_another_algorithm():
         assert one.wires_seconds is None
     assert "wires alone" in str(run)
     assert "wires alone" not in str(wires)
-    on = replace(DEFAULT, executor=EXECUTOR)
-    assert ftmesh.plan(topology, link=on).algorithm == "ring"
+
+
+def test_with_an_executor_auto_looks_at_trees():
+    """They have the fewest rounds; sums that are halved, and rounds written out, do without."""
+    topology, on = Topology.grid("8x8"), replace(DEFAULT, executor=EXECUTOR)
+    plan = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on)
+    assert (plan.algorithm, plan.explain().algorithm) == ("tree", "tree")
+    assert (plan.halves.algorithm, plan.as_unrolled.algorithm) == ("ring", "ring")
+    unrolled = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on, unrolled=True)
+    assert unrolled.algorithm == "ring"
+    assert unrolled.at(PAYLOAD // 64).algorithm != "tree"
+    on_wires = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on, executor="pallas")
+    assert (on_wires.is_best, on_wires.network.executor) == (True, None)
 
 
 def test_the_limit_is_that_of_the_wires_and_the_executor_has_a_floor(capsys):

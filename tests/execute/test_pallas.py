@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from more import more
 from on_devices import per_rank
 from pallas_programs import crossing_loop, in_numpy, on_devices, program_of, random_loop
 
@@ -31,8 +32,10 @@ CASES = [
         pytest.param((algorithm, "4x4", ""), marks=slow)
         for algorithm in ("ring", "row_pair", "two_dim")
     ),
-    pytest.param(("ring", "6x6", "2x2@2,2"), marks=slow),
-    pytest.param(("row_pair", "6x6", "2x2@2,2"), marks=slow),
+    *(
+        pytest.param((algorithm, "6x6", "2x2@2,2"), marks=(slow, more))
+        for algorithm in ("ring", "row_pair")
+    ),
 ]
 
 
@@ -222,7 +225,9 @@ def test_several_chunks_in_several_pieces_and_pages(monkeypatch):
 
 
 @slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=more) for seed in range(4, 8))]
+)
 def test_random_rounds(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     size = int(rng.integers(2, 5)), int(rng.integers(4, 9))

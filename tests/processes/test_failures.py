@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from more import more
 
 import ftmesh
 from examples.soak.checks import CLOSE, Run, check, difference
@@ -21,9 +22,6 @@ from ftmesh.testing.fault import draw
 from ftmesh.testing.fault_acts import noted_processes
 
 pytestmark = pytest.mark.slow
-more = pytest.mark.skipif(
-    "FTMESH_MORE_PODS" not in os.environ, reason="takes minutes: set FTMESH_MORE_PODS=1 to run it"
-)
 
 HOSTS, STEPS = 4, 30
 END = 400  # seconds: ten times what a run takes

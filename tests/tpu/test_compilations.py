@@ -38,11 +38,12 @@ def travels_at_once(report):
     )
 
 
+@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("algorithm", LANES)
 @pytest.mark.parametrize(
     ("name", "failed", "devices"),
-    [("v2:8x8", "2x2@2,2", 120), ("v3:16x32", "4x2@6,14", 1008), ("v3:32x32", "4x2@14,14", 2032)],
+    [("v2:8x8", "2x2@2,2", 120), ("v3:32x32", "4x2@14,14", 2032)],
 )
 def test_two_cores_a_chip(name, failed, devices, algorithm):
     report = compile_for(name, failed, algorithm)
@@ -52,34 +53,6 @@ def test_two_cores_a_chip(name, failed, devices, algorithm):
     assert permutations(report) == {LANES[algorithm]}
     assert travels_at_once(report)
     assert report["lax_psum"] == "StrategyRing{colors:1 phases:1}"
-
-
-@needs_libtpu
-@pytest.mark.parametrize("algorithm", LANES)
-def test_memory_for_little_more_than_the_payload(algorithm):
-    report = compile_for("v6e:16x16", "2x2@2,2", algorithm)
-    assert report["accepted"], report["refusal"]
-    assert report["num_devices"] == 252
-    assert report["temporary_ratio"] < 1.3
-    assert permutations(report) == {LANES[algorithm]}
-    assert travels_at_once(report)
-    assert report["lax_psum"] == "StrategyRing{colors:1 phases:1}"
-
-
-@needs_libtpu
-def test_cycles_beside_the_permutations():
-    report = compile_for("v6e:16x16", "2x2@2,2", "row_pair")
-    rounds = [loop["cycles"] for loop in report["loops"]]
-    assert [each["rounds"] for each in rounds] == [32, 6, 6, 32]
-    assert not any(each["unknown"] for each in rounds)
-    assert min(each["exposed"] for each in rounds) > 1000
-    # Four chunks across, and seven times as many along the rings.
-    along, across, _, _ = (each["sent_bytes"] for each in rounds)
-    assert 4 * 100e6 / 448 <= across <= 1.1 * 4 * 100e6 / 448
-    assert along == 7 * across
-    cycles = [each["rounds"] * (each["exposed"] + each["hidden"]) for each in rounds]
-    assert report["cycles"] == sum(cycles)
-    assert report["packing"]["exposed"] > 100_000
 
 
 @needs_libtpu
@@ -105,6 +78,7 @@ def resnet50():
     return [*shapes, (1000,), (2048, 1000)]
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_memory_for_little_more_than_the_gradients_of_a_model():
     slice_ = "ftmesh.Topology.from_devices(tpu_devices('v6e:4x4'), failed='2x2@0,0')"
@@ -126,19 +100,43 @@ CYCLES = {
 }
 
 
+@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("case", CYCLES, ids=" ".join)
 def test_what_a_round_costs_beside_its_permutations(case):
     slice_, failed, algorithm = case
     report = compile_for(slice_, failed, algorithm)
     most, memory = CYCLES[case]
+    assert report["accepted"], report["refusal"]
+    assert permutations(report) == {LANES[algorithm]}
+    assert travels_at_once(report)
+    assert report["lax_psum"] == "StrategyRing{colors:1 phases:1}"
     found = [sum(loop["cycles"][what] for what in SPENT) for loop in report["loops"]]
     assert all(one <= limit for one, limit in zip(found, most, strict=True)), found
     assert report["temporary_ratio"] <= memory
     if slice_.startswith("v6e"):
+        assert report["num_devices"] == 252
         assert sum(report["packing"][what] for what in SPENT) <= 600_000, report["packing"]
+    if slice_.startswith("v6e") and algorithm == "row_pair":
+        assert_cycles_add_up(report)
 
 
+def assert_cycles_add_up(report):
+    """In a report of `row_pair` for 100 MB on 16x16."""
+    rounds = [loop["cycles"] for loop in report["loops"]]
+    assert [each["rounds"] for each in rounds] == [32, 6, 6, 32]
+    assert not any(each["unknown"] for each in rounds)
+    assert min(each["exposed"] for each in rounds) > 1000
+    # Four chunks across, and seven times as many along the rings.
+    along, across, _, _ = (each["sent_bytes"] for each in rounds)
+    assert 4 * 100e6 / 448 <= across <= 1.1 * 4 * 100e6 / 448
+    assert along == 7 * across
+    cycles = [each["rounds"] * (each["exposed"] + each["hidden"]) for each in rounds]
+    assert report["cycles"] == sum(cycles)
+    assert report["packing"]["exposed"] > 100_000
+
+
+@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("algorithm", LANES)
 def test_whole_slices_with_idle_chips(algorithm):
@@ -152,6 +150,7 @@ def test_whole_slices_with_idle_chips(algorithm):
     assert last["in_flight"] >= 4  # as many as a chip has links
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_a_refusal_is_reported():
     report = compile_for("v5e:16x16", "2x2@2,2", "ring")

@@ -30,11 +30,16 @@ def compile_for(name, failed, algorithm, *options):
     ("name", "algorithm", "devices"),
     [
         ("v6e:8x8", "ring", 60),
-        ("v6e:16x16", "ring", 252),
-        ("v6e:16x16", "row_pair", 252),
-        ("v5p:4x4x1", "row_pair", 12),
-        ("v4:4x4x1", "ring", 24),
-        ("tpu7x:4x4x1", "row_pair", 24),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("v6e:16x16", "ring", 252),
+                ("v6e:16x16", "row_pair", 252),
+                ("v5p:4x4x1", "row_pair", 12),
+                ("v4:4x4x1", "ring", 24),
+                ("tpu7x:4x4x1", "row_pair", 24),
+            )
+        ),
     ],
 )
 def test_one_kernel(name, algorithm, devices):
@@ -76,6 +81,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_between_other_work_a_kernel_takes_its_buffer_and_a_program_of_one_size():
     """100 MB along rings of 60 chips and of 252."""
     few, many = (
@@ -87,6 +93,7 @@ def test_between_other_work_a_kernel_takes_its_buffer_and_a_program_of_one_size(
     assert many["seconds"] < 30
 
 
+@pytest.mark.slow
 def test_whole_slices_with_idle_chips():
     report = compile_for("v5e:16x16", HOLE, "ring", ("with_idle", True))
     assert report["accepted"], report["refusal"]

@@ -5,9 +5,12 @@ from reporting import in_a_process
 
 from ftmesh.tpu import slices
 
-pytestmark = pytest.mark.skipif(
-    not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
+    ),
+]
 HOLE = ("--failed", "2x2@2,2")
 CHIPS_AND_LINKS = (
     "--failed", "1x1@3,3;1x1@9,12;1x1@14,2", "--failed-links", "5,5-6,5;10,10-10,11"

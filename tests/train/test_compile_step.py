@@ -102,6 +102,7 @@ def report_of(example, *argv):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize(("optimizer", "least"), [((), 16), (("--whole-optimizer",), 24)])
 def test_permutations_travel_while_convolutions_are_computed(optimizer, least):
@@ -115,6 +116,7 @@ def test_permutations_travel_while_convolutions_are_computed(optimizer, least):
     assert report["overlap"]["permutations"] == halves * 88
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_sharded_lamb_takes_less_memory():
     slice_ = ("v3:4x4", "--failed", "2x2@0,0", "--preset", "tiny", "--batch", "48")

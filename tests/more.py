@@ -1,0 +1,9 @@
+"""What takes minutes and is run where it is asked for: ``FTMESH_MORE=1 scripts/test --all``."""
+
+import os
+
+import pytest
+
+more = pytest.mark.skipif(
+    "FTMESH_MORE" not in os.environ, reason="takes minutes: set FTMESH_MORE=1 to run it"
+)
