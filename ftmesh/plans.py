@@ -123,10 +123,12 @@ class Plan:
         found = self._choose(self.payload_bytes, self.wire_dtype, halves=True)
         return self._sibling(found.algorithm, self.payload_bytes, self.wire_dtype)
 
-    def _choose(self, size: int, kind: str, *, halves: bool = False) -> Choice:
+    def _choose(self, size: int, kind: str, *, halves: bool = False, trees: bool = False) -> Choice:
         """Every algorithm for a payload: without trees where rounds are written out."""
-        halves = halves or self.unrolled
-        return choose(self.topology, size, self.network, kind, best=self.is_best, halves=halves)
+        halves, best = halves or self.unrolled, self.is_best
+        return choose(
+            self.topology, size, self.network, kind, best=best, halves=halves, trees=trees
+        )
 
     @property
     def _is_cut_by_size(self) -> bool:
@@ -170,7 +172,7 @@ class Plan:
 
     def explain(self) -> Choice:
         """Every algorithm on this topology and payload beside this one; print it for a table."""
-        found = self._choose(self.payload_bytes, self.wire_dtype)
+        found = self._choose(self.payload_bytes, self.wire_dtype, trees=self._is_flowing)
         return found if self._is_flowing else found.beside(self.schedule)
 
     def jax_mesh(self, axis_name: str | Sequence[str], *, along: str | None = None) -> Any:
@@ -263,14 +265,14 @@ def plan(
 
     ``"auto"`` simulates every algorithm for this payload, on links as `ftmesh.simulate` takes them,
     and takes the fastest; `Plan.explain` shows them all. It looks at `tree`, which takes longer to
-    plan, where no other serves, on damaged tori and three axes, and on TPUs; ``"best"`` also where
-    else that could be faster. Unless given, the links are those of the TPUs that `topology` has,
-    with what the executor costs there. The payload has so many bytes in `wire_dtype`, a dtype or
-    its name: where an algorithm's partial sums may not travel in it, they count for more.
-    `with_idle` is for a mesh axis that has the devices of failed chips too, `unrolled` for sums
-    beside which other work is to be done. The `executor` is ``"ppermute"``, or ``"pallas"``: one
-    kernel for all rounds, for TPUs, and interpreted elsewhere. Nothing else is computed while it
-    runs.
+    plan, where no other serves, on damaged tori and three axes, and on TPU v3 to v6e where that is
+    a matter of seconds; ``"best"`` also where else that could be faster. Unless given, the links
+    are those of the TPUs that `topology` has, with what the executor costs there. The payload has
+    so many bytes in `wire_dtype`, a dtype or its name: where an algorithm's partial sums may not
+    travel in it, they count for more. `with_idle` is for a mesh axis that has the devices of failed
+    chips too, `unrolled` for sums beside which other work is to be done. The `executor` is
+    ``"ppermute"``, or ``"pallas"``: one kernel for all rounds, for TPUs, and interpreted elsewhere.
+    Nothing else is computed while it runs.
 
     With a `tile`, as ``"2x2"``, each tile of so many chips is one rank, and its devices are a model
     group. Every position in it has a payload; all are summed at once, over links that they share. A
@@ -301,7 +303,7 @@ def plan(
     on = network_of(topology) if link is None else network(link)
     is_given = schedule is not None
     is_auto = algorithm in CHOSEN and not is_given
-    is_best = is_auto and (algorithm == BEST or on.executor is not None)
+    is_best = is_auto and looks_at_trees(algorithm, on, executor)
     if executor == PALLAS:
         on = on.wires
     if schedule is not None:
@@ -320,6 +322,14 @@ def plan(
     if with_idle:
         _ = made.program  # refuses idle chips that nothing can be sent to
     return made
+
+
+def looks_at_trees(algorithm: str, on: Network, executor: str) -> bool:
+    """Whether trees are among the choices of all payloads: for a kernel, as on the TPUs it is for.
+
+    For the other executor `choose` looks at its costs, and at how long trees take to plan.
+    """
+    return algorithm == BEST or (executor == PALLAS and on.executor is not None)
 
 
 def _planned(

@@ -62,8 +62,8 @@ def add_algorithm(parser: argparse.ArgumentParser) -> None:
         choices=ALGORITHMS,
         default="auto",
         help="how to sum: auto is the fastest of the others by simulation, but looks at tree only "
-        "for TPUs and where no other serves; best looks at it wherever it could be faster, and "
-        "takes longer to plan (default: auto)",
+        "for TPU v3 to v6e and where no other serves; best looks at it wherever it could be "
+        "faster, and takes longer to plan (default: auto)",
     )
 
 

@@ -18,10 +18,11 @@ import jax
 import ftmesh
 from ftmesh.cluster import ahead
 from ftmesh.cluster.cluster import Cluster
-from ftmesh.cost.choice import BEST, CHOSEN
+from ftmesh.cost.choice import CHOSEN
+from ftmesh.cost.network import network_of
 from ftmesh.mesh.notation import Failed, format_failed
 from ftmesh.mesh.topology import Topology
-from ftmesh.plans import Plan, plan
+from ftmesh.plans import Plan, looks_at_trees, plan
 from ftmesh.schedule.files import dump, load
 
 
@@ -75,7 +76,8 @@ def agreed_plan(cluster: Cluster, topology: Topology, algorithm: str, **options:
     schedule = load(cluster.broadcast(made, "the schedule"), verify=False)  # as the next line does
     agreed = plan(topology, algorithm, schedule=schedule, **options)
     # Others, for other payloads or with halves, are made alike.
-    is_auto, is_best = algorithm in CHOSEN, algorithm == BEST
+    is_auto = algorithm in CHOSEN
+    is_best = is_auto and looks_at_trees(algorithm, network_of(topology), agreed.executor)
     agreed = replace(agreed, is_auto=is_auto, is_best=is_best, is_given=False)
     cluster.agree({"the schedule": digest(*agreed.schedule.columns)})
     return agreed

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ftmesh import planners
-from ftmesh.cost.cutting import least_seconds, schedule_for
+from ftmesh.cost.cutting import is_soon, least_seconds, schedule_for
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.cost.rounding import FLOATS, added_in, partials_travel_in, wire_named
@@ -162,9 +162,12 @@ def _asks_for_trees(
 ) -> bool:
     """Whether nothing else serves as well as it should, or comes near the limit on three axes.
 
-    With an executor's costs rounds are dear, of which trees have few.
+    With an executor's costs rounds are dear, of which trees have few; they are looked at where
+    they are planned in seconds.
     """
-    if on.executor or any(one.algorithm in planners.LAST_RESORT for one in candidates):
+    if any(one.algorithm in planners.LAST_RESORT for one in candidates):
+        return True
+    if on.executor and is_soon(topology, payload_bytes, on):
         return True
     if len(topology.shape) < 3:
         return False

@@ -47,6 +47,7 @@ FEW, SMALL = 12, 96  # messages up to which one chunk each may do as well; and u
 HOP_CHUNKS = 2  # in dataflow, those that a link carries in the time of a hop
 FLOWING = 500_000  # chips times chunks up to which trees are planned for dataflow
 KERNEL = 130_000  # and for a kernel, whose tables are to stay small
+SOON = 700_000  # and up to which ``auto`` looks at them for an executor: some 15 s
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,11 @@ def num_chunks(topology: Topology, payload_bytes: int, on: Network) -> int:
     most = _most(payload_bytes)
     seconds = filling / per_chunk * payload_bytes * per_byte  # times the best number, squared
     return most if each * most**2 <= seconds else min(most, _rounded(math.sqrt(seconds / each)))
+
+
+def is_soon(topology: Topology, payload_bytes: int, on: Network) -> bool:
+    """Whether trees for a payload are planned in seconds, and their tables are of some size."""
+    return topology.num_live * num_chunks(topology, payload_bytes, on) <= SOON
 
 
 def least_seconds(topology: Topology, payload_bytes: int, on: Network) -> float:

@@ -60,7 +60,8 @@ class Events:
     def close(self) -> None:
         """No more of them."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what a full disk did not take is lost
+                self._file.close()
 
 
 def _appended_to(path: Path) -> TextIO:

@@ -197,7 +197,8 @@ def _together(parts: Iterable[Block]) -> list[Block]:
 
 def _whole(block: Block) -> Block:
     """Refuse a block whose two parts do not go together."""
-    if len(parse_shape(block.size)) != len(block.corner):
+    block = Block(parse_shape(block.size), _whole_numbers(block.corner))
+    if len(block.size) != len(block.corner):
         raise TopologyError(
             f"block {block} has a corner that does not have the {len(block.size)} axes of its size"
         )

@@ -138,8 +138,8 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         choices=(*ALGORITHMS, PSUM),
         default="auto",
         help="how gradients are summed: auto, the fastest by simulation, which looks at flood and "
-        "tree only for TPUs and where no other serves; best, which looks at tree wherever it could "
-        "be faster; psum, JAX's own sum, which needs no plan (default: auto)",
+        "tree only for TPU v3 to v6e and where no other serves; best, which looks at tree wherever "
+        "it could be faster; psum, JAX's own sum, which needs no plan (default: auto)",
     )
     parser.add_argument(
         "--executor",

@@ -10,7 +10,7 @@ same program on a damaged mesh, on a whole one with ``lax.psum`` and on a single
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,7 @@ class Parallel(Placed):
         cluster: Cluster = ALONE,
         keeps_state: bool = True,
         copies: bool = True,
+        halved: bool = False,
         executor: str = PPERMUTE,
     ) -> Parallel:
         """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
@@ -92,8 +93,9 @@ class Parallel(Placed):
         of them at a time. With `with_idle` the devices of failed chips are in the program too, and
         count for nothing. The ranks of a topology without devices are emulated, all on one. A
         single chip needs no plan. Of several processes, in `cluster`, one plans for all; where some
-        may be lost, a step `keeps_state`, and shards of it have `copies` on another host. The
-        `executor` is as for `ftmesh.plan`.
+        may be lost, a step `keeps_state`, and shards of it have `copies` on another host. Where
+        gradients go by halves, as to owners with `halved` and always with `overlap`, ``"auto"``
+        has no trees. The `executor` is as for `ftmesh.plan`.
         """
         cluster = cluster.on(topology, with_idle=with_idle)
         ranks = Ranks(topology, with_idle)
@@ -107,8 +109,10 @@ class Parallel(Placed):
                 payload_bytes=size,
                 wire_dtype=jnp.dtype(wire_dtype).name,
                 with_idle=with_idle,
+                unrolled=halved or overlap,  # so that trees are not planned for nothing
                 executor=executor,
             )
+            made = replace(made, unrolled=False)
             small = _for_small_sums(made)
         mesh = topology.jax_mesh(axis_name, with_idle=with_idle) if topology.devices else None
         is_on_line = cluster.line is not None

@@ -83,6 +83,7 @@ class StepOptions:
             cluster=cluster,
             keeps_state=self.keeps_state,
             copies=self.copies and self.sharded,
+            halved=self.sharded,
             executor=self.executor,
         )
 

@@ -48,8 +48,9 @@ def scene(
     """What the page shows of `topology`: every algorithm's price, and proved schedules.
 
     With ``"auto"`` or a name the schedule of that one is there, and with ``"all"`` every one that
-    can be; those that take long are looked at only if nothing else serves, or if they are asked
-    for. A `PlanError` where no algorithm can serve the mesh, or not the one that was asked for.
+    can be; those that take long are looked at only if nothing else serves, if they are asked for,
+    or if the network has an executor. A `PlanError` where no algorithm can serve the mesh, or not
+    the one that was asked for.
 
     >>> made = scene(Topology.grid("8x8", failed="2x2@2,2"))
     >>> made["auto"], [each["rounds"] for each in made["algorithms"] if "schedule" in each]

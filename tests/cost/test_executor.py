@@ -12,6 +12,7 @@ from ftmesh import ArgumentError, Topology, planners
 from ftmesh.cli import main
 from ftmesh.cost import advise, paper
 from ftmesh.cost.choice import choose
+from ftmesh.cost.cutting import is_soon
 from ftmesh.cost.executor import Executor, lanes_and_chunks
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS, network
@@ -202,6 +203,15 @@ def test_with_an_executor_auto_looks_at_trees():
     assert unrolled.at(PAYLOAD // 64).algorithm != "tree"
     on_wires = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on, executor="pallas")
     assert (on_wires.is_best, on_wires.network.executor) == (True, None)
+    named = ftmesh.plan(topology, "tree", payload_bytes=PAYLOAD, executor="pallas")
+    assert "tree" in [one.algorithm for one in named.explain().candidates if not one.refusal]
+
+
+def test_trees_that_take_minutes_to_plan_are_asked_for():
+    pod, small = (Topology.grid(shape, failed="4x2@14,14") for shape in ("64x64", "32x32"))
+    assert is_soon(small, 100_000_000, NETWORKS["v3"])
+    assert not is_soon(pod, 1_340_000_000, NETWORKS["v3"])
+    assert choose(pod, 1_340_000_000, NETWORKS["v3"]).algorithm != "tree"
 
 
 def test_the_limit_is_that_of_the_wires_and_the_executor_has_a_floor(capsys):

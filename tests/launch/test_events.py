@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -123,6 +124,13 @@ def test_without_a_file(lines):
     events.say("gives up", why="nothing helps")
     events.close()
     assert lines == ["gives up: nothing helps"]
+
+
+def test_a_full_disk_does_not_end_a_run(lines):
+    events = Events(lines.append, Path("/dev/full"))
+    events.say("gives up", why="nothing helps")
+    events.close()
+    assert lines[0] == "gives up: nothing helps"
 
 
 def test_a_run_that_goes_on_appends_to_its_file(events, lines, file):

@@ -39,6 +39,7 @@ def test_a_block_is_size_then_low_corner():
 
 
 def test_several_blocks_and_coords():
+    assert parse_blocks([Block([2, 2], [2, 2])]) == parse_blocks("2x2@2,2")
     assert parse_blocks("1x1@0,0; 1x2@3,1") == [Block((1, 1), (0, 0)), Block((1, 2), (3, 1))]
     assert parse_blocks([(0, 0), [3, 1]]) == [Block((1, 1), (0, 0)), Block((1, 1), (3, 1))]
     assert parse_blocks("") == []
