@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seed", type=whole_number(0, MOST_SEED), default=0, metavar="N", help="of the damages (0)"
     )
+    jax.config.update("jax_platforms", "cpu")  # on which some are computed
     args = parser.parse_args(argv)
     jax.config.update("jax_disable_most_optimizations", True)  # the compiler takes longest
     counts: Counter[str] = Counter()
