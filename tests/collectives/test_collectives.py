@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+from more import more
 from on_devices import odd_tree, per_rank, planned
 
 import ftmesh
@@ -87,7 +88,7 @@ def test_two_runs_give_the_same_bits(twelve):
         ("16x32", "4x2@6,14", "row_pair", 504),
         ("16x32", "4x2@6,14", "ring", 504),
         pytest.param("32x32", "4x2@14,14", "row_pair", 1016, marks=pytest.mark.slow),
-        pytest.param("32x32", "4x2@14,14", "ring", 1016, marks=pytest.mark.slow),
+        pytest.param("32x32", "4x2@14,14", "ring", 1016, marks=(pytest.mark.slow, more)),
         pytest.param("16x32", "", "two_dim", 512, marks=pytest.mark.slow),
     ],
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from more import more
 from on_devices import planned
 
 from ftmesh import CollectiveError
@@ -190,7 +191,7 @@ def test_types_with_doubles(even, case):
     ("algorithm", "where"),
     [
         ("ring", "types checked"),
-        pytest.param("ring", "types not checked", marks=pytest.mark.slow),
+        pytest.param("ring", "types not checked", marks=(pytest.mark.slow, more)),
         pytest.param("ring", "logical ranks", marks=pytest.mark.slow),
     ],
 )

@@ -4,6 +4,7 @@ import argparse
 from dataclasses import replace
 
 import pytest
+from more import more
 
 from examples.bert import train as bert
 from examples.resnet50 import train as resnet50
@@ -24,6 +25,7 @@ def losses(trainer, *argv, **smaller):
     return trainer.train(config, cpu_grid("2x2"), args).losses
 
 
+@more
 def test_resnet50_with_a_whole_optimizer_and_sums_in_the_backward_pass():
     how = ("--whole-optimizer", "--overlap", "--bucket", "10kB")
     small = {"stage_sizes": (1,), "width": 4, "image_size": 8, "norm_group": 12}

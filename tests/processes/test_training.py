@@ -14,6 +14,7 @@ import optax
 import pytest
 from linear import arguments, linear_job, linear_trainer
 from linear_train import Config
+from more import more
 from watching import Watching
 
 from ftmesh import Topology
@@ -129,7 +130,7 @@ def test_what_runs_on_a_failed_chip_is_seen():
 @pytest.mark.slow  # scripts/pods has every division and damage
 @pytest.mark.parametrize(
     ("hosts", "failed", "idle"),
-    [(2, "4x2@0,2", True), (4, "2x2@2,2", False)],
+    [pytest.param(2, "4x2@0,2", True, marks=more), (4, "2x2@2,2", False)],
 )
 def test_divisions_and_damages(hosts, failed, idle, tmp_path):
     argv = ("--failed", failed, "--steps", str(STEPS), *["--idle"] * idle)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from more import more
 
 import ftmesh
 from ftmesh.launch.pod import Pod
@@ -84,7 +85,7 @@ def test_a_bad_record_in_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=more), 1])
 def test_a_full_disk_in_one_process(tmp_path, who):
     argv = ("--steps", "40", "--checkpoint-dir", str(tmp_path), "--checkpoint-every", "2")
     lines, statuses = troubled(*argv, trouble="full disk", who=who)
@@ -100,7 +101,7 @@ def test_different_weights_and_data():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=more)])
 def test_a_process_that_is_told_to_end_in_mid_run(number):
     command = [sys.executable, str(HERE / "linear_train.py"), "--steps", "100000"]
     heard = [bytearray(), bytearray()]
