@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,14 +23,16 @@ from ftmesh.cost.choice import (
     partials_of,
 )
 from ftmesh.cost.cutting import KERNEL, schedule_for
+from ftmesh.cost.executor import Sends
 from ftmesh.cost.network import DEFAULT, Network, network, network_of
 from ftmesh.cost.rounding import LARGEST_ERROR, wire_named, worst_error
 from ftmesh.cost.simulate import DATAFLOW
 from ftmesh.errors import ArgumentError
-from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE, Program, lower
+from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE, Loop, Program, lower
 from ftmesh.execute.read_back import check_program
 from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.mesh.topology import Topology
+from ftmesh.schedule.columns import ADD, COPY
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.verify import Proof
 from ftmesh.schedule.verify import verify as _verify
@@ -84,9 +87,21 @@ class Plan:
             with_idle=self.with_idle,
         )
         program = replace(program, unrolled=self.unrolled, executor=self.executor)
+        if not self.unrolled:
+            program = program.split(self._split_bytes)
         if self.proof is not None:
             check_program(program)
         return program
+
+    def _split_bytes(self, loop: Loop) -> float:
+        """The bytes of a chunk from which it is worth it, by price, that they travel in halves."""
+        if self.network.executor is None:
+            return math.inf
+        counts = [lane.count for lane in loop.lanes]
+        is_mixed = {lane.op for lane in loop.lanes} not in ({ADD}, {COPY})
+        sends = Sends(len(counts), sum(counts), max(counts), is_mixed)
+        executor = replace(self.network.executor, devices=self.topology.devices_per_chip)
+        return executor.split_bytes(sends, self.network.bandwidth)
 
     @cached_property
     def as_unrolled(self) -> Plan:

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from more import more
 
 import ftmesh
 from ftmesh import Topology
@@ -11,7 +12,7 @@ HALVES = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": jnp.dtype(np.float16)}
 LARGE = [
     ("16x32", "4x2@6,14", "ring"),
     pytest.param("16x32", "4x2@6,14", "row_pair", marks=pytest.mark.slow),
-    pytest.param("32x32", "4x2@14,14", "ring", marks=pytest.mark.slow),
+    pytest.param("32x32", "4x2@14,14", "ring", marks=(pytest.mark.slow, more)),
 ]
 
 

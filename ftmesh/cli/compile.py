@@ -10,6 +10,7 @@ import ftmesh
 from ftmesh import planners
 from ftmesh.cli.arguments import Stages, add_algorithm, add_damage, add_executor, add_payload
 from ftmesh.cost.choice import CHOSEN
+from ftmesh.cost.network import network_of
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import PPERMUTE
 from ftmesh.mesh.topology import Topology
@@ -65,6 +66,10 @@ def run(args: argparse.Namespace) -> None:
         devices, failed=args.failed, failed_links=args.failed_links
     )
 
+    on = network_of(topology)
+    if args.fit:
+        on = on.wires  # chunks travel in one stream where nothing says what they cost
+
     def report_of(algorithm: str, payload_bytes: int) -> CompileReport:
         plan = stages.run(
             "planning",
@@ -72,6 +77,7 @@ def run(args: argparse.Namespace) -> None:
                 topology,
                 algorithm,
                 payload_bytes=payload_bytes,
+                link=on,
                 with_idle=args.idle,
                 executor=args.executor,
             ),

@@ -26,6 +26,7 @@ from functools import lru_cache
 import numpy as np
 
 from ftmesh import planners
+from ftmesh.cost.executor import Sends
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import Network
 from ftmesh.cost.round_bound import RoundBound, any_bound
@@ -85,14 +86,21 @@ def schedule_for(
 @lru_cache(maxsize=16)
 def _fastest(topology: Topology, payload_bytes: int, on: Network) -> Schedule:
     """The best of some plans along trees, on the clock of synchronous rounds."""
-    each, per_byte = _round_cost(topology, on)
+    each, per_byte = on.overhead + on.latency, 1 / on.bandwidth
+    lanes = _num_lanes(topology.without_devices())
+    sends = Sends(lanes, lanes, most=1, is_mixed=True)
 
     def planned(by: Chunking) -> tuple[float, Schedule]:
         found = tree.plan(topology, by.num_chunks, width=by.width, balance=by.balance)
         fullest = np.zeros(found.num_rounds)  # messages of a round have this many chunks, and one
         np.maximum.at(fullest, found.columns.round, found.columns.lane % by.width)
         chunks = found.num_rounds + fullest.sum()
-        seconds = found.num_rounds * each + chunks * payload_bytes / by.num_chunks * per_byte
+        chunk_bytes = payload_bytes / by.num_chunks
+        seconds = found.num_rounds * each + chunks * chunk_bytes * per_byte
+        if on.executor:
+            part = chunk_bytes / on.executor.devices
+            beside = on.executor.exposed_seconds(sends, part, on.bandwidth)
+            seconds += found.num_rounds * beside
         return seconds, found
 
     tried = map(planned, chunkings(topology, payload_bytes, on))
@@ -181,7 +189,7 @@ def least_seconds(topology: Topology, payload_bytes: int, on: Network) -> float:
 
     Tiles are taken as chips, so theirs is lower than it need be.
     """
-    each, per_byte = _round_cost(topology, on)
+    each, per_byte = _round_cost(topology, on, least=True)
     whole = payload_bytes * per_byte
     bound = _bound(topology.without_devices())
     number = min(bound.best_number(each, whole), _most(payload_bytes))
@@ -211,13 +219,17 @@ def _as_chips(topology: Topology) -> Topology:
     return Topology(topology.shape, topology.wrap, topology.failed, topology.failed_links)
 
 
-def _round_cost(topology: Topology, on: Network) -> tuple[float, float]:
-    """What a round takes for nothing, and for every byte of a chunk, in seconds."""
+def _round_cost(topology: Topology, on: Network, *, least: bool = False) -> tuple[float, float]:
+    """What a round takes for nothing, and for every byte of a chunk, in seconds.
+
+    At `least`, if all that can be is hidden and costs nothing.
+    """
     each, per_byte = on.overhead + on.latency, 1 / on.bandwidth
     if on.executor:
         lanes = _num_lanes(topology.without_devices())
         each += on.executor.round_seconds(lanes=lanes, num_bytes=0)
-        per_byte += lanes * on.executor.per_byte / on.executor.clock / on.executor.devices
+        exposed = 1 - on.executor.hidden_mixed if least else 1.0
+        per_byte += lanes * exposed * on.executor.per_byte / on.executor.clock / on.executor.devices
     return each, per_byte
 
 

@@ -13,16 +13,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
-from ftmesh.schedule.columns import Columns, Ints, row_key
+from ftmesh.schedule.columns import ADD, Columns, Ints, row_key
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
 
 EXCHANGES = 4  # rounds in which two devices of a chip give each other their halves, at most
+WORTH = 0.05  # of what a round costs: what two streams have to save, for estimates are no more
+
+
+class Sends(NamedTuple):
+    """What a device sends in a round: by so many lanes, so many chunks, at `most` so many by one.
+
+    Where a lane `is_mixed`, some of its chunks are added and others copied.
+    """
+
+    lanes: int
+    chunks: int
+    most: int
+    is_mixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,10 @@ class Executor:
     costs ``per_round + lanes * per_lane + bytes * per_byte``; to pack a payload, and to unpack the
     sum, costs `packing` for every byte of it. The `devices` of a chip share its payload: they give
     each other their halves first and last, in some rounds each.
+
+    A chunk may travel as two streams, one half of it behind the other: all that does not go with
+    bytes is paid twice, and of what does the compiler puts a share beside the wires, `hidden`, or
+    `hidden_mixed` where lanes are mixed.
     """
 
     per_round: float
@@ -41,6 +59,8 @@ class Executor:
     packing: float
     clock: float  # cycles per second
     devices: int = 1  # on a chip
+    hidden: float = 0.0
+    hidden_mixed: float = 0.0
     source: str = "as given"
 
     def __post_init__(self) -> None:
@@ -48,6 +68,9 @@ class Executor:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ArgumentError(f"{name} must be 0 cycles or more, not {value!r}")
+        for name in ("hidden", "hidden_mixed"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise ArgumentError(f"{name} must be a share from 0 to 1, not {value!r}")
         if not (math.isfinite(self.clock) and self.clock > 0):
             raise ArgumentError(f"clock must be above 0 cycles a second, not {self.clock!r}")
         if self.devices not in (1, 2):
@@ -61,6 +84,30 @@ class Executor:
         """The same, in seconds."""
         return self.cycles(lanes=lanes, num_bytes=num_bytes) / self.clock
 
+    def split_bytes(self, sends: Sends, bandwidth: float) -> float:
+        """The bytes of a chunk from which two streams are worth it, over links so fast."""
+        alone, per_byte = self.cycles(lanes=sends.lanes, num_bytes=0), sends.chunks * self.per_byte
+        saved = self._hidden_per_byte(sends, bandwidth) - WORTH * per_byte
+        return (1 + WORTH) * alone / saved if saved > 0 else math.inf
+
+    def exposed_seconds(self, sends: Sends, chunk_bytes: float, bandwidth: float) -> float:
+        """What a round adds to the time of its wires, in one stream or two."""
+        moved = sends.chunks * chunk_bytes
+        cycles = self.cycles(lanes=sends.lanes, num_bytes=moved)
+        if chunk_bytes >= self.split_bytes(sends, bandwidth):
+            cycles += self.cycles(lanes=sends.lanes, num_bytes=0)
+            cycles -= chunk_bytes * self._hidden_per_byte(sends, bandwidth)
+        return cycles / self.clock
+
+    def _hidden_per_byte(self, sends: Sends, bandwidth: float) -> float:
+        """The cycles that two streams hide, for every byte of a chunk.
+
+        No more than the wires take: there the devices of a chip share a link.
+        """
+        share = self.hidden_mixed if sends.is_mixed else self.hidden
+        wires = sends.most * self.devices * self.clock / bandwidth
+        return min(share * sends.chunks * self.per_byte, wires)
+
     def around_seconds(self, payload_bytes: float) -> float:
         """What comes before all rounds and after them: packing, and the exchange between cores."""
         packing = payload_bytes * self.packing / self.clock
@@ -72,9 +119,11 @@ class Executor:
     def floor_seconds(self, payload_bytes: float) -> float:
         """The least time of any all-reduce, if rounds and wires cost nothing.
 
-        Whatever is done, each chip's part of every sum has to leave it once.
+        Whatever is done, each chip's part of every sum has to leave it once; as much of what that
+        costs as can be is hidden.
         """
-        moved = payload_bytes / self.devices * self.per_byte / self.clock
+        exposed = 1 - max(self.hidden, self.hidden_mixed)
+        moved = payload_bytes / self.devices * self.per_byte * exposed / self.clock
         return moved + self.around_seconds(payload_bytes)
 
     def __str__(self) -> str:
@@ -85,11 +134,12 @@ class Executor:
 
 
 def costs(
-    executor: Executor, schedule: Schedule, payload_bytes: float
+    executor: Executor, schedule: Schedule, payload_bytes: float, bandwidth: float
 ) -> tuple[list[float], float]:
     """In seconds, what a round of each phase of `schedule` costs a device, and all around them.
 
-    All rounds of a phase are alike to it.
+    All rounds of a phase are alike to it. What the devices of a chip exchange may be hidden too,
+    which is not counted, for nobody says how fast that travels.
     """
     topology = schedule.topology
     if topology.num_positions > 1:  # every device of a tile has a payload of its own
@@ -98,25 +148,28 @@ def costs(
         executor = replace(executor, devices=topology.devices_per_chip)
     chunk_bytes = payload_bytes / schedule.num_chunks / executor.devices
     rounds = [
-        executor.round_seconds(lanes=lanes, num_bytes=chunks * chunk_bytes)
-        for lanes, chunks in map(lanes_and_chunks, schedule.phases)
+        executor.exposed_seconds(sends, chunk_bytes, bandwidth)
+        for sends in map(sends_of, schedule.phases)
     ]
     return rounds, executor.around_seconds(payload_bytes)
 
 
-def lanes_and_chunks(phase: Phase) -> tuple[int, int]:
-    """The lanes that a phase has when it is lowered, and the chunks that they carry together.
+def sends_of(phase: Phase) -> Sends:
+    """What a device sends in a round of a phase when that is lowered.
 
     Every device slices and adds for every lane in every round, also where it has nothing to send.
     """
     if not isinstance(phase.what, Columns):
-        return len(phase.what), sum(circling.count for circling in phase.what)
+        counts = [circling.count for circling in phase.what]
+        return Sends(len(counts), sum(counts), max(counts))
     lanes = chunks = 0
     for count in phase.counts:
         found = _num_lanes(phase.what.take(phase.what.count == count))
         lanes += found
         chunks += found * count
-    return lanes, chunks
+    is_added = phase.what.op == ADD
+    is_mixed = bool(is_added.any() and not is_added.all())
+    return Sends(lanes, chunks, max(phase.counts), is_mixed)
 
 
 def _num_lanes(columns: Columns) -> int:

@@ -29,12 +29,12 @@ Two clocks:
 Each link serves in the same order under both, and every time is a sum or a maximum of earlier
 ones, so dataflow is never slower than synchronous.
 
-A network with an executor (`ftmesh.cost.executor`) has what devices do beside the wires added.
-Nothing overlaps it: a round takes its wires' time and then its executor's, which is the same for
-all rounds of a phase and for all chips; packing, and what the cores of a chip exchange, comes on
-top of all rounds. In dataflow a chip goes through its rounds one by one, and at its own pace: it
-sends when its part of the round before is done, and is done with a round when all that it receives
-has arrived and the executor's time is over.
+A network with an executor (`ftmesh.cost.executor`) has what devices do beside the wires added. A
+round takes its wires' time and then its executor's, less what chunks that travel as two streams
+hide of it; that is the same for all rounds of a phase and for all chips. Packing, and what the
+cores of a chip exchange, comes on top of all rounds. In dataflow a chip goes through its rounds one
+by one, and at its own pace: it sends when its part of the round before is done, and is done with a
+round when all that it receives has arrived and the executor's time is over.
 """
 
 from __future__ import annotations
@@ -261,7 +261,9 @@ class Simulator:
 
     def _beside(self, payload_bytes: int, on: Network) -> tuple[list[float] | None, float]:
         """What the executor adds to a round of each phase, and to all of them."""
-        return costs(on.executor, self.schedule, payload_bytes) if on.executor else (None, 0.0)
+        if on.executor is None:
+            return None, 0.0
+        return costs(on.executor, self.schedule, payload_bytes, on.bandwidth)
 
     def link_ids(self, src: int, dst: int) -> list[int]:
         """The links of the route between two chips, by rank, numbered."""

@@ -10,7 +10,9 @@ lowers as well as a planned one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -123,11 +125,15 @@ class Lane:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """Rounds that share their permutations."""
+    """Rounds that share their permutations.
+
+    Chunks of `split_bytes` or more travel as two streams, one half of each behind the other.
+    """
 
     name: str
     num_rounds: int
     lanes: tuple[Lane, ...]
+    split_bytes: float = math.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +190,14 @@ class Program:
     def loops(self) -> tuple[Loop, ...]:
         """All of it, in order."""
         return self.scatter + self.gather
+
+    def split(self, split_bytes: Callable[[Loop], float]) -> Program:
+        """The same, each loop with the bytes from which its chunks travel as two streams."""
+
+        def split(loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
+            return tuple(replace(loop, split_bytes=split_bytes(loop)) for loop in loops)
+
+        return replace(self, scatter=split(self.scatter), gather=split(self.gather))
 
 
 def lower(schedule: Schedule, *, devices_per_chip: int = 1, with_idle: bool = False) -> Program:

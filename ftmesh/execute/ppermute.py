@@ -2,12 +2,16 @@
 
 A buffer has shape ``[chunks, rows, width]`` (and whatever batch dimensions follow), so that a chunk
 is contiguous. Knows permutations and tables only; what they are for is the planner's business.
+
+Large chunks may travel as two streams, if their loop says so: the rows of a chunk in two halves,
+one behind the other, so that a device slices and adds one while the other travels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +24,27 @@ from ftmesh.execute.setting import Setting
 from ftmesh.schedule.columns import ADD, COPY
 
 Run = Callable[[jax.Array, Any, int], jax.Array]
+TILE_ROWS = 16  # of 16-bit numbers, and twice that of others
+
+
+class Rows(NamedTuple):
+    """The rows of chunks that travel together: so many, from `first` on."""
+
+    first: int
+    number: int
+
+    def take(self, buffer: jax.Array, chunk: Any, count: int) -> jax.Array:
+        """Those of some chunks."""
+        sizes = count, self.number, *buffer.shape[2:]
+        return lax.dynamic_slice(buffer, self._begin(buffer, chunk), sizes)
+
+    def put(self, buffer: jax.Array, new: jax.Array, chunk: Any) -> jax.Array:
+        """The buffer with those of some chunks replaced."""
+        return lax.dynamic_update_slice(buffer, new, self._begin(buffer, chunk))
+
+    def _begin(self, buffer: jax.Array, chunk: Any) -> list[Any]:
+        first = jnp.int32(self.first)
+        return [jnp.asarray(chunk, jnp.int32), first, *[jnp.int32(0)] * (buffer.ndim - 2)]
 
 
 def run_loops(
@@ -53,35 +78,59 @@ def on_rank(loop: Loop, setting: Setting) -> tuple[int, Run]:
     lanes = [_Lane(lane, setting) for lane in loop.lanes]
 
     def run(buffer: jax.Array, first: Any, how_many: int) -> jax.Array:
+        streams = _streams(buffer, loop)
         for now in rounds(first, how_many):
-            buffer = _one_round(buffer, lanes, now)
+            buffer = _one_round(buffer, lanes, now, streams)
         return buffer
 
     return at_once, run
 
 
-def _one_round(buffer: jax.Array, lanes: Sequence[_Lane], now: Round) -> jax.Array:
+def _streams(buffer: jax.Array, loop: Loop) -> list[Rows]:
+    """The rows of a chunk that travel together: all, or two halves, the first in whole tiles.
+
+    It is not the larger one: compilers were seen to hide less then.
+    """
+    rows, chunk_bytes = buffer.shape[1], math.prod(buffer.shape[1:]) * buffer.dtype.itemsize
+    half = rows // (2 * TILE_ROWS) * TILE_ROWS
+    if chunk_bytes < loop.split_bytes or not half:
+        return [Rows(0, rows)]
+    return [Rows(0, half), Rows(half, rows - half)]
+
+
+def _one_round(
+    buffer: jax.Array, lanes: Sequence[_Lane], now: Round, streams: Sequence[Rows]
+) -> jax.Array:
     # Barriers let the compiler start all lanes of a round before it waits for the first.
-    out = tuple(lane.read(buffer, chunk) for lane, chunk in zip(lanes, now.sent, strict=True))
-    out = lax.optimization_barrier(out)
-    arrived = tuple(lane.carry(x) for lane, x in zip(lanes, out, strict=True))
-    arrived = lax.optimization_barrier(arrived)
-    for arrival in now.arrivals:
-        buffer = _written(buffer, arrived, arrival, lanes[arrival.lanes[0]].lane)
+    out = [
+        lax.optimization_barrier(
+            tuple(
+                lane.read(buffer, chunk, rows) for lane, chunk in zip(lanes, now.sent, strict=True)
+            )
+        )
+        for rows in streams
+    ]
+    arrived = [
+        lax.optimization_barrier(tuple(lane.carry(x) for lane, x in zip(lanes, each, strict=True)))
+        for each in out
+    ]
+    for rows, each in zip(streams, arrived, strict=True):
+        for arrival in now.arrivals:
+            lane = lanes[arrival.lanes[0]].lane
+            buffer = _written(buffer, each, arrival, lane, rows)
     return buffer
 
 
 def _written(
-    buffer: jax.Array, arrived: Sequence[jax.Array], arrival: Arrival, lane: Lane
+    buffer: jax.Array, arrived: Sequence[jax.Array], arrival: Arrival, lane: Lane, rows: Rows
 ) -> jax.Array:
-    """The buffer with what arrived added to, or put in place of, the chunk it is for."""
+    """The buffer with what arrived added to, or put in place of, the rows it is for."""
     is_sure = lane.is_full and len(arrival.lanes) == 1
     if is_sure and lane.op == COPY:
-        return lax.dynamic_update_slice_in_dim(
-            buffer, arrived[arrival.lanes[0]].astype(buffer.dtype), arrival.chunk, 0
-        )
+        new = arrived[arrival.lanes[0]].astype(buffer.dtype)
+        return rows.put(buffer, new, arrival.chunk)
     place = jnp.maximum(arrival.chunk, 0)
-    new = lax.dynamic_slice_in_dim(buffer, place, lane.count)
+    new = rows.take(buffer, place, lane.count)
     for number in arrival.lanes:
         x = arrived[number].astype(buffer.dtype)
         if arrival.is_copied is None:
@@ -89,7 +138,7 @@ def _written(
         else:  # not by a product with 0 or 1: what is not wanted may be NaN
             after = jnp.where(arrival.is_copied, x, new + x)
         new = after if is_sure else jnp.where(arrival.comes_by(number), after, new)
-    return lax.dynamic_update_slice_in_dim(buffer, new, place, 0)
+    return rows.put(buffer, new, place)
 
 
 class _Lane:
@@ -102,11 +151,11 @@ class _Lane:
         if setting.emulated:
             self.permutation = completed(lane.permutation, setting.num_ranks)
 
-    def read(self, buffer: jax.Array, chunk: Any) -> jax.Array:
+    def read(self, buffer: jax.Array, chunk: Any, rows: Rows) -> jax.Array:
         """What the rank sends; anything, where it has nothing to send."""
         if not self.lane.is_full:
             chunk = jnp.maximum(chunk, 0)
-        x = lax.dynamic_slice_in_dim(buffer, chunk, self.lane.count)
+        x = rows.take(buffer, chunk, self.lane.count)
         wire = self.setting.wire
         dtype = wire.results if self.lane.op == COPY else wire.partials
         return x if dtype is None else x.astype(dtype)

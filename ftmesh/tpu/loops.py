@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, product, zip_longest
 
 from ftmesh.execute.lower import Loop
 from ftmesh.tpu.cycles import PERMUTE, Cycles, RoundCycles, Stretch, has_estimates, stretches
+
+MOST_LOOPS = 8  # of which it is tried whether they have two streams
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,25 @@ def _matched(
     """The names of planned loops, the stretches that they are, and how many rounds.
 
     As few of either together as have the same number of permutations; nothing where no number of
-    them has.
+    them has. A loop has as many in a round as lanes, or twice that, where chunks travel in halves.
     """
+    every = product((1, 2), repeat=min(len(planned), MOST_LOOPS))
+    return max((_if_split(found, planned, streams) for streams in every), key=len)
+
+
+def _if_split(
+    found: Sequence[Stretch], planned: Sequence[Loop], streams: Sequence[int]
+) -> list[tuple[str, list[Stretch], int]]:
+    """The same, if the first of the planned loops have so many streams."""
+    sizes = [loop.num_rounds * len(loop.lanes) for loop in planned]
+    sizes = [size * number for size, number in zip_longest(sizes, streams, fillvalue=1)]
     if len(found) == len(planned):
-        for stretch, loop in zip(found, planned, strict=True):
-            if stretch.rounds is None:
-                stretch.rounds = loop.num_rounds * len(loop.lanes) // len(stretch.permutations)
+        found = [
+            replace(one, rounds=size // len(one.permutations)) if one.rounds is None else one
+            for one, size in zip(found, sizes, strict=True)
+        ]
     ran = list(accumulate((one.rounds or 0) * len(one.permutations) for one in found))
-    wanted = list(accumulate(loop.num_rounds * len(loop.lanes) for loop in planned))
+    wanted = list(accumulate(sizes))
     if not planned or ran[-1:] != wanted[-1:]:
         return []
     matched = []

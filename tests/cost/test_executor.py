@@ -12,8 +12,8 @@ from ftmesh import ArgumentError, Topology, planners
 from ftmesh.cli import main
 from ftmesh.cost import advise, paper
 from ftmesh.cost.choice import choose
-from ftmesh.cost.cutting import is_soon
-from ftmesh.cost.executor import Executor, lanes_and_chunks
+from ftmesh.cost.cutting import is_soon, least_seconds
+from ftmesh.cost.executor import Executor, Sends, sends_of
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS, network
 from ftmesh.cost.simulate import MODES, Simulator
@@ -78,12 +78,13 @@ def test_lanes_are_those_of_the_lowered_program(mesh, failed, cores):
     ]
     for schedule in found:
         loops = lower(schedule, devices_per_chip=cores).loops
-        lowered = [(len(each.lanes), sum(lane.count for lane in each.lanes)) for each in loops]
-        priced = [lanes_and_chunks(phase) for phase in schedule.phases]
+        counts = [[lane.count for lane in each.lanes] for each in loops]
+        lowered = [Sends(len(each), sum(each), max(each)) for each in counts]
+        priced = [sends_of(phase) for phase in schedule.phases]
         assert priced == (lowered if cores == 1 else lowered[1:-1])
         if cores == 2:  # what `around_seconds` takes for granted
-            for loop, (lanes, chunks) in ((loops[0], lowered[0]), (loops[-1], lowered[-1])):
-                assert (lanes, chunks * loop.num_rounds) == (1, schedule.num_chunks)
+            for loop, sends in ((loops[0], lowered[0]), (loops[-1], lowered[-1])):
+                assert (sends.lanes, sends.chunks * loop.num_rounds) == (1, schedule.num_chunks)
 
 
 @pytest.mark.parametrize(("mesh", "failed"), [("4x4", "1x1@0,0;1x1@2,1"), ("3x3x2", "")])
@@ -91,7 +92,7 @@ def test_lanes_of_trees_are_directions_whatever_their_transfers_are(mesh, failed
     schedule = tree_schedule(Topology.grid(mesh, failed=failed), 6)
     (loop,) = lower(schedule).loops
     directions = 2 * len(schedule.topology.shape)
-    assert lanes_and_chunks(schedule.phases[0]) == (directions, directions)
+    assert sends_of(schedule.phases[0]) == Sends(directions, directions, 1, is_mixed=True)
     assert len(loop.lanes) == directions
 
 
@@ -102,7 +103,7 @@ def test_lanes_that_have_to_be_found():
         chunk=[0, 0, 0, 0, 1],
     )  # fmt: skip
     phase = ftmesh.Phase("star", rows)
-    assert lanes_and_chunks(phase) == (3, 3)
+    assert sends_of(phase) == Sends(3, 3, 1)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
@@ -112,15 +113,75 @@ def test_dataflow_is_between_the_wires_and_synchronous(algorithm, payload):
     schedule = planners.schedule(topology, algorithm)
     beside = sum(
         phase.num_rounds
-        * EXECUTOR.round_seconds(lanes=lanes, num_bytes=chunks * payload / schedule.num_chunks)
+        * EXECUTOR.exposed_seconds(sends_of(phase), payload / schedule.num_chunks, 1)
         for phase in schedule.phases
-        for lanes, chunks in [lanes_and_chunks(phase)]
     )
     synchronous, dataflow = (
         seconds(topology, algorithm, EXECUTOR, mode, payload) for mode in MODES
     )
     wires = seconds(topology, algorithm, None, "dataflow", payload)
     assert max(wires, beside) < dataflow <= synchronous * (1 + 1e-12)
+
+
+class TestTwoStreams:
+    HIDING = replace(EXECUTOR, hidden=0.4)
+    RINGS = Sends(lanes=4, chunks=8, most=2)
+    SLOW, FAST = 1e9, 1e14  # bytes a second: wires take long, and next to nothing
+
+    @pytest.mark.parametrize("bandwidth", [SLOW, 50e9, 400e9])
+    def test_the_smaller_of_what_is_hidden_and_what_the_wires_take(self, bandwidth):
+        """Worth it from where two streams save a twentieth of what one costs."""
+        executor, sends = self.HIDING, self.RINGS
+        alone, per_byte = 500 + 4 * 2000, 8 * 0.004
+        hidden = min(0.4 * per_byte, 2 * 2e9 / bandwidth)
+        size = executor.split_bytes(sends, bandwidth)
+        one, two = alone + size * per_byte, 2 * alone + size * (per_byte - hidden)
+        assert two == pytest.approx(0.95 * one)
+        for times, cycles in ((0.99, alone + 0.99 * size * per_byte), (1.01, None)):
+            at = times * size
+            expected = cycles or 2 * alone + at * (per_byte - hidden)
+            found = executor.exposed_seconds(sends, at, bandwidth) * executor.clock
+            assert found == pytest.approx(expected)
+
+    def test_never_where_nothing_is_hidden(self):
+        mixed = self.RINGS._replace(is_mixed=True)
+        assert EXECUTOR.split_bytes(self.RINGS, 50e9) == float("inf")
+        assert self.HIDING.split_bytes(mixed, 50e9) == float("inf")
+        assert self.HIDING.split_bytes(self.RINGS, self.FAST) == float("inf")
+        assert replace(EXECUTOR, hidden_mixed=0.4).split_bytes(mixed, 50e9) < float("inf")
+
+    def test_two_cores_share_a_link(self):
+        sends, bandwidth = self.RINGS, 400e9
+        both = replace(self.HIDING, devices=2)
+        assert both.split_bytes(sends, bandwidth) < self.HIDING.split_bytes(sends, bandwidth)
+
+    def test_on_v3_rings_of_row_pairs_are_faster_for_it_and_what_is_across_is_as_it_was(self):
+        on = NETWORKS["v3"]
+        simulator = Simulator(planners.schedule(V3, "row_pair"))
+        plain = replace(on, executor=replace(on.executor, hidden=0, hidden_mixed=0))
+        rings, across, _, _ = (
+            (after.seconds / before.seconds)
+            for before, after in zip(
+                simulator.run(PAYLOAD, plain).phases, simulator.run(PAYLOAD, on).phases, strict=True
+            )
+        )
+        assert 0.75 < rings < 0.8
+        assert across == pytest.approx(1)
+
+    def test_trees_and_bounds_know_of_it(self):
+        on = NETWORKS["v3"]
+        plain = replace(on, executor=replace(on.executor, hidden=0, hidden_mixed=0))
+        before, after = (choose(V3, PAYLOAD, each).candidates[0] for each in (plain, on))
+        assert before.algorithm == after.algorithm == "tree"
+        assert 0.9 < after.seconds / before.seconds < 0.97
+        assert least_seconds(V3, PAYLOAD, on) < after.seconds
+        assert on.executor.floor_seconds(PAYLOAD) < plain.executor.floor_seconds(PAYLOAD)
+
+    @pytest.mark.parametrize("name", ["hidden", "hidden_mixed"])
+    @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+    def test_shares_are_shares(self, name, share):
+        with pytest.raises(ArgumentError, match=f"{name} must be a share from 0 to 1"):
+            replace(EXECUTOR, **{name: share})
 
 
 def test_every_device_of_a_tile_has_a_payload():

@@ -144,11 +144,14 @@ def test_an_executor_changes_neither_bound(seed):
     rng = random.Random(seed)
     schedule = random_schedule(rng)
     payload = rng.choice(PAYLOADS)
-    executor = Executor(rng.choice([0, 3000]), 2000, rng.choice([0, 0.01]), packing=0, clock=1e9)
+    executor = Executor(
+        rng.choice([0, 3000]), 2000, rng.choice([0, 0.01]), packing=0, clock=1e9,
+        hidden=rng.choice([0, 0.4]), hidden_mixed=rng.choice([0, 0.4]),
+    )  # fmt: skip
     on = replace(rng.choice(NETWORKS_TRIED), executor=executor)
     simulator = Simulator(schedule)
     synchronous, dataflow = (simulator.seconds(payload, on, mode) for mode in MODES)
-    (a_round,), _ = costs(executor, schedule, payload)
+    (a_round,), _ = costs(executor, schedule, payload, on.bandwidth)
     beside = a_round * schedule.num_rounds
     wires = simulator.seconds(payload, on.wires, "dataflow")
     assert synchronous == pytest.approx(simulator.seconds(payload, on.wires) + beside, rel=1e-9)

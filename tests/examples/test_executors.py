@@ -37,6 +37,7 @@ def test_resnet50_with_a_whole_optimizer_and_sums_in_the_backward_pass():
     assert one == other
 
 
+@more
 def test_bert_with_a_sharded_optimizer():
     small = {"num_layers": 1, "hidden": 8, "length": 16, "predictions": 3, "warmup_steps": 2}
     one, other = (

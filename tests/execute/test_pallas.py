@@ -28,9 +28,10 @@ slow = pytest.mark.slow  # interpreted, every step of every rank is a call of Py
 CASES = [
     pytest.param(("ring", "4x4", "2x2@2,2"), marks=slow),
     pytest.param(("row_pair", "4x4", "2x2@2,2"), marks=slow),
+    pytest.param(("two_dim", "4x4", ""), marks=slow),
     *(
-        pytest.param((algorithm, "4x4", ""), marks=slow)
-        for algorithm in ("ring", "row_pair", "two_dim")
+        pytest.param((algorithm, "4x4", ""), marks=(slow, more))
+        for algorithm in ("ring", "row_pair")
     ),
     *(
         pytest.param((algorithm, "6x6", "2x2@2,2"), marks=(slow, more))

@@ -93,6 +93,7 @@ def test_unequal_hosts_train_and_checkpoint_nothing_runs_on_failed_chips_and_one
     assert_same(found, [{step: v for step, v in part.items() if step > 3} for part in whole])
 
 
+@more
 @pytest.mark.slow
 def test_other_processes_go_on_and_one_of_them_speaks(tmp_path):
     argv = ("--failed", "2x2@0,0", "--checkpoint-dir", str(tmp_path / "saved"))
@@ -103,6 +104,7 @@ def test_other_processes_go_on_and_one_of_them_speaks(tmp_path):
     assert_same(found, alone("2x2@0,0"))
 
 
+@more
 @pytest.mark.slow
 def test_with_idle_devices_the_first_host_with_a_live_chip_speaks(tmp_path):
     argv = ("--failed", "4x1@0,0", "--steps", str(STEPS), "--idle")

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from device_memory import Watch
+from more import more
 
 from examples.bert.config import PRESETS
 from examples.bert.model import init
@@ -75,6 +76,7 @@ OTHERS = {
 }
 
 
+@more
 @pytest.mark.slow
 def test_from_60_ranks_to_others_bit_for_bit(tmp_path, monkeypatch):
     sixty = Parallel.on(cpu_grid("8x8", failed="2x2@2,2"), "row_pair")

@@ -187,6 +187,12 @@ class TestRoundsAndTurns:
         _, both, _ = compiled_loops(program(outer=6), planned=planned)
         assert (both.name, both.cycles.rounds) == ("first and second", 24)
 
+    def test_a_loop_whose_chunks_travel_in_halves_has_twice_the_permutations(self):
+        planned = [PLANNED[0], loop("around", 32, 1), PLANNED[2]]
+        _, around, across = compiled_loops(program(outer=6), planned=planned)
+        assert (around.name, around.permutations, around.cycles.rounds) == ("around", 2, 32)
+        assert (across.permutations, across.cycles.rounds) == (1, 6)
+
     def test_the_plan_of_another_program_says_nothing(self):
         planned = [PLANNED[0], loop("around", 33, 2), PLANNED[2]]
         found = compiled_loops(program(outer=6), planned=planned)

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import pytest
+from more import more
 
 from examples.bert.compile_step import main as compile_bert
 from examples.bert.config import PRESETS as BERT_PRESETS
@@ -116,6 +117,7 @@ def test_permutations_travel_while_convolutions_are_computed(optimizer, least):
     assert report["overlap"]["permutations"] == halves * 88
 
 
+@more
 @pytest.mark.slow
 @needs_libtpu
 def test_sharded_lamb_takes_less_memory():

@@ -113,8 +113,10 @@ class Frames {
     const part = (values, share) => sorted(values)[Math.floor(share * values.length)] ?? 0;
     return {
       number: this.number,
+      quick_work_ms: part(this.work, 0.1),
       work_ms: part(this.work, 0.5),
       slow_work_ms: part(this.work, 0.95),
+      quick_apart_ms: part(this.apart, 0.1),
       apart_ms: part(this.apart, 0.5),
     };
   }

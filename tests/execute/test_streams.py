@@ -1,0 +1,90 @@
+"""Chunks that travel as two streams, one half behind the other: the same bits, and by price."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import ftmesh
+from ftmesh import Topology, planners
+from ftmesh.execute.lower import lower
+from ftmesh.execute.ppermute import run_loops
+from ftmesh.execute.setting import OWN, Setting, Wire
+from ftmesh.testing import cpu_grid
+
+HOLE = Topology.grid("4x4", failed="2x2@2,2")
+
+
+def ran(program, held, wire=OWN):
+    """The buffers of all ranks after all loops, on one device."""
+    setting = Setting("rank", program.num_ranks, wire, emulated=True)
+
+    def run(x):
+        return run_loops(x, program.loops, program, setting)
+
+    return np.asarray(jax.jit(jax.vmap(run, axis_name="rank"))(held))
+
+
+def permutations(run, *args):
+    """How many are written down in a function, the ones in loops too."""
+    return str(jax.make_jaxpr(run)(*args)).count(" ppermute[")
+
+
+@pytest.mark.parametrize("wire", [OWN, Wire(jnp.bfloat16, jnp.bfloat16)], ids=["whole", "half"])
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair", "tree"])
+def test_the_same_bits(algorithm, wire):
+    program = lower(planners.schedule(HOLE, algorithm), devices_per_chip=2)
+    shape = program.num_ranks, program.num_chunks, 48, 8
+    held = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    alike = ran(program.split(lambda loop: 0.0), held, wire)
+    np.testing.assert_array_equal(alike, ran(program, held, wire))
+    if wire is OWN:
+        np.testing.assert_allclose(alike, np.broadcast_to(held.sum(0), shape), atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "streams"), [(1, 1), (16, 1), (31, 1), (32, 2), (40, 2)])
+def test_halves_are_whole_tiles_or_there_are_none(rows, streams):
+    program = lower(planners.schedule(HOLE, "ring"))
+    setting = Setting("rank", program.num_ranks, OWN, emulated=False)
+    mesh = jax.make_mesh((12,), ("rank",), (jax.sharding.AxisType.Auto,))
+
+    def run(split_bytes):
+        loops = program.split(lambda loop: split_bytes).loops
+        body = jax.shard_map(
+            lambda x: run_loops(x[0], loops, program, setting)[None],
+            mesh=mesh, in_specs=P("rank"), out_specs=P("rank"),
+        )  # fmt: skip
+        return permutations(body, jnp.zeros((12, program.num_chunks, rows, 8)))
+
+    assert run(0.0) == streams * run(math.inf)
+    bytes_of_a_chunk = rows * 8 * 4
+    assert run(bytes_of_a_chunk) == run(0.0)
+    assert run(bytes_of_a_chunk + 1) == run(math.inf)
+
+
+@pytest.mark.parametrize("algorithm", ["row_pair", "tree"])
+def test_large_payloads_of_a_plan_for_v3(algorithm):
+    """On the wires alone, for payloads of some kB and where rounds are written out they do not."""
+    topology = cpu_grid("4x4", failed="2x2@0,0")
+
+    def found(num_bytes, **how):
+        plan = ftmesh.plan(topology, algorithm, payload_bytes=num_bytes, **how)
+        body = jax.shard_map(
+            lambda x: plan.psum(x, "data"), mesh=plan.jax_mesh("data"), in_specs=P("data"),
+            out_specs=P("data"), check_vma=False,
+        )  # fmt: skip
+        x = jax.ShapeDtypeStruct((12 * num_bytes // 4,), jnp.float32)
+        return permutations(body, x) / sum(len(loop.lanes) for loop in plan.program.loops)
+
+    num_bytes = 4 * 10_000_000
+    whole = found(num_bytes)
+    assert found(num_bytes, link="v3") == 2 * whole
+    assert found(40_000, link="v3") == found(40_000)
+    assert all(
+        loop.split_bytes == math.inf
+        for how in ({"unrolled": True, "link": "v3"}, {"link": "v5p"}, {})
+        for loop in ftmesh.plan(topology, "ring", **how).program.loops
+    )
