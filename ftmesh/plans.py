@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
-
-import numpy as np
 
 from ftmesh import planners
 from ftmesh.cost.choice import (
@@ -24,8 +22,9 @@ from ftmesh.cost.choice import (
 )
 from ftmesh.cost.cutting import KERNEL, schedule_for
 from ftmesh.cost.executor import Sends
+from ftmesh.cost.kernel import kernel_is_faster, may_have_kernel
 from ftmesh.cost.network import DEFAULT, Network, network, network_of
-from ftmesh.cost.rounding import LARGEST_ERROR, wire_named, worst_error
+from ftmesh.cost.rounding import LARGEST_ERROR, name_of, worst_error
 from ftmesh.cost.simulate import DATAFLOW
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE, Loop, Program, lower
@@ -37,6 +36,8 @@ from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.verify import Proof
 from ftmesh.schedule.verify import verify as _verify
 from ftmesh.units import check_bytes
+
+ASKED = AUTO, *EXECUTORS  # for executors
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +117,7 @@ class Plan:
         with a named algorithm stays with that, and is for all sizes, unless that algorithm cuts
         payloads by their size.
         """
-        kind = _name_of(wire_dtype or self.wire_dtype)
+        kind = name_of(wire_dtype or self.wire_dtype)
         size = _power_of_two(num_bytes)
         if self._is_for(size, kind) or not (self.is_auto or self._is_cut_by_size):
             return self
@@ -183,7 +184,7 @@ class Plan:
 
     def partials_travel_in(self, dtype: Any) -> str:
         """The dtype in which partial sums of a payload travel, by name; see `cost.rounding`."""
-        return partials_of(self.schedule, _name_of(dtype))
+        return partials_of(self.schedule, name_of(dtype))
 
     def explain(self) -> Choice:
         """Every algorithm on this topology and payload beside this one; print it for a table."""
@@ -287,7 +288,8 @@ def plan(
     travel in it, they count for more. `with_idle` is for a mesh axis that has the devices of failed
     chips too, `unrolled` for sums beside which other work is to be done. The `executor` is
     ``"ppermute"``, or ``"pallas"``: one kernel for all rounds, for TPUs, and interpreted elsewhere.
-    Nothing else is computed while it runs.
+    Nothing else is computed while it runs. ``"auto"`` is the one that takes less, by a model of the
+    kernel that nobody has measured (`ftmesh.cost.kernel`).
 
     With a `tile`, as ``"2x2"``, each tile of so many chips is one rank, and its devices are a model
     group. Every position in it has a payload; all are summed at once, over links that they share. A
@@ -310,12 +312,23 @@ def plan(
             'ftmesh.Topology.grid("8x8"), or Topology.from_devices(jax.devices())'
         )
     check_bytes(payload_bytes)
-    if executor not in EXECUTORS:
-        raise ArgumentError(f"executor must be one of {', '.join(EXECUTORS)}, not {executor!r}")
+    if executor not in ASKED:
+        raise ArgumentError(f"executor must be one of {', '.join(ASKED)}, not {executor!r}")
     if tile is not None:
         topology = TiledTopology.of(topology, tile)
-    wire = _name_of(wire_dtype)
+    wire = name_of(wire_dtype)
     on = network_of(topology) if link is None else network(link)
+    if executor == AUTO:
+        make = partial(
+            plan, topology, algorithm, payload_bytes=payload_bytes, wire_dtype=wire_dtype, link=on,
+            verify=verify, with_idle=with_idle, unrolled=unrolled, schedule=schedule,
+        )  # fmt: skip
+        made = make()
+        if unrolled or not may_have_kernel(topology, on):
+            return made
+        kernel = make(executor=PALLAS)
+        is_faster = kernel_is_faster(made.schedule, kernel.schedule, payload_bytes, on)
+        return kernel if is_faster else made
     is_given = schedule is not None
     is_auto = algorithm in CHOSEN and not is_given
     is_best = is_auto and looks_at_trees(algorithm, on, executor)
@@ -368,18 +381,6 @@ def _on(topology: Topology, schedule: Schedule) -> Schedule:
             f"the schedule is for {schedule.topology}, and the plan for {topology}: plan it again"
         )
     return replace(schedule, topology=topology)
-
-
-def _name_of(dtype: Any) -> str:
-    """The name of a dtype in which a payload may travel."""
-    name = dtype
-    if not isinstance(dtype, str):
-        try:
-            name = np.dtype(dtype).name
-        except TypeError:
-            name = repr(dtype)
-    wire_named(name)
-    return str(name)
 
 
 def _power_of_two(num_bytes: int) -> int:

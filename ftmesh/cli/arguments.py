@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ftmesh import planners
 from ftmesh.commands import say
-from ftmesh.cost.choice import ALGORITHMS
+from ftmesh.cost.choice import ALGORITHMS, AUTO
 from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PPERMUTE
@@ -71,9 +71,10 @@ def add_executor(parser: argparse.ArgumentParser) -> None:
     """--executor."""
     parser.add_argument(
         "--executor",
-        choices=EXECUTORS,
+        choices=(AUTO, *EXECUTORS),
         default=PPERMUTE,
-        help="what runs the rounds: permutations, or one Pallas kernel (default: %(default)s)",
+        help="what runs the rounds: permutations, or one Pallas kernel, or what takes less of them "
+        "by a model that nobody has measured (default: %(default)s)",
     )
 
 

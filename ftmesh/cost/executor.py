@@ -1,4 +1,4 @@
-"""Executor: what devices do in a round beside the wires, which nothing overlaps.
+"""Executor: what devices do in a round beside the wires.
 
 Between two permutations a device slices what it sends, adds what it got and finds out what is next.
 The TPU compiler estimates the cycles of each of these instructions; an `Executor` sums them up per
@@ -108,9 +108,13 @@ class Executor:
         wires = sends.most * self.devices * self.clock / bandwidth
         return min(share * sends.chunks * self.per_byte, wires)
 
+    def packing_seconds(self, payload_bytes: float) -> float:
+        """To pack a payload, and to unpack its sum."""
+        return payload_bytes * self.packing / self.clock
+
     def around_seconds(self, payload_bytes: float) -> float:
         """What comes before all rounds and after them: packing, and the exchange between cores."""
-        packing = payload_bytes * self.packing / self.clock
+        packing = self.packing_seconds(payload_bytes)
         if self.devices == 1:
             return packing
         part = payload_bytes / self.devices / EXCHANGES

@@ -36,6 +36,7 @@ class Network:
     source: str = "as given"
     executor: Executor | None = None
     memory: float | None = None  # bytes per second between a chip and its memory, where known
+    has_kernel: bool = False  # whether one kernel for all rounds has been compiled for such chips
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
@@ -103,7 +104,7 @@ NETWORKS = {
     ),
     "v4": Network(
         50e9, _HOP, source="50 GB/s a link: Jouppi et al., TPU v4 (ISCA 2023)", executor=_V4,
-        memory=1.2e12,
+        memory=1.2e12, has_kernel=True,
     ),
     "v5e": Network(
         50e9, _HOP, source=f"400 GB/s a chip, both ways, over 4 links: {_CLOUD}", executor=_V5E,
@@ -111,14 +112,15 @@ NETWORKS = {
     ),
     "v5p": Network(
         100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}", executor=_V5P,
-        memory=2.765e12,
+        memory=2.765e12, has_kernel=True,
     ),
     "v6e": Network(
         100e9, _HOP, source=f"3200 Gbit/s a chip, each way, over 4 links: {_CLOUD}", executor=_V6E,
-        memory=1.64e12,
+        memory=1.64e12, has_kernel=True,
     ),
     "v7x": Network(
-        100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}", memory=7.38e12
+        100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}", memory=7.38e12,
+        has_kernel=True,
     ),
 }  # fmt: skip
 

@@ -17,6 +17,9 @@ Knows dtypes by their names: planning does without JAX.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from ftmesh.errors import ArgumentError
 
@@ -52,6 +55,18 @@ def wire_named(name: str) -> Float:
             f"{', '.join(WIRES)}; not {name!r}"
         )
     return FLOATS[name]
+
+
+def name_of(dtype: Any) -> str:
+    """The name of a dtype in which a payload may travel."""
+    name = dtype
+    if not isinstance(dtype, str):
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            name = repr(dtype)
+    wire_named(name)
+    return str(name)
 
 
 def added_in(name: str) -> str:

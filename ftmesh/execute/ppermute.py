@@ -24,7 +24,7 @@ from ftmesh.execute.setting import Setting
 from ftmesh.schedule.columns import ADD, COPY
 
 Run = Callable[[jax.Array, Any, int], jax.Array]
-TILE_ROWS = 16  # of 16-bit numbers, and twice that of others
+TILE_ROWS = 16  # a tile of 16-bit numbers, and two of 32 bits
 
 
 class Rows(NamedTuple):

@@ -17,7 +17,7 @@ from ftmesh.cluster.joining import LONGEST, join
 from ftmesh.cluster.line import Line, Paused
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.commands import MOST_SEED, ended, number, whole_number
-from ftmesh.cost.choice import ALGORITHMS
+from ftmesh.cost.choice import ALGORITHMS, AUTO
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE
 from ftmesh.files import check_folder, check_targets
@@ -143,10 +143,11 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     )
     parser.add_argument(
         "--executor",
-        choices=EXECUTORS,
+        choices=(AUTO, *EXECUTORS),
         default=PPERMUTE,
         help="what runs the rounds of a sum: permutations, or for TPUs one Pallas kernel, which is "
-        "interpreted elsewhere, and slow there (default: %(default)s)",
+        "interpreted elsewhere, and slow there; auto takes what is faster on TPUs by a model of "
+        "the kernel that nobody has measured (default: %(default)s)",
     )
     parser.add_argument(
         "--whole-optimizer",

@@ -1,0 +1,90 @@
+"""What a kernel for all rounds would take, by its model, and who runs a plan by that."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+import ftmesh
+from ftmesh import ArgumentError, Topology, planners
+from ftmesh.cost.kernel import kernel_seconds
+from ftmesh.cost.network import DEFAULT, NETWORKS
+from ftmesh.cost.simulate import DATAFLOW, Simulator
+from ftmesh.testing import cpu_grid
+
+HOLE = Topology.grid("16x16", failed="2x2@2,2")  # 252 live chips
+PAYLOAD = 100_000_000
+
+
+def tpus(kind, shape=(4, 4)):
+    """Devices as JAX lists them, one to a chip."""
+    width, height = shape
+    return Topology.from_devices(
+        [
+            SimpleNamespace(
+                id=x + width * y, coords=(x, y, 0), core_on_chip=0, device_kind=kind,
+                platform="tpu", process_index=0,
+            )
+            for y in range(height)
+            for x in range(width)
+        ]
+    )  # fmt: skip
+
+
+def test_the_slower_of_wires_and_memory_and_packing():
+    """On a ring every chip sends both halves once, adds one and copies the other."""
+    ring, on = planners.schedule(HOLE, "ring"), NETWORKS["v6e"]
+    wires = Simulator(ring).seconds(PAYLOAD, on.wires, DATAFLOW)
+    packing = on.executor.packing * PAYLOAD / on.executor.clock
+    assert kernel_seconds(ring, PAYLOAD, on) == pytest.approx(wires + packing)
+    moved = (2 + 2 + 1) * 251 / 252 * PAYLOAD
+    slow = replace(on, memory=1e10)
+    assert kernel_seconds(ring, PAYLOAD, slow) == pytest.approx(moved / 1e10 + packing)
+    cores = replace(slow, executor=replace(slow.executor, devices=2))
+    halves = 2.5 * PAYLOAD / 1e10
+    assert kernel_seconds(ring, PAYLOAD, cores) == pytest.approx(moved / 1e10 + halves + packing)
+
+
+@pytest.mark.parametrize("on", [DEFAULT, NETWORKS["v3"], NETWORKS["v7x"], NETWORKS["v6e"].wires])
+def test_what_has_no_kernel_or_no_price(on):
+    with pytest.raises(ArgumentError, match="known for TPU v4, v5p and v6e alone"):
+        kernel_seconds(planners.schedule(HOLE, "ring"), PAYLOAD, on)
+
+
+class TestAuto:
+    @pytest.mark.parametrize(
+        ("kind", "executor"),
+        [("TPU v6 lite", "pallas"), ("TPU v5", "pallas"), ("TPU v3", "ppermute"),
+         ("TPU v5 lite", "ppermute"), ("TPU7x", "ppermute"), ("TPU v9", "ppermute")],
+    )  # fmt: skip
+    def test_what_takes_less_where_both_have_a_price(self, kind, executor):
+        topology = tpus(kind)
+        plan = ftmesh.plan(topology, executor="auto")
+        assert plan.executor == executor
+        alike = ftmesh.plan(topology, executor=executor)
+        assert (plan.algorithm, plan.schedule.num_rounds) == (
+            alike.algorithm, alike.schedule.num_rounds,
+        )  # fmt: skip
+        assert plan.network == alike.network
+
+    def test_a_kernel_that_memory_holds_up_is_not_taken(self):
+        slow = replace(NETWORKS["v6e"], memory=1e10)
+        assert ftmesh.plan(tpus("TPU v6 lite"), link=slow, executor="auto").executor == "ppermute"
+
+    def test_what_is_written_out_or_no_tpu_has_permutations(self):
+        tpu = tpus("TPU v6 lite")
+        assert ftmesh.plan(tpu, executor="auto", unrolled=True).executor == "ppermute"
+        on_cpu = ftmesh.plan(cpu_grid("2x2"), link="v6e", executor="auto")
+        assert on_cpu.executor == "ppermute"
+        assert ftmesh.plan(Topology.grid("4x4"), link="v6e", executor="auto").executor == "ppermute"
+
+    def test_tiles_and_schedules_that_were_given(self):
+        tpu = tpus("TPU v6 lite")
+        assert ftmesh.plan(tpu, tile="2x1", executor="auto").topology.num_live == 8
+        given = planners.schedule(tpu, "ring")
+        plan = ftmesh.plan(tpu, schedule=given, executor="auto")
+        assert (plan.algorithm, plan.is_given) == ("ring", True)
+
+    def test_other_words_are_refused(self):
+        with pytest.raises(ArgumentError, match="one of auto, ppermute, pallas, not 'mosaic'"):
+            ftmesh.plan(HOLE, executor="mosaic")
