@@ -192,7 +192,7 @@ def test_types_with_doubles(even, case):
     [
         ("ring", "types checked"),
         pytest.param("ring", "types not checked", marks=(pytest.mark.slow, more)),
-        pytest.param("ring", "logical ranks", marks=pytest.mark.slow),
+        pytest.param("ring", "logical ranks", marks=(pytest.mark.slow, more)),
     ],
 )
 def test_values(algorithm, where):

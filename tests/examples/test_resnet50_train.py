@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from more import more
 from PIL import Image
 
 import examples.resnet50.train
@@ -90,6 +91,7 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(whole, tmp_path
     np.testing.assert_allclose(list(found.values()), list(whole.values()), rtol=1e-5)
 
 
+@more
 @pytest.mark.slow
 def test_sums_in_the_backward_pass_change_nothing(whole):
     other = losses("--steps", "4", "--overlap", "--bucket", "10kB")
@@ -108,6 +110,7 @@ def test_psum_needs_no_plan():
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-4)
 
 
+@more
 @pytest.mark.slow
 def test_idle_devices_change_nothing(whole):
     found = losses("--steps", "3", "--idle", topology=cpu_grid("4x4", failed="2x2@0,0"))
@@ -132,6 +135,7 @@ def test_a_state_that_is_not_finite_is_not_saved(whole, tmp_path, monkeypatch):
     np.testing.assert_allclose(list(rest.values()), list(whole.values())[2:], rtol=1e-5)
 
 
+@more
 @pytest.mark.slow
 def test_the_first_update_is_that_of_the_whole_batch_on_one_device(tmp_path):
     """Momentum and parameters after a step; those without a layerwise rate are as the gradient is.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from more import more
 from rich.console import Console
 
 from examples.soak import running, soak, train
@@ -245,6 +246,7 @@ class TestRunning:
         assert "--failures 9 --events /x/events.jsonl --run-dir /x/run --collective-limit" in text
         assert " --restart -- " in text
 
+    @more
     @pytest.mark.slow
     def test_one_process_to_compare_with(self, tmp_path):
         alone = running.Pod(hosts=4, steps=6, failures=1).train_alone(tmp_path / "alone")

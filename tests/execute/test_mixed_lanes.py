@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
+from more import more
 from numpy_executor import run, run_phases
 from on_devices import EACH, per_rank
 from pallas_programs import in_numpy, on_devices, program_of, random_loop
@@ -297,7 +298,11 @@ class TestKernel:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        "wire", [Wire(), Wire(jnp.bfloat16, jnp.bfloat16)], ids=["as they are", "in 16 bits"]
+        "wire",
+        [
+            pytest.param(Wire(), id="as they are"),
+            pytest.param(Wire(jnp.bfloat16, jnp.bfloat16), id="in 16 bits", marks=more),
+        ],
     )
     def test_rounds_that_sum_nothing_in_particular(self, wire, monkeypatch):
         """In several pieces, of which the last is shorter, and cast on their way."""

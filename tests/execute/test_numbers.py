@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from more import more
 
 from ftmesh import Phase, Schedule, Topology, planners
 from ftmesh.errors import VerificationError
@@ -159,6 +160,7 @@ def test_a_lane_that_is_always_full_shares_a_place():
     np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
 
 
+@more
 @pytest.mark.slow
 def test_a_star_of_many_lanes():
     """All send to one rank at once, by a lane each: more of them than a number has bits."""

@@ -1,6 +1,7 @@
 """What the TPU compiler makes of trees, on slices with holes of every kind."""
 
 import pytest
+from more import more
 from reporting import in_a_process
 
 from ftmesh.tpu import slices
@@ -48,7 +49,8 @@ def test_all_links_of_a_chip_at_once(name, options, devices, links):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("v6e:16x16", HOLE), ("v3:32x32", ("--failed", "4x2@14,14"))]
+    ("name", "options"),
+    [("v6e:16x16", HOLE), pytest.param("v3:32x32", ("--failed", "4x2@14,14"), marks=more)],
 )
 def test_programs_hardly_larger_than_those_of_rings(name, options):
     tree, row_pair = (compiled(name, each, *options) for each in ("tree", "row_pair"))

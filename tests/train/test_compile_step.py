@@ -105,7 +105,9 @@ def report_of(example, *argv):
 
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize(("optimizer", "least"), [((), 16), (("--whole-optimizer",), 24)])
+@pytest.mark.parametrize(
+    ("optimizer", "least"), [((), 16), pytest.param(("--whole-optimizer",), 24, marks=more)]
+)
 def test_permutations_travel_while_convolutions_are_computed(optimizer, least):
     damaged = ("v6e:4x4", "--failed", "2x2@0,0", "--algorithm", "ring", "--preset", "tiny")
     report = report_of("resnet50", *damaged, "--overlap", "--bucket", "12kB", *optimizer)
