@@ -362,8 +362,8 @@ def _summary(job: Job, report: Report) -> str:
     step, found = max(report.evaluations.items())
     took = format_time(report.seconds)
     parallel, rounds = job.trainer.parallel, ""
-    if parallel.plan is not None:
-        rounds = f", {parallel.plan.schedule.num_rounds} rounds an all-reduce"
+    if (plan := parallel.gradients_plan) is not None:
+        rounds = f", {plan.schedule.num_rounds} rounds an all-reduce"
     return (
         f"{job.benchmark}: accuracy {found['accuracy']:.4f} after {step} steps of "
         f"{job.train.batch} {job.train.unit}, in {took}; gradients summed by "

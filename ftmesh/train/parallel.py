@@ -28,6 +28,7 @@ from ftmesh.collectives.gradients import (
     with_mean_gradients,
 )
 from ftmesh.collectives.groups import Groups
+from ftmesh.cost.choice import AUTO
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute.lower import PALLAS, PPERMUTE
 from ftmesh.layout.batches import Shares
@@ -51,13 +52,15 @@ class Parallel(Placed):
     """The ranks of one axis, and a plan for sums of gradients along it.
 
     Without a plan sums are JAX's own. Sums of a few numbers go on `small_plan`. With `overlap`
-    gradients are summed during the backward pass, in buckets of `bucket_bytes`. Where a step
-    `keeps_state`, that from before is there after it. `partners` have copies of what others own.
+    gradients are summed during the backward pass, in buckets of `bucket_bytes`; with `halved` they
+    go to owners. Where a step `keeps_state`, that from before is there after it. `partners` have
+    copies of what others own.
     """
 
     plan: Plan | None = None
     small_plan: Plan | None = None
     overlap: bool = False
+    halved: bool = False
     bucket_bytes: int = BUCKET_BYTES
     keeps_state: bool = False
     partners: tuple[int, ...] | None = None
@@ -109,7 +112,8 @@ class Parallel(Placed):
                 payload_bytes=size,
                 wire_dtype=jnp.dtype(wire_dtype).name,
                 with_idle=with_idle,
-                unrolled=halved or overlap,  # so that trees are not planned for nothing
+                # So that trees are not planned for nothing; what is written out has no kernel.
+                unrolled=overlap or (halved and executor != AUTO),
                 executor=executor,
             )
             made = replace(made, unrolled=False)
@@ -124,6 +128,7 @@ class Parallel(Placed):
             plan=made,
             small_plan=small,
             overlap=overlap,
+            halved=halved,
             bucket_bytes=bucket_bytes,
             keeps_state=is_on_line and keeps_state,
             partners=_partners(topology) if is_on_line and copies and not with_idle else None,
@@ -135,12 +140,20 @@ class Parallel(Placed):
         return platform_of(self.mesh.devices.flat[0] if self.mesh else jax.devices()[0])
 
     @property
+    def gradients_plan(self) -> Plan | None:
+        """The plan that gradients go by: `plan`, or a sibling of it that has halves."""
+        if self.plan is None or not (self.overlap or self.halved):
+            return self.plan
+        return self.plan.halves
+
+    @property
     def sums_on(self) -> str:
         """What makes the sums, in words."""
         if self.ranks.num_live == 1:
             return "a single device"
-        how = "lax.psum" if self.plan is None else self.plan.algorithm
-        if self.plan is not None and self.plan.executor == PALLAS:
+        plan = self.gradients_plan
+        how = "lax.psum" if plan is None else plan.algorithm
+        if plan is not None and plan.executor == PALLAS:
             how = f"{how} in a Pallas kernel"
         idle = ", idle devices among them" if self.ranks.with_idle else ""
         where = "" if self.mesh else ", emulated on one device"

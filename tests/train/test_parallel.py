@@ -111,3 +111,16 @@ class TestRanks:
         assert Shares.of(Ranks(HOLE, with_idle=True), 12).counts().tolist() == [
             *(0, 0, 1, 1), *(0, 0, 1, 1), *(1, 1, 1, 1), *(1, 1, 1, 1),
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [{"overlap": True}, {"halved": True}])
+def test_what_gradients_go_by_is_said(how):
+    """Trees have no halves, so that others stand in for them."""
+    whole, by_halves = (
+        Parallel.on(Topology.grid("4x4", failed="2x2@0,0"), "tree", **each) for each in ({}, how)
+    )
+    assert whole.sums_on.startswith("tree on 4x4")
+    assert by_halves.plan.algorithm == "tree"
+    found = by_halves.gradients_plan
+    assert found.algorithm == by_halves.plan.halves.algorithm != "tree"
+    assert by_halves.sums_on.startswith(f"{found.algorithm} on 4x4")
