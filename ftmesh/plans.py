@@ -327,7 +327,7 @@ def plan(
         if unrolled or not may_have_kernel(topology, on):
             return made
         kernel = make(executor=PALLAS)
-        is_faster = kernel_is_faster(made.schedule, kernel.schedule, payload_bytes, on)
+        is_faster = kernel_is_faster(made.schedule, kernel.schedule, payload_bytes, on, wire)
         return kernel if is_faster else made
     is_given = schedule is not None
     is_auto = algorithm in CHOSEN and not is_given
