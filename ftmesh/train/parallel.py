@@ -109,7 +109,8 @@ class Parallel(Placed):
                 payload_bytes=size,
                 wire_dtype=jnp.dtype(wire_dtype).name,
                 with_idle=with_idle,
-                unrolled=halved or overlap,  # so that trees are not planned for nothing
+                unrolled=overlap,
+                halves=halved,  # so that trees are not planned for nothing
                 executor=executor,
             )
             made = replace(made, unrolled=False)
