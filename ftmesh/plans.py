@@ -274,6 +274,7 @@ def plan(
     verify: bool = True,
     with_idle: bool = False,
     unrolled: bool = False,
+    halves: bool = False,
     schedule: Schedule | None = None,
     executor: str = PPERMUTE,
 ) -> Plan:
@@ -286,7 +287,8 @@ def plan(
     are those of the TPUs that `topology` has, with what the executor costs there. The payload has
     so many bytes in `wire_dtype`, a dtype or its name: where an algorithm's partial sums may not
     travel in it, they count for more. `with_idle` is for a mesh axis that has the devices of failed
-    chips too, `unrolled` for sums beside which other work is to be done. The `executor` is
+    chips too, `unrolled` for sums beside which other work is to be done, `halves` for those that
+    are left with owners: ``"auto"`` has no trees for either. The `executor` is
     ``"ppermute"``, or ``"pallas"``: one kernel for all rounds, for TPUs, and interpreted elsewhere.
     Nothing else is computed while it runs. ``"auto"`` is the one that takes less, by a model of the
     kernel that nobody has measured (`ftmesh.cost.kernel`).
@@ -321,13 +323,13 @@ def plan(
     if executor == AUTO:
         make = partial(
             plan, topology, algorithm, payload_bytes=payload_bytes, wire_dtype=wire_dtype, link=on,
-            verify=verify, with_idle=with_idle, unrolled=unrolled, schedule=schedule,
+            verify=verify, with_idle=with_idle, unrolled=unrolled, halves=halves, schedule=schedule,
         )  # fmt: skip
         made = make()
         if unrolled or not may_have_kernel(topology, on):
             return made
         kernel = make(executor=PALLAS)
-        is_faster = kernel_is_faster(made.schedule, kernel.schedule, payload_bytes, on)
+        is_faster = kernel_is_faster(made.schedule, kernel.schedule, payload_bytes, on, wire)
         return kernel if is_faster else made
     is_given = schedule is not None
     is_auto = algorithm in CHOSEN and not is_given
@@ -338,7 +340,8 @@ def plan(
         schedule = _on(topology, schedule)
     else:
         if is_auto:
-            found = choose(topology, payload_bytes, on, wire, best=is_best, halves=unrolled)
+            halves = halves or unrolled
+            found = choose(topology, payload_bytes, on, wire, best=is_best, halves=halves)
             algorithm = found.algorithm
         carried = carried_bytes(algorithm, payload_bytes, wire)
         schedule = _planned(topology, algorithm, carried, on, executor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import ftmesh
 from ftmesh import planners
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> None:
     )
 
     on = network_of(topology)
-    if args.fit:
-        on = on.wires  # chunks travel in one stream where nothing says what they cost
+    if args.fit and on.executor:  # chunks travel in one stream where that would hide nothing
+        on = replace(on, executor=replace(on.executor, hidden=0.0, hidden_mixed=0.0))
 
     def report_of(algorithm: str, payload_bytes: int) -> CompileReport:
         plan = stages.run(

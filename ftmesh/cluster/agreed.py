@@ -18,7 +18,7 @@ import jax
 import ftmesh
 from ftmesh.cluster import ahead
 from ftmesh.cluster.cluster import Cluster
-from ftmesh.cost.choice import CHOSEN
+from ftmesh.cost.choice import AUTO, CHOSEN
 from ftmesh.cost.network import network_of
 from ftmesh.mesh.notation import Failed, format_failed
 from ftmesh.mesh.topology import Topology
@@ -72,8 +72,12 @@ def agreed_plan(cluster: Cluster, topology: Topology, algorithm: str, **options:
         return ahead.planned(topology, algorithm, **options)
     agree_on_mesh(cluster, topology)
     cluster.agree({"the algorithm": algorithm, **options})
-    made = dump(ahead.planned(topology, algorithm, **options).schedule) if cluster.speaks else b""
-    schedule = load(cluster.broadcast(made, "the schedule"), verify=False)  # as the next line does
+    made = ahead.planned(topology, algorithm, **options) if cluster.speaks else None
+    written = dump(made.schedule) if made else b""
+    if options.get("executor") == AUTO:
+        executor = cluster.broadcast(made.executor if made else "", "the executor")
+        options = options | {"executor": executor}
+    schedule = load(cluster.broadcast(written, "the schedule"), verify=False)  # as `plan` does
     agreed = plan(topology, algorithm, schedule=schedule, **options)
     # Others, for other payloads or with halves, are made alike.
     is_auto = algorithm in CHOSEN

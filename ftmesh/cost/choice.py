@@ -188,23 +188,30 @@ def _simulators(topology: Topology) -> dict[str, Simulator | str]:
 def _priced(simulator: Simulator, payload_bytes: int, on: Network, wire_dtype: str) -> Candidate:
     """An algorithm for a payload in `wire_dtype`, with what its partial sums take in theirs."""
     schedule = simulator.schedule
-    partials = partials_of(schedule, wire_dtype)
-    times = FLOATS[partials].num_bytes // FLOATS[wire_dtype].num_bytes
-
-    def seconds(on: Network) -> float:
-        if times == 1:
-            return simulator.seconds(payload_bytes, on)
-        first, _ = simulator.half_seconds(times * payload_bytes, on)
-        _, second = simulator.half_seconds(payload_bytes, on)
-        return first + second
-
+    wires = seconds_of(simulator, payload_bytes, on.wires, wire_dtype) if on.executor else None
     return Candidate(
         algorithm=schedule.algorithm,
         rounds=schedule.num_rounds,
-        seconds=seconds(on),
-        partials=partials,
-        wires_seconds=seconds(on.wires) if on.executor else None,
+        seconds=seconds_of(simulator, payload_bytes, on, wire_dtype),
+        partials=partials_of(schedule, wire_dtype),
+        wires_seconds=wires,
     )
+
+
+def seconds_of(simulator: Simulator, payload_bytes: int, on: Network, wire_dtype: str) -> float:
+    """The time of a schedule alone."""
+    times = partials_times(simulator.schedule, wire_dtype)
+    if times == 1:
+        return simulator.seconds(payload_bytes, on)
+    first, _ = simulator.half_seconds(times * payload_bytes, on)
+    _, second = simulator.half_seconds(payload_bytes, on)
+    return first + second
+
+
+def partials_times(schedule: Schedule, wire_dtype: str) -> int:
+    """How many times the bytes of results those of partial sums are."""
+    partials = partials_of(schedule, wire_dtype)
+    return FLOATS[partials].num_bytes // FLOATS[wire_dtype].num_bytes
 
 
 def partials_of(schedule: Schedule, wire_dtype: str) -> str:

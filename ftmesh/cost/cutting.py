@@ -26,7 +26,7 @@ from functools import lru_cache
 import numpy as np
 
 from ftmesh import planners
-from ftmesh.cost.executor import Sends
+from ftmesh.cost.executor import Executor, Sends
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import Network
 from ftmesh.cost.round_bound import RoundBound, any_bound
@@ -88,7 +88,7 @@ def _fastest(topology: Topology, payload_bytes: int, on: Network) -> Schedule:
     """The best of some plans along trees, on the clock of synchronous rounds."""
     each, per_byte = on.overhead + on.latency, 1 / on.bandwidth
     lanes = _num_lanes(topology.without_devices())
-    sends = Sends(lanes, lanes, most=1, is_mixed=True)
+    sends = Sends(lanes, lanes, most=1, is_mixed=_is_mixed(topology))
 
     def planned(by: Chunking) -> tuple[float, Schedule]:
         found = tree.plan(topology, by.num_chunks, width=by.width, balance=by.balance)
@@ -228,9 +228,20 @@ def _round_cost(topology: Topology, on: Network, *, least: bool = False) -> tupl
     if on.executor:
         lanes = _num_lanes(topology.without_devices())
         each += on.executor.round_seconds(lanes=lanes, num_bytes=0)
-        exposed = 1 - on.executor.hidden_mixed if least else 1.0
-        per_byte += lanes * exposed * on.executor.per_byte / on.executor.clock / on.executor.devices
+        hidden = _hidden(topology, on.executor) if least else 0.0
+        cycles = lanes * (1 - hidden) * on.executor.per_byte
+        per_byte += cycles / on.executor.clock / on.executor.devices
     return each, per_byte
+
+
+def _hidden(topology: Topology, executor: Executor) -> float:
+    """The share of what bytes cost along trees that two streams hide, at most."""
+    return executor.hidden_mixed if _is_mixed(topology) else executor.hidden
+
+
+def _is_mixed(topology: Topology) -> bool:
+    """Whether lanes of trees have sums and results: two chips add what they exchange."""
+    return topology.num_live > 2
 
 
 @lru_cache(maxsize=256)

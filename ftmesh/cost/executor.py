@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
+from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.columns import ADD, Columns, Ints, row_key
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
@@ -108,6 +109,12 @@ class Executor:
         wires = sends.most * self.devices * self.clock / bandwidth
         return min(share * sends.chunks * self.per_byte, wires)
 
+    def on(self, topology: Topology) -> Executor:
+        """The same, with as many devices to share a payload as the chips of a topology have."""
+        if topology.num_positions > 1:  # every device of a tile has a payload of its own
+            return replace(self, devices=1)
+        return replace(self, devices=topology.devices_per_chip) if topology.devices else self
+
     def packing_seconds(self, payload_bytes: float) -> float:
         """To pack a payload, and to unpack its sum."""
         return payload_bytes * self.packing / self.clock
@@ -145,11 +152,7 @@ def costs(
     All rounds of a phase are alike to it. What the devices of a chip exchange may be hidden too,
     which is not counted, for nobody says how fast that travels.
     """
-    topology = schedule.topology
-    if topology.num_positions > 1:  # every device of a tile has a payload of its own
-        executor = replace(executor, devices=1)
-    elif topology.devices:
-        executor = replace(executor, devices=topology.devices_per_chip)
+    executor = executor.on(schedule.topology)
     chunk_bytes = payload_bytes / schedule.num_chunks / executor.devices
     rounds = [
         executor.exposed_seconds(sends, chunk_bytes, bandwidth)

@@ -12,16 +12,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from ftmesh.cost.network import Network
+from ftmesh.cost.choice import partials_times, seconds_of
+from ftmesh.cost.executor import Executor
+from ftmesh.cost.network import Network, network_of
 from ftmesh.cost.simulate import DATAFLOW, Simulator
 from ftmesh.errors import ArgumentError
 from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.columns import ADD
-from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.schedule import Schedule, SplitSchedule
 
 
-def kernel_seconds(schedule: Schedule, payload_bytes: int, on: Network) -> float:
-    """What `payload_bytes` take in a kernel, on a network that has one.
+def kernel_seconds(
+    schedule: Schedule, payload_bytes: int, on: Network, wire_dtype: str = "float32"
+) -> float:
+    """What `payload_bytes` in `wire_dtype` take in a kernel, on a network that has one.
+
+    Where partial sums travel as something wider, half of the rounds carry that, or without halves
+    all of them.
 
     >>> from ftmesh import Topology, planners
     >>> from ftmesh.cost.network import NETWORKS
@@ -31,30 +38,38 @@ def kernel_seconds(schedule: Schedule, payload_bytes: int, on: Network) -> float
     """
     if on.executor is None or on.memory is None or not on.has_kernel:
         raise ArgumentError("what a kernel takes is known for TPU v4, v5p and v6e alone")
-    seconds = Simulator(schedule).seconds(payload_bytes, on.wires, DATAFLOW)
-    moved = _most_moved(schedule) * payload_bytes / schedule.num_chunks / on.memory
-    if on.executor.devices == 2:  # give each other halves to add to theirs, and then the sums
-        moved += (2 + 3) / 2 * payload_bytes / on.memory
-    return max(seconds, moved) + on.executor.packing_seconds(payload_bytes)
+    first = partials_times(schedule, wire_dtype) * payload_bytes
+    second = payload_bytes if isinstance(schedule, SplitSchedule) else first
+    simulator, moved = Simulator(schedule), _moved(schedule, on.executor)
+    rounds = [
+        max(simulator.seconds(size, on.wires, DATAFLOW), moved * size / on.memory)
+        for size in {first, second}
+    ]
+    return sum(rounds) / len(rounds) + on.executor.packing_seconds(second)
 
 
 def kernel_is_faster(
-    schedule: Schedule, in_kernel: Schedule, payload_bytes: int, on: Network
+    schedule: Schedule, in_kernel: Schedule, payload_bytes: int, on: Network, wire_dtype: str
 ) -> bool:
     """Whether a schedule for a kernel takes less there than another in permutations."""
-    seconds = Simulator(schedule).seconds(payload_bytes, on)
-    return kernel_seconds(in_kernel, payload_bytes, on) < seconds
+    seconds = seconds_of(Simulator(schedule), payload_bytes, on, wire_dtype)
+    return kernel_seconds(in_kernel, payload_bytes, on, wire_dtype) < seconds
 
 
 def may_have_kernel(topology: Topology, on: Network) -> bool:
-    """Whether the devices of a topology are TPUs, and both ways have a price there."""
+    """Whether the devices of a topology are TPUs with a kernel, and both ways have a price."""
     kinds = {str(getattr(device, "platform", "")) for device in topology.devices}
-    return kinds == {"tpu"} and on.has_kernel and on.executor is not None
+    has_kernel = kinds == {"tpu"} and network_of(topology).has_kernel and on.has_kernel
+    return has_kernel and on.executor is not None and on.memory is not None
 
 
-def _most_moved(schedule: Schedule) -> int:
-    """The chunks that the busiest chip reads and writes."""
+def _moved(schedule: Schedule, executor: Executor) -> float:
+    """The payloads that the busiest chip reads and writes."""
     columns, chips = schedule.columns, schedule.topology.num_live
     received = np.where(columns.op == ADD, 2, 1) * columns.count
     sent = np.bincount(columns.src, columns.count, minlength=chips)
-    return int((sent + np.bincount(columns.dst, received, minlength=chips)).max())
+    most = (sent + np.bincount(columns.dst, received, minlength=chips)).max()
+    found = float(most) / schedule.num_chunks
+    if executor.on(schedule.topology).devices == 2:
+        found += (2 + 3) / 2  # they give each other halves to add to theirs, and then the sums
+    return found

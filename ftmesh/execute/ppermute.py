@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ftmesh.execute.idle import completed
@@ -43,8 +44,8 @@ class Rows(NamedTuple):
         return lax.dynamic_update_slice(buffer, new, self._begin(buffer, chunk))
 
     def _begin(self, buffer: jax.Array, chunk: Any) -> list[Any]:
-        first = jnp.int32(self.first)
-        return [jnp.asarray(chunk, jnp.int32), first, *[jnp.int32(0)] * (buffer.ndim - 2)]
+        others = [np.int32(0)] * (buffer.ndim - 2)  # known to JAX, which then asks no signs
+        return [jnp.asarray(chunk, jnp.int32), np.int32(self.first), *others]
 
 
 def run_loops(

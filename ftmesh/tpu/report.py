@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ftmesh import collectives
 from ftmesh.commands import one_line
+from ftmesh.execute.lower import PALLAS, PPERMUTE
 from ftmesh.mesh.devices import platform_of
 from ftmesh.plans import Plan
 from ftmesh.tpu.cycles import Cycles
@@ -55,6 +56,7 @@ class CompileReport:
     loops: tuple[CompiledLoop, ...]
     lax_psum: str  # how the compiler's own sum goes about it, or its refusal
     packing: Cycles | None = None  # outside of rounds: packing and unpacking, reading of tables
+    executor: str = PPERMUTE
 
     @property
     def accepted(self) -> bool:
@@ -76,7 +78,8 @@ class CompileReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.algorithm} on {self.mesh}, {self.num_devices} devices of {self.platform}"
+            f"{self.algorithm}{' in a Pallas kernel' * (self.executor == PALLAS)} on {self.mesh}, "
+            f"{self.num_devices} devices of {self.platform}"
             f"{', idle ones among them' * self.with_idle}: "
             f"{'accepted' if self.accepted else 'refused'}"
         ]
@@ -152,6 +155,7 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
         loops=compiled_loops(text, planned=plan.program.loops) if ours else (),
         lax_psum=strategy(theirs.as_text()) if theirs else f"refused: {their_refusal}",
         packing=cycles_outside(text) if ours else None,
+        executor=plan.executor,
     )
 
 

@@ -28,7 +28,6 @@ from ftmesh.collectives.gradients import (
     with_mean_gradients,
 )
 from ftmesh.collectives.groups import Groups
-from ftmesh.cost.choice import AUTO
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute.lower import PALLAS, PPERMUTE
 from ftmesh.layout.batches import Shares
@@ -112,8 +111,8 @@ class Parallel(Placed):
                 payload_bytes=size,
                 wire_dtype=jnp.dtype(wire_dtype).name,
                 with_idle=with_idle,
-                # So that trees are not planned for nothing; what is written out has no kernel.
-                unrolled=overlap or (halved and executor != AUTO),
+                unrolled=overlap,
+                halves=halved,  # so that trees are not planned for nothing
                 executor=executor,
             )
             made = replace(made, unrolled=False)

@@ -23,6 +23,7 @@ class Device:
     id: int
     process_index: int
     platform: str = "cpu"
+    device_kind: str = "cpu"
 
 
 def devices(hosts, per_host):
@@ -159,6 +160,19 @@ def test_a_plan_along_trees_is_cut_and_sharded_as_in_one_process(four):
         assert plan.schedule == alone.schedule
         assert plan.at(4).schedule == alone.at(4).schedule != plan.schedule
         assert plan.halves.schedule == alone.halves.schedule
+
+
+def test_who_plans_says_which_executor(four, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "ftmesh.plans.kernel_is_faster", lambda *args: asked.append(args) or len(asked) == 1
+    )
+    every = [replace(each, platform="tpu", device_kind="TPU v6 lite") for each in devices(4, 4)]
+    topology = Topology.from_devices(every, shape="4x4", failed="2x2@2,2")
+    options = {"payload_bytes": 10**6, "executor": "auto"}
+    for plan in at_once(lambda c: agreed_plan(c, topology, "ring", **options), four):
+        assert plan.executor == "pallas"
+    assert len(asked) == 1
 
 
 def test_different_plans_are_refused_before_anything_runs(four):

@@ -12,7 +12,7 @@ from ftmesh import ArgumentError, Topology, planners
 from ftmesh.cli import main
 from ftmesh.cost import advise, paper
 from ftmesh.cost.choice import choose
-from ftmesh.cost.cutting import is_soon, least_seconds
+from ftmesh.cost.cutting import is_soon, least_seconds, schedule_for
 from ftmesh.cost.executor import Executor, Sends, sends_of
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS, network
@@ -176,6 +176,16 @@ class TestTwoStreams:
         assert 0.9 < after.seconds / before.seconds < 0.97
         assert least_seconds(V3, PAYLOAD, on) < after.seconds
         assert on.executor.floor_seconds(PAYLOAD) < plain.executor.floor_seconds(PAYLOAD)
+
+    @pytest.mark.parametrize("mesh", ["2x1", "1x3"])
+    @pytest.mark.parametrize("generation", ["v3", "v6e"])
+    @pytest.mark.parametrize("payload", [100_000, 4_000_000_000])
+    def test_trees_of_few_chips_take_no_less_than_their_bound(self, mesh, generation, payload):
+        """Two chips add what they exchange, so that their lanes are not mixed."""
+        topology, on = Topology.grid(mesh), NETWORKS[generation]
+        schedule = schedule_for(topology, "tree", payload, on)
+        assert sends_of(schedule.phases[0]).is_mixed == (topology.num_live > 2)
+        assert least_seconds(topology, payload, on) <= Simulator(schedule).seconds(payload, on)
 
     @pytest.mark.parametrize("name", ["hidden", "hidden_mixed"])
     @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])

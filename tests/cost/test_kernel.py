@@ -13,6 +13,7 @@ from ftmesh.cost.simulate import DATAFLOW, Simulator
 from ftmesh.testing import cpu_grid
 
 HOLE = Topology.grid("16x16", failed="2x2@2,2")  # 252 live chips
+GRID = Topology.grid("4x4")
 PAYLOAD = 100_000_000
 
 
@@ -45,6 +46,24 @@ def test_the_slower_of_wires_and_memory_and_packing():
     assert kernel_seconds(ring, PAYLOAD, cores) == pytest.approx(moved / 1e10 + halves + packing)
 
 
+def test_partial_sums_that_travel_as_something_wider():
+    """Of a ring half of the rounds carry them, along trees all; packing goes with what results."""
+    on = replace(NETWORKS["v6e"], executor=replace(NETWORKS["v6e"].executor, packing=0))
+    for algorithm, times in (("ring", 1.5), ("tree", 2)):
+        schedule = planners.schedule(HOLE, algorithm)
+        narrow = kernel_seconds(schedule, PAYLOAD, on, "bfloat16")
+        one, two = (kernel_seconds(schedule, size, on) for size in (PAYLOAD, 2 * PAYLOAD))
+        assert narrow == pytest.approx((2 - times) * one + (times - 1) * two)
+
+
+def test_devices_that_are_alone_on_their_chips_exchange_nothing():
+    slow = replace(NETWORKS["v4"], memory=1e10)
+    alone, unknown = (planners.schedule(each, "ring") for each in (tpus("TPU v4"), GRID))
+    halves = 2.5 * PAYLOAD / 1e10
+    found = kernel_seconds(alone, PAYLOAD, slow)
+    assert kernel_seconds(unknown, PAYLOAD, slow) == pytest.approx(found + halves)
+
+
 @pytest.mark.parametrize("on", [DEFAULT, NETWORKS["v3"], NETWORKS["v7x"], NETWORKS["v6e"].wires])
 def test_what_has_no_kernel_or_no_price(on):
     with pytest.raises(ArgumentError, match="known for TPU v4, v5p and v6e alone"):
@@ -70,6 +89,12 @@ class TestAuto:
     def test_a_kernel_that_memory_holds_up_is_not_taken(self):
         slow = replace(NETWORKS["v6e"], memory=1e10)
         assert ftmesh.plan(tpus("TPU v6 lite"), link=slow, executor="auto").executor == "ppermute"
+
+    def test_links_of_other_tpus_bring_no_kernel_nor_does_memory_that_nobody_knows(self):
+        v3, v6e = tpus("TPU v3"), tpus("TPU v6 lite")
+        assert ftmesh.plan(v3, link="v6e", executor="auto").executor == "ppermute"
+        unknown = replace(NETWORKS["v6e"], memory=None)
+        assert ftmesh.plan(v6e, link=unknown, executor="auto").executor == "ppermute"
 
     def test_what_is_written_out_or_no_tpu_has_permutations(self):
         tpu = tpus("TPU v6 lite")

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import ftmesh
 from ftmesh import Topology, planners
 from ftmesh.execute.lower import lower
-from ftmesh.execute.ppermute import run_loops
+from ftmesh.execute.ppermute import Rows, run_loops
 from ftmesh.execute.setting import OWN, Setting, Wire
 from ftmesh.testing import cpu_grid
 
@@ -63,6 +63,18 @@ def test_halves_are_whole_tiles_or_there_are_none(rows, streams):
     bytes_of_a_chunk = rows * 8 * 4
     assert run(bytes_of_a_chunk) == run(0.0)
     assert run(bytes_of_a_chunk + 1) == run(math.inf)
+
+
+@pytest.mark.parametrize("rows", [Rows(0, 48), Rows(16, 32)])
+def test_only_the_chunk_is_computed_of_where_rows_are(rows):
+    """What is known is written down as a number, so that programs stay small."""
+    buffer = jnp.zeros((4, 48, 8, 3))
+    for run in (
+        lambda chunk: rows.take(buffer, chunk, 2),
+        lambda chunk: rows.put(buffer, buffer[:2, : rows.number], chunk),
+    ):
+        found = str(jax.make_jaxpr(run)(jnp.int32(1)))
+        assert found.count(" select_n ") == 1
 
 
 @pytest.mark.parametrize("algorithm", ["row_pair", "tree"])

@@ -1,5 +1,7 @@
 """Reading the text of compiled programs, and reports on them."""
 
+from dataclasses import replace
+
 import pytest
 from reporting import report_for, tree
 
@@ -150,3 +152,6 @@ def test_a_report_reads_well():
         "  ring: 2 permutations a round, 2 in flight at once",
         "  lax.psum on the same devices: StrategyRing{colors:1 phases:1}",
     ]
+    kernel = replace(report, executor="pallas", loops=())
+    assert str(kernel).startswith("ring in a Pallas kernel on 16x16 less 2x2@2,2, 252 devices")
+    assert kernel.as_dict()["executor"] == "pallas"

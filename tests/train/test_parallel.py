@@ -1,6 +1,6 @@
 """Sums of a run: on a plan, on psum where there is none, and on devices that are idle."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -17,6 +17,30 @@ from ftmesh.train import Groups, Parallel, Shares
 TWO_ON_A_CHIP = Topology((1,), (False,), devices_per_chip=2)
 SPLIT_IN_TWO = Topology.from_drawing("..X..\n..X..")  # no plan: the halves are not joined
 HOLE = Topology.grid("4x4", failed="2x2@0,0")
+
+
+@dataclass(frozen=True)
+class Tpu:
+    """A device of a v6e that is not there."""
+
+    id: int
+    process_index: int = 0
+    platform: str = "tpu"
+    device_kind: str = "TPU v6 lite"
+
+
+@pytest.mark.parametrize(
+    ("how", "executor"),
+    [({}, "pallas"), ({"halved": True}, "pallas"), ({"overlap": True}, "ppermute")],
+)
+def test_a_kernel_by_price_also_where_gradients_go_to_owners(how, executor, monkeypatch):
+    """Nothing else is computed while it runs, so not where that is asked for."""
+    monkeypatch.setattr(Topology, "jax_mesh", lambda *args, **options: None)
+    topology = Topology.from_devices([Tpu(n) for n in range(16)], shape="4x4", failed="2x2@0,0")
+    plan = Parallel.on(topology, executor="auto", **how).plan
+    assert (plan.executor, plan.unrolled) == (executor, False)
+    if how:
+        assert plan.halves is plan
 
 
 def sum_and_mean(parallel, x):
