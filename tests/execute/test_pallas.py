@@ -270,7 +270,7 @@ def test_transfers_that_overlap_must_fit_as_they_are(monkeypatch):
 
 
 def test_executors_have_names():
-    with pytest.raises(ArgumentError, match="executor must be one of ppermute, pallas, not 'tpu'"):
+    with pytest.raises(ArgumentError, match="one of auto, ppermute, pallas, not 'tpu'"):
         ftmesh.plan(Topology.grid("2x2"), executor="tpu")
 
 
