@@ -23,14 +23,14 @@ def compile_for(name, failed, algorithm, *options):
     )  # fmt: skip
 
 
-def travels_at_once(report):
+def travels_at_once(report, algorithm):
     """Whether every lane of a round starts before the first is waited for, of each stream of it.
 
     Loops between two cores of a chip have one lane, others those of their algorithm. Where chunks
     travel as two streams, something is done while one of them does.
     """
     for loop in report["loops"]:
-        lanes = 1 if loop["name"].startswith("between") else LANES[report["algorithm"]]
+        lanes = 1 if loop["name"].startswith("between") else LANES[algorithm]
         streams, rest = divmod(loop["permutations"], lanes)
         hides = streams == 1 or (loop["cycles"] or {"hidden": 1})["hidden"] > 0
         if rest or streams not in (1, 2) or loop["in_flight"] < lanes or not hides:
@@ -50,7 +50,7 @@ def test_two_cores_a_chip(name, failed, devices, algorithm):
     assert report["accepted"], report["refusal"]
     assert report["num_devices"] == devices
     assert report["compile_seconds"] < 30
-    assert travels_at_once(report)
+    assert travels_at_once(report, algorithm)
     assert report["lax_psum"] == "StrategyRing{colors:1 phases:1}"
 
 
@@ -85,7 +85,7 @@ def test_memory_for_little_more_than_the_gradients_of_a_model():
     assert report["accepted"], report["refusal"]
     assert report["payload_bytes"] == 102_228_128
     assert report["temporary_ratio"] < 1.3
-    assert travels_at_once(report)
+    assert travels_at_once(report, report["algorithm"])
 
 
 # Cycles of a round beside its permutations, at most, in the order of loops; and temporary memory in
@@ -107,7 +107,7 @@ def test_what_a_round_costs_beside_its_permutations(case):
     report = compile_for(slice_, failed, algorithm)
     most, memory = CYCLES[case]
     assert report["accepted"], report["refusal"]
-    assert travels_at_once(report)
+    assert travels_at_once(report, algorithm)
     assert report["lax_psum"] == "StrategyRing{colors:1 phases:1}"
     found = [sum(loop["cycles"][what] for what in SPENT) for loop in report["loops"]]
     assert all(one <= limit for one, limit in zip(found, most, strict=True)), found
@@ -147,7 +147,7 @@ def test_whole_slices_with_idle_chips(algorithm):
     assert (report["num_devices"], report["with_idle"]) == (256, True)
     *loops, last = report["loops"]
     assert {loop["permutations"] for loop in loops} == {LANES[algorithm]}
-    assert travels_at_once({"loops": loops})
+    assert travels_at_once({"loops": loops}, algorithm)
     assert last["permutations"] <= LANES[algorithm] + 4  # results go on to idle chips as well
     assert last["in_flight"] >= 4  # as many as a chip has links
 
