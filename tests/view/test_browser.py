@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import browser as chromium
 import pytest
+from more import more
 
 from ftmesh import planners
 from ftmesh.cost.limits import limits
@@ -322,9 +323,8 @@ def test_light_and_dark(browser, opened):
     assert browser.ask(ground) == dark
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "chunks"), [("row_pair", 1920), ("ring", 2032)])
-def test_a_thousand_chips_play_smoothly(browser, opened, name, chunks):
+def frames_of_a_thousand_chips(browser, opened, name, chunks):
+    """How the last hundred rounds of a large mesh played, all chunks complete in the end."""
     opened(scene(Topology.grid("32x32", failed="4x2@14,14"), name))
     change(browser, "#seek", browser.state()["rounds"] - 100)  # sums all rounds before that, too
     play(browser, 20)
@@ -332,6 +332,24 @@ def test_a_thousand_chips_play_smoothly(browser, opened, name, chunks):
     assert found["complete"] == found["cells"] == 1016 * chunks
     frames = browser.ask("ftmesh.frames()")
     assert frames["number"] > 60
-    # Of a tenth of them, for the machine does other things: all of it, at worst.
-    assert frames["quick_work_ms"] < 16
+    return frames
+
+
+LARGE = pytest.mark.parametrize(("name", "chunks"), [("row_pair", 1920), ("ring", 2032)])
+
+
+@pytest.mark.slow
+@LARGE
+def test_a_thousand_chips_play_where_much_else_is_done(browser, opened, name, chunks):
+    frames = frames_of_a_thousand_chips(browser, opened, name, chunks)
+    assert frames["quick_work_ms"] < 16  # of a tenth of them
     assert frames["quick_apart_ms"] < 34  # thirty frames a second
+
+
+@more  # takes a machine that does little else
+@pytest.mark.slow
+@LARGE
+def test_a_thousand_chips_play_smoothly(browser, opened, name, chunks):
+    frames = frames_of_a_thousand_chips(browser, opened, name, chunks)
+    assert frames["work_ms"] < 16
+    assert frames["apart_ms"] < 34  # on a machine that does other things
