@@ -33,7 +33,7 @@ def missing(error: ModuleNotFoundError) -> MissingExtraError | None:
     """The same of what was not found when it was imported, if one of the extras has it."""
     package = (error.name or "").split(".")[0]
     has = [extra for extra, packages in EXTRAS.items() if package in packages]
-    return _missing("that", has[0], [package]) if has else None
+    return _missing("what was asked for", has[0], [package]) if has else None
 
 
 def later(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

@@ -26,7 +26,8 @@ def test_all_that_is_missing_is_named():
 def test_what_is_not_found_when_it_is_imported_is_named_too():
     error = missing(ModuleNotFoundError(name="matplotlib.figure"))
     assert (
-        str(error) == "that needs matplotlib, which is not installed: pip install 'ftmesh[plots]'"
+        str(error) == "what was asked for needs matplotlib, which is not installed: "
+        "pip install 'ftmesh[plots]'"
     )
     assert missing(ModuleNotFoundError(name="no_such_package")) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from ftmesh.files import check_folder
 from ftmesh.launch.events import Events
 from ftmesh.launch.output import Printer
 from ftmesh.launch.place import Place
-from ftmesh.launch.pod import Pod
+from ftmesh.launch.pod import Pod, check_command
 from ftmesh.launch.process import Process
 from ftmesh.launch.supervisor import Policy, Supervisor
 from ftmesh.launch.watch import parse_limits
@@ -159,6 +160,7 @@ def _run_through_failures(args: argparse.Namespace) -> int:
     if args.mesh is None:
         raise ArgumentError("--failures needs --mesh, to know which chips a host has")
     check_folder(args.run_dir)
+    check_command(_command(args), os.environ.get("PATH"))  # before files are made
     place = Place.of(args.mesh, args.host_shape, args.hosts, args.devices_per_host)
     policy = Policy(
         failures=args.failures,

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from ftmesh.cluster.words import in_seconds, processes
-from ftmesh.errors import ClusterError
+from ftmesh.errors import ArgumentError, ClusterError
 
 _LONGEST = 4096  # bytes of a line; more is not one of ours
 _PATIENCE = 2.0  # seconds for one who has come to say its number
@@ -43,7 +43,7 @@ def split_address(address: str) -> tuple[str, int]:
     is_host = bool(host) and (":" not in host or (host[0], host[-1]) == ("[", "]"))
     is_port = re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536
     if not is_host or not is_port:
-        raise ClusterError(f"{address!r:.60} is no address of a coordinator: give HOST:PORT")
+        raise ArgumentError(f"{address!r:.60} is no address of a coordinator: give HOST:PORT")
     return host.strip("[]"), int(port)
 
 

@@ -54,7 +54,7 @@ class Pod:
         self._command = list(command)
         self._kill_after = kill_after
         for each in self._environments:
-            _check_command(self._command, each.get("PATH"))
+            check_command(self._command, each.get("PATH"))
         self.coordinator = self._environments[0]["FTMESH_COORDINATOR"]
         self.processes: list[Process] = []
         self.first_failed: Process | None = None
@@ -233,7 +233,8 @@ class Pod:
             self._warden.forget(process)
 
 
-def _check_command(command: Sequence[str], path: str | None) -> None:
+def check_command(command: Sequence[str], path: str | None) -> None:
+    """Refuse what no process could run, a program on `path` or by its own."""
     if not command:
         raise ArgumentError("there is no command to run: give one, as 'python train.py'")
     if shutil.which(command[0], path=path or os.defpath) is None:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ftmesh.cluster.rollcall import call_roll
-from ftmesh.errors import ClusterError
+from ftmesh.errors import ArgumentError, ClusterError
 from ftmesh.launch.environment import free_port
 
 
@@ -104,5 +104,5 @@ def test_a_port_that_is_taken():
     ],
 )
 def test_addresses_that_are_none(address):
-    with pytest.raises(ClusterError, match="is no address of a coordinator: give HOST:PORT"):
+    with pytest.raises(ArgumentError, match="is no address of a coordinator: give HOST:PORT"):
         call_roll(address, 1, 2, bind=address, limit=1)

@@ -63,6 +63,13 @@ def test_bad_arguments(arguments, message, capsys):
     assert message in err
 
 
+def test_a_command_that_is_none_leaves_no_file(tmp_path):
+    events = tmp_path / "events.jsonl"
+    pod = ["--hosts", "2", "--devices-per-host", "2", "--mesh", "2x2", "--failures", "1"]
+    assert main(["launch", *pod, "--events", str(events), "--", "/no/such"]) == 2
+    assert not events.exists()
+
+
 @pytest.mark.parametrize(
     ("option", "path", "message"),
     [
