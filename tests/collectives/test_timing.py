@@ -6,6 +6,8 @@ from ftmesh.cli import main
 from ftmesh.collectives.timing import bench, table
 from ftmesh.testing import cpu_grid
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 
 @pytest.mark.slow
 def test_every_algorithm_that_fits_is_timed_beside_psum():

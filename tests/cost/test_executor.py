@@ -278,6 +278,7 @@ def test_with_an_executor_auto_looks_at_trees():
     assert "tree" in [one.algorithm for one in named.explain().candidates if not one.refusal]
 
 
+@pytest.mark.slow
 def test_trees_that_take_minutes_to_plan_are_asked_for():
     pod, small = (Topology.grid(shape, failed="4x2@14,14") for shape in ("64x64", "32x32"))
     assert is_soon(small, 100_000_000, NETWORKS["v3"])

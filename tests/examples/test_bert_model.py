@@ -17,6 +17,8 @@ from examples.bert.steps import losses_of, weights_of
 from ftmesh.errors import DataError
 from ftmesh.train import weighted_sum
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 FILE = Path(__file__).parents[1] / "data" / "bert_reference.npz"
 
 # Both sides compute in float64, whose rounding error of 1e-16 grows through three layers to about

@@ -11,6 +11,8 @@ from ftmesh.execute.ppermute import on_rank, run_loop
 from ftmesh.execute.setting import OWN, Setting
 from ftmesh.planners import tree
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 HOLE = Topology.grid("6x6", failed="2x2@2,2")
 
 

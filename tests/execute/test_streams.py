@@ -15,6 +15,8 @@ from ftmesh.execute.ppermute import Rows, run_loops
 from ftmesh.execute.setting import OWN, Setting, Wire
 from ftmesh.testing import cpu_grid
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 HOLE = Topology.grid("4x4", failed="2x2@2,2")
 
 

@@ -12,6 +12,8 @@ from ftmesh import ArgumentError, Topology
 from ftmesh.testing import on_one_device
 from ftmesh.train import Shares, weighted_sum
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 
 @pytest.fixture(scope="module")
 def plan():

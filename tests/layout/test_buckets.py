@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from ftmesh.layout.buckets import Packing, chunk_shape, make_buckets, pack, unpack
 from ftmesh.layout.order import WIDTH, flat, shaped
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 SHAPES = [
     (),
     (5,),

@@ -55,6 +55,7 @@ def test_two_cores_a_chip(name, failed, devices, algorithm):
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_an_executor_is_fitted():
     found = in_a_process(
         "-m", "ftmesh", "compile", "v6e:4x4", "--failed", "2x2@0,0", "--fit", "--json"

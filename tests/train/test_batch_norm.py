@@ -16,6 +16,8 @@ from ftmesh import ArgumentError, CollectiveError, Topology
 from ftmesh.testing import cpu_grid, on_one_device
 from ftmesh.train import GroupBatchNorm, Groups, Shares, mean_statistics, with_mean_gradients
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 
 @pytest.fixture(scope="module")
 def plan():

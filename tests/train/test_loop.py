@@ -171,6 +171,7 @@ class TestWhatIsNotFinite:
         self.stopped(tmp_path, job, "the loss of step 3 is nan")
         self.goes_on(tmp_path, trainer)
 
+    @pytest.mark.slow
     def test_a_state_that_comes_with_a_good_loss(self, trainer, tmp_path):
         def lr_schedule(step):
             return jnp.where(step == 3, jnp.inf, RATE)

@@ -14,6 +14,8 @@ from ftmesh.mesh.ranks import Ranks
 from ftmesh.testing import cpu_grid
 from ftmesh.train import Groups, Parallel, Shares
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 TWO_ON_A_CHIP = Topology((1,), (False,), devices_per_chip=2)
 SPLIT_IN_TWO = Topology.from_drawing("..X..\n..X..")  # no plan: the halves are not joined
 HOLE = Topology.grid("4x4", failed="2x2@0,0")
