@@ -20,11 +20,11 @@ CASES = [
     ("ring", "8x8", "2x2@2,2"),
     ("two_dim", "4x4", ""),
     pytest.param(("two_dim", "8x8", ""), marks=pytest.mark.slow),
-    ("row_pair", "4x4", ""),
+    pytest.param(("row_pair", "4x4", ""), marks=pytest.mark.slow),
     pytest.param(("row_pair", "8x6", ""), marks=pytest.mark.slow),
     ("row_pair", "6x6", "2x2@2,2"),
     pytest.param(("row_pair", "8x8", "4x2@2,2"), marks=pytest.mark.slow),
-    ("row_pair", "8x8", "2x2@0,0;2x4@4,4"),
+    pytest.param(("row_pair", "8x8", "2x2@0,0;2x4@4,4"), marks=pytest.mark.slow),
 ]
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -76,6 +76,7 @@ def assert_a_tree_of_odd_sizes(plan, **how):
         assert len({row.tobytes() for row in ours[name]}) == 1, "ranks differ"
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bits(twelve):
     tree = odd_tree(12)
     first, second = (per_rank(twelve, lambda t: twelve.psum(t, "data"), tree) for _ in range(2))

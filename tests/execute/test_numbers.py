@@ -130,6 +130,7 @@ def sums(schedule):
     return jax.vmap(run, axis_name="rank")(held), held.sum(axis=0)
 
 
+@pytest.mark.slow
 def test_a_lane_that_is_always_full_shares_a_place():
     """Three ranks: a rule by which all send in all rounds, and a table beside it with a gap."""
     ranks = range(3)

@@ -161,6 +161,7 @@ class TestWhatIsNotFinite:
         assert list(report.losses) == [3, 4, 5, 6]
         np.testing.assert_allclose(list(report.losses.values()), descent(6)[1][2:], rtol=1e-4)
 
+    @pytest.mark.slow
     def test_a_loss_at_the_step_of_a_checkpoint(self, trainer, tmp_path):
         job = linear_job(trainer, steps=6, nan_at=4)
         self.stopped(tmp_path, job, "the loss of step 4 is nan")
