@@ -61,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS.values():
         command.add(commands)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.prog = f"{parser.prog} {args.command}"  # whose --help has the right ones
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return ended("ftmesh", lambda: _carried_out(args))
 
 

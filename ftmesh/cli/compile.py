@@ -40,6 +40,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="keep the failed chips in the program, idle: for v5e, which insists on whole slices",
     )
     parser.add_argument(
+        "--in-vmem",
+        action="store_true",
+        help="let payloads up to 112 MiB stay in the VMEM of a v6e, and not up to 96: rounds are "
+        "cheaper, and whatever else a step computes has less of it",
+    )
+    parser.add_argument(
         "--fit",
         action="store_true",
         help="compile every algorithm that serves the slice, or --algorithm, for --payload and a "
@@ -82,7 +88,9 @@ def run(args: argparse.Namespace) -> None:
                 executor=args.executor,
             ),
         )
-        return stages.run("compiling", lambda: compile_report(plan, payload_bytes))
+        return stages.run(
+            "compiling", lambda: compile_report(plan, payload_bytes, in_vmem=args.in_vmem)
+        )
 
     if args.fit:
         algorithms = _able(topology) if args.algorithm in CHOSEN else [args.algorithm]

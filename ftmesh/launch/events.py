@@ -106,8 +106,11 @@ def in_words(event: str, facts: dict[str, Any]) -> str:
     if event == "gives up":
         return f"gives up: {facts['why']}"
     if event == "done" and facts["failures"]:
+        failures = f"{facts['failures']} failure{'s' * (facts['failures'] != 1)}"
+        if not facts["steps"]:  # none came, or a loop that does not say so
+            return f"{failures} in {facts['seconds']:.1f} s, and no steps that it was told of"
         return (
-            f"{facts['steps']} steps, {facts['failures']} failure{'s' * (facts['failures'] != 1)}, "
+            f"{facts['steps']} steps, {failures}, "
             f"{facts['seconds_lost']:.1f} of {facts['seconds']:.1f} s lost to that: goodput "
             f"{facts['goodput']:.1%}"
         )

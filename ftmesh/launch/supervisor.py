@@ -79,6 +79,7 @@ class Supervisor:
         self._received: list[signal.Signals] = []
         self._epoch, self._highest, self._masked = 1, 0, ""
         self._recovery = Recovery()
+        self._nonstarter = ""  # how all processes of the first start ended before they joined
         self._until = float("inf")
         self._deadlines = Deadlines(policy.limit, policy.limits)
         (run_dir / "pids").mkdir(parents=True, exist_ok=True)
@@ -129,6 +130,8 @@ class Supervisor:
         """Why not to try again; empty where it is worth it."""
         if verdict.what == "end":
             return verdict.why
+        if self._nonstarter:
+            return f"before they joined each other, all processes {self._nonstarter}"
         if self._events.failures > self._policy.failures:
             return f"{self._events.failures} failures; the last: {verdict.why}"
         if fruitless > self._policy.failures:
@@ -188,6 +191,7 @@ class Supervisor:
                     self._note_pid("worker", hosts[process.number], process.pid)
                 self._watch(pod, steward, service)
                 status = self._end(pod, steward)
+                self._nonstarter = _nonstarter(pod, steward)
                 self._pod = None
         self._epoch = steward.epoch + 1
         self._highest, self._masked = steward.highest, steward.masked
@@ -256,6 +260,19 @@ class Supervisor:
         """As `Pod.enforce`, for an `on_output` that has to wait."""
         if self._pod is not None:
             self._pod.enforce()
+
+
+def _nonstarter(pod: Pod, steward: Steward) -> str:
+    """How all processes of the first start ended where the command itself cannot run, or empty.
+
+    They ended alike, by themselves, by no signal, and none had come as far as to join: a module
+    that is not there, or a mistake in the program. To try again would not help.
+    """
+    if steward.start != 1 or any(member.channel for member in steward.everyone.values()):
+        return ""
+    ended = [process for process in pod.processes if process.told is None]
+    alike = {process.status or 0 for process in ended}
+    return _how(ended[0]) if len(ended) > 1 == len(alike) and 0 < min(alike) < 128 else ""
 
 
 def _how(process: Process) -> str:

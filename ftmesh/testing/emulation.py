@@ -50,11 +50,23 @@ def cpu_grid(
     if len(devices) < wanted:
         raise TopologyError(
             f"mesh {format_shape(sizes)} needs {wanted} devices and JAX has made {len(devices)} "
-            "already: call cpu_grid before anything else uses JAX, or set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
+            f"already: {_remedy(wanted)}"
         )
     return Topology.from_devices(
         devices[:wanted], shape=sizes, failed=failed, failed_links=failed_links, wrap=wrap
+    )
+
+
+def _remedy(wanted: int) -> str:
+    """What to do where JAX has fewer devices than a mesh."""
+    if "FTMESH_NUM_PROCESSES" in os.environ:
+        return (
+            "ftmesh launch gave each process its own; take those of all, by "
+            "Topology.from_devices(jax.devices()) after ftmesh.cluster.join()"
+        )
+    return (
+        "call cpu_grid before anything else uses JAX, or set "
+        f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
     )
 
 

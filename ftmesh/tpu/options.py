@@ -17,6 +17,9 @@ _FOUR, _SIX = {_AT_ONCE: "4"}, {_AT_ONCE: "6"}
 # What it takes to have them under way while something else is computed: the scheduler looks for the
 # longest chains of them, where otherwise it keeps to the order it began with.
 _OVERLAP = {"xla_tpu_use_aggressive_scheduling": "true"}
+# What it takes to have more of VMEM, the memory beside the processor, for buffers as large as sums
+# have: a single instruction gets 16 MiB of it and not 32, which leaves 112 of 128 MiB.
+_IN_VMEM = {"v6e": {"xla_tpu_scoped_vmem_limit_kib": "16384"}}
 _OPTIONS: dict[str, dict[str, str]] = {
     "v2": _ASYNC,
     "v3": _ASYNC,
@@ -39,13 +42,18 @@ _ALSO_CALLED = {
 }
 
 
-def compiler_options(platform: str, *, overlap: bool = False) -> dict[str, str]:
+def compiler_options(
+    platform: str, *, overlap: bool = False, in_vmem: bool = False
+) -> dict[str, str]:
     """What to compile a step with so that all permutations of a round travel at once.
 
     For the outermost jit: ``jax.jit(step, compiler_options=ftmesh.compiler_options("tpu v6e"))``.
     Takes ``jax.devices()[0].device_kind`` of a TPU as well. Empty where there is nothing to set.
-    With `overlap`, also so that the backward pass goes on beside the sums of its gradients. A TPU
-    that is newer than this module gets no options, and a `TopologyWarning`, once.
+    With `overlap`, also so that the backward pass goes on beside the sums of its gradients. With
+    `in_vmem`, which is for v6e alone, so that what is summed can stay in VMEM up to 112 MiB, and
+    not up to 96: its rounds then cost about half, and what else is computed has less of VMEM, so
+    look at both. A TPU that is newer than this module gets no options, and a `TopologyWarning`,
+    once.
 
     >>> compiler_options("tpu v6e")
     {'xla_max_concurrent_async_collective_permutes': '4'}
@@ -62,7 +70,11 @@ def compiler_options(platform: str, *, overlap: bool = False) -> dict[str, str]:
             raise ArgumentError(f"platform {platform!r} is not known: give one of {known}")
         _warn_of(str(platform))
         return {}
-    return {**options, **(_OVERLAP if overlap and name not in ("cpu", "gpu") else {})}
+    if in_vmem and name not in _IN_VMEM:
+        known = ", ".join(_IN_VMEM)
+        raise ArgumentError(f"in_vmem is for {known}, not for {platform!r}: leave it out")
+    also = _OVERLAP if overlap and name not in ("cpu", "gpu") else {}
+    return {**options, **also, **(_IN_VMEM[name] if in_vmem else {})}
 
 
 @cache

@@ -103,12 +103,15 @@ class CompileReport:
         return "\n".join(lines)
 
 
-def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) -> CompileReport:
+def compile_report(
+    plan: Plan, payload: Any = None, *, dtype: Any = np.float32, in_vmem: bool = False
+) -> CompileReport:
     """Compile `pmean` of a payload on the plan's devices, and say what came out.
 
     The devices may be compile-only, as those of `tpu_devices`. The payload is a number of bytes,
     for a vector of that size, or a pytree of arrays or `jax.ShapeDtypeStruct`, as of the gradients
-    of a model; the plan's own number of bytes unless given. It is donated, as gradients are.
+    of a model; the plan's own number of bytes unless given. It is donated, as gradients are. For
+    `in_vmem` see `compiler_options`.
     """
     payload = plan.payload_bytes if payload is None else payload
     if isinstance(payload, int):
@@ -117,7 +120,7 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
     payload_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(payload))
     mesh = plan.jax_mesh("data")
     platform = platform_of(mesh.devices.flat[0])
-    options = compiler_options(platform)
+    options = compiler_options(platform, in_vmem=in_vmem)
 
     def compiled(run: Any, options: dict[str, str]) -> tuple[Any, str]:
         """The program, and no refusal; or none, and the compiler's words."""

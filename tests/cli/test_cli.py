@@ -234,3 +234,10 @@ def test_warnings_are_one_line(run, monkeypatch):
     assert "on 8x8: 64 live chips" in text
     assert err.startswith("ftmesh: warning: the environment variable FTMESH_FAILED names 2x2@12,12")
     assert err.count("\n") == 1
+
+
+def test_an_unknown_option_points_at_the_help_of_its_command(run):
+    status, _, said = run("plan", "8x8", "--faild", "2x2@2,2")
+    assert status == 2
+    assert "unrecognized arguments: --faild 2x2@2,2" in said
+    assert "ftmesh plan --help" in said

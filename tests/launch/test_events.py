@@ -106,6 +106,11 @@ def read(file):
             {**DONE, "failures": 1},
             "60 steps, 1 failure, 5.0 of 50.0 s lost to that: goodput 90.0%",
         ),
+        (
+            "done",
+            {**DONE, "failures": 1, "steps": 0},
+            "1 failure in 50.0 s, and no steps that it was told of",
+        ),
     ],
 )
 def test_in_words_and_in_a_file(event, facts, words, events, lines, file):

@@ -93,6 +93,22 @@ def test_refused_arguments_are_not_tried_again(run):
     assert found.lines == ["gives up: host 1 (process 1, chips 1x1@1,0) ended with status 2"]
 
 
+def test_a_command_that_cannot_run_is_not_tried_again(run, monkeypatch):
+    monkeypatch.setattr(module, "TO_END", 10.0)  # for all of them to fail
+    found = run("import no_such_module", hosts=3, failures=10)
+    assert found.status() == 1
+    (gives_up,) = found.of("gives up")
+    assert gives_up["why"] == ("before they joined each other, all processes ended with status 1")
+    assert not found.of("restart")
+
+
+def test_one_that_cannot_run_is_tried_again(run):
+    """Where the others would have waited for it."""
+    found = run("sys.exit(1) if host == 1 and epoch == 1 else time.sleep(0.3)", failures=3)
+    assert found.status() == 0
+    assert len(found.of("restart")) == 1
+
+
 def test_a_process_that_dies_is_started_again_with_all_others(run):
     found = run(
         """

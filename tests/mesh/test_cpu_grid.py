@@ -24,7 +24,14 @@ def test_damage_and_wrap_are_those_of_the_grid():
     assert topo.without_devices() == ftmesh.Topology.grid(
         "1x8", failed="1x1@0,7", failed_links="0,0-0,1", wrap=[False, True]
     )
-    with pytest.raises(TopologyError, match="needs 65 devices and JAX has made 64"):
+    says = "needs 65 devices and JAX has made 64 already: call cpu_grid before"
+    with pytest.raises(TopologyError, match=says):
+        cpu_grid("65")
+
+
+def test_under_a_launcher_devices_are_those_of_all_processes(monkeypatch):
+    monkeypatch.setenv("FTMESH_NUM_PROCESSES", "2")
+    with pytest.raises(TopologyError, match=r"take those of all, by Topology.from_devices"):
         cpu_grid("65")
 
 

@@ -124,6 +124,19 @@ def test_what_a_round_costs_beside_its_permutations(case):
         assert_cycles_add_up(report)
 
 
+@pytest.mark.slow
+@needs_libtpu
+def test_a_hundred_megabytes_stay_in_vmem_where_that_is_asked_for():
+    report = compile_for("v6e:16x16", "2x2@2,2", "row_pair", "--in-vmem")
+    assert report["accepted"], report["refusal"]
+    assert travels_at_once(report, "row_pair")
+    found = [sum(loop["cycles"][what] for what in SPENT) for loop in report["loops"]]
+    most = [20_000, 12_000, 12_000, 20_000]
+    assert all(one <= limit for one, limit in zip(found, most, strict=True)), found
+    assert sum(report["packing"][what] for what in SPENT) <= 500_000, report["packing"]
+    assert report["temporary_ratio"] <= 0.05
+
+
 def assert_cycles_add_up(report):
     """In a report of `row_pair` for 100 MB on 16x16."""
     rounds = [loop["cycles"] for loop in report["loops"]]

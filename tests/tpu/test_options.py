@@ -31,6 +31,14 @@ def test_compiler_options(platform, options):
     assert extra == ({("xla_tpu_use_aggressive_scheduling", "true")} if is_tpu else set())
 
 
+def test_more_of_vmem_is_for_those_that_have_it():
+    more = ftmesh.compiler_options("TPU v6 lite", in_vmem=True)
+    assert more == {**FOUR, "xla_tpu_scoped_vmem_limit_kib": "16384"}
+    for platform in ("v5e", "TPU v5", "v3", "cpu"):
+        with pytest.raises(ArgumentError, match="in_vmem is for v6e, not for"):
+            ftmesh.compiler_options(platform, in_vmem=True)
+
+
 @pytest.mark.parametrize("platform", ["banana", "", "tpu", "vx"])
 def test_an_unknown_platform_is_refused(platform):
     with pytest.raises(ArgumentError, match=r"is not known: give one of v2, v3, .*v6e, tpu7x, cpu"):
