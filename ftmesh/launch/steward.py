@@ -280,8 +280,9 @@ class Steward:
         }
         if not due:
             return
-        if due.keys() >= self._working and len(due) > 1:
-            self._over("restart", "all processes are stuck, and nobody can tell who began")
+        if len(stuck) > 1 and stuck >= self._working:
+            if due.keys() >= stuck:  # the last of them, too, has had its time
+                self._over("restart", "all processes are stuck, and nobody can tell who began")
             return
         self._lose(due)
 

@@ -13,8 +13,8 @@ from ftmesh.launch import watch
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """What takes a second or so in a run takes a moment here."""
-    monkeypatch.setattr(module, "CLOSED", 0.05)
-    monkeypatch.setattr(watch, "SLACK", 0.05)
+    monkeypatch.setattr(module, "CLOSED", 0.3)
+    monkeypatch.setattr(watch, "SLACK", 0.1)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ import time
 import pytest
 from stewarding import SOON, wait_until
 
+from ftmesh.launch import steward as module
 from ftmesh.launch.members import Verdict
 from ftmesh.launch.recovery import Recovery
 
@@ -156,11 +157,14 @@ class TestEpochs:
         assert [event["hosts"] for event in four.of("epoch")][-1] == [10, 13]
         assert four.of("epoch")[-1]["in_place"]
 
-    def test_two_that_close_their_lines_together(self, four):
+    def test_two_that_close_their_lines_together(self, four, monkeypatch):
+        monkeypatch.setattr(module, "CLOSED", SOON)
         four.commit(1)
         for process in (1, 2):
             four.lines.pop(process).channel.close()
         wait_until(lambda: sum(m.closed_at is not None for m in four.steward.members.values()) == 2)
+        assert four.steward.epoch == 1
+        monkeypatch.setattr(module, "CLOSED", 0.0)
         four.tick_until(lambda: four.steward.epoch > 1)
         assert four.heard_of_epoch()[:2] == (2, [0, 3])
         assert [event["how"] for event in four.of("failed")] == ["has closed its line"] * 2
