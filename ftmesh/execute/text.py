@@ -37,28 +37,40 @@ class Instruction:
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
     """The computations of a compiled program by name, and the name of the one that it enters."""
-    found: dict[str, list[Instruction]] = {}
+    lines: dict[str, list[str]] = {}  # of a computation, one for each instruction
     entry = name = ""
     for line in text.splitlines():
         if head := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\) -> .*\{$", line):
             name = head[2]
-            found[name] = []
+            lines[name] = []
             entry = name if head[1] else entry
-        elif line.startswith("}"):
+        elif re.match(r"\}(, execution_thread=.*)?$", line):
             name = ""
-        elif name and (made := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)", line)):
-            kind, rest = _type_and_rest(made[2])
-            if opcode := re.match(r"([a-z][\w-]*)\(", rest):
-                source = "".join(re.findall(r'op_name="([^"]*)"', rest))
-                bare = _without_strings(rest)
-                metadata = rest.partition(" metadata={")[2]
-                config = "".join(re.findall(r" ((?:custom_call_target|backend_config)=.*)", rest))
-                found[name].append(
-                    Instruction(opcode[1], bare, made[1], source, kind, metadata, config)
-                )
+        elif name and re.match(r"\s+(ROOT )?%?[\w.-]+ = ", line):
+            lines[name].append(line)
+        elif name and lines[name]:  # what a kernel is called with is printed over several
+            lines[name][-1] += line
     if not entry:
         raise ArgumentError("this is not the text of a compiled program: it has no ENTRY")
-    return found, entry
+    return {name: [*filter(None, map(_instruction, some))] for name, some in lines.items()}, entry
+
+
+def _instruction(line: str) -> Instruction | None:
+    """What a line says; None where that is no instruction."""
+    made = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)", line)
+    kind, rest = _type_and_rest(made[2]) if made else ("", "")
+    opcode = re.match(r"([a-z][\w-]*)\(", rest)
+    if not made or not opcode:
+        return None
+    return Instruction(
+        opcode=opcode[1],
+        text=_without_strings(rest),
+        name=made[1],
+        source="".join(re.findall(r'op_name="([^"]*)"', rest)),
+        type=kind,
+        metadata=rest.partition(" metadata={")[2],
+        config="".join(re.findall(r" ((?:custom_call_target|backend_config)=.*)", rest)),
+    )
 
 
 def _type_and_rest(text: str) -> tuple[str, str]:

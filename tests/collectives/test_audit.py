@@ -264,3 +264,19 @@ def test_asynchronous_forms_and_groups_of_other_kinds(mesh):
     ]
     assert [one.op_name for one in ftmesh.audit(FOREIGN, "model", mesh=mesh)] == ["jit(step)/c"]
     assert "a line that is not known" in str(found)
+
+
+def test_what_follows_a_kernel_is_found(mesh):
+    """Which the TPU compiler prints over several lines."""
+    kernel = """\
+  %k = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"mesh_axes":"[\\"data\\"]"
+}}, metadata={op_name="jit(step)/pallas_call"}
+"""
+    first = "  %s = ((f32[8])"
+    with_kernel = FOREIGN.replace(first, kernel + first)
+    assert with_kernel != FOREIGN
+    assert list(ftmesh.audit(with_kernel, "data", mesh=mesh)) == list(
+        ftmesh.audit(FOREIGN, "data", mesh=mesh)
+    )

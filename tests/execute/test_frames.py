@@ -6,7 +6,7 @@ import pytest
 
 import ftmesh
 from ftmesh.execute.frames import Frame, Stacks, users_frame
-from ftmesh.execute.text import Instruction, members, num_bytes
+from ftmesh.execute.text import Instruction
 
 TABLES = """\
 HloModule jit_step
@@ -63,14 +63,3 @@ def test_whose_a_frame_is():
     assert users_frame([ours, library]) == library
     assert users_frame([ours]) == ours
     assert users_frame([]) is None
-
-
-def test_types():
-    assert members("f32[2,3]{1,0}") == ["f32[2,3]{1,0}"]
-    assert members("(f32[2]{0:T(128)}, /*index=1*/(s8[4], u32[]))") == [
-        "f32[2]{0:T(128)}",
-        "(s8[4], u32[])",
-    ]
-    sizes = ["f32[2,3]{1,0}", "bf16[]", "pred[7]", "c64[2]", "s4[3]", "f8e4m3fn[5]", "token[]"]
-    assert [num_bytes(kind) for kind in sizes] == [24, 2, 7, 16, 2, 5, 0]
-    assert num_bytes("(f32[2]{0:T(128)}, (s8[4], u32[]))") == 16

@@ -49,6 +49,9 @@ def test_one_kernel(name, algorithm, devices):
     assert report["num_devices"] == devices
     assert report["temporary_ratio"] < 2.05
     assert report["loops"] == []  # of permutations
+    unknown = [opcode for opcode, _ in report["packing"]["unknown"]]
+    assert unknown.count("custom-call") == 1
+    assert report["packing"]["exposed"] > 80_000  # the mean, which is made after the kernel
 
 
 BETWEEN = """
