@@ -165,6 +165,12 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         default=f"{BUCKET_BYTES // 2**20}MiB",
         help="how much of them is summed at a time (%(default)s)",
     )
+    parser.add_argument(
+        "--in-vmem",
+        action="store_true",
+        help="let sums up to 112 MiB stay in the VMEM of a v6e, and not up to 96, so that whatever "
+        "else a step computes has less of it: compile_step shows what that is worth",
+    )
     _add_failures(parser)
 
 
@@ -195,6 +201,7 @@ def step_options(args: argparse.Namespace) -> StepOptions:
         with_idle=args.idle,
         overlap=args.overlap,
         bucket_bytes=parse_bytes(args.bucket),
+        in_vmem=args.in_vmem,
         keeps_state=not args.donate,
         copies=not args.no_copies,
     )

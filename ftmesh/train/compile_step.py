@@ -21,7 +21,8 @@ from ftmesh.collectives import gradients
 from ftmesh.commands import ended
 from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.mesh.topology import Topology
-from ftmesh.tpu.loops import CompiledLoop, compiled_loops, cycles_of_all
+from ftmesh.tpu.cycles import Cycles
+from ftmesh.tpu.loops import CompiledLoop, compiled_loops, cycles_of_all, cycles_outside
 from ftmesh.tpu.overlap import Overlap, overlap
 from ftmesh.tpu.slices import tpu_devices
 from ftmesh.train.arguments import add_step, config_of
@@ -47,6 +48,7 @@ class StepReport:
     temporary_bytes: int
     overlap: Overlap  # of the sums of gradients
     loops: tuple[CompiledLoop, ...] = ()  # all rounds of all sums, the packing not among them
+    others: Cycles | None = None  # all else that a step does
 
     @property
     def device_bytes(self) -> int:
@@ -74,6 +76,8 @@ class StepReport:
                 f"  {found.total:,} cycles beside the permutations of {len(self.loops)} loops, "
                 f"{found.hidden:,} of them hidden, as the compiler estimates{found.doubts}"
             )
+        if self.others:
+            lines.append(f"  {self.others.total:,} cycles for all else{self.others.doubts}")
         return "\n".join(lines)
 
 
@@ -102,6 +106,7 @@ def compile_step(trainer: Trainer) -> StepReport:
         temporary_bytes=memory.temp_size_in_bytes,
         overlap=overlap(text, gradients.SCOPE),
         loops=compiled_loops(text),
+        others=cycles_outside(text),
     )
 
 

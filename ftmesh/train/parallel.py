@@ -61,6 +61,7 @@ class Parallel(Placed):
     overlap: bool = False
     halved: bool = False
     bucket_bytes: int = BUCKET_BYTES
+    in_vmem: bool = False
     keeps_state: bool = False
     partners: tuple[int, ...] | None = None
 
@@ -83,6 +84,7 @@ class Parallel(Placed):
         with_idle: bool = False,
         overlap: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
+        in_vmem: bool = False,
         cluster: Cluster = ALONE,
         keeps_state: bool = True,
         copies: bool = True,
@@ -97,7 +99,8 @@ class Parallel(Placed):
         single chip needs no plan. Of several processes, in `cluster`, one plans for all; where some
         may be lost, a step `keeps_state`, and shards of it have `copies` on another host. Where
         gradients go by halves, as to owners with `halved` and always with `overlap`, ``"auto"``
-        has no trees. The `executor` is as for `ftmesh.plan`.
+        has no trees. The `executor` is as for `ftmesh.plan`, `in_vmem` as for
+        `ftmesh.compiler_options`.
         """
         cluster = cluster.on(topology, with_idle=with_idle)
         ranks = Ranks(topology, with_idle)
@@ -129,6 +132,7 @@ class Parallel(Placed):
             overlap=overlap,
             halved=halved,
             bucket_bytes=bucket_bytes,
+            in_vmem=in_vmem,
             keeps_state=is_on_line and keeps_state,
             partners=_partners(topology) if is_on_line and copies and not with_idle else None,
         )
@@ -226,6 +230,7 @@ class Parallel(Placed):
         donate_argnums: tuple[int, ...] = (),
     ) -> Any:
         """`function` as every rank runs it, compiled with the options that a plan wants."""
+        options = compiler_options(self.platform, overlap=self.overlap, in_vmem=self.in_vmem)
         if self.mesh is None:
             emulated = shard_map_on_one_device(
                 function,
@@ -238,7 +243,6 @@ class Parallel(Placed):
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-        options = compiler_options(self.platform, overlap=self.overlap)
         return jax.jit(mapped, donate_argnums=donate_argnums, compiler_options=options or None)
 
     def shares(self, global_batch: int) -> Shares:

@@ -60,6 +60,7 @@ class StepOptions:
     with_idle: bool = False
     overlap: bool = False
     bucket_bytes: int = BUCKET_BYTES
+    in_vmem: bool = False
     keeps_state: bool = True
     copies: bool = True
 
@@ -80,6 +81,7 @@ class StepOptions:
             with_idle=self.with_idle,
             overlap=self.overlap,
             bucket_bytes=self.bucket_bytes,
+            in_vmem=self.in_vmem,
             cluster=cluster,
             keeps_state=self.keeps_state,
             copies=self.copies and self.sharded,

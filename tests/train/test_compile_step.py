@@ -21,7 +21,7 @@ from examples.resnet50.trainer import resnet50_trainer
 from ftmesh import Topology
 from ftmesh.errors import ArgumentError
 from ftmesh.testing import cpu_grid
-from ftmesh.tpu.cycles import RoundCycles
+from ftmesh.tpu.cycles import Cycles, RoundCycles
 from ftmesh.tpu.loops import CompiledLoop
 from ftmesh.tpu.overlap import Overlap
 from ftmesh.tpu.slices import has_libtpu
@@ -50,6 +50,7 @@ def test_a_share_of_the_state_is_less_than_the_whole():
     assert whole.device_bytes > whole.temporary_bytes + 2 * momentum
     assert whole.overlap.permutations == 0
     assert {loop.cycles for loop in whole.loops} == {None}  # only TPU compilers estimate any
+    assert whole.others is None
     assert f"global batch 24, gradients summed by {whole.sums_on}" in str(whole)
     assert json.loads(json.dumps(whole.as_dict()))["device_bytes"] == whole.device_bytes
 
@@ -62,13 +63,25 @@ def test_a_step_says_what_its_sums_cost_beside_the_permutations():
     ]
     loops = tuple(CompiledLoop("loop", 2, 2, False, cycles) for cycles in rounds)
     report = StepReport("TPU v6 lite", 12, "ring", 24, 1.0, 1, 1, 1, Overlap(0, 0, 0, 0), loops)
-    *_, last = str(report).splitlines()
-    assert last == (
+    rounds_line = (
         "  11,500 cycles beside the permutations of 3 loops, 500 of them hidden, as the compiler "
         "estimates; without an estimate: 1 sort of 64 B"
     )
+    assert str(report).splitlines()[-1] == rounds_line
+    report = replace(report, others=Cycles(7_000_000, 0, (("custom-call", 4000),)))
+    assert str(report).splitlines()[-2:] == [
+        rounds_line,
+        "  7,000,000 cycles for all else; without an estimate: 1 custom-call of 4 kB",
+    ]
     found = json.loads(json.dumps(report.as_dict()))
     assert found["loops"][0]["cycles"]["exposed"] == 1000
+    assert found["others"]["exposed"] == 7_000_000
+
+
+@pytest.mark.parametrize("grid", [cpu_grid, Topology.grid])
+def test_only_a_v6e_is_told_of_its_vmem(grid):
+    with pytest.raises(ArgumentError, match="in_vmem is for v6e, not for 'cpu'"):
+        resnet50_trainer(SMALL, grid("2x2"), StepOptions(in_vmem=True))
 
 
 def test_emulated_ranks_have_no_devices():
@@ -117,6 +130,7 @@ def test_permutations_travel_while_convolutions_are_computed(optimizer, least):
     assert report["overlap"]["beside_convolutions"] > least
     halves = 2 if optimizer else 1  # of an all-reduce that are in the backward pass
     assert report["overlap"]["permutations"] == halves * 88
+    assert report["others"]["exposed"] > 100_000
 
 
 @more
@@ -131,3 +145,15 @@ def test_sharded_lamb_takes_less_memory():
     moments = 2 * 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
     # Two moments of every weight at one device, or shared among those that own chunks.
     assert whole["argument_bytes"] - shared["argument_bytes"] > 0.8 * moments
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_step_in_a_kernel_and_in_vmem():
+    damaged = ("v6e:4x4", "--failed", "2x2@0,0", "--preset", "tiny")
+    rounds = report_of("resnet50", *damaged)
+    kernel = report_of("resnet50", *damaged, "--executor", "pallas", "--in-vmem")
+    assert kernel["sums_on"].endswith("in a Pallas kernel on 4x4 less 2x2@0,0")
+    # The convolutions, which are the same, and tables for the kernel.
+    assert 0.5 < kernel["others"]["exposed"] / rounds["others"]["exposed"] < 2
+    assert "custom-call" in [opcode for opcode, _ in kernel["others"]["unknown"]]
