@@ -141,7 +141,12 @@ def own_chunks(buffer: jax.Array, axis_name: Any, program: Program) -> jax.Array
 
 
 def place_chunks(chunks: jax.Array, axis_name: Any, program: Program) -> jax.Array:
-    """A buffer with this rank's chunks in their places, and zeros elsewhere."""
+    """A buffer with this rank's chunks in their places, for an all-gather to put the others in.
+
+    Elsewhere it has anything, as all of it is written at every live rank, and a TPU takes as long
+    to fill it as to pack it. Idle ranks get nothing: where there are any it has zeros.
+    """
     mine = jnp.asarray(program.owned)[lax.axis_index(axis_name)]
-    empty = jnp.zeros((program.num_chunks, *chunks.shape[1:]), chunks.dtype)
-    return _compat.varying_as(empty, chunks).at[mine].set(chunks, mode="drop")
+    make = lax.empty if len(program.live) == program.num_ranks else jnp.zeros
+    buffer = make((program.num_chunks, *chunks.shape[1:]), chunks.dtype)
+    return _compat.varying_as(buffer, chunks).at[mine].set(chunks, mode="drop")

@@ -107,6 +107,19 @@ def test_numpy_puts_elements_into_the_same_order(shape):
     np.testing.assert_array_equal(shaped(on_host, shape), array)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64"])
+def test_rows_beyond_whole_tiles_keep_their_bits(dtype):
+    array = np.random.default_rng(0).integers(0, 2, (22, 256)).astype(dtype)
+    if dtype in ("float32", "bfloat16"):
+        array[:, :3] = [-0.0, np.nan, np.inf]
+    parts = flat(jnp.asarray(array))
+    assert [part.size for part in parts] == [16 * 256, 6 * 256]
+    assert {part.dtype for part in parts} == {jnp.dtype(dtype)}
+    back = shaped(jnp.concatenate(parts), array.shape)
+    assert back.dtype == dtype
+    assert np.asarray(back).tobytes() == array.tobytes()
+
+
 def test_every_leaf_begins_with_a_row_and_little_is_padding():
     shapes = [(1000,), (3,), (128, 128), (31,), ()]
     for chunks, shape in ((4, (4, 35, 128)), (400, (400, 1, 44)), (20_000, (20_000, 1, 1))):

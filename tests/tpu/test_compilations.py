@@ -137,6 +137,47 @@ def test_a_hundred_megabytes_stay_in_vmem_where_that_is_asked_for():
     assert report["temporary_ratio"] <= 0.05
 
 
+SHARED = """
+import json, re, jax, optax, ftmesh
+from jax.sharding import NamedSharding, PartitionSpec as P
+from ftmesh.execute.text import computations, num_bytes
+from ftmesh.tpu.cycles import estimate
+from ftmesh.tpu.slices import tpu_devices
+
+topology = ftmesh.Topology.from_devices(tpu_devices("v6e:4x4"), failed="2x2@2,2")
+plan = ftmesh.plan(topology, "row_pair")
+shapes = [(30_522, 1024), (1024, 4096)]
+
+def step(*leaves):
+    optimizer = plan.shard(optax.sgd(0.1), "data")
+    return optimizer.update(list(leaves), optimizer.init(list(leaves)), list(leaves))[0]
+
+ranks = NamedSharding(plan.jax_mesh("data"), P())
+held = [jax.ShapeDtypeStruct(shape, "float32", sharding=ranks) for shape in shapes]
+run = jax.shard_map(step, mesh=ranks.mesh, in_specs=P(), out_specs=P(), check_vma=False)
+text = jax.jit(run).lower(*held).compile(compiler_options=ftmesh.compiler_options("v6e")).as_text()
+known, entry = computations(text)
+found = {}
+for each in known[entry]:
+    if num_bytes(each.type) > 10**8:
+        target = re.search('target="(AllocateBuffer)"', each.config)
+        cycles = found.setdefault(target[1] if target else each.opcode, [])
+        cycles.append(estimate(each).total)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_shared_update_fills_nothing_and_cuts_nothing_off():
+    """Of a leaf that does not fill its tiles: both would take a TPU twice as long as a copy."""
+    found = in_a_process("-c", SHARED)
+    assert len(found["AllocateBuffer"]) == 1
+    assert "broadcast" not in found
+    assert "slice" not in found
+    assert max(found["fusion"]) > 300_000  # a copy
+
+
 def assert_cycles_add_up(report):
     """In a report of `row_pair` for 100 MB on 16x16."""
     rounds = [loop["cycles"] for loop in report["loops"]]

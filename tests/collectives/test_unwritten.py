@@ -1,0 +1,136 @@
+"""All-gathers begin with a buffer of anything, of which nothing may be left."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from on_devices import per_rank, planned
+
+import ftmesh
+from ftmesh import Topology
+from ftmesh.testing import cpu_grid, shard_map_on_one_device
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+HALVED = ("ring", "row_pair", "flood")
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """On CPU JAX has zeros for anything; here it is what no sum is. Counts how often it is used."""
+    used = []
+
+    def poisoned(shape, dtype):
+        used.append(shape)
+        worst = jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
+        return jnp.full(shape, worst, dtype)
+
+    monkeypatch.setattr(lax, "empty", poisoned)
+    return used
+
+
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("algorithm", HALVED)
+def test_what_owners_have_is_put_together_over_it(poison, algorithm, wire_dtype):
+    plan = planned(algorithm, "4x4", "2x2@2,2")
+    x = np.random.default_rng(0).integers(-99, 99, (12, 4099)).astype(np.float32)
+
+    def both(x):
+        shard = ftmesh.reduce_to_owners(x, "data", plan=plan)
+        whole = ftmesh.gather_from_owners(
+            shard, "data", plan=plan, size=x.size, wire_dtype=wire_dtype
+        )
+        return whole, plan.all_gather(x[:77], "data")
+
+    found, gathered = per_rank(plan, both, x)
+    rounded = x.sum(axis=0).astype(wire_dtype or np.float32).astype(np.float32)
+    np.testing.assert_array_equal(found, np.tile(rounded, (12, 1)))
+    np.testing.assert_array_equal(gathered, np.tile(x[:, :77], (12, 1, 1)))
+    assert poison
+
+
+def test_integers_and_derivatives(poison):
+    plan = planned("ring", "4x4", "2x2@0,0")
+    counts = np.arange(12 * 500, dtype=np.int32).reshape(12, 500)
+    gathered = per_rank(plan, lambda x: plan.all_gather(x, "data"), counts)
+    np.testing.assert_array_equal(gathered, np.tile(counts, (12, 1, 1)))
+
+    def slope(x):
+        return jax.grad(lambda x: (plan.all_gather(x, "data") ** 2).sum())(x)
+
+    x = np.random.default_rng(1).normal(size=(12, 300)).astype(np.float32)
+    np.testing.assert_allclose(per_rank(plan, slope, x), 2 * 12 * x, rtol=1e-5)
+    assert poison
+
+
+@pytest.mark.parametrize("failed", ["4x2@6,14", "2x2@0,0;4x2@6,14"])
+def test_on_five_hundred_ranks(poison, failed):
+    """Of which some own less than others."""
+    plan = ftmesh.plan(Topology.grid("16x32", failed=failed), "row_pair")
+    ranks = plan.topology.num_live
+    x = np.random.default_rng(2).integers(-9, 9, (ranks, 5000)).astype(np.float32)
+
+    def both(x):
+        shard = ftmesh.reduce_to_owners(x[0], "data", plan=plan)
+        return ftmesh.gather_from_owners(shard, "data", plan=plan, size=5000)[None]
+
+    every = shard_map_on_one_device(
+        both, num_ranks=ranks, axis_name="data", in_specs=P("data"), out_specs=P("data")
+    )
+    np.testing.assert_array_equal(jax.jit(every)(x), np.tile(x.sum(axis=0), (ranks, 1)))
+    assert poison
+
+
+def test_a_sharded_optimizer_has_the_same_bits(poison, monkeypatch):
+    plan = planned("row_pair", "4x4", "2x2@2,2")
+    params = {"w": np.ones((130, 40), np.float32), "b": np.ones(7, np.float32)}
+    grads = jax.tree.map(
+        lambda leaf: np.random.default_rng(3).normal(size=(12, *leaf.shape)).astype("f"), params
+    )
+    optimizer = plan.shard(optax.adam(1e-2), "data")
+
+    def step(grads):
+        state = optimizer.init(params)
+        updates, _ = optimizer.update(grads, state, params)
+        return updates
+
+    found = per_rank(plan, step, grads, check_vma=False)
+    assert poison
+    monkeypatch.undo()
+    jax.tree.map(np.testing.assert_array_equal, found, per_rank(plan, step, grads, check_vma=False))
+
+
+def test_idle_ranks_have_zeros(poison):
+    plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), "row_pair", with_idle=True)
+    x = np.ones((16, 640), np.float32)
+
+    def both(x):
+        shard = ftmesh.reduce_to_owners(x, "data", plan=plan)
+        return ftmesh.gather_from_owners(shard, "data", plan=plan, size=640)
+
+    found = per_rank(plan, both, x)
+    np.testing.assert_array_equal(found[plan.program.live], 12)
+    assert np.isfinite(found).all()
+    assert not poison
+
+
+def test_what_is_not_written_is_seen(poison):
+    """As these tests would, if an all-gather left something out."""
+    plan = planned("ring", "4x4", "2x2@2,2")
+    program = plan.halves.program
+    shorter = tuple(replace(loop, num_rounds=loop.num_rounds - 1) for loop in program.gather)
+    plan.halves.__dict__["program"] = replace(program, gather=shorter)
+    x = np.ones((12, 4096), np.float32)
+
+    def both(x):
+        shard = ftmesh.reduce_to_owners(x, "data", plan=plan)
+        return ftmesh.gather_from_owners(shard, "data", plan=plan, size=x.size)
+
+    found = per_rank(plan, both, x)
+    assert np.isnan(found).any(axis=1).all()
+    assert poison
