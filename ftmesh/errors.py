@@ -54,6 +54,10 @@ class ScheduleNotFoundError(ScheduleFileError):
     status = NOT_FOUND
 
 
+class UnreadableError(FtmeshError):
+    """JAX cannot print a program that was compiled."""
+
+
 class CollectiveError(FtmeshError, ValueError):
     """A collective was called where, or on what, its plan does not fit."""
 

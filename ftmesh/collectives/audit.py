@@ -22,7 +22,7 @@ from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute import _compat
 from ftmesh.execute.frames import Stacks, users_frame
 from ftmesh.execute.replica_groups import groups_of
-from ftmesh.execute.text import Instruction, computations, members, num_bytes
+from ftmesh.execute.text import Instruction, computations, members, num_bytes, text_of
 from ftmesh.units import format_bytes
 
 KINDS = (
@@ -103,7 +103,7 @@ def audit(program: Any, axis_name: str, *, mesh: Any = None) -> Audit:
             "audit takes what jit(...).lower(...).compile() returns, or its text, not "
             f"{type(program).__name__}"
         )
-    text: str = program if isinstance(program, str) else program.as_text()
+    text: str = program if isinstance(program, str) else text_of(program)
     known, _ = computations(text)
     stacks = Stacks(text)
     sizes = _sizes(mesh, program, axis_name)

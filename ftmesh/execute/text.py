@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from ftmesh.errors import ArgumentError
+from ftmesh.commands import one_line
+from ftmesh.errors import ArgumentError, UnreadableError
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,17 @@ class Instruction:
         for branches in re.findall(r"\bbranch_computations=\{([^}]*)\}", self.text):
             found += re.findall(r"[\w.-]+", branches)
         return found
+
+
+def text_of(program: Any) -> str:
+    """The text of what ``jit(...).lower(...).compile()`` returns."""
+    try:
+        return str(program.as_text())
+    except RuntimeError as error:  # of a compiler that is newer than JAX
+        raise UnreadableError(
+            f"this JAX cannot print what was compiled ({one_line(str(error))}): install versions "
+            "of JAX and of the compiler, as libtpu, that go together"
+        ) from error
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:

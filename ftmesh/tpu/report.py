@@ -24,7 +24,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ftmesh import collectives
 from ftmesh.commands import one_line
+from ftmesh.errors import UnreadableError
 from ftmesh.execute.lower import PALLAS, PPERMUTE
+from ftmesh.execute.text import text_of
 from ftmesh.mesh.devices import platform_of
 from ftmesh.plans import Plan
 from ftmesh.tpu.cycles import Cycles
@@ -57,6 +59,7 @@ class CompileReport:
     lax_psum: str  # how the compiler's own sum goes about it, or its refusal
     packing: Cycles | None = None  # outside of rounds: packing and unpacking, reading of tables
     executor: str = PPERMUTE
+    unread: str = ""  # why nothing is said of loops and packing, where JAX cannot print the program
 
     @property
     def accepted(self) -> bool:
@@ -90,6 +93,8 @@ class CompileReport:
                 f"{self.temporary_ratio:.2f} times the payload",
                 *loop_lines(self.loops),
             ]
+            if self.unread:
+                lines.append(f"  {self.unread}")
             if self.packing:
                 lines.append(
                     f"  {self.packing.total:,} cycles to pack, unpack and begin, outside of rounds"
@@ -143,7 +148,8 @@ def compile_report(
     ours, refusal = compiled(lambda x: collectives.pmean(x, "data", plan=plan), options)
     seconds = time.perf_counter() - start
     memory = ours.memory_analysis() if ours else None
-    text = ours.as_text() if ours else ""
+    text, unread = _text(ours)
+    their_text, their_unread = _text(theirs)
     return CompileReport(
         platform=platform,
         mesh=str(plan.topology),
@@ -155,11 +161,22 @@ def compile_report(
         compile_seconds=seconds,
         program_bytes=memory.generated_code_size_in_bytes if memory else 0,
         temporary_bytes=memory.temp_size_in_bytes if memory else 0,
-        loops=compiled_loops(text, planned=plan.program.loops) if ours else (),
-        lax_psum=strategy(theirs.as_text()) if theirs else f"refused: {their_refusal}",
-        packing=cycles_outside(text) if ours else None,
+        loops=compiled_loops(text, planned=plan.program.loops) if text else (),
+        lax_psum=strategy(their_text)
+        if their_text
+        else their_unread or f"refused: {their_refusal}",
+        packing=cycles_outside(text),
         executor=plan.executor,
+        unread=unread,
     )
+
+
+def _text(program: Any) -> tuple[str, str]:
+    """The text of a program, if there is one, or else why it cannot be read."""
+    try:
+        return text_of(program) if program else "", ""
+    except UnreadableError as error:
+        return "", str(error)
 
 
 def strategy(text: str) -> str:

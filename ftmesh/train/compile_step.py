@@ -19,7 +19,8 @@ from rich.console import Console
 
 from ftmesh.collectives import gradients
 from ftmesh.commands import ended
-from ftmesh.errors import ArgumentError, FtmeshError
+from ftmesh.errors import ArgumentError, FtmeshError, UnreadableError
+from ftmesh.execute.text import text_of
 from ftmesh.mesh.topology import Topology
 from ftmesh.tpu.cycles import Cycles
 from ftmesh.tpu.loops import CompiledLoop, compiled_loops, cycles_of_all, cycles_outside
@@ -46,9 +47,10 @@ class StepReport:
     program_bytes: int
     argument_bytes: int  # the state, which a step takes over, and the batch
     temporary_bytes: int
-    overlap: Overlap  # of the sums of gradients
+    overlap: Overlap | None  # of the sums of gradients
     loops: tuple[CompiledLoop, ...] = ()  # all rounds of all sums, the packing not among them
     others: Cycles | None = None  # all else that a step does
+    unread: str = ""  # why nothing is said of these, where JAX cannot print the program
 
     @property
     def device_bytes(self) -> int:
@@ -68,7 +70,9 @@ class StepReport:
             f"{format_bytes(self.argument_bytes)}, temporary {format_bytes(self.temporary_bytes)}, "
             f"the program {format_bytes(self.program_bytes)}",
         ]
-        if self.overlap.permutations:
+        if self.unread:
+            lines.append(f"  {self.unread}")
+        if self.overlap and self.overlap.permutations:
             lines.append(f"  {self.overlap}")
         if any(loop.cycles for loop in self.loops):
             found = cycles_of_all(self.loops)
@@ -94,7 +98,11 @@ def compile_step(trainer: Trainer) -> StepReport:
         raise RefusedError(f"the compiler says: {' '.join(str(error).split())[:600]}") from error
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    text = compiled.as_text()
+    text = unread = ""
+    try:
+        text = text_of(compiled)
+    except UnreadableError as error:
+        unread = str(error)
     return StepReport(
         platform=parallel.platform,
         num_devices=parallel.num_ranks,
@@ -104,9 +112,10 @@ def compile_step(trainer: Trainer) -> StepReport:
         program_bytes=memory.generated_code_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        overlap=overlap(text, gradients.SCOPE),
-        loops=compiled_loops(text),
+        overlap=overlap(text, gradients.SCOPE) if text else None,
+        loops=compiled_loops(text) if text else (),
         others=cycles_outside(text),
+        unread=unread,
     )
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError
+from ftmesh.errors import UnreadableError
 
 BOTH = P(("data", "model"))
 X = np.ones((12, 12, 4), np.float32)
@@ -264,6 +265,13 @@ def test_asynchronous_forms_and_groups_of_other_kinds(mesh):
     ]
     assert [one.op_name for one in ftmesh.audit(FOREIGN, "model", mesh=mesh)] == ["jit(step)/c"]
     assert "a line that is not known" in str(found)
+
+
+@pytest.mark.usefixtures("unprinted")
+def test_a_program_that_cannot_be_printed_is_not_said_to_be_clean():
+    program = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    with pytest.raises(UnreadableError, match="versions of JAX and of the compiler"):
+        ftmesh.audit(program, "data")
 
 
 def test_what_follows_a_kernel_is_found(mesh):

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from on_devices import planned
 from reporting import report_for, tree
 
 from ftmesh import ArgumentError
-from ftmesh.tpu.report import CompiledLoop, CompileReport, compiled_loops, strategy
+from ftmesh.tpu.report import CompiledLoop, CompileReport, compile_report, compiled_loops, strategy
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true
@@ -128,6 +129,16 @@ def test_a_report_for_a_pytree():
     shapes = {"loss": (), "conv": (3, 3, 64, 64), "bias": (64,)}
     found = report_for(tree(shapes.values()), CPU_GRID)
     assert (found["accepted"], found["payload_bytes"]) == (True, 4 * (1 + 36_864 + 64))
+
+
+def test_of_a_program_that_cannot_be_printed_the_rest_is_reported(unprinted):
+    report = compile_report(planned("ring", "2x2", None), 64)
+    assert report.accepted
+    assert report.program_bytes + report.temporary_bytes > 0
+    assert (report.loops, report.packing) == ((), None)
+    *_, ours, theirs = str(report).splitlines()
+    for line in (ours.removeprefix("  "), theirs.removeprefix("  lax.psum on the same devices: ")):
+        assert line.startswith(f"this JAX cannot print what was compiled ({unprinted})")
 
 
 def test_a_report_reads_well():

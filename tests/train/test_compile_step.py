@@ -84,6 +84,15 @@ def test_only_a_v6e_is_told_of_its_vmem(grid):
         resnet50_trainer(SMALL, grid("2x2"), StepOptions(in_vmem=True))
 
 
+@pytest.mark.usefixtures("unprinted")
+def test_what_a_step_needs_is_said_where_its_program_cannot_be_printed():
+    report = compile_step(resnet50_trainer(SMALL, cpu_grid("2x2")))
+    assert report.temporary_bytes > 0
+    assert (report.overlap, report.loops) == (None, ())
+    *_, last = str(report).splitlines()
+    assert last.startswith("  this JAX cannot print what was compiled (INTERNAL: ")
+
+
 def test_emulated_ranks_have_no_devices():
     with pytest.raises(ArgumentError, match="these ranks are emulated"):
         compile_step(resnet50_trainer(SMALL, Topology.grid("2x2")))
