@@ -107,7 +107,7 @@ def audit(program: Any, axis_name: str, *, mesh: Any = None) -> Audit:
     known, _ = computations(text)
     stacks = Stacks(text)
     sizes = _sizes(mesh, program, axis_name)
-    findings = []
+    findings, chains = [], set()
     for body in known.values():
         for instruction in body:
             kind = instruction.opcode.removesuffix("-start")
@@ -122,6 +122,12 @@ def audit(program: Any, axis_name: str, *, mesh: Any = None) -> Audit:
             axes = _axes(groups, sizes)
             if axis_name not in axes:
                 continue
+            if instruction.chain:  # one collective, of which several fusions each do some
+                channel = re.findall(r"\bchannel_id=(\d+)", instruction.text)
+                part = (kind, instruction.chain, *channel, instruction.source)
+                if part in chains:
+                    continue
+                chains.add(part)
             made = [instruction, *_parts(instruction, body)]
             frames = [stacks.of(each) for each in made]
             lines = [str(frame) for each in frames if (frame := users_frame(each))]

@@ -22,6 +22,7 @@ class Instruction:
     type: str = ""  # of its result
     metadata: str = ""  # where it was made, in the compiler's words
     config: str = ""  # what only a backend knows: the target of a custom call, and its own notes
+    chain: str = ""  # the number of the collective of which this is one part of several
 
     @property
     def operands(self) -> list[str]:
@@ -83,6 +84,7 @@ def _instruction(line: str) -> Instruction | None:
         type=kind,
         metadata=rest.partition(" metadata={")[2],
         config="".join(re.findall(r" ((?:custom_call_target|backend_config)=.*)", rest)),
+        chain="".join(re.findall(r'\bchain_id="?(\d+)', rest)),
     )
 
 

@@ -267,6 +267,27 @@ def test_asynchronous_forms_and_groups_of_other_kinds(mesh):
     assert "a line that is not known" in str(found)
 
 
+def test_a_collective_of_which_several_fusions_do_some_is_found_once(mesh):
+    """As the compiler for v5e has it, which computes something else meanwhile."""
+    gather = """\
+%fused.N (p: f32[2]) -> f32[12] {
+  %p = f32[2]{0:T(128)} parameter(0)
+  ROOT %g.N = f32[12]{0:T(128)} all-gather(%p), channel_id=C, dimensions={0}, \
+replica_groups={{0,2,4,6,8,10},{1,3,5,7,9,11}}, use_global_device_ids=true, \
+frontend_attributes={chain_id="C"}, metadata={op_name="ws[C]"}, backend_config={"id":"N"}
+}
+
+"""
+    parts = [("0", "0"), ("1", "1"), ("2", "0"), ("3", "0"), ("4", "1")]
+    fusions = "".join(gather.replace("N", n).replace("C", chain) for n, chain in parts)
+    text = f"{fusions}ENTRY %main (x: f32[2]) -> f32[2] {{\n  ROOT %x = f32[2] parameter(0)\n}}\n"
+    found = ftmesh.audit(text, "data", mesh=mesh)
+    assert [(one.kind, one.op_name) for one in found] == [
+        ("all-gather", "ws[0]"),
+        ("all-gather", "ws[1]"),
+    ]
+
+
 @pytest.mark.usefixtures("unprinted")
 def test_a_program_that_cannot_be_printed_is_not_said_to_be_clean():
     program = jax.jit(lambda x: x + 1).lower(1.0).compile()
