@@ -23,6 +23,7 @@ class Instruction:
     metadata: str = ""  # where it was made, in the compiler's words
     config: str = ""  # what only a backend knows: the target of a custom call, and its own notes
     chain: str = ""  # the number of the collective of which this is one part of several
+    is_root: bool = False  # whether it is the result of its computation
 
     @property
     def operands(self) -> list[str]:
@@ -84,6 +85,7 @@ def _instruction(line: str) -> Instruction | None:
         type=kind,
         metadata=rest.partition(" metadata={")[2],
         config="".join(re.findall(r" ((?:custom_call_target|backend_config)=.*)", rest)),
+        is_root=line.lstrip().startswith("ROOT "),
         chain="".join(re.findall(r'\bchain_id="?(\d+)', rest)),
     )
 

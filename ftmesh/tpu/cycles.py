@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ftmesh.execute._compat import MARK
 from ftmesh.execute.text import Instruction, computations, members, num_bytes
+from ftmesh.tpu.turns import turns
 from ftmesh.units import format_bytes
 
 PERMUTE = "collective-permute"
@@ -179,9 +180,9 @@ def stretches(text: str) -> list[Stretch]:
 
 def _stretches(known: dict[str, list[Instruction]], name: str, here: Stretch) -> Iterator[Stretch]:
     """The stretches of a computation; `here` is the first, which begins with it."""
-    for each in _in_order(known, name):
+    for around, each in _in_order(known, name):
         if each.opcode == "while":
-            count = _count(each, known)
+            count = turns(each, around, known)
             rounds = None if count is None or here.rounds is None else count * here.rounds
             inside = [
                 stretch
@@ -199,8 +200,8 @@ def _stretches(known: dict[str, list[Instruction]], name: str, here: Stretch) ->
     yield here
 
 
-def _in_order(known: dict[str, list[Instruction]], name: str) -> Iterator[Instruction]:
-    """The instructions of a computation, and before each those of what it calls.
+def _in_order(known: dict[str, list[Instruction]], name: str) -> Iterator[tuple[str, Instruction]]:
+    """The instructions of a computation, each with its name, and before each those of its calls.
 
     The parts of a fusion have no time of their own, and loops are the caller's to look into.
     """
@@ -208,21 +209,4 @@ def _in_order(known: dict[str, list[Instruction]], name: str) -> Iterator[Instru
         if each.opcode not in ("fusion", "while"):
             for called in each.calls:
                 yield from _in_order(known, called)
-        yield each
-
-
-def _count(loop: Instruction, known: dict[str, list[Instruction]]) -> int | None:
-    """How often a loop runs: as the compiler says, or as its condition does, counting from 0."""
-    if said := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.config):
-        return int(said[1])
-    condition = re.search(r"\bcondition=%?([\w.-]+)", loop.text)
-    body = {each.name: each for each in known.get(condition[1], ())} if condition else {}
-    for each in body.values():
-        if each.opcode == "compare" and "direction=LT" in each.text:
-            ends = (body[name].text for name in each.operands if name in body)
-            bounds = [
-                int(found[1]) for end in ends if (found := re.match(r"constant\((\d+)\)", end))
-            ]
-            if len(bounds) == 1:
-                return bounds[0]
-    return None
+        yield name, each

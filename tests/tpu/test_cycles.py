@@ -44,7 +44,8 @@ channel_id=2, source_target_pairs={{0,1},{1,0}}, SCOPE(ppermute)
   %d.2 = CHUNK collective-permute-done(%s.2), SCOPE(ppermute)
   %new.1 = f32[8,8,128]{2,1,0:T(8,128)} fusion(%buffer.1, %d.1), kind=kLoop, calls=%fused.1, \
 SCOPE(update), CYCLES(2617)
-  %next.1 = s32[]{:T(128)} add(%i.1, %i.1), SCOPE(add)
+  %one.1 = s32[]{:T(128)} constant(1)
+  %next.1 = s32[]{:T(128)} add(%i.1, %one.1), SCOPE(add)
   ROOT %tuple.1 = (s32[]{:T(128)}, f32[8,8,128]{2,1,0}, s32[32]{0}) tuple(%next.1, %new.1, %table.1)
 }
 
@@ -142,6 +143,27 @@ def test_cycles_of_every_loop():
     assert across == CompiledLoop(
         "across", 1, 1, True, RoundCycles(3 * 100 + 11 + 22, 0, (), 6, CHUNK)
     )
+
+
+@pytest.mark.parametrize(
+    ("what", "instead", "rounds"),
+    [
+        ("%zero = s32[]{:T(128)} constant(0)", "%zero = s32[]{:T(128)} constant(10)", 22),
+        ("tuple(%zero, %whole, %ready)", "tuple(%copied, %whole, %ready)", 32),
+        ("constant(1)\n", "constant(5)\n", 7),
+        ("add(%i.1, %one.1)", "add(%one.1, %i.1)", 32),
+        ("add(%i.1, %one.1)", "add(%i.1, %chunk.1)", None),  # as the data say
+        ("tuple(%zero, %whole, %ready)", "tuple(%rank, %whole, %ready)", None),
+        ("direction=LT", "direction=NE", None),
+        ("ROOT %go.2", "ROOT %wanted = pred[] and(%go.2, %go.2)\n  %go.2", None),
+    ],
+)
+def test_a_loop_runs_as_often_as_it_counts(what, instead, rounds):
+    copied = "  %copied = s32[]{:T(128)} copy(%zero)\n  %init ="
+    text = program().replace("  %init =", copied)
+    assert what in text
+    _, around, _ = compiled_loops(text.replace(what, instead), NAMES)
+    assert around.cycles.rounds == rounds
 
 
 def test_permutations_in_a_loop_of_somebody_else_have_what_is_in_their_scope():
