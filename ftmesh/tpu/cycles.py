@@ -66,7 +66,7 @@ class Cycles:
         return f"; without an estimate: {', '.join(said)}"
 
 
-_UNCOUNTED = Cycles(unknown=(("while", 0),))
+UNCOUNTED = Cycles(unknown=(("while", 0),))
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class RoundCycles(Cycles):
 
     @property
     def in_all(self) -> Cycles:
-        """All rounds, or one, where their number is not known."""
-        return self * (self.rounds or 1)
+        """All rounds, or one, with a doubt, where their number is not known."""
+        return self * (self.rounds or 1) + (UNCOUNTED if self.rounds is None else Cycles())
 
     def __str__(self) -> str:
         rounds = "how many rounds is not known"
@@ -195,7 +195,7 @@ def _stretches(known: dict[str, list[Instruction]], name: str, here: Stretch) ->
                 here = Stretch(here.is_loop, here.is_plans, here.rounds)
             else:
                 once = sum((stretch.others for stretch in inside), Cycles())
-                here.inner[each.name] = once * count if count else once + _UNCOUNTED
+                here.inner[each.name] = once * count if count else once + UNCOUNTED
         here.instructions.append(each)
     yield here
 

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product, zip_longest
 
 from ftmesh.execute.lower import Loop
-from ftmesh.tpu.cycles import PERMUTE, Cycles, RoundCycles, Stretch, has_estimates, stretches
+from ftmesh.tpu.cycles import (
+    PERMUTE,
+    UNCOUNTED,
+    Cycles,
+    RoundCycles,
+    Stretch,
+    has_estimates,
+    stretches,
+)
 
 MOST_LOOPS = 8  # of which it is tried whether they have two streams
 
@@ -107,7 +115,7 @@ def _loop(name: str, some: Sequence[Stretch], rounds: int | None, is_priced: boo
 def _a_round(some: Sequence[Stretch], rounds: int | None) -> RoundCycles:
     """One of so many rounds."""
     every = [one.round_cycles for one in some]
-    total = sum((each.in_all for each in every), Cycles())
+    total = sum((each * (each.rounds or 1) for each in every), Cycles())
     sent = sum(each.sent_bytes * (each.rounds or 1) for each in every)
     times = rounds or 1
     return RoundCycles(
@@ -128,7 +136,10 @@ def cycles_outside(text: str) -> Cycles | None:
     """What a compiled program does beside its rounds; None where nothing is estimated."""
     if not has_estimates(text):
         return None
-    return sum((one.others * (one.rounds or 1) for one in stretches(text)), Cycles())
+    every = [(one.others, one.rounds) for one in stretches(text)]
+    found = sum((others * (rounds or 1) for others, rounds in every), Cycles())
+    is_counted = all(rounds is not None for others, rounds in every if others.total)
+    return found if is_counted else found + UNCOUNTED
 
 
 def loop_lines(loops: Sequence[CompiledLoop]) -> list[str]:

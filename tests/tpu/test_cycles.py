@@ -8,7 +8,13 @@ from ftmesh import ArgumentError
 from ftmesh.execute.lower import Loop
 from ftmesh.tpu.cycles import Cycles, RoundCycles, stretches
 from ftmesh.tpu.fit import fit
-from ftmesh.tpu.loops import CompiledLoop, compiled_loops, cycles_outside, loop_lines
+from ftmesh.tpu.loops import (
+    CompiledLoop,
+    compiled_loops,
+    cycles_of_all,
+    cycles_outside,
+    loop_lines,
+)
 from ftmesh.tpu.report import CompileReport
 from ftmesh.units import format_bytes
 
@@ -226,6 +232,24 @@ class TestRoundsAndTurns:
         *_, across = compiled_loops(program(), NAMES)
         assert across.cycles.rounds is None
         assert "how many rounds is not known" in str(across.cycles)
+        assert cycles_of_all([across]) == Cycles(333, 0, (("while", 0),))
+
+    def test_nobody_may_know_of_a_loop_of_somebody_else(self):
+        """What it does beside the permutations is then counted once, and that is said."""
+
+        def outside(**counts):
+            text = re.sub(
+                r'(body=%body.5, metadata=.op_name="[^"]*)ftmesh.', r"\1", program(**counts)
+            )
+            plain = "collective-permute(%sent.5)"
+            assert plain in text
+            return cycles_outside(
+                text.replace(plain, f'{plain}, metadata={{op_name="ftmesh.psum/ppermute"}}')
+            )
+
+        without = 624_612 + 2122 + 265_871
+        assert outside(outer=6) == Cycles(without + 6 * 333)
+        assert outside() == Cycles(without + 333, 0, (("while", 0),))
 
 
 def test_they_read_well():
