@@ -75,9 +75,10 @@ class StepReport:
         if self.overlap and self.overlap.permutations:
             lines.append(f"  {self.overlap}")
         if any(loop.cycles for loop in self.loops):
-            found = cycles_of_all(self.loops)
+            found, number = cycles_of_all(self.loops), len(self.loops)
             lines.append(
-                f"  {found.total:,} cycles beside the permutations of {len(self.loops)} loops, "
+                f"  {found.total:,} cycles beside the permutations of {number} "
+                f"loop{'s' * (number != 1)}, "
                 f"{found.hidden:,} of them hidden, as the compiler estimates{found.doubts}"
             )
         if self.others:

@@ -73,6 +73,7 @@ def test_a_step_says_what_its_sums_cost_beside_the_permutations():
         rounds_line,
         "  7,000,000 cycles for all else; without an estimate: 1 custom-call of 4 kB",
     ]
+    assert "permutations of 1 loop, " in str(replace(report, loops=loops[:1]))
     found = json.loads(json.dumps(report.as_dict()))
     assert found["loops"][0]["cycles"]["exposed"] == 1000
     assert found["others"]["exposed"] == 7_000_000
