@@ -45,6 +45,9 @@ def run_loops(
     wire = jnp.dtype(setting.wire.partials or buffer.dtype)
     _check_devices(program, setting.emulated)
     _check_dtypes(buffer.dtype, wire, loops)
+    given = buffer.dtype
+    if given == jnp.float16:  # of which kernels take none; it is only copied
+        buffer, wire = lax.bitcast_convert_type(buffer, jnp.int16), jnp.dtype(jnp.int16)
     tile = TILE_BYTES // WIDTH // min(buffer.dtype.itemsize, wire.itemsize)
     laid = _in_tiles(buffer, tile)
     chunk_rows = laid.shape[1]
@@ -66,7 +69,8 @@ def run_loops(
         )
     with _compat.unchecked_types():  # a kernel does not know of axes along which values vary
         out = _call(laid.reshape(-1, WIDTH), work, loops, program)
-    return _out_of_tiles(out, buffer.shape)
+    out = _out_of_tiles(out, buffer.shape)
+    return out if out.dtype == given else lax.bitcast_convert_type(out, given)
 
 
 def _call(buffer: jax.Array, work: Work, loops: tuple[Loop, ...], program: Program) -> Any:

@@ -54,6 +54,31 @@ def test_one_kernel(name, algorithm, devices):
     assert report["packing"]["exposed"] > 80_000  # the mean, which is made after the kernel
 
 
+DTYPES = """
+import json, jax, ftmesh
+from jax.sharding import NamedSharding, PartitionSpec as P
+from ftmesh.tpu.slices import tpu_devices
+topology = ftmesh.Topology.from_devices(tpu_devices("v6e:4x4"), failed="2x2@0,0")
+plan = ftmesh.plan(topology, "ring", executor="pallas")
+ranks = NamedSharding(plan.jax_mesh("data"), P("data"))
+total = jax.shard_map(
+    lambda x: plan.psum(x, "data"), mesh=ranks.mesh, in_specs=P("data"), out_specs=P("data")
+)
+sizes = {}
+for dtype in ("float32", "bfloat16", "float16", "int32", "bool"):
+    held = jax.ShapeDtypeStruct((12_000,), dtype, sharding=ranks)
+    program = jax.jit(total).lower(held).compile()
+    sizes[dtype] = program.memory_analysis().generated_code_size_in_bytes
+print(json.dumps(sizes))
+"""
+
+
+def test_numbers_of_every_kind():
+    sizes = in_a_process("-c", DTYPES)
+    assert list(sizes) == ["float32", "bfloat16", "float16", "int32", "bool"]
+    assert min(sizes.values()) > 0
+
+
 BETWEEN = """
 import json, sys, time, jax, jax.numpy as jnp, ftmesh
 from jax.sharding import NamedSharding, PartitionSpec as P
