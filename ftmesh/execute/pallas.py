@@ -51,6 +51,11 @@ def run_loops(
     tile = TILE_BYTES // WIDTH // min(buffer.dtype.itemsize, wire.itemsize)
     laid = _in_tiles(buffer, tile)
     chunk_rows = laid.shape[1]
+    if (rows := program.num_chunks * chunk_rows) >= 2**31:
+        raise CollectiveError(
+            f"the Pallas executor counts rows of {WIDTH} numbers in 32 bits, and this buffer has "
+            f"{rows:,}: sum in smaller buckets, or {INSTEAD}"
+        )
     num_partners = partners(loops, program.num_ranks).shape[1]
     work = Work(
         axis_name=setting.axis_name,

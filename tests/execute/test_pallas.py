@@ -269,6 +269,18 @@ def test_transfers_that_overlap_must_fit_as_they_are(monkeypatch):
         on_devices(program_of([loop], SIZE), buffers(*SIZE, np.int32))
 
 
+def test_more_rows_than_can_be_counted_are_refused():
+    plan = ftmesh.plan(cpu_grid("2x2"), "ring", executor="pallas")
+    total = jax.shard_map(
+        lambda x: plan.psum(x, "data"),
+        mesh=plan.jax_mesh("data"),
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+    with pytest.raises(CollectiveError, match="in 32 bits, and this buffer has 2,147,483,648: sum"):
+        jax.jit(total).lower(jax.ShapeDtypeStruct((4 * 2**38,), np.float32))
+
+
 def test_executors_have_names():
     with pytest.raises(ArgumentError, match="one of auto, ppermute, pallas, not 'tpu'"):
         ftmesh.plan(Topology.grid("2x2"), executor="tpu")
