@@ -102,7 +102,7 @@ class CompileReport:
                 )
         else:
             lines.append(f"  the compiler says: {self.refusal}")
-            if not self.with_idle:
+            if not self.with_idle and "RESOURCE_EXHAUSTED" not in self.refusal:
                 lines.append("  a plan with idle devices (with_idle, --idle) may be taken")
         lines.append(f"  lax.psum on the same devices: {self.lax_psum}")
         return "\n".join(lines)

@@ -163,6 +163,9 @@ def test_a_report_reads_well():
         "  ring: 2 permutations a round, 2 in flight at once",
         "  lax.psum on the same devices: StrategyRing{colors:1 phases:1}",
     ]
+    refused = replace(report, refusal="the program should include all slice devices")
+    assert "\n  a plan with idle devices (with_idle, --idle) may be taken\n" in str(refused)
+    assert "idle" not in str(replace(report, refusal="RESOURCE_EXHAUSTED: Ran out of memory"))
     kernel = replace(report, executor="pallas", loops=())
     assert str(kernel).startswith("ring in a Pallas kernel on 16x16 less 2x2@2,2, 252 devices")
     assert kernel.as_dict()["executor"] == "pallas"
