@@ -17,7 +17,7 @@ from ftmesh.tpu.cycles import (
     stretches,
 )
 
-MOST_LOOPS = 8  # of which it is tried whether they have two streams
+MOST_LOOPS = 8  # of which it is tried whether they have two streams, and which run how often
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,17 @@ def _matched(
 
     As few of either together as have the same number of permutations; nothing where no number of
     them has. A loop has as many in a round as lanes, or twice that, where chunks travel in halves.
+    Numbers of different dtypes are summed one after the other, each by all of the loops.
     """
-    every = product((1, 2), repeat=min(len(planned), MOST_LOOPS))
-    return max((_if_split(found, planned, streams) for streams in every), key=len)
+    ran = sum((one.rounds or 0) * len(one.permutations) for one in found)
+    once = sum(loop.num_rounds * len(loop.lanes) for loop in planned)
+    most = min(ran // once, MOST_LOOPS) if once else 1
+    every = (
+        _if_split(found, [*planned] * times, streams)
+        for times in range(1, max(most, 1) + 1)
+        for streams in product((1, 2), repeat=min(times * len(planned), MOST_LOOPS))
+    )
+    return max(every, key=len)
 
 
 def _if_split(

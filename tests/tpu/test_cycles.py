@@ -221,6 +221,15 @@ class TestRoundsAndTurns:
         assert (around.name, around.permutations, around.cycles.rounds) == ("around", 2, 32)
         assert (across.permutations, across.cycles.rounds) == (1, 6)
 
+    def test_loops_that_run_for_one_dtype_and_then_for_another(self):
+        """And not in halves, though there are twice as many permutations."""
+        again = "  %p.8 = f32[1,8,128]{2,1,0} collective-permute(%half)"
+        text = program(outer=64).replace("  %loop.5 =", f"{again}\n  %loop.5 =")
+        found = compiled_loops(text, planned=[loop("there", 1, 1), loop("back", 32, 2)])
+        assert [(each.name, each.permutations, each.cycles.rounds) for each in found] == [
+            ("there", 1, 1), ("back", 2, 32), ("there", 1, 1), ("back", 2, 32),
+        ]  # fmt: skip
+
     def test_the_plan_of_another_program_says_nothing(self):
         planned = [PLANNED[0], loop("around", 33, 2), PLANNED[2]]
         found = compiled_loops(program(outer=6), planned=planned)
