@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ftmesh import collectives
 from ftmesh.commands import one_line
-from ftmesh.errors import UnreadableError
+from ftmesh.errors import ArgumentError, UnreadableError
 from ftmesh.execute.lower import PALLAS, PPERMUTE
 from ftmesh.execute.text import text_of
 from ftmesh.mesh.devices import platform_of
@@ -123,6 +123,8 @@ def compile_report(
         length = math.ceil(payload / np.dtype(dtype).itemsize)
         payload = jax.ShapeDtypeStruct((length,), dtype)
     payload_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(payload))
+    if not payload_bytes:
+        raise ArgumentError("there is nothing to sum: the arrays of the payload have no elements")
     mesh = plan.jax_mesh("data")
     platform = platform_of(mesh.devices.flat[0])
     options = compiler_options(platform, in_vmem=in_vmem)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import pytest
 from on_devices import planned
 from reporting import report_for, tree
@@ -129,6 +130,12 @@ def test_a_report_for_a_pytree():
     shapes = {"loss": (), "conv": (3, 3, 64, 64), "bias": (64,)}
     found = report_for(tree(shapes.values()), CPU_GRID)
     assert (found["accepted"], found["payload_bytes"]) == (True, 4 * (1 + 36_864 + 64))
+
+
+@pytest.mark.parametrize("payload", [0, [], {"a": jax.ShapeDtypeStruct((0, 3), "float32")}])
+def test_a_payload_of_nothing_is_refused(payload):
+    with pytest.raises(ArgumentError, match="there is nothing to sum"):
+        compile_report(planned("ring", "2x2", None), payload)
 
 
 def test_of_a_program_that_cannot_be_printed_the_rest_is_reported(unprinted):
