@@ -5,7 +5,6 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -87,6 +86,7 @@ def test_on_five_hundred_ranks(poison, failed):
 
 
 def test_a_sharded_optimizer_has_the_same_bits(poison, monkeypatch):
+    optax = pytest.importorskip("optax")
     plan = planned("row_pair", "4x4", "2x2@2,2")
     params = {"w": np.ones((130, 40), np.float32), "b": np.ones(7, np.float32)}
     grads = jax.tree.map(
