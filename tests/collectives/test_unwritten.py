@@ -33,7 +33,7 @@ def poison(monkeypatch):
     return used
 
 
-@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("wire_dtype", [pytest.param(None, marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("algorithm", HALVED)
 def test_what_owners_have_is_put_together_over_it(poison, algorithm, wire_dtype):
     plan = planned(algorithm, "4x4", "2x2@2,2")
@@ -67,7 +67,9 @@ def test_integers_and_derivatives(poison):
     assert poison
 
 
-@pytest.mark.parametrize("failed", ["4x2@6,14", "2x2@0,0;4x2@6,14"])
+@pytest.mark.parametrize(
+    "failed", ["4x2@6,14", pytest.param("2x2@0,0;4x2@6,14", marks=pytest.mark.slow)]
+)
 def test_on_five_hundred_ranks(poison, failed):
     """Of which some own less than others."""
     plan = ftmesh.plan(Topology.grid("16x32", failed=failed), "row_pair")

@@ -73,6 +73,7 @@ print(json.dumps(sizes))
 """
 
 
+@pytest.mark.slow
 def test_numbers_of_every_kind():
     sizes = in_a_process("-c", DTYPES)
     assert list(sizes) == ["float32", "bfloat16", "float16", "int32", "bool"]
