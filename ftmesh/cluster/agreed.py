@@ -7,6 +7,7 @@ compared before they do anything together, and one process plans for all.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from ftmesh.schedule.files import dump, load
 
 
 def agree_on_code(cluster: Cluster) -> None:
-    """An error unless all processes run the same versions of what makes a program."""
+    """An error unless all processes run the same versions of what makes a program, and alike."""
     if cluster.is_alone:
         return
     cluster.agree(
@@ -36,6 +37,7 @@ def agree_on_code(cluster: Cluster) -> None:
             "the version of JAX": f"{jax.__version__} with jaxlib {jax.lib.__version__}",
             "the version of Python": ".".join(platform.python_version_tuple()[:2]),
             "the source of ftmesh": source_of(Path(ftmesh.__file__).parent),
+            "LIBTPU_INIT_ARGS": os.environ.get("LIBTPU_INIT_ARGS") or "nothing",
         }
     )
 

@@ -69,9 +69,11 @@ _CLOUD = "cloud.google.com/tpu/docs, system architecture"
 
 # As `ftmesh compile SLICE --failed BLOCKS --fit` finds them: fitted to all rounds of `ring` and
 # `row_pair` for 10 and 100 MB of float32, on v3:16x32 less 4x2@6,14, on v5e:16x16 (--idle) and
-# v6e:16x16 less 2x2@2,2, and on v4:4x4x1 and v5p:4x4x1 less 2x2@0,0. Of what bytes cost, two
-# streams were seen to hide 0.41 to 0.45 on v3 and 0.36 to 0.38 on v4; on v6e 0.33 to 0.43 of some
-# programs and nothing of others, 0.15 on v5e, nothing on v5p: nothing to count on (libtpu 0.0.51).
+# v6e:16x16 less 2x2@2,2, and on v4:4x4x1 and v5p:4x4x1 less 2x2@0,0; on v6e with
+# LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=32768, so that 100 MB are in HBM, as they are
+# where a step needs VMEM for other things. Of what bytes cost, two streams were seen to hide 0.41
+# to 0.45 on v3 and 0.36 to 0.38 on v4; on v6e 0.33 to 0.43 of some programs and nothing of others,
+# 0.15 on v5e, nothing on v5p: nothing to count on (libtpu 0.0.51).
 _ESTIMATED = "as estimated by the TPU compiler, libtpu 0.0.48.1, not measured"
 _PRODUCTS = f"nobody publishes the clock, at which the TFLOP/s of {_CLOUD} are"
 _V3 = Executor(

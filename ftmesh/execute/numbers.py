@@ -139,8 +139,13 @@ def _read(numbers: Numbers, rank: Any) -> Rounds:
         return Round(tuple(found[:lanes]), arrivals)
 
     def at(now: Any, how_many: int) -> list[Round]:
-        some = lax.dynamic_slice_in_dim(mine, now, how_many)
-        return [one([some[i, j] for j in range(mine.shape[1])]) for i in range(how_many)]
+        rounds, size = range(how_many), mine.shape[1]
+        if numbers.has_ops:
+            some = lax.dynamic_slice_in_dim(mine, now, how_many)
+            return [one([some[i, j] for j in range(size)]) for i in rounds]
+        # These were a row of a table: read in another shape, libtpu 0.0.48.1 copies them first.
+        some = lax.dynamic_slice_in_dim(mine.reshape(-1), now * size, how_many * size)
+        return [one([some[i * size + j] for j in range(size)]) for i in rounds]
 
     return at
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from functools import cache
@@ -18,8 +19,11 @@ _FOUR, _SIX = {_AT_ONCE: "4"}, {_AT_ONCE: "6"}
 # longest chains of them, where otherwise it keeps to the order it began with.
 _OVERLAP = {"xla_tpu_use_aggressive_scheduling": "true"}
 # What it takes to have more of VMEM, the memory beside the processor, for buffers as large as sums
-# have: a single instruction gets 16 MiB of it and not 32, which leaves 112 of 128 MiB.
-_IN_VMEM = {"v6e": {"xla_tpu_scoped_vmem_limit_kib": "16384"}}
+# have: a single instruction of a v6e gets 30 MiB of it and not 32, which leaves 98 of 128 MiB, so
+# that 100 MB stay there with what fills up their chunks; or 16, which leaves 112.
+_INSTRUCTION = "xla_tpu_scoped_vmem_limit_kib"
+_SOME_VMEM, _IN_VMEM = ({"v6e": {_INSTRUCTION: str(mib * 1024)}} for mib in (30, 16))
+_ARGUMENTS = "LIBTPU_INIT_ARGS"  # in which libtpu takes options for all programs of a process
 _OPTIONS: dict[str, dict[str, str]] = {
     "v2": _ASYNC,
     "v3": _ASYNC,
@@ -45,18 +49,20 @@ _ALSO_CALLED = {
 def compiler_options(
     platform: str, *, overlap: bool = False, in_vmem: bool = False
 ) -> dict[str, str]:
-    """What to compile a step with so that all permutations of a round travel at once.
+    """What to compile a step with: what its sums need, and something that they gain by.
 
     For the outermost jit: ``jax.jit(step, compiler_options=ftmesh.compiler_options("tpu v6e"))``.
     Takes ``jax.devices()[0].device_kind`` of a TPU as well. Empty where there is nothing to set.
-    With `overlap`, also so that the backward pass goes on beside the sums of its gradients. With
-    `in_vmem`, which is for v6e alone, so that what is summed can stay in VMEM up to 112 MiB, and
-    not up to 96: its rounds then cost about half, and what else is computed has less of VMEM, so
-    look at both. A TPU that is newer than this module gets no options, and a `TopologyWarning`,
-    once.
+    With these, all permutations of a round travel at once. On a v6e, also, what is summed can stay
+    in VMEM if it takes less than 98 MiB, and not 96: a single instruction, or a Pallas kernel that
+    asks for no more itself, gets 30 MiB and not 32. Where ``LIBTPU_INIT_ARGS`` says how much,
+    nothing is said here. With `in_vmem`, which is for v6e alone, it can up to 112 MiB, and an
+    instruction gets 16: rounds then cost two thirds or three quarters, and what else is computed
+    more, so look at both. With `overlap`, the backward pass goes on beside the sums of its
+    gradients. A TPU that is newer than this module gets no options, and a `TopologyWarning`, once.
 
-    >>> compiler_options("tpu v6e")
-    {'xla_max_concurrent_async_collective_permutes': '4'}
+    >>> compiler_options("tpu v5p")
+    {'xla_max_concurrent_async_collective_permutes': '6'}
     >>> compiler_options("cpu")
     {}
     """
@@ -73,8 +79,10 @@ def compiler_options(
     if in_vmem and name not in _IN_VMEM:
         known = ", ".join(_IN_VMEM)
         raise ArgumentError(f"in_vmem is for {known}, not for {platform!r}: leave it out")
+    is_told = re.search(rf"\b{_INSTRUCTION}\b", os.environ.get(_ARGUMENTS, ""))
+    vmem = _IN_VMEM if in_vmem else {} if is_told else _SOME_VMEM
     also = _OVERLAP if overlap and name not in ("cpu", "gpu") else {}
-    return {**options, **also, **(_IN_VMEM[name] if in_vmem else {})}
+    return {**options, **also, **vmem.get(name, {})}
 
 
 @cache

@@ -60,6 +60,13 @@ def test_different_programs():
 
 
 @pytest.mark.slow
+def test_different_options_of_the_compiler():
+    lines, statuses = troubled("--steps", "2", env={"LIBTPU_INIT_ARGS": "--xla_other=1"})
+    says = "LIBTPU_INIT_ARGS: process 0 has nothing; process 1 has --xla_other=1"
+    assert_all_say(says, lines, statuses)
+
+
+@pytest.mark.slow
 def test_different_source_of_ftmesh(tmp_path):
     shutil.copytree(Path(ftmesh.__file__).parent, tmp_path / "ftmesh")
     with (tmp_path / "ftmesh" / "planners" / "ring.py").open("a") as file:

@@ -7,7 +7,7 @@ import sys
 
 
 def in_a_process(*argv, **variables):
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": "", **variables}
     done = subprocess.run(
         [sys.executable, *argv], capture_output=True, text=True, env=env, check=False
     )

@@ -90,11 +90,12 @@ def test_memory_for_little_more_than_the_gradients_of_a_model():
 
 
 # Cycles of a round beside its permutations, at most, in the order of loops; and temporary memory in
-# payloads. To move what a round of `row_pair` rings moves through the memory of a v6e takes 21,000.
+# payloads. To move what a round of `row_pair` rings moves through the memory of a v6e takes 21,000;
+# its buffer, with what fills up chunks, takes 96.3 MiB of the 98 that VMEM has for it.
 SPENT = ("exposed", "hidden")
 CYCLES = {
-    ("v6e:16x16", "2x2@2,2", "row_pair"): ([32_000, 16_000, 16_000, 32_000], 1.05),
-    ("v6e:16x16", "2x2@2,2", "ring"): ([7_826, 7_826], 1.05),
+    ("v6e:16x16", "2x2@2,2", "row_pair"): ([28_000, 12_000, 12_000, 28_000], 0.2),
+    ("v6e:16x16", "2x2@2,2", "ring"): ([7_000, 7_000], 0.05),
     ("v3:16x32", "4x2@6,14", "row_pair"): ([150_000, 42_193, 6_020, 6_020, 42_193, 150_000], 1.7),
     ("v3:16x32", "4x2@6,14", "ring"): ([160_000, 2_089, 2_089, 160_000], 1.7),
 }
@@ -119,14 +120,25 @@ def test_what_a_round_costs_beside_its_permutations(case):
         assert report["hidden_cycles"] > 0.4 * report["cycles"]
     if slice_.startswith("v6e"):
         assert report["num_devices"] == 252
-        assert sum(report["packing"][what] for what in SPENT) <= 600_000, report["packing"]
+        assert sum(report["packing"][what] for what in SPENT) <= 400_000, report["packing"]
     if slice_.startswith("v6e") and algorithm == "row_pair":
         assert_cycles_add_up(report)
 
 
 @pytest.mark.slow
 @needs_libtpu
-def test_a_hundred_megabytes_stay_in_vmem_where_that_is_asked_for():
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+def test_a_hundred_megabytes_in_a_kernel_stay_in_vmem(algorithm):
+    report = compile_for("v6e:16x16", "2x2@2,2", algorithm, "--executor", "pallas")
+    assert report["accepted"], report["refusal"]
+    assert (report["num_devices"], report["loops"]) == (252, [])
+    assert sum(report["packing"][what] for what in SPENT) <= 450_000, report["packing"]
+    assert report["temporary_ratio"] <= 0.05
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_more_of_vmem_where_that_is_asked_for():
     report = compile_for("v6e:16x16", "2x2@2,2", "row_pair", "--in-vmem")
     assert report["accepted"], report["refusal"]
     assert travels_at_once(report, "row_pair")

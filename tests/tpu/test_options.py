@@ -10,15 +10,22 @@ from ftmesh.cli import main
 from ftmesh.tpu import slices
 
 FOUR = {"xla_max_concurrent_async_collective_permutes": "4"}
+VMEM = "xla_tpu_scoped_vmem_limit_kib"
+V6E = {**FOUR, VMEM: "30720"}
 SIX = {"xla_max_concurrent_async_collective_permutes": "6"}
 ASYNC = {"xla_enable_async_collective_permute": "true"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
 
 
 @pytest.mark.parametrize(
     ("platform", "options"),
     [
-        ("tpu v6e", FOUR), ("v6e", FOUR), ("TPU v6 lite", FOUR), ("v6e:16x16", FOUR),
-        ("v6e-256", FOUR), ("tpu v5p", SIX), ("TPU v5", SIX), ("tpu7x", SIX), ("v4", SIX),
+        ("tpu v6e", V6E), ("v6e", V6E), ("TPU v6 lite", V6E), ("v6e:16x16", V6E),
+        ("v6e-256", V6E), ("tpu v5p", SIX), ("TPU v5", SIX), ("tpu7x", SIX), ("v4", SIX),
         ("v2", ASYNC), ("v3:16x32", ASYNC), ("TPU v3", ASYNC),
         ("TPU v5 lite", {}), ("v5litepod-4", {}),
         ("cpu", {}), ("gpu", {}), ("cuda", {}),
@@ -33,10 +40,18 @@ def test_compiler_options(platform, options):
 
 def test_more_of_vmem_is_for_those_that_have_it():
     more = ftmesh.compiler_options("TPU v6 lite", in_vmem=True)
-    assert more == {**FOUR, "xla_tpu_scoped_vmem_limit_kib": "16384"}
+    assert more == {**FOUR, VMEM: "16384"}
     for platform in ("v5e", "TPU v5", "v3", "cpu"):
         with pytest.raises(ArgumentError, match="in_vmem is for v6e, not for"):
             ftmesh.compiler_options(platform, in_vmem=True)
+
+
+def test_what_libtpu_is_told_of_in_the_environment_stays(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_other=1 --{VMEM}=98304")
+    assert ftmesh.compiler_options("v6e") == FOUR
+    assert ftmesh.compiler_options("v6e", in_vmem=True) == {**FOUR, VMEM: "16384"}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{VMEM}_of_others=1 --{next(iter(FOUR))}=2")
+    assert ftmesh.compiler_options("v6e") == V6E  # a plan needs all of its permutations at once
 
 
 @pytest.mark.parametrize("platform", ["banana", "", "tpu", "vx"])

@@ -81,17 +81,17 @@ def test_numbers_of_every_kind():
 
 
 BETWEEN = """
-import json, sys, time, jax, jax.numpy as jnp, ftmesh
+import json, re, sys, time, jax, ftmesh
 from jax.sharding import NamedSharding, PartitionSpec as P
 from ftmesh.tpu.slices import tpu_devices
-name, failed, algorithm = sys.argv[1:]
+name, failed, algorithm, payload = sys.argv[1:]
 topology = ftmesh.Topology.from_devices(tpu_devices(name), failed=failed)
 plan = ftmesh.plan(topology, algorithm, executor="pallas")
 whole = plan.program.num_chunks * 1024
-size = -(-25_000_000 // whole) * whole
+size = -(-int(payload) // 4 // whole) * whole
 
 def step(x):
-    return jnp.cos(plan.psum(jnp.sin(x) + 1, "data"))
+    return 1 + plan.psum(2 * x, "data")
 
 ranks = NamedSharding(plan.jax_mesh("data"), P("data"))
 held = jax.ShapeDtypeStruct((plan.program.num_ranks * size,), "float32", sharding=ranks)
@@ -100,9 +100,12 @@ step = jax.shard_map(
 )
 lowered = jax.jit(step, donate_argnums=0).lower(held)
 start = time.perf_counter()
-memory = lowered.compile(compiler_options=ftmesh.compiler_options(name)).memory_analysis()
+compiled = lowered.compile(compiler_options=ftmesh.compiler_options(name))
+memory = compiled.memory_analysis()
+(kernel,) = re.findall(r'"body":"([^"]*)"', compiled.as_text())
 print(json.dumps({
     "seconds": time.perf_counter() - start,
+    "kernel": len(kernel),
     "temporary": memory.temp_size_in_bytes / 4 / size,
     "program": memory.generated_code_size_in_bytes,
     "rounds": plan.schedule.num_rounds,
@@ -110,16 +113,70 @@ print(json.dumps({
 """
 
 
+def between(name, payload):
+    return in_a_process("-c", BETWEEN, name, HOLE, "ring", str(payload))
+
+
 @pytest.mark.slow
-def test_between_other_work_a_kernel_takes_its_buffer_and_a_program_of_one_size():
-    """100 MB along rings of 60 chips and of 252."""
-    few, many = (
-        in_a_process("-c", BETWEEN, name, HOLE, "ring") for name in ("v6e:8x8", "v6e:16x16")
-    )
+def test_between_other_work_a_kernel_takes_its_buffer_alone():
+    """In VMEM, where there is room for it."""
+    found = between("v6e:16x16", 100_000_000)
+    assert found["temporary"] <= 0.05
+    assert found["seconds"] < 30
+
+
+@pytest.mark.slow
+def test_a_kernel_does_not_grow_with_rounds():
+    """200 MB along rings of 60 chips and of 252."""
+    few, many = (between(name, 200_000_000) for name in ("v6e:8x8", "v6e:16x16"))
     assert (few["rounds"], many["rounds"]) == (118, 502)
     assert max(few["temporary"], many["temporary"]) <= 1.05  # of which 1 is the buffer
-    assert many["program"] <= 1.1 * few["program"]
+    assert many["kernel"] <= 1.05 * few["kernel"]
+    assert many["program"] - few["program"] <= 1024 * (252 - 60)  # a row of a table for each chip
     assert many["seconds"] < 30
+
+
+MEETING = """
+import json, sys, jax, numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from ftmesh.tpu.slices import tpu_devices
+meets = sys.argv[1] == "meets"
+held = jax.ShapeDtypeStruct((400_000, 128), "float32")  # more than fits in VMEM
+
+def kernel(x, out):
+    if meets:
+        barrier = pltpu.get_barrier_semaphore()
+        pl.semaphore_signal(barrier, 1, device_id={"d": lax.rem(lax.axis_index("d") + 1, 16)})
+        pl.semaphore_wait(barrier, 1)
+
+anywhere = pl.BlockSpec(memory_space=pl.ANY)
+in_place = pl.pallas_call(
+    kernel, out_shape=held, in_specs=[anywhere], out_specs=anywhere, input_output_aliases={0: 0},
+    compiler_params=pltpu.CompilerParams(
+        collective_id=0 if meets else None, has_side_effects=True
+    ),
+)
+ranks = NamedSharding(Mesh(np.array(tpu_devices("v6e:4x4")).reshape(-1), "d"), P("d"))
+step = jax.shard_map(
+    in_place, mesh=ranks.mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False
+)
+every = jax.ShapeDtypeStruct((16 * 400_000, 128), "float32", sharding=ranks)
+memory = jax.jit(step, donate_argnums=0).lower(every).compile().memory_analysis()
+print(json.dumps(memory.temp_size_in_bytes / (400_000 * 512)))
+"""
+
+
+@pytest.mark.slow
+def test_a_kernel_that_communicates_is_given_no_parameter():
+    """What the compiler does for any of them: it is no matter of what this one does.
+
+    Should it give parameters away one day, this will tell.
+    """
+    assert in_a_process("-c", MEETING, "alone") == 0
+    assert in_a_process("-c", MEETING, "meets") == 1
 
 
 @pytest.mark.slow
