@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -27,7 +27,6 @@ from ftmesh.mesh.topology import Topology
 VARIABLE = "FTMESH_SICK"
 SLOW_CHIP, SLOW_LINK = 0.3, 0.1  # seconds that a slow one takes longer, a link each way
 _KINDS = ("wrong", "slow", "silent")
-_AWAKE = threading.Event()  # never set but by `wake`
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class Sick:
     wrong_links: frozenset[tuple[int, int]] = frozenset()
     slow_links: frozenset[tuple[int, int]] = frozenset()
     silent_links: frozenset[tuple[int, int]] = frozenset()
+    alarm: threading.Event | None = None  # that wakes the silent, where some are
 
     @staticmethod
     def parse(text: str, topology: Topology) -> Sick:
@@ -61,7 +61,9 @@ class Sick:
                     raise ArgumentError(f"{piece!r}: there is no link there on {topology}")
                 ends = _place(topology, a), _place(topology, b)
                 found.setdefault(f"{kind}_links", set()).add(ends)
-        return Sick(**{name: frozenset(places) for name, places in found.items()})
+        kinds: dict[str, Any] = {name: frozenset(places) for name, places in found.items()}
+        parsed = Sick(**kinds)
+        return replace(parsed, alarm=_alarm) if parsed.silent or parsed.silent_links else parsed
 
     @staticmethod
     def from_environment(topology: Topology) -> Sick:
@@ -75,20 +77,22 @@ class Sick:
         def between(links: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
             return frozenset(ends for ends in links if some.issuperset(ends))
 
+        silent, silent_links = self.silent & some, between(self.silent_links)
         return Sick(
             self.wrong & some,
             self.slow & some,
-            self.silent & some,
+            silent,
             between(self.wrong_links),
             between(self.slow_links),
-            between(self.silent_links),
+            silent_links,
+            self.alarm if silent or silent_links else None,
         )
 
     # Inside a program ---------------------------------------------------------------------------
 
     def answer(self, x: Any, place: Any) -> Any:
         """`x`, which never comes from a chip that is silent."""
-        return _held_up(x, _is_in(self.silent, place), _be_silent) if self.silent else x
+        return _held_up(x, _is_in(self.silent, place), self._be_silent) if self.silent else x
 
     def delayed(self, x: Any, place: Any) -> Any:
         """`x`, which comes late from a chip that is slow."""
@@ -117,21 +121,32 @@ class Sick:
 
     def carried(self, x: Any, source: Any, place: Any) -> Any:
         """`x` as it comes over the link from the chip at `source` to the one at `place`."""
-        for links, wait in ((self.slow_links, _sleep(SLOW_LINK)), (self.silent_links, _be_silent)):
+        waits = ((self.slow_links, _sleep(SLOW_LINK)), (self.silent_links, self._be_silent))
+        for links, wait in waits:
             if links:
                 x = _held_up(x, _are_in(links, source, place), wait)
         links = self.wrong_links
         return jnp.where(_are_in(links, source, place), _flipped(x), x) if links else x
 
+    def _be_silent(self, x: Any) -> Any:
+        assert self.alarm is not None
+        self.alarm.wait()
+        return x
+
 
 WELL = Sick()
+_alarm = threading.Event()  # of whatever is planted next
 
 
 def wake() -> None:
-    """Have everything silent answer, so that a process that planted it can go on."""
-    _AWAKE.set()
-    time.sleep(0.1)
-    _AWAKE.clear()
+    """Have everything silent answer, so that a process that planted it can go on.
+
+    What was planted before is silent no more, however often its programs come to it; what is
+    planted after is.
+    """
+    global _alarm
+    _alarm.set()
+    _alarm = threading.Event()
 
 
 def _place(topology: Topology, coord: Coord) -> int:
@@ -163,11 +178,6 @@ def _sleep(seconds: float) -> Callable[[Any], Any]:
         return x
 
     return be_slow
-
-
-def _be_silent(x: Any) -> Any:
-    _AWAKE.wait()
-    return x
 
 
 def _flipped(x: Any) -> Any:

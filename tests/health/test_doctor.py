@@ -15,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 SMALL = Probes(side=16, chain=2, words=1 << 10, pattern=1 << 8, repeats=2)
 FEW = replace(SMALL, one_by_one=0)  # many links in a program
-LIMIT = 3.0
+LIMIT = 3.0  # where something is silent
+NO_LIMIT = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +39,13 @@ def look(mesh):
 @pytest.mark.slow
 def test_a_well_mesh_is_well(look):
     seen = []
-    found = look("", limit=60.0, progress=lambda *args: seen.append(args))
+    found = look("", limit=NO_LIMIT, progress=lambda *args: seen.append(args))
     assert str(found) == "all 16 chips and 24 links are well"
     assert seen[0] == (0, 26, "who answers")
     assert seen[-1] == (26, 26, "")
     for _ in range(3):
-        assert look("", limit=60.0).is_well
-        assert look("", FEW, limit=60.0).is_well
+        assert look("", limit=NO_LIMIT).is_well
+        assert look("", FEW, limit=NO_LIMIT).is_well
 
 
 @pytest.mark.slow
@@ -86,9 +87,17 @@ def test_of_many_links_at_once_one_is_silent(look):
     assert "--one-by-one" in str(found)
 
 
+def test_who_is_woken_falls_silent_no_more(look, mesh):
+    """A program comes to its silent link twice: once there, and once on the way back."""
+    for _ in range(3):
+        assert look("link-silent@0,1-0,0", FEW, limit=1.0).links("silent")
+        wake()
+        assert look("", FEW, limit=NO_LIMIT).is_well
+
+
 @pytest.mark.slow
 def test_of_many_links_at_once_one_is_wrong_and_one_is_slow(look):
-    found = look("link-wrong@3,1-3,2;link-slow@0,0-1,0", FEW)
+    found = look("link-wrong@3,1-3,2;link-slow@0,0-1,0", FEW, limit=NO_LIMIT)
     assert found.links("wrong") == (((3, 1), (3, 2)),)
     assert found.links("slow") == (((0, 0), (1, 0)),)
 
@@ -106,7 +115,7 @@ def test_a_chip_that_answers_and_does_not_compute(look, mesh, monkeypatch):
 @pytest.mark.slow
 def test_failed_chips_are_left_alone(look):
     topology = cpu_grid("4x4", failed="2x2@1,1")
-    found = look("wrong@0,0", topology=topology)
+    found = look("wrong@0,0", topology=topology, limit=NO_LIMIT)
     assert found.failed == "1x1@0,0;2x2@1,1"
     assert found.num_links == 12
     assert found.picture.drawing() == "X...\n.XX.\n.XX.\n...."
@@ -115,7 +124,7 @@ def test_failed_chips_are_left_alone(look):
 @pytest.mark.slow
 def test_the_environment_says_what_is_sick(monkeypatch):
     monkeypatch.setenv("FTMESH_SICK", "wrong@1,0")
-    assert examine(cpu_grid("2x2"), limit=60.0).failed == "1x1@1,0"
+    assert examine(cpu_grid("2x2"), limit=NO_LIMIT).failed == "1x1@1,0"
 
 
 @pytest.mark.parametrize(
