@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ftmesh.collectives.calls import as_summand, countable, is_constant, the_axis
 from ftmesh.collectives.pieces import on_pieces
 from ftmesh.collectives.precision import Precision, precision
 from ftmesh.execute import _compat, primitives
+from ftmesh.execute.lower import PALLAS
 from ftmesh.layout.buckets import make_buckets, pack, unpack
 
 if TYPE_CHECKING:
@@ -125,8 +127,12 @@ def _bucket_sum(
     program = plan.at(num_bytes, wire_dtype=kind.priced_as).program
     wide = [leaf.astype(kind.sums) for leaf in leaves]
     is_rounded = kind.sums != kind.results
+    is_divided_after = divisor is not None and not is_rounded
+    buffer = pack(wide, program.num_chunks, itemsize)
+    if is_divided_after and program.executor == PALLAS and buffer.size == wide[0].size:
+        buffer = _computed(buffer, axis_name)
     total = primitives.all_reduce(
-        pack(wide, program.num_chunks, itemsize),
+        buffer,
         axis_name=axis_name,
         program=program,
         wire=kind.wire(program.depth),
@@ -134,7 +140,17 @@ def _bucket_sum(
     )
     sums = unpack(total, [leaf.shape for leaf in leaves])
     # What is not rounded on its way is divided where it is unpacked, which takes no more memory.
-    return sums if divisor is None or is_rounded else [each / divisor for each in sums]
+    return [each / divisor for each in sums] if is_divided_after else sums
+
+
+def _computed(buffer: jax.Array, axis_name: Any) -> jax.Array:
+    """The same, as something that the compiler takes for computed.
+
+    A parameter that is given to a kernel as it is, it copies before and after where a result of
+    the kernel is computed with. This is one pass, into the kernel's own buffer; of gradients, it
+    is part of what computes them.
+    """
+    return jnp.where(lax.axis_index(axis_name) >= 0, buffer, jnp.zeros_like(buffer))
 
 
 def _constant_sum(leaf: Any, plan: Plan) -> Any:

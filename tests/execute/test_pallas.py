@@ -112,6 +112,21 @@ def test_rounds_ahead_of_each_other_give_the_same_bits(lag):
     np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
 
 
+def test_means_of_one_array_that_fills_its_chunks_have_the_same_bits():
+    plan = ftmesh.plan(cpu_grid("2x1"), "line")
+    x = buffers_of(plan.program)
+    x[:, 0, 0, :3] = [[-0.0, np.inf, np.nan], [-0.0, 1, 1]]
+    one, other = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
+    assert one.tobytes() == other.tobytes()
+    np.testing.assert_array_equal(other[0], (x[0] + x[1]) / 2)
+
+    def slope(plan, x):
+        return jax.grad(lambda x: 3 * plan.pmean(x, "data").sum())(x)
+
+    for slopes in both(plan, slope, x):
+        np.testing.assert_array_equal(slopes, np.full_like(x, 3 / 2))
+
+
 def test_means_of_16_bits_are_rounded_where_permutations_round_them():
     plan = ftmesh.plan(cpu_grid("2x1"), "line")
     x = buffers_of(plan.program, jnp.bfloat16, rows=16)

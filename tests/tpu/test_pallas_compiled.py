@@ -43,11 +43,11 @@ def compile_for(name, failed, algorithm, *options):
     ],
 )
 def test_one_kernel(name, algorithm, devices):
-    """What is given to a kernel is a parameter here, which the compiler copies before and after."""
+    """It takes its buffer alone: in VMEM on a v6e, and else in place of the parameter's memory."""
     report = compile_for(name, HOLE, algorithm)
     assert report["accepted"], report["refusal"]
     assert report["num_devices"] == devices
-    assert report["temporary_ratio"] < 2.05
+    assert report["temporary_ratio"] <= (0.05 if name.startswith("v6e") else 1.05)
     assert report["loops"] == []  # of permutations
     unknown = [opcode for opcode, _ in report["packing"]["unknown"]]
     assert unknown.count("custom-call") == 1
