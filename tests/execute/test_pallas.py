@@ -127,6 +127,29 @@ def test_means_of_one_array_that_fills_its_chunks_have_the_same_bits():
         np.testing.assert_array_equal(slopes, np.full_like(x, 3 / 2))
 
 
+@pytest.mark.parametrize(
+    ("executor", "name", "shapes", "is_computed"),
+    [
+        ("pallas", "pmean", [(2, 8, 128)], True),
+        ("pallas", "pmean", [(1, 8, 128), (1, 8, 128)], False),  # a pass over what lies there
+        ("pallas", "psum", [(2, 8, 128)], False),  # of which nothing is computed after
+        ("ppermute", "pmean", [(2, 8, 128)], False),
+    ],
+)
+def test_what_is_meant_by_itself_is_computed_first(executor, name, shapes, is_computed):
+    plan = ftmesh.plan(cpu_grid("2x1"), "line", executor=executor)
+    assert plan.program.num_chunks == 2
+    run = jax.shard_map(
+        lambda *x: getattr(plan, name)(x, "data"),
+        mesh=plan.jax_mesh("data"),
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    text = str(jax.make_jaxpr(run)(*(jnp.zeros((2 * first, *rest)) for first, *rest in shapes)))
+    assert "all_reduce" in text
+    assert ("select_n" in text) == is_computed
+
+
 def test_means_of_16_bits_are_rounded_where_permutations_round_them():
     plan = ftmesh.plan(cpu_grid("2x1"), "line")
     x = buffers_of(plan.program, jnp.bfloat16, rows=16)
