@@ -42,7 +42,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--in-vmem",
         action="store_true",
-        help="let payloads up to 112 MiB stay in the VMEM of a v6e, and not only below 98: rounds "
+        help="let payloads below 112 MiB stay in the VMEM of a v6e, and not only below 98: rounds "
         "are cheaper, and whatever else a step computes has less of it",
     )
     parser.add_argument(

@@ -37,9 +37,14 @@ def agree_on_code(cluster: Cluster) -> None:
             "the version of JAX": f"{jax.__version__} with jaxlib {jax.lib.__version__}",
             "the version of Python": ".".join(platform.python_version_tuple()[:2]),
             "the source of ftmesh": source_of(Path(ftmesh.__file__).parent),
-            "LIBTPU_INIT_ARGS": os.environ.get("LIBTPU_INIT_ARGS") or "nothing",
+            "LIBTPU_INIT_ARGS": _in_order(os.environ.get("LIBTPU_INIT_ARGS", "")) or "nothing",
         }
     )
+
+
+def _in_order(arguments: str) -> str:
+    """Arguments, of which the order does not matter; JAX adds some of its own on a TPU."""
+    return " ".join(sorted(arguments.split()))
 
 
 def agree_on_mesh(cluster: Cluster, topology: Topology) -> None:

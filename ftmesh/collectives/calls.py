@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ftmesh.collectives.pieces import axes_left
 from ftmesh.errors import CollectiveError
-from ftmesh.execute import _compat
+from ftmesh.execute import _compat, primitives
 
 if TYPE_CHECKING:
     from ftmesh.plans import Plan
@@ -52,6 +53,13 @@ def the_axis(
     if whole and plan.with_idle:
         raise CollectiveError(
             f"{what} gives every rank its part, and a plan with idle devices cannot"
+        )
+    left = axes_left()
+    if left and primitives.is_interpreted(program=plan.program):
+        raise CollectiveError(
+            "elsewhere than on TPUs the Pallas executor is interpreted, which JAX does only where "
+            f"no axis is left to the compiler, as {', '.join(map(repr, left))} here: give "
+            "jax.shard_map all axes, or plan with executor='ppermute'"
         )
     return axis_name
 

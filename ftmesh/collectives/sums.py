@@ -9,6 +9,7 @@ the same inputs give the same bits every time.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -143,14 +144,18 @@ def _bucket_sum(
     return [each / divisor for each in sums] if is_divided_after else sums
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))  # a derivative needs nothing of it
 def _computed(buffer: jax.Array, axis_name: Any) -> jax.Array:
     """The same, as something that the compiler takes for computed.
 
     A parameter that is given to a kernel as it is, it copies before and after where a result of
-    the kernel is computed with. This is one pass, into the kernel's own buffer; of gradients, it
-    is part of what computes them.
+    the kernel is computed with. This is one pass, into the kernel's own buffer, and part of what
+    computes a gradient where the compiler fuses the two.
     """
     return jnp.where(lax.axis_index(axis_name) >= 0, buffer, jnp.zeros_like(buffer))
+
+
+_computed.defjvp(lambda axis_name, primals, tangents: (_computed(*primals, axis_name), *tangents))
 
 
 def _constant_sum(leaf: Any, plan: Plan) -> Any:

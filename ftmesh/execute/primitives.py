@@ -103,7 +103,8 @@ def _pallas() -> Any:
     return pallas
 
 
-def _is_interpreted(*, program: Program, **_: Any) -> bool:
+def is_interpreted(*, program: Program, **_: Any) -> bool:
+    """Whether a program calls back to Python while it runs."""
     return program.executor == PALLAS and bool(_pallas().is_interpreted(program))
 
 
@@ -186,27 +187,27 @@ _all_reduce = _compat.linear_collective(
     _transposed_sum,
     spread,
     check_mesh=_check_mesh,
-    is_interpreted=_is_interpreted,
+    is_interpreted=is_interpreted,
 )
 _spread = _compat.linear_collective(
     "spread", _run_spread, all_reduce, makes_varying=True, check_mesh=_check_mesh
 )
 _sum_varying = _compat.linear_collective(
-    "sum_varying", _run_all, _transposed_sum, check_mesh=_check_mesh, is_interpreted=_is_interpreted
+    "sum_varying", _run_all, _transposed_sum, check_mesh=_check_mesh, is_interpreted=is_interpreted
 )
 _reduce_scatter = _compat.linear_collective(
     "reduce_scatter",
     _run_first,
     _transposed_scatter,
     check_mesh=_check_mesh,
-    is_interpreted=_is_interpreted,
+    is_interpreted=is_interpreted,
 )
 _all_gather = _compat.linear_collective(
     "all_gather",
     _run_second,
     _transposed_gather,
     check_mesh=_check_mesh,
-    is_interpreted=_is_interpreted,
+    is_interpreted=is_interpreted,
 )
 _gather_invariant = _compat.linear_collective(
     "gather_invariant",
@@ -214,7 +215,7 @@ _gather_invariant = _compat.linear_collective(
     _transposed_gather,
     spread_to_owners,
     check_mesh=_check_mesh,
-    is_interpreted=_is_interpreted,
+    is_interpreted=is_interpreted,
 )
 _spread_to_owners = _compat.linear_collective(
     "spread_to_owners",

@@ -56,10 +56,11 @@ def compiler_options(
     With these, all permutations of a round travel at once. On a v6e, also, what is summed can stay
     in VMEM if it takes less than 98 MiB, and not 96: a single instruction, or a Pallas kernel that
     asks for no more itself, gets 30 MiB and not 32. Where ``LIBTPU_INIT_ARGS`` says how much,
-    nothing is said here. With `in_vmem`, which is for v6e alone, it can up to 112 MiB, and an
-    instruction gets 16: rounds then cost two thirds or three quarters, and what else is computed
-    more, so look at both. With `overlap`, the backward pass goes on beside the sums of its
-    gradients. A TPU that is newer than this module gets no options, and a `TopologyWarning`, once.
+    nothing is said here, unless `in_vmem` is asked for: with that, which is for v6e alone, it can
+    if it takes less than 112 MiB, and an instruction gets 16: rounds then cost two thirds or three
+    quarters, and what else is computed more, so look at both. With `overlap`, the backward pass
+    goes on beside the sums of its gradients. A TPU that is newer than this module gets no options,
+    and a `TopologyWarning`, once.
 
     >>> compiler_options("tpu v5p")
     {'xla_max_concurrent_async_collective_permutes': '6'}

@@ -168,7 +168,7 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     parser.add_argument(
         "--in-vmem",
         action="store_true",
-        help="let sums up to 112 MiB stay in the VMEM of a v6e, and not only below 98, so that "
+        help="let sums below 112 MiB stay in the VMEM of a v6e, and not only below 98, so that "
         "whatever else a step computes has less of it: compile_step shows what that is worth",
     )
     _add_failures(parser)

@@ -1,5 +1,6 @@
 """Sums over "data" where the compiler has "model": each device sums its own piece."""
 
+from dataclasses import replace
 from math import ceil
 
 import jax
@@ -11,7 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
-from ftmesh import ArgumentError, Topology
+from ftmesh import ArgumentError, CollectiveError, Topology
+from ftmesh.collectives import sums
 from ftmesh.execute import _compat
 
 pytestmark = [
@@ -75,6 +77,26 @@ def test_without_specs_the_whole_array_is_summed_everywhere(plan):
     np.testing.assert_allclose(program(x), X.mean(axis=0), rtol=1e-5, atol=1e-6)
     assert set(moved(program, "data", SHAPE)) == {12 * 8 // plan.program.num_chunks}
     assert [each for each in collectives(program) if each.is_along("model", SHAPE)]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_means_of_pieces_have_derivatives(plan, kind, monkeypatch):
+    """Also those that are computed with on the way in, as for a kernel."""
+    monkeypatch.setattr(sums, "PALLAS", plan.executor)
+    specs = P(None, "model") if kind == AxisType.Auto else None
+
+    def slope(x):
+        return jax.grad(lambda x: 3 * plan.pmean(x, "data", specs=specs).sum())(x)[None]
+
+    program, x = compiled(slope, mesh_of(kind), X, P("data"))
+    np.testing.assert_array_equal(program(x), np.full_like(X, 3 / 6))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_kernel_is_not_interpreted_on_pieces(plan, kind):
+    kernel = replace(plan, executor="pallas")
+    with pytest.raises(CollectiveError, match="no axis is left to the compiler, as 'model' here"):
+        compiled(lambda x: kernel.psum(x, "data"), mesh_of(kind), X, P())
 
 
 @pytest.mark.parametrize(

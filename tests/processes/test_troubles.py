@@ -23,7 +23,7 @@ END = 120  # seconds in which all must have ended: starting takes some, and leav
 
 def troubled(*argv, hosts=2, trouble=None, who=1, env=None):
     """The last line of ours that each process says, and its status; OWN are its own arguments."""
-    base = {"PYTHONPATH": PATHS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    base = {"PYTHONPATH": PATHS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "LIBTPU_INIT_ARGS": ""}
     envs = [dict(base) for _ in range(hosts)]
     if trouble:
         envs[who]["TROUBLE"] = trouble
@@ -61,8 +61,8 @@ def test_different_programs():
 
 @pytest.mark.slow
 def test_different_options_of_the_compiler():
-    lines, statuses = troubled("--steps", "2", env={"LIBTPU_INIT_ARGS": "--xla_other=1"})
-    says = "LIBTPU_INIT_ARGS: process 0 has nothing; process 1 has --xla_other=1"
+    lines, statuses = troubled("--steps", "2", env={"LIBTPU_INIT_ARGS": "--xla_b=2 --xla_a=1"})
+    says = "LIBTPU_INIT_ARGS: process 0 has nothing; process 1 has --xla_a=1 --xla_b=2"
     assert_all_say(says, lines, statuses)
 
 

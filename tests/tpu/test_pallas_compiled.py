@@ -43,7 +43,7 @@ def compile_for(name, failed, algorithm, *options):
     ],
 )
 def test_one_kernel(name, algorithm, devices):
-    """It takes its buffer alone: in VMEM on a v6e, and else in place of the parameter's memory."""
+    """Its buffer is all that it takes: in VMEM on a v6e, and else beside the parameter's memory."""
     report = compile_for(name, HOLE, algorithm)
     assert report["accepted"], report["refusal"]
     assert report["num_devices"] == devices
