@@ -65,9 +65,11 @@ def _listen(bind: str, num_processes: int, deadline: float, limit: float) -> str
                 wrong = f"{processes(missing)} did not come within {in_seconds(limit)}"
                 break
             hello = _heard(connection)
-            if hello is not None:
-                came.append(connection)
-                wrong = _enter(here, *hello, num_processes)
+            if hello is None:
+                connection.close()  # one of us that was slow comes again
+                continue
+            came.append(connection)
+            wrong = _enter(here, *hello, num_processes)
         answer = json.dumps({"wrong": wrong}).encode() + b"\n"
         for connection in came:
             with contextlib.suppress(OSError):  # it is gone, and the next wait will tell

@@ -121,8 +121,9 @@ class Pod:
                 self._pass_on(process, stream)
             else:
                 asked.append(process)  # in the order in which they ended
+        ended = [process for process in [*asked, *self.processes] if self._look(process)]
         self.enforce()
-        return [process for process in [*asked, *self.processes] if self._look(process)]
+        return ended
 
     def wait(
         self, timeout: float | None = None, *, until: Callable[[], bool] | None = None

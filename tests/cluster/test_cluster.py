@@ -80,11 +80,11 @@ def test_all_hear_what_each_has(four):
 def test_one_who_does_not_come_is_named(four):
     def meet(cluster):
         if cluster.process != 2:
-            cluster.barrier("the next step", limit=1)
+            cluster.barrier("the next step", limit=4)
 
     errors = at_once(meet, four)
     for process in (0, 1, 3):
-        assert str(errors[process]) == "process 2 did not come to the next step within 1 s"
+        assert str(errors[process]) == "process 2 did not come to the next step within 4 s"
 
 
 def test_a_speaker_that_is_silent_is_named(four):

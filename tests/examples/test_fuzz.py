@@ -70,7 +70,8 @@ def spin():
         pass
 
 def take():
-    kept = [bytearray(2**20 * n) for n in range(1, 100)]
+    kept = [bytearray(2**20 * n) for n in range(1, 40)]
+    time.sleep(60)
     return len(kept)
 
 def wrong():

@@ -215,14 +215,13 @@ print(os.environ.get("FTMESH_FAULTS"), flush=True)
 
 class TestRunning:
     def test_a_hang_shows_where_and_is_ended(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(running, "STACKS_SECONDS", 0.5)
         monkeypatch.setenv("FTMESH_RUN_DIR", str(tmp_path / "a" / "run"))
 
         class Hangs(StandIn):
             program = "def never_comes_back():\n    time.sleep(600)\nnever_comes_back()"
 
         pod = Hangs(hosts=4, steps=STEPS, failures=1)
-        run = pod.train(tmp_path / "a", parse("kill@2:3"), limit=1)
+        run = pod.train(tmp_path / "a", parse("kill@2:3"), limit=5)
         assert run.status is None
         log = (tmp_path / "a" / "log").read_text()
         assert log.startswith("kill@2:3:step,0.003,1\n")

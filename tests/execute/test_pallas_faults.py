@@ -112,5 +112,5 @@ def test_a_semaphore_that_does_not_end_at_zero(monkeypatch, found):
 def test_what_waits_for_ever(fault):
     command = [sys.executable, ROOT / "tests" / "pallas_fault.py", fault]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(command, env=env, timeout=300, capture_output=True, text=True)
     assert done.returncode == (WAITS_FOR_EVER if fault != "nothing" else 0), done.stderr

@@ -13,9 +13,9 @@ from ftmesh.testing import cpu_grid
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-SMALL = Probes(side=16, chain=2, words=1 << 10, pattern=1 << 8, repeats=2)
+SMALL = Probes(side=16, chain=2, words=1 << 10, pattern=1 << 8, repeats=3)
 FEW = replace(SMALL, one_by_one=0)  # many links in a program
-LIMIT = 3.0  # where something is silent
+LIMIT = 5.0  # where something is silent
 NO_LIMIT = 60.0
 
 
@@ -60,9 +60,9 @@ def test_all_at_once(look):
     ]
     slow, chip, silent, link, slow_link = found.found
     assert chip.detail == (
-        "float32 3 of 3 times, bfloat16 3 of 3 times, whole numbers 3 of 3 times"
+        "float32 4 of 4 times, bfloat16 4 of 4 times, whole numbers 4 of 4 times"
     )
-    assert silent.detail == "no answer within 3 s"
+    assert silent.detail == "no answer within 5 s"
     assert link.detail == "1 word wrong from 0,0 to 1,0"
     assert slow.seconds > 0.3 > 3 * slow.usual
     assert slow_link.seconds > 0.2 > 3 * slow_link.usual
@@ -87,12 +87,11 @@ def test_of_many_links_at_once_one_is_silent(look):
     assert "--one-by-one" in str(found)
 
 
-def test_who_is_woken_falls_silent_no_more(look, mesh):
+def test_who_is_woken_falls_silent_no_more(look):
     """A program comes to its silent link twice: once there, and once on the way back."""
-    for _ in range(3):
-        assert look("link-silent@0,1-0,0", FEW, limit=1.0).links("silent")
-        wake()
-        assert look("", FEW, limit=NO_LIMIT).is_well
+    assert look("link-silent@0,1-0,0", FEW).links("silent")
+    wake()
+    assert look("", FEW, limit=NO_LIMIT).is_well
 
 
 @pytest.mark.slow
@@ -108,7 +107,7 @@ def test_a_chip_that_answers_and_does_not_compute(look, mesh, monkeypatch):
     monkeypatch.setattr(Sick, "answer", lambda sick, x, place: x)
     found = look("silent@2,1", replace(SMALL, words=1 << 11))
     assert found.chips("silent") == ((2, 1),)
-    assert found.found[0].detail == "answers, and computed nothing within 3 s"
+    assert found.found[0].detail == "answers, and computed nothing within 5 s"
     assert len(found.untried) == 20  # of the others
 
 

@@ -15,7 +15,7 @@ def main(what, who):
         number = int(os.environ["FTMESH_NUM_PROCESSES"])
         me = int(os.environ["FTMESH_PROCESS_ID"])
         jax.distributed.initialize(os.environ["FTMESH_COORDINATOR"], number, me)
-    cluster = join(limit=10)
+    cluster = join(limit=60)
     wrong = what if cluster.process == who else ""
     if wrong == "raises before the block":
         raise ValueError("outside")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def run(what, who):
     command = [sys.executable, str(Path(__file__).parent / "own_loop.py"), what, str(who)]
-    done = run_pod(command, 2, 1, env={"PYTHONPATH": str(ROOT)}, grace=40, timeout=40)
+    done = run_pod(command, 2, 1, env={"PYTHONPATH": str(ROOT)}, grace=150, timeout=150)
     return [each.status for each in done], [each.stderr for each in done], done
 
 

@@ -78,10 +78,8 @@ def test_different_source_of_ftmesh(tmp_path):
 
 @pytest.mark.slow  # the roll call is tested by itself
 def test_a_process_that_is_missing():
-    started = time.monotonic()
-    lines, statuses = troubled("--steps", "2", "--limit", "8", hosts=3, trouble="late")
-    assert time.monotonic() - started < 60
-    assert lines == ["linear: process 1 did not come within 8 s", "", lines[0]]
+    lines, statuses = troubled("--steps", "2", "--limit", "20", hosts=3, trouble="late")
+    assert lines == ["linear: process 1 did not come within 20 s", "", lines[0]]
     assert statuses == [69, 0, 69]
 
 

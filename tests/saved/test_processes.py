@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import jax
 import pytest
 from remembering import assert_same_bits, parameters, remember
 
+from ftmesh.launch.environment import free_port
 from ftmesh.train.checkpoints import Checkpoints
 
 HERE = Path(__file__).parent
@@ -19,9 +19,7 @@ FLAG = "--xla_force_host_platform_device_count"
 
 @pytest.mark.slow
 def test_three_processes_write_and_one_reads(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     paths = os.pathsep.join([str(HERE.parent), str(HERE.parent.parent)])
     running = [
         subprocess.Popen(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from keepers import SECRET, running
 from linear import arguments, descent, linear_job, linear_trainer
-from stewarding import SOON, Stewarded
+from stewarding import SOON, Stewarded, wait_until
 
 from ftmesh.cluster import line as line_module
 from ftmesh.cluster.cluster import Cluster
@@ -129,20 +129,18 @@ class TestWhereAStepTakesOverTheStateBeforeIt:
 
 
 class TestNoPlan:
-    @pytest.fixture(autouse=True)
-    def soon(self, monkeypatch):
-        monkeypatch.setattr(line_module, "LAST_WORD", 0.05)  # the process would be ended
-
-    def test_for_what_is_left_all_are_started_anew(self):
+    def test_for_what_is_left_all_are_started_anew(self, monkeypatch):
         def body(cluster):
             if cluster.epoch == 1:
                 cluster.line.joined(0)
                 cluster.line.mask("1x1@0,0", "it is sick")
+            monkeypatch.setattr(line_module, "LAST_WORD", 0.05)  # the process would be ended
             raise PlanError("there is none")
 
         with on_line() as (stewarded, cluster):
             with pytest.raises(ClusterError, match="no word from the steward"):
                 through_epochs(cluster, body)
+            wait_until(lambda: stewarded.steward.verdict)
             verdict = stewarded.steward.verdict
             assert verdict.what == "restart"
             assert verdict.why.endswith("no plan for what is left: there is none")

@@ -194,9 +194,9 @@ class TestLoss:
             pod.save(10)
         mortal[3].stop()
         begin = time.monotonic()
-        with Pod(mortal, sharded, epoch=2, processes=1, limit=0.3) as pod:
+        with Pod(mortal, sharded, epoch=2, processes=1, limit=3) as pod:
             assert pod.restore() == 10
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 30
 
     def test_a_copy_that_is_lost_is_made_elsewhere(self, mortal, sharded):
         mortal[1].kill()

@@ -171,7 +171,7 @@ def test_a_field_that_is_given_twice_is_refused(call):
 
 @pytest.fixture(scope="module")
 def hasty():
-    made = Server(scene(Topology.grid("2x2")), patience=0.5)
+    made = Server(scene(Topology.grid("2x2")), patience=2)
     thread = threading.Thread(target=made.run)
     thread.start()
     yield made
@@ -193,9 +193,9 @@ def test_half_a_body_is_not_waited_for(hasty, drips):
             half.sendall(b" ")
             time.sleep(0.1)
         answer = half.makefile("rb").read().decode()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     assert answer.startswith("HTTP/1.1 408 ")
-    assert answer.endswith('{"error": "all of a request is to be there within 0.5 seconds"}')
+    assert answer.endswith('{"error": "all of a request is to be there within 2 seconds"}')
 
 
 def test_neither_is_half_a_head(hasty):
@@ -203,7 +203,7 @@ def test_neither_is_half_a_head(hasty):
     with socket.create_connection(("127.0.0.1", hasty.port), timeout=20) as half:
         half.sendall(b"GET / HTTP/1.1\r\nHost: ")
         assert half.makefile("rb").read() == b""
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
 
 
 def test_it_listens_on_loopback_alone(server):
