@@ -38,8 +38,10 @@ def test_each_package_is_brought_by_the_extra_that_is_named(extra):
         "project"
     ]
     brought = " ".join(project["optional-dependencies"][extra]).lower()
-    for package in EXTRAS[extra]:
-        assert any(name.lower() in brought for name in packages_distributions()[package]), package
+    distributions = packages_distributions()
+    for package in EXTRAS[extra]:  # of which libtpu is not for every machine
+        names = distributions.get(package, [package])
+        assert any(name.lower() in brought for name in names), package
 
 
 def test_it_is_caught_as_an_import_error_and_as_one_of_ours():
