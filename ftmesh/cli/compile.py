@@ -46,6 +46,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "are cheaper, and whatever else a step computes has less of it",
     )
     parser.add_argument(
+        "--slab",
+        metavar="BYTES",
+        help="sum a slab of so many bytes at a time, as 5MB, so that the temporary memory is that "
+        "of a slab: the rounds' latency is paid once for each",
+    )
+    parser.add_argument(
         "--fit",
         action="store_true",
         help="compile every algorithm that serves the slice, or --algorithm, for --payload and a "
@@ -62,6 +68,7 @@ def run(args: argparse.Namespace) -> None:
         raise ArgumentError(
             "--fit reads rounds of permutations, and a kernel has none: leave --executor out"
         )
+    slab_bytes = parse_bytes(args.slab) if args.slab else None
     from ftmesh.tpu.fit import fit
     from ftmesh.tpu.report import CompileReport, compile_report
     from ftmesh.tpu.slices import tpu_devices
@@ -89,7 +96,10 @@ def run(args: argparse.Namespace) -> None:
             ),
         )
         return stages.run(
-            "compiling", lambda: compile_report(plan, payload_bytes, in_vmem=args.in_vmem)
+            "compiling",
+            lambda: compile_report(
+                plan, payload_bytes, in_vmem=args.in_vmem, slab_bytes=slab_bytes
+            ),
         )
 
     if args.fit:

@@ -24,6 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
 from ftmesh import collectives
+from ftmesh.collectives.turns import in_turns
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.layout.buckets import make_buckets
@@ -156,10 +157,13 @@ def reduced_on_the_way(
         def run(turn: int, some: list[Any]) -> list[Any]:
             at, waiting = there[turn], iter(some)
             given = [None if grad is None else next(waiting) for grad in known[at]]
-            made = reduce(at, given)
+            with jax.named_scope(SCOPE):
+                made = reduce(at, given)
             places[at] = [place for place, grad in enumerate(made) if grad is not None]
             return [grad for grad in made if grad is not None]
 
+        # A compiler that may do all at once was seen to put all sums behind the backward pass, each
+        # into the gaps of another.
         made = in_turns([[grad for grad in known[at] if grad is not None] for at in there], run)
         for at, turn in zip(there, made, strict=True):
             for place, grad in zip(places[at], turn, strict=True):
@@ -240,23 +244,3 @@ def _mean(bucket: list[Any], axis_name: Any, plans: Plans, options: dict[str, An
         bucket, axis_name, plan=plan_for(plans, num_bytes), bucket_bytes=sys.maxsize, **options
     )
     return means
-
-
-def in_turns(
-    buckets: Sequence[list[Any]], reduce: Callable[[int, list[Any]], list[Any]]
-) -> list[list[Any]]:
-    """What `reduce` makes of each bucket, given its number and its arrays, one after the other.
-
-    Buckets share the links, so one sum is over before the next begins. A compiler that may do all
-    at once was seen to put all of them behind the backward pass, each into the gaps of another.
-    """
-    found: list[list[Any]] = []
-    for at, bucket in enumerate(buckets):
-        now = bucket
-        if found:
-            # All that comes out must be used: nothing waits for an operand that is not.
-            passed = _compat.barrier([*now, *found[-1]])
-            now, found[-1] = passed[: len(now)], passed[len(now) :]
-        with jax.named_scope(SCOPE):
-            found.append(reduce(at, now))
-    return found

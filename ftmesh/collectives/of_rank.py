@@ -19,6 +19,8 @@ from ftmesh.execute import _compat
 if TYPE_CHECKING:
     from ftmesh.plans import Plan
 
+BUFFERS = "bucket_bytes", "slab_bytes"  # options of sums that what is scattered has not
+
 
 @dataclass(frozen=True)
 class Examples:
@@ -136,7 +138,7 @@ class OverRanks:
                 tiled=True,
                 plan=self.plan,
                 specs=each[i],
-                **{k: v for k, v in self.options.items() if k != "bucket_bytes"},
+                **{k: v for k, v in self.options.items() if k not in BUFFERS},
             )
         return tree.unflatten(leaves)
 

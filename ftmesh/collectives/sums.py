@@ -9,20 +9,21 @@ the same inputs give the same bits every time.
 
 from __future__ import annotations
 
-from functools import partial
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from ftmesh.collectives.buffer import sum_in_buffer
 from ftmesh.collectives.calls import as_summand, countable, is_constant, the_axis
 from ftmesh.collectives.pieces import on_pieces
-from ftmesh.collectives.precision import Precision, precision
-from ftmesh.execute import _compat, primitives
-from ftmesh.execute.lower import PALLAS
-from ftmesh.layout.buckets import make_buckets, pack, unpack
+from ftmesh.collectives.precision import precision
+from ftmesh.collectives.slabs import sum_in_slabs
+from ftmesh.collectives.turns import in_turns
+from ftmesh.execute import _compat
+from ftmesh.layout.buckets import Bucket, check_bytes, make_buckets
 
 if TYPE_CHECKING:
     from ftmesh.plans import Plan
@@ -39,6 +40,7 @@ def psum(
     wire_dtype: Any = None,
     accumulate_dtype: Any = None,
     bucket_bytes: int = BUCKET_BYTES,
+    slab_bytes: int | None = None,
     specs: Any = None,
 ) -> Any:
     """The sum of `x` over all ranks, as `jax.lax.psum`; `x` may be a pytree.
@@ -48,9 +50,11 @@ def psum(
     16 bits or fewer, unless given, and their own for others. Results travel in `wire_dtype`, the
     leaf's own unless given, and partial sums do where the plan is shallow enough for that; see
     `ftmesh.collectives.precision`. What comes out has the leaf's dtype. Booleans are counted, as in
-    lax. Where a shard_map leaves other axes of the mesh to the compiler, each device sums its own
-    piece: `specs` say how leaves are cut along those axes, and Explicit ones need not be named; see
-    `ftmesh.collectives.pieces`.
+    lax. With `slab_bytes` no buffer is larger than that, and a larger leaf is summed a slab at a
+    time, in place: for donated arrays beside which there is no room for a second copy, at the price
+    of the rounds' latency for each slab; see `ftmesh.collectives.slabs`. Where a shard_map leaves
+    other axes of the mesh to the compiler, each device sums its own piece: `specs` say how leaves
+    are cut along those axes, and Explicit ones need not be named; see `ftmesh.collectives.pieces`.
 
     >>> import ftmesh
     >>> from ftmesh.testing import on_one_device
@@ -59,7 +63,7 @@ def psum(
     [6, 6, 6, 6]
     """
     axis_name = the_axis(axis_name, axis_index_groups, plan, "psum")
-    options = wire_dtype, accumulate_dtype, bucket_bytes
+    options = wire_dtype, accumulate_dtype, bucket_bytes, slab_bytes
     return on_pieces(lambda x: _sums(x, axis_name, plan, *options, divisor=None), x, specs)
 
 
@@ -72,6 +76,7 @@ def pmean(
     wire_dtype: Any = None,
     accumulate_dtype: Any = None,
     bucket_bytes: int = BUCKET_BYTES,
+    slab_bytes: int | None = None,
     specs: Any = None,
 ) -> Any:
     """The mean of `x` over all ranks, as `jax.lax.pmean`; see `psum` for the options.
@@ -81,7 +86,7 @@ def pmean(
     """
     axis_name = the_axis(axis_name, axis_index_groups, plan, "pmean")
     size = len(plan.program.live)
-    options = wire_dtype, accumulate_dtype, bucket_bytes
+    options = wire_dtype, accumulate_dtype, bucket_bytes, slab_bytes
     means = on_pieces(lambda x: _sums(x, axis_name, plan, *options, divisor=size), x, specs)
     return jax.tree.map(lambda leaf, mean: mean if _is_divided(leaf) else mean / size, x, means)
 
@@ -93,6 +98,7 @@ def _sums(
     wire_dtype: Any,
     accumulate_dtype: Any,
     bucket_bytes: int,
+    slab_bytes: int | None,
     *,
     divisor: int | None,
 ) -> Any:
@@ -106,56 +112,39 @@ def _sums(
     for i, array in zip(places, arrays, strict=True):
         if array.size == 0:
             out[i] = _compat.zeros_as_sum(array, axis_name)
-    for bucket in make_buckets(arrays, kinds, bucket_bytes):
-        members = [arrays[i] for i in bucket.members]
-        kind, is_divided = bucket.kind
-        totals = _bucket_sum(members, axis_name, plan, kind, divisor if is_divided else None)
-        for i, array, total in zip(bucket.members, members, totals, strict=True):
-            out[places[i]] = _compat.sum_as(total.astype(array.dtype), array, axis_name)
+    buckets = _buckets(arrays, kinds, bucket_bytes, slab_bytes)
+
+    def total(at: int, members: list[Any]) -> list[Any]:
+        kind, is_divided = buckets[at].kind
+        over = divisor if is_divided else None
+        size = sum(array.size for array in members)
+        if slab_bytes is not None and size * kind.sums.itemsize > slab_bytes:
+            (large,) = members
+            return [sum_in_slabs(large, axis_name, plan, kind, over, slab_bytes)]
+        program = plan.at(size * kind.results.itemsize, wire_dtype=kind.priced_as).program
+        return sum_in_buffer(members, axis_name, program, kind, over)
+
+    each = [[arrays[i] for i in bucket.members] for bucket in buckets]
+    # Where memory is short, no buffer is there before the one before it has gone.
+    totals = in_turns(each, total) if slab_bytes else list(map(total, itertools.count(), each))
+    for bucket, sums in zip(buckets, totals, strict=True):
+        for i, sum_ in zip(bucket.members, sums, strict=True):
+            array = arrays[i]
+            out[places[i]] = _compat.sum_as(sum_.astype(array.dtype), array, axis_name)
     return tree.unflatten(out)
 
 
-def _bucket_sum(
-    leaves: list[jax.Array],
-    axis_name: Any,
-    plan: Plan,
-    kind: Precision,
-    divisor: int | None,
-) -> list[jax.Array]:
-    """The sums of leaves of one kind, in one buffer, divided by `divisor` if there is one."""
-    itemsize = kind.results.itemsize
-    num_bytes = sum(leaf.size for leaf in leaves) * itemsize
-    program = plan.at(num_bytes, wire_dtype=kind.priced_as).program
-    wide = [leaf.astype(kind.sums) for leaf in leaves]
-    is_rounded = kind.sums != kind.results
-    is_divided_after = divisor is not None and not is_rounded
-    buffer = pack(wide, program.num_chunks, itemsize)
-    if is_divided_after and program.executor == PALLAS and buffer.size == wide[0].size:
-        buffer = _computed(buffer, axis_name)
-    total = primitives.all_reduce(
-        buffer,
-        axis_name=axis_name,
-        program=program,
-        wire=kind.wire(program.depth),
-        divisor=divisor if is_rounded else None,
-    )
-    sums = unpack(total, [leaf.shape for leaf in leaves])
-    # What is not rounded on its way is divided where it is unpacked, which takes no more memory.
-    return [each / divisor for each in sums] if is_divided_after else sums
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(1,))  # a derivative needs nothing of it
-def _computed(buffer: jax.Array, axis_name: Any) -> jax.Array:
-    """The same, as something that the compiler takes for computed.
-
-    A parameter that is given to a kernel as it is, it copies before and after where a result of
-    the kernel is computed with. This is one pass, into the kernel's own buffer, and part of what
-    computes a gradient where the compiler fuses the two.
-    """
-    return jnp.where(lax.axis_index(axis_name) >= 0, buffer, jnp.zeros_like(buffer))
-
-
-_computed.defjvp(lambda axis_name, primals, tangents: (_computed(*primals, axis_name), *tangents))
+def _buckets(
+    arrays: list[jax.Array], kinds: list[Any], bucket_bytes: int, slab_bytes: int | None
+) -> list[Bucket]:
+    """What is summed in one buffer, and what is larger than a slab, by itself."""
+    check_bytes("bucket_bytes", bucket_bytes)
+    if slab_bytes is None:
+        return make_buckets(arrays, kinds, bucket_bytes)
+    check_bytes("slab_bytes", slab_bytes)
+    itemsizes = [kind.sums.itemsize for kind, _ in kinds]
+    sizes = [array.size * each for array, each in zip(arrays, itemsizes, strict=True)]
+    return make_buckets(arrays, kinds, min(bucket_bytes, slab_bytes), sizes)
 
 
 def _constant_sum(leaf: Any, plan: Plan) -> Any:

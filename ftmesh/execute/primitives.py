@@ -6,16 +6,20 @@ A buffer has shape ``[chunks, rows, width]`` (and whatever batch dimensions foll
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
 
 from ftmesh.execute import _compat, ppermute
 from ftmesh.execute.idle import of_live, with_idle_ones
 from ftmesh.execute.lower import PALLAS, Loop, Program
 from ftmesh.execute.placement import check_devices
 from ftmesh.execute.setting import OWN, Setting, Wire
+
+Run = Callable[..., Any]
 
 
 def all_reduce(
@@ -160,15 +164,9 @@ def _check_mesh(mesh: jax.sharding.Mesh, *, axis_name: Any, program: Program, **
 
 
 def _run_spread(
-    x: Any, *, axis_name: Any, program: Program, wire: Wire, divisor: Any, emulated: bool
+    x: Any, *, axis_name: Any, program: Program, divisor: Any, emulated: bool, **_: Any
 ) -> Any:
     return of_live(_divided(x, divisor), axis_name, program)
-
-
-def _transposed_sum(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
-    whole = with_idle_ones(cotangent, axis_name, program)
-    total = sum_varying(whole, axis_name=axis_name, program=program, **params)
-    return of_live(total, axis_name, program)
 
 
 def _transposed_scatter(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
@@ -181,20 +179,32 @@ def _transposed_gather(cotangent: Any, *, axis_name: Any, program: Program, **pa
     return reduce_scatter(whole, axis_name=axis_name, program=program, **params)
 
 
-_all_reduce = _compat.linear_collective(
-    "all_reduce",
-    _run_all,
-    _transposed_sum,
-    spread,
-    check_mesh=_check_mesh,
-    is_interpreted=is_interpreted,
-)
-_spread = _compat.linear_collective(
-    "spread", _run_spread, all_reduce, makes_varying=True, check_mesh=_check_mesh
-)
-_sum_varying = _compat.linear_collective(
-    "sum_varying", _run_all, _transposed_sum, check_mesh=_check_mesh, is_interpreted=is_interpreted
-)
+def summing(total: str, varying: str, spread: str, run: Run) -> tuple[Primitive, ...]:
+    """Primitives of these names for what `run` sums: as the same, as what may differ, transposed.
+
+    The first gives what is typed as the same at all ranks, the second what may differ, and the
+    third is the first one's transpose.
+    """
+
+    def transposed(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
+        whole = with_idle_ones(cotangent, axis_name, program)
+        sums = as_varying.bind(whole, axis_name=axis_name, program=program, **params)
+        return of_live(sums, axis_name, program)
+
+    checks: dict[str, Any] = {"check_mesh": _check_mesh, "is_interpreted": is_interpreted}
+    as_varying = _compat.linear_collective(varying, run, transposed, **checks)
+    as_spread = _compat.linear_collective(
+        spread,
+        _run_spread,
+        lambda cotangent, **params: as_same.bind(cotangent, **params),
+        makes_varying=True,
+        check_mesh=_check_mesh,
+    )
+    as_same = _compat.linear_collective(total, run, transposed, as_spread.bind, **checks)
+    return as_same, as_varying, as_spread
+
+
+_all_reduce, _sum_varying, _spread = summing("all_reduce", "sum_varying", "spread", _run_all)
 _reduce_scatter = _compat.linear_collective(
     "reduce_scatter",
     _run_first,

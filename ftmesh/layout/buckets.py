@@ -32,28 +32,38 @@ class Bucket:
     kind: Any
 
 
+def check_bytes(name: str, given: Any) -> None:
+    """Refuses what is no number of bytes that something could hold."""
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ArgumentError(f"{name} must be a positive whole number, not {given!r}")
+
+
 def make_buckets(
-    leaves: Sequence[Any], kinds: Sequence[Hashable], bucket_bytes: int
+    leaves: Sequence[Any],
+    kinds: Sequence[Hashable],
+    bucket_bytes: int,
+    sizes: Sequence[int] | None = None,
 ) -> list[Bucket]:
     """Leaves of one kind (and with the same varying axes) together, up to `bucket_bytes` of them.
 
     A larger leaf has a bucket of its own; an empty one has none. Leaves that fill whole tiles come
-    first in a bucket, so that each of them starts with a tile.
+    first in a bucket, so that each of them starts with a tile. `sizes` are the bytes that leaves
+    take, those of their dtypes unless given.
     """
-    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
-        raise ArgumentError(f"bucket_bytes must be a positive whole number, not {bucket_bytes!r}")
+    check_bytes("bucket_bytes", bucket_bytes)
+    if sizes is None:
+        sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
     groups: dict[Any, list[list[int]]] = {}
     filled: dict[Any, int] = {}
     for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         if leaf.size == 0:
             continue
         key = (kind, _compat.varying_axes(leaf))
-        size = leaf.size * leaf.dtype.itemsize
-        if key not in groups or filled[key] + size > bucket_bytes:
+        if key not in groups or filled[key] + sizes[i] > bucket_bytes:
             groups.setdefault(key, []).append([])
             filled[key] = 0
         groups[key][-1].append(i)
-        filled[key] += size
+        filled[key] += sizes[i]
 
     def is_ragged(i: int) -> bool:
         return bool(leaves[i].size % (TILE_ROWS * WIDTH))

@@ -28,11 +28,9 @@ def flat(x: Any) -> list[Any]:
     """The elements of an array as vectors: first those of its whole tiles, then the others."""
     if x.ndim < 2:
         return [x.reshape(-1)]
-    x = _numpy_of(x).moveaxis(x, _inner_axis(x.shape), -1)
-    rows, width = _tiled_rows(x.shape), x.shape[-1]
+    matrix, rows = as_matrix(x), _tiled_rows(_moved(x.shape))
     if not rows:
-        return [x.reshape(-1)]
-    matrix = x.reshape(-1, width)
+        return [matrix.reshape(-1)]
     tiles = _first(matrix, rows).reshape(rows // TILE_ROWS, TILE_ROWS, -1, WIDTH).swapaxes(1, 2)
     return [tiles.reshape(-1), *([matrix[rows:].reshape(-1)] if rows < len(matrix) else [])]
 
@@ -41,10 +39,8 @@ def shaped(vector: Any, shape: Shape) -> Any:
     """The array of a given shape that `flat` made vectors of."""
     if len(shape) < 2:
         return vector.reshape(shape)
-    axis = _inner_axis(shape)
-    width = shape[axis]
-    moved = (*shape[:axis], *shape[axis + 1 :], width)
-    rows = _tiled_rows(moved)
+    moved = _moved(shape)
+    rows, width = _tiled_rows(moved), moved[-1]
     xp = _numpy_of(vector)
     if rows:
         whole = _first(vector, rows * width)
@@ -54,7 +50,18 @@ def shaped(vector: Any, shape: Shape) -> Any:
     elif xp is jnp:
         # So that the compiler does not give the whole buffer rows of this width, and then slice it.
         vector = lax.optimization_barrier(vector)
-    return xp.moveaxis(vector.reshape(moved), -1, axis)
+    return of_matrix(vector, shape)
+
+
+def as_matrix(x: Any) -> Any:
+    """An array of two or more dimensions with its innermost axis as columns, and others as rows."""
+    *rows, width = _moved(x.shape)
+    return _numpy_of(x).moveaxis(x, _inner_axis(x.shape), -1).reshape(math.prod(rows), width)
+
+
+def of_matrix(matrix: Any, shape: Shape) -> Any:
+    """The array of a given shape of which `as_matrix` made a matrix."""
+    return _numpy_of(matrix).moveaxis(matrix.reshape(_moved(shape)), -1, _inner_axis(shape))
 
 
 def _first(x: Any, number: int) -> Any:
@@ -74,6 +81,12 @@ def _inner_axis(shape: Shape) -> int:
     """The axis kept innermost: the last that is a multiple of 128 long, or else the last."""
     whole = [axis for axis, length in enumerate(shape) if length % WIDTH == 0]
     return whole[-1] if whole else len(shape) - 1
+
+
+def _moved(shape: Shape) -> Shape:
+    """The shape with the axis kept innermost at the end."""
+    axis = _inner_axis(shape)
+    return (*shape[:axis], *shape[axis + 1 :], shape[axis])
 
 
 def _tiled_rows(shape: Shape) -> int:

@@ -109,14 +109,19 @@ class CompileReport:
 
 
 def compile_report(
-    plan: Plan, payload: Any = None, *, dtype: Any = np.float32, in_vmem: bool = False
+    plan: Plan,
+    payload: Any = None,
+    *,
+    dtype: Any = np.float32,
+    in_vmem: bool = False,
+    slab_bytes: int | None = None,
 ) -> CompileReport:
     """Compile `pmean` of a payload on the plan's devices, and say what came out.
 
     The devices may be compile-only, as those of `tpu_devices`. The payload is a number of bytes,
     for a vector of that size, or a pytree of arrays or `jax.ShapeDtypeStruct`, as of the gradients
     of a model; the plan's own number of bytes unless given. It is donated, as gradients are. For
-    `in_vmem` see `compiler_options`.
+    `in_vmem` see `compiler_options`, and for `slab_bytes` `ftmesh.psum`.
     """
     payload = plan.payload_bytes if payload is None else payload
     if isinstance(payload, int):
@@ -147,7 +152,9 @@ def compile_report(
 
     theirs, their_refusal = compiled(lambda x: lax.psum(x, "data"), {})
     start = time.perf_counter()
-    ours, refusal = compiled(lambda x: collectives.pmean(x, "data", plan=plan), options)
+    ours, refusal = compiled(
+        lambda x: collectives.pmean(x, "data", plan=plan, slab_bytes=slab_bytes), options
+    )
     seconds = time.perf_counter() - start
     memory = ours.memory_analysis() if ours else None
     text, unread = _text(ours)

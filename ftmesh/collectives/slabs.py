@@ -1,0 +1,109 @@
+"""Slabs: the sum of a large array a slab at a time, each written where it was.
+
+A sum takes a buffer, and where the array is a parameter of the program and nothing else is computed
+(an average of weights, donated), that is a second copy of it: compilers let nothing that
+communicates write to what goes out. A slab at a time, it is a copy of one slab. What this costs is
+the latency of all rounds, once for every slab.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import lax
+
+from ftmesh.collectives.buffer import sum_in_buffer
+from ftmesh.collectives.precision import Precision
+from ftmesh.execute import primitives
+from ftmesh.execute.lower import Program
+from ftmesh.layout.order import TILE_ROWS, WIDTH, Shape, as_matrix, of_matrix
+
+if TYPE_CHECKING:
+    from ftmesh.plans import Plan
+
+
+def sum_in_slabs(
+    array: jax.Array,
+    axis_name: Any,
+    plan: Plan,
+    kind: Precision,
+    divisor: int | None,
+    slab_bytes: int,
+) -> jax.Array:
+    """The sum of an array, divided by `divisor` if there is one, in slabs of up to `slab_bytes`.
+
+    So many bytes of the dtype in which numbers are added. They take the plan for their size.
+    """
+    most = max(1, slab_bytes // kind.sums.itemsize)
+    program = plan.at(most * kind.results.itemsize, wire_dtype=kind.priced_as).program
+    matrix = array if array.ndim < 2 else as_matrix(array)
+    filled = program.num_chunks * TILE_ROWS * 4 // kind.results.itemsize * WIDTH
+    cut = cut_of(matrix.shape, most // filled * filled or most, array.dtype.itemsize)
+    total = _sum.bind(
+        matrix, axis_name=axis_name, program=program, kind=kind, divisor=divisor, cut=cut
+    )
+    return total if array.ndim < 2 else of_matrix(total, array.shape)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How an array is cut: into slabs that have so much of one of its axes, and a shorter last."""
+
+    axis: int
+    length: int
+
+
+def cut_of(shape: Shape, most: int, itemsize: int) -> Cut:
+    """How to cut a vector or a matrix into slabs of up to `most` elements, through no tile.
+
+    Rows of a matrix, or else columns; where neither has a tile's worth in a slab, single rows.
+
+    >>> cut_of((100_000,), 10_000, itemsize=4)
+    Cut(axis=0, length=9216)
+    >>> cut_of((1000, 1024), 50_000, itemsize=4)
+    Cut(axis=0, length=48)
+    >>> cut_of((8, 100_000), 50_000, itemsize=4)
+    Cut(axis=1, length=6144)
+    """
+    tile = TILE_ROWS * 4 // itemsize or 1
+    if len(shape) == 1:
+        return Cut(0, _whole(most, tile * WIDTH))
+    rows, columns = (most // (math.prod(shape) // length) for length in shape)
+    if rows < tile and columns >= WIDTH:
+        return Cut(1, _whole(columns, WIDTH))
+    return Cut(0, _whole(max(1, rows), tile))
+
+
+def _whole(length: int, tile: int) -> int:
+    """At most so much, in whole tiles if there is one of them."""
+    return length // tile * tile or length
+
+
+def _run(
+    x: Any,
+    *,
+    axis_name: Any,
+    program: Program,
+    kind: Precision,
+    divisor: int | None,
+    cut: Cut,
+    emulated: bool,
+) -> Any:
+    """The program of one rank. Batches are further dimensions of the array, and of its slabs."""
+
+    def with_sum(x: Any, start: Any, length: int) -> Any:
+        slab = lax.dynamic_slice_in_dim(x, start, length, cut.axis)
+        (total,) = sum_in_buffer(
+            [slab], axis_name, program, kind, divisor, all_reduce=primitives.sum_varying
+        )
+        return lax.dynamic_update_slice_in_dim(x, total.astype(x.dtype), start, cut.axis)
+
+    number, rest = divmod(x.shape[cut.axis], cut.length)
+    x = lax.fori_loop(0, number, lambda i, x: with_sum(x, i * cut.length, cut.length), x)
+    return with_sum(x, number * cut.length, rest) if rest else x
+
+
+_sum, *_ = primitives.summing("sum_in_slabs", "sum_in_slabs_varying", "spread_in_slabs", _run)
