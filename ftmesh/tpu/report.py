@@ -59,6 +59,7 @@ class CompileReport:
     lax_psum: str  # how the compiler's own sum goes about it, or its refusal
     packing: Cycles | None = None  # outside of rounds: packing and unpacking, reading of tables
     executor: str = PPERMUTE
+    slab_bytes: int | None = None  # what is summed at a time, where that is not all
     unread: str = ""  # why nothing is said of loops and packing, where JAX cannot print the program
 
     @property
@@ -83,7 +84,8 @@ class CompileReport:
         lines = [
             f"{self.algorithm}{' in a Pallas kernel' * (self.executor == PALLAS)} on {self.mesh}, "
             f"{self.num_devices} devices of {self.platform}"
-            f"{', idle ones among them' * self.with_idle}: "
+            f"{', idle ones among them' * self.with_idle}"
+            f"{f', {format_bytes(self.slab_bytes)} at a time' if self.slab_bytes else ''}: "
             f"{'accepted' if self.accepted else 'refused'}"
         ]
         if self.accepted:
@@ -176,6 +178,7 @@ def compile_report(
         else their_unread or f"refused: {their_refusal}",
         packing=cycles_outside(text),
         executor=plan.executor,
+        slab_bytes=slab_bytes,
         unread=unread,
     )
 

@@ -81,6 +81,16 @@ def test_integers_are_exact(algorithm):
 
 
 @slow
+def test_slabs_have_the_same_bits():
+    """The same kernel again and again, in a loop, and once more for what is left."""
+    plan = ftmesh.plan(cpu_grid("2x2"), "ring")
+    x = np.random.default_rng(0).normal(size=(4, 21, 128)).astype(np.float32)
+    one, other = both(plan, lambda plan, x: plan.pmean(x, "data", slab_bytes=4096), x)
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(other[0], x.mean(axis=0), atol=1e-6)
+
+
+@slow
 def test_a_kernel_sums_along_trees():
     plan = ftmesh.plan(cpu_grid("3x2"), "tree", payload_bytes=4096, executor="pallas")
     x = buffers(6, 8, np.int32, rows=1)  # of 4096 bytes

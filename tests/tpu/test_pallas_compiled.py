@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(
 HOLE = "2x2@2,2"
 
 
-def compile_for(name, failed, algorithm, *options):
+def compile_for(name, failed, algorithm, *options, payload=100_000_000, slab=None):
     """The report of a payload that fills all chunks, in a process of its own."""
     code = (
         "import json, sys, ftmesh\n"
@@ -20,7 +20,8 @@ def compile_for(name, failed, algorithm, *options):
         f"topology = ftmesh.Topology.from_devices(tpu_devices({name!r}), failed={failed!r})\n"
         f"plan = ftmesh.plan(topology, {algorithm!r}, executor='pallas', **{dict(options)!r})\n"
         "whole = plan.program.num_chunks * 4096\n"
-        "report = compile_report(plan, -(-100_000_000 // whole) * whole)\n"
+        f"payload = -(-{payload} // whole) * whole\n"
+        f"report = compile_report(plan, payload, slab_bytes={slab})\n"
         "print(json.dumps(report.as_dict()))"
     )
     return in_a_process("-c", code)
@@ -136,6 +137,45 @@ def test_a_kernel_does_not_grow_with_rounds():
     assert many["seconds"] < 30
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "algorithm", "payload"),
+    [
+        ("v4:4x4x1", "ring", 100_000_000),
+        ("v5p:4x4x1", "ring", 100_000_000),
+        ("v5p:4x4x1", "row_pair", 100_000_000),
+        ("tpu7x:4x4x1", "row_pair", 100_000_000),
+        ("v6e:16x16", "row_pair", 200_000_000),  # more than fits in VMEM
+    ],
+)
+def test_a_slab_at_a_time_there_is_nothing_beside_the_parameter(name, algorithm, payload):
+    report = compile_for(name, HOLE, algorithm, payload=payload, slab=payload // 25)
+    assert report["accepted"], report["refusal"]
+    assert report["temporary_ratio"] <= 0.05
+
+
+LAYERS = """
+import json, jax, ftmesh
+from ftmesh.tpu.report import compile_report
+from ftmesh.tpu.slices import tpu_devices
+topology = ftmesh.Topology.from_devices(tpu_devices("v5p:4x4x1"), failed="2x2@2,2")
+plan = ftmesh.plan(topology, "row_pair", executor="pallas")
+shapes = [(30522, 1024), (24, 1024, 4096), (24, 4096, 1024), (24, 1024, 16, 64), (24, 1024)]
+shapes += [(1024, 1024), (1024,)] * 24
+tree = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+print(json.dumps([compile_report(plan, tree, slab_bytes=s).as_dict() for s in (None, 20_000_000)]))
+"""
+
+
+@pytest.mark.slow
+def test_weights_of_a_model_a_slab_at_a_time():
+    """Some stacked, and one with a small last axis; 1.1 GB in all."""
+    whole, slabs = in_a_process("-c", LAYERS)
+    assert slabs["accepted"], slabs["refusal"]
+    assert whole["temporary_ratio"] > 0.2
+    assert slabs["temporary_bytes"] <= 2.5 * 20_000_000
+
+
 MEETING = """
 import json, sys, jax, numpy as np
 from jax import lax
@@ -143,7 +183,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ftmesh.tpu.slices import tpu_devices
-meets = sys.argv[1] == "meets"
+meets, writes = (word in sys.argv[1:] for word in ("meets", "writes"))
 held = jax.ShapeDtypeStruct((400_000, 128), "float32")  # more than fits in VMEM
 
 def kernel(x, out):
@@ -153,16 +193,22 @@ def kernel(x, out):
         pl.semaphore_wait(barrier, 1)
 
 anywhere = pl.BlockSpec(memory_space=pl.ANY)
-in_place = pl.pallas_call(
-    kernel, out_shape=held, in_specs=[anywhere], out_specs=anywhere, input_output_aliases={0: 0},
+call = pl.pallas_call(
+    kernel,
+    out_shape=held if writes else jax.ShapeDtypeStruct((8, 128), "float32"),
+    in_specs=[anywhere],
+    out_specs=anywhere,
+    input_output_aliases={0: 0} if writes else {},
     compiler_params=pltpu.CompilerParams(
         collective_id=0 if meets else None, has_side_effects=True
     ),
 )
+
+def one(x):
+    return call(x) if writes else lax.dynamic_update_slice(x, call(x), (0, 0))
+
 ranks = NamedSharding(Mesh(np.array(tpu_devices("v6e:4x4")).reshape(-1), "d"), P("d"))
-step = jax.shard_map(
-    in_place, mesh=ranks.mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False
-)
+step = jax.shard_map(one, mesh=ranks.mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
 every = jax.ShapeDtypeStruct((16 * 400_000, 128), "float32", sharding=ranks)
 memory = jax.jit(step, donate_argnums=0).lower(every).compile().memory_analysis()
 print(json.dumps(memory.temp_size_in_bytes / (400_000 * 512)))
@@ -170,13 +216,14 @@ print(json.dumps(memory.temp_size_in_bytes / (400_000 * 512)))
 
 
 @pytest.mark.slow
-def test_a_kernel_that_communicates_is_given_no_parameter():
+def test_a_kernel_that_communicates_is_given_no_result_to_write_to():
     """What the compiler does for any of them: it is no matter of what this one does.
 
-    Should it give parameters away one day, this will tell.
+    It may read a parameter. Should it be given what goes out one day, this will tell.
     """
-    assert in_a_process("-c", MEETING, "alone") == 0
-    assert in_a_process("-c", MEETING, "meets") == 1
+    assert in_a_process("-c", MEETING, "writes") == 0
+    assert in_a_process("-c", MEETING, "meets") == 0
+    assert in_a_process("-c", MEETING, "meets", "writes") == 1
 
 
 @pytest.mark.slow

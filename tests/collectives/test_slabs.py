@@ -1,0 +1,233 @@
+"""Sums a slab at a time: the same sums, in the memory of a slab."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from on_devices import odd_tree, per_rank, planned
+
+import ftmesh
+from ftmesh import ArgumentError, Topology
+from ftmesh.collectives.slabs import cut_of
+from ftmesh.execute import _compat
+from ftmesh.layout.order import TILE_ROWS, WIDTH
+from ftmesh.testing import cpu_grid, on_one_device
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+SHAPES = [(3001,), (40, 130), (5, 4000), (3, 9, 50), (2, 256, 3, 5), (1,)]
+
+
+@pytest.mark.parametrize("slab_bytes", [1, 700, 5000, 10**6])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_are_exact(twelve, shape, slab_bytes):
+    x = np.random.default_rng(0).integers(-99, 99, (12, *shape))
+    found = on_one_device(lambda x: twelve.psum(x, "data", slab_bytes=slab_bytes))(x)
+    np.testing.assert_array_equal(found, np.broadcast_to(x.sum(axis=0), x.shape))
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["psum", "pmean"])
+def test_trees_of_every_dtype_are_as_those_of_lax(twelve, name, check_vma):
+    tree = odd_tree(12)
+    ours, theirs = (
+        per_rank(twelve, run, tree, out=P(), check_vma=check_vma)
+        for run in (
+            lambda t: getattr(twelve, name)(t, "data", slab_bytes=20),
+            lambda t: getattr(lax, name)(t, "data"),
+        )
+    )
+    for leaf in tree:
+        assert ours[leaf].dtype == theirs[leaf].dtype
+        np.testing.assert_allclose(ours[leaf], theirs[leaf], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["psum", "pmean"])
+def test_derivatives(twelve, name, check_vma):
+    x = np.random.default_rng(0).normal(size=(12, 9, 40)).astype(np.float32)
+
+    def derivatives(collective):
+        def loss(x):
+            return jnp.sin(collective(0.1 * x**2)).sum()
+
+        def twice(x):
+            return jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(x)
+
+        return lambda x: (jax.grad(loss)(x), jax.jvp(loss, (x,), (x + 1,))[1], twice(x))
+
+    ours, theirs = (
+        per_rank(twelve, derivatives(run), x, check_vma=check_vma)
+        for run in (
+            lambda x: getattr(twelve, name)(x, "data", slab_bytes=300),
+            lambda x: getattr(lax, name)(x, "data"),
+        )
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_idle_ranks(check_vma):
+    topology = cpu_grid("4x2", failed="2x2@2,0")
+    plan = ftmesh.plan(topology, "ring", with_idle=True)
+    x = np.random.default_rng(0).normal(size=(8, 5, 60)).astype(np.float32)
+
+    def run(slab_bytes):
+        def mean(x):
+            return plan.pmean(x, "data", slab_bytes=slab_bytes)
+
+        return lambda x: (mean(x), jax.grad(lambda x: (mean(x) ** 3).sum())(x))
+
+    whole, slabs = (per_rank(plan, run(size), x, check_vma=check_vma) for size in (None, 100))
+    for one, other in zip(whole, slabs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_batches_along_other_axes_scans_and_remat(twelve):
+    x = np.random.default_rng(0).normal(size=(12, 3, 50, 7)).astype(np.float32)
+
+    def steps(psum):
+        def step(carry, _):
+            carry = 0.1 * carry + jax.vmap(jax.checkpoint(psum), in_axes=1, out_axes=1)(carry)
+            return carry, carry.sum()
+
+        return lambda x: lax.scan(step, x, None, length=2)[0]
+
+    ours, theirs = (
+        per_rank(twelve, steps(run), x)
+        for run in (
+            lambda x: _compat.to_varying(twelve.psum(x, "data", slab_bytes=99), "data"),
+            lambda x: _compat.to_varying(lax.psum(x, "data"), "data"),
+        )
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.skipif(not _compat.NESTS_SHARD_MAPS, reason="takes JAX 0.10")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_slabs_of_pieces(kind):
+    plan = ftmesh.plan(Topology.from_devices(jax.devices()[:12:2], shape="3x2"), "ring")
+    devices = np.array(jax.devices()[:12]).reshape(6, 2)
+    mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto, kind))
+    x = np.random.default_rng(0).normal(size=(6, 12, 80)).astype(np.float32)
+    specs = P(None, "model") if kind == AxisType.Auto else None
+    run = jax.shard_map(
+        lambda x: plan.pmean(x[0], "data", specs=specs, slab_bytes=500),
+        mesh=mesh,
+        axis_names={"data"},
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    held = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
+    np.testing.assert_allclose(jax.jit(run)(held), x.mean(axis=0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_sixteen_bits_on_a_long_ring():
+    """Numbers of one sign, of which a sum that is rounded on its way would lose most."""
+    plan = ftmesh.plan(Topology.grid("16x32", failed="4x2@6,14"), "ring")
+    ranks = plan.program.num_ranks
+    x = np.random.default_rng(0).uniform(1, 2, (ranks, 1000)).astype(jnp.bfloat16)
+    total = on_one_device(lambda x: plan.psum(x, "data", slab_bytes=2000))(x)
+    assert total.dtype == jnp.bfloat16
+    exact = x.astype(np.float64).sum(axis=0)
+    np.testing.assert_allclose(np.asarray(total[0], np.float64), exact, rtol=2**-8)
+    assert (total == total[0]).all()
+
+
+def temporary_bytes(plan, tree, **options):
+    """What a mean of a donated pytree takes beside it, as the compiler for CPUs has it."""
+    mesh = plan.jax_mesh("data")
+    ranks = NamedSharding(mesh, P("data"))
+    run = jax.shard_map(
+        lambda x: plan.pmean(x, "data", **options), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
+
+    def of_all_ranks(leaf):
+        first, *others = leaf.shape
+        return jax.ShapeDtypeStruct((mesh.size * first, *others), leaf.dtype, sharding=ranks)
+
+    held = jax.tree.map(of_all_ranks, tree)
+    return jax.jit(run, donate_argnums=0).lower(held).compile().memory_analysis().temp_size_in_bytes
+
+
+LARGE = {
+    "a vector": [(2_000_000,)],
+    "layers": [(4, 256, 1024), (4, 1024, 256)],
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_memory_is_that_of_few_slabs(name):
+    """Those of 5 %: what is summed, what is sent and what is received are one each, at most."""
+    plan = planned("row_pair", "4x4", "2x2@2,2")
+    tree = [jax.ShapeDtypeStruct(shape, np.float32) for shape in LARGE[name]]
+    payload = sum(4 * leaf.size for leaf in tree)
+    slab = payload // 20
+    assert temporary_bytes(plan, tree) > payload
+    assert temporary_bytes(plan, tree, slab_bytes=slab) <= 4 * slab
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_no_buffer_is_larger_than_a_slab(twelve, dtype):
+    """But for the padding of buckets, which is less than a tile for each chunk."""
+    tiles = twelve.program.num_chunks * 4096
+    slab = 3 * tiles
+    shapes = [(300_000,), (700, 128), (7, 12_800), (100, 100), (100, 99), (50,), (4, 64, 128)]
+    tree = [jax.ShapeDtypeStruct((12, *shape), dtype) for shape in shapes]
+    run = jax.shard_map(
+        lambda tree: twelve.psum([x[0] for x in tree], "data", slab_bytes=slab),
+        mesh=twelve.jax_mesh("data"),
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    (mapped,) = jax.make_jaxpr(run)(tree).eqns
+    sizes = {"ftmesh_all_reduce": [], "ftmesh_sum_in_slabs": [], "ftmesh_barrier": []}
+    for equation in mapped.params["jaxpr"].eqns:
+        name = equation.primitive.name
+        if name not in sizes:
+            continue
+        shape = list(equation.invars[0].aval.shape)
+        if name == "ftmesh_sum_in_slabs":
+            cut = equation.params["cut"]
+            shape[cut.axis] = cut.length
+        sizes[name].append(4 * math.prod(shape))  # added in float32
+    buckets, slabs, turns = sizes.values()
+    assert max(buckets) <= slab + tiles
+    assert max(slabs) <= slab
+    assert len(slabs) >= 2
+    assert len(turns) == len(buckets) + len(slabs) - 1
+
+
+@given(
+    rows=st.integers(1, 5000),
+    columns=st.one_of(st.none(), st.integers(1, 5000)),
+    most=st.integers(1, 10**6),
+    itemsize=st.sampled_from([1, 2, 4, 8]),
+)
+def test_cuts(rows, columns, most, itemsize):
+    """No slab has more than it may, unless a row alone has; and cuts are through no tile."""
+    shape = (rows,) if columns is None else (rows, columns)
+    cut = cut_of(shape, most, itemsize)
+    size = cut.length * math.prod(shape) // shape[cut.axis]
+    assert cut.length >= 1
+    assert size <= most or (cut.axis == 0 and cut.length == 1)
+    tile = TILE_ROWS * 4 // itemsize
+    tile = tile * WIDTH if columns is None else (tile, WIDTH)[cut.axis]
+    assert cut.length % tile == 0 or cut.length < tile
+
+
+@pytest.mark.parametrize("slab_bytes", [0, -1, 1.5, True, "5MB"])
+def test_a_slab_has_a_whole_number_of_bytes(twelve, slab_bytes):
+    run = on_one_device(lambda x: twelve.psum(x, "data", slab_bytes=slab_bytes))
+    with pytest.raises(ArgumentError, match="slab_bytes must be a positive whole number"):
+        run(jnp.ones((12, 3)))
