@@ -164,7 +164,12 @@ def temporary_bytes(plan, tree, **options):
     return jax.jit(run, donate_argnums=0).lower(held).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("shape", [(2_000_000,), (8, 256, 1024)], ids=str)
+OLD = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="the compiler for CPUs before JAX 0.10 copies a matrix"
+)
+
+
+@pytest.mark.parametrize("shape", [(2_000_000,), pytest.param((8, 256, 1024), marks=OLD)], ids=str)
 def test_memory_is_that_of_few_slabs(shape):
     """Those of 5 %: what is summed, what is sent and what is received are one each, at most."""
     plan = planned("row_pair", "4x4", "2x2@2,2")
