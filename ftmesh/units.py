@@ -19,11 +19,11 @@ _SECONDS = {
 MOST_BYTES = 2**53  # 9 PB
 
 
-def check_bytes(amount: Any, *, name: str = "payload_bytes") -> None:
-    """Refuse what is no number of bytes that a payload could have."""
+def check_bytes(amount: Any, *, name: str = "payload_bytes", most: int | None = MOST_BYTES) -> None:
+    """Refuse what is no number of bytes that a payload could have, or one larger than `most`."""
     is_number = isinstance(amount, int) and not isinstance(amount, bool)
-    if is_number and abs(amount) > MOST_BYTES:
-        raise ArgumentError(f"{name} must be a positive whole number up to {MOST_BYTES:,}")
+    if is_number and most is not None and abs(amount) > most:
+        raise ArgumentError(f"{name} must be a positive whole number up to {most:,}")
     if not is_number or amount < 1:
         raise ArgumentError(f"{name} must be a positive whole number, not {amount!r}")
 

@@ -15,7 +15,7 @@ from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import PPERMUTE
 from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule
-from ftmesh.units import parse_bytes
+from ftmesh.units import check_bytes, parse_bytes
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,9 +47,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--slab",
-        metavar="BYTES",
+        metavar="SIZE",
         help="sum a slab of so many bytes at a time, as 5MB, so that the temporary memory is that "
-        "of a slab: the rounds' latency is paid once for each",
+        "of a slab: the rounds' latency is paid once for each. Nothing is said of rounds then",
     )
     parser.add_argument(
         "--fit",
@@ -68,7 +68,11 @@ def run(args: argparse.Namespace) -> None:
         raise ArgumentError(
             "--fit reads rounds of permutations, and a kernel has none: leave --executor out"
         )
-    slab_bytes = parse_bytes(args.slab) if args.slab else None
+    if args.fit and args.slab is not None:
+        raise ArgumentError("--fit reads the rounds of whole payloads: leave --slab out")
+    slab_bytes = None if args.slab is None else parse_bytes(args.slab)
+    if slab_bytes is not None:
+        check_bytes(slab_bytes, name="--slab")
     from ftmesh.tpu.fit import fit
     from ftmesh.tpu.report import CompileReport, compile_report
     from ftmesh.tpu.slices import tpu_devices

@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
 from ftmesh import collectives
-from ftmesh.collectives.turns import in_turns
+from ftmesh.collectives.in_turns import in_turns
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.layout.buckets import make_buckets
@@ -80,7 +80,7 @@ def mean_gradients(
 ) -> Any:
     """The mean of a pytree over all ranks, in buckets, each on the plan for its size.
 
-    The options are those of `ftmesh.pmean`; see `plan_for` for what `plan` may be.
+    Its options are as those of `ftmesh.pmean`; see `plan_for` for what `plan` may be.
     """
     leaves, tree = jax.tree.flatten(grads)
     leaves = [jnp.asarray(leaf) for leaf in leaves]

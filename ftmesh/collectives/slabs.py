@@ -3,7 +3,7 @@
 A sum takes a buffer, and where the array is a parameter of the program and nothing else is computed
 (an average of weights, donated), that is a second copy of it: compilers let nothing that
 communicates write to what goes out. A slab at a time, it is a copy of one slab. What this costs is
-the latency of all rounds, once for every slab.
+the latency of all rounds, once for every slab; and a loop in the program for every large array.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax import lax
 
 from ftmesh.collectives.buffer import sum_in_buffer
 from ftmesh.collectives.precision import Precision
+from ftmesh.errors import CollectiveError
 from ftmesh.execute import primitives
 from ftmesh.execute.lower import Program
 from ftmesh.layout.order import TILE_ROWS, WIDTH, Shape, as_matrix, of_matrix
@@ -39,13 +40,25 @@ def sum_in_slabs(
     """
     most = max(1, slab_bytes // kind.sums.itemsize)
     program = plan.at(most * kind.results.itemsize, wire_dtype=kind.priced_as).program
-    matrix = array if array.ndim < 2 else as_matrix(array)
+    matrix = _vector(array) if array.ndim < 2 else as_matrix(array)
     filled = program.num_chunks * TILE_ROWS * 4 // kind.results.itemsize * WIDTH
     cut = cut_of(matrix.shape, most // filled * filled or most, array.dtype.itemsize)
     total = _sum.bind(
         matrix, axis_name=axis_name, program=program, kind=kind, divisor=divisor, cut=cut
     )
-    return total if array.ndim < 2 else of_matrix(total, array.shape)
+    return total.reshape(array.shape) if array.ndim < 2 else of_matrix(total, array.shape)
+
+
+def _vector(array: jax.Array) -> jax.Array:
+    """A vector or a number as a vector; as a matrix, if it has more elements than int32 counts."""
+    if array.size < 2**31:
+        return array.reshape(-1)
+    if array.size % WIDTH:
+        raise CollectiveError(
+            f"a vector of {array.size} elements is cut into slabs only if they fill rows of "
+            f"{WIDTH}: pad it, give it another dimension, or leave out slab_bytes"
+        )
+    return array.reshape(-1, WIDTH)
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,8 @@ class Cut:
 def cut_of(shape: Shape, most: int, itemsize: int) -> Cut:
     """How to cut a vector or a matrix into slabs of up to `most` elements, through no tile.
 
-    Rows of a matrix, or else columns; where neither has a tile's worth in a slab, single rows.
+    Rows of a matrix, or else columns. Where a slab has less than a tile of either, it is cut
+    through tiles; where it has not one row or column, it is the shorter of those.
 
     >>> cut_of((100_000,), 10_000, itemsize=4)
     Cut(axis=0, length=9216)
@@ -72,9 +86,10 @@ def cut_of(shape: Shape, most: int, itemsize: int) -> Cut:
     if len(shape) == 1:
         return Cut(0, _whole(most, tile * WIDTH))
     rows, columns = (most // (math.prod(shape) // length) for length in shape)
-    if rows < tile and columns >= WIDTH:
-        return Cut(1, _whole(columns, WIDTH))
-    return Cut(0, _whole(max(1, rows), tile))
+    is_in_rows = rows >= tile or (rows >= 1 and columns < WIDTH)
+    if is_in_rows or (not columns and shape[1] <= shape[0]):
+        return Cut(0, _whole(max(1, rows), tile))
+    return Cut(1, _whole(max(1, columns), WIDTH))
 
 
 def _whole(length: int, tile: int) -> int:
@@ -106,4 +121,4 @@ def _run(
     return with_sum(x, number * cut.length, rest) if rest else x
 
 
-_sum, *_ = primitives.summing("sum_in_slabs", "sum_in_slabs_varying", "spread_in_slabs", _run)
+_sum, *_ = primitives.summing(("sum_in_slabs", "sum_in_slabs_varying", "spread_in_slabs"), _run)

@@ -18,12 +18,13 @@ import numpy as np
 
 from ftmesh.collectives.buffer import sum_in_buffer
 from ftmesh.collectives.calls import as_summand, countable, is_constant, the_axis
+from ftmesh.collectives.in_turns import in_turns
 from ftmesh.collectives.pieces import on_pieces
 from ftmesh.collectives.precision import precision
 from ftmesh.collectives.slabs import sum_in_slabs
-from ftmesh.collectives.turns import in_turns
 from ftmesh.execute import _compat
-from ftmesh.layout.buckets import Bucket, check_bytes, make_buckets
+from ftmesh.layout.buckets import Bucket, make_buckets
+from ftmesh.units import check_bytes
 
 if TYPE_CHECKING:
     from ftmesh.plans import Plan
@@ -50,11 +51,16 @@ def psum(
     16 bits or fewer, unless given, and their own for others. Results travel in `wire_dtype`, the
     leaf's own unless given, and partial sums do where the plan is shallow enough for that; see
     `ftmesh.collectives.precision`. What comes out has the leaf's dtype. Booleans are counted, as in
-    lax. With `slab_bytes` no buffer is larger than that, and a larger leaf is summed a slab at a
-    time, in place: for donated arrays beside which there is no room for a second copy, at the price
-    of the rounds' latency for each slab; see `ftmesh.collectives.slabs`. Where a shard_map leaves
-    other axes of the mesh to the compiler, each device sums its own piece: `specs` say how leaves
-    are cut along those axes, and Explicit ones need not be named; see `ftmesh.collectives.pieces`.
+    lax. Where a shard_map leaves other axes of the mesh to the compiler, each device sums its own
+    piece: `specs` say how leaves are cut along those axes, and Explicit ones need not be named; see
+    `ftmesh.collectives.pieces`.
+
+    With `slab_bytes`, buffers have so many bytes at most, and one is there at a time: a larger leaf
+    is summed slab by slab, in place. That is for donated arrays that leave no room for a copy; it
+    costs the latency of all rounds for each slab, and a larger program. Then both numbers of bytes
+    count leaves in the dtype in which they are added, and a vmap has as much for each example.
+    Padding comes on top. Sums are as exact, but not of the same bits. See
+    `ftmesh.collectives.slabs`.
 
     >>> import ftmesh
     >>> from ftmesh.testing import on_one_device
@@ -125,8 +131,10 @@ def _sums(
         return sum_in_buffer(members, axis_name, program, kind, over)
 
     each = [[arrays[i] for i in bucket.members] for bucket in buckets]
-    # Where memory is short, no buffer is there before the one before it has gone.
-    totals = in_turns(each, total) if slab_bytes else list(map(total, itertools.count(), each))
+    if slab_bytes is None:
+        totals = list(map(total, itertools.count(), each))
+    else:  # a compiler that keeps barriers makes no buffer before the one before it has gone
+        totals = in_turns(each, total)
     for bucket, sums in zip(buckets, totals, strict=True):
         for i, sum_ in zip(bucket.members, sums, strict=True):
             array = arrays[i]
@@ -138,10 +146,10 @@ def _buckets(
     arrays: list[jax.Array], kinds: list[Any], bucket_bytes: int, slab_bytes: int | None
 ) -> list[Bucket]:
     """What is summed in one buffer, and what is larger than a slab, by itself."""
-    check_bytes("bucket_bytes", bucket_bytes)
+    check_bytes(bucket_bytes, name="bucket_bytes", most=None)
     if slab_bytes is None:
         return make_buckets(arrays, kinds, bucket_bytes)
-    check_bytes("slab_bytes", slab_bytes)
+    check_bytes(slab_bytes, name="slab_bytes", most=None)
     itemsizes = [kind.sums.itemsize for kind, _ in kinds]
     sizes = [array.size * each for array, each in zip(arrays, itemsizes, strict=True)]
     return make_buckets(arrays, kinds, min(bucket_bytes, slab_bytes), sizes)

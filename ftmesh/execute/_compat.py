@@ -117,7 +117,7 @@ def _typed(aval: Any, axis_name: AxisName, *, varying: bool) -> Any:
 
 def barrier(values: list[Any]) -> list[Any]:
     """`lax.optimization_barrier`, but values may vary over different axes, and keep their types."""
-    return list(_barrier.bind(*values))
+    return list(_barrier.bind(*values)) if values else []
 
 
 def linear_collective(
@@ -139,7 +139,7 @@ def linear_collective(
     `makes_varying` is for there alone: it takes what is typed as the same and gives what is not.
     ``check_mesh(mesh, axis_name=..., **params)`` may refuse the devices it is to run on, and
     ``is_interpreted(**params)`` tells whether `run` calls back to Python while it runs.
-    Dimensions behind the first three are carried along, which is how vmaps over other axes work.
+    Dimensions behind those of one array are carried along: so vmaps over other axes work.
     """
     primitive = Primitive(f"ftmesh_{name}")
     makes_invariant = transpose_of_invariant is not None
@@ -199,12 +199,18 @@ mlir.register_lowering(_barrier, internal_lax._optimization_barrier_lowering_rul
 batching.primitive_batchers[_barrier] = lambda values, dims: (_barrier.bind(*values), dims)
 
 
+def _barrier_but_zeros(values: Any) -> list[Any]:
+    """Values behind a barrier; of what is known to be zero nothing is computed."""
+    passed = iter(barrier([value for value in values if type(value) is not ad.Zero]))
+    return [value if type(value) is ad.Zero else next(passed) for value in values]
+
+
 def _barrier_jvp(primals: Any, tangents: Any) -> Any:
-    return barrier(primals), barrier([ad.instantiate_zeros(tangent) for tangent in tangents])
+    return barrier(primals), _barrier_but_zeros(tangents)
 
 
 def _barrier_transpose(cotangents: Any, *_: Any) -> Any:
-    return barrier([ad.instantiate_zeros(cotangent) for cotangent in cotangents])
+    return _barrier_but_zeros(cotangents)
 
 
 ad.primitive_jvps[_barrier] = _barrier_jvp

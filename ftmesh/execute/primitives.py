@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
@@ -166,7 +167,8 @@ def _check_mesh(mesh: jax.sharding.Mesh, *, axis_name: Any, program: Program, **
 def _run_spread(
     x: Any, *, axis_name: Any, program: Program, divisor: Any, emulated: bool, **_: Any
 ) -> Any:
-    return of_live(_divided(x, divisor), axis_name, program)
+    wide = x.astype(np.float32) if divisor is not None and x.dtype.itemsize < 4 else x
+    return of_live(_divided(wide, divisor).astype(x.dtype), axis_name, program)
 
 
 def _transposed_scatter(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
@@ -179,12 +181,13 @@ def _transposed_gather(cotangent: Any, *, axis_name: Any, program: Program, **pa
     return reduce_scatter(whole, axis_name=axis_name, program=program, **params)
 
 
-def summing(total: str, varying: str, spread: str, run: Run) -> tuple[Primitive, ...]:
-    """Primitives of these names for what `run` sums: as the same, as what may differ, transposed.
+def summing(names: tuple[str, str, str], run: Run) -> tuple[Primitive, Primitive, Primitive]:
+    """Three primitives for what `run` sums, of some shape that it keeps.
 
     The first gives what is typed as the same at all ranks, the second what may differ, and the
     third is the first one's transpose.
     """
+    same, varying, spread_back = names
 
     def transposed(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
         whole = with_idle_ones(cotangent, axis_name, program)
@@ -194,17 +197,17 @@ def summing(total: str, varying: str, spread: str, run: Run) -> tuple[Primitive,
     checks: dict[str, Any] = {"check_mesh": _check_mesh, "is_interpreted": is_interpreted}
     as_varying = _compat.linear_collective(varying, run, transposed, **checks)
     as_spread = _compat.linear_collective(
-        spread,
+        spread_back,
         _run_spread,
         lambda cotangent, **params: as_same.bind(cotangent, **params),
         makes_varying=True,
         check_mesh=_check_mesh,
     )
-    as_same = _compat.linear_collective(total, run, transposed, as_spread.bind, **checks)
+    as_same = _compat.linear_collective(same, run, transposed, as_spread.bind, **checks)
     return as_same, as_varying, as_spread
 
 
-_all_reduce, _sum_varying, _spread = summing("all_reduce", "sum_varying", "spread", _run_all)
+_all_reduce, _sum_varying, _spread = summing(("all_reduce", "sum_varying", "spread"), _run_all)
 _reduce_scatter = _compat.linear_collective(
     "reduce_scatter",
     _run_first,

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.layout.order import TILE_ROWS, WIDTH, Shape, flat, shaped
+from ftmesh.units import check_bytes
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,6 @@ class Bucket:
 
     members: tuple[int, ...]
     kind: Any
-
-
-def check_bytes(name: str, given: Any) -> None:
-    """Refuses what is no number of bytes that something could hold."""
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise ArgumentError(f"{name} must be a positive whole number, not {given!r}")
 
 
 def make_buckets(
@@ -50,7 +44,7 @@ def make_buckets(
     first in a bucket, so that each of them starts with a tile. `sizes` are the bytes that leaves
     take, those of their dtypes unless given.
     """
-    check_bytes("bucket_bytes", bucket_bytes)
+    check_bytes(bucket_bytes, name="bucket_bytes", most=None)
     if sizes is None:
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
     groups: dict[Any, list[list[int]]] = {}

@@ -38,7 +38,7 @@ from ftmesh.tpu.loops import (
     loop_lines,
 )
 from ftmesh.tpu.options import compiler_options
-from ftmesh.units import format_bytes
+from ftmesh.units import check_bytes, format_bytes
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class CompileReport:
     lax_psum: str  # how the compiler's own sum goes about it, or its refusal
     packing: Cycles | None = None  # outside of rounds: packing and unpacking, reading of tables
     executor: str = PPERMUTE
-    slab_bytes: int | None = None  # what is summed at a time, where that is not all
+    slab_bytes: int | None = None  # what is summed at a time; then nothing is said of rounds
     unread: str = ""  # why nothing is said of loops and packing, where JAX cannot print the program
 
     @property
@@ -153,6 +153,10 @@ def compile_report(
             return None, one_line(str(error))
 
     theirs, their_refusal = compiled(lambda x: lax.psum(x, "data"), {})
+    if slab_bytes is not None:
+        check_bytes(slab_bytes, name="slab_bytes")
+        slab_bytes = slab_bytes if slab_bytes < payload_bytes else None
+    used = plan.at(slab_bytes) if slab_bytes else plan
     start = time.perf_counter()
     ours, refusal = compiled(
         lambda x: collectives.pmean(x, "data", plan=plan, slab_bytes=slab_bytes), options
@@ -164,7 +168,7 @@ def compile_report(
     return CompileReport(
         platform=platform,
         mesh=str(plan.topology),
-        algorithm=plan.algorithm,
+        algorithm=used.algorithm,
         num_devices=mesh.size,
         with_idle=plan.with_idle,
         payload_bytes=payload_bytes,
@@ -172,12 +176,12 @@ def compile_report(
         compile_seconds=seconds,
         program_bytes=memory.generated_code_size_in_bytes if memory else 0,
         temporary_bytes=memory.temp_size_in_bytes if memory else 0,
-        loops=compiled_loops(text, planned=plan.program.loops) if text else (),
+        loops=compiled_loops(text, planned=used.program.loops) if text and not slab_bytes else (),
         lax_psum=strategy(their_text)
         if their_text
         else their_unread or f"refused: {their_refusal}",
-        packing=cycles_outside(text),
-        executor=plan.executor,
+        packing=None if slab_bytes else cycles_outside(text),
+        executor=used.executor,
         slab_bytes=slab_bytes,
         unread=unread,
     )

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from on_devices import odd_tree, per_rank, planned
 
 import ftmesh
-from ftmesh import ArgumentError, Topology
+from ftmesh import ArgumentError, CollectiveError, Topology
 from ftmesh.collectives.slabs import cut_of
 from ftmesh.execute import _compat
 from ftmesh.layout.order import TILE_ROWS, WIDTH
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 slow = pytest.mark.slow
 
-SHAPES = [(3001,), (40, 130), (5, 4000), (3, 9, 50), (2, 256, 3, 5), (1,)]
+SHAPES = [(), (3001,), (40, 130), (5, 4000), (3, 9, 50), (2, 256, 3, 5), (1,)]
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,13 @@ def test_sixteen_bits_on_a_long_ring():
     assert (total == total[0]).all()
 
 
+def traced(plan, run, *arrays):
+    """What a rank does, as JAX has traced it."""
+    mapped = jax.shard_map(run, mesh=plan.jax_mesh("data"), in_specs=P("data"), out_specs=P())
+    (equation,) = jax.make_jaxpr(mapped)(*arrays).eqns
+    return equation.params["jaxpr"].eqns
+
+
 def temporary_bytes(plan, tree, **options):
     """What a mean of a donated pytree takes beside it, as the compiler for CPUs has it."""
     mesh = plan.jax_mesh("data")
@@ -187,15 +194,12 @@ def test_no_buffer_is_larger_than_a_slab(twelve, dtype):
     slab = 3 * tiles
     shapes = [(300_000,), (700, 128), (7, 12_800), (100, 100), (100, 99), (50,), (4, 64, 128)]
     tree = [jax.ShapeDtypeStruct((12, *shape), dtype) for shape in shapes]
-    run = jax.shard_map(
-        lambda tree: twelve.psum([x[0] for x in tree], "data", slab_bytes=slab),
-        mesh=twelve.jax_mesh("data"),
-        in_specs=P("data"),
-        out_specs=P(),
-    )
-    (mapped,) = jax.make_jaxpr(run)(tree).eqns
+
+    def run(tree):
+        return twelve.psum([x[0] for x in tree], "data", slab_bytes=slab)
+
     sizes = {"ftmesh_all_reduce": [], "ftmesh_sum_in_slabs": [], "ftmesh_barrier": []}
-    for equation in mapped.params["jaxpr"].eqns:
+    for equation in traced(twelve, run, tree):
         name = equation.primitive.name
         if name not in sizes:
             continue
@@ -211,6 +215,53 @@ def test_no_buffer_is_larger_than_a_slab(twelve, dtype):
     assert len(turns) == len(buckets) + len(slabs) - 1
 
 
+def test_more_elements_than_int32_counts():
+    """Then a start of a slab would not be one: a vector is cut as a matrix."""
+    plan = planned("line", "2x1", "")
+
+    def cut(size):
+        whole = jax.ShapeDtypeStruct((2 * size,), np.int8)
+        found = traced(plan, lambda x: plan.psum(x, "data", slab_bytes=2**28), whole)
+        (slabs,) = (each for each in found if each.primitive.name == "ftmesh_sum_in_slabs")
+        return slabs.invars[0].aval.shape
+
+    assert cut(2**31 - 128) == (2**31 - 128,)
+    assert cut(2**31) == (2**24, 128)
+    with pytest.raises(CollectiveError, match="only if they fill rows of 128"):
+        cut(2**31 + 1)
+
+
+def test_a_derivative_by_one_leaf_sums_that_one(twelve):
+    tree = [jax.ShapeDtypeStruct((12, 50), np.float32)] * 6
+
+    def sums(**options):
+        def run(first, *others):
+            def total(first):
+                return twelve.psum([first[0], *(x[0] for x in others)], "data", **options)
+
+            return jax.jvp(total, (first,), (jnp.sin(first),))[1]
+
+        names = [each.primitive.name for each in traced(twelve, run, *tree)]
+        return sum(name in ("ftmesh_all_reduce", "ftmesh_sum_in_slabs") for name in names)
+
+    assert sums(slab_bytes=120) == sums(bucket_bytes=120)
+
+
+def test_a_derivative_is_divided_before_it_is_rounded():
+    """By 9, which a number of 8 bits cannot be: 180 / 9 is 20, and 180 / 8 would be 22.5."""
+    plan = planned("line", "9x1", "")
+    x = np.ones((9, 40), jnp.float8_e5m2)
+
+    def gradient(x):
+        def total(x):
+            mean = plan.pmean(x, "data", slab_bytes=16)
+            return (mean.astype(np.float32) * 180).sum()
+
+        return jax.grad(total)(x).astype(np.float32)
+
+    np.testing.assert_array_equal(per_rank(plan, gradient, x), np.full((9, 40), 20, np.float32))
+
+
 @given(
     rows=st.integers(1, 5000),
     columns=st.one_of(st.none(), st.integers(1, 5000)),
@@ -218,12 +269,12 @@ def test_no_buffer_is_larger_than_a_slab(twelve, dtype):
     itemsize=st.sampled_from([1, 2, 4, 8]),
 )
 def test_cuts(rows, columns, most, itemsize):
-    """No slab has more than it may, unless a row alone has; and cuts are through no tile."""
+    """No slab has more than it may, unless every row and column has; few cuts go through tiles."""
     shape = (rows,) if columns is None else (rows, columns)
     cut = cut_of(shape, most, itemsize)
     size = cut.length * math.prod(shape) // shape[cut.axis]
     assert cut.length >= 1
-    assert size <= most or (cut.axis == 0 and cut.length == 1)
+    assert size <= most or (cut.length == 1 and size == min(shape) > most)
     tile = TILE_ROWS * 4 // itemsize
     tile = tile * WIDTH if columns is None else (tile, WIDTH)[cut.axis]
     assert cut.length % tile == 0 or cut.length < tile

@@ -95,6 +95,8 @@ def test_what_is_no_slice_is_refused_before_anything_is_loaded(name):
         ("compile v6e:16x16 --algorithm fastest", "invalid choice: 'fastest'"),
         ("compile v6e:16x16 --executor mine", "invalid choice: 'mine'"),
         ("compile v6e:16x16 --executor pallas --fit", "leave --executor out"),
+        ("compile v6e:16x16 --slab 5MB --fit", "leave --slab out"),
+        ("compile v6e:16x16 --slab 0", "--slab must be a positive whole number"),
         ("compile", "the following arguments are required: SLICE"),
     ],
 )

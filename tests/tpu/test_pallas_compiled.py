@@ -155,25 +155,30 @@ def test_a_slab_at_a_time_there_is_nothing_beside_the_parameter(name, algorithm,
 
 
 LAYERS = """
-import json, jax, ftmesh
+import json, sys, jax, ftmesh
 from ftmesh.tpu.report import compile_report
 from ftmesh.tpu.slices import tpu_devices
 topology = ftmesh.Topology.from_devices(tpu_devices("v5p:4x4x1"), failed="2x2@2,2")
-plan = ftmesh.plan(topology, "row_pair", executor="pallas")
+dtype, executor = sys.argv[1:]
+plan = ftmesh.plan(topology, "row_pair", executor=executor)
 shapes = [(30522, 1024), (24, 1024, 4096), (24, 4096, 1024), (24, 1024, 16, 64), (24, 1024)]
 shapes += [(1024, 1024), (1024,)] * 24
-tree = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+tree = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 print(json.dumps([compile_report(plan, tree, slab_bytes=s).as_dict() for s in (None, 20_000_000)]))
 """
 
 
 @pytest.mark.slow
-def test_weights_of_a_model_a_slab_at_a_time():
-    """Some stacked, and one with a small last axis; 1.1 GB in all."""
-    whole, slabs = in_a_process("-c", LAYERS)
+@pytest.mark.parametrize(
+    ("dtype", "executor"), [("float32", "pallas"), ("bfloat16", "pallas"), ("float32", "ppermute")]
+)
+def test_weights_of_a_model_a_slab_at_a_time(dtype, executor):
+    """Some stacked, and one with a small last axis; 283 million in all."""
+    whole, slabs = in_a_process("-c", LAYERS, dtype, executor)
     assert slabs["accepted"], slabs["refusal"]
     assert whole["temporary_ratio"] > 0.2
     assert slabs["temporary_bytes"] <= 2.5 * 20_000_000
+    assert (slabs["slab_bytes"], slabs["loops"], slabs["packing"]) == (20_000_000, [], None)
 
 
 MEETING = """
@@ -224,6 +229,14 @@ def test_a_kernel_that_communicates_is_given_no_result_to_write_to():
     assert in_a_process("-c", MEETING, "writes") == 0
     assert in_a_process("-c", MEETING, "meets") == 0
     assert in_a_process("-c", MEETING, "meets", "writes") == 1
+
+
+@pytest.mark.slow
+def test_what_fits_into_a_slab_is_no_slab():
+    report = compile_for("v6e:4x4", HOLE, "ring", payload=1_000_000, slab=2_000_000)
+    assert report["accepted"], report["refusal"]
+    assert report["slab_bytes"] is None
+    assert report["packing"] is not None
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Turns: sums that are made one after the other, and not at once."""
+"""In turns: sums that are made one after the other, and not at once."""
 
 from __future__ import annotations
 
