@@ -12,7 +12,7 @@ from ftmesh.testing import cpu_grid
 X = np.arange(1.0, 17.0, dtype=np.float32)
 
 
-@pytest.fixture(scope="module", params=["ring", "row_pair"])
+@pytest.fixture(scope="module", params=[pytest.param("ring", marks=pytest.mark.slow), "row_pair"])
 def plan(request):
     return ftmesh.plan(cpu_grid("4x4", failed="2x2@0,0"), request.param, with_idle=True)
 

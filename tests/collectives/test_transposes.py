@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 MESHES = {
     "row_pair": ("4x4", "2x2@0,0"),  # some own nothing
     "ring": ("4x4", "2x2@0,0"),
-    "two_dim": ("2x4", None),
+    "two_dim": ("2x2", None),
     "line": ("1x4", None),
 }
 

@@ -214,6 +214,7 @@ print(os.environ.get("FTMESH_FAULTS"), flush=True)
 
 
 class TestRunning:
+    @pytest.mark.slow
     def test_a_hang_shows_where_and_is_ended(self, tmp_path, monkeypatch):
         monkeypatch.setenv("FTMESH_RUN_DIR", str(tmp_path / "a" / "run"))
 

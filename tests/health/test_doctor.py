@@ -87,6 +87,7 @@ def test_of_many_links_at_once_one_is_silent(look):
     assert "--one-by-one" in str(found)
 
 
+@pytest.mark.slow
 def test_who_is_woken_falls_silent_no_more(look):
     """A program comes to its silent link twice: once there, and once on the way back."""
     assert look("link-silent@0,1-0,0", FEW).links("silent")

@@ -43,8 +43,15 @@ def test_it_learns_the_same(twelve, name):
     assert_close(at(4, params), unsharded(OPTIMIZERS[name], FEW, 12, steps=1)[0])
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("overlap", "check_vma"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_step_with_and_without(twelve, overlap, check_vma):
     optimizer = ShardedOptimizer(OPTIMIZERS["lars"], twelve, "data", overlap=overlap)
     specs = optimizer.specs(FEW)

@@ -85,6 +85,7 @@ def test_only_a_v6e_is_told_of_its_vmem(grid):
         resnet50_trainer(SMALL, grid("2x2"), StepOptions(in_vmem=True))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unprinted")
 def test_what_a_step_needs_is_said_where_its_program_cannot_be_printed():
     report = compile_step(resnet50_trainer(SMALL, cpu_grid("2x2")))

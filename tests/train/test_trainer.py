@@ -40,7 +40,7 @@ CASES = {
 }
 
 
-QUICK = {"sharded", "sharded on devices", "whole", "psum", "idle", "one"}
+QUICK = {"sharded on devices", "whole", "psum", "idle", "one"}
 
 
 @pytest.mark.parametrize(
