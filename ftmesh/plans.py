@@ -50,8 +50,8 @@ class Plan:
     choices. With `unrolled` the rounds are written out in the program, not as loops: it grows with
     their number, and the compiler can do other work while they travel, which it does not do across
     a loop. The `executor` runs them: one permutation after the other, or on TPUs a Pallas kernel
-    that runs all of them. A schedule that `is_given` was made before, and stays what it is for all
-    payloads.
+    that runs all of them, unrolled or not, and nothing beside it. A schedule that `is_given` was
+    made before, and stays what it is for all payloads.
     """
 
     schedule: Schedule
@@ -313,7 +313,7 @@ def plan(
             f"a plan is for a topology, and not for {topology!r:.60}: give "
             'ftmesh.Topology.grid("8x8"), or Topology.from_devices(jax.devices())'
         )
-    check_bytes(payload_bytes)
+    payload_bytes = check_bytes(payload_bytes)
     if executor not in ASKED:
         raise ArgumentError(f"executor must be one of {', '.join(ASKED)}, not {executor!r}")
     if tile is not None:
@@ -386,10 +386,9 @@ def _on(topology: Topology, schedule: Schedule) -> Schedule:
     return replace(schedule, topology=topology)
 
 
-def _power_of_two(num_bytes: int) -> int:
+def _power_of_two(num_bytes: Any) -> int:
     """The least power of two that is not below a number of bytes."""
-    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 0:
+    if not hasattr(num_bytes, "__index__") or isinstance(num_bytes, bool) or num_bytes < 0:
         raise ArgumentError(f"a payload has a whole number of bytes, not {num_bytes!r}")
-    if num_bytes:
-        check_bytes(num_bytes, name="a payload's bytes")
-    return 1 << max(0, num_bytes - 1).bit_length()
+    number = check_bytes(num_bytes, name="a payload's bytes") if num_bytes else 1
+    return 1 << (number - 1).bit_length()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import Any
 
@@ -19,13 +20,17 @@ _SECONDS = {
 MOST_BYTES = 2**53  # 9 PB
 
 
-def check_bytes(amount: Any, *, name: str = "payload_bytes", most: int | None = MOST_BYTES) -> None:
-    """Refuse what is no number of bytes that a payload could have, or one larger than `most`."""
-    is_number = isinstance(amount, int) and not isinstance(amount, bool)
-    if is_number and most is not None and abs(amount) > most:
+def check_bytes(amount: Any, *, name: str = "payload_bytes", most: int | None = MOST_BYTES) -> int:
+    """A number of bytes that a payload could have, up to `most`, as an int; all else is refused."""
+    try:
+        number = 0 if isinstance(amount, bool) else operator.index(amount)
+    except TypeError:
+        number = 0
+    if most is not None and abs(number) > most:
         raise ArgumentError(f"{name} must be a positive whole number up to {most:,}")
-    if not is_number or amount < 1:
+    if number < 1:
         raise ArgumentError(f"{name} must be a positive whole number, not {amount!r}")
+    return number
 
 
 def parse_bytes(text: str) -> int:

@@ -162,6 +162,12 @@ def test_a_payload_is_a_whole_number_of_bytes(size):
         ftmesh.plan(TOPO).at(10**400)
 
 
+def test_a_number_of_bytes_may_be_numpys():
+    large = ftmesh.plan(TOPO, payload_bytes=np.int64(10**8))
+    assert type(large.payload_bytes) is int
+    assert large.at(np.int64(1000)) is large.at(1000)
+
+
 def test_a_dtype_or_its_name():
     import jax.numpy as jnp
 

@@ -80,7 +80,8 @@ def mean_gradients(
 ) -> Any:
     """The mean of a pytree over all ranks, in buckets, each on the plan for its size.
 
-    Its options are as those of `ftmesh.pmean`; see `plan_for` for what `plan` may be.
+    `wire_dtype` and `accumulate_dtype` are as for `ftmesh.psum`; see `plan_for` for what `plan` may
+    be.
     """
     leaves, tree = jax.tree.flatten(grads)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
@@ -109,7 +110,7 @@ def with_mean_gradients(
     and counted once. Buckets are filled in `order`: the positions of the leaves, the first to have
     a gradient first, as `backward_order` finds them. Where that is not given, the last leaf is
     taken to come first. An unrolled plan lets the backward pass go on beside the sums; beside loops
-    nothing runs. Not for forward-mode derivatives.
+    and kernels nothing runs. Not for forward-mode derivatives.
     """
     leaves, tree = jax.tree.flatten(params)
     leaves = [jnp.asarray(leaf) for leaf in leaves]

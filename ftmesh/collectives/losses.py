@@ -41,7 +41,8 @@ def value_and_grad(
     for each of them, and then the batch may be of any size. With `weighted` it returns ``(sum,
     weight)``, two numbers or two such vectors, and the value is the sum of sums over the sum of
     weights; to the derivative weights are constants. Keyword arguments go to it as they are.
-    `options` are those of `ftmesh.pmean`.
+    `options` are those of `ftmesh.pmean`; its buckets and slabs are for gradients of weights that
+    every rank has, and not of those that are cut along `axis_name`.
 
     Where the axis is not bound, in jit: arguments are whole arrays. What is differentiated by, and
     the arguments `replicated`, go whole to every rank; all others are the batch, and ranks have

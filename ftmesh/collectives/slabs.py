@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax import lax
@@ -22,43 +22,40 @@ from ftmesh.execute import primitives
 from ftmesh.execute.lower import Program
 from ftmesh.layout.order import TILE_ROWS, WIDTH, Shape, as_matrix, of_matrix
 
-if TYPE_CHECKING:
-    from ftmesh.plans import Plan
-
 
 def sum_in_slabs(
     array: jax.Array,
     axis_name: Any,
-    plan: Plan,
+    program: Program,
     kind: Precision,
     divisor: int | None,
-    slab_bytes: int,
+    most: int,
 ) -> jax.Array:
-    """The sum of an array, divided by `divisor` if there is one, in slabs of up to `slab_bytes`.
+    """The sum of an array, divided by `divisor` if there is one, in slabs of up to `most` elements.
 
-    So many bytes of the dtype in which numbers are added. They take the plan for their size.
+    Rather of somewhat fewer, if those fill the chunks of the program.
     """
-    most = max(1, slab_bytes // kind.sums.itemsize)
-    program = plan.at(most * kind.results.itemsize, wire_dtype=kind.priced_as).program
-    matrix = _vector(array) if array.ndim < 2 else as_matrix(array)
+    laid = array.reshape(-1) if array.ndim < 2 else as_matrix(array)
+    counted = _counted(laid)
     filled = program.num_chunks * TILE_ROWS * 4 // kind.results.itemsize * WIDTH
-    cut = cut_of(matrix.shape, most // filled * filled or most, array.dtype.itemsize)
+    cut = cut_of(counted.shape, most // filled * filled or most, array.dtype.itemsize)
     total = _sum.bind(
-        matrix, axis_name=axis_name, program=program, kind=kind, divisor=divisor, cut=cut
-    )
+        counted, axis_name=axis_name, program=program, kind=kind, divisor=divisor, cut=cut
+    ).reshape(laid.shape)
     return total.reshape(array.shape) if array.ndim < 2 else of_matrix(total, array.shape)
 
 
-def _vector(array: jax.Array) -> jax.Array:
-    """A vector or a number as a vector; as a matrix, if it has more elements than int32 counts."""
-    if array.size < 2**31:
-        return array.reshape(-1)
-    if array.size % WIDTH:
+def _counted(laid: jax.Array) -> jax.Array:
+    """A vector or a matrix as it is, or as rows of tiles where int32 does not count its length."""
+    if max(laid.shape) < 2**31:
+        return laid
+    if laid.size % WIDTH or laid.size // WIDTH >= 2**31:
         raise CollectiveError(
-            f"a vector of {array.size} elements is cut into slabs only if they fill rows of "
-            f"{WIDTH}: pad it, give it another dimension, or leave out slab_bytes"
+            f"an array that is laid out as {laid.shape} is longer than int32 counts, and cut into "
+            f"slabs only if it fills rows of {WIDTH}, fewer than 2**31: pad it, shape it otherwise "
+            "or leave out slab_bytes"
         )
-    return array.reshape(-1, WIDTH)
+    return laid.reshape(-1, WIDTH)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ the same inputs give the same bits every time.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,7 +22,7 @@ from ftmesh.collectives.buffer import sum_in_buffer
 from ftmesh.collectives.calls import as_summand, countable, is_constant, the_axis
 from ftmesh.collectives.in_turns import in_turns
 from ftmesh.collectives.pieces import on_pieces
-from ftmesh.collectives.precision import precision
+from ftmesh.collectives.precision import Precision, precision
 from ftmesh.collectives.slabs import sum_in_slabs
 from ftmesh.execute import _compat
 from ftmesh.layout.buckets import Bucket, make_buckets
@@ -59,8 +61,8 @@ def psum(
     is summed slab by slab, in place. That is for donated arrays that leave no room for a copy; it
     costs the latency of all rounds for each slab, and a larger program. Then both numbers of bytes
     count leaves in the dtype in which they are added, and a vmap has as much for each example.
-    Padding comes on top. Sums are as exact, but not of the same bits. See
-    `ftmesh.collectives.slabs`.
+    Padding comes on top; and a slab of a matrix is never less than a row, or a column, whichever is
+    shorter. Sums are as exact, but not of the same bits. See `ftmesh.collectives.slabs`.
 
     >>> import ftmesh
     >>> from ftmesh.testing import on_one_device
@@ -109,6 +111,7 @@ def _sums(
     divisor: int | None,
 ) -> Any:
     """The sums over all ranks; with a `divisor`, those that have to be are divided by it."""
+    slab_bytes = _checked(slab_bytes)
     leaves, tree = jax.tree.flatten(x)
     options = wire_dtype, accumulate_dtype
     out = [_constant_sum(leaf, plan) if is_constant(leaf) else leaf for leaf in leaves]
@@ -123,12 +126,11 @@ def _sums(
     def total(at: int, members: list[Any]) -> list[Any]:
         kind, is_divided = buckets[at].kind
         over = divisor if is_divided else None
-        size = sum(array.size for array in members)
-        if slab_bytes is not None and size * kind.sums.itemsize > slab_bytes:
+        taken = Taken.by(members, kind, plan, slab_bytes)
+        if taken.is_a_slab:
             (large,) = members
-            return [sum_in_slabs(large, axis_name, plan, kind, over, slab_bytes)]
-        program = plan.at(size * kind.results.itemsize, wire_dtype=kind.priced_as).program
-        return sum_in_buffer(members, axis_name, program, kind, over)
+            return [sum_in_slabs(large, axis_name, taken.plan.program, kind, over, taken.size)]
+        return sum_in_buffer(members, axis_name, taken.plan.program, kind, over)
 
     each = [[arrays[i] for i in bucket.members] for bucket in buckets]
     if slab_bytes is None:
@@ -142,14 +144,47 @@ def _sums(
     return tree.unflatten(out)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What is summed at a time, a bucket or a slab, and the plan for its size."""
+
+    size: int  # in elements, at most
+    is_a_slab: bool
+    plan: Plan
+
+    @classmethod
+    def by(
+        cls, arrays: Sequence[Any], kind: Precision, plan: Plan, slab_bytes: int | None
+    ) -> Taken:
+        """By the arrays of a bucket."""
+        size = sum(array.size for array in arrays)
+        most = size if slab_bytes is None else max(1, slab_bytes // kind.sums.itemsize)
+        num_bytes = min(size, most) * kind.results.itemsize
+        return cls(min(size, most), size > most, plan.at(num_bytes, wire_dtype=kind.priced_as))
+
+
+def taken(x: Any, plan: Plan, *, slab_bytes: int | None = None) -> list[Taken]:
+    """What `pmean` of a pytree takes one after the other; its leaves may be shapes and dtypes."""
+    slab_bytes = _checked(slab_bytes)
+    leaves = jax.tree.leaves(x)
+    kinds = [(precision(leaf.dtype), _is_divided(leaf)) for leaf in leaves]
+    return [
+        Taken.by([leaves[i] for i in bucket.members], bucket.kind[0], plan, slab_bytes)
+        for bucket in _buckets(leaves, kinds, BUCKET_BYTES, slab_bytes)
+    ]
+
+
+def _checked(slab_bytes: int | None) -> int | None:
+    return None if slab_bytes is None else check_bytes(slab_bytes, name="slab_bytes", most=None)
+
+
 def _buckets(
     arrays: list[jax.Array], kinds: list[Any], bucket_bytes: int, slab_bytes: int | None
 ) -> list[Bucket]:
     """What is summed in one buffer, and what is larger than a slab, by itself."""
-    check_bytes(bucket_bytes, name="bucket_bytes", most=None)
     if slab_bytes is None:
         return make_buckets(arrays, kinds, bucket_bytes)
-    check_bytes(slab_bytes, name="slab_bytes", most=None)
+    bucket_bytes = check_bytes(bucket_bytes, name="bucket_bytes", most=None)
     itemsizes = [kind.sums.itemsize for kind, _ in kinds]
     sizes = [array.size * each for array, each in zip(arrays, itemsizes, strict=True)]
     return make_buckets(arrays, kinds, min(bucket_bytes, slab_bytes), sizes)

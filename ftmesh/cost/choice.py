@@ -116,7 +116,7 @@ def choose(
     remembered for the next call with an equal topology, payload, network and dtype.
     """
     wire_named(wire_dtype)
-    check_bytes(payload_bytes)
+    payload_bytes = check_bytes(payload_bytes)
     bare = topology.without_devices()
     return _choose(bare, payload_bytes, on, wire_dtype, halves, best, trees)
 

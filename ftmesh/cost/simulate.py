@@ -249,7 +249,7 @@ class Simulator:
         """The end of the last transfer, and the start and end of each phase."""
         if mode not in MODES:
             raise ArgumentError(f"there is no mode {mode!r}: choose from {', '.join(MODES)}")
-        check_bytes(payload_bytes)
+        payload_bytes = check_bytes(payload_bytes)
         wires = Wires(on, len(self._link_ids), queue)
         per_chunk = payload_bytes / self.schedule.num_chunks / on.bandwidth
         beside, around = self._beside(payload_bytes, on)

@@ -72,7 +72,8 @@ def run_loops(
             f"bytes of them do not fit the {VMEM_BYTES} bytes of VMEM that the Pallas executor "
             f"takes: sum in smaller buckets, or {INSTEAD}"
         )
-    with _compat.unchecked_types():  # a kernel does not know of axes along which values vary
+    # A kernel counts in 32 bits, and does not know of axes along which values vary.
+    with jax.enable_x64(False), _compat.unchecked_types():
         out = _call(laid.reshape(-1, WIDTH), work, loops, program)
     out = _out_of_tiles(out, buffer.shape)
     return out if out.dtype == given else lax.bitcast_convert_type(out, given)

@@ -44,7 +44,7 @@ def make_buckets(
     first in a bucket, so that each of them starts with a tile. `sizes` are the bytes that leaves
     take, those of their dtypes unless given.
     """
-    check_bytes(bucket_bytes, name="bucket_bytes", most=None)
+    bucket_bytes = check_bytes(bucket_bytes, name="bucket_bytes", most=None)
     if sizes is None:
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
     groups: dict[Any, list[list[int]]] = {}

@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ftmesh import collectives
+from ftmesh.collectives import sums
 from ftmesh.commands import one_line
 from ftmesh.errors import ArgumentError, UnreadableError
 from ftmesh.execute.lower import PALLAS, PPERMUTE
@@ -38,7 +39,7 @@ from ftmesh.tpu.loops import (
     loop_lines,
 )
 from ftmesh.tpu.options import compiler_options
-from ftmesh.units import check_bytes, format_bytes
+from ftmesh.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,9 @@ def compile_report(
     payload_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(payload))
     if not payload_bytes:
         raise ArgumentError("there is nothing to sum: the arrays of the payload have no elements")
+    taken = sums.taken(payload, plan, slab_bytes=slab_bytes)
+    used = max(taken, key=lambda each: each.size).plan
+    has_slabs = any(each.is_a_slab for each in taken)
     mesh = plan.jax_mesh("data")
     platform = platform_of(mesh.devices.flat[0])
     options = compiler_options(platform, in_vmem=in_vmem)
@@ -153,10 +157,6 @@ def compile_report(
             return None, one_line(str(error))
 
     theirs, their_refusal = compiled(lambda x: lax.psum(x, "data"), {})
-    if slab_bytes is not None:
-        check_bytes(slab_bytes, name="slab_bytes")
-        slab_bytes = slab_bytes if slab_bytes < payload_bytes else None
-    used = plan.at(slab_bytes) if slab_bytes else plan
     start = time.perf_counter()
     ours, refusal = compiled(
         lambda x: collectives.pmean(x, "data", plan=plan, slab_bytes=slab_bytes), options
@@ -168,7 +168,7 @@ def compile_report(
     return CompileReport(
         platform=platform,
         mesh=str(plan.topology),
-        algorithm=used.algorithm,
+        algorithm=" and ".join(sorted({each.plan.algorithm for each in taken})),
         num_devices=mesh.size,
         with_idle=plan.with_idle,
         payload_bytes=payload_bytes,
@@ -176,13 +176,13 @@ def compile_report(
         compile_seconds=seconds,
         program_bytes=memory.generated_code_size_in_bytes if memory else 0,
         temporary_bytes=memory.temp_size_in_bytes if memory else 0,
-        loops=compiled_loops(text, planned=used.program.loops) if text and not slab_bytes else (),
+        loops=compiled_loops(text, planned=used.program.loops) if text and not has_slabs else (),
         lax_psum=strategy(their_text)
         if their_text
         else their_unread or f"refused: {their_refusal}",
-        packing=None if slab_bytes else cycles_outside(text),
+        packing=None if has_slabs else cycles_outside(text),
         executor=used.executor,
-        slab_bytes=slab_bytes,
+        slab_bytes=slab_bytes if has_slabs else None,
         unread=unread,
     )
 

@@ -157,7 +157,8 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     parser.add_argument(
         "--overlap",
         action="store_true",
-        help="sum gradients during the backward pass",
+        help="sum gradients during the backward pass; nothing runs beside a Pallas kernel, which "
+        "then only starts earlier",
     )
     parser.add_argument(
         "--bucket",

@@ -227,19 +227,23 @@ def test_no_buffer_is_larger_than_a_slab(twelve, dtype):
 
 
 def test_more_elements_than_int32_counts():
-    """Then a start of a slab would not be one: a vector is cut as a matrix."""
+    """Then a start of a slab would not be one: an array that is so long is cut as rows."""
     plan = planned("line", "2x1", "")
 
-    def cut(size):
-        whole = jax.ShapeDtypeStruct((2 * size,), np.int8)
+    def cut(first, *others):
+        whole = jax.ShapeDtypeStruct((2 * first, *others), np.int8)
         found = traced(plan, lambda x: plan.psum(x, "data", slab_bytes=2**28), whole)
         (slabs,) = (each for each in found if each.primitive.name == "ftmesh_sum_in_slabs")
         return slabs.invars[0].aval.shape
 
     assert cut(2**31 - 128) == (2**31 - 128,)
-    assert cut(2**31) == (2**24, 128)
-    with pytest.raises(CollectiveError, match="only if they fill rows of 128"):
-        cut(2**31 + 1)
+    assert cut(2**31) == cut(1, 2**31) == cut(2**31, 1) == (2**24, 128)
+    assert cut(2**16, 2**16) == (2**16, 2**16)
+    assert cut(1, 2**16, 2**16) == (2**16, 2**16)
+    assert cut(2**20, 2**12, 1) == (2**20, 2**12)
+    for shape in [(2**31 + 1,), (1, 2**31 + 1), (2**31 + 1, 1), (2, 2**30 + 1, 3)]:
+        with pytest.raises(CollectiveError, match="only if it fills rows of 128"):
+            cut(*shape)
 
 
 def test_a_derivative_by_one_leaf_sums_that_one(twelve):
@@ -291,7 +295,17 @@ def test_cuts(rows, columns, most, itemsize):
     assert cut.length % tile == 0 or cut.length < tile
 
 
-@pytest.mark.parametrize("slab_bytes", [0, -1, 1.5, True, "5MB"])
+def test_numbers_of_bytes_may_be_numpys(twelve):
+    tree = [jax.ShapeDtypeStruct((12, 50), np.float32)] * 6
+
+    def taken(number):
+        options = {"slab_bytes": number(120), "bucket_bytes": number(400)}
+        return str(traced(twelve, lambda *x: twelve.psum(x, "data", **options), *tree))
+
+    assert taken(np.int64) == taken(int)
+
+
+@pytest.mark.parametrize("slab_bytes", [0, -1, 1.5, True, np.float32(64), np.True_, "5MB"])
 def test_a_slab_has_a_whole_number_of_bytes(twelve, slab_bytes):
     run = on_one_device(lambda x: twelve.psum(x, "data", slab_bytes=slab_bytes))
     with pytest.raises(ArgumentError, match="slab_bytes must be a positive whole number"):

@@ -168,6 +168,17 @@ def test_means_of_16_bits_are_rounded_where_permutations_round_them():
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("slab_bytes", [None, 5000])
+def test_where_numbers_have_64_bits(slab_bytes):
+    plan = ftmesh.plan(cpu_grid("2x1"), "line")
+    x = buffers_of(plan.program)
+    with jax.enable_x64(True):
+        one, other = both(plan, lambda plan, x: plan.pmean(x, "data", slab_bytes=slab_bytes), x)
+    assert one.dtype == np.float32
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(one, np.broadcast_to(x.mean(axis=0), x.shape), rtol=1e-6)
+
+
 @slow
 def test_several_chunks_a_message():
     topology = cpu_grid("3x1")

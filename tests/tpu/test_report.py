@@ -1,13 +1,17 @@
 """Reading the text of compiled programs, and reports on them."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
 from on_devices import planned
 from reporting import report_for, tree
 
+import ftmesh
 from ftmesh import ArgumentError
+from ftmesh.testing import cpu_grid
 from ftmesh.tpu.report import CompiledLoop, CompileReport, compile_report, compiled_loops, strategy
 
 PROGRAM = """\
@@ -136,6 +140,22 @@ def test_a_report_for_a_pytree():
 def test_a_payload_of_nothing_is_refused(payload):
     with pytest.raises(ArgumentError, match="there is nothing to sum"):
         compile_report(planned("ring", "2x2", None), payload)
+
+
+def test_what_runs_is_named():
+    plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"))
+    runs = plan.at(400)
+    assert runs.algorithm != plan.algorithm
+    report = compile_report(plan, 400)
+    assert report.algorithm == runs.algorithm
+    assert [loop.name for loop in report.loops] == [loop.name for loop in runs.program.loops]
+
+
+def test_slabs_of_16_bits_count_as_they_are_added():
+    plan = planned("line", "2x1", None)
+    half = partial(compile_report, plan, 100_000, dtype=jnp.bfloat16)
+    assert half(slab_bytes=150_000).slab_bytes == 150_000
+    assert half(slab_bytes=200_000).slab_bytes is None
 
 
 def test_of_a_program_that_cannot_be_printed_the_rest_is_reported(unprinted):
