@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from ftmesh.collectives.buffer import sum_in_buffer
@@ -20,7 +21,15 @@ from ftmesh.collectives.precision import Precision
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import primitives
 from ftmesh.execute.lower import Program
-from ftmesh.layout.order import TILE_ROWS, WIDTH, Shape, as_matrix, of_matrix
+from ftmesh.layout.order import (
+    TILE_ROWS,
+    WIDTH,
+    Shape,
+    as_matrix,
+    inner_axis,
+    lies_as_matrix,
+    of_matrix,
+)
 
 
 def sum_in_slabs(
@@ -35,18 +44,19 @@ def sum_in_slabs(
 
     Rather of somewhat fewer, if those fill the chunks of the program.
     """
-    laid = array.reshape(-1) if array.ndim < 2 else as_matrix(array)
+    is_matrix = array.ndim > 1 and lies_as_matrix(array.shape)
+    laid = as_matrix(array) if is_matrix else array.reshape(array.shape or -1)
     counted = _counted(laid)
     filled = program.num_chunks * TILE_ROWS * 4 // kind.results.itemsize * WIDTH
     cut = cut_of(counted.shape, most // filled * filled or most, array.dtype.itemsize)
     total = _sum.bind(
         counted, axis_name=axis_name, program=program, kind=kind, divisor=divisor, cut=cut
     ).reshape(laid.shape)
-    return total.reshape(array.shape) if array.ndim < 2 else of_matrix(total, array.shape)
+    return of_matrix(total, array.shape) if is_matrix else total.reshape(array.shape)
 
 
 def _counted(laid: jax.Array) -> jax.Array:
-    """A vector or a matrix as it is, or as rows of tiles where int32 does not count its length."""
+    """An array as it is, or as rows of tiles where int32 does not count the length of an axis."""
     if max(laid.shape) < 2**31:
         return laid
     if laid.size % WIDTH or laid.size // WIDTH >= 2**31:
@@ -60,33 +70,54 @@ def _counted(laid: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Cut:
-    """How an array is cut: into slabs that have so much of one of its axes, and a shorter last."""
+    """How an array is cut: into slabs that have so much of one of its axes, and a shorter last.
+
+    The axes of a slab are taken in some `order`, outermost first; in their own, unless given.
+    """
 
     axis: int
     length: int
+    order: tuple[int, ...] = ()
 
 
 def cut_of(shape: Shape, most: int, itemsize: int) -> Cut:
-    """How to cut a vector or a matrix into slabs of up to `most` elements, through no tile.
+    """How to cut an array into slabs of up to `most` elements, through no tile.
 
     Rows of a matrix, or else columns. Where a slab has less than a tile of either, it is cut
-    through tiles; where it has not one row or column, it is the shorter of those.
+    through tiles; where it has not one row or column, it is the shorter of those. Arrays with more
+    axes, which are in memory in an order of the compiler's, are cut along the longest; with this
+    one and another that fills tiles innermost, slabs of them are what is there.
 
     >>> cut_of((100_000,), 10_000, itemsize=4)
-    Cut(axis=0, length=9216)
+    Cut(axis=0, length=9216, order=())
     >>> cut_of((1000, 1024), 50_000, itemsize=4)
-    Cut(axis=0, length=48)
+    Cut(axis=0, length=48, order=())
     >>> cut_of((8, 100_000), 50_000, itemsize=4)
-    Cut(axis=1, length=6144)
+    Cut(axis=1, length=6144, order=())
+    >>> cut_of((5, 1000, 130), 100_000, itemsize=4)
+    Cut(axis=1, length=128, order=(0, 2, 1))
     """
     tile = TILE_ROWS * 4 // itemsize or 1
     if len(shape) == 1:
         return Cut(0, _whole(most, tile * WIDTH))
+    if len(shape) > 2:
+        axis = shape.index(max(shape))
+        length = max(1, most // (math.prod(shape) // shape[axis]))
+        return Cut(axis, _whole(length, WIDTH), _order(shape, axis))
     rows, columns = (most // (math.prod(shape) // length) for length in shape)
     is_in_rows = rows >= tile or (rows >= 1 and columns < WIDTH)
     if is_in_rows or (not columns and shape[1] <= shape[0]):
         return Cut(0, _whole(max(1, rows), tile))
     return Cut(1, _whole(max(1, columns), WIDTH))
+
+
+def _order(shape: Shape, cut: int) -> tuple[int, ...]:
+    """The axes of an array, the one that is cut among the two innermost."""
+    inner = inner_axis(shape)
+    if shape[inner] % WIDTH:
+        inner = cut
+    others = [axis for axis in range(len(shape)) if axis not in (inner, cut)]
+    return (*others, *[cut] * (cut != inner), inner)
 
 
 def _whole(length: int, tile: int) -> int:
@@ -105,13 +136,15 @@ def _run(
     emulated: bool,
 ) -> Any:
     """The program of one rank. Batches are further dimensions of the array, and of its slabs."""
+    taken = (*cut.order, *range(len(cut.order), x.ndim))
 
     def with_sum(x: Any, start: Any, length: int) -> Any:
-        slab = lax.dynamic_slice_in_dim(x, start, length, cut.axis)
+        slab = lax.dynamic_slice_in_dim(x, start, length, cut.axis).transpose(taken)
         (total,) = sum_in_buffer(
             [slab], axis_name, program, kind, divisor, all_reduce=primitives.sum_varying
         )
-        return lax.dynamic_update_slice_in_dim(x, total.astype(x.dtype), start, cut.axis)
+        total = total.astype(x.dtype).transpose(np.argsort(taken))
+        return lax.dynamic_update_slice_in_dim(x, total, start, cut.axis)
 
     number, rest = divmod(x.shape[cut.axis], cut.length)
     x = lax.fori_loop(0, number, lambda i, x: with_sum(x, i * cut.length, cut.length), x)

@@ -61,8 +61,8 @@ def psum(
     is summed slab by slab, in place. That is for donated arrays that leave no room for a copy; it
     costs the latency of all rounds for each slab, and a larger program. Then both numbers of bytes
     count leaves in the dtype in which they are added, and a vmap has as much for each example.
-    Padding comes on top; and a slab of a matrix is never less than a row, or a column, whichever is
-    shorter. Sums are as exact, but not of the same bits. See `ftmesh.collectives.slabs`.
+    Padding comes on top; and a slab is never less than the shorter of a row and a column of a
+    matrix. Sums are as exact, but not of the same bits. See `ftmesh.collectives.slabs`.
 
     >>> import ftmesh
     >>> from ftmesh.testing import on_one_device

@@ -56,12 +56,17 @@ def shaped(vector: Any, shape: Shape) -> Any:
 def as_matrix(x: Any) -> Any:
     """An array of two or more dimensions with its innermost axis as columns, and others as rows."""
     *rows, width = _moved(x.shape)
-    return _numpy_of(x).moveaxis(x, _inner_axis(x.shape), -1).reshape(math.prod(rows), width)
+    return _numpy_of(x).moveaxis(x, inner_axis(x.shape), -1).reshape(math.prod(rows), width)
+
+
+def lies_as_matrix(shape: Shape) -> bool:
+    """Whether an array is in a TPU's memory what `as_matrix` makes of it."""
+    return len(shape) == 2 or _tiled_rows(_moved(shape)) > 0
 
 
 def of_matrix(matrix: Any, shape: Shape) -> Any:
     """The array of a given shape of which `as_matrix` made a matrix."""
-    return _numpy_of(matrix).moveaxis(matrix.reshape(_moved(shape)), -1, _inner_axis(shape))
+    return _numpy_of(matrix).moveaxis(matrix.reshape(_moved(shape)), -1, inner_axis(shape))
 
 
 def _first(x: Any, number: int) -> Any:
@@ -77,7 +82,7 @@ def _numpy_of(x: Any) -> Any:
     return jnp if isinstance(x, jax.Array) else np
 
 
-def _inner_axis(shape: Shape) -> int:
+def inner_axis(shape: Shape) -> int:
     """The axis kept innermost: the last that is a multiple of 128 long, or else the last."""
     whole = [axis for axis, length in enumerate(shape) if length % WIDTH == 0]
     return whole[-1] if whole else len(shape) - 1
@@ -85,7 +90,7 @@ def _inner_axis(shape: Shape) -> int:
 
 def _moved(shape: Shape) -> Shape:
     """The shape with the axis kept innermost at the end."""
-    axis = _inner_axis(shape)
+    axis = inner_axis(shape)
     return (*shape[:axis], *shape[axis + 1 :], shape[axis])
 
 
