@@ -26,7 +26,7 @@ from ftmesh.layout.order import (
     WIDTH,
     Shape,
     as_matrix,
-    inner_axis,
+    in_memory,
     lies_as_matrix,
     of_matrix,
 )
@@ -44,15 +44,15 @@ def sum_in_slabs(
 
     Rather of somewhat fewer, if those fill the chunks of the program.
     """
-    is_matrix = array.ndim > 1 and lies_as_matrix(array.shape)
-    laid = as_matrix(array) if is_matrix else array.reshape(array.shape or -1)
+    is_merged = lies_as_matrix(array.shape)
+    laid = as_matrix(array) if is_merged else array.reshape(array.shape or -1)
     counted = _counted(laid)
     filled = program.num_chunks * TILE_ROWS * 4 // kind.results.itemsize * WIDTH
     cut = cut_of(counted.shape, most // filled * filled or most, array.dtype.itemsize)
     total = _sum.bind(
         counted, axis_name=axis_name, program=program, kind=kind, divisor=divisor, cut=cut
     ).reshape(laid.shape)
-    return of_matrix(total, array.shape) if is_matrix else total.reshape(array.shape)
+    return of_matrix(total, array.shape) if is_merged else total.reshape(array.shape)
 
 
 def _counted(laid: jax.Array) -> jax.Array:
@@ -72,52 +72,43 @@ def _counted(laid: jax.Array) -> jax.Array:
 class Cut:
     """How an array is cut: into slabs that have so much of one of its axes, and a shorter last.
 
-    The axes of a slab are taken in some `order`, outermost first; in their own, unless given.
+    The axes of a slab are taken in some `order`, outermost first.
     """
 
     axis: int
     length: int
-    order: tuple[int, ...] = ()
+    order: tuple[int, ...]
 
 
 def cut_of(shape: Shape, most: int, itemsize: int) -> Cut:
     """How to cut an array into slabs of up to `most` elements, through no tile.
 
-    Rows of a matrix, or else columns. Where a slab has less than a tile of either, it is cut
-    through tiles; where it has not one row or column, it is the shorter of those. Arrays with more
-    axes, which are in memory in an order of the compiler's, are cut along the longest; with this
-    one and another that fills tiles innermost, slabs of them are what is there.
+    Along the outermost axis in memory of which a slab has enough to fill tiles. Where it has not of
+    any, it is cut through tiles; where it has not one row or column, it is the shortest of those.
 
     >>> cut_of((100_000,), 10_000, itemsize=4)
-    Cut(axis=0, length=9216, order=())
+    Cut(axis=0, length=9216, order=(0,))
     >>> cut_of((1000, 1024), 50_000, itemsize=4)
-    Cut(axis=0, length=48, order=())
+    Cut(axis=0, length=48, order=(0, 1))
     >>> cut_of((8, 100_000), 50_000, itemsize=4)
-    Cut(axis=1, length=6144, order=())
+    Cut(axis=1, length=6144, order=(0, 1))
     >>> cut_of((5, 1000, 130), 100_000, itemsize=4)
-    Cut(axis=1, length=128, order=(0, 2, 1))
+    Cut(axis=2, length=16, order=(0, 2, 1))
     """
-    tile = TILE_ROWS * 4 // itemsize or 1
-    if len(shape) == 1:
-        return Cut(0, _whole(most, tile * WIDTH))
-    if len(shape) > 2:
-        axis = shape.index(max(shape))
-        length = max(1, most // (math.prod(shape) // shape[axis]))
-        return Cut(axis, _whole(length, WIDTH), _order(shape, axis))
-    rows, columns = (most // (math.prod(shape) // length) for length in shape)
-    is_in_rows = rows >= tile or (rows >= 1 and columns < WIDTH)
-    if is_in_rows or (not columns and shape[1] <= shape[0]):
-        return Cut(0, _whole(max(1, rows), tile))
-    return Cut(1, _whole(max(1, columns), WIDTH))
-
-
-def _order(shape: Shape, cut: int) -> tuple[int, ...]:
-    """The axes of an array, the one that is cut among the two innermost."""
-    inner = inner_axis(shape)
-    if shape[inner] % WIDTH:
-        inner = cut
-    others = [axis for axis in range(len(shape)) if axis not in (inner, cut)]
-    return (*others, *[cut] * (cut != inner), inner)
+    order = in_memory(shape, itemsize)
+    *_, inner = order
+    rows = TILE_ROWS * 4 // itemsize or 1
+    grains = [1] * len(shape)
+    for axis, grain in zip(reversed(order), (WIDTH, rows), strict=False):
+        grains[axis] = grain if len(shape) > 1 else rows * WIDTH
+    fits = [most // (math.prod(shape) // length) for length in shape]
+    filling = [axis for axis in order if fits[axis] >= grains[axis]]
+    fitting = [axis for axis in order if fits[axis]]
+    axis = (filling or fitting or [shape.index(max(shape))])[0]
+    length = _whole(max(1, fits[axis]), grains[axis])
+    if axis != inner and shape[inner] % WIDTH and length % WIDTH == 0:
+        length -= grains[axis]  # or it would be packed as the innermost
+    return Cut(axis, length, order)
 
 
 def _whole(length: int, tile: int) -> int:

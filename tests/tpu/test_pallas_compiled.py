@@ -191,7 +191,9 @@ from ftmesh.tpu.slices import tpu_devices
 topology = ftmesh.Topology.from_devices(tpu_devices("v5p:4x4x1"), failed="2x2@2,2")
 plan = ftmesh.plan(topology, "row_pair", executor=sys.argv[1])
 found = []
-for shape in [(40_000, 5, 128), (40_000, 5, 130), (20_000, 24, 64), (128, 40_000, 5)]:
+shapes = [(40_000, 5, 128), (40_001, 5, 128), (40_000, 5, 130), (20_000, 24, 64)]
+shapes += [(128, 40_000, 5), (99, 257, 1025), (40_001, 7, 11, 9), (250, 100_001), (50_257, 513)]
+for shape in shapes:
     for dtype in ("float32", "bfloat16"):
         report = compile_report(plan, jax.ShapeDtypeStruct(shape, dtype), slab_bytes=2_000_000)
         found.append((shape, dtype, report.temporary_bytes))
@@ -202,9 +204,9 @@ print(json.dumps(found))
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["pallas", "ppermute"])
 def test_slabs_of_arrays_that_lie_in_memory_as_no_matrix_does(executor):
-    """For these there is padding in the tiles of a slab: up to eight times what is in it."""
+    """No axis fills tiles, or those that do are not the last, or the compiler moves them."""
     for shape, dtype, temporary in in_a_process("-c", SHAPES, executor):
-        assert temporary <= 20_000_000, (shape, dtype)
+        assert temporary <= 3 * 2_000_000, (shape, dtype)
 
 
 MEETING = """
