@@ -24,8 +24,8 @@ from rich.progress import Progress
 import ftmesh
 from ftmesh import PlanError, Schedule, Topology, planners
 from ftmesh.commands import MOST_SEED, Parser, whole_number
-from ftmesh.mesh.notation import Coord
 from ftmesh.testing import on_one_device
+from ftmesh.topology.notation import Coord
 
 Seconds = defaultdict[str, float]  # of one core, by what was done
 

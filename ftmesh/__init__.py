@@ -24,10 +24,6 @@ from ftmesh.errors import TopologyError as TopologyError
 from ftmesh.errors import TopologyWarning as TopologyWarning
 from ftmesh.errors import VerificationError as VerificationError
 from ftmesh.extras import later
-from ftmesh.mesh.notation import Block as Block
-from ftmesh.mesh.notation import Coord as Coord
-from ftmesh.mesh.tiles import TiledTopology as TiledTopology
-from ftmesh.mesh.topology import Topology as Topology
 from ftmesh.plans import Plan as Plan
 from ftmesh.plans import plan as plan
 from ftmesh.schedule.files import load as load
@@ -37,6 +33,10 @@ from ftmesh.schedule.schedule import Schedule as Schedule
 from ftmesh.schedule.schedule import SplitSchedule as SplitSchedule
 from ftmesh.schedule.verify import Proof as Proof
 from ftmesh.schedule.verify import verify as verify
+from ftmesh.topology.notation import Block as Block
+from ftmesh.topology.notation import Coord as Coord
+from ftmesh.topology.tiles import TiledTopology as TiledTopology
+from ftmesh.topology.topology import Topology as Topology
 
 __version__ = "0.1.0"
 

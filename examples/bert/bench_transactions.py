@@ -22,7 +22,7 @@ from ftmesh.cluster.cluster import Cluster
 from ftmesh.cluster.joining import join
 from ftmesh.commands import Parser, whole_number
 from ftmesh.health.equal import check_equal
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 from ftmesh.train.memory import memory_on_line
 from ftmesh.train.trainer import State, StepOptions
 

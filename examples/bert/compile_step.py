@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from examples.bert.config import PRESETS, Config
 from examples.bert.trainer import add_bert_step, bert_options, bert_trainer
 from ftmesh.commands import Parser
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 from ftmesh.train.arguments import step_options
 from ftmesh.train.compile_step import start
 from ftmesh.train.trainer import Trainer

@@ -21,7 +21,7 @@ from examples.bert.steps import (
     make_transformation,
 )
 from ftmesh.cluster.cluster import ALONE, Cluster
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 from ftmesh.train.trainer import State, StepOptions, Trainer, make_trainer
 
 _DEFAULTS = StepOptions()

@@ -29,8 +29,8 @@ import optax
 from examples.soak.points import CLASSES, SIZE, PointBatches, Points, used_file
 from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.commands import Parser
-from ftmesh.mesh.topology import Topology
 from ftmesh.optim.lr_schedules import poly_decay
+from ftmesh.topology.topology import Topology
 from ftmesh.train import Shares, lamb, matrices, weighted_sum
 from ftmesh.train.arguments import start, step_options
 from ftmesh.train.loop import Job, open_data, run, start_log

@@ -22,8 +22,8 @@ from ftmesh.cost import advise
 from ftmesh.cost.advise import AtHand, Outcome, RouteAround, Site, SubMesh, Wait
 from ftmesh.cost.ways import IDLE, Ways
 from ftmesh.files import check_targets
-from ftmesh.mesh.notation import format_failed
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.notation import format_failed
+from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time, parse_bytes, parse_time
 
 MAX_RUNS, MAX_SPARES = 10_000, 100_000

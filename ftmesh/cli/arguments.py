@@ -15,9 +15,9 @@ from ftmesh.cost.choice import ALGORITHMS, AUTO
 from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PPERMUTE
-from ftmesh.mesh.notation import parse_shape
-from ftmesh.mesh.tiles import TiledTopology
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.notation import parse_shape
+from ftmesh.topology.tiles import TiledTopology
+from ftmesh.topology.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate
 
 T = TypeVar("T")

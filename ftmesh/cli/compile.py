@@ -13,8 +13,8 @@ from ftmesh.cost.choice import CHOSEN
 from ftmesh.cost.network import network_of
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import PPERMUTE
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes, parse_bytes
 
 

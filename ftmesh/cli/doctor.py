@@ -20,7 +20,7 @@ from ftmesh.launch.arguments import add_processes
 if TYPE_CHECKING:
     from ftmesh.cluster.cluster import Cluster
     from ftmesh.health.findings import Findings
-    from ftmesh.mesh.topology import Topology
+    from ftmesh.topology.topology import Topology
 
 _WIDEST = 32  # chips of a row that is drawn
 
@@ -123,7 +123,7 @@ def _examined(args: argparse.Namespace, topology: Topology, cluster: Cluster) ->
     from ftmesh.health.doctor import examine
     from ftmesh.health.probes import Probes
     from ftmesh.health.sick import Sick
-    from ftmesh.mesh.devices import platform_of
+    from ftmesh.topology.devices import platform_of
 
     sick = Sick.from_environment(topology)
     probes = Probes.of(platform_of(topology.devices[0]), sick)

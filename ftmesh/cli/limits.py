@@ -21,9 +21,9 @@ from ftmesh.cost.limits import Limits, limits
 from ftmesh.cost.network import Network
 from ftmesh.cost.round_bound import MOST_CHIPS
 from ftmesh.cost.yardsticks import yardsticks
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.tiles import TiledTopology
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.tiles import TiledTopology
+from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes, format_time, parse_bytes
 
 

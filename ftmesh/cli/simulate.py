@@ -26,9 +26,9 @@ from ftmesh.cost.ways import ways
 from ftmesh.cost.yardsticks import Yardsticks, yardsticks
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.files import check_targets
-from ftmesh.mesh.tiles import TiledTopology
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.tiles import TiledTopology
+from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes, format_time, parse_bytes
 
 ALL = "all"

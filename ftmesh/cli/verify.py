@@ -9,7 +9,7 @@ from dataclasses import asdict
 import ftmesh
 from ftmesh.cli.arguments import Stages
 from ftmesh.errors import VerificationError
-from ftmesh.mesh.routing import around, dimension_order
+from ftmesh.topology.routing import around, dimension_order
 
 ROUTERS = {"around": around, "dimension_order": dimension_order}
 

@@ -19,8 +19,8 @@ from ftmesh.commands import whole_number
 from ftmesh.cost.choice import ALGORITHMS, AUTO, BEST
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.files import check_targets, write_text
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.files import load
+from ftmesh.topology.topology import Topology
 from ftmesh.units import parse_bytes
 from ftmesh.view.page import page
 from ftmesh.view.scene import ALL, scene, scene_of

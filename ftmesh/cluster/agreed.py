@@ -21,10 +21,10 @@ from ftmesh.cluster import ahead
 from ftmesh.cluster.cluster import Cluster
 from ftmesh.cost.choice import AUTO, CHOSEN
 from ftmesh.cost.network import network_of
-from ftmesh.mesh.notation import Failed, format_failed
-from ftmesh.mesh.topology import Topology
 from ftmesh.plans import Plan, looks_at_trees, plan
 from ftmesh.schedule.files import dump, load
+from ftmesh.topology.notation import Failed, format_failed
+from ftmesh.topology.topology import Topology
 
 
 def agree_on_code(cluster: Cluster) -> None:

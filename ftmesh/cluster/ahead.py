@@ -18,9 +18,9 @@ from typing import Any
 from ftmesh import planners
 from ftmesh.cost.network import network_of
 from ftmesh.errors import FtmeshError
-from ftmesh.mesh.devices import process_of
-from ftmesh.mesh.topology import Topology
 from ftmesh.plans import Plan, plan
+from ftmesh.topology.devices import process_of
+from ftmesh.topology.topology import Topology
 
 SECONDS = 60.0  # of the processor, for what is made ahead on one mesh
 MOST_BYTES = 256 * 10**6  # of the plans that are remembered

@@ -27,9 +27,9 @@ from ftmesh.cluster.line import Line
 from ftmesh.cluster.on_line import LineBoard
 from ftmesh.cluster.words import difference, in_seconds, processes
 from ftmesh.errors import ClusterError
-from ftmesh.mesh.devices import process_of
-from ftmesh.mesh.notation import parse_blocks
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.devices import process_of
+from ftmesh.topology.notation import parse_blocks
+from ftmesh.topology.topology import Topology
 
 T = TypeVar("T")
 

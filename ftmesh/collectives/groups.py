@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError, CollectiveError, TopologyError
 from ftmesh.execute import _compat
-from ftmesh.mesh.ranks import OnTopology, Ranks
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.columns import Ints
+from ftmesh.topology.ranks import OnTopology, Ranks
+from ftmesh.topology.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ftmesh.errors import PlanError
-from ftmesh.mesh.topology import Topology
 from ftmesh.planners import PLANNERS
 from ftmesh.plans import Plan, plan
+from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes
 
 Progress = Callable[[int, int, str], None]

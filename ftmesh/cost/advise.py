@@ -31,7 +31,7 @@ from ftmesh.cost.site import Boards, box_alone
 from ftmesh.cost.site import Site as Site
 from ftmesh.cost.ways import Ways, ways
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 
 MAX_FAILURES = 100_000  # played in all
 

@@ -1,6 +1,6 @@
 """Answers: what can be done about failed boards, and how a job runs by each.
 
->>> from ftmesh.mesh.topology import Topology
+>>> from ftmesh.topology.topology import Topology
 >>> site = Site(Topology.grid("4x4"), mtbf=8e6, repair=3e4, checkpoint=3600.0, step=0.02)
 >>> sorted(SubMesh(site).setting(frozenset({3})).boards)
 [0, 2]
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ftmesh.cost.site import Boards, Site, box_alone
 from ftmesh.errors import PlanError
-from ftmesh.mesh.notation import Coord
+from ftmesh.topology.notation import Coord
 
 SAMPLES, FEW = 4, 2  # damages priced for each number of failed boards up to a few; then one
 

@@ -23,8 +23,8 @@ from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.cost.rounding import FLOATS, added_in, partials_travel_in, wire_named
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import PlanError
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes, format_bytes, format_time
 
 AUTO, BEST = "auto", "best"

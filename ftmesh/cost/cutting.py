@@ -31,10 +31,10 @@ from ftmesh.cost.limits import limits
 from ftmesh.cost.network import Network
 from ftmesh.cost.round_bound import RoundBound, any_bound
 from ftmesh.cost.simulate import DATAFLOW, SYNCHRONOUS, Simulator
-from ftmesh.mesh.topology import Topology
 from ftmesh.planners import tree
-from ftmesh.planners.graph import Graph
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.graph import Graph
+from ftmesh.topology.topology import Topology
 
 FILLING = 0.95  # rounds for nothing, for each hop of the diameter, as plans show
 HINDERED = 0.85  # how few links for each join count, of those there would be without a bottleneck

@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.columns import ADD, Columns, Ints, row_key
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.topology import Topology
 
 EXCHANGES = 4  # rounds in which two devices of a chip give each other their halves, at most
 WORTH = 0.05  # of what a round costs: what two streams have to save, for estimates are no more

@@ -17,9 +17,9 @@ from ftmesh.cost.executor import Executor
 from ftmesh.cost.network import Network, network_of
 from ftmesh.cost.simulate import DATAFLOW, Simulator
 from ftmesh.errors import ArgumentError
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.columns import ADD
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.topology.topology import Topology
 
 
 def kernel_seconds(

@@ -37,9 +37,9 @@ from numpy.typing import NDArray
 from ftmesh.cost.bottleneck import tightest_cut, weakest_partition
 from ftmesh.cost.network import Network
 from ftmesh.errors import TopologyError
-from ftmesh.mesh.notation import Coord, format_failed
-from ftmesh.mesh.tiles import TiledTopology
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.notation import Coord, format_failed
+from ftmesh.topology.tiles import TiledTopology
+from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes
 
 _SOURCES = 4096  # chips whose distances to all others are found at a time

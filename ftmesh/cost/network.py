@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from ftmesh.cost.executor import Executor
 from ftmesh.errors import ArgumentError
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate, parse_time
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ftmesh.cost.network import DEFAULT, Network
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 
 TACOS = "TACOS x2"
 SOURCE = f"{TACOS}: twice the all-gather of its public release (Won et al., MICRO 2024)"

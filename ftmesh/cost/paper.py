@@ -20,7 +20,7 @@ from ftmesh.cost.choice import Candidate, choose
 from ftmesh.cost.executor import Executor
 from ftmesh.cost.network import NETWORKS, Network
 from ftmesh.cost.simulate import MODES, Simulator
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 
 RATES = (70e9, 82e9, 100e9)
 FULL, DAMAGED = "two_dim", "row_pair"

@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 
 from ftmesh.cost.limits import Limits
 from ftmesh.cost.network import Network
-from ftmesh.mesh.topology import Topology
-from ftmesh.planners.graph import Graph
+from ftmesh.topology.graph import Graph
+from ftmesh.topology.topology import Topology
 
 MOST_CHIPS = 4096  # beyond, minimum cuts take longer than they are worth
 FAR_CHIPS = 4  # each gives a bound; those of one distance from the others give much the same

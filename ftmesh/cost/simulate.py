@@ -47,9 +47,9 @@ from ftmesh.cost.executor import costs
 from ftmesh.cost.network import DEFAULT, Network, network
 from ftmesh.cost.traffic import Traffic, Wires, dataflow, synchronous
 from ftmesh.errors import ArgumentError
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.topology import Link
 from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.topology import Link
 from ftmesh.units import check_bytes, format_bytes, format_time
 
 MODES = SYNCHRONOUS, DATAFLOW = "synchronous", "dataflow"

@@ -20,9 +20,9 @@ from ftmesh import planners
 from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.mesh.notation import Block, Coord
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.notation import Block, Coord
+from ftmesh.topology.topology import Topology
 
 BOARD = 2  # chips along x, and along y, of a board
 SIDES = (BOARD, BOARD, 1)  # of a board; on three axes it lies within a layer

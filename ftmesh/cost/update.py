@@ -20,7 +20,7 @@ from ftmesh.cost.cutting import schedule_for
 from ftmesh.cost.network import Network
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time
 
 # Bytes that pass between a chip and its memory for each byte of the weights, by optimizer: the

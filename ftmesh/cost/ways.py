@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from ftmesh.cost.cutting import chunkings, schedule_for
 from ftmesh.cost.network import Network
 from ftmesh.cost.simulate import SYNCHRONOUS, Simulator
-from ftmesh.mesh.notation import Coord, format_failed
-from ftmesh.mesh.tiles import TiledTopology
-from ftmesh.mesh.topology import Topology
 from ftmesh.planners import tree
-from ftmesh.planners.graph import Graph
 from ftmesh.planners.pendants import Pendants
+from ftmesh.topology.graph import Graph
+from ftmesh.topology.notation import Coord, format_failed
+from ftmesh.topology.tiles import TiledTopology
+from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time
 
 ALONG, FED, IDLE = "along the trees", "fed before and after", "idle"

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from ftmesh.draw.picture import Panel, phase_panel, routes_panel
 from ftmesh.errors import ScheduleError
-from ftmesh.mesh.routing import Router, around, dimension_order
-from ftmesh.mesh.topology import Topology
 from ftmesh.planners import ring, row_pair, two_dim
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.routing import Router, around, dimension_order
+from ftmesh.topology.topology import Topology
 
 FULL = Topology.grid("8x8", failed="")
 DAMAGED = Topology.grid("8x8", failed="2x2@2,2")

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from math import ceil
 
 from ftmesh.errors import TopologyError
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.topology import Topology
 
 Spot = tuple[int, int]
 Way = tuple[int, int]

@@ -4,7 +4,7 @@ A `Panel` is a topology with arrows on it. `routes_panel` makes one of routes, `
 phase of a schedule (or of one round, one lane, one half of the payload), `schedule_panels` one for
 each phase. Nothing is placed by hand: chips come from the topology, arrows from routes.
 
->>> from ftmesh.mesh.routing import dimension_order
+>>> from ftmesh.topology.routing import dimension_order
 >>> topo = Topology.grid("4x4")
 >>> routes_panel(topo, [dimension_order(topo, (0, 0), (2, 1))]).arrows
 (Arrow(route=((0, 0), (1, 0), (2, 0), (2, 1)), colour='blue'),)
@@ -21,12 +21,12 @@ import numpy as np
 
 from ftmesh.draw.page import heading
 from ftmesh.errors import ScheduleError
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.routing import Route
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.columns import Columns
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.routing import Route
+from ftmesh.topology.topology import Topology
 
 Colour = Literal["blue", "orange", "green", "purple", "amber", "red"]
 Role = Literal["live", "failed", "off_ring"]

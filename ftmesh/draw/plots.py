@@ -23,8 +23,8 @@ from ftmesh.draw.page import heading, layers, place, size
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.extras import require
 from ftmesh.files import write_whole
-from ftmesh.mesh.topology import Topology
 from ftmesh.planners import CUT_BY_SIZE
+from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes, format_time
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ The page is white with rounded corners, so that it reads on light and on dark su
 same panels give the same bytes.
 
 >>> from ftmesh.draw.picture import routes_panel
->>> from ftmesh.mesh.topology import Topology
+>>> from ftmesh.topology.topology import Topology
 >>> draw_svg([routes_panel(Topology.grid("4x4"), [])]).startswith("<svg")
 True
 """
@@ -20,8 +20,8 @@ from ftmesh.draw.picture import Colour, Panel, Role
 from ftmesh.draw.tracks import HALF, HEAD, LAYER, PITCH, arrow_paths
 from ftmesh.draw.tracks import number as n
 from ftmesh.errors import ScheduleError
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.topology import Topology
 
 _HEX: dict[Colour, str] = {
     "blue": "#0b6bb8",

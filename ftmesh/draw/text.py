@@ -1,8 +1,8 @@
 """Panels as text, for a terminal and for tests that read like pictures.
 
 >>> from ftmesh.draw.picture import routes_panel
->>> from ftmesh.mesh.routing import around
->>> from ftmesh.mesh.topology import Topology
+>>> from ftmesh.topology.routing import around
+>>> from ftmesh.topology.topology import Topology
 >>> topo = Topology.from_drawing('''
 ... ....
 ... .XX.
@@ -25,7 +25,7 @@ from itertools import groupby, pairwise
 
 from ftmesh.draw.page import Spot, Way, gaps, heading, is_to_layer, layers, place
 from ftmesh.draw.picture import Colour, Panel
-from ftmesh.mesh.notation import Coord
+from ftmesh.topology.notation import Coord
 
 Ink = tuple[str, Colour | None]
 Traffic = dict[Spot, tuple[bool, Colour]]

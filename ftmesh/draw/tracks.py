@@ -16,9 +16,9 @@ from math import dist
 
 from ftmesh.draw.page import Way, heading, is_to_layer, place
 from ftmesh.draw.picture import Panel
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.routing import Route
-from ftmesh.mesh.topology import Link, Topology
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.routing import Route
+from ftmesh.topology.topology import Link, Topology
 
 Point = tuple[float, float]
 

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ftmesh.errors import PlanError
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.topology import Topology
 from ftmesh.planners.forwarding import Group, book
 from ftmesh.schedule.circling import Circling
 from ftmesh.schedule.columns import ADD, COPY, Columns, Ints, join, transfers
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.script import Script
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.topology import Topology
 
 _NEVER = 2**31 - 1
 _PARTS = 4  # at most, in which cores exchange halves: what is under way takes memory

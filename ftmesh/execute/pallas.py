@@ -24,8 +24,8 @@ from ftmesh.execute.pallas_kernel import kernel
 from ftmesh.execute.pallas_rank import WIDTH, Work
 from ftmesh.execute.pallas_tables import cuts, headings, pages, partners
 from ftmesh.execute.setting import Setting
-from ftmesh.mesh.devices import platform_of, process_of
 from ftmesh.schedule.columns import COPY
+from ftmesh.topology.devices import platform_of, process_of
 
 TILE_BYTES = 4096
 PIECE_BYTES = 256 * 2**10  # the most that travels at once

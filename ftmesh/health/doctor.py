@@ -16,12 +16,11 @@ from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.health.findings import Findings
 from ftmesh.health.look import Look, Progress
 from ftmesh.health.look_at_chips import call, compute
-from ftmesh.health.look_at_links import carry
+from ftmesh.health.probe_links import cables, carry
 from ftmesh.health.probes import Probes
 from ftmesh.health.sick import Sick
-from ftmesh.mesh.cables import cables
-from ftmesh.mesh.devices import platform_of
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.devices import platform_of
+from ftmesh.topology.topology import Topology
 
 LIMIT = 60.0  # seconds for a chip or a link to answer
 

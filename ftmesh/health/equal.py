@@ -18,8 +18,8 @@ from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.health.digests import digest_of_tree
 from ftmesh.health.findings import minority
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.topology import Topology
 
 
 def check_equal(

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-from ftmesh.mesh.notation import Coord, Link, format_coord, format_failed
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.notation import Coord, Link, format_coord, format_failed
+from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time
 
 K = TypeVar("K", bound=Hashable)

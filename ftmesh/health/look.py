@@ -17,9 +17,9 @@ from ftmesh.cluster.words import in_seconds
 from ftmesh.health.asking import Answer, ask
 from ftmesh.health.findings import Finding
 from ftmesh.health.probes import Probes
-from ftmesh.mesh.devices import process_of
-from ftmesh.mesh.notation import Coord, Link
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.devices import process_of
+from ftmesh.topology.notation import Coord, Link
+from ftmesh.topology.topology import Topology
 
 Progress = Callable[[int, int, str], None]
 

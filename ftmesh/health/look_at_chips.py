@@ -10,7 +10,7 @@ from ftmesh.health.asking import Answer, ask_all
 from ftmesh.health.findings import Finding, laggards, minority
 from ftmesh.health.look import AGAIN, Look, usual
 from ftmesh.health.probes import DTYPES, answer_program, work_program
-from ftmesh.mesh.devices import platform_of
+from ftmesh.topology.devices import platform_of
 
 _WHOLE = "whole numbers"
 _PARTS = (*(dtype.__name__ for dtype in DTYPES), _WHOLE)  # of `Probes.work`

@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 
 from ftmesh.errors import ArgumentError
-from ftmesh.mesh.notation import Coord, parse_coord, parse_link
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.notation import Coord, parse_coord, parse_link
+from ftmesh.topology.topology import Topology
 
 VARIABLE = "FTMESH_SICK"
 SLOW_CHIP, SLOW_LINK = 0.3, 0.1  # seconds that a slow one takes longer, a link each way

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from ftmesh.errors import ArgumentError
-from ftmesh.mesh.notation import parse_shape
+from ftmesh.topology.notation import parse_shape
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(20_000, 30_000)  # below those that systems hand out by themselves

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ftmesh.errors import ArgumentError
 from ftmesh.launch.environment import check_pod
-from ftmesh.mesh.notation import Block, format_shape, parse_shape
+from ftmesh.topology.notation import Block, format_shape, parse_shape
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from jax import lax
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
-from ftmesh.mesh.ranks import OnTopology, Ranks
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.columns import Ints
+from ftmesh.topology.ranks import OnTopology, Ranks
+from ftmesh.topology.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)

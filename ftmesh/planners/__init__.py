@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from ftmesh.errors import PlanError
-from ftmesh.mesh.notation import format_failed
-from ftmesh.mesh.topology import Topology
 from ftmesh.planners import colours, flood, line, ring, row_pair, tree, two_dim
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.topology.notation import format_failed
+from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes
 
 

@@ -17,8 +17,8 @@ from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from ftmesh.errors import PlanError
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.topology import Link, Topology
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.topology import Link, Topology
 
 FREE = -1
 STIRRED = 8  # swaps at once, where none is better than another

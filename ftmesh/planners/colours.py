@@ -9,10 +9,10 @@ An axis that does not wrap, or has two chips, adds no circuit; those of the othe
 from __future__ import annotations
 
 from ftmesh.errors import PlanError
-from ftmesh.mesh.topology import Topology
 from ftmesh.planners.circuits import along, join_circuits, wrapping_axes
 from ftmesh.planners.scatter import both_ways
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.topology import Topology
 
 
 def plan(topology: Topology) -> Schedule:

@@ -24,12 +24,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ftmesh.errors import PlanError
-from ftmesh.mesh.topology import Topology
-from ftmesh.planners.compass import sources
 from ftmesh.planners.flood_round import ONE, WORD, Sets, bring
 from ftmesh.planners.scatter import all_reduce
 from ftmesh.schedule.columns import Ints, transfers
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.graph import sources
+from ftmesh.topology.topology import Topology
 
 APART = 100_003  # rounds between the choices of one attempt and those of the next
 ENOUGH = 1.05  # chunks are made smaller until whole rounds cost no more than this many times

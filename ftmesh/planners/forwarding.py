@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.topology import Link, Topology
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.topology import Link, Topology
 
 Piece = tuple[int, int]  # which half of the payload, and which piece of that half
 Arrival = Callable[[Coord, Piece], int]  # the first round in which a ring chip can hand it on

@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from ftmesh.errors import PlanError
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.topology import Topology
 from ftmesh.planners.scatter import all_reduce, along_lines, both_ways
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.topology import Topology
 
 
 def plan(topology: Topology) -> Schedule:

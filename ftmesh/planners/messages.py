@@ -18,8 +18,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.planners.graph import Graph
 from ftmesh.schedule.columns import Ints
+from ftmesh.topology.graph import Graph
 
 NONE = -1  # the round of a message that there is not
 

@@ -4,7 +4,7 @@ All that a pendant gives and gets crosses one link. It can be kept out of what t
 value goes to its neighbour before they begin, and the sum comes back when they have ended. Along a
 chain of pendants both travel in pieces, so that its links work at the same time.
 
->>> from ftmesh.mesh.topology import Topology
+>>> from ftmesh.topology.topology import Topology
 >>> pendants = Pendants.of(Graph.of(Topology.grid("4x3", failed="1x2@1,0")))
 >>> pendants.rank.tolist(), pendants.height.tolist(), pendants.others.tolist()
 ([0, 3, 6, 7], [0, 1, 2, 3], [1, 2, 4, 5, 8, 9])
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ftmesh.planners.graph import Graph
 from ftmesh.schedule.columns import Columns, Ints, transfers
+from ftmesh.topology.graph import Graph
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,12 @@ from __future__ import annotations
 from itertools import pairwise, product
 
 from ftmesh.errors import PlanError
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.topology import Topology
-from ftmesh.planners import strips
 from ftmesh.planners.circuits import wrapping_axes
 from ftmesh.planners.scatter import both_ways
+from ftmesh.planners.strips import circuit_of_strips
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.topology import Topology
 
 Tile = tuple[int, int]
 
@@ -32,13 +32,13 @@ def plan(topology: Topology) -> Schedule:
 def circuit(topology: Topology) -> list[Coord]:
     """The live chips in the order of a closed walk over neighbours."""
     if len(topology.shape) > 2:
-        return strips.circuit(topology)
+        return circuit_of_strips(topology)
     try:
         return _in_plane(topology)
     except PlanError:
         if len(topology.shape) < 2 or min(topology.shape) < 2 or not wrapping_axes(topology):
             raise
-        return strips.circuit(topology)
+        return circuit_of_strips(topology)
 
 
 def _in_plane(topology: Topology) -> list[Coord]:

@@ -20,14 +20,14 @@ from itertools import pairwise, product
 import numpy as np
 
 from ftmesh.errors import PlanError
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.routing import find_cycle
-from ftmesh.mesh.topology import Topology
-from ftmesh.planners.compass import compass_lanes
 from ftmesh.planners.forwarding import Booking, Piece, book, form_groups
 from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
 from ftmesh.schedule.columns import Columns, join, transfers
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.graph import compass_lanes
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.routing import find_cycle
+from ftmesh.topology.topology import Topology
 
 AXES = ("row", "column")
 MAX_HEAD_START = 8  # rounds; a group of forwarding chips that needs more is joined with others

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.circling import Circling
 from ftmesh.schedule.columns import Columns, Ints, join, transfers
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import SplitSchedule
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.topology import Topology
 
 
 def along_rings(

@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from itertools import pairwise, permutations, product
 
 from ftmesh.errors import PlanError
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.topology import Link, Topology
 from ftmesh.planners.circuits import join_circuits, wrapping_axes
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.topology import Link, Topology
 
 TRIES = 5  # to join circuits where squares do not at once
 
 Row = list[Coord]
 
 
-def circuit(topology: Topology) -> list[Coord]:
+def circuit_of_strips(topology: Topology) -> list[Coord]:
     """The live chips in the order of a closed walk over neighbours, on one to three axes."""
     _check_balance(topology)
     for links in _partitions(topology):

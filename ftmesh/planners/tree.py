@@ -15,14 +15,14 @@ from __future__ import annotations
 import numpy as np
 
 from ftmesh.errors import PlanError
-from ftmesh.mesh.topology import Topology
-from ftmesh.planners.graph import Graph
 from ftmesh.planners.messages import NONE, Index, Rounds, rounds_of
 from ftmesh.planners.pendants import Pendants
 from ftmesh.planners.trees import grow
 from ftmesh.schedule.columns import ADD, COPY, Columns, Ints, row_key, transfers
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.graph import Graph
+from ftmesh.topology.topology import Topology
 
 MOST_TREES = 256
 NUM_CHUNKS = 256  # where nobody says how many

@@ -16,8 +16,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from ftmesh.planners.graph import Graph
 from ftmesh.schedule.columns import Ints
+from ftmesh.topology.graph import Graph
 
 LEAF = 3.0  # what it costs to hang something on a leaf, in hops
 GOLDEN = 0.6180339887498949  # multiples of it, less whole numbers, are spread evenly

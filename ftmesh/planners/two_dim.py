@@ -15,10 +15,10 @@ from itertools import product
 import numpy as np
 
 from ftmesh.errors import PlanError
-from ftmesh.mesh.topology import Topology
 from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
 from ftmesh.schedule.columns import Columns, Ints, join
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.topology import Topology
 
 
 def plan(topology: Topology) -> Schedule:

@@ -45,7 +45,7 @@ def first_not_finite(snapshot: Snapshot) -> str | None:
             if _are_wrong(tensor, numbers):
                 return tensor.name
             continue
-        places = _places(index, piece, bad)
+        places = _buffer_positions(index, piece, bad)
         for tensor in index.tensors:
             if tensor.buffer == piece.number:
                 is_of = (places >= tensor.start) & (places < tensor.start + tensor.size)
@@ -59,7 +59,7 @@ def _are_wrong(tensor: Tensor, numbers: NDArray[Any]) -> bool:
     return tensor.size > 1 or bool(np.isnan(numbers).any())
 
 
-def _places(index: Index, piece: Piece, elements: NDArray[np.intp]) -> NDArray[np.intp]:
+def _buffer_positions(index: Index, piece: Piece, elements: NDArray[np.intp]) -> NDArray[np.intp]:
     """Where elements of a piece are in its buffer."""
     buffer = index.buffers[piece.number]
     mine = np.flatnonzero(np.array(buffer.owner) == piece.rank)

@@ -23,15 +23,15 @@ from ftmesh.errors import (
     ScheduleNotFoundError,
 )
 from ftmesh.files import write_whole
-from ftmesh.mesh.notation import parse_shape
-from ftmesh.mesh.tiles import TiledTopology
-from ftmesh.mesh.topology import Topology
 from ftmesh.npz import NotNpzError, Npz
 from ftmesh.schedule.columns import COLUMN_NAMES, Columns
 from ftmesh.schedule.meta import FORMAT, MAX_MOVES, MESH, checked, read_meta
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
 from ftmesh.schedule.verify import verify as _verify
+from ftmesh.topology.notation import parse_shape
+from ftmesh.topology.tiles import TiledTopology
+from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes
 
 MAX_BYTES = 2**31  # unpacked; a ring through 4,096 chips has half of it

@@ -6,10 +6,10 @@ from itertools import product
 
 import numpy as np
 
-from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.schedule.circling import Circling
 from ftmesh.schedule.columns import Columns, Ints, join
 from ftmesh.schedule.phase import Phase
+from ftmesh.topology.tiles import TiledTopology
 
 
 def on_chips(phase: Phase, tiles: TiledTopology, num_chunks: int) -> Phase:

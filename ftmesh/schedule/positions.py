@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ftmesh.errors import VerificationError
-from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.schedule.columns import Columns, Ints
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.script import AnyScript, Script
+from ftmesh.topology.tiles import TiledTopology
 
 
 def scripts(schedule: Schedule) -> Iterator[AnyScript]:

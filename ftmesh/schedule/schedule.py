@@ -13,13 +13,13 @@ from itertools import pairwise
 import numpy as np
 
 from ftmesh.errors import ArgumentError, ScheduleError
-from ftmesh.mesh.routing import Route, together
-from ftmesh.mesh.tiles import TiledTopology
-from ftmesh.mesh.topology import Link, Topology
 from ftmesh.schedule.columns import Columns, Ints, join
 from ftmesh.schedule.depth import depth_of
 from ftmesh.schedule.on_chips import on_chips
 from ftmesh.schedule.phase import Phase
+from ftmesh.topology.routing import Route, together
+from ftmesh.topology.tiles import TiledTopology
+from ftmesh.topology.topology import Link, Topology
 from ftmesh.units import format_bytes
 
 

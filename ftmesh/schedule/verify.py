@@ -14,7 +14,6 @@ from itertools import pairwise
 import numpy as np
 
 from ftmesh.errors import VerificationError
-from ftmesh.mesh.routing import Route, Router, around, find_cycle
 from ftmesh.schedule.columns import ADD, COPY, Columns
 from ftmesh.schedule.counting import uncounted_chunks, ungathered_chunks, unspanned_chunks
 from ftmesh.schedule.positions import scripts
@@ -22,6 +21,7 @@ from ftmesh.schedule.replay import gather_complaint
 from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
 from ftmesh.schedule.script import AnyScript
 from ftmesh.schedule.sets import Progress, check_sets
+from ftmesh.topology.routing import Route, Router, around, find_cycle
 
 PROGRAMS = ("all-reduce", "reduce-scatter", "all-gather")
 
@@ -80,7 +80,7 @@ def verify(
     """Prove `schedule` right on its topology, or raise `VerificationError` naming the place.
 
     `router` tells which links a transfer crosses when its ends are not neighbours; pass
-    `ftmesh.mesh.routing.dimension_order` to learn whether hardware that does not know of the damage
+    `ftmesh.topology.routing.dimension_order` to learn whether hardware that does not know of the damage
     would still deliver everything. `progress` is called with work done and work in all.
 
     >>> import ftmesh

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ftmesh.errors import TopologyError
-from ftmesh.mesh.notation import Failed, format_shape, parse_shape
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.notation import Failed, format_shape, parse_shape
+from ftmesh.topology.topology import Topology
 
 MAX_DEVICES = 4096
 

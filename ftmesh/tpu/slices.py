@@ -13,7 +13,7 @@ from jax.experimental import topologies
 
 from ftmesh.commands import one_line
 from ftmesh.errors import FtmeshError, TopologyError
-from ftmesh.mesh.notation import parse_shape
+from ftmesh.topology.notation import parse_shape
 
 # For processes without a TPU: libtpu then asks nobody what machine it is on, and several processes
 # may have it loaded. It reads these when it is loaded.

@@ -22,8 +22,8 @@ from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE
 from ftmesh.files import check_folder, check_targets
 from ftmesh.launch import arguments
-from ftmesh.mesh.topology import Topology
 from ftmesh.testing import cpu_grid, faults
+from ftmesh.topology.topology import Topology
 from ftmesh.train.carrying import give_shards
 from ftmesh.train.memory import memory_on_line
 from ftmesh.train.parallel import PSUM

@@ -27,13 +27,13 @@ import jax
 from ftmesh import commands
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.layout.owned import Owned
-from ftmesh.mesh.devices import process_of
 from ftmesh.saved.finite import finite_snapshot
 from ftmesh.saved.newest import newest_sound
 from ftmesh.saved.parts import INDEX, file_names, write_part
 from ftmesh.saved.reading import Saved
 from ftmesh.saved.snapshot import Copier, Snapshot
 from ftmesh.testing import faults
+from ftmesh.topology.devices import process_of
 from ftmesh.units import format_bytes
 
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "state")  # what older checkpoints had in their folders

@@ -25,9 +25,9 @@ from ftmesh.cluster.ahead import SECONDS, prepare
 from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.commands import say
 from ftmesh.errors import CheckpointError
-from ftmesh.mesh.devices import process_of
-from ftmesh.mesh.topology import Topology
 from ftmesh.testing import faults
+from ftmesh.topology.devices import process_of
+from ftmesh.topology.topology import Topology
 from ftmesh.train.beginning import begin
 from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.memory import Memory, memory_on_line

@@ -23,7 +23,6 @@ from ftmesh import commands
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.launch.keepers import Holders, Keepers
 from ftmesh.layout.owned import Owned
-from ftmesh.mesh.devices import process_of
 from ftmesh.saved.files import load
 from ftmesh.saved.finite import finite_snapshot
 from ftmesh.saved.index import Index
@@ -31,6 +30,7 @@ from ftmesh.saved.newest import newest_sound
 from ftmesh.saved.parts import INDEX, file_names, part_of
 from ftmesh.saved.reading import Saved
 from ftmesh.saved.snapshot import Copier, Snapshot
+from ftmesh.topology.devices import process_of
 
 LIMIT_SECONDS = 10.0
 

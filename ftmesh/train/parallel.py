@@ -31,14 +31,14 @@ from ftmesh.collectives.groups import Groups
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute.lower import PALLAS, PPERMUTE
 from ftmesh.layout.batches import Shares
-from ftmesh.mesh.devices import platform_of, process_of
-from ftmesh.mesh.partners import partners
-from ftmesh.mesh.ranks import Ranks
-from ftmesh.mesh.topology import Topology
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.optim.whole import WholeOptimizer
 from ftmesh.plans import Plan, plan
 from ftmesh.testing import shard_map_on_one_device
+from ftmesh.topology.devices import platform_of, process_of
+from ftmesh.topology.partners import partners
+from ftmesh.topology.ranks import Ranks
+from ftmesh.topology.topology import Topology
 from ftmesh.tpu.options import compiler_options
 from ftmesh.train.placed import AXIS, SPLIT, Placed
 

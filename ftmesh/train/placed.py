@@ -16,8 +16,8 @@ from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.cluster.words import processes
 from ftmesh.errors import ClusterError
 from ftmesh.layout.batches import Shares
-from ftmesh.mesh.devices import process_of
-from ftmesh.mesh.ranks import Ranks
+from ftmesh.topology.devices import process_of
+from ftmesh.topology.ranks import Ranks
 
 AXIS = "data"
 WHOLE, SPLIT = PartitionSpec(), PartitionSpec(AXIS)  # at every rank; a part at each

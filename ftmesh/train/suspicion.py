@@ -15,8 +15,8 @@ import numpy as np
 from ftmesh.errors import TrainingError
 from ftmesh.health.doctor import examine
 from ftmesh.health.equal import check_equal
-from ftmesh.mesh.notation import format_failed
 from ftmesh.testing import faults
+from ftmesh.topology.notation import format_failed
 from ftmesh.train.trainer import State, Trainer
 
 EXAMINE = 120.0  # seconds for every chip and link to answer

@@ -25,8 +25,8 @@ from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.execute.lower import PPERMUTE
 from ftmesh.layout.batches import Shares
 from ftmesh.layout.owned import Owned
-from ftmesh.mesh.topology import Topology
 from ftmesh.optim.sharded import ShardedOptimizer
+from ftmesh.topology.topology import Topology
 from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.memory import Memory
 from ftmesh.train.parallel import Parallel

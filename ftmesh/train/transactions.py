@@ -14,8 +14,8 @@ import jax
 
 from ftmesh.cluster.line import Line, Paused
 from ftmesh.errors import ArgumentError, CheckpointError
-from ftmesh.mesh.notation import format_failed
 from ftmesh.testing import faults
+from ftmesh.topology.notation import format_failed
 from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.memory import Memory
 from ftmesh.train.suspicion import Suspicion

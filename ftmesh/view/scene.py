@@ -26,10 +26,10 @@ from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.mesh.notation import Coord, format_shape
-from ftmesh.mesh.tiles import TiledTopology
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.notation import Coord, format_shape
+from ftmesh.topology.tiles import TiledTopology
+from ftmesh.topology.topology import Topology
 from ftmesh.view.writing import write_mesh, write_schedule
 
 FORMAT = "ftmesh.view/1"

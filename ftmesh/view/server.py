@@ -27,8 +27,8 @@ from typing import Any
 
 from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.errors import ArgumentError, FtmeshError
-from ftmesh.mesh.notation import parse_blocks, parse_shape
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.notation import parse_blocks, parse_shape
+from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes
 from ftmesh.view.page import page
 from ftmesh.view.scene import ALL, check_fits, scene

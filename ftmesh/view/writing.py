@@ -4,7 +4,7 @@ A schedule has ``num_chunks``; ``src`` and ``dst``, the ranks of each pair that 
 ``route`` and ``hops``, the places that the pairs' messages pass, and how many links each takes; and
 ``phases``. Each of those has ``starts``, the first row of every round and the end of the last, and
 for every row ``pair``, ``chunk``, ``count`` and ``op`` (0 adds, 1 copies). Ranks and places count
-from 0 as in `ftmesh.mesh.topology`, and columns are packed by `ftmesh.view.packing`. Beside them
+from 0 as in `ftmesh.topology.topology`, and columns are packed by `ftmesh.view.packing`. Beside them
 are the ``proof`` in words, and ``busiest_share``: of the payload, by the link that carries most.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.columns import Ints
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.verify import verify
+from ftmesh.topology.topology import Topology
 from ftmesh.view.packing import pack
 
 

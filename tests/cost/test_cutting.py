@@ -10,8 +10,8 @@ from ftmesh.cost.cutting import chunkings, num_chunks, schedule_for
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS
 from ftmesh.cost.simulate import Simulator
-from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.tiles import TiledTopology
 
 
 def seconds(topology, payload_bytes, on=DEFAULT):

@@ -18,8 +18,8 @@ from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS, network
 from ftmesh.cost.simulate import MODES, Simulator
 from ftmesh.execute.lower import lower
-from ftmesh.mesh.tiles import TiledTopology
 from ftmesh.schedule.columns import transfers
+from ftmesh.topology.tiles import TiledTopology
 
 V6E = Topology.grid("16x16", failed="2x2@2,2")  # 252 live chips
 V3 = Topology.grid("16x32", failed="4x2@6,14")  # 504

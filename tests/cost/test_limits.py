@@ -18,7 +18,7 @@ from ftmesh.cost.bottleneck import tightest_cut, weakest_partition
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import Network
 from ftmesh.errors import ArgumentError, TopologyError
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 
 
 def recount(found):

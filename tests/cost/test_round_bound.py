@@ -12,7 +12,7 @@ from ftmesh.cost import round_bound
 from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.cost.round_bound import RoundBound, any_bound, tree_bound
 from ftmesh.planners import tree
-from ftmesh.planners.graph import Graph
+from ftmesh.topology.graph import Graph
 
 
 @pytest.mark.parametrize(

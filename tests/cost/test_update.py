@@ -8,7 +8,7 @@ from ftmesh.cost.network import DEFAULT, NETWORKS
 from ftmesh.cost.simulate import Simulator
 from ftmesh.cost.update import TOUCHED, weigh
 from ftmesh.errors import ArgumentError
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 
 HOLE = Topology.grid("8x8", failed="2x2@2,2")
 FAST = replace(DEFAULT, memory=1e12)

@@ -19,12 +19,12 @@ from ftmesh.draw import (
     schedule_panels,
 )
 from ftmesh.errors import ScheduleError, TopologyError
-from ftmesh.mesh.routing import around, dimension_order
-from ftmesh.mesh.topology import Topology
 from ftmesh.planners import ring, row_pair, two_dim
 from ftmesh.schedule.columns import transfers
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import SplitSchedule
+from ftmesh.topology.routing import around, dimension_order
+from ftmesh.topology.topology import Topology
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "figures"

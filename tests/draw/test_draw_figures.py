@@ -13,8 +13,8 @@ import pytest
 from ftmesh.draw import draw_svg, draw_text, figure, routes_panel
 from ftmesh.draw.tracks import HALF, PITCH, arrow_paths
 from ftmesh.errors import FtmeshError
-from ftmesh.mesh.routing import dimension_order
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.routing import dimension_order
+from ftmesh.topology.topology import Topology
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "figures"
 

@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 
 from ftmesh import Topology
-from ftmesh.mesh.cables import cables, turns
+from ftmesh.health.probe_links import cables, turns
 
 MESHES = [
     ("16x32", {}, 4),

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from ftmesh import Topology, TopologyError, TopologyWarning
-from ftmesh.mesh.damage import Frame, failed_chips, failed_links
-from ftmesh.mesh.notation import Block
+from ftmesh.topology.damage import Frame, failed_chips, failed_links
+from ftmesh.topology.notation import Block
 
 EIGHT = Frame.of_grid((8, 8))
 SLICE = Frame((4, 4), low=(4, 2, 0), kept=(0, 1))  # chips 4,2 to 7,5 of a larger machine

@@ -264,7 +264,7 @@ def run_python(code, **variables):
 def test_real_cpu_devices():
     found = run_python(
         "import jax, json, ftmesh\n"
-        "from ftmesh.mesh.devices import platform_of\n"
+        "from ftmesh.topology.devices import platform_of\n"
         "topo = ftmesh.Topology.from_devices(jax.devices(), shape='4x4', failed='2x2@1,1')\n"
         "platform = platform_of(topo.devices[0])\n"
         "print(json.dumps([platform, topo.num_live, [d.id for d in topo.devices]]))",
@@ -280,7 +280,7 @@ def test_real_cpu_devices():
 def test_real_tpu_topologies():
     found = run_python(
         "import json, ftmesh\n"
-        "from ftmesh.mesh.devices import platform_of\n"
+        "from ftmesh.topology.devices import platform_of\n"
         "from jax.experimental import topologies\n"
         "out = {}\n"
         "for name in ('v3:16x32', 'v6e:16x16', 'v4:4x4x4'):\n"

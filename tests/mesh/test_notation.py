@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftmesh.errors import TopologyError
-from ftmesh.mesh.notation import (
+from ftmesh.topology.notation import (
     Block,
     format_failed,
     format_shape,

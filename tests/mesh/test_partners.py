@@ -5,8 +5,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from ftmesh.mesh.partners import partners
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.partners import partners
+from ftmesh.topology.topology import Topology
 
 
 def hosts_of(topology, shape):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ftmesh import Topology, TopologyError
 from ftmesh.errors import RoutingError
-from ftmesh.mesh.routing import around, dimension_order, find_cycle, together
+from ftmesh.topology.routing import around, dimension_order, find_cycle, together
 
 HOLE = Topology.from_drawing("""
     ......

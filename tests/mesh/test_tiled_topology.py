@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftmesh import TiledTopology, Topology, TopologyError
-from ftmesh.mesh.routing import dimension_order
+from ftmesh.topology.routing import dimension_order
 
 
 @dataclass(frozen=True)

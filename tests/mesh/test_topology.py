@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftmesh import Topology, TopologyError
-from ftmesh.mesh.notation import Block
+from ftmesh.topology.notation import Block
 
 HOLE = """
 ....

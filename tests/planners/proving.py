@@ -4,7 +4,7 @@ import math
 from itertools import product
 
 from ftmesh import Topology, planners, verify
-from ftmesh.mesh.notation import Block
+from ftmesh.topology.notation import Block
 
 SIDES = range(4, 13, 2)
 

@@ -13,9 +13,9 @@ import pytest
 import ftmesh
 from ftmesh import PlanError, Topology, VerificationError, planners, verify
 from ftmesh.planners import flood
-from ftmesh.planners.compass import compass_lanes, sources
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import SplitSchedule
+from ftmesh.topology.graph import compass_lanes, sources
 
 ODD = Topology.grid("5x4", failed="1x1@1,1;1x1@3,2", failed_links="0,0-1,0")
 

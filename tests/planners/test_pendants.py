@@ -5,9 +5,9 @@ import pytest
 
 from ftmesh import PlanError, Topology, verify
 from ftmesh.planners import tree
-from ftmesh.planners.graph import Graph
 from ftmesh.planners.pendants import Pendants
 from ftmesh.schedule.columns import ADD, COPY
+from ftmesh.topology.graph import Graph
 
 ONE = """
     .X..

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from proving import SIDES, check, damaged, even_blocks, every_block, slim_blocks
 
 from ftmesh import PlanError, Topology, planners
-from ftmesh.mesh.notation import format_shape
 from ftmesh.planners import PLANNERS, row_pair
+from ftmesh.topology.notation import format_shape
 
 GRIDS = list(product(SIDES, SIDES))
 LINES = [(2,), (5,), (8,), (1, 2), (1, 8), (9, 1)]

@@ -7,8 +7,8 @@ import pytest
 from proving import check
 
 from ftmesh import PlanError, Topology
-from ftmesh.mesh.notation import Block
 from ftmesh.planners import row_pair
+from ftmesh.topology.notation import Block
 
 
 def transfers_per_link_and_round(phase):

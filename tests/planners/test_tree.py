@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from ftmesh import PlanError, Topology, planners, simulate, verify
 from ftmesh.planners import tree
-from ftmesh.planners.graph import Graph
 from ftmesh.planners.messages import NONE, rounds_of
 from ftmesh.planners.trees import grow
 from ftmesh.schedule.columns import ADD, COPY
 from ftmesh.schedule.schedule import SplitSchedule
+from ftmesh.topology.graph import Graph
 
 
 def check(topology, num_chunks, lag=0):

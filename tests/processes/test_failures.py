@@ -16,10 +16,10 @@ import ftmesh
 from examples.soak.checks import CLOSE, Run, check, difference
 from examples.soak.running import LIMITS, MESH, PHASE_LIMIT, QUICKLY, Pod, limits_of_phases
 from examples.soak.train import PRESETS
-from ftmesh.mesh.partners import partners
-from ftmesh.mesh.topology import Topology
 from ftmesh.testing.fault import draw
 from ftmesh.testing.fault_acts import noted_processes
+from ftmesh.topology.partners import partners
+from ftmesh.topology.topology import Topology
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ import pytest
 from shards import given, sharded_on, state_on, tensors_in, tensors_of, without
 
 from ftmesh.errors import DamagedCheckpointError
-from ftmesh.mesh.partners import partners
-from ftmesh.mesh.topology import Topology
 from ftmesh.saved.snapshot import Copies
+from ftmesh.topology.partners import partners
+from ftmesh.topology.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -17,10 +17,10 @@ from ftmesh import (
     VerificationError,
     planners,
 )
-from ftmesh.mesh.routing import around, dimension_order
 from ftmesh.schedule.columns import ADD
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.routing import around, dimension_order
 
 
 def tiled(shape, tile, failed="", **options):

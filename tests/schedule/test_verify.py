@@ -14,12 +14,12 @@ from ftmesh import (
     VerificationError,
     verify,
 )
-from ftmesh.mesh.routing import dimension_order
 from ftmesh.planners import ring, row_pair
 from ftmesh.schedule import sets
 from ftmesh.schedule.columns import ADD, COPY, Columns, join, transfers
 from ftmesh.schedule.replay import replay
 from ftmesh.schedule.script import Script
+from ftmesh.topology.routing import dimension_order
 
 TOPO = Topology.grid("6x6", failed="2x2@2,2")
 SCHEDULES = {"ring": ring.plan(TOPO), "row_pair": row_pair.plan(TOPO)}

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from ftmesh import PlanError, Topology
 from ftmesh.errors import CollectiveError
-from ftmesh.mesh.ranks import Ranks
 from ftmesh.testing import cpu_grid
+from ftmesh.topology.ranks import Ranks
 from ftmesh.train import Groups, Parallel, Shares
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

@@ -8,8 +8,8 @@ import pytest
 
 from ftmesh.errors import ArgumentError, DataError
 from ftmesh.layout.batches import Shares
-from ftmesh.mesh.ranks import Ranks
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.ranks import Ranks
+from ftmesh.topology.topology import Topology
 from ftmesh.train import reading
 from ftmesh.train.reading import Reader
 from ftmesh.train.records import Records, find_shards, write_records

@@ -10,8 +10,8 @@ from more import more
 
 from ftmesh import planners
 from ftmesh.cost.limits import limits
-from ftmesh.mesh.notation import format_failed
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.notation import format_failed
+from ftmesh.topology.topology import Topology
 from ftmesh.view.packing import pack
 from ftmesh.view.page import page
 from ftmesh.view.scene import scene, scene_of

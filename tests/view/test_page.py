@@ -11,9 +11,9 @@ import pytest
 
 from ftmesh import planners
 from ftmesh.cli import main
-from ftmesh.mesh.tiles import TiledTopology
-from ftmesh.mesh.topology import Topology
 from ftmesh.schedule.files import save
+from ftmesh.topology.tiles import TiledTopology
+from ftmesh.topology.topology import Topology
 from ftmesh.view.page import SCRIPTS, page
 from ftmesh.view.scene import scene
 

@@ -13,7 +13,7 @@ from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS
 from ftmesh.cost.simulate import simulate
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 from ftmesh.view.packing import pack, unpack
 from ftmesh.view.scene import MAX_CHIPS, scene
 

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from ftmesh.errors import ArgumentError
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 from ftmesh.view.scene import scene
 from ftmesh.view.server import MAX_BYTES, Server
 

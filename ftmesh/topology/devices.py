@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ftmesh.errors import TopologyError, TopologyWarning
-from ftmesh.mesh.damage import Frame
-from ftmesh.mesh.notation import Coord, format_shape, parse_blocks, parse_shape
+from ftmesh.topology.damage import Frame
+from ftmesh.topology.notation import Coord, format_shape, parse_blocks, parse_shape
 
 MESH_VARIABLE = "FTMESH_MESH"  # the shape of this machine's mesh, for devices without coords
 BLOCKS_VARIABLE = "FTMESH_BLOCKS"  # and which part of it each process has

@@ -1,7 +1,7 @@
 """The written forms of meshes and of damage: ``16x32``, ``4x2@6,14``, ``2x2x1@0,0,4``, drawings.
 
 Everything here turns text (or lists) into tuples of integers and back; what they mean is the
-business of `ftmesh.mesh.damage` and `ftmesh.mesh.topology`.
+business of `ftmesh.topology.damage` and `ftmesh.topology.topology`.
 """
 
 from __future__ import annotations

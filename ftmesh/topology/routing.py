@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise, product
 
 from ftmesh.errors import RoutingError
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.topology import Link, Topology
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.topology import Link, Topology
 
 Route = tuple[Coord, ...]
 Channel = tuple[Link, bool]

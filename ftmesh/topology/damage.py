@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ftmesh.errors import TopologyError, TopologyWarning
-from ftmesh.mesh.notation import (
+from ftmesh.topology.notation import (
     Block,
     Coord,
     Failed,

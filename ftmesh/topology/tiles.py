@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import TopologyError
-from ftmesh.mesh.notation import (
+from ftmesh.topology.notation import (
     Block,
     Coord,
     Link,
@@ -30,7 +30,7 @@ from ftmesh.mesh.notation import (
     format_shape,
     parse_shape,
 )
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

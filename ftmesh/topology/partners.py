@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 
 _FAR = 1_000_000  # more than any way on a mesh
 

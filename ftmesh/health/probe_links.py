@@ -1,9 +1,17 @@
-"""Look at links: whether they carry patterns both ways, unchanged, and as quickly as others do."""
+"""Look at links: whether they carry patterns both ways, unchanged, and as quickly as others do.
+
+Cables: the links of a mesh, both directions at once, in turns that share no chip.
+
+>>> from ftmesh.topology.topology import Topology
+>>> line = Topology.grid("4x1")
+>>> turns(cables(line), lambda cable: cable)
+((((0, 0), (1, 0)), ((2, 0), (3, 0))), (((1, 0), (2, 0)),))
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -11,8 +19,8 @@ from ftmesh.health.asking import Answer
 from ftmesh.health.findings import Finding, laggards
 from ftmesh.health.look import AGAIN, Look, usual
 from ftmesh.health.probes import link_program
-from ftmesh.mesh.cables import turns
-from ftmesh.mesh.notation import Link, format_coord
+from ftmesh.topology.notation import Link, format_coord
+from ftmesh.topology.topology import Topology
 
 _CONTROLS = 8  # links that do not seem slow, measured beside those that do
 
@@ -137,3 +145,36 @@ def _compare(look: Look, times: dict[Link, float]) -> None:
         suspects = laggards(times, reach, among=suspects, **options)
     for cable, usual_seconds in suspects.items():
         look.found.append(Finding.slow(cable, times[cable], usual_seconds))
+
+
+def cables(topology: Topology) -> tuple[Link, ...]:
+    """Every cable between live chips once, its lower end first: by axis, even ones before odd."""
+
+    def order(cable: Link) -> tuple[int, int, Link]:
+        low, high = cable
+        axis = next(i for i in range(len(low)) if low[i] != high[i])
+        is_beside = high[axis] == low[axis] + 1
+        start = low[axis] if is_beside else high[axis]  # of one over the edge
+        return axis, start % 2, cable
+
+    return tuple(sorted({(min(a, b), max(a, b)) for a, b in topology.links}, key=order))
+
+
+def turns(
+    some: Iterable[Link], needs: Callable[[Link], Iterable[Hashable]]
+) -> tuple[tuple[Link, ...], ...]:
+    """The cables in turns; those of a turn need nothing in common. Each goes into the first it can.
+
+    Where a cable needs its two chips, a mesh whose sides are even takes two turns for each axis.
+    """
+    found: list[list[Link]] = []
+    taken: list[set[Hashable]] = []
+    for cable in some:
+        own = set(needs(cable))
+        turn = next((i for i, others in enumerate(taken) if not own & others), len(found))
+        if turn == len(found):
+            found.append([])
+            taken.append(set())
+        found[turn].append(cable)
+        taken[turn] |= own
+    return tuple(map(tuple, found))

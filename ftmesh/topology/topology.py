@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ftmesh.errors import TopologyError
-from ftmesh.mesh import damage, parts
-from ftmesh.mesh.damage import Frame
-from ftmesh.mesh.devices import read_layout
-from ftmesh.mesh.notation import (
+from ftmesh.topology import damage, regions
+from ftmesh.topology.damage import Frame
+from ftmesh.topology.devices import read_layout
+from ftmesh.topology.notation import (
     Block,
     Coord,
     Failed,
@@ -33,7 +33,7 @@ from ftmesh.mesh.notation import (
     parse_links,
     parse_shape,
 )
-from ftmesh.mesh.notation import Link as Link
+from ftmesh.topology.notation import Link as Link
 
 
 @dataclass(frozen=True)
@@ -236,9 +236,9 @@ class Topology:
 
     def components(self) -> tuple[tuple[Coord, ...], ...]:
         """The connected parts of the live mesh, largest first."""
-        return parts.connected(self._neighbours)
+        return regions.connected(self._neighbours)
 
-    # What a rank is; `ftmesh.mesh.tiles` has other answers ------------------------------------
+    # What a rank is; `ftmesh.topology.tiles` has other answers ------------------------------------
 
     @property
     def wires(self) -> Topology:
@@ -261,14 +261,14 @@ class Topology:
 
         Ties go to the squarest, then to the lowest corner.
         """
-        return parts.largest_box(self.shape, self.failed, self.failed_links)
+        return regions.largest_box(self.shape, self.failed, self.failed_links)
 
     def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Ranks in groups of `size` neighbouring chips: the grid cut into equal, squarish tiles.
 
         A failed chip leaves its group smaller; a tile with no live chip leaves no group.
         """
-        tile = parts.squarest_tile(self.shape, size)
+        tile = regions.squarest_tile(self.shape, size)
         if tile is None:
             raise TopologyError(
                 f"mesh {self.name} cannot be cut into equal boxes of {size} chips: "
@@ -297,7 +297,7 @@ class Topology:
         The others have the positions of a tile, all on one axis, or an axis for each side of it
         (x first, cores last).
         """
-        from ftmesh.mesh.jax_axis import jax_mesh
+        from ftmesh.topology.jax_mesh import jax_mesh
 
         return jax_mesh(self, axis_name, along=along, with_idle=with_idle)
 

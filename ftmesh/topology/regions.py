@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ftmesh.errors import TopologyError
-from ftmesh.mesh.notation import Block, Coord, Link, format_shape
+from ftmesh.topology.notation import Block, Coord, Link, format_shape
 
 
 def connected(neighbours: Mapping[Coord, Iterable[Coord]]) -> tuple[tuple[Coord, ...], ...]:

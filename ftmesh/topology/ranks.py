@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.topology import Topology
 
 
 class OnTopology(Protocol):

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError, TopologyError
-from ftmesh.mesh.notation import Coord
-from ftmesh.mesh.ranks import Ranks
-from ftmesh.mesh.tiles import TiledTopology
-from ftmesh.mesh.topology import Topology
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.ranks import Ranks
+from ftmesh.topology.tiles import TiledTopology
+from ftmesh.topology.topology import Topology
 
 
 def jax_mesh(

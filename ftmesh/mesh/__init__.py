@@ -1,1 +1,0 @@
-"""Mesh: chips, links, what has failed, and the ways around it."""

@@ -1,0 +1,1 @@
+"""Topology: chips, links, what has failed, and routes around it."""
