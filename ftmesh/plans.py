@@ -29,8 +29,8 @@ from ftmesh.cost.simulate import DATAFLOW
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE, Loop, Program, lower
 from ftmesh.execute.read_back import check_program
-from ftmesh.schedule.columns import ADD, COPY
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.schedule.transfers import ADD, COPY
 from ftmesh.schedule.verify import Proof
 from ftmesh.schedule.verify import verify as _verify
 from ftmesh.topology.tiles import TiledTopology

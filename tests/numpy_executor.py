@@ -1,7 +1,7 @@
 """Lowered programs, and what they are made of, run with NumPy: a second opinion on what they do."""
 
 from ftmesh.execute.read_back import LoopRounds
-from ftmesh.schedule.columns import COPY
+from ftmesh.schedule.transfers import COPY
 
 
 def run(program, buffers):

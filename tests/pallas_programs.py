@@ -7,7 +7,7 @@ from on_devices import EACH
 
 from ftmesh.execute import primitives
 from ftmesh.execute.lower import IDLE, MIXED, Lane, Loop, Program, Table
-from ftmesh.schedule.columns import ADD
+from ftmesh.schedule.transfers import ADD
 
 
 def crossing_loop(num_rounds, op=ADD, *, num_ranks=3, lanes=(1, -1)):

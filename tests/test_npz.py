@@ -13,7 +13,7 @@ import pytest
 
 import ftmesh
 from ftmesh.errors import ScheduleFileError
-from ftmesh.npz import NotNpzError, Npz
+from ftmesh.files import NotNpzError, Npz
 from ftmesh.planners import ring
 
 

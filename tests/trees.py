@@ -3,7 +3,7 @@
 import numpy as np
 
 from ftmesh import Phase, Schedule
-from ftmesh.schedule.columns import ADD, COPY, transfers
+from ftmesh.schedule.transfers import ADD, COPY, transfers
 
 
 def tree_schedule(topology, num_chunks, *, seed=0):

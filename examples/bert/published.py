@@ -18,7 +18,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ftmesh.errors import DataError, DataNotFoundError
-from ftmesh.npz import Npz
+from ftmesh.files import Npz
 from ftmesh.saved.newest import first_difference
 
 _LAYER = {

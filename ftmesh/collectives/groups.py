@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError, CollectiveError, TopologyError
 from ftmesh.execute import _compat
-from ftmesh.schedule.columns import Ints
+from ftmesh.schedule.transfers import Ints
 from ftmesh.topology.ranks import OnTopology, Ranks
 from ftmesh.topology.topology import Topology
 

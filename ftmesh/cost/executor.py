@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
-from ftmesh.schedule.columns import ADD, Columns, Ints, row_key
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.transfers import ADD, Columns, Ints, row_key
 from ftmesh.topology.topology import Topology
 
 EXCHANGES = 4  # rounds in which two devices of a chip give each other their halves, at most

@@ -17,8 +17,8 @@ from ftmesh.cost.executor import Executor
 from ftmesh.cost.network import Network, network_of
 from ftmesh.cost.simulate import DATAFLOW, Simulator
 from ftmesh.errors import ArgumentError
-from ftmesh.schedule.columns import ADD
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.schedule.transfers import ADD
 from ftmesh.topology.topology import Topology
 
 

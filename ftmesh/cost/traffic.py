@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.cost.network import Network
-from ftmesh.schedule.columns import Columns, row_key
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.transfers import Columns, row_key
 
 Floats = NDArray[np.float64]
 Index = NDArray[np.intp]

@@ -21,9 +21,9 @@ import numpy as np
 
 from ftmesh.draw.page import heading
 from ftmesh.errors import ScheduleError
-from ftmesh.schedule.columns import Columns
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.schedule.transfers import Columns
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.routing import Route
 from ftmesh.topology.topology import Topology

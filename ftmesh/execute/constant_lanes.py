@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ftmesh.schedule.columns import Columns, Ints, row_key
+from ftmesh.schedule.transfers import Columns, Ints, row_key
 
 
 def constant_lanes(columns: Columns) -> Ints:

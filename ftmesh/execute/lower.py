@@ -21,10 +21,10 @@ import numpy as np
 from ftmesh.errors import ScheduleError
 from ftmesh.execute.constant_lanes import constant_lanes
 from ftmesh.execute.on_devices import on_devices
-from ftmesh.schedule.circling import Circling
-from ftmesh.schedule.columns import Columns, Ints, row_key
 from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.ring_rule import Circling
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.transfers import Columns, Ints, row_key
 
 Permutation = tuple[tuple[int, int], ...]
 PPERMUTE, PALLAS = EXECUTORS = ("ppermute", "pallas")

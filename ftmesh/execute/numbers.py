@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ftmesh.execute.lower import IDLE, Loop, Rule
 from ftmesh.execute.places import Numbers
-from ftmesh.schedule.columns import Ints
+from ftmesh.schedule.transfers import Ints
 
 READ_AT_ONCE = 2  # rounds
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from ftmesh.errors import PlanError
 from ftmesh.planners.forwarding import Group, book
-from ftmesh.schedule.circling import Circling
-from ftmesh.schedule.columns import ADD, COPY, Columns, Ints, join, transfers
 from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.rank_schedule import Script
+from ftmesh.schedule.ring_rule import Circling
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
-from ftmesh.schedule.script import Script
+from ftmesh.schedule.transfers import ADD, COPY, Columns, Ints, join, transfers
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology
 

@@ -24,7 +24,7 @@ from ftmesh.execute.pallas_kernel import kernel
 from ftmesh.execute.pallas_rank import WIDTH, Work
 from ftmesh.execute.pallas_tables import cuts, headings, pages, partners
 from ftmesh.execute.setting import Setting
-from ftmesh.schedule.columns import COPY
+from ftmesh.schedule.transfers import COPY
 from ftmesh.topology.devices import platform_of, process_of
 
 TILE_BYTES = 4096

@@ -24,7 +24,7 @@ from jax import lax
 from ftmesh.execute.pallas_lanes import OneLane, Transfer
 from ftmesh.execute.pallas_rank import Rank, Work, unless, when
 from ftmesh.execute.pallas_tables import RECEIVE, SEND, SLOTS, Cut
-from ftmesh.schedule.columns import COPY
+from ftmesh.schedule.transfers import COPY
 
 
 def kernel(work: Work, heading: Any, table: Any, given: Any, buffer: Any, *scratch: Any) -> None:

@@ -24,7 +24,7 @@ from ftmesh.execute.pallas_tables import (
     SOURCE,
     Cut,
 )
-from ftmesh.schedule.columns import ADD, COPY
+from ftmesh.schedule.transfers import ADD, COPY
 
 ROWS_AT_ONCE = 256  # that are added by one turn of a loop
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ftmesh.execute.lower import IDLE, MIXED, Lane, Loop, Rule, Table
-from ftmesh.schedule.columns import ADD, Ints
+from ftmesh.schedule.transfers import ADD, Ints
 
 SLOTS = 4  # pieces of a lane that may be under way to a rank; a power of two
 PAGE = 8, 128  # rounds of a page of the table, and the least number of words in a row of it

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from ftmesh.execute.lower import IDLE, MIXED, Lane, Loop
-from ftmesh.schedule.columns import Ints
+from ftmesh.schedule.transfers import Ints
 
 
 @dataclass(frozen=True, eq=False)

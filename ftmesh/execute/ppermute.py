@@ -22,7 +22,7 @@ from ftmesh.execute.idle import completed
 from ftmesh.execute.lower import Lane, Loop, Program
 from ftmesh.execute.numbers import Arrival, Round, rounds_of
 from ftmesh.execute.setting import Setting
-from ftmesh.schedule.columns import ADD, COPY
+from ftmesh.schedule.transfers import ADD, COPY
 
 Run = Callable[[jax.Array, Any, int], jax.Array]
 TILE_ROWS = 16  # a tile of 16-bit numbers, and two of 32 bits

@@ -14,8 +14,8 @@ import numpy as np
 from ftmesh.errors import VerificationError
 from ftmesh.execute.lower import IDLE, Loop, Program, Rule
 from ftmesh.execute.places import Numbers
-from ftmesh.schedule.columns import Columns, join, transfers
-from ftmesh.schedule.script import Script
+from ftmesh.schedule.rank_schedule import Script
+from ftmesh.schedule.transfers import Columns, join, transfers
 from ftmesh.schedule.verify import prove
 
 

@@ -33,7 +33,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
-from ftmesh.schedule.columns import Ints
+from ftmesh.schedule.transfers import Ints
 from ftmesh.topology.ranks import OnTopology, Ranks
 from ftmesh.topology.topology import Topology
 

@@ -21,7 +21,7 @@ from jax import lax
 
 from ftmesh.layout.buckets import Packing, make_buckets
 from ftmesh.layout.order import Shape
-from ftmesh.schedule.columns import Ints
+from ftmesh.schedule.transfers import Ints
 
 
 @dataclass(frozen=True, eq=False)

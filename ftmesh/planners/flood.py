@@ -26,8 +26,8 @@ import numpy as np
 from ftmesh.errors import PlanError
 from ftmesh.planners.flood_round import ONE, WORD, Sets, bring
 from ftmesh.planners.scatter import all_reduce
-from ftmesh.schedule.columns import Ints, transfers
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.transfers import Ints, transfers
 from ftmesh.topology.graph import sources
 from ftmesh.topology.topology import Topology
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.schedule.columns import Ints
+from ftmesh.schedule.transfers import Ints
 
 Sets = NDArray[np.uint64]  # a set of chunks in each row, 64 to a word
 Index = NDArray[np.intp]

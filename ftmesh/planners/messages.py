@@ -18,7 +18,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.schedule.columns import Ints
+from ftmesh.schedule.transfers import Ints
 from ftmesh.topology.graph import Graph
 
 NONE = -1  # the round of a message that there is not

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ftmesh.schedule.columns import Columns, Ints, transfers
+from ftmesh.schedule.transfers import Columns, Ints, transfers
 from ftmesh.topology.graph import Graph
 
 

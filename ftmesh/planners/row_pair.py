@@ -22,8 +22,8 @@ import numpy as np
 from ftmesh.errors import PlanError
 from ftmesh.planners.forwarding import Booking, Piece, book, form_groups
 from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
-from ftmesh.schedule.columns import Columns, join, transfers
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.transfers import Columns, join, transfers
 from ftmesh.topology.graph import compass_lanes
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.routing import find_cycle

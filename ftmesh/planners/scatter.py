@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ftmesh.schedule.circling import Circling
-from ftmesh.schedule.columns import Columns, Ints, join, transfers
 from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.ring_rule import Circling
 from ftmesh.schedule.schedule import SplitSchedule
+from ftmesh.schedule.transfers import Columns, Ints, join, transfers
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology
 

@@ -18,9 +18,9 @@ from ftmesh.errors import PlanError
 from ftmesh.planners.messages import NONE, Index, Rounds, rounds_of
 from ftmesh.planners.pendants import Pendants
 from ftmesh.planners.trees import grow
-from ftmesh.schedule.columns import ADD, COPY, Columns, Ints, row_key, transfers
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.transfers import ADD, COPY, Columns, Ints, row_key, transfers
 from ftmesh.topology.graph import Graph
 from ftmesh.topology.topology import Topology
 

@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from ftmesh.schedule.columns import Ints
+from ftmesh.schedule.transfers import Ints
 from ftmesh.topology.graph import Graph
 
 LEAF = 3.0  # what it costs to hang something on a leaf, in hops

@@ -16,8 +16,8 @@ import numpy as np
 
 from ftmesh.errors import PlanError
 from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
-from ftmesh.schedule.columns import Columns, Ints, join
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.transfers import Columns, Ints, join
 from ftmesh.topology.topology import Topology
 
 

@@ -16,24 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import ScheduleError
-from ftmesh.schedule.circling import Circling
-from ftmesh.schedule.columns import (
-    ADD,
-    COPY,
-    Columns,
-    Ints,
-    join,
-    repeats,
-    row_key,
-    sorting,
-)
+from ftmesh.schedule.ring_rule import Circling
+from ftmesh.schedule.transfers import ADD, COPY, Columns, Ints, join, repeats, row_key, sorting
 
 
 @dataclass(frozen=True, eq=False)
 class Phase:
     """Rounds of transfers, numbered from 0: rows, or rings in lockstep that stay a rule.
 
-    >>> from ftmesh.schedule.columns import transfers
+    >>> from ftmesh.schedule.transfers import transfers
     >>> swap = transfers(round=0, lane=0, src=[0, 1], dst=[1, 0], chunk=[0, 1])
     >>> Phase("swap", swap).num_rounds
     1

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.schedule.columns import ADD
-from ftmesh.schedule.script import AnyScript
+from ftmesh.schedule.rank_schedule import AnyScript
+from ftmesh.schedule.transfers import ADD
 
 MANY = 2**31  # counts stop here: a contribution that is there so often never becomes right again
 

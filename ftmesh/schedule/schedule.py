@@ -2,21 +2,25 @@
 
 A `Schedule` is an all-reduce. A `SplitSchedule` is one that comes in two halves, so that it can be
 run as a reduce-scatter or as an all-gather too: those who need halves ask for that type.
+
+On chips: a phase over tiles as what the chips of those tiles do, all positions at once.
+
+Depth: the longest chain of additions, because a 16-bit partial sum is rounded at each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
 from ftmesh.errors import ArgumentError, ScheduleError
-from ftmesh.schedule.columns import Columns, Ints, join
-from ftmesh.schedule.depth import depth_of
-from ftmesh.schedule.on_chips import on_chips
 from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.ring_rule import Circling
+from ftmesh.schedule.transfers import ADD, Columns, Ints, join, lanes_of, moves
 from ftmesh.topology.routing import Route, together
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Link, Topology
@@ -247,3 +251,78 @@ def check_schedule(given: object) -> None:
         raise ArgumentError(
             f"this takes a schedule, and not a {type(given).__name__}: of a plan, plan.schedule"
         )
+
+
+def on_chips(phase: Phase, tiles: TiledTopology, num_chunks: int) -> Phase:
+    """The phase as each position runs it: from chip to chip, at the same place in both tiles.
+
+    Chips have the ranks of ``tiles.chips``. Each brings `num_chunks` chunks of its own; the second
+    core of a chip comes after the first, in its chunks and in its lanes.
+    """
+    chips, cores = tiles.players, range(tiles.chips.devices_per_chip)
+    above = max(phase.lanes) + 1
+    if isinstance(phase.what, Columns):
+        rows = phase.what
+        each_position = product(cores, chips)
+        return Phase(
+            phase.name,
+            join(
+                _rows(rows, ranks, core * num_chunks, core * above) for core, ranks in each_position
+            ),
+        )
+    return Phase(
+        phase.name,
+        tuple(
+            Circling(
+                rings=chips[:, each.rings].reshape(-1, each.num_places),
+                first_chunk=np.tile(each.first_chunk + np.int32(core * num_chunks), len(chips)),
+                lane=each.lane + core * above,
+                count=each.count,
+                mirrored=each.mirrored,
+            )
+            for core in cores
+            for each in phase.what
+        ),
+    )
+
+
+def _rows(c: Columns, ranks: Ints, chunk: int, lane: int) -> Columns:
+    return c.replace(
+        src=ranks[c.src],
+        dst=ranks[c.dst],
+        chunk=c.chunk + np.int32(chunk),
+        lane=c.lane + np.int32(lane),
+    )
+
+
+def depth_of(phases: Iterable[Phase], num_ranks: int, num_chunks: int) -> int:
+    """The longest chain of additions that any value goes through in `phases`."""
+    phases = tuple(phases)
+    if len(phases) == 1 and _is_rings_apart(phases[0]):
+        return phases[0].num_rounds
+    small = sum(phase.num_rounds * len(phase.lanes) for phase in phases) < 2**16
+    deep = np.zeros(num_ranks * num_chunks, np.uint16 if small else np.int32)
+    for now in (moves(c, num_chunks) for phase in phases for c in phase.rounds()):
+        cells = deep.reshape(-1, now.size)
+        read = cells[now.src]
+        for lane in lanes_of(now):
+            target, adds = now.dst[lane], now.adds[lane]
+            if adds.all():
+                cells[target] = np.maximum(cells[target], read[lane]) + 1
+            else:
+                summed = np.maximum(cells[target], read[lane]) + 1
+                cells[target] = np.where(adds[:, None], summed, read[lane])
+    return int(deep.max())
+
+
+def _is_rings_apart(phase: Phase) -> bool:
+    """Whether a phase is rings that sum, each on chunks of its own: every round adds once."""
+    if isinstance(phase.what, Columns):
+        return False
+    ends = [
+        (int(first), int(first) + each.num_places * each.count)
+        for each in phase.what
+        for first in each.first_chunk
+    ]
+    apart = all(end <= start for (_, end), (start, _) in pairwise(sorted(ends)))
+    return apart and all(each.op == ADD for each in phase.what)

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ftmesh.schedule.columns import Ints
+from ftmesh.schedule.transfers import Ints
 from ftmesh.topology.topology import Topology
 
 

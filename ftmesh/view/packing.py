@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ftmesh.schedule.columns import Ints
+from ftmesh.schedule.transfers import Ints
 
 
 def pack(values: ArrayLike) -> str:

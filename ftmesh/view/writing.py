@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ftmesh.schedule.columns import Ints
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.transfers import Ints
 from ftmesh.schedule.verify import verify
 from ftmesh.topology.topology import Topology
 from ftmesh.view.packing import pack

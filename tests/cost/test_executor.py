@@ -18,7 +18,7 @@ from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS, network
 from ftmesh.cost.simulate import MODES, Simulator
 from ftmesh.execute.lower import lower
-from ftmesh.schedule.columns import transfers
+from ftmesh.schedule.transfers import transfers
 from ftmesh.topology.tiles import TiledTopology
 
 V6E = Topology.grid("16x16", failed="2x2@2,2")  # 252 live chips

@@ -12,9 +12,9 @@ from ftmesh.cost.executor import Executor, costs
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
 from ftmesh.cost.simulate import MODES, Simulator, simulate
-from ftmesh.schedule.columns import ADD, COPY, transfers
+from ftmesh.schedule.rank_schedule import Script
 from ftmesh.schedule.replay import replay
-from ftmesh.schedule.script import Script
+from ftmesh.schedule.transfers import ADD, COPY, transfers
 
 NETWORKS_TRIED = [
     DEFAULT,

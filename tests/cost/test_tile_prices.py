@@ -12,9 +12,9 @@ from ftmesh.cost.choice import choose
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import Network
 from ftmesh.cost.simulate import MODES, Simulator
-from ftmesh.schedule.columns import transfers
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.transfers import transfers
 
 QUICK, SLOW = Network(50e9, 0.1e-6, 0.2e-6), Network(50e9, 500e-6)
 PAYLOAD = 64_000_000

@@ -20,9 +20,9 @@ from ftmesh.draw import (
 )
 from ftmesh.errors import ScheduleError, TopologyError
 from ftmesh.planners import ring, row_pair, two_dim
-from ftmesh.schedule.columns import transfers
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import SplitSchedule
+from ftmesh.schedule.transfers import transfers
 from ftmesh.topology.routing import around, dimension_order
 from ftmesh.topology.topology import Topology
 

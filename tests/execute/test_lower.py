@@ -11,7 +11,7 @@ from ftmesh import Phase, Schedule, Topology, planners
 from ftmesh.execute.lower import IDLE, Rule, Table, _rule, lower
 from ftmesh.execute.places import Numbers
 from ftmesh.execute.read_back import LoopRounds
-from ftmesh.schedule.columns import ADD, COPY, join, transfers
+from ftmesh.schedule.transfers import ADD, COPY, join, transfers
 
 MESHES = {
     "ring": Topology.grid("8x8", failed="2x2@2,2"),

@@ -24,7 +24,7 @@ from ftmesh.execute.places import Numbers, _in_few_places
 from ftmesh.execute.ppermute import run_loop
 from ftmesh.execute.read_back import LoopRounds, check_program
 from ftmesh.execute.setting import Setting, Wire
-from ftmesh.schedule.columns import ADD, COPY, join
+from ftmesh.schedule.transfers import ADD, COPY, join
 from ftmesh.testing import cpu_grid
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

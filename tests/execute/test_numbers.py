@@ -16,7 +16,7 @@ from ftmesh.execute import primitives, read_back
 from ftmesh.execute.lower import IDLE, Rule, lower
 from ftmesh.execute.numbers import rounds_of
 from ftmesh.execute.places import Numbers, _in_few_places
-from ftmesh.schedule.columns import ADD, COPY, join, transfers
+from ftmesh.schedule.transfers import ADD, COPY, join, transfers
 
 
 def spread(places, numbers):

@@ -19,7 +19,7 @@ from ftmesh.execute.lower import lower
 from ftmesh.execute.pallas_tables import PAGE, SLOTS, cuts
 from ftmesh.execute.setting import OWN, Setting
 from ftmesh.planners import tree
-from ftmesh.schedule.columns import ADD, COPY
+from ftmesh.schedule.transfers import ADD, COPY
 from ftmesh.testing import cpu_grid, on_one_device
 
 pytestmark = pytest.mark.usefixtures("quick_compiler", "no_race")

@@ -17,7 +17,7 @@ from ftmesh.execute import pallas_kernel, pallas_tables
 from ftmesh.execute.lower import MIXED
 from ftmesh.execute.pallas_lanes import OneLane
 from ftmesh.execute.pallas_tables import SLOTS
-from ftmesh.schedule.columns import COPY
+from ftmesh.schedule.transfers import COPY
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

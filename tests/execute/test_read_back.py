@@ -10,9 +10,9 @@ import ftmesh
 from ftmesh import ScheduleError, Topology, VerificationError, planners
 from ftmesh.execute.lower import IDLE, Rule, Table, lower
 from ftmesh.execute.read_back import check_program
-from ftmesh.schedule.columns import COPY, transfers
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.script import Script
+from ftmesh.schedule.rank_schedule import Script
+from ftmesh.schedule.transfers import COPY, transfers
 from ftmesh.schedule.verify import prove
 
 HOLE = Topology.grid("6x6", failed="2x2@2,2")

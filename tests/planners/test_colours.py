@@ -12,8 +12,8 @@ from ftmesh import PlanError, Topology, planners, verify
 from ftmesh.planners import colours
 from ftmesh.planners.circuits import along, join_circuits, wrapping_axes
 from ftmesh.planners.scatter import both_ways
-from ftmesh.schedule.depth import depth_of
 from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.schedule import depth_of
 
 TORI = [*product(range(3, 8), repeat=2), (4, 13), (3, 20), (3, 3, 3), (3, 4, 5), (4, 4, 8)]
 PARTLY = [  # an axis of two chips, or open

@@ -6,7 +6,7 @@ import pytest
 from ftmesh import PlanError, Topology, verify
 from ftmesh.planners import tree
 from ftmesh.planners.pendants import Pendants
-from ftmesh.schedule.columns import ADD, COPY
+from ftmesh.schedule.transfers import ADD, COPY
 from ftmesh.topology.graph import Graph
 
 ONE = """

@@ -9,8 +9,8 @@ from ftmesh import PlanError, Topology, planners, simulate, verify
 from ftmesh.planners import tree
 from ftmesh.planners.messages import NONE, rounds_of
 from ftmesh.planners.trees import grow
-from ftmesh.schedule.columns import ADD, COPY
 from ftmesh.schedule.schedule import SplitSchedule
+from ftmesh.schedule.transfers import ADD, COPY
 from ftmesh.topology.graph import Graph
 
 

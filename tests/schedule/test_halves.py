@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from ftmesh import Phase, Schedule, SplitSchedule, Topology, VerificationError, verify
 from ftmesh import planners as algorithms
 from ftmesh.planners import ring, row_pair, two_dim
-from ftmesh.schedule.circling import Circling
-from ftmesh.schedule.columns import ADD, COPY, join, transfers
-from ftmesh.schedule.counting import uncounted_chunks, ungathered_chunks
+from ftmesh.schedule.counting_proof import uncounted_chunks, ungathered_chunks
+from ftmesh.schedule.rank_schedule import Script
 from ftmesh.schedule.replay import replay
-from ftmesh.schedule.script import Script
-from ftmesh.schedule.sets import check_sets
+from ftmesh.schedule.ring_rule import Circling
+from ftmesh.schedule.set_proof import check_sets
+from ftmesh.schedule.transfers import ADD, COPY, join, transfers
 from ftmesh.schedule.verify import PROGRAMS
 
 SQUARE = Topology.grid("2x2")

@@ -17,9 +17,9 @@ from ftmesh import (
     VerificationError,
     planners,
 )
-from ftmesh.schedule.columns import ADD
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.transfers import ADD
 from ftmesh.topology.routing import around, dimension_order
 
 

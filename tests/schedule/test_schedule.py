@@ -3,7 +3,7 @@ import pytest
 
 from ftmesh import Phase, Schedule, ScheduleError, SplitSchedule, Topology
 from ftmesh.planners import ring, row_pair
-from ftmesh.schedule.columns import COPY, transfers
+from ftmesh.schedule.transfers import COPY, transfers
 
 SQUARE = Topology.grid("2x2")
 

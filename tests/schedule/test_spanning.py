@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from ftmesh import Phase, Schedule, Topology, VerificationError
 from ftmesh.planners import ring, tree
-from ftmesh.schedule.columns import ADD, COPY, join, transfers
-from ftmesh.schedule.counting import unspanned_chunks
-from ftmesh.schedule.script import Script
-from ftmesh.schedule.sets import check_sets
+from ftmesh.schedule.counting_proof import unspanned_chunks
+from ftmesh.schedule.rank_schedule import Script
+from ftmesh.schedule.set_proof import check_sets
+from ftmesh.schedule.transfers import ADD, COPY, join, transfers
 
 
 def complaint(script, chunks):

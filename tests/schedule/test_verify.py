@@ -15,10 +15,10 @@ from ftmesh import (
     verify,
 )
 from ftmesh.planners import ring, row_pair
-from ftmesh.schedule import sets
-from ftmesh.schedule.columns import ADD, COPY, Columns, join, transfers
+from ftmesh.schedule import set_proof
+from ftmesh.schedule.rank_schedule import Script
 from ftmesh.schedule.replay import replay
-from ftmesh.schedule.script import Script
+from ftmesh.schedule.transfers import ADD, COPY, Columns, join, transfers
 from ftmesh.topology.routing import dimension_order
 
 TOPO = Topology.grid("6x6", failed="2x2@2,2")
@@ -234,9 +234,9 @@ def test_lanes_that_bring_the_same_chunk_to_the_same_chip():
 
 def test_chunks_are_verified_in_turns_where_memory_is_short(monkeypatch):
     seen = []
-    monkeypatch.setattr(sets, "STATE_BYTES", 32 * 8 * 7)
+    monkeypatch.setattr(set_proof, "STATE_BYTES", 32 * 8 * 7)
     whole = Script.of(Schedule(TOPO, "ring", 64, SCHEDULES["ring"].phases))  # without halves
-    sets.check_sets(whole, np.arange(64), lambda done, total: seen.append((done, total)))
+    set_proof.check_sets(whole, np.arange(64), lambda done, total: seen.append((done, total)))
     assert seen == [(turn, 10) for turn in range(11)]
     columns = SCHEDULES["ring"].phases[0].columns
     with pytest.raises(VerificationError, match=f"chunk {columns.chunk[100]} at chip"):

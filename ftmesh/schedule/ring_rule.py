@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ftmesh.schedule.columns import ADD, COPY, Columns, Ints, transfers
+from ftmesh.schedule.transfers import ADD, COPY, Columns, Ints, transfers
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ its partial sum on exactly once, and nobody receives anything after having passe
 each rank sends holds its own contribution and all that it has received, and goes on to a rank that
 sends later, or to the owner, who never does. So every contribution takes one way, which ends at the
 owner, and is there exactly once: the additions form a tree. A chunk of any other form is left to
-`ftmesh.schedule.sets`.
+`ftmesh.schedule.set_proof`.
 
 **Results.** The second half alone begins with each chunk at its owner and with anything elsewhere.
 A copy makes a rank hold the result if the sender does; adding to it, or to anything, does not.
@@ -24,9 +24,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.schedule.columns import ADD, Ints
-from ftmesh.schedule.moves import Moves, lanes_of, moves
-from ftmesh.schedule.script import AnyScript
+from ftmesh.schedule.rank_schedule import AnyScript
+from ftmesh.schedule.transfers import ADD, Ints, Moves, lanes_of, moves
 
 Flags = NDArray[np.bool_]
 

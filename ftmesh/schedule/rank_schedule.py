@@ -12,9 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from ftmesh.schedule.columns import Columns, Ints
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.schedule.transfers import Columns, Ints
 
 
 class Rounds(Protocol):

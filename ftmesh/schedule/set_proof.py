@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import VerificationError
-from ftmesh.schedule.columns import Ints
-from ftmesh.schedule.moves import Moves, lanes_of, moves
+from ftmesh.schedule.rank_schedule import AnyScript
 from ftmesh.schedule.replay import replay
-from ftmesh.schedule.script import AnyScript
+from ftmesh.schedule.transfers import Ints, Moves, lanes_of, moves
 
 STATE_BYTES = 256 * 2**20  # bits kept at a time; more chunks than fit are verified in turns
 
