@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 import ftmesh
-from ftmesh import PlanError, Schedule, Topology, planners
+from ftmesh import PlanError, Schedule, Topology
+from ftmesh.algorithms import registry
 from ftmesh.commands import MOST_SEED, Parser, whole_number
 from ftmesh.testing import on_one_device
 from ftmesh.topology.notation import Coord
@@ -121,7 +122,7 @@ def damaged(rng: np.random.Generator) -> Topology:
 def is_refused(topology: Topology, parts: Sequence[Sequence[Coord]]) -> bool:
     """Whether a mesh that is cut is refused in so many words."""
     try:
-        planners.schedule(topology, "tree")
+        registry.schedule(topology, "tree")
     except PlanError as error:
         words = [
             f"is cut into {len(parts)} parts",
@@ -145,7 +146,7 @@ def troubles(
     for name in ALGORITHMS:
         try:
             begin = time.process_time()
-            schedule = planners.schedule(topology, name, num_chunks=num_chunks)
+            schedule = registry.schedule(topology, name, num_chunks=num_chunks)
             middle = time.process_time()
             ftmesh.verify(schedule)
             seconds[f"{name}, planned"] += middle - begin

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.cost.choice import (
     AUTO,
     BEST,
@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def _is_cut_by_size(self) -> bool:
-        return self.algorithm in planners.CUT_BY_SIZE and not self.is_given
+        return self.algorithm in registry.CUT_BY_SIZE and not self.is_given
 
     @property
     def _is_flowing(self) -> bool:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import ftmesh
+from ftmesh.algorithms import ring
 from ftmesh.errors import ScheduleFileError
 from ftmesh.files import NotNpzError, Npz
-from ftmesh.planners import ring
 
 
 def member(shape, dtype="<i4", data=b"", header=None):

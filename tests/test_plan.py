@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 import ftmesh
-from ftmesh import Topology, planners
+from ftmesh import Topology
+from ftmesh.algorithms import registry
 
 TOPO = Topology.grid("8x8", failed="2x2@2,2")
 
@@ -182,7 +183,7 @@ def test_a_dtype_or_its_name():
 def test_what_was_planned_is_among_what_is_explained(num_chunks):
     topology = Topology.grid("4x4")
     name = "flood" if num_chunks is None else "tree"
-    schedule = planners.schedule(topology, name, num_chunks)
+    schedule = registry.schedule(topology, name, num_chunks)
     made = ftmesh.plan(topology, schedule=schedule)
     (own,) = (one for one in made.explain().candidates if one.algorithm == name)
     assert own.rounds == schedule.num_rounds

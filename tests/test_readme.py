@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from pages import PAGES
 
-from ftmesh import Topology, planners
+from ftmesh import Topology
+from ftmesh.algorithms import registry
 from ftmesh.cost import advise, paper
 from ftmesh.cost.network import NETWORKS
 from ftmesh.draw import draw_svg, figure
@@ -27,7 +28,7 @@ def test_the_table_of_rounds(mesh, block, algorithm, numbers):
         if not rounds:
             assert algorithm == "two_dim"
             continue
-        schedule = planners.schedule(Topology.grid(mesh, failed=failed), algorithm)
+        schedule = registry.schedule(Topology.grid(mesh, failed=failed), algorithm)
         assert schedule.num_rounds == int(rounds)
         half = schedule.phases[: len(schedule.phases) // 2]
         loads = Counter()

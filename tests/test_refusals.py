@@ -6,7 +6,7 @@ from pathlib import Path
 from examples.bert import make_records
 from examples.fuzz import running
 from examples.resnet50 import augment, images
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.commands import STATUSES
 from ftmesh.cost import advise
 from ftmesh.launch import environment
@@ -29,7 +29,7 @@ def test_bounds():
     rows = dict(re.findall(r"^\| ([a-z].*) \| (.*) \|$", TEXT, re.MULTILINE))
     rows = {what: most for what, most in rows.items() if what not in ("what", "status")}
     wanted = {
-        "chips that are planned for": (f"{planners.MAX_RANKS:,}",),
+        "chips that are planned for": (f"{registry.MAX_RANKS:,}",),
         "a schedule file, unpacked": (format_bytes(round(MAX_BYTES, -8)),),
         "a payload": (f"{MOST_BYTES / 1e15:.0f} PB",),
         "a batch": (f"{MAX_BATCH:,}",),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.commands import say
 from ftmesh.cost.choice import ALGORITHMS, AUTO
 from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
@@ -134,7 +134,7 @@ def topology_of(args: argparse.Namespace) -> Topology:
     )
     tile = getattr(args, "tile", None)
     topology = chips if tile is None else TiledTopology.of(chips, tile)
-    planners.check_size(topology)
+    registry.check_size(topology)
     return topology
 
 

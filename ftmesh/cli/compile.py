@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, replace
 
 import ftmesh
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.cli.arguments import Stages, add_algorithm, add_damage, add_executor, add_payload
 from ftmesh.cost.choice import CHOSEN
 from ftmesh.cost.network import network_of
@@ -118,5 +118,5 @@ def run(args: argparse.Namespace) -> None:
 
 def _able(topology: Topology) -> list[str]:
     """The algorithms that serve a mesh."""
-    outcomes = planners.outcomes(topology).items()
+    outcomes = registry.outcomes(topology).items()
     return [name for name, outcome in outcomes if isinstance(outcome, Schedule)]

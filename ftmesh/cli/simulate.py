@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.cli.arguments import (
     Stages,
     add_mesh,
@@ -136,8 +136,8 @@ def _schedules(
         name = choose(topology, payload_bytes, network, best=name == BEST).algorithm
     if name != ALL:
         return {name: schedule_for(topology, name, payload_bytes, network, args.mode)}, {}
-    found = planners.outcomes(topology)
-    for name in planners.CUT_BY_SIZE:
+    found = registry.outcomes(topology)
+    for name in registry.CUT_BY_SIZE:
         found[name] = schedule_for(topology, name, payload_bytes, network, args.mode)
     return (
         {name: outcome for name, outcome in found.items() if isinstance(outcome, Schedule)},

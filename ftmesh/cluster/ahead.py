@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.cost.network import network_of
 from ftmesh.errors import FtmeshError
 from ftmesh.plans import Plan, plan
@@ -100,7 +100,7 @@ def _quick_ones_first(every: Iterable[Topology]) -> Iterable[Topology]:
 
     def quick() -> Iterable[Topology]:
         for topology in every:
-            if planners.is_quick(topology):
+            if registry.is_quick(topology):
                 yield topology
             else:
                 late.append(topology)

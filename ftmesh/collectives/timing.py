@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ftmesh.algorithms.registry import PLANNERS
 from ftmesh.errors import PlanError
-from ftmesh.planners import PLANNERS
 from ftmesh.plans import Plan, plan
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes

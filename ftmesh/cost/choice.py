@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.cost.cutting import is_soon, least_seconds, schedule_for
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, Network
@@ -30,7 +30,7 @@ from ftmesh.units import check_bytes, format_bytes, format_time
 AUTO, BEST = "auto", "best"
 CHOSEN = (AUTO, BEST)
 NEAR = 1.1  # times the limit
-ALGORITHMS = (*CHOSEN, *planners.PLANNERS)
+ALGORITHMS = (*CHOSEN, *registry.PLANNERS)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _choose(
     asked = best or _asks_for_trees(topology, payload_bytes, on, candidates)
     if trees or (asked and not halves):
         fastest = min(one.seconds for one in candidates)
-        for name in planners.CUT_BY_SIZE:
+        for name in registry.CUT_BY_SIZE:
             carried = carried_bytes(name, payload_bytes, wire_dtype)
             least = least_seconds(topology, carried, on)
             if least < fastest or trees:
@@ -165,7 +165,7 @@ def _asks_for_trees(
     With an executor's costs rounds are dear, of which trees have few; they are looked at where
     they are planned in seconds.
     """
-    if any(one.algorithm in planners.LAST_RESORT for one in candidates):
+    if any(one.algorithm in registry.LAST_RESORT for one in candidates):
         return True
     if on.executor and is_soon(topology, payload_bytes, on):
         return True
@@ -181,7 +181,7 @@ def _simulators(topology: Topology) -> dict[str, Simulator | str]:
     """Each algorithm made ready to be priced, or the reason why it cannot serve."""
     return {
         name: str(outcome) if isinstance(outcome, PlanError) else Simulator(outcome)
-        for name, outcome in planners.outcomes(topology).items()
+        for name, outcome in registry.outcomes(topology).items()
     }
 
 
@@ -226,7 +226,7 @@ def partials_of(schedule: Schedule, wire_dtype: str) -> str:
 
 def carried_bytes(algorithm: str, payload_bytes: int, wire_dtype: str) -> int:
     """The bytes that an algorithm cuts of a payload in `wire_dtype`: without halves, as added."""
-    if algorithm not in planners.CUT_BY_SIZE:
+    if algorithm not in registry.CUT_BY_SIZE:
         return payload_bytes
     return payload_bytes * FLOATS[added_in(wire_dtype)].num_bytes // FLOATS[wire_dtype].num_bytes
 

@@ -25,13 +25,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from ftmesh import planners
+from ftmesh.algorithms import registry, tree
 from ftmesh.cost.executor import Executor, Sends
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import Network
 from ftmesh.cost.round_bound import RoundBound, any_bound
 from ftmesh.cost.simulate import DATAFLOW, SYNCHRONOUS, Simulator
-from ftmesh.planners import tree
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.graph import Graph
 from ftmesh.topology.topology import Topology
@@ -57,7 +56,7 @@ class Chunking:
 
     num_chunks: int
     width: int
-    balance: float  # see `ftmesh.planners.trees`
+    balance: float  # see `ftmesh.algorithms.spanning_trees`
 
 
 def schedule_for(
@@ -74,9 +73,9 @@ def schedule_for(
     The `mode` is the clock by which it will run; in dataflow trees are planned for at most so many
     chips times chunks. What took long to plan is remembered.
     """
-    if algorithm not in planners.CUT_BY_SIZE:
-        return planners.schedule(topology, algorithm)
-    planners.check_whole(topology)
+    if algorithm not in registry.CUT_BY_SIZE:
+        return registry.schedule(topology, algorithm)
+    registry.check_whole(topology)
     bare = topology.without_devices()
     if mode == DATAFLOW and on.executor is None:
         return replace(_flowing(bare, payload_bytes, on, most), topology=topology)

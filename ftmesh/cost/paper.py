@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.cost.choice import Candidate, choose
 from ftmesh.cost.executor import Executor
 from ftmesh.cost.network import NETWORKS, Network
@@ -146,7 +146,7 @@ def _simulate(run: Run, rate: float, mode: str, executor: Executor | None) -> Ou
 
 @cache
 def _simulator(topology: Topology, algorithm: str) -> Simulator:
-    return Simulator(planners.schedule(topology, algorithm))
+    return Simulator(registry.schedule(topology, algorithm))
 
 
 @dataclass(frozen=True)

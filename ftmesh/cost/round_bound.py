@@ -7,7 +7,7 @@ nothing can arrive before it has come all the way. For any algorithm, k chunks t
 - at every chip v, its eccentricity less 1 until what is farthest begins to come in, and then k over
   its number of links.
 
-Where every chunk is summed along a spanning tree of its own, as `ftmesh.planners.tree` does, take a
+Where every chunk is summed along a spanning tree of its own, as `ftmesh.algorithms.tree` does, take a
 chip f and a set S of others. In each tree every chip of S has one link towards f, so that links
 that touch S are used k |S| times, and each carries at most one such chunk a round. A link into S
 from a chip u outside carries what comes from f, and that is not at u before round dist(f, u). So

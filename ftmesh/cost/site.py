@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError, PlanError
@@ -106,8 +106,8 @@ class Site:
         times = []
         for name in _algorithms(topology):
             with contextlib.suppress(PlanError):
-                times.append(self._seconds(planners.schedule(topology, name)))
-        return min(times) if times else self._seconds(planners.schedule(topology, "flood"))
+                times.append(self._seconds(registry.schedule(topology, name)))
+        return min(times) if times else self._seconds(registry.schedule(topology, "flood"))
 
     def _seconds(self, schedule: Schedule) -> float:
         return Simulator(schedule).seconds(self.payload_bytes, self.network)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ftmesh.algorithms import tree
+from ftmesh.algorithms.leaf_chips import Pendants
 from ftmesh.cost.cutting import chunkings, schedule_for
 from ftmesh.cost.network import Network
 from ftmesh.cost.simulate import SYNCHRONOUS, Simulator
-from ftmesh.planners import tree
-from ftmesh.planners.pendants import Pendants
 from ftmesh.topology.graph import Graph
 from ftmesh.topology.notation import Coord, format_failed
 from ftmesh.topology.tiles import TiledTopology

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ftmesh.algorithms.registry import CUT_BY_SIZE
 from ftmesh.cost.advise import Outcome, Site
 from ftmesh.cost.cutting import schedule_for
 from ftmesh.cost.limits import Limits, limits
@@ -23,7 +24,6 @@ from ftmesh.draw.page import heading, layers, place, size
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.extras import require
 from ftmesh.files import write_whole
-from ftmesh.planners import CUT_BY_SIZE
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes, format_time
 

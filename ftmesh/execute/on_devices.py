@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from ftmesh.algorithms.forwarding import Group, book
 from ftmesh.errors import PlanError
-from ftmesh.planners.forwarding import Group, book
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.rank_schedule import Script
 from ftmesh.schedule.ring_rule import Circling

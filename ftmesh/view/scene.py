@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.cost.choice import AUTO, choose
 from ftmesh.cost.cutting import schedule_for
 from ftmesh.cost.limits import limits
@@ -113,8 +113,8 @@ def _entries(
     found: dict[str, Schedule | PlanError], priced: dict[str, Any], shown: list[str]
 ) -> list[dict[str, Any]]:
     entries = []
-    for name in dict.fromkeys([*planners.PLANNERS, *found]):
-        if name in planners.FOR_TORI and name not in found:
+    for name in dict.fromkeys([*registry.PLANNERS, *found]):
+        if name in registry.FOR_TORI and name not in found:
             continue  # the mesh is none
         outcome = found.get(name)
         entry: dict[str, Any] = {"algorithm": name}
@@ -141,10 +141,10 @@ def _outcomes(
     topology: Topology, algorithm: str, auto: str, payload_bytes: int, on: Network
 ) -> dict[str, Schedule | PlanError]:
     """Schedules and refusals, by algorithm; those that take long only where they are wanted."""
-    found = planners.outcomes(topology)
+    found = registry.outcomes(topology)
     wanted = [algorithm] if algorithm not in (AUTO, ALL) else []
     if algorithm == ALL:
-        wanted += (*planners.LAST_RESORT, *planners.CUT_BY_SIZE)
+        wanted += (*registry.LAST_RESORT, *registry.CUT_BY_SIZE)
     for name in dict.fromkeys([auto, *wanted]):
         if name not in found:
             found[name] = schedule_for(topology, name, payload_bytes, on)
@@ -174,7 +174,7 @@ def _price(schedule: Schedule, payloads: list[int], on: Network) -> dict[str, An
     times = [simulator.phase_ends(size, on) for size in payloads]
     return {
         "rounds": schedule.num_rounds,
-        "cut_by_size": schedule.algorithm in planners.CUT_BY_SIZE,
+        "cut_by_size": schedule.algorithm in registry.CUT_BY_SIZE,
         "us": [_us(seconds) for seconds, _ in times],
         "phase_us": [[_us(end) for end in ends] for _, ends in times],
     }

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import ftmesh
+from ftmesh.algorithms.registry import PLANNERS
 from ftmesh.draw.plots import COLOURS
-from ftmesh.planners import PLANNERS
 
 
 def test_plan_says_what_it_planned_and_writes_it(run, tmp_path):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ftmesh import ArgumentError, PlanError, Topology, planners
+from ftmesh import ArgumentError, PlanError, Topology
+from ftmesh.algorithms import registry
 from ftmesh.cost import advise
 from ftmesh.cost.advise import Outcome, RouteAround, Setting, Site, Spares, SubMesh, Wait
 from ftmesh.cost.network import DEFAULT
@@ -47,7 +48,7 @@ def test_every_moment_is_accounted_for():
     ],
 )
 def test_where_no_ring_fits_sums_are_priced_with_flood(shape, topology):
-    want = Simulator(planners.schedule(topology, "flood")).seconds(100_000_000, DEFAULT)
+    want = Simulator(registry.schedule(topology, "flood")).seconds(100_000_000, DEFAULT)
     assert site(shape).sum_on(topology) == want
 
 
@@ -63,7 +64,7 @@ def test_where_no_ring_fits_sums_are_priced_with_flood(shape, topology):
     ids=str,
 )
 def test_sums_are_priced_with_what_is_fastest(algorithm, topology):
-    want = Simulator(planners.schedule(topology, algorithm)).seconds(10**9, DEFAULT)
+    want = Simulator(registry.schedule(topology, algorithm)).seconds(10**9, DEFAULT)
     whole = Topology.grid(topology.shape, failed="", wrap=topology.wrap)
     mine = Site(whole, 100 * DAY, 8 * HOUR, HOUR, step=0.2, payload_bytes=10**9)
     assert mine.sum_on(topology) == want

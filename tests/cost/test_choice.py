@@ -3,7 +3,8 @@
 import pytest
 
 import ftmesh
-from ftmesh import ArgumentError, PlanError, Topology, planners
+from ftmesh import ArgumentError, PlanError, Topology
+from ftmesh.algorithms import registry
 from ftmesh.cost import choice
 from ftmesh.cost.choice import Candidate
 from ftmesh.cost.cutting import least_seconds, schedule_for
@@ -33,14 +34,14 @@ def test_the_network_matters():
 
 def test_prices_are_those_of_the_simulator():
     for one in choice.choose(DAMAGED, 3_000_000).candidates[:2]:
-        schedule = planners.schedule(DAMAGED, one.algorithm)
+        schedule = registry.schedule(DAMAGED, one.algorithm)
         seconds = simulate(schedule, payload_bytes=3_000_000).seconds
         assert one == Candidate(one.algorithm, schedule.num_rounds, seconds)
 
 
 def test_a_choice_is_made_once(monkeypatch):
     first = choice.choose(DAMAGED, 5_000_001)
-    monkeypatch.setattr(planners, "outcomes", None)
+    monkeypatch.setattr(registry, "outcomes", None)
     again = Topology.grid("8x8", failed="2x2@2,2")
     assert choice.choose(again, 5_000_001) is first
 
@@ -104,7 +105,7 @@ class TestHalfTheBytes:
 
     def test_partial_sums_count_for_what_they_take(self):
         for one in choice.choose(DAMAGED, 3_000_000, wire_dtype="bfloat16").candidates[:2]:
-            simulator = Simulator(planners.schedule(DAMAGED, one.algorithm))
+            simulator = Simulator(registry.schedule(DAMAGED, one.algorithm))
             narrow, wide = (simulator.half_seconds(size) for size in (3_000_000, 6_000_000))
             assert one.partials == "float32"
             assert one.seconds == pytest.approx(wide[0] + narrow[1], rel=1e-12)

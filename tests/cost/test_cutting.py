@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 import ftmesh
-from ftmesh import Topology, planners
+from ftmesh import Topology
+from ftmesh.algorithms import registry
 from ftmesh.cost.cutting import chunkings, num_chunks, schedule_for
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS
@@ -92,7 +93,7 @@ class TestWhatIsTried:
 )
 def test_never_slower_than_rings(payload_bytes):
     topology = Topology.grid("8x8", failed="2x2@2,2")
-    others = [one for one in planners.outcomes(topology).values() if isinstance(one, Schedule)]
+    others = [one for one in registry.outcomes(topology).values() if isinstance(one, Schedule)]
     best = min(Simulator(one).seconds(payload_bytes, DEFAULT) for one in others)
     assert seconds(topology, payload_bytes) < best
 
@@ -137,7 +138,7 @@ def test_more_for_more_and_fewer_where_rounds_are_dear():
 
 def test_other_algorithms_are_as_they_are():
     topology = Topology.grid("4x4")
-    assert schedule_for(topology, "ring", 10**6, DEFAULT) == planners.schedule(topology, "ring")
+    assert schedule_for(topology, "ring", 10**6, DEFAULT) == registry.schedule(topology, "ring")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 from trees import tree_schedule
 
 import ftmesh
-from ftmesh import ArgumentError, Topology, planners
+from ftmesh import ArgumentError, Topology
+from ftmesh.algorithms import registry
 from ftmesh.cli import main
 from ftmesh.cost import advise, paper
 from ftmesh.cost.choice import choose
@@ -30,7 +31,7 @@ TWO_CORES = replace(EXECUTOR, devices=2)
 
 def seconds(topology, algorithm, executor, mode="synchronous", payload=PAYLOAD):
     on = replace(DEFAULT, executor=executor)
-    return Simulator(planners.schedule(topology, algorithm)).seconds(payload, on, mode)
+    return Simulator(registry.schedule(topology, algorithm)).seconds(payload, on, mode)
 
 
 # Arithmetic -------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ def test_row_pair_by_its_rounds(topology, rounds, chunks, num_chunks):
 def test_lanes_are_those_of_the_lowered_program(mesh, failed, cores):
     topology = Topology.grid(mesh, failed=failed)
     found = [
-        one for one in planners.outcomes(topology).values() if isinstance(one, ftmesh.Schedule)
+        one for one in registry.outcomes(topology).values() if isinstance(one, ftmesh.Schedule)
     ]
     for schedule in found:
         loops = lower(schedule, devices_per_chip=cores).loops
@@ -110,7 +111,7 @@ def test_lanes_that_have_to_be_found():
 @pytest.mark.parametrize("payload", [10_000, PAYLOAD])
 def test_dataflow_is_between_the_wires_and_synchronous(algorithm, payload):
     topology = Topology.grid("8x8", failed="4x2@2,2")
-    schedule = planners.schedule(topology, algorithm)
+    schedule = registry.schedule(topology, algorithm)
     beside = sum(
         phase.num_rounds
         * EXECUTOR.exposed_seconds(sends_of(phase), payload / schedule.num_chunks, 1)
@@ -157,7 +158,7 @@ class TestTwoStreams:
 
     def test_on_v3_rings_of_row_pairs_are_faster_for_it_and_what_is_across_is_as_it_was(self):
         on = NETWORKS["v3"]
-        simulator = Simulator(planners.schedule(V3, "row_pair"))
+        simulator = Simulator(registry.schedule(V3, "row_pair"))
         plain = replace(on, executor=replace(on.executor, hidden=0, hidden_mixed=0))
         rings, across, _, _ = (
             (after.seconds / before.seconds)
@@ -237,7 +238,7 @@ def test_plans_for_anything_else_are_not(kind):
 
 def test_a_simulation_has_both_figures():
     on = replace(DEFAULT, executor=EXECUTOR)
-    found = Simulator(planners.schedule(V6E, "row_pair")).run(PAYLOAD, on)
+    found = Simulator(registry.schedule(V6E, "row_pair")).run(PAYLOAD, on)
     assert found.wires_seconds == seconds(V6E, "row_pair", None)
     assert found.around_seconds == 0.01 * PAYLOAD / 2e9
     assert found.phases[-1].end == pytest.approx(found.seconds - found.around_seconds)
@@ -344,7 +345,7 @@ def test_the_papers_runs_with_an_executor():
         paper.simulate_runs(**options, executor=executor)[run] for executor in (None, TWO_CORES)
     )
     assert as_run.full == pytest.approx(
-        Simulator(planners.schedule(run.topologies[0], "two_dim")).seconds(
+        Simulator(registry.schedule(run.topologies[0], "two_dim")).seconds(
             run.payload_bytes, replace(wires.network, executor=TWO_CORES)
         )
     )

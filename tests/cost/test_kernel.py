@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 import ftmesh
-from ftmesh import ArgumentError, Topology, planners
+from ftmesh import ArgumentError, Topology
+from ftmesh.algorithms import registry
 from ftmesh.cost.kernel import kernel_seconds
 from ftmesh.cost.network import DEFAULT, NETWORKS
 from ftmesh.cost.simulate import DATAFLOW, Simulator
@@ -34,7 +35,7 @@ def tpus(kind, shape=(4, 4)):
 
 def test_the_slower_of_wires_and_memory_and_packing():
     """On a ring every chip sends both halves once, adds one and copies the other."""
-    ring, on = planners.schedule(HOLE, "ring"), NETWORKS["v6e"]
+    ring, on = registry.schedule(HOLE, "ring"), NETWORKS["v6e"]
     wires = Simulator(ring).seconds(PAYLOAD, on.wires, DATAFLOW)
     packing = on.executor.packing * PAYLOAD / on.executor.clock
     assert kernel_seconds(ring, PAYLOAD, on) == pytest.approx(wires + packing)
@@ -50,7 +51,7 @@ def test_partial_sums_that_travel_as_something_wider():
     """Of a ring half of the rounds carry them, along trees all; packing goes with what results."""
     on = replace(NETWORKS["v6e"], executor=replace(NETWORKS["v6e"].executor, packing=0))
     for algorithm, times in (("ring", 1.5), ("tree", 2)):
-        schedule = planners.schedule(HOLE, algorithm)
+        schedule = registry.schedule(HOLE, algorithm)
         narrow = kernel_seconds(schedule, PAYLOAD, on, "bfloat16")
         one, two = (kernel_seconds(schedule, size, on) for size in (PAYLOAD, 2 * PAYLOAD))
         assert narrow == pytest.approx((2 - times) * one + (times - 1) * two)
@@ -58,7 +59,7 @@ def test_partial_sums_that_travel_as_something_wider():
 
 def test_devices_that_are_alone_on_their_chips_exchange_nothing():
     slow = replace(NETWORKS["v4"], memory=1e10)
-    alone, unknown = (planners.schedule(each, "ring") for each in (tpus("TPU v4"), GRID))
+    alone, unknown = (registry.schedule(each, "ring") for each in (tpus("TPU v4"), GRID))
     halves = 2.5 * PAYLOAD / 1e10
     found = kernel_seconds(alone, PAYLOAD, slow)
     assert kernel_seconds(unknown, PAYLOAD, slow) == pytest.approx(found + halves)
@@ -67,7 +68,7 @@ def test_devices_that_are_alone_on_their_chips_exchange_nothing():
 @pytest.mark.parametrize("on", [DEFAULT, NETWORKS["v3"], NETWORKS["v7x"], NETWORKS["v6e"].wires])
 def test_what_has_no_kernel_or_no_price(on):
     with pytest.raises(ArgumentError, match="known for TPU v4, v5p and v6e alone"):
-        kernel_seconds(planners.schedule(HOLE, "ring"), PAYLOAD, on)
+        kernel_seconds(registry.schedule(HOLE, "ring"), PAYLOAD, on)
 
 
 class TestAuto:
@@ -106,7 +107,7 @@ class TestAuto:
     def test_tiles_and_schedules_that_were_given(self):
         tpu = tpus("TPU v6 lite")
         assert ftmesh.plan(tpu, tile="2x1", executor="auto").topology.num_live == 8
-        given = planners.schedule(tpu, "ring")
+        given = registry.schedule(tpu, "ring")
         plan = ftmesh.plan(tpu, schedule=given, executor="auto")
         assert (plan.algorithm, plan.is_given) == ("ring", True)
 

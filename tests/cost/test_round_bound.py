@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftmesh import Topology, limits
+from ftmesh.algorithms import tree
 from ftmesh.cost import round_bound
 from ftmesh.cost.network import DEFAULT, Network
 from ftmesh.cost.round_bound import RoundBound, any_bound, tree_bound
-from ftmesh.planners import tree
 from ftmesh.topology.graph import Graph
 
 

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from ftmesh import ArgumentError, Topology, planners
+from ftmesh import ArgumentError, Topology
+from ftmesh.algorithms import registry
 from ftmesh.cost.rounding import FLOATS, added_in, partials_travel_in, wire_named, worst_error
 
 
@@ -36,7 +37,7 @@ def test_in_what_partial_sums_travel(wire, depth, partials):
 
 def test_the_bound_is_the_worst_case():
     """Ones in bfloat16 do not grow beyond 256: 504 of them are off by half, and may be by two."""
-    depth = planners.schedule(Topology.grid("16x32", failed="4x2@6,14"), "ring").depth
+    depth = registry.schedule(Topology.grid("16x32", failed="4x2@6,14"), "ring").depth
     assert depth == 503
     assert worst_error("bfloat16", depth) > 1 - 256 / 504
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ftmesh import ArgumentError, Phase, Schedule, Topology, planners
+from ftmesh import ArgumentError, Phase, Schedule, Topology
+from ftmesh.algorithms import registry
 from ftmesh.cost.executor import Executor, costs
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
@@ -26,7 +27,7 @@ PAYLOADS = [4_000, 1_000_000, 100_000_000, 1_000_003]
 
 
 def prices(topology, algorithm, mode="synchronous"):
-    simulator = Simulator(planners.schedule(topology, algorithm))
+    simulator = Simulator(registry.schedule(topology, algorithm))
     for payload, on in itertools.product(PAYLOADS, NETWORKS_TRIED):
         yield payload, on, simulator.seconds(payload, on, mode)
 
@@ -75,7 +76,7 @@ def test_the_published_figures_of_a_bidirectional_ring():
     for shape, failed, expected in [
         ("8x8", "", 2032), ("8x8", "2x2@2,2", 2026), ("16x16", "4x2@4,4", 2239),
     ]:  # fmt: skip
-        schedule = planners.schedule(Topology.grid(shape, failed=failed), "ring")
+        schedule = registry.schedule(Topology.grid(shape, failed=failed), "ring")
         priced = simulate(schedule, link="50GB/s", latency="0.5us")
         assert round(1e6 * priced.seconds) == expected
 
@@ -162,7 +163,7 @@ def test_an_executor_changes_neither_bound(seed):
 @pytest.mark.parametrize("payload", [10_000, 100_000_000])
 def test_planned_schedules_keep_the_bounds_too(algorithm, payload):
     topology = Topology.grid("8x8", failed="4x2@2,2")
-    simulator = Simulator(planners.schedule(topology, algorithm))
+    simulator = Simulator(registry.schedule(topology, algorithm))
     synchronous, dataflow = (simulator.seconds(payload, mode=mode) for mode in MODES)
     least = limits(topology).all_reduce_seconds(payload, DEFAULT)
     assert least < dataflow <= synchronous * (1 + 1e-12)
@@ -221,7 +222,7 @@ def test_what_is_overwritten_has_been_read_first():
 
 def test_phases_follow_each_other_and_say_how_much_of_the_mesh_they_use():
     topology = Topology.grid("8x8", failed="2x2@2,2")
-    priced = simulate(planners.schedule(topology, "row_pair"))
+    priced = simulate(registry.schedule(topology, "row_pair"))
     assert [phase.start for phase in priced.phases][1:] == [p.end for p in priced.phases][:-1]
     assert priced.phases[-1].end == priced.seconds
     sent = sum(

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 import ftmesh
-from ftmesh import TiledTopology, Topology, planners
+from ftmesh import TiledTopology, Topology
+from ftmesh.algorithms import registry
 from ftmesh.cost.choice import choose
 from ftmesh.cost.limits import limits
 from ftmesh.cost.network import Network
@@ -26,7 +27,7 @@ def tiled(shape, tile, failed="", cores=1):
 
 
 def seconds(topology, algorithm, on=QUICK, mode="synchronous", payload=PAYLOAD):
-    return Simulator(planners.schedule(topology, algorithm)).seconds(payload, on, mode)
+    return Simulator(registry.schedule(topology, algorithm)).seconds(payload, on, mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -86,7 +87,7 @@ def test_every_link_on_the_way_carries_as_many_as_a_tile_is_long(tile, step, tim
 )
 def test_dataflow_is_no_slower_and_neither_beats_the_limit(shape, tile, failed):
     tiles = tiled(shape, tile, failed)
-    for schedule in planners.outcomes(tiles).values():
+    for schedule in registry.outcomes(tiles).values():
         if isinstance(schedule, Schedule):
             for payload in (10_000, 100_000_000):
                 synchronous, dataflow = (
@@ -98,7 +99,7 @@ def test_dataflow_is_no_slower_and_neither_beats_the_limit(shape, tile, failed):
 
 def test_what_there_is_to_say_of_a_simulation():
     tiles = tiled("8x8", "2x2", "1x1@2,2")
-    found = ftmesh.simulate(planners.schedule(tiles, "row_pair"), payload_bytes=PAYLOAD)
+    found = ftmesh.simulate(registry.schedule(tiles, "row_pair"), payload_bytes=PAYLOAD)
     assert set(found.link_bytes) <= set(tiles.chips.links)
     hops = sum(
         total * len(list(pairwise(found.schedule.on_chips.routes[pair])))
@@ -138,7 +139,7 @@ class TestChoice:
 
     def test_row_pairs_lie_where_links_are_less_busy(self):
         tiles = tiled("16x32", "2x2", "4x2@6,14")
-        schedule = planners.schedule(tiles, "row_pair")
+        schedule = registry.schedule(tiles, "row_pair")
         assert schedule.phases[0].name == "column-pair rings, reduce-scatter"
         assert 1e6 * seconds(tiles, "row_pair", Network(50e9, 0.5e-6), payload=10**8) < 5100
 

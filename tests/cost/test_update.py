@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.cli import main
 from ftmesh.cost.network import DEFAULT, NETWORKS
 from ftmesh.cost.simulate import Simulator
@@ -16,7 +16,7 @@ FAST = replace(DEFAULT, memory=1e12)
 
 def test_both_ways_are_sums_and_an_update():
     weighed = weigh(HOLE, 100_000_000, FAST)
-    ring = Simulator(planners.schedule(HOLE, "ring"))
+    ring = Simulator(registry.schedule(HOLE, "ring"))
     assert weighed.shared_out.algorithm == "ring"
     assert weighed.shared_out.wires == pytest.approx(ring.seconds(100_000_000, FAST))
     assert weighed.shared_out.update == pytest.approx(7e8 / 1e12 / 60)

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from ftmesh.algorithms import ring, row_pair, two_dim
 from ftmesh.draw import (
     Arrow,
     Panel,
@@ -19,7 +20,6 @@ from ftmesh.draw import (
     schedule_panels,
 )
 from ftmesh.errors import ScheduleError, TopologyError
-from ftmesh.planners import ring, row_pair, two_dim
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import SplitSchedule
 from ftmesh.schedule.transfers import transfers

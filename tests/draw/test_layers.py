@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 import pytest
 
 from ftmesh import Topology
+from ftmesh.algorithms import multi_ring, ring, two_dim
 from ftmesh.cli import main
 from ftmesh.draw import draw_svg, draw_text, phase_panel, routes_panel
 from ftmesh.draw.page import heading, layers, place, size
-from ftmesh.planners import colours, ring, two_dim
 
 SVG = "{http://www.w3.org/2000/svg}"
 DAMAGED = Topology.grid("4x2x2", failed="2x2x1@0,0,0", failed_links="1,0,1-1,1,1;3,0,0-3,0,1")
@@ -65,7 +65,7 @@ def test_every_chip_has_a_place_of_its_own_on_the_page(shape):
     assert len(layers(topo)) == (topo.shape[2] if len(topo.shape) > 2 else 1)
 
 
-@pytest.mark.parametrize("planner", [ring, two_dim, colours])
+@pytest.mark.parametrize("planner", [ring, two_dim, multi_ring])
 def test_every_arrow_is_drawn_and_to_a_layer_in_two_pieces(planner):
     schedule = planner.plan(Topology.grid("3x4x3", wrap=True))
     panel = phase_panel(schedule, 0)
@@ -95,7 +95,7 @@ def test_failed_chips_and_links_are_drawn_and_told():
     assert entries[-4:] == ["live chip", "failed", "failed link", "up to the next layer"]
 
 
-@pytest.mark.parametrize("planner", [two_dim, colours])
+@pytest.mark.parametrize("planner", [two_dim, multi_ring])
 def test_thirds_of_the_payload_differ_in_colour(planner):
     schedule = planner.plan(Topology.grid("3x3x3", wrap=True))
     panel = phase_panel(schedule, 0)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from examples import damages
-from ftmesh import PlanError, Topology, planners
+from ftmesh import PlanError, Topology
+from ftmesh.algorithms import registry
 
 
 def test_damages_are_of_all_kinds_and_the_same_every_time():
@@ -34,10 +35,10 @@ def test_some_more_and_some_computed(capsys):
 
 def dropped(topology, name, num_chunks):
     """A schedule that lacks its last transfer."""
-    made = planners.tree.plan(topology, num_chunks)
+    made = registry.tree.plan(topology, num_chunks)
     (phase,) = made.phases
     less = phase.columns.take(slice(0, -1))
-    return planners.Schedule(topology, name, num_chunks, (type(phase)(phase.name, less),))
+    return registry.Schedule(topology, name, num_chunks, (type(phase)(phase.name, less),))
 
 
 def refused(topology, name, num_chunks):
@@ -63,4 +64,4 @@ def test_a_cut_mesh_is_refused_with_its_parts_and_the_largest_offered():
     assert damages.is_refused(topology, parts)
     assert not damages.is_refused(topology, parts[::-1] + parts[:1])
     with pytest.raises(PlanError, match="the largest part what failed='2x4@0,0' leaves"):
-        planners.schedule(topology, "flood")
+        registry.schedule(topology, "flood")

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from numpy_executor import run
 
 import ftmesh
-from ftmesh import Phase, Schedule, Topology, planners
+from ftmesh import Phase, Schedule, Topology
+from ftmesh.algorithms import registry
 from ftmesh.execute.lower import IDLE, Rule, Table, _rule, lower
 from ftmesh.execute.places import Numbers
 from ftmesh.execute.read_back import LoopRounds
@@ -31,7 +32,7 @@ def rows(columns):
 
 @pytest.mark.parametrize("algorithm", MESHES)
 def test_a_program_has_the_transfers_of_its_schedule(algorithm):
-    schedule = planners.schedule(MESHES[algorithm], algorithm)
+    schedule = registry.schedule(MESHES[algorithm], algorithm)
     program = lower(schedule)
     assert len(program.loops) == len(schedule.phases)
     for loop, phase in zip(program.loops, schedule.phases, strict=True):
@@ -42,12 +43,12 @@ def test_a_program_has_the_transfers_of_its_schedule(algorithm):
 
 
 def test_rings_need_no_tables():
-    program = lower(planners.schedule(Topology.grid("8x8", failed="2x2@2,2"), "ring"))
+    program = lower(registry.schedule(Topology.grid("8x8", failed="2x2@2,2"), "ring"))
     for loop in program.loops:
         assert len(loop.lanes) == 2
         assert all(isinstance(lane.send, Rule) for lane in loop.lanes)
         assert all(lane.is_full for lane in loop.lanes)
-    pairs = lower(planners.schedule(Topology.grid("8x8"), "row_pair"))
+    pairs = lower(registry.schedule(Topology.grid("8x8"), "row_pair"))
     assert isinstance(pairs.scatter[0].lanes[0].send, Rule)
 
 
@@ -61,7 +62,7 @@ def test_rings_need_no_tables():
 )
 def test_lanes_of_halves_have_one_operation(algorithm, lanes):
     """What is read and added is no more than before there were lanes that have both."""
-    program = lower(planners.schedule(MESHES[algorithm], algorithm))
+    program = lower(registry.schedule(MESHES[algorithm], algorithm))
     for half, op in ((program.scatter, ADD), (program.gather, COPY)):
         assert {lane.op for loop in half for lane in loop.lanes} == {op}
     assert [[lane.count for lane in loop.lanes] for loop in program.loops] == lanes
@@ -73,7 +74,7 @@ def test_lanes_of_halves_have_one_operation(algorithm, lanes):
 @pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
 def test_the_number_of_permutations_does_not_grow_with_the_mesh(algorithm):
     def lanes(shape, block):
-        program = lower(planners.schedule(Topology.grid(shape, failed=block), algorithm))
+        program = lower(registry.schedule(Topology.grid(shape, failed=block), algorithm))
         return [len(loop.lanes) for loop in program.loops]
 
     assert lanes("8x8", "2x2@2,2") == lanes("16x32", "4x2@6,14") == lanes("32x32", "4x2@14,14")
@@ -83,7 +84,7 @@ def test_the_number_of_permutations_does_not_grow_with_the_mesh(algorithm):
 def test_ranks_that_do_the_same_share_a_row():
     """On 32x32 with a hole, as many rows as a ring has places, and those of the chips beside it."""
     topo = Topology.grid("32x32", failed="4x2@14,14")
-    program = lower(planners.schedule(topo, "row_pair"), devices_per_chip=2)
+    program = lower(registry.schedule(topo, "row_pair"), devices_per_chip=2)
     tables = [
         lane.send for loop in program.loops for lane in loop.lanes if isinstance(lane.send, Table)
     ]
@@ -96,7 +97,7 @@ def test_ranks_that_do_the_same_share_a_row():
 
 def test_a_rule_may_be_silent_at_first_and_at_last():
     """Across row pairs every row begins later, or ends earlier, than the one before."""
-    program = lower(planners.schedule(Topology.grid("16x16", failed="2x2@2,2"), "row_pair"))
+    program = lower(registry.schedule(Topology.grid("16x16", failed="2x2@2,2"), "row_pair"))
     _, across, back, _ = program.loops
     for loop in (across, back):
         assert all(isinstance(lane.send, Rule) and not lane.is_full for lane in loop.lanes)
@@ -174,7 +175,7 @@ def test_transfers_of_different_sizes_get_lanes_of_their_own():
 
 @pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
 def test_two_devices_per_chip_share_the_payload(algorithm):
-    schedule = planners.schedule(Topology.grid("6x6", failed="2x2@2,2"), algorithm)
+    schedule = registry.schedule(Topology.grid("6x6", failed="2x2@2,2"), algorithm)
     program = lower(schedule, devices_per_chip=2)
     assert (program.num_ranks, program.num_chunks) == (64, 2 * schedule.num_chunks)
     mine = np.random.default_rng(0).integers(0, 100, (64, program.num_chunks))
@@ -195,23 +196,23 @@ def test_idle_devices_keep_their_place_on_the_axis():
 
 
 def test_owned_chunks_by_rank():
-    program = lower(planners.schedule(Topology.grid("8x8", failed="2x2@2,2"), "row_pair"))
+    program = lower(registry.schedule(Topology.grid("8x8", failed="2x2@2,2"), "row_pair"))
     assert not program.owns_evenly
     some = [row[row < program.num_chunks] for row in program.owned]
     assert sorted(np.concatenate(some).tolist()) == list(range(program.num_chunks))
     assert sum(len(row) == 0 for row in some) == 12  # the chips beside the hole
-    assert lower(planners.schedule(Topology.grid("4x4"), "ring")).owns_evenly
+    assert lower(registry.schedule(Topology.grid("4x4"), "ring")).owns_evenly
 
 
 def test_only_one_or_two_devices_per_chip():
-    schedule = planners.schedule(Topology.grid("4x4"), "ring")
+    schedule = registry.schedule(Topology.grid("4x4"), "ring")
     with pytest.raises(ValueError, match="one or two devices, not 3"):
         lower(schedule, devices_per_chip=3)
 
 
 def test_a_table_is_not_taken_for_a_rule():
     """One entry out of step, and the numbers are kept as they are."""
-    schedule = planners.schedule(Topology.grid("4x4"), "ring")
+    schedule = registry.schedule(Topology.grid("4x4"), "ring")
     c = schedule.phases[0].columns
     chunk = c.chunk.copy()
     chunk[5], chunk[6] = chunk[6], chunk[5]

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from numpy_executor import run
 
-from ftmesh import Topology, planners
+from ftmesh import Topology
+from ftmesh.algorithms import registry
 from ftmesh.execute.lower import Rule, lower
 from ftmesh.execute.read_back import check_program
 
@@ -24,7 +25,7 @@ CASES = [
 
 @pytest.mark.parametrize(("algorithm", "topology", "devices_per_chip"), CASES, ids=str)
 def test_every_device_ends_with_the_sum(algorithm, topology, devices_per_chip):
-    schedule = planners.schedule(topology, algorithm)
+    schedule = registry.schedule(topology, algorithm)
     program = lower(schedule, devices_per_chip=devices_per_chip)
     check_program(program)
     mine = np.random.default_rng(0).integers(0, 100, (program.num_ranks, program.num_chunks))
@@ -32,7 +33,7 @@ def test_every_device_ends_with_the_sum(algorithm, topology, devices_per_chip):
 
 
 def test_every_direction_is_a_permutation_and_needs_no_table():
-    schedule = planners.schedule(Topology.grid("4x4x4", wrap=True), "colours")
+    schedule = registry.schedule(Topology.grid("4x4x4", wrap=True), "colours")
     for loop in lower(schedule).loops:
         assert len(loop.lanes) == 6
         assert all(isinstance(lane.send, Rule) and lane.is_full for lane in loop.lanes)
@@ -40,7 +41,7 @@ def test_every_direction_is_a_permutation_and_needs_no_table():
 
 def test_idle_chips_of_three_axes_get_the_sum():
     topology = Topology.grid("4x4x2", failed="2x2x1@0,0,0")
-    program = lower(planners.schedule(topology, "ring"), with_idle=True)
+    program = lower(registry.schedule(topology, "ring"), with_idle=True)
     check_program(program)
     mine = np.random.default_rng(0).integers(0, 100, (program.num_ranks, program.num_chunks))
     assert (run(program, mine.copy()) == mine[program.live].sum(axis=0)).all()

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from more import more
 
-from ftmesh import Phase, Schedule, Topology, planners
+from ftmesh import Phase, Schedule, Topology
+from ftmesh.algorithms import registry
 from ftmesh.errors import VerificationError
 from ftmesh.execute import primitives, read_back
 from ftmesh.execute.lower import IDLE, Rule, lower
@@ -36,7 +37,7 @@ def spread(places, numbers):
     [("8x8", "2x2@2,2", 3), ("16x32", "4x2@6,14", 3), ("8x8", "2x2@2,2;2x2@6,6", 3)],
 )
 def test_what_is_read_is_what_lanes_say(shape, failed, places):
-    program = lower(planners.schedule(Topology.grid(shape, failed=failed), "row_pair"))
+    program = lower(registry.schedule(Topology.grid(shape, failed=failed), "row_pair"))
     for loop in program.loops:
         if all(isinstance(lane.send, Rule) for lane in loop.lanes):
             continue
@@ -98,7 +99,7 @@ def test_chunks_that_lie_over_one_another_stay_apart():
 
 
 def test_rules_need_no_reading():
-    loop = lower(planners.schedule(Topology.grid("4x4"), "ring")).loops[0]
+    loop = lower(registry.schedule(Topology.grid("4x4"), "ring")).loops[0]
     at_once, rounds = rounds_of(loop, 3)
     assert at_once == 1
     sent, arrivals = rounds(2, 1)[0].sent, rounds(2, 1)[0].arrivals
@@ -182,7 +183,7 @@ def test_a_star_of_many_lanes():
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_wrong_number_is_found_when_the_program_is_read_back(half, monkeypatch):
-    program = lower(planners.schedule(Topology.grid("8x8", failed="2x2@2,2"), "row_pair"))
+    program = lower(registry.schedule(Topology.grid("8x8", failed="2x2@2,2"), "row_pair"))
     read_back.check_program(program)
     made = Numbers.of
 

@@ -13,12 +13,12 @@ from on_devices import per_rank
 from pallas_programs import crossing_loop, in_numpy, on_devices, program_of, random_loop
 
 import ftmesh
-from ftmesh import ArgumentError, CollectiveError, Topology, collectives, planners
+from ftmesh import ArgumentError, CollectiveError, Topology, collectives
+from ftmesh.algorithms import registry, tree
 from ftmesh.execute import pallas
 from ftmesh.execute.lower import lower
 from ftmesh.execute.pallas_tables import PAGE, SLOTS, cuts
 from ftmesh.execute.setting import OWN, Setting
-from ftmesh.planners import tree
 from ftmesh.schedule.transfers import ADD, COPY
 from ftmesh.testing import cpu_grid, on_one_device
 
@@ -214,7 +214,7 @@ def test_idle_ranks_get_the_sum_and_add_nothing():
 
 @slow
 def test_two_devices_on_a_chip():
-    schedule = planners.schedule(Topology.grid("2x1"), "line")
+    schedule = registry.schedule(Topology.grid("2x1"), "line")
     program = lower(schedule, devices_per_chip=2)
     x = buffers_of(program)
     one, other = (on_devices(replace(program, executor=e), x) for e in ("ppermute", "pallas"))

@@ -10,10 +10,10 @@ from trees import tree_schedule
 
 import ftmesh
 from ftmesh import Topology
+from ftmesh.algorithms.registry import schedule
 from ftmesh.execute import pallas
 from ftmesh.execute.lower import IDLE, lower
 from ftmesh.execute.pallas_tables import LANE_WORDS, SLOTS, cuts, headings, pages, partners
-from ftmesh.planners import schedule
 from ftmesh.testing import cpu_grid
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

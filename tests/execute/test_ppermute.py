@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 import ftmesh
-from ftmesh import Topology, planners
+from ftmesh import Topology
+from ftmesh.algorithms import registry, tree
 from ftmesh.execute.lower import lower
 from ftmesh.execute.ppermute import on_rank, run_loop
 from ftmesh.execute.setting import OWN, Setting
-from ftmesh.planners import tree
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -37,7 +37,7 @@ def test_every_round_leaves_what_the_file_says(algorithm, tmp_path):
     if algorithm == "wide tree":
         schedule = tree.plan(HOLE, 24, width=3)
     else:
-        schedule = planners.schedule(HOLE, algorithm)
+        schedule = registry.schedule(HOLE, algorithm)
     ftmesh.save(schedule, tmp_path / "plan.npz")
     program = lower(ftmesh.load(tmp_path / "plan.npz"))
     setting = Setting("rank", program.num_ranks, OWN, emulated=True)

@@ -7,7 +7,8 @@ import pytest
 from numpy_executor import run
 
 import ftmesh
-from ftmesh import ScheduleError, Topology, VerificationError, planners
+from ftmesh import ScheduleError, Topology, VerificationError
+from ftmesh.algorithms import registry
 from ftmesh.execute.lower import IDLE, Rule, Table, lower
 from ftmesh.execute.read_back import check_program
 from ftmesh.schedule.phase import Phase
@@ -35,7 +36,7 @@ def with_lane(program, half, loop, lane, **changes):
 def test_every_device_ends_with_the_sum_of_the_live_ones(
     shape, failed, algorithm, devices_per_chip, with_idle
 ):
-    schedule = planners.schedule(Topology.grid(shape, failed=failed), algorithm)
+    schedule = registry.schedule(Topology.grid(shape, failed=failed), algorithm)
     program = lower(schedule, devices_per_chip=devices_per_chip, with_idle=with_idle)
     check_program(program)
     mine = np.random.default_rng(0).integers(0, 100, (program.num_ranks, program.num_chunks))
@@ -47,7 +48,7 @@ def test_every_device_ends_with_the_sum_of_the_live_ones(
 @pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
 def test_idle_devices_cost_few_rounds(algorithm):
     """They get their pieces while the last phase runs, and what is left in a few rounds more."""
-    schedule = planners.schedule(Topology.grid("16x16", failed="2x2@2,2"), algorithm)
+    schedule = registry.schedule(Topology.grid("16x16", failed="2x2@2,2"), algorithm)
     plain, idle = (lower(schedule, with_idle=with_idle) for with_idle in (False, True))
     rounds = [sum(loop.num_rounds for loop in program.loops) for program in (plain, idle)]
     assert rounds[0] == schedule.num_rounds
@@ -65,7 +66,7 @@ class TestFaults:
     @pytest.mark.parametrize("half", ["scatter", "gather"])
     @pytest.mark.parametrize("where", [0.1, 0.5, 0.9])
     def test_an_entry_of_a_table(self, half, where):
-        program = lower(planners.schedule(HOLE, "row_pair"))
+        program = lower(registry.schedule(HOLE, "row_pair"))
         lane = getattr(program, half)[RINGS[half]].lanes[0]
         assert isinstance(lane.send, Table)
         rows = lane.send.rows.copy()
@@ -78,7 +79,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("half", ["scatter", "gather"])
     def test_an_entry_that_says_nothing(self, half):
-        program = lower(planners.schedule(HOLE, "row_pair"))
+        program = lower(registry.schedule(HOLE, "row_pair"))
         lane = getattr(program, half)[RINGS[half]].lanes[0]
         rows = lane.send.rows.copy()
         rows[tuple(np.argwhere(rows != IDLE)[0])] = IDLE
@@ -88,7 +89,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("half", ["scatter", "gather"])
     def test_a_place_of_a_rule(self, half):
-        program = lower(planners.schedule(HOLE, "ring"))
+        program = lower(registry.schedule(HOLE, "ring"))
         lane = getattr(program, half)[0].lanes[0]
         place = lane.send.place.copy()
         place[3] += 1
@@ -99,7 +100,7 @@ class TestFaults:
     @pytest.mark.parametrize("end", ["begin", "end"])
     @pytest.mark.parametrize("half", ["scatter", "gather"])
     def test_a_round_too_few_of_a_rule(self, half, end):
-        program = lower(planners.schedule(Topology.grid("8x8", failed="2x2@2,2"), "row_pair"))
+        program = lower(registry.schedule(Topology.grid("8x8", failed="2x2@2,2"), "row_pair"))
         across = 1 - RINGS[half]
         lane = getattr(program, half)[across].lanes[0]
         rounds = getattr(lane.send, end).copy()
@@ -110,14 +111,14 @@ class TestFaults:
             check_program(bent)
 
     def test_an_addition_for_a_copy_and_a_changed_owner(self):
-        program = lower(planners.schedule(HOLE, "ring"))
+        program = lower(registry.schedule(HOLE, "ring"))
         with pytest.raises(VerificationError, match="times"):
             check_program(with_lane(program, "gather", 0, 0, op=0))
         with pytest.raises(VerificationError, match="missing"):
             check_program(replace(program, owner=np.roll(program.owner, 1)))
 
     def test_an_idle_device_left_out(self):
-        program = lower(planners.schedule(HOLE, "ring"), with_idle=True)
+        program = lower(registry.schedule(HOLE, "ring"), with_idle=True)
         *loops, last = program.gather
         fewer = replace(last, lanes=last.lanes[:-1])
         with pytest.raises(VerificationError, match=r"read back: .*chunk"):
@@ -125,7 +126,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("half", ["scatter", "gather"])
     def test_a_source_that_is_not_the_one_that_sends(self, half):
-        program = lower(planners.schedule(HOLE, "row_pair"))
+        program = lower(registry.schedule(HOLE, "row_pair"))
         source = getattr(program, half)[0].lanes[1].source
         for bent in (np.full_like(source, -1), np.roll(source, 1)):
             with pytest.raises(VerificationError, match=r"lane 1: expected chip .* to receive"):
@@ -145,7 +146,7 @@ class TestFaults:
             prove(script)
 
     def test_an_idle_device_that_adds_its_own(self):
-        program = lower(planners.schedule(HOLE, "ring"), with_idle=True)
+        program = lower(registry.schedule(HOLE, "ring"), with_idle=True)
         everyone = np.arange(program.num_ranks, dtype=np.int32)
         with pytest.raises(VerificationError, match="missing"):
             check_program(replace(program, live=everyone))
@@ -160,7 +161,7 @@ def test_plans_check_what_they_run(monkeypatch):
 
 
 def test_without_halves_nobody_owns_anything():
-    whole = ftmesh.Schedule(HOLE, "ring", 64, planners.schedule(HOLE, "ring").phases)
+    whole = ftmesh.Schedule(HOLE, "ring", 64, registry.schedule(HOLE, "ring").phases)
     program = lower(whole)
     check_program(program)
     assert program.owner is None

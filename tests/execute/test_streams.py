@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
-from ftmesh import Topology, planners
+from ftmesh import Topology
+from ftmesh.algorithms import registry
 from ftmesh.execute.lower import lower
 from ftmesh.execute.ppermute import Rows, run_loops
 from ftmesh.execute.setting import OWN, Setting, Wire
@@ -48,7 +49,7 @@ def permutations(run, *args):
     ],
 )
 def test_the_same_bits(algorithm, wire):
-    program = lower(planners.schedule(HOLE, algorithm), devices_per_chip=2)
+    program = lower(registry.schedule(HOLE, algorithm), devices_per_chip=2)
     shape = program.num_ranks, program.num_chunks, 48, 8
     held = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     alike = ran(program.split(lambda loop: 0.0), held, wire)
@@ -59,7 +60,7 @@ def test_the_same_bits(algorithm, wire):
 
 @pytest.mark.parametrize(("rows", "streams"), [(1, 1), (16, 1), (31, 1), (32, 2), (40, 2)])
 def test_halves_are_whole_tiles_or_there_are_none(rows, streams):
-    program = lower(planners.schedule(HOLE, "ring"))
+    program = lower(registry.schedule(HOLE, "ring"))
     setting = Setting("rank", program.num_ranks, OWN, emulated=False)
     mesh = jax.make_mesh((12,), ("rank",), (jax.sharding.AxisType.Auto,))
 

@@ -3,7 +3,8 @@
 import math
 from itertools import product
 
-from ftmesh import Topology, planners, verify
+from ftmesh import Topology, verify
+from ftmesh.algorithms import registry
 from ftmesh.topology.notation import Block
 
 SIDES = range(4, 13, 2)
@@ -50,7 +51,7 @@ def damaged(shape, *blocks):
 
 def check(topo, algorithm):
     """Plan and prove; also what every algorithm of this package has in common."""
-    schedule = planners.schedule(topo, algorithm)
+    schedule = registry.schedule(topo, algorithm)
     proof = verify(schedule)
     assert schedule.algorithm == algorithm
     assert 2 * schedule.rounds_in_reduce_scatter == schedule.num_rounds

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import ftmesh
-from ftmesh import PlanError, Topology, planners, verify
-from ftmesh.planners import colours
-from ftmesh.planners.circuits import along, join_circuits, wrapping_axes
-from ftmesh.planners.scatter import both_ways
+from ftmesh import PlanError, Topology, verify
+from ftmesh.algorithms import multi_ring, registry
+from ftmesh.algorithms.circuits import along, join_circuits, wrapping_axes
+from ftmesh.algorithms.scatter import both_ways
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import depth_of
 
@@ -41,7 +41,7 @@ def test_circuits_of_a_torus_use_every_cable_once(shape):
 @pytest.mark.parametrize("shape", ["3x3", "4x6", "5x7", "4x4x4", "3x4x3"])
 def test_every_link_works_in_every_round(shape):
     topo = Topology.grid(shape, wrap=True)
-    schedule = planners.schedule(topo, "colours")
+    schedule = registry.schedule(topo, "colours")
     verify(schedule)
     assert schedule.is_neighbour_only
     assert schedule.num_rounds == 2 * (topo.num_live - 1)
@@ -57,7 +57,7 @@ def test_every_link_works_in_every_round(shape):
 @pytest.mark.parametrize(("shape", "wrap", "count"), PARTLY)
 def test_axes_without_rings_add_no_circuit(shape, wrap, count):
     topo = Topology.grid(shape, wrap=wrap)
-    schedule = planners.schedule(topo, "colours")
+    schedule = registry.schedule(topo, "colours")
     verify(schedule)
     assert len(wrapping_axes(topo)) == count
     assert schedule.phases[0].lanes == list(range(2 * count))
@@ -78,7 +78,7 @@ def test_axes_without_rings_add_no_circuit(shape, wrap, count):
 )
 def test_what_it_cannot_do_it_refuses(topo, says):
     with pytest.raises(PlanError, match=says):
-        colours.plan(topo)
+        multi_ring.plan(topo)
 
 
 def test_circuits_that_no_square_joins_are_refused():
@@ -117,7 +117,7 @@ def test_auto_takes_what_a_payload_is_fastest_by():
 
 @pytest.mark.parametrize("algorithm", ["ring", "colours"])
 def test_the_depth_of_rings_is_that_of_their_rows(algorithm):
-    schedule = planners.schedule(Topology.grid("3x4", wrap=True), algorithm)
+    schedule = registry.schedule(Topology.grid("3x4", wrap=True), algorithm)
     (phase,) = schedule.scatter
     rows = Phase(phase.name, phase.columns)
     assert depth_of([phase], 12, schedule.num_chunks) == 11

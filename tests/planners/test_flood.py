@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import ftmesh
-from ftmesh import PlanError, Topology, VerificationError, planners, verify
-from ftmesh.planners import flood
+from ftmesh import PlanError, Topology, VerificationError, verify
+from ftmesh.algorithms import flood, registry
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import SplitSchedule
 from ftmesh.topology.graph import compass_lanes, sources
@@ -166,7 +166,7 @@ class TestRefusals:
     def test_a_cut_mesh(self):
         cut = Topology.grid("8x8", failed="8x2@0,2")
         with pytest.raises(PlanError, match=r"32 chips around \(0, 4\), 16 chips around \(0, 0\)"):
-            planners.schedule(cut, "flood")
+            registry.schedule(cut, "flood")
         with pytest.raises(PlanError, match="no link joins some of its chips to the others"):
             flood.plan(cut)
 
@@ -177,21 +177,21 @@ class TestRefusals:
 
 class TestWhereItIsLookedAt:
     def test_not_where_another_has_halves(self, monkeypatch):
-        monkeypatch.setitem(planners.PLANNERS, "flood", None)
+        monkeypatch.setitem(registry.PLANNERS, "flood", None)
         for topo in (Topology.grid("4x4"), Topology.grid("4x4", failed="2x2@0,0")):
-            assert "flood" not in planners.outcomes(topo)
+            assert "flood" not in registry.outcomes(topo)
 
     def test_where_no_other_serves(self):
-        found = planners.outcomes(ODD)
+        found = registry.outcomes(ODD)
         assert [name for name, one in found.items() if not isinstance(one, PlanError)] == ["flood"]
         assert ftmesh.plan(ODD).halves.algorithm == "flood"
 
     def test_where_others_have_no_halves(self, monkeypatch):
-        whole = planners.schedule(Topology.grid("4x4"), "ring")
+        whole = registry.schedule(Topology.grid("4x4"), "ring")
         plain = ftmesh.Schedule(whole.topology, "ring", whole.num_chunks, whole.phases)
         for name in ("two_dim", "row_pair", "ring"):
-            monkeypatch.setattr(planners.PLANNERS[name], "plan", lambda topology: plain)
-        assert planners.outcomes(whole.topology)["flood"].algorithm == "flood"
+            monkeypatch.setattr(registry.PLANNERS[name], "plan", lambda topology: plain)
+        assert registry.outcomes(whole.topology)["flood"].algorithm == "flood"
 
     def test_by_name_everywhere(self):
         assert ftmesh.plan(Topology.grid("4x4"), "flood").proof.num_owners == 16

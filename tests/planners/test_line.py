@@ -5,14 +5,14 @@ from fractions import Fraction
 import pytest
 
 import ftmesh
-from ftmesh import PlanError, Topology, VerificationError, planners, verify
-from ftmesh.planners import line
+from ftmesh import PlanError, Topology, VerificationError, verify
+from ftmesh.algorithms import chain, registry
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import SplitSchedule
 
 
 def proved(topo):
-    schedule = planners.schedule(topo, "line")
+    schedule = registry.schedule(topo, "line")
     verify(schedule)
     assert schedule.is_neighbour_only
     return schedule
@@ -70,10 +70,10 @@ def test_two_chips_have_one_cable_whether_they_wrap_or_not():
 def test_a_closed_line_with_one_fault_is_an_open_one_in_the_order_of_the_walk(damage):
     topo = Topology.grid("8", wrap=True, **damage)
     order = [3, 2, 1, 0, 7, 6, 5, 4] if "failed_links" in damage else [2, 1, 0, 7, 6, 5, 4]
-    assert line.walk(topo) == [(x,) for x in order]
+    assert chain.walk(topo) == [(x,) for x in order]
     schedule = proved(topo)
     assert schedule.num_rounds == 2 * (len(order) - 1)
-    assert [topo.coords[rank] for rank in schedule.owner] == line.walk(topo)
+    assert [topo.coords[rank] for rank in schedule.owner] == chain.walk(topo)
 
 
 def test_damage_may_leave_a_line_of_any_mesh():
@@ -82,7 +82,7 @@ def test_damage_may_leave_a_line_of_any_mesh():
         .X..
         .XX.
     """)
-    assert line.walk(bent) == [
+    assert chain.walk(bent) == [
         (0, 2), (0, 1), (0, 0), (1, 0), (2, 0), (2, 1), (3, 1), (3, 2),
     ]  # fmt: skip
     assert proved(bent).phases[0].name == "line, reduce-scatter"
@@ -112,7 +112,7 @@ def test_auto_takes_it():
 )
 def test_a_broken_line_is_refused_and_its_parts_are_named(topo, says):
     with pytest.raises(PlanError, match=says):
-        planners.schedule(topo, "line")
+        registry.schedule(topo, "line")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_broken_line_is_refused_and_its_parts_are_named(topo, says):
 )
 def test_the_planner_alone_refuses_what_is_not_a_line(topo, says):
     with pytest.raises(PlanError, match=says):
-        line.plan(topo)
+        chain.plan(topo)
 
 
 def test_a_round_that_is_left_out_is_found():

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from ftmesh import PlanError, Topology, verify
-from ftmesh.planners import tree
-from ftmesh.planners.pendants import Pendants
+from ftmesh.algorithms import tree
+from ftmesh.algorithms.leaf_chips import Pendants
 from ftmesh.schedule.transfers import ADD, COPY
 from ftmesh.topology.graph import Graph
 

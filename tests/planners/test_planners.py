@@ -8,13 +8,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from proving import SIDES, check, damaged, even_blocks, every_block, slim_blocks
 
-from ftmesh import PlanError, Topology, planners
-from ftmesh.planners import PLANNERS, row_pair
+from ftmesh import PlanError, Topology
+from ftmesh.algorithms import registry, row_pair
+from ftmesh.algorithms.registry import PLANNERS
 from ftmesh.topology.notation import format_shape
 
 GRIDS = list(product(SIDES, SIDES))
 LINES = [(2,), (5,), (8,), (1, 2), (1, 8), (9, 1)]
-ELSEWHERE = (*planners.CUT_BY_SIZE, *planners.FOR_TORI)  # see test_tree.py and test_colours.py
+ELSEWHERE = (*registry.CUT_BY_SIZE, *registry.FOR_TORI)  # see test_tree.py and test_colours.py
 HALVED = [name for name in PLANNERS if name not in ELSEWHERE]
 CASES = [
     (algorithm, shape)
@@ -127,13 +128,13 @@ def test_single_chips_and_links_are_served_or_refused_in_words(failed, links):
 
 class TestRegistry:
     def test_outcomes_are_schedules_or_reasons(self):
-        found = planners.outcomes(Topology.grid("8x8", failed="2x2@2,2"))
+        found = registry.outcomes(Topology.grid("8x8", failed="2x2@2,2"))
         assert list(found) == ["two_dim", "row_pair", "ring", "line"]
         assert "it needs every row and column whole" in str(found["two_dim"])
         assert [found[name].algorithm for name in ("row_pair", "ring")] == ["row_pair", "ring"]
 
     def test_where_no_ring_fits_every_reason_is_given_and_flood_serves(self):
-        found = planners.outcomes(Topology.from_drawing("X..\n...\n..."))
+        found = registry.outcomes(Topology.from_drawing("X..\n...\n..."))
         reasons = {name: str(one) for name, one in found.items() if isinstance(one, PlanError)}
         assert list(reasons) == ["two_dim", "row_pair", "ring", "line"]
         assert "it needs every row and column whole" in reasons["two_dim"]
@@ -191,4 +192,4 @@ class TestRegistry:
     )
     def test_refusals_name_the_way_out(self, topo, algorithm, says):
         with pytest.raises(PlanError, match=says):
-            planners.schedule(topo, algorithm)
+            registry.schedule(topo, algorithm)

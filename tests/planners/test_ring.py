@@ -7,7 +7,7 @@ import pytest
 from proving import check
 
 from ftmesh import PlanError, Topology
-from ftmesh.planners import ring
+from ftmesh.algorithms import ring
 
 
 class TestRing:

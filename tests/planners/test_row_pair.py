@@ -7,7 +7,7 @@ import pytest
 from proving import check
 
 from ftmesh import PlanError, Topology
-from ftmesh.planners import row_pair
+from ftmesh.algorithms import row_pair
 from ftmesh.topology.notation import Block
 
 

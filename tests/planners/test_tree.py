@@ -5,10 +5,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ftmesh import PlanError, Topology, planners, simulate, verify
-from ftmesh.planners import tree
-from ftmesh.planners.messages import NONE, rounds_of
-from ftmesh.planners.trees import grow
+from ftmesh import PlanError, Topology, simulate, verify
+from ftmesh.algorithms import registry, tree
+from ftmesh.algorithms.spanning_trees import grow
+from ftmesh.algorithms.tree_rounds import NONE, rounds_of
 from ftmesh.schedule.schedule import SplitSchedule
 from ftmesh.schedule.transfers import ADD, COPY
 from ftmesh.topology.graph import Graph
@@ -190,15 +190,15 @@ def test_trees_span_and_share_out_the_links():
 class TestRefusals:
     def test_a_mesh_that_is_cut(self):
         with pytest.raises(PlanError, match="is cut into 2 parts"):
-            planners.schedule(Topology.grid("5", failed="1@2"), "tree")
+            registry.schedule(Topology.grid("5", failed="1@2"), "tree")
 
     def test_a_lag_below_none(self):
         with pytest.raises(PlanError, match="number of rounds, not -1"):
-            planners.schedule(Topology.grid("4x4"), "tree", num_chunks=4, lag=-1)
+            registry.schedule(Topology.grid("4x4"), "tree", num_chunks=4, lag=-1)
 
     def test_no_chunks(self):
         with pytest.raises(PlanError, match="one chunk or more, not into 0"):
-            planners.schedule(Topology.grid("4x4"), "tree", num_chunks=0)
+            registry.schedule(Topology.grid("4x4"), "tree", num_chunks=0)
 
 
 @pytest.mark.parametrize("failed", ["1@1", "3@1"])

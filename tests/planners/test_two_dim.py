@@ -4,7 +4,7 @@ import pytest
 from proving import check
 
 from ftmesh import PlanError, Topology
-from ftmesh.planners import two_dim
+from ftmesh.algorithms import two_dim
 
 
 class TestTwoDim:

@@ -8,7 +8,8 @@ import pytest
 
 import ftmesh
 from ftmesh import ScheduleError, ScheduleFileError, Topology, VerificationError
-from ftmesh.planners import PLANNERS, ring, row_pair
+from ftmesh.algorithms import ring, row_pair
+from ftmesh.algorithms.registry import PLANNERS
 from ftmesh.schedule.transfers import COLUMN_NAMES
 
 HOLE = Topology.grid("6x6", failed="2x2@2,2")

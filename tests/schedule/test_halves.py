@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftmesh import Phase, Schedule, SplitSchedule, Topology, VerificationError, verify
-from ftmesh import planners as algorithms
-from ftmesh.planners import ring, row_pair, two_dim
+from ftmesh.algorithms import registry as algorithms
+from ftmesh.algorithms import ring, row_pair, two_dim
 from ftmesh.schedule.counting_proof import uncounted_chunks, ungathered_chunks
 from ftmesh.schedule.rank_schedule import Script
 from ftmesh.schedule.replay import replay

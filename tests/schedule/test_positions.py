@@ -9,14 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ftmesh
-from ftmesh import (
-    PlanError,
-    ScheduleFileError,
-    TiledTopology,
-    Topology,
-    VerificationError,
-    planners,
-)
+from ftmesh import PlanError, ScheduleFileError, TiledTopology, Topology, VerificationError
+from ftmesh.algorithms import registry
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import ADD
@@ -69,7 +63,7 @@ def assert_each_position_is_summed(schedule):
     ids=str,
 )
 def test_every_position_is_proved_and_comes_out_right(tiles, algorithm):
-    schedule = planners.schedule(tiles, algorithm)
+    schedule = registry.schedule(tiles, algorithm)
     proof = ftmesh.verify(schedule)
     assert (proof.num_ranks, proof.num_positions) == (tiles.num_live, tiles.num_positions)
     assert f"{tiles.num_live} ranks, at each of {tiles.num_positions} positions, hold" in str(proof)
@@ -77,15 +71,15 @@ def test_every_position_is_proved_and_comes_out_right(tiles, algorithm):
 
 
 def test_hops_are_those_of_chips():
-    schedule = planners.schedule(tiled("8x8", "2x2"), "ring")
+    schedule = registry.schedule(tiled("8x8", "2x2"), "ring")
     assert not schedule.is_neighbour_only
     assert ftmesh.verify(schedule).longest_route == 2
-    assert planners.schedule(tiled("8x8", "1x1"), "ring").is_neighbour_only
+    assert registry.schedule(tiled("8x8", "1x1"), "ring").is_neighbour_only
 
 
 def test_routes_may_cross_live_chips_of_failed_tiles():
     tiles = tiled("12x12", "2x2", "1x1@4,4")
-    schedule = planners.schedule(tiles, "row_pair")
+    schedule = registry.schedule(tiles, "row_pair")
     crossed = {chip for route in schedule.on_chips.routes.values() for chip in route}
     wasted = set(tiles.chips_of([(2, 2)])) - {(4, 4)}
     assert (4, 4) not in crossed
@@ -103,7 +97,7 @@ def test_any_damage_is_served_or_refused(case, failed, cores):
     chips = Topology.grid(shape, failed=[c for c in failed if c in chips.coords])
     try:
         tiles = TiledTopology.of(replace(chips, devices_per_chip=cores), tile)
-        found = planners.outcomes(tiles)
+        found = registry.outcomes(tiles)
     except (PlanError, ftmesh.TopologyError):
         return
     for schedule in found.values():
@@ -119,7 +113,7 @@ class TestFaults:
 
     @pytest.fixture
     def schedule(self):
-        return planners.schedule(self.TILES, "row_pair")
+        return registry.schedule(self.TILES, "row_pair")
 
     def with_chips(self, schedule, change):
         chips = schedule.on_chips
@@ -175,18 +169,18 @@ class TestFaults:
             ftmesh.verify(self.with_chips(schedule, wasted))
 
     def test_chunks_of_the_other_core(self):
-        schedule = planners.schedule(on_two_cores("4x4", "1x1"), "row_pair")
+        schedule = registry.schedule(on_two_cores("4x4", "1x1"), "row_pair")
         moved = self.with_chips(schedule, lambda c: c.replace(chunk=np.maximum(c.chunk - 1, 0)))
         with pytest.raises(VerificationError, match=r"missing|too often"):
             ftmesh.verify(moved)
 
     def test_a_router_that_does_not_know_of_the_damage(self):
-        schedule = planners.schedule(tiled("16x32", "2x2", "4x2@6,14"), "row_pair")
+        schedule = registry.schedule(tiled("16x32", "2x2", "4x2@6,14"), "row_pair")
         with pytest.raises(VerificationError, match=r"from chip \(\d+, \d+\) to .* crosses failed"):
             ftmesh.verify(schedule, router=dimension_order)
 
     def test_routes_on_both_sides_of_the_damage_can_deadlock(self):
-        schedule = planners.schedule(tiled("16x16", "2x2", "4x2@6,6"), "row_pair")
+        schedule = registry.schedule(tiled("16x16", "2x2", "4x2@6,6"), "row_pair")
         assert ftmesh.verify(schedule)
         with pytest.raises(VerificationError, match="routes can deadlock"):
             ftmesh.verify(schedule, router=lambda *route: around(*route))
@@ -195,7 +189,7 @@ class TestFaults:
 class TestFiles:
     def test_tiles_are_written_and_read(self, tmp_path):
         path = tmp_path / "tiles.npz"
-        schedule = planners.schedule(tiled("8x8", "2x2", "1x1@2,2"), "row_pair")
+        schedule = registry.schedule(tiled("8x8", "2x2", "1x1@2,2"), "row_pair")
         ftmesh.save(schedule, path)
         found = ftmesh.load(path)
         assert found == schedule
@@ -215,7 +209,7 @@ class TestFiles:
     )
     def test_tiles_that_are_not_those_of_the_mesh(self, tmp_path, change, complaint):
         path = tmp_path / "tiles.npz"
-        ftmesh.save(planners.schedule(tiled("8x8", "2x2", "1x1@2,2"), "row_pair"), path)
+        ftmesh.save(registry.schedule(tiled("8x8", "2x2", "1x1@2,2"), "row_pair"), path)
         arrays = dict(np.load(path))
         arrays["meta"] = np.array(json.dumps(json.loads(str(arrays["meta"])) | change))
         np.savez(path, **arrays)

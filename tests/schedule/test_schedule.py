@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from ftmesh import Phase, Schedule, ScheduleError, SplitSchedule, Topology
-from ftmesh.planners import ring, row_pair
+from ftmesh.algorithms import ring, row_pair
 from ftmesh.schedule.transfers import COPY, transfers
 
 SQUARE = Topology.grid("2x2")

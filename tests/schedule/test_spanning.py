@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftmesh import Phase, Schedule, Topology, VerificationError
-from ftmesh.planners import ring, tree
+from ftmesh.algorithms import ring, tree
 from ftmesh.schedule.counting_proof import unspanned_chunks
 from ftmesh.schedule.rank_schedule import Script
 from ftmesh.schedule.set_proof import check_sets

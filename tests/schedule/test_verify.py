@@ -14,7 +14,7 @@ from ftmesh import (
     VerificationError,
     verify,
 )
-from ftmesh.planners import ring, row_pair
+from ftmesh.algorithms import ring, row_pair
 from ftmesh.schedule import set_proof
 from ftmesh.schedule.rank_schedule import Script
 from ftmesh.schedule.replay import replay

@@ -8,7 +8,7 @@ import browser as chromium
 import pytest
 from more import more
 
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.cost.limits import limits
 from ftmesh.topology.notation import format_failed
 from ftmesh.topology.topology import Topology
@@ -183,7 +183,7 @@ def test_a_file_shows_the_other_plans_that_it_holds(browser, opened):
 
 
 def test_a_schedule_of_ones_own_is_played(browser, opened):
-    schedule = planners.schedule(Topology.grid("4x4"), "ring")
+    schedule = registry.schedule(Topology.grid("4x4"), "ring")
     opened(scene_of(replace(schedule, algorithm="mine")))
     assert browser.ask("document.querySelector('input[name=algorithm]:checked').value") == "mine"
     play(browser)

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 import pytest
 
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.cli import main
 from ftmesh.schedule.files import save
 from ftmesh.topology.tiles import TiledTopology
@@ -86,7 +86,7 @@ def test_the_command_writes_the_page(tmp_path, capsys):
 
 def test_a_saved_schedule_is_shown(tmp_path, capsys):
     file, out = tmp_path / "plan.npz", tmp_path / "view.html"
-    schedule = planners.schedule(Topology.grid("4x4", failed="2x2@0,0"), "ring")
+    schedule = registry.schedule(Topology.grid("4x4", failed="2x2@0,0"), "ring")
     save(replace(schedule, algorithm="my own"), file)
     assert main(["view", str(file), "--payload", "1MB", "--out", str(out)]) == 0
     assert "4x4 less 2x2@0,0: my own is shown first, of 1" in capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_a_saved_schedule_is_shown(tmp_path, capsys):
     assert (mine["algorithm"], mine["rounds"]) == ("my own", schedule.num_rounds)
     assert main(["view", str(file), "--wrap", "x", "--out", str(out)]) == 2
     assert "leave the other options away" in capsys.readouterr().err
-    save(planners.schedule(TiledTopology.of(Topology.grid("4x4"), "2x1"), "ring"), file)
+    save(registry.schedule(TiledTopology.of(Topology.grid("4x4"), "2x1"), "ring"), file)
     assert main(["view", str(file), "--out", str(out)]) == 2
     assert "the page shows chips" in capsys.readouterr().err
 

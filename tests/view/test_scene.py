@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ftmesh import planners
+from ftmesh.algorithms import registry
 from ftmesh.cost.choice import choose
 from ftmesh.cost.cutting import schedule_for
 from ftmesh.cost.limits import limits
@@ -88,7 +88,7 @@ def test_times_are_those_of_the_simulator_and_the_limit(on):
     made = scene(DAMAGED, payload_bytes=3_000_000, on=on)
     assert 3_000_000 in made["payloads"]
     least = limits(DAMAGED)
-    schedule = planners.schedule(DAMAGED, "row_pair")
+    schedule = registry.schedule(DAMAGED, "row_pair")
     found = entry(made, "row_pair")
     for i in (0, 12, len(made["payloads"]) - 1):
         size = made["payloads"][i]

@@ -2,15 +2,15 @@
 
 A torus of k axes has 2k links at every chip: k Hamiltonian circuits, each run in both directions,
 use all of them in every round. Each of the 2k directions carries as large a part of the payload.
-The rings along an axis are cut and joined until they are one circuit (`ftmesh.planners.circuits`).
+The rings along an axis are cut and joined until they are one circuit (`ftmesh.algorithms.circuits`).
 An axis that does not wrap, or has two chips, adds no circuit; those of the others lead along it.
 """
 
 from __future__ import annotations
 
+from ftmesh.algorithms.circuits import along, join_circuits, wrapping_axes
+from ftmesh.algorithms.scatter import both_ways
 from ftmesh.errors import PlanError
-from ftmesh.planners.circuits import along, join_circuits, wrapping_axes
-from ftmesh.planners.scatter import both_ways
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.topology import Topology
 

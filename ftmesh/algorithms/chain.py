@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ftmesh.algorithms.scatter import all_reduce, along_lines, both_ways
 from ftmesh.errors import PlanError
-from ftmesh.planners.scatter import all_reduce, along_lines, both_ways
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ftmesh.algorithms import chain, flood, multi_ring, ring, row_pair, tree, two_dim
 from ftmesh.errors import PlanError
-from ftmesh.planners import colours, flood, line, ring, row_pair, tree, two_dim
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.topology.notation import format_failed
 from ftmesh.topology.topology import Topology
@@ -28,8 +28,8 @@ PLANNERS: dict[str, Planner] = {
     "two_dim": two_dim,
     "row_pair": row_pair,
     "ring": ring,
-    "colours": colours,
-    "line": line,
+    "colours": multi_ring,
+    "line": chain,
     "flood": flood,
     "tree": tree,
 }

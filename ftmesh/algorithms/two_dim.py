@@ -14,8 +14,8 @@ from itertools import product
 
 import numpy as np
 
+from ftmesh.algorithms.scatter import all_reduce, along_lines, along_rings
 from ftmesh.errors import PlanError
-from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Columns, Ints, join
 from ftmesh.topology.topology import Topology

@@ -1,8 +1,8 @@
 """`tree`: all-reduce along many spanning trees at once, on any mesh that hangs together.
 
 Beyond the paper, and near what the links can do at all. The payload is cut into chunks, and each is
-summed along a spanning tree of the live chips (`ftmesh.planners.trees`), up and down every edge of
-it once (`ftmesh.planners.messages`). Sums and results travel at the same time, so that links are
+summed along a spanning tree of the live chips (`ftmesh.algorithms.spanning_trees`), up and down every edge of
+it once (`ftmesh.algorithms.tree_rounds`). Sums and results travel at the same time, so that links are
 busy from the beginning to the end; in return there are no halves, and nobody owns a chunk. What
 answers an earlier message is the result, and is copied; other messages are added.
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from ftmesh.algorithms.leaf_chips import Pendants
+from ftmesh.algorithms.spanning_trees import grow
+from ftmesh.algorithms.tree_rounds import NONE, Index, Rounds, rounds_of
 from ftmesh.errors import PlanError
-from ftmesh.planners.messages import NONE, Index, Rounds, rounds_of
-from ftmesh.planners.pendants import Pendants
-from ftmesh.planners.trees import grow
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import ADD, COPY, Columns, Ints, row_key, transfers
@@ -26,7 +26,7 @@ from ftmesh.topology.topology import Topology
 
 MOST_TREES = 256
 NUM_CHUNKS = 256  # where nobody says how many
-BALANCES = (1.5, 3.0)  # see `ftmesh.planners.trees`: which is better is found by trying
+BALANCES = (1.5, 3.0)  # see `ftmesh.algorithms.spanning_trees`: which is better is found by trying
 WORK = 250_000  # ranks times chunks, of all tries together
 LARGE = 1_000_000  # ranks times chunks above which orders are turned once: a round in 300 more
 
@@ -46,7 +46,7 @@ def plan(
     given some are tried, but on large meshes one. With a `lag` it is for an executor without
     barriers: what a link has carried is there so many rounds late, while the link goes on. With
     `feeding`, chips that hang on one link take no part in trees: they are fed before and after
-    (`ftmesh.planners.pendants`).
+    (`ftmesh.algorithms.leaf_chips`).
     """
     if num_chunks < 1:
         raise PlanError(f"a payload is cut into one chunk or more, not into {num_chunks}")

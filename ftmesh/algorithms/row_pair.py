@@ -3,7 +3,7 @@
 The paper's figures 6 and 7, and 9 and 10 where chips have failed. Each pair of rows is one ring; no
 two rings share a link, and each runs in both directions, with half of the payload each way. A pair
 that damage has broken is left out: its live chips sum among neighbours and forward to the full
-rings beside them (`ftmesh.planners.forwarding`), while those run. The second phase joins the full
+rings beside them (`ftmesh.algorithms.forwarding`), while those run. The second phase joins the full
 rings from pair to pair, over hops of two rows; where damage is in the way, hops go around it. Where
 the axis across the pairs wraps, each place's chips form a ring; where it does not, sums flow along
 the line to their owners from both ends, since a ring would have to fold back over its own links.
@@ -19,9 +19,9 @@ from itertools import pairwise, product
 
 import numpy as np
 
+from ftmesh.algorithms.forwarding import Booking, Piece, book, form_groups
+from ftmesh.algorithms.scatter import all_reduce, along_lines, along_rings
 from ftmesh.errors import PlanError
-from ftmesh.planners.forwarding import Booking, Piece, book, form_groups
-from ftmesh.planners.scatter import all_reduce, along_lines, along_rings
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Columns, join, transfers
 from ftmesh.topology.graph import compass_lanes

@@ -33,7 +33,7 @@ def rounds_of(
 ) -> Rounds:
     """The round in which each link carries each chunk; in as few rounds as are found.
 
-    Chunks go along `trees`, as `ftmesh.planners.trees.grow` makes them, in turn. The order is
+    Chunks go along `trees`, as `ftmesh.algorithms.spanning_trees.grow` makes them, in turn. The order is
     turned backwards and forward again so many times. A link carries up to `width` chunks a round,
     and what it carries is heard `lag` rounds late.
     """

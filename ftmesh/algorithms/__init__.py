@@ -1,0 +1,1 @@
+"""One file for each all-reduce algorithm, and what they share. Knows nothing of JAX."""
