@@ -8,9 +8,9 @@ ftmesh.save(plan.schedule, "plan.npz")   # plain integer columns
 
 from typing import TYPE_CHECKING
 
-from ftmesh.cost.limits import Limits as Limits
-from ftmesh.cost.limits import limits as limits
-from ftmesh.cost.network import Network as Network
+from ftmesh.cost.links import Network as Network
+from ftmesh.cost.lower_bounds import Limits as Limits
+from ftmesh.cost.lower_bounds import limits as limits
 from ftmesh.cost.simulate import Simulation as Simulation
 from ftmesh.cost.simulate import simulate as simulate
 from ftmesh.errors import ArgumentError as ArgumentError
@@ -24,8 +24,8 @@ from ftmesh.errors import TopologyError as TopologyError
 from ftmesh.errors import TopologyWarning as TopologyWarning
 from ftmesh.errors import VerificationError as VerificationError
 from ftmesh.extras import later
-from ftmesh.plans import Plan as Plan
-from ftmesh.plans import plan as plan
+from ftmesh.planning.plan import Plan as Plan
+from ftmesh.planning.plan import plan as plan
 from ftmesh.schedule.files import load as load
 from ftmesh.schedule.files import save as save
 from ftmesh.schedule.phase import Phase as Phase

@@ -11,10 +11,10 @@ from pages import PAGES
 
 from ftmesh import Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost import advise, paper
-from ftmesh.cost.network import NETWORKS
+from ftmesh.cost.links import NETWORKS
 from ftmesh.draw import draw_svg, figure
 from ftmesh.launch.events import in_words
+from ftmesh.planning import advise, paper_tables
 
 ROOT = Path(__file__).parent.parent
 README = "\n".join(page.read_text() for page in PAGES)
@@ -49,7 +49,7 @@ def test_the_table_of_costs():
 
 
 def test_the_ratios_beside_the_papers():
-    for run, (ours,) in paper.simulate_runs(rates=(82e9,), modes=("synchronous",)).items():
+    for run, (ours,) in paper_tables.simulate_runs(rates=(82e9,), modes=("synchronous",)).items():
         chips = run.topologies[0].num_live
         algorithm, damage = ours.parts
         row = f"| {run.ratio:.2f} | {ours.ratio:.2f} | {algorithm:.2f} x {damage:.2f} |"

@@ -8,8 +8,8 @@ from examples.fuzz import running
 from examples.resnet50 import augment, images
 from ftmesh.algorithms import registry
 from ftmesh.commands import STATUSES
-from ftmesh.cost import advise
 from ftmesh.launch import environment
+from ftmesh.planning import advise
 from ftmesh.schedule.files import MAX_BYTES
 from ftmesh.train.arguments import MAX_BATCH
 from ftmesh.train.reading import FEW, MAX_DAMAGED

@@ -18,7 +18,7 @@ from examples.bert import train as bert
 from examples.fuzz.running import Work, WrongError
 from examples.resnet50 import train as resnet50
 from ftmesh.cli import main
-from ftmesh.cost import choice
+from ftmesh.planning import selection
 from ftmesh.schedule.files import dump
 
 Rng = np.random.Generator
@@ -47,7 +47,7 @@ HOSTILE = (
     "2x2@", "@", ";;;", "0,0-0,1", "0,0-3,3", "a-b", "$(touch hacked)", "`touch hacked`", "; ls",
 )  # fmt: skip
 FILES = ("a.npz", "b.svg", "a.svg", "./a.npz", "no/such/a.npz", "folder", ".", "plan.npz", "-")
-ALGORITHMS = (*choice.ALGORITHMS, "worst", "")
+ALGORITHMS = (*selection.ALGORITHMS, "worst", "")
 
 MESH: dict[str, Sequence[str]] = {
     "--failed": BLOCKS, "--failed-links": ("", "0,0-1,0", "0-1"), "--wrap": ("", "x", "xy", "z")

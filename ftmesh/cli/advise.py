@@ -18,10 +18,10 @@ from ftmesh.cli.arguments import (
     topology_of,
 )
 from ftmesh.commands import MOST_SEED, whole_number
-from ftmesh.cost import advise
-from ftmesh.cost.advise import AtHand, Outcome, RouteAround, Site, SubMesh, Wait
-from ftmesh.cost.ways import IDLE, Ways
 from ftmesh.files import check_targets
+from ftmesh.planning import advise
+from ftmesh.planning.advise import AtHand, Outcome, RouteAround, Site, SubMesh, Wait
+from ftmesh.planning.leaf_chips import IDLE, Ways
 from ftmesh.topology.notation import format_failed
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time, parse_bytes, parse_time

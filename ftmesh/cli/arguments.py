@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from ftmesh.algorithms import registry
 from ftmesh.commands import say
-from ftmesh.cost.choice import ALGORITHMS, AUTO
-from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
+from ftmesh.cost.links import DEFAULT, NETWORKS, Network, network
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PPERMUTE
+from ftmesh.planning.selection import ALGORITHMS, AUTO
 from ftmesh.topology.notation import parse_shape
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology

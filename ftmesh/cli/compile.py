@@ -9,10 +9,10 @@ from dataclasses import asdict, replace
 import ftmesh
 from ftmesh.algorithms import registry
 from ftmesh.cli.arguments import Stages, add_algorithm, add_damage, add_executor, add_payload
-from ftmesh.cost.choice import CHOSEN
-from ftmesh.cost.network import network_of
+from ftmesh.cost.links import network_of
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import PPERMUTE
+from ftmesh.planning.selection import CHOSEN
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes, parse_bytes

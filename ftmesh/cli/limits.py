@@ -17,10 +17,10 @@ from ftmesh.cli.arguments import (
     network_of,
     topology_of,
 )
-from ftmesh.cost.limits import Limits, limits
-from ftmesh.cost.network import Network
-from ftmesh.cost.round_bound import MOST_CHIPS
-from ftmesh.cost.yardsticks import yardsticks
+from ftmesh.cost.links import Network
+from ftmesh.cost.lower_bounds import Limits, limits
+from ftmesh.cost.references import yardsticks
+from ftmesh.cost.round_bounds import MOST_CHIPS
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology

@@ -8,12 +8,12 @@ import textwrap
 from typing import Any
 
 from ftmesh.cli.arguments import Stages
-from ftmesh.cost import paper
-from ftmesh.cost.network import NETWORKS
-from ftmesh.cost.paper import Best, Ours, Run
+from ftmesh.cost.links import NETWORKS
+from ftmesh.planning import paper_tables
+from ftmesh.planning.paper_tables import Best, Ours, Run
 from ftmesh.units import format_time
 
-MIDDLE = paper.RATES[1]
+MIDDLE = paper_tables.RATES[1]
 EXPLANATION = (
     "'As printed' is what the paper's ratio can be, given that its shares are printed to two "
     "digits. Ours is below it in every row. Our forwarding from the chips beside the block costs "
@@ -39,17 +39,19 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> None:
     """Simulate the paper's runs and print both."""
     stages = Stages()
-    found = stages.run("simulating", paper.simulate_runs)
+    found = stages.run("simulating", paper_tables.simulate_runs)
     executor = NETWORKS["v3"].executor
-    as_run = stages.run("with the executor", lambda: paper.simulate_runs(executor=executor))
-    best = stages.run("planning trees", lambda: {row: paper.best_of(row) for row in paper.RUNS})
+    as_run = stages.run("with the executor", lambda: paper_tables.simulate_runs(executor=executor))
+    best = stages.run(
+        "planning trees", lambda: {row: paper_tables.best_of(row) for row in paper_tables.RUNS}
+    )
     if args.json:
         rows = [_as_dict(row, ours, as_run[row], best[row]) for row, ours in found.items()]
         print(json.dumps(rows, indent=2))
         return
     tables = (_ratios(found), _overheads(found), _as_run(found, as_run), _best(best))
     print(*tables, "Assumptions:", sep="\n\n")
-    for text in paper.ASSUMPTIONS:
+    for text in paper_tables.ASSUMPTIONS:
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     print(stages)
 

@@ -22,7 +22,7 @@ from ftmesh.cli.arguments import (
 from ftmesh.commands import whole_number
 from ftmesh.draw import draw_svg, schedule_panels
 from ftmesh.files import check_targets, write_text
-from ftmesh.plans import Plan
+from ftmesh.planning.plan import Plan
 from ftmesh.schedule.schedule import SplitSchedule
 from ftmesh.units import parse_bytes
 

@@ -16,16 +16,16 @@ from ftmesh.cli.arguments import (
     network_of,
     topology_of,
 )
-from ftmesh.cost.choice import ALGORITHMS, BEST, CHOSEN, choose
-from ftmesh.cost.cutting import schedule_for
-from ftmesh.cost.limits import limits
-from ftmesh.cost.network import Network
+from ftmesh.cost.links import Network
+from ftmesh.cost.lower_bounds import limits
+from ftmesh.cost.references import Yardsticks, yardsticks
 from ftmesh.cost.simulate import MODES, Simulation, Simulator
-from ftmesh.cost.update import TOUCHED, memory_of, weigh
-from ftmesh.cost.ways import ways
-from ftmesh.cost.yardsticks import Yardsticks, yardsticks
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.files import check_targets
+from ftmesh.planning.chunking import schedule_for
+from ftmesh.planning.leaf_chips import ways
+from ftmesh.planning.optimizer_cost import TOUCHED, memory_of, weigh
+from ftmesh.planning.selection import ALGORITHMS, BEST, CHOSEN, choose
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology

@@ -16,9 +16,9 @@ from ftmesh.cli.arguments import (
     topology_of,
 )
 from ftmesh.commands import whole_number
-from ftmesh.cost.choice import ALGORITHMS, AUTO, BEST
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.files import check_targets, write_text
+from ftmesh.planning.selection import ALGORITHMS, AUTO, BEST
 from ftmesh.schedule.files import load
 from ftmesh.topology.topology import Topology
 from ftmesh.units import parse_bytes

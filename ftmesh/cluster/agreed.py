@@ -19,9 +19,9 @@ import jax
 import ftmesh
 from ftmesh.cluster import ahead
 from ftmesh.cluster.cluster import Cluster
-from ftmesh.cost.choice import AUTO, CHOSEN
-from ftmesh.cost.network import network_of
-from ftmesh.plans import Plan, looks_at_trees, plan
+from ftmesh.cost.links import network_of
+from ftmesh.planning.plan import Plan, looks_at_trees, plan
+from ftmesh.planning.selection import AUTO, CHOSEN
 from ftmesh.schedule.files import dump, load
 from ftmesh.topology.notation import Failed, format_failed
 from ftmesh.topology.topology import Topology

@@ -16,9 +16,9 @@ from itertools import chain
 from typing import Any
 
 from ftmesh.algorithms import registry
-from ftmesh.cost.network import network_of
+from ftmesh.cost.links import network_of
 from ftmesh.errors import FtmeshError
-from ftmesh.plans import Plan, plan
+from ftmesh.planning.plan import Plan, plan
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.topology import Topology
 

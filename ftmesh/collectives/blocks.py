@@ -24,7 +24,7 @@ from ftmesh.execute.lower import Program
 from ftmesh.layout.buckets import pack, unpack
 
 if TYPE_CHECKING:
-    from ftmesh.plans import Plan
+    from ftmesh.planning.plan import Plan
 
 
 def psum_scatter(

@@ -14,7 +14,7 @@ from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat, primitives
 
 if TYPE_CHECKING:
-    from ftmesh.plans import Plan
+    from ftmesh.planning.plan import Plan
 
 
 def the_axis(

@@ -28,7 +28,7 @@ from ftmesh.collectives.in_turns import in_turns
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.layout.buckets import make_buckets
-from ftmesh.plans import Plan
+from ftmesh.planning.plan import Plan
 
 BUCKET_BYTES = 32 * 2**20  # large enough to fill the links, small enough to set out early
 

@@ -18,7 +18,7 @@ from ftmesh.collectives.of_rank import Loss, OverRanks, check_bound, means_of_ra
 from ftmesh.execute import _compat
 
 if TYPE_CHECKING:
-    from ftmesh.plans import Plan
+    from ftmesh.planning.plan import Plan
 
 
 def value_and_grad(

@@ -14,7 +14,7 @@ from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute import _compat
 
 if TYPE_CHECKING:
-    from ftmesh.plans import Plan
+    from ftmesh.planning.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 
 if TYPE_CHECKING:
-    from ftmesh.plans import Plan
+    from ftmesh.planning.plan import Plan
 
 BUFFERS = "bucket_bytes", "slab_bytes"  # options of sums that what is scattered has not
 

@@ -16,7 +16,7 @@ from ftmesh.execute.lower import Program
 from ftmesh.layout.buckets import chunk_shape, pack
 
 if TYPE_CHECKING:
-    from ftmesh.plans import Plan
+    from ftmesh.planning.plan import Plan
 
 
 def reduce_to_owners(

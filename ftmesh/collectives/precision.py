@@ -2,7 +2,7 @@
 
 Floating leaves of 16 bits or fewer are added in float32, unless `accumulate_dtype` says otherwise.
 Results travel in `wire_dtype`, by default the leaf's own, rounded once by their owner; partial sums
-travel in it where the plan is shallow enough, as `ftmesh.cost.rounding` tells.
+travel in it where the plan is shallow enough, as `ftmesh.cost.wire_precision` tells.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ftmesh.cost.rounding import FLOATS, WIRES, added_in, partials_travel_in
+from ftmesh.cost.wire_precision import FLOATS, WIRES, added_in, partials_travel_in
 from ftmesh.errors import CollectiveError
 from ftmesh.execute.setting import Wire
 

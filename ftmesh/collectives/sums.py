@@ -29,7 +29,7 @@ from ftmesh.layout.buckets import Bucket, make_buckets
 from ftmesh.units import check_bytes
 
 if TYPE_CHECKING:
-    from ftmesh.plans import Plan
+    from ftmesh.planning.plan import Plan
 
 BUCKET_BYTES = 256 * 2**20
 

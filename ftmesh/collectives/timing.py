@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from ftmesh.algorithms.registry import PLANNERS
 from ftmesh.errors import PlanError
-from ftmesh.plans import Plan, plan
+from ftmesh.planning.plan import Plan, plan
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes
 

@@ -29,7 +29,7 @@ Two clocks:
 Each link serves in the same order under both, and every time is a sum or a maximum of earlier
 ones, so dataflow is never slower than synchronous.
 
-A network with an executor (`ftmesh.cost.executor`) has what devices do beside the wires added. A
+A network with an executor (`ftmesh.cost.device_model`) has what devices do beside the wires added. A
 round takes its wires' time and then its executor's, less what chunks that travel as two streams
 hide of it; that is the same for all rounds of a phase and for all chips. Packing, and what the
 cores of a chip exchange, comes on top of all rounds. In dataflow a chip goes through its rounds one
@@ -43,9 +43,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from ftmesh.cost.executor import costs
-from ftmesh.cost.network import DEFAULT, Network, network
-from ftmesh.cost.traffic import Traffic, Wires, dataflow, synchronous
+from ftmesh.cost.device_model import costs
+from ftmesh.cost.link_traffic import Traffic, Wires, dataflow, synchronous
+from ftmesh.cost.links import DEFAULT, Network, network
 from ftmesh.errors import ArgumentError
 from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
 from ftmesh.topology.notation import Coord
@@ -142,7 +142,7 @@ def simulate(
     overhead: float | str | None = None,
     mode: str = "synchronous",
 ) -> Simulation:
-    """What `schedule` costs for `payload_bytes`, on links as `cost.network.network` takes them.
+    """What `schedule` costs for `payload_bytes`, on links as `cost.links.network` takes them.
 
     >>> import ftmesh
     >>> ring = ftmesh.plan(ftmesh.Topology.grid("8x8", failed="2x2@2,2"), "ring").schedule

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ftmesh.algorithms.registry import CUT_BY_SIZE
-from ftmesh.cost.advise import Outcome, Site
-from ftmesh.cost.cutting import schedule_for
-from ftmesh.cost.limits import Limits, limits
-from ftmesh.cost.network import DEFAULT, Network
+from ftmesh.cost.links import DEFAULT, Network
+from ftmesh.cost.lower_bounds import Limits, limits
 from ftmesh.cost.simulate import Simulation, Simulator
 from ftmesh.draw.page import heading, layers, place, size
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.extras import require
 from ftmesh.files import write_whole
+from ftmesh.planning.advise import Outcome, Site
+from ftmesh.planning.chunking import schedule_for
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes, format_time
 

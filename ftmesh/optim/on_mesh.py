@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ftmesh.collectives.meshes import Site
 from ftmesh.collectives.pieces import WHOLE, is_spec, names_in, spread, typed_spec
 from ftmesh.execute import _compat
-from ftmesh.plans import Plan
+from ftmesh.planning.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,7 +47,7 @@ from ftmesh.optim.on_mesh import OnMesh
 from ftmesh.optim.rank import Held, Rank
 from ftmesh.optim.states import ShardedState, Slot, StateForm, form_of, rows_of
 from ftmesh.optim.travel import Reduce, Travel, held_of, turns
-from ftmesh.plans import Plan
+from ftmesh.planning.plan import Plan
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.layout.owned import Owned, OwnedBucket
 from ftmesh.optim.rank import Held
-from ftmesh.plans import Plan
+from ftmesh.planning.plan import Plan
 
 Reduce = Literal["mean", "sum", "none"]
 

@@ -28,7 +28,7 @@ from ftmesh.commands import one_line
 from ftmesh.errors import ArgumentError, UnreadableError
 from ftmesh.execute.lower import PALLAS, PPERMUTE
 from ftmesh.execute.text import text_of
-from ftmesh.plans import Plan
+from ftmesh.planning.plan import Plan
 from ftmesh.topology.devices import platform_of
 from ftmesh.tpu.cycles import Cycles
 from ftmesh.tpu.loops import (

@@ -17,11 +17,11 @@ from ftmesh.cluster.joining import LONGEST, join
 from ftmesh.cluster.line import Line, Paused
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.commands import MOST_SEED, ended, number, whole_number
-from ftmesh.cost.choice import ALGORITHMS, AUTO
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE
 from ftmesh.files import check_folder, check_targets
 from ftmesh.launch import arguments
+from ftmesh.planning.selection import ALGORITHMS, AUTO
 from ftmesh.testing import cpu_grid, faults
 from ftmesh.topology.topology import Topology
 from ftmesh.train.carrying import give_shards

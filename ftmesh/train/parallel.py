@@ -33,7 +33,7 @@ from ftmesh.execute.lower import PALLAS, PPERMUTE
 from ftmesh.layout.batches import Shares
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.optim.whole import WholeOptimizer
-from ftmesh.plans import Plan, plan
+from ftmesh.planning.plan import Plan, plan
 from ftmesh.testing import shard_map_on_one_device
 from ftmesh.topology.devices import platform_of, process_of
 from ftmesh.topology.partners import partners

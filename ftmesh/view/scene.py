@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from ftmesh.algorithms import registry
-from ftmesh.cost.choice import AUTO, choose
-from ftmesh.cost.cutting import schedule_for
-from ftmesh.cost.limits import limits
-from ftmesh.cost.network import DEFAULT, Network
+from ftmesh.cost.links import DEFAULT, Network
+from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError, PlanError
+from ftmesh.planning.chunking import schedule_for
+from ftmesh.planning.selection import AUTO, choose
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.notation import Coord, format_shape
 from ftmesh.topology.tiles import TiledTopology

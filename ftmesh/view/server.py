@@ -25,7 +25,7 @@ from http.client import HTTP_PORT
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from ftmesh.cost.network import DEFAULT, Network
+from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.topology.notation import parse_blocks, parse_shape
 from ftmesh.topology.topology import Topology

@@ -165,7 +165,7 @@ def test_a_plan_along_trees_is_cut_and_sharded_as_in_one_process(four):
 def test_who_plans_says_which_executor(four, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "ftmesh.plans.kernel_is_faster", lambda *args: asked.append(args) or len(asked) == 1
+        "ftmesh.planning.plan.kernel_is_faster", lambda *args: asked.append(args) or len(asked) == 1
     )
     every = [replace(each, platform="tpu", device_kind="TPU v6 lite") for each in devices(4, 4)]
     topology = Topology.from_devices(every, shape="4x4", failed="2x2@2,2")

@@ -4,10 +4,10 @@ import pytest
 
 from ftmesh import ArgumentError, PlanError, Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost import advise
-from ftmesh.cost.advise import Outcome, RouteAround, Setting, Site, Spares, SubMesh, Wait
-from ftmesh.cost.network import DEFAULT
+from ftmesh.cost.links import DEFAULT
 from ftmesh.cost.simulate import Simulator
+from ftmesh.planning import advise
+from ftmesh.planning.advise import Outcome, RouteAround, Setting, Site, Spares, SubMesh, Wait
 
 HOUR, DAY = 3600.0, 86400.0
 

@@ -5,18 +5,18 @@ import pytest
 import ftmesh
 from ftmesh import ArgumentError, PlanError, Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost import choice
-from ftmesh.cost.choice import Candidate
-from ftmesh.cost.cutting import least_seconds, schedule_for
-from ftmesh.cost.executor import Executor
-from ftmesh.cost.network import DEFAULT, NETWORKS, Network
+from ftmesh.cost.device_model import Executor
+from ftmesh.cost.links import DEFAULT, NETWORKS, Network
 from ftmesh.cost.simulate import Simulator, simulate
+from ftmesh.planning import selection
+from ftmesh.planning.chunking import least_seconds, schedule_for
+from ftmesh.planning.selection import Candidate
 
 DAMAGED = Topology.grid("8x8", failed="2x2@2,2")
 
 
 def test_small_payloads_want_few_rounds_and_large_ones_little_traffic():
-    small, large = (choice.choose(DAMAGED, size) for size in (10_000, 100_000_000))
+    small, large = (selection.choose(DAMAGED, size) for size in (10_000, 100_000_000))
     assert [one.algorithm for one in small.candidates] == ["row_pair", "ring", "two_dim", "line"]
     assert [one.algorithm for one in large.candidates] == ["ring", "row_pair", "two_dim", "line"]
     for place in (2, 3):
@@ -25,25 +25,25 @@ def test_small_payloads_want_few_rounds_and_large_ones_little_traffic():
 
 def test_the_network_matters():
     slow, quick = Network(1e12, 1e-3), Network(1e9, 1e-9)
-    assert choice.choose(DAMAGED, 10_000_000, slow).algorithm == "row_pair"
-    assert choice.choose(DAMAGED, 10_000_000, quick).algorithm == "ring"
+    assert selection.choose(DAMAGED, 10_000_000, slow).algorithm == "row_pair"
+    assert selection.choose(DAMAGED, 10_000_000, quick).algorithm == "ring"
     plan = ftmesh.plan(DAMAGED, payload_bytes=10_000_000, link=slow)
     assert (plan.algorithm, plan.network) == ("row_pair", slow)
     assert ftmesh.plan(DAMAGED, link="v3").network is NETWORKS["v3"]
 
 
 def test_prices_are_those_of_the_simulator():
-    for one in choice.choose(DAMAGED, 3_000_000).candidates[:2]:
+    for one in selection.choose(DAMAGED, 3_000_000).candidates[:2]:
         schedule = registry.schedule(DAMAGED, one.algorithm)
         seconds = simulate(schedule, payload_bytes=3_000_000).seconds
         assert one == Candidate(one.algorithm, schedule.num_rounds, seconds)
 
 
 def test_a_choice_is_made_once(monkeypatch):
-    first = choice.choose(DAMAGED, 5_000_001)
+    first = selection.choose(DAMAGED, 5_000_001)
     monkeypatch.setattr(registry, "outcomes", None)
     again = Topology.grid("8x8", failed="2x2@2,2")
-    assert choice.choose(again, 5_000_001) is first
+    assert selection.choose(again, 5_000_001) is first
 
 
 def test_a_plan_explains_itself():
@@ -65,7 +65,7 @@ def test_where_no_ring_fits_the_reasons_are_given_beside_what_does():
 
 
 def able(topology, payload_bytes, **options):
-    found = choice.choose(topology, payload_bytes, **options).candidates
+    found = selection.choose(topology, payload_bytes, **options).candidates
     return [one.algorithm for one in found if not one.refusal]
 
 
@@ -104,7 +104,7 @@ class TestHalfTheBytes:
         assert "sums of 16 bits travel as float32" in str(plan)
 
     def test_partial_sums_count_for_what_they_take(self):
-        for one in choice.choose(DAMAGED, 3_000_000, wire_dtype="bfloat16").candidates[:2]:
+        for one in selection.choose(DAMAGED, 3_000_000, wire_dtype="bfloat16").candidates[:2]:
             simulator = Simulator(registry.schedule(DAMAGED, one.algorithm))
             narrow, wide = (simulator.half_seconds(size) for size in (3_000_000, 6_000_000))
             assert one.partials == "float32"
@@ -114,8 +114,8 @@ class TestHalfTheBytes:
 
     def test_not_where_the_plan_is_shallow(self):
         small = Topology.grid("2x2")
-        (one, *_) = choice.choose(small, 3_000_000, wire_dtype="bfloat16").candidates
-        (other, *_) = choice.choose(small, 3_000_000).candidates
+        (one, *_) = selection.choose(small, 3_000_000, wire_dtype="bfloat16").candidates
+        (other, *_) = selection.choose(small, 3_000_000).candidates
         assert (one.partials, one.seconds) == ("bfloat16", other.seconds)
 
     def test_it_is_explained(self):
@@ -139,7 +139,7 @@ def test_topologies_do_not_share_a_choice():
         Topology.grid("8x8"),
     ]
     for topology in topologies:
-        assert choice.choose(topology, 12_345).topology == topology
+        assert selection.choose(topology, 12_345).topology == topology
 
 
 class TestBest:
@@ -148,14 +148,14 @@ class TestBest:
     SMALL = Topology.grid("4x6", failed="2x2@0,2")
 
     def test_where_they_win_they_are_taken(self):
-        found = choice.choose(self.SMALL, 1_000_000, best=True)
+        found = selection.choose(self.SMALL, 1_000_000, best=True)
         assert [one.algorithm for one in found.candidates[:3]] == ["tree", "ring", "row_pair"]
         assert found.candidates[0].seconds < 0.9 * found.candidates[1].seconds
 
     def test_where_they_cannot_nothing_is_planned(self, monkeypatch):
-        monkeypatch.setattr(choice, "schedule_for", None)
+        monkeypatch.setattr(selection, "schedule_for", None)
         dear = Network(50e9, 0.5e-6, executor=Executor(0, 0, 1.0, packing=0.0, clock=1e9))
-        found = choice.choose(DAMAGED, 10_000_000, dear, best=True)
+        found = selection.choose(DAMAGED, 10_000_000, dear, best=True)
         assert found.algorithm == "ring"
         (tree,) = [one for one in found.candidates if one.algorithm == "tree"]
         assert tree.refusal.startswith("it could not take less than 24")

@@ -7,10 +7,10 @@ import pytest
 import ftmesh
 from ftmesh import Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost.cutting import chunkings, num_chunks, schedule_for
-from ftmesh.cost.limits import limits
-from ftmesh.cost.network import DEFAULT, NETWORKS
+from ftmesh.cost.links import DEFAULT, NETWORKS
+from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import Simulator
+from ftmesh.planning.chunking import chunkings, num_chunks, schedule_for
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.tiles import TiledTopology
 

@@ -11,14 +11,14 @@ import ftmesh
 from ftmesh import ArgumentError, Topology
 from ftmesh.algorithms import registry
 from ftmesh.cli import main
-from ftmesh.cost import advise, paper
-from ftmesh.cost.choice import choose
-from ftmesh.cost.cutting import is_soon, least_seconds, schedule_for
-from ftmesh.cost.executor import Executor, Sends, sends_of
-from ftmesh.cost.limits import limits
-from ftmesh.cost.network import DEFAULT, NETWORKS, network
+from ftmesh.cost.device_model import Executor, Sends, sends_of
+from ftmesh.cost.links import DEFAULT, NETWORKS, network
+from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import MODES, Simulator
 from ftmesh.execute.lower import lower
+from ftmesh.planning import advise, paper_tables
+from ftmesh.planning.chunking import is_soon, least_seconds, schedule_for
+from ftmesh.planning.selection import choose
 from ftmesh.schedule.transfers import transfers
 from ftmesh.topology.tiles import TiledTopology
 
@@ -340,9 +340,10 @@ def test_the_advice_has_both_figures(capsys):
 
 def test_the_papers_runs_with_an_executor():
     options = {"rates": (82e9,), "modes": ("synchronous",)}
-    run = paper.RUNS[0]
+    run = paper_tables.RUNS[0]
     (wires,), (as_run,) = (
-        paper.simulate_runs(**options, executor=executor)[run] for executor in (None, TWO_CORES)
+        paper_tables.simulate_runs(**options, executor=executor)[run]
+        for executor in (None, TWO_CORES)
     )
     assert as_run.full == pytest.approx(
         Simulator(registry.schedule(run.topologies[0], "two_dim")).seconds(

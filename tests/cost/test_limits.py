@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from ftmesh.cost.bottleneck import tightest_cut, weakest_partition
-from ftmesh.cost.limits import limits
-from ftmesh.cost.network import Network
+from ftmesh.cost.links import Network
+from ftmesh.cost.lower_bounds import limits
+from ftmesh.cost.min_cut import tightest_cut, weakest_partition
 from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.topology.topology import Topology
 
@@ -311,7 +311,7 @@ def test_the_diameter_is_that_of_a_plain_search(failed, wrap):
 def test_distances_found_in_turns_are_the_same(monkeypatch):
     topology = Topology.grid("7x9", failed="2x3@1,1")
     whole = limits(topology)
-    monkeypatch.setattr(import_module("ftmesh.cost.limits"), "_SOURCES", 8)
+    monkeypatch.setattr(import_module("ftmesh.cost.lower_bounds"), "_SOURCES", 8)
     assert limits(topology) == whole
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ftmesh.cli import main
-from ftmesh.cost import round_bound
+from ftmesh.cost import round_bounds
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ o alone"""
 
 
 def test_what_would_take_long_is_left_out(run, monkeypatch):
-    monkeypatch.setattr(round_bound, "MOST_CHIPS", 10)
+    monkeypatch.setattr(round_bounds, "MOST_CHIPS", 10)
     text = run("4x4")[1]
     assert "in rounds, by trees  left out: it takes long for more than" in text
     assert json.loads(run("4x4", "--json")[1])["all_reduce_trees_us"] is None

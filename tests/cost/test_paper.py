@@ -5,24 +5,24 @@ import json
 import pytest
 
 from ftmesh.cli import main
-from ftmesh.cost import paper
+from ftmesh.planning import paper_tables
 from ftmesh.units import format_time
 
 
 @pytest.fixture(scope="module")
 def found():
-    return paper.simulate_runs(rates=(82e9,), modes=("synchronous",))
+    return paper_tables.simulate_runs(rates=(82e9,), modes=("synchronous",))
 
 
 def test_the_papers_shares_as_ratios():
-    assert [round(run.ratio, 2) for run in paper.RUNS] == [1.56, 1.28, 1.28, 1.33]
-    for run in paper.RUNS:
+    assert [round(run.ratio, 2) for run in paper_tables.RUNS] == [1.56, 1.28, 1.28, 1.33]
+    for run in paper_tables.RUNS:
         low, high = run.ratio_range
         assert low < run.ratio < high
 
 
 def test_the_papers_own_efficiencies_follow_from_its_times_but_for_one():
-    for run in paper.RUNS:
+    for run in paper_tables.RUNS:
         full, damaged = (topology.num_live for topology in run.topologies)
         efficiency = run.full_minutes / run.damaged_minutes * full / damaged
         off = abs(efficiency - run.efficiency)
@@ -49,7 +49,7 @@ def test_the_command_says_where_we_differ_and_what_was_assumed(capsys, found):
         (line,) = [line for line in text.splitlines() if f"{ours.ratio - run.ratio:+.2f}" in line]
         assert f" {run.ratio:.2f} " in line
         assert f" {ours.ratio:.2f} " in line
-    for text_of_one in paper.ASSUMPTIONS:
+    for text_of_one in paper_tables.ASSUMPTIONS:
         assert text_of_one.split(";")[0][:40] in text
     assert main(["paper", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

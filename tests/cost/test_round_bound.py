@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from ftmesh import Topology, limits
 from ftmesh.algorithms import tree
-from ftmesh.cost import round_bound
-from ftmesh.cost.network import DEFAULT, Network
-from ftmesh.cost.round_bound import RoundBound, any_bound, tree_bound
+from ftmesh.cost import round_bounds
+from ftmesh.cost.links import DEFAULT, Network
+from ftmesh.cost.round_bounds import RoundBound, any_bound, tree_bound
 from ftmesh.topology.graph import Graph
 
 
@@ -42,7 +42,7 @@ def brute(topology, num_chunks):
     graph = Graph.of(topology)
     best = 0.0
     for far in range(graph.num_ranks):
-        hops = round_bound._distances(graph, far)
+        hops = round_bounds._distances(graph, far)
         others = [rank for rank in range(graph.num_ranks) if rank != far]
         for size in range(1, len(others) + 1):
             for some in itertools.combinations(others, size):
@@ -57,9 +57,9 @@ def brute(topology, num_chunks):
 @pytest.mark.parametrize("shape", ["3x3", "2x4", "9", "2x2x2"])
 @pytest.mark.parametrize("num_chunks", [8, 64])
 def test_no_set_is_better_on_small_meshes(shape, num_chunks, monkeypatch):
-    monkeypatch.setattr(round_bound, "FAR_CHIPS", 99)
+    monkeypatch.setattr(round_bounds, "FAR_CHIPS", 99)
     topology = Topology.grid(shape, failed=[(1,) + (0,) * shape.count("x")] if "x" in shape else "")
-    lines = round_bound._lines.__wrapped__(topology)
+    lines = round_bounds._lines.__wrapped__(topology)
     found = max(a + b * num_chunks for a, b in lines)
     assert found == pytest.approx(brute(topology, num_chunks), rel=1e-3)
 
@@ -102,7 +102,7 @@ def test_by_bytes_or_by_hops(latency, least):
 
 
 def test_large_meshes_are_left_out(monkeypatch):
-    monkeypatch.setattr(round_bound, "MOST_CHIPS", 15)
+    monkeypatch.setattr(round_bounds, "MOST_CHIPS", 15)
     assert tree_bound(limits(Topology.grid("4x4"))) is None
     assert tree_bound(limits(Topology.grid("3x5"))) is not None
 

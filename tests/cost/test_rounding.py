@@ -5,7 +5,7 @@ import pytest
 
 from ftmesh import ArgumentError, Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost.rounding import FLOATS, added_in, partials_travel_in, wire_named, worst_error
+from ftmesh.cost.wire_precision import FLOATS, added_in, partials_travel_in, wire_named, worst_error
 
 
 @pytest.mark.parametrize("name", FLOATS)

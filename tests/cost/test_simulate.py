@@ -9,9 +9,9 @@ import pytest
 
 from ftmesh import ArgumentError, Phase, Schedule, Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost.executor import Executor, costs
-from ftmesh.cost.limits import limits
-from ftmesh.cost.network import DEFAULT, NETWORKS, Network, network
+from ftmesh.cost.device_model import Executor, costs
+from ftmesh.cost.links import DEFAULT, NETWORKS, Network, network
+from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import MODES, Simulator, simulate
 from ftmesh.schedule.rank_schedule import Script
 from ftmesh.schedule.replay import replay

@@ -9,10 +9,10 @@ import pytest
 import ftmesh
 from ftmesh import TiledTopology, Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost.choice import choose
-from ftmesh.cost.limits import limits
-from ftmesh.cost.network import Network
+from ftmesh.cost.links import Network
+from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import MODES, Simulator
+from ftmesh.planning.selection import choose
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import transfers

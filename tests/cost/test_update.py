@@ -4,10 +4,10 @@ import pytest
 
 from ftmesh.algorithms import registry
 from ftmesh.cli import main
-from ftmesh.cost.network import DEFAULT, NETWORKS
+from ftmesh.cost.links import DEFAULT, NETWORKS
 from ftmesh.cost.simulate import Simulator
-from ftmesh.cost.update import TOUCHED, weigh
 from ftmesh.errors import ArgumentError
+from ftmesh.planning.optimizer_cost import TOUCHED, weigh
 from ftmesh.topology.topology import Topology
 
 HOLE = Topology.grid("8x8", failed="2x2@2,2")

@@ -6,9 +6,9 @@ import pytest
 
 from ftmesh import Topology
 from ftmesh.cli import main
-from ftmesh.cost.advise import Site, with_pendants
-from ftmesh.cost.network import DEFAULT
-from ftmesh.cost.ways import ALONG, FED, IDLE, ways
+from ftmesh.cost.links import DEFAULT
+from ftmesh.planning.advise import Site, with_pendants
+from ftmesh.planning.leaf_chips import ALONG, FED, IDLE, ways
 
 HUNG = Topology.grid("6x6", failed="1x1@1,0")
 LINK = 100.0  # microseconds that a link takes for 5 MB

@@ -154,7 +154,7 @@ class TestFaults:
 
 def test_plans_check_what_they_run(monkeypatch):
     checked = []
-    monkeypatch.setattr("ftmesh.plans.check_program", checked.append)
+    monkeypatch.setattr("ftmesh.planning.plan.check_program", checked.append)
     plan = ftmesh.plan(HOLE, "ring")
     assert checked == []
     assert plan.program is checked[0]

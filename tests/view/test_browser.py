@@ -9,7 +9,7 @@ import pytest
 from more import more
 
 from ftmesh.algorithms import registry
-from ftmesh.cost.limits import limits
+from ftmesh.cost.lower_bounds import limits
 from ftmesh.topology.notation import format_failed
 from ftmesh.topology.topology import Topology
 from ftmesh.view.packing import pack

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from ftmesh.algorithms import registry
-from ftmesh.cost.choice import choose
-from ftmesh.cost.cutting import schedule_for
-from ftmesh.cost.limits import limits
-from ftmesh.cost.network import DEFAULT, NETWORKS
+from ftmesh.cost.links import DEFAULT, NETWORKS
+from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import simulate
 from ftmesh.errors import ArgumentError, PlanError
+from ftmesh.planning.chunking import schedule_for
+from ftmesh.planning.selection import choose
 from ftmesh.topology.topology import Topology
 from ftmesh.view.packing import pack, unpack
 from ftmesh.view.scene import MAX_CHIPS, scene

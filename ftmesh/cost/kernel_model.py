@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ftmesh.cost.choice import partials_times, seconds_of
-from ftmesh.cost.executor import Executor
-from ftmesh.cost.network import Network, network_of
+from ftmesh.cost.device_model import Executor
+from ftmesh.cost.links import Network, network_of
 from ftmesh.cost.simulate import DATAFLOW, Simulator
 from ftmesh.errors import ArgumentError
+from ftmesh.planning.selection import partials_times, seconds_of
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.transfers import ADD
 from ftmesh.topology.topology import Topology
@@ -31,7 +31,7 @@ def kernel_seconds(
     all of them.
 
     >>> from ftmesh import Topology, planners
-    >>> from ftmesh.cost.network import NETWORKS
+    >>> from ftmesh.cost.links import NETWORKS
     >>> ring = planners.schedule(Topology.grid("16x16", failed="2x2@2,2"), "ring")
     >>> round(1e3 * kernel_seconds(ring, 100_000_000, NETWORKS["v6e"]), 2)
     1.82

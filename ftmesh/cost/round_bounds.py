@@ -1,6 +1,6 @@
 """Round bounds: in how few rounds k chunks can be summed, if a link carries one in each.
 
-`ftmesh.cost.limits` bounds any all-reduce by what links carry. In rounds there is more to say, as
+`ftmesh.cost.lower_bounds` bounds any all-reduce by what links carry. In rounds there is more to say, as
 nothing can arrive before it has come all the way. For any algorithm, k chunks take at least
 
 - k over the strength of the graph, and
@@ -17,7 +17,7 @@ from a chip u outside carries what comes from f, and that is not at u before rou
 For an f and a number of chunks the best S is a minimum cut, found anew until no set is better. Each
 of these is a line in k, and the bound is the highest of them.
 
->>> from ftmesh.cost.limits import limits
+>>> from ftmesh.cost.lower_bounds import limits
 >>> bound = tree_bound(limits(Topology.grid("8x8", failed="2x2@2,2")))
 >>> bound.rounds(10), round(bound.rounds(200), 1)
 (18.0, 121.9)
@@ -33,8 +33,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.cost.limits import Limits
-from ftmesh.cost.network import Network
+from ftmesh.cost.links import Network
+from ftmesh.cost.lower_bounds import Limits
 from ftmesh.topology.graph import Graph
 from ftmesh.topology.topology import Topology
 

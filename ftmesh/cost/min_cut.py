@@ -2,7 +2,7 @@
 
 A graph is a number of vertices and a list of edges, as pairs of vertices from 0 on; it must be
 connected, and edges may be parallel. Everything is counted in whole numbers. What the bottlenecks
-mean for a mesh is the business of `ftmesh.cost.limits`.
+mean for a mesh is the business of `ftmesh.cost.lower_bounds`.
 
 >>> square_with_a_tail = [(0, 1), (1, 2), (2, 3), (3, 0), (3, 4)]
 >>> weakest_partition(5, square_with_a_tail)

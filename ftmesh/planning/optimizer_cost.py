@@ -5,7 +5,7 @@ are all-gathered: a chip touches its share of the state alone, and holds no more
 are all-reduced, which may be along trees, near the limit of the wires, and every chip updates all.
 Which is quicker depends on the mesh, the payload, and what a chip's memory can do.
 
->>> from ftmesh.cost.network import NETWORKS
+>>> from ftmesh.cost.links import NETWORKS
 >>> weighed = weigh(Topology.grid("4x8", failed="2x2@2,2"), 100_000_000, NETWORKS["v3"])
 >>> weighed.is_sharded
 True
@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftmesh.cost.choice import choose
-from ftmesh.cost.cutting import schedule_for
-from ftmesh.cost.network import Network
+from ftmesh.cost.links import Network
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError
+from ftmesh.planning.chunking import schedule_for
+from ftmesh.planning.selection import choose
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ftmesh.cost.executor import Executor
+from ftmesh.cost.device_model import Executor
 from ftmesh.errors import ArgumentError
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate, parse_time

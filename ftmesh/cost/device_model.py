@@ -3,7 +3,7 @@
 Between two permutations a device slices what it sends, adds what it got and finds out what is next.
 The TPU compiler estimates the cycles of each of these instructions; an `Executor` sums them up per
 generation, as a line that was fitted to such estimates: `ftmesh compile SLICE --fit`, with what is
-said in `ftmesh.cost.network`.
+said in `ftmesh.cost.links`.
 
 >>> executor = Executor(6000, 1000, 0.001, packing=0.01, clock=1e9)
 >>> round(1e6 * executor.round_seconds(lanes=2, num_bytes=1_000_000), 3)

@@ -10,7 +10,16 @@ from itertools import chain
 from typing import Any
 
 from ftmesh.algorithms import registry
-from ftmesh.cost.choice import (
+from ftmesh.cost.device_model import Sends
+from ftmesh.cost.kernel_model import kernel_is_faster, may_have_kernel
+from ftmesh.cost.links import DEFAULT, Network, network, network_of
+from ftmesh.cost.simulate import DATAFLOW
+from ftmesh.cost.wire_precision import LARGEST_ERROR, name_of, worst_error
+from ftmesh.errors import ArgumentError
+from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE, Loop, Program, lower
+from ftmesh.execute.read_back import check_program
+from ftmesh.planning.chunking import KERNEL, schedule_for
+from ftmesh.planning.selection import (
     AUTO,
     BEST,
     CHOSEN,
@@ -20,15 +29,6 @@ from ftmesh.cost.choice import (
     depth_on_devices,
     partials_of,
 )
-from ftmesh.cost.cutting import KERNEL, schedule_for
-from ftmesh.cost.executor import Sends
-from ftmesh.cost.kernel import kernel_is_faster, may_have_kernel
-from ftmesh.cost.network import DEFAULT, Network, network, network_of
-from ftmesh.cost.rounding import LARGEST_ERROR, name_of, worst_error
-from ftmesh.cost.simulate import DATAFLOW
-from ftmesh.errors import ArgumentError
-from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE, Loop, Program, lower
-from ftmesh.execute.read_back import check_program
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.transfers import ADD, COPY
 from ftmesh.schedule.verify import Proof
@@ -183,7 +183,7 @@ class Plan:
         return {_program_key(self.schedule): [self]}
 
     def partials_travel_in(self, dtype: Any) -> str:
-        """The dtype in which partial sums of a payload travel, by name; see `cost.rounding`."""
+        """The dtype in which partial sums of a payload travel, by name; see `cost.wire_precision`."""
         return partials_of(self.schedule, name_of(dtype))
 
     def explain(self) -> Choice:
@@ -291,7 +291,7 @@ def plan(
     are left with owners: ``"auto"`` has no trees for either. The `executor` is
     ``"ppermute"``, or ``"pallas"``: one kernel for all rounds, for TPUs, and interpreted elsewhere.
     Nothing else is computed while it runs. ``"auto"`` is the one that takes less, by a model of the
-    kernel that nobody has measured (`ftmesh.cost.kernel`).
+    kernel that nobody has measured (`ftmesh.cost.kernel_model`).
 
     With a `tile`, as ``"2x2"``, each tile of so many chips is one rank, and its devices are a model
     group. Every position in it has a payload; all are summed at once, over links that they share. A

@@ -2,7 +2,7 @@
 
 More chunks take more rounds, and each of them costs its latency; fewer leave links idle while the
 first chunks spread and the last ones gather. Along trees, k chunks take about ``a + b k`` rounds: b
-is the limit of the mesh (`ftmesh.cost.limits`), and a goes with its diameter. That times what a
+is the limit of the mesh (`ftmesh.cost.lower_bounds`), and a goes with its diameter. That times what a
 round costs is least where ``k`` is the root of ``a / b`` times the payload, in units of the bytes
 that travel while a round takes for nothing. It is flat there, and one number of chunks, or one way
 to balance links, may be luckier than the next, so some are planned where that takes little time.
@@ -26,10 +26,10 @@ from functools import lru_cache
 import numpy as np
 
 from ftmesh.algorithms import registry, tree
-from ftmesh.cost.executor import Executor, Sends
-from ftmesh.cost.limits import limits
-from ftmesh.cost.network import Network
-from ftmesh.cost.round_bound import RoundBound, any_bound
+from ftmesh.cost.device_model import Executor, Sends
+from ftmesh.cost.links import Network
+from ftmesh.cost.lower_bounds import limits
+from ftmesh.cost.round_bounds import RoundBound, any_bound
 from ftmesh.cost.simulate import DATAFLOW, SYNCHRONOUS, Simulator
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.graph import Graph
@@ -150,7 +150,7 @@ def flowing(
 ) -> tuple[int, int]:
     """How many chunks are good for trees in dataflow, and the rounds of lag that hops take then.
 
-    >>> from ftmesh.cost.network import DEFAULT
+    >>> from ftmesh.cost.links import DEFAULT
     >>> topology = Topology.grid("16x16", failed="4x2@4,4")
     >>> [flowing(topology, size, DEFAULT) for size in (4_000, 1_000_000, 100_000_000)]
     [(3, 2), (80, 2), (2016, 1)]
@@ -166,7 +166,7 @@ def flowing(
 def num_chunks(topology: Topology, payload_bytes: int, on: Network) -> int:
     """About how many chunks are best for trees.
 
-    >>> from ftmesh.cost.network import DEFAULT
+    >>> from ftmesh.cost.links import DEFAULT
     >>> topology = Topology.grid("16x16", failed="4x2@4,4")
     >>> [num_chunks(topology, size, DEFAULT) for size in (4_000, 1_000_000, 100_000_000)]
     [3, 44, 448]

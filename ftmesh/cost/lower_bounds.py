@@ -34,8 +34,8 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.cost.bottleneck import tightest_cut, weakest_partition
-from ftmesh.cost.network import Network
+from ftmesh.cost.links import Network
+from ftmesh.cost.min_cut import tightest_cut, weakest_partition
 from ftmesh.errors import TopologyError
 from ftmesh.topology.notation import Coord, format_failed
 from ftmesh.topology.tiles import TiledTopology

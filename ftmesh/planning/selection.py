@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ftmesh.algorithms import registry
-from ftmesh.cost.cutting import is_soon, least_seconds, schedule_for
-from ftmesh.cost.limits import limits
-from ftmesh.cost.network import DEFAULT, Network
-from ftmesh.cost.rounding import FLOATS, added_in, partials_travel_in, wire_named
+from ftmesh.cost.links import DEFAULT, Network
+from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import Simulator
+from ftmesh.cost.wire_precision import FLOATS, added_in, partials_travel_in, wire_named
 from ftmesh.errors import PlanError
+from ftmesh.planning.chunking import is_soon, least_seconds, schedule_for
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes, format_bytes, format_time
@@ -109,7 +109,7 @@ def choose(
     """Price the algorithms that can serve `topology`, in synchronous rounds, with the executor's.
 
     The payload has so many bytes in `wire_dtype`. Where partial sums may not travel in that, as
-    `ftmesh.cost.rounding` tells, the first half of the schedule carries more, and is priced so.
+    `ftmesh.cost.wire_precision` tells, the first half of the schedule carries more, and is priced so.
     With `halves`, only algorithms that come as a reduce-scatter and an all-gather are looked at.
     Trees are priced where no other serves; with `best` or an executor, also where they could be
     faster; and with `trees`, in any case. A `PlanError` where no algorithm can. What was found is

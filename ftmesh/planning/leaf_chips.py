@@ -4,7 +4,7 @@ All that such a chip gives and gets crosses its one link, so no all-reduce with 
 than a link takes for the payload. *Along the trees*, as any other chip, it comes near that. *Fed*
 before and after, it takes that time twice. *Idle*, it costs what it would have computed.
 
->>> from ftmesh.cost.network import DEFAULT
+>>> from ftmesh.cost.links import DEFAULT
 >>> found = ways(Topology.grid("4x4", failed="1x1@1,0"), 10_000_000, DEFAULT)
 >>> found.pendants, found.best(compute=0.001), found.best(compute=0.1)
 (((0, 0),), 'idle', 'along the trees')
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from ftmesh.algorithms import tree
 from ftmesh.algorithms.leaf_chips import Pendants
-from ftmesh.cost.cutting import chunkings, schedule_for
-from ftmesh.cost.network import Network
+from ftmesh.cost.links import Network
 from ftmesh.cost.simulate import SYNCHRONOUS, Simulator
+from ftmesh.planning.chunking import chunkings, schedule_for
 from ftmesh.topology.graph import Graph
 from ftmesh.topology.notation import Coord, format_failed
 from ftmesh.topology.tiles import TiledTopology

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from ftmesh.algorithms import registry
-from ftmesh.cost.choice import Candidate, choose
-from ftmesh.cost.executor import Executor
-from ftmesh.cost.network import NETWORKS, Network
+from ftmesh.cost.device_model import Executor
+from ftmesh.cost.links import NETWORKS, Network
 from ftmesh.cost.simulate import MODES, Simulator
+from ftmesh.planning.selection import Candidate, choose
 from ftmesh.topology.topology import Topology
 
 RATES = (70e9, 82e9, 100e9)

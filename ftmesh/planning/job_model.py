@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ftmesh.algorithms import registry
-from ftmesh.cost.network import DEFAULT, Network
+from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.schedule.schedule import Schedule
@@ -146,7 +146,7 @@ def _corners(box: Block) -> Iterator[Coord]:
 
 
 def _algorithms(topology: Topology) -> tuple[str, ...]:
-    """Those worth pricing on `topology`: see `ftmesh.cost.advise.ASSUMPTIONS`."""
+    """Those worth pricing on `topology`: see `ftmesh.planning.advise.ASSUMPTIONS`."""
     if sum(size > 1 for size in topology.shape) < 2:
         return ("line",)
     is_deep = len(topology.shape) > 2

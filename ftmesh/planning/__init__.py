@@ -1,0 +1,1 @@
+"""Planning: choose an algorithm and an executor for a mesh and a payload."""
