@@ -4,7 +4,7 @@ import re
 from math import prod
 from typing import NamedTuple
 
-from ftmesh.execute.replica_groups import groups_of
+from ftmesh.execute.hlo_text import groups_of
 
 LINE = re.compile(
     r"= (?P<result>\(.*?\)|\S+) "

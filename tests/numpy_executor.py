@@ -1,6 +1,6 @@
 """Lowered programs, and what they are made of, run with NumPy: a second opinion on what they do."""
 
-from ftmesh.execute.read_back import LoopRounds
+from ftmesh.execute.check_lowered import LoopRounds
 from ftmesh.schedule.transfers import COPY
 
 

@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 from on_devices import EACH
 
 from ftmesh.execute import primitives
-from ftmesh.execute.lower import IDLE, MIXED, Lane, Loop, Program, Table
+from ftmesh.execute.lowering import IDLE, MIXED, Lane, Loop, Program, Table
 from ftmesh.schedule.transfers import ADD
 
 

@@ -13,7 +13,7 @@ from ftmesh.algorithms import registry
 from ftmesh.commands import say
 from ftmesh.cost.links import DEFAULT, NETWORKS, Network, network
 from ftmesh.errors import ArgumentError
-from ftmesh.execute.lower import EXECUTORS, PPERMUTE
+from ftmesh.execute.lowering import EXECUTORS, PPERMUTE
 from ftmesh.planning.selection import ALGORITHMS, AUTO
 from ftmesh.topology.notation import parse_shape
 from ftmesh.topology.tiles import TiledTopology

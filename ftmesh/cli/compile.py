@@ -11,7 +11,7 @@ from ftmesh.algorithms import registry
 from ftmesh.cli.arguments import Stages, add_algorithm, add_damage, add_executor, add_payload
 from ftmesh.cost.links import network_of
 from ftmesh.errors import ArgumentError
-from ftmesh.execute.lower import PPERMUTE
+from ftmesh.execute.lowering import PPERMUTE
 from ftmesh.planning.selection import CHOSEN
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.topology import Topology

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ftmesh.execute.frames import Frame
+from ftmesh.execute.hlo_text import Frame
 
 ADVICE = {
     "psum": "call plan.psum or plan.pmean in place of jax.lax's",

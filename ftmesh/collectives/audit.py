@@ -20,9 +20,16 @@ import numpy as np
 from ftmesh.collectives.advice import advice_for
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute import _compat
-from ftmesh.execute.frames import Stacks, users_frame
-from ftmesh.execute.replica_groups import groups_of
-from ftmesh.execute.text import Instruction, computations, members, num_bytes, text_of
+from ftmesh.execute.hlo_text import (
+    Instruction,
+    Stacks,
+    computations,
+    groups_of,
+    members,
+    num_bytes,
+    text_of,
+    users_frame,
+)
 from ftmesh.units import format_bytes
 
 KINDS = (

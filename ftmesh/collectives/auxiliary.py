@@ -16,7 +16,7 @@ from ftmesh.collectives.of_rank import Loss, OverRanks
 from ftmesh.collectives.pieces import WHOLE
 from ftmesh.collectives.sums import psum
 from ftmesh.errors import ArgumentError
-from ftmesh.layout.batches import Shares
+from ftmesh.layout.batch_shares import Shares
 
 SAME, MEAN, ROWS = "same", "mean", "rows"
 

@@ -20,7 +20,7 @@ from ftmesh.collectives.pieces import gathered, on_pieces, scattered
 from ftmesh.collectives.precision import Precision, precision
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat, primitives
-from ftmesh.execute.lower import Program
+from ftmesh.execute.lowering import Program
 from ftmesh.layout.buckets import pack, unpack
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from jax import lax
 
 from ftmesh.collectives.precision import Precision
 from ftmesh.execute import primitives
-from ftmesh.execute.lower import PALLAS, Program
+from ftmesh.execute.lowering import PALLAS, Program
 from ftmesh.layout.buckets import pack, unpack
 
 

@@ -17,7 +17,7 @@ from ftmesh.collectives.meshes import Site
 from ftmesh.collectives.of_rank import Examples, Loss, OverRanks, means_of_rank
 from ftmesh.collectives.pieces import WHOLE, only, typed_spec
 from ftmesh.errors import ArgumentError
-from ftmesh.layout.batches import Shares
+from ftmesh.layout.batch_shares import Shares
 
 
 @dataclass(frozen=True)

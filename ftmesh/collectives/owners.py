@@ -12,7 +12,7 @@ from ftmesh.collectives.calls import as_summand, the_axis
 from ftmesh.collectives.precision import precision
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat, primitives
-from ftmesh.execute.lower import Program
+from ftmesh.execute.lowering import Program
 from ftmesh.layout.buckets import chunk_shape, pack
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ftmesh.cost.wire_precision import FLOATS, WIRES, added_in, partials_travel_in
 from ftmesh.errors import CollectiveError
-from ftmesh.execute.setting import Wire
+from ftmesh.execute.context import Wire
 
 DType = np.dtype[Any]
 

@@ -20,8 +20,8 @@ from ftmesh.collectives.buffer import sum_in_buffer
 from ftmesh.collectives.precision import Precision
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import primitives
-from ftmesh.execute.lower import Program
-from ftmesh.layout.order import (
+from ftmesh.execute.lowering import Program
+from ftmesh.layout.element_order import (
     TILE_ROWS,
     WIDTH,
     Shape,

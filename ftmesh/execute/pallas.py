@@ -19,11 +19,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat
-from ftmesh.execute.lower import Loop, Program
+from ftmesh.execute.context import Setting
+from ftmesh.execute.lowering import Loop, Program
 from ftmesh.execute.pallas_kernel import kernel
 from ftmesh.execute.pallas_rank import WIDTH, Work
 from ftmesh.execute.pallas_tables import cuts, headings, pages, partners
-from ftmesh.execute.setting import Setting
 from ftmesh.schedule.transfers import COPY
 from ftmesh.topology.devices import platform_of, process_of
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ftmesh.execute.lower import MIXED, Lane
+from ftmesh.execute.lowering import MIXED, Lane
 from ftmesh.execute.pallas_rank import CAME, FETCHED, SENT, WRITTEN, Rank, when
 from ftmesh.execute.pallas_tables import (
     DESTINATION,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ftmesh.execute.lower import IDLE, MIXED, Lane, Loop, Rule, Table
+from ftmesh.execute.lowering import IDLE, MIXED, Lane, Loop, Rule, Table
 from ftmesh.schedule.transfers import ADD, Ints
 
 SLOTS = 4  # pieces of a lane that may be under way to a rank; a power of two

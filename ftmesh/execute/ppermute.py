@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ftmesh.execute.idle import completed
-from ftmesh.execute.lower import Lane, Loop, Program
-from ftmesh.execute.numbers import Arrival, Round, rounds_of
-from ftmesh.execute.setting import Setting
+from ftmesh.execute.chunk_tables import Arrival, Round, rounds_of
+from ftmesh.execute.context import Setting, completed
+from ftmesh.execute.lowering import Lane, Loop, Program
 from ftmesh.schedule.transfers import ADD, COPY
 
 Run = Callable[[jax.Array, Any, int], jax.Array]

@@ -15,10 +15,8 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from ftmesh.execute import _compat, ppermute
-from ftmesh.execute.idle import of_live, with_idle_ones
-from ftmesh.execute.lower import PALLAS, Loop, Program
-from ftmesh.execute.placement import check_devices
-from ftmesh.execute.setting import OWN, Setting, Wire
+from ftmesh.execute.context import OWN, Setting, Wire, check_devices, of_live, with_idle_ones
+from ftmesh.execute.lowering import PALLAS, Loop, Program
 
 Run = Callable[..., Any]
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from ftmesh.execute import _compat
-from ftmesh.layout.order import TILE_ROWS, WIDTH, Shape, flat, shaped
+from ftmesh.layout.element_order import TILE_ROWS, WIDTH, Shape, flat, shaped
 from ftmesh.units import check_bytes
 
 

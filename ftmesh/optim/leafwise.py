@@ -15,7 +15,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from ftmesh.errors import ArgumentError
-from ftmesh.layout.order import Shape
+from ftmesh.layout.element_order import Shape
 from ftmesh.optim.values import (
     Bind,
     Choice,

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from ftmesh.execute import _compat
-from ftmesh.layout.owned import Owned, Rows
+from ftmesh.layout.owned_buckets import Owned, Rows
 from ftmesh.optim.values import (
     Bind,
     Choice,

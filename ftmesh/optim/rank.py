@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ftmesh.layout.owned import Owned, Rows
+from ftmesh.layout.owned_buckets import Owned, Rows
 from ftmesh.optim.leafwise import Leafwise, NotShardableError
 from ftmesh.optim.on_shards import OnShards, Sum
 from ftmesh.optim.states import ShardedState, Slot, StateForm, rows_of

@@ -41,7 +41,7 @@ from ftmesh.collectives.gradients import (
 from ftmesh.collectives.pieces import WHOLE
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
-from ftmesh.layout.owned import Owned
+from ftmesh.layout.owned_buckets import Owned
 from ftmesh.optim.leafwise import NotShardableError
 from ftmesh.optim.on_mesh import OnMesh
 from ftmesh.optim.rank import Held, Rank

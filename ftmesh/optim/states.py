@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ftmesh.layout.owned import Owned
+from ftmesh.layout.owned_buckets import Owned
 from ftmesh.optim.leafwise import NotShardableError
 
 _NO_SIZE = 1_000_003  # nothing is so long

@@ -13,7 +13,7 @@ from ftmesh.collectives.gradients import Means
 from ftmesh.collectives.owners import check_owned, gather_chunks, own_chunks, scatter_chunks
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
-from ftmesh.layout.owned import Owned, OwnedBucket
+from ftmesh.layout.owned_buckets import Owned, OwnedBucket
 from ftmesh.optim.rank import Held
 from ftmesh.planning.plan import Plan
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ftmesh.layout.order import Shape
+from ftmesh.layout.element_order import Shape
 
 
 class Kind(IntEnum):

@@ -16,8 +16,8 @@ from ftmesh.cost.links import DEFAULT, Network, network, network_of
 from ftmesh.cost.simulate import DATAFLOW
 from ftmesh.cost.wire_precision import LARGEST_ERROR, name_of, worst_error
 from ftmesh.errors import ArgumentError
-from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE, Loop, Program, lower
-from ftmesh.execute.read_back import check_program
+from ftmesh.execute.check_lowered import check_program
+from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE, Loop, Program, lower
 from ftmesh.planning.chunking import KERNEL, schedule_for
 from ftmesh.planning.selection import (
     AUTO,

@@ -1,7 +1,7 @@
 """Index: what a checkpoint holds, by name, and which rank has written which part of it.
 
 A tensor is whole, or lies in a buffer: a vector of equal chunks, each written by its owner. There
-it begins at element `start`, in the order of `ftmesh.layout.order`. What ranks write are pieces:
+it begins at element `start`, in the order of `ftmesh.layout.element_order`. What ranks write are pieces:
 all chunks of a buffer that a rank owns, in ascending order, or a whole tensor.
 
     {"format": "ftmesh.checkpoint/1", "step": 30,

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ftmesh.errors import ArgumentError
-from ftmesh.layout.owned import Owned
+from ftmesh.layout.owned_buckets import Owned
 from ftmesh.optim.states import ShardedState, Slot
 
 Path = tuple[Any, ...]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.layout.owned import Owned
+from ftmesh.layout.owned_buckets import Owned
 from ftmesh.saved.naming import about
 from ftmesh.saved.reading import Saved
 from ftmesh.saved.restoring import restored

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.files import opened_at_once
-from ftmesh.layout.order import shaped
+from ftmesh.layout.element_order import shaped
 from ftmesh.saved.files import load
 from ftmesh.saved.index import FORMAT, Index, Piece
 from ftmesh.saved.parts import INDEX, file_names, mark

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.layout.order import flat
-from ftmesh.layout.owned import Owned, OwnedBucket
+from ftmesh.layout.element_order import flat
+from ftmesh.layout.owned_buckets import Owned, OwnedBucket
 from ftmesh.optim.states import Slot
 from ftmesh.saved.naming import Sharded, is_key, is_sharded, is_slot, named
 from ftmesh.saved.reading import Saved

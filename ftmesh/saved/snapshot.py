@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
-from ftmesh.layout.owned import Owned, OwnedBucket
+from ftmesh.layout.owned_buckets import Owned, OwnedBucket
 from ftmesh.saved.index import Buffer, Index, Piece, Tensor
 from ftmesh.saved.naming import Sharded, check_names, is_key, is_slot, parts_of, type_of
 from ftmesh.topology.devices import process_of

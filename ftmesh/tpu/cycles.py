@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ftmesh.execute._compat import MARK
-from ftmesh.execute.text import Instruction, computations, members, num_bytes
+from ftmesh.execute.hlo_text import Instruction, computations, members, num_bytes
 from ftmesh.tpu.turns import turns
 from ftmesh.units import format_bytes
 

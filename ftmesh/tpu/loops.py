@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product, zip_longest
 
-from ftmesh.execute.lower import Loop
+from ftmesh.execute.lowering import Loop
 from ftmesh.tpu.cycles import (
     PERMUTE,
     UNCOUNTED,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ftmesh.execute.text import Instruction, computations
+from ftmesh.execute.hlo_text import Instruction, computations
 
 
 @dataclass(frozen=True)

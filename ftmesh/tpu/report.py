@@ -26,8 +26,8 @@ from ftmesh import collectives
 from ftmesh.collectives import sums
 from ftmesh.commands import one_line
 from ftmesh.errors import ArgumentError, UnreadableError
-from ftmesh.execute.lower import PALLAS, PPERMUTE
-from ftmesh.execute.text import text_of
+from ftmesh.execute.hlo_text import text_of
+from ftmesh.execute.lowering import PALLAS, PPERMUTE
 from ftmesh.planning.plan import Plan
 from ftmesh.topology.devices import platform_of
 from ftmesh.tpu.cycles import Cycles

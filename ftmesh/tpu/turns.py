@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ftmesh.execute.text import Instruction
+from ftmesh.execute.hlo_text import Instruction
 
 Body = dict[str, Instruction]  # those of a computation by name
 

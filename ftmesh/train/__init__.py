@@ -13,8 +13,8 @@ from ftmesh.collectives.gradients import plan_for as plan_for
 from ftmesh.collectives.gradients import with_mean_gradients as with_mean_gradients
 from ftmesh.collectives.groups import Groups as Groups
 from ftmesh.extras import later, require
-from ftmesh.layout.batches import Shares as Shares
-from ftmesh.layout.batches import weighted_sum as weighted_sum
+from ftmesh.layout.batch_shares import Shares as Shares
+from ftmesh.layout.batch_shares import weighted_sum as weighted_sum
 from ftmesh.optim.layerwise import clip_by_global_norm as clip_by_global_norm
 from ftmesh.optim.layerwise import lamb as lamb
 from ftmesh.optim.layerwise import lars as lars

@@ -18,7 +18,7 @@ from ftmesh.cluster.line import Line, Paused
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.commands import MOST_SEED, ended, number, whole_number
 from ftmesh.errors import ArgumentError
-from ftmesh.execute.lower import EXECUTORS, PALLAS, PPERMUTE
+from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE
 from ftmesh.files import check_folder, check_targets
 from ftmesh.launch import arguments
 from ftmesh.planning.selection import ALGORITHMS, AUTO

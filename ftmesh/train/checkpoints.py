@@ -26,7 +26,7 @@ import jax
 
 from ftmesh import commands
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.layout.owned import Owned
+from ftmesh.layout.owned_buckets import Owned
 from ftmesh.saved.finite import finite_snapshot
 from ftmesh.saved.newest import newest_sound
 from ftmesh.saved.parts import INDEX, file_names, write_part

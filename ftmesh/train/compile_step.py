@@ -20,7 +20,7 @@ from rich.console import Console
 from ftmesh.collectives import gradients
 from ftmesh.commands import ended
 from ftmesh.errors import ArgumentError, FtmeshError, UnreadableError
-from ftmesh.execute.text import text_of
+from ftmesh.execute.hlo_text import text_of
 from ftmesh.topology.topology import Topology
 from ftmesh.tpu.cycles import Cycles
 from ftmesh.tpu.loops import CompiledLoop, compiled_loops, cycles_of_all, cycles_outside

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ftmesh import commands
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.launch.keepers import Holders, Keepers
-from ftmesh.layout.owned import Owned
+from ftmesh.layout.owned_buckets import Owned
 from ftmesh.saved.files import load
 from ftmesh.saved.finite import finite_snapshot
 from ftmesh.saved.index import Index

@@ -29,8 +29,8 @@ from ftmesh.collectives.gradients import (
 )
 from ftmesh.collectives.groups import Groups
 from ftmesh.errors import ArgumentError, CollectiveError
-from ftmesh.execute.lower import PALLAS, PPERMUTE
-from ftmesh.layout.batches import Shares
+from ftmesh.execute.lowering import PALLAS, PPERMUTE
+from ftmesh.layout.batch_shares import Shares
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.optim.whole import WholeOptimizer
 from ftmesh.planning.plan import Plan, plan

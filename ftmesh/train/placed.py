@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.cluster.words import processes
 from ftmesh.errors import ClusterError
-from ftmesh.layout.batches import Shares
+from ftmesh.layout.batch_shares import Shares
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.ranks import Ranks
 

@@ -22,9 +22,9 @@ import optax
 
 from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.collectives.gradients import BUCKET_BYTES
-from ftmesh.execute.lower import PPERMUTE
-from ftmesh.layout.batches import Shares
-from ftmesh.layout.owned import Owned
+from ftmesh.execute.lowering import PPERMUTE
+from ftmesh.layout.batch_shares import Shares
+from ftmesh.layout.owned_buckets import Owned
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.topology.topology import Topology
 from ftmesh.train.checkpoints import Checkpoints

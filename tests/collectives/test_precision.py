@@ -14,7 +14,7 @@ from roundings import HALVES, LARGE, assert_right, draws, exact_means, large_pla
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError
 from ftmesh.collectives.precision import Precision, precision
-from ftmesh.execute.setting import Wire
+from ftmesh.execute.context import Wire
 from ftmesh.testing import on_one_device
 from ftmesh.train import mean_gradients, with_mean_gradients
 

@@ -17,7 +17,7 @@ import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology
 from ftmesh.collectives.slabs import cut_of
 from ftmesh.execute import _compat
-from ftmesh.layout.order import TILE_ROWS, WIDTH
+from ftmesh.layout.element_order import TILE_ROWS, WIDTH
 from ftmesh.testing import cpu_grid, on_one_device
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

@@ -15,7 +15,7 @@ from ftmesh.cost.device_model import Executor, Sends, sends_of
 from ftmesh.cost.links import DEFAULT, NETWORKS, network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import MODES, Simulator
-from ftmesh.execute.lower import lower
+from ftmesh.execute.lowering import lower
 from ftmesh.planning import advise, paper_tables
 from ftmesh.planning.chunking import is_soon, least_seconds, schedule_for
 from ftmesh.planning.selection import choose

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 import ftmesh
-from ftmesh.execute.frames import Frame, Stacks, users_frame
-from ftmesh.execute.text import Instruction
+from ftmesh.execute.hlo_text import Frame, Instruction, Stacks, users_frame
 
 TABLES = """\
 HloModule jit_step

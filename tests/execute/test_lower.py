@@ -9,9 +9,9 @@ from numpy_executor import run
 import ftmesh
 from ftmesh import Phase, Schedule, Topology
 from ftmesh.algorithms import registry
-from ftmesh.execute.lower import IDLE, Rule, Table, _rule, lower
-from ftmesh.execute.places import Numbers
-from ftmesh.execute.read_back import LoopRounds
+from ftmesh.execute.check_lowered import LoopRounds
+from ftmesh.execute.chunk_tables import Numbers
+from ftmesh.execute.lowering import IDLE, Rule, Table, _rule, lower
 from ftmesh.schedule.transfers import ADD, COPY, join, transfers
 
 MESHES = {

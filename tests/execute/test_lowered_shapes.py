@@ -6,8 +6,8 @@ from numpy_executor import run
 
 from ftmesh import Topology
 from ftmesh.algorithms import registry
-from ftmesh.execute.lower import Rule, lower
-from ftmesh.execute.read_back import check_program
+from ftmesh.execute.check_lowered import check_program
+from ftmesh.execute.lowering import Rule, lower
 
 CASES = [
     ("colours", Topology.grid("3x4", wrap=True), 1),

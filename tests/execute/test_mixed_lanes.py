@@ -17,13 +17,13 @@ from trees import tree_schedule
 
 import ftmesh
 from ftmesh import Topology, VerificationError
-from ftmesh.execute import on_devices as devices
+from ftmesh.execute import device_schedule as devices
 from ftmesh.execute import pallas, primitives
-from ftmesh.execute.lower import IDLE, MIXED, Table, lower
-from ftmesh.execute.places import Numbers, _in_few_places
+from ftmesh.execute.check_lowered import LoopRounds, check_program
+from ftmesh.execute.chunk_tables import Numbers, _in_few_places
+from ftmesh.execute.context import Setting, Wire
+from ftmesh.execute.lowering import IDLE, MIXED, Table, lower
 from ftmesh.execute.ppermute import run_loop
-from ftmesh.execute.read_back import LoopRounds, check_program
-from ftmesh.execute.setting import Setting, Wire
 from ftmesh.schedule.transfers import ADD, COPY, join
 from ftmesh.testing import cpu_grid
 

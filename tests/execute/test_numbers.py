@@ -13,10 +13,9 @@ from more import more
 from ftmesh import Phase, Schedule, Topology
 from ftmesh.algorithms import registry
 from ftmesh.errors import VerificationError
-from ftmesh.execute import primitives, read_back
-from ftmesh.execute.lower import IDLE, Rule, lower
-from ftmesh.execute.numbers import rounds_of
-from ftmesh.execute.places import Numbers, _in_few_places
+from ftmesh.execute import check_lowered, primitives
+from ftmesh.execute.chunk_tables import Numbers, _in_few_places, rounds_of
+from ftmesh.execute.lowering import IDLE, Rule, lower
 from ftmesh.schedule.transfers import ADD, COPY, join, transfers
 
 
@@ -184,7 +183,7 @@ def test_a_star_of_many_lanes():
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_wrong_number_is_found_when_the_program_is_read_back(half, monkeypatch):
     program = lower(registry.schedule(Topology.grid("8x8", failed="2x2@2,2"), "row_pair"))
-    read_back.check_program(program)
+    check_lowered.check_program(program)
     made = Numbers.of
 
     def bent(loop):
@@ -196,4 +195,4 @@ def test_a_wrong_number_is_found_when_the_program_is_read_back(half, monkeypatch
 
     monkeypatch.setattr(Numbers, "of", staticmethod(bent))
     with pytest.raises(VerificationError, match=r"lane \d, round \d+: expected that rank \d+ "):
-        read_back.check_program(program)
+        check_lowered.check_program(program)

@@ -16,9 +16,9 @@ import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology, collectives
 from ftmesh.algorithms import registry, tree
 from ftmesh.execute import pallas
-from ftmesh.execute.lower import lower
+from ftmesh.execute.context import OWN, Setting
+from ftmesh.execute.lowering import lower
 from ftmesh.execute.pallas_tables import PAGE, SLOTS, cuts
-from ftmesh.execute.setting import OWN, Setting
 from ftmesh.schedule.transfers import ADD, COPY
 from ftmesh.testing import cpu_grid, on_one_device
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_programs import crossing_loop, in_numpy, on_devices, program_of
 
 from ftmesh.execute import pallas_kernel, pallas_tables
-from ftmesh.execute.lower import MIXED
+from ftmesh.execute.lowering import MIXED
 from ftmesh.execute.pallas_lanes import OneLane
 from ftmesh.execute.pallas_tables import SLOTS
 from ftmesh.schedule.transfers import COPY

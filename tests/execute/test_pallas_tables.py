@@ -12,7 +12,7 @@ import ftmesh
 from ftmesh import Topology
 from ftmesh.algorithms.registry import schedule
 from ftmesh.execute import pallas
-from ftmesh.execute.lower import IDLE, lower
+from ftmesh.execute.lowering import IDLE, lower
 from ftmesh.execute.pallas_tables import LANE_WORDS, SLOTS, cuts, headings, pages, partners
 from ftmesh.testing import cpu_grid
 

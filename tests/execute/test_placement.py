@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from on_devices import planned
 
 from ftmesh import CollectiveError
-from ftmesh.execute.placement import check_devices
+from ftmesh.execute.context import check_devices
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import pytest
 import ftmesh
 from ftmesh import Topology
 from ftmesh.algorithms import registry, tree
-from ftmesh.execute.lower import lower
+from ftmesh.execute.context import OWN, Setting
+from ftmesh.execute.lowering import lower
 from ftmesh.execute.ppermute import on_rank, run_loop
-from ftmesh.execute.setting import OWN, Setting
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -9,8 +9,8 @@ from numpy_executor import run
 import ftmesh
 from ftmesh import ScheduleError, Topology, VerificationError
 from ftmesh.algorithms import registry
-from ftmesh.execute.lower import IDLE, Rule, Table, lower
-from ftmesh.execute.read_back import check_program
+from ftmesh.execute.check_lowered import check_program
+from ftmesh.execute.lowering import IDLE, Rule, Table, lower
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.rank_schedule import Script
 from ftmesh.schedule.transfers import COPY, transfers

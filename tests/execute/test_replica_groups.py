@@ -3,7 +3,7 @@
 import pytest
 
 from ftmesh import ArgumentError
-from ftmesh.execute.replica_groups import groups_of
+from ftmesh.execute.hlo_text import groups_of
 
 GLOBAL = "use_global_device_ids=true"
 FORMS = {

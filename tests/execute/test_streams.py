@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 import ftmesh
 from ftmesh import Topology
 from ftmesh.algorithms import registry
-from ftmesh.execute.lower import lower
+from ftmesh.execute.context import OWN, Setting, Wire
+from ftmesh.execute.lowering import lower
 from ftmesh.execute.ppermute import Rows, run_loops
-from ftmesh.execute.setting import OWN, Setting, Wire
 from ftmesh.testing import cpu_grid
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

@@ -3,7 +3,7 @@
 import pytest
 
 from ftmesh import ArgumentError
-from ftmesh.execute.text import computations, members, num_bytes
+from ftmesh.execute.hlo_text import computations, members, num_bytes
 
 # A kernel is called with what is printed over several lines, of which some begin as the end of a
 # computation does.

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftmesh.layout.buckets import Packing, chunk_shape, make_buckets, pack, unpack
-from ftmesh.layout.order import WIDTH, flat, shaped
+from ftmesh.layout.element_order import WIDTH, flat, shaped
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -152,7 +152,7 @@ def test_more_of_vmem_where_that_is_asked_for():
 SHARED = """
 import json, re, jax, optax, ftmesh
 from jax.sharding import NamedSharding, PartitionSpec as P
-from ftmesh.execute.text import computations, num_bytes
+from ftmesh.execute.hlo_text import computations, num_bytes
 from ftmesh.tpu.cycles import estimate
 from ftmesh.tpu.slices import tpu_devices
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from ftmesh import ArgumentError
-from ftmesh.execute.lower import Loop
+from ftmesh.execute.lowering import Loop
 from ftmesh.tpu.cycles import Cycles, RoundCycles, stretches
 from ftmesh.tpu.fit import fit
 from ftmesh.tpu.loops import (

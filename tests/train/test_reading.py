@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ftmesh.errors import ArgumentError, DataError
-from ftmesh.layout.batches import Shares
+from ftmesh.layout.batch_shares import Shares
 from ftmesh.topology.ranks import Ranks
 from ftmesh.topology.topology import Topology
 from ftmesh.train import reading

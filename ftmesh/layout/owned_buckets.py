@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from ftmesh.layout.buckets import Packing, make_buckets
-from ftmesh.layout.order import Shape
+from ftmesh.layout.element_order import Shape
 from ftmesh.schedule.transfers import Ints
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ftmesh.errors import VerificationError
-from ftmesh.execute.lower import IDLE, Loop, Program, Rule
-from ftmesh.execute.places import Numbers
+from ftmesh.execute.chunk_tables import Numbers
+from ftmesh.execute.lowering import IDLE, Loop, Program, Rule
 from ftmesh.schedule.rank_schedule import Script
 from ftmesh.schedule.transfers import Columns, join, transfers
 from ftmesh.schedule.verify import prove
