@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from ftmesh.collectives.buffer import sum_in_buffer
+from ftmesh.collectives.all_reduce import sum_in_buffer
 from ftmesh.collectives.precision import Precision
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import primitives

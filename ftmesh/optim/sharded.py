@@ -38,15 +38,13 @@ from ftmesh.collectives.gradients import (
     reduced_on_the_way,
     value_and_own_grad,
 )
-from ftmesh.collectives.pieces import WHOLE
+from ftmesh.collectives.partitioning import WHOLE
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.layout.owned_buckets import Owned
-from ftmesh.optim.leafwise import NotShardableError
-from ftmesh.optim.on_mesh import OnMesh
-from ftmesh.optim.rank import Held, Rank
-from ftmesh.optim.states import ShardedState, Slot, StateForm, form_of, rows_of
-from ftmesh.optim.travel import Reduce, Travel, held_of, turns
+from ftmesh.optim.communication import OnMesh, Reduce, Travel, held_of, turns
+from ftmesh.optim.elementwise.trace import NotShardableError
+from ftmesh.optim.state import Held, Rank, ShardedState, Slot, StateForm, form_of, rows_of
 from ftmesh.planning.plan import Plan
 
 

@@ -224,7 +224,7 @@ class Plan:
         """As `jax.value_and_grad`, with means over all examples made by this plan.
 
         In jit, of a whole batch; in shard_map and pmap, of a rank's share of it. See
-        `ftmesh.collectives.losses`.
+        `ftmesh.collectives.value_and_grad`.
         """
         return _collectives().value_and_grad(loss, argnums, has_aux, plan=self, **options)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ftmesh.errors import ArgumentError
 from ftmesh.layout.owned_buckets import Owned
-from ftmesh.optim.states import ShardedState, Slot
+from ftmesh.optim.state import ShardedState, Slot
 
 Path = tuple[Any, ...]
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ftmesh.layout.element_order import flat
 from ftmesh.layout.owned_buckets import Owned, OwnedBucket
-from ftmesh.optim.states import Slot
+from ftmesh.optim.state import Slot
 from ftmesh.saved.naming import Sharded, is_key, is_sharded, is_slot, named
 from ftmesh.saved.reading import Saved
 

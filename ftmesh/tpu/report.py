@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ftmesh import collectives
-from ftmesh.collectives import sums
+from ftmesh.collectives import all_reduce
 from ftmesh.commands import one_line
 from ftmesh.errors import ArgumentError, UnreadableError
 from ftmesh.execute.hlo_text import text_of
@@ -133,7 +133,7 @@ def compile_report(
     payload_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(payload))
     if not payload_bytes:
         raise ArgumentError("there is nothing to sum: the arrays of the payload have no elements")
-    taken = sums.taken(payload, plan, slab_bytes=slab_bytes)
+    taken = all_reduce.taken(payload, plan, slab_bytes=slab_bytes)
     used = max(taken, key=lambda each: each.size).plan
     has_slabs = any(each.is_a_slab for each in taken)
     mesh = plan.jax_mesh("data")

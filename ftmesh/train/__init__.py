@@ -5,39 +5,39 @@ Needs what ``pip install ftmesh[train]`` brings. Each name is described in its o
 
 from typing import TYPE_CHECKING
 
-from ftmesh.collectives.accumulation import accumulated as accumulated
 from ftmesh.collectives.gradients import Means as Means
+from ftmesh.collectives.gradients import accumulated as accumulated
 from ftmesh.collectives.gradients import backward_order as backward_order
 from ftmesh.collectives.gradients import mean_gradients as mean_gradients
 from ftmesh.collectives.gradients import plan_for as plan_for
 from ftmesh.collectives.gradients import with_mean_gradients as with_mean_gradients
-from ftmesh.collectives.groups import Groups as Groups
+from ftmesh.collectives.group_sum import Groups as Groups
 from ftmesh.extras import later, require
 from ftmesh.layout.batch_shares import Shares as Shares
 from ftmesh.layout.batch_shares import weighted_sum as weighted_sum
-from ftmesh.optim.layerwise import clip_by_global_norm as clip_by_global_norm
-from ftmesh.optim.layerwise import lamb as lamb
-from ftmesh.optim.layerwise import lars as lars
-from ftmesh.optim.layerwise import matrices as matrices
-from ftmesh.optim.leafwise import NotShardableError as NotShardableError
+from ftmesh.optim.elementwise.trace import NotShardableError as NotShardableError
+from ftmesh.optim.lars_lamb import clip_by_global_norm as clip_by_global_norm
+from ftmesh.optim.lars_lamb import lamb as lamb
+from ftmesh.optim.lars_lamb import lars as lars
+from ftmesh.optim.lars_lamb import matrices as matrices
+from ftmesh.optim.replicated import WholeOptimizer as WholeOptimizer
 from ftmesh.optim.sharded import ShardedOptimizer as ShardedOptimizer
-from ftmesh.optim.states import ShardedState as ShardedState
-from ftmesh.optim.whole import WholeOptimizer as WholeOptimizer
+from ftmesh.optim.state import ShardedState as ShardedState
 from ftmesh.train.checkpoints import Checkpoints as Checkpoints
 from ftmesh.train.parallel import Parallel as Parallel
 
 if TYPE_CHECKING:
-    from ftmesh.train.batch_norm import GroupBatchNorm as GroupBatchNorm
-    from ftmesh.train.batch_norm import group_statistics as group_statistics
-    from ftmesh.train.batch_norm import mean_statistics as mean_statistics
-    from ftmesh.train.nnx_batch_norm import NnxGroupBatchNorm as NnxGroupBatchNorm
+    from ftmesh.nn.batch_norm import GroupBatchNorm as GroupBatchNorm
+    from ftmesh.nn.batch_norm import NnxGroupBatchNorm as NnxGroupBatchNorm
+    from ftmesh.nn.batch_norm import group_statistics as group_statistics
+    from ftmesh.nn.batch_norm import mean_statistics as mean_statistics
 
 # These import Flax, so they are loaded when they are first asked for.
 _WITH_FLAX = {
-    "GroupBatchNorm": "ftmesh.train.batch_norm",
-    "group_statistics": "ftmesh.train.batch_norm",
-    "mean_statistics": "ftmesh.train.batch_norm",
-    "NnxGroupBatchNorm": "ftmesh.train.nnx_batch_norm",
+    "GroupBatchNorm": "ftmesh.nn.batch_norm",
+    "group_statistics": "ftmesh.nn.batch_norm",
+    "mean_statistics": "ftmesh.nn.batch_norm",
+    "NnxGroupBatchNorm": "ftmesh.nn.batch_norm",
 }
 
 

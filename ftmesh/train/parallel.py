@@ -27,12 +27,12 @@ from ftmesh.collectives.gradients import (
     mean_gradients,
     with_mean_gradients,
 )
-from ftmesh.collectives.groups import Groups
+from ftmesh.collectives.group_sum import Groups
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute.lowering import PALLAS, PPERMUTE
 from ftmesh.layout.batch_shares import Shares
+from ftmesh.optim.replicated import WholeOptimizer
 from ftmesh.optim.sharded import ShardedOptimizer
-from ftmesh.optim.whole import WholeOptimizer
 from ftmesh.planning.plan import Plan, plan
 from ftmesh.testing import shard_map_on_one_device
 from ftmesh.topology.devices import platform_of, process_of

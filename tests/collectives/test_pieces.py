@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology
-from ftmesh.collectives import buffer
+from ftmesh.collectives import all_reduce
 from ftmesh.execute import _compat
 
 pytestmark = [
@@ -82,7 +82,7 @@ def test_without_specs_the_whole_array_is_summed_everywhere(plan):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_means_of_pieces_have_derivatives(plan, kind, monkeypatch):
     """Also those that are computed with on the way in, as for a kernel."""
-    monkeypatch.setattr(buffer, "PALLAS", plan.executor)
+    monkeypatch.setattr(all_reduce, "PALLAS", plan.executor)
     specs = P(None, "model") if kind == AxisType.Auto else None
 
     def slope(x):

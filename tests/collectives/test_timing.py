@@ -3,7 +3,7 @@ import json
 import pytest
 
 from ftmesh.cli import main
-from ftmesh.collectives.timing import bench, table
+from ftmesh.collectives.benchmark import bench, table
 from ftmesh.testing import cpu_grid
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
-from ftmesh.collectives.groups import Groups
+from ftmesh.collectives.group_sum import Groups
 from ftmesh.testing import cpu_grid
 
 slow = pytest.mark.slow

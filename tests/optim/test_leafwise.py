@@ -10,9 +10,8 @@ import optax
 import pytest
 from updates import assert_close, at, gradients, unsharded
 
-from ftmesh.optim.on_mesh import OnMesh
+from ftmesh.optim.communication import OnMesh, Travel
 from ftmesh.optim.sharded import Work
-from ftmesh.optim.travel import Travel
 from ftmesh.train import NotShardableError, clip_by_global_norm, lamb, lars
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

@@ -14,7 +14,7 @@ from more import more
 from examples.bert.config import PRESETS
 from examples.bert.model import init
 from examples.bert.steps import make_model, make_transformation
-from ftmesh.optim.states import Slot
+from ftmesh.optim.state import Slot
 from ftmesh.saved import snapshot
 from ftmesh.testing import cpu_grid
 from ftmesh.train import Parallel

@@ -12,9 +12,9 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from ftmesh.collectives.of_rank import Loss, OverRanks
-from ftmesh.collectives.pieces import WHOLE
-from ftmesh.collectives.sums import psum
+from ftmesh.collectives.all_reduce import psum
+from ftmesh.collectives.local_loss import Loss, OverRanks
+from ftmesh.collectives.partitioning import WHOLE
 from ftmesh.errors import ArgumentError
 from ftmesh.layout.batch_shares import Shares
 

@@ -5,27 +5,31 @@
 They run inside anything that binds the axis: shard_map (with check_vma on or off), pmap, or
 ``vmap(axis_name=...)``; under jit, grad, scan and remat. All ranks get bitwise the same result, and
 the same inputs give the same bits every time.
+
+Buffer: arrays that are summed together, in one buffer that a program works on.
+
+In turns: sums that are made one after the other, and not at once.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from ftmesh.collectives.buffer import sum_in_buffer
-from ftmesh.collectives.calls import as_summand, countable, is_constant, the_axis
-from ftmesh.collectives.in_turns import in_turns
-from ftmesh.collectives.pieces import on_pieces
+from ftmesh.collectives.partitioning import on_pieces
 from ftmesh.collectives.precision import Precision, precision
-from ftmesh.collectives.slabs import sum_in_slabs
-from ftmesh.execute import _compat
-from ftmesh.layout.buckets import Bucket, make_buckets
+from ftmesh.collectives.validation import as_summand, countable, is_constant, the_axis
+from ftmesh.execute import _compat, primitives
+from ftmesh.execute.lowering import PALLAS, Program
+from ftmesh.layout.buckets import Bucket, make_buckets, pack, unpack
 from ftmesh.units import check_bytes
 
 if TYPE_CHECKING:
@@ -55,7 +59,7 @@ def psum(
     `ftmesh.collectives.precision`. What comes out has the leaf's dtype. Booleans are counted, as in
     lax. Where a shard_map leaves other axes of the mesh to the compiler, each device sums its own
     piece: `specs` say how leaves are cut along those axes, and Explicit ones need not be named; see
-    `ftmesh.collectives.pieces`.
+    `ftmesh.collectives.partitioning`.
 
     With `slab_bytes`, buffers have so many bytes at most, and one is there at a time: a larger leaf
     is summed slab by slab, in place. That is for donated arrays that leave no room for a copy; it
@@ -129,6 +133,8 @@ def _sums(
         taken = Taken.by(members, kind, plan, slab_bytes)
         if taken.is_a_slab:
             (large,) = members
+            from ftmesh.collectives.slabs import sum_in_slabs
+
             return [sum_in_slabs(large, axis_name, taken.plan.program, kind, over, taken.size)]
         return sum_in_buffer(members, axis_name, taken.plan.program, kind, over)
 
@@ -201,3 +207,63 @@ def _constant_sum(leaf: Any, plan: Plan) -> Any:
 def _is_divided(leaf: Any) -> bool:
     """Whether the mean of a leaf is made on its way; that of others is made of the sum."""
     return not is_constant(leaf) and jnp.issubdtype(leaf.dtype, np.inexact)
+
+
+def sum_in_buffer(
+    leaves: list[jax.Array],
+    axis_name: Any,
+    program: Program,
+    kind: Precision,
+    divisor: int | None,
+    all_reduce: Callable[..., jax.Array] = primitives.all_reduce,
+) -> list[jax.Array]:
+    """The sums of leaves of one kind, in the dtype of sums, divided by `divisor` if there is one.
+
+    `all_reduce` is that of `ftmesh.execute.primitives`, or `sum_varying`.
+    """
+    itemsize = kind.results.itemsize
+    wide = [leaf.astype(kind.sums) for leaf in leaves]
+    is_rounded = kind.sums != kind.results
+    is_divided_after = divisor is not None and not is_rounded
+    buffer = pack(wide, program.num_chunks, itemsize)
+    if is_divided_after and program.executor == PALLAS and buffer.size == wide[0].size:
+        buffer = _computed(buffer, axis_name)
+    total = all_reduce(
+        buffer,
+        axis_name=axis_name,
+        program=program,
+        wire=kind.wire(program.depth),
+        divisor=divisor if is_rounded else None,
+    )
+    sums = unpack(total, [leaf.shape for leaf in leaves])
+    # What is not rounded on its way is divided where it is unpacked, which takes no more memory.
+    return [each / divisor for each in sums] if is_divided_after else sums
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))  # a derivative needs nothing of it
+def _computed(buffer: jax.Array, axis_name: Any) -> jax.Array:
+    """The same, as something that the compiler takes for computed.
+
+    A parameter that is given to a kernel as it is, it copies before and after where a result of
+    the kernel is computed with. This is one pass, into the kernel's own buffer, and part of what
+    computes a gradient where the compiler fuses the two.
+    """
+    return jnp.where(lax.axis_index(axis_name) >= 0, buffer, jnp.zeros_like(buffer))
+
+
+_computed.defjvp(lambda axis_name, primals, tangents: (_computed(*primals, axis_name), *tangents))
+
+
+def in_turns(
+    buckets: Sequence[list[Any]], reduce: Callable[[int, list[Any]], list[Any]]
+) -> list[list[Any]]:
+    """What `reduce` makes of each bucket, given its number and its arrays, one after the other."""
+    found: list[list[Any]] = []
+    for at, bucket in enumerate(buckets):
+        now = bucket
+        if found:
+            # All that comes out must be used: nothing waits for an operand that is not.
+            passed = _compat.barrier([*now, *found[-1]])
+            now, found[-1] = passed[: len(now)], passed[len(now) :]
+        found.append(reduce(at, now))
+    return found

@@ -13,7 +13,7 @@ from jax import lax
 
 from ftmesh.execute import _compat
 from ftmesh.layout.owned_buckets import Owned, Rows
-from ftmesh.optim.values import (
+from ftmesh.optim.elementwise.graph import (
     Bind,
     Choice,
     Given,

@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from ftmesh.errors import ArgumentError
 from ftmesh.layout.element_order import Shape
-from ftmesh.optim.values import (
+from ftmesh.optim.elementwise.graph import (
     Bind,
     Choice,
     Graph,

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ftmesh.collectives.blocks import all_gather, psum_scatter
-from ftmesh.collectives.pieces import WHOLE, names_in, spread
-from ftmesh.collectives.sums import pmean
+from ftmesh.collectives.all_reduce import pmean
+from ftmesh.collectives.partitioning import WHOLE, names_in, spread
+from ftmesh.collectives.reduce_scatter import all_gather, psum_scatter
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 

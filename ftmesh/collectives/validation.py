@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ftmesh.collectives.pieces import axes_left
+from ftmesh.collectives.partitioning import axes_left
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat, primitives
 

@@ -1,0 +1,11 @@
+"""Flax layers whose batch statistics are taken over groups of neighbouring chips. Needs Flax."""
+
+from ftmesh.extras import require
+
+require("ftmesh.nn", "train", "flax")
+
+from ftmesh.collectives.group_sum import Groups as Groups  # noqa: E402
+from ftmesh.nn.batch_norm import GroupBatchNorm as GroupBatchNorm  # noqa: E402
+from ftmesh.nn.batch_norm import NnxGroupBatchNorm as NnxGroupBatchNorm  # noqa: E402
+from ftmesh.nn.batch_norm import group_statistics as group_statistics  # noqa: E402
+from ftmesh.nn.batch_norm import mean_statistics as mean_statistics  # noqa: E402

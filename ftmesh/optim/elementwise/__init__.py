@@ -1,0 +1,1 @@
+"""Functions of whole tensors, computed on shards of them: trace, graph, evaluate."""
