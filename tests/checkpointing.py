@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from ftmesh.train.checkpoints import Checkpoints
+from ftmesh.checkpoint.checkpoints import Checkpoints
 
 
 def state(scale=1.0, width=3):

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ftmesh.saved.parts import part_of
-from ftmesh.saved.reading import Saved
-from ftmesh.saved.snapshot import Copier
+from ftmesh.checkpoint.reader import Saved
+from ftmesh.checkpoint.snapshot import Copier
+from ftmesh.checkpoint.writer import part_of
 from ftmesh.testing import cpu_grid
 from ftmesh.train import Parallel, lamb
 from ftmesh.train.placed import SPLIT, WHOLE

@@ -40,7 +40,7 @@ def test_a_text_that_is_gone_is_said_so():
 
 def test_the_list(capsys):
     assert faults.main(["--list", "--only", "checkpoint-of-nan"]) == 0
-    assert capsys.readouterr().out.startswith("checkpoint-of-nan: ftmesh/saved/finite.py\n")
+    assert capsys.readouterr().out.startswith("checkpoint-of-nan: ftmesh/checkpoint/snapshot.py\n")
 
 
 def test_names_are_different():

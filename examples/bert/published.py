@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from ftmesh.checkpoint.restore import first_difference
 from ftmesh.errors import DataError, DataNotFoundError
 from ftmesh.files import Npz
-from ftmesh.saved.newest import first_difference
 
 _LAYER = {
     "query": "attention/self/query",

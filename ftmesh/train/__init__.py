@@ -5,6 +5,7 @@ Needs what ``pip install ftmesh[train]`` brings. Each name is described in its o
 
 from typing import TYPE_CHECKING
 
+from ftmesh.checkpoint.checkpoints import Checkpoints as Checkpoints
 from ftmesh.collectives.gradients import Means as Means
 from ftmesh.collectives.gradients import accumulated as accumulated
 from ftmesh.collectives.gradients import backward_order as backward_order
@@ -23,7 +24,6 @@ from ftmesh.optim.lars_lamb import matrices as matrices
 from ftmesh.optim.replicated import WholeOptimizer as WholeOptimizer
 from ftmesh.optim.sharded import ShardedOptimizer as ShardedOptimizer
 from ftmesh.optim.state import ShardedState as ShardedState
-from ftmesh.train.checkpoints import Checkpoints as Checkpoints
 from ftmesh.train.parallel import Parallel as Parallel
 
 if TYPE_CHECKING:

@@ -15,15 +15,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ftmesh.checkpoint.manifest import Index
+from ftmesh.checkpoint.reader import Saved
+from ftmesh.checkpoint.restore import restored
+from ftmesh.checkpoint.snapshot import Copier, Copies
+from ftmesh.checkpoint.writer import INDEX, file_names, load, part_of
 from ftmesh.cluster.cluster import Cluster
 from ftmesh.errors import ClusterError, DamagedCheckpointError
 from ftmesh.launch.keepers import Holders, Keepers
-from ftmesh.saved.files import load
-from ftmesh.saved.index import Index
-from ftmesh.saved.parts import INDEX, file_names, part_of
-from ftmesh.saved.reading import Saved
-from ftmesh.saved.restoring import restored
-from ftmesh.saved.snapshot import Copier, Copies
 from ftmesh.topology.devices import process_of
 from ftmesh.train.parallel import Parallel
 from ftmesh.train.placed import SPLIT

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.cluster.agreed import agree_on_program
 from ftmesh.cluster.agreed import compile_ahead as compile_program_ahead
 from ftmesh.cluster.ahead import SECONDS, prepare
@@ -29,7 +30,6 @@ from ftmesh.testing import faults
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.topology import Topology
 from ftmesh.train.beginning import begin
-from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.memory import Memory, memory_on_line
 from ftmesh.train.mllog import MLLog
 from ftmesh.train.reading import Batches, Reader

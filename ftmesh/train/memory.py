@@ -20,16 +20,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ftmesh import commands
+from ftmesh.checkpoint.manifest import Index
+from ftmesh.checkpoint.reader import Saved
+from ftmesh.checkpoint.restore import newest_sound
+from ftmesh.checkpoint.snapshot import Copier, Snapshot, finite_snapshot
+from ftmesh.checkpoint.writer import INDEX, file_names, load, part_of
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.launch.keepers import Holders, Keepers
 from ftmesh.layout.owned_buckets import Owned
-from ftmesh.saved.files import load
-from ftmesh.saved.finite import finite_snapshot
-from ftmesh.saved.index import Index
-from ftmesh.saved.newest import newest_sound
-from ftmesh.saved.parts import INDEX, file_names, part_of
-from ftmesh.saved.reading import Saved
-from ftmesh.saved.snapshot import Copier, Snapshot
 from ftmesh.topology.devices import process_of
 
 LIMIT_SECONDS = 10.0

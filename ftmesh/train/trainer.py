@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.execute.lowering import PPERMUTE
@@ -27,7 +28,6 @@ from ftmesh.layout.batch_shares import Shares
 from ftmesh.layout.owned_buckets import Owned
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.topology.topology import Topology
-from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.memory import Memory
 from ftmesh.train.parallel import Parallel
 from ftmesh.train.placed import SPLIT, WHOLE

@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 
+from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.cluster.line import Line, Paused
 from ftmesh.errors import ArgumentError, CheckpointError
 from ftmesh.testing import faults
 from ftmesh.topology.notation import format_failed
-from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.memory import Memory
 from ftmesh.train.suspicion import Suspicion
 from ftmesh.train.trainer import State, Trainer

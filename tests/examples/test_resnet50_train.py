@@ -23,10 +23,10 @@ from examples.resnet50.steps import make_lr_schedule, make_model, make_transform
 from examples.resnet50.train import main, train
 from examples.resnet50.trainer import resnet50_trainer
 from ftmesh import FtmeshError, Topology
+from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.errors import TrainingError
 from ftmesh.testing import cpu_grid
 from ftmesh.train.arguments import add_run, step_options
-from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.records import make_example, write_records
 from ftmesh.train.report import read_metrics
 

@@ -11,8 +11,8 @@ import numpy as np
 from remembering import bits, parameters, remember
 
 from ftmesh import Topology
+from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.train import Parallel
-from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.placed import WHOLE
 
 

@@ -14,11 +14,11 @@ from more import more
 from examples.bert.config import PRESETS
 from examples.bert.model import init
 from examples.bert.steps import make_model, make_transformation
+from ftmesh.checkpoint import snapshot
+from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.optim.state import Slot
-from ftmesh.saved import snapshot
 from ftmesh.testing import cpu_grid
 from ftmesh.train import Parallel
-from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.placed import WHOLE
 
 BASE = PRESETS["base"]

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from shards import given, sharded_on, state_on, tensors_in, tensors_of, without
 
+from ftmesh.checkpoint.snapshot import Copies
 from ftmesh.errors import DamagedCheckpointError
-from ftmesh.saved.snapshot import Copies
 from ftmesh.topology.partners import partners
 from ftmesh.topology.topology import Topology
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ftmesh.checkpoint.manifest import Buffer, Index, Piece, Tensor
+from ftmesh.checkpoint.reader import Saved
+from ftmesh.checkpoint.writer import dump, load, write_part
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.files import write_whole
-from ftmesh.saved.files import dump, load
-from ftmesh.saved.index import Buffer, Index, Piece, Tensor
-from ftmesh.saved.parts import write_part
-from ftmesh.saved.reading import Saved
 
 F32 = np.dtype(np.float32)
 INDEX = Index(

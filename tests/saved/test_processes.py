@@ -10,8 +10,8 @@ import jax
 import pytest
 from remembering import assert_same_bits, parameters, remember
 
+from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.launch.environment import free_port
-from ftmesh.train.checkpoints import Checkpoints
 
 HERE = Path(__file__).parent
 FLAG = "--xla_force_host_platform_device_count"

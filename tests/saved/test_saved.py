@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from remembering import SETTINGS, assert_same_bits, held, parameters, remember_apart
 
+from ftmesh.checkpoint.reader import Saved
+from ftmesh.checkpoint.restore import restored
+from ftmesh.checkpoint.snapshot import Copier
+from ftmesh.checkpoint.tensor_names import about
+from ftmesh.checkpoint.writer import write_part
 from ftmesh.errors import ArgumentError
-from ftmesh.saved.naming import about
-from ftmesh.saved.parts import write_part
-from ftmesh.saved.reading import Saved
-from ftmesh.saved.restoring import restored
-from ftmesh.saved.snapshot import Copier
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -14,10 +14,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 import pytest
 
+from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.errors import CheckpointError
 from ftmesh.testing import faults
 from ftmesh.testing.fault_acts import noted_processes
-from ftmesh.train.checkpoints import Checkpoints
 
 ROOT = Path(__file__).parents[2]
 STEPS = """\

@@ -11,10 +11,10 @@ import pytest
 from checkpointing import restored, saved, state, steps
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ftmesh.checkpoint.checkpoints import Checkpoints
+from ftmesh.checkpoint.restore import first_difference
+from ftmesh.checkpoint.tensor_names import about
 from ftmesh.errors import CheckpointError
-from ftmesh.saved.naming import about
-from ftmesh.saved.newest import first_difference
-from ftmesh.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -12,9 +12,9 @@ import pytest
 from linear import RATE, arguments, descent, first, linear_job, linear_trainer
 
 from ftmesh import Topology
+from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.errors import CheckpointError, TrainingError
 from ftmesh.optim.lr_schedules import poly_decay
-from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.loop import run, start_log
 from ftmesh.train.trainer import StepOptions
 

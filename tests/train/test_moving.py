@@ -7,7 +7,7 @@ import pytest
 from keepers import SECRET, running
 from shards import sharded_on, state_on, tensors_of
 
-from ftmesh.train.checkpoints import Checkpoints
+from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.train.memory import Memory
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

@@ -8,9 +8,9 @@ from device_memory import Watch
 from jax.sharding import NamedSharding, PartitionSpec
 from remembering import assert_same_bits, held, parameters, remember
 
+from ftmesh.checkpoint import snapshot
+from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.errors import TrainingError
-from ftmesh.saved import snapshot
-from ftmesh.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

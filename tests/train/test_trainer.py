@@ -10,8 +10,8 @@ from remembering import assert_same_bits
 
 import ftmesh
 from ftmesh import CollectiveError, Topology
+from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.testing import cpu_grid
-from ftmesh.train.checkpoints import Checkpoints
 from ftmesh.train.loop import run, start_log
 from ftmesh.train.trainer import StepOptions
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from checkpointing import flip, restored, saved, state, steps
 
+from ftmesh.checkpoint.checkpoints import Checkpoints
+from ftmesh.checkpoint.writer import dump, load
 from ftmesh.errors import CheckpointError, TrainingError
-from ftmesh.saved.files import dump, load
-from ftmesh.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ftmesh.checkpoint.manifest import FORMAT, Index, Piece
+from ftmesh.checkpoint.writer import INDEX, file_names, load, mark
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.files import opened_at_once
 from ftmesh.layout.element_order import shaped
-from ftmesh.saved.files import load
-from ftmesh.saved.index import FORMAT, Index, Piece
-from ftmesh.saved.parts import INDEX, file_names, mark
 
 MAX_LIST_BYTES = 2**28  # of an index, or a list of pieces
 _AT_ONCE = 16 * 2**20  # bytes

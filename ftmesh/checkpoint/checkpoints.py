@@ -7,7 +7,7 @@
     checkpoints.save(step, state, layouts=layouts)
     checkpoints.close()
 
-Each process writes what it owns, and waits for no other; `ftmesh.saved.index` has the format. A run
+Each process writes what it owns, and waits for no other; `ftmesh.checkpoint.manifest` has the format. A run
 may go on with more chips or fewer, on another plan, and with the optimizer whole or sharded. One of
 another model is refused, and one that is torn or damaged is passed over for the one before it. A
 state with numbers that are not finite is never written.
@@ -25,13 +25,12 @@ from typing import Any
 import jax
 
 from ftmesh import commands
+from ftmesh.checkpoint.reader import Saved
+from ftmesh.checkpoint.restore import newest_sound
+from ftmesh.checkpoint.snapshot import Copier, Snapshot, finite_snapshot
+from ftmesh.checkpoint.writer import INDEX, file_names, write_part
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.layout.owned_buckets import Owned
-from ftmesh.saved.finite import finite_snapshot
-from ftmesh.saved.newest import newest_sound
-from ftmesh.saved.parts import INDEX, file_names, write_part
-from ftmesh.saved.reading import Saved
-from ftmesh.saved.snapshot import Copier, Snapshot
 from ftmesh.testing import faults
 from ftmesh.topology.devices import process_of
 from ftmesh.units import format_bytes
