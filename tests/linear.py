@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ftmesh.cluster.cluster import ALONE
+from ftmesh.distributed.process_group import ALONE
 from ftmesh.train import Shares, weighted_sum
 from ftmesh.train.arguments import add_run
 from ftmesh.train.loop import Job

@@ -18,9 +18,9 @@ import jax
 from examples.bert.config import PRESETS
 from examples.bert.data import Batches, open_sequences
 from examples.bert.trainer import bert_trainer, first_state
-from ftmesh.cluster.cluster import Cluster
-from ftmesh.cluster.joining import join
 from ftmesh.commands import Parser, whole_number
+from ftmesh.distributed.initialize import join
+from ftmesh.distributed.process_group import Cluster
 from ftmesh.health.equal import check_equal
 from ftmesh.topology.topology import Topology
 from ftmesh.train.memory import memory_on_line

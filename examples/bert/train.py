@@ -18,8 +18,8 @@ from functools import partial
 from examples.bert.config import PRESETS, Config
 from examples.bert.data import Batches, open_sequences, unigram_accuracy
 from examples.bert.trainer import add_bert_step, bert_options, bert_trainer, first_state
-from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.commands import Parser
+from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.topology.topology import Topology
 from ftmesh.train.arguments import positive, start, step_options
 from ftmesh.train.loop import Job, open_data, run, start_log

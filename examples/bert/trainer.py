@@ -20,7 +20,7 @@ from examples.bert.steps import (
     make_model,
     make_transformation,
 )
-from ftmesh.cluster.cluster import ALONE, Cluster
+from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.topology.topology import Topology
 from ftmesh.train.trainer import State, StepOptions, Trainer, make_trainer
 

@@ -17,7 +17,7 @@ from examples.resnet50.steps import (
     make_model,
     make_transformation,
 )
-from ftmesh.cluster.cluster import ALONE, Cluster
+from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.topology.topology import Topology
 from ftmesh.train.trainer import State, StepOptions, Trainer, make_trainer
 

@@ -18,7 +18,7 @@ from ftmesh.errors import ArgumentError
 from ftmesh.launch.arguments import add_processes
 
 if TYPE_CHECKING:
-    from ftmesh.cluster.cluster import Cluster
+    from ftmesh.distributed.process_group import Cluster
     from ftmesh.health.findings import Findings
     from ftmesh.topology.topology import Topology
 
@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _joined(args: argparse.Namespace) -> AbstractContextManager[Cluster]:
-    from ftmesh.cluster.cluster import LIMIT, Cluster
-    from ftmesh.cluster.joining import join
+    from ftmesh.distributed.initialize import join
+    from ftmesh.distributed.process_group import LIMIT, Cluster
 
     given = (args.coordinator, args.num_processes, args.process_id)
     if args.emulate:
@@ -107,7 +107,7 @@ def _joined(args: argparse.Namespace) -> AbstractContextManager[Cluster]:
 
 
 def _topology(args: argparse.Namespace, cluster: Cluster) -> Topology:
-    from ftmesh.cluster.agreed import agreed_topology
+    from ftmesh.distributed.consensus import agreed_topology
     from ftmesh.testing import cpu_grid
 
     damage = {"failed": args.failed, "failed_links": args.failed_links}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 
-from ftmesh.cluster.cluster import ALONE, Cluster
+from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.health.findings import Findings
 from ftmesh.health.look import Look, Progress

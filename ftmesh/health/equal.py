@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ftmesh.cluster.cluster import ALONE, Cluster
+from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.health.digests import digest_of_tree
 from ftmesh.health.findings import minority

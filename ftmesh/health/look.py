@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ftmesh.cluster.cluster import Cluster
-from ftmesh.cluster.words import in_seconds
+from ftmesh.distributed.process_group import Cluster
+from ftmesh.distributed.wording import in_seconds
 from ftmesh.health.asking import Answer, ask
 from ftmesh.health.findings import Finding
 from ftmesh.health.probes import Probes

@@ -62,7 +62,7 @@ def _remedy(wanted: int) -> str:
     if "FTMESH_NUM_PROCESSES" in os.environ:
         return (
             "ftmesh launch gave each process its own; take those of all, by "
-            "Topology.from_devices(jax.devices()) after ftmesh.cluster.join()"
+            "Topology.from_devices(jax.devices()) after ftmesh.distributed.join()"
         )
     return (
         "call cpu_grid before anything else uses JAX, or set "

@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 
-from ftmesh.cluster.agreed import agree_on_code, agree_on_mesh
-from ftmesh.cluster.cluster import ALONE, LIMIT, Cluster
-from ftmesh.cluster.epochs import through_epochs
-from ftmesh.cluster.joining import LONGEST, join
-from ftmesh.cluster.line import Line, Paused
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.commands import MOST_SEED, ended, number, whole_number
+from ftmesh.distributed.consensus import agree_on_code, agree_on_mesh
+from ftmesh.distributed.initialize import LONGEST, join
+from ftmesh.distributed.process_group import ALONE, LIMIT, Cluster
+from ftmesh.elastic.controller_client import Line, Paused
+from ftmesh.elastic.generations import through_epochs
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE
 from ftmesh.files import check_folder, check_targets

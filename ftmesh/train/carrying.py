@@ -20,7 +20,7 @@ from ftmesh.checkpoint.reader import Saved
 from ftmesh.checkpoint.restore import restored
 from ftmesh.checkpoint.snapshot import Copier, Copies
 from ftmesh.checkpoint.writer import INDEX, file_names, load, part_of
-from ftmesh.cluster.cluster import Cluster
+from ftmesh.distributed.process_group import Cluster
 from ftmesh.errors import ClusterError, DamagedCheckpointError
 from ftmesh.launch.keepers import Holders, Keepers
 from ftmesh.topology.devices import process_of

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import jax
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.cluster.agreed import agree_on_program
-from ftmesh.cluster.agreed import compile_ahead as compile_program_ahead
-from ftmesh.cluster.ahead import SECONDS, prepare
-from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.commands import say
+from ftmesh.distributed.consensus import agree_on_program
+from ftmesh.distributed.consensus import compile_ahead as compile_program_ahead
+from ftmesh.distributed.process_group import ALONE, Cluster
+from ftmesh.elastic.precompile import SECONDS, prepare
 from ftmesh.errors import CheckpointError
 from ftmesh.testing import faults
 from ftmesh.topology.devices import process_of

@@ -19,8 +19,6 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ftmesh.cluster.agreed import agreed_plan
-from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.collectives.gradients import (
     BUCKET_BYTES,
     backward_order,
@@ -28,6 +26,8 @@ from ftmesh.collectives.gradients import (
     with_mean_gradients,
 )
 from ftmesh.collectives.group_sum import Groups
+from ftmesh.distributed.consensus import agreed_plan
+from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute.lowering import PALLAS, PPERMUTE
 from ftmesh.layout.batch_shares import Shares

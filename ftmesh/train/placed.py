@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from ftmesh.cluster.cluster import ALONE, Cluster
-from ftmesh.cluster.words import processes
+from ftmesh.distributed.process_group import ALONE, Cluster
+from ftmesh.distributed.wording import processes
 from ftmesh.errors import ClusterError
 from ftmesh.layout.batch_shares import Shares
 from ftmesh.topology.devices import process_of
@@ -126,5 +126,5 @@ class Placed:
         if others:
             raise ClusterError(
                 f"the mesh has devices of {processes(others)}, which this one has not joined: give "
-                "the cluster that ftmesh.cluster.joining.join returns"
+                "the cluster that ftmesh.distributed.initialize.join returns"
             )

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import optax
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.cluster.cluster import ALONE, Cluster
 from ftmesh.collectives.gradients import BUCKET_BYTES
+from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.execute.lowering import PPERMUTE
 from ftmesh.layout.batch_shares import Shares
 from ftmesh.layout.owned_buckets import Owned

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.cluster.line import Line, Paused
+from ftmesh.elastic.controller_client import Line, Paused
 from ftmesh.errors import ArgumentError, CheckpointError
 from ftmesh.testing import faults
 from ftmesh.topology.notation import format_failed

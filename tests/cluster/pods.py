@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from jax._src.lib import _jax
 
-from ftmesh.cluster.board import Board
-from ftmesh.cluster.cluster import Cluster
+from ftmesh.distributed.kv_client import Board
+from ftmesh.distributed.process_group import Cluster
 from ftmesh.launch.environment import free_port
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from ftmesh import PlanError, Topology
-from ftmesh.cluster import ahead
+from ftmesh.elastic import precompile
 from ftmesh.testing import cpu_grid
 
 
@@ -19,7 +19,7 @@ class Device:
 
 @pytest.fixture(autouse=True)
 def nothing_made(monkeypatch):
-    monkeypatch.setattr(ahead, "_made", {})
+    monkeypatch.setattr(precompile, "_made", {})
 
 
 def pod(shape, hosts):
@@ -41,14 +41,14 @@ def spin(seconds):
 
 def done(topology, do=lambda left: None, **options):
     seen = []
-    ahead.prepare(topology, lambda left: (seen.append(left), do(left)), **options).join()
+    precompile.prepare(topology, lambda left: (seen.append(left), do(left)), **options).join()
     return seen
 
 
 def test_what_is_quick_to_plan_goes_first():
     seen = done(ODD)
     assert len(seen) == 6
-    quick = [ahead.planners.is_quick(left) for left in seen]
+    quick = [precompile.planners.is_quick(left) for left in seen]
     assert quick == sorted(quick, reverse=True)
     assert quick.count(False) == 1
 
@@ -67,13 +67,13 @@ def test_what_cannot_be_planned_is_passed_over():
 
 
 def test_plans_are_remembered_while_there_is_room(monkeypatch):
-    lefts = list(ahead.without_each_host(ODD))[:4]
-    one, other = (ahead.plan(left, "flood").schedule for left in lefts[:2])
+    lefts = list(precompile.without_each_host(ODD))[:4]
+    one, other = (precompile.plan(left, "flood").schedule for left in lefts[:2])
     assert one.num_bytes == 7 * 4 * 2 * one.num_chunks * (lefts[0].num_live - 1)  # seven columns
-    monkeypatch.setattr(ahead, "MOST_BYTES", one.num_bytes + other.num_bytes)
-    plans = [ahead.planned(left, "flood") for left in lefts]
-    assert len(ahead._made) == 2
-    again = [ahead.planned(left, "flood") for left in lefts]
+    monkeypatch.setattr(precompile, "MOST_BYTES", one.num_bytes + other.num_bytes)
+    plans = [precompile.planned(left, "flood") for left in lefts]
+    assert len(precompile._made) == 2
+    again = [precompile.planned(left, "flood") for left in lefts]
     assert [a is b for a, b in zip(plans, again, strict=True)] == [True, True, False, False]
     assert all(a.schedule == b.schedule for a, b in zip(plans, again, strict=True))
 
@@ -84,14 +84,14 @@ def test_a_newer_mesh_ends_what_was_under_way():
     def do(left):
         seen.append(left)
         if len(seen) == 2:
-            ahead.prepare(ODD, lambda left: None).join()
+            precompile.prepare(ODD, lambda left: None).join()
 
-    ahead.prepare(ODD, do).join()
+    precompile.prepare(ODD, do).join()
     assert len(seen) == 2
 
 
 def test_the_same_chips_as_other_devices():
-    first = ahead.planned(cpu_grid("2x2"), "ring")
+    first = precompile.planned(cpu_grid("2x2"), "ring")
     others = Topology.grid("2x2")
-    assert ahead.planned(others, "ring").topology.devices == ()
-    assert ahead.planned(first.topology, "ring").topology.devices == first.topology.devices
+    assert precompile.planned(others, "ring").topology.devices == ()
+    assert precompile.planned(first.topology, "ring").topology.devices == first.topology.devices

@@ -9,10 +9,10 @@ from pods import at_once, pod
 
 import ftmesh
 from ftmesh import Topology
-from ftmesh.cluster.agreed import agree_on_mesh, agreed_plan
-from ftmesh.cluster.board import Board
-from ftmesh.cluster.cluster import ALONE
-from ftmesh.cluster.joining import join
+from ftmesh.distributed.consensus import agree_on_mesh, agreed_plan
+from ftmesh.distributed.initialize import join
+from ftmesh.distributed.kv_client import Board
+from ftmesh.distributed.process_group import ALONE
 from ftmesh.errors import ArgumentError, ClusterError
 
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ftmesh.cluster.rollcall import call_roll
+from ftmesh.distributed.initialize import call_roll
 from ftmesh.errors import ArgumentError, ClusterError
 from ftmesh.launch.environment import free_port
 

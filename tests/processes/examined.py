@@ -7,8 +7,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ftmesh.cluster import join
-from ftmesh.cluster.agreed import agreed_topology
+from ftmesh.distributed import join
+from ftmesh.distributed.consensus import agreed_topology
 from ftmesh.health.doctor import examine
 from ftmesh.health.equal import check_equal
 from ftmesh.health.probes import Probes

@@ -17,7 +17,7 @@ import optax
 from linear import BATCH, PointBatches, first, linear_trainer
 from watching import Watching
 
-from ftmesh.cluster.cluster import ALONE
+from ftmesh.distributed.process_group import ALONE
 from ftmesh.errors import DataError
 from ftmesh.train.arguments import start, step_options
 from ftmesh.train.loop import Job, open_data, run, start_log

@@ -7,7 +7,7 @@ import time
 
 import jax
 
-from ftmesh.cluster import join
+from ftmesh.distributed import join
 
 
 def main(what, who):

@@ -8,11 +8,11 @@ from keepers import SECRET, running
 from linear import arguments, descent, linear_job, linear_trainer
 from stewarding import SOON, Stewarded, wait_until
 
-from ftmesh.cluster import line as line_module
-from ftmesh.cluster.cluster import Cluster
-from ftmesh.cluster.epochs import through_epochs
-from ftmesh.cluster.line import Line, Paused
-from ftmesh.cluster.on_line import LineBoard
+from ftmesh.distributed.process_group import Cluster
+from ftmesh.elastic import controller_client as line_module
+from ftmesh.elastic.controller_client import Line, Paused
+from ftmesh.elastic.controller_kv import LineBoard
+from ftmesh.elastic.generations import through_epochs
 from ftmesh.errors import ArgumentError, ClusterError, PlanError
 from ftmesh.launch.channel import ChannelClosed
 from ftmesh.testing import cpu_grid

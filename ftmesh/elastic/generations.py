@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import jax
 
-from ftmesh.cluster.cluster import Cluster
-from ftmesh.cluster.line import EpochOver
+from ftmesh.distributed.process_group import Cluster
+from ftmesh.elastic.controller_client import EpochOver
 from ftmesh.errors import CheckpointError, ClusterError, PlanError, TrainingError
 
 T = TypeVar("T")

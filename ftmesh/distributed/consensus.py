@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 import ftmesh
-from ftmesh.cluster import ahead
-from ftmesh.cluster.cluster import Cluster
 from ftmesh.cost.links import network_of
+from ftmesh.distributed.process_group import Cluster
+from ftmesh.elastic import precompile
 from ftmesh.planning.plan import Plan, looks_at_trees, plan
 from ftmesh.planning.selection import AUTO, CHOSEN
 from ftmesh.schedule.files import dump, load
@@ -76,10 +76,10 @@ def agreed_topology(
 def agreed_plan(cluster: Cluster, topology: Topology, algorithm: str, **options: Any) -> Plan:
     """As `ftmesh.plan`, made by one process, the same in all of them."""
     if cluster.is_alone:
-        return ahead.planned(topology, algorithm, **options)
+        return precompile.planned(topology, algorithm, **options)
     agree_on_mesh(cluster, topology)
     cluster.agree({"the algorithm": algorithm, **options})
-    made = ahead.planned(topology, algorithm, **options) if cluster.speaks else None
+    made = precompile.planned(topology, algorithm, **options) if cluster.speaks else None
     written = dump(made.schedule) if made else b""
     if options.get("executor") == AUTO:
         executor = cluster.broadcast(made.executor if made else "", "the executor")
@@ -108,7 +108,7 @@ def agree_on_program(
     """
     if cluster.is_alone:
         return jitted
-    found = None if topology is None else ahead.program(name, topology)
+    found = None if topology is None else precompile.program(name, topology)
     if found is None:
         lowered = jitted.lower(*inputs)
         cluster.agree({name: digest_of(lowered)})
@@ -120,7 +120,7 @@ def agree_on_program(
 def compile_ahead(name: str, jitted: Any, inputs: Sequence[Any], topology: Topology) -> None:
     """Have a program ready for when `agree_on_program` asks for it, for this mesh."""
     lowered = jitted.lower(*inputs)
-    ahead.keep_program(name, topology, digest_of(lowered), lowered.compile())
+    precompile.keep_program(name, topology, digest_of(lowered), lowered.compile())
 
 
 def digest_of(lowered: Any) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ftmesh.cluster.words import in_seconds
+from ftmesh.distributed.wording import in_seconds
 from ftmesh.errors import ClusterError
 from ftmesh.launch.channel import Channel, ChannelClosed, connect
 

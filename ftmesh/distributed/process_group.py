@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-from ftmesh.cluster.board import Board
-from ftmesh.cluster.ending import Ending
-from ftmesh.cluster.line import Line
-from ftmesh.cluster.on_line import LineBoard
-from ftmesh.cluster.words import difference, in_seconds, processes
+from ftmesh.distributed.kv_client import Board
+from ftmesh.distributed.shutdown import Ending
+from ftmesh.distributed.wording import difference, in_seconds, processes
+from ftmesh.elastic.controller_client import Line
+from ftmesh.elastic.controller_kv import LineBoard
 from ftmesh.errors import ClusterError
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.notation import parse_blocks

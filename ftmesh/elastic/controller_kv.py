@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ftmesh.cluster.board import Board
-from ftmesh.cluster.ending import GRACE, Ending, within
-from ftmesh.cluster.line import RESTARTS, Line
+from ftmesh.distributed.kv_client import Board
+from ftmesh.distributed.shutdown import GRACE, Ending, within
+from ftmesh.elastic.controller_client import RESTARTS, Line
 from ftmesh.errors import ClusterError
 
 ANSWER = 30.0  # seconds for the steward to answer what needs no one else

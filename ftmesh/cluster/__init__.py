@@ -1,6 +1,0 @@
-"""The processes of a pod: who is there, what all of them agree on, and how they end together."""
-
-from ftmesh.cluster.agreed import agree_on_mesh as agree_on_mesh
-from ftmesh.cluster.agreed import agreed_plan as agreed_plan
-from ftmesh.cluster.cluster import Cluster as Cluster
-from ftmesh.cluster.joining import join as join
