@@ -24,7 +24,7 @@ from rich.progress import Progress
 import ftmesh
 from ftmesh import PlanError, Schedule, Topology
 from ftmesh.algorithms import registry
-from ftmesh.commands import MOST_SEED, Parser, whole_number
+from ftmesh.command_line import MOST_SEED, Parser, whole_number
 from ftmesh.testing import on_one_device
 from ftmesh.topology.notation import Coord
 

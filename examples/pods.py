@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from ftmesh.commands import Parser, whole_number
-from ftmesh.launch.results import run_pod
+from ftmesh.command_line import Parser, whole_number
+from ftmesh.elastic.local_pod import run_pod
 from ftmesh.train.report import read_metrics
 
 MESH, DEVICES = "4x4", 16

@@ -23,7 +23,7 @@ from ftmesh.errors import ScheduleFileError as ScheduleFileError
 from ftmesh.errors import TopologyError as TopologyError
 from ftmesh.errors import TopologyWarning as TopologyWarning
 from ftmesh.errors import VerificationError as VerificationError
-from ftmesh.extras import later
+from ftmesh.optional_deps import later
 from ftmesh.planning.plan import Plan as Plan
 from ftmesh.planning.plan import plan as plan
 from ftmesh.schedule.files import load as load

@@ -5,7 +5,7 @@ import signal
 import subprocess
 from contextlib import contextmanager
 
-from ftmesh.launch.keeper import LIMIT, Keeper, keeper_command
+from ftmesh.elastic.peer_store import LIMIT, Keeper, keeper_command
 
 SECRET = "5ec2e7"
 

@@ -3,10 +3,10 @@
 import os
 import time
 
-from ftmesh.launch.channel import ChannelClosed, Listener, connect
-from ftmesh.launch.members import Member
-from ftmesh.launch.steward import Steward
-from ftmesh.launch.watch import Deadlines
+from ftmesh.elastic.controller import Steward
+from ftmesh.elastic.heartbeats import Deadlines
+from ftmesh.elastic.member import Member
+from ftmesh.elastic.rpc import ChannelClosed, Listener, connect
 
 SECRET = "5ec2e7"
 SOON = 10.0  # seconds for what takes none

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ftmesh.cli import main
-from ftmesh.commands import CLOSED, STATUSES, Parser, ended, number, one_line, whole_number
+from ftmesh.command_line import CLOSED, STATUSES, Parser, ended, number, one_line, whole_number
 from ftmesh.errors import (
     ArgumentError,
     CheckpointNotFoundError,

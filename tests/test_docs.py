@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ftmesh.cli import main
-from ftmesh.launch.supervisor import Policy
-from ftmesh.launch.watch import PHASES
+from ftmesh.elastic.heartbeats import PHASES
+from ftmesh.elastic.supervisor import Policy
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "failures.md").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ftmesh.errors import FtmeshError, MissingExtraError
-from ftmesh.extras import EXTRAS, missing, require
+from ftmesh.optional_deps import EXTRAS, missing, require
 
 
 def test_nothing_is_said_of_what_is_there():

@@ -13,7 +13,7 @@ from ftmesh import Topology
 from ftmesh.algorithms import registry
 from ftmesh.cost.links import NETWORKS
 from ftmesh.draw import draw_svg, figure
-from ftmesh.launch.events import in_words
+from ftmesh.elastic.events import in_words
 from ftmesh.planning import advise, paper_tables
 
 ROOT = Path(__file__).parent.parent

@@ -7,8 +7,8 @@ from examples.bert import make_records
 from examples.fuzz import running
 from examples.resnet50 import augment, images
 from ftmesh.algorithms import registry
-from ftmesh.commands import STATUSES
-from ftmesh.launch import environment
+from ftmesh.command_line import STATUSES
+from ftmesh.elastic import pod_environment
 from ftmesh.planning import advise
 from ftmesh.schedule.files import MAX_BYTES
 from ftmesh.train.arguments import MAX_BATCH
@@ -41,7 +41,7 @@ def test_bounds():
             format_bytes(round(make_records.MAX_TEXT_BYTES, -7)),
         ),
         "failures that `ftmesh advise` plays": (f"{advise.MAX_FAILURES:,}",),
-        "an emulated pod": (f"{environment.MAX_HOSTS}", f"{environment.MAX_DEVICES:,}"),
+        "an emulated pod": (f"{pod_environment.MAX_HOSTS}", f"{pod_environment.MAX_DEVICES:,}"),
     }
     assert rows.keys() == wanted.keys()
     for what, numbers in wanted.items():

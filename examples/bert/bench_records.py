@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
-from ftmesh.commands import Parser
+from ftmesh.command_line import Parser
 from ftmesh.train import reading
 from ftmesh.train.arguments import positive
 from ftmesh.train.records import Records, find_shards, write_records

@@ -21,7 +21,7 @@ import numpy as np
 from examples.bert.batch import Batch
 from examples.bert.config import PRESETS, Config
 from examples.bert.trainer import bert_trainer, first_state
-from ftmesh.commands import Parser
+from ftmesh.command_line import Parser
 from ftmesh.topology.topology import Topology
 from ftmesh.train.measure import Turn, measure, read_arguments, trainer_turn
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from examples.bert.config import PRESETS, Config
 from examples.bert.trainer import add_bert_step, bert_options, bert_trainer
-from ftmesh.commands import Parser
+from ftmesh.command_line import Parser
 from ftmesh.topology.topology import Topology
 from ftmesh.train.arguments import step_options
 from ftmesh.train.compile_step import start

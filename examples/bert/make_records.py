@@ -20,7 +20,7 @@ import numpy as np
 from examples.bert.config import PRESETS
 from examples.bert.sequences import Document, encode_documents, make_sequences
 from examples.bert.wordpiece import Vocabulary
-from ftmesh.commands import MOST_SEED, Parser, ended, whole_number
+from ftmesh.command_line import MOST_SEED, Parser, ended, whole_number
 from ftmesh.errors import DataError, DataNotFoundError
 from ftmesh.files import check_folder, read_whole
 from ftmesh.train.arguments import positive

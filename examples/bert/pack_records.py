@@ -19,7 +19,7 @@ from rich.progress import track
 from examples.bert.config import PRESETS
 from examples.bert.data import RecordSequences
 from examples.bert.joining import join, pack
-from ftmesh.commands import MOST_SEED, Parser, ended, whole_number
+from ftmesh.command_line import MOST_SEED, Parser, ended, whole_number
 from ftmesh.errors import DataError, RecordError
 from ftmesh.files import check_folder
 from ftmesh.train.arguments import positive

@@ -18,7 +18,7 @@ from functools import partial
 from examples.bert.config import PRESETS, Config
 from examples.bert.data import Batches, open_sequences, unigram_accuracy
 from examples.bert.trainer import add_bert_step, bert_options, bert_trainer, first_state
-from ftmesh.commands import Parser
+from ftmesh.command_line import Parser
 from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.topology.topology import Topology
 from ftmesh.train.arguments import positive, start, step_options

@@ -23,7 +23,7 @@ from examples.fuzz.commands import MESHES, SOUND, Rng, checked, pick
 from examples.fuzz.running import Work, WrongError
 from examples.resnet50.augment import centre_crop, random_crop
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.commands import ended
+from ftmesh.command_line import ended
 from ftmesh.errors import PlanError, RecordError
 from ftmesh.schedule.files import dump
 from ftmesh.train.records import Records, find_shards, write_records

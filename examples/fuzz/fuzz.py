@@ -23,7 +23,7 @@ import numpy as np
 from examples.fuzz import commands, files
 from examples.fuzz.commands import Rng
 from examples.fuzz.running import CPU_SECONDS, MAX_BYTES, WALL_SECONDS, Ended, Work, run
-from ftmesh.commands import MOST_SEED, Parser, number, whole_number
+from ftmesh.command_line import MOST_SEED, Parser, number, whole_number
 from ftmesh.errors import NOT_FOUND, PROVED_WRONG, REFUSED, USAGE
 from ftmesh.units import format_bytes
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftmesh.commands import BUG, INTERRUPTED
+from ftmesh.command_line import BUG, INTERRUPTED
 from ftmesh.errors import NOT_FOUND, PROVED_WRONG, REFUSED, USAGE
 
 WRONG = 99  # the status of a case that was accepted and should not have been

@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from examples.resnet50.data import Batches
 from examples.resnet50.images import Images, open_images
-from ftmesh.commands import Parser, number, whole_number
+from ftmesh.command_line import Parser, number, whole_number
 
 Tick = Callable[[float], None]
 

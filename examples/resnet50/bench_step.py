@@ -21,7 +21,7 @@ import numpy as np
 from examples.resnet50.batch import Batch
 from examples.resnet50.config import PRESETS
 from examples.resnet50.trainer import first_state, resnet50_trainer
-from ftmesh.commands import Parser
+from ftmesh.command_line import Parser
 from ftmesh.topology.topology import Topology
 from ftmesh.train.measure import Turn, measure, read_arguments, trainer_turn
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from examples.resnet50.config import PRESETS, Config
 from examples.resnet50.trainer import resnet50_trainer
-from ftmesh.commands import Parser
+from ftmesh.command_line import Parser
 from ftmesh.topology.topology import Topology
 from ftmesh.train.arguments import step_options
 from ftmesh.train.compile_step import start

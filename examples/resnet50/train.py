@@ -19,7 +19,7 @@ from examples.resnet50.config import PRESETS, Config
 from examples.resnet50.data import Batches
 from examples.resnet50.images import open_images
 from examples.resnet50.trainer import first_state, resnet50_trainer
-from ftmesh.commands import Parser
+from ftmesh.command_line import Parser
 from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.topology.topology import Topology
 from ftmesh.train.arguments import start, step_options

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftmesh.commands import Parser, whole_number
+from ftmesh.command_line import Parser, whole_number
 from ftmesh.draw.plots import save
 from ftmesh.train.metrics import metrics_lines, read_epochs, read_metrics
 from ftmesh.train.report import mark_epochs

@@ -20,7 +20,7 @@ from examples.soak.checks import Run, check
 from examples.soak.running import HOST_SHAPES, PHASE_LIMIT, Pod, step_seconds
 from examples.soak.table import Recovery, recoveries, table_of
 from examples.soak.train import PRESETS
-from ftmesh.commands import MOST_SEED, Parser, say, whole_number
+from ftmesh.command_line import MOST_SEED, Parser, say, whole_number
 from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.testing.fault import draw, draw_by_time, parse
 from ftmesh.train.arguments import positive, seconds

@@ -27,7 +27,7 @@ import numpy as np
 import optax
 
 from examples.soak.points import CLASSES, SIZE, PointBatches, Points, used_file
-from ftmesh.commands import Parser
+from ftmesh.command_line import Parser
 from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.optim.lr_schedules import poly_decay
 from ftmesh.topology.topology import Topology

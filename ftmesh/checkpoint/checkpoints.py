@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from ftmesh import commands
+from ftmesh import command_line
 from ftmesh.checkpoint.reader import Saved
 from ftmesh.checkpoint.restore import newest_sound
 from ftmesh.checkpoint.snapshot import Copier, Snapshot, finite_snapshot
@@ -213,7 +213,7 @@ class Checkpoints:
 
     def _print(self, line: str) -> None:
         if self.process == 0:
-            commands.say(line)
+            command_line.say(line)
 
 
 def _take_away(path: Path) -> None:

@@ -1,7 +1,7 @@
 """The command line: ``ftmesh plan 16x32 --failed 4x2@6,14``. One file per command.
 
 What a user can cause ends with one line that says what was wrong, and a status of its own: see
-`ftmesh.commands`. A traceback is a bug.
+`ftmesh.command_line`. A traceback is a bug.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ftmesh.cli import (
     verify,
     view,
 )
-from ftmesh.commands import STATUSES, Parser, ended, say
+from ftmesh.command_line import STATUSES, Parser, ended, say
 
 COMMANDS = {
     "plan": plan,

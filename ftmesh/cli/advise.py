@@ -17,7 +17,7 @@ from ftmesh.cli.arguments import (
     network_of,
     topology_of,
 )
-from ftmesh.commands import MOST_SEED, whole_number
+from ftmesh.command_line import MOST_SEED, whole_number
 from ftmesh.files import check_targets
 from ftmesh.planning import advise
 from ftmesh.planning.advise import AtHand, Outcome, RouteAround, Site, SubMesh, Wait

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ftmesh.algorithms import registry
-from ftmesh.commands import say
+from ftmesh.command_line import say
 from ftmesh.cost.links import DEFAULT, NETWORKS, Network, network
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import EXECUTORS, PPERMUTE

@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict
 
 from ftmesh.cli.arguments import Progress, add_mesh, topology_of
-from ftmesh.commands import whole_number
-from ftmesh.room import check_memory
+from ftmesh.command_line import whole_number
+from ftmesh.memory_limits import check_memory
 from ftmesh.units import check_bytes, format_bytes, parse_bytes
 
 COPIES = 8  # of a payload that a device holds while it is summed, with room to spare

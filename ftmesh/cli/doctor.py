@@ -11,11 +11,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ftmesh.cli.arguments import Progress
-from ftmesh.commands import number
+from ftmesh.command_line import add_processes, number
 from ftmesh.draw import Panel, draw_text
 from ftmesh.draw.page import size
 from ftmesh.errors import ArgumentError
-from ftmesh.launch.arguments import add_processes
 
 if TYPE_CHECKING:
     from ftmesh.distributed.process_group import Cluster

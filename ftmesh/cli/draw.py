@@ -7,7 +7,7 @@ import sys
 
 import ftmesh
 from ftmesh.cli.arguments import add_algorithm, add_mesh, add_tile, topology_of
-from ftmesh.commands import whole_number
+from ftmesh.command_line import whole_number
 from ftmesh.draw import Panel, draw_svg, draw_text, figure, phase_panel, schedule_panels
 from ftmesh.errors import ArgumentError
 from ftmesh.files import check_targets, write_text

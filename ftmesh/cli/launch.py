@@ -13,16 +13,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ftmesh.commands import number, say, whole_number
+from ftmesh.command_line import number, say, whole_number
+from ftmesh.elastic.child_process import Process
+from ftmesh.elastic.events import Events
+from ftmesh.elastic.heartbeats import parse_limits
+from ftmesh.elastic.local_pod import Pod, check_command
+from ftmesh.elastic.output_lines import Printer
+from ftmesh.elastic.pod_environment import Place
+from ftmesh.elastic.supervisor import Policy, Supervisor
 from ftmesh.errors import ArgumentError
 from ftmesh.files import check_folder
-from ftmesh.launch.events import Events
-from ftmesh.launch.output import Printer
-from ftmesh.launch.place import Place
-from ftmesh.launch.pod import Pod, check_command
-from ftmesh.launch.process import Process
-from ftmesh.launch.supervisor import Policy, Supervisor
-from ftmesh.launch.watch import parse_limits
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

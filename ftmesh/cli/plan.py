@@ -19,7 +19,7 @@ from ftmesh.cli.arguments import (
     network_of,
     topology_of,
 )
-from ftmesh.commands import whole_number
+from ftmesh.command_line import whole_number
 from ftmesh.draw import draw_svg, schedule_panels
 from ftmesh.files import check_targets, write_text
 from ftmesh.planning.plan import Plan

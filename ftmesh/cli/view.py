@@ -15,7 +15,7 @@ from ftmesh.cli.arguments import (
     network_of,
     topology_of,
 )
-from ftmesh.commands import whole_number
+from ftmesh.command_line import whole_number
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.files import check_targets, write_text
 from ftmesh.planning.selection import ALGORITHMS, AUTO, BEST

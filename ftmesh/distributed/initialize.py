@@ -32,7 +32,7 @@ from typing import Any
 
 import jax
 
-from ftmesh import commands
+from ftmesh import command_line
 from ftmesh.distributed.kv_client import Board
 from ftmesh.distributed.process_group import LIMIT, Cluster
 from ftmesh.distributed.shutdown import Ending
@@ -133,7 +133,7 @@ def _joined(process: int, num_processes: int, limit: float, name: str) -> Cluste
 
 
 def _say(name: str, process: int, line: str) -> None:
-    commands.say(f"{name}: process {process}: {line}")
+    command_line.say(f"{name}: process {process}: {line}")
 
 
 def _found(
@@ -164,7 +164,7 @@ def _number(given: int | None, variable: str) -> int | None:
     if text is None:
         return None
     try:
-        return commands.whole_number(0)(text)
+        return command_line.whole_number(0)(text)
     except ArgumentTypeError:
         raise ArgumentError(f"{variable} is {text!r:.40}, and not a number") from None
 

@@ -102,7 +102,7 @@ class Cluster:
         return 1 if self.line is None else self.line.news.epoch
 
     def at(self, phase: str, step: int = 0) -> None:
-        """Say what this process is doing from now on; `ftmesh.launch.watch` has the words."""
+        """Say what this process is doing from now on; `ftmesh.elastic.heartbeats` has the words."""
         if self.line is not None:
             self.line.at(phase, step)
 

@@ -20,8 +20,8 @@ from ftmesh.cost.lower_bounds import Limits, limits
 from ftmesh.cost.simulate import Simulation, Simulator
 from ftmesh.draw.page import heading, layers, place, size
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.extras import require
 from ftmesh.files import write_whole
+from ftmesh.optional_deps import require
 from ftmesh.planning.advise import Outcome, Site
 from ftmesh.planning.chunking import schedule_for
 from ftmesh.topology.topology import Topology

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ftmesh.distributed.wording import in_seconds
+from ftmesh.elastic.rpc import Channel, ChannelClosed, connect
 from ftmesh.errors import ClusterError
-from ftmesh.launch.channel import Channel, ChannelClosed, connect
 
 RESTARTS = 75  # the status of a process that ends so that all may be started anew
 _PARTS = {"agree": "agreed", "plan": "planned", "compile": "compiled", "restore": "restored"}
@@ -88,7 +88,7 @@ class Line:
     # What goes up -----------------------------------------------------------------------------
 
     def at(self, phase: str, step: int = 0) -> None:
-        """Say what this process is doing from now on; `ftmesh.launch.watch` has the words.
+        """Say what this process is doing from now on; `ftmesh.elastic.heartbeats` has the words.
 
         What comes with every step is said by the next beat, and costs a step nothing.
         """
@@ -194,7 +194,7 @@ class Line:
     def call(
         self, do: str, key: str, note: bytes = b"", *, limit: float, **more: Any
     ) -> tuple[dict[str, Any], bytes] | None:
-        """The steward's reply to a call of `ftmesh.launch.notes`; None where time is up."""
+        """The steward's reply to a call of `ftmesh.elastic.kv_store`; None where time is up."""
         self.check()
         call = next(self._calls)
         self._send({"call": call, "do": do, "key": f"{self.news.epoch}/{key}", **more}, note)

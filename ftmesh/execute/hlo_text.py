@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.commands import one_line
+from ftmesh.command_line import one_line
 from ftmesh.errors import ArgumentError, UnreadableError
 
 

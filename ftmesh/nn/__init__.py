@@ -1,6 +1,6 @@
 """Flax layers whose batch statistics are taken over groups of neighbouring chips. Needs Flax."""
 
-from ftmesh.extras import require
+from ftmesh.optional_deps import require
 
 require("ftmesh.nn", "train", "flax")
 

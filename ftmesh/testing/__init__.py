@@ -5,7 +5,7 @@ What needs JAX is loaded when it is first asked for; faults do not.
 
 from typing import TYPE_CHECKING
 
-from ftmesh.extras import later
+from ftmesh.optional_deps import later
 
 if TYPE_CHECKING:
     from ftmesh.testing.emulation import ask_for_cpu_devices as ask_for_cpu_devices

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ftmesh import collectives
 from ftmesh.collectives import all_reduce
-from ftmesh.commands import one_line
+from ftmesh.command_line import one_line
 from ftmesh.errors import ArgumentError, UnreadableError
 from ftmesh.execute.hlo_text import text_of
 from ftmesh.execute.lowering import PALLAS, PPERMUTE

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from ftmesh.commands import one_line
+from ftmesh.command_line import one_line
 from ftmesh.errors import FtmeshError, TopologyError
 from ftmesh.topology.notation import parse_shape
 

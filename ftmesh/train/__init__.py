@@ -13,7 +13,6 @@ from ftmesh.collectives.gradients import mean_gradients as mean_gradients
 from ftmesh.collectives.gradients import plan_for as plan_for
 from ftmesh.collectives.gradients import with_mean_gradients as with_mean_gradients
 from ftmesh.collectives.group_sum import Groups as Groups
-from ftmesh.extras import later, require
 from ftmesh.layout.batch_shares import Shares as Shares
 from ftmesh.layout.batch_shares import weighted_sum as weighted_sum
 from ftmesh.optim.elementwise.trace import NotShardableError as NotShardableError
@@ -24,6 +23,7 @@ from ftmesh.optim.lars_lamb import matrices as matrices
 from ftmesh.optim.replicated import WholeOptimizer as WholeOptimizer
 from ftmesh.optim.sharded import ShardedOptimizer as ShardedOptimizer
 from ftmesh.optim.state import ShardedState as ShardedState
+from ftmesh.optional_deps import later, require
 from ftmesh.train.parallel import Parallel as Parallel
 
 if TYPE_CHECKING:

@@ -10,22 +10,22 @@ from typing import Any
 
 import jax
 
+from ftmesh import command_line
 from ftmesh.collectives.gradients import BUCKET_BYTES
-from ftmesh.commands import MOST_SEED, ended, number, whole_number
+from ftmesh.command_line import MOST_SEED, ended, number, whole_number
 from ftmesh.distributed.consensus import agree_on_code, agree_on_mesh
 from ftmesh.distributed.initialize import LONGEST, join
 from ftmesh.distributed.process_group import ALONE, LIMIT, Cluster
 from ftmesh.elastic.controller_client import Line, Paused
 from ftmesh.elastic.generations import through_epochs
+from ftmesh.elastic.peer_checkpoint import memory_on_line
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE
 from ftmesh.files import check_folder, check_targets
-from ftmesh.launch import arguments
 from ftmesh.planning.selection import ALGORITHMS, AUTO
 from ftmesh.testing import cpu_grid, faults
 from ftmesh.topology.topology import Topology
 from ftmesh.train.carrying import give_shards
-from ftmesh.train.memory import memory_on_line
 from ftmesh.train.parallel import PSUM
 from ftmesh.train.reading import MAX_DAMAGED
 from ftmesh.train.trainer import StepOptions
@@ -285,7 +285,7 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
     """Which processes take part. Where JAX finds that out by itself, nothing is to be given."""
-    group = arguments.add_processes(parser)
+    group = command_line.add_processes(parser)
     group.add_argument(
         "--limit",
         type=seconds,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
+from ftmesh.elastic.peer_checkpoint import Memory
 from ftmesh.errors import CheckpointNotFoundError
 from ftmesh.train.carrying import carried
-from ftmesh.train.memory import Memory
 from ftmesh.train.trainer import State, Trainer
 
 Found = tuple[int, State, str]

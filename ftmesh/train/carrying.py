@@ -21,8 +21,8 @@ from ftmesh.checkpoint.restore import restored
 from ftmesh.checkpoint.snapshot import Copier, Copies
 from ftmesh.checkpoint.writer import INDEX, file_names, load, part_of
 from ftmesh.distributed.process_group import Cluster
+from ftmesh.elastic.peer_stores import Holders, Keepers
 from ftmesh.errors import ClusterError, DamagedCheckpointError
-from ftmesh.launch.keepers import Holders, Keepers
 from ftmesh.topology.devices import process_of
 from ftmesh.train.parallel import Parallel
 from ftmesh.train.placed import SPLIT

@@ -18,7 +18,7 @@ import jax
 from rich.console import Console
 
 from ftmesh.collectives import gradients
-from ftmesh.commands import ended
+from ftmesh.command_line import ended
 from ftmesh.errors import ArgumentError, FtmeshError, UnreadableError
 from ftmesh.execute.hlo_text import text_of
 from ftmesh.topology.topology import Topology

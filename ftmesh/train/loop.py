@@ -20,17 +20,17 @@ from typing import Any, TypeVar
 import jax
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.commands import say
+from ftmesh.command_line import say
 from ftmesh.distributed.consensus import agree_on_program
 from ftmesh.distributed.consensus import compile_ahead as compile_program_ahead
 from ftmesh.distributed.process_group import ALONE, Cluster
+from ftmesh.elastic.peer_checkpoint import Memory, memory_on_line
 from ftmesh.elastic.precompile import SECONDS, prepare
 from ftmesh.errors import CheckpointError
 from ftmesh.testing import faults
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.topology import Topology
 from ftmesh.train.beginning import begin
-from ftmesh.train.memory import Memory, memory_on_line
 from ftmesh.train.mllog import MLLog
 from ftmesh.train.reading import Batches, Reader
 from ftmesh.train.report import Report

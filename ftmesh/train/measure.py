@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ftmesh.commands import whole_number
+from ftmesh.command_line import whole_number
 from ftmesh.errors import TrainingError
 from ftmesh.train.trainer import State, Trainer
 

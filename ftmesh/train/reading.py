@@ -27,7 +27,7 @@ from absl import flags
 from numpy.typing import NDArray
 
 from ftmesh.errors import DataError, RecordError
-from ftmesh.room import check_memory
+from ftmesh.memory_limits import check_memory
 from ftmesh.train.shuffle import shuffled
 
 MAX_DAMAGED = 0.01  # of all examples

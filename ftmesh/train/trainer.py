@@ -23,12 +23,12 @@ import optax
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.distributed.process_group import ALONE, Cluster
+from ftmesh.elastic.peer_checkpoint import Memory
 from ftmesh.execute.lowering import PPERMUTE
 from ftmesh.layout.batch_shares import Shares
 from ftmesh.layout.owned_buckets import Owned
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.topology.topology import Topology
-from ftmesh.train.memory import Memory
 from ftmesh.train.parallel import Parallel
 from ftmesh.train.placed import SPLIT, WHOLE
 

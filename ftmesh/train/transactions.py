@@ -14,10 +14,10 @@ import jax
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.elastic.controller_client import Line, Paused
+from ftmesh.elastic.peer_checkpoint import Memory
 from ftmesh.errors import ArgumentError, CheckpointError
 from ftmesh.testing import faults
 from ftmesh.topology.notation import format_failed
-from ftmesh.train.memory import Memory
 from ftmesh.train.suspicion import Suspicion
 from ftmesh.train.trainer import State, Trainer
 

@@ -7,7 +7,7 @@ from jax._src.lib import _jax
 
 from ftmesh.distributed.kv_client import Board
 from ftmesh.distributed.process_group import Cluster
-from ftmesh.launch.environment import free_port
+from ftmesh.elastic.pod_environment import free_port
 
 
 @contextmanager

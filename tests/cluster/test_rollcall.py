@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ftmesh.distributed.initialize import call_roll
+from ftmesh.elastic.pod_environment import free_port
 from ftmesh.errors import ArgumentError, ClusterError
-from ftmesh.launch.environment import free_port
 
 
 def called(numbers, totals=None, limit=10.0, before=lambda port: None):

@@ -11,10 +11,19 @@ import time
 import pytest
 from stewarding import wait_until
 
+from ftmesh.elastic import rpc as module
+from ftmesh.elastic.rpc import (
+    MAGIC,
+    MOST_HANDSHAKES,
+    NONCE,
+    PROOF,
+    Channel,
+    ChannelClosed,
+    Listener,
+    connect,
+    proof,
+)
 from ftmesh.errors import ArgumentError, FtmeshError
-from ftmesh.launch import channel as module
-from ftmesh.launch.channel import MOST_HANDSHAKES, Channel, ChannelClosed, Listener, connect
-from ftmesh.launch.handshake import MAGIC, NONCE, PROOF, proof
 
 SECRET = "5ec2e7"
 

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
+from ftmesh.elastic.pod_environment import environments, free_port
 from ftmesh.errors import ArgumentError, TopologyError
-from ftmesh.launch.environment import environments, free_port
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def test_a_port_in_use_is_not_taken(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
         other = free_port()
-        monkeypatch.setattr("ftmesh.launch.environment.PORTS", range(taken, taken + 1))
+        monkeypatch.setattr("ftmesh.elastic.pod_environment.PORTS", range(taken, taken + 1))
         with pytest.raises(ArgumentError, match="no port of"):
             free_port()
     assert other != taken

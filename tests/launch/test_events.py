@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ftmesh.launch.events import Events, in_words
+from ftmesh.elastic.events import Events, in_words
 
 EPOCH = {
     "epoch": 3,

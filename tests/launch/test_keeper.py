@@ -12,11 +12,10 @@ import zlib
 import pytest
 from keepers import SECRET, Running, running
 
+from ftmesh.elastic import isolated_main
+from ftmesh.elastic.peer_store import Blobs, Keeper, Refused, keeper_command, serve
+from ftmesh.elastic.rpc import ChannelClosed, Listener, connect
 from ftmesh.errors import ClusterError
-from ftmesh.launch import alone
-from ftmesh.launch.blobs import Blobs, Refused
-from ftmesh.launch.channel import ChannelClosed, Listener, connect
-from ftmesh.launch.keeper import Keeper, keeper_command, serve
 
 LIMIT = 10_000_000
 
@@ -187,7 +186,7 @@ class TestItsProcess:
         assert time.monotonic() - begin < 5  # 0.06 s on a machine that is not busy
         assert done.stdout.startswith("127.0.0.1:")
         imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
-        assert "ftmesh.launch.channel" in imported
+        assert "ftmesh.elastic.rpc" in imported
         assert not {"numpy", "jax"} & set(imported)
 
     def test_it_does_not_start_without_a_secret(self):
@@ -238,4 +237,4 @@ class TestItsProcess:
 
 
 def test_modules_alone_get_their_arguments():
-    assert alone.command("a.b", "1")[-3:] == [alone.__file__, "a.b", "1"]
+    assert isolated_main.command("a.b", "1")[-3:] == [isolated_main.__file__, "a.b", "1"]

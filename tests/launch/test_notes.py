@@ -2,7 +2,7 @@
 
 import pytest
 
-from ftmesh.launch.notes import Notes
+from ftmesh.elastic.kv_store import Notes
 
 
 class Board:

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from ftmesh.launch import output
-from ftmesh.launch.output import Lines, Printer
+from ftmesh.elastic import output_lines
+from ftmesh.elastic.output_lines import Lines, Printer
 
 
 def fed(*pieces):
@@ -33,7 +33,7 @@ def test_lines(pieces, lines):
 
 def test_a_bar_that_goes_on_for_long_is_shown_now_and_then(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(output.time, "monotonic", lambda: now)
+    monkeypatch.setattr(output_lines.time, "monotonic", lambda: now)
     lines, shown = Lines(), []
     for percent in range(100):
         shown += lines.feed(f"\r{percent}%".encode())
@@ -43,7 +43,7 @@ def test_a_bar_that_goes_on_for_long_is_shown_now_and_then(monkeypatch):
 
 
 def test_long_lines_do_not_stay_in_memory(monkeypatch):
-    monkeypatch.setattr(output, "LONGEST", 10)
+    monkeypatch.setattr(output_lines, "LONGEST", 10)
     assert fed(b"a" * 25, b"b\n") == [[b"a" * 10, b"a" * 10], [b"aaaaab"]]
     bar = Lines()
     for _ in range(1000):

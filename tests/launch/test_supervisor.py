@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from ftmesh.elastic import sidecars
+from ftmesh.elastic import supervisor as module
+from ftmesh.elastic.events import Events
+from ftmesh.elastic.local_pod import TIMED_OUT
+from ftmesh.elastic.pod_environment import Place
+from ftmesh.elastic.supervisor import Policy, Supervisor
 from ftmesh.errors import ArgumentError
-from ftmesh.launch import beside
-from ftmesh.launch import supervisor as module
-from ftmesh.launch.events import Events
-from ftmesh.launch.place import Place
-from ftmesh.launch.pod import TIMED_OUT
-from ftmesh.launch.supervisor import Policy, Supervisor
 from ftmesh.testing.fault_acts import noted_processes
 
 SECONDS = 30  # for what takes two or three
@@ -262,9 +262,9 @@ def test_the_service_of_jax_is_started_again(run):
 def test_a_port_that_another_takes_first(monkeypatch):
     pids = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ports = iter([taken.getsockname()[1], beside.free_port()])
-        monkeypatch.setattr(beside, "free_port", lambda: next(ports))
-        with closing(beside.Service(1, {}, lambda kind, host, pid: pids.append(pid))) as service:
+        ports = iter([taken.getsockname()[1], sidecars.free_port()])
+        monkeypatch.setattr(sidecars, "free_port", lambda: next(ports))
+        with closing(sidecars.Service(1, {}, lambda kind, host, pid: pids.append(pid))) as service:
             assert not service.address.endswith(f":{taken.getsockname()[1]}")
             assert pids == [service.pid]
 

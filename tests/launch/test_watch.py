@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from ftmesh.errors import ArgumentError
-from ftmesh.launch.watch import (
+from ftmesh.elastic.heartbeats import (
     PHASES,
     RECENT,
     SILENCE,
@@ -16,6 +15,7 @@ from ftmesh.launch.watch import (
     Seen,
     parse_limits,
 )
+from ftmesh.errors import ArgumentError
 
 LIMIT = 5.0
 

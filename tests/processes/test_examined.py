@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ftmesh.launch.results import run_pod
+from ftmesh.elastic.local_pod import run_pod
 
 ROOT = Path(__file__).parent.parent.parent
 

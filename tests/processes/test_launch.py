@@ -6,7 +6,7 @@ import pytest
 from launching import LINUX, program
 
 from ftmesh.cli import main
-from ftmesh.launch.results import run_pod
+from ftmesh.elastic.local_pod import run_pod
 
 MAPPED = "0000000000000000FFFF0000"  # IPv4 in IPv6
 

@@ -19,9 +19,8 @@ from launching import (
     stubborn_family,
 )
 
-from ftmesh.launch import warden
-from ftmesh.launch.pod import Pod
-from ftmesh.launch.results import run_pod
+from ftmesh.elastic import reaper
+from ftmesh.elastic.local_pod import Pod, run_pod
 
 
 @pytest.fixture
@@ -94,8 +93,8 @@ class TestOutput:
                 os.write(1, b"flood\\n" * 1000)"""
         pod = f"""
             import signal
-            from ftmesh.launch.pod import Pod
-            from ftmesh.launch.output import Printer
+            from ftmesh.elastic.local_pod import Pod
+            from ftmesh.elastic.output_lines import Printer
             signal.signal(signal.SIGTERM, lambda *_: pod.end())
             pod = Pod({program(flood)!r}, hosts=1, devices_per_host=1, kill_after=0.5,
                       on_output=Printer(1, idle=lambda: pod.enforce()))
@@ -245,7 +244,7 @@ class TestEnds:
         assert pod.processes[0].status == 1
 
     def test_where_nothing_says_that_a_process_has_ended(self, monkeypatch):
-        monkeypatch.setattr(warden, "PROC", "/no/such")
+        monkeypatch.setattr(reaper, "PROC", "/no/such")
         monkeypatch.delattr(os, "pidfd_open", raising=False)
         text = "if me:\n    sys.exit(3)\nos.fork()\nwait()"
         with Pod(program(text), hosts=2, devices_per_host=1) as pod:

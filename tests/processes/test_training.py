@@ -18,7 +18,7 @@ from more import more
 from watching import Watching
 
 from ftmesh import Topology
-from ftmesh.launch.results import run_pod
+from ftmesh.elastic.local_pod import run_pod
 from ftmesh.train.arguments import start
 from ftmesh.train.loop import run, start_log
 from ftmesh.train.report import read_metrics

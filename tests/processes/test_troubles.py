@@ -12,8 +12,7 @@ import pytest
 from more import more
 
 import ftmesh
-from ftmesh.launch.pod import Pod
-from ftmesh.launch.results import run_pod
+from ftmesh.elastic.local_pod import Pod, run_pod
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent)))

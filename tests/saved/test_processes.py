@@ -11,7 +11,7 @@ import pytest
 from remembering import assert_same_bits, parameters, remember
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.launch.environment import free_port
+from ftmesh.elastic.pod_environment import free_port
 
 HERE = Path(__file__).parent
 FLAG = "--xla_force_host_platform_device_count"

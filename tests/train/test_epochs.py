@@ -13,8 +13,8 @@ from ftmesh.elastic import controller_client as line_module
 from ftmesh.elastic.controller_client import Line, Paused
 from ftmesh.elastic.controller_kv import LineBoard
 from ftmesh.elastic.generations import through_epochs
+from ftmesh.elastic.rpc import ChannelClosed
 from ftmesh.errors import ArgumentError, ClusterError, PlanError
-from ftmesh.launch.channel import ChannelClosed
 from ftmesh.testing import cpu_grid
 from ftmesh.train.loop import run, start_log
 from ftmesh.train.trainer import StepOptions

@@ -11,11 +11,10 @@ import pytest
 from keepers import SECRET, running
 from remembering import assert_same_bits, held, parameters, remember
 
+from ftmesh.elastic.peer_checkpoint import Memory, Moment
+from ftmesh.elastic.peer_store import Blobs, Keeper, serve
+from ftmesh.elastic.rpc import Listener
 from ftmesh.errors import CheckpointError, ClusterError, TrainingError
-from ftmesh.launch.blobs import Blobs
-from ftmesh.launch.channel import Listener
-from ftmesh.launch.keeper import Keeper, serve
-from ftmesh.train.memory import Memory, Moment
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

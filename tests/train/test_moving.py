@@ -8,7 +8,7 @@ from keepers import SECRET, running
 from shards import sharded_on, state_on, tensors_of
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.train.memory import Memory
+from ftmesh.elastic.peer_checkpoint import Memory
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

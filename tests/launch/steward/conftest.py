@@ -6,16 +6,16 @@ import time
 import pytest
 from stewarding import Stewarded
 
-from ftmesh.launch import steward as module
-from ftmesh.launch import watch
+from ftmesh.elastic import controller as module
+from ftmesh.elastic import heartbeats
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """What takes a second or so in a run takes a moment here."""
     monkeypatch.setattr(module, "CLOSED", 0.3)
-    monkeypatch.setattr(watch, "SLACK", 0.1)
-    monkeypatch.setattr(watch, "TIMES", 0)  # so that a pause of this machine does not count
+    monkeypatch.setattr(heartbeats, "SLACK", 0.1)
+    monkeypatch.setattr(heartbeats, "TIMES", 0)  # so that a pause of this machine does not count
 
 
 @pytest.fixture(autouse=True)

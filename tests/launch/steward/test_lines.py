@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 from stewarding import SECRET, SOON
 
-from ftmesh.launch.channel import MOST_HANDSHAKES, ChannelClosed, connect
-from ftmesh.launch.handshake import MAGIC, NONCE, PROOF, proof
+from ftmesh.elastic.rpc import MAGIC, MOST_HANDSHAKES, NONCE, PROOF, ChannelClosed, connect, proof
 
 
 class TestNotes:

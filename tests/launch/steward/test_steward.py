@@ -5,9 +5,9 @@ import time
 import pytest
 from stewarding import SOON, wait_until
 
-from ftmesh.launch import steward as module
-from ftmesh.launch.members import Verdict
-from ftmesh.launch.recovery import Recovery
+from ftmesh.elastic import controller as module
+from ftmesh.elastic.events import Recovery
+from ftmesh.elastic.member import Verdict
 
 
 class TestCommits:

@@ -7,7 +7,7 @@ import time
 import pytest
 from stewarding import SOON, Line, wait_until
 
-from ftmesh.launch import steward, watch
+from ftmesh.elastic import controller, heartbeats
 
 
 class TestStuck:
@@ -29,7 +29,7 @@ class TestStuck:
         assert len(stacks) == 1
 
     def test_stacks_come_before_the_end(self, four, stacks, monkeypatch):
-        monkeypatch.setattr(steward, "CLOSED", SOON)
+        monkeypatch.setattr(controller, "CLOSED", SOON)
         four.commit(1)
         four.commit(2)
         four.lines[2].say(at="read", step=3)
@@ -37,7 +37,7 @@ class TestStuck:
         assert four.stopped == []
 
     def test_one_that_moves_on_after_all_is_spared(self, four, stacks, monkeypatch):
-        monkeypatch.setattr(steward, "CLOSED", SOON)  # so that none is stopped before it has
+        monkeypatch.setattr(controller, "CLOSED", SOON)  # so that none is stopped before it has
         four.commit(1)
         four.commit(2)
         four.lines[2].say(at="read", step=3)
@@ -47,7 +47,7 @@ class TestStuck:
         four.settled()
         assert four.steward.members[2].stacks_at is None
         four.deadlines.limit = SOON  # for the step that it is in now
-        monkeypatch.setattr(steward, "CLOSED", 0.0)
+        monkeypatch.setattr(controller, "CLOSED", 0.0)
         four.steward.tick()
         assert four.stopped == []
 
@@ -117,7 +117,7 @@ class TestStuck:
 
     def test_one_without_a_sign_of_life(self, four, monkeypatch):
         """It was to wait for others, which it may for ever, and says nothing any more."""
-        monkeypatch.setattr(watch, "SILENCE", 0.1)
+        monkeypatch.setattr(heartbeats, "SILENCE", 0.1)
         four.commit(1)
         for line in four.lines.values():
             line.say(ready=2) if line.process else line.say(at="save", step=2)

@@ -1,6 +1,6 @@
 """A program that runs a module of this package without all else that ``import ftmesh`` brings.
 
-    python -I -S alone.py ftmesh.launch.keeper
+    python -I -S alone.py ftmesh.elastic.peer_store
 
 It is run by path, and the module's ``main`` starts at once: it has the standard library, and what
 of the package needs no more.

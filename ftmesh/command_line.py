@@ -1,6 +1,8 @@
 """Commands: how each of them begins, with numbers in bounds, and how it ends, in a line.
 
 What a user can cause has an exit status of its own; a traceback is a bug.
+
+The command-line arguments that say which processes take part, the same wherever they are.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Callable
 from typing import NoReturn, TextIO
 
 from ftmesh.errors import NOT_FOUND, REFUSED, FtmeshError
-from ftmesh.extras import missing
+from ftmesh.optional_deps import missing
 
 MOST = 2**31 - 1  # of anything that is counted
 MOST_SEED = 2**32 - 1
@@ -165,3 +167,20 @@ def _forget_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, AttributeError, io.UnsupportedOperation):
         sys.stdout = io.StringIO()
+
+
+def add_processes(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add them; where JAX finds that out by itself, nothing is to be given."""
+    group = parser.add_argument_group(
+        "several processes",
+        "one for each host; nothing need be given on Cloud TPU, Slurm and GKE, nor under 'ftmesh "
+        "launch'",
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is to be found")
+    group.add_argument(
+        "--num-processes", type=whole_number(1), metavar="N", help="how many there are"
+    )
+    group.add_argument(
+        "--process-id", type=whole_number(0), metavar="I", help="which this one is, from 0 on"
+    )
+    return group

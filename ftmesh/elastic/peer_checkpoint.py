@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from ftmesh import commands
+from ftmesh import command_line
 from ftmesh.checkpoint.manifest import Index
 from ftmesh.checkpoint.reader import Saved
 from ftmesh.checkpoint.restore import newest_sound
 from ftmesh.checkpoint.snapshot import Copier, Snapshot, finite_snapshot
 from ftmesh.checkpoint.writer import INDEX, file_names, load, part_of
+from ftmesh.elastic.peer_stores import Holders, Keepers
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.launch.keepers import Holders, Keepers
 from ftmesh.layout.owned_buckets import Owned
 from ftmesh.topology.devices import process_of
 
@@ -77,7 +77,7 @@ class Memory:
     ) -> None:
         self.host, self.process, self.epoch = host, process, epoch
         self.copies, self.keep = copies, keep
-        self._process_of, self._say = process_of, say or commands.say
+        self._process_of, self._say = process_of, say or command_line.say
         self.keepers = Keepers(keepers, host=host, secret=secret, limit=limit, say=self._say)
         self._last_step = -1
         self._giving: Future[int] | None = None

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from ftmesh.elastic.peer_store import Keeper, Refused
 from ftmesh.errors import ClusterError
-from ftmesh.launch.blobs import Refused
-from ftmesh.launch.keeper import Keeper
 
 MOST_THREADS = 16  # that ask at once
 

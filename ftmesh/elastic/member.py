@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftmesh.launch.channel import Channel
-from ftmesh.launch.watch import Seen
+from ftmesh.elastic.heartbeats import Seen
+from ftmesh.elastic.rpc import Channel
 
 
 @dataclass

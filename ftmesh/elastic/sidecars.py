@@ -11,10 +11,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 
+from ftmesh.elastic import coordination_service
+from ftmesh.elastic.peer_store import LIMIT, keeper_command
+from ftmesh.elastic.pod_environment import LOOPBACK, Environment, free_port
 from ftmesh.errors import ClusterError
-from ftmesh.launch import service
-from ftmesh.launch.environment import LOOPBACK, Environment, free_port
-from ftmesh.launch.keeper import LIMIT, keeper_command
 
 TRIES = 5  # to find a port for the service
 TO_END = 1.0  # seconds, before it is killed
@@ -69,7 +69,13 @@ class Service(_Beside):
             self.address = f"{LOOPBACK}:{free_port()}"
             try:
                 super().__init__(
-                    [sys.executable, service.__file__, self.address, str(num_processes)], env
+                    [
+                        sys.executable,
+                        coordination_service.__file__,
+                        self.address,
+                        str(num_processes),
+                    ],
+                    env,
                 )
                 break
             except ClusterError:  # another was quicker to take the port

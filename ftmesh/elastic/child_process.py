@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from ftmesh.launch import warden
-from ftmesh.launch.environment import Environment
+from ftmesh.elastic import reaper
+from ftmesh.elastic.pod_environment import Environment
 
 PIECE = 65_536
 SOON = 0.01  # seconds between killing what is left and looking whether it has gone
@@ -69,12 +69,12 @@ class Process:
             self.told = self.told or signum
         wait = 0 if signum == signal.SIGKILL else self._kill_after
         self._kill_at = min(self._kill_at, time.monotonic() + wait)
-        warden.send(self.pid, signum, signal.SIGCONT)  # what is stopped would not hear it
+        reaper.send(self.pid, signum, signal.SIGCONT)  # what is stopped would not hear it
 
     def kill_if_due(self) -> None:
         """Kill it if it was told to end long enough ago, again and again while anything is left."""
         if not self.is_gone and time.monotonic() >= self._kill_at:
-            warden.send(self.pid, signal.SIGKILL)
+            reaper.send(self.pid, signal.SIGKILL)
 
     def look(self) -> bool:
         """Note what has become of it; whether the command has ended since the last look."""
@@ -82,7 +82,7 @@ class Process:
         if ended:
             code = self._popen.returncode
             self.status = code if code >= 0 else 128 - code
-        if self.status is not None and not warden.groups_of(self.pid):
+        if self.status is not None and not reaper.groups_of(self.pid):
             self.is_gone = True
         elif ended:
             self.end(signal.SIGTERM)  # workers that it left
@@ -106,7 +106,7 @@ class Process:
         self._gate.close()
         self._popen.wait()
         if not self.is_gone:
-            warden.kill({self.pid})
+            reaper.kill({self.pid})
         self.look()
         for stream in self.streams.values():
             stream.close()
@@ -120,7 +120,7 @@ class Warden:
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", warden.__file__],
+            [sys.executable, "-I", "-S", reaper.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -17,16 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftmesh.launch import beside
-from ftmesh.launch.channel import Listener
-from ftmesh.launch.events import Events
-from ftmesh.launch.members import Member, Verdict
-from ftmesh.launch.place import Place
-from ftmesh.launch.pod import TIMED_OUT, OnOutput, Pod
-from ftmesh.launch.process import Process
-from ftmesh.launch.recovery import Recovery
-from ftmesh.launch.steward import Steward
-from ftmesh.launch.watch import Deadlines
+from ftmesh.elastic import sidecars
+from ftmesh.elastic.child_process import Process
+from ftmesh.elastic.controller import Steward
+from ftmesh.elastic.events import Events, Recovery
+from ftmesh.elastic.heartbeats import Deadlines
+from ftmesh.elastic.local_pod import TIMED_OUT, OnOutput, Pod
+from ftmesh.elastic.member import Member, Verdict
+from ftmesh.elastic.pod_environment import Place
+from ftmesh.elastic.rpc import Listener
 
 TURN = 0.1  # seconds between two looks at everything
 TO_END = 2.0  # for what is left of an epoch, before it is killed
@@ -89,7 +88,7 @@ class Supervisor:
         self._until = float("inf") if timeout is None else time.monotonic() + timeout
         everyone = range(len(self._place.blocks))
         fruitless = 0
-        with closing(beside.KeeperProcesses(self._own, self._note_pid)) as keepers:
+        with closing(sidecars.KeeperProcesses(self._own, self._note_pid)) as keepers:
             while True:
                 hosts = [host for host in everyone if not self._is_out(host)]
                 before = self._highest
@@ -147,7 +146,9 @@ class Supervisor:
 
     # One start of the processes ---------------------------------------------------------------
 
-    def _start(self, hosts: Sequence[int], keepers: beside.KeeperProcesses) -> tuple[Steward, int]:
+    def _start(
+        self, hosts: Sequence[int], keepers: sidecars.KeeperProcesses
+    ) -> tuple[Steward, int]:
         policy, blocks = self._policy, self._place.blocks
         steward = Steward(
             [Member(number, host, str(blocks[host])) for number, host in enumerate(hosts)],
@@ -163,7 +164,7 @@ class Supervisor:
         self._say("started", epoch=self._epoch, hosts=list(hosts))
         with (
             Listener(steward.serve, secret=self._secret) as listener,
-            closing(beside.Service(len(hosts), self._own, self._note_pid)) as service,
+            closing(sidecars.Service(len(hosts), self._own, self._note_pid)) as service,
         ):
             shared = {
                 **self._env,
@@ -199,7 +200,7 @@ class Supervisor:
         self._recovery = Recovery(failed_at, steward.recovery.last_commit)
         return steward, status
 
-    def _watch(self, pod: Pod, steward: Steward, service: beside.Service) -> None:
+    def _watch(self, pod: Pod, steward: Steward, service: sidecars.Service) -> None:
         """Until there is a verdict."""
         while steward.verdict is None and not self._received:
             ended = pod.poll(TURN)

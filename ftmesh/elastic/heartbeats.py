@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from ftmesh.commands import number
+from ftmesh.command_line import number
 from ftmesh.errors import ArgumentError
 
 TIMES = 10  # what has been seen to take a while may take so many times as long

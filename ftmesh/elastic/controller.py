@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ftmesh.elastic.events import Recovery
+from ftmesh.elastic.heartbeats import WAITING, Deadlines
+from ftmesh.elastic.kv_store import Notes
+from ftmesh.elastic.member import Member, Verdict
+from ftmesh.elastic.rpc import Channel, ChannelClosed
 from ftmesh.errors import NOT_FOUND, PROVED_WRONG, REFUSED, USAGE
-from ftmesh.launch.channel import Channel, ChannelClosed
-from ftmesh.launch.members import Member, Verdict
-from ftmesh.launch.notes import Notes
-from ftmesh.launch.recovery import Recovery
-from ftmesh.launch.watch import WAITING, Deadlines
 
 CLOSED = 0.5  # seconds between the end of a line and being taken for lost, unless it is seen to end
 _LEARNED = ("start", "plan", "compile", "restore", "save", "evaluate", "examine")
