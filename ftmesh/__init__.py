@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from ftmesh.collectives import psum_scatter as psum_scatter
     from ftmesh.collectives import reduce_to_owners as reduce_to_owners
     from ftmesh.collectives.audit import audit as audit
-    from ftmesh.tpu.options import compiler_options as compiler_options
+    from ftmesh.tpu.compiler_options import compiler_options as compiler_options
 
 # These import JAX, so they are loaded when they are first asked for.
 _WITH_JAX = {
     "all_gather": "ftmesh.collectives",
     "audit": "ftmesh.collectives.audit",
-    "compiler_options": "ftmesh.tpu.options",
+    "compiler_options": "ftmesh.tpu.compiler_options",
     "gather_from_owners": "ftmesh.collectives",
     "pmean": "ftmesh.collectives",
     "psum": "ftmesh.collectives",

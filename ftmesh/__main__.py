@@ -2,6 +2,6 @@
 
 import sys
 
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 
 sys.exit(main())

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 from on_devices import planned
 
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 
 settings.register_profile("ftmesh", deadline=None, derandomize=True)
 settings.load_profile("ftmesh")

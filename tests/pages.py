@@ -18,7 +18,7 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))

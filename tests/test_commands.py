@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 from ftmesh.command_line import CLOSED, STATUSES, Parser, ended, number, one_line, whole_number
 from ftmesh.errors import (
     ArgumentError,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 from ftmesh.elastic.heartbeats import PHASES
 from ftmesh.elastic.supervisor import Policy
 

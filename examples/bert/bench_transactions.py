@@ -22,7 +22,7 @@ from ftmesh.command_line import Parser, whole_number
 from ftmesh.distributed.initialize import join
 from ftmesh.distributed.process_group import Cluster
 from ftmesh.elastic.peer_checkpoint import memory_on_line
-from ftmesh.health.equal import check_equal
+from ftmesh.health.replica_check import check_equal
 from ftmesh.topology.topology import Topology
 from ftmesh.train.trainer import State, StepOptions
 

@@ -17,7 +17,7 @@ from examples.bert import make_records, pack_records
 from examples.bert import train as bert
 from examples.fuzz.running import Work, WrongError
 from examples.resnet50 import train as resnet50
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 from ftmesh.planning import selection
 from ftmesh.schedule.files import dump
 

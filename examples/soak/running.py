@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.soak.checks import Run
-from ftmesh.testing.fault import Fault
-from ftmesh.testing.fault_acts import noted_processes
+from ftmesh.testing.fault_actions import noted_processes
+from ftmesh.testing.fault_spec import Fault
 from ftmesh.train.metrics import metrics_lines
 
 MESH, DEVICES = "4x4", 16

@@ -22,7 +22,7 @@ from examples.soak.table import Recovery, recoveries, table_of
 from examples.soak.train import PRESETS
 from ftmesh.command_line import MOST_SEED, Parser, say, whole_number
 from ftmesh.errors import ArgumentError, FtmeshError
-from ftmesh.testing.fault import draw, draw_by_time, parse
+from ftmesh.testing.fault_spec import draw, draw_by_time, parse
 from ftmesh.train.arguments import positive, seconds
 
 BATCH, STEPS = PRESETS["tiny"].batch, PRESETS["tiny"].steps

@@ -9,7 +9,7 @@ from statistics import median
 from rich.table import Table
 
 from examples.soak.checks import Run
-from ftmesh.testing.fault import parse
+from ftmesh.testing.fault_spec import parse
 
 IN_PLACE, RESTARTED, RAN_ON, ENDED, SILENT = "in place", "restarted", "ran on", "ended", "silent"
 HOW = (IN_PLACE, RESTARTED, RAN_ON, ENDED)

@@ -31,7 +31,7 @@ from ftmesh.checkpoint.snapshot import Copier, Snapshot, finite_snapshot
 from ftmesh.checkpoint.writer import INDEX, file_names, write_part
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.layout.owned_buckets import Owned
-from ftmesh.testing import faults
+from ftmesh.testing import fault_injection
 from ftmesh.topology.devices import process_of
 from ftmesh.units import format_bytes
 
@@ -175,11 +175,11 @@ class Checkpoints:
         """In a thread: this process's part; the first process also takes away what is too old."""
         index = snapshot.index
         if self.process in index.processes:
-            faults.reach("checkpoint", index.step)
+            fault_injection.reach("checkpoint", index.step)
             file = self._at(index.step) / file_names(self.process)[0]
-            pieces = faults.writing(index.step, snapshot.pieces, file)
+            pieces = fault_injection.writing(index.step, snapshot.pieces, file)
             write_part(self._at(index.step), index, self.process, pieces)
-            faults.written(index.step, file)
+            fault_injection.written(index.step, file)
         if self.process == index.processes[0]:
             kept = list(filter(self._is_complete, self._steps()))[: self.keep]
             for step in self._steps():

@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> None:
     slab_bytes = None if args.slab is None else parse_bytes(args.slab)
     if slab_bytes is not None:
         check_bytes(slab_bytes, name="--slab")
-    from ftmesh.tpu.fit import fit
-    from ftmesh.tpu.report import CompileReport, compile_report
+    from ftmesh.tpu.compile_report import CompileReport, compile_report
+    from ftmesh.tpu.device_model_fit import fit
     from ftmesh.tpu.slices import tpu_devices
 
     stages = Stages()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ftmesh.cli.arguments import Progress
 from ftmesh.command_line import add_processes, number
 from ftmesh.draw import Panel, draw_text
-from ftmesh.draw.page import size
+from ftmesh.draw.panel import size
 from ftmesh.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ def _examined(args: argparse.Namespace, topology: Topology, cluster: Cluster) ->
     from dataclasses import replace
 
     from ftmesh.health.doctor import examine
-    from ftmesh.health.probes import Probes
-    from ftmesh.health.sick import Sick
+    from ftmesh.health.probe_programs import Probes
+    from ftmesh.testing.unhealthy import Sick
     from ftmesh.topology.devices import platform_of
 
     sick = Sick.from_environment(topology)

@@ -5,10 +5,10 @@ draw it. `figure` has the figures of the paper.
 """
 
 from ftmesh.draw.figures import figure as figure
-from ftmesh.draw.picture import Arrow as Arrow
-from ftmesh.draw.picture import Panel as Panel
-from ftmesh.draw.picture import phase_panel as phase_panel
-from ftmesh.draw.picture import routes_panel as routes_panel
-from ftmesh.draw.picture import schedule_panels as schedule_panels
+from ftmesh.draw.panel import Arrow as Arrow
+from ftmesh.draw.panel import Panel as Panel
+from ftmesh.draw.panel import phase_panel as phase_panel
+from ftmesh.draw.panel import routes_panel as routes_panel
+from ftmesh.draw.panel import schedule_panels as schedule_panels
 from ftmesh.draw.svg import draw_svg as draw_svg
 from ftmesh.draw.text import draw_text as draw_text

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ftmesh.algorithms import ring, row_pair, two_dim
-from ftmesh.draw.picture import Panel, phase_panel, routes_panel
+from ftmesh.draw.panel import Panel, phase_panel, routes_panel
 from ftmesh.errors import ScheduleError
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.routing import Router, around, dimension_order

@@ -18,7 +18,7 @@ from ftmesh.algorithms.registry import CUT_BY_SIZE
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import Limits, limits
 from ftmesh.cost.simulate import Simulation, Simulator
-from ftmesh.draw.page import heading, layers, place, size
+from ftmesh.draw.panel import heading, layers, place, size
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.files import write_whole
 from ftmesh.optional_deps import require

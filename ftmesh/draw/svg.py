@@ -3,7 +3,7 @@
 The page is white with rounded corners, so that it reads on light and on dark surroundings, and the
 same panels give the same bytes.
 
->>> from ftmesh.draw.picture import routes_panel
+>>> from ftmesh.draw.panel import routes_panel
 >>> from ftmesh.topology.topology import Topology
 >>> draw_svg([routes_panel(Topology.grid("4x4"), [])]).startswith("<svg")
 True
@@ -15,10 +15,9 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from xml.sax.saxutils import escape
 
-from ftmesh.draw.page import heading, is_to_layer, layers, place, size
-from ftmesh.draw.picture import Colour, Panel, Role
-from ftmesh.draw.tracks import HALF, HEAD, LAYER, PITCH, arrow_paths
-from ftmesh.draw.tracks import number as n
+from ftmesh.draw.arrow_paths import HALF, HEAD, LAYER, PITCH, arrow_paths
+from ftmesh.draw.arrow_paths import number as n
+from ftmesh.draw.panel import Colour, Panel, Role, heading, is_to_layer, layers, place, size
 from ftmesh.errors import ScheduleError
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology

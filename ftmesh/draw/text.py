@@ -1,6 +1,6 @@
 """Panels as text, for a terminal and for tests that read like pictures.
 
->>> from ftmesh.draw.picture import routes_panel
+>>> from ftmesh.draw.panel import routes_panel
 >>> from ftmesh.topology.routing import around
 >>> from ftmesh.topology.topology import Topology
 >>> topo = Topology.from_drawing('''
@@ -23,8 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby, pairwise
 
-from ftmesh.draw.page import Spot, Way, gaps, heading, is_to_layer, layers, place
-from ftmesh.draw.picture import Colour, Panel
+from ftmesh.draw.panel import Colour, Panel, Spot, Way, gaps, heading, is_to_layer, layers, place
 from ftmesh.topology.notation import Coord
 
 Ink = tuple[str, Colour | None]

@@ -13,12 +13,12 @@ import time
 
 from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.errors import ArgumentError, TopologyError
+from ftmesh.health.examination import Look, Progress
 from ftmesh.health.findings import Findings
-from ftmesh.health.look import Look, Progress
-from ftmesh.health.look_at_chips import call, compute
+from ftmesh.health.probe_chips import call, compute
 from ftmesh.health.probe_links import cables, carry
-from ftmesh.health.probes import Probes
-from ftmesh.health.sick import Sick
+from ftmesh.health.probe_programs import Probes
+from ftmesh.testing.unhealthy import Sick
 from ftmesh.topology.devices import platform_of
 from ftmesh.topology.topology import Topology
 

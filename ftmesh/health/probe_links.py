@@ -15,10 +15,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ftmesh.health.asking import Answer
+from ftmesh.health.examination import AGAIN, Look, usual
 from ftmesh.health.findings import Finding, laggards
-from ftmesh.health.look import AGAIN, Look, usual
-from ftmesh.health.probes import link_program
+from ftmesh.health.probe_programs import Answer, link_program
 from ftmesh.topology.notation import Link, format_coord
 from ftmesh.topology.topology import Topology
 

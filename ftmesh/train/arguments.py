@@ -23,7 +23,7 @@ from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE
 from ftmesh.files import check_folder, check_targets
 from ftmesh.planning.selection import ALGORITHMS, AUTO
-from ftmesh.testing import cpu_grid, faults
+from ftmesh.testing import cpu_grid, fault_injection
 from ftmesh.topology.topology import Topology
 from ftmesh.train.carrying import give_shards
 from ftmesh.train.parallel import PSUM
@@ -61,7 +61,7 @@ def start(
 
     def run() -> None:
         check_run(args)
-        faults.reach("start")
+        fault_injection.reach("start")
         with join_as(args, name) as cluster, contextlib.suppress(Paused):
             through_epochs(cluster, lambda cluster: _epoch(cluster, args, presets, train))
 

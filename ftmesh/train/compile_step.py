@@ -22,9 +22,15 @@ from ftmesh.command_line import ended
 from ftmesh.errors import ArgumentError, FtmeshError, UnreadableError
 from ftmesh.execute.hlo_text import text_of
 from ftmesh.topology.topology import Topology
+from ftmesh.tpu.compiled_rounds import (
+    CompiledLoop,
+    Overlap,
+    compiled_loops,
+    cycles_of_all,
+    cycles_outside,
+    overlap,
+)
 from ftmesh.tpu.cycles import Cycles
-from ftmesh.tpu.loops import CompiledLoop, compiled_loops, cycles_of_all, cycles_outside
-from ftmesh.tpu.overlap import Overlap, overlap
 from ftmesh.tpu.slices import tpu_devices
 from ftmesh.train.arguments import add_step, config_of
 from ftmesh.train.trainer import Trainer

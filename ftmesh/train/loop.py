@@ -27,7 +27,7 @@ from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.elastic.peer_checkpoint import Memory, memory_on_line
 from ftmesh.elastic.precompile import SECONDS, prepare
 from ftmesh.errors import CheckpointError
-from ftmesh.testing import faults
+from ftmesh.testing import fault_injection
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.topology import Topology
 from ftmesh.train.beginning import begin
@@ -101,7 +101,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     resumes = args.resume or cluster.epoch > 1
     job.train.check_room()
     cluster.at("compile")
-    faults.reach("compile")
+    fault_injection.reach("compile")
     topology = trainer.parallel.ranks.topology
     train_step = agree_on_program(cluster, STEP, trainer.step, trainer.inputs, topology)
     with ExitStack() as stack:
@@ -119,7 +119,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
         )
         _say_if_without_copies(trainer, args)
         if cluster.epoch > 1:
-            faults.reach("recovery")
+            fault_injection.reach("recovery")
         done, state, source = begin(trainer, job.first, memory, checkpoints, resumes=resumes)
         if done >= job.total_steps and cluster.epoch == 1:
             raise CheckpointError(
@@ -168,10 +168,10 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
                 log.start("block", first_epoch_num=job.epoch(step), epoch_count=_epochs(job, step))
             cluster.at("read", step)
             batch = trainer.parallel.feed(next(batches))
-            faults.reach("step", step)
+            fault_injection.reach("step", step)
             cluster.at("step", step)
             after, loss = train_step(state, batch)
-            faults.reach("collective", step)
+            fault_injection.reach("collective", step)
             after = with_faults(step, after)
             transactions.add(step, after, loss)
             state = after
@@ -306,7 +306,7 @@ def _evaluate(job: Job, state: State, step: int, report: Report, log: MLLog) -> 
     """Whether the target is reached."""
     report.settle()
     job.trainer.parallel.cluster.at("evaluate", step)
-    faults.reach("evaluate", step)
+    fault_injection.reach("evaluate", step)
     epoch = job.epoch(step)
     with log.interval("eval", epoch_num=epoch):
         found = _accuracy(job, state)

@@ -39,7 +39,7 @@ from ftmesh.topology.devices import platform_of, process_of
 from ftmesh.topology.partners import partners
 from ftmesh.topology.ranks import Ranks
 from ftmesh.topology.topology import Topology
-from ftmesh.tpu.options import compiler_options
+from ftmesh.tpu.compiler_options import compiler_options
 from ftmesh.train.placed import AXIS, SPLIT, Placed
 
 PSUM = "psum"  # in place of an algorithm: JAX's own sums, which need no plan

@@ -14,8 +14,8 @@ import numpy as np
 
 from ftmesh.errors import TrainingError
 from ftmesh.health.doctor import examine
-from ftmesh.health.equal import check_equal
-from ftmesh.testing import faults
+from ftmesh.health.replica_check import check_equal
+from ftmesh.testing import fault_injection
 from ftmesh.topology.notation import format_failed
 from ftmesh.train.trainer import State, Trainer
 
@@ -75,7 +75,7 @@ class Suspicion:
 
 def with_faults(step: int, state: State) -> State:
     """The state as it is, but where a wrong gradient is planted in the first chip here."""
-    if not faults.wrong(step):
+    if not fault_injection.wrong(step):
         return state
     sick = jax.local_devices()[0]
 

@@ -16,7 +16,7 @@ from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.elastic.controller_client import Line, Paused
 from ftmesh.elastic.peer_checkpoint import Memory
 from ftmesh.errors import ArgumentError, CheckpointError
-from ftmesh.testing import faults
+from ftmesh.testing import fault_injection
 from ftmesh.topology.notation import format_failed
 from ftmesh.train.suspicion import Suspicion
 from ftmesh.train.trainer import State, Trainer
@@ -117,7 +117,7 @@ class Transactions:
         if not self._keeps:
             self._copy(step, state)
             self._finish()
-        faults.reach("commit", step)
+        fault_injection.reach("commit", step)
         word = line.commit(step)
         self._hold(step, state)
         if word == "leave":

@@ -9,7 +9,7 @@ plots are times that `ftmesh.cost` simulated. Fields:
   ``us`` and ``phase_us`` (the time for each payload, and the end of each phase) and the
   ``schedule``. ``auto`` is the name that `ftmesh.plan` takes for ``payload_bytes``, and ``shown``
   the one that is shown first.
-- A schedule is written by `ftmesh.view.writing`.
+- A schedule is written by `ftmesh.view.encoding`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.notation import Coord, format_shape
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
-from ftmesh.view.writing import write_mesh, write_schedule
+from ftmesh.view.encoding import write_mesh, write_schedule
 
 FORMAT = "ftmesh.view/1"
 ALL = "all"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import ftmesh
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 
 MESH = ("8x8", "--failed", "1x1@2,2", "--tile", "2x2")
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 from ftmesh.collectives.benchmark import bench, table
 from ftmesh.testing import cpu_grid
 

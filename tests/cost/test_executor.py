@@ -10,7 +10,7 @@ from trees import tree_schedule
 import ftmesh
 from ftmesh import ArgumentError, Topology
 from ftmesh.algorithms import registry
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 from ftmesh.cost.device_model import Executor, Sends, sends_of
 from ftmesh.cost.links import DEFAULT, NETWORKS, network
 from ftmesh.cost.lower_bounds import limits

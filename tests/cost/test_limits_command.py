@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 from ftmesh.cost import round_bounds
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 from ftmesh.planning import paper_tables
 from ftmesh.units import format_time
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from ftmesh.algorithms import registry
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 from ftmesh.cost.links import DEFAULT, NETWORKS
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ftmesh import Topology
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 from ftmesh.cost.links import DEFAULT
 from ftmesh.planning.advise import Site, with_pendants
 from ftmesh.planning.leaf_chips import ALONG, FED, IDLE, ways

@@ -7,9 +7,9 @@ import pytest
 
 from ftmesh import Topology
 from ftmesh.algorithms import multi_ring, ring, two_dim
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 from ftmesh.draw import draw_svg, draw_text, phase_panel, routes_panel
-from ftmesh.draw.page import heading, layers, place, size
+from ftmesh.draw.panel import heading, layers, place, size
 
 SVG = "{http://www.w3.org/2000/svg}"
 DAMAGED = Topology.grid("4x2x2", failed="2x2x1@0,0,0", failed_links="1,0,1-1,1,1;3,0,0-3,0,1")

@@ -15,7 +15,7 @@ from rich.console import Console
 from examples.soak import running, soak, train
 from examples.soak.checks import CLOSE, Run, check, difference
 from examples.soak.table import recoveries, table_of
-from ftmesh.testing.fault import parse
+from ftmesh.testing.fault_spec import parse
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 STEPS, BATCH = 6, 4

@@ -7,9 +7,9 @@ import pytest
 from ftmesh import Topology
 from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.health.doctor import examine
-from ftmesh.health.probes import Probes
-from ftmesh.health.sick import Sick, wake
+from ftmesh.health.probe_programs import Probes
 from ftmesh.testing import cpu_grid
+from ftmesh.testing.unhealthy import Sick, wake
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

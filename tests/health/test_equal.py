@@ -10,10 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from ftmesh import Topology
 from ftmesh.errors import ArgumentError, TopologyError
-from ftmesh.health.digests import digest, digest_of_words
-from ftmesh.health.equal import check_equal
-from ftmesh.health.sick import Sick
+from ftmesh.health.replica_check import check_equal, digest, digest_of_words
 from ftmesh.testing import cpu_grid
+from ftmesh.testing.unhealthy import Sick
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from ftmesh.elastic.local_pod import TIMED_OUT
 from ftmesh.elastic.pod_environment import Place
 from ftmesh.elastic.supervisor import Policy, Supervisor
 from ftmesh.errors import ArgumentError
-from ftmesh.testing.fault_acts import noted_processes
+from ftmesh.testing.fault_actions import noted_processes
 
 SECONDS = 30  # for what takes two or three
 LINUX = sys.platform == "linux"

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 from ftmesh.distributed import join
 from ftmesh.distributed.consensus import agreed_topology
 from ftmesh.health.doctor import examine
-from ftmesh.health.equal import check_equal
-from ftmesh.health.probes import Probes
-from ftmesh.health.sick import Sick
+from ftmesh.health.probe_programs import Probes
+from ftmesh.health.replica_check import check_equal
+from ftmesh.testing.unhealthy import Sick
 
 
 def main():

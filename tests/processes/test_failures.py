@@ -16,8 +16,8 @@ import ftmesh
 from examples.soak.checks import CLOSE, Run, check, difference
 from examples.soak.running import LIMITS, MESH, PHASE_LIMIT, QUICKLY, Pod, limits_of_phases
 from examples.soak.train import PRESETS
-from ftmesh.testing.fault import draw
-from ftmesh.testing.fault_acts import noted_processes
+from ftmesh.testing.fault_actions import noted_processes
+from ftmesh.testing.fault_spec import draw
 from ftmesh.topology.partners import partners
 from ftmesh.topology.topology import Topology
 

@@ -5,7 +5,7 @@ import os
 import pytest
 from launching import LINUX, program
 
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 from ftmesh.elastic.local_pod import run_pod
 
 MAPPED = "0000000000000000FFFF0000"  # IPv4 in IPv6

@@ -3,7 +3,7 @@
 import pytest
 
 from ftmesh.errors import ArgumentError
-from ftmesh.testing.fault import (
+from ftmesh.testing.fault_spec import (
     ANY,
     HARMLESS,
     KINDS,

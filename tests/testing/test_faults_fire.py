@@ -16,8 +16,8 @@ import pytest
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.errors import CheckpointError
-from ftmesh.testing import faults
-from ftmesh.testing.fault_acts import noted_processes
+from ftmesh.testing import fault_injection
+from ftmesh.testing.fault_actions import noted_processes
 
 ROOT = Path(__file__).parents[2]
 STEPS = """\
@@ -175,7 +175,7 @@ def test_by_time(tmp_path):
 
 def test_what_was_drawn_first_counts_for_all(tmp_path):
     (tmp_path / "faults.json").write_text(json.dumps({"time": 0, "faults": "kill@3:1:step"}))
-    planted = faults.Planted("random:1", host=3, hosts=2, run_dir=tmp_path)
+    planted = fault_injection.Planted("random:1", host=3, hosts=2, run_dir=tmp_path)
     assert [str(fault) for fault in planted.own.values()] == ["kill@3:1:step,0.003,1"]
 
 
@@ -232,7 +232,7 @@ class TestCheckpoints:
             checkpoints.save(10, self.STATE)
             checkpoints.save(20, self.STATE)
         file = tmp_path / "saved" / "20" / "0.bin"
-        code = "import sys, pathlib; from ftmesh.testing.faults import written; "
+        code = "import sys, pathlib; from ftmesh.testing.fault_injection import written; "
         code += "file = pathlib.Path(sys.argv[1]); written(10, file); written(20, file)"
         done = subprocess.run(
             [sys.executable, "-c", code, str(file)],
@@ -264,9 +264,9 @@ class TestCheckpoints:
 
 
 def test_nothing_is_looked_at_where_nothing_is_planted(monkeypatch):
-    monkeypatch.setattr(faults, "_planted", None)
-    faults.reach("step", 1)
-    assert faults.wrong(1) is False
+    monkeypatch.setattr(fault_injection, "_planted", None)
+    fault_injection.reach("step", 1)
+    assert fault_injection.wrong(1) is False
     pieces = [1]
-    assert faults.writing(1, pieces, Path("x")) is pieces
-    faults.written(1, Path("x"))
+    assert fault_injection.writing(1, pieces, Path("x")) is pieces
+    fault_injection.written(1, Path("x"))

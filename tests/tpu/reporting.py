@@ -20,7 +20,7 @@ def report_for(payload, devices):
     return in_a_process(
         "-c",
         "import json, sys, jax, ftmesh\n"
-        "from ftmesh.tpu.report import compile_report\n"
+        "from ftmesh.tpu.compile_report import compile_report\n"
         "from ftmesh.tpu.slices import tpu_devices\n"
         "from ftmesh.testing import cpu_grid\n"
         f"plan = ftmesh.plan({devices}, 'row_pair')\n"

@@ -6,16 +6,16 @@ import pytest
 
 from ftmesh import ArgumentError
 from ftmesh.execute.lowering import Loop
-from ftmesh.tpu.cycles import Cycles, RoundCycles, stretches
-from ftmesh.tpu.fit import fit
-from ftmesh.tpu.loops import (
+from ftmesh.tpu.compile_report import CompileReport
+from ftmesh.tpu.compiled_rounds import (
     CompiledLoop,
     compiled_loops,
     cycles_of_all,
     cycles_outside,
     loop_lines,
 )
-from ftmesh.tpu.report import CompileReport
+from ftmesh.tpu.cycles import Cycles, RoundCycles, stretches
+from ftmesh.tpu.device_model_fit import fit
 from ftmesh.units import format_bytes
 
 # As the TPU compiler writes them, with fewer instructions: a round that was unrolled into the main

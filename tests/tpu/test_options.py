@@ -6,7 +6,7 @@ import pytest
 
 import ftmesh
 from ftmesh import ArgumentError, FtmeshError, TopologyError, TopologyWarning
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 from ftmesh.tpu import slices
 
 FOUR = {"xla_max_concurrent_async_collective_permutes": "4"}

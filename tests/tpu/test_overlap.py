@@ -1,6 +1,6 @@
 """What is computed while permutations are under way, read from compiled text."""
 
-from ftmesh.tpu.overlap import Overlap, overlap
+from ftmesh.tpu.compiled_rounds import Overlap, overlap
 
 TEXT = """\
 HloModule jit_step, is_scheduled=true

@@ -15,7 +15,7 @@ def compile_for(name, failed, algorithm, *options, payload=100_000_000, slab=Non
     """The report of a payload that fills all chunks, in a process of its own."""
     code = (
         "import json, sys, ftmesh\n"
-        "from ftmesh.tpu.report import compile_report\n"
+        "from ftmesh.tpu.compile_report import compile_report\n"
         "from ftmesh.tpu.slices import tpu_devices\n"
         f"topology = ftmesh.Topology.from_devices(tpu_devices({name!r}), failed={failed!r})\n"
         f"plan = ftmesh.plan(topology, {algorithm!r}, executor='pallas', **{dict(options)!r})\n"
@@ -159,7 +159,7 @@ def test_a_slab_at_a_time_there_is_nothing_beside_the_parameter(name, algorithm,
 
 LAYERS = """
 import json, sys, jax, ftmesh
-from ftmesh.tpu.report import compile_report
+from ftmesh.tpu.compile_report import compile_report
 from ftmesh.tpu.slices import tpu_devices
 topology = ftmesh.Topology.from_devices(tpu_devices("v5p:4x4x1"), failed="2x2@2,2")
 dtype, executor = sys.argv[1:]
@@ -186,7 +186,7 @@ def test_weights_of_a_model_a_slab_at_a_time(dtype, executor):
 
 SHAPES = """
 import json, sys, jax, ftmesh
-from ftmesh.tpu.report import compile_report
+from ftmesh.tpu.compile_report import compile_report
 from ftmesh.tpu.slices import tpu_devices
 topology = ftmesh.Topology.from_devices(tpu_devices("v5p:4x4x1"), failed="2x2@2,2")
 plan = ftmesh.plan(topology, "row_pair", executor=sys.argv[1])

@@ -12,7 +12,13 @@ from reporting import report_for, tree
 import ftmesh
 from ftmesh import ArgumentError
 from ftmesh.testing import cpu_grid
-from ftmesh.tpu.report import CompiledLoop, CompileReport, compile_report, compiled_loops, strategy
+from ftmesh.tpu.compile_report import (
+    CompiledLoop,
+    CompileReport,
+    compile_report,
+    compiled_loops,
+    strategy,
+)
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true

@@ -21,9 +21,8 @@ from examples.resnet50.trainer import resnet50_trainer
 from ftmesh import Topology
 from ftmesh.errors import ArgumentError
 from ftmesh.testing import cpu_grid
+from ftmesh.tpu.compiled_rounds import CompiledLoop, Overlap
 from ftmesh.tpu.cycles import Cycles, RoundCycles
-from ftmesh.tpu.loops import CompiledLoop
-from ftmesh.tpu.overlap import Overlap
 from ftmesh.tpu.slices import has_libtpu
 from ftmesh.train.compile_step import StepReport, compile_step
 from ftmesh.train.trainer import StepOptions

@@ -12,7 +12,7 @@ from ftmesh.algorithms import registry
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.topology.notation import format_failed
 from ftmesh.topology.topology import Topology
-from ftmesh.view.packing import pack
+from ftmesh.view.encoding import pack
 from ftmesh.view.page import page
 from ftmesh.view.scene import scene, scene_of
 from ftmesh.view.server import Server

@@ -10,7 +10,7 @@ from importlib.resources import files
 import pytest
 
 from ftmesh.algorithms import registry
-from ftmesh.cli import main
+from ftmesh.cli.main import main
 from ftmesh.schedule.files import save
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology

@@ -14,7 +14,7 @@ from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.planning.chunking import schedule_for
 from ftmesh.planning.selection import choose
 from ftmesh.topology.topology import Topology
-from ftmesh.view.packing import pack, unpack
+from ftmesh.view.encoding import pack, unpack
 from ftmesh.view.scene import MAX_CHIPS, scene
 
 ANY_MESH = {"flood", "tree"}  # what these serve

@@ -4,23 +4,27 @@ A schedule has ``num_chunks``; ``src`` and ``dst``, the ranks of each pair that 
 ``route`` and ``hops``, the places that the pairs' messages pass, and how many links each takes; and
 ``phases``. Each of those has ``starts``, the first row of every round and the end of the last, and
 for every row ``pair``, ``chunk``, ``count`` and ``op`` (0 adds, 1 copies). Ranks and places count
-from 0 as in `ftmesh.topology.topology`, and columns are packed by `ftmesh.view.packing`. Beside them
+from 0 as in `ftmesh.topology.topology`, and columns are packed by `ftmesh.view.encoding`. Beside them
 are the ``proof`` in words, and ``busiest_share``: of the payload, by the link that carries most.
+
+Packing: columns of whole numbers as text that the page unpacks.
 """
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections import Counter
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Ints
 from ftmesh.schedule.verify import verify
 from ftmesh.topology.topology import Topology
-from ftmesh.view.packing import pack
 
 
 def write_mesh(topology: Topology) -> dict[str, Any]:
@@ -70,3 +74,23 @@ def _phase(phase: Phase, ends: Ints) -> dict[str, Any]:
         "count": pack(rows.count),
         "op": pack(rows.op),
     }
+
+
+def pack(values: ArrayLike) -> str:
+    """Whole numbers of 32 bits as base64 of deflated differences, each to the number before it.
+
+    Chunks go round and pairs repeat, so that differences are small and alike: a ring of a thousand
+    chips, four million transfers, takes about 200 kB.
+
+    >>> unpack(pack([7, 8, 9, 3])).tolist()
+    [7, 8, 9, 3]
+    """
+    column = np.asarray(values, np.int32).ravel()
+    steps = np.diff(column, prepend=np.int32(0)).astype("<i4")
+    return base64.b64encode(zlib.compress(steps.tobytes())).decode("ascii")
+
+
+def unpack(text: str) -> Ints:
+    """The inverse of `pack`."""
+    steps = np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i4")
+    return np.cumsum(steps, dtype=np.int32)

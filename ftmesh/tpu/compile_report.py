@@ -30,15 +30,15 @@ from ftmesh.execute.hlo_text import text_of
 from ftmesh.execute.lowering import PALLAS, PPERMUTE
 from ftmesh.planning.plan import Plan
 from ftmesh.topology.devices import platform_of
-from ftmesh.tpu.cycles import Cycles
-from ftmesh.tpu.loops import (
+from ftmesh.tpu.compiled_rounds import (
     CompiledLoop,
     compiled_loops,
     cycles_of_all,
     cycles_outside,
     loop_lines,
 )
-from ftmesh.tpu.options import compiler_options
+from ftmesh.tpu.compiler_options import compiler_options
+from ftmesh.tpu.cycles import Cycles
 from ftmesh.units import format_bytes
 
 

@@ -14,8 +14,7 @@ from functools import partial
 from itertools import count, pairwise
 from math import dist
 
-from ftmesh.draw.page import Way, heading, is_to_layer, place
-from ftmesh.draw.picture import Panel
+from ftmesh.draw.panel import Panel, Way, heading, is_to_layer, place
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.routing import Route
 from ftmesh.topology.topology import Link, Topology

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ftmesh.health.asking import Answer, ask_all
+from ftmesh.health.examination import AGAIN, Look, usual
 from ftmesh.health.findings import Finding, laggards, minority
-from ftmesh.health.look import AGAIN, Look, usual
-from ftmesh.health.probes import DTYPES, answer_program, work_program
+from ftmesh.health.probe_programs import DTYPES, Answer, answer_program, ask_all, work_program
 from ftmesh.topology.devices import platform_of
 
 _WHOLE = "whole numbers"

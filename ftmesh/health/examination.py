@@ -14,9 +14,8 @@ from typing import Any
 
 from ftmesh.distributed.process_group import Cluster
 from ftmesh.distributed.wording import in_seconds
-from ftmesh.health.asking import Answer, ask
 from ftmesh.health.findings import Finding
-from ftmesh.health.probes import Probes
+from ftmesh.health.probe_programs import Answer, Probes, ask
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.notation import Coord, Link
 from ftmesh.topology.topology import Topology

@@ -15,8 +15,8 @@ from itertools import chain, combinations
 import numpy as np
 
 from ftmesh.errors import ArgumentError
-from ftmesh.tpu.loops import cycles_of_all
-from ftmesh.tpu.report import CompileReport
+from ftmesh.tpu.compile_report import CompileReport
+from ftmesh.tpu.compiled_rounds import cycles_of_all
 from ftmesh.units import format_bytes
 
 

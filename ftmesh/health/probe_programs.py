@@ -3,14 +3,20 @@
 A chip computes what is known: chains of products of matrices in the dtypes of training, and whole
 numbers in a few MB of memory, of which a digest comes back. A link carries a pattern there and
 back.
+
+Asking: run a program, and wait for each of its devices only so long.
+
+What does not answer is left behind, in a thread that ends with the process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +25,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from numpy.typing import NDArray
 
-from ftmesh.health.digests import digest, digest_of_words
-from ftmesh.health.sick import WELL, Sick
+from ftmesh.health.replica_check import digest, digest_of_words
+from ftmesh.testing.unhealthy import WELL, Sick
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 _AXIS = "chips"
@@ -180,3 +186,66 @@ def _on(
         return [jax.make_array_from_callback(x.shape, split, x.__getitem__) for x in host]
 
     return lambda: compiled(*placed())
+
+
+K = TypeVar("K", bound=Hashable)
+
+_SLEEP = 0.0002  # seconds between two looks
+
+
+class Answer(NamedTuple):
+    """What a device gave, or the words of its error, and how long that took."""
+
+    value: NDArray[Any] | None
+    seconds: float
+    error: str = ""
+
+    @property
+    def numbers(self) -> list[Any]:
+        """The value, as it can be told others."""
+        return [] if self.value is None else list(self.value.tolist())
+
+
+def ask(program: Callable[[], jax.Array], limit: float) -> dict[Any, Answer]:
+    """What each of this process's devices in a program answers; the silent are missing."""
+    start = time.perf_counter()
+    made = ask_all({"": program}, limit).get("")
+    if made is None:
+        return {}
+    if isinstance(made, Exception):
+        raise made
+    waiting = {shard.device: shard.data for shard in made.addressable_shards}
+    found: dict[Any, Answer] = {}
+    while waiting and time.perf_counter() - start < limit:
+        for device, data in [*waiting.items()]:
+            if data.is_ready():
+                found[device] = _read(data, time.perf_counter() - start)
+                del waiting[device]
+        time.sleep(_SLEEP)
+    return found
+
+
+def ask_all(questions: Mapping[K, Callable[[], Any]], limit: float) -> dict[K, Any]:
+    """What each question gives, or its exception; those without an answer are left behind."""
+    found: dict[K, Any] = {}
+
+    def put(name: K, question: Callable[[], Any]) -> None:
+        try:
+            found[name] = question()
+        except Exception as error:
+            found[name] = error
+
+    threads = [threading.Thread(target=put, args=each, daemon=True) for each in questions.items()]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(found)
+
+
+def _read(data: jax.Array, seconds: float) -> Answer:
+    try:
+        return Answer(np.asarray(data)[0], seconds)
+    except jax.errors.JaxRuntimeError as error:
+        return Answer(None, seconds, " ".join(str(error).split())[:200])

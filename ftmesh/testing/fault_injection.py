@@ -6,7 +6,7 @@ A trainer tells where it is, and a fault of that process, moment and step strike
 
 Each strikes once in a run, also when processes are started anew: the folder FTMESH_RUN_DIR keeps
 marks. Without that variable it is once in a process. Where FTMESH_FAULTS is not set, nothing
-happens. `ftmesh.testing.fault` has the text form.
+happens. `ftmesh.testing.fault_spec` has the text form.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ftmesh.testing.fault import ANY, WITHOUT_STEP, Fault, parse
-from ftmesh.testing.fault_acts import act, halve, until_full
+from ftmesh.testing.fault_actions import act, halve, until_full
+from ftmesh.testing.fault_spec import ANY, WITHOUT_STEP, Fault, parse
 
 VARIABLE, RUN_DIR = "FTMESH_FAULTS", "FTMESH_RUN_DIR"
 _SAYS = {

@@ -1,0 +1,82 @@
+"""The command line: ``ftmesh plan 16x32 --failed 4x2@6,14``. One file per command.
+
+What a user can cause ends with one line that says what was wrong, and a status of its own: see
+`ftmesh.command_line`. A traceback is a bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import ftmesh
+from ftmesh.cli.main import (
+    advise,
+    bench,
+    compile,
+    doctor,
+    draw,
+    launch,
+    limits,
+    paper,
+    plan,
+    simulate,
+    verify,
+    view,
+)
+from ftmesh.command_line import STATUSES, Parser, ended, say
+
+COMMANDS = {
+    "plan": plan,
+    "verify": verify,
+    "draw": draw,
+    "simulate": simulate,
+    "limits": limits,
+    "paper": paper,
+    "advise": advise,
+    "compile": compile,
+    "bench": bench,
+    "doctor": doctor,
+    "launch": launch,
+    "view": view,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    parser = Parser(
+        prog="ftmesh",
+        description="All-reduce schedules for TPU meshes with failed chips: plan them, prove them\n"
+        "right, look at them, price them, and see what a TPU's compiler makes of them.",
+        epilog="Blocks of failed chips are written WxH@x,y and joined by ';': 4x2@6,14 is 4 chips\n"
+        "along x and 2 along y, with its low corner at x=6, y=14. On three axes it is\n"
+        f"WxHxD@x,y,z.\n\n{STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ftmesh {ftmesh.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS.values():
+        command.add(commands)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.prog = f"{parser.prog} {args.command}"  # whose --help has the right ones
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return ended("ftmesh", lambda: _carried_out(args))
+
+
+def _carried_out(args: argparse.Namespace) -> int | None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # arrows, on a terminal without them
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        status: int | None = COMMANDS[args.command].run(args)
+    return status
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """One line, as errors are; where in the code it arose says nothing to a user."""
+    say(f"ftmesh: warning: {message}")
