@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from examples.common.report import read_metrics
 from ftmesh.command_line import Parser, whole_number
 from ftmesh.elastic.local_pod import run_pod
-from ftmesh.train.report import read_metrics
 
 MESH, DEVICES = "4x4", 16
 WHOLE_HOST = {2: "4x2@0,2", 4: "4x1@0,3", 8: "2x1@2,3"}

@@ -4,8 +4,8 @@ import os
 import struct
 import time
 
-from ftmesh.train.records import Records, find_shards, write_records
-from ftmesh.train.shard_index import frame_head, masked_checksum
+from examples.common.records import Records, find_shards, write_records
+from examples.common.shard_index import frame_head, masked_checksum
 
 EVERY = [b"a", b"", b"ccc", b"dd", b"e" * 1000]
 

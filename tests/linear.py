@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from examples.common.arguments import add_run
+from examples.common.data_parallel import Parallel
+from examples.common.loop import Job
+from examples.common.reader import Batches
+from examples.common.trainer import StepOptions, make_trainer
+from ftmesh.collectives import Shares, weighted_sum
 from ftmesh.distributed.process_group import ALONE
-from ftmesh.train import Shares, weighted_sum
-from ftmesh.train.arguments import add_run
-from ftmesh.train.loop import Job
-from ftmesh.train.parallel import Parallel
-from ftmesh.train.reading import Batches
-from ftmesh.train.trainer import StepOptions, make_trainer
 
 BATCH, SIZE, RATE = 24, 3, 0.25
 CLOSE = 0.02  # an error that counts as none

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from examples.common.data_parallel import Parallel
+from examples.common.device_arrays import WHOLE
 from ftmesh import Topology
+from ftmesh.optim import ShardedOptimizer
 from ftmesh.testing import cpu_grid
-from ftmesh.train import Parallel, ShardedOptimizer
-from ftmesh.train.placed import WHOLE
 
 
 class Memory(NamedTuple):

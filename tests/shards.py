@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from examples.common.data_parallel import Parallel
+from examples.common.device_arrays import SPLIT, WHOLE
 from ftmesh.checkpoint.reader import Saved
 from ftmesh.checkpoint.snapshot import Copier
 from ftmesh.checkpoint.writer import part_of
+from ftmesh.optim import lamb
 from ftmesh.testing import cpu_grid
-from ftmesh.train import Parallel, lamb
-from ftmesh.train.placed import SPLIT, WHOLE
 
 
 class On(NamedTuple):

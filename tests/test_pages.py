@@ -136,11 +136,11 @@ def test_what_pages_teach_is_in_the_reference(page):
 
 
 def test_a_name_that_is_taught_and_not_listed_is_found():
-    names = taught("from ftmesh.cost import a, b\n`ftmesh.train.loop` ftmesh.Topology.grid(x)")
+    names = taught("from ftmesh.cost import a, b\n`examples.common.loop` ftmesh.Topology.grid(x)")
     assert names == {
-        "ftmesh.cost.a", "ftmesh.cost.b", "ftmesh.train.loop", "ftmesh.Topology.grid"
+        "ftmesh.cost.a", "ftmesh.cost.b", "examples.common.loop", "ftmesh.Topology.grid"
     }  # fmt: skip
-    listed = ["ftmesh.Topology", "ftmesh.train.loop.run", "ftmesh.cost.a"]
+    listed = ["ftmesh.Topology", "examples.common.loop.run", "ftmesh.cost.a"]
     assert [name for name in sorted(names) if not is_listed(name, listed)] == ["ftmesh.cost.b"]
 
 

@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 from examples.bert import make_records
+from examples.common.arguments import MAX_BATCH
+from examples.common.reader import FEW, MAX_DAMAGED
 from examples.fuzz import running
 from examples.resnet50 import augment, images
 from ftmesh.algorithms import registry
@@ -11,8 +13,6 @@ from ftmesh.command_line import STATUSES
 from ftmesh.elastic import pod_environment
 from ftmesh.planning import advise
 from ftmesh.schedule.files import MAX_BYTES
-from ftmesh.train.arguments import MAX_BATCH
-from ftmesh.train.reading import FEW, MAX_DAMAGED
 from ftmesh.units import MOST_BYTES, format_bytes
 
 TEXT = (Path(__file__).parent.parent / "docs" / "refusals.md").read_text()

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ftmesh.optim import clip_by_global_norm, lamb, lars, matrices
 from ftmesh.testing import on_one_device
-from ftmesh.train import clip_by_global_norm, lamb, lars, matrices
 
 RNG = np.random.default_rng(0)
 PARAMS = {

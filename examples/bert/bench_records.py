@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
+from examples.common import reader
+from examples.common.arguments import positive
+from examples.common.records import Records, find_shards, write_records
 from ftmesh.command_line import Parser
-from ftmesh.train import reading
-from ftmesh.train.arguments import positive
-from ftmesh.train.records import Records, find_shards, write_records
 
 RECORD_BYTES, BATCH = 100, 8192
 MLPERF = 156_725_653  # sequences of MLPerf's BERT, phase 2
@@ -57,7 +57,7 @@ class Batch(NamedTuple):
     data: NDArray[np.uint8]
 
 
-class Batches(reading.Batches[Batch]):
+class Batches(reader.Batches[Batch]):
     """Batches of the records themselves."""
 
     def __init__(self, records: Records, **settings: Any) -> None:

@@ -21,9 +21,9 @@ import numpy as np
 from examples.bert.batch import Batch
 from examples.bert.config import PRESETS, Config
 from examples.bert.trainer import bert_trainer, first_state
+from examples.common.measure import Turn, measure, read_arguments, trainer_turn
 from ftmesh.command_line import Parser
 from ftmesh.topology.topology import Topology
-from ftmesh.train.measure import Turn, measure, read_arguments, trainer_turn
 
 FLOPS_PER_SEQUENCE = 1019.8e9  # of a step of BERT-large at length 512
 

@@ -18,13 +18,13 @@ import jax
 from examples.bert.config import PRESETS
 from examples.bert.data import Batches, open_sequences
 from examples.bert.trainer import bert_trainer, first_state
+from examples.common.trainer import State, StepOptions
 from ftmesh.command_line import Parser, whole_number
 from ftmesh.distributed.initialize import join
 from ftmesh.distributed.process_group import Cluster
 from ftmesh.elastic.peer_checkpoint import memory_on_line
 from ftmesh.health.replica_check import check_equal
 from ftmesh.topology.topology import Topology
-from ftmesh.train.trainer import State, StepOptions
 
 AS_IT_IS, AGAIN, KEEPS = "as it is", "the same again", "the state before it kept"
 TWO_STATES, WITH_COPIES = "two states, not three", "copies of shards, too"

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 from examples.bert.config import PRESETS, Config
 from examples.bert.trainer import add_bert_step, bert_options, bert_trainer
+from examples.common.arguments import step_options
+from examples.common.compile_step import start
+from examples.common.trainer import Trainer
 from ftmesh.command_line import Parser
 from ftmesh.topology.topology import Topology
-from ftmesh.train.arguments import step_options
-from ftmesh.train.compile_step import start
-from ftmesh.train.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,10 +25,10 @@ from examples.bert.batch import Batch
 from examples.bert.sequences import encode_documents, make_sequence
 from examples.bert.text import made_up_documents
 from examples.bert.wordpiece import Vocabulary
+from examples.common import reader
+from examples.common.reader import Reader as Reader
+from examples.common.records import Records, find_shards
 from ftmesh.errors import DataError, RecordError
-from ftmesh.train import reading
-from ftmesh.train.reading import Reader as Reader
-from ftmesh.train.records import Records, find_shards
 
 FILES = {"train": ("train-*", "part-*"), "validation": ("validation-*", "eval*")}
 SAMPLE = 10_000  # sequences from which the commonest word is found
@@ -183,8 +183,8 @@ def open_sequences(
     return RecordSequences(Path(folder), split, packed=packed, show=show, **sizes)
 
 
-class Batches(reading.Batches[Batch]):
-    """The sequences of every batch; the settings are those of `ftmesh.train.reading.Batches`."""
+class Batches(reader.Batches[Batch]):
+    """The sequences of every batch; the settings are those of `examples.common.reader.Batches`."""
 
     unit = "sequences"
 

@@ -20,11 +20,11 @@ import numpy as np
 from examples.bert.config import PRESETS
 from examples.bert.sequences import Document, encode_documents, make_sequences
 from examples.bert.wordpiece import Vocabulary
+from examples.common.arguments import positive
+from examples.common.records import check_alone, make_example, write_records
 from ftmesh.command_line import MOST_SEED, Parser, ended, whole_number
 from ftmesh.errors import DataError, DataNotFoundError
 from ftmesh.files import check_folder, read_whole
-from ftmesh.train.arguments import positive
-from ftmesh.train.records import check_alone, make_example, write_records
 
 MAX_TEXT_BYTES = 2**30
 MAX_LINE, MAX_WORD = 20_000, 1_000  # characters: pieces of long words take long to find

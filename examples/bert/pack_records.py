@@ -19,11 +19,11 @@ from rich.progress import track
 from examples.bert.config import PRESETS
 from examples.bert.data import RecordSequences
 from examples.bert.joining import join, pack
+from examples.common.arguments import positive
+from examples.common.records import check_alone, make_example, write_records
 from ftmesh.command_line import MOST_SEED, Parser, ended, whole_number
 from ftmesh.errors import DataError, RecordError
 from ftmesh.files import check_folder
-from ftmesh.train.arguments import positive
-from ftmesh.train.records import check_alone, make_example, write_records
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,9 +12,10 @@ import optax
 from examples.bert.batch import Batch
 from examples.bert.config import Config
 from examples.bert.model import Bert, predict
-from ftmesh.optim.lr_schedules import poly_decay
-from ftmesh.train import Shares, lamb, matrices, weighted_sum
-from ftmesh.train.parallel import Parallel
+from examples.common.data_parallel import Parallel
+from examples.common.lr_schedules import poly_decay
+from ftmesh.collectives import Shares, weighted_sum
+from ftmesh.optim import lamb, matrices
 
 
 def make_model(

@@ -18,13 +18,13 @@ from functools import partial
 from examples.bert.config import PRESETS, Config
 from examples.bert.data import Batches, open_sequences, unigram_accuracy
 from examples.bert.trainer import add_bert_step, bert_options, bert_trainer, first_state
+from examples.common.arguments import positive, start, step_options
+from examples.common.loop import Job, open_data, run, start_log
+from examples.common.report import Report
+from examples.common.trainer import Trainer
 from ftmesh.command_line import Parser
 from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.topology.topology import Topology
-from ftmesh.train.arguments import positive, start, step_options
-from ftmesh.train.loop import Job, open_data, run, start_log
-from ftmesh.train.report import Report
-from ftmesh.train.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

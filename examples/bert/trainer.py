@@ -20,9 +20,9 @@ from examples.bert.steps import (
     make_model,
     make_transformation,
 )
+from examples.common.trainer import State, StepOptions, Trainer, make_trainer
 from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.topology.topology import Topology
-from ftmesh.train.trainer import State, StepOptions, Trainer, make_trainer
 
 _DEFAULTS = StepOptions()
 

@@ -19,6 +19,7 @@ from PIL import Image
 
 import ftmesh
 from examples.bert import make_records
+from examples.common.records import Records, find_shards, write_records
 from examples.fuzz.commands import MESHES, SOUND, Rng, checked, pick
 from examples.fuzz.running import Work, WrongError
 from examples.resnet50.augment import centre_crop, random_crop
@@ -26,7 +27,6 @@ from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.command_line import ended
 from ftmesh.errors import PlanError, RecordError
 from ftmesh.schedule.files import dump
-from ftmesh.train.records import Records, find_shards, write_records
 
 NUMBERS = (0, 1, -1, 2, 7, 2**31 - 1, -(2**31), 255)
 VALUES: tuple[Any, ...] = (

@@ -18,12 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from examples.common.measure import Turn, measure, read_arguments, trainer_turn
 from examples.resnet50.batch import Batch
 from examples.resnet50.config import PRESETS
 from examples.resnet50.trainer import first_state, resnet50_trainer
 from ftmesh.command_line import Parser
 from ftmesh.topology.topology import Topology
-from ftmesh.train.measure import Turn, measure, read_arguments, trainer_turn
 
 
 def our_turn(preset: str, batch: int) -> Turn:

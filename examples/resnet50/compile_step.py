@@ -12,13 +12,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from examples.common.arguments import step_options
+from examples.common.compile_step import start
+from examples.common.trainer import Trainer
 from examples.resnet50.config import PRESETS, Config
 from examples.resnet50.trainer import resnet50_trainer
 from ftmesh.command_line import Parser
 from ftmesh.topology.topology import Topology
-from ftmesh.train.arguments import step_options
-from ftmesh.train.compile_step import start
-from ftmesh.train.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

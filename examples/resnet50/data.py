@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from examples.common import reader
+from examples.common.reader import Reader as Reader
 from examples.resnet50.augment import centre_crop, random_crop
 from examples.resnet50.batch import Batch
 from examples.resnet50.images import Images
 from ftmesh.errors import RecordError
-from ftmesh.train import reading
-from ftmesh.train.reading import Reader as Reader
 
 
-class Batches(reading.Batches[Batch]):
+class Batches(reader.Batches[Batch]):
     """The images of every batch, to be had by step in any order.
 
-    The settings are those of `ftmesh.train.reading.Batches`. Images are augmented in training, and
+    The settings are those of `examples.common.reader.Batches`. Images are augmented in training, and
     cropped at the centre in evaluation.
     """
 

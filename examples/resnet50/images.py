@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from examples.common.records import Records, find_shards
 from ftmesh.errors import DataError, DataNotFoundError, RecordError
 from ftmesh.files import read_whole
-from ftmesh.train.records import Records, find_shards
 
 MAX_FILE_BYTES = 2**28
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}

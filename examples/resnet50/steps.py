@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from examples.common.data_parallel import Parallel
+from examples.common.device_arrays import AXIS
+from examples.common.lr_schedules import poly_decay
 from examples.resnet50.batch import Batch
 from examples.resnet50.config import Config
 from examples.resnet50.model import ResNet, normalise
-from ftmesh.optim.lr_schedules import poly_decay
-from ftmesh.train import GroupBatchNorm, Groups, Shares, lars, matrices, weighted_sum
-from ftmesh.train.parallel import Parallel
-from ftmesh.train.placed import AXIS
+from ftmesh.collectives import Shares, weighted_sum
+from ftmesh.nn import GroupBatchNorm, Groups
+from ftmesh.optim import lars, matrices
 
 
 def make_model(

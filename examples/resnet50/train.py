@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from examples.common.arguments import start, step_options
+from examples.common.loop import Job, open_data, run, start_log
+from examples.common.report import Report
 from examples.resnet50.config import PRESETS, Config
 from examples.resnet50.data import Batches
 from examples.resnet50.images import open_images
@@ -22,9 +25,6 @@ from examples.resnet50.trainer import first_state, resnet50_trainer
 from ftmesh.command_line import Parser
 from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.topology.topology import Topology
-from ftmesh.train.arguments import start, step_options
-from ftmesh.train.loop import Job, open_data, run, start_log
-from ftmesh.train.report import Report
 
 
 def main(argv: Sequence[str] | None = None) -> int:

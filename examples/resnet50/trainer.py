@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from examples.common.trainer import State, StepOptions, Trainer, make_trainer
 from examples.resnet50.batch import Batch
 from examples.resnet50.config import Config
 from examples.resnet50.model import init
@@ -19,7 +20,6 @@ from examples.resnet50.steps import (
 )
 from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.topology.topology import Topology
-from ftmesh.train.trainer import State, StepOptions, Trainer, make_trainer
 
 _DEFAULTS = StepOptions()
 

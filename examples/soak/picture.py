@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.common.report import mark_epochs, metrics_lines, read_epochs, read_metrics
 from ftmesh.command_line import Parser, whole_number
 from ftmesh.draw.plots import save
-from ftmesh.train.metrics import metrics_lines, read_epochs, read_metrics
-from ftmesh.train.report import mark_epochs
 
 POD = "--hosts 4 --devices-per-host 4 --mesh 4x4 --host-shape 2x2 --failures 3 --collective-limit 5"
 HOST = 2  # the one that is killed

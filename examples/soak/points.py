@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.train.reading import Batches
+from examples.common.reader import Batches
 
 SIZE, CLASSES = 8, 4
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from examples.common.report import metrics_lines
 from examples.soak.checks import Run
 from ftmesh.testing.fault_actions import noted_processes
 from ftmesh.testing.fault_spec import Fault
-from ftmesh.train.metrics import metrics_lines
 
 MESH, DEVICES = "4x4", 16
 HOST_SHAPES = {2: "4x2", 4: "2x2", 8: "2x1"}

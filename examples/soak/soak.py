@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from examples.common.arguments import positive, seconds
 from examples.soak.checks import Run, check
 from examples.soak.running import HOST_SHAPES, PHASE_LIMIT, Pod, step_seconds
 from examples.soak.table import Recovery, recoveries, table_of
@@ -23,7 +24,6 @@ from examples.soak.train import PRESETS
 from ftmesh.command_line import MOST_SEED, Parser, say, whole_number
 from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.testing.fault_spec import draw, draw_by_time, parse
-from ftmesh.train.arguments import positive, seconds
 
 BATCH, STEPS = PRESETS["tiny"].batch, PRESETS["tiny"].steps
 MINUTES = 5.0

@@ -26,17 +26,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from examples.common.arguments import start, step_options
+from examples.common.data_parallel import Parallel
+from examples.common.loop import Job, open_data, run, start_log
+from examples.common.lr_schedules import poly_decay
+from examples.common.report import Report
+from examples.common.trainer import State, StepOptions, Trainer, make_trainer
 from examples.soak.points import CLASSES, SIZE, PointBatches, Points, used_file
+from ftmesh.collectives import Shares, weighted_sum
 from ftmesh.command_line import Parser
 from ftmesh.distributed.process_group import ALONE, Cluster
-from ftmesh.optim.lr_schedules import poly_decay
+from ftmesh.optim import lamb, matrices
 from ftmesh.topology.topology import Topology
-from ftmesh.train import Shares, lamb, matrices, weighted_sum
-from ftmesh.train.arguments import start, step_options
-from ftmesh.train.loop import Job, open_data, run, start_log
-from ftmesh.train.parallel import Parallel
-from ftmesh.train.report import Report
-from ftmesh.train.trainer import State, StepOptions, Trainer, make_trainer
 
 
 @dataclass(frozen=True, kw_only=True)

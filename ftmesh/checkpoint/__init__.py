@@ -1,1 +1,3 @@
-"""Saved: states in files, each process with what it owns, that any other mesh can read."""
+"""Checkpoints: each process writes what it owns; any other mesh can restore it."""
+
+from ftmesh.checkpoint.checkpoints import Checkpoints as Checkpoints

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ftmesh
-from ftmesh.cli.main import (
+from ftmesh.cli import (
     advise,
     bench,
     compile,

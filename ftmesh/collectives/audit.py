@@ -238,8 +238,8 @@ OF_REPLICATED = (
     "to='varying') and plan.pmean the gradients"
 )
 OF_BATCH_NORM = (
-    "a batch norm of Flax's takes its statistics along {axis!r}: use ftmesh.train.GroupBatchNorm, "
-    "or ftmesh.train.NnxGroupBatchNorm, or no axis_name"
+    "a batch norm of Flax's takes its statistics along {axis!r}: use ftmesh.nn.GroupBatchNorm, "
+    "or ftmesh.nn.NnxGroupBatchNorm, or no axis_name"
 )
 OF_PARTITIONER = (
     "the compiler put it in to keep arrays sharded as they are: take plan.value_and_grad(loss), or "

@@ -125,7 +125,7 @@ class NnxGroupBatchNorm(nnx.Module):
     Without `groups` every rank is alone, whatever `axis_name` is.
 
     The arithmetic, the weights of examples and the running statistics are those of
-    `ftmesh.train.GroupBatchNorm`. ``model.train()`` and ``model.eval()`` set `use_running_average`.
+    `ftmesh.nn.GroupBatchNorm`. ``model.train()`` and ``model.eval()`` set `use_running_average`.
     """
 
     def __init__(

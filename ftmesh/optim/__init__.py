@@ -1,5 +1,14 @@
-"""Optim: optimizers whose state is shared out among the chips. Needs optax."""
+"""Optax transformations whose state is sharded over the chips of a plan. Needs optax."""
 
 from ftmesh.optional_deps import require
 
 require("ftmesh.optim", "train", "optax")
+
+from ftmesh.optim.elementwise.trace import NotShardableError as NotShardableError  # noqa: E402
+from ftmesh.optim.lars_lamb import clip_by_global_norm as clip_by_global_norm  # noqa: E402
+from ftmesh.optim.lars_lamb import lamb as lamb  # noqa: E402
+from ftmesh.optim.lars_lamb import lars as lars  # noqa: E402
+from ftmesh.optim.lars_lamb import matrices as matrices  # noqa: E402
+from ftmesh.optim.replicated import WholeOptimizer as WholeOptimizer  # noqa: E402
+from ftmesh.optim.sharded import ShardedOptimizer as ShardedOptimizer  # noqa: E402
+from ftmesh.optim.state import ShardedState as ShardedState  # noqa: E402

@@ -20,7 +20,7 @@ class WholeOptimizer:
 
     With `mark`, which is `with_mean_gradients` with all arguments but the parameters, that is done
     during the backward pass of `value_and_grad`. The methods are those of
-    `ftmesh.train.ShardedOptimizer`.
+    `ftmesh.optim.ShardedOptimizer`.
     """
 
     transformation: optax.GradientTransformation

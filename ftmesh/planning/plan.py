@@ -226,7 +226,9 @@ class Plan:
         In jit, of a whole batch; in shard_map and pmap, of a rank's share of it. See
         `ftmesh.collectives.value_and_grad`.
         """
-        return _collectives().value_and_grad(loss, argnums, has_aux, plan=self, **options)
+        from ftmesh.collectives.value_and_grad import value_and_grad
+
+        return value_and_grad(loss, argnums, has_aux, plan=self, **options)
 
     def shard(self, transformation: Any, axis_name: Any = "data", **options: Any) -> Any:
         """An optax transformation whose state is shared out among the owners of chunks.

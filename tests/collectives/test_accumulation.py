@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError
+from ftmesh.collectives import Shares, accumulated, weighted_sum
 from ftmesh.execute.hlo_text import computations
-from ftmesh.train import Shares, accumulated, weighted_sum
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

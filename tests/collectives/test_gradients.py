@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError
+from ftmesh.collectives import backward_order, mean_gradients, plan_for, with_mean_gradients
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.testing import cpu_grid, on_one_device
-from ftmesh.train import backward_order, mean_gradients, plan_for, with_mean_gradients
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

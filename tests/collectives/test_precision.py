@@ -13,10 +13,10 @@ from roundings import HALVES, LARGE, assert_right, draws, exact_means, large_pla
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError
+from ftmesh.collectives import mean_gradients, with_mean_gradients
 from ftmesh.collectives.precision import Precision, precision
 from ftmesh.execute.context import Wire
 from ftmesh.testing import on_one_device
-from ftmesh.train import mean_gradients, with_mean_gradients
 
 F32, BF16, F16 = map(jnp.dtype, (np.float32, jnp.bfloat16, np.float16))
 

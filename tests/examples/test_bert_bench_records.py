@@ -5,7 +5,7 @@ import time
 import pytest
 
 from examples.bert.bench_records import BATCH, made_up, measure_records, measure_start
-from ftmesh.train.records import write_records
+from examples.common.records import write_records
 
 
 def test_a_start(tmp_path):

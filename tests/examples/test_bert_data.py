@@ -11,8 +11,8 @@ from examples.bert.make_records import main, read_documents
 from examples.bert.pack_records import main as pack_main
 from examples.bert.sequences import encode_documents, make_sequences
 from examples.bert.wordpiece import SPECIAL, Vocabulary
+from examples.common.records import Records, find_shards, make_example, write_records
 from ftmesh.errors import DataError
-from ftmesh.train.records import Records, find_shards, make_example, write_records
 
 DOCUMENTS = text.made_up_documents(60)
 LINES = [line for document in DOCUMENTS for line in document]

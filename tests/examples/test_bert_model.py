@@ -14,8 +14,8 @@ from examples.bert.batch import Batch
 from examples.bert.model import Bert, bert_base, bert_large, bert_tiny, init, predict
 from examples.bert.published import from_published, published_name, read_published, to_published
 from examples.bert.steps import losses_of, weights_of
+from ftmesh.collectives import weighted_sum
 from ftmesh.errors import DataError
-from ftmesh.train import weighted_sum
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -18,11 +18,11 @@ from examples.bert.published import to_published
 from examples.bert.steps import make_model
 from examples.bert.train import add_bert, main, train
 from examples.bert.trainer import bert_options, bert_trainer
+from examples.common.arguments import add_run, step_options
+from examples.common.records import make_example, write_records
 from ftmesh import Topology
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.testing import cpu_grid
-from ftmesh.train.arguments import add_run, step_options
-from ftmesh.train.records import make_example, write_records
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

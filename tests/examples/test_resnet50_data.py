@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from examples.common.records import make_example, write_records
 from examples.resnet50.augment import centre_crop, random_crop
 from examples.resnet50.bench_data import measure_decoding
 from examples.resnet50.data import Batches, Reader
 from examples.resnet50.images import open_images
 from ftmesh.errors import DataError, RecordError
-from ftmesh.train.records import make_example, write_records
 
 CLASSES = 5
 RNG = np.random.default_rng(0)

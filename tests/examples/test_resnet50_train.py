@@ -15,6 +15,9 @@ from more import more
 from PIL import Image
 
 import examples.resnet50.train
+from examples.common.arguments import add_run, step_options
+from examples.common.records import make_example, write_records
+from examples.common.report import read_metrics
 from examples.resnet50.config import PRESETS
 from examples.resnet50.data import Batches
 from examples.resnet50.images import open_images
@@ -26,9 +29,6 @@ from ftmesh import FtmeshError, Topology
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.errors import TrainingError
 from ftmesh.testing import cpu_grid
-from ftmesh.train.arguments import add_run, step_options
-from ftmesh.train.records import make_example, write_records
-from ftmesh.train.report import read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

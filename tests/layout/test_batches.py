@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import ftmesh
 from ftmesh import ArgumentError, Topology
+from ftmesh.collectives import Shares, weighted_sum
 from ftmesh.testing import on_one_device
-from ftmesh.train import Shares, weighted_sum
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

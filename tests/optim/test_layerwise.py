@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from ftmesh.train import clip_by_global_norm, lamb, lars, matrices
+from ftmesh.optim import clip_by_global_norm, lamb, lars, matrices
 
 RNG = np.random.default_rng(0)
 PARAMS = {

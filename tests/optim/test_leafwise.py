@@ -10,9 +10,9 @@ import optax
 import pytest
 from updates import assert_close, at, gradients, unsharded
 
+from ftmesh.optim import NotShardableError, clip_by_global_norm, lamb, lars
 from ftmesh.optim.communication import OnMesh, Travel
 from ftmesh.optim.sharded import Work
-from ftmesh.train import NotShardableError, clip_by_global_norm, lamb, lars
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 RNG = np.random.default_rng(0)

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from examples.common.lr_schedules import poly_decay
 from ftmesh import ArgumentError
-from ftmesh.optim.lr_schedules import poly_decay
 
 SETTINGS = [
     {"peak": 8.0, "warmup_steps": 5, "total_steps": 30},

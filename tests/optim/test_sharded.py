@@ -27,8 +27,8 @@ from updates import (
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology
+from ftmesh.optim import ShardedOptimizer, lamb, lars
 from ftmesh.testing import cpu_grid, on_one_device
-from ftmesh.train import ShardedOptimizer, lamb, lars
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 SIZE = sum(leaf.size for leaf in jax.tree.leaves(PARAMS))

@@ -22,9 +22,10 @@ from updates import (
 )
 
 import ftmesh
+from examples.common.data_parallel import Parallel
 from ftmesh import ArgumentError, Topology
+from ftmesh.optim import ShardedOptimizer
 from ftmesh.testing import cpu_grid, on_one_device
-from ftmesh.train import Parallel, ShardedOptimizer
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

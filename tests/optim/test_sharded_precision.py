@@ -7,8 +7,8 @@ import optax
 import pytest
 from roundings import HALVES, LARGE, assert_right, draws, exact_means, large_plan, lax_means
 
+from ftmesh.optim import ShardedOptimizer
 from ftmesh.testing import on_one_device
-from ftmesh.train import ShardedOptimizer
 
 SGD = optax.sgd(0.5)
 

@@ -17,10 +17,10 @@ import optax
 from linear import BATCH, PointBatches, first, linear_trainer
 from watching import Watching
 
+from examples.common.arguments import start, step_options
+from examples.common.loop import Job, open_data, run, start_log
 from ftmesh.distributed.process_group import ALONE
 from ftmesh.errors import DataError
-from ftmesh.train.arguments import start, step_options
-from ftmesh.train.loop import Job, open_data, run, start_log
 
 TROUBLE = os.environ.get("TROUBLE")
 

@@ -17,12 +17,12 @@ from linear_train import Config
 from more import more
 from watching import Watching
 
+from examples.common.arguments import start
+from examples.common.loop import run, start_log
+from examples.common.report import read_metrics
+from examples.common.trainer import StepOptions
 from ftmesh import Topology
 from ftmesh.elastic.local_pod import run_pod
-from ftmesh.train.arguments import start
-from ftmesh.train.loop import run, start_log
-from ftmesh.train.report import read_metrics
-from ftmesh.train.trainer import StepOptions
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent)))

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from remembering import bits, parameters, remember
 
+from examples.common.data_parallel import Parallel
+from examples.common.device_arrays import WHOLE
 from ftmesh import Topology
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.train import Parallel
-from ftmesh.train.placed import WHOLE
 
 
 def main(port, process, number, folder):

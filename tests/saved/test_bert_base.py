@@ -14,12 +14,12 @@ from more import more
 from examples.bert.config import PRESETS
 from examples.bert.model import init
 from examples.bert.steps import make_model, make_transformation
+from examples.common.data_parallel import Parallel
+from examples.common.device_arrays import WHOLE
 from ftmesh.checkpoint import snapshot
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.optim.state import Slot
 from ftmesh.testing import cpu_grid
-from ftmesh.train import Parallel
-from ftmesh.train.placed import WHOLE
 
 BASE = PRESETS["base"]
 TYPES = jax.eval_shape(partial(init, make_model(BASE), seed=0))

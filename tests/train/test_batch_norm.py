@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology
+from ftmesh.collectives import Shares, with_mean_gradients
+from ftmesh.nn import GroupBatchNorm, Groups, mean_statistics
 from ftmesh.testing import cpu_grid, on_one_device
-from ftmesh.train import GroupBatchNorm, Groups, Shares, mean_statistics, with_mean_gradients
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -15,6 +15,8 @@ from examples.bert.compile_step import main as compile_bert
 from examples.bert.config import PRESETS as BERT_PRESETS
 from examples.bert.model import init as init_bert
 from examples.bert.steps import make_model as make_bert
+from examples.common.compile_step import StepReport, compile_step
+from examples.common.trainer import StepOptions
 from examples.resnet50.compile_step import main as compile_resnet50
 from examples.resnet50.config import PRESETS
 from examples.resnet50.trainer import resnet50_trainer
@@ -24,8 +26,6 @@ from ftmesh.testing import cpu_grid
 from ftmesh.tpu.compiled_rounds import CompiledLoop, Overlap
 from ftmesh.tpu.cycles import Cycles, RoundCycles
 from ftmesh.tpu.slices import has_libtpu
-from ftmesh.train.compile_step import StepReport, compile_step
-from ftmesh.train.trainer import StepOptions
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

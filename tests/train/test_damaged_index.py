@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from indexed import EVERY, made, read, three
 
-from ftmesh.train import index_files
-from ftmesh.train.index_files import load_index
-from ftmesh.train.records import Records
-from ftmesh.train.shard_index import ShardIndex, Stamp, checksum
+from examples.common import index_files
+from examples.common.index_files import load_index
+from examples.common.records import Records
+from examples.common.shard_index import ShardIndex, Stamp, checksum
 
 
 @pytest.fixture

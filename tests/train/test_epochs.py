@@ -8,6 +8,9 @@ from keepers import SECRET, running
 from linear import arguments, descent, linear_job, linear_trainer
 from stewarding import SOON, Stewarded, wait_until
 
+from examples.common.loop import run, start_log
+from examples.common.step_commit import Transactions
+from examples.common.trainer import StepOptions
 from ftmesh.distributed.process_group import Cluster
 from ftmesh.elastic import controller_client as line_module
 from ftmesh.elastic.controller_client import Line, Paused
@@ -16,9 +19,6 @@ from ftmesh.elastic.generations import through_epochs
 from ftmesh.elastic.rpc import ChannelClosed
 from ftmesh.errors import ArgumentError, ClusterError, PlanError
 from ftmesh.testing import cpu_grid
-from ftmesh.train.loop import run, start_log
-from ftmesh.train.trainer import StepOptions
-from ftmesh.train.transactions import Transactions
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

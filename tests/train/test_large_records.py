@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from indexed import age
 
-from ftmesh.train.records import Records
-from ftmesh.train.shard_index import BLOCK, ShardIndex, frame_head
+from examples.common.records import Records
+from examples.common.shard_index import BLOCK, ShardIndex, frame_head
 
 
 def bytes_read():

@@ -11,12 +11,12 @@ import optax
 import pytest
 from linear import RATE, arguments, descent, first, linear_job, linear_trainer
 
+from examples.common.loop import run, start_log
+from examples.common.lr_schedules import poly_decay
+from examples.common.trainer import StepOptions
 from ftmesh import Topology
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.errors import CheckpointError, TrainingError
-from ftmesh.optim.lr_schedules import poly_decay
-from ftmesh.train.loop import run, start_log
-from ftmesh.train.trainer import StepOptions
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

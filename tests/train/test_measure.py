@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from linear import PointBatches, first, linear_trainer
 
+from examples.common.measure import measure, read_arguments, trainer_turn
 from ftmesh import Topology
 from ftmesh.errors import TrainingError
-from ftmesh.train.measure import measure, read_arguments, trainer_turn
 
 
 def test_the_best_of_some_turns_counts(monkeypatch):

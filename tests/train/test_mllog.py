@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
+from examples.common.lr_schedules import poly_decay
+from examples.common.mllog import MLLog
 from examples.resnet50.config import PRESETS
 from ftmesh.errors import ArgumentError
-from ftmesh.optim.lr_schedules import poly_decay
-from ftmesh.train.mllog import MLLog
 
 
 def lines(path):

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError
+from ftmesh.nn import GroupBatchNorm, Groups, NnxGroupBatchNorm
 from ftmesh.testing import cpu_grid
-from ftmesh.train import GroupBatchNorm, Groups, NnxGroupBatchNorm
 
 X = np.random.default_rng(0).normal(size=(6, 4, 3)).astype(np.float32) * 2 + 1
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from ftmesh.train import open_files
-from ftmesh.train.open_files import OpenFile, most_open
+from examples.common import open_files
+from examples.common.open_files import OpenFile, most_open
 
 
 @pytest.fixture

@@ -8,11 +8,13 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from examples.common.data_parallel import Parallel
 from ftmesh import PlanError, Topology
+from ftmesh.collectives import Shares
 from ftmesh.errors import CollectiveError
+from ftmesh.nn import Groups
 from ftmesh.testing import cpu_grid
 from ftmesh.topology.ranks import Ranks
-from ftmesh.train import Groups, Parallel, Shares
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from examples.common import reader
+from examples.common.reader import Reader
+from examples.common.records import Records, find_shards, write_records
+from examples.common.shuffle import shuffled
 from ftmesh.errors import ArgumentError, DataError
 from ftmesh.layout.batch_shares import Shares
 from ftmesh.topology.ranks import Ranks
 from ftmesh.topology.topology import Topology
-from ftmesh.train import reading
-from ftmesh.train.reading import Reader
-from ftmesh.train.records import Records, find_shards, write_records
-from ftmesh.train.shuffle import shuffled
 
 TWELVE = Topology.grid("4x4", failed="2x2@2,0")
 
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     numbers: np.ndarray
 
 
-class Batches(reading.Batches[Batch]):
+class Batches(reader.Batches[Batch]):
     """Records that are numbers; those that were read are counted."""
 
     def __init__(self, records, **settings):

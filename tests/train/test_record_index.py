@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from indexed import EVERY, framed, made, read, three
 
+from examples.common.index_files import index_file
+from examples.common.open_files import OpenFile
+from examples.common.records import Records, find_shards, write_records
+from examples.common.shard_index import BLOCK, ShardIndex, frame_head
 from ftmesh.errors import DataError
-from ftmesh.train.index_files import index_file
-from ftmesh.train.open_files import OpenFile
-from ftmesh.train.records import Records, find_shards, write_records
-from ftmesh.train.shard_index import BLOCK, ShardIndex, frame_head
 
 
 @pytest.fixture

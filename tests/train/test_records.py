@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
+from examples.common.records import Records, find_shards, make_example, parse_example, write_records
 from ftmesh.errors import DataError, RecordError
-from ftmesh.train.records import Records, find_shards, make_example, parse_example, write_records
 
 
 @pytest.fixture

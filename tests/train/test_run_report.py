@@ -6,9 +6,16 @@ import re
 import jax.numpy as jnp
 import pytest
 
+from examples.common.report import (
+    EVALUATIONS,
+    LOSS,
+    Report,
+    metrics_lines,
+    plot_run,
+    read_epochs,
+    read_metrics,
+)
 from ftmesh.errors import TrainingError
-from ftmesh.train.metrics import metrics_lines, read_epochs, read_metrics
-from ftmesh.train.report import EVALUATIONS, LOSS, Report, plot_run
 
 
 def test_metrics_are_lines_of_json_and_a_plot(tmp_path):

@@ -9,11 +9,11 @@ from linear import CLOSE, PointBatches, arguments, descent, first, linear_job, l
 from remembering import assert_same_bits
 
 import ftmesh
+from examples.common.loop import run, start_log
+from examples.common.trainer import StepOptions
 from ftmesh import CollectiveError, Topology
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.testing import cpu_grid
-from ftmesh.train.loop import run, start_log
-from ftmesh.train.trainer import StepOptions
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from examples.common.data_parallel import Parallel
+from examples.common.device_arrays import SPLIT, WHOLE
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.distributed.process_group import ALONE, Cluster
@@ -29,8 +31,6 @@ from ftmesh.layout.batch_shares import Shares
 from ftmesh.layout.owned_buckets import Owned
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.topology.topology import Topology
-from ftmesh.train.parallel import Parallel
-from ftmesh.train.placed import SPLIT, WHOLE
 
 
 class State(NamedTuple):

@@ -10,6 +10,10 @@ from typing import Any
 
 import jax
 
+from examples.common.data_parallel import PSUM
+from examples.common.reader import MAX_DAMAGED
+from examples.common.reshard import give_shards
+from examples.common.trainer import StepOptions
 from ftmesh import command_line
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.command_line import MOST_SEED, ended, number, whole_number
@@ -25,10 +29,6 @@ from ftmesh.files import check_folder, check_targets
 from ftmesh.planning.selection import ALGORITHMS, AUTO
 from ftmesh.testing import cpu_grid, fault_injection
 from ftmesh.topology.topology import Topology
-from ftmesh.train.carrying import give_shards
-from ftmesh.train.parallel import PSUM
-from ftmesh.train.reading import MAX_DAMAGED
-from ftmesh.train.trainer import StepOptions
 from ftmesh.units import parse_bytes
 
 MAX_BATCH = 2**24  # examples

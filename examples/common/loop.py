@@ -19,6 +19,13 @@ from typing import Any, TypeVar
 
 import jax
 
+from examples.common.mllog import MLLog
+from examples.common.reader import Batches, Reader
+from examples.common.report import Report
+from examples.common.restore import begin
+from examples.common.sdc_check import with_faults
+from examples.common.step_commit import Transactions
+from examples.common.trainer import State, Trainer
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.command_line import say
 from ftmesh.distributed.consensus import agree_on_program
@@ -30,13 +37,6 @@ from ftmesh.errors import CheckpointError
 from ftmesh.testing import fault_injection
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.topology import Topology
-from ftmesh.train.beginning import begin
-from ftmesh.train.mllog import MLLog
-from ftmesh.train.reading import Batches, Reader
-from ftmesh.train.report import Report
-from ftmesh.train.suspicion import with_faults
-from ftmesh.train.trainer import State, Trainer
-from ftmesh.train.transactions import Transactions
 from ftmesh.units import format_time
 
 Data = TypeVar("Data", bound=Sized)
@@ -96,7 +96,7 @@ def open_data(
 
 
 def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
-    """Train `job` as the arguments of `ftmesh.train.arguments.add_run` say."""
+    """Train `job` as the arguments of `examples.common.arguments.add_run` say."""
     trainer, cluster = job.trainer, job.trainer.parallel.cluster
     resumes = args.resume or cluster.epoch > 1
     job.train.check_room()

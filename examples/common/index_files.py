@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from examples.common.shard_index import BLOCK, ShardIndex, Stamp, checksum
 from ftmesh.files import write_whole
-from ftmesh.train.shard_index import BLOCK, ShardIndex, Stamp, checksum
 
 SUFFIX = ".ftmesh-index"
 

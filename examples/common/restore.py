@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from examples.common.reshard import carried
+from examples.common.trainer import State, Trainer
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.elastic.peer_checkpoint import Memory
 from ftmesh.errors import CheckpointNotFoundError
-from ftmesh.train.carrying import carried
-from ftmesh.train.trainer import State, Trainer
 
 Found = tuple[int, State, str]
 

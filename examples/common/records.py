@@ -17,12 +17,10 @@ from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from ftmesh.errors import DataError, DataNotFoundError, RecordError
-from ftmesh.files import write_whole
-from ftmesh.train.index_files import SUFFIX, remove_indexes
-from ftmesh.train.open_files import OpenFile, most_open
-from ftmesh.train.record_index import open_index
-from ftmesh.train.shard_index import (
+from examples.common.index_files import SUFFIX, remove_indexes
+from examples.common.open_files import OpenFile, most_open
+from examples.common.record_index import open_index
+from examples.common.shard_index import (
     FRAME_BYTES,
     HEAD,
     TAIL,
@@ -30,9 +28,11 @@ from ftmesh.train.shard_index import (
     frame_head,
     masked_checksum,
 )
-from ftmesh.train.tf_examples import Feature
-from ftmesh.train.tf_examples import make_example as make_example
-from ftmesh.train.tf_examples import parse_example as parse_example
+from examples.common.tf_examples import Feature
+from examples.common.tf_examples import make_example as make_example
+from examples.common.tf_examples import parse_example as parse_example
+from ftmesh.errors import DataError, DataNotFoundError, RecordError
+from ftmesh.files import write_whole
 
 _SHARD = re.compile(r"(.*-)[0-9]+-of-([0-9]+)(.*)")  # train-00001-of-00004
 

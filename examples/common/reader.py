@@ -26,9 +26,9 @@ import numpy as np
 from absl import flags
 from numpy.typing import NDArray
 
+from examples.common.shuffle import shuffled
 from ftmesh.errors import DataError, RecordError
 from ftmesh.memory_limits import check_memory
-from ftmesh.train.shuffle import shuffled
 
 MAX_DAMAGED = 0.01  # of all examples
 FEW = 10

@@ -12,14 +12,14 @@ from typing import Any
 
 import jax
 
+from examples.common.sdc_check import Suspicion
+from examples.common.trainer import State, Trainer
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.elastic.controller_client import Line, Paused
 from ftmesh.elastic.peer_checkpoint import Memory
 from ftmesh.errors import ArgumentError, CheckpointError
 from ftmesh.testing import fault_injection
 from ftmesh.topology.notation import format_failed
-from ftmesh.train.suspicion import Suspicion
-from ftmesh.train.trainer import State, Trainer
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from threading import Event
 from rich.console import Console
 from rich.progress import Progress
 
+from examples.common.index_files import index_file, keep_index, load_index
+from examples.common.shard_index import ShardIndex, Stamp
 from ftmesh.errors import DataError
-from ftmesh.train.index_files import index_file, keep_index, load_index
-from ftmesh.train.shard_index import ShardIndex, Stamp
 
 _THREADS = 32  # each waits for the disk, not for the others
 

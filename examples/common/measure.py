@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from examples.common.trainer import State, Trainer
 from ftmesh.command_line import whole_number
 from ftmesh.errors import TrainingError
-from ftmesh.train.trainer import State, Trainer
 
 Turn = Callable[[int], None]  # does so many steps, and returns when they are done
 

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from examples.common.arguments import add_step, config_of
+from examples.common.trainer import Trainer
 from ftmesh.collectives import gradients
 from ftmesh.command_line import ended
 from ftmesh.errors import ArgumentError, FtmeshError, UnreadableError
@@ -32,8 +34,6 @@ from ftmesh.tpu.compiled_rounds import (
 )
 from ftmesh.tpu.cycles import Cycles
 from ftmesh.tpu.slices import tpu_devices
-from ftmesh.train.arguments import add_step, config_of
-from ftmesh.train.trainer import Trainer
 from ftmesh.units import format_bytes
 
 

@@ -15,6 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from examples.common.data_parallel import Parallel
+from examples.common.device_arrays import SPLIT
+from examples.common.trainer import State, Trainer
 from ftmesh.checkpoint.manifest import Index
 from ftmesh.checkpoint.reader import Saved
 from ftmesh.checkpoint.restore import restored
@@ -24,9 +27,6 @@ from ftmesh.distributed.process_group import Cluster
 from ftmesh.elastic.peer_stores import Holders, Keepers
 from ftmesh.errors import ClusterError, DamagedCheckpointError
 from ftmesh.topology.devices import process_of
-from ftmesh.train.parallel import Parallel
-from ftmesh.train.placed import SPLIT
-from ftmesh.train.trainer import State, Trainer
 
 LIMIT = 30.0  # seconds for all to give their part
 INTERVAL = 0.05

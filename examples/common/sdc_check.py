@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from examples.common.trainer import State, Trainer
 from ftmesh.errors import TrainingError
 from ftmesh.health.doctor import examine
 from ftmesh.health.replica_check import check_equal
 from ftmesh.testing import fault_injection
 from ftmesh.topology.notation import format_failed
-from ftmesh.train.trainer import State, Trainer
 
 EXAMINE = 120.0  # seconds for every chip and link to answer
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from examples.common.device_arrays import AXIS, SPLIT, Placed
 from ftmesh.collectives.gradients import (
     BUCKET_BYTES,
     backward_order,
@@ -40,7 +41,6 @@ from ftmesh.topology.partners import partners
 from ftmesh.topology.ranks import Ranks
 from ftmesh.topology.topology import Topology
 from ftmesh.tpu.compiler_options import compiler_options
-from ftmesh.train.placed import AXIS, SPLIT, Placed
 
 PSUM = "psum"  # in place of an algorithm: JAX's own sums, which need no plan
 SMALL_BYTES = 4096  # losses, counts, norms: what matters is how many rounds they take
