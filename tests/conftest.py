@@ -12,9 +12,9 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=64"
 import jax
 import pytest
 from hypothesis import settings
-from on_devices import planned
 
 from ftmesh.cli.main import main
+from tests.support.on_devices import planned
 
 settings.register_profile("ftmesh", deadline=None, derandomize=True)
 settings.load_profile("ftmesh")

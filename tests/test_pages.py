@@ -6,7 +6,17 @@ import sys
 from importlib import import_module
 
 import pytest
-from pages import DOCS, LANGUAGES, PAGES, ROOT, blocks_of, commands, is_as_shown, printed
+
+from tests.support.pages import (
+    DOCS,
+    LANGUAGES,
+    PAGES,
+    ROOT,
+    blocks_of,
+    commands,
+    is_as_shown,
+    printed,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -7,7 +7,6 @@ from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
-from pages import PAGES
 
 from ftmesh import Topology
 from ftmesh.algorithms import registry
@@ -15,6 +14,7 @@ from ftmesh.cost.links import NETWORKS
 from ftmesh.draw import draw_svg, figure
 from ftmesh.elastic.events import in_words
 from ftmesh.planning import advise, paper_tables
+from tests.support.pages import PAGES
 
 ROOT = Path(__file__).parent.parent
 README = "\n".join(page.read_text() for page in PAGES)

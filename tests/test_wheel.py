@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from pages import ROOT, blocks_of
 
 import ftmesh
+from tests.support.pages import ROOT, blocks_of
 
 pytestmark = pytest.mark.slow
 

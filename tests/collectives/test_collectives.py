@@ -7,12 +7,12 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from more import more
-from on_devices import odd_tree, per_rank, planned
 
 import ftmesh
 from ftmesh import CollectiveError, Topology
 from ftmesh.testing import cpu_grid, on_one_device
+from tests.support.more import more
+from tests.support.on_devices import odd_tree, per_rank, planned
 
 CASES = [
     ("ring", "4x4", ""),

@@ -10,11 +10,11 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from on_devices import odd_tree, per_rank, planned
 
 import ftmesh
 from ftmesh import CollectiveError, Topology
 from ftmesh.testing import on_one_device
+from tests.support.on_devices import odd_tree, per_rank, planned
 
 
 def test_the_result_is_typed_as_the_same_everywhere(twelve):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from more import more
-from on_devices import planned
 
 from ftmesh import CollectiveError
+from tests.support.more import more
+from tests.support.on_devices import planned
 
 RNG = np.random.default_rng(0)
 X = RNG.integers(-9, 9, (12, 24, 12, 5)).astype(np.float32)  # whole numbers: any order is exact

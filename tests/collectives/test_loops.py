@@ -5,11 +5,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from compiled_text import collectives, moved
 from flax import nnx
 
 import ftmesh
 from ftmesh import ArgumentError, Topology
+from tests.support.compiled_text import collectives, moved
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

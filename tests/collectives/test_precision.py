@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from on_devices import per_rank, planned, without_halves
-from roundings import HALVES, LARGE, assert_right, draws, exact_means, large_plan, lax_means
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError
@@ -17,6 +15,16 @@ from ftmesh.collectives import mean_gradients, with_mean_gradients
 from ftmesh.collectives.precision import Precision, precision
 from ftmesh.execute.context import Wire
 from ftmesh.testing import on_one_device
+from tests.support.on_devices import per_rank, planned, without_halves
+from tests.support.roundings import (
+    HALVES,
+    LARGE,
+    assert_right,
+    draws,
+    exact_means,
+    large_plan,
+    lax_means,
+)
 
 F32, BF16, F16 = map(jnp.dtype, (np.float32, jnp.bfloat16, np.float16))
 

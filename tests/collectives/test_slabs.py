@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from on_devices import odd_tree, per_rank, planned
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology
@@ -19,6 +18,7 @@ from ftmesh.collectives.slabs import cut_of
 from ftmesh.execute import _compat
 from ftmesh.layout.element_order import TILE_ROWS, WIDTH
 from ftmesh.testing import cpu_grid, on_one_device
+from tests.support.on_devices import odd_tree, per_rank, planned
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from on_devices import per_rank, planned
 
 import ftmesh
 from ftmesh import Topology
 from ftmesh.testing import cpu_grid, shard_map_on_one_device
+from tests.support.on_devices import per_rank, planned
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -7,7 +7,11 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from whole_batch import (
+
+import ftmesh
+from ftmesh import ArgumentError
+from ftmesh.testing import cpu_grid
+from tests.support.whole_batch import (
     ARGS,
     PARAMS,
     WEIGHTS,
@@ -20,10 +24,6 @@ from whole_batch import (
     put,
     single,
 )
-
-import ftmesh
-from ftmesh import ArgumentError
-from ftmesh.testing import cpu_grid
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -3,14 +3,14 @@
 import jax
 import numpy as np
 import pytest
-from compiled_text import collectives, moved
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from whole_batch import ARGS, assert_close, compiled, loss, put
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology
 from ftmesh.execute import _compat
+from tests.support.compiled_text import collectives, moved
+from tests.support.whole_batch import ARGS, assert_close, compiled, loss, put
 
 pytestmark = [
     pytest.mark.usefixtures("quick_compiler"),

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch_bert as reference
-from torch_resnet50 import summary
 
 from examples.bert.batch import Batch
 from examples.bert.model import Bert, bert_base, bert_large, bert_tiny, init, predict
@@ -16,6 +14,8 @@ from examples.bert.published import from_published, published_name, read_publish
 from examples.bert.steps import losses_of, weights_of
 from ftmesh.collectives import weighted_sum
 from ftmesh.errors import DataError
+from tests.support import torch_bert as reference
+from tests.support.torch_resnet50 import summary
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -4,12 +4,12 @@ import argparse
 from dataclasses import replace
 
 import pytest
-from more import more
 
 from examples.bert import train as bert
 from examples.common.arguments import add_run
 from examples.resnet50 import train as resnet50
 from ftmesh.testing import cpu_grid
+from tests.support.more import more
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 

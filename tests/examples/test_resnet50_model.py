@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch_resnet50 as reference
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from examples.resnet50.model import init, normalise, resnet50, tiny_resnet
 from examples.resnet50.stem import StemConv, gathered_max_pool, max_pool
+from tests.support import torch_resnet50 as reference
 
 FILE = Path(__file__).parents[1] / "data" / "resnet50_reference.npz"
 

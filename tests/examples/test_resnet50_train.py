@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from more import more
 from PIL import Image
 
 import examples.resnet50.train
@@ -29,6 +28,7 @@ from ftmesh import FtmeshError, Topology
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.errors import TrainingError
 from ftmesh.testing import cpu_grid
+from tests.support.more import more
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from more import more
 from rich.console import Console
 
 from examples.soak import running, soak, train
 from examples.soak.checks import CLOSE, Run, check, difference
 from examples.soak.table import recoveries, table_of
 from ftmesh.testing.fault_spec import parse
+from tests.support.more import more
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 STEPS, BATCH = 6, 4

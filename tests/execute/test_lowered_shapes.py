@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from numpy_executor import run
 
 from ftmesh import Topology
 from ftmesh.algorithms import registry
 from ftmesh.execute.check_lowered import check_program
 from ftmesh.execute.lowering import Rule, lower
+from tests.support.numpy_executor import run
 
 CASES = [
     ("colours", Topology.grid("3x4", wrap=True), 1),

@@ -9,11 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
-from more import more
-from numpy_executor import run, run_phases
-from on_devices import EACH, per_rank
-from pallas_programs import in_numpy, on_devices, program_of, random_loop
-from trees import tree_schedule
 
 import ftmesh
 from ftmesh import Topology, VerificationError
@@ -26,6 +21,11 @@ from ftmesh.execute.lowering import IDLE, MIXED, Table, lower
 from ftmesh.execute.ppermute import run_loop
 from ftmesh.schedule.transfers import ADD, COPY, join
 from ftmesh.testing import cpu_grid
+from tests.support.more import more
+from tests.support.numpy_executor import run, run_phases
+from tests.support.on_devices import EACH, per_rank
+from tests.support.pallas_programs import in_numpy, on_devices, program_of, random_loop
+from tests.support.trees import tree_schedule
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

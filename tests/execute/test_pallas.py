@@ -8,9 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from more import more
-from on_devices import per_rank
-from pallas_programs import crossing_loop, in_numpy, on_devices, program_of, random_loop
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology, collectives
@@ -21,6 +18,15 @@ from ftmesh.execute.lowering import lower
 from ftmesh.execute.pallas_tables import PAGE, SLOTS, cuts
 from ftmesh.schedule.transfers import ADD, COPY
 from ftmesh.testing import cpu_grid, on_one_device
+from tests.support.more import more
+from tests.support.on_devices import per_rank
+from tests.support.pallas_programs import (
+    crossing_loop,
+    in_numpy,
+    on_devices,
+    program_of,
+    random_loop,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compiler", "no_race")
 

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from pallas_programs import crossing_loop, in_numpy, on_devices, program_of
 
 from ftmesh.execute import pallas_kernel, pallas_tables
 from ftmesh.execute.lowering import MIXED
 from ftmesh.execute.pallas_lanes import OneLane
 from ftmesh.execute.pallas_tables import SLOTS
 from ftmesh.schedule.transfers import COPY
+from tests.support.pallas_programs import crossing_loop, in_numpy, on_devices, program_of
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from trees import tree_schedule
 
 import ftmesh
 from ftmesh import Topology
@@ -15,6 +14,7 @@ from ftmesh.execute import pallas
 from ftmesh.execute.lowering import IDLE, lower
 from ftmesh.execute.pallas_tables import LANE_WORDS, SLOTS, cuts, headings, pages, partners
 from ftmesh.testing import cpu_grid
+from tests.support.trees import tree_schedule
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

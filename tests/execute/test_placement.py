@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from on_devices import planned
 
 from ftmesh import CollectiveError
 from ftmesh.execute.context import check_devices
+from tests.support.on_devices import planned
 
 
 @dataclass(frozen=True)

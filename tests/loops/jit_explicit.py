@@ -5,7 +5,8 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from loops.digits import Net, batches, cross_entropy
+
+from tests.loops.digits import Net, batches, cross_entropy
 
 
 def train(devices, plan=None, size=48, steps=20):

@@ -6,7 +6,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from loops.digits import batches, cross_entropy
+
+from tests.loops.digits import batches, cross_entropy
 
 
 class Net(nnx.Module):

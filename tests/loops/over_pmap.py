@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import optax
 from jax import lax
-from loops.digits import Net, batches, cross_entropy
+
+from tests.loops.digits import Net, batches, cross_entropy
 
 
 def train(devices, plan=None, size=48, steps=20):

@@ -6,7 +6,8 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from loops.digits import Net, batches, cross_entropy
+
+from tests.loops.digits import Net, batches, cross_entropy
 
 
 def train(devices, plan=None, size=48, steps=20):

@@ -12,10 +12,10 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import reduce_on_plateau
-from updates import FEW, OPTIMIZERS, assert_close, gradients, unsharded
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology
+from tests.support.updates import FEW, OPTIMIZERS, assert_close, gradients, unsharded
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -11,8 +11,13 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from on_devices import without_halves
-from updates import (
+
+import ftmesh
+from ftmesh import ArgumentError, CollectiveError, Topology
+from ftmesh.optim import ShardedOptimizer, lamb, lars
+from ftmesh.testing import cpu_grid, on_one_device
+from tests.support.on_devices import without_halves
+from tests.support.updates import (
     FEW,
     OPTIMIZERS,
     PARAMS,
@@ -24,11 +29,6 @@ from updates import (
     stepped,
     unsharded,
 )
-
-import ftmesh
-from ftmesh import ArgumentError, CollectiveError, Topology
-from ftmesh.optim import ShardedOptimizer, lamb, lars
-from ftmesh.testing import cpu_grid, on_one_device
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 SIZE = sum(leaf.size for leaf in jax.tree.leaves(PARAMS))

@@ -9,7 +9,13 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from updates import (
+
+import ftmesh
+from examples.common.data_parallel import Parallel
+from ftmesh import ArgumentError, Topology
+from ftmesh.optim import ShardedOptimizer
+from ftmesh.testing import cpu_grid, on_one_device
+from tests.support.updates import (
     FEW,
     OPTIMIZERS,
     assert_close,
@@ -20,12 +26,6 @@ from updates import (
     stepped,
     unsharded,
 )
-
-import ftmesh
-from examples.common.data_parallel import Parallel
-from ftmesh import ArgumentError, Topology
-from ftmesh.optim import ShardedOptimizer
-from ftmesh.testing import cpu_grid, on_one_device
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

@@ -5,10 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from roundings import HALVES, LARGE, assert_right, draws, exact_means, large_plan, lax_means
 
 from ftmesh.optim import ShardedOptimizer
 from ftmesh.testing import on_one_device
+from tests.support.roundings import (
+    HALVES,
+    LARGE,
+    assert_right,
+    draws,
+    exact_means,
+    large_plan,
+    lax_means,
+)
 
 SGD = optax.sgd(0.5)
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import optax
-from linear import BATCH, PointBatches, first, linear_trainer
-from watching import Watching
 
 from examples.common.arguments import start, step_options
 from examples.common.loop import Job, open_data, run, start_log
 from ftmesh.distributed.process_group import ALONE
 from ftmesh.errors import DataError
+from tests.support.linear import BATCH, PointBatches, first, linear_trainer
+from tests.support.watching import Watching
 
 TROUBLE = os.environ.get("TROUBLE")
 

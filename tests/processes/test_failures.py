@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from more import more
 
 import ftmesh
 from examples.soak.checks import CLOSE, Run, check, difference
@@ -20,6 +19,7 @@ from ftmesh.testing.fault_actions import noted_processes
 from ftmesh.testing.fault_spec import draw
 from ftmesh.topology.partners import partners
 from ftmesh.topology.topology import Topology
+from tests.support.more import more
 
 pytestmark = pytest.mark.slow
 

@@ -3,10 +3,10 @@
 import os
 
 import pytest
-from launching import LINUX, program
 
 from ftmesh.cli.main import main
 from ftmesh.elastic.local_pod import run_pod
+from tests.support.launching import LINUX, program
 
 MAPPED = "0000000000000000FFFF0000"  # IPv4 in IPv6
 

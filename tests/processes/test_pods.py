@@ -6,7 +6,10 @@ import signal
 import textwrap
 
 import pytest
-from launching import (
+
+from ftmesh.elastic import reaper
+from ftmesh.elastic.local_pod import Pod, run_pod
+from tests.support.launching import (
     LINUX,
     SECONDS,
     Heard,
@@ -18,9 +21,6 @@ from launching import (
     python,
     stubborn_family,
 )
-
-from ftmesh.elastic import reaper
-from ftmesh.elastic.local_pod import Pod, run_pod
 
 
 @pytest.fixture

@@ -12,10 +12,7 @@ import linear_train
 import numpy as np
 import optax
 import pytest
-from linear import arguments, linear_job, linear_trainer
 from linear_train import Config
-from more import more
-from watching import Watching
 
 from examples.common.arguments import start
 from examples.common.loop import run, start_log
@@ -23,6 +20,9 @@ from examples.common.report import read_metrics
 from examples.common.trainer import StepOptions
 from ftmesh import Topology
 from ftmesh.elastic.local_pod import run_pod
+from tests.support.linear import arguments, linear_job, linear_trainer
+from tests.support.more import more
+from tests.support.watching import Watching
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent)))

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from more import more
 
 import ftmesh
 from ftmesh.elastic.local_pod import Pod, run_pod
+from tests.support.more import more
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent)))

@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from reporting import in_a_process, report_for, tree
 
 from ftmesh.tpu import slices
+from tests.support.reporting import in_a_process, report_for, tree
 
 needs_libtpu = pytest.mark.skipif(
     not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"

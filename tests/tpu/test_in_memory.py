@@ -5,10 +5,10 @@ import math
 import random
 
 import pytest
-from reporting import in_a_process
 
 from ftmesh.layout.element_order import in_memory
 from ftmesh.tpu import slices
+from tests.support.reporting import in_a_process
 
 LENGTHS = (1, 2, 3, 5, 7, 8, 9, 12, 16, 24, 64, 100, 127, 128, 130, 250, 256, 257, 500, 1000)
 LAYOUTS = """

@@ -1,9 +1,9 @@
 """What the TPU compiler makes of the Pallas executor's kernel."""
 
 import pytest
-from reporting import in_a_process
 
 from ftmesh.tpu import slices
+from tests.support.reporting import in_a_process
 
 pytestmark = pytest.mark.skipif(
     not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"

@@ -1,10 +1,10 @@
 """What the TPU compiler makes of trees, on slices with holes of every kind."""
 
 import pytest
-from more import more
-from reporting import in_a_process
 
 from ftmesh.tpu import slices
+from tests.support.more import more
+from tests.support.reporting import in_a_process
 
 pytestmark = [
     pytest.mark.slow,

@@ -4,9 +4,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
-import browser as chromium
 import pytest
-from more import more
 
 from ftmesh.algorithms import registry
 from ftmesh.cost.lower_bounds import limits
@@ -16,6 +14,8 @@ from ftmesh.view.encoding import pack
 from ftmesh.view.page import page
 from ftmesh.view.scene import scene, scene_of
 from ftmesh.view.server import Server
+from tests.support import browser as chromium
+from tests.support.more import more
 
 pytestmark = pytest.mark.skipif(
     chromium.find() is None,

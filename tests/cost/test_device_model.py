@@ -1,0 +1,367 @@
+"""What an executor costs beside the wires: its arithmetic, and who takes it into account."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+import ftmesh
+from ftmesh import ArgumentError, Topology
+from ftmesh.algorithms import registry
+from ftmesh.cli.main import main
+from ftmesh.cost.device_model import Executor, Sends, sends_of
+from ftmesh.cost.links import DEFAULT, NETWORKS, network
+from ftmesh.cost.lower_bounds import limits
+from ftmesh.cost.simulate import MODES, Simulator
+from ftmesh.execute.lowering import lower
+from ftmesh.planning import advise, paper_tables
+from ftmesh.planning.chunking import is_soon, least_seconds, schedule_for
+from ftmesh.planning.selection import choose
+from ftmesh.schedule.transfers import transfers
+from ftmesh.topology.tiles import TiledTopology
+from tests.support.trees import tree_schedule
+
+V6E = Topology.grid("16x16", failed="2x2@2,2")  # 252 live chips
+V3 = Topology.grid("16x32", failed="4x2@6,14")  # 504
+PAYLOAD = 100_000_000
+EXECUTOR = Executor(500, 2000, 0.004, packing=0.01, clock=2e9)
+TWO_CORES = replace(EXECUTOR, devices=2)
+
+
+def seconds(topology, algorithm, executor, mode="synchronous", payload=PAYLOAD):
+    on = replace(DEFAULT, executor=executor)
+    return Simulator(registry.schedule(topology, algorithm)).seconds(payload, on, mode)
+
+
+# Arithmetic -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("topology", "n"), [(V6E, 252), (V3, 504)])
+def test_a_ring_by_its_formula(topology, n, mode):
+    a_round = (500 + 2 * 2000 + 0.004 * PAYLOAD / n) / 2e9
+    wires = DEFAULT.latency + PAYLOAD / (2 * n * DEFAULT.bandwidth)
+    expected = 2 * (n - 1) * (wires + a_round) + 0.01 * PAYLOAD / 2e9
+    assert seconds(topology, "ring", EXECUTOR, mode) == pytest.approx(expected, rel=1e-12)
+
+
+def test_two_cores_carry_half_each_and_exchange_halves_first_and_last():
+    a_round = (500 + 2 * 2000 + 0.004 * PAYLOAD / 504 / 2) / 2e9
+    exchange = (4 * (500 + 2000) + 0.004 * PAYLOAD / 2) / 2e9
+    wires = DEFAULT.latency + PAYLOAD / (2 * 504 * DEFAULT.bandwidth)
+    expected = 2 * 503 * (wires + a_round) + 2 * exchange + 0.01 * PAYLOAD / 2e9
+    assert seconds(V3, "ring", TWO_CORES) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("topology", "rounds", "chunks", "num_chunks"),
+    [(V6E, (32, 6), 4 * 7, 448), (V3, (32, 14), 4 * 15, 960)],
+)
+def test_row_pair_by_its_rounds(topology, rounds, chunks, num_chunks):
+    along, across = (
+        (500 + 4 * 2000 + 0.004 * moved * PAYLOAD / num_chunks) / 2e9 for moved in (chunks, 4)
+    )
+    expected = 2 * (rounds[0] * along + rounds[1] * across) + 0.01 * PAYLOAD / 2e9
+    beside = seconds(topology, "row_pair", EXECUTOR) - seconds(topology, "row_pair", None)
+    assert beside == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "failed"),
+    [("8x8", ""), ("8x8", "2x2@2,2"), ("6x10", "2x4@2,4"), ("1x8", ""), ("16x16", "3x3@1,1")],
+)
+@pytest.mark.parametrize("cores", [1, 2])
+def test_lanes_are_those_of_the_lowered_program(mesh, failed, cores):
+    topology = Topology.grid(mesh, failed=failed)
+    found = [
+        one for one in registry.outcomes(topology).values() if isinstance(one, ftmesh.Schedule)
+    ]
+    for schedule in found:
+        loops = lower(schedule, devices_per_chip=cores).loops
+        counts = [[lane.count for lane in each.lanes] for each in loops]
+        lowered = [Sends(len(each), sum(each), max(each)) for each in counts]
+        priced = [sends_of(phase) for phase in schedule.phases]
+        assert priced == (lowered if cores == 1 else lowered[1:-1])
+        if cores == 2:  # what `around_seconds` takes for granted
+            for loop, sends in ((loops[0], lowered[0]), (loops[-1], lowered[-1])):
+                assert (sends.lanes, sends.chunks * loop.num_rounds) == (1, schedule.num_chunks)
+
+
+@pytest.mark.parametrize(("mesh", "failed"), [("4x4", "1x1@0,0;1x1@2,1"), ("3x3x2", "")])
+def test_lanes_of_trees_are_directions_whatever_their_transfers_are(mesh, failed):
+    schedule = tree_schedule(Topology.grid(mesh, failed=failed), 6)
+    (loop,) = lower(schedule).loops
+    directions = 2 * len(schedule.topology.shape)
+    assert sends_of(schedule.phases[0]) == Sends(directions, directions, 1, is_mixed=True)
+    assert len(loop.lanes) == directions
+
+
+def test_lanes_that_have_to_be_found():
+    # The lanes of the rows are no permutations over all rounds; three pairs leave rank 0.
+    rows = transfers(
+        round=[0, 1, 2, 3, 3], lane=[0, 0, 0, 0, 1], src=[0, 0, 0, 1, 1], dst=[1, 2, 3, 0, 0],
+        chunk=[0, 0, 0, 0, 1],
+    )  # fmt: skip
+    phase = ftmesh.Phase("star", rows)
+    assert sends_of(phase) == Sends(3, 3, 1)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+@pytest.mark.parametrize("payload", [10_000, PAYLOAD])
+def test_dataflow_is_between_the_wires_and_synchronous(algorithm, payload):
+    topology = Topology.grid("8x8", failed="4x2@2,2")
+    schedule = registry.schedule(topology, algorithm)
+    beside = sum(
+        phase.num_rounds
+        * EXECUTOR.exposed_seconds(sends_of(phase), payload / schedule.num_chunks, 1)
+        for phase in schedule.phases
+    )
+    synchronous, dataflow = (
+        seconds(topology, algorithm, EXECUTOR, mode, payload) for mode in MODES
+    )
+    wires = seconds(topology, algorithm, None, "dataflow", payload)
+    assert max(wires, beside) < dataflow <= synchronous * (1 + 1e-12)
+
+
+class TestTwoStreams:
+    HIDING = replace(EXECUTOR, hidden=0.4)
+    RINGS = Sends(lanes=4, chunks=8, most=2)
+    SLOW, FAST = 1e9, 1e14  # bytes a second: wires take long, and next to nothing
+
+    @pytest.mark.parametrize("bandwidth", [SLOW, 50e9, 400e9])
+    def test_the_smaller_of_what_is_hidden_and_what_the_wires_take(self, bandwidth):
+        """Worth it from where two streams save a twentieth of what one costs."""
+        executor, sends = self.HIDING, self.RINGS
+        alone, per_byte = 500 + 4 * 2000, 8 * 0.004
+        hidden = min(0.4 * per_byte, 2 * 2e9 / bandwidth)
+        size = executor.split_bytes(sends, bandwidth)
+        one, two = alone + size * per_byte, 2 * alone + size * (per_byte - hidden)
+        assert two == pytest.approx(0.95 * one)
+        for times, cycles in ((0.99, alone + 0.99 * size * per_byte), (1.01, None)):
+            at = times * size
+            expected = cycles or 2 * alone + at * (per_byte - hidden)
+            found = executor.exposed_seconds(sends, at, bandwidth) * executor.clock
+            assert found == pytest.approx(expected)
+
+    def test_never_where_nothing_is_hidden(self):
+        mixed = self.RINGS._replace(is_mixed=True)
+        assert EXECUTOR.split_bytes(self.RINGS, 50e9) == float("inf")
+        assert self.HIDING.split_bytes(mixed, 50e9) == float("inf")
+        assert self.HIDING.split_bytes(self.RINGS, self.FAST) == float("inf")
+        assert replace(EXECUTOR, hidden_mixed=0.4).split_bytes(mixed, 50e9) < float("inf")
+
+    def test_two_cores_share_a_link(self):
+        sends, bandwidth = self.RINGS, 400e9
+        both = replace(self.HIDING, devices=2)
+        assert both.split_bytes(sends, bandwidth) < self.HIDING.split_bytes(sends, bandwidth)
+
+    def test_on_v3_rings_of_row_pairs_are_faster_for_it_and_what_is_across_is_as_it_was(self):
+        on = NETWORKS["v3"]
+        simulator = Simulator(registry.schedule(V3, "row_pair"))
+        plain = replace(on, executor=replace(on.executor, hidden=0, hidden_mixed=0))
+        rings, across, _, _ = (
+            (after.seconds / before.seconds)
+            for before, after in zip(
+                simulator.run(PAYLOAD, plain).phases, simulator.run(PAYLOAD, on).phases, strict=True
+            )
+        )
+        assert 0.75 < rings < 0.8
+        assert across == pytest.approx(1)
+
+    def test_trees_and_bounds_know_of_it(self):
+        on = NETWORKS["v3"]
+        plain = replace(on, executor=replace(on.executor, hidden=0, hidden_mixed=0))
+        before, after = (choose(V3, PAYLOAD, each).candidates[0] for each in (plain, on))
+        assert before.algorithm == after.algorithm == "tree"
+        assert 0.9 < after.seconds / before.seconds < 0.97
+        assert least_seconds(V3, PAYLOAD, on) < after.seconds
+        assert on.executor.floor_seconds(PAYLOAD) < plain.executor.floor_seconds(PAYLOAD)
+
+    @pytest.mark.parametrize("mesh", ["2x1", "1x3"])
+    @pytest.mark.parametrize("generation", ["v3", "v6e"])
+    @pytest.mark.parametrize("payload", [100_000, 4_000_000_000])
+    def test_trees_of_few_chips_take_no_less_than_their_bound(self, mesh, generation, payload):
+        """Two chips add what they exchange, so that their lanes are not mixed."""
+        topology, on = Topology.grid(mesh), NETWORKS[generation]
+        schedule = schedule_for(topology, "tree", payload, on)
+        assert sends_of(schedule.phases[0]).is_mixed == (topology.num_live > 2)
+        assert least_seconds(topology, payload, on) <= Simulator(schedule).seconds(payload, on)
+
+    @pytest.mark.parametrize("name", ["hidden", "hidden_mixed"])
+    @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+    def test_shares_are_shares(self, name, share):
+        with pytest.raises(ArgumentError, match=f"{name} must be a share from 0 to 1"):
+            replace(EXECUTOR, **{name: share})
+
+
+def test_every_device_of_a_tile_has_a_payload():
+    tiles = TiledTopology.of(Topology.grid("8x8"), "2x2")
+    found = [
+        seconds(tiles, "ring", executor) - seconds(tiles, "ring", None)
+        for executor in (EXECUTOR, TWO_CORES)
+    ]
+    a_round = (500 + 2 * 2000 + 0.004 * PAYLOAD / 16) / 2e9
+    assert found == [pytest.approx(30 * a_round + 0.01 * PAYLOAD / 2e9, rel=1e-9)] * 2
+
+
+# Who takes it into account ----------------------------------------------------------------------
+
+
+def test_generations_come_with_their_executor_and_rates_without():
+    assert network("v3") is NETWORKS["v3"]
+    for name in ("v3", "v6e"):
+        executor = NETWORKS[name].executor
+        assert "estimated by the TPU compiler" in executor.source
+        assert network(name).wires == replace(NETWORKS[name], executor=None)
+    assert NETWORKS["v3"].executor.devices == 2
+    assert network("82GB/s").executor is None
+    assert DEFAULT.wires is DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("TPU v3", "v3"), ("TPU v6 lite", "v6e"), ("TPU v4", "v4")]
+)
+def test_plans_for_tpus_are_priced_for_them(kind, name):
+    devices = [SimpleNamespace(coords=(x, y, 0), device_kind=kind) for y in (0, 1) for x in (0, 1)]
+    topology = Topology.from_devices(devices, failed="")
+    assert ftmesh.plan(topology).network is NETWORKS[name]
+    assert ftmesh.plan(topology, link="50GB/s").network.executor is None
+
+
+@pytest.mark.parametrize("kind", ["cpu", "TPU v99", "NVIDIA H100"])
+def test_plans_for_anything_else_are_not(kind):
+    devices = [SimpleNamespace(coords=(x, 0, 0), device_kind=kind) for x in range(4)]
+    assert ftmesh.plan(Topology.from_devices(devices, failed="")).network is DEFAULT
+    assert ftmesh.plan(Topology.grid("2x2")).network is DEFAULT
+
+
+def test_a_simulation_has_both_figures():
+    on = replace(DEFAULT, executor=EXECUTOR)
+    found = Simulator(registry.schedule(V6E, "row_pair")).run(PAYLOAD, on)
+    assert found.wires_seconds == seconds(V6E, "row_pair", None)
+    assert found.around_seconds == 0.01 * PAYLOAD / 2e9
+    assert found.phases[-1].end == pytest.approx(found.seconds - found.around_seconds)
+    assert "500 cycles a round, 2,000 cycles a lane, 4 a kB beside the wires, at 2 GHz" in str(
+        found
+    )
+    assert f"on the wires alone: {1e3 * found.wires_seconds:.3g} ms" in str(found)
+
+
+def test_auto_takes_another_algorithm():
+    """Quickest on the wires is two_dim, which has twice the lanes of a ring."""
+    topology = Topology.grid("8x8")
+    wires, run = (
+        choose(topology, PAYLOAD, replace(DEFAULT, executor=executor), halves=True)
+        for executor in (None, EXECUTOR)
+    )
+    assert (wires.algorithm, run.algorithm) == ("two_dim", "ring")
+    by_name = {one.algorithm: one for one in run.candidates}
+    for one in wires.candidates[:3]:
+        assert by_name[one.algorithm].wires_seconds == one.seconds
+        assert one.wires_seconds is None
+    assert "wires alone" in str(run)
+    assert "wires alone" not in str(wires)
+
+
+def test_with_an_executor_auto_looks_at_trees():
+    """They have the fewest rounds; sums that are halved, and rounds written out, do without."""
+    topology, on = Topology.grid("8x8"), replace(DEFAULT, executor=EXECUTOR)
+    plan = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on)
+    assert (plan.algorithm, plan.explain().algorithm) == ("tree", "tree")
+    assert (plan.halves.algorithm, plan.as_unrolled.algorithm) == ("ring", "ring")
+    unrolled = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on, unrolled=True)
+    assert unrolled.algorithm == "ring"
+    assert unrolled.at(PAYLOAD // 64).algorithm != "tree"
+    on_wires = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on, executor="pallas")
+    assert (on_wires.is_best, on_wires.network.executor) == (True, None)
+    named = ftmesh.plan(topology, "tree", payload_bytes=PAYLOAD, executor="pallas")
+    assert "tree" in [one.algorithm for one in named.explain().candidates if not one.refusal]
+
+
+@pytest.mark.slow
+def test_trees_that_take_minutes_to_plan_are_asked_for():
+    pod, small = (Topology.grid(shape, failed="4x2@14,14") for shape in ("64x64", "32x32"))
+    assert is_soon(small, 100_000_000, NETWORKS["v3"])
+    assert not is_soon(pod, 1_340_000_000, NETWORKS["v3"])
+    assert choose(pod, 1_340_000_000, NETWORKS["v3"]).algorithm != "tree"
+
+
+def test_the_limit_is_that_of_the_wires_and_the_executor_has_a_floor(capsys):
+    assert EXECUTOR.floor_seconds(PAYLOAD) == pytest.approx((0.004 + 0.01) * PAYLOAD / 2e9)
+    for executor in (EXECUTOR, TWO_CORES):
+        assert executor.floor_seconds(PAYLOAD) < seconds(V6E, "ring", executor)
+    found = limits(V6E)
+    on = NETWORKS["v6e"]
+    assert found.all_reduce_seconds(PAYLOAD, on) == found.all_reduce_seconds(PAYLOAD, on.wires)
+    command = ["limits", "16x16", "--failed", "2x2@2,2", "--tpu", "v6e", "--json"]
+    both = []
+    for argv in (command, [*command, "--wires-only"]):
+        assert main(argv) == 0
+        both.append(json.loads(capsys.readouterr().out))
+    floor = 1e6 * on.executor.floor_seconds(PAYLOAD)
+    assert both[0].pop("executor_floor_us") == pytest.approx(floor)
+    assert both[0] == both[1]
+
+
+def test_simulate_shows_both_and_can_leave_one_out(capsys):
+    command = ["simulate", "8x8", "--failed", "2x2@2,2", "--tpu", "v6e", "--algorithm", "ring"]
+    found = []
+    for more in (["--json"], ["--json", "--wires-only"]):
+        assert main([*command, *more]) == 0
+        found += json.loads(capsys.readouterr().out)
+    run, wires = found
+    assert run["wires_us"] == wires["wires_us"] == wires["time_us"] < run["time_us"]
+    assert run["limit_us"] == wires["limit_us"]
+    assert wires["around_us"] == 0 < run["around_us"]
+    main(["simulate", "8x8", "--failed", "2x2@2,2", "--tpu", "v6e"])
+    text = capsys.readouterr().out
+    assert "wires alone" in text.splitlines()[1]
+    assert f"  executor: {NETWORKS['v6e'].executor}; " in text
+
+
+def test_advice_counts_it():
+    here = advise.Site(
+        Topology.grid("8x8", failed=""), mtbf=1.0, repair=1.0, checkpoint=1.0, step=0.02,
+        network=replace(DEFAULT, executor=EXECUTOR),
+    )  # fmt: skip
+    assert here.full_sum == pytest.approx(seconds(here.topology, "two_dim", EXECUTOR))
+
+
+def test_the_advice_has_both_figures(capsys):
+    text = "advise 8x8 --failed 2x2@2,2 --tpu v3 --runs 1 --horizon 10d --step 20ms"
+    command = text.split()
+    assert main(command) == 0
+    assert "% on the wires alone)" in " ".join(capsys.readouterr().out.split())
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["at_hand"]
+    assert found["wires_speeds"]["fault-tolerant"] != found["speeds"]["fault-tolerant"]
+
+
+def test_the_papers_runs_with_an_executor():
+    options = {"rates": (82e9,), "modes": ("synchronous",)}
+    run = paper_tables.RUNS[0]
+    (wires,), (as_run,) = (
+        paper_tables.simulate_runs(**options, executor=executor)[run]
+        for executor in (None, TWO_CORES)
+    )
+    assert as_run.full == pytest.approx(
+        Simulator(registry.schedule(run.topologies[0], "two_dim")).seconds(
+            run.payload_bytes, replace(wires.network, executor=TWO_CORES)
+        )
+    )
+    assert as_run.full > wires.full
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"per_lane": -1.0}, "per_lane must be 0 cycles or more, not -1.0"),
+        ({"packing": float("nan")}, "packing must be 0 cycles or more"),
+        ({"clock": 0.0}, "clock must be above 0 cycles a second"),
+        ({"devices": 3}, "a chip has one or two devices, not 3"),
+    ],
+)
+def test_impossible_executors_are_refused(changes, says):
+    with pytest.raises(ArgumentError, match=says):
+        replace(EXECUTOR, **changes)

@@ -1,0 +1,57 @@
+"""Rates of steps in turns, and memory that is left to others."""
+
+import argparse
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from examples.common.measure import measure, read_arguments, trainer_turn
+from ftmesh import Topology
+from ftmesh.errors import TrainingError
+from tests.support.linear import PointBatches, first, linear_trainer
+
+
+def test_the_best_of_some_turns_counts(monkeypatch):
+    clock = iter(np.cumsum([0, 4, 0, 2, 0, 8, 0, 1]))  # how long the turns take, and nothing else
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    done = []
+    turns = {"a": lambda steps: done.append(("a", steps)), "b": lambda steps: done.append("b")}
+    assert measure(turns, batch=10, steps=2, repeats=2) == {"a": 5.0, "b": 20.0}
+    assert done == [("a", 5), "b", ("a", 2), "b", ("a", 2), "b"]
+
+
+def test_turns_of_a_trainer_go_on_from_one_another():
+    trainer = linear_trainer(Topology.grid("1x1"))
+    state = trainer.first(*first())
+    trainer_turn(trainer, state, PointBatches(batch=24, num_steps=1)[0][0])(2)
+    assert state.params["w"].is_deleted()  # the step has taken it over
+    bad = PointBatches(batch=24, num_steps=1, nan_at=1)[0][0]
+    with pytest.raises(TrainingError, match="the loss is nan"):
+        trainer_turn(trainer, trainer.first(*first()), bad)(1)
+
+
+@pytest.mark.parametrize("example", ["bert", "resnet50"])
+@pytest.mark.slow
+def test_beside_torch_jax_takes_the_memory_it_needs(example):
+    """The option is set before JAX looks at its devices, which is when it is read."""
+    code = f"""if True:
+        import os, sys
+        from jax._src import xla_bridge
+        from examples.{example} import bench_step
+        def stop(*args):
+            print(os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"))
+            print(xla_bridge.backends_are_initialized())
+            sys.exit()
+        bench_step.our_turn = stop
+        bench_step.main(sys.argv[1:])
+    """
+    for argv, says in ((["--torch"], "false\nFalse\n"), ([], "None\nFalse\n")):
+        command = [sys.executable, "-c", code, *argv]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == says
+
+
+def test_arguments_have_the_defaults_of_an_example():
+    args = read_arguments(argparse.ArgumentParser(), [], ["a", "b"], preset="b", batch=3, steps=4)
+    assert (args.preset, args.batch, args.steps, args.torch, args.json) == ("b", 3, 4, False, False)

@@ -1,0 +1,115 @@
+"""A state that moves: among 16, 14, 12 and 8 chips, and 1 to 8 processes, and back, to the bit."""
+
+import os
+
+import jax
+import pytest
+
+from ftmesh.checkpoint.checkpoints import Checkpoints
+from ftmesh.elastic.peer_checkpoint import Memory
+from tests.support.peer_stores import SECRET, running
+from tests.support.shards import sharded_on, state_on, tensors_of
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+HOSTS = 4  # that have keepers
+MESHES = {16: "", 14: "2x1@2,3", 12: "2x2@2,2", 8: "4x2@0,2"}
+# Live chips and processes: every mesh, and every number, after others that are larger and smaller.
+WAY = ((16, 4), (14, 2), (12, 8), (8, 1), (12, 4), (14, 8), (16, 1), (8, 2), (16, 8), (16, 4))
+
+
+@pytest.fixture(scope="module")
+def meshes(quick_compiler):
+    return {live: sharded_on(failed) for live, failed in MESHES.items()}
+
+
+@pytest.fixture(scope="module")
+def first(meshes):
+    state, _ = state_on(meshes[16])
+    return state, tensors_of(meshes[16], state)
+
+
+@pytest.fixture(scope="module")
+def addresses():
+    with running(HOSTS) as keepers:
+        yield {host: keeper.address for host, keeper in keepers.items()}
+
+
+@pytest.fixture
+def in_memory(addresses):
+    def store(process, epoch, process_of):
+        return Memory(
+            addresses,
+            host=process % HOSTS,
+            secret=SECRET,
+            process=process,
+            epoch=epoch,
+            process_of=process_of,
+            say=pytest.fail,
+        )
+
+    return store
+
+
+@pytest.fixture
+def in_files(tmp_path):
+    def store(process, epoch, process_of):
+        return Checkpoints(
+            tmp_path, resume=True, process=process, process_of=process_of, say=pytest.fail
+        )
+
+    return store
+
+
+def save(store, on, state, step, processes):
+    """Each process its part; the first comes last, and finds all others there."""
+    place = {device: rank for rank, device in enumerate(on.devices)}
+    each = -(-len(place) // processes)
+
+    def process_of(device):
+        return place[device] // each
+
+    for process in reversed(range(process_of(on.devices[-1]) + 1)):
+        with store(process, step, process_of) as kept:
+            kept.save(step, {"optimizer": state}, layouts=on.layouts, devices=on.devices)
+
+
+def restore(store, on, step):
+    with store(0, step + 1, lambda device: 0) as kept:
+        found, state = kept.restore({"optimizer": on.like}, layouts=on.layouts)
+    assert found == step
+    return state["optimizer"]
+
+
+@pytest.mark.parametrize("where", ["in_memory", "in_files"])
+def test_there_and_back(where, meshes, first, request):
+    store = request.getfixturevalue(where)
+    state, wanted = first
+    ways = list(zip(WAY, [*WAY[1:], WAY[0]], strict=True))
+    for step, ((live, processes), (then, _)) in enumerate(ways, start=1):
+        save(store, meshes[live], state, step, processes)
+        state = restore(store, meshes[then], step)
+        for leaf, like in zip(*map(jax.tree.leaves, (state, meshes[then].like)), strict=True):
+            assert leaf.sharding == like.sharding
+        assert tensors_of(meshes[then], state) == wanted
+
+
+@pytest.mark.parametrize("is_as_long", [False, True])
+def test_a_torn_part_is_not_read(meshes, first, in_files, tmp_path, is_as_long):
+    """Of two checkpoints the newer has half a file, or nothing in half of it: the older is read."""
+    on, lines = meshes[12], []
+    state = first[0]
+    save(in_files, meshes[16], state, 1, 4)
+    save(in_files, meshes[16], state, 2, 4)
+    part = tmp_path / "2" / "3.bin"
+    size = part.stat().st_size
+    os.truncate(part, size // 2)
+    if is_as_long:
+        os.truncate(part, size)  # with zeros, as after a power cut
+    with Checkpoints(tmp_path, resume=True, process=0, say=lines.append) as kept:
+        step, found = kept.restore({"optimizer": on.like}, layouts=on.layouts)
+    assert step == 1
+    assert tensors_of(on, found["optimizer"]) == first[1]
+    assert [line.split(": ")[0] for line in lines] == [
+        f"passed over the checkpoint of step 2 in {tmp_path}"
+    ]
