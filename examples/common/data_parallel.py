@@ -147,7 +147,7 @@ class Parallel(Placed):
         """The plan that gradients go by: `plan`, or a sibling of it that has halves."""
         if self.plan is None or not (self.overlap or self.halved):
             return self.plan
-        return self.plan.halves
+        return self.plan.with_reduce_scatter
 
     @property
     def sums_on(self) -> str:
@@ -191,7 +191,7 @@ class Parallel(Placed):
         return with_mean_gradients(
             params,
             self.axis_name,
-            plan=self.plan.as_unrolled,  # nothing runs beside a loop
+            plan=self.plan.unrolled_variant,  # nothing runs beside a loop
             bucket_bytes=self.bucket_bytes,
             **options,
         )

@@ -166,7 +166,9 @@ class Taken:
         size = sum(array.size for array in arrays)
         most = size if slab_bytes is None else max(1, slab_bytes // kind.sums.itemsize)
         num_bytes = min(size, most) * kind.results.itemsize
-        return cls(min(size, most), size > most, plan.at(num_bytes, wire_dtype=kind.priced_as))
+        return cls(
+            min(size, most), size > most, plan.for_payload(num_bytes, wire_dtype=kind.priced_as)
+        )
 
 
 def taken(x: Any, plan: Plan, *, slab_bytes: int | None = None) -> list[Taken]:

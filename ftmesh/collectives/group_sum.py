@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ftmesh.errors import ArgumentError, CollectiveError, TopologyError
 from ftmesh.execute import _compat
 from ftmesh.schedule.transfers import Ints
-from ftmesh.topology.ranks import OnTopology, Ranks
+from ftmesh.topology.ranks import PlanLike, Ranks
 from ftmesh.topology.topology import Topology
 
 
@@ -54,7 +54,7 @@ class Groups:
             )
 
     @staticmethod
-    def of(on: OnTopology | Topology, chips: int) -> Groups:
+    def of(on: PlanLike | Topology, chips: int) -> Groups:
         """Groups of `chips` neighbouring chips, with all their devices, of a plan or a topology.
 
         A failed chip leaves its group smaller. See `Topology.groups` for the numbers that fit.
@@ -70,7 +70,7 @@ class Groups:
         )
 
     @staticmethod
-    def of_examples(on: OnTopology | Topology, examples: int, global_batch: int) -> Groups:
+    def of_examples(on: PlanLike | Topology, examples: int, global_batch: int) -> Groups:
         """The smallest groups in which full ones have at least so many `examples` of a batch."""
         topology = Ranks.of(on).topology
         for chips in range(1, topology.num_chips + 1):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ftmesh.cost.wire_precision import FLOATS, WIRES, added_in, partials_travel_in
+from ftmesh.cost.wire_precision import FLOATS, WIRES, added_in, partial_sum_dtype
 from ftmesh.errors import CollectiveError
 from ftmesh.execute.context import Wire
 
@@ -39,7 +39,7 @@ class Precision:
             return Wire()
         partials = self.sums.name
         if self.results.name in FLOATS:  # of others nothing is known
-            partials = partials_travel_in(self.results.name, depth=depth, sums=partials)
+            partials = partial_sum_dtype(self.results.name, depth=depth, sums=partials)
         return Wire(jnp.dtype(partials), self.results)
 
 

@@ -52,7 +52,7 @@ def psum_scatter(
     [24, 28, 32, 36]
     """
     axis_name = the_axis(axis_name, axis_index_groups, plan, "psum_scatter", whole=True)
-    program = plan.halves.program
+    program = plan.with_reduce_scatter.program
     size = program.num_ranks
 
     def one(leaf: Any) -> Any:
@@ -97,7 +97,7 @@ def all_gather(
     [0, 1, 2, 3]
     """
     axis_name = the_axis(axis_name, axis_index_groups, plan, "all_gather", whole=True)
-    program = plan.halves.program
+    program = plan.with_reduce_scatter.program
     size = program.num_ranks
 
     def one(leaf: Any) -> Any:
@@ -214,7 +214,7 @@ def reduce_to_owners(
     mean over all live ranks, divided before it is rounded. The dtypes are as for `psum`.
     """
     axis_name = the_axis(axis_name, None, plan, "reduce_to_owners")
-    plan = plan.halves
+    plan = plan.with_reduce_scatter
     program = plan.program
     check_owned(plan)
     x = as_summand(x, axis_name)
@@ -244,7 +244,7 @@ def scatter_chunks(
     accumulate_dtype: Any = None,
 ) -> jax.Array:
     """The chunks that this rank owns of the sum of buffers; see `reduce_to_owners`."""
-    program = plan.halves.program
+    program = plan.with_reduce_scatter.program
     kind = precision(buffer.dtype, wire_dtype, accumulate_dtype)
     mine = own_chunks(
         primitives.reduce_scatter(
@@ -269,7 +269,7 @@ def gather_from_owners(
     It travels in `wire_dtype`, rounded once, or as it is.
     """
     axis_name = the_axis(axis_name, None, plan, "gather_from_owners")
-    plan = plan.halves
+    plan = plan.with_reduce_scatter
     program = plan.program
     check_owned(plan)
     chunks = shard.reshape(-1, *_shape_of_chunks(shard, size, program))
@@ -281,7 +281,7 @@ def gather_chunks(
     chunks: jax.Array, axis_name: Any, *, plan: Plan, wire_dtype: Any = None
 ) -> jax.Array:
     """The buffer of which every rank has its chunks; see `gather_from_owners`."""
-    program = plan.halves.program
+    program = plan.with_reduce_scatter.program
     kind = precision(chunks.dtype, wire_dtype)
     buffer = primitives.gather_invariant(
         place_chunks(chunks.astype(kind.sums), axis_name, program),  # as its derivative is added up

@@ -8,9 +8,9 @@ Results are rounded once, and always travel as asked.
 
 Knows dtypes by their names: planning does without JAX.
 
->>> partials_travel_in("bfloat16", depth=2)
+>>> partial_sum_dtype("bfloat16", depth=2)
 'bfloat16'
->>> partials_travel_in("bfloat16", depth=503)
+>>> partial_sum_dtype("bfloat16", depth=503)
 'float32'
 """
 
@@ -79,7 +79,7 @@ def worst_error(name: str, depth: int) -> float:
     return depth * FLOATS[name].roundoff
 
 
-def partials_travel_in(wire: str, *, depth: int, sums: str | None = None) -> str:
+def partial_sum_dtype(wire: str, *, depth: int, sums: str | None = None) -> str:
     """The dtype of partial sums on the wire: `wire`, or `sums`, in which they are added.
 
     It is `sums` also where that has the larger range: a mean may fit where the sums on the way to

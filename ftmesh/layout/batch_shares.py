@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
 from ftmesh.schedule.transfers import Ints
-from ftmesh.topology.ranks import OnTopology, Ranks
+from ftmesh.topology.ranks import PlanLike, Ranks
 from ftmesh.topology.topology import Topology
 
 
@@ -59,7 +59,7 @@ class Shares:
             )
 
     @staticmethod
-    def of(on: OnTopology | Topology, global_batch: int) -> Shares:
+    def of(on: PlanLike | Topology, global_batch: int) -> Shares:
         """The shares of the ranks of a plan, or of a topology."""
         ranks = Ranks.of(on)
         return Shares(global_batch, ranks.live, ranks.num_ranks)

@@ -71,7 +71,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
     ) -> ShardedOptimizer:
         """`transformation`, shared out among the owners of the chunks of `plan`.
 
-        Where its algorithm has no owners, those of `Plan.halves` are taken.
+        Where its algorithm has no owners, those of `Plan.with_reduce_scatter` are taken.
 
         It may do anything element by element, and take sums over whole tensors, as norms are; any
         other is refused. The sums of all tensors travel together, a few numbers, on the plan for
@@ -89,7 +89,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         `Plan.value_and_grad`; so does `mesh`. Each piece then has its own sum, and a norm is that
         of all pieces of a tensor.
         """
-        travel = Travel(plan.halves, axis_name, wire_dtype, accumulate_dtype, reduce)
+        travel = Travel(plan.with_reduce_scatter, axis_name, wire_dtype, accumulate_dtype, reduce)
         if bucket_bytes is None:
             bucket_bytes = BUCKET_BYTES if overlap else collectives.BUCKET_BYTES
         work = Work(
@@ -221,7 +221,7 @@ class Work:
         """See `ShardedOptimizer`."""
         if not self.overlap:
             return value_and_own_grad(loss, self.place.axis_name, has_aux=has_aux)
-        unrolled = self.travel.plan.as_unrolled  # nothing runs beside a loop
+        unrolled = self.travel.plan.unrolled_variant  # nothing runs beside a loop
         travel = replace(self.travel, plan=unrolled)
 
         def run(params: Any, *args: Any) -> Any:

@@ -46,7 +46,7 @@ class Plan:
 
     With `with_idle` the mesh axis has the devices of failed chips too, which stay idle. `network`
     and `wire_dtype` are what the choice was made for, where ``auto`` was asked for; such a plan
-    `is_auto`, and has siblings for other payloads: see `at`. One that `is_best` has trees among the
+    `is_auto`, and has siblings for other payloads: see `for_payload`. One that `is_best` has trees among the
     choices. With `unrolled` the rounds are written out in the program, not as loops: it grows with
     their number, and the compiler can do other work while they travel, which it does not do across
     a loop. The `executor` runs them: one permutation after the other, or on TPUs a Pallas kernel
@@ -105,11 +105,11 @@ class Plan:
         return executor.split_bytes(sends, self.network.bandwidth)
 
     @cached_property
-    def as_unrolled(self) -> Plan:
+    def unrolled_variant(self) -> Plan:
         """The same plan, unrolled; where trees were chosen, the fastest sibling without them."""
-        return self if self.unrolled else replace(self.halves, unrolled=True)
+        return self if self.unrolled else replace(self.with_reduce_scatter, unrolled=True)
 
-    def at(self, num_bytes: int, *, wire_dtype: str | None = None) -> Plan:
+    def for_payload(self, num_bytes: int, *, wire_dtype: str | None = None) -> Plan:
         """The plan for a payload of so many bytes, in `wire_dtype` or that of this plan.
 
         Where ``auto`` was asked for, that is one with the algorithm that is fastest for it, rounded
@@ -127,7 +127,7 @@ class Plan:
         return self._sibling(algorithm, size, kind)
 
     @cached_property
-    def halves(self) -> Plan:
+    def with_reduce_scatter(self) -> Plan:
         """The same plan, or where its algorithm has no halves, the fastest sibling that has.
 
         What is left with owners, or gathered from them, goes by this: `psum_scatter`, `all_gather`
@@ -173,7 +173,7 @@ class Plan:
         return sibling
 
     def _is_for(self, size: int, kind: str) -> bool:
-        """Whether this plan was made for a payload of that size, as `at` rounds it, and dtype."""
+        """Whether this plan was made for a payload of that size, as `for_payload` rounds it, and dtype."""
         own = _power_of_two(self.payload_bytes), self.wire_dtype
         return own == (_power_of_two(size), kind)
 
@@ -182,7 +182,7 @@ class Plan:
         """The plans that were given, by what their schedules are; those alike have one program."""
         return {_program_key(self.schedule): [self]}
 
-    def partials_travel_in(self, dtype: Any) -> str:
+    def partial_sum_dtype(self, dtype: Any) -> str:
         """The dtype in which partial sums of a payload travel, by name; see `cost.wire_precision`."""
         return partials_of(self.schedule, name_of(dtype))
 
@@ -242,10 +242,10 @@ class Plan:
     def __str__(self) -> str:
         depth = depth_on_devices(self.schedule)
         lines = [
-            f"  partial sums of bfloat16 travel as {self.partials_travel_in('bfloat16')}: "
+            f"  partial sums of bfloat16 travel as {self.partial_sum_dtype('bfloat16')}: "
             f"{depth} additions could be {worst_error('bfloat16', depth):.1%} off, "
             f"{LARGEST_ERROR:.0%} is the bound",
-            f"  partial sums of float16 travel as {self.partials_travel_in('float16')}, which has "
+            f"  partial sums of float16 travel as {self.partial_sum_dtype('float16')}, which has "
             "the range for them",
         ]
         if not isinstance(self.schedule, SplitSchedule):

@@ -20,7 +20,7 @@ from ftmesh.algorithms import registry
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import Simulator
-from ftmesh.cost.wire_precision import FLOATS, added_in, partials_travel_in, wire_named
+from ftmesh.cost.wire_precision import FLOATS, added_in, partial_sum_dtype, wire_named
 from ftmesh.errors import PlanError
 from ftmesh.planning.chunking import is_soon, least_seconds, schedule_for
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
@@ -221,7 +221,7 @@ def partials_of(schedule: Schedule, wire_dtype: str) -> str:
     """
     if not isinstance(schedule, SplitSchedule):
         return added_in(wire_dtype)
-    return partials_travel_in(wire_dtype, depth=depth_on_devices(schedule))
+    return partial_sum_dtype(wire_dtype, depth=depth_on_devices(schedule))
 
 
 def carried_bytes(algorithm: str, payload_bytes: int, wire_dtype: str) -> int:

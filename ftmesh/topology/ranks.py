@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ftmesh.topology.topology import Topology
 
 
-class OnTopology(Protocol):
+class PlanLike(Protocol):
     """What runs on a topology's devices, as a plan does."""
 
     @property
@@ -42,7 +42,7 @@ class Ranks:
     with_idle: bool = False
 
     @staticmethod
-    def of(on: OnTopology | Topology) -> Ranks:
+    def of(on: PlanLike | Topology) -> Ranks:
         """The ranks of a plan, or of a topology's live devices."""
         return Ranks(on) if isinstance(on, Topology) else Ranks(on.topology, on.with_idle)
 

@@ -184,7 +184,7 @@ class TestWhereItIsLookedAt:
     def test_where_no_other_serves(self):
         found = registry.outcomes(ODD)
         assert [name for name, one in found.items() if not isinstance(one, PlanError)] == ["flood"]
-        assert ftmesh.plan(ODD).halves.algorithm == "flood"
+        assert ftmesh.plan(ODD).with_reduce_scatter.algorithm == "flood"
 
     def test_where_others_have_no_halves(self, monkeypatch):
         whole = registry.schedule(Topology.grid("4x4"), "ring")

@@ -18,9 +18,9 @@ MESHES = [
 @pytest.mark.parametrize("topology", MESHES, ids=str)
 def test_sums_shares_and_gathers_of_integers(topology):
     plan = ftmesh.plan(topology)
-    assert (plan.algorithm, plan.halves.algorithm) == ("tree", "flood")
-    assert plan.at(37 * 4).algorithm == "tree"
-    assert plan.at(37 * 4).schedule.num_chunks < plan.schedule.num_chunks
+    assert (plan.algorithm, plan.with_reduce_scatter.algorithm) == ("tree", "flood")
+    assert plan.for_payload(37 * 4).algorithm == "tree"
+    assert plan.for_payload(37 * 4).schedule.num_chunks < plan.schedule.num_chunks
     live = topology.num_live
     rng = np.random.default_rng(0)
     leaves, rows, own = (

@@ -122,8 +122,8 @@ def test_each_bucket_takes_the_plan_for_its_size():
     )
     (mapped,) = traced.jaxpr.eqns
     programs = [eqn.params["program"] for eqn in mapped.params["jaxpr"].eqns if eqn.effects]
-    assert programs == [plan.program, plan.at(4).program]
-    assert [plan.algorithm, plan.at(4).algorithm] == ["ring", "row_pair"]
+    assert programs == [plan.program, plan.for_payload(4).program]
+    assert [plan.algorithm, plan.for_payload(4).algorithm] == ["ring", "row_pair"]
 
 
 class TestScatterAndGather:

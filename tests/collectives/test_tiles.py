@@ -166,7 +166,7 @@ def test_idle_tiles_bring_nothing_and_have_every_result():
 
 def test_a_plan_made_for_any_size_has_siblings_on_the_same_tiles():
     plan = tiled("8x8", "", "2x2", payload_bytes=100_000_000)
-    small = plan.at(8)
+    small = plan.for_payload(8)
     assert small.topology == plan.topology
     assert small.proof.num_positions == 4
 

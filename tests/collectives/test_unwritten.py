@@ -124,9 +124,9 @@ def test_idle_ranks_have_zeros(poison):
 def test_what_is_not_written_is_seen(poison):
     """As these tests would, if an all-gather left something out."""
     plan = planned("ring", "4x4", "2x2@2,2")
-    program = plan.halves.program
+    program = plan.with_reduce_scatter.program
     shorter = tuple(replace(loop, num_rounds=loop.num_rounds - 1) for loop in program.gather)
-    plan.halves.__dict__["program"] = replace(program, gather=shorter)
+    plan.with_reduce_scatter.__dict__["program"] = replace(program, gather=shorter)
     x = np.ones((12, 4096), np.float32)
 
     def both(x):

@@ -269,10 +269,10 @@ def test_with_an_executor_auto_looks_at_trees():
     topology, on = Topology.grid("8x8"), replace(DEFAULT, executor=EXECUTOR)
     plan = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on)
     assert (plan.algorithm, plan.explain().algorithm) == ("tree", "tree")
-    assert (plan.halves.algorithm, plan.as_unrolled.algorithm) == ("ring", "ring")
+    assert (plan.with_reduce_scatter.algorithm, plan.unrolled_variant.algorithm) == ("ring", "ring")
     unrolled = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on, unrolled=True)
     assert unrolled.algorithm == "ring"
-    assert unrolled.at(PAYLOAD // 64).algorithm != "tree"
+    assert unrolled.for_payload(PAYLOAD // 64).algorithm != "tree"
     on_wires = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on, executor="pallas")
     assert (on_wires.is_best, on_wires.network.executor) == (True, None)
     named = ftmesh.plan(topology, "tree", payload_bytes=PAYLOAD, executor="pallas")

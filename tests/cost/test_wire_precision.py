@@ -5,7 +5,7 @@ import pytest
 
 from ftmesh import ArgumentError, Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost.wire_precision import FLOATS, added_in, partials_travel_in, wire_named, worst_error
+from ftmesh.cost.wire_precision import FLOATS, added_in, partial_sum_dtype, wire_named, worst_error
 
 
 @pytest.mark.parametrize("name", FLOATS)
@@ -32,7 +32,7 @@ def test_what_numbers_are_added_in():
     ],
 )
 def test_in_what_partial_sums_travel(wire, depth, partials):
-    assert partials_travel_in(wire, depth=depth) == partials
+    assert partial_sum_dtype(wire, depth=depth) == partials
 
 
 def test_the_bound_is_the_worst_case():

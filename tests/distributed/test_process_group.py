@@ -158,8 +158,8 @@ def test_a_plan_along_trees_is_cut_and_sharded_as_in_one_process(four):
     options = {"payload_bytes": 10**6}
     for plan in at_once(lambda c: agreed_plan(c, topology, "tree", **options), four):
         assert plan.schedule == alone.schedule
-        assert plan.at(4).schedule == alone.at(4).schedule != plan.schedule
-        assert plan.halves.schedule == alone.halves.schedule
+        assert plan.for_payload(4).schedule == alone.for_payload(4).schedule != plan.schedule
+        assert plan.with_reduce_scatter.schedule == alone.with_reduce_scatter.schedule
 
 
 def test_who_plans_says_which_executor(four, monkeypatch):

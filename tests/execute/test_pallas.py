@@ -169,7 +169,7 @@ def test_what_is_meant_by_itself_is_computed_first(executor, name, shapes, is_co
 def test_means_of_16_bits_are_rounded_where_permutations_round_them():
     plan = ftmesh.plan(cpu_grid("2x1"), "line")
     x = buffers_of(plan.program, jnp.bfloat16, rows=16)
-    assert plan.partials_travel_in("bfloat16") == "bfloat16"
+    assert plan.partial_sum_dtype("bfloat16") == "bfloat16"
     one, other = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
     np.testing.assert_array_equal(one, other)
 

@@ -121,7 +121,7 @@ def test_a_chip_that_owns_nothing_holds_nothing_but_padding(twelve):
 
 def test_where_no_ring_fits_every_chip_keeps_an_equal_part():
     plan = ftmesh.plan(Topology.grid("4x4", failed="1x1@1,1;1x1@2,2"))
-    assert np.bincount(plan.halves.schedule.owner).tolist() == [2] * 14
+    assert np.bincount(plan.with_reduce_scatter.schedule.owner).tolist() == [2] * 14
     adam = OPTIMIZERS["adam"]
     optimizer = ShardedOptimizer(adam, plan, "data")
     assert_close(one_step(optimizer, 14), unsharded(adam, FEW, 14, steps=1)[0])

@@ -69,25 +69,29 @@ class TestTrees:
 
     def test_each_size_has_its_own_chunks_and_the_same_is_made_once(self):
         plan = ftmesh.plan(self.ODD, "tree", payload_bytes=10**6)
-        small = plan.at(1000)
+        small = plan.for_payload(1000)
         assert small.schedule.num_chunks < plan.schedule.num_chunks
-        assert plan.at(1001) is small
-        assert small.at(10**6) is plan
+        assert plan.for_payload(1001) is small
+        assert small.for_payload(10**6) is plan
         assert small.proof is not None
 
     def test_what_is_given_stays(self):
         schedule = ftmesh.plan(self.ODD, "tree", payload_bytes=10**6).schedule
         plan = ftmesh.plan(self.ODD, schedule=schedule)
-        assert plan.at(1000) is plan
-        assert plan.halves is plan
+        assert plan.for_payload(1000) is plan
+        assert plan.with_reduce_scatter is plan
 
     def test_halves_are_those_of_a_sibling(self):
         plan = ftmesh.plan(self.ODD, "tree")
-        assert plan.halves.algorithm == "flood"
-        assert plan.halves.halves is plan.halves
-        assert plan.halves.proof is not None
+        assert plan.with_reduce_scatter.algorithm == "flood"
+        assert plan.with_reduce_scatter.with_reduce_scatter is plan.with_reduce_scatter
+        assert plan.with_reduce_scatter.proof is not None
         whole = ftmesh.plan(Topology.grid("4x4"), "tree")
-        assert whole.halves.algorithm == whole.halves.explain().algorithm != "flood"
+        assert (
+            whole.with_reduce_scatter.algorithm
+            == whole.with_reduce_scatter.explain().algorithm
+            != "flood"
+        )
 
 
 class TestOtherSizes:
@@ -95,15 +99,15 @@ class TestOtherSizes:
 
     def test_auto_takes_another_algorithm_where_that_is_faster(self):
         plan = ftmesh.plan(self.LARGE, payload_bytes=672_000_000, with_idle=True, unrolled=True)
-        small = plan.at(8)
+        small = plan.for_payload(8)
         assert (plan.algorithm, small.algorithm) == ("ring", "row_pair")
         assert small.proof == ftmesh.verify(small.schedule)
         assert (small.topology, small.with_idle, small.unrolled) == (plan.topology, True, True)
-        assert plan.at(672_000_000) is plan
-        for other in (plan.at(1), plan.at(5000)):
+        assert plan.for_payload(672_000_000) is plan
+        for other in (plan.for_payload(1), plan.for_payload(5000)):
             assert other.schedule is small.schedule, "one for each algorithm"
             assert other.proof is small.proof
-        assert small.at(672_000_000) is plan, "siblings know each other"
+        assert small.for_payload(672_000_000) is plan, "siblings know each other"
 
     def test_a_plan_stays_for_its_own_size(self):
         """Also where a power of two, a little larger, would make another choice."""
@@ -113,67 +117,67 @@ class TestOtherSizes:
     def test_numbers_of_sixteen_bits_are_priced_as_they_travel(self):
         plan = ftmesh.plan(TOPO, payload_bytes=100_000_000)
         for size in (2**k for k in range(10, 27)):
-            found = plan.at(size, wire_dtype="bfloat16").algorithm
+            found = plan.for_payload(size, wire_dtype="bfloat16").algorithm
             assert found == ftmesh.plan(TOPO, payload_bytes=size, wire_dtype="bfloat16").algorithm
 
     def test_each_tells_of_the_size_and_dtype_that_it_was_asked_for(self):
         plan = ftmesh.plan(TOPO, payload_bytes=100_000_000)
-        narrow, wide = plan.at(60, wire_dtype="bfloat16"), plan.at(4000)
+        narrow, wide = plan.for_payload(60, wire_dtype="bfloat16"), plan.for_payload(4000)
         assert (narrow.payload_bytes, narrow.wire_dtype) == (64, "bfloat16")
         assert (wide.payload_bytes, wide.wire_dtype) == (4096, "float32")
         assert narrow.program is wide.program, "one for each algorithm"
-        assert plan.at(33, wire_dtype="bfloat16") is narrow
-        assert narrow.at(4096, wire_dtype="float32") is wide
+        assert plan.for_payload(33, wire_dtype="bfloat16") is narrow
+        assert narrow.for_payload(4096, wire_dtype="float32") is wide
         assert wide.explain().payload_bytes == 4096
 
     def test_a_named_algorithm_stays(self):
         plan = ftmesh.plan(self.LARGE, "ring", verify=False)
-        assert plan.at(8) is plan
+        assert plan.for_payload(8) is plan
 
     def test_nothing_is_proved_where_nothing_was(self):
         plan = ftmesh.plan(TOPO, payload_bytes=100_000_000, verify=False)
-        assert plan.at(8).algorithm != plan.algorithm
-        assert plan.at(8).proof is None
+        assert plan.for_payload(8).algorithm != plan.algorithm
+        assert plan.for_payload(8).proof is None
 
     def test_topologies_have_siblings_of_their_own(self):
         one, other = (ftmesh.plan(topology) for topology in (TOPO, Topology.grid("8x8")))
-        assert one.at(8).topology == TOPO
-        assert other.at(8).topology == Topology.grid("8x8")
+        assert one.for_payload(8).topology == TOPO
+        assert other.for_payload(8).topology == Topology.grid("8x8")
 
 
 def test_a_plan_says_in_what_partial_sums_travel():
     deep, shallow = ftmesh.plan(TOPO, "ring"), ftmesh.plan(Topology.grid("2x2"), "two_dim")
-    assert deep.partials_travel_in("bfloat16") == "float32"
-    assert shallow.partials_travel_in(jnp.bfloat16) == "bfloat16"
-    assert deep.partials_travel_in(np.float32) == "float32"
+    assert deep.partial_sum_dtype("bfloat16") == "float32"
+    assert shallow.partial_sum_dtype(jnp.bfloat16) == "bfloat16"
+    assert deep.partial_sum_dtype(np.float32) == "float32"
     assert str(deep).splitlines()[-2:] == [
         "  partial sums of bfloat16 travel as float32: 59 additions could be 23.0% off, 1% is the "
         "bound",
         "  partial sums of float16 travel as float32, which has the range for them",
     ]
     with pytest.raises(ftmesh.ArgumentError, match="the name of a floating dtype"):
-        deep.partials_travel_in("int8")
+        deep.partial_sum_dtype("int8")
 
 
 @pytest.mark.parametrize("size", ["1MB", 1e6, -5, None, True])
 def test_a_payload_is_a_whole_number_of_bytes(size):
     with pytest.raises(ftmesh.ArgumentError, match="a whole number of bytes, not"):
-        ftmesh.plan(TOPO).at(size)
+        ftmesh.plan(TOPO).for_payload(size)
     with pytest.raises(ftmesh.ArgumentError, match="positive whole number up to 9,007"):
-        ftmesh.plan(TOPO).at(10**400)
+        ftmesh.plan(TOPO).for_payload(10**400)
 
 
 def test_a_number_of_bytes_may_be_numpys():
     large = ftmesh.plan(TOPO, payload_bytes=np.int64(10**8))
     assert type(large.payload_bytes) is int
-    assert large.at(np.int64(1000)) is large.at(1000)
+    assert large.for_payload(np.int64(1000)) is large.for_payload(1000)
 
 
 def test_a_dtype_or_its_name():
     import jax.numpy as jnp
 
     assert ftmesh.plan(TOPO, wire_dtype=jnp.bfloat16).wire_dtype == "bfloat16"
-    assert ftmesh.plan(TOPO).partials_travel_in(jnp.float16) == "float32"
+    assert ftmesh.plan(TOPO).partial_sum_dtype(jnp.float16) == "float32"
     for wrong in (object(), int, "int8", jnp.int8, float):
         with pytest.raises(ftmesh.ArgumentError, match="the name of a floating dtype"):
             ftmesh.plan(TOPO, wire_dtype=wrong)
@@ -195,4 +199,4 @@ def test_trees_of_sixteen_bits_are_cut_for_what_travels():
     narrow = ftmesh.plan(topology, "tree", payload_bytes=200_000, wire_dtype="bfloat16")
     wide = ftmesh.plan(topology, "tree", payload_bytes=400_000)
     assert narrow.schedule == wide.schedule
-    assert narrow.at(100_000).schedule == wide.at(200_000).schedule
+    assert narrow.for_payload(100_000).schedule == wide.for_payload(200_000).schedule

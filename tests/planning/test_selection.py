@@ -98,7 +98,7 @@ class TestHalfTheBytes:
         topology = Topology.from_drawing("X..\n...\n...")
         plan = ftmesh.plan(topology, "tree", payload_bytes=10**6, wire_dtype="bfloat16")
         (tree,) = [one for one in plan.explain().candidates if one.algorithm == "tree"]
-        assert tree.partials == plan.partials_travel_in("bfloat16") == "float32"
+        assert tree.partials == plan.partial_sum_dtype("bfloat16") == "float32"
         seconds = Simulator(plan.schedule).seconds(2 * 10**6)
         assert tree.seconds == pytest.approx(seconds)
         assert "sums of 16 bits travel as float32" in str(plan)
@@ -163,9 +163,9 @@ class TestBest:
     def test_a_plan_stays_with_it_for_all_sizes(self):
         plan = ftmesh.plan(self.SMALL, "best", payload_bytes=1_000_000)
         assert (plan.algorithm, plan.is_auto, plan.is_best) == ("tree", True, True)
-        assert plan.at(3000).algorithm == "tree"
+        assert plan.for_payload(3000).algorithm == "tree"
         assert plan.explain().algorithm == "tree"
-        assert plan.halves.algorithm == "ring"
+        assert plan.with_reduce_scatter.algorithm == "ring"
         assert ftmesh.plan(self.SMALL, payload_bytes=1_000_000).algorithm == "ring"
 
     @pytest.mark.parametrize("on", [DEFAULT, NETWORKS["v6e"], NETWORKS["v3"]])

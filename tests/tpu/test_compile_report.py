@@ -150,7 +150,7 @@ def test_a_payload_of_nothing_is_refused(payload):
 
 def test_what_runs_is_named():
     plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"))
-    runs = plan.at(400)
+    runs = plan.for_payload(400)
     assert runs.algorithm != plan.algorithm
     report = compile_report(plan, 400)
     assert report.algorithm == runs.algorithm

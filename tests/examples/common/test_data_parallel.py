@@ -44,7 +44,7 @@ def test_a_kernel_by_price_also_where_gradients_go_to_owners(how, executor, monk
     plan = Parallel.on(topology, executor="auto", **how).plan
     assert (plan.executor, plan.unrolled) == (executor, False)
     if how:
-        assert plan.halves is plan
+        assert plan.with_reduce_scatter is plan
 
 
 def sum_and_mean(parallel, x):
@@ -150,5 +150,5 @@ def test_what_gradients_go_by_is_said(how):
     assert whole.sums_on.startswith("tree on 4x4")
     assert by_halves.plan.algorithm == "tree"
     found = by_halves.gradients_plan
-    assert found.algorithm == by_halves.plan.halves.algorithm != "tree"
+    assert found.algorithm == by_halves.plan.with_reduce_scatter.algorithm != "tree"
     assert by_halves.sums_on.startswith(f"{found.algorithm} on 4x4")
