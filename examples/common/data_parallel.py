@@ -313,4 +313,4 @@ def _for_small_sums(made: Plan) -> Plan:
             executor=made.executor,
         )
         return made if quick.algorithm == made.algorithm else quick
-    return made.at(SMALL_BYTES)
+    return made.for_payload(SMALL_BYTES)
