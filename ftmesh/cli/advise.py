@@ -17,8 +17,8 @@ from ftmesh.cli.arguments import (
     network_of,
     topology_of,
 )
-from ftmesh.command_line import MOST_SEED, whole_number
-from ftmesh.files import check_targets
+from ftmesh.command_line import MAX_SEED, whole_number
+from ftmesh.files import check_output_files
 from ftmesh.planning import advise
 from ftmesh.planning.advise import AtHand, Outcome, RouteAround, Site, SubMesh, Wait
 from ftmesh.planning.leaf_chips import IDLE, Ways
@@ -88,7 +88,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--seed",
-        type=whole_number(0, MOST_SEED),
+        type=whole_number(0, MAX_SEED),
         default=0,
         metavar="N",
         help="of the failures (0)",
@@ -99,7 +99,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Play, and print the table and the advice."""
-    check_targets(args.plot)
+    check_output_files(args.plot)
     damaged = topology_of(args)
     site = _site(args, replace(damaged, failed=frozenset(), failed_links=frozenset()))
     horizon = parse_time(args.horizon)
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
     hurt = bool(damaged.failed or damaged.failed_links)
     now = advise.at_hand(site, damaged) if hurt else None
     wires = None
-    if hurt and site.network.executor:
+    if hurt and site.network.device_model:
         wires = advise.at_hand(replace(site, network=site.network.wires), damaged)
     hanging = advise.with_pendants(site, damaged) if hurt else None
     if args.plot:

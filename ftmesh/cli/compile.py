@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> None:
     )
 
     on = network_of(topology)
-    if args.fit and on.executor:  # chunks travel in one stream where that would hide nothing
-        on = replace(on, executor=replace(on.executor, hidden=0.0, hidden_mixed=0.0))
+    if args.fit and on.device_model:  # chunks travel in one stream where that would hide nothing
+        on = replace(on, device_model=replace(on.device_model, hidden=0.0, hidden_mixed=0.0))
 
     def report_of(algorithm: str, payload_bytes: int) -> CompileReport:
         plan = stages.run(

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     if not isinstance(topology, TiledTopology):
         print(f"  all-reduce, in rounds            {_shown(times['all_reduce_rounds_us'])}")
         print(f"  all-reduce, in rounds, by trees  {_shown(times['all_reduce_trees_us'])}")
-    if network.executor:
+    if network.device_model:
         floor = _shown(times["executor_floor_us"])
         print(f"  all-reduce, in the executor      {floor}, if wires took no time")
     print(stages)
@@ -86,8 +86,8 @@ def _times(found: Limits, payload_bytes: int, network: Network) -> dict[str, flo
     if not isinstance(found.topology, TiledTopology):
         beside = yardsticks(found, payload_bytes, network)
         seconds |= {"all_reduce_rounds_us": beside.rounds, "all_reduce_trees_us": beside.trees}
-    if network.executor:
-        seconds["executor_floor_us"] = network.executor.floor_seconds(payload_bytes)
+    if network.device_model:
+        seconds["executor_floor_us"] = network.device_model.floor_seconds(payload_bytes)
     return {name: None if each is None else 1e6 * each for name, each in seconds.items()}
 
 

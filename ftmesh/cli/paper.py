@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> None:
     """Simulate the paper's runs and print both."""
     stages = Stages()
     found = stages.run("simulating", paper_tables.simulate_runs)
-    executor = NETWORKS["v3"].executor
-    as_run = stages.run("with the executor", lambda: paper_tables.simulate_runs(executor=executor))
+    device_model = NETWORKS["v3"].device_model
+    as_run = stages.run("with the executor", lambda: paper_tables.simulate_runs(device_model=device_model))
     best = stages.run(
         "planning trees", lambda: {row: paper_tables.best_of(row) for row in paper_tables.RUNS}
     )
@@ -98,7 +98,7 @@ def _overheads(found: dict[Run, list[Ours]]) -> str:
 
 def _as_run(found: dict[Run, list[Ours]], as_run: dict[Run, list[Ours]]) -> str:
     """The same ratios with what ftmesh's own executor costs."""
-    executor = next(iter(as_run.values()))[0].network.executor
+    device_model = next(iter(as_run.values()))[0].network.device_model
     lines = [
         "The same as ftmesh's executor would run both all-reduces, by the TPU compiler's estimates",
         f"  {'ratios':<27}{'paper':>6}{'wires alone':>13}{'as run':>8}{'algorithm x damage':>20}"
@@ -113,7 +113,7 @@ def _as_run(found: dict[Run, list[Ours]], as_run: dict[Run, list[Ours]]) -> str:
             f"{_pick(ours, 'dataflow').ratio:>10.2f}{format_time(one.full):>18}"
             f"{format_time(one.damaged):>9}"
         )
-    return "\n".join([*lines, f"  executor: {executor}"])
+    return "\n".join([*lines, f"  executor: {device_model}"])
 
 
 def _best(best: dict[Run, Best]) -> str:

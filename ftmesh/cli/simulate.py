@@ -21,7 +21,7 @@ from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.references import Yardsticks, yardsticks
 from ftmesh.cost.simulate import MODES, Simulation, Simulator
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.files import check_targets
+from ftmesh.files import check_output_files
 from ftmesh.planning.chunking import schedule_for
 from ftmesh.planning.leaf_chips import ways
 from ftmesh.planning.optimizer_cost import TOUCHED, memory_of, weigh
@@ -74,7 +74,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Plan, simulate, and print."""
-    check_targets(args.plot, args.heat_map)
+    check_output_files(args.plot, args.heat_map)
     topology, network = topology_of(args), network_of(args)
     payload_bytes = parse_bytes(args.payload)
     if args.optimizer:
@@ -153,13 +153,13 @@ def _table(
 ) -> str:
     limit = beside.limit
     any_one = priced[0][mode]
-    executor = any_one.network.executor
+    device_model = any_one.network.device_model
     lines = [
         f"{format_bytes(any_one.payload_bytes)} on {any_one.schedule.topology}, {any_one.network}",
         f"  {'algorithm':<12}{'rounds':>7}{'synchronous':>13}{'dataflow':>11}{'x limit':>9}"
         f"{'latency costs':>15}{'waiting costs':>15}{'links used':>12}"
         + f"{'wires alone':>13}{'x limit':>9}"
-        * bool(executor),
+        * bool(device_model),
     ]
     for one in priced:
         ranked = one[mode]
@@ -170,10 +170,10 @@ def _table(
             f"{format_time(ranked.lost_to_latency):>15}"
             f"{format_time(ranked.lost_to_contention):>15}{ranked.utilisation:>12.0%}"
             + f"{format_time(ranked.wires_seconds):>13}{ranked.wires_seconds / limit:>9.2f}"
-            * bool(executor)
+            * bool(device_model)
         )
     lines += [f"  {name:<12}cannot: {refusal}" for name, refusal in refusals.items()]
-    if executor:
+    if device_model:
         lines.append(any_one.executor_line)
     return "\n".join([*lines, str(beside)])
 

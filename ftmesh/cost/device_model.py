@@ -1,12 +1,12 @@
-"""Executor: what devices do in a round beside the wires.
+"""DeviceModel: what devices do in a round beside the wires.
 
 Between two permutations a device slices what it sends, adds what it got and finds out what is next.
-The TPU compiler estimates the cycles of each of these instructions; an `Executor` sums them up per
+The TPU compiler estimates the cycles of each of these instructions; a `DeviceModel` sums them up per
 generation, as a line that was fitted to such estimates: `ftmesh compile SLICE --fit`, with what is
 said in `ftmesh.cost.links`.
 
->>> executor = Executor(6000, 1000, 0.001, packing=0.01, clock=1e9)
->>> round(1e6 * executor.round_seconds(lanes=2, num_bytes=1_000_000), 3)
+>>> device_model = DeviceModel(6000, 1000, 0.001, packing=0.01, clock=1e9)
+>>> round(1e6 * device_model.round_seconds(lanes=2, num_bytes=1_000_000), 3)
 9.0
 """
 
@@ -42,7 +42,7 @@ class Sends(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Executor:
+class DeviceModel:
     """What a device's program costs, in cycles.
 
     A round with so many permutations, or lanes, that take so many bytes out of a device's buffer
@@ -110,7 +110,7 @@ class Executor:
         wires = sends.most * self.devices * self.clock / bandwidth
         return min(share * sends.chunks * self.per_byte, wires)
 
-    def on(self, topology: Topology) -> Executor:
+    def on(self, topology: Topology) -> DeviceModel:
         """The same, with as many devices to share a payload as the chips of a topology have."""
         if topology.num_positions > 1:  # every device of a tile has a payload of its own
             return replace(self, devices=1)
@@ -146,20 +146,20 @@ class Executor:
 
 
 def costs(
-    executor: Executor, schedule: Schedule, payload_bytes: float, bandwidth: float
+    device_model: DeviceModel, schedule: Schedule, payload_bytes: float, bandwidth: float
 ) -> tuple[list[float], float]:
     """In seconds, what a round of each phase of `schedule` costs a device, and all around them.
 
     All rounds of a phase are alike to it. What the devices of a chip exchange may be hidden too,
     which is not counted, for nobody says how fast that travels.
     """
-    executor = executor.on(schedule.topology)
-    chunk_bytes = payload_bytes / schedule.num_chunks / executor.devices
+    device_model = device_model.on(schedule.topology)
+    chunk_bytes = payload_bytes / schedule.num_chunks / device_model.devices
     rounds = [
-        executor.exposed_seconds(sends, chunk_bytes, bandwidth)
+        device_model.exposed_seconds(sends, chunk_bytes, bandwidth)
         for sends in map(sends_of, schedule.phases)
     ]
-    return rounds, executor.around_seconds(payload_bytes)
+    return rounds, device_model.around_seconds(payload_bytes)
 
 
 def sends_of(phase: Phase) -> Sends:

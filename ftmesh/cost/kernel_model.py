@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ftmesh.cost.device_model import Executor
+from ftmesh.cost.device_model import DeviceModel
 from ftmesh.cost.links import Network, network_of
 from ftmesh.cost.simulate import DATAFLOW, Simulator
 from ftmesh.errors import ArgumentError
@@ -36,16 +36,16 @@ def kernel_seconds(
     >>> round(1e3 * kernel_seconds(ring, 100_000_000, NETWORKS["v6e"]), 2)
     1.82
     """
-    if on.executor is None or on.memory is None or not on.has_kernel:
+    if on.device_model is None or on.memory is None or not on.has_kernel:
         raise ArgumentError("what a kernel takes is known for TPU v4, v5p and v6e alone")
     first = partials_times(schedule, wire_dtype) * payload_bytes
     second = payload_bytes if isinstance(schedule, SplitSchedule) else first
-    simulator, moved = Simulator(schedule), _moved(schedule, on.executor)
+    simulator, moved = Simulator(schedule), _moved(schedule, on.device_model)
     rounds = [
         max(simulator.seconds(size, on.wires, DATAFLOW), moved * size / on.memory)
         for size in {first, second}
     ]
-    return sum(rounds) / len(rounds) + on.executor.packing_seconds(second)
+    return sum(rounds) / len(rounds) + on.device_model.packing_seconds(second)
 
 
 def kernel_is_faster(
@@ -60,16 +60,16 @@ def may_have_kernel(topology: Topology, on: Network) -> bool:
     """Whether the devices of a topology are TPUs with a kernel, and both ways have a price."""
     kinds = {str(getattr(device, "platform", "")) for device in topology.devices}
     has_kernel = kinds == {"tpu"} and network_of(topology).has_kernel and on.has_kernel
-    return has_kernel and on.executor is not None and on.memory is not None
+    return has_kernel and on.device_model is not None and on.memory is not None
 
 
-def _moved(schedule: Schedule, executor: Executor) -> float:
+def _moved(schedule: Schedule, device_model: DeviceModel) -> float:
     """The payloads that the busiest chip reads and writes."""
     columns, chips = schedule.columns, schedule.topology.num_live
     received = np.where(columns.op == ADD, 2, 1) * columns.count
     sent = np.bincount(columns.src, columns.count, minlength=chips)
     most = (sent + np.bincount(columns.dst, received, minlength=chips)).max()
     found = float(most) / schedule.num_chunks
-    if executor.on(schedule.topology).devices == 2:
+    if device_model.on(schedule.topology).devices == 2:
         found += (2 + 3) / 2  # they give each other halves to add to theirs, and then the sums
     return found

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ftmesh.cost.device_model import Executor
+from ftmesh.cost.device_model import DeviceModel
 from ftmesh.errors import ArgumentError
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate, parse_time
@@ -23,7 +23,7 @@ from ftmesh.units import format_rate, format_time, parse_rate, parse_time
 
 @dataclass(frozen=True)
 class Network:
-    """Full-duplex links, all alike, and an executor, or None for the wires alone.
+    """Full-duplex links, all alike, and a device model, or None for the wires alone.
 
     A transfer of b bytes over h free hops takes ``overhead + h * latency + b / bandwidth``: the
     sender spends `overhead` seconds on it, its head moves on after `latency` seconds at each hop,
@@ -34,7 +34,7 @@ class Network:
     latency: float  # seconds per hop
     overhead: float = 0.0  # seconds at the sender, per transfer
     source: str = "as given"
-    executor: Executor | None = None
+    device_model: DeviceModel | None = None
     memory: float | None = None  # bytes per second between a chip and its memory, where known
     has_kernel: bool = False  # whether one kernel for all rounds has been compiled for such chips
 
@@ -51,7 +51,7 @@ class Network:
     @property
     def wires(self) -> Network:
         """The wires alone."""
-        return replace(self, executor=None) if self.executor else self
+        return replace(self, device_model=None) if self.device_model else self
 
     def __str__(self) -> str:
         text = f"links of {format_rate(self.bandwidth)} each way, {format_time(self.latency)} a hop"
@@ -76,23 +76,23 @@ _CLOUD = "cloud.google.com/tpu/docs, system architecture"
 # 0.15 on v5e, nothing on v5p: nothing to count on (libtpu 0.0.51).
 _ESTIMATED = "as estimated by the TPU compiler, libtpu 0.0.48.1, not measured"
 _PRODUCTS = f"nobody publishes the clock, at which the TFLOP/s of {_CLOUD} are"
-_V3 = Executor(
+_V3 = DeviceModel(
     0, 389.1, 0.01115, packing=0.009243, clock=940e6, devices=2, hidden=0.4, hidden_mixed=0.4,
     source=f"{_ESTIMATED}; 940 MHz: {_CACM}",
 )  # fmt: skip
-_V4 = Executor(
+_V4 = DeviceModel(
     3231, 0, 0.01179, packing=0.009023, clock=1.05e9, devices=2, hidden=0.36, hidden_mixed=0.36,
     source=f"{_ESTIMATED}; {_PRODUCTS} 8 products of 128x128 a cycle",
 )  # fmt: skip
-_V5E = Executor(
+_V5E = DeviceModel(
     1863, 1722, 0.007561, packing=0.007367, clock=1.5e9,
     source=f"{_ESTIMATED}; {_PRODUCTS} 4 products of 128x128 a cycle",
 )  # fmt: skip
-_V5P = Executor(
+_V5P = DeviceModel(
     2738, 1311, 0.003125, packing=0.003693, clock=1.75e9,
     source=f"{_ESTIMATED}; {_PRODUCTS} 8 products of 128x128 a cycle",
 )  # fmt: skip
-_V6E = Executor(
+_V6E = DeviceModel(
     3303, 1450, 0.003501, packing=0.005579, clock=1.75e9,
     source=f"{_ESTIMATED}; {_PRODUCTS} 4 products of 256x256 a cycle",
 )  # fmt: skip
@@ -102,22 +102,22 @@ _V6E = Executor(
 NETWORKS = {
     "v2": Network(62e9, _HOP, source=f"496 Gbit/s a link each way: {_CACM}", memory=700e9),
     "v3": Network(
-        82e9, _HOP, source=f"656 Gbit/s a link each way: {_CACM}", executor=_V3, memory=900e9
+        82e9, _HOP, source=f"656 Gbit/s a link each way: {_CACM}", device_model=_V3, memory=900e9
     ),
     "v4": Network(
-        50e9, _HOP, source="50 GB/s a link: Jouppi et al., TPU v4 (ISCA 2023)", executor=_V4,
+        50e9, _HOP, source="50 GB/s a link: Jouppi et al., TPU v4 (ISCA 2023)", device_model=_V4,
         memory=1.2e12, has_kernel=True,
     ),
     "v5e": Network(
-        50e9, _HOP, source=f"400 GB/s a chip, both ways, over 4 links: {_CLOUD}", executor=_V5E,
+        50e9, _HOP, source=f"400 GB/s a chip, both ways, over 4 links: {_CLOUD}", device_model=_V5E,
         memory=819e9,
     ),
     "v5p": Network(
-        100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}", executor=_V5P,
+        100e9, _HOP, source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}", device_model=_V5P,
         memory=2.765e12, has_kernel=True,
     ),
     "v6e": Network(
-        100e9, _HOP, source=f"3200 Gbit/s a chip, each way, over 4 links: {_CLOUD}", executor=_V6E,
+        100e9, _HOP, source=f"3200 Gbit/s a chip, each way, over 4 links: {_CLOUD}", device_model=_V6E,
         memory=1.64e12, has_kernel=True,
     ),
     "v7x": Network(
@@ -153,7 +153,7 @@ def network(
     `link` is a network, the name of a TPU generation, or a rate: bytes per second, or text such as
     ``"50GB/s"``. Times are seconds, or text such as ``"0.5us"``; what is not given is `link`'s own,
     or that of `DEFAULT` where `link` is a rate. Only the name of a generation comes with an
-    executor.
+    device model.
     """
     if isinstance(link, Network):
         base = link

@@ -1,4 +1,4 @@
-"""Simulate: what a schedule costs on the wires of its mesh and in its executor, without running it.
+"""Simulate: what a schedule costs on the wires of its mesh and on its devices, without running it.
 
 A link carries one transfer at a time. It serves rounds in order; within a round, transfers with
 fewer hops behind them first, then lower lanes first. A transfer that has to wait is kept at the
@@ -102,7 +102,7 @@ class Simulation:
     def executor_line(self) -> str:
         """What the executor costs, in words."""
         around = format_time(self.around_seconds)
-        return f"  executor: {self.network.executor}; {around} around all rounds"
+        return f"  executor: {self.network.device_model}; {around} around all rounds"
 
     def busiest_links(self, count: int = 4) -> list[tuple[Link, float]]:
         """The links that carry most, and their bytes."""
@@ -124,7 +124,7 @@ class Simulation:
             f"  lost to latency: {format_time(self.lost_to_latency)}; to waiting for links: "
             f"{format_time(self.lost_to_contention)}"
         )
-        if self.network.executor:
+        if self.network.device_model:
             lines += [
                 self.executor_line,
                 f"  on the wires alone: {format_time(self.wires_seconds)}",
@@ -194,7 +194,9 @@ class Simulator:
             network=on,
             mode=mode,
             seconds=seconds,
-            wires_seconds=self.seconds(payload_bytes, on.wires, mode) if on.executor else seconds,
+            wires_seconds=self.seconds(payload_bytes, on.wires, mode)
+            if on.device_model
+            else seconds,
             around_seconds=around,
             phases=tuple(
                 PhaseCost(
@@ -261,9 +263,9 @@ class Simulator:
 
     def _beside(self, payload_bytes: int, on: Network) -> tuple[list[float] | None, float]:
         """What the executor adds to a round of each phase, and to all of them."""
-        if on.executor is None:
+        if on.device_model is None:
             return None, 0.0
-        return costs(on.executor, self.schedule, payload_bytes, on.bandwidth)
+        return costs(on.device_model, self.schedule, payload_bytes, on.bandwidth)
 
     def link_ids(self, src: int, dst: int) -> list[int]:
         """The links of the route between two chips, by rank, numbered."""

@@ -26,7 +26,7 @@ from functools import lru_cache
 import numpy as np
 
 from ftmesh.algorithms import registry, tree
-from ftmesh.cost.device_model import Executor, Sends
+from ftmesh.cost.device_model import DeviceModel, Sends
 from ftmesh.cost.links import Network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.round_bounds import RoundBound, any_bound
@@ -47,7 +47,7 @@ FEW, SMALL = 12, 96  # messages up to which one chunk each may do as well; and u
 HOP_CHUNKS = 2  # in dataflow, those that a link carries in the time of a hop
 FLOWING = 500_000  # chips times chunks up to which trees are planned for dataflow
 KERNEL = 130_000  # and for a kernel, whose tables are to stay small
-SOON = 700_000  # and up to which ``auto`` looks at them for an executor: some 15 s
+SOON = 700_000  # and up to which ``auto`` looks at them for a device model: some 15 s
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def schedule_for(
         return registry.schedule(topology, algorithm)
     registry.check_whole(topology)
     bare = topology.without_devices()
-    if mode == DATAFLOW and on.executor is None:
+    if mode == DATAFLOW and on.device_model is None:
         return replace(_flowing(bare, payload_bytes, on, most), topology=topology)
     return replace(_fastest(bare, payload_bytes, on), topology=topology)
 
@@ -96,9 +96,9 @@ def _fastest(topology: Topology, payload_bytes: int, on: Network) -> Schedule:
         chunks = found.num_rounds + fullest.sum()
         chunk_bytes = payload_bytes / by.num_chunks
         seconds = found.num_rounds * each + chunks * chunk_bytes * per_byte
-        if on.executor:
-            part = chunk_bytes / on.executor.devices
-            beside = on.executor.exposed_seconds(sends, part, on.bandwidth)
+        if on.device_model:
+            part = chunk_bytes / on.device_model.devices
+            beside = on.device_model.exposed_seconds(sends, part, on.bandwidth)
             seconds += found.num_rounds * beside
         return seconds, found
 
@@ -127,7 +127,7 @@ def _worth_trying(topology: Topology, payload_bytes: int, on: Network) -> Iterat
         yield from (Chunking(best, 1, balance) for balance in balances)
         return
     width = WIDE_SMALL if best <= SMALL else WIDE if not any(topology.wrap) else 1
-    if on.executor or width * best > min(most, TRYING // topology.num_live):
+    if on.device_model or width * best > min(most, TRYING // topology.num_live):
         width = 1
     if best <= FEW:
         yield Chunking(best, 1, balances[0])
@@ -192,7 +192,7 @@ def least_seconds(topology: Topology, payload_bytes: int, on: Network) -> float:
     whole = payload_bytes * per_byte
     bound = _bound(topology.without_devices())
     number = min(bound.best_number(each, whole), _most(payload_bytes))
-    around = on.executor.around_seconds(payload_bytes) if on.executor else 0.0
+    around = on.device_model.around_seconds(payload_bytes) if on.device_model else 0.0
     return bound.rounds(number) * (each + whole / number) + around
 
 
@@ -224,18 +224,18 @@ def _round_cost(topology: Topology, on: Network, *, least: bool = False) -> tupl
     At `least`, if all that can be is hidden and costs nothing.
     """
     each, per_byte = on.overhead + on.latency, 1 / on.bandwidth
-    if on.executor:
+    if on.device_model:
         lanes = _num_lanes(topology.without_devices())
-        each += on.executor.round_seconds(lanes=lanes, num_bytes=0)
-        hidden = _hidden(topology, on.executor) if least else 0.0
-        cycles = lanes * (1 - hidden) * on.executor.per_byte
-        per_byte += cycles / on.executor.clock / on.executor.devices
+        each += on.device_model.round_seconds(lanes=lanes, num_bytes=0)
+        hidden = _hidden(topology, on.device_model) if least else 0.0
+        cycles = lanes * (1 - hidden) * on.device_model.per_byte
+        per_byte += cycles / on.device_model.clock / on.device_model.devices
     return each, per_byte
 
 
-def _hidden(topology: Topology, executor: Executor) -> float:
+def _hidden(topology: Topology, device_model: DeviceModel) -> float:
     """The share of what bytes cost along trees that two streams hide, at most."""
-    return executor.hidden_mixed if _is_mixed(topology) else executor.hidden
+    return device_model.hidden_mixed if _is_mixed(topology) else device_model.hidden
 
 
 def _is_mixed(topology: Topology) -> bool:

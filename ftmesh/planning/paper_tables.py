@@ -5,7 +5,7 @@ ResNet-50 and BERT on TPU v3, on a full mesh and on one less a 4x2 block. The sh
 the all-reduce takes, f on the full and g on the damaged mesh, gives the ratio of the two
 all-reduces without any step time, payload or link rate: with the same computation in both,
 g (1 - f) / f (1 - g). That ratio is what is compared; nothing is fitted to a row. The wires alone
-are simulated, or, with an executor, both all-reduces as ftmesh's own would run them. The paper's
+are simulated, or, with a device model, both all-reduces as ftmesh's own would run them. The paper's
 algorithms are taken for that; and then the best there are here, trees included, on both meshes.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ftmesh.algorithms import registry
-from ftmesh.cost.device_model import Executor
+from ftmesh.cost.device_model import DeviceModel
 from ftmesh.cost.links import NETWORKS, Network
 from ftmesh.cost.simulate import MODES, Simulator
 from ftmesh.planning.selection import Candidate, choose
@@ -124,18 +124,18 @@ class Ours:
 def simulate_runs(
     rates: Sequence[float] = RATES,
     modes: Sequence[str] = MODES,
-    executor: Executor | None = None,
+    device_model: DeviceModel | None = None,
 ) -> dict[Run, list[Ours]]:
-    """Every run of the paper, for each mode and each link rate, with or without an executor."""
+    """Every run of the paper, for each mode and each link rate, with or without a device model."""
     return {
-        run: [_simulate(run, rate, mode, executor) for mode in modes for rate in rates]
+        run: [_simulate(run, rate, mode, device_model) for mode in modes for rate in rates]
         for run in RUNS
     }
 
 
 @cache
-def _simulate(run: Run, rate: float, mode: str, executor: Executor | None) -> Ours:
-    on = Network(rate, NETWORKS["v3"].latency, executor=executor)
+def _simulate(run: Run, rate: float, mode: str, device_model: DeviceModel | None) -> Ours:
+    on = Network(rate, NETWORKS["v3"].latency, device_model=device_model)
     whole, holed = run.topologies
     full, damaged, undamaged = (
         _simulator(topology, algorithm).seconds(run.payload_bytes, on, mode)

@@ -96,12 +96,12 @@ class Plan:
 
     def _split_bytes(self, loop: Loop) -> float:
         """The bytes of a chunk from which it is worth it, by price, that they travel in halves."""
-        if self.network.executor is None:
+        if self.network.device_model is None:
             return math.inf
         counts = [lane.count for lane in loop.lanes]
         is_mixed = {lane.op for lane in loop.lanes} not in ({ADD}, {COPY})
         sends = Sends(len(counts), sum(counts), max(counts), is_mixed)
-        executor = replace(self.network.executor, devices=self.topology.devices_per_chip)
+        executor = replace(self.network.device_model, devices=self.topology.devices_per_chip)
         return executor.split_bytes(sends, self.network.bandwidth)
 
     @cached_property
@@ -362,7 +362,7 @@ def looks_at_trees(algorithm: str, on: Network, executor: str) -> bool:
 
     For the other executor `choose` looks at its costs, and at how long trees take to plan.
     """
-    return algorithm == BEST or (executor == PALLAS and on.executor is not None)
+    return algorithm == BEST or (executor == PALLAS and on.device_model is not None)
 
 
 def _planned(

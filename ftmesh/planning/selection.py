@@ -2,7 +2,7 @@
 
 Trees, which serve every mesh, take long to plan, a second on 16x16 and more on larger meshes. So
 ``auto`` prices them where nothing else serves, on three axes where nothing else comes near the
-limit, and where the network has an executor, as TPUs do; ``best`` wherever they could be faster. A
+limit, and where the network has a device model, as TPUs do; ``best`` wherever they could be faster. A
 bound tells that before anything is planned.
 
 >>> choice = choose(Topology.grid("8x8", failed="2x2@2,2"), 1_000_000)
@@ -37,7 +37,7 @@ ALGORITHMS = (*CHOSEN, *registry.PLANNERS)
 class Candidate:
     """An algorithm and its simulated time, or the reason why it cannot serve.
 
-    Where the network has an executor, `wires_seconds` is the time on the wires alone.
+    Where the network has a device model, `wires_seconds` is the time on the wires alone.
     """
 
     algorithm: str
@@ -73,12 +73,12 @@ class Choice:
     def __str__(self) -> str:
         least = limits(self.topology).all_reduce_seconds(self.payload_bytes, self.network)
         is_narrow = self.wire_dtype != "float32"
-        executor = self.network.executor
+        device_model = self.network.device_model
         what = f" of {self.wire_dtype}" if is_narrow else ""
         lines = [
             f"{format_bytes(self.payload_bytes)}{what} on {self.topology}, {self.network}",
             f"  {'algorithm':<12}{'rounds':>7}{'simulated':>12}{'x limit':>9}"
-            + f"{'wires alone':>13}" * bool(executor)
+            + f"{'wires alone':>13}" * bool(device_model)
             + "  partial sums travel as" * is_narrow,
         ]
         for one in self.candidates:
@@ -91,8 +91,8 @@ class Choice:
                     + ("" if one.wires_seconds is None else f"{format_time(one.wires_seconds):>13}")
                     + f"  {one.partials}" * is_narrow
                 )
-        if executor:
-            lines.append(f"  executor: {executor}")
+        if device_model:
+            lines.append(f"  executor: {device_model}")
         return "\n".join([*lines, f"  no all-reduce can take less than {format_time(least)}"])
 
 
@@ -111,7 +111,7 @@ def choose(
     The payload has so many bytes in `wire_dtype`. Where partial sums may not travel in that, as
     `ftmesh.cost.wire_precision` tells, the first half of the schedule carries more, and is priced so.
     With `halves`, only algorithms that come as a reduce-scatter and an all-gather are looked at.
-    Trees are priced where no other serves; with `best` or an executor, also where they could be
+    Trees are priced where no other serves; with `best` or a device model, also where they could be
     faster; and with `trees`, in any case. A `PlanError` where no algorithm can. What was found is
     remembered for the next call with an equal topology, payload, network and dtype.
     """
@@ -167,7 +167,7 @@ def _asks_for_trees(
     """
     if any(one.algorithm in registry.LAST_RESORT for one in candidates):
         return True
-    if on.executor and is_soon(topology, payload_bytes, on):
+    if on.device_model and is_soon(topology, payload_bytes, on):
         return True
     if len(topology.shape) < 3:
         return False
@@ -188,7 +188,7 @@ def _simulators(topology: Topology) -> dict[str, Simulator | str]:
 def _priced(simulator: Simulator, payload_bytes: int, on: Network, wire_dtype: str) -> Candidate:
     """An algorithm for a payload in `wire_dtype`, with what its partial sums take in theirs."""
     schedule = simulator.schedule
-    wires = seconds_of(simulator, payload_bytes, on.wires, wire_dtype) if on.executor else None
+    wires = seconds_of(simulator, payload_bytes, on.wires, wire_dtype) if on.device_model else None
     return Candidate(
         algorithm=schedule.algorithm,
         rounds=schedule.num_rounds,

@@ -3,7 +3,7 @@
     reports = [compile_report(plan, size) for plan in plans for size in sizes]
     print(fit(reports))
 
-The numbers are those of `ftmesh.cost.device_model.Executor`, in cycles.
+The numbers are those of `ftmesh.cost.device_model.DeviceModel`, in cycles.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _frame(
     return {
         "format": FORMAT,
         "mesh": write_mesh(topology),
-        "network": str(on) + (", with the executor" if on.executor else ""),
+        "network": str(on) + (", with the executor" if on.device_model else ""),
         "payload_bytes": payload_bytes,
         "payloads": payloads,
         "limit_us": [_us(least.all_reduce_seconds(size, on)) for size in payloads],

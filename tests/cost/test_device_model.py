@@ -10,7 +10,7 @@ import ftmesh
 from ftmesh import ArgumentError, Topology
 from ftmesh.algorithms import registry
 from ftmesh.cli.main import main
-from ftmesh.cost.device_model import Executor, Sends, sends_of
+from ftmesh.cost.device_model import DeviceModel, Sends, sends_of
 from ftmesh.cost.links import DEFAULT, NETWORKS, network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import MODES, Simulator
@@ -25,12 +25,12 @@ from tests.support.trees import tree_schedule
 V6E = Topology.grid("16x16", failed="2x2@2,2")  # 252 live chips
 V3 = Topology.grid("16x32", failed="4x2@6,14")  # 504
 PAYLOAD = 100_000_000
-EXECUTOR = Executor(500, 2000, 0.004, packing=0.01, clock=2e9)
-TWO_CORES = replace(EXECUTOR, devices=2)
+DEVICE_MODEL = DeviceModel(500, 2000, 0.004, packing=0.01, clock=2e9)
+TWO_CORES = replace(DEVICE_MODEL, devices=2)
 
 
 def seconds(topology, algorithm, executor, mode="synchronous", payload=PAYLOAD):
-    on = replace(DEFAULT, executor=executor)
+    on = replace(DEFAULT, device_model=executor)
     return Simulator(registry.schedule(topology, algorithm)).seconds(payload, on, mode)
 
 
@@ -43,7 +43,7 @@ def test_a_ring_by_its_formula(topology, n, mode):
     a_round = (500 + 2 * 2000 + 0.004 * PAYLOAD / n) / 2e9
     wires = DEFAULT.latency + PAYLOAD / (2 * n * DEFAULT.bandwidth)
     expected = 2 * (n - 1) * (wires + a_round) + 0.01 * PAYLOAD / 2e9
-    assert seconds(topology, "ring", EXECUTOR, mode) == pytest.approx(expected, rel=1e-12)
+    assert seconds(topology, "ring", DEVICE_MODEL, mode) == pytest.approx(expected, rel=1e-12)
 
 
 def test_two_cores_carry_half_each_and_exchange_halves_first_and_last():
@@ -63,7 +63,7 @@ def test_row_pair_by_its_rounds(topology, rounds, chunks, num_chunks):
         (500 + 4 * 2000 + 0.004 * moved * PAYLOAD / num_chunks) / 2e9 for moved in (chunks, 4)
     )
     expected = 2 * (rounds[0] * along + rounds[1] * across) + 0.01 * PAYLOAD / 2e9
-    beside = seconds(topology, "row_pair", EXECUTOR) - seconds(topology, "row_pair", None)
+    beside = seconds(topology, "row_pair", DEVICE_MODEL) - seconds(topology, "row_pair", None)
     assert beside == pytest.approx(expected, rel=1e-9)
 
 
@@ -114,18 +114,18 @@ def test_dataflow_is_between_the_wires_and_synchronous(algorithm, payload):
     schedule = registry.schedule(topology, algorithm)
     beside = sum(
         phase.num_rounds
-        * EXECUTOR.exposed_seconds(sends_of(phase), payload / schedule.num_chunks, 1)
+        * DEVICE_MODEL.exposed_seconds(sends_of(phase), payload / schedule.num_chunks, 1)
         for phase in schedule.phases
     )
     synchronous, dataflow = (
-        seconds(topology, algorithm, EXECUTOR, mode, payload) for mode in MODES
+        seconds(topology, algorithm, DEVICE_MODEL, mode, payload) for mode in MODES
     )
     wires = seconds(topology, algorithm, None, "dataflow", payload)
     assert max(wires, beside) < dataflow <= synchronous * (1 + 1e-12)
 
 
 class TestTwoStreams:
-    HIDING = replace(EXECUTOR, hidden=0.4)
+    HIDING = replace(DEVICE_MODEL, hidden=0.4)
     RINGS = Sends(lanes=4, chunks=8, most=2)
     SLOW, FAST = 1e9, 1e14  # bytes a second: wires take long, and next to nothing
 
@@ -146,10 +146,10 @@ class TestTwoStreams:
 
     def test_never_where_nothing_is_hidden(self):
         mixed = self.RINGS._replace(is_mixed=True)
-        assert EXECUTOR.split_bytes(self.RINGS, 50e9) == float("inf")
+        assert DEVICE_MODEL.split_bytes(self.RINGS, 50e9) == float("inf")
         assert self.HIDING.split_bytes(mixed, 50e9) == float("inf")
         assert self.HIDING.split_bytes(self.RINGS, self.FAST) == float("inf")
-        assert replace(EXECUTOR, hidden_mixed=0.4).split_bytes(mixed, 50e9) < float("inf")
+        assert replace(DEVICE_MODEL, hidden_mixed=0.4).split_bytes(mixed, 50e9) < float("inf")
 
     def test_two_cores_share_a_link(self):
         sends, bandwidth = self.RINGS, 400e9
@@ -159,7 +159,7 @@ class TestTwoStreams:
     def test_on_v3_rings_of_row_pairs_are_faster_for_it_and_what_is_across_is_as_it_was(self):
         on = NETWORKS["v3"]
         simulator = Simulator(registry.schedule(V3, "row_pair"))
-        plain = replace(on, executor=replace(on.executor, hidden=0, hidden_mixed=0))
+        plain = replace(on, device_model=replace(on.device_model, hidden=0, hidden_mixed=0))
         rings, across, _, _ = (
             (after.seconds / before.seconds)
             for before, after in zip(
@@ -171,12 +171,12 @@ class TestTwoStreams:
 
     def test_trees_and_bounds_know_of_it(self):
         on = NETWORKS["v3"]
-        plain = replace(on, executor=replace(on.executor, hidden=0, hidden_mixed=0))
+        plain = replace(on, device_model=replace(on.device_model, hidden=0, hidden_mixed=0))
         before, after = (choose(V3, PAYLOAD, each).candidates[0] for each in (plain, on))
         assert before.algorithm == after.algorithm == "tree"
         assert 0.9 < after.seconds / before.seconds < 0.97
         assert least_seconds(V3, PAYLOAD, on) < after.seconds
-        assert on.executor.floor_seconds(PAYLOAD) < plain.executor.floor_seconds(PAYLOAD)
+        assert on.device_model.floor_seconds(PAYLOAD) < plain.device_model.floor_seconds(PAYLOAD)
 
     @pytest.mark.parametrize("mesh", ["2x1", "1x3"])
     @pytest.mark.parametrize("generation", ["v3", "v6e"])
@@ -192,14 +192,14 @@ class TestTwoStreams:
     @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
     def test_shares_are_shares(self, name, share):
         with pytest.raises(ArgumentError, match=f"{name} must be a share from 0 to 1"):
-            replace(EXECUTOR, **{name: share})
+            replace(DEVICE_MODEL, **{name: share})
 
 
 def test_every_device_of_a_tile_has_a_payload():
     tiles = TiledTopology.of(Topology.grid("8x8"), "2x2")
     found = [
         seconds(tiles, "ring", executor) - seconds(tiles, "ring", None)
-        for executor in (EXECUTOR, TWO_CORES)
+        for executor in (DEVICE_MODEL, TWO_CORES)
     ]
     a_round = (500 + 2 * 2000 + 0.004 * PAYLOAD / 16) / 2e9
     assert found == [pytest.approx(30 * a_round + 0.01 * PAYLOAD / 2e9, rel=1e-9)] * 2
@@ -211,11 +211,11 @@ def test_every_device_of_a_tile_has_a_payload():
 def test_generations_come_with_their_executor_and_rates_without():
     assert network("v3") is NETWORKS["v3"]
     for name in ("v3", "v6e"):
-        executor = NETWORKS[name].executor
+        executor = NETWORKS[name].device_model
         assert "estimated by the TPU compiler" in executor.source
-        assert network(name).wires == replace(NETWORKS[name], executor=None)
-    assert NETWORKS["v3"].executor.devices == 2
-    assert network("82GB/s").executor is None
+        assert network(name).wires == replace(NETWORKS[name], device_model=None)
+    assert NETWORKS["v3"].device_model.devices == 2
+    assert network("82GB/s").device_model is None
     assert DEFAULT.wires is DEFAULT
 
 
@@ -226,7 +226,7 @@ def test_plans_for_tpus_are_priced_for_them(kind, name):
     devices = [SimpleNamespace(coords=(x, y, 0), device_kind=kind) for y in (0, 1) for x in (0, 1)]
     topology = Topology.from_devices(devices, failed="")
     assert ftmesh.plan(topology).network is NETWORKS[name]
-    assert ftmesh.plan(topology, link="50GB/s").network.executor is None
+    assert ftmesh.plan(topology, link="50GB/s").network.device_model is None
 
 
 @pytest.mark.parametrize("kind", ["cpu", "TPU v99", "NVIDIA H100"])
@@ -237,7 +237,7 @@ def test_plans_for_anything_else_are_not(kind):
 
 
 def test_a_simulation_has_both_figures():
-    on = replace(DEFAULT, executor=EXECUTOR)
+    on = replace(DEFAULT, device_model=DEVICE_MODEL)
     found = Simulator(registry.schedule(V6E, "row_pair")).run(PAYLOAD, on)
     assert found.wires_seconds == seconds(V6E, "row_pair", None)
     assert found.around_seconds == 0.01 * PAYLOAD / 2e9
@@ -252,8 +252,8 @@ def test_auto_takes_another_algorithm():
     """Quickest on the wires is two_dim, which has twice the lanes of a ring."""
     topology = Topology.grid("8x8")
     wires, run = (
-        choose(topology, PAYLOAD, replace(DEFAULT, executor=executor), halves=True)
-        for executor in (None, EXECUTOR)
+        choose(topology, PAYLOAD, replace(DEFAULT, device_model=executor), halves=True)
+        for executor in (None, DEVICE_MODEL)
     )
     assert (wires.algorithm, run.algorithm) == ("two_dim", "ring")
     by_name = {one.algorithm: one for one in run.candidates}
@@ -266,7 +266,7 @@ def test_auto_takes_another_algorithm():
 
 def test_with_an_executor_auto_looks_at_trees():
     """They have the fewest rounds; sums that are halved, and rounds written out, do without."""
-    topology, on = Topology.grid("8x8"), replace(DEFAULT, executor=EXECUTOR)
+    topology, on = Topology.grid("8x8"), replace(DEFAULT, device_model=DEVICE_MODEL)
     plan = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on)
     assert (plan.algorithm, plan.explain().algorithm) == ("tree", "tree")
     assert (plan.with_reduce_scatter.algorithm, plan.unrolled_variant.algorithm) == ("ring", "ring")
@@ -274,7 +274,7 @@ def test_with_an_executor_auto_looks_at_trees():
     assert unrolled.algorithm == "ring"
     assert unrolled.for_payload(PAYLOAD // 64).algorithm != "tree"
     on_wires = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on, executor="pallas")
-    assert (on_wires.is_best, on_wires.network.executor) == (True, None)
+    assert (on_wires.is_best, on_wires.network.device_model) == (True, None)
     named = ftmesh.plan(topology, "tree", payload_bytes=PAYLOAD, executor="pallas")
     assert "tree" in [one.algorithm for one in named.explain().candidates if not one.refusal]
 
@@ -288,8 +288,8 @@ def test_trees_that_take_minutes_to_plan_are_asked_for():
 
 
 def test_the_limit_is_that_of_the_wires_and_the_executor_has_a_floor(capsys):
-    assert EXECUTOR.floor_seconds(PAYLOAD) == pytest.approx((0.004 + 0.01) * PAYLOAD / 2e9)
-    for executor in (EXECUTOR, TWO_CORES):
+    assert DEVICE_MODEL.floor_seconds(PAYLOAD) == pytest.approx((0.004 + 0.01) * PAYLOAD / 2e9)
+    for executor in (DEVICE_MODEL, TWO_CORES):
         assert executor.floor_seconds(PAYLOAD) < seconds(V6E, "ring", executor)
     found = limits(V6E)
     on = NETWORKS["v6e"]
@@ -299,7 +299,7 @@ def test_the_limit_is_that_of_the_wires_and_the_executor_has_a_floor(capsys):
     for argv in (command, [*command, "--wires-only"]):
         assert main(argv) == 0
         both.append(json.loads(capsys.readouterr().out))
-    floor = 1e6 * on.executor.floor_seconds(PAYLOAD)
+    floor = 1e6 * on.device_model.floor_seconds(PAYLOAD)
     assert both[0].pop("executor_floor_us") == pytest.approx(floor)
     assert both[0] == both[1]
 
@@ -317,15 +317,15 @@ def test_simulate_shows_both_and_can_leave_one_out(capsys):
     main(["simulate", "8x8", "--failed", "2x2@2,2", "--tpu", "v6e"])
     text = capsys.readouterr().out
     assert "wires alone" in text.splitlines()[1]
-    assert f"  executor: {NETWORKS['v6e'].executor}; " in text
+    assert f"  executor: {NETWORKS['v6e'].device_model}; " in text
 
 
 def test_advice_counts_it():
     here = advise.Site(
         Topology.grid("8x8", failed=""), mtbf=1.0, repair=1.0, checkpoint=1.0, step=0.02,
-        network=replace(DEFAULT, executor=EXECUTOR),
+        network=replace(DEFAULT, device_model=DEVICE_MODEL),
     )  # fmt: skip
-    assert here.full_sum == pytest.approx(seconds(here.topology, "two_dim", EXECUTOR))
+    assert here.full_sum == pytest.approx(seconds(here.topology, "two_dim", DEVICE_MODEL))
 
 
 def test_the_advice_has_both_figures(capsys):
@@ -342,12 +342,12 @@ def test_the_papers_runs_with_an_executor():
     options = {"rates": (82e9,), "modes": ("synchronous",)}
     run = paper_tables.RUNS[0]
     (wires,), (as_run,) = (
-        paper_tables.simulate_runs(**options, executor=executor)[run]
+        paper_tables.simulate_runs(**options, device_model=executor)[run]
         for executor in (None, TWO_CORES)
     )
     assert as_run.full == pytest.approx(
         Simulator(registry.schedule(run.topologies[0], "two_dim")).seconds(
-            run.payload_bytes, replace(wires.network, executor=TWO_CORES)
+            run.payload_bytes, replace(wires.network, device_model=TWO_CORES)
         )
     )
     assert as_run.full > wires.full
@@ -364,4 +364,4 @@ def test_the_papers_runs_with_an_executor():
 )
 def test_impossible_executors_are_refused(changes, says):
     with pytest.raises(ArgumentError, match=says):
-        replace(EXECUTOR, **changes)
+        replace(DEVICE_MODEL, **changes)

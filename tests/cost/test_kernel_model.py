@@ -37,19 +37,19 @@ def test_the_slower_of_wires_and_memory_and_packing():
     """On a ring every chip sends both halves once, adds one and copies the other."""
     ring, on = registry.schedule(HOLE, "ring"), NETWORKS["v6e"]
     wires = Simulator(ring).seconds(PAYLOAD, on.wires, DATAFLOW)
-    packing = on.executor.packing * PAYLOAD / on.executor.clock
+    packing = on.device_model.packing * PAYLOAD / on.device_model.clock
     assert kernel_seconds(ring, PAYLOAD, on) == pytest.approx(wires + packing)
     moved = (2 + 2 + 1) * 251 / 252 * PAYLOAD
     slow = replace(on, memory=1e10)
     assert kernel_seconds(ring, PAYLOAD, slow) == pytest.approx(moved / 1e10 + packing)
-    cores = replace(slow, executor=replace(slow.executor, devices=2))
+    cores = replace(slow, device_model=replace(slow.device_model, devices=2))
     halves = 2.5 * PAYLOAD / 1e10
     assert kernel_seconds(ring, PAYLOAD, cores) == pytest.approx(moved / 1e10 + halves + packing)
 
 
 def test_partial_sums_that_travel_as_something_wider():
     """Of a ring half of the rounds carry them, along trees all; packing goes with what results."""
-    on = replace(NETWORKS["v6e"], executor=replace(NETWORKS["v6e"].executor, packing=0))
+    on = replace(NETWORKS["v6e"], device_model=replace(NETWORKS["v6e"].device_model, packing=0))
     for algorithm, times in (("ring", 1.5), ("tree", 2)):
         schedule = registry.schedule(HOLE, algorithm)
         narrow = kernel_seconds(schedule, PAYLOAD, on, "bfloat16")

@@ -9,7 +9,7 @@ import pytest
 
 from ftmesh import ArgumentError, Phase, Schedule, Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost.device_model import Executor, costs
+from ftmesh.cost.device_model import DeviceModel, costs
 from ftmesh.cost.links import DEFAULT, NETWORKS, Network, network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import MODES, Simulator, simulate
@@ -145,14 +145,14 @@ def test_an_executor_changes_neither_bound(seed):
     rng = random.Random(seed)
     schedule = random_schedule(rng)
     payload = rng.choice(PAYLOADS)
-    executor = Executor(
+    device_model = DeviceModel(
         rng.choice([0, 3000]), 2000, rng.choice([0, 0.01]), packing=0, clock=1e9,
         hidden=rng.choice([0, 0.4]), hidden_mixed=rng.choice([0, 0.4]),
     )  # fmt: skip
-    on = replace(rng.choice(NETWORKS_TRIED), executor=executor)
+    on = replace(rng.choice(NETWORKS_TRIED), device_model=device_model)
     simulator = Simulator(schedule)
     synchronous, dataflow = (simulator.seconds(payload, on, mode) for mode in MODES)
-    (a_round,), _ = costs(executor, schedule, payload, on.bandwidth)
+    (a_round,), _ = costs(device_model, schedule, payload, on.bandwidth)
     beside = a_round * schedule.num_rounds
     wires = simulator.seconds(payload, on.wires, "dataflow")
     assert synchronous == pytest.approx(simulator.seconds(payload, on.wires) + beside, rel=1e-9)

@@ -5,7 +5,7 @@ import pytest
 import ftmesh
 from ftmesh import ArgumentError, PlanError, Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost.device_model import Executor
+from ftmesh.cost.device_model import DeviceModel
 from ftmesh.cost.links import DEFAULT, NETWORKS, Network
 from ftmesh.cost.simulate import Simulator, simulate
 from ftmesh.planning import selection
@@ -154,7 +154,7 @@ class TestBest:
 
     def test_where_they_cannot_nothing_is_planned(self, monkeypatch):
         monkeypatch.setattr(selection, "schedule_for", None)
-        dear = Network(50e9, 0.5e-6, executor=Executor(0, 0, 1.0, packing=0.0, clock=1e9))
+        dear = Network(50e9, 0.5e-6, device_model=DeviceModel(0, 0, 1.0, packing=0.0, clock=1e9))
         found = selection.choose(DAMAGED, 10_000_000, dear, best=True)
         assert found.algorithm == "ring"
         (tree,) = [one for one in found.candidates if one.algorithm == "tree"]
