@@ -1,6 +1,6 @@
-"""For tests and trials: emulated devices, and faults that are planted in a run.
+"""For tests: emulated devices, and faults to inject into a run.
 
-What needs JAX is loaded when it is first asked for; faults do not.
+`ftmesh.testing.emulation` imports JAX, so its names are loaded on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -8,20 +8,14 @@ from typing import TYPE_CHECKING
 from ftmesh.optional_deps import later
 
 if TYPE_CHECKING:
-    from ftmesh.testing.emulation import ask_for_cpu_devices as ask_for_cpu_devices
     from ftmesh.testing.emulation import cpu_grid as cpu_grid
     from ftmesh.testing.emulation import on_one_device as on_one_device
+    from ftmesh.testing.emulation import request_cpu_devices as request_cpu_devices
     from ftmesh.testing.emulation import shard_map_on_one_device as shard_map_on_one_device
 
-_OF_EMULATION = (
-    "ask_for_cpu_devices",
-    "cpu_grid",
-    "on_one_device",
-    "shard_map_on_one_device",
-)
+_EMULATION = ("cpu_grid", "on_one_device", "request_cpu_devices", "shard_map_on_one_device")
 
+__all__ = list(_EMULATION)
 
-__all__ = list(_OF_EMULATION)
-
-if not TYPE_CHECKING:  # to type checkers, a name that does not exist is an error
+if not TYPE_CHECKING:  # so that type checkers report names that do not exist
     __getattr__ = later(__name__, dict.fromkeys(__all__, "ftmesh.testing.emulation"))

@@ -1,7 +1,4 @@
-"""Emulation: grids of CPU devices, and a thousand logical ranks on one device.
-
-For tests and examples, in the library because users' own tests want the same.
-"""
+"""Emulates meshes: a grid of CPU devices, or a thousand logical ranks on one device."""
 
 from __future__ import annotations
 
@@ -29,52 +26,74 @@ def cpu_grid(
     failed: Failed = None,
     failed_links: str | Iterable[Sequence[Sequence[int]]] = (),
     wrap: bool | Sequence[bool] = False,
-    threads_each: int = 1,
+    threads_per_device: int = 1,
 ) -> Topology:
-    """A topology of emulated CPU devices, as many as `shape` has chips, live and failed.
+    """Build a topology of emulated CPU devices, one for each chip of `shape`.
 
-    JAX decides how many CPU devices there are when it is first used; call this before, or set
-    ``XLA_FLAGS=--xla_force_host_platform_device_count=64`` in the environment. It then makes as
-    many threads; a Pallas kernel that is interpreted beside other collectives takes several for
-    each device.
+    JAX fixes the number of CPU devices when it is first used. Call this before, or set
+    ``XLA_FLAGS=--xla_force_host_platform_device_count=64`` in the environment.
+
+    Args:
+        shape: The mesh, such as ``"8x8"``; failed chips get a device too.
+        failed: Failed chips, as for `Topology.from_devices`.
+        failed_links: Failed links, as for `Topology.from_devices`.
+        wrap: Which axes wrap around.
+        threads_per_device: Create this many CPU devices, hence threads, for each chip. Interpreted
+            Pallas kernels that overlap other collectives need several.
+
+    Raises:
+        TopologyError: The mesh has more than 4,096 chips, or JAX was used before with fewer
+            devices.
     """
     sizes = parse_shape(shape)
-    wanted = math.prod(sizes)
-    if wanted > MAX_DEVICES:
+    num_chips = math.prod(sizes)
+    if num_chips > MAX_DEVICES:
         raise TopologyError(
-            f"mesh {format_shape(sizes)} has {wanted:,} chips, and {MAX_DEVICES:,} are emulated at "
-            "most, a device each: take a smaller mesh, or all ranks on one device"
+            f"mesh {format_shape(sizes)} has {num_chips:,} chips, and at most {MAX_DEVICES:,} "
+            "devices can be emulated: use a smaller mesh, or all ranks on one device"
         )
-    ask_for_cpu_devices(wanted * threads_each)
+    request_cpu_devices(num_chips * threads_per_device)
     devices = jax.devices("cpu")
-    if len(devices) < wanted:
+    if len(devices) < num_chips:
         raise TopologyError(
-            f"mesh {format_shape(sizes)} needs {wanted} devices and JAX has made {len(devices)} "
-            f"already: {_remedy(wanted)}"
+            f"mesh {format_shape(sizes)} needs {num_chips} devices, and JAX has already created "
+            f"{len(devices)}: {_remedy(num_chips)}"
         )
     return Topology.from_devices(
-        devices[:wanted], shape=sizes, failed=failed, failed_links=failed_links, wrap=wrap
+        devices[:num_chips], shape=sizes, failed=failed, failed_links=failed_links, wrap=wrap
     )
 
 
-def _remedy(wanted: int) -> str:
-    """What to do where JAX has fewer devices than a mesh."""
+def _remedy(num_chips: int) -> str:
     if "FTMESH_NUM_PROCESSES" in os.environ:
         return (
-            "ftmesh launch gave each process its own; take those of all, by "
+            "under 'ftmesh launch' a process has only its own devices; use those of all, by "
             "Topology.from_devices(jax.devices()) after ftmesh.distributed.join()"
         )
     return (
         "call cpu_grid before anything else uses JAX, or set "
-        f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
+        f"XLA_FLAGS=--xla_force_host_platform_device_count={num_chips}"
     )
 
 
-def on_one_device(run: Callable[..., Any], axis_name: str = "data") -> Callable[..., Any]:
-    """`run`, as every rank would, for all ranks at once on one device.
+def request_cpu_devices(count: int) -> None:
+    """Have JAX create `count` CPU devices; does nothing if it has created its devices already."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # JAX has its devices already
+            jax.config.update("jax_num_cpu_devices", count)
 
-    Arguments and results have a leading dimension of ranks. Quick for a thousand ranks and small
-    payloads, where emulated devices would take minutes.
+
+def on_one_device(function: Callable[..., Any], axis_name: str = "data") -> Callable[..., Any]:
+    """Run `function` for all ranks at once on one device.
+
+    Much faster than emulated devices for a thousand ranks and small payloads.
+
+    Args:
+        function: What every rank runs, with `axis_name` bound.
+        axis_name: The name of the axis of ranks.
+
+    Returns:
+        A jitted function whose arguments and results have a leading dimension of ranks.
 
     >>> import ftmesh, jax.numpy as jnp
     >>> plan = ftmesh.plan(ftmesh.Topology.grid("4x4", failed="2x2@0,0"))
@@ -82,32 +101,34 @@ def on_one_device(run: Callable[..., Any], axis_name: str = "data") -> Callable[
     >>> int(total[0]), int(total[11])
     (66, 66)
     """
-    every_rank: Callable[..., Any] = jax.jit(jax.vmap(run, axis_name=axis_name))
-    return every_rank
+    all_ranks: Callable[..., Any] = jax.jit(jax.vmap(function, axis_name=axis_name))
+    return all_ranks
 
 
 def shard_map_on_one_device(
-    run: Callable[..., Any], *, num_ranks: int, axis_name: str, in_specs: Any, out_specs: Any
+    function: Callable[..., Any], *, num_ranks: int, axis_name: str, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """As ``jax.shard_map``, with all `num_ranks` ranks on one device.
+    """Emulate ``jax.shard_map`` with all `num_ranks` ranks on one device.
 
-    Arrays go in and come out whole, as they do there; of results that are the same at every rank,
-    the first rank's.
+    Takes and returns global arrays, as ``jax.shard_map`` does. A result whose spec does not name
+    the axis is the first rank's.
     """
 
-    def every_rank(*args: Any) -> Any:
-        parts = _map_specs(partial(_split, num_ranks, axis_name), in_specs, args)
-        axes = _map_specs(lambda spec, _: None if axis_name not in spec else 0, in_specs, args)
-        found = jax.vmap(run, in_axes=axes, axis_name=axis_name, axis_size=num_ranks)(*parts)
-        return _map_specs(partial(_joined, axis_name), out_specs, found)
+    def all_ranks(*args: Any) -> Any:
+        shards = _map_specs(partial(_split, num_ranks, axis_name), in_specs, args)
+        axes = _map_specs(lambda spec, _: 0 if axis_name in spec else None, in_specs, args)
+        results = jax.vmap(function, in_axes=axes, axis_name=axis_name, axis_size=num_ranks)(
+            *shards
+        )
+        return _map_specs(partial(_join, axis_name), out_specs, results)
 
-    return every_rank
+    return all_ranks
 
 
 def _map_specs(function: Callable[[Any, Any], Any], specs: Any, tree: Any) -> Any:
-    """`function` of every leaf and its spec; `specs` may be a prefix of the tree."""
+    """Map `function(spec, leaf)` over a tree; `specs` may be a prefix of it."""
     return jax.tree.map(
-        lambda spec, part: jax.tree.map(partial(function, spec), part),
+        lambda spec, subtree: jax.tree.map(partial(function, spec), subtree),
         specs,
         tree,
         is_leaf=lambda spec: isinstance(spec, PartitionSpec),
@@ -115,26 +136,19 @@ def _map_specs(function: Callable[[Any, Any], Any], specs: Any, tree: Any) -> An
 
 
 def _split(num_ranks: int, axis_name: str, spec: Any, array: Any) -> Any:
-    """The parts of an array one after another, or all of it."""
+    """Stack the shards of an array; replicated arrays stay as they are."""
     if axis_name not in spec:
         return array
-    at = tuple(spec).index(axis_name)
-    length = array.shape[at] // num_ranks
-    parts = array.reshape(*array.shape[:at], num_ranks, length, *array.shape[at + 1 :])
-    return jnp.moveaxis(parts, at, 0)
+    dim = tuple(spec).index(axis_name)
+    length = array.shape[dim] // num_ranks
+    shards = array.reshape(*array.shape[:dim], num_ranks, length, *array.shape[dim + 1 :])
+    return jnp.moveaxis(shards, dim, 0)
 
 
-def _joined(axis_name: str, spec: Any, parts: Any) -> Any:
-    """The inverse of that."""
+def _join(axis_name: str, spec: Any, shards: Any) -> Any:
+    """Invert `_split`."""
     if axis_name not in spec:
-        return parts[0]
-    at = tuple(spec).index(axis_name)
-    array = jnp.moveaxis(parts, 0, at)
-    return array.reshape(*array.shape[:at], -1, *array.shape[at + 2 :])
-
-
-def ask_for_cpu_devices(wanted: int) -> None:
-    """Have so many CPU devices, if JAX has not made its devices yet; other devices stay as are."""
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        with contextlib.suppress(RuntimeError):  # too late: JAX has its devices already
-            jax.config.update("jax_num_cpu_devices", wanted)
+        return shards[0]
+    dim = tuple(spec).index(axis_name)
+    array = jnp.moveaxis(shards, 0, dim)
+    return array.reshape(*array.shape[:dim], -1, *array.shape[dim + 2 :])

@@ -1,4 +1,4 @@
-"""What each kind of fault does to this process, and to others of the run."""
+"""What each kind of fault does to this process, and to other processes of the run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from typing import Any
 _RUN_DIR = b"FTMESH_RUN_DIR="
 
 
-class PlantedError(RuntimeError):
-    """What a planted `raise` raises: nothing that ftmesh expects."""
+class InjectedError(RuntimeError):
+    """What the fault `raise` raises. ftmesh does not expect it anywhere."""
 
 
-def act(kind: str, host: int, run_dir: Path | None) -> None:
-    """Do it; most kinds do not return."""
-    _ACTS[kind](host, run_dir)
+def perform(kind: str, host: int, run_dir: Path | None) -> None:
+    """Perform a fault of this kind in host `host`. Most kinds do not return."""
+    _ACTIONS[kind](host, run_dir)
 
 
 def _kill(host: int, run_dir: Path | None) -> None:
@@ -36,15 +36,15 @@ def _stop(host: int, run_dir: Path | None) -> None:
 
 
 def _segv(host: int, run_dir: Path | None) -> None:
-    import resource  # which not every system has
+    import resource  # not available on every system
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no files are left behind
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump
     os.kill(os.getpid(), signal.SIGSEGV)
-    time.sleep(60)  # it may be taken by another thread
+    time.sleep(60)  # another thread may receive the signal
 
 
 def _hold(host: int, run_dir: Path | None) -> None:
-    """A thread calls C without giving the interpreter back, and no signal wakes it."""
+    """Block in C with the interpreter lock held, and all signals masked."""
     pause = ctypes.PyDLL(None).pause
 
     def hold() -> None:
@@ -54,7 +54,7 @@ def _hold(host: int, run_dir: Path | None) -> None:
 
     threading.Thread(target=hold, daemon=True).start()
     while True:
-        time.sleep(1)  # comes back never
+        time.sleep(1)  # never returns
 
 
 def _stuck(host: int, run_dir: Path | None) -> None:
@@ -63,24 +63,24 @@ def _stuck(host: int, run_dir: Path | None) -> None:
 
 
 def _raise(host: int, run_dir: Path | None) -> None:
-    raise PlantedError(f"a fault was planted here, in host {host}")
+    raise InjectedError(f"a fault was injected here, in host {host}")
 
 
 def _keeper(host: int, run_dir: Path | None) -> None:
-    _kill_others(run_dir, lambda each: each["kind"] == "keeper" and each["host"] == host)
+    _kill_others(run_dir, lambda process: process["kind"] == "keeper" and process["host"] == host)
     _kill(host, run_dir)
 
 
 def _service(host: int, run_dir: Path | None) -> None:
-    _kill_others(run_dir, lambda each: each["kind"] == "service")
+    _kill_others(run_dir, lambda process: process["kind"] == "service")
 
 
 def _all(host: int, run_dir: Path | None) -> None:
-    _kill_others(run_dir, lambda each: each["kind"] == "worker")
+    _kill_others(run_dir, lambda process: process["kind"] == "worker")
     _kill(host, run_dir)
 
 
-_ACTS: dict[str, Callable[[int, Path | None], None]] = {
+_ACTIONS: dict[str, Callable[[int, Path | None], None]] = {
     "kill": _kill,
     "stop": _stop,
     "segv": _segv,
@@ -93,50 +93,48 @@ _ACTS: dict[str, Callable[[int, Path | None], None]] = {
 }
 
 
-def _kill_others(run_dir: Path | None, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Kill processes that the launcher has noted in ``pids/*.json``, and no stranger."""
-    found = [each for each in noted_processes(run_dir) if wanted(each)]
-    if not found:
-        _say("fault: the folder pids of FTMESH_RUN_DIR names no such process of this run")
-    for each in found:
-        if each["pid"] != os.getpid():
-            os.kill(each["pid"], signal.SIGKILL)
+def _kill_others(run_dir: Path | None, is_target: Callable[[dict[str, Any]], bool]) -> None:
+    targets = [process for process in recorded_processes(run_dir) if is_target(process)]
+    if not targets:
+        # A raw write: Python's own stderr may be blocked.
+        os.write(2, b"fault: FTMESH_RUN_DIR/pids has no such process of this run\n")
+    for process in targets:
+        if process["pid"] != os.getpid():
+            os.kill(process["pid"], signal.SIGKILL)
 
 
-def noted_processes(run_dir: Path | None) -> list[dict[str, Any]]:
-    """The processes of a run that live: kind ("worker", "keeper" or "service"), host and pid."""
-    files = [] if run_dir is None else sorted((run_dir / "pids").glob("*.json"))
-    noted = [json.loads(file.read_text()) for file in files]
-    return [each for each in noted if _is_of_run(each["pid"], run_dir)]
+def recorded_processes(run_dir: Path | None) -> list[dict[str, Any]]:
+    """List the live processes that the launcher has recorded in ``pids/*.json``.
 
-
-def _is_of_run(pid: int, run_dir: Path | None) -> bool:
-    """Whether a process is of this run, by its environment, where the system shows that.
-
-    The one that was noted may have ended, and its number be another's.
+    Returns:
+        Dicts with kind ("worker", "keeper" or "service"), host and pid.
     """
+    files = [] if run_dir is None else sorted((run_dir / "pids").glob("*.json"))
+    processes = [json.loads(file.read_text()) for file in files]
+    return [process for process in processes if _belongs_to_run(process["pid"], run_dir)]
+
+
+def _belongs_to_run(pid: int, run_dir: Path | None) -> bool:
+    """Check a process's environment, on Linux: its pid may have been reused."""
     if not sys.platform.startswith("linux"):
         return True
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    told = [each.removeprefix(_RUN_DIR) for each in variables if each.startswith(_RUN_DIR)]
     return run_dir is not None and any(
-        os.path.realpath(os.fsdecode(each)) == os.path.realpath(run_dir) for each in told
+        os.path.realpath(os.fsdecode(variable.removeprefix(_RUN_DIR))) == os.path.realpath(run_dir)
+        for variable in variables
+        if variable.startswith(_RUN_DIR)
     )
 
 
-def halve(file: Path) -> None:
-    """Cut a file in half."""
+def truncate_to_half(file: Path) -> None:
+    """Keep the first half of a file."""
     os.truncate(file, file.stat().st_size // 2)
 
 
-def until_full(pieces: Iterable[Any], file: Path) -> Iterator[Any]:
-    """The first of what is to be written; then no space is left."""
+def write_until_full(pieces: Iterable[Any], file: Path) -> Iterator[Any]:
+    """Yield the first piece, then raise the OSError of a full disk."""
     yield from islice(pieces, 1)
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
-
-
-def _say(line: str) -> None:
-    os.write(2, f"{line}\n".encode())  # at once, also where Python's own is held up

@@ -1,29 +1,29 @@
-"""Fault: what goes wrong in which process, and when; its text form; faults drawn at random.
+"""Faults to inject into a run: which process fails how and when, in text form or at random.
 
-    kill@2:30              process 2 is killed before step 30
-    stop@0:12:collective   process 0 is stopped in the middle of step 12
-    kill@*:t=120           whichever process comes first, 120 seconds after the start of the run
-    slow@1:30,0.5,20       20 steps of process 1, from the 30th on, take half a second more
-    random:7               one to three faults, drawn with seed 7; random:7:2 draws two
+    kill@2:30              kill process 2 before step 30
+    stop@0:12:collective   stop process 0 in the middle of step 12
+    kill@*:t=120           kill whichever process gets there first, 120 s after the run started
+    slow@1:30,0.5,20       add 0.5 s to each of 20 steps of process 1, from step 30 on
+    random:7               one to three faults drawn with seed 7; random:7:2 draws two
 
-Several are joined by ``;``. The kinds:
+Join several with ``;``. The kinds:
 
     kill, segv        the process ends by that signal
-    stop              it is stopped (SIGSTOP), and its connections stay open
-    hold              a thread holds the interpreter for good: no Python runs any more
-    stuck             the thread that is there waits for ever, and the others go on
-    raise             an error that nothing expects
-    keeper            the process and the keeper of its host are killed
-    service, all      JAX's coordination service is killed; all workers are
-    slow              some steps take so many seconds more
+    stop              the process is stopped (SIGSTOP); its connections stay open
+    hold              a thread holds the interpreter forever, so no Python code runs
+    stuck             the calling thread blocks forever; other threads continue
+    raise             an unexpected exception
+    keeper            the process and the peer store of its host are killed
+    service, all      JAX's coordination service is killed; all workers are killed
+    slow              some steps take longer, by the seconds given
     wrong             the first chip of the process computes a wrong gradient
-    torn              a file of a checkpoint is cut in half, and the process killed
-    full              no space is left for a checkpoint
+    torn              a checkpoint file is truncated to half, and the process killed
+    full              no disk space is left for a checkpoint
 
-The moments: `start` (before joining), `compile`, `step` (before it is dispatched), `collective` (a
-few milliseconds later, or so many seconds), `commit` (results are ready), `checkpoint`, `evaluate`,
-`recovery` (while an epoch after the first is made ready). At `start`, `compile` and `recovery` the
-step does not count, and a fault strikes at the first chance.
+The moments: `start` (before joining), `compile`, `step` (before dispatch), `collective` (a few
+milliseconds after dispatch, or the seconds given), `commit` (results are ready), `checkpoint`,
+`evaluate`, `recovery` (while a generation after the first starts). At `start`, `compile` and
+`recovery` the step is ignored: the fault fires the first time that moment is reached.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from ftmesh.errors import ArgumentError
 
-ENDS = ("kill", "stop", "segv", "hold", "keeper", "service", "all")  # of whole processes
+FATAL_KINDS = ("kill", "stop", "segv", "hold", "keeper", "service", "all")
 MOMENTS = (
     "start",
     "compile",
@@ -45,130 +45,150 @@ MOMENTS = (
     "evaluate",
     "recovery",
 )
-WITHOUT_STEP = ("start", "compile", "recovery")
-# The moments at which each kind can be; a step, where that is one of them and none is given.
+STEPLESS_MOMENTS = ("start", "compile", "recovery")
+# The moments each kind allows. The default is "step" where that is allowed, else the first.
 KINDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(ENDS, MOMENTS),
-    **dict.fromkeys(("stuck", "raise"), tuple(each for each in MOMENTS if each != "collective")),
+    **dict.fromkeys(FATAL_KINDS, MOMENTS),
+    **dict.fromkeys(("stuck", "raise"), tuple(m for m in MOMENTS if m != "collective")),
     "slow": ("step",),
     "wrong": ("step",),
     "torn": ("checkpoint",),
     "full": ("checkpoint",),
 }
-ANY = -1  # in place of a process: whichever comes first
+ANY_PROCESS = -1  # whichever process gets there first
 EXAMPLES = "kill@2:30, stop@0:12:collective, kill@*:t=120, slow@1:30,0.5,20 or random:7"
-_WHOLE = r"[0-9]{1,9}"
-_SOME = rf"{_WHOLE}(\.{_WHOLE})?"
-_FORM = re.compile(
-    rf"(?P<kind>[a-z]+)@(?P<process>{_WHOLE}|\*):(?P<when>{_WHOLE}|t={_SOME})"
-    rf"(:(?P<moment>[a-z]+))?(,(?P<seconds>{_SOME}))?(,(?P<num_steps>{_WHOLE}))?"
+_INT = r"[0-9]{1,9}"
+_DECIMAL = rf"{_INT}(\.{_INT})?"
+_FORMAT = re.compile(
+    rf"(?P<kind>[a-z]+)@(?P<process>{_INT}|\*):(?P<when>{_INT}|t={_DECIMAL})"
+    rf"(:(?P<moment>[a-z]+))?(,(?P<seconds>{_DECIMAL}))?(,(?P<num_steps>{_INT}))?"
 )
-_RANDOM = re.compile(rf"random:(?P<seed>{_WHOLE})(:(?P<number>[1-9][0-9]{{0,2}}))?")
-_SECONDS = {"slow": 0.5}  # more for each step; elsewhere, into a collective
-_INTO_COLLECTIVE = 0.003
-_NUM_STEPS = {"slow": 10}  # that are slow, or wrong
-
-HARMLESS = tuple(KINDS)  # after which a run should end with the weights of an undisturbed one
+_RANDOM = re.compile(rf"random:(?P<seed>{_INT})(:(?P<count>[1-9][0-9]{{0,2}}))?")
+_SECONDS = {"slow": 0.5}  # added to each step
+_COLLECTIVE_DELAY = 0.003  # seconds after dispatch
+_NUM_STEPS = {"slow": 10}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that goes wrong once in a run, at the first chance from its step or time on."""
+    """A fault that fires once in a run, at the first chance from its step or time on.
+
+    Args:
+        kind: One of `KINDS`.
+        process: The process to hit, or `ANY_PROCESS`.
+        step: The first step at which it may fire.
+        after: Seconds since the start of the run, instead of a step.
+        moment: One of `MOMENTS`.
+        seconds: How much slower a step gets, or the delay into the collective.
+        num_steps: How many steps are slow or wrong.
+
+    Raises:
+        ArgumentError: The kind is unknown, or cannot happen at that moment.
+    """
 
     kind: str
     process: int
     step: int = 0
-    after: float | None = None  # seconds since the start of the run, in place of a step
+    after: float | None = None
     moment: str = ""
     seconds: float = 0.0
     num_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ArgumentError(f"{self.kind} is no fault: give one of {', '.join(KINDS)}")
+            raise ArgumentError(f"unknown fault {self.kind}: give one of {', '.join(KINDS)}")
         moments = KINDS[self.kind]
         defaults = {
             "moment": self.moment or ("step" if "step" in moments else moments[0]),
-            "seconds": self.seconds or _SECONDS.get(self.kind, _INTO_COLLECTIVE),
+            "seconds": self.seconds or _SECONDS.get(self.kind, _COLLECTIVE_DELAY),
             "num_steps": self.num_steps or _NUM_STEPS.get(self.kind, 1),
         }
         for name, value in defaults.items():
             object.__setattr__(self, name, value)
         if self.moment not in moments:
             raise ArgumentError(
-                f"the fault {self.kind} cannot be at the moment {self.moment!r}: give "
+                f"fault {self.kind} cannot happen at the moment {self.moment!r}: give "
                 f"{' or '.join(moments)}"
             )
 
     def __str__(self) -> str:
-        process = "*" if self.process == ANY else self.process
+        process = "*" if self.process == ANY_PROCESS else self.process
         when = self.step if self.after is None else f"t={self.after:g}"
         return f"{self.kind}@{process}:{when}:{self.moment},{self.seconds:g},{self.num_steps}"
 
 
-def parse(text: str, *, hosts: int = 1, steps: int = 40) -> list[Fault]:
-    """The faults of a text; those at random hit one of so many hosts within so many steps.
+def parse_faults(text: str, *, hosts: int = 1, steps: int = 40) -> list[Fault]:
+    """Parse the text form of faults.
 
-    >>> [str(fault) for fault in parse("kill@2:30; torn@*:t=9")]
+    Args:
+        text: Faults joined by ``;``.
+        hosts: Number of hosts that random faults choose from.
+        steps: Last step that random faults choose from.
+
+    Raises:
+        ArgumentError: The text has another form.
+
+    >>> [str(fault) for fault in parse_faults("kill@2:30; torn@*:t=9")]
     ['kill@2:30:step,0.003,1', 'torn@*:t=9:checkpoint,0.003,1']
     """
-    found: list[Fault] = []
+    faults: list[Fault] = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
-        if at_random := _RANDOM.fullmatch(part):
-            number = at_random["number"] and int(at_random["number"])
-            found += draw(int(at_random["seed"]), number or None, hosts=hosts, steps=steps)
+        if match := _RANDOM.fullmatch(part):
+            count = int(match["count"]) if match["count"] else None
+            faults += draw_faults(int(match["seed"]), count, hosts=hosts, steps=steps)
             continue
-        given = _FORM.fullmatch(part)
-        if given is None:
+        match = _FORMAT.fullmatch(part)
+        if match is None:
             raise ArgumentError(
-                f"{part!r:.60} is no fault: the form is KIND@PROCESS:STEP[:MOMENT][,SECONDS"
+                f"{part!r:.60} is not a fault: the form is KIND@PROCESS:STEP[:MOMENT][,SECONDS"
                 f"[,STEPS]], as in {EXAMPLES}"
             )
-        when = given["when"]
-        found.append(
+        when = match["when"]
+        faults.append(
             Fault(
-                kind=given["kind"],
-                process=ANY if given["process"] == "*" else int(given["process"]),
+                kind=match["kind"],
+                process=ANY_PROCESS if match["process"] == "*" else int(match["process"]),
                 step=0 if when.startswith("t=") else int(when),
                 after=float(when[2:]) if when.startswith("t=") else None,
-                moment=given["moment"] or "",
-                seconds=float(given["seconds"] or 0),
-                num_steps=int(given["num_steps"] or 0),
+                moment=match["moment"] or "",
+                seconds=float(match["seconds"] or 0),
+                num_steps=int(match["num_steps"] or 0),
             )
         )
-    return found
+    return faults
 
 
-def draw(seed: int, number: int | None = None, *, hosts: int = 1, steps: int = 40) -> list[Fault]:
-    """Faults at random, one to three unless told; the same seed draws the same.
+def draw_faults(
+    seed: int, count: int | None = None, *, hosts: int = 1, steps: int = 40
+) -> list[Fault]:
+    """Draw `count` faults at random, by default one to three; the same seed draws the same.
 
-    Those that wait for a recovery come after another, which has one follow.
+    The first fault never waits for a recovery, since only a fault causes one.
     """
-    chance = random.Random(seed)
-    found: list[Fault] = []
-    for place in range(number or chance.randint(1, 3)):
-        kind = chance.choice(HARMLESS)
-        moments = [each for each in KINDS[kind] if place or each != "recovery"]
-        moment = chance.choice(moments)
-        found.append(
+    rng = random.Random(seed)
+    faults: list[Fault] = []
+    for index in range(count or rng.randint(1, 3)):
+        kind = rng.choice(tuple(KINDS))
+        moment = rng.choice([m for m in KINDS[kind] if index or m != "recovery"])
+        faults.append(
             Fault(
                 kind=kind,
-                process=chance.randrange(hosts),
-                step=0 if moment in WITHOUT_STEP else chance.randint(1, steps),
+                process=rng.randrange(hosts),
+                step=0 if moment in STEPLESS_MOMENTS else rng.randint(1, steps),
                 moment=moment,
             )
         )
-    return found
+    return faults
 
 
-def draw_by_time(seed: int, every: float, seconds: float) -> list[Fault]:
-    """A fault every so many seconds in a run of so many, in whichever process comes first.
+def draw_timed_faults(seed: int, interval: float, seconds: float) -> list[Fault]:
+    """Draw a fault every `interval` seconds of a run of `seconds`, for any process.
 
-    They are such that a run cannot go on as if nothing had happened.
+    Only kinds that force a recovery are drawn.
     """
-    chance = random.Random(seed)
-    kinds = [*ENDS, "stuck", "raise"]
+    rng = random.Random(seed)
+    kinds = [*FATAL_KINDS, "stuck", "raise"]
     return [
-        Fault(kind=chance.choice(kinds), process=ANY, after=every * place)
-        for place in range(1, int(seconds / every) + 1)
+        Fault(kind=rng.choice(kinds), process=ANY_PROCESS, after=interval * index)
+        for index in range(1, int(seconds / interval) + 1)
     ]

@@ -1,9 +1,10 @@
-"""Sick: chips and links that are planted as wrong, slow or silent, to see that they are found.
+"""Emulates unhealthy chips and links, to test that `ftmesh.health` finds them.
 
-``FTMESH_SICK="wrong@1,2;slow@0,3;silent@2,2;link-wrong@0,0-1,0"`` makes the programs that look for
-such chips, and steps that call `Sick.spoil_tree`, misbehave there: in the program, on the device.
-A link is sick in the direction in which it is written. A program without a sickness has no trace of
-it.
+``FTMESH_SICK="wrong@1,2;slow@0,3;silent@2,2;link-wrong@0,0-1,0"`` makes the doctor's probes
+misbehave on those chips and links, inside the program and on the device. A link is unhealthy in the
+direction in which it is written. Programs for healthy chips are compiled without any of this.
+
+Chips are identified by their index in the grid, `Topology.grid_index(coord)`.
 """
 
 from __future__ import annotations
@@ -25,162 +26,164 @@ from ftmesh.topology.notation import Coord, parse_coord, parse_link
 from ftmesh.topology.topology import Topology
 
 VARIABLE = "FTMESH_SICK"
-SLOW_CHIP, SLOW_LINK = 0.3, 0.1  # seconds that a slow one takes longer, a link each way
+SLOW_CHIP, SLOW_LINK = 0.3, 0.1  # seconds that a slow one adds; a link adds them each way
 _KINDS = ("wrong", "slow", "silent")
+_Links = frozenset[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Sick:
-    """What is sick: chips, and links from one chip to another, by their places in the grid."""
+class UnhealthySpec:
+    """Which chips and directed links are wrong, slow or silent, by grid index."""
 
     wrong: frozenset[int] = frozenset()
     slow: frozenset[int] = frozenset()
     silent: frozenset[int] = frozenset()
-    wrong_links: frozenset[tuple[int, int]] = frozenset()
-    slow_links: frozenset[tuple[int, int]] = frozenset()
-    silent_links: frozenset[tuple[int, int]] = frozenset()
-    alarm: threading.Event | None = None  # that wakes the silent; without it they never wake
+    wrong_links: _Links = frozenset()
+    slow_links: _Links = frozenset()
+    silent_links: _Links = frozenset()
+    released: threading.Event | None = None  # set: the silent ones answer
 
     @staticmethod
-    def parse(text: str, topology: Topology) -> Sick:
-        """The sickness of chips of a mesh, as it is written."""
-        found: dict[str, set[Any]] = {}
-        for piece in filter(None, (piece.strip() for piece in text.split(";"))):
-            name, _, where = piece.partition("@")
+    def parse(text: str, topology: Topology) -> UnhealthySpec:
+        """Parse the text form, such as ``wrong@1,2;link-silent@0,0-1,0``.
+
+        Raises:
+            ArgumentError: The text has another form, or a link is not on the mesh.
+            TopologyError: A chip is not on the mesh, or has failed.
+        """
+        fields: dict[str, set[Any]] = {}
+        for part in filter(None, (part.strip() for part in text.split(";"))):
+            name, _, where = part.partition("@")
             kind = name.removeprefix("link-")
             if kind not in _KINDS or not where:
                 raise ArgumentError(
-                    f"{piece!r} is no sickness: write wrong@1,2, slow@1,2, silent@1,2, or a link "
-                    "as link-wrong@0,0-1,0, and join several with ';'"
+                    f"{part!r} is not a fault of a chip or link: write wrong@1,2, slow@1,2, "
+                    "silent@1,2, or for a link link-wrong@0,0-1,0, and join several with ';'"
                 )
             if name == kind:
-                found.setdefault(kind, set()).add(_place(topology, parse_coord(where)))
+                fields.setdefault(kind, set()).add(_live_index(topology, parse_coord(where)))
             else:
                 a, b = parse_link(where)
                 if b not in topology.neighbours(a):
-                    raise ArgumentError(f"{piece!r}: there is no link there on {topology}")
-                ends = _place(topology, a), _place(topology, b)
-                found.setdefault(f"{kind}_links", set()).add(ends)
-        kinds: dict[str, Any] = {name: frozenset(places) for name, places in found.items()}
-        parsed = Sick(**kinds)
-        return replace(parsed, alarm=_alarm) if parsed.silent or parsed.silent_links else parsed
+                    raise ArgumentError(f"{part!r}: {topology} has no such link")
+                ends = _live_index(topology, a), _live_index(topology, b)
+                fields.setdefault(f"{kind}_links", set()).add(ends)
+        frozen: dict[str, Any] = {name: frozenset(members) for name, members in fields.items()}
+        spec = UnhealthySpec(**frozen)
+        return replace(spec, released=_released) if spec.silent or spec.silent_links else spec
 
     @staticmethod
-    def from_environment(topology: Topology) -> Sick:
-        """What the environment variable ``FTMESH_SICK`` says, or nothing."""
-        return Sick.parse(os.environ.get(VARIABLE, ""), topology)
+    def from_environment(topology: Topology) -> UnhealthySpec:
+        """Parse the environment variable ``FTMESH_SICK``; unset means all are healthy."""
+        return UnhealthySpec.parse(os.environ.get(VARIABLE, ""), topology)
 
-    def among(self, places: Iterable[int]) -> Sick:
-        """What is sick of some chips and of the links between them."""
-        some = frozenset(places)
+    def restricted_to(self, indices: Iterable[int]) -> UnhealthySpec:
+        """Keep only these chips and the links between them."""
+        chips = frozenset(indices)
 
-        def between(links: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
-            return frozenset(ends for ends in links if some.issuperset(ends))
+        def between(links: _Links) -> _Links:
+            return frozenset(ends for ends in links if chips.issuperset(ends))
 
-        silent, silent_links = self.silent & some, between(self.silent_links)
-        return Sick(
-            self.wrong & some,
-            self.slow & some,
+        silent, silent_links = self.silent & chips, between(self.silent_links)
+        return UnhealthySpec(
+            self.wrong & chips,
+            self.slow & chips,
             silent,
             between(self.wrong_links),
             between(self.slow_links),
             silent_links,
-            self.alarm if silent or silent_links else None,
+            self.released if silent or silent_links else None,
         )
 
-    # Inside a program ---------------------------------------------------------------------------
+    # Inside a program. `index` is the grid index of the chip that runs it. ---------------------
 
-    def answer(self, x: Any, place: Any) -> Any:
-        """`x`, which never comes from a chip that is silent."""
-        return _held_up(x, _is_in(self.silent, place), self._be_silent) if self.silent else x
+    def silence(self, x: Any, index: Any) -> Any:
+        """Return `x`; on a silent chip, never."""
+        return _wait_if(_contains(self.silent, index), self._block, x) if self.silent else x
 
-    def delayed(self, x: Any, place: Any) -> Any:
-        """`x`, which comes late from a chip that is slow."""
-        return _held_up(x, _is_in(self.slow, place), _sleep(SLOW_CHIP)) if self.slow else x
+    def delay(self, x: Any, index: Any) -> Any:
+        """Return `x`; on a slow chip, late."""
+        return _wait_if(_contains(self.slow, index), _sleep(SLOW_CHIP), x) if self.slow else x
 
-    def computed(self, x: Any, place: Any) -> Any:
-        """`x`, of which a bit is wrong at a chip that computes wrongly."""
-        return jnp.where(_is_in(self.wrong, place), _flipped(x), x) if self.wrong else x
+    def corrupt(self, x: Any, index: Any) -> Any:
+        """Return `x`; on a chip that computes wrongly, with a bit flipped."""
+        return jnp.where(_contains(self.wrong, index), _flip_bit(x), x) if self.wrong else x
 
-    def spoil(self, x: Any, place: Any) -> Any:
-        """`x` as the chip at `place` gives it, with all that is the matter there."""
-        return self.computed(self.delayed(self.answer(x, place), place), place)
+    def apply_to_tree(self, tree: Any, topology: Topology, axis_name: str) -> Any:
+        """Apply this chip's faults to the first array of a tree.
 
-    def spoil_tree(self, tree: Any, topology: Topology, axis_name: str) -> Any:
-        """A tree as the chip of this rank gives it: its first array may be wrong, or late.
-
-        For a training step, on what a chip computes by itself: its gradients, or parameters.
+        Use it in a training step on what a chip computes by itself: gradients or parameters.
         """
-        leaves, form = jax.tree.flatten(tree)
-        if self == WELL or not leaves:
+        leaves, treedef = jax.tree.flatten(tree)
+        if self == HEALTHY or not leaves:
             return tree
-        places = [topology.place(coord) for coord in topology.coords]
-        of_rank = np.repeat(np.array(places, np.int32), topology.devices_per_chip)
-        place = jnp.asarray(of_rank)[lax.axis_index(axis_name)]
-        return jax.tree.unflatten(form, [self.spoil(leaves[0], place), *leaves[1:]])
+        indices = [topology.grid_index(coord) for coord in topology.coords]
+        index_of_rank = np.repeat(np.array(indices, np.int32), topology.devices_per_chip)
+        index = jnp.asarray(index_of_rank)[lax.axis_index(axis_name)]
+        first = self.corrupt(self.delay(self.silence(leaves[0], index), index), index)
+        return jax.tree.unflatten(treedef, [first, *leaves[1:]])
 
-    def carried(self, x: Any, source: Any, place: Any) -> Any:
-        """`x` as it comes over the link from the chip at `source` to the one at `place`."""
-        waits = ((self.slow_links, _sleep(SLOW_LINK)), (self.silent_links, self._be_silent))
+    def apply_to_link(self, x: Any, source: Any, index: Any) -> Any:
+        """Return `x` as it arrives over the link from chip `source` to chip `index`."""
+        waits = ((self.slow_links, _sleep(SLOW_LINK)), (self.silent_links, self._block))
         for links, wait in waits:
             if links:
-                x = _held_up(x, _are_in(links, source, place), wait)
+                x = _wait_if(_contains_link(links, source, index), wait, x)
         links = self.wrong_links
-        return jnp.where(_are_in(links, source, place), _flipped(x), x) if links else x
+        return jnp.where(_contains_link(links, source, index), _flip_bit(x), x) if links else x
 
-    def _be_silent(self, x: Any) -> Any:
-        (self.alarm or threading.Event()).wait()
+    def _block(self, x: Any) -> Any:
+        (self.released or threading.Event()).wait()
         return x
 
 
-WELL = Sick()
-_alarm = threading.Event()  # of whatever is planted next
+HEALTHY = UnhealthySpec()
+_released = threading.Event()  # shared by all specs parsed until `release_silent` is called
 
 
-def wake() -> None:
-    """Have everything silent answer, so that a process that planted it can go on.
+def release_silent() -> None:
+    """Make all silent chips and links answer from now on, so that this process can continue.
 
-    What was planted before is silent no more, however often its programs come to it; what is
-    planted after is.
+    Specs parsed later are silent again.
     """
-    global _alarm
-    _alarm.set()
-    _alarm = threading.Event()
+    global _released
+    _released.set()
+    _released = threading.Event()
 
 
-def _place(topology: Topology, coord: Coord) -> int:
-    topology.rank(coord)  # refuses one that is not there
-    return topology.place(coord)
+def _live_index(topology: Topology, coord: Coord) -> int:
+    topology.rank(coord)  # raises unless the chip is live
+    return topology.grid_index(coord)
 
 
-def _is_in(places: frozenset[int], place: Any) -> Any:
-    return jnp.isin(place, np.array(sorted(places), np.int32))
+def _contains(indices: frozenset[int], index: Any) -> Any:
+    return jnp.isin(index, np.array(sorted(indices), np.int32))
 
 
-def _are_in(links: frozenset[tuple[int, int]], source: Any, place: Any) -> Any:
+def _contains_link(links: _Links, source: Any, index: Any) -> Any:
     ends = np.array(sorted(links), np.int32)
-    return jnp.any((ends[:, 0] == source) & (ends[:, 1] == place))
+    return jnp.any((ends[:, 0] == source) & (ends[:, 1] == index))
 
 
-def _held_up(x: Any, is_so: Any, wait: Callable[[Any], Any]) -> Any:
-    """`x`, after the host has waited where `is_so`."""
+def _wait_if(condition: Any, wait: Callable[[Any], Any], x: Any) -> Any:
+    """Return `x`, after the host has waited where `condition` holds."""
 
-    def waited(x: Any) -> Any:
+    def call_host(x: Any) -> Any:
         return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
-    return lax.cond(is_so, waited, lambda x: x, x)
+    return lax.cond(condition, call_host, lambda x: x, x)
 
 
 def _sleep(seconds: float) -> Callable[[Any], Any]:
-    def be_slow(x: Any) -> Any:
+    def sleep(x: Any) -> Any:
         time.sleep(seconds)
         return x
 
-    return be_slow
+    return sleep
 
 
-def _flipped(x: Any) -> Any:
-    """`x` with the lowest bit of its first element flipped."""
+def _flip_bit(x: Any) -> Any:
+    """Flip the lowest bit of the first element."""
     uint = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     bits = lax.bitcast_convert_type(x, uint).reshape(-1)
     return lax.bitcast_convert_type(bits.at[0].set(bits[0] ^ 1), x.dtype).reshape(x.shape)

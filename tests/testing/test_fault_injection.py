@@ -1,4 +1,4 @@
-"""Faults strike for real, in processes of their own: as they should, once, and heard of."""
+"""Faults fire in real processes: as specified, once, and are reported."""
 
 import contextlib
 import json
@@ -17,12 +17,12 @@ import pytest
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.errors import CheckpointError
 from ftmesh.testing import fault_injection
-from ftmesh.testing.fault_actions import noted_processes
+from ftmesh.testing.fault_actions import recorded_processes
 
 ROOT = Path(__file__).parents[2]
 STEPS = """\
 import os, threading, time
-from ftmesh.testing import faults
+from ftmesh.testing import fault_injection
 
 def beat():
     while True:
@@ -30,19 +30,19 @@ def beat():
         time.sleep(0.02)
 
 threading.Thread(target=beat, daemon=True).start()
-faults.reach("start")
-faults.reach("recovery")
+fault_injection.inject("start")
+fault_injection.inject("recovery")
 for step in range(1, 5):
-    begun = time.monotonic()
-    faults.reach("step", step)
-    faults.reach("collective", step)
-    took = round(time.monotonic() - begun, 2)
-    os.write(1, f"step {step} {took} {faults.wrong(step)}\\n".encode())
+    start = time.monotonic()
+    fault_injection.inject("step", step)
+    fault_injection.inject("collective", step)
+    took = round(time.monotonic() - start, 2)
+    os.write(1, f"step {step} {took} {fault_injection.corrupts_gradient(step)}\\n".encode())
     time.sleep(float(os.environ.get("NAP", 0)) if step == 2 else 0)
 """
 
 
-def variables(text, run_dir, host=1):
+def environment(text, run_dir, host=1):
     own = {"FTMESH_FAULTS": text, "FTMESH_HOST": str(host), "PYTHONPATH": str(ROOT)}
     return {**os.environ, **own, **({"FTMESH_RUN_DIR": str(run_dir)} if run_dir else {})}
 
@@ -51,7 +51,7 @@ def variables(text, run_dir, host=1):
 def running(text, run_dir=None, host=1):
     process = subprocess.Popen(
         [sys.executable, "-c", STEPS],
-        env=variables(text, run_dir, host),
+        env=environment(text, run_dir, host),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -64,37 +64,37 @@ def running(text, run_dir=None, host=1):
 
 
 def run(text, run_dir=None, host=1):
-    """The status, the lines of steps, and stderr."""
+    """Return the exit status, the lines of steps, and stderr."""
     with running(text, run_dir, host) as process:
         out, err = process.communicate(timeout=60)
     return process.returncode, [line for line in out.splitlines() if line != "beat"], err
 
 
-def out_within(process, seconds):
-    """What it writes in so many seconds."""
-    found, until = b"", time.monotonic() + seconds
-    while select.select([process.stdout], [], [], max(0, until - time.monotonic()))[0]:
-        found += os.read(process.stdout.fileno(), 4096)
-        if time.monotonic() > until:
+def output_within(process, seconds):
+    """Read what the process writes within `seconds`."""
+    output, deadline = b"", time.monotonic() + seconds
+    while select.select([process.stdout], [], [], max(0, deadline - time.monotonic()))[0]:
+        output += os.read(process.stdout.fileno(), 4096)
+        if time.monotonic() > deadline:
             break
-    return found
+    return output
 
 
 def beats(process, seconds):
-    """Whether another of its threads is heard in so many seconds."""
-    return b"beat" in out_within(process, seconds)
+    """True if another thread of the process writes within `seconds`."""
+    return b"beat" in output_within(process, seconds)
 
 
-def heard(run_dir):
+def events(run_dir):
     return [json.loads(line) for line in (run_dir / "faults.jsonl").read_text().splitlines()]
 
 
-def test_kill_strikes_once_in_a_run(tmp_path):
+def test_kill_fires_once_in_a_run(tmp_path):
     status, lines, err = run("kill@1:2", tmp_path)
     assert status == -signal.SIGKILL
     assert [line.split()[1] for line in lines] == ["1"]
     assert err == "fault: kill -9 of host 1 at step 2, before the step\n"
-    (event,) = heard(tmp_path)
+    (event,) = events(tmp_path)
     assert abs(event.pop("time") - time.time()) < 60
     assert event == {
         "event": "fault",
@@ -107,16 +107,16 @@ def test_kill_strikes_once_in_a_run(tmp_path):
     }
     status, lines, err = run("kill@1:2", tmp_path)
     assert (status, len(lines), err) == (0, 4, "")
-    assert len(heard(tmp_path)) == 1
+    assert len(events(tmp_path)) == 1
 
 
 @pytest.mark.slow
-def test_others_are_left_alone(tmp_path):
+def test_other_hosts_are_not_hit(tmp_path):
     status, lines, err = run("kill@1:2", tmp_path, host=0)
     assert (status, len(lines), err) == (0, 4, "")
 
 
-def test_in_the_collective_a_moment_later(monkeypatch):
+def test_collective_fault_fires_after_a_delay(monkeypatch):
     monkeypatch.setenv("NAP", "50")
     status, lines, err = run("segv@*:2:collective,0.5")
     assert status == -signal.SIGSEGV
@@ -133,13 +133,13 @@ def test_stop():
             assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize(("kind", "others_live"), [("hold", False), ("stuck", True)])
-def test_other_threads(kind, others_live):
+@pytest.mark.parametrize(("kind", "others_run"), [("hold", False), ("stuck", True)])
+def test_other_threads(kind, others_run):
     with running(f"{kind}@1:1") as process:
-        process.stderr.readline()  # after which it happens, sooner or later
-        assert any(beats(process, 1) == others_live for _ in range(30))
-        process.send_signal(signal.SIGCHLD)  # which nobody minds; it must not wake the holder
-        if others_live:
+        process.stderr.readline()  # it fires soon after
+        assert any(beats(process, 1) == others_run for _ in range(30))
+        process.send_signal(signal.SIGCHLD)  # ignored by default; it must not wake the holder
+        if others_run:
             assert any(beats(process, 1) for _ in range(30))
         else:
             assert not beats(process, 0.3)
@@ -149,7 +149,7 @@ def test_other_threads(kind, others_live):
 def test_raise_before_joining():
     status, lines, err = run("raise@1:0:start")
     assert (status, lines) == (1, [])
-    assert "PlantedError: a fault was planted here, in host 1" in err
+    assert "InjectedError: a fault was injected here, in host 1" in err
 
 
 def test_slow_steps_and_a_wrong_gradient(tmp_path):
@@ -169,20 +169,22 @@ def test_by_time(tmp_path):
     (tmp_path / "faults.json").write_text(
         json.dumps({"time": time.time() - 100, "faults": "kill@*:t=90:step"})
     )
-    assert run("whatever@1:1;is=given", tmp_path)[0] == 1  # what cannot be read is said anyway
+    assert run("whatever@1:1;is=given", tmp_path)[0] == 1  # malformed text is still an error
     assert run("kill@*:t=90", tmp_path)[0] == -signal.SIGKILL
 
 
-def test_what_was_drawn_first_counts_for_all(tmp_path):
+def test_recorded_faults_win_over_a_new_draw(tmp_path):
     (tmp_path / "faults.json").write_text(json.dumps({"time": 0, "faults": "kill@3:1:step"}))
-    planted = fault_injection.Planted("random:1", host=3, hosts=2, run_dir=tmp_path)
-    assert [str(fault) for fault in planted.own.values()] == ["kill@3:1:step,0.003,1"]
+    injector = fault_injection.FaultInjector("random:1", host=3, hosts=2, run_dir=tmp_path)
+    assert [str(fault) for fault in injector.pending.values()] == ["kill@3:1:step,0.003,1"]
 
 
 @contextlib.contextmanager
-def noted(run_dir, kind, host, env=None):
-    """A process that does nothing, noted as one of the run."""
-    process = subprocess.Popen(["sleep", "60"], env=variables("", run_dir) if env is None else env)
+def recorded(run_dir, kind, host, env=None):
+    """Start an idle process that is recorded as one of the run."""
+    process = subprocess.Popen(
+        ["sleep", "60"], env=environment("", run_dir) if env is None else env
+    )
     (run_dir / "pids").mkdir(exist_ok=True)
     (run_dir / "pids" / f"{kind}-{host}.json").write_text(
         json.dumps({"kind": kind, "host": host, "pid": process.pid})
@@ -207,21 +209,21 @@ def test_other_processes_of_the_run(tmp_path, kind, killed, status):
     with contextlib.ExitStack() as stack:
         others = {}
         for name in names:
-            its_kind, _, host = name.partition("-")
-            others[name] = stack.enter_context(noted(tmp_path, its_kind, int(host)))
+            process_kind, _, host = name.partition("-")
+            others[name] = stack.enter_context(recorded(tmp_path, process_kind, int(host)))
         assert run(f"{kind}@1:1", tmp_path)[0] == status
         for name in killed:
             assert others[name].wait(timeout=30) == -signal.SIGKILL
         assert {name for name in names if others[name].poll() is not None} == killed
 
 
-def test_strangers_are_spared(tmp_path):
-    with noted(tmp_path, "service", 0, env=dict(os.environ)) as stranger:
-        assert noted_processes(tmp_path) == []
+def test_processes_of_other_runs_are_not_killed(tmp_path):
+    with recorded(tmp_path, "service", 0, env=dict(os.environ)) as other:
+        assert recorded_processes(tmp_path) == []
         status, _, err = run("service@1:1", tmp_path)
         assert status == 0
-        assert "names no such process of this run" in err
-        assert stranger.poll() is None
+        assert "has no such process of this run" in err
+        assert other.poll() is None
 
 
 class TestCheckpoints:
@@ -232,11 +234,11 @@ class TestCheckpoints:
             checkpoints.save(10, self.STATE)
             checkpoints.save(20, self.STATE)
         file = tmp_path / "saved" / "20" / "0.bin"
-        code = "import sys, pathlib; from ftmesh.testing.fault_injection import written; "
-        code += "file = pathlib.Path(sys.argv[1]); written(10, file); written(20, file)"
+        code = "import sys, pathlib; from ftmesh.testing.fault_injection import after_write; "
+        code += "file = pathlib.Path(sys.argv[1]); after_write(10, file); after_write(20, file)"
         done = subprocess.run(
             [sys.executable, "-c", code, str(file)],
-            env=variables("torn@0:15", tmp_path, host=0),
+            env=environment("torn@0:15", tmp_path, host=0),
             stderr=subprocess.PIPE,
             text=True,
             check=False,
@@ -260,13 +262,13 @@ class TestCheckpoints:
             checkpoints.save(30, self.STATE)
         assert checkpoints.latest_step == 30
         assert [*(tmp_path / "saved" / "20").iterdir()] == []
-        assert "fault: no space is left for host 0 at step 20" in capfd.readouterr().err
+        assert "fault: no disk space for host 0 at step 20" in capfd.readouterr().err
 
 
-def test_nothing_is_looked_at_where_nothing_is_planted(monkeypatch):
-    monkeypatch.setattr(fault_injection, "_planted", None)
-    fault_injection.reach("step", 1)
-    assert fault_injection.wrong(1) is False
+def test_without_faults_nothing_is_read(monkeypatch):
+    monkeypatch.setattr(fault_injection, "_injector", None)
+    fault_injection.inject("step", 1)
+    assert fault_injection.corrupts_gradient(1) is False
     pieces = [1]
-    assert fault_injection.writing(1, pieces, Path("x")) is pieces
-    fault_injection.written(1, Path("x"))
+    assert fault_injection.limit_writes(1, pieces, Path("x")) is pieces
+    fault_injection.after_write(1, Path("x"))
