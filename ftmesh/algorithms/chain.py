@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from ftmesh.algorithms.scatter import all_reduce, along_lines, both_ways
+from ftmesh.algorithms.building_blocks import mirrored_all_reduce, reduce_scatter_lines, bidirectional_rings
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology
 
 
-def plan(topology: Topology) -> Schedule:
+def build_schedule(topology: Topology) -> Schedule:
     """The whole payload from both ends, or half of it each way where the line closes."""
     if topology.num_live < 2:
         raise PlanError(f"a single {topology.noun} has nothing to sum")
     chips = walk(topology)
     if len(topology.neighbours(chips[0])) == 2:
-        return both_ways(topology, [chips], algorithm="line", name="two-way ring")
+        return bidirectional_rings(topology, [chips], algorithm="chain", name="two-way ring")
     ranks = np.array([[topology.rank(coord) for coord in chips]], np.int32)
-    columns, _ = along_lines(ranks, lane=0, first_chunk=0)
-    return all_reduce(topology, "line", len(chips), [("line", columns)], owner=ranks[0])
+    columns, _ = reduce_scatter_lines(ranks, lane=0, first_chunk=0)
+    return mirrored_all_reduce(topology, "chain", len(chips), [("chain", columns)], owner=ranks[0])
 
 
 def walk(topology: Topology) -> list[Coord]:

@@ -37,7 +37,7 @@ class _Square(NamedTuple):
 def join_circuits(
     topology: Topology, colours: Iterable[Iterable[Link]], *, tries: int = TRIES
 ) -> list[list[Coord]]:
-    """A closed walk through all live chips for each of `colours`, no two of which share a cable.
+    """A closed walk through all live chips for each of `multi_ring`, no two of which share a cable.
 
     The cables of a colour must form closed walks that together visit every live chip.
 

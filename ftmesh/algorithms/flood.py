@@ -26,11 +26,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.algorithms.scatter import all_reduce
+from ftmesh.algorithms.building_blocks import mirrored_all_reduce
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
-from ftmesh.schedule.transfers import Ints, transfers
-from ftmesh.topology.graph import sources
+from ftmesh.schedule.transfers import Ints, make_transfers
+from ftmesh.topology.graph import lane_sources
 from ftmesh.topology.topology import Topology
 
 APART = 100_003  # rounds between the choices of one attempt and those of the next
@@ -53,16 +53,16 @@ class Gather(NamedTuple):
         return int(self.round[-1]) + 1
 
 
-def plan(topology: Topology) -> Schedule:
+def build_schedule(topology: Topology) -> Schedule:
     """A flood from all chips at once is the gather half; the same backwards, the first."""
     if topology.num_live < 2:
         raise PlanError(f"a single {topology.noun} has nothing to sum")
     if len(topology.components()) > 1:
         raise PlanError(f"no link joins some of its {topology.noun}s to the others")
-    beside = sources(topology)
+    beside = lane_sources(topology)
     share = chunks_per_chip(beside)
     gather = _shortest(beside, share)
-    columns = transfers(
+    columns = make_transfers(
         round=gather.num_rounds - 1 - gather.round,
         lane=gather.lane,
         src=gather.dst,
@@ -70,13 +70,13 @@ def plan(topology: Topology) -> Schedule:
         chunk=gather.chunk,
     )
     owner = np.repeat(np.arange(topology.num_live, dtype=np.int32), share)
-    return all_reduce(topology, "flood", len(owner), [("flood", columns)], owner)
+    return mirrored_all_reduce(topology, "flood", len(owner), [("flood", columns)], owner)
 
 
 def chunks_per_chip(beside: Ints) -> int:
     """As few as fill whole rounds without much waste: one, but for small meshes.
 
-    >>> [chunks_per_chip(sources(Topology.grid(shape))) for shape in ("2x2", "3x3", "8x8")]
+    >>> [chunks_per_chip(lane_sources(Topology.grid(shape))) for shape in ("2x2", "3x3", "8x8")]
     [2, 1, 1]
     """
     share = 1

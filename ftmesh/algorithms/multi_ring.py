@@ -1,4 +1,4 @@
-"""`colours`: several circuits through every chip of a torus at once, no two of which share a link.
+"""`multi_ring`: several circuits through every chip of a torus at once, no two of which share a link.
 
 A torus of k axes has 2k links at every chip: k Hamiltonian circuits, each run in both directions,
 use all of them in every round. Each of the 2k directions carries as large a part of the payload.
@@ -9,13 +9,13 @@ An axis that does not wrap, or has two chips, adds no circuit; those of the othe
 from __future__ import annotations
 
 from ftmesh.algorithms.circuits import along, join_circuits, wrapping_axes
-from ftmesh.algorithms.scatter import both_ways
+from ftmesh.algorithms.building_blocks import bidirectional_rings
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.topology import Topology
 
 
-def plan(topology: Topology) -> Schedule:
+def build_schedule(topology: Topology) -> Schedule:
     """A circuit for each axis that wraps, both ways round."""
     axes = wrapping_axes(topology)
     if len(axes) < 2:
@@ -29,4 +29,4 @@ def plan(topology: Topology) -> Schedule:
             " and the mesh is damaged"
         )
     circuits = join_circuits(topology, [along(topology, axis) for axis in axes])
-    return both_ways(topology, circuits, algorithm="colours", name=f"{len(axes)} circuits")
+    return bidirectional_rings(topology, circuits, algorithm="multi_ring", name=f"{len(axes)} circuits")

@@ -1,7 +1,7 @@
 """The algorithms: one file each, from a topology to a schedule, knowing nothing of JAX.
 
 A planner is a module with a function ``plan(topology)``, which returns a schedule or raises a
-`PlanError` that says in a sentence why the algorithm cannot serve that mesh. One of `CUT_BY_SIZE`
+`PlanError` that says in a sentence why the algorithm cannot serve that mesh. One of `CHUNKED_BY_PAYLOAD`
 takes the number of chunks, too.
 """
 
@@ -20,81 +20,81 @@ from ftmesh.units import format_bytes
 class Planner(Protocol):
     """What each algorithm's module offers."""
 
-    def plan(self, topology: Topology) -> Schedule:
+    def build_schedule(self, topology: Topology) -> Schedule:
         """A schedule for `topology`, or a `PlanError` that says why not."""
 
 
-PLANNERS: dict[str, Planner] = {
+ALGORITHMS: dict[str, Planner] = {
     "two_dim": two_dim,
     "row_pair": row_pair,
     "ring": ring,
-    "colours": multi_ring,
-    "line": chain,
+    "multi_ring": multi_ring,
+    "chain": chain,
     "flood": flood,
     "tree": tree,
 }
-LAST_RESORT = ("flood",)  # serves every mesh that is not cut, and takes longer to plan
-CUT_BY_SIZE = ("tree",)  # serves every such mesh, too, and has no halves
-FOR_TORI = ("colours",)  # not worth a word on a mesh that is none
+FALLBACKS = ("flood",)  # serves every mesh that is not cut, and takes longer to plan
+CHUNKED_BY_PAYLOAD = ("tree",)  # serves every such mesh, too, and has no halves
+TORUS_ONLY = ("multi_ring",)  # not worth a word on a mesh that is none
 RINGS = ("ring", "row_pair")  # use two links of a chip at a time
 MAX_RANKS = 16_384
 _BYTES_PER_PAIR = 112  # of ranks: four transfers of a ring, seven columns of four bytes each
 
 
-def schedule(
+def build_schedule(
     topology: Topology, algorithm: str, num_chunks: int | None = None, *, lag: int = 0
 ) -> Schedule:
     """The schedule of `algorithm`, or a `PlanError` that says why not and which one can.
 
     The payload is cut into `num_chunks`, and links are `lag` rounds late, for algorithms that ask.
     """
-    if algorithm not in PLANNERS:
-        raise PlanError(f"there is no algorithm {algorithm!r}: choose from {', '.join(PLANNERS)}")
-    check_whole(topology)
+    if algorithm not in ALGORITHMS:
+        raise PlanError(f"there is no algorithm {algorithm!r}: choose from {', '.join(ALGORITHMS)}")
+    check_connected(topology)
     found = _outcome(topology, algorithm, num_chunks, lag)
     if isinstance(found, Schedule):
         return found
     able = [name for name, other in _quick(topology).items() if isinstance(other, Schedule)]
-    able = able or [*LAST_RESORT, *CUT_BY_SIZE]
+    able = able or [*FALLBACKS, *CHUNKED_BY_PAYLOAD]
     raise PlanError(f"{algorithm} cannot run on {topology}: {found}; use {' or '.join(able)}")
 
 
-def outcomes(topology: Topology) -> dict[str, Schedule | PlanError]:
+def try_algorithms(topology: Topology) -> dict[str, Schedule | PlanError]:
     """What the algorithms make of `topology`: schedules, one or more, or reasons.
 
-    Those of `CUT_BY_SIZE` ask for a payload; those of `LAST_RESORT` are left out where another has
+    Those of `CHUNKED_BY_PAYLOAD` ask for a payload; those of `FALLBACKS` are left out where another has
     made a schedule with halves. Where every chip has three links or more, those of `RINGS` are not
     enough for that.
     """
-    check_whole(topology)
+    check_connected(topology)
     found = _quick(topology)
     able = {name for name, outcome in found.items() if isinstance(outcome, SplitSchedule)}
     if all(len(topology.neighbours(coord)) > 2 for coord in topology.coords):
         able.difference_update(RINGS)
     if not able:
-        found |= {name: _outcome(topology, name) for name in LAST_RESORT}
+        found |= {name: _outcome(topology, name) for name in FALLBACKS}
     return found
 
 
-def is_quick(topology: Topology) -> bool:
+def has_fast_algorithm(topology: Topology) -> bool:
     """Whether an algorithm serves `topology` that is planned in next to no time."""
     return any(isinstance(outcome, Schedule) for outcome in _quick(topology).values())
 
 
 def _quick(topology: Topology) -> dict[str, Schedule | PlanError]:
-    left_out = {*LAST_RESORT, *CUT_BY_SIZE}
+    left_out = {*FALLBACKS, *CHUNKED_BY_PAYLOAD}
     if not any(topology.wrap):
-        left_out.update(FOR_TORI)
-    return {name: _outcome(topology, name) for name in PLANNERS if name not in left_out}
+        left_out.update(TORUS_ONLY)
+    return {name: _outcome(topology, name) for name in ALGORITHMS if name not in left_out}
 
 
 def _outcome(
     topology: Topology, algorithm: str, num_chunks: int | None = None, lag: int = 0
 ) -> Schedule | PlanError:
     try:
-        if algorithm in CUT_BY_SIZE and num_chunks is not None:
-            return tree.plan(topology, num_chunks, lag=lag)
-        return PLANNERS[algorithm].plan(topology)
+        if algorithm in CHUNKED_BY_PAYLOAD and num_chunks is not None:
+            return tree.build_schedule(topology, num_chunks, lag=lag)
+        return ALGORITHMS[algorithm].build_schedule(topology)
     except PlanError as error:
         return error
 
@@ -110,7 +110,7 @@ def check_size(topology: Topology) -> None:
         )
 
 
-def check_whole(topology: Topology) -> None:
+def check_connected(topology: Topology) -> None:
     """Refuse what no algorithm could serve."""
     check_size(topology)
     if topology.num_live < 2:
@@ -126,7 +126,7 @@ def check_whole(topology: Topology) -> None:
 
 def _largest_part(topology: Topology) -> str:
     """How to go on with most chips, in words."""
-    if topology.wires is not topology:
+    if topology.physical is not topology:
         return ""  # tiles cannot be named as chips are
     others = {chip for part in topology.components()[1:] for chip in part}
     failed = format_failed(topology.failed | others)

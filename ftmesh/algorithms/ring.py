@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from itertools import pairwise, permutations, product
 
 from ftmesh.algorithms.circuits import join_circuits, wrapping_axes
-from ftmesh.algorithms.scatter import both_ways
+from ftmesh.algorithms.building_blocks import bidirectional_rings
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.notation import Coord
@@ -31,9 +31,9 @@ from ftmesh.topology.topology import Link, Topology
 Tile = tuple[int, int]
 
 
-def plan(topology: Topology) -> Schedule:
+def build_schedule(topology: Topology) -> Schedule:
     """Both directions of the circuit, half of the payload each."""
-    return both_ways(topology, [circuit(topology)], algorithm="ring", name="Hamiltonian ring")
+    return bidirectional_rings(topology, [circuit(topology)], algorithm="ring", name="Hamiltonian ring")
 
 
 def circuit(topology: Topology) -> list[Coord]:

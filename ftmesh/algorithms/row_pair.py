@@ -20,11 +20,11 @@ from itertools import pairwise, product
 import numpy as np
 
 from ftmesh.algorithms.forwarding import Booking, Piece, book, form_groups
-from ftmesh.algorithms.scatter import all_reduce, along_lines, along_rings
+from ftmesh.algorithms.building_blocks import mirrored_all_reduce, reduce_scatter_lines, reduce_scatter_rings
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
-from ftmesh.schedule.transfers import Columns, join, transfers
-from ftmesh.topology.graph import compass_lanes
+from ftmesh.schedule.transfers import Transfers, join, make_transfers
+from ftmesh.topology.graph import direction_lanes
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.routing import find_cycle
 from ftmesh.topology.topology import Topology
@@ -57,7 +57,7 @@ class PairRings:
         return self.first_rounds + len(self.rings) - 1
 
 
-def plan(topology: Topology) -> Schedule:
+def build_schedule(topology: Topology) -> Schedule:
     """The schedule with the fewest rounds over both orientations, or on tiles the least load."""
     if len(topology.shape) != 2 or min(topology.shape) < 2:
         raise PlanError(
@@ -131,12 +131,12 @@ def _schedule(topology: Topology, pairs: PairRings) -> Schedule:
     rings = np.array([[topology.rank(coord) for coord in ring] for ring in pairs.rings], np.int32)
     num_rings, length = rings.shape
     half_chunks = length * num_rings
-    across = along_rings if topology.wrap[1 - pairs.along] else along_lines
+    across = reduce_scatter_rings if topology.wrap[1 - pairs.along] else reduce_scatter_lines
     owner = np.empty(2 * half_chunks, np.int32)
     first, second = [], []
     for half, direction in enumerate((+1, -1)):
         places = rings[:, ::direction]
-        columns, owned = along_rings(
+        columns, owned = reduce_scatter_rings(
             places, lane=half, first_chunk=half * half_chunks, count=num_rings
         )
         first.append(columns.shifted(rounds=pairs.first_rounds - pairs.ring_rounds))
@@ -147,15 +147,15 @@ def _schedule(topology: Topology, pairs: PairRings) -> Schedule:
     if pairs.bookings:
         first.append(_forwarding(topology, pairs, half_chunks))
         columns = join(first)
-        first = [columns.replace(lane=compass_lanes(topology, columns.src, columns.dst))]
+        first = [columns.replace(lane=direction_lanes(topology, columns.src, columns.dst))]
     name = AXES[pairs.along]
     halves = [(f"{name}-pair rings", join(first))]
     if num_rings > 1:
         halves.append((f"across {name} pairs", join(second)))
-    return all_reduce(topology, "row_pair", 2 * half_chunks, halves, owner)
+    return mirrored_all_reduce(topology, "row_pair", 2 * half_chunks, halves, owner)
 
 
-def _forwarding(topology: Topology, pairs: PairRings, half_chunks: int) -> Columns:
+def _forwarding(topology: Topology, pairs: PairRings, half_chunks: int) -> Transfers:
     """The bookings of all groups as transfers, to be given lanes."""
     size = len(pairs.rings)
     last = pairs.first_rounds - 1
@@ -164,6 +164,6 @@ def _forwarding(topology: Topology, pairs: PairRings, half_chunks: int) -> Colum
         for b in pairs.bookings
     ]
     when, src, dst, half, index = np.array(rows).T
-    return transfers(
+    return make_transfers(
         round=when, lane=0, src=src, dst=dst, chunk=half * half_chunks + index * size, count=size
     )

@@ -17,13 +17,13 @@ from heapq import heappop, heappush
 import numpy as np
 
 from ftmesh.schedule.transfers import Ints
-from ftmesh.topology.graph import Graph
+from ftmesh.topology.graph import LinkGraph
 
 LEAF = 3.0  # what it costs to hang something on a leaf, in hops
 GOLDEN = 0.6180339887498949  # multiples of it, less whole numbers, are spread evenly
 
 
-def grow(graph: Graph, num_trees: int, num_chunks: float, *, balance: float, lag: int = 0) -> Ints:
+def grow_trees(graph: LinkGraph, num_trees: int, num_chunks: float, *, balance: float, lag: int = 0) -> Ints:
     """Trees for so many chunks in all: ``[tree, rank]``, the link that leads there from its parent.
 
     The root of each has none, which is -1. `balance` is what it costs to use a link once more than
@@ -51,7 +51,7 @@ def grow(graph: Graph, num_trees: int, num_chunks: float, *, balance: float, lag
 
 
 def _one(
-    graph: Graph,
+    graph: LinkGraph,
     root: int,
     crossed: list[int],
     led: list[int],
@@ -60,7 +60,7 @@ def _one(
     number: int,
 ) -> list[int]:
     """The links to each rank from its parent, in the tree that grows from `root`."""
-    beside = graph.beside
+    beside = graph.neighbours
     parents = [-1] * graph.num_ranks
     depth = [-1] * graph.num_ranks
     is_leaf = [True] * graph.num_ranks

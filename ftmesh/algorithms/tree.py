@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from ftmesh.algorithms.leaf_chips import Pendants
-from ftmesh.algorithms.spanning_trees import grow
-from ftmesh.algorithms.tree_rounds import NONE, Index, Rounds, rounds_of
+from ftmesh.algorithms.leaf_chips import LeafChips
+from ftmesh.algorithms.spanning_trees import grow_trees
+from ftmesh.algorithms.tree_rounds import NONE, Index, Rounds, order_messages
 from ftmesh.errors import PlanError
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
-from ftmesh.schedule.transfers import ADD, COPY, Columns, Ints, row_key, transfers
-from ftmesh.topology.graph import Graph
+from ftmesh.schedule.transfers import ADD, COPY, Transfers, Ints, row_key, make_transfers
+from ftmesh.topology.graph import LinkGraph
 from ftmesh.topology.topology import Topology
 
 MOST_TREES = 256
@@ -31,7 +31,7 @@ WORK = 250_000  # ranks times chunks, of all tries together
 LARGE = 1_000_000  # ranks times chunks above which orders are turned once: a round in 300 more
 
 
-def plan(
+def build_schedule(
     topology: Topology,
     num_chunks: int = NUM_CHUNKS,
     *,
@@ -56,11 +56,11 @@ def plan(
         raise PlanError(f"a single {topology.noun} has nothing to sum")
     if len(topology.components()) > 1:
         raise PlanError(f"no link joins some of its {topology.noun}s to the others")
-    graph = Graph.of(topology)
+    graph = LinkGraph.from_topology(topology)
     if not feeding:
         trees = Phase("packed trees", _trees(graph, num_chunks, width, balance, lag))
         return Schedule(topology, "tree", num_chunks, (trees,))
-    pendants = Pendants.of(graph)
+    pendants = LeafChips.from_graph(graph)
     others = pendants.others
     if len(others) == 1 or not len(pendants.rank):
         which = "all of" if len(others) == 1 else "none of"
@@ -72,14 +72,14 @@ def plan(
     return Schedule(topology, "tree", num_chunks, phases)
 
 
-def _trees(graph: Graph, num_chunks: int, width: int, balance: float | None, lag: int) -> Columns:
+def _trees(graph: LinkGraph, num_chunks: int, width: int, balance: float | None, lag: int) -> Transfers:
     """The transfers along trees."""
     tries = BALANCES[: max(1, WORK // (graph.num_ranks * num_chunks))]
     tries = tries if balance is None else (balance,)
     found = min((_rounds(graph, num_chunks, width, each, lag) for each in tries), key=np.max)
     link, chunk = np.nonzero(found != NONE)
     now, answer = found[link, chunk], found[link ^ 1, chunk]
-    return transfers(
+    return make_transfers(
         round=now,
         lane=graph.lane[link] * width + (_places(link, now) if width > 1 else 0),
         src=graph.source[link],
@@ -89,11 +89,11 @@ def _trees(graph: Graph, num_chunks: int, width: int, balance: float | None, lag
     )
 
 
-def _rounds(graph: Graph, num_chunks: int, width: int, balance: float, lag: int) -> Rounds:
+def _rounds(graph: LinkGraph, num_chunks: int, width: int, balance: float, lag: int) -> Rounds:
     """The rounds of all messages, along trees that balance links so."""
-    trees = grow(graph, min(MOST_TREES, num_chunks), num_chunks / width, balance=balance, lag=lag)
+    trees = grow_trees(graph, min(MOST_TREES, num_chunks), num_chunks / width, balance=balance, lag=lag)
     turns = 1 if graph.num_ranks * num_chunks > LARGE else 2
-    return rounds_of(graph, trees, num_chunks, turns=turns, width=width, lag=lag)
+    return order_messages(graph, trees, num_chunks, turns=turns, width=width, lag=lag)
 
 
 def _places(link: Index, now: Ints) -> Index:

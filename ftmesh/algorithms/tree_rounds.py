@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.schedule.transfers import Ints
-from ftmesh.topology.graph import Graph
+from ftmesh.topology.graph import LinkGraph
 
 NONE = -1  # the round of a message that there is not
 
@@ -28,12 +28,12 @@ Index = NDArray[np.intp]
 Ready = tuple[Index, Index]  # links, and a chunk for each
 
 
-def rounds_of(
-    graph: Graph, trees: Ints, num_chunks: int, *, turns: int = 2, width: int = 1, lag: int = 0
+def order_messages(
+    graph: LinkGraph, trees: Ints, num_chunks: int, *, turns: int = 2, width: int = 1, lag: int = 0
 ) -> Rounds:
     """The round in which each link carries each chunk; in as few rounds as are found.
 
-    Chunks go along `trees`, as `ftmesh.algorithms.spanning_trees.grow` makes them, in turn. The order is
+    Chunks go along `trees`, as `ftmesh.algorithms.spanning_trees.grow_trees` makes them, in turn. The order is
     turned backwards and forward again so many times. A link carries up to `width` chunks a round,
     and what it carries is heard `lag` rounds late.
     """
@@ -54,7 +54,7 @@ def rounds_of(
     return best
 
 
-def _links_of(graph: Graph, trees: Ints) -> Index:
+def _links_of(graph: LinkGraph, trees: Ints) -> Index:
     """``[tree, rank, place]``: the links that lead from a rank to its neighbours in a tree."""
     tree, rank = np.nonzero(trees != NONE)
     down = trees[tree, rank].astype(np.intp)
@@ -75,7 +75,7 @@ class _Heard:
     the links that lead to these. Where one is left, that sum is the link that leads there.
     """
 
-    def __init__(self, graph: Graph, links: Index, num_chunks: int) -> None:
+    def __init__(self, graph: LinkGraph, links: Index, num_chunks: int) -> None:
         self.graph, self.num_chunks, self._links = graph, num_chunks, links
         tree = np.arange(num_chunks) % len(links)
         is_used = links != NONE

@@ -14,14 +14,14 @@ from itertools import product
 
 import numpy as np
 
-from ftmesh.algorithms.scatter import all_reduce, along_lines, along_rings
+from ftmesh.algorithms.building_blocks import mirrored_all_reduce, reduce_scatter_lines, reduce_scatter_rings
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
-from ftmesh.schedule.transfers import Columns, Ints, join
+from ftmesh.schedule.transfers import Transfers, Ints, join
 from ftmesh.topology.topology import Topology
 
 
-def plan(topology: Topology) -> Schedule:
+def build_schedule(topology: Topology) -> Schedule:
     """A part of the payload for each axis, reduce-scattered along that one and then the others.
 
     Where pieces that travel in the same rounds differ in size, and the large ones are multiples of
@@ -42,14 +42,14 @@ def plan(topology: Topology) -> Schedule:
     chips = topology.num_live
     num_chunks = num_axes * len(strands) * chips
     owner = np.empty(num_chunks, np.int32)
-    phases: list[list[Columns]] = [[] for _ in range(num_axes)]
+    phases: list[list[Transfers]] = [[] for _ in range(num_axes)]
     for part, (axes, direction) in enumerate(product(orders, strands)):
         grid = ranks.transpose(axes)[(slice(None, None, direction),) * num_axes]
         owned = np.full(grid.shape, part * chips, np.int32)
         for turn, axis in enumerate(axes):
             least = min(_piece(topology, order[: turn + 1]) for order in orders)
             size = _piece(topology, axes[: turn + 1])
-            along = along_rings if topology.wrap[axis] else along_lines
+            along = reduce_scatter_rings if topology.wrap[axis] else reduce_scatter_lines
             columns, ends = along(
                 _rows(grid, turn),
                 lane=2 * part,
@@ -61,7 +61,7 @@ def plan(topology: Topology) -> Schedule:
             owned = _from_rows(ends, owned, turn)
         owner[owned] = grid
     halves = [(_name(orders, turn), join(phase)) for turn, phase in enumerate(phases)]
-    return all_reduce(topology, "two_dim", num_chunks, halves, owner)
+    return mirrored_all_reduce(topology, "two_dim", num_chunks, halves, owner)
 
 
 def _piece(topology: Topology, axes: list[int]) -> int:

@@ -24,13 +24,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.schedule.rank_schedule import AnyScript
-from ftmesh.schedule.transfers import ADD, Ints, Moves, lanes_of, moves
+from ftmesh.schedule.rank_schedule import AnyRankSchedule
+from ftmesh.schedule.transfers import ADD, Ints, CellMoves, cell_moves, lane_slices
 
 Flags = NDArray[np.bool_]
 
 
-def uncounted_chunks(script: AnyScript) -> NDArray[np.intp]:
+def uncounted_chunks(script: AnyRankSchedule) -> NDArray[np.intp]:
     """The chunks whose sum at the owner cannot be shown by counting."""
     assert script.owner is not None
     ranks, chunks = script.num_ranks, script.num_chunks
@@ -38,10 +38,10 @@ def uncounted_chunks(script: AnyScript) -> NDArray[np.intp]:
     contributes[script.contributors] = True
     sent = np.zeros(ranks * chunks, np.bool_)
     odd = np.zeros(chunks, np.bool_)
-    for now in (moves(c, chunks) for phase in script.scatter for c in phase.rounds()):
+    for now in (cell_moves(c, chunks) for phase in script.reduce_scatter for c in phase.rounds()):
         cells = sent.reshape(-1, now.size)
         wrong = np.zeros(len(now.src), np.bool_)
-        for lane in lanes_of(now):  # a lane has each source once
+        for lane in lane_slices(now):  # a lane has each source once
             wrong[lane] = cells[now.src[lane]].any(axis=1)
             cells[now.src[lane]] = True
         wrong |= cells[now.dst].any(axis=1)
@@ -58,25 +58,25 @@ def uncounted_chunks(script: AnyScript) -> NDArray[np.intp]:
     return np.flatnonzero(odd)
 
 
-def _received(script: AnyScript, ranks: Flags) -> Flags:
+def _received(script: AnyRankSchedule, ranks: Flags) -> Flags:
     """The chunks of which one of `ranks` receives something in the first half and does not own."""
     assert script.owner is not None
     found = np.zeros(script.num_chunks, np.bool_)
-    for c in (c for phase in script.scatter for c in phase.rounds()):
+    for c in (c for phase in script.reduce_scatter for c in phase.rounds()):
         at = c.take(ranks[c.dst])
         row, chunk = at.expanded()
         found[chunk[script.owner[chunk] != at.dst[row]]] = True
     return found
 
 
-def ungathered_chunks(script: AnyScript) -> NDArray[np.intp]:
+def ungathered_chunks(script: AnyRankSchedule) -> NDArray[np.intp]:
     """The chunks that the second half alone does not take from their owners to every rank."""
     assert script.owner is not None
     ranks, chunks = script.num_ranks, script.num_chunks
     holds = np.zeros((ranks, chunks), np.bool_)
     holds[script.owner, np.arange(chunks)] = True
     flat = holds.reshape(-1)
-    for now in (moves(c, chunks) for phase in script.gather for c in phase.rounds()):
+    for now in (cell_moves(c, chunks) for phase in script.all_gather for c in phase.rounds()):
         cells = flat.reshape(-1, now.size)
         arriving = cells[now.src]
         if now.adds.any():
@@ -85,7 +85,7 @@ def ungathered_chunks(script: AnyScript) -> NDArray[np.intp]:
     return np.flatnonzero(~holds.all(axis=0))
 
 
-def unspanned_chunks(script: AnyScript) -> NDArray[np.intp]:
+def unspanned_chunks(script: AnyRankSchedule) -> NDArray[np.intp]:
     """The chunks whose transfers cannot be shown, by counting, to sum them along a tree."""
     ranks, chunks = script.num_ranks, script.num_chunks
     if len(script.contributors) < ranks:
@@ -112,7 +112,7 @@ def unspanned_chunks(script: AnyScript) -> NDArray[np.intp]:
     return np.flatnonzero(odd)
 
 
-def _by_chunk(script: AnyScript) -> tuple[Ints, ...]:
+def _by_chunk(script: AnyRankSchedule) -> tuple[Ints, ...]:
     """Of every chunk that is moved: it, where from and where to, in which round, and if added."""
     found = []
     for now, c in enumerate(c for phase in script.phases for c in phase.rounds()):
@@ -122,6 +122,6 @@ def _by_chunk(script: AnyScript) -> tuple[Ints, ...]:
     return tuple(np.concatenate(found, axis=1))
 
 
-def _mark(odd: Flags, now: Moves, which: Flags) -> None:
+def _mark(odd: Flags, now: CellMoves, which: Flags) -> None:
     for offset in range(now.size):
         odd[now.chunk[which] + offset] = True

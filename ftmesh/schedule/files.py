@@ -25,10 +25,10 @@ from ftmesh.errors import (
     ScheduleFileError,
     ScheduleNotFoundError,
 )
-from ftmesh.files import NotNpzError, Npz, write_whole
+from ftmesh.files import NotNpzError, Npz, write_atomic
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
-from ftmesh.schedule.transfers import COLUMN_NAMES, Columns
+from ftmesh.schedule.transfers import COLUMN_NAMES, Transfers
 from ftmesh.schedule.verify import verify as _verify
 from ftmesh.topology.notation import parse_shape
 from ftmesh.topology.tiles import TiledTopology
@@ -53,7 +53,7 @@ def dump(schedule: Schedule) -> bytes:
     }
     if isinstance(topology, TiledTopology):
         meta |= {"tile": topology.tile, "chips": _written(topology.chips)}
-    arrays: dict[str, Any] = dict(zip(COLUMN_NAMES, schedule.columns, strict=True))
+    arrays: dict[str, Any] = dict(zip(COLUMN_NAMES, schedule.transfers, strict=True))
     arrays["coords"] = np.array(topology.coords, np.int32)
     owner, half = np.full(schedule.num_chunks, -1, np.int32), 0
     if isinstance(schedule, SplitSchedule):
@@ -70,7 +70,7 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Write `schedule` to `path`, whole or not at all."""
     check_schedule(schedule)
     try:
-        write_whole(path, [dump(schedule)])
+        write_atomic(path, [dump(schedule)])
     except OSError as error:
         raise ScheduleFileError(f"cannot write {path}: {error.strerror}") from error
 
@@ -144,13 +144,13 @@ def _unpacked(raw: IO[bytes]) -> dict[str, NDArray[Any]]:
 
 def _build(arrays: dict[str, NDArray[Any]]) -> Schedule:
     meta = read_meta(arrays["meta"])
-    columns = Columns(*(arrays[name] for name in COLUMN_NAMES))
+    columns = Transfers(*(arrays[name] for name in COLUMN_NAMES))
     _check_columns(columns, meta["num_chunks"], len(arrays["coords"]))
     if arrays["rounds_in_reduce_scatter"].shape != ():
         raise ScheduleFileError("'rounds_in_reduce_scatter' must be a single number")
     topology = _topology(meta)
     if "tile" in meta:
-        tiles = TiledTopology.of(_topology(checked(meta.get("chips"), MESH)), meta["tile"])
+        tiles = TiledTopology.from_topology(_topology(checked(meta.get("chips"), MESH)), meta["tile"])
         if _written(tiles) != _written(topology):
             raise ScheduleFileError(f"'shape' and what has failed are not those of {tiles}")
         topology = tiles
@@ -176,7 +176,7 @@ def _topology(meta: dict[str, Any]) -> Topology:
     )
 
 
-def _check_columns(c: Columns, num_chunks: int, num_ranks: int) -> None:
+def _check_columns(c: Transfers, num_chunks: int, num_ranks: int) -> None:
     """Refuse columns that do not fit together, or ask for absurd amounts of work."""
     lengths = {len(column) for column in c if column.ndim == 1}
     if len(lengths) != 1 or any(column.ndim != 1 for column in c):
@@ -202,14 +202,14 @@ def _check_columns(c: Columns, num_chunks: int, num_ranks: int) -> None:
         )
 
 
-def _halves(columns: Columns, half: int) -> list[dict[str, Any]]:
+def _halves(columns: Transfers, half: int) -> list[dict[str, Any]]:
     """The phases of a file that does not name any: what comes before `half`, and the rest."""
     rounds = int(columns.round.max(initial=-1)) + 1
     parts = [("reduce-scatter", half), ("all-gather" if half else "all-reduce", rounds - half)]
     return [{"name": name, "rounds": count} for name, count in parts if count]
 
 
-def _phases(columns: Columns, named: list[dict[str, Any]]) -> tuple[Phase, ...]:
+def _phases(columns: Transfers, named: list[dict[str, Any]]) -> tuple[Phase, ...]:
     phases, start = [], 0
     for entry in named:
         stop = start + entry["rounds"]

@@ -16,57 +16,57 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import ScheduleError
-from ftmesh.schedule.ring_rule import Circling
-from ftmesh.schedule.transfers import ADD, COPY, Columns, Ints, join, repeats, row_key, sorting
+from ftmesh.schedule.ring_rule import RingRule
+from ftmesh.schedule.transfers import ADD, COPY, Transfers, Ints, join, repeats, row_key, sorting
 
 
 @dataclass(frozen=True, eq=False)
 class Phase:
     """Rounds of transfers, numbered from 0: rows, or rings in lockstep that stay a rule.
 
-    >>> from ftmesh.schedule.transfers import transfers
-    >>> swap = transfers(round=0, lane=0, src=[0, 1], dst=[1, 0], chunk=[0, 1])
+    >>> from ftmesh.schedule.transfers import make_transfers
+    >>> swap = make_transfers(round=0, lane=0, src=[0, 1], dst=[1, 0], chunk=[0, 1])
     >>> Phase("swap", swap).num_rounds
     1
     """
 
     name: str
-    what: Columns | tuple[Circling, ...]
+    content: Transfers | tuple[RingRule, ...]
 
     def __post_init__(self) -> None:
-        if isinstance(self.what, Columns):
-            _check_rows(self.name, self.what)
-            order = sorting(self.what.round, self.what.lane, self.what.src)
+        if isinstance(self.content, Transfers):
+            _check_rows(self.name, self.content)
+            order = sorting(self.content.round, self.content.lane, self.content.src)
             if (np.diff(order) != 1).any():
-                object.__setattr__(self, "what", self.what.take(order))
-            self.what.freeze()
+                object.__setattr__(self, "content", self.content.take(order))
+            self.content.freeze()
         else:
-            _check_rings(self.name, self.what)
+            _check_rings(self.name, self.content)
 
     @property
     def num_rounds(self) -> int:
         """Rounds from the first to the last that has a transfer."""
-        if isinstance(self.what, Columns):
-            return int(self.what.round[-1]) + 1
-        return self.what[0].num_rounds
+        if isinstance(self.content, Transfers):
+            return int(self.content.round[-1]) + 1
+        return self.content[0].num_rounds
 
     @cached_property
-    def columns(self) -> Columns:
+    def transfers(self) -> Transfers:
         """Every transfer, in a row of its own, by round, lane and source."""
-        if isinstance(self.what, Columns):
-            return self.what
+        if isinstance(self.content, Transfers):
+            return self.content
         rows = join(self.rounds())
         rows.freeze()
         return rows
 
     @cached_property
-    def first_round(self) -> Columns:
+    def first_round(self) -> Transfers:
         """The transfers of the first round of rings; those of others differ in their chunks."""
         return self._of_rings(0).take(self._ring_order)
 
-    def _of_rings(self, now: int) -> Columns:
-        assert not isinstance(self.what, Columns)
-        return join([circling.at(now) for circling in self.what])
+    def _of_rings(self, now: int) -> Transfers:
+        assert not isinstance(self.content, Transfers)
+        return join([rule.at(now) for rule in self.content])
 
     @cached_property
     def _ring_order(self) -> NDArray[np.intp]:
@@ -76,7 +76,7 @@ class Phase:
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
         """The distinct (source rank, destination rank) pairs, sorted."""
-        both = self.what if isinstance(self.what, Columns) else self.first_round
+        both = self.content if isinstance(self.content, Transfers) else self.first_round
         _, first = np.unique(row_key(both.src, both.dst), return_index=True)
         both = both.take(first)
         return list(zip(both.src.tolist(), both.dst.tolist(), strict=True))
@@ -84,8 +84,8 @@ class Phase:
     @cached_property
     def traffic(self) -> dict[tuple[int, int], int]:
         """Chunks in all that go from one rank to another, by pair."""
-        c = self.what if isinstance(self.what, Columns) else self.first_round
-        times = 1 if isinstance(self.what, Columns) else self.num_rounds
+        c = self.content if isinstance(self.content, Transfers) else self.first_round
+        times = 1 if isinstance(self.content, Transfers) else self.num_rounds
         _, where = np.unique(row_key(c.src, c.dst), return_inverse=True)
         chunks = np.bincount(where, weights=c.count) * times
         return dict(zip(self.pairs, chunks.astype(int).tolist(), strict=True))
@@ -94,9 +94,9 @@ class Phase:
     def lanes(self) -> list[int]:
         """The lanes that are used."""
         lanes = (
-            np.unique(self.what.lane).tolist()
-            if isinstance(self.what, Columns)
-            else {circling.lane for circling in self.what}
+            np.unique(self.content.lane).tolist()
+            if isinstance(self.content, Transfers)
+            else {rule.lane for rule in self.content}
         )
         return sorted(lanes)
 
@@ -104,36 +104,36 @@ class Phase:
     def counts(self) -> list[int]:
         """The numbers of chunks that transfers move."""
         counts = (
-            np.unique(self.what.count).tolist()
-            if isinstance(self.what, Columns)
-            else {circling.count for circling in self.what}
+            np.unique(self.content.count).tolist()
+            if isinstance(self.content, Transfers)
+            else {rule.count for rule in self.content}
         )
         return sorted(counts)
 
     @property
     def num_transfers(self) -> int:
         """Rows in all."""
-        if isinstance(self.what, Columns):
-            return len(self.what)
+        if isinstance(self.content, Transfers):
+            return len(self.content)
         return len(self.first_round) * self.num_rounds
 
     def chunks_moved(self, op: int) -> int:
         """Chunks in all that are added, or copied."""
-        if isinstance(self.what, Columns):
-            return int(self.what.count[self.what.op == op].sum(dtype=np.int64))
-        rings = (each for each in self.what if each.op == op)
+        if isinstance(self.content, Transfers):
+            return int(self.content.count[self.content.op == op].sum(dtype=np.int64))
+        rings = (each for each in self.content if each.op == op)
         return sum(each.num_rounds * each.rings.size * each.count for each in rings)
 
     @property
     def most(self) -> tuple[int, int]:
         """The highest rank, and the end of the highest chunk."""
-        if isinstance(self.what, Columns):
-            c = self.what
+        if isinstance(self.content, Transfers):
+            c = self.content
             rank = max(int(c.src.max()), int(c.dst.max()))
             return rank, int((c.chunk.astype(np.int64) + c.count).max())
         return (
-            max(int(each.rings.max()) for each in self.what),
-            max(int(each.first_chunk.max()) + each.num_places * each.count for each in self.what),
+            max(int(each.rings.max()) for each in self.content),
+            max(int(each.first_chunk.max()) + each.num_places * each.count for each in self.content),
         )
 
     def mirrored(self, name: str) -> Phase:
@@ -141,29 +141,29 @@ class Phase:
 
         Where a phase gathers sums along in-trees, its mirror spreads results along the same trees.
         """
-        if isinstance(self.what, Columns):
-            return Phase(name, self.what.mirrored(self.num_rounds - 1))
-        return Phase(name, tuple(circling.mirror() for circling in self.what))
+        if isinstance(self.content, Transfers):
+            return Phase(name, self.content.mirrored(self.num_rounds - 1))
+        return Phase(name, tuple(rule.mirror() for rule in self.content))
 
     @property
     def bounds(self) -> NDArray[np.intp]:
         """Where each round begins among the transfers, and where the last one ends."""
-        return np.searchsorted(self.columns.round, np.arange(self.num_rounds + 1))
+        return np.searchsorted(self.transfers.round, np.arange(self.num_rounds + 1))
 
-    def rounds(self) -> Iterator[Columns]:
+    def rounds(self) -> Iterator[Transfers]:
         """The transfers of each round in turn; a round may be empty."""
-        if isinstance(self.what, Columns):
+        if isinstance(self.content, Transfers):
             for start, stop in pairwise(self.bounds.tolist()):
-                yield self.what.take(slice(start, stop))
+                yield self.content.take(slice(start, stop))
             return
         for now in range(self.num_rounds):
-            chunk = np.concatenate([each.chunks(now) for each in self.what])[self._ring_order]
+            chunk = np.concatenate([each.chunks(now) for each in self.content])[self._ring_order]
             same = self.first_round
             yield same.replace(round=np.full_like(same.round, now), chunk=chunk)
 
-    def of_chunk(self, chunk: int) -> Columns:
+    def transfers_of_chunk(self, chunk: int) -> Transfers:
         """The transfers that move `chunk`, in a row each."""
-        parts = [self.what] if isinstance(self.what, Columns) else self.rounds()
+        parts = [self.content] if isinstance(self.content, Transfers) else self.rounds()
         found = [c.take((c.chunk <= chunk) & (chunk - c.chunk < c.count)) for c in parts]
         return join(found)
 
@@ -180,7 +180,7 @@ class Phase:
         )
 
 
-def _check_rings(name: str, rings: tuple[Circling, ...]) -> None:
+def _check_rings(name: str, rings: tuple[RingRule, ...]) -> None:
     """What `_check_rows` would say of the rows, found from the rule."""
     if not rings or rings[0].num_rounds < 1:
         raise ScheduleError(f"phase {name!r} has no transfers")
@@ -216,7 +216,7 @@ def _check_rings(name: str, rings: tuple[Circling, ...]) -> None:
                 )
 
 
-def _check_rows(name: str, c: Columns) -> None:
+def _check_rows(name: str, c: Transfers) -> None:
     if len(c.round) == 0:
         raise ScheduleError(f"phase {name!r} has no transfers")
 
@@ -239,7 +239,7 @@ def _check_rows(name: str, c: Columns) -> None:
         reject(_clashes(c), "another transfer of the round writes the same chunk there")
 
 
-def _clashes(c: Columns) -> NDArray[np.bool_]:
+def _clashes(c: Transfers) -> NDArray[np.bool_]:
     """Transfers of one round to one rank whose chunks overlap, one of the two a copy.
 
     They are looked at in the order of their first chunks: one that begins before an earlier one

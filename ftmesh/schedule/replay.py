@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.schedule.rank_schedule import AnyScript
+from ftmesh.schedule.rank_schedule import AnyRankSchedule
 from ftmesh.schedule.transfers import ADD
 
 MANY = 2**31  # counts stop here: a contribution that is there so often never becomes right again
@@ -25,7 +25,7 @@ class Replay:
     ``counts[r, s]`` says how many times rank r holds the contribution of rank s.
     """
 
-    script: AnyScript
+    script: AnyRankSchedule
     chunk: int
     num_rounds: int
     counts: NDArray[np.int64]
@@ -69,12 +69,12 @@ class Replay:
         return f"in round {now}, {self.script.names[src]} to {self.script.names[dst]}"
 
 
-def replay(script: AnyScript, chunk: int, num_rounds: int) -> Replay:
+def replay(script: AnyRankSchedule, chunk: int, num_rounds: int) -> Replay:
     """Run the first `num_rounds` rounds for `chunk` alone."""
     counts = np.eye(script.num_ranks, dtype=np.int64)
     travelled: dict[int, Move] = {}
     doubled: dict[int, Move] = {}
-    for now, this in script.of_chunk(chunk):
+    for now, this in script.transfers_of_chunk(chunk):
         if now >= num_rounds:
             break
         read = counts[this.src]
@@ -89,13 +89,13 @@ def replay(script: AnyScript, chunk: int, num_rounds: int) -> Replay:
     return Replay(script, chunk, num_rounds, counts, travelled, doubled)
 
 
-def gather_complaint(script: AnyScript, chunk: int) -> str:
+def all_gather_error(script: AnyRankSchedule, chunk: int) -> str:
     """Why the second half alone does not take `chunk` from its owner to every rank."""
     assert script.owner is not None
     owner = int(script.owner[chunk])
     holds, spoilt = {owner}, {}
-    for now, this in script.of_chunk(chunk):
-        if now < script.rounds_in_scatter:
+    for now, this in script.transfers_of_chunk(chunk):
+        if now < script.rounds_in_reduce_scatter:
             continue
         held = frozenset(holds)
         for src, dst, op in zip(*(c.tolist() for c in (this.src, this.dst, this.op)), strict=True):

@@ -1,4 +1,4 @@
-"""Circling: chunks going round rings, kept as a rule and not as rows.
+"""RingRule: chunks going round rings, kept as a rule and not as rows.
 
 A ring of N chips has N - 1 rounds of N transfers. Written out they grow with the square of the
 mesh; the rule is one row of ranks. Rows are made when somebody asks, a round at a time or all.
@@ -11,11 +11,11 @@ from functools import cached_property
 
 import numpy as np
 
-from ftmesh.schedule.transfers import ADD, COPY, Columns, Ints, transfers
+from ftmesh.schedule.transfers import ADD, COPY, Transfers, Ints, make_transfers
 
 
 @dataclass(frozen=True, eq=False)
-class Circling:
+class RingRule:
     """Rings of equal length in lockstep: in round s, place p passes on piece p - s, for adding.
 
     ``rings[j, p]`` is the rank at place p of ring j, which works on the pieces of `count` chunks
@@ -69,9 +69,9 @@ class Circling:
         piece = (place - step) % self.num_places * self.count
         return (self.first_chunk[:, None] + piece).astype(np.int32).ravel()
 
-    def at(self, now: int) -> Columns:
+    def at(self, now: int) -> Transfers:
         """The transfers of round `now`."""
-        return transfers(
+        return make_transfers(
             round=now,
             lane=self.lane,
             src=self.src,
@@ -88,6 +88,6 @@ class Circling:
         piece = place % self.num_places * self.count
         return (self.first_chunk[:, None] + piece).astype(np.int32)
 
-    def mirror(self) -> Circling:
+    def mirror(self) -> RingRule:
         """The same backwards in time."""
         return replace(self, mirrored=not self.mirrored)

@@ -19,8 +19,8 @@ import numpy as np
 
 from ftmesh.errors import ArgumentError, ScheduleError
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.ring_rule import Circling
-from ftmesh.schedule.transfers import ADD, Columns, Ints, join, lanes_of, moves
+from ftmesh.schedule.ring_rule import RingRule
+from ftmesh.schedule.transfers import ADD, Transfers, Ints, join, cell_moves, lane_slices
 from ftmesh.topology.routing import Route, together
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Link, Topology
@@ -60,15 +60,15 @@ class Schedule:
     @property
     def num_bytes(self) -> int:
         """What it takes of memory: of its rows, where phases are not rules."""
-        rows = (phase.what for phase in self.phases if isinstance(phase.what, Columns))
+        rows = (phase.content for phase in self.phases if isinstance(phase.content, Transfers))
         return sum(column.nbytes for columns in rows for column in columns)
 
     @cached_property
-    def columns(self) -> Columns:
+    def transfers(self) -> Transfers:
         """Every transfer, with rounds numbered through from the first phase to the last."""
         parts, start = [], 0
         for phase in self.phases:
-            parts.append(phase.columns.shifted(rounds=start))
+            parts.append(phase.transfers.shifted(rounds=start))
             start += phase.num_rounds
         return join(parts)
 
@@ -103,7 +103,7 @@ class Schedule:
     @cached_property
     def depth(self) -> int:
         """The longest chain of additions that a value goes through: each may round it."""
-        return depth_of(self.phases, self.topology.num_live, self.num_chunks)
+        return addition_depth(self.phases, self.topology.num_live, self.num_chunks)
 
     def link_loads(self, phase: Phase) -> dict[Link, int]:
         """Chunks that cross each directed link between chips during `phase`."""
@@ -204,20 +204,20 @@ class SplitSchedule(Schedule):
     @cached_property
     def depth(self) -> int:
         """The longest chain of additions: all of them are in the first half."""
-        return depth_of(self.scatter, self.topology.num_live, self.num_chunks)
+        return addition_depth(self.reduce_scatter, self.topology.num_live, self.num_chunks)
 
     @property
-    def scatter(self) -> tuple[Phase, ...]:
+    def reduce_scatter(self) -> tuple[Phase, ...]:
         """The phases of the first half."""
-        return self.phases[: self._num_scatter]
+        return self.phases[: self._num_reduce_scatter_phases]
 
     @property
-    def gather(self) -> tuple[Phase, ...]:
+    def all_gather(self) -> tuple[Phase, ...]:
         """The phases of the second half."""
-        return self.phases[self._num_scatter :]
+        return self.phases[self._num_reduce_scatter_phases :]
 
     @cached_property
-    def _num_scatter(self) -> int:
+    def _num_reduce_scatter_phases(self) -> int:
         ends = np.cumsum([phase.num_rounds for phase in self.phases])
         return int(np.searchsorted(ends, self.rounds_in_reduce_scatter)) + 1
 
@@ -259,10 +259,10 @@ def on_chips(phase: Phase, tiles: TiledTopology, num_chunks: int) -> Phase:
     Chips have the ranks of ``tiles.chips``. Each brings `num_chunks` chunks of its own; the second
     core of a chip comes after the first, in its chunks and in its lanes.
     """
-    chips, cores = tiles.players, range(tiles.chips.devices_per_chip)
+    chips, cores = tiles.chip_ranks, range(tiles.chips.devices_per_chip)
     above = max(phase.lanes) + 1
-    if isinstance(phase.what, Columns):
-        rows = phase.what
+    if isinstance(phase.content, Transfers):
+        rows = phase.content
         each_position = product(cores, chips)
         return Phase(
             phase.name,
@@ -273,7 +273,7 @@ def on_chips(phase: Phase, tiles: TiledTopology, num_chunks: int) -> Phase:
     return Phase(
         phase.name,
         tuple(
-            Circling(
+            RingRule(
                 rings=chips[:, each.rings].reshape(-1, each.num_places),
                 first_chunk=np.tile(each.first_chunk + np.int32(core * num_chunks), len(chips)),
                 lane=each.lane + core * above,
@@ -281,12 +281,12 @@ def on_chips(phase: Phase, tiles: TiledTopology, num_chunks: int) -> Phase:
                 mirrored=each.mirrored,
             )
             for core in cores
-            for each in phase.what
+            for each in phase.content
         ),
     )
 
 
-def _rows(c: Columns, ranks: Ints, chunk: int, lane: int) -> Columns:
+def _rows(c: Transfers, ranks: Ints, chunk: int, lane: int) -> Transfers:
     return c.replace(
         src=ranks[c.src],
         dst=ranks[c.dst],
@@ -295,17 +295,17 @@ def _rows(c: Columns, ranks: Ints, chunk: int, lane: int) -> Columns:
     )
 
 
-def depth_of(phases: Iterable[Phase], num_ranks: int, num_chunks: int) -> int:
+def addition_depth(phases: Iterable[Phase], num_ranks: int, num_chunks: int) -> int:
     """The longest chain of additions that any value goes through in `phases`."""
     phases = tuple(phases)
     if len(phases) == 1 and _is_rings_apart(phases[0]):
         return phases[0].num_rounds
     small = sum(phase.num_rounds * len(phase.lanes) for phase in phases) < 2**16
     deep = np.zeros(num_ranks * num_chunks, np.uint16 if small else np.int32)
-    for now in (moves(c, num_chunks) for phase in phases for c in phase.rounds()):
+    for now in (cell_moves(c, num_chunks) for phase in phases for c in phase.rounds()):
         cells = deep.reshape(-1, now.size)
         read = cells[now.src]
-        for lane in lanes_of(now):
+        for lane in lane_slices(now):
             target, adds = now.dst[lane], now.adds[lane]
             if adds.all():
                 cells[target] = np.maximum(cells[target], read[lane]) + 1
@@ -317,12 +317,12 @@ def depth_of(phases: Iterable[Phase], num_ranks: int, num_chunks: int) -> int:
 
 def _is_rings_apart(phase: Phase) -> bool:
     """Whether a phase is rings that sum, each on chunks of its own: every round adds once."""
-    if isinstance(phase.what, Columns):
+    if isinstance(phase.content, Transfers):
         return False
     ends = [
         (int(first), int(first) + each.num_places * each.count)
-        for each in phase.what
+        for each in phase.content
         for first in each.first_chunk
     ]
     apart = all(end <= start for (_, end), (start, _) in pairwise(sorted(ends)))
-    return apart and all(each.op == ADD for each in phase.what)
+    return apart and all(each.op == ADD for each in phase.content)

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import VerificationError
-from ftmesh.schedule.rank_schedule import AnyScript
+from ftmesh.schedule.rank_schedule import AnyRankSchedule
 from ftmesh.schedule.replay import replay
-from ftmesh.schedule.transfers import Ints, Moves, lanes_of, moves
+from ftmesh.schedule.transfers import Ints, CellMoves, cell_moves, lane_slices
 
 STATE_BYTES = 256 * 2**20  # bits kept at a time; more chunks than fit are verified in turns
 
@@ -24,7 +24,7 @@ Chunks = NDArray[np.intp]
 Progress = Callable[[int, int], None]
 
 
-def check_sets(script: AnyScript, chunks: Chunks, progress: Progress | None = None) -> None:
+def check_sets(script: AnyRankSchedule, chunks: Chunks, progress: Progress | None = None) -> None:
     """Prove the sums of some chunks: at every rank in the end, at owners after the first half."""
     turns = _turns(script, chunks)
     for turn, some in enumerate(turns):
@@ -35,14 +35,14 @@ def check_sets(script: AnyScript, chunks: Chunks, progress: Progress | None = No
         progress(len(turns), len(turns))
 
 
-def _turns(script: AnyScript, chunks: Chunks) -> list[Chunks]:
+def _turns(script: AnyRankSchedule, chunks: Chunks) -> list[Chunks]:
     """The chunks in parts whose state fits the memory set aside for it."""
     per_chunk = script.num_ranks * 8 * -(-script.num_ranks // 64)
     size = max(1, STATE_BYTES // per_chunk)
     return [chunks[low : low + size] for low in range(0, len(chunks), size)]
 
 
-def _check(script: AnyScript, chunks: Chunks) -> None:
+def _check(script: AnyRankSchedule, chunks: Chunks) -> None:
     ranks = script.num_ranks
     alone = _singletons(ranks)
     full = np.bitwise_or.reduce(alone[script.contributors], axis=0)
@@ -56,10 +56,10 @@ def _check(script: AnyScript, chunks: Chunks) -> None:
     for number, phase in enumerate(script.phases, start=1):
         for c in phase.rounds():
             finished += 1
-            now = _of_chunks(moves(c, script.num_chunks), script.num_chunks, place, len(chunks))
+            now = _of_chunks(cell_moves(c, script.num_chunks), script.num_chunks, place, len(chunks))
             if len(now.dst):
                 _run_round(cells, now, scratch, suspects)
-        if number == script.num_scatter and script.owner is not None:
+        if number == script.num_reduce_scatter_phases and script.owner is not None:
             owner = script.owner[chunks]
             incomplete = (held[owner, np.arange(len(chunks))] != full).any(axis=1)
             for chunk in [*chunks[incomplete][:1].tolist(), *sorted(suspects)]:
@@ -69,7 +69,7 @@ def _check(script: AnyScript, chunks: Chunks) -> None:
         _recount(script, chunk, finished, list(range(ranks)))
 
 
-def _of_chunks(now: Moves, num_chunks: int, place: Chunks, count: int) -> Moves:
+def _of_chunks(now: CellMoves, num_chunks: int, place: Chunks, count: int) -> CellMoves:
     """The moves of the chunks that have a place, one by one, over cells of (rank, place)."""
     step = np.arange(now.size)
     per_rank = num_chunks // now.size
@@ -78,10 +78,10 @@ def _of_chunks(now: Moves, num_chunks: int, place: Chunks, count: int) -> Moves:
     row = np.repeat(np.arange(len(now.dst)), now.size)[here >= 0]
     chunk, here = chunk[here >= 0], here[here >= 0]
     src, dst = (cell[row] // per_rank * count + here for cell in (now.src, now.dst))
-    return Moves(1, now.lane[row], chunk, src, dst, now.adds[row])
+    return CellMoves(1, now.lane[row], chunk, src, dst, now.adds[row])
 
 
-def _recount(script: AnyScript, chunk: int, num_rounds: int, ranks: list[int]) -> None:
+def _recount(script: AnyRankSchedule, chunk: int, num_rounds: int, ranks: list[int]) -> None:
     """Raise unless each of `ranks` holds every contribution to `chunk` once."""
     exact = replay(script, chunk, num_rounds)
     for rank in ranks:
@@ -101,7 +101,7 @@ def _singletons(ranks: int) -> Bits:
     return bits
 
 
-def _run_round(cells: Bits, now: Moves, scratch: Ints, suspects: set[int]) -> None:
+def _run_round(cells: Bits, now: CellMoves, scratch: Ints, suspects: set[int]) -> None:
     """Move the sets of one round: all reads, then the writes lane after lane.
 
     `scratch` has a number for each cell, which one does not matter.
@@ -118,10 +118,10 @@ def _run_round(cells: Bits, now: Moves, scratch: Ints, suspects: set[int]) -> No
         cells[now.dst[lane]] = before
 
 
-def _in_turn(now: Moves, scratch: Ints) -> list[slice]:
+def _in_turn(now: CellMoves, scratch: Ints) -> list[slice]:
     """What may be written at once: all of it, or one lane, where lanes bring the same chunk."""
     row = np.arange(len(now.dst), dtype=scratch.dtype)
     scratch[now.dst] = row  # one of those for the same cell remains
     if (scratch[now.dst] == row).all():
         return [slice(None)]
-    return lanes_of(now)
+    return lane_slices(now)

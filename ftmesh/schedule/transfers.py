@@ -1,9 +1,9 @@
-"""Columns: transfers side by side, as plain columns of integers.
+"""Transfers: transfers side by side, as plain columns of integers.
 
 A *transfer* moves a range of chunks from one rank to another, where it is added (`ADD`) or replaces
 what was there (`COPY`).
 
-Moves: a round as moves between cells, which is what proofs step through.
+CellMoves: a round as moves between cells, which is what proofs step through.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLUMN_NAMES = ("round", "lane", "src", "dst", "chunk", "count", "op")
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class Transfers:
     """Transfers: entry i of every column belongs to transfer i."""
 
     round: Ints
@@ -45,13 +45,13 @@ class Columns:
         for column in self:
             column.flags.writeable = False
 
-    def replace(self, **columns: Ints) -> Columns:
+    def replace(self, **columns: Ints) -> Transfers:
         """The same transfers with some columns exchanged."""
         return replace(self, **columns)
 
-    def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> Columns:
+    def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> Transfers:
         """The transfers at `index`."""
-        return Columns(*(column[index] for column in self))
+        return Transfers(*(column[index] for column in self))
 
     def expanded(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """One entry per chunk moved: the transfer it belongs to, and the chunk."""
@@ -61,11 +61,11 @@ class Columns:
         first = np.cumsum(self.count) - self.count
         return row, self.chunk[row] + np.arange(len(row)) - first[row]
 
-    def shifted(self, *, rounds: int) -> Columns:
+    def shifted(self, *, rounds: int) -> Transfers:
         """The same transfers, `rounds` rounds later."""
         return self.replace(round=self.round + np.int32(rounds))
 
-    def mirrored(self, last: int) -> Columns:
+    def mirrored(self, last: int) -> Transfers:
         """Backwards in time from round `last`: every addition becomes a copy the other way."""
         return self.replace(
             round=np.int32(last) - self.round,
@@ -75,12 +75,12 @@ class Columns:
         )
 
 
-def join(pieces: Iterable[Columns]) -> Columns:
+def join(pieces: Iterable[Transfers]) -> Transfers:
     """The transfers of all `pieces` together."""
-    return Columns(*map(np.concatenate, zip(*pieces, strict=True)))
+    return Transfers(*map(np.concatenate, zip(*pieces, strict=True)))
 
 
-def transfers(
+def make_transfers(
     *,
     round: ArrayLike,
     lane: ArrayLike,
@@ -89,10 +89,10 @@ def transfers(
     chunk: ArrayLike,
     count: ArrayLike = 1,
     op: ArrayLike = ADD,
-) -> Columns:
-    """Columns from values that broadcast against each other."""
+) -> Transfers:
+    """Transfers from values that broadcast against each other."""
     full = np.broadcast_arrays(round, lane, src, dst, chunk, count, op)
-    return Columns(*(np.ascontiguousarray(column, np.int32).ravel() for column in full))
+    return Transfers(*(np.ascontiguousarray(column, np.int32).ravel() for column in full))
 
 
 def row_key(*parts: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -136,7 +136,7 @@ def _table(key: NDArray[np.int64]) -> NDArray[np.int32] | None:
     return table
 
 
-class Moves(NamedTuple):
+class CellMoves(NamedTuple):
     """One round over cells: a cell is what a rank holds of `size` chunks that move together.
 
     Viewed with `size` columns, an array of ``[ranks * chunks]`` has a row for each cell.
@@ -150,7 +150,7 @@ class Moves(NamedTuple):
     adds: NDArray[np.bool_]
 
 
-def moves(c: Columns, num_chunks: int) -> Moves:
+def cell_moves(c: Transfers, num_chunks: int) -> CellMoves:
     """The moves of a round; chunks that move together stay together where they can be numbered."""
     size = int(c.count[0]) if len(c) else 1
     together = (
@@ -160,13 +160,13 @@ def moves(c: Columns, num_chunks: int) -> Moves:
     if together:
         piece, per_rank = c.chunk // size, num_chunks // size
         src, dst = (ranks.astype(np.intp) * per_rank + piece for ranks in (c.src, c.dst))
-        return Moves(size, c.lane, c.chunk.astype(np.intp), src, dst, adds)
+        return CellMoves(size, c.lane, c.chunk.astype(np.intp), src, dst, adds)
     row, chunk = c.expanded()
     src, dst = (ranks[row].astype(np.intp) * num_chunks + chunk for ranks in (c.src, c.dst))
-    return Moves(1, c.lane[row], chunk, src, dst, adds[row])
+    return CellMoves(1, c.lane[row], chunk, src, dst, adds[row])
 
 
-def lanes_of(now: Moves) -> list[slice]:
+def lane_slices(now: CellMoves) -> list[slice]:
     """The moves of each lane: within one, no two write the same cell."""
     ends = np.flatnonzero(np.diff(now.lane)) + 1
     return [slice(a, b) for a, b in pairwise([0, *ends.tolist(), len(now.lane)])]

@@ -22,11 +22,11 @@ import numpy as np
 from ftmesh.errors import VerificationError
 from ftmesh.schedule.counting_proof import uncounted_chunks, ungathered_chunks, unspanned_chunks
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.rank_schedule import AnyScript, Script
-from ftmesh.schedule.replay import gather_complaint
+from ftmesh.schedule.rank_schedule import AnyRankSchedule, RankSchedule
+from ftmesh.schedule.replay import all_gather_error
 from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
 from ftmesh.schedule.set_proof import Progress, check_sets
-from ftmesh.schedule.transfers import ADD, COPY, Columns, Ints
+from ftmesh.schedule.transfers import ADD, COPY, Transfers, Ints
 from ftmesh.topology.routing import Route, Router, around, find_cycle
 from ftmesh.topology.tiles import TiledTopology
 
@@ -118,7 +118,7 @@ def verify(
     )
 
 
-def prove(script: AnyScript, progress: Progress | None = None) -> None:
+def prove(script: AnyRankSchedule, progress: Progress | None = None) -> None:
     """Prove every program of a script, or raise `VerificationError` naming the place."""
     report = progress or (lambda done, total: None)
     if script.owner is None:
@@ -135,7 +135,7 @@ def prove(script: AnyScript, progress: Progress | None = None) -> None:
     report(2, 3)
     check_sets(script, np.union1d(uncounted, ungathered))
     if len(ungathered):
-        raise VerificationError(gather_complaint(script, int(ungathered[0])))
+        raise VerificationError(all_gather_error(script, int(ungathered[0])))
     report(3, 3)
 
 
@@ -159,7 +159,7 @@ def _check_routes(schedule: Schedule, router: Router) -> list[Route]:
             for a, b in pairwise(route):
                 if topology.is_link(a, b):
                     continue
-                c = phase.what if isinstance(phase.what, Columns) else phase.first_round
+                c = phase.content if isinstance(phase.content, Transfers) else phase.first_round
                 first = int(np.argmax((c.src == src) & (c.dst == dst)))
                 dead = next((x for x in (b, a) if not topology.is_live(x)), None)
                 what = f"failed chip {dead}" if dead else f"failed link {a}-{b}"
@@ -183,29 +183,29 @@ def _path(route: Route) -> str:
     return " -> ".join(map(str, route))
 
 
-def scripts(schedule: Schedule) -> Iterator[AnyScript]:
+def scripts(schedule: Schedule) -> Iterator[AnyRankSchedule]:
     """The script of each position; that of all chips, where there are no tiles."""
     tiles = schedule.topology
     if not isinstance(tiles, TiledTopology):
-        yield Script.of(schedule)
+        yield RankSchedule.from_schedule(schedule)
         return
     phases = schedule.on_chips.phases
     for phase in phases:
         _check_ends(phase, tiles)
     halves = schedule if isinstance(schedule, SplitSchedule) else None
     for core in range(tiles.chips.devices_per_chip):
-        for ranks in tiles.players:
+        for ranks in tiles.chip_ranks:
             tile = np.full(tiles.chips.num_live, -1, np.int32)
             tile[ranks] = np.arange(len(ranks))
             first = core * schedule.num_chunks
-            yield Script(
+            yield RankSchedule(
                 num_chunks=schedule.num_chunks,
                 phases=tuple(
                     _AtPosition(each, tile, first, schedule.num_chunks) for each in phases
                 ),
                 names=tuple(f"chip {tiles.chips.coords[rank]}" for rank in ranks),
                 contributors=np.arange(len(ranks), dtype=np.int32),
-                num_scatter=len(halves.scatter) if halves else 0,
+                num_reduce_scatter_phases=len(halves.reduce_scatter) if halves else 0,
                 owner=halves.owner if halves else None,
             )
 
@@ -214,7 +214,7 @@ def _check_ends(phase: Phase, tiles: TiledTopology) -> None:
     """Refuse a transfer whose ends are not the same place of two live tiles."""
     coords = tiles.chips.coords
     place = np.full(len(coords), -1)
-    place[tiles.players] = np.arange(len(tiles.players))[:, None]
+    place[tiles.chip_ranks] = np.arange(len(tiles.chip_ranks))[:, None]
     for src, dst in phase.pairs:
         if place[src] < 0 or place[src] != place[dst]:
             raise VerificationError(
@@ -244,13 +244,13 @@ class _AtPosition:
     def num_rounds(self) -> int:
         return self.phase.num_rounds
 
-    def rounds(self) -> Iterator[Columns]:
+    def rounds(self) -> Iterator[Transfers]:
         return map(self._own, self.phase.rounds())
 
-    def of_chunk(self, chunk: int) -> Columns:
-        return self._own(self.phase.of_chunk(self.first_chunk + chunk))
+    def transfers_of_chunk(self, chunk: int) -> Transfers:
+        return self._own(self.phase.transfers_of_chunk(self.first_chunk + chunk))
 
-    def _own(self, c: Columns) -> Columns:
+    def _own(self, c: Transfers) -> Transfers:
         """The transfers of this position, between tiles and with its own chunks."""
         chunk = c.chunk - np.int32(self.first_chunk)
         mine = (self.tile[c.src] >= 0) & (chunk >= 0) & (chunk + c.count <= self.num_chunks)

@@ -1,7 +1,7 @@
 """Damage: what was said to have failed, as chips and links of a grid.
 
 People name chips as their devices do. A slice's devices need not count from zero, and have axes of
-size 1 that its grid drops; a `Frame` knows both ways of counting.
+size 1 that its grid drops; a `CoordFrame` knows both ways of counting.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ FAILED_VARIABLE = "FTMESH_FAILED"
 
 
 @dataclass(frozen=True)
-class Frame:
+class CoordFrame:
     """How people write the coords of a grid: as its devices count.
 
     The lowest device is at `low`, and of the devices' axes the grid has `kept`. Coords may be
     written with all of those axes or with the kept ones alone.
 
-    >>> frame = Frame((4, 4), low=(4, 2, 0), kept=(0, 1))
+    >>> frame = CoordFrame((4, 4), low=(4, 2, 0), kept=(0, 1))
     >>> frame.locate((5, 2)), frame.locate((5, 2, 0)), frame.locate((3, 2))
     ((1, 0), (1, 0), None)
     """
@@ -43,7 +43,7 @@ class Frame:
     kept: tuple[int, ...]
 
     @classmethod
-    def of_grid(cls, shape: Coord) -> Frame:
+    def for_grid(cls, shape: Coord) -> CoordFrame:
         """The frame of a grid whose coords are written as it counts them."""
         return cls(shape, (0,) * len(shape), tuple(range(len(shape))))
 
@@ -72,7 +72,7 @@ class Frame:
         return self.kept if num_axes == len(self.kept) else tuple(range(num_axes))
 
 
-def failed_chips(failed: Failed, frame: Frame) -> frozenset[Coord]:
+def failed_chips(failed: Failed, frame: CoordFrame) -> frozenset[Coord]:
     """The chips of the grid that blocks (``"2x2@2,2;4x2@6,14"``) or a list of coords name.
 
     ``None`` reads the environment variable ``FTMESH_FAILED``; an empty string means no failures.
@@ -88,7 +88,7 @@ def failed_chips(failed: Failed, frame: Frame) -> frozenset[Coord]:
     return _places(filter(None, (_inside(block, frame) for block in blocks)), frame)
 
 
-def failed_links(links: Iterable[Link], frame: Frame) -> frozenset[Link]:
+def failed_links(links: Iterable[Link], frame: CoordFrame) -> frozenset[Link]:
     """The links of the grid among `links`, by the same rule as `failed_chips`."""
     found = set()
     for a, b in links:
@@ -99,7 +99,7 @@ def failed_links(links: Iterable[Link], frame: Frame) -> frozenset[Link]:
     return frozenset(found)
 
 
-def _from_environment(frame: Frame) -> frozenset[Coord]:
+def _from_environment(frame: CoordFrame) -> frozenset[Coord]:
     try:
         blocks = parse_blocks(os.environ.get(FAILED_VARIABLE, ""))
     except TopologyError as error:
@@ -130,7 +130,7 @@ def _from_environment(frame: Frame) -> frozenset[Coord]:
     return found
 
 
-def _places(blocks: Iterable[Block], frame: Frame) -> frozenset[Coord]:
+def _places(blocks: Iterable[Block], frame: CoordFrame) -> frozenset[Coord]:
     """Where the chips of blocks are that lie on the grid."""
     found: set[Coord] = set()
     for block in blocks:
@@ -141,7 +141,7 @@ def _places(blocks: Iterable[Block], frame: Frame) -> frozenset[Coord]:
     return frozenset(found)
 
 
-def _inside(block: Block, frame: Frame) -> Block | None:
+def _inside(block: Block, frame: CoordFrame) -> Block | None:
     """What of a block is on the grid."""
     low, high = frame.corners(len(block.corner))
     return _between(tuple(map(max, block.corner, low)), tuple(map(min, block.top, high)))
@@ -166,7 +166,7 @@ def _moved(coord: Coord, axis: int, to: int) -> Coord:
     return *coord[:axis], to, *coord[axis + 1 :]
 
 
-def _check(name: str, *ends: Coord, frame: Frame) -> None:
+def _check(name: str, *ends: Coord, frame: CoordFrame) -> None:
     """Refuse what goes below zero or beyond the highest chip: it can only be a mistake."""
     num_axes = len(ends[0])
     if not frame.fits(num_axes) or any(len(end) != num_axes for end in ends):
@@ -179,6 +179,6 @@ def _check(name: str, *ends: Coord, frame: Frame) -> None:
             raise TopologyError(f"{name} is not inside mesh {_span(frame, num_axes)}")
 
 
-def _span(frame: Frame, num_axes: int) -> str:
+def _span(frame: CoordFrame, num_axes: int) -> str:
     low, high = map(format_coord, frame.corners(num_axes))
     return f"{format_shape(frame.shape)}, whose chips are {low} to {high}"

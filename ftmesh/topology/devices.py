@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ftmesh.errors import TopologyError, TopologyWarning
-from ftmesh.topology.damage import Frame
+from ftmesh.topology.damage import CoordFrame
 from ftmesh.topology.notation import Coord, format_shape, parse_blocks, parse_shape
 
 MESH_VARIABLE = "FTMESH_MESH"  # the shape of this machine's mesh, for devices without coords
@@ -25,7 +25,7 @@ BLOCKS_VARIABLE = "FTMESH_BLOCKS"  # and which part of it each process has
 class Layout(NamedTuple):
     """Where devices sit: the chips' grid, each chip's devices, and the chips that are missing."""
 
-    frame: Frame
+    frame: CoordFrame
     devices_at: dict[Coord, tuple[Any, ...]]
     missing: frozenset[Coord]
     devices_per_chip: int
@@ -78,7 +78,7 @@ def _by_order(devices: Sequence[Any], shape: Coord | None) -> Layout:
         )
     coords = [_nth_coord(i, shape) for i in range(len(devices))]
     at = {coord: (device,) for coord, device in zip(coords, devices, strict=True)}
-    return Layout(Frame.of_grid(shape), at, frozenset(), 1)
+    return Layout(CoordFrame.for_grid(shape), at, frozenset(), 1)
 
 
 def _shape_from_environment(count: int) -> Coord | None:
@@ -106,7 +106,7 @@ def _blocks_from_environment(devices: Sequence[Any], shape: Coord | None) -> Lay
     ordered = sorted(devices, key=process_of)
     at = {coord: (device,) for coord, device in zip(coords, ordered, strict=True)}
     every = (_nth_coord(i, whole) for i in range(math.prod(whole)))
-    return Layout(Frame.of_grid(whole), at, frozenset(c for c in every if c not in at), 1)
+    return Layout(CoordFrame.for_grid(whole), at, frozenset(c for c in every if c not in at), 1)
 
 
 def _by_coords(devices: Sequence[Any], shape: Coord | None) -> Layout:
@@ -146,13 +146,13 @@ def _by_coords(devices: Sequence[Any], shape: Coord | None) -> Layout:
     return Layout(frame, at, missing, per_chip)
 
 
-def _bounding_box(coords: Sequence[Coord]) -> Frame:
+def _bounding_box(coords: Sequence[Coord]) -> CoordFrame:
     """The smallest box around `coords`, less the axes along which they do not differ."""
     low, high = (tuple(map(end, zip(*coords, strict=True))) for end in (min, max))
     return _without_flat_axes(low, tuple(b - a + 1 for a, b in zip(low, high, strict=True)))
 
 
-def _stated_box(coords: Sequence[Coord], shape: Coord) -> Frame:
+def _stated_box(coords: Sequence[Coord], shape: Coord) -> CoordFrame:
     """The box of `shape` from zero; axes that it does not have are of size 1."""
     num_axes = len(coords[0])
     if len(shape) > num_axes:
@@ -163,9 +163,9 @@ def _stated_box(coords: Sequence[Coord], shape: Coord) -> Frame:
     return _without_flat_axes((0,) * num_axes, shape + (1,) * (num_axes - len(shape)))
 
 
-def _without_flat_axes(low: Coord, shape: Coord) -> Frame:
+def _without_flat_axes(low: Coord, shape: Coord) -> CoordFrame:
     kept = tuple(axis for axis, size in enumerate(shape) if size > 1) or (0,)
-    return Frame(tuple(shape[axis] for axis in kept), low, kept)
+    return CoordFrame(tuple(shape[axis] for axis in kept), low, kept)
 
 
 def _nth_coord(index: int, shape: Coord) -> Coord:

@@ -1,6 +1,6 @@
-"""Graph: the live chips of a mesh as numbers, and the links between them, for planners of any mesh.
+"""LinkGraph: the live chips of a mesh as numbers, and the links between them, for planners of any mesh.
 
->>> graph = Graph.of(Topology.grid("2x2"))
+>>> graph = LinkGraph.from_topology(Topology.grid("2x2"))
 >>> graph.num_ranks, graph.num_links, graph.eccentricity.tolist()
 (4, 8, [2, 2, 2, 2])
 >>> [(int(graph.source[link]), int(graph.target[link])) for link in (2, 3)]
@@ -23,7 +23,7 @@ from ftmesh.topology.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class LinkGraph:
     """Directed links between ranks; link ``i ^ 1`` leads back from where link `i` leads to."""
 
     num_ranks: int
@@ -32,13 +32,13 @@ class Graph:
     lane: Ints  # the direction of a link
 
     @staticmethod
-    def of(topology: Topology) -> Graph:
+    def from_topology(topology: Topology) -> LinkGraph:
         """The live part of `topology`."""
         pairs = [(a, b) for a, b in topology.links if topology.rank(a) < topology.rank(b)]
         both_ways = [way for a, b in pairs for way in ((a, b), (b, a))]
         ends = np.array([[topology.rank(chip) for chip in link] for link in both_ways], np.int32)
         source, target = ends.reshape(-1, 2).T
-        return Graph(topology.num_live, source, target, compass_lanes(topology, source, target))
+        return LinkGraph(topology.num_live, source, target, direction_lanes(topology, source, target))
 
     @property
     def num_links(self) -> int:
@@ -46,7 +46,7 @@ class Graph:
         return len(self.source)
 
     @cached_property
-    def beside(self) -> list[list[tuple[int, int]]]:
+    def neighbours(self) -> list[list[tuple[int, int]]]:
         """For each rank its neighbours, and the link to each."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
         for link, (a, b) in enumerate(zip(self.source.tolist(), self.target.tolist(), strict=True)):
@@ -75,7 +75,7 @@ class Graph:
         return int(self.eccentricity.max())
 
 
-def compass_lanes(topology: Topology, src: Ints, dst: Ints) -> Ints:
+def direction_lanes(topology: Topology, src: Ints, dst: Ints) -> Ints:
     """The lane of each hop between neighbouring ranks; one over the edge goes on, not back."""
     coords = np.array(topology.coords)
     step = coords[dst] - coords[src]
@@ -86,12 +86,12 @@ def compass_lanes(topology: Topology, src: Ints, dst: Ints) -> Ints:
     return lanes
 
 
-def sources(topology: Topology) -> Ints:
+def lane_sources(topology: Topology) -> Ints:
     """The rank that each lane brings something from to each rank, ``[lane, rank]``.
 
     Where a lane has no link, that is `num_live`, which is no rank.
 
-    >>> sources(Topology.grid("3")).tolist()
+    >>> lane_sources(Topology.grid("3")).tolist()
     [[3, 0, 1], [1, 2, 3]]
     """
     live = topology.num_live
@@ -99,5 +99,5 @@ def sources(topology: Topology) -> Ints:
     if topology.links:
         ends = [[topology.rank(a), topology.rank(b)] for a, b in topology.links]
         src, dst = np.array(ends, np.int32).T
-        found[compass_lanes(topology, src, dst), dst] = src
+        found[direction_lanes(topology, src, dst), dst] = src
     return found

@@ -33,7 +33,7 @@ def jax_mesh(
     devices: tuple[Any, ...] = topology.all_devices if with_idle else topology.devices
     if not topology.devices:
         raise TopologyError(
-            f"{topology.wires} was not built from devices: use "
+            f"{topology.physical} was not built from devices: use "
             "Topology.from_devices(jax.devices(), ...)"
         )
     ranks = Ranks(topology, with_idle).num_ranks

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from ftmesh.topology.topology import Topology
 
 
-class PlanLike(Protocol):
-    """What runs on a topology's devices, as a plan does."""
+class HasTopology(Protocol):
+    """What runs on the devices of a topology, such as a plan."""
 
     @property
     def topology(self) -> Topology:
@@ -42,7 +42,7 @@ class Ranks:
     with_idle: bool = False
 
     @staticmethod
-    def of(on: PlanLike | Topology) -> Ranks:
+    def from_plan(on: HasTopology | Topology) -> Ranks:
         """The ranks of a plan, or of a topology's live devices."""
         return Ranks(on) if isinstance(on, Topology) else Ranks(on.topology, on.with_idle)
 
@@ -64,7 +64,7 @@ class Ranks:
         topology = self.topology
         chips = np.arange(topology.num_live)
         if self.with_idle:
-            chips = np.array([topology.place(coord) for coord in topology.coords])
+            chips = np.array([topology.grid_index(coord) for coord in topology.coords])
         devices = np.arange(topology.devices_per_chip)
         live: NDArray[np.int32] = chips[:, None] * topology.devices_per_chip + devices
         return live.reshape(-1).astype(np.int32)

@@ -1,6 +1,6 @@
 """Tiles: a mesh cut into equal boxes of chips, each of which is one model group.
 
->>> tiles = TiledTopology.of(Topology.grid("8x8", failed="3x1@2,2"), "2x2")
+>>> tiles = TiledTopology.from_topology(Topology.grid("8x8", failed="3x1@2,2"), "2x2")
 >>> tiles.drawing().splitlines()
 ['....', '.XX.', '....', '....']
 >>> print(tiles.losses)
@@ -50,7 +50,7 @@ class TiledTopology(Topology):
     tile: Coord  # its sides
 
     @classmethod
-    def of(cls, topology: Topology, tile: str | Sequence[int]) -> TiledTopology:
+    def from_topology(cls, topology: Topology, tile: str | Sequence[int]) -> TiledTopology:
         """`topology` cut into tiles, as ``"2x1"``: 2 along x, 1 along y, from the low corner on.
 
         Of three axes, those that a tile spans whole are none of the grid of tiles: 4x4x8 in tiles
@@ -74,7 +74,7 @@ class TiledTopology(Topology):
                 "smaller tiles"
             )
         bare = Topology(tiling.shape, tuple(topology.wrap[axis] for axis in tiling.axes), failed)
-        live, every = bare.coords, bare.every_coord()
+        live, every = bare.coords, bare.all_coords()
         return cls(
             shape=bare.shape,
             wrap=bare.wrap,
@@ -82,7 +82,7 @@ class TiledTopology(Topology):
             failed_links=frozenset(_broken(topology, tiling, bare)),
             devices=_by_tile(topology, topology.devices, topology.coords, tiling.chips_of(live)),
             all_devices=_by_tile(
-                topology, topology.all_devices, topology.every_coord(), tiling.chips_of(every)
+                topology, topology.all_devices, topology.all_coords(), tiling.chips_of(every)
             ),
             chips=topology,
             tile=sides,
@@ -90,7 +90,7 @@ class TiledTopology(Topology):
 
     def without_devices(self) -> TiledTopology:
         """The tiles alone: what a schedule is planned for, whichever devices it runs on."""
-        return TiledTopology.of(self.chips.without_devices(), self.tile)
+        return TiledTopology.from_topology(self.chips.without_devices(), self.tile)
 
     # Positions ------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class TiledTopology(Topology):
         return math.prod(self.sides)
 
     @property
-    def wires(self) -> Topology:
+    def physical(self) -> Topology:
         """The chips and links that transfers travel over."""
         return self.chips
 
@@ -115,7 +115,7 @@ class TiledTopology(Topology):
         return _Tiling.of(self.chips, self.tile).chips_of(coords)
 
     @cached_property
-    def players(self) -> NDArray[np.int32]:
+    def chip_ranks(self) -> NDArray[np.int32]:
         """The ranks, among `chips`, of the chips of every live tile: ``[chip of tile, tile]``."""
         ranks = [self.chips.rank(chip) for chip in self.chips_of(self.coords)]
         return np.array(ranks, np.int32).reshape(self.num_live, -1).T

@@ -20,7 +20,7 @@ import numpy as np
 
 from ftmesh.errors import TopologyError
 from ftmesh.topology import damage, regions
-from ftmesh.topology.damage import Frame
+from ftmesh.topology.damage import CoordFrame
 from ftmesh.topology.devices import read_layout
 from ftmesh.topology.notation import (
     Block,
@@ -100,7 +100,7 @@ class Topology:
         return cls(
             shape=sizes,
             wrap=_per_axis(wrap, sizes),
-            failed=damage.failed_chips(failed, Frame.of_grid(sizes)),
+            failed=damage.failed_chips(failed, CoordFrame.for_grid(sizes)),
             failed_links=parse_links(failed_links),
         )
 
@@ -134,7 +134,7 @@ class Topology:
         )
         at = layout.devices_at
         live = tuple(device for coord in bare.coords for device in at[coord])
-        every = tuple(device for coord in bare.every_coord() for device in at.get(coord, ()))
+        every = tuple(device for coord in bare.all_coords() for device in at.get(coord, ()))
         return replace(bare, devices=live, all_devices=every)
 
     @classmethod
@@ -147,10 +147,10 @@ class Topology:
         """The grid alone: what a schedule is planned for, whichever devices it runs on."""
         return replace(self, devices=(), all_devices=())
 
-    def less(self, chips: Iterable[Coord]) -> Topology:
+    def with_failed(self, chips: Iterable[Coord]) -> Topology:
         """The same mesh, with these chips failed as well.
 
-        >>> str(Topology.grid("4x4").less([(0, 0), (1, 0)]))
+        >>> str(Topology.grid("4x4").with_failed([(0, 0), (1, 0)]))
         '4x4 less 2x1@0,0'
         """
         bare = replace(self, failed=self.failed | {*chips}, devices=())
@@ -186,7 +186,7 @@ class Topology:
     @cached_property
     def coords(self) -> tuple[Coord, ...]:
         """The coord of every rank."""
-        return tuple(c for c in self.every_coord() if c not in self.failed)
+        return tuple(c for c in self.all_coords() if c not in self.failed)
 
     @cached_property
     def _ranks(self) -> dict[Coord, int]:
@@ -200,7 +200,7 @@ class Topology:
             raise TopologyError(f"{self.noun} {tuple(coord)} {state} on {self}")
         return rank
 
-    def place(self, coord: Sequence[int]) -> int:
+    def grid_index(self, coord: Sequence[int]) -> int:
         """The place of `coord` among all chips, live and failed, x fastest."""
         return int(np.ravel_multi_index(tuple(coord)[::-1], self.shape[::-1]))
 
@@ -241,7 +241,7 @@ class Topology:
     # What a rank is; `ftmesh.topology.tiles` has other answers ------------------------------------
 
     @property
-    def wires(self) -> Topology:
+    def physical(self) -> Topology:
         """The chips and links that transfers travel over."""
         return self
 
@@ -307,7 +307,7 @@ class Topology:
         """The picture that `from_drawing` reads; a mesh of one axis is a row."""
         if len(self.shape) > 2:
             raise TopologyError(f"only 2-D meshes and lines can be drawn as text, not {self.name}")
-        marks = "".join(".X"[coord in self.failed] for coord in self.every_coord())
+        marks = "".join(".X"[coord in self.failed] for coord in self.all_coords())
         width = self.shape[0]
         return "\n".join(marks[start : start + width] for start in range(0, len(marks), width))
 
@@ -325,7 +325,7 @@ class Topology:
 
     # Inside ---------------------------------------------------------------------------------
 
-    def every_coord(self) -> Iterator[Coord]:
+    def all_coords(self) -> Iterator[Coord]:
         """The chips of the grid, live and failed, by place."""
         axes = (range(n) for n in reversed(self.shape))
         return (tuple(reversed(c)) for c in itertools.product(*axes))

@@ -9,25 +9,25 @@ from hypothesis import strategies as st
 
 from ftmesh import PlanError, Topology
 from ftmesh.algorithms import registry, row_pair
-from ftmesh.algorithms.registry import PLANNERS
+from ftmesh.algorithms.registry import ALGORITHMS
 from ftmesh.topology.notation import format_shape
 from tests.support.proving import SIDES, check, damaged, even_blocks, every_block, slim_blocks
 
 GRIDS = list(product(SIDES, SIDES))
 LINES = [(2,), (5,), (8,), (1, 2), (1, 8), (9, 1)]
-ELSEWHERE = (*registry.CUT_BY_SIZE, *registry.FOR_TORI)  # see test_tree.py and test_colours.py
-HALVED = [name for name in PLANNERS if name not in ELSEWHERE]
+ELSEWHERE = (*registry.CHUNKED_BY_PAYLOAD, *registry.TORUS_ONLY)  # see test_tree.py and test_colours.py
+HALVED = [name for name in ALGORITHMS if name not in ELSEWHERE]
 CASES = [
     (algorithm, shape)
     for algorithm in HALVED
-    for shape in (LINES if algorithm == "line" else GRIDS)
+    for shape in (LINES if algorithm == "chain" else GRIDS)
 ]
 
 ADMISSIBLE = {
     "ring": even_blocks,
     "row_pair": slim_blocks,
     "two_dim": lambda shape: [],
-    "line": every_block,
+    "chain": every_block,
     "flood": lambda shape: every_block(shape)[::301],
 }
 
@@ -52,14 +52,14 @@ def test_full_mesh_and_every_admissible_block(algorithm, shape):
 @pytest.mark.parametrize("algorithm", HALVED)
 def test_meshes_with_odd_sides(algorithm):
     grids = ("5x4", "4x7", "2x2", "2x9", "6x3")
-    for shape in ("3", "1x7", "11x1", "2x2") if algorithm == "line" else grids:
+    for shape in ("3", "1x7", "11x1", "2x2") if algorithm == "chain" else grids:
         check(Topology.grid(shape), algorithm)
 
 
 @pytest.mark.parametrize("algorithm", HALVED)
 @pytest.mark.parametrize("wrap", [(True, False), (False, True), (True, True)])
 def test_tori(algorithm, wrap):
-    for shape in ("1x6", "8x1", "1x3") if algorithm == "line" else ("4x6", "8x4", "6x6"):
+    for shape in ("1x6", "8x1", "1x3") if algorithm == "chain" else ("4x6", "8x4", "6x6"):
         check(Topology.grid(shape, wrap=wrap), algorithm)
         if algorithm in ("ring", "row_pair"):
             check(Topology.grid(shape, failed="2x2@2,2", wrap=wrap), algorithm)
@@ -99,7 +99,7 @@ def test_row_pair_takes_several_blocks_while_a_pair_is_whole(topo):
         check(topo, "row_pair")
     else:
         with pytest.raises(PlanError, match="no pair of rows is whole"):
-            row_pair.plan(topo)
+            row_pair.build_schedule(topo)
 
 
 @pytest.mark.slow
@@ -128,19 +128,19 @@ def test_single_chips_and_links_are_served_or_refused_in_words(failed, links):
 
 class TestRegistry:
     def test_outcomes_are_schedules_or_reasons(self):
-        found = registry.outcomes(Topology.grid("8x8", failed="2x2@2,2"))
-        assert list(found) == ["two_dim", "row_pair", "ring", "line"]
+        found = registry.try_algorithms(Topology.grid("8x8", failed="2x2@2,2"))
+        assert list(found) == ["two_dim", "row_pair", "ring", "chain"]
         assert "it needs every row and column whole" in str(found["two_dim"])
         assert [found[name].algorithm for name in ("row_pair", "ring")] == ["row_pair", "ring"]
 
     def test_where_no_ring_fits_every_reason_is_given_and_flood_serves(self):
-        found = registry.outcomes(Topology.from_drawing("X..\n...\n..."))
+        found = registry.try_algorithms(Topology.from_drawing("X..\n...\n..."))
         reasons = {name: str(one) for name, one in found.items() if isinstance(one, PlanError)}
-        assert list(reasons) == ["two_dim", "row_pair", "ring", "line"]
+        assert list(reasons) == ["two_dim", "row_pair", "ring", "chain"]
         assert "it needs every row and column whole" in reasons["two_dim"]
         assert "its 3 rows do not make pairs" in reasons["row_pair"]
         assert "a damaged mesh must have even sides" in reasons["ring"]
-        assert "chip (1, 1) has 4" in reasons["line"]
+        assert "chip (1, 1) has 4" in reasons["chain"]
         assert found["flood"].algorithm == "flood"
 
     @pytest.mark.parametrize(
@@ -162,18 +162,18 @@ class TestRegistry:
             ),
             (Topology.grid("4x4x4"), "row_pair", "meshes of two axes, .*; use two_dim or ring$"),
             (Topology.grid("3x3x3"), "ring", "14 .* even sum to the 13 others .*; use two_dim$"),
-            (Topology.grid("4x4x4"), "line", r"chip \(0, 0, 0\) has 3; use two_dim or ring$"),
+            (Topology.grid("4x4x4"), "chain", r"chip \(0, 0, 0\) has 3; use two_dim or ring$"),
             (
                 Topology.grid("4x4x4", wrap=True),
-                "line",
-                r"chip \(0, 0, 0\) has 6; use two_dim or ring or colours$",
+                "chain",
+                r"chip \(0, 0, 0\) has 6; use two_dim or ring or multi_ring$",
             ),
-            (Topology.grid("4x4"), "colours", "none wraps; use two_dim or row_pair or ring$"),
+            (Topology.grid("4x4"), "multi_ring", "none wraps; use two_dim or row_pair or ring$"),
             (Topology.grid("8x1"), "ring", "2 chips or more each, not on 8x1; use line$"),
             (Topology.grid("8"), "ring", "2 chips or more each, not on 8; use line$"),
             (
                 Topology.grid("8x8"),
-                "line",
+                "chain",
                 r"chip \(1, 0\) has 3; use two_dim or row_pair or ring$",
             ),
             (Topology.grid("2x2", failed="2x1@0,0;1x1@0,1"), "ring", "single live chip"),
@@ -192,4 +192,4 @@ class TestRegistry:
     )
     def test_refusals_name_the_way_out(self, topo, algorithm, says):
         with pytest.raises(PlanError, match=says):
-            registry.schedule(topo, algorithm)
+            registry.build_schedule(topo, algorithm)

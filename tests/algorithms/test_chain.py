@@ -12,7 +12,7 @@ from ftmesh.schedule.schedule import SplitSchedule
 
 
 def proved(topo):
-    schedule = registry.schedule(topo, "line")
+    schedule = registry.build_schedule(topo, "chain")
     verify(schedule)
     assert schedule.is_neighbour_only
     return schedule
@@ -95,7 +95,7 @@ def test_damage_may_leave_a_line_of_any_mesh():
 
 
 def test_auto_takes_it():
-    assert ftmesh.plan(Topology.grid("1x8")).algorithm == "line"
+    assert ftmesh.plan(Topology.grid("1x8")).algorithm == "chain"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_auto_takes_it():
 )
 def test_a_broken_line_is_refused_and_its_parts_are_named(topo, says):
     with pytest.raises(PlanError, match=says):
-        registry.schedule(topo, "line")
+        registry.build_schedule(topo, "chain")
 
 
 @pytest.mark.parametrize(
@@ -125,17 +125,17 @@ def test_a_broken_line_is_refused_and_its_parts_are_named(topo, says):
 )
 def test_the_planner_alone_refuses_what_is_not_a_line(topo, says):
     with pytest.raises(PlanError, match=says):
-        chain.plan(topo)
+        chain.build_schedule(topo)
 
 
 def test_a_round_that_is_left_out_is_found():
     good = proved(Topology.grid("1x5"))
-    columns = good.phases[0].columns
+    columns = good.phases[0].transfers
     broken = SplitSchedule(
         topology=good.topology,
-        algorithm="line",
+        algorithm="chain",
         num_chunks=good.num_chunks,
-        phases=(Phase("line", columns.take(columns.round != 1)), good.phases[1]),
+        phases=(Phase("chain", columns.take(columns.round != 1)), good.phases[1]),
         owner=good.owner,
         rounds_in_reduce_scatter=good.rounds_in_reduce_scatter,
     )

@@ -5,9 +5,9 @@ import pytest
 
 from ftmesh import PlanError, Topology, verify
 from ftmesh.algorithms import tree
-from ftmesh.algorithms.leaf_chips import Pendants
+from ftmesh.algorithms.leaf_chips import LeafChips
 from ftmesh.schedule.transfers import ADD, COPY
-from ftmesh.topology.graph import Graph
+from ftmesh.topology.graph import LinkGraph
 
 ONE = """
     .X..
@@ -34,7 +34,7 @@ def drawn(picture):
 
 def pendants(picture):
     topology = drawn(picture)
-    found = Pendants.of(Graph.of(topology))
+    found = LeafChips.from_graph(LinkGraph.from_topology(topology))
     return {topology.coords[r]: int(h) for r, h in zip(found.rank, found.height, strict=True)}
 
 
@@ -56,21 +56,21 @@ def test_taken_away_until_none_is_left(picture, expected):
 @pytest.mark.parametrize("lag", [0, 1])
 def test_fed_before_and_after(picture, num_chunks, lag):
     topology = drawn(picture)
-    schedule = tree.plan(topology, num_chunks, lag=lag, feeding=True)
+    schedule = tree.build_schedule(topology, num_chunks, lag=lag, feeding=True)
     proof = verify(schedule)
     assert proof.num_additions + proof.num_copies == 2 * num_chunks * (topology.num_live - 1)
     first, trees, last = schedule.phases
     assert [phase.name for phase in schedule.phases] == ["feeding in", "packed trees", "handing on"]
-    hung = set(Pendants.of(Graph.of(topology)).rank.tolist())
-    assert set(first.columns.src.tolist()) == set(last.columns.dst.tolist()) == hung
-    assert not hung & {*trees.columns.src.tolist(), *trees.columns.dst.tolist()}
-    assert (first.columns.op == ADD).all()
-    assert (last.columns.op == COPY).all()
+    hung = set(LeafChips.from_graph(LinkGraph.from_topology(topology)).rank.tolist())
+    assert set(first.transfers.src.tolist()) == set(last.transfers.dst.tolist()) == hung
+    assert not hung & {*trees.transfers.src.tolist(), *trees.transfers.dst.tolist()}
+    assert (first.transfers.op == ADD).all()
+    assert (last.transfers.op == COPY).all()
 
 
 def test_one_goes_in_a_piece_and_a_chain_in_several():
-    assert tree.plan(drawn(ONE), 16, feeding=True).phases[0].num_rounds == 1
-    chain = tree.plan(drawn(CHAIN), 16, feeding=True).phases[0]
+    assert tree.build_schedule(drawn(ONE), 16, feeding=True).phases[0].num_rounds == 1
+    chain = tree.build_schedule(drawn(CHAIN), 16, feeding=True).phases[0]
     assert chain.num_rounds == 8 + 3
     assert chain.counts == [2]
 
@@ -78,12 +78,12 @@ def test_one_goes_in_a_piece_and_a_chain_in_several():
 @pytest.mark.parametrize(("shape", "which"), [("4x4", "none"), ("1x5", "all")])
 def test_where_there_is_nothing_to_feed(shape, which):
     with pytest.raises(PlanError, match=f"{which} of its chips hang on one link"):
-        tree.plan(Topology.grid(shape), 4, feeding=True)
+        tree.build_schedule(Topology.grid(shape), 4, feeding=True)
 
 
 def test_the_graph_of_the_others():
     topology = drawn(CHAIN)
-    found = Pendants.of(Graph.of(topology))
+    found = LeafChips.from_graph(LinkGraph.from_topology(topology))
     graph = found.graph_of_others
     np.testing.assert_array_equal(graph.source[::2], graph.target[1::2])
     assert graph.num_ranks == topology.num_live - 4

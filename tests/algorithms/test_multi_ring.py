@@ -1,4 +1,4 @@
-"""Several circuits at once: what `colours` promises on tori, and how circuits are joined."""
+"""Several circuits at once: what `multi_ring` promises on tori, and how circuits are joined."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -11,9 +11,9 @@ import ftmesh
 from ftmesh import PlanError, Topology, verify
 from ftmesh.algorithms import multi_ring, registry
 from ftmesh.algorithms.circuits import along, join_circuits, wrapping_axes
-from ftmesh.algorithms.scatter import both_ways
+from ftmesh.algorithms.building_blocks import bidirectional_rings
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.schedule import depth_of
+from ftmesh.schedule.schedule import addition_depth
 
 TORI = [*product(range(3, 8), repeat=2), (4, 13), (3, 20), (3, 3, 3), (3, 4, 5), (4, 4, 8)]
 PARTLY = [  # an axis of two chips, or open
@@ -41,7 +41,7 @@ def test_circuits_of_a_torus_use_every_cable_once(shape):
 @pytest.mark.parametrize("shape", ["3x3", "4x6", "5x7", "4x4x4", "3x4x3"])
 def test_every_link_works_in_every_round(shape):
     topo = Topology.grid(shape, wrap=True)
-    schedule = registry.schedule(topo, "colours")
+    schedule = registry.build_schedule(topo, "multi_ring")
     verify(schedule)
     assert schedule.is_neighbour_only
     assert schedule.num_rounds == 2 * (topo.num_live - 1)
@@ -57,7 +57,7 @@ def test_every_link_works_in_every_round(shape):
 @pytest.mark.parametrize(("shape", "wrap", "count"), PARTLY)
 def test_axes_without_rings_add_no_circuit(shape, wrap, count):
     topo = Topology.grid(shape, wrap=wrap)
-    schedule = registry.schedule(topo, "colours")
+    schedule = registry.build_schedule(topo, "multi_ring")
     verify(schedule)
     assert len(wrapping_axes(topo)) == count
     assert schedule.phases[0].lanes == list(range(2 * count))
@@ -78,7 +78,7 @@ def test_axes_without_rings_add_no_circuit(shape, wrap, count):
 )
 def test_what_it_cannot_do_it_refuses(topo, says):
     with pytest.raises(PlanError, match=says):
-        multi_ring.plan(topo)
+        multi_ring.build_schedule(topo)
 
 
 def test_circuits_that_no_square_joins_are_refused():
@@ -93,7 +93,7 @@ def test_circuits_that_visit_a_chip_twice_are_found():
     (walk, _) = join_circuits(topo, [along(topo, axis) for axis in (0, 1)])
     broken = [*walk[:4], walk[2], *walk[5:]]
     with pytest.raises(ftmesh.ScheduleError, match="a rank is on it twice"):
-        both_ways(topo, [broken], algorithm="colours", name="broken")
+        bidirectional_rings(topo, [broken], algorithm="multi_ring", name="broken")
 
 
 def test_a_circuit_that_jumps_or_crosses_a_failed_link_is_told():
@@ -102,32 +102,33 @@ def test_a_circuit_that_jumps_or_crosses_a_failed_link_is_told():
     jumps = [walk[2], walk[1], walk[0], *walk[3:]]
     less = Topology.grid("3x3", failed_links=[walk[:2]], wrap=True)
     for mesh, chips in ((topo, jumps), (less, walk)):
-        proof = verify(both_ways(mesh, [chips], algorithm="ring", name="broken"))
+        proof = verify(bidirectional_rings(mesh, [chips], algorithm="ring", name="broken"))
         assert not proof.is_neighbour_only
-    assert verify(both_ways(topo, [walk], algorithm="ring", name="whole")).is_neighbour_only
+    assert verify(bidirectional_rings(topo, [walk], algorithm="ring", name="whole")).is_neighbour_only
 
 
 def test_auto_takes_what_a_payload_is_fastest_by():
     small, square, long = (Topology.grid(shape, wrap=True) for shape in ("4x4", "8x8", "4x16"))
     assert ftmesh.plan(small, payload_bytes=10**4).algorithm == "two_dim"
     assert ftmesh.plan(square, payload_bytes=10**9).algorithm == "two_dim"
-    assert ftmesh.plan(long, payload_bytes=10**9).algorithm == "colours"
+    assert ftmesh.plan(long, payload_bytes=10**9).algorithm == "multi_ring"
     assert ftmesh.plan(long, payload_bytes=10**6).algorithm == "row_pair"
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "colours"])
+@pytest.mark.parametrize("algorithm", ["ring", "multi_ring"])
 def test_the_depth_of_rings_is_that_of_their_rows(algorithm):
-    schedule = registry.schedule(Topology.grid("3x4", wrap=True), algorithm)
-    (phase,) = schedule.scatter
-    rows = Phase(phase.name, phase.columns)
-    assert depth_of([phase], 12, schedule.num_chunks) == 11
-    assert depth_of([rows], 12, schedule.num_chunks) == 11
-    twice = Phase("twice", (phase.what[0], replace(phase.what[1], first_chunk=np.int32([1]))))
-    written = Phase("twice", twice.columns)
-    assert depth_of([twice], 12, 24) == depth_of([written], 12, 24) == 13
+    schedule = registry.build_schedule(Topology.grid("3x4", wrap=True), algorithm)
+    (phase,) = schedule.reduce_scatter
+    rows = Phase(phase.name, phase.transfers)
+    assert addition_depth([phase], 12, schedule.num_chunks) == 11
+    assert addition_depth([rows], 12, schedule.num_chunks) == 11
+    twice = Phase("twice", (phase.content[0], replace(phase.content[1], first_chunk=np.int32([1]))))
+    written = Phase("twice", twice.transfers)
+    assert addition_depth([twice], 12, 24) == addition_depth([written], 12, 24) == 13
 
 
 def test_tiles_of_a_torus():
-    plan = ftmesh.plan(Topology.grid("8x6", wrap=True), "colours", tile="2x2")
+    tiles = ftmesh.TiledTopology.from_topology(Topology.grid("8x6", wrap=True), "2x2")
+    plan = ftmesh.plan(tiles, "multi_ring")
     assert plan.proof.num_positions == 4
     assert plan.schedule.num_rounds == 2 * 11

@@ -18,7 +18,7 @@ class TestRing:
         ]  # fmt: skip
 
     def test_both_directions_fill_every_link_of_the_circuit_in_every_round(self):
-        schedule = ring.plan(Topology.grid("6x6", failed="2x2@2,2"))
+        schedule = ring.build_schedule(Topology.grid("6x6", failed="2x2@2,2"))
         first = schedule.phases[0]
         assert set(schedule.link_loads(first).values()) == {31}
         assert len(schedule.link_loads(first)) == 2 * 32
@@ -44,7 +44,7 @@ class TestRing:
     )
     def test_what_it_cannot_do_it_refuses(self, topo, says):
         with pytest.raises(PlanError, match=says):
-            ring.plan(topo)
+            ring.build_schedule(topo)
 
     def test_a_failed_link_off_the_circuit_does_no_harm(self):
         check(Topology.grid("8x8", failed_links="2,1-2,2"), "ring")

@@ -12,12 +12,12 @@ from tests.support.proving import check
 
 
 def transfers_per_link_and_round(phase):
-    keys = np.stack([phase.columns.round, phase.columns.src, phase.columns.dst])
+    keys = np.stack([phase.transfers.round, phase.transfers.src, phase.transfers.dst])
     return np.unique(keys, axis=1, return_counts=True)[1].max()
 
 
 def undamaged_rounds(shape):
-    return row_pair.plan(Topology.grid(shape)).num_rounds
+    return row_pair.build_schedule(Topology.grid(shape)).num_rounds
 
 
 def has_pocket(topo):
@@ -38,7 +38,7 @@ class TestRowPair:
         corners = list(product(range(0, 17 - size[0], 2), range(0, 17 - size[1], 2)))
         for x, y in {*corners[::3], corners[-1]}:
             topo = Topology.grid("16x16", failed=Block(size, (x, y)).coords())
-            schedule = row_pair.plan(topo)
+            schedule = row_pair.build_schedule(topo)
             assert schedule.num_rounds <= full + 16, topo
             assert transfers_per_link_and_round(schedule.phases[0]) == 1, topo
             assert transfers_per_link_and_round(schedule.phases[-1]) == 1, topo
@@ -49,7 +49,7 @@ class TestRowPair:
         width, height = map(int, shape.split("x"))
         for (w, h), across, up in product([(4, 2), (2, 4)], (0, 0.4, 1), (0, 0.5, 1)):
             x, y = 2 * round(across * (width - w) / 2), 2 * round(up * (height - h) / 2)
-            schedule = row_pair.plan(Topology.grid(shape, failed=f"{w}x{h}@{x},{y}"))
+            schedule = row_pair.build_schedule(Topology.grid(shape, failed=f"{w}x{h}@{x},{y}"))
             assert schedule.num_rounds <= full + 16, schedule
 
     def test_one_odd_block_costs_at_most_16_rounds_away_from_the_corners(self):
@@ -59,24 +59,24 @@ class TestRowPair:
 
     def test_the_paper_meshes_cost_no_round_more(self):
         for shape, block in (("16x32", "4x2@6,14"), ("32x32", "4x2@14,14")):
-            damaged = row_pair.plan(Topology.grid(shape, failed=block))
+            damaged = row_pair.build_schedule(Topology.grid(shape, failed=block))
             assert damaged.num_rounds == undamaged_rounds(shape)
 
     def test_it_turns_to_columns_where_that_fits_the_damage(self):
-        wide = row_pair.plan(Topology.grid("16x16", failed="8x2@4,4"))
-        tall = row_pair.plan(Topology.grid("16x16", failed="2x8@4,4"))
+        wide = row_pair.build_schedule(Topology.grid("16x16", failed="8x2@4,4"))
+        tall = row_pair.build_schedule(Topology.grid("16x16", failed="2x8@4,4"))
         assert wide.phases[0].name.startswith("row-pair")
         assert tall.phases[0].name.startswith("column-pair")
         assert wide.num_rounds == tall.num_rounds
 
     def test_only_chips_of_broken_pairs_own_nothing(self):
         topo = Topology.grid("8x8", failed="2x2@2,2")
-        owners = {topo.coords[rank] for rank in row_pair.plan(topo).owner}
+        owners = {topo.coords[rank] for rank in row_pair.build_schedule(topo).owner}
         assert owners == {coord for coord in topo.coords if coord[1] not in (2, 3)}
 
     def test_yellow_chips_work_in_2x2_blocks_beside_an_even_hole(self):
         topo = Topology.grid("8x8", failed="2x2@2,2")
-        pairs = [(topo.coords[s], topo.coords[d]) for s, d in row_pair.plan(topo).phases[0].pairs]
+        pairs = [(topo.coords[s], topo.coords[d]) for s, d in row_pair.build_schedule(topo).phases[0].pairs]
         yellow = [(a, b) for a, b in pairs if a[1] in (2, 3) and b[1] in (2, 3)]
         assert {(a[0] // 2, b[0] // 2) for a, b in yellow} == {(0, 0), (2, 2), (3, 3)}
 
@@ -90,6 +90,6 @@ class TestRowPair:
 
     def test_refuses_where_no_pair_is_whole(self):
         with pytest.raises(PlanError, match="no pair of rows is whole and no pair of columns"):
-            row_pair.plan(Topology.from_drawing("X...\n....\n..X.\n...."))
+            row_pair.build_schedule(Topology.from_drawing("X...\n....\n..X.\n...."))
         with pytest.raises(PlanError, match="its 5 rows do not make pairs"):
-            row_pair.plan(Topology.grid("5x5"))
+            row_pair.build_schedule(Topology.grid("5x5"))

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 
 from ftmesh import PlanError, Topology, simulate, verify
 from ftmesh.algorithms import registry, tree
-from ftmesh.algorithms.spanning_trees import grow
-from ftmesh.algorithms.tree_rounds import NONE, rounds_of
+from ftmesh.algorithms.spanning_trees import grow_trees
+from ftmesh.algorithms.tree_rounds import NONE, order_messages
 from ftmesh.schedule.schedule import SplitSchedule
 from ftmesh.schedule.transfers import ADD, COPY
-from ftmesh.topology.graph import Graph
+from ftmesh.topology.graph import LinkGraph
 
 
 def check(topology, num_chunks, lag=0):
     """Plan and prove; also what every schedule along trees has in common."""
-    schedule = tree.plan(topology, num_chunks, lag=lag)
+    schedule = tree.build_schedule(topology, num_chunks, lag=lag)
     proof = verify(schedule)
     joins = topology.num_live - 1
     assert not isinstance(schedule, SplitSchedule)
@@ -93,11 +93,11 @@ def test_in_few_rounds(mesh, failed, wrap, num_chunks, rounds):
 
 def test_the_same_every_time():
     topology = Topology.grid("6x6", failed="1x1@1,2", failed_links="3,3-4,3")
-    assert tree.plan(topology, 30) == tree.plan(topology, 30)
+    assert tree.build_schedule(topology, 30) == tree.build_schedule(topology, 30)
 
 
 def test_lanes_are_directions_and_stay_permutations():
-    columns = check(Topology.grid("4x5x3", failed="1x1x1@1,2,1"), 20).columns
+    columns = check(Topology.grid("4x5x3", failed="1x1x1@1,2,1"), 20).transfers
     assert set(columns.lane.tolist()) == set(range(6))
     for lane in range(6):
         here = columns.take(columns.lane == lane)
@@ -108,23 +108,23 @@ def test_lanes_are_directions_and_stay_permutations():
 def test_several_chunks_a_message():
     """Each has a lane of its own, and no link carries more than so many in a round."""
     topology = Topology.grid("5x5", failed="1x1@1,2")
-    schedule = tree.plan(topology, 30, width=3)
+    schedule = tree.build_schedule(topology, 30, width=3)
     verify(schedule)
-    verify(tree.plan(topology, 30, width=3, lag=2))
-    columns = schedule.columns
+    verify(tree.build_schedule(topology, 30, width=3, lag=2))
+    columns = schedule.transfers
     link_and_round = np.stack([columns.round, columns.src, columns.dst])
     _, carried = np.unique(link_and_round, axis=1, return_counts=True)
     assert carried.max() == 3
     assert set(columns.lane.tolist()) == set(range(12))
-    assert schedule.num_rounds < tree.plan(topology, 10).num_rounds + 1
+    assert schedule.num_rounds < tree.build_schedule(topology, 10).num_rounds + 1
     seconds = simulate(schedule, payload_bytes=3_000_000, link=50e9, latency=0.5e-6).seconds
     assert seconds == pytest.approx(schedule.num_rounds * (0.5e-6 + 3 * 100_000 / 50e9), rel=0.1)
 
 
 def test_what_answers_is_copied_and_what_crosses_is_added():
     schedule = check(Topology.grid("2"), 1)
-    assert schedule.columns.op.tolist() == [ADD, ADD]
-    line = check(Topology.grid("3"), 1).columns
+    assert schedule.transfers.op.tolist() == [ADD, ADD]
+    line = check(Topology.grid("3"), 1).transfers
     assert sorted(zip(line.round.tolist(), line.op.tolist(), strict=True)) == [
         (0, ADD), (0, ADD), (1, COPY), (1, COPY)
     ]  # fmt: skip
@@ -132,8 +132,8 @@ def test_what_answers_is_copied_and_what_crosses_is_added():
 
 def test_a_message_waits_for_all_others():
     """Along one path the middle hears from both sides before it speaks to either."""
-    graph = Graph.of(Topology.grid("5"))
-    found = rounds_of(graph, grow(graph, 1, 1, balance=1.5), 1)[:, 0]
+    graph = LinkGraph.from_topology(Topology.grid("5"))
+    found = order_messages(graph, grow_trees(graph, 1, 1, balance=1.5), 1)[:, 0]
     ends = zip(graph.source.tolist(), graph.target.tolist(), found.tolist(), strict=True)
     assert sorted(ends) == [
         (0, 1, 0), (1, 0, 3), (1, 2, 1), (2, 1, 2), (2, 3, 2), (3, 2, 1), (3, 4, 3), (4, 3, 0)
@@ -142,7 +142,7 @@ def test_a_message_waits_for_all_others():
 
 def times(schedule):
     """The round of each message, by chunk and by its two ends."""
-    c = schedule.columns
+    c = schedule.transfers
     ends = zip(c.chunk.tolist(), c.src.tolist(), c.dst.tolist(), strict=True)
     return dict(zip(ends, c.round.tolist(), strict=True))
 
@@ -167,15 +167,15 @@ def too_early(schedule, lag):
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_what_is_under_way_is_waited_for(lag):
     topology = Topology.grid("5x4", failed="1x1@1,1", failed_links="3,3-4,3")
-    schedule = tree.plan(topology, 24, lag=lag)
+    schedule = tree.build_schedule(topology, 24, lag=lag)
     verify(schedule)
     assert not too_early(schedule, lag)
     assert too_early(schedule, lag + 1)
 
 
 def test_trees_span_and_share_out_the_links():
-    graph = Graph.of(Topology.grid("6x6", failed="2x2@2,2"))
-    trees = grow(graph, 24, 24, balance=1.5)
+    graph = LinkGraph.from_topology(Topology.grid("6x6", failed="2x2@2,2"))
+    trees = grow_trees(graph, 24, 24, balance=1.5)
     assert ((trees == NONE).sum(axis=1) == 1).all()
     used = np.bincount(trees[trees != NONE] // 2, minlength=graph.num_links // 2)
     assert used.max() <= 1.35 * used.mean()
@@ -190,18 +190,18 @@ def test_trees_span_and_share_out_the_links():
 class TestRefusals:
     def test_a_mesh_that_is_cut(self):
         with pytest.raises(PlanError, match="is cut into 2 parts"):
-            registry.schedule(Topology.grid("5", failed="1@2"), "tree")
+            registry.build_schedule(Topology.grid("5", failed="1@2"), "tree")
 
     def test_a_lag_below_none(self):
         with pytest.raises(PlanError, match="number of rounds, not -1"):
-            registry.schedule(Topology.grid("4x4"), "tree", num_chunks=4, lag=-1)
+            registry.build_schedule(Topology.grid("4x4"), "tree", num_chunks=4, lag=-1)
 
     def test_no_chunks(self):
         with pytest.raises(PlanError, match="one chunk or more, not into 0"):
-            registry.schedule(Topology.grid("4x4"), "tree", num_chunks=0)
+            registry.build_schedule(Topology.grid("4x4"), "tree", num_chunks=0)
 
 
 @pytest.mark.parametrize("failed", ["1@1", "3@1"])
 def test_what_cannot_be_summed_is_refused(failed):
     with pytest.raises(PlanError, match=r"nothing to sum|no link joins"):
-        tree.plan(Topology.grid("4", failed=failed), 4)
+        tree.build_schedule(Topology.grid("4", failed=failed), 4)

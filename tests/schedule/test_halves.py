@@ -9,11 +9,11 @@ from ftmesh import Phase, Schedule, SplitSchedule, Topology, VerificationError, 
 from ftmesh.algorithms import registry as algorithms
 from ftmesh.algorithms import ring, row_pair, two_dim
 from ftmesh.schedule.counting_proof import uncounted_chunks, ungathered_chunks
-from ftmesh.schedule.rank_schedule import Script
+from ftmesh.schedule.rank_schedule import RankSchedule
 from ftmesh.schedule.replay import replay
-from ftmesh.schedule.ring_rule import Circling
+from ftmesh.schedule.ring_rule import RingRule
 from ftmesh.schedule.set_proof import check_sets
-from ftmesh.schedule.transfers import ADD, COPY, join, transfers
+from ftmesh.schedule.transfers import ADD, COPY, join, make_transfers
 from ftmesh.schedule.verify import PROGRAMS
 
 SQUARE = Topology.grid("2x2")
@@ -26,7 +26,7 @@ def by_hand(scatter, gather, owner, topology=SQUARE):
     for name, rows, op in (("sum", scatter, ADD), ("spread", gather, COPY)):
         now, lane, src, dst, chunk = np.array(rows).T
         phases.append(
-            Phase(name, transfers(round=now, lane=lane, src=src, dst=dst, chunk=chunk, op=op))
+            Phase(name, make_transfers(round=now, lane=lane, src=src, dst=dst, chunk=chunk, op=op))
         )
     half = phases[0].num_rounds
     return SplitSchedule(
@@ -50,9 +50,9 @@ def leaning_on_leftovers():
 
 
 def test_a_schedule_is_three_programs_or_one():
-    assert verify(ring.plan(HOLE)).programs == PROGRAMS
-    assert "the all-gather half alone brings them to all" in str(verify(row_pair.plan(HOLE)))
-    whole = Schedule(HOLE, "ring", 64, ring.plan(HOLE).phases)
+    assert verify(ring.build_schedule(HOLE)).programs == PROGRAMS
+    assert "the all-gather half alone brings them to all" in str(verify(row_pair.build_schedule(HOLE)))
+    whole = Schedule(HOLE, "ring", 64, ring.build_schedule(HOLE).phases)
     assert verify(whole).programs == ("all-reduce",)
     assert "without halves" in str(verify(whole))
 
@@ -81,7 +81,7 @@ def test_a_gather_that_reads_what_is_not_owned():
 def test_merged_phases_have_no_halves(planner):
     """A half that ends inside a phase could not be lowered."""
     made = planner.plan(HOLE)
-    merged = Phase("all", made.columns)
+    merged = Phase("all", made.transfers)
     with pytest.raises(ValueError, match="meet where a phase ends, after none of"):
         SplitSchedule(
             HOLE, "x", made.num_chunks, (merged,), made.owner, made.rounds_in_reduce_scatter
@@ -95,7 +95,7 @@ def test_merged_phases_have_no_halves(planner):
 def verdict(schedule):
     """Whether sets alone, over all chunks, find the schedule right."""
     try:
-        check_sets(Script.of(schedule), np.arange(schedule.num_chunks))
+        check_sets(RankSchedule.from_schedule(schedule), np.arange(schedule.num_chunks))
     except VerificationError as error:
         return str(error)
     return None
@@ -105,7 +105,7 @@ def agree(schedule):
     """Counting accepts what sets accept, and says what sets say."""
     expected = verdict(schedule)
     if expected is None:
-        script = Script.of(schedule)
+        script = RankSchedule.from_schedule(schedule)
         if len(ungathered_chunks(script)):
             with pytest.raises(VerificationError, match="the all-gather half alone"):
                 verify(schedule)
@@ -127,7 +127,7 @@ MESHES = [
 def planned():
     """What each algorithm makes of each mesh that it takes."""
     for shape, failed, wrap in MESHES:
-        found = algorithms.outcomes(Topology.grid(shape, failed=failed, wrap=wrap))
+        found = algorithms.try_algorithms(Topology.grid(shape, failed=failed, wrap=wrap))
         yield from (made for made in found.values() if isinstance(made, Schedule))
 
 
@@ -135,7 +135,7 @@ def planned():
     "schedule", list(planned()), ids=lambda made: f"{made.algorithm} {made.topology}"
 )
 def test_what_planners_make_is_proved_by_counting_alone(schedule):
-    script = Script.of(schedule)
+    script = RankSchedule.from_schedule(schedule)
     assert not len(uncounted_chunks(script))
     assert not len(ungathered_chunks(script))
     assert verdict(schedule) is None
@@ -146,9 +146,9 @@ def test_counting_and_sets_agree_on_broken_schedules(data):
     """Rows dropped, doubled, moved in time, sent astray or made copies: the same words."""
     name = data.draw(st.sampled_from(["ring", "row_pair"]))
     topology = Topology.grid("4x4", failed="2x2@0,0")
-    made = algorithms.schedule(topology, name)
+    made = algorithms.build_schedule(topology, name)
     number = data.draw(st.integers(0, len(made.phases) - 1))
-    c = made.phases[number].columns
+    c = made.phases[number].transfers
     row = data.draw(st.integers(0, len(c) - 1))
     one = c.take(np.array([row]))
     rest = c.take(np.arange(len(c)) != row)
@@ -192,7 +192,7 @@ def random_halves(draw):
         some = rows(draw(st.integers(1, 6)), lambda kinds=kinds: draw(kinds))
         now, lane, src, dst, chunk, op = np.array(some).T
         halves.append(
-            Phase(name, transfers(round=now, lane=lane, src=src, dst=dst, chunk=chunk, op=op))
+            Phase(name, make_transfers(round=now, lane=lane, src=src, dst=dst, chunk=chunk, op=op))
         )
     owner = np.array([draw(st.integers(0, 2)), draw(st.integers(0, 2))], np.int32)
     topology = Topology.grid("3x1", wrap=True)
@@ -210,21 +210,21 @@ def test_the_second_half_alone_from_any_leftovers(schedule):
     held = np.full((3, 2), -7)
     held[0], held[1, 0] = -11, -13
     held[schedule.owner, [0, 1]] = [100, 200]
-    for phase in schedule.gather:
+    for phase in schedule.all_gather:
         for c in phase.rounds():
             read = held[c.src, c.chunk]
             for d, k, op, value in zip(c.dst, c.chunk, c.op, read, strict=True):
                 held[d, k] = value if op == COPY else held[d, k] + value
     arrived = (held == [100, 200]).all(axis=0)
-    assert np.flatnonzero(~arrived).tolist() == ungathered_chunks(Script.of(schedule)).tolist()
+    assert np.flatnonzero(~arrived).tolist() == ungathered_chunks(RankSchedule.from_schedule(schedule)).tolist()
 
 
 # Depth and rules --------------------------------------------------------------------------------
 
 
 def test_depth_is_the_longest_chain_of_additions():
-    assert ring.plan(HOLE).depth == 31
-    assert two_dim.plan(Topology.grid("4x4")).depth == 6
+    assert ring.build_schedule(HOLE).depth == 31
+    assert two_dim.build_schedule(Topology.grid("4x4")).depth == 6
     chain = by_hand([(0, 0, 0, 1, 0), (1, 0, 1, 3, 0), (2, 0, 3, 2, 0)],
                     [(0, 0, 2, 3, 0), (1, 0, 3, 1, 0), (2, 0, 1, 0, 0)], [2])  # fmt: skip
     assert (chain.depth, verify(chain).depth) == (3, 3)
@@ -234,9 +234,9 @@ def test_depth_is_the_longest_chain_of_additions():
 
 
 def test_rings_in_lockstep_are_the_rows_that_they_stand_for():
-    rule = Circling(np.array([[0, 1, 3], [2, 5, 4]], np.int32), np.array([0, 6], np.int32), 0, 2)
+    rule = RingRule(np.array([[0, 1, 3], [2, 5, 4]], np.int32), np.array([0, 6], np.int32), 0, 2)
     phase = Phase("round", (rule,))
-    rows = Phase("round", phase.columns)
+    rows = Phase("round", phase.transfers)
     for one, other in ((phase, rows), (phase.mirrored("m"), rows.mirrored("m"))):
         assert one.is_same(other)
         assert one.pairs == other.pairs
@@ -246,7 +246,7 @@ def test_rings_in_lockstep_are_the_rows_that_they_stand_for():
             other.chunks_moved(op) for op in (ADD, COPY)
         ]
         for chunk in (0, 5, 11):
-            assert all(map(np.array_equal, one.of_chunk(chunk), other.of_chunk(chunk)))
+            assert all(map(np.array_equal, one.transfers_of_chunk(chunk), other.transfers_of_chunk(chunk)))
     assert rule.ends.tolist() == [[2, 4, 0], [8, 10, 6]]
 
 
@@ -263,7 +263,7 @@ def test_rings_in_lockstep_are_the_rows_that_they_stand_for():
 )
 def test_rings_that_cannot_be(rings, says):
     made = tuple(
-        Circling(np.array(r, np.int32), np.array(f, np.int32), lane) for r, f, lane in rings
+        RingRule(np.array(r, np.int32), np.array(f, np.int32), lane) for r, f, lane in rings
     )
     with pytest.raises(ValueError, match=says):
         Phase("bad", made)
@@ -271,7 +271,7 @@ def test_rings_that_cannot_be(rings, says):
 
 def test_rings_that_would_write_the_same_chunks():
     one, other = (
-        Circling(np.array([order], np.int32), np.array([0], np.int32), lane, mirrored=True)
+        RingRule(np.array([order], np.int32), np.array([0], np.int32), lane, mirrored=True)
         for lane, order in enumerate(([0, 1, 2], [2, 1, 0]))
     )
     with pytest.raises(ValueError, match="write the same chunks"):
@@ -292,7 +292,7 @@ def test_rings_that_would_write_the_same_chunks():
 def test_copies_that_overlap_cannot_be_built(rows, bad):
     first, count, op = np.array(rows).T
     lanes = np.arange(len(rows))
-    columns = transfers(round=0, lane=lanes, src=lanes + 1, dst=0, chunk=first, count=count, op=op)
+    columns = make_transfers(round=0, lane=lanes, src=lanes + 1, dst=0, chunk=first, count=count, op=op)
     if bad:
         with pytest.raises(ValueError, match="writes the same chunk there"):
             Phase("p", columns)
@@ -302,4 +302,4 @@ def test_copies_that_overlap_cannot_be_built(rows, bad):
 
 def test_a_whole_number_replay_is_still_the_last_word():
     schedule = leaning_on_leftovers()
-    assert (replay(Script.of(schedule), 0, schedule.num_rounds).counts == 1).all()
+    assert (replay(RankSchedule.from_schedule(schedule), 0, schedule.num_rounds).counts == 1).all()

@@ -3,14 +3,14 @@ import pytest
 
 from ftmesh import Phase, Schedule, ScheduleError, SplitSchedule, Topology
 from ftmesh.algorithms import ring, row_pair
-from ftmesh.schedule.transfers import COPY, transfers
+from ftmesh.schedule.transfers import COPY, make_transfers
 
 SQUARE = Topology.grid("2x2")
 
 
 def one_round(**columns):
     given = {"round": 0, "lane": 0, "src": [0, 1], "dst": [1, 0], "chunk": [0, 1]}
-    return Phase("test", transfers(**(given | columns)))
+    return Phase("test", make_transfers(**(given | columns)))
 
 
 def schedule(**changes):
@@ -87,23 +87,23 @@ def test_an_inconsistent_schedule_cannot_be_built(changes, says):
 
 
 def test_columns_cannot_be_changed():
-    made = ring.plan(SQUARE)
+    made = ring.build_schedule(SQUARE)
     with pytest.raises(ValueError, match="read-only"):
-        made.phases[0].columns.src[0] = 3
+        made.phases[0].transfers.src[0] = 3
     with pytest.raises(ValueError, match="read-only"):
         made.owner[0] = 3
 
 
 def test_the_mirror_of_a_phase_runs_backwards():
-    phase = Phase("up", transfers(round=[0, 1], lane=0, src=[0, 1], dst=[1, 2], chunk=7))
-    back = phase.mirrored("down").columns
+    phase = Phase("up", make_transfers(round=[0, 1], lane=0, src=[0, 1], dst=[1, 2], chunk=7))
+    back = phase.mirrored("down").transfers
     assert [c.tolist() for c in (back.round, back.src, back.dst, back.op)] == [
         [0, 1], [2, 1], [1, 0], [COPY, COPY],
     ]  # fmt: skip
 
 
 def test_str_has_a_line_per_phase():
-    made = row_pair.plan(Topology.grid("8x8", failed="2x2@2,2"))
+    made = row_pair.build_schedule(Topology.grid("8x8", failed="2x2@2,2"))
     assert str(made).splitlines() == [
         "row_pair on 8x8 less 2x2@2,2: 60 live chips, 36 rounds, 96 chunks, with multi-hop routes",
         "  phase                                  rounds  lanes  chunks  busiest link carries",
@@ -116,7 +116,7 @@ def test_str_has_a_line_per_phase():
 
 
 def test_a_round_on_request():
-    made = ring.plan(SQUARE)
+    made = ring.build_schedule(SQUARE)
     assert made.describe_round(0).splitlines() == [
         "round 0 (Hamiltonian ring, reduce-scatter), 8 transfers",
         "  lane 0: (0, 0) -> (1, 0)  add chunk 0",
@@ -134,7 +134,7 @@ def test_a_round_on_request():
 
 def test_link_loads_follow_routes():
     topo = Topology.from_drawing("...\n.X.\n...")
-    over = Phase("over", transfers(round=0, lane=0, src=1, dst=6, chunk=0, count=3))
+    over = Phase("over", make_transfers(round=0, lane=0, src=1, dst=6, chunk=0, count=3))
     made = Schedule(topo, "by hand", 3, (over,))
     assert topo.coords[6] == (1, 2)
     assert made.link_loads(over) == {
@@ -144,4 +144,4 @@ def test_link_loads_follow_routes():
         ((0, 2), (1, 2)): 3,
     }
     assert not made.is_neighbour_only
-    assert ring.plan(SQUARE).is_neighbour_only
+    assert ring.build_schedule(SQUARE).is_neighbour_only

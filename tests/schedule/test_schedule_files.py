@@ -9,7 +9,7 @@ import pytest
 import ftmesh
 from ftmesh import ScheduleError, ScheduleFileError, Topology, VerificationError
 from ftmesh.algorithms import ring, row_pair
-from ftmesh.algorithms.registry import PLANNERS
+from ftmesh.algorithms.registry import ALGORITHMS
 from ftmesh.schedule.transfers import COLUMN_NAMES
 
 HOLE = Topology.grid("6x6", failed="2x2@2,2")
@@ -31,14 +31,14 @@ def rewrite(path, arrays):
         np.savez_compressed(file, **arrays)
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_what_is_saved_comes_back(name, path):
     others = {
         "two_dim": Topology.grid("6x6", wrap=[True, False]),
-        "line": Topology.grid("8", wrap=True, failed="1@3"),
-        "colours": Topology.grid("3x3x4", wrap=True),
+        "chain": Topology.grid("8", wrap=True, failed="1@3"),
+        "multi_ring": Topology.grid("3x3x4", wrap=True),
     }
-    schedule = PLANNERS[name].plan(others.get(name, HOLE))
+    schedule = ALGORITHMS[name].build_schedule(others.get(name, HOLE))
     ftmesh.save(schedule, path)
     assert ftmesh.load(path) == schedule
     assert [p.name for p in path.parent.iterdir()] == ["plan.npz"]
@@ -46,21 +46,21 @@ def test_what_is_saved_comes_back(name, path):
 
 def test_failed_links_and_cores_come_back(path):
     topo = Topology((4, 4), (False, False), failed_links=frozenset({((0, 0), (1, 0))}))
-    ftmesh.save(row_pair.plan(topo), path)
+    ftmesh.save(row_pair.build_schedule(topo), path)
     assert ftmesh.load(path).topology == topo
 
 
 def test_a_schedule_planned_on_devices_comes_back_without_them(path):
     topo = Topology.from_devices(list("abcdefghijklmnop"), shape="4x4", failed="2x2@0,0")
-    schedule = row_pair.plan(topo)
+    schedule = row_pair.build_schedule(topo)
     ftmesh.save(schedule, path)
     assert ftmesh.load(path) == schedule
     assert ftmesh.load(path).topology == topo.without_devices()
-    assert schedule != row_pair.plan(Topology.grid("4x4", failed="2x2@0,0", wrap=True))
+    assert schedule != row_pair.build_schedule(Topology.grid("4x4", failed="2x2@0,0", wrap=True))
 
 
 def test_the_file_is_what_the_format_says(path):
-    schedule = row_pair.plan(HOLE)
+    schedule = row_pair.build_schedule(HOLE)
     arrays = arrays_of(schedule, path)
     meta = json.loads(str(arrays["meta"]))
     assert meta["format"] == "ftmesh.schedule/1"
@@ -102,7 +102,7 @@ def test_anyone_can_replay_the_file_with_numpy(planner, path):
 
 
 def test_a_file_that_names_no_phases_has_two_halves(path):
-    schedule = ring.plan(HOLE)
+    schedule = ring.build_schedule(HOLE)
     arrays = arrays_of(schedule, path)
     meta = json.loads(str(arrays["meta"]))
     del meta["phases"], meta["devices_per_chip"]
@@ -123,13 +123,13 @@ class TestDamagedFiles:
 
     @pytest.mark.parametrize("keep", [0.02, 0.5, 0.98])
     def test_truncated(self, path, keep):
-        ftmesh.save(ring.plan(HOLE), path)
+        ftmesh.save(ring.build_schedule(HOLE), path)
         whole = path.read_bytes()
         path.write_bytes(whole[: int(keep * len(whole))])
         self.refused(path, "damaged or cut short|not a plain .npz")
 
     def test_a_flipped_byte(self, path):
-        ftmesh.save(ring.plan(HOLE), path)
+        ftmesh.save(ring.build_schedule(HOLE), path)
         raw = bytearray(path.read_bytes())
         raw[len(raw) // 3] ^= 0xFF
         path.write_bytes(bytes(raw))
@@ -140,12 +140,12 @@ class TestDamagedFiles:
         self.refused(path, "pickled")
 
     def test_pickled_inside(self, path):
-        arrays = arrays_of(ring.plan(HOLE), path)
+        arrays = arrays_of(ring.build_schedule(HOLE), path)
         rewrite(path, arrays | {"owner": np.array([{}], object)})
         self.refused(path, "pickled")
 
     def test_another_version(self, path):
-        arrays = arrays_of(ring.plan(HOLE), path)
+        arrays = arrays_of(ring.build_schedule(HOLE), path)
         meta = json.loads(str(arrays["meta"])) | {"format": "ftmesh.schedule/2"}
         rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
         self.refused(path, "format 'ftmesh.schedule/2'; this ftmesh reads 'ftmesh.schedule/1'")
@@ -169,7 +169,7 @@ class TestDamagedFiles:
         ],
     )
     def test_inconsistent(self, path, change, says):
-        rewrite(path, change(arrays_of(ring.plan(HOLE), path)))
+        rewrite(path, change(arrays_of(ring.build_schedule(HOLE), path)))
         self.refused(path, says)
 
     @pytest.mark.parametrize(
@@ -189,13 +189,13 @@ class TestDamagedFiles:
         ],
     )
     def test_nonsense_in_meta(self, path, key, value):
-        arrays = arrays_of(ring.plan(HOLE), path)
+        arrays = arrays_of(ring.build_schedule(HOLE), path)
         meta = json.loads(str(arrays["meta"])) | {key: value}
         rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
         self.refused(path, f"'meta' has {key} ")
 
     def test_a_failed_link_with_its_high_end_first_is_failed(self, path):
-        arrays = arrays_of(ring.plan(HOLE), path)
+        arrays = arrays_of(ring.build_schedule(HOLE), path)
         meta = json.loads(str(arrays["meta"])) | {"failed_links": [[[1, 0], [0, 0]]]}
         rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
         loaded = ftmesh.load(path)
@@ -203,20 +203,20 @@ class TestDamagedFiles:
         assert not loaded.is_neighbour_only  # a hop now leads around that link
 
     def test_rows_before_the_first_round(self, path):
-        arrays = arrays_of(ring.plan(HOLE), path)
+        arrays = arrays_of(ring.build_schedule(HOLE), path)
         row = {"round": -1, "lane": 0, "src": 0, "dst": 1, "chunk": 0, "count": 1, "op": 1}
         more = {k: np.concatenate(([v], arrays[k])).astype(np.int32) for k, v in row.items()}
         rewrite(path, arrays | more)
         self.refused(path, "not sorted by round, from 0 on")
 
     def test_more_chunks_than_its_rows_can_serve(self, path):
-        arrays = arrays_of(ring.plan(HOLE), path)
+        arrays = arrays_of(ring.build_schedule(HOLE), path)
         meta = json.loads(str(arrays["meta"])) | {"num_chunks": 60_000_000}
         rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
         self.refused(path, "need 1,920,000,000 or more")
 
     def test_owners_without_a_half_to_own_after(self, path):
-        arrays = arrays_of(ring.plan(HOLE), path)
+        arrays = arrays_of(ring.build_schedule(HOLE), path)
         rewrite(path, arrays | {"rounds_in_reduce_scatter": np.int32(0)})
         self.refused(path, "halves of a schedule meet where a phase ends.* is 0", ScheduleError)
 
@@ -225,12 +225,12 @@ class TestDamagedFiles:
         self.refused(tmp_path / "plan.npy", "single array")
 
     def test_an_invalid_round(self, path):
-        arrays = arrays_of(ring.plan(HOLE), path)
+        arrays = arrays_of(ring.build_schedule(HOLE), path)
         rewrite(path, arrays | {"dst": arrays["src"]})
         self.refused(path, "round 0, lane 0.*cannot send to itself", ScheduleError)
 
     def test_a_wrong_sum(self, path):
-        arrays = arrays_of(ring.plan(HOLE), path)
+        arrays = arrays_of(ring.build_schedule(HOLE), path)
         rewrite(path, arrays | {"op": np.zeros_like(arrays["op"])})
         self.refused(path, "2 times", VerificationError)
         assert ftmesh.load(path, verify=False).num_chunks == 64
@@ -238,7 +238,7 @@ class TestDamagedFiles:
 
 def test_nothing_is_written_where_writing_fails(tmp_path):
     with pytest.raises(ScheduleFileError, match="cannot write"):
-        ftmesh.save(ring.plan(HOLE), tmp_path / "nowhere" / "plan.npz")
+        ftmesh.save(ring.build_schedule(HOLE), tmp_path / "nowhere" / "plan.npz")
     with pytest.raises(ScheduleFileError, match="it is not a file"):
-        ftmesh.save(ring.plan(HOLE), tmp_path)
+        ftmesh.save(ring.build_schedule(HOLE), tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -16,13 +16,13 @@ from ftmesh import (
 )
 from ftmesh.algorithms import ring, row_pair
 from ftmesh.schedule import set_proof
-from ftmesh.schedule.rank_schedule import Script
+from ftmesh.schedule.rank_schedule import RankSchedule
 from ftmesh.schedule.replay import replay
-from ftmesh.schedule.transfers import ADD, COPY, Columns, join, transfers
+from ftmesh.schedule.transfers import ADD, COPY, Transfers, join, make_transfers
 from ftmesh.topology.routing import dimension_order
 
 TOPO = Topology.grid("6x6", failed="2x2@2,2")
-SCHEDULES = {"ring": ring.plan(TOPO), "row_pair": row_pair.plan(TOPO)}
+SCHEDULES = {"ring": ring.build_schedule(TOPO), "row_pair": row_pair.build_schedule(TOPO)}
 
 
 def rebuilt(schedule, phase, columns):
@@ -66,7 +66,7 @@ def test_what_is_right_is_counted(schedule):
 @pytest.mark.parametrize("phase", [0, -1])
 @pytest.mark.parametrize("where", [0, 0.3, 0.8])
 def test_a_dropped_transfer(schedule, phase, where):
-    columns = schedule.phases[phase].columns
+    columns = schedule.phases[phase].transfers
     index = int(where * len(columns.src))
     with pytest.raises(VerificationError) as caught:
         verify(rebuilt(schedule, phase, without(columns, index)))
@@ -78,7 +78,7 @@ def test_a_dropped_transfer(schedule, phase, where):
 
 def test_a_dropped_transfer_is_traced_to_its_round():
     schedule = SCHEDULES["ring"]
-    columns = schedule.phases[0].columns
+    columns = schedule.phases[0].transfers
     index = len(columns.src) // 2
     at, chunk = columns.round[index], columns.chunk[index]
     src = TOPO.coords[columns.src[index]]
@@ -91,7 +91,7 @@ def test_a_dropped_transfer_is_traced_to_its_round():
 
 
 def test_a_duplicated_addition(schedule):
-    columns = schedule.phases[0].columns
+    columns = schedule.phases[0].transfers
     index = len(columns.src) // 2
     at, chunk = columns.round[index], columns.chunk[index]
     twin = columns.take(np.array([index])).replace(lane=np.array([9], np.int32))
@@ -104,7 +104,7 @@ def test_a_duplicated_addition(schedule):
 
 
 def test_a_transfer_sent_to_the_wrong_chip(schedule):
-    columns = schedule.phases[0].columns
+    columns = schedule.phases[0].transfers
     index = len(columns.src) // 3
     same = (columns.chunk == columns.chunk[index]) & (columns.round < columns.round[index])
     behind = next(r for r in columns.src[same] if r not in (columns.src[index], columns.dst[index]))
@@ -114,7 +114,7 @@ def test_a_transfer_sent_to_the_wrong_chip(schedule):
 
 
 def test_a_wrong_chunk(schedule):
-    columns = schedule.phases[0].columns
+    columns = schedule.phases[0].transfers
     index = len(columns.src) // 2
     other = (columns.chunk[index] + columns.count[index]) % schedule.num_chunks
     with pytest.raises(VerificationError, match="at chip"):
@@ -122,14 +122,14 @@ def test_a_wrong_chunk(schedule):
 
 
 def test_an_addition_in_place_of_a_copy(schedule):
-    columns = schedule.phases[-1].columns
+    columns = schedule.phases[-1].transfers
     with pytest.raises(VerificationError, match="times"):
         verify(rebuilt(schedule, -1, changed(columns, 5, op=ADD)))
 
 
 @pytest.mark.parametrize("phase", [0, -1])
 def test_swapped_rounds(schedule, phase):
-    columns = schedule.phases[phase].columns
+    columns = schedule.phases[phase].transfers
     swap = {4: 5, 5: 4}
     round_ = np.array([swap.get(r, r) for r in columns.round.tolist()], np.int32)
     with pytest.raises(VerificationError, match=r"after round .* at chip .* found"):
@@ -137,7 +137,7 @@ def test_swapped_rounds(schedule, phase):
 
 
 def test_two_writers_cannot_even_be_built(schedule):
-    columns = schedule.phases[-1].columns
+    columns = schedule.phases[-1].transfers
     twin = columns.take(np.array([7])).replace(lane=np.array([9], np.int32))
     with pytest.raises(ScheduleError, match=f"round {columns.round[7]}, lane .* same chunk"):
         rebuilt(schedule, -1, join([columns, twin]))
@@ -159,7 +159,7 @@ def test_a_failed_link():
         return (src, dst)
 
     broken = Topology.grid("2x2", failed_links="0,0-1,0")
-    good = ring.plan(Topology.grid("2x2"))
+    good = ring.build_schedule(Topology.grid("2x2"))
     schedule = SplitSchedule(broken, "ring", 8, good.phases, good.owner, 3)
     with pytest.raises(VerificationError, match=r"round 0 .*crosses failed link \(0, 0\)-\(1, 0\)"):
         verify(schedule, router=straight)
@@ -179,7 +179,7 @@ def test_counting_does_not_wrap_around():
 
 
 def test_routes_that_can_deadlock():
-    corner = transfers(round=0, lane=0, src=[0, 1, 3, 2], dst=[3, 2, 0, 1], chunk=0)
+    corner = make_transfers(round=0, lane=0, src=[0, 1, 3, 2], dst=[3, 2, 0, 1], chunk=0)
     topo = Topology.grid("2x2")
     schedule = Schedule(topo, "x", 1, (Phase("turn", corner),))
     ways = {
@@ -203,7 +203,7 @@ def test_an_owner_that_does_not_have_its_chunk():
 def by_hand(*moves):
     """A schedule for two chips and one chunk: a (src, dst, op) per round."""
     src, dst, op = zip(*moves, strict=True)
-    columns = transfers(round=range(len(moves)), lane=0, src=src, dst=dst, chunk=0, op=op)
+    columns = make_transfers(round=range(len(moves)), lane=0, src=src, dst=dst, chunk=0, op=op)
     return Schedule(Topology.grid("2x1"), "x", 1, (Phase("p", columns),))
 
 
@@ -220,7 +220,7 @@ def test_lanes_that_bring_the_same_chunk_to_the_same_chip():
 
     def to_the_middle(*src):
         count = len(src)
-        columns = transfers(
+        columns = make_transfers(
             round=[1] * count + [3, 3], lane=[*range(count), 0, 1], src=[*src, 1, 1],
             dst=[1] * count + [0, 2], chunk=0, op=[ADD] * count + [COPY] * 2,
         )  # fmt: skip
@@ -235,10 +235,10 @@ def test_lanes_that_bring_the_same_chunk_to_the_same_chip():
 def test_chunks_are_verified_in_turns_where_memory_is_short(monkeypatch):
     seen = []
     monkeypatch.setattr(set_proof, "STATE_BYTES", 32 * 8 * 7)
-    whole = Script.of(Schedule(TOPO, "ring", 64, SCHEDULES["ring"].phases))  # without halves
+    whole = RankSchedule.from_schedule(Schedule(TOPO, "ring", 64, SCHEDULES["ring"].phases))  # without halves
     set_proof.check_sets(whole, np.arange(64), lambda done, total: seen.append((done, total)))
     assert seen == [(turn, 10) for turn in range(11)]
-    columns = SCHEDULES["ring"].phases[0].columns
+    columns = SCHEDULES["ring"].phases[0].transfers
     with pytest.raises(VerificationError, match=f"chunk {columns.chunk[100]} at chip"):
         verify(rebuilt(SCHEDULES["ring"], 0, without(columns, 100)))
 
@@ -252,7 +252,7 @@ def random_schedules(draw):
         for r in range(rounds)
         for lane, src, hop in [(0, draw(st.integers(0, 2)), draw(st.integers(1, 2)))]
     ]
-    columns = Columns(*np.array(rows, np.int32).T)
+    columns = Transfers(*np.array(rows, np.int32).T)
     topo = Topology.grid("3x1", wrap=True)
     return Schedule(topo, "x", 1, (Phase("any", columns),))
 
@@ -260,7 +260,7 @@ def random_schedules(draw):
 @given(random_schedules())
 def test_bits_and_whole_numbers_agree(schedule):
     """The fast check accepts exactly what an exact replay finds complete."""
-    exact = replay(Script.of(schedule), 0, schedule.num_rounds)
+    exact = replay(RankSchedule.from_schedule(schedule), 0, schedule.num_rounds)
     if (exact.counts == 1).all():
         assert verify(schedule).num_ranks == 3
     else:

@@ -51,7 +51,7 @@ def damaged(shape, *blocks):
 
 def check(topo, algorithm):
     """Plan and prove; also what every algorithm of this package has in common."""
-    schedule = registry.schedule(topo, algorithm)
+    schedule = registry.build_schedule(topo, algorithm)
     proof = verify(schedule)
     assert schedule.algorithm == algorithm
     assert 2 * schedule.rounds_in_reduce_scatter == schedule.num_rounds

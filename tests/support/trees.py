@@ -3,7 +3,7 @@
 import numpy as np
 
 from ftmesh import Phase, Schedule
-from ftmesh.schedule.transfers import ADD, COPY, transfers
+from ftmesh.schedule.transfers import ADD, COPY, make_transfers
 
 
 def tree_schedule(topology, num_chunks, *, seed=0):
@@ -36,7 +36,7 @@ def tree_schedule(topology, num_chunks, *, seed=0):
         if len(rows) == 2 * num_chunks * (topology.num_live - 1):
             break
     names = ("round", "lane", "src", "dst", "chunk", "op")
-    columns = transfers(**dict(zip(names, np.array(rows).T, strict=True)))
+    columns = make_transfers(**dict(zip(names, np.array(rows).T, strict=True)))
     return Schedule(topology, "tree", num_chunks, (Phase("trees", columns),))
 
 

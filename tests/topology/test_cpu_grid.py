@@ -24,7 +24,7 @@ def test_damage_and_wrap_are_those_of_the_grid():
     assert topo.without_devices() == ftmesh.Topology.grid(
         "1x8", failed="1x1@0,7", failed_links="0,0-0,1", wrap=[False, True]
     )
-    says = "needs 65 devices and JAX has made 64 already: call cpu_grid before"
+    says = "needs 65 devices, and JAX has already created 64: call cpu_grid before"
     with pytest.raises(TopologyError, match=says):
         cpu_grid("65")
 
@@ -42,7 +42,7 @@ def test_under_a_launcher_devices_are_those_of_all_processes(monkeypatch):
 def test_lines_of_devices_sum(shape, failed, wrap):
     topo = cpu_grid(shape, failed=failed, wrap=wrap)
     plan = ftmesh.plan(topo)
-    assert plan.algorithm == "line"
+    assert plan.algorithm == "chain"
     ranks = topo.num_live
     values = jnp.arange(ranks * 37).reshape(ranks, 37) ** 2
 
@@ -60,5 +60,5 @@ def test_lines_of_devices_sum(shape, failed, wrap):
 
 
 def test_more_devices_than_are_emulated():
-    with pytest.raises(TopologyError, match="has 10,000 chips, and 4,096 are emulated at most"):
+    with pytest.raises(TopologyError, match="has 10,000 chips, and at most 4,096 devices can be emulated"):
         cpu_grid("100x100")

@@ -5,16 +5,16 @@ import time
 import pytest
 
 from ftmesh import Topology, TopologyError, TopologyWarning
-from ftmesh.topology.damage import Frame, failed_chips, failed_links
+from ftmesh.topology.damage import CoordFrame, failed_chips, failed_links
 from ftmesh.topology.notation import Block
 
-EIGHT = Frame.of_grid((8, 8))
-SLICE = Frame((4, 4), low=(4, 2, 0), kept=(0, 1))  # chips 4,2 to 7,5 of a larger machine
-UPRIGHT = Frame((8,), low=(3, 0, 1), kept=(1,))  # a column of another
+EIGHT = CoordFrame.for_grid((8, 8))
+SLICE = CoordFrame((4, 4), low=(4, 2, 0), kept=(0, 1))  # chips 4,2 to 7,5 of a larger machine
+UPRIGHT = CoordFrame((8,), low=(3, 0, 1), kept=(1,))  # a column of another
 
 
 def test_blocks_and_coords_name_chips():
-    assert failed_chips("4x2@6,14", Frame.of_grid((16, 32))) == {
+    assert failed_chips("4x2@6,14", CoordFrame.for_grid((16, 32))) == {
         (6, 14), (7, 14), (8, 14), (9, 14), (6, 15), (7, 15), (8, 15), (9, 15),
     }  # fmt: skip
     assert failed_chips("1x1@0,0; 1x2@3,1", EIGHT) == {(0, 0), (3, 1), (3, 2)}

@@ -20,7 +20,7 @@ class Tpu:
 
 
 def tiled(shape, tile, **options):
-    return TiledTopology.of(Topology.grid(shape, **options), tile)
+    return TiledTopology.from_topology(Topology.grid(shape, **options), tile)
 
 
 def test_a_tile_with_a_failed_chip_has_failed():
@@ -39,12 +39,12 @@ def test_a_tile_with_a_failed_chip_has_failed():
 def test_chips_of_a_tile_count_along_x_first():
     tiles = tiled("4x4", "2x2", failed="1x1@0,0")
     assert tiles.coords == ((1, 0), (0, 1), (1, 1))
-    chips = [[tiles.chips.coords[rank] for rank in ranks] for ranks in tiles.players]
+    chips = [[tiles.chips.coords[rank] for rank in ranks] for ranks in tiles.chip_ranks]
     assert chips[0] == [(2, 0), (0, 2), (2, 2)]
     assert chips[1] == [(3, 0), (1, 2), (3, 2)]
     assert chips[2] == [(2, 1), (0, 3), (2, 3)]
     assert tiles.chips_of([(1, 0)]) == [(2, 0), (3, 0), (2, 1), (3, 1)]
-    assert (tiles.num_positions, tiles.sides, tiles.wires) == (4, (2, 2), tiles.chips)
+    assert (tiles.num_positions, tiles.sides, tiles.physical) == (4, (2, 2), tiles.chips)
 
 
 def test_axes_that_tiles_span_whole():
@@ -65,7 +65,7 @@ def test_what_cannot_be_cut():
     with pytest.raises(TopologyError, match=r"every tile of 2x2 .* take smaller tiles"):
         tiled("4x2", "2x2", failed="2x1@1,0")
     with pytest.raises(TopologyError, match="is in tiles already"):
-        TiledTopology.of(tiled("8x8", "2x2"), "2x2")
+        TiledTopology.from_topology(tiled("8x8", "2x2"), "2x2")
     with pytest.raises(TopologyError, match=r"tile \(0, 0\) has failed on 4x4 less"):
         tiled("4x4", "2x2", failed="1x1@1,1").rank((0, 0))
 
@@ -112,7 +112,7 @@ class TestLinks:
         links = [whole.links[pick % len(whole.links)] for pick in picks]
         tiles = tiled("6x6", tile, wrap=wrap, failed_links=links)
         for a in tiles.coords:
-            for b in TiledTopology.of(whole, tile).neighbours(a):
+            for b in TiledTopology.from_topology(whole, tile).neighbours(a):
                 ends = zip(tiles.chips_of([a]), tiles.chips_of([b]), strict=True)
                 routes = [dimension_order(tiles.chips, *pair) for pair in ends]
                 straight = all(tiles.chips.is_link(*hop) for r in routes for hop in pairwise(r))
@@ -126,7 +126,7 @@ class TestDevices:
 
     def test_tile_by_tile_and_position_by_position(self):
         topology = Topology.from_devices(self.slice_of(4, 2), failed="1x1@0,0")
-        tiles = TiledTopology.of(topology, "2x2")
+        tiles = TiledTopology.from_topology(topology, "2x2")
         assert [device.coords[:2] for device in tiles.devices] == [(2, 0), (3, 0), (2, 1), (3, 1)]
         assert [device.coords[:2] for device in tiles.all_devices[:4]] == [
             (0, 0),
@@ -137,10 +137,10 @@ class TestDevices:
         assert tiles.without_devices() == tiled("4x2", "2x2", failed="1x1@0,0")
 
     def test_the_cores_of_a_chip_are_positions(self):
-        tiles = TiledTopology.of(Topology.from_devices(self.slice_of(2, 2, cores=2)), "1x1")
+        tiles = TiledTopology.from_topology(Topology.from_devices(self.slice_of(2, 2, cores=2)), "1x1")
         assert (tiles.num_positions, tiles.sides, tiles.devices_per_chip) == (2, (1, 1, 2), 1)
         assert [device.core_on_chip for device in tiles.devices] == [0, 1] * 4
-        pairs = TiledTopology.of(Topology.from_devices(self.slice_of(2, 2, cores=2)), "2x1")
+        pairs = TiledTopology.from_topology(Topology.from_devices(self.slice_of(2, 2, cores=2)), "2x1")
         first = [(*device.coords[:2], device.core_on_chip) for device in pairs.devices[:4]]
         assert first == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
         mesh = pairs.jax_mesh(("data", "x", "y", "core"))
@@ -149,6 +149,6 @@ class TestDevices:
 
     def test_devices_that_are_not_there(self):
         devices = [device for device in self.slice_of(4, 4) if device.coords[:2] != (0, 0)]
-        tiles = TiledTopology.of(Topology.from_devices(devices), "2x2")
+        tiles = TiledTopology.from_topology(Topology.from_devices(devices), "2x2")
         assert len(tiles.devices) == 12
         assert len(tiles.all_devices) == 15

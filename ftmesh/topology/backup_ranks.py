@@ -12,13 +12,13 @@ from ftmesh.topology.topology import Topology
 _FAR = 1_000_000  # more than any way on a mesh
 
 
-def partners(topology: Topology, hosts: Sequence[int]) -> NDArray[np.int64] | None:
+def backup_ranks(topology: Topology, hosts: Sequence[int]) -> NDArray[np.int64] | None:
     """The partner of each rank, of which no two have the same; None where that cannot be.
 
     `hosts` are those of the ranks, in the order of `Topology.jax_mesh`. Together the ways are as
     short as can be; one host has no other, and a host with most of the chips finds too few.
 
-    >>> partners(Topology.grid("2x1"), [0, 1]).tolist()
+    >>> backup_ranks(Topology.grid("2x1"), [0, 1]).tolist()
     [1, 0]
     """
     from scipy.optimize import linear_sum_assignment  # JAX brings it

@@ -8,16 +8,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.ring_rule import Circling
+from ftmesh.schedule.ring_rule import RingRule
 from ftmesh.schedule.schedule import SplitSchedule
-from ftmesh.schedule.transfers import Columns, Ints, join, transfers
+from ftmesh.schedule.transfers import Transfers, Ints, join, make_transfers
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology
 
 
-def along_rings(
+def reduce_scatter_rings(
     rings: ArrayLike, *, lane: int, first_chunk: ArrayLike, count: int = 1, rounds_per_step: int = 1
-) -> tuple[Columns, Ints]:
+) -> tuple[Transfers, Ints]:
     """Reduce-scatter along rings of equal length, all at once; and the chunk each place ends with.
 
     ``rings[j, p]`` is the rank at place p of ring j. Ring j works on ``length * count`` chunks from
@@ -33,7 +33,7 @@ def along_rings(
     step = np.arange(length - 1)[:, None, None, None]
     part = np.arange(rounds_per_step)[:, None, None]
     size = count // rounds_per_step
-    columns = transfers(
+    columns = make_transfers(
         round=step * rounds_per_step + part,
         lane=lane,
         src=order,
@@ -44,9 +44,9 @@ def along_rings(
     return columns, base + (place + 1) % length * count
 
 
-def along_lines(
+def reduce_scatter_lines(
     lines: ArrayLike, *, lane: int, first_chunk: ArrayLike, count: int = 1, rounds_per_step: int = 1
-) -> tuple[Columns, Ints]:
+) -> tuple[Transfers, Ints]:
     """The same along lines: sums flow from both ends to the place that is to own them.
 
     Place p ends with piece p. What has the farthest to go leaves first, so that after
@@ -64,7 +64,7 @@ def along_lines(
         along = order[:, ::-1] if downwards else order
         piece = length - 1 - goal if downwards else goal
         columns.append(
-            transfers(
+            make_transfers(
                 round=(length - 1 - goal + place) * rounds_per_step + part,
                 lane=lane + downwards,
                 src=along[:, place],
@@ -80,7 +80,7 @@ def _per_row(values: ArrayLike, rows: Ints) -> Ints:
     return np.broadcast_to(np.asarray(values, np.int32), rows.shape[:1])[:, None]
 
 
-def both_ways(
+def bidirectional_rings(
     topology: Topology, walks: Sequence[list[Coord]], *, algorithm: str, name: str
 ) -> SplitSchedule:
     """Equal parts of the payload each way round closed walks, each of which is over all live chips.
@@ -90,20 +90,20 @@ def both_ways(
     live = topology.num_live
     rings = [np.array([[topology.rank(coord) for coord in walk]], np.int32) for walk in walks]
     ways = tuple(
-        Circling(np.ascontiguousarray(way), np.array([lane * live], np.int32), lane)
+        RingRule(np.ascontiguousarray(way), np.array([lane * live], np.int32), lane)
         for lane, way in enumerate(way for ring in rings for way in (ring, ring[:, ::-1]))
     )
     owner = np.empty(len(ways) * live, np.int32)
     for way in ways:
         owner[way.ends] = way.rings
-    return all_reduce(topology, algorithm, len(owner), [(name, ways)], owner)
+    return mirrored_all_reduce(topology, algorithm, len(owner), [(name, ways)], owner)
 
 
-def all_reduce(
+def mirrored_all_reduce(
     topology: Topology,
     algorithm: str,
     num_chunks: int,
-    halves: Sequence[tuple[str, Columns | tuple[Circling, ...]]],
+    halves: Sequence[tuple[str, Transfers | tuple[RingRule, ...]]],
     owner: Ints,
 ) -> SplitSchedule:
     """The schedule that runs reduce-scatter phases, then their mirror images as all-gather.

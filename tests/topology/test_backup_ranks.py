@@ -5,7 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from ftmesh.topology.partners import partners
+from ftmesh.topology.backup_ranks import backup_ranks
 from ftmesh.topology.topology import Topology
 
 
@@ -31,7 +31,7 @@ def assert_partners(found, hosts):
 def test_504_chips(shape):
     topology = Topology.grid("16x32", failed="4x2@6,14")
     hosts = hosts_of(topology, shape)
-    found = partners(topology, hosts)
+    found = backup_ranks(topology, hosts)
     assert_partners(found, hosts)
     assert ways(topology, found).max() <= sum(shape)
 
@@ -40,7 +40,7 @@ def test_504_chips(shape):
 def test_what_is_left_of_16_chips(failed):
     topology = Topology.grid("4x4", failed=failed)
     hosts = hosts_of(topology, (2, 2))
-    assert_partners(partners(topology, hosts), hosts)
+    assert_partners(backup_ranks(topology, hosts), hosts)
 
 
 def test_the_ways_are_as_short_as_can_be():
@@ -52,21 +52,21 @@ def test_the_ways_are_as_short_as_can_be():
         if all(hosts[rank] != hosts[partner] for rank, partner in enumerate(way))
     ]
     best = min(ways(topology, np.array(way)).sum() for way in allowed)
-    assert ways(topology, partners(topology, hosts)).sum() == best
+    assert ways(topology, backup_ranks(topology, hosts)).sum() == best
 
 
 def test_over_the_edge_of_a_torus():
     topology = Topology.grid("6x1", wrap=(True, False))
-    found = partners(topology, [0, 0, 0, 1, 1, 1])
+    found = backup_ranks(topology, [0, 0, 0, 1, 1, 1])
     assert ways(topology, found).sum() == 10  # in a line 18
 
 
 def test_two_devices_on_a_chip():
     topology = Topology((4, 1), (False, False), devices_per_chip=2)
     hosts = [0, 0, 0, 0, 1, 1, 1, 1]
-    assert_partners(partners(topology, hosts), hosts)
+    assert_partners(backup_ranks(topology, hosts), hosts)
 
 
 @pytest.mark.parametrize("hosts", [[0] * 6, [0, 0, 0, 0, 1, 1]])
 def test_where_there_are_none(hosts):
-    assert partners(Topology.grid("3x2"), hosts) is None
+    assert backup_ranks(Topology.grid("3x2"), hosts) is None
