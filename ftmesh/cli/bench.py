@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         "give smaller --payloads, or a smaller mesh",
     )
 
-    from ftmesh.collectives.benchmark import bench, table
+    from ftmesh.testing.benchmark import bench, table
     from ftmesh.testing import cpu_grid
 
     topology = cpu_grid(

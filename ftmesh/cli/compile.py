@@ -9,13 +9,13 @@ from dataclasses import asdict, replace
 import ftmesh
 from ftmesh.algorithms import registry
 from ftmesh.cli.arguments import Stages, add_algorithm, add_damage, add_executor, add_payload
-from ftmesh.cost.links import network_of
+from ftmesh.cost.links import network_for
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import PPERMUTE
-from ftmesh.planning.selection import CHOSEN
+from ftmesh.planning.selection import AUTO
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.topology import Topology
-from ftmesh.units import check_bytes, parse_bytes
+from ftmesh.units import parse_bytes
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,12 +46,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "are cheaper, and whatever else a step computes has less of it",
     )
     parser.add_argument(
-        "--slab",
-        metavar="SIZE",
-        help="sum a slab of so many bytes at a time, as 5MB, so that the temporary memory is that "
-        "of a slab: the rounds' latency is paid once for each. Nothing is said of rounds then",
-    )
-    parser.add_argument(
         "--fit",
         action="store_true",
         help="compile every algorithm that serves the slice, or --algorithm, for --payload and a "
@@ -68,11 +62,6 @@ def run(args: argparse.Namespace) -> None:
         raise ArgumentError(
             "--fit reads rounds of permutations, and a kernel has none: leave --executor out"
         )
-    if args.fit and args.slab is not None:
-        raise ArgumentError("--fit reads the rounds of whole payloads: leave --slab out")
-    slab_bytes = None if args.slab is None else parse_bytes(args.slab)
-    if slab_bytes is not None:
-        check_bytes(slab_bytes, name="--slab")
     from ftmesh.tpu.compile_report import CompileReport, compile_report
     from ftmesh.tpu.device_model_fit import fit
     from ftmesh.tpu.slices import tpu_devices
@@ -83,9 +72,7 @@ def run(args: argparse.Namespace) -> None:
         devices, failed=args.failed, failed_links=args.failed_links
     )
 
-    on = network_of(topology)
-    if args.fit and on.device_model:  # chunks travel in one stream where that would hide nothing
-        on = replace(on, device_model=replace(on.device_model, hidden=0.0, hidden_mixed=0.0))
+    on = network_for(topology)
 
     def report_of(algorithm: str, payload_bytes: int) -> CompileReport:
         plan = stages.run(
@@ -101,13 +88,11 @@ def run(args: argparse.Namespace) -> None:
         )
         return stages.run(
             "compiling",
-            lambda: compile_report(
-                plan, payload_bytes, in_vmem=args.in_vmem, slab_bytes=slab_bytes
-            ),
+            lambda: compile_report(plan, payload_bytes, in_vmem=args.in_vmem),
         )
 
     if args.fit:
-        algorithms = _able(topology) if args.algorithm in CHOSEN else [args.algorithm]
+        algorithms = _able(topology) if args.algorithm == AUTO else [args.algorithm]
         sizes = (payload_bytes // 10, payload_bytes)
         found = fit([report_of(name, size) for name in algorithms for size in sizes])
         print(json.dumps(asdict(found), indent=2) if args.json else f"{topology}\n{found}")
@@ -118,5 +103,5 @@ def run(args: argparse.Namespace) -> None:
 
 def _able(topology: Topology) -> list[str]:
     """The algorithms that serve a mesh."""
-    outcomes = registry.outcomes(topology).items()
+    outcomes = registry.try_algorithms(topology).items()
     return [name for name, outcome in outcomes if isinstance(outcome, Schedule)]

@@ -1,17 +1,16 @@
-"""The collectives of `jax.lax` on a plan, gradients over all ranks, and sums over groups of chips."""
+"""Collectives as in `jax.lax`, on a plan; gradients over all ranks; groups of chips."""
 
 from ftmesh.collectives.all_reduce import BUCKET_BYTES as BUCKET_BYTES
 from ftmesh.collectives.all_reduce import pmean as pmean
 from ftmesh.collectives.all_reduce import psum as psum
-from ftmesh.collectives.gradients import Means as Means
-from ftmesh.collectives.gradients import accumulated as accumulated
+from ftmesh.collectives.gradients import ReducedGradients as ReducedGradients
+from ftmesh.collectives.gradients import accumulate_gradients as accumulate_gradients
 from ftmesh.collectives.gradients import backward_order as backward_order
-from ftmesh.collectives.gradients import mean_gradients as mean_gradients
-from ftmesh.collectives.gradients import plan_for as plan_for
 from ftmesh.collectives.gradients import with_mean_gradients as with_mean_gradients
+from ftmesh.collectives.group_sum import ChipGroups as ChipGroups
 from ftmesh.collectives.reduce_scatter import all_gather as all_gather
 from ftmesh.collectives.reduce_scatter import gather_from_owners as gather_from_owners
 from ftmesh.collectives.reduce_scatter import psum_scatter as psum_scatter
 from ftmesh.collectives.reduce_scatter import reduce_to_owners as reduce_to_owners
-from ftmesh.layout.batch_shares import Shares as Shares
+from ftmesh.layout.batch_shares import BatchShares as BatchShares
 from ftmesh.layout.batch_shares import weighted_sum as weighted_sum

@@ -1,9 +1,9 @@
-"""Groups: sums over small groups of neighbouring chips, as batch normalization wants them.
+"""Sums over small groups of neighbouring chips, as batch normalization needs them.
 
-JAX's own groups must be of one size, which groups on a mesh with failed chips are not. Here ranks
-swap what they have in pairs, and all groups do so at once, in a few constant permutations: as many
-ranks of a group as make a power of two add up by halves; the others give theirs to one of those
-before, and get the sum after. All ranks of a group get the same bits.
+The groups of `jax.lax.psum` must have one size, which groups on a mesh with failed chips do not.
+Here pairs of ranks exchange values, in all groups at once, in a few constant permutations. The
+first 2**k ranks of a group use recursive doubling; each of the others sends its value to one of
+them before, and gets the sum after. All ranks of a group get the same bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,26 +20,15 @@ from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError, CollectiveError, TopologyError
 from ftmesh.execute import _compat
+from ftmesh.execute.types import AxisName
 from ftmesh.schedule.transfers import Ints
-from ftmesh.topology.ranks import PlanLike, Ranks
+from ftmesh.topology.ranks import HasTopology, Ranks
 from ftmesh.topology.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
-    """Ranks in pairs swap what they have; some add what they get, some take it instead."""
-
-    partner: Ints  # rank -> rank; itself where it has none
-    adds: NDArray[np.bool_]
-    takes: NDArray[np.bool_]
-
-
-Turn = list[tuple[int, int, bool]]  # a rank, whom it gets from, and whether it adds that
-
-
-@dataclass(frozen=True, eq=False)
-class Groups:
-    """Groups of ranks of one axis. A rank in none of them is alone."""
+class ChipGroups:
+    """Groups of ranks along one axis. A rank in none of them is a group of its own."""
 
     ranks: tuple[tuple[int, ...], ...]
     num_ranks: int
@@ -54,14 +42,16 @@ class Groups:
             )
 
     @staticmethod
-    def of(on: PlanLike | Topology, chips: int) -> Groups:
-        """Groups of `chips` neighbouring chips, with all their devices, of a plan or a topology.
+    def of_size(plan: HasTopology | Topology, chips: int) -> ChipGroups:
+        """Group neighbouring chips, with all their devices. Failed chips leave groups smaller.
 
-        A failed chip leaves its group smaller. See `Topology.groups` for the numbers that fit.
+        Args:
+            plan: A plan, or a topology.
+            chips: The number of chips in a group; see `Topology.groups` for which are possible.
         """
-        ranks = Ranks.of(on)
+        ranks = Ranks.from_plan(plan)
         devices = ranks.live.reshape(ranks.topology.num_live, -1)
-        return Groups(
+        return ChipGroups(
             tuple(
                 tuple(int(rank) for chip in group for rank in devices[chip])
                 for group in ranks.topology.groups(chips)
@@ -70,60 +60,72 @@ class Groups:
         )
 
     @staticmethod
-    def of_examples(on: PlanLike | Topology, examples: int, global_batch: int) -> Groups:
-        """The smallest groups in which full ones have at least so many `examples` of a batch."""
-        topology = Ranks.of(on).topology
+    def for_examples(plan: HasTopology | Topology, examples: int, global_batch: int) -> ChipGroups:
+        """Make the smallest groups that have `examples` examples of a batch, if no chip failed."""
+        topology = Ranks.from_plan(plan).topology
         for chips in range(1, topology.num_chips + 1):
             if chips * global_batch < examples * topology.num_live:
                 continue
             try:
-                return Groups.of(on, chips)
+                return ChipGroups.of_size(plan, chips)
             except TopologyError:
                 continue
         raise ArgumentError(
-            f"a batch of {global_batch} has no groups of {examples} examples, over which batches "
-            f"are normalised: take a batch of {examples} or more"
+            f"a batch of {global_batch} has no groups of {examples} examples to normalise over: "
+            f"use a batch of {examples} or more"
         )
 
-    @cached_property
-    def exchanges(self) -> tuple[Exchange, ...]:
-        """What it takes for every rank to have the sum of its group."""
-        rounds = []
-        for turns in itertools.zip_longest(*map(_turns, self.ranks), fillvalue=()):
-            partner = np.arange(self.num_ranks, dtype=np.int32)
-            adds, takes = np.zeros((2, self.num_ranks), np.bool_)
-            for rank, other, is_sum in itertools.chain(*turns):
-                partner[rank], partner[other] = other, rank
-                (adds if is_sum else takes)[rank] = True
-            rounds.append(Exchange(partner, adds, takes))
-        return tuple(rounds)
-
-    def sum(self, x: Any, axis_name: Any) -> jax.Array:
-        """The sum of an array over the ranks of this rank's group."""
+    def sum(self, x: jax.Array, axis_name: AxisName) -> jax.Array:
+        """Sum an array over the ranks of this rank's group."""
         if lax.axis_size(axis_name) != self.num_ranks:
             raise CollectiveError(
-                f"axis {axis_name!r} has {lax.axis_size(axis_name)} ranks, and the groups are made "
-                f"for {self.num_ranks}"
+                f"axis {axis_name!r} has {lax.axis_size(axis_name)} ranks, and the groups are for "
+                f"{self.num_ranks}"
             )
         rank = lax.axis_index(axis_name)
         for exchange in self.exchanges:
             pairs = list(enumerate(exchange.partner.tolist()))
             with _compat.own_scope("group_sum"):
-                other = lax.ppermute(x, axis_name, pairs)
-            adds, takes = (jnp.asarray(who)[rank] for who in (exchange.adds, exchange.takes))
-            x = jnp.where(adds, x + other, jnp.where(takes, other, x))
+                received = lax.ppermute(x, axis_name, pairs)
+            adds, replaces = jnp.asarray(exchange.adds)[rank], jnp.asarray(exchange.replaces)[rank]
+            x = jnp.where(adds, x + received, jnp.where(replaces, received, x))
         return x
 
+    @cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """The exchanges after which every rank has the sum of its group."""
+        exchanges = []
+        for steps in itertools.zip_longest(*map(_steps, self.ranks), fillvalue=()):
+            partner = np.arange(self.num_ranks, dtype=np.int32)
+            adds, replaces = np.zeros((2, self.num_ranks), np.bool_)
+            for rank, other, is_sum in itertools.chain(*steps):
+                partner[rank], partner[other] = other, rank
+                (adds if is_sum else replaces)[rank] = True
+            exchanges.append(Exchange(partner, adds, replaces))
+        return tuple(exchanges)
 
-def _turns(group: tuple[int, ...]) -> list[Turn]:
-    """The exchanges of one group, one after the other."""
-    halvings = len(group).bit_length() - 1
-    inner, outer = group[: 1 << halvings], group[1 << halvings :]
-    turns = [
-        [(rank, inner[i ^ 1 << n], True) for i, rank in enumerate(inner)] for n in range(halvings)
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Pairs of ranks exchange values. A rank adds what it receives, or replaces its own by it."""
+
+    partner: Ints  # rank -> rank; itself if it has no partner
+    adds: NDArray[np.bool_]
+    replaces: NDArray[np.bool_]
+
+
+Step = list[tuple[int, int, bool]]  # a rank, its partner, and whether it adds what it receives
+
+
+def _steps(group: tuple[int, ...]) -> list[Step]:
+    """The exchanges of one group, in order."""
+    doublings = len(group).bit_length() - 1
+    inner, outer = group[: 1 << doublings], group[1 << doublings :]
+    steps = [
+        [(rank, inner[i ^ 1 << n], True) for i, rank in enumerate(inner)] for n in range(doublings)
     ]
     if outer:
         pairs = list(zip(inner, outer, strict=False))
-        turns.insert(0, [(a, b, True) for a, b in pairs])
-        turns.append([(b, a, False) for a, b in pairs])
-    return turns
+        steps.insert(0, [(a, b, True) for a, b in pairs])
+        steps.append([(b, a, False) for a, b in pairs])
+    return steps

@@ -1,39 +1,35 @@
-"""One rank's part of a loss: its value and gradients, and the means that a plan makes of them."""
+"""A loss on one rank: its value and gradients, and their means over all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ftmesh.collectives.all_reduce import pmean
-from ftmesh.collectives.partitioning import WHOLE, names_in, spread
+from ftmesh.collectives.partitioning import REPLICATED, broadcast_specs, entry_axes
 from ftmesh.collectives.reduce_scatter import all_gather, psum_scatter
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
-
-if TYPE_CHECKING:
-    from ftmesh.planning.plan import Plan
-
-BUFFERS = "bucket_bytes", "slab_bytes"  # options of sums that what is scattered has not
+from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
 
 
 @dataclass(frozen=True)
-class Examples:
-    """The examples that a rank was given of a batch of known size."""
+class LocalExamples:
+    """The examples of a rank, in a batch whose size is known."""
 
     weights: Any  # 1 for an example and 0 for padding
-    scale: float  # makes of a sum over this rank's examples its part of the mean
-    has_padding: bool  # at some rank that counts
+    scale: float  # turns a sum over this rank's examples into its part of the mean
+    has_padding: bool  # on any live rank
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss, what it is differentiated by, and what it returns."""
+    """A loss function, and what is known about its arguments and results."""
 
     function: Callable[..., Any]
     kwargs: dict[str, Any]
@@ -41,167 +37,189 @@ class Loss:
     has_aux: bool
     weighted: bool
 
-    def value_and_grads(self, args: tuple[Any, ...], rows: Examples | None) -> Any:
-        """A number to be averaged, its weight if any, gradients by each argument, and aux."""
+    def value_and_grads(self, args: tuple[PyTree, ...], examples: LocalExamples | None) -> Any:
+        """Return a number to be averaged, its weight or None, the gradients, and aux."""
 
-        def numbers(*args: Any) -> Any:
-            found, aux = self.value_and_aux(args)
-            total, weight = self._read(found, rows)
+        def scalar_loss(*args: PyTree) -> Any:
+            output, aux = self.value_and_aux(args)
+            total, weight = self._reduce(output, examples)
             return total, (weight, aux)
 
-        run = jax.value_and_grad(numbers, argnums=self.argnums, has_aux=True)
+        run = jax.value_and_grad(scalar_loss, argnums=self.argnums, has_aux=True)
         (total, (weight, aux)), grads = run(*args)
         return total, weight, grads, aux
 
-    def value_and_aux(self, args: tuple[Any, ...]) -> Any:
-        """What the loss returns; aux is None for one that has none."""
-        args = jax.tree.map(lambda leaf: leaf, args)  # modules made anew may be changed in there
+    def value_and_aux(self, args: tuple[PyTree, ...]) -> Any:
+        """Call the function; aux is None if it has none."""
+        args = jax.tree.map(lambda leaf: leaf, args)  # copies modules, which it may change
         before = [jax.tree.leaves(args[i]) for i in self.argnums]
-        found = self.function(*args, **self.kwargs)
+        output = self.function(*args, **self.kwargs)
         for i, leaves in zip(self.argnums, before, strict=True):
             if list(map(id, jax.tree.leaves(args[i]))) != list(map(id, leaves)):
                 raise ArgumentError(
                     f"the loss changes its argument {i}, as a module with batch norms does, and "
-                    "that would be lost: split off what changes (nnx.split), give it as another "
-                    "argument, named in replicated=, and return what it comes to as aux"
+                    "the change would be lost: split off what changes (nnx.split), pass it as "
+                    "another argument, named in replicated=, and return the new value as aux"
                 )
-        return found if self.has_aux else (found, None)
+        return output if self.has_aux else (output, None)
 
-    def _read(self, found: Any, rows: Examples | None) -> tuple[Any, Any]:
-        """What a loss has returned, as a number to be averaged and its weight."""
+    def _reduce(self, output: Any, examples: LocalExamples | None) -> tuple[Any, Any]:
+        """Reduce what the function returned to a number to be averaged, and its weight."""
         if self.weighted:
-            if not isinstance(found, (tuple, list)) or len(found) != 2:
+            if not isinstance(output, (tuple, list)) or len(output) != 2:
                 raise ArgumentError(
-                    f"a weighted loss returns (sum, weight), not {_shown(found)}; with has_aux "
+                    f"a weighted loss returns (sum, weight), not {_describe(output)}; with has_aux "
                     "((sum, weight), aux)"
                 )
-            total, weight = (_total(each, rows) for each in found)
+            total, weight = (_sum_examples(part, examples) for part in output)
             return total, weight
-        total = _total(found, rows)
-        if jnp.ndim(found) == 0:
+        total = _sum_examples(output, examples)
+        if jnp.ndim(output) == 0:
             return total, None
-        return total * (1 / len(found) if rows is None else rows.scale), None
+        return total * (1 / len(output) if examples is None else examples.scale), None
 
 
-def _total(found: Any, rows: Examples | None) -> Any:
-    """The sum of a vector without padding; a number as it is."""
-    if jnp.ndim(found) == 0:
-        if rows is not None and rows.has_padding:
+def _sum_examples(output: Any, examples: LocalExamples | None) -> Any:
+    """Sum a vector without its padding; a single number stays as it is."""
+    if jnp.ndim(output) == 0:
+        if examples is not None and examples.has_padding:
             raise ArgumentError(
-                "this batch cannot be shared out equally, so that the mean of the ranks' losses is "
-                "not the loss: have it return one number for each example instead of a single one "
-                "(the mean over all of them is taken for you), or take a batch that is a multiple "
-                "of the number of ranks"
+                "the number of live ranks does not divide this batch, so the mean of the ranks' "
+                "losses is not the loss: return one number for each example instead of a single "
+                "one (their mean is taken for you), or make the batch a multiple of the number of "
+                "ranks"
             )
-        return found
-    if jnp.ndim(found) != 1 or (rows is not None and len(found) != len(rows.weights)):
-        given = "a batch" if rows is None else f"{len(rows.weights)} examples"
+        return output
+    if jnp.ndim(output) != 1 or (examples is not None and len(output) != len(examples.weights)):
+        given = "a batch" if examples is None else f"{len(examples.weights)} examples"
         raise ArgumentError(
-            f"the loss returned {_shown(found)} for {given}: it must be one number, or a vector "
-            "with one for each example"
+            f"the loss returned {_describe(output)} for {given}: it must be one number, or a "
+            "vector with one for each example"
         )
-    return jnp.sum(found if rows is None else jnp.where(rows.weights > 0, found, 0))
+    return jnp.sum(output if examples is None else jnp.where(examples.weights > 0, output, 0))
 
 
-def _shown(found: Any) -> str:
-    """What a loss returned, in a few words."""
-    if hasattr(found, "shape"):
-        return f"an array of shape {found.shape}"
-    return f"a {type(found).__name__}"
+def _describe(output: Any) -> str:
+    if hasattr(output, "shape"):
+        return f"an array of shape {output.shape}"
+    return f"a {type(output).__name__}"
 
 
 @dataclass(frozen=True)
-class OverRanks:
-    """How means over ranks are made: by a plan, along an axis, with options of `pmean`."""
+class MeanOverRanks:
+    """How means over ranks are made: the plan, its axis, and the options of `pmean`."""
 
-    plan: Plan
-    axis_name: Any
-    options: dict[str, Any]
+    plan: PlanLike
+    axis_name: AxisName
+    bucket_bytes: int
+    wire_dtype: DTypeLike | None
+    accumulate_dtype: DTypeLike | None
 
-    def mean(self, x: Any, specs: Any = None) -> Any:
-        """The mean over ranks; of leaves cut along the axis, if specs say so, this rank's part."""
+    def mean(self, x: PyTree, specs: Specs = None) -> PyTree:
+        """Average over ranks. Leaves that are sharded along the axis are scattered."""
         leaves, tree = jax.tree.flatten(x)
         leaves = [_compat.as_varying(jnp.asarray(leaf), self.axis_name) for leaf in leaves]
         if specs is None:
-            return tree.unflatten(self._whole(leaves, None))
-        each = jax.tree.leaves(spread(specs, x))
-        cut = {i: at for i, spec in enumerate(each) if (at := self.cut_at(spec)) is not None}
-        rest = [i for i in range(len(leaves)) if i not in cut]
-        means = self._whole([leaves[i] for i in rest], [each[i] for i in rest])
-        for i, mean in zip(rest, means, strict=True):
+            return tree.unflatten(self._pmean(leaves, None))
+        leaf_specs = jax.tree.leaves(broadcast_specs(specs, x))
+        dimensions = [self._sharded_dimension(spec) for spec in leaf_specs]
+        whole = [i for i, dimension in enumerate(dimensions) if dimension is None]
+        means = self._pmean([leaves[i] for i in whole], [leaf_specs[i] for i in whole])
+        for i, mean in zip(whole, means, strict=True):
             leaves[i] = mean
-        for i, at in cut.items():
-            leaves[i] = psum_scatter(
-                leaves[i] / len(self.plan.program.live),
-                self.axis_name,
-                scatter_dimension=at,
-                tiled=True,
-                plan=self.plan,
-                specs=each[i],
-                **{k: v for k, v in self.options.items() if k not in BUFFERS},
-            )
+        for i, dimension in enumerate(dimensions):
+            if dimension is not None:
+                leaves[i] = psum_scatter(
+                    leaves[i] / len(self.plan.program.live),
+                    self.axis_name,
+                    scatter_dimension=dimension,
+                    tiled=True,
+                    plan=self.plan,
+                    wire_dtype=self.wire_dtype,
+                    accumulate_dtype=self.accumulate_dtype,
+                    specs=leaf_specs[i],
+                )
         return tree.unflatten(leaves)
 
-    def _whole(self, leaves: list[Any], specs: Any) -> list[Any]:
-        found: list[Any] = pmean(
-            leaves, self.axis_name, plan=self.plan, specs=specs, **self.options
+    def _pmean(self, leaves: list[Any], specs: Specs) -> list[Any]:
+        means: list[Any] = pmean(
+            leaves,
+            self.axis_name,
+            plan=self.plan,
+            wire_dtype=self.wire_dtype,
+            accumulate_dtype=self.accumulate_dtype,
+            bucket_bytes=self.bucket_bytes,
+            specs=specs,
         )
-        return found
+        return means
 
-    def gathered(self, x: Any, specs: Any) -> Any:
-        """Leaves that are cut along the axis put together again; others as they are."""
+    def gather(self, x: PyTree, specs: Specs) -> PyTree:
+        """Gather the leaves that are sharded along the axis."""
 
-        def one(leaf: Any, spec: PartitionSpec) -> Any:
-            at = self.cut_at(spec)
-            if at is None:
+        def gather_leaf(leaf: Any, spec: PartitionSpec) -> Any:
+            dimension = self._sharded_dimension(spec)
+            if dimension is None:
                 return leaf
-            return all_gather(leaf, self.axis_name, axis=at, tiled=True, plan=self.plan, specs=spec)
+            return all_gather(
+                leaf, self.axis_name, axis=dimension, tiled=True, plan=self.plan, specs=spec
+            )
 
-        return jax.tree.map(one, x, spread(specs, x))
+        return jax.tree.map(gather_leaf, x, broadcast_specs(specs, x))
 
-    def cut_at(self, spec: PartitionSpec) -> int | None:
-        """The dimension that is cut along the axis; None where none is."""
-        for at, entry in enumerate(spec):
-            names = names_in(entry)
+    def _sharded_dimension(self, spec: PartitionSpec) -> int | None:
+        """The dimension that is sharded along the axis, or None."""
+        for dimension, entry in enumerate(spec):
+            names = entry_axes(entry)
             if self.axis_name in names:
                 if len(names) > 1:
                     raise ArgumentError(
-                        f"weights are cut along {names} in one dimension, and the plan can gather "
-                        f"along {self.axis_name!r} alone: cut another dimension along the others"
+                        f"one dimension of a weight is sharded along {names}, and the plan can "
+                        f"gather along {self.axis_name!r} alone: shard another dimension along "
+                        "the others"
                     )
-                return at
+                return dimension
         return None
 
 
-def means_of_rank(
+def mean_value_and_grads(
     loss: Loss,
-    ranks: OverRanks,
-    args: tuple[Any, ...],
-    specs: Any,
-    rows: Examples | None = None,
+    ranks: MeanOverRanks,
+    args: tuple[PyTree, ...],
+    specs: Specs,
+    examples: LocalExamples | None = None,
     value_and_grads: Callable[..., Any] | None = None,
-) -> tuple[Any, tuple[Any, ...], Any]:
-    """The value and the gradients as means over all ranks, and this rank's aux."""
+) -> tuple[Any, tuple[PyTree, ...], PyTree]:
+    """Return the value and the gradients as means over all ranks, and this rank's aux.
 
-    def own(leaf: Any) -> Any:
+    `value_and_grads` replaces the method of `loss`, if given.
+    """
+
+    def as_local(leaf: Any) -> Any:  # JAX would sum the gradient of a replicated leaf itself
         return _compat.as_varying(leaf, ranks.axis_name)
 
-    args = tuple(jax.tree.map(own, arg) if i in loss.argnums else arg for i, arg in enumerate(args))
-    total, weight, grads, aux = (value_and_grads or loss.value_and_grads)(args, rows)
-    every = None if specs is None else (WHOLE, WHOLE, spread(specs, grads))
-    value, weight, grads = ranks.mean((total, weight, grads), every)
+    args = tuple(
+        jax.tree.map(as_local, arg) if i in loss.argnums else arg for i, arg in enumerate(args)
+    )
+    total, weight, grads, aux = (value_and_grads or loss.value_and_grads)(args, examples)
+    if specs is not None:
+        specs = (REPLICATED, REPLICATED, broadcast_specs(specs, grads))
+    value, weight, grads = ranks.mean((total, weight, grads), specs)
     if weight is not None:
         value, grads = jax.tree.map(lambda mean: (mean / weight).astype(mean.dtype), (value, grads))
     return value, grads, aux
 
 
-def check_bound(axis_name: Any, specs: Any, mesh: Any) -> None:
-    """Refuses what is known already where the axis is bound."""
+def check_bound_axis(axis_name: AxisName, specs: Specs, mesh: Any) -> None:
+    """Raise ArgumentError for arguments that make no sense where the axis is bound."""
     if mesh is not None:
-        raise ArgumentError(f"axis {axis_name!r} is bound here, and its mesh known: leave out mesh")
-    named = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    if any(axis_name in names_in(entry) for spec in named for entry in getattr(spec, "spec", spec)):
         raise ArgumentError(
-            f"axis {axis_name!r} is bound here, where a rank has its own part of what is cut along "
-            f"it: gather the weights with plan.all_gather, or leave {axis_name!r} out of the specs"
+            f"axis {axis_name!r} is bound here, so its mesh is known: leave out mesh"
         )
+    leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    for spec in leaves:
+        if any(axis_name in entry_axes(entry) for entry in getattr(spec, "spec", spec)):
+            raise ArgumentError(
+                f"axis {axis_name!r} is bound here, so a rank has only its own shard of weights "
+                "that are sharded along it: gather the weights with plan.all_gather, or leave "
+                f"{axis_name!r} out of the specs"
+            )

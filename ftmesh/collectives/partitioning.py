@@ -1,119 +1,126 @@
-"""Pieces: collectives where other axes of the mesh are left to the compiler.
+"""Mesh axes other than the plan's: arrays stay sharded along them.
 
-Inside ``shard_map(axis_names={"data"})`` an array may still be cut along "model". Each device then
-has a piece of it. Packed as it is, the array would be gathered over "model" first, and all of it
-summed everywhere; here each device sums its own piece, and nothing is gathered.
+Inside ``shard_map(axis_names={"data"})`` an array may still be sharded along "model". Packing it
+into a buffer would gather it over "model" first, and every device would sum all of it. With
+`map_local_shards` each device sums its own shard, and nothing is gathered.
 
-Meshes: where a loss runs in jit, and what JAX does there with other axes than the plan's.
+`MeshContext` is the same for a loss in jit: the mesh it runs on, and how JAX treats its axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute import _compat
+from ftmesh.execute.types import AxisName, PlanLike, PyTree, Specs
 
-Change = Callable[[PartitionSpec], tuple[PartitionSpec, PartitionSpec]]
+REPLICATED = PartitionSpec()
 
-WHOLE = PartitionSpec()
+# Maps the spec of an array to the specs of what goes into a function and of what comes out.
+SpecChange = Callable[[PartitionSpec], tuple[PartitionSpec, PartitionSpec]]
 
 
-def on_pieces(
-    run: Callable[[Any], Any], x: Any, specs: Any = None, *, change: Change | None = None
-) -> Any:
-    """`run` of a pytree, by each device on its own pieces where axes of the mesh are left over.
+def map_local_shards(
+    run: Callable[[PyTree], PyTree],
+    x: PyTree,
+    specs: Specs = None,
+    *,
+    change: SpecChange | None = None,
+) -> PyTree:
+    """Run a function of a pytree on each device's shards along the axes left to the compiler.
 
-    `specs` say how arrays are cut along those: a spec, or a pytree of them of which `x` may be a
-    part. Where it is not given the types tell, for Explicit axes; they do not for Auto ones, and
-    arrays are gathered over these. `change` makes of an array's spec those of what goes into `run`
-    and of what comes out of it; both are the same unless given.
+    Args:
+        run: The function. It maps over leaves.
+        x: A pytree of arrays.
+        specs: How the arrays are sharded along those axes: a spec, or a pytree of specs that is a
+            prefix of `x`. If None, types tell for Explicit axes, and arrays are gathered over Auto
+            ones.
+        change: How `run` changes the spec of an array, if it does.
     """
-    left = axes_left() if _compat.NESTS_SHARD_MAPS else {}
-    if not left or (specs is None and AxisType.Explicit not in left.values()):
+    unmapped = unmapped_axes() if _compat.NESTS_SHARD_MAPS else {}
+    if not unmapped or (specs is None and AxisType.Explicit not in unmapped.values()):
         return run(x)
     leaves, tree = jax.tree.flatten(x)
-    given = [None] * len(leaves) if specs is None else jax.tree.leaves(spread(specs, x))
-    found = list(leaves)
-    places: dict[bool, list[int]] = {True: [], False: []}
-    for i, leaf in enumerate(leaves):
-        places[isinstance(leaf, jax.core.Tracer)].append(i)
-    for is_traced, some in places.items():
-        if not some:
-            continue
-        each = [leaves[i] for i in some]
-        if is_traced:
-            results = _mapped(run, each, [given[i] for i in some], left, change)
-        else:
-            results = run(each)
-        for i, result in zip(some, results, strict=True):
-            found[i] = result
-    return tree.unflatten(found)
+    given = [None] * len(leaves) if specs is None else jax.tree.leaves(broadcast_specs(specs, x))
+    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+    constants = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.core.Tracer)]
+    results = list(leaves)
+    if traced:
+        mapped = _run_in_shard_map(
+            run, [leaves[i] for i in traced], [given[i] for i in traced], unmapped, change
+        )
+        for i, result in zip(traced, mapped, strict=True):
+            results[i] = result
+    if constants:
+        for i, result in zip(constants, run([leaves[i] for i in constants]), strict=True):
+            results[i] = result
+    return tree.unflatten(results)
 
 
-def _mapped(
-    run: Callable[[Any], Any],
+def _run_in_shard_map(
+    run: Callable[[PyTree], PyTree],
     arrays: list[Any],
-    given: list[Any],
-    left: dict[str, AxisType],
-    change: Change | None,
-) -> Any:
-    """`run` inside a shard_map over the axes that are left."""
-    before, after = [], []
+    given: list[PartitionSpec | None],
+    axes: dict[str, AxisType],
+    change: SpecChange | None,
+) -> PyTree:
+    in_specs, out_specs = [], []
     for i, array in enumerate(arrays):
-        typed = padded(only(typed_spec(array), left), array.ndim)
-        spec = typed if given[i] is None else padded(only(given[i], left), array.ndim)
-        into, out = (spec, spec) if change is None else change(spec)
-        if into != typed and AxisType.Explicit in left.values():
-            arrays[i] = jax.sharding.reshard(array, into)
-        before.append(into)
-        after.append(out)
+        typed = pad_spec(restrict_spec(typed_spec(array), axes), array.ndim)
+        wanted = given[i]
+        spec = typed if wanted is None else pad_spec(restrict_spec(wanted, axes), array.ndim)
+        before, after = (spec, spec) if change is None else change(spec)
+        if before != typed and AxisType.Explicit in axes.values():
+            arrays[i] = jax.sharding.reshard(array, before)
+        in_specs.append(before)
+        out_specs.append(after)
     return jax.shard_map(
         run,
-        axis_names=set(left),
-        in_specs=(before,),
-        out_specs=after,
+        axis_names=set(axes),
+        in_specs=(in_specs,),
+        out_specs=out_specs,
         check_vma=_compat.checks_varying(),
     )(arrays)
 
 
-def scattered(dimension: int, *, tiled: bool) -> Change:
-    """How specs change where a dimension is scattered over ranks: it must be whole before."""
+def scatter_spec(dimension: int, *, tiled: bool) -> SpecChange:
+    """How `psum_scatter` changes specs: the scattered dimension must not be sharded."""
 
     def change(spec: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
-        before, rest = list(spec), list(spec)
+        before, after = list(spec), list(spec)
         if 0 <= dimension < len(before):
             before[dimension] = None
-            rest = before if tiled else before[:dimension] + before[dimension + 1 :]
-        return PartitionSpec(*before), PartitionSpec(*rest)
+            after = before if tiled else before[:dimension] + before[dimension + 1 :]
+        return PartitionSpec(*before), PartitionSpec(*after)
 
     return change
 
 
-def gathered(axis: int, *, tiled: bool) -> Change:
-    """How specs change where what ranks have is put together: `scattered`, backwards."""
+def gather_spec(axis: int, *, tiled: bool) -> SpecChange:
+    """How `all_gather` changes specs: the inverse of `scatter_spec`."""
 
     def change(spec: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
         before = list(spec)
-        size = len(before) if tiled else len(before) + 1
-        if not -size <= axis < size:
+        ndim = len(before) if tiled else len(before) + 1
+        if not -ndim <= axis < ndim:
             return spec, spec
-        place = axis % size
+        dimension = axis % ndim
         if tiled:
-            before[place] = None
-        rest = before if tiled else [*before[:place], None, *before[place:]]
-        return PartitionSpec(*before), PartitionSpec(*rest)
+            before[dimension] = None
+        after = before if tiled else [*before[:dimension], None, *before[dimension:]]
+        return PartitionSpec(*before), PartitionSpec(*after)
 
     return change
 
 
-def axes_left() -> dict[str, AxisType]:
-    """The axes of more than one device that a shard_map has left, and how they are typed."""
+def unmapped_axes() -> dict[str, AxisType]:
+    """The axes of more than one device that the surrounding shard_map leaves to the compiler."""
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if AxisType.Manual not in types.values():
@@ -125,87 +132,82 @@ def axes_left() -> dict[str, AxisType]:
     }
 
 
-def spread(specs: Any, x: Any) -> Any:
-    """`specs`, of which `x` may be a part, as a pytree with a spec for each leaf of `x`."""
+def broadcast_specs(specs: Specs, x: PyTree) -> PyTree:
+    """Return a spec for each leaf of `x`, from `specs` that are a prefix of it."""
 
-    def one(spec: Any, part: Any) -> Any:
+    def to_leaves(spec: Any, part: PyTree) -> PyTree:
         if isinstance(spec, NamedSharding):
             spec = spec.spec
         if not isinstance(spec, PartitionSpec):
             raise ArgumentError(
-                f"specs must be PartitionSpecs or NamedShardings, one for each array or for a "
-                f"whole part of the pytree; among them is {spec!r}"
+                "specs must be PartitionSpecs or NamedShardings, one for each array or for a "
+                f"subtree of the pytree; one of them is {spec!r}"
             )
         return jax.tree.map(lambda _: spec, part)
 
     def is_leaf(spec: Any) -> bool:
         return isinstance(spec, (PartitionSpec, jax.sharding.Sharding))
 
-    return jax.tree.map(one, specs, x, is_leaf=is_leaf)
+    return jax.tree.map(to_leaves, specs, x, is_leaf=is_leaf)
 
 
 def is_spec(x: Any) -> bool:
-    """Whether something is a spec, and not a pytree of them."""
+    """Whether `x` is a spec, not a pytree of specs."""
     return isinstance(x, PartitionSpec)
 
 
 def typed_spec(x: Any) -> PartitionSpec:
-    """How the type of an array says that it is cut; not at all along axes that are not Explicit."""
+    """The spec in the type of an array. It names Explicit axes only."""
     return jax.typeof(x).sharding.spec
 
 
-def names_in(entry: Any) -> tuple[Any, ...]:
-    """The axes that one dimension of a spec is cut along."""
+def entry_axes(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes in the entry of a spec for one dimension."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
 
 
-def only(spec: PartitionSpec, axes: Iterable[Any]) -> PartitionSpec:
-    """The spec with other axes than these left out.
+def restrict_spec(spec: PartitionSpec, axes: Iterable[Any]) -> PartitionSpec:
+    """Drop all mesh axes but these from a spec.
 
-    >>> tuple(only(PartitionSpec("data", ("data", "model")), {"model"}))
+    >>> tuple(restrict_spec(PartitionSpec("data", ("data", "model")), {"model"}))
     (None, 'model')
     """
-    kept = [tuple(name for name in names_in(entry) if name in axes) for entry in spec]
+    kept = [tuple(name for name in entry_axes(entry) if name in axes) for entry in spec]
     return PartitionSpec(*((names[0] if len(names) == 1 else names or None) for names in kept))
 
 
-def padded(spec: PartitionSpec, ndim: int) -> PartitionSpec:
-    """The spec with an entry for each of `ndim` dimensions."""
+def pad_spec(spec: PartitionSpec, ndim: int) -> PartitionSpec:
+    """Give a spec an entry for each of `ndim` dimensions."""
     return PartitionSpec(*spec, *[None] * (ndim - len(spec)))
 
 
-if TYPE_CHECKING:
-    from ftmesh.planning.plan import Plan
-
-
 @dataclass(frozen=True)
-class Site:
-    """A mesh, the axis of the plan on it, and the axes beside that."""
+class MeshContext:
+    """The mesh that a loss in jit runs on, the plan's axis, and the other axes."""
 
     mesh: Any  # with devices where they are known
-    axis_name: Any
-    others: tuple[Any, ...]  # of more than one device
+    axis_name: AxisName
+    other_axes: tuple[Any, ...]  # of more than one device
     is_explicit: bool
 
     @staticmethod
-    def of(plan: Plan, axis_name: Any, args: Any, mesh: Any) -> Site:
-        """The mesh that is given; or that of `jax.set_mesh`, of the arguments, or of the plan."""
-        around = jax.sharding.get_abstract_mesh()
-        if mesh is not None and not around.empty and mesh.abstract_mesh != around:
+    def find(plan: PlanLike, axis_name: AxisName, args: PyTree, mesh: Any) -> MeshContext:
+        """Use `mesh` if given; or that of `jax.set_mesh`, of the arguments, or of the plan."""
+        current = jax.sharding.get_abstract_mesh()
+        if mesh is not None and not current.empty and mesh.abstract_mesh != current:
             raise ArgumentError(
-                f"the mesh given, {mesh.shape}, is not that of jax.set_mesh, {around.shape}: leave "
-                "one of them out"
+                f"the mesh given, {mesh.shape}, is not that of jax.set_mesh, {current.shape}: "
+                "leave out one of them"
             )
-        mesh = mesh or _mesh_around(axis_name, args)
+        mesh = mesh or _current_mesh(axis_name, args)
         if mesh is None and plan.topology.num_positions > 1:
             raise ArgumentError(
-                "the plan is for tiles of several devices, and nothing says which axes they lie "
-                f"along: give mesh=plan.jax_mesh(({axis_name!r}, 'model')), or set it with "
-                "jax.set_mesh"
+                "the plan is for tiles of several devices, and their axes are not known here: "
+                f"give mesh=plan.jax_mesh(({axis_name!r}, 'model')), or set it with jax.set_mesh"
             )
-        mesh = mesh or plan.jax_mesh(axis_name)
+        mesh = mesh or plan.jax_mesh(cast(str, axis_name))
         if axis_name not in mesh.axis_names:
             raise ArgumentError(f"the mesh has axes {mesh.axis_names} and not {axis_name!r}")
         if mesh.shape[axis_name] != plan.program.num_ranks:
@@ -221,50 +223,53 @@ class Site:
         }
         if len(set(types.values())) > 1 or AxisType.Manual in types.values():
             raise CollectiveError(
-                f"the axes of the mesh are of different kinds, {types}: where some are left to the "
-                "compiler and some are not, JAX sums gradients by itself. Make all of them Auto or "
-                "all Explicit, or call this inside a shard_map over the axis of the plan"
+                f"the mesh mixes axis types, {types}, and JAX then sums gradients by itself: make "
+                "all axes Auto or all Explicit, or call this inside a shard_map over the axis of "
+                "the plan"
             )
-        others = tuple(name for name in types if name != axis_name)
-        if others and not _compat.NESTS_SHARD_MAPS:
+        other_axes = tuple(name for name in types if name != axis_name)
+        if other_axes and not _compat.NESTS_SHARD_MAPS:
             raise CollectiveError(
-                f"the mesh has axes {others} beside {axis_name!r}, which takes JAX 0.10 or newer"
+                f"a mesh with the axes {other_axes} besides {axis_name!r} needs JAX 0.10 or newer"
             )
         is_explicit = types.get(axis_name) == AxisType.Explicit
-        return Site(_with_devices(mesh, plan, axis_name), axis_name, others, is_explicit)
+        return MeshContext(_with_devices(mesh, plan, axis_name), axis_name, other_axes, is_explicit)
 
-    def specs_of(self, weights: Any, specs: Any) -> Any:
-        """How weights lie: as their types say, or else as given."""
+    def weight_specs(self, weights: PyTree, specs: Specs) -> PyTree:
+        """A spec for each weight: from its type if axes are Explicit, otherwise from `specs`."""
         if self.is_explicit:
             return jax.tree.map(typed_spec, weights)
-        if specs is None and self.others:
+        if specs is None and self.other_axes:
             raise ArgumentError(
-                f"the mesh has axes {self.others} beside {self.axis_name!r}, and nothing says how "
-                "weights lie along them: give specs=jax.tree.map(lambda w: w.sharding, params), "
-                "taken outside jit, or specs=PartitionSpec() for whole weights"
+                f"the mesh has axes {self.other_axes} besides {self.axis_name!r}, and how weights "
+                "are sharded along them is not known here: give specs=jax.tree.map(lambda w: "
+                "w.sharding, params), taken outside jit, or specs=PartitionSpec() for replicated "
+                "weights"
             )
-        lie = spread(WHOLE if specs is None else specs, weights)
-        named = {name for spec in jax.tree.leaves(lie) for part in spec for name in names_in(part)}
+        specs = broadcast_specs(REPLICATED if specs is None else specs, weights)
+        named = {
+            name for spec in jax.tree.leaves(specs) for entry in spec for name in entry_axes(entry)
+        }
         if unknown := named - set(self.mesh.axis_names):
             raise ArgumentError(
                 f"specs name {sorted(unknown)}, and the mesh has axes {self.mesh.axis_names}"
             )
-        return lie
+        return specs
 
     def shard_map(
-        self, run: Callable[..., Any], in_specs: Any, out_specs: Any, out_types: Any
+        self, run: Callable[..., Any], in_specs: Specs, out_specs: Specs, out_types: Specs
     ) -> Callable[..., Any]:
-        """`run` for every rank, the other axes left to the compiler.
+        """Run a function on every rank, and leave the other axes to the compiler.
 
-        `out_types` are the specs of results with those axes, for a mesh that has them Explicit.
-        JAX 0.10 gathers Explicit arrays over axes that a shard_map leaves; so they are Auto here.
+        `out_types` are the specs of results on all axes, used if those are Explicit. JAX 0.10
+        gathers Explicit arrays over axes that a shard_map leaves out, so they become Auto here.
         """
 
         def mapped(*args: Any) -> Any:
-            around = jax.sharding.get_abstract_mesh()  # knows its devices where it was set
+            current = jax.sharding.get_abstract_mesh()  # has devices if it was set
             return jax.shard_map(
                 run,
-                mesh=None if self.axis_name in around.axis_names else self.mesh,
+                mesh=None if self.axis_name in current.axis_names else self.mesh,
                 axis_names={self.axis_name},
                 in_specs=in_specs,
                 out_specs=out_specs,
@@ -274,40 +279,37 @@ class Site:
         if not self.is_explicit:
             return mapped
         mesh = self.mesh.abstract_mesh
-        shardings = spread_shardings(mesh, out_types)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_types, is_leaf=is_spec)
         auto: Callable[..., Any] = jax.sharding.auto_axes(
             mapped, axes=tuple(mesh.axis_names), out_sharding=shardings
         )
         return auto
 
-    def explicit(self, run: Callable[..., Any], types: Any) -> Callable[..., Any]:
-        """`run` with arguments of these types along the other axes, where those were Explicit."""
-        if not (self.is_explicit and self.others):
+    def with_explicit_axes(self, run: Callable[..., Any], types: Specs) -> Callable[..., Any]:
+        """Undo for `run` that `shard_map` made the other axes Auto, if they were Explicit."""
+        if not (self.is_explicit and self.other_axes):
             return run
-        kept = jax.tree.map(lambda spec: only(spec, self.others), types, is_leaf=is_spec)
-        typed: Callable[..., Any] = jax.sharding.explicit_axes(
-            run, axes=self.others, in_sharding=kept
+        in_sharding = jax.tree.map(
+            lambda spec: restrict_spec(spec, self.other_axes), types, is_leaf=is_spec
         )
-        return typed
+        explicit: Callable[..., Any] = jax.sharding.explicit_axes(
+            run, axes=self.other_axes, in_sharding=in_sharding
+        )
+        return explicit
 
 
-def spread_shardings(mesh: Any, specs: Any) -> Any:
-    """Shardings on a mesh in place of specs."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
-
-
-def _mesh_around(axis_name: Any, args: Any) -> Any:
+def _current_mesh(axis_name: AxisName, args: PyTree) -> Any:
     """The mesh of `jax.set_mesh` or of the arguments, if it has the axis."""
     meshes = [jax.sharding.get_abstract_mesh()]
     meshes += [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args)]
     return next((mesh for mesh in meshes if axis_name in mesh.axis_names), None)
 
 
-def _with_devices(mesh: Any, plan: Plan, axis_name: Any) -> Any:
-    """A mesh with the plan's devices, if it has no other axis: JAX then refuses any others."""
+def _with_devices(mesh: Any, plan: PlanLike, axis_name: AxisName) -> Any:
+    """Give a mesh without other axes the plan's devices, so that JAX rejects any others."""
     if isinstance(mesh, jax.sharding.Mesh) or mesh.size > mesh.shape[axis_name]:
         return mesh
     if not plan.topology.devices:
         return mesh
-    devices = plan.jax_mesh(axis_name).devices.reshape(tuple(mesh.shape.values()))
+    devices = plan.jax_mesh(cast(str, axis_name)).devices.reshape(tuple(mesh.shape.values()))
     return jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)

@@ -1,8 +1,8 @@
-"""Precision: in which dtypes leaves are added up and travel; the one place where that is decided.
+"""The dtypes in which leaves are added and sent. Decided here and nowhere else.
 
-Floating leaves of 16 bits or fewer are added in float32, unless `accumulate_dtype` says otherwise.
-Results travel in `wire_dtype`, by default the leaf's own, rounded once by their owner; partial sums
-travel in it where the plan is shallow enough, as `ftmesh.cost.wire_precision` tells.
+Floating-point leaves of 16 bits or fewer are added in float32, unless `accumulate_dtype` says
+otherwise. Results are sent in `wire_dtype`, by default the leaf's own, rounded once by their owner.
+Partial sums are sent in it too if the plan is shallow enough; see `ftmesh.cost.wire_precision`.
 """
 
 from __future__ import annotations
@@ -14,49 +14,62 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ftmesh.cost.wire_precision import FLOATS, WIRES, added_in, partial_sum_dtype
+from ftmesh.cost.wire_precision import (
+    FLOAT_FORMATS,
+    WIRE_DTYPES,
+    accumulation_dtype,
+    partial_sum_dtype,
+)
 from ftmesh.errors import CollectiveError
 from ftmesh.execute.context import Wire
+from ftmesh.execute.types import DTypeLike
 
 DType = np.dtype[Any]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes in which leaves are added up, and in which their sums go to every rank."""
+    """The dtype in which leaves are added, and the one in which their sums are sent."""
 
-    sums: DType
-    results: DType
+    sum_dtype: DType
+    result_dtype: DType
 
     @property
-    def priced_as(self) -> str:
-        """The name of the dtype that planning takes for that of results."""
-        return self.results.name if self.results.name in WIRES else "float32"
+    def planning_dtype(self) -> str:
+        """The name of the dtype for which a plan is chosen."""
+        return self.result_dtype.name if self.result_dtype.name in WIRE_DTYPES else "float32"
 
     def wire(self, depth: int) -> Wire:
-        """How chunks travel, when a sum is so many additions deep."""
-        if self.sums == self.results:
+        """The dtypes on the links, for a plan whose sums are `depth` additions deep."""
+        if self.sum_dtype == self.result_dtype:
             return Wire()
-        partials = self.sums.name
-        if self.results.name in FLOATS:  # of others nothing is known
-            partials = partial_sum_dtype(self.results.name, depth=depth, sums=partials)
-        return Wire(jnp.dtype(partials), self.results)
+        partials = self.sum_dtype.name
+        if self.result_dtype.name in FLOAT_FORMATS:  # the error bound of other dtypes is not known
+            partials = partial_sum_dtype(self.result_dtype.name, depth=depth, sums=partials)
+        return Wire(jnp.dtype(partials), self.result_dtype)
 
 
-def precision(dtype: Any, wire_dtype: Any = None, accumulate_dtype: Any = None) -> Precision:
-    """What the options make of leaves of `dtype`; those that are not floating keep theirs."""
-    wire = _option("wire_dtype", wire_dtype, WIRES)
-    sums = _option("accumulate_dtype", accumulate_dtype, tuple(FLOATS))
+def choose_precision(
+    dtype: DTypeLike,
+    wire_dtype: DTypeLike | None = None,
+    accumulate_dtype: DTypeLike | None = None,
+) -> Precision:
+    """The precision of leaves of `dtype`. Leaves that are not floating-point keep their dtype."""
+    wire = _check_dtype("wire_dtype", wire_dtype, WIRE_DTYPES)
+    sum_dtype = _check_dtype("accumulate_dtype", accumulate_dtype, tuple(FLOAT_FORMATS))
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, np.floating):
         return Precision(dtype, dtype)
-    sums = sums or jnp.dtype(added_in(dtype.name) if dtype.name in FLOATS else "float32")
-    results = wire or dtype
-    return Precision(sums, results if results.itemsize < sums.itemsize else sums)
+    if sum_dtype is None:
+        sum_dtype = jnp.dtype(
+            accumulation_dtype(dtype.name) if dtype.name in FLOAT_FORMATS else "float32"
+        )
+    result_dtype = wire or dtype
+    is_narrower = result_dtype.itemsize < sum_dtype.itemsize
+    return Precision(sum_dtype, result_dtype if is_narrower else sum_dtype)
 
 
-def _option(name: str, given: Any, allowed: tuple[str, ...]) -> DType | None:
-    """A dtype that was given for some purpose, if it is one that can serve it."""
+def _check_dtype(name: str, given: DTypeLike | None, allowed: tuple[str, ...]) -> DType | None:
     if given is None:
         return None
     try:
@@ -68,5 +81,7 @@ def _option(name: str, given: Any, allowed: tuple[str, ...]) -> DType | None:
             f"{name} must be a floating dtype, one of {', '.join(allowed)}; it is {given!r}"
         )
     if dtype.itemsize > 4 and not jax.config.jax_enable_x64:
-        raise CollectiveError(f"{name} is {dtype.name}, which JAX has only with jax_enable_x64")
+        raise CollectiveError(
+            f"{name} is {dtype.name}, which JAX supports only with jax_enable_x64"
+        )
     return dtype

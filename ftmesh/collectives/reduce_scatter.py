@@ -1,48 +1,58 @@
-"""Blocks: `psum_scatter` and `all_gather` as in `jax.lax`, on a plan.
+"""Reduce-scatter and all-gather, along the routes of a plan.
 
-Each takes its half of the schedule where every rank owns as many chunks as any other, and the whole
-schedule otherwise.
+`psum_scatter` and `all_gather` are those of `jax.lax`. If every rank owns the same number of
+chunks, each runs its phase of the schedule alone; otherwise it runs the whole all-reduce.
 
-Owners: the two halves of an all-reduce by themselves, with the owners of chunks in between.
+`reduce_to_owners` and `gather_from_owners` leave chunks with the ranks that own them in the
+schedule, whatever their number: sharded optimizers use these.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ftmesh.collectives.partitioning import gathered, on_pieces, scattered
-from ftmesh.collectives.precision import Precision, precision
-from ftmesh.collectives.validation import as_summand, axis_of, countable, the_axis
+from ftmesh.collectives.partitioning import gather_spec, map_local_shards, scatter_spec
+from ftmesh.collectives.precision import Precision, choose_precision
+from ftmesh.collectives.validation import as_numbers, as_operand, check_call
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat, primitives
 from ftmesh.execute.lowering import Program
+from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
 from ftmesh.layout.buckets import chunk_shape, pack, unpack
-
-if TYPE_CHECKING:
-    from ftmesh.planning.plan import Plan
 
 
 def psum_scatter(
-    x: Any,
-    axis_name: Any,
+    x: PyTree,
+    axis_name: AxisName,
     *,
     scatter_dimension: int = 0,
     axis_index_groups: None = None,
     tiled: bool = False,
-    plan: Plan,
-    wire_dtype: Any = None,
-    accumulate_dtype: Any = None,
-    specs: Any = None,
-) -> Any:
-    """Each rank's block of the sum, as `jax.lax.psum_scatter`; see `psum` for dtypes and `specs`.
+    plan: PlanLike,
+    wire_dtype: DTypeLike | None = None,
+    accumulate_dtype: DTypeLike | None = None,
+    specs: Specs = None,
+) -> PyTree:
+    """Sum `x` over all ranks and give each rank its block, as `jax.lax.psum_scatter` does.
 
-    A leaf that is cut along another axis in the dimension that is scattered is gathered over it.
+    Args:
+        x: An array or a pytree of arrays. A leaf that is sharded along another mesh axis in
+            `scatter_dimension` is gathered over that axis first.
+        axis_name: The mesh axis that `plan` was made for.
+        scatter_dimension: The dimension that is split among the ranks.
+        axis_index_groups: Not supported.
+        tiled: Whether the dimension stays, shorter by the number of ranks, as in lax.
+        plan: A plan without idle devices. An algorithm without a reduce-scatter phase is replaced
+            by one that has it (`Plan.with_reduce_scatter`).
+        wire_dtype: As for `psum`.
+        accumulate_dtype: As for `psum`.
+        specs: As for `psum`.
 
     >>> import ftmesh
     >>> from ftmesh.testing import on_one_device
@@ -51,44 +61,55 @@ def psum_scatter(
     >>> run(jnp.arange(16).reshape(4, 4)).tolist()
     [24, 28, 32, 36]
     """
-    axis_name = the_axis(axis_name, axis_index_groups, plan, "psum_scatter", whole=True)
+    axis_name = check_call("psum_scatter", axis_name, axis_index_groups, plan, needs_all_ranks=True)
     program = plan.with_reduce_scatter.program
-    size = program.num_ranks
+    num_ranks = program.num_ranks
 
-    def one(leaf: Any) -> Any:
+    def scatter(leaf: Any) -> jax.Array:
         if jnp.result_type(leaf) == np.bool_:
-            raise CollectiveError("psum_scatter takes no booleans, as lax's does not: cast them")
-        leaf = as_summand(leaf, axis_name)
-        _check_blocks(leaf.shape, scatter_dimension, size, tiled)
+            raise CollectiveError("psum_scatter takes no booleans, as in lax: cast them")
+        leaf = as_operand(leaf, axis_name)
+        _check_divisible(leaf.shape, scatter_dimension, num_ranks, tiled)
         shape = list(leaf.shape)
-        length = shape[scatter_dimension] // size
-        shape[scatter_dimension : scatter_dimension + 1] = [size, length]
+        length = shape[scatter_dimension] // num_ranks
+        shape[scatter_dimension : scatter_dimension + 1] = [num_ranks, length]
         blocks = jnp.moveaxis(leaf.reshape(shape), scatter_dimension, 0)
-        kind = precision(leaf.dtype, wire_dtype, accumulate_dtype)
-        mine = blocks[0]
+        precision = choose_precision(leaf.dtype, wire_dtype, accumulate_dtype)
+        block = blocks[0]
         if leaf.size:
-            mine = _scatter_blocks(blocks.astype(kind.sums), axis_name, program, kind)
-        mine = _compat.weak_as(mine.astype(leaf.dtype), leaf)
-        return mine if tiled else jnp.squeeze(mine, scatter_dimension)
+            block = _scatter_blocks(
+                blocks.astype(precision.sum_dtype), axis_name, program, precision
+            )
+        block = _compat.weak_as(block.astype(leaf.dtype), leaf)
+        return block if tiled else jnp.squeeze(block, scatter_dimension)
 
-    change = scattered(scatter_dimension, tiled=tiled)
-    return on_pieces(partial(jax.tree.map, one), x, specs, change=change)
+    change = scatter_spec(scatter_dimension, tiled=tiled)
+    return map_local_shards(partial(jax.tree.map, scatter), x, specs, change=change)
 
 
 def all_gather(
-    x: Any,
-    axis_name: Any,
+    x: PyTree,
+    axis_name: AxisName,
     *,
     axis_index_groups: None = None,
     axis: int = 0,
     tiled: bool = False,
-    plan: Plan,
-    specs: Any = None,
-) -> Any:
-    """Every rank's `x`, as `jax.lax.all_gather`; see `psum_scatter` for `specs`.
+    plan: PlanLike,
+    specs: Specs = None,
+) -> PyTree:
+    """Give every rank the `x` of all ranks, as `jax.lax.all_gather` does.
 
-    Where the whole schedule is taken, zeros are added to each value; some processors round
-    denormal numbers to zero in that.
+    If the whole all-reduce runs, zeros are added to each value, and some processors flush denormal
+    numbers to zero in that.
+
+    Args:
+        x: An array or a pytree of arrays.
+        axis_name: The mesh axis that `plan` was made for.
+        axis_index_groups: Not supported.
+        axis: The dimension of the result along which ranks are stacked.
+        tiled: Whether ranks are concatenated along an existing dimension, as in lax.
+        plan: As for `psum_scatter`.
+        specs: As for `psum_scatter`.
 
     >>> import ftmesh
     >>> from ftmesh.testing import on_one_device
@@ -96,236 +117,250 @@ def all_gather(
     >>> on_one_device(lambda x: all_gather(x, "data", plan=plan))(jnp.arange(4))[2].tolist()
     [0, 1, 2, 3]
     """
-    axis_name = the_axis(axis_name, axis_index_groups, plan, "all_gather", whole=True)
+    axis_name = check_call("all_gather", axis_name, axis_index_groups, plan, needs_all_ranks=True)
     program = plan.with_reduce_scatter.program
-    size = program.num_ranks
+    num_ranks = program.num_ranks
 
-    def one(leaf: Any) -> Any:
+    def gather(leaf: Any) -> jax.Array:
         leaf = _as_varying(jnp.asarray(leaf), axis_name, program)
-        where = axis_of(axis, leaf.ndim if tiled else leaf.ndim + 1, "the axis of all_gather")
-        every = jnp.broadcast_to(leaf, (size, *leaf.shape))
+        ndim = leaf.ndim if tiled else leaf.ndim + 1
+        if not -ndim <= axis < ndim:
+            raise CollectiveError(
+                f"the axis of all_gather is {axis}, and must be from {-ndim} to {ndim - 1}"
+            )
+        stacked = jnp.broadcast_to(leaf, (num_ranks, *leaf.shape))
         if leaf.size:
-            flat = countable(jnp.ravel(leaf))
-            kind = precision(flat.dtype)
-            flat = flat.astype(kind.sums)  # as the derivative is added up
-            every = _gather_blocks(flat, axis_name, program, kind).reshape(every.shape)
-        every = jnp.moveaxis(_compat.weak_as(every.astype(leaf.dtype), leaf), 0, where)
+            flat = as_numbers(jnp.ravel(leaf))
+            precision = choose_precision(flat.dtype)
+            flat = flat.astype(precision.sum_dtype)  # the dtype in which the derivative is summed
+            stacked = _gather_blocks(flat, axis_name, program, precision).reshape(stacked.shape)
+        stacked = _compat.weak_as(stacked.astype(leaf.dtype), leaf)
+        stacked = jnp.moveaxis(stacked, 0, axis % ndim)
         if not tiled:
-            return every
+            return stacked
         shape = list(leaf.shape)
-        shape[where] *= size
-        return every.reshape(shape)
+        shape[axis] *= num_ranks
+        return stacked.reshape(shape)
 
-    change = gathered(axis, tiled=tiled)
-    return on_pieces(partial(jax.tree.map, one), x, specs, change=change)
-
-
-def _as_varying(leaf: jax.Array, axis_name: Any, program: Program) -> jax.Array:
-    """A leaf as one that may differ along the axis, whose gradient the plan sums, and not JAX."""
-    is_same = _compat.checks_varying() and axis_name not in _compat.varying_axes(leaf)
-    if not is_same or not leaf.size or not jnp.issubdtype(leaf.dtype, np.inexact):
-        return _compat.as_varying(leaf, axis_name)
-    kind = precision(leaf.dtype)
-    buffer = pack([leaf.astype(kind.sums)], program.num_chunks)
-    (spread,) = unpack(
-        primitives.spread(buffer, axis_name=axis_name, program=program), [leaf.shape]
-    )
-    return _compat.weak_as(spread.astype(leaf.dtype), leaf)
-
-
-def _check_blocks(shape: tuple[int, ...], dimension: int, size: int, tiled: bool) -> None:
-    """Refuses what cannot be cut into a block for each rank."""
-    if not 0 <= dimension < len(shape):
-        raise CollectiveError(
-            f"scatter_dimension is {dimension}, and must be from 0 to {len(shape) - 1} for shape "
-            f"{shape}: as in lax, it is not counted from the end"
-        )
-    length = shape[dimension]
-    if length % size or (not tiled and length != size):
-        rule = f"a multiple of {size}" if tiled else f"{size}"
-        raise CollectiveError(
-            f"psum_scatter(tiled={tiled}) of shape {shape}: dimension {dimension} has size "
-            f"{length}, and must have {rule}, the number of ranks"
-        )
-
-
-def _scatter_blocks(
-    blocks: jax.Array, axis_name: Any, program: Program, kind: Precision
-) -> jax.Array:
-    """The block of this rank of the sum of ``blocks[rank, ...]``."""
-    wire = kind.wire(program.depth)
-    if not program.owns_evenly:
-        buffer = pack([blocks], program.num_chunks, kind.results.itemsize)
-        total = primitives.sum_varying(buffer, axis_name=axis_name, program=program, wire=wire)
-        (every,) = unpack(total, [blocks.shape])
-        return lax.dynamic_index_in_dim(every, lax.axis_index(axis_name), keepdims=False)
-    owned = program.owned
-    parts = jax.vmap(lambda block: pack([block], owned.shape[1]))(blocks)
-    parts = parts.reshape(program.num_chunks, *parts.shape[2:])
-    buffer = parts[np.argsort(owned.reshape(-1))]
-    buffer = primitives.reduce_scatter(buffer, axis_name=axis_name, program=program, wire=wire)
-    (mine,) = unpack(own_chunks(buffer, axis_name, program), [blocks.shape[1:]])
-    return mine
-
-
-def _gather_blocks(
-    block: jax.Array, axis_name: Any, program: Program, kind: Precision
-) -> jax.Array:
-    """Every rank's vector, ``[rank, element]``."""
-    size = program.num_ranks
-    wire = kind.wire(program.depth)
-    if not program.owns_evenly:
-        # Minus zero is what leaves every number as it is when added.
-        nothing: Any = -0.0 if jnp.issubdtype(block.dtype, np.inexact) else 0
-        if jnp.issubdtype(block.dtype, np.complexfloating):
-            nothing = complex(-0.0, -0.0)
-        placed = jnp.full((size, block.size), nothing, block.dtype)
-        placed = lax.dynamic_update_index_in_dim(
-            _compat.varying_as(placed, block), block, lax.axis_index(axis_name), 0
-        )
-        buffer = pack([placed], program.num_chunks, kind.results.itemsize)
-        total = primitives.sum_varying(buffer, axis_name=axis_name, program=program, wire=wire)
-        (every,) = unpack(total, [placed.shape])
-        return every
-    owned = program.owned
-    chunks = pack([block], owned.shape[1], kind.results.itemsize)
-    buffer = place_chunks(chunks, axis_name, program)
-    buffer = primitives.all_gather(buffer, axis_name=axis_name, program=program, wire=wire)
-    return buffer[owned.reshape(-1)].reshape(size, -1)[:, : block.size]
-
-
-if TYPE_CHECKING:
-    from ftmesh.planning.plan import Plan
+    change = gather_spec(axis, tiled=tiled)
+    return map_local_shards(partial(jax.tree.map, gather), x, specs, change=change)
 
 
 def reduce_to_owners(
     x: jax.Array,
-    axis_name: Any,
+    axis_name: AxisName,
     *,
-    plan: Plan,
+    plan: PlanLike,
     mean: bool = False,
-    wire_dtype: Any = None,
-    accumulate_dtype: Any = None,
-) -> Any:
-    """The sum of a vector, left with the owners of the schedule's chunks: for sharded optimizers.
+    wire_dtype: DTypeLike | None = None,
+    accumulate_dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """Sum a vector over all live ranks, and leave each chunk with its owner.
 
-    Returns a vector as long at every rank: this rank's chunks of the sum in ascending order, and
-    zeros behind them at ranks that own fewer than others, or none at all. With `mean` it is the
-    mean over all live ranks, divided before it is rounded. The dtypes are as for `psum`.
+    Args:
+        x: A vector.
+        axis_name: The mesh axis that `plan` was made for.
+        plan: A plan whose algorithm, or a replacement of it, has a reduce-scatter phase.
+        mean: Divide by the number of live ranks, before rounding.
+        wire_dtype: As for `psum`.
+        accumulate_dtype: As for `psum`.
+
+    Returns:
+        The chunks that this rank owns, in ascending order, as a vector. Its length is the same on
+        all ranks: zeros pad it on ranks that own fewer chunks, or none.
     """
-    axis_name = the_axis(axis_name, None, plan, "reduce_to_owners")
+    axis_name = check_call("reduce_to_owners", axis_name, None, plan)
     plan = plan.with_reduce_scatter
-    program = plan.program
-    check_owned(plan)
-    x = as_summand(x, axis_name)
+    check_has_owners(plan)
+    x = as_operand(x, axis_name)
     if x.ndim != 1:
         raise CollectiveError(
             f"reduce_to_owners takes a vector, not an array of shape {x.shape}: give it x.ravel(), "
-            "and shape what gather_from_owners returns"
+            "and reshape what gather_from_owners returns"
         )
-    mine = scatter_chunks(
-        pack([x], program.num_chunks),
+    chunks = scatter_chunks(
+        pack([x], plan.program.num_chunks),
         axis_name,
         plan=plan,
         mean=mean,
         wire_dtype=wire_dtype,
         accumulate_dtype=accumulate_dtype,
     )
-    return mine.reshape(-1)
-
-
-def scatter_chunks(
-    buffer: jax.Array,
-    axis_name: Any,
-    *,
-    plan: Plan,
-    mean: bool = False,
-    wire_dtype: Any = None,
-    accumulate_dtype: Any = None,
-) -> jax.Array:
-    """The chunks that this rank owns of the sum of buffers; see `reduce_to_owners`."""
-    program = plan.with_reduce_scatter.program
-    kind = precision(buffer.dtype, wire_dtype, accumulate_dtype)
-    mine = own_chunks(
-        primitives.reduce_scatter(
-            buffer.astype(kind.sums),
-            axis_name=axis_name,
-            program=program,
-            wire=kind.wire(program.depth),
-        ),
-        axis_name,
-        program,
-    )
-    if mean:
-        mine = mine / len(program.live)
-    return mine.astype(buffer.dtype) if jnp.issubdtype(buffer.dtype, jnp.inexact) else mine
+    return chunks.reshape(-1)
 
 
 def gather_from_owners(
-    shard: jax.Array, axis_name: Any, *, plan: Plan, size: int, wire_dtype: Any = None
-) -> Any:
-    """The inverse of `reduce_to_owners`: a vector of `size` elements put together at every rank.
+    shard: jax.Array,
+    axis_name: AxisName,
+    *,
+    plan: PlanLike,
+    size: int,
+    wire_dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """Gather on every rank the vector that `reduce_to_owners` left with the owners.
 
-    It travels in `wire_dtype`, rounded once, or as it is.
+    Args:
+        shard: What `reduce_to_owners` returned, or a vector of that shape.
+        axis_name: The mesh axis that `plan` was made for.
+        plan: The plan given to `reduce_to_owners`.
+        size: The number of elements of the whole vector.
+        wire_dtype: The dtype in which elements are sent, rounded once; their own by default.
     """
-    axis_name = the_axis(axis_name, None, plan, "gather_from_owners")
+    axis_name = check_call("gather_from_owners", axis_name, None, plan)
     plan = plan.with_reduce_scatter
-    program = plan.program
-    check_owned(plan)
-    chunks = shard.reshape(-1, *_shape_of_chunks(shard, size, program))
+    check_has_owners(plan)
+    chunks = shard.reshape(-1, *_find_chunk_shape(shard, size, plan.program))
     buffer = gather_chunks(chunks, axis_name, plan=plan, wire_dtype=wire_dtype)
     return buffer.reshape(-1)[:size]
 
 
-def gather_chunks(
-    chunks: jax.Array, axis_name: Any, *, plan: Plan, wire_dtype: Any = None
+def scatter_chunks(
+    buffer: jax.Array,
+    axis_name: AxisName,
+    *,
+    plan: PlanLike,
+    mean: bool = False,
+    wire_dtype: DTypeLike | None = None,
+    accumulate_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The buffer of which every rank has its chunks; see `gather_from_owners`."""
+    """Sum a packed buffer, and return the chunks that this rank owns. See `reduce_to_owners`."""
     program = plan.with_reduce_scatter.program
-    kind = precision(chunks.dtype, wire_dtype)
-    buffer = primitives.gather_invariant(
-        place_chunks(chunks.astype(kind.sums), axis_name, program),  # as its derivative is added up
+    precision = choose_precision(buffer.dtype, wire_dtype, accumulate_dtype)
+    sums = primitives.reduce_scatter(
+        buffer.astype(precision.sum_dtype),
         axis_name=axis_name,
         program=program,
-        wire=kind.wire(program.depth),
+        wire=precision.wire(program.depth),
+    )
+    chunks = take_owned_chunks(sums, axis_name, program)
+    if mean:
+        chunks = chunks / len(program.live)
+    return chunks.astype(buffer.dtype) if jnp.issubdtype(buffer.dtype, jnp.inexact) else chunks
+
+
+def gather_chunks(
+    chunks: jax.Array,
+    axis_name: AxisName,
+    *,
+    plan: PlanLike,
+    wire_dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """Gather the buffer of which every rank has its own chunks. See `gather_from_owners`."""
+    program = plan.with_reduce_scatter.program
+    precision = choose_precision(chunks.dtype, wire_dtype)
+    wide = chunks.astype(precision.sum_dtype)  # the dtype in which the derivative is summed
+    buffer = primitives.gather_invariant(
+        put_owned_chunks(wide, axis_name, program),
+        axis_name=axis_name,
+        program=program,
+        wire=precision.wire(program.depth),
     )
     return buffer.astype(chunks.dtype)
 
 
-def _shape_of_chunks(shard: jax.Array, size: int, program: Program) -> tuple[int, int]:
-    """The shape in which `reduce_to_owners` left each chunk, whatever dtype the vector had then."""
+def check_has_owners(plan: PlanLike) -> None:
+    """Raise CollectiveError if the schedule has no reduce-scatter phase."""
+    if plan.program.owner is None:
+        raise CollectiveError(
+            f"algorithm {plan.algorithm!r} has no reduce-scatter phase, so no rank owns a chunk "
+            "and nothing can be sharded: plan with one that has, such as 'ring' or 'row_pair'"
+        )
+
+
+def take_owned_chunks(buffer: jax.Array, axis_name: AxisName, program: Program) -> jax.Array:
+    """The chunks of this rank, with zeros for those it has fewer than other ranks."""
+    owned = jnp.asarray(program.owned)[lax.axis_index(axis_name)]
+    return jnp.take(buffer, owned, axis=0, mode="fill", fill_value=0)
+
+
+def put_owned_chunks(chunks: jax.Array, axis_name: AxisName, program: Program) -> jax.Array:
+    """A buffer with this rank's chunks in place, for an all-gather to fill in the others.
+
+    The rest is uninitialised: the all-gather writes all of it on live ranks, and on a TPU zeros
+    would take as long as packing. Idle ranks receive nothing, so with them the rest is zeros.
+    """
+    owned = jnp.asarray(program.owned)[lax.axis_index(axis_name)]
+    make = lax.empty if len(program.live) == program.num_ranks else jnp.zeros
+    buffer = make((program.num_chunks, *chunks.shape[1:]), chunks.dtype)
+    return _compat.varying_as(buffer, chunks).at[owned].set(chunks, mode="drop")
+
+
+def _scatter_blocks(
+    blocks: jax.Array, axis_name: AxisName, program: Program, precision: Precision
+) -> jax.Array:
+    """The block of this rank, of the sum of ``blocks[rank, ...]``."""
+    wire = precision.wire(program.depth)
+    if not program.owns_evenly:
+        buffer = pack([blocks], program.num_chunks, precision.result_dtype.itemsize)
+        total = primitives.sum_varying(buffer, axis_name=axis_name, program=program, wire=wire)
+        (sums,) = unpack(total, [blocks.shape])
+        return lax.dynamic_index_in_dim(sums, lax.axis_index(axis_name), keepdims=False)
+    owned = program.owned
+    parts = jax.vmap(lambda block: pack([block], owned.shape[1]))(blocks)
+    parts = parts.reshape(program.num_chunks, *parts.shape[2:])
+    buffer = parts[np.argsort(owned.reshape(-1))]
+    buffer = primitives.reduce_scatter(buffer, axis_name=axis_name, program=program, wire=wire)
+    (block,) = unpack(take_owned_chunks(buffer, axis_name, program), [blocks.shape[1:]])
+    return block
+
+
+def _gather_blocks(
+    block: jax.Array, axis_name: AxisName, program: Program, precision: Precision
+) -> jax.Array:
+    """The vector of every rank, ``[rank, element]``."""
+    num_ranks = program.num_ranks
+    wire = precision.wire(program.depth)
+    if not program.owns_evenly:
+        # Adding minus zero leaves every number unchanged, plus zero does not (-0.0 + 0.0 = 0.0).
+        zero: Any = -0.0 if jnp.issubdtype(block.dtype, np.inexact) else 0
+        if jnp.issubdtype(block.dtype, np.complexfloating):
+            zero = complex(-0.0, -0.0)
+        blocks = _compat.varying_as(jnp.full((num_ranks, block.size), zero, block.dtype), block)
+        blocks = lax.dynamic_update_index_in_dim(blocks, block, lax.axis_index(axis_name), 0)
+        buffer = pack([blocks], program.num_chunks, precision.result_dtype.itemsize)
+        total = primitives.sum_varying(buffer, axis_name=axis_name, program=program, wire=wire)
+        (gathered,) = unpack(total, [blocks.shape])
+        return gathered
+    owned = program.owned
+    chunks = pack([block], owned.shape[1], precision.result_dtype.itemsize)
+    buffer = put_owned_chunks(chunks, axis_name, program)
+    buffer = primitives.all_gather(buffer, axis_name=axis_name, program=program, wire=wire)
+    return buffer[owned.reshape(-1)].reshape(num_ranks, -1)[:, : block.size]
+
+
+def _as_varying(leaf: jax.Array, axis_name: AxisName, program: Program) -> jax.Array:
+    """Mark a replicated leaf as varying, so that the plan and not JAX sums its gradient."""
+    is_replicated = _compat.checks_varying() and axis_name not in _compat.varying_axes(leaf)
+    if not is_replicated or not leaf.size or not jnp.issubdtype(leaf.dtype, np.inexact):
+        return _compat.as_varying(leaf, axis_name)
+    buffer = pack([leaf.astype(choose_precision(leaf.dtype).sum_dtype)], program.num_chunks)
+    spread = primitives.spread(buffer, axis_name=axis_name, program=program)
+    (varying,) = unpack(spread, [leaf.shape])
+    return _compat.weak_as(varying.astype(leaf.dtype), leaf)
+
+
+def _check_divisible(shape: tuple[int, ...], dimension: int, num_ranks: int, tiled: bool) -> None:
+    if not 0 <= dimension < len(shape):
+        raise CollectiveError(
+            f"scatter_dimension is {dimension}, and must be from 0 to {len(shape) - 1} for shape "
+            f"{shape}: as in lax, it is not counted from the end"
+        )
+    length = shape[dimension]
+    if length % num_ranks or (not tiled and length != num_ranks):
+        rule = f"a multiple of {num_ranks}" if tiled else f"{num_ranks}"
+        raise CollectiveError(
+            f"psum_scatter(tiled={tiled}) of shape {shape}: dimension {dimension} has size "
+            f"{length}, and must have {rule}, the number of ranks"
+        )
+
+
+def _find_chunk_shape(shard: jax.Array, size: int, program: Program) -> tuple[int, int]:
+    """The shape that `reduce_to_owners` gave each chunk, for any dtype the vector had then."""
     shapes = {chunk_shape(size, program.num_chunks, itemsize) for itemsize in (1, 2, 4, 8)}
     for rows, width in shapes:
         if shard.shape == (program.owned.shape[1] * rows * width,):
             return rows, width
     raise CollectiveError(
-        f"a shard of shape {shard.shape} is not one of a vector of {size} elements on this plan: "
-        "give what reduce_to_owners returned, and the size of what it was given"
+        f"a shard of shape {shard.shape} does not belong to a vector of {size} elements on this "
+        "plan: give what reduce_to_owners returned, and the size of the vector it was given"
     )
-
-
-def check_owned(plan: Plan) -> None:
-    """Refuses a plan whose schedule has no halves."""
-    if plan.program.owner is None:
-        raise CollectiveError(
-            f"algorithm {plan.algorithm!r} has no reduce-scatter half, so nobody owns a chunk and "
-            "nothing can be sharded: plan with one that has, such as 'ring' or 'row_pair'"
-        )
-
-
-def own_chunks(buffer: jax.Array, axis_name: Any, program: Program) -> jax.Array:
-    """The chunks of this rank; zeros in place of those it has fewer of than other ranks."""
-    mine = jnp.asarray(program.owned)[lax.axis_index(axis_name)]
-    return jnp.take(buffer, mine, axis=0, mode="fill", fill_value=0)
-
-
-def place_chunks(chunks: jax.Array, axis_name: Any, program: Program) -> jax.Array:
-    """A buffer with this rank's chunks in their places, for an all-gather to put the others in.
-
-    Elsewhere it has anything, as all of it is written at every live rank, and a TPU takes as long
-    to fill it as to pack it. Idle ranks get nothing: where there are any it has zeros.
-    """
-    mine = jnp.asarray(program.owned)[lax.axis_index(axis_name)]
-    make = lax.empty if len(program.live) == program.num_ranks else jnp.zeros
-    buffer = make((program.num_chunks, *chunks.shape[1:]), chunks.dtype)
-    return _compat.varying_as(buffer, chunks).at[mine].set(chunks, mode="drop")

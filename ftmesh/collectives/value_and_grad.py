@@ -1,12 +1,10 @@
-"""Losses: `jax.value_and_grad` over the whole batch, where every rank has a share of it.
+"""`jax.value_and_grad` over the whole batch, each rank computing its share of the examples.
 
-    loss, grads = plan.value_and_grad(loss_of)(params, images, labels)
+    loss, grads = plan.value_and_grad(loss_fn)(params, images, labels)
 
-is `jax.value_and_grad(loss_of)(params, images, labels)`, for loops that say nowhere how gradients
-are to be summed: inside jit JAX would put its own sum in. Where the axis is bound, as in shard_map
-and pmap, it is `jax.value_and_grad` of this rank's examples and a `plan.pmean` of both.
-
-In jit: a loss over a whole batch, no axis bound; every rank takes its share of the examples.
+gives what ``jax.value_and_grad(loss_fn)(params, images, labels)`` gives. In jit, JAX would insert
+its own all-reduce; here the plan's is used. Where the axis is bound, as in shard_map and pmap, it
+is `jax.value_and_grad` of this rank's examples followed by `plan.pmean`.
 """
 
 from __future__ import annotations
@@ -14,22 +12,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ftmesh.collectives.aux_outputs import Auxiliary
-from ftmesh.collectives.local_loss import Examples, Loss, OverRanks, check_bound, means_of_rank
-from ftmesh.collectives.partitioning import WHOLE, Site, only, typed_spec
+from ftmesh.collectives.all_reduce import BUCKET_BYTES
+from ftmesh.collectives.aux_outputs import AuxReduction
+from ftmesh.collectives.local_loss import (
+    LocalExamples,
+    Loss,
+    MeanOverRanks,
+    check_bound_axis,
+    mean_value_and_grads,
+)
+from ftmesh.collectives.partitioning import REPLICATED, MeshContext, restrict_spec, typed_spec
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
-from ftmesh.layout.batch_shares import Shares
-
-if TYPE_CHECKING:
-    from ftmesh.planning.plan import Plan
+from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
+from ftmesh.layout.batch_shares import BatchShares
 
 
 def value_and_grad(
@@ -37,99 +40,114 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    plan: Plan,
-    axis_name: Any = "data",
+    plan: PlanLike,
+    axis_name: AxisName = "data",
     weighted: bool = False,
     replicated: int | Sequence[int] = (),
-    specs: Any = None,
+    specs: Specs = None,
     mesh: Any = None,
-    reduce_aux: Callable[[Any], Any] | None = None,
-    **options: Any,
+    reduce_aux: Callable[[PyTree], PyTree] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    wire_dtype: DTypeLike | None = None,
+    accumulate_dtype: DTypeLike | None = None,
 ) -> Callable[..., Any]:
-    """A function as `jax.value_and_grad` makes it, with means over all examples made by the plan.
+    """Return a function as `jax.value_and_grad` does, with means over all examples on the plan.
 
-    `loss` is given some of the examples and returns the mean over those; or a vector, one number
-    for each of them, and then the batch may be of any size. With `weighted` it returns ``(sum,
-    weight)``, two numbers or two such vectors, and the value is the sum of sums over the sum of
-    weights; to the derivative weights are constants. Keyword arguments go to it as they are.
-    `options` are those of `ftmesh.pmean`; its buckets and slabs are for gradients of weights that
-    every rank has, and not of those that are cut along `axis_name`.
+    In jit, where the axis is not bound, arguments are whole arrays: weights and `replicated`
+    arguments go to every rank, and ranks share the first dimension of all others, the batch. Where
+    the axis is bound, arguments are those of this rank.
 
-    Where the axis is not bound, in jit: arguments are whole arrays. What is differentiated by, and
-    the arguments `replicated`, go whole to every rank; all others are the batch, and ranks have
-    shares of their first dimension. `mesh` is the mesh to run on: unless given, that of
-    `jax.set_mesh`, or of the arguments, or the plan's own. Axes other than `axis_name` stay as they
-    are. `specs` then say how weights are cut along them: a spec or sharding, or a pytree of them,
-    as for `jax.device_put`; each device sums its own piece. Weights that are cut along `axis_name`
-    as well are gathered by the plan, and their gradients scattered. Explicit axes need no `specs`.
+    Args:
+        loss: Called with some of the examples. Returns their mean, or a vector with one number for
+            each; only with a vector may the batch have any size. Keyword arguments go to it as
+            they are.
+        argnums: The arguments to differentiate by, the weights.
+        has_aux: Whether `loss` returns ``(loss, aux)``. In jit, arrays of aux with a row for each
+            example are put together. Others that depend on the batch, such as batch statistics, are
+            averaged over ranks, even if they are sums or maxima. Where the axis is bound, aux is
+            the rank's own.
+        plan: The plan that averages values and gradients.
+        axis_name: The mesh axis of the plan.
+        weighted: Whether `loss` returns ``(sum, weight)``, two numbers or two vectors. The value
+            is the sum of sums over the sum of weights. Weights count as constants in the
+            derivative.
+        replicated: Further arguments that every rank gets whole, such as a random key.
+        specs: How weights are sharded: a spec or sharding, or a pytree of them, as for
+            `jax.device_put`. Each device sums its own shard along other axes. Weights that are
+            sharded along `axis_name` are gathered by the plan, and their gradients are scattered.
+            Explicit axes need no `specs`.
+        mesh: The mesh to run on in jit. By default that of `jax.set_mesh`, of the arguments, or of
+            the plan. Arrays stay sharded along axes other than `axis_name`.
+        reduce_aux: Called on each rank with its aux; returns what is the same on all ranks.
+        bucket_bytes: As for `ftmesh.pmean`. Does not apply to weights sharded along `axis_name`.
+        wire_dtype: As for `ftmesh.pmean`.
+        accumulate_dtype: As for `ftmesh.pmean`.
 
-    With `has_aux` the loss returns ``(loss, aux)``. In jit, arrays of aux with a row for each
-    example are put together, and others that depend on the batch, as batch statistics do, are means
-    over ranks, also where for the batch they would be sums, or largest numbers. `reduce_aux`, if
-    given, is called by each rank with its aux instead, and makes of it what is the same everywhere.
-    Where the axis is bound aux is the rank's own, unless `reduce_aux` is given.
+    Raises:
+        ArgumentError: When called, if it is not clear which arguments are the batch, or if ranks
+            cannot compute their part of the result from their share of it.
     """
-    by = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    whole = (replicated,) if isinstance(replicated, int) else tuple(replicated)
-    ranks = OverRanks(plan, axis_name, options)
+    weight_argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    replicated = (replicated,) if isinstance(replicated, int) else tuple(replicated)
+    ranks = MeanOverRanks(plan, axis_name, bucket_bytes, wire_dtype, accumulate_dtype)
     specs = (specs,) if isinstance(argnums, int) and specs is not None else specs
 
     @wraps(loss)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        roles = Roles.of(len(args), by, whole)
-        of = Loss(loss, kwargs, roles.by, has_aux=has_aux, weighted=weighted)
+    def run(*args: PyTree, **kwargs: Any) -> Any:
+        roles = ArgumentRoles.assign(len(args), weight_argnums, replicated)
+        known = Loss(loss, kwargs, roles.weights, has_aux=has_aux, weighted=weighted)
         if _compat.axis_exists(axis_name):
-            check_bound(axis_name, specs, mesh)
-            value, grads, aux = means_of_rank(of, ranks, args, specs)
+            check_bound_axis(axis_name, specs, mesh)
+            value, grads, aux = mean_value_and_grads(known, ranks, args, specs)
             aux = aux if reduce_aux is None else reduce_aux(aux)
         else:
-            value, grads, aux = over_whole_batch(
-                of, ranks, roles, args, specs=specs, mesh=mesh, reduce_aux=reduce_aux
+            value, grads, aux = _over_whole_batch(
+                known, ranks, roles, args, specs=specs, mesh=mesh, reduce_aux=reduce_aux
             )
-        found = grads[0] if isinstance(argnums, int) else grads
-        return ((value, aux), found) if has_aux else (value, found)
+        grad = grads[0] if isinstance(argnums, int) else grads
+        return ((value, aux), grad) if has_aux else (value, grad)
 
     return run
 
 
 @dataclass(frozen=True)
-class Roles:
-    """Which arguments of a loss are weights, which are the same for all ranks, which the batch."""
+class ArgumentRoles:
+    """Which arguments of a loss are weights, which are replicated, and which are the batch."""
 
-    by: tuple[int, ...]
-    whole: tuple[int, ...]
+    weights: tuple[int, ...]
+    replicated: tuple[int, ...]
     batch: tuple[int, ...]
 
     @staticmethod
-    def of(num_args: int, by: Sequence[int], whole: Sequence[int]) -> Roles:
-        """The roles of so many arguments; what is not named is the batch."""
-        wrong = [i for i in (*by, *whole) if not -num_args <= i < num_args]
+    def assign(num_args: int, weights: Sequence[int], replicated: Sequence[int]) -> ArgumentRoles:
+        """Resolve negative positions; arguments that are not named are the batch."""
+        wrong = [i for i in (*weights, *replicated) if not -num_args <= i < num_args]
         if wrong:
             raise ArgumentError(
                 f"the loss was given {num_args} arguments, and argnums or replicated name {wrong}"
             )
-        weights, same = ([i % num_args for i in some] for some in (by, whole))
-        if both := set(weights) & set(same):
-            raise ArgumentError(f"arguments {sorted(both)} cannot be in argnums and in replicated")
-        rest = (i for i in range(num_args) if i not in {*weights, *same})
-        return Roles(tuple(weights), tuple(same), tuple(rest))
+        weights, replicated = ([i % num_args for i in some] for some in (weights, replicated))
+        if both := set(weights) & set(replicated):
+            raise ArgumentError(f"arguments {sorted(both)} are both in argnums and in replicated")
+        batch = (i for i in range(num_args) if i not in {*weights, *replicated})
+        return ArgumentRoles(tuple(weights), tuple(replicated), tuple(batch))
 
-    def batch_size(self, args: Sequence[Any]) -> int:
-        """How many examples the batch has."""
+    def batch_size(self, args: Sequence[PyTree]) -> int:
+        """The number of examples in the batch."""
         sizes = set()
         for i in self.batch:
             for leaf in jax.tree.leaves(args[i]):
                 if jnp.ndim(leaf) == 0:
                     raise ArgumentError(
-                        f"argument {i} of the loss is taken for a part of the batch, and has a "
-                        "single number in it: if all ranks are to have it, as for a random key, "
-                        f"give replicated={i}"
+                        f"argument {i} of the loss is taken as part of the batch, and contains a "
+                        "single number: if all ranks should have it, such as a random key, give "
+                        f"replicated={i}"
                     )
                 sizes.add(leaf.shape[0])
         if not sizes:
             raise ArgumentError(
                 "the loss has no arguments that could be the batch: pass its arrays as arguments, "
-                "since those that a function finds around it go whole to every rank"
+                "since arrays that a function closes over go whole to every rank"
             )
         if len(sizes) > 1:
             raise ArgumentError(
@@ -139,78 +157,82 @@ class Roles:
         return int(sizes.pop())
 
 
-def _check_keywords(kwargs: dict[str, Any], size: int) -> None:
-    """Refuses arrays of the batch that are given by name: those go whole to every rank."""
+def _check_keywords(kwargs: dict[str, Any], batch_size: int) -> None:
+    """Raise ArgumentError if a keyword argument looks like a batch: every rank gets it whole."""
     for name, arg in kwargs.items():
-        if any(jnp.ndim(leaf) and jnp.shape(leaf)[0] == size for leaf in jax.tree.leaves(arg)):
+        leaves = jax.tree.leaves(arg)
+        if any(jnp.ndim(leaf) and jnp.shape(leaf)[0] == batch_size for leaf in leaves):
             raise ArgumentError(
-                f"argument {name!r} of the loss has an array with {size} entries, as many as the "
-                "batch has examples, and what is given by name goes whole to every rank: give it "
-                "by its position, and if it is not the batch, name that in replicated="
+                f"argument {name!r} of the loss has an array with {batch_size} entries, as many as "
+                "the batch has examples, and keyword arguments go whole to every rank: pass it by "
+                "position, and if it is not the batch, name the position in replicated="
             )
 
 
-def over_whole_batch(
+def _over_whole_batch(
     loss: Loss,
-    ranks: OverRanks,
-    roles: Roles,
-    args: tuple[Any, ...],
+    ranks: MeanOverRanks,
+    roles: ArgumentRoles,
+    args: tuple[PyTree, ...],
     *,
-    specs: Any,
+    specs: Specs,
     mesh: Any,
-    reduce_aux: Callable[[Any], Any] | None,
-) -> tuple[Any, tuple[Any, ...], Any]:
-    """The value, the gradients and aux, of a loss that each rank computes for its examples."""
-    site = Site.of(ranks.plan, ranks.axis_name, args, mesh)
-    shares = Shares.of(ranks.plan, roles.batch_size(args))
+    reduce_aux: Callable[[PyTree], PyTree] | None,
+) -> tuple[Any, tuple[PyTree, ...], PyTree]:
+    """Return the value, the gradients and aux of a loss where no axis is bound."""
+    context = MeshContext.find(ranks.plan, ranks.axis_name, args, mesh)
+    shares = BatchShares.of(ranks.plan, roles.batch_size(args))
     _check_keywords(loss.kwargs, shares.global_batch)
-    lie = site.specs_of(tuple(args[i] for i in roles.by), specs)
+    weight_specs = context.weight_specs(tuple(args[i] for i in roles.weights), specs)
     types = tuple(jax.tree.map(typed_spec, arg) for arg in args)
-    split = PartitionSpec(ranks.axis_name) if shares.are_equal else WHOLE
+    batch_spec = PartitionSpec(ranks.axis_name) if shares.are_equal else REPLICATED
+    aux_reduction = AuxReduction(ranks, shares, reduce_aux)
 
-    def own(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Examples]:
+    def local_args(args: tuple[PyTree, ...]) -> tuple[tuple[PyTree, ...], LocalExamples]:
         """The arguments of this rank: whole weights, and its rows of the batch."""
-        here = list(args)
-        for i, how in zip(roles.by, lie, strict=True):
-            here[i] = ranks.gathered(args[i], how)
+        local = list(args)
+        for i, spec in zip(roles.weights, weight_specs, strict=True):
+            local[i] = ranks.gather(args[i], spec)
         positions = jnp.asarray(shares.positions())[lax.axis_index(ranks.axis_name)]
         if not shares.are_equal:  # padding repeats the last example
             for i in roles.batch:
-                here[i] = jax.tree.map(lambda leaf: leaf[positions], args[i])
+                local[i] = jax.tree.map(lambda leaf: leaf[positions], args[i])
         num_live = len(shares.live)
         scale = num_live / shares.global_batch
         has_padding = bool(shares.global_batch % num_live)
-        return tuple(here), Examples(positions >= 0, scale, has_padding)
+        return tuple(local), LocalExamples(positions >= 0, scale, has_padding)
 
-    def value_and_grads(args: tuple[Any, ...], rows: Examples) -> Any:
-        """Those of the loss, which finds Explicit axes as it would have without us."""
+    def value_and_grads(args: tuple[PyTree, ...], examples: LocalExamples) -> Any:
+        """Call the loss with Explicit axes as Explicit again."""
 
-        def run(args: tuple[Any, ...], weights: Any) -> Any:
-            return loss.value_and_grads(args, replace(rows, weights=weights))
+        def run(args: tuple[PyTree, ...], weights: Any) -> Any:
+            return loss.value_and_grads(args, replace(examples, weights=weights))
 
-        return site.explicit(run, (types, WHOLE))(args, rows.weights)
+        return context.with_explicit_axes(run, (types, REPLICATED))(args, examples.weights)
 
-    def probe(*args: Any) -> tuple[()]:
-        here, _ = own(args)
-        look = partial(auxiliary.look, loss, batch=roles.batch)
-        site.explicit(look, (types,))(here)
+    def inspect_aux(*args: PyTree) -> tuple[()]:
+        local, _ = local_args(args)
+        inspect = partial(aux_reduction.inspect, loss, batch=roles.batch)
+        context.with_explicit_axes(inspect, (types,))(local)
         return ()
 
-    def every_rank(*args: Any) -> Any:
-        here, rows = own(args)
-        value, grads, aux = means_of_rank(loss, ranks, here, lie, rows, value_and_grads)
-        return value, grads, auxiliary.reduced(aux)
+    def run_on_rank(*args: PyTree) -> Any:
+        local, examples = local_args(args)
+        value, grads, aux = mean_value_and_grads(
+            loss, ranks, local, weight_specs, examples, value_and_grads
+        )
+        return value, grads, aux_reduction.reduce(aux)
 
-    cut = partial(jax.tree.map, lambda spec: only(spec, {ranks.axis_name}))
-    places = {i: cut(how) for i, how in zip(roles.by, lie, strict=True)}
-    places |= dict.fromkeys(roles.whole, WHOLE) | dict.fromkeys(roles.batch, split)
-    in_specs = tuple(places[i] for i in range(len(args)))
-    auxiliary = Auxiliary(ranks, shares, reduce_aux)
+    along_axis = partial(jax.tree.map, lambda spec: restrict_spec(spec, {ranks.axis_name}))
+    arg_specs = {i: along_axis(spec) for i, spec in zip(roles.weights, weight_specs, strict=True)}
+    arg_specs |= dict.fromkeys(roles.replicated, REPLICATED)
+    arg_specs |= dict.fromkeys(roles.batch, batch_spec)
+    in_specs = tuple(arg_specs[i] for i in range(len(args)))
     if loss.has_aux:
-        jax.eval_shape(site.shard_map(probe, in_specs, (), ()), *args)
-    out_specs = (WHOLE, cut(lie), auxiliary.out_specs)
-    out_types = (WHOLE, lie, auxiliary.out_specs)
-    found: tuple[Any, tuple[Any, ...], Any] = site.shard_map(
-        every_rank, in_specs, out_specs, out_types
+        jax.eval_shape(context.shard_map(inspect_aux, in_specs, (), ()), *args)
+    out_specs = (REPLICATED, along_axis(weight_specs), aux_reduction.out_specs)
+    out_types = (REPLICATED, weight_specs, aux_reduction.out_specs)
+    result: tuple[Any, tuple[PyTree, ...], PyTree] = context.shard_map(
+        run_on_rank, in_specs, out_specs, out_types
     )(*args)
-    return found
+    return result

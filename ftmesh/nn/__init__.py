@@ -4,8 +4,8 @@ from ftmesh.optional_deps import require
 
 require("ftmesh.nn", "train", "flax")
 
-from ftmesh.collectives.group_sum import Groups as Groups  # noqa: E402
+from ftmesh.collectives.group_sum import ChipGroups as ChipGroups  # noqa: E402
 from ftmesh.nn.batch_norm import GroupBatchNorm as GroupBatchNorm  # noqa: E402
 from ftmesh.nn.batch_norm import NnxGroupBatchNorm as NnxGroupBatchNorm  # noqa: E402
 from ftmesh.nn.batch_norm import group_statistics as group_statistics  # noqa: E402
-from ftmesh.nn.batch_norm import mean_statistics as mean_statistics  # noqa: E402
+from ftmesh.nn.batch_norm import mean_batch_stats as mean_batch_stats  # noqa: E402

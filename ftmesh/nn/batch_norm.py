@@ -1,6 +1,6 @@
 """Batch normalization over groups of neighbouring chips, by the examples they have.
 
-    norm = partial(GroupBatchNorm, groups=Groups.of_examples(plan, 64, batch), axis_name="data")
+    norm = partial(GroupBatchNorm, groups=ChipGroups.for_examples(plan, 64, batch), axis_name="data")
     y = norm()(x, use_running_average=False, weights=weights)
 
 With few examples per chip, statistics of a chip's own are poor ones; of the whole batch, they cost
@@ -8,7 +8,7 @@ a sum over all chips in every layer. `nnx_batch_norm` has the same for NNX.
 
 Batch normalization over groups of neighbouring chips, for NNX.
 
-norm = NnxGroupBatchNorm(64, groups=Groups.of(plan, 4), axis_name="data", rngs=rngs)
+norm = NnxGroupBatchNorm(64, groups=ChipGroups.of_size(plan, 4), axis_name="data", rngs=rngs)
 y = norm(x, weights=weights)
 """
 
@@ -23,10 +23,11 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 
-from ftmesh.collectives.gradients import Plans, mean_gradients
-from ftmesh.collectives.group_sum import Groups
+from ftmesh.collectives.all_reduce import pmean
+from ftmesh.collectives.group_sum import ChipGroups
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
+from ftmesh.execute.types import PlanLike
 
 
 class GroupBatchNorm(nn.Module):
@@ -35,11 +36,11 @@ class GroupBatchNorm(nn.Module):
     Statistics and arithmetic are in float32; `dtype` is that of the result, and the input's where
     it is not given. Examples of weight zero, padding, count for nothing. Without `groups` every
     rank is alone. Running statistics differ from group to group: give them to a step and take them
-    from it split along the axis, and `mean_statistics` of them for evaluation.
+    from it split along the axis, and `mean_batch_stats` of them for evaluation.
     """
 
     use_running_average: bool | None = None
-    groups: Groups | None = None
+    groups: ChipGroups | None = None
     axis_name: Any = None
     momentum: float = 0.9
     epsilon: float = 1e-5
@@ -91,7 +92,7 @@ def normalized(
 
 
 def group_statistics(
-    x: jax.Array, weights: Any, groups: Groups | None, axis_name: Any
+    x: jax.Array, weights: Any, groups: ChipGroups | None, axis_name: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Mean and variance, over all dimensions but the last, of the examples of a rank's group."""
     if weights is None:
@@ -113,10 +114,10 @@ def group_statistics(
     return mean, jnp.maximum(mean_square - mean * mean, 0)
 
 
-def mean_statistics(batch_stats: Any, axis_name: Any, *, plan: Plans) -> Any:
+def mean_batch_stats(batch_stats: Any, axis_name: Any, *, plan: PlanLike) -> Any:
     """Running statistics averaged over all ranks, the same everywhere: for evaluation."""
     varying = jax.tree.map(lambda leaf: _compat.as_varying(leaf, axis_name), batch_stats)
-    return mean_gradients(varying, axis_name, plan=plan)
+    return pmean(varying, axis_name, plan=plan)
 
 
 class NnxGroupBatchNorm(nnx.Module):
@@ -133,7 +134,7 @@ class NnxGroupBatchNorm(nnx.Module):
         num_features: int,
         *,
         use_running_average: bool = False,
-        groups: Groups | None = None,
+        groups: ChipGroups | None = None,
         axis_name: Any = None,
         momentum: float = 0.9,
         epsilon: float = 1e-5,

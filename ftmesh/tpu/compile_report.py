@@ -60,7 +60,6 @@ class CompileReport:
     lax_psum: str  # how the compiler's own sum goes about it, or its refusal
     packing: Cycles | None = None  # outside of rounds: packing and unpacking, reading of tables
     executor: str = PPERMUTE
-    slab_bytes: int | None = None  # what is summed at a time; then nothing is said of rounds
     unread: str = ""  # why nothing is said of loops and packing, where JAX cannot print the program
 
     @property
@@ -86,7 +85,7 @@ class CompileReport:
             f"{self.algorithm}{' in a Pallas kernel' * (self.executor == PALLAS)} on {self.mesh}, "
             f"{self.num_devices} devices of {self.platform}"
             f"{', idle ones among them' * self.with_idle}"
-            f"{f', {format_bytes(self.slab_bytes)} at a time' if self.slab_bytes else ''}: "
+            ": "
             f"{'accepted' if self.accepted else 'refused'}"
         ]
         if self.accepted:
@@ -117,14 +116,13 @@ def compile_report(
     *,
     dtype: Any = np.float32,
     in_vmem: bool = False,
-    slab_bytes: int | None = None,
 ) -> CompileReport:
     """Compile `pmean` of a payload on the plan's devices, and say what came out.
 
     The devices may be compile-only, as those of `tpu_devices`. The payload is a number of bytes,
     for a vector of that size, or a pytree of arrays or `jax.ShapeDtypeStruct`, as of the gradients
     of a model; the plan's own number of bytes unless given. It is donated, as gradients are. For
-    `in_vmem` see `compiler_options`, and for `slab_bytes` `ftmesh.psum`.
+    `in_vmem` see `compiler_options`.
     """
     payload = plan.payload_bytes if payload is None else payload
     if isinstance(payload, int):
@@ -133,9 +131,8 @@ def compile_report(
     payload_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(payload))
     if not payload_bytes:
         raise ArgumentError("there is nothing to sum: the arrays of the payload have no elements")
-    taken = all_reduce.taken(payload, plan, slab_bytes=slab_bytes)
-    used = max(taken, key=lambda each: each.size).plan
-    has_slabs = any(each.is_a_slab for each in taken)
+    plans = all_reduce.bucket_plans(payload, plan)
+    used = plans[0]  # of the largest bucket
     mesh = plan.jax_mesh("data")
     platform = platform_of(mesh.devices.flat[0])
     options = compiler_options(platform, in_vmem=in_vmem)
@@ -159,7 +156,7 @@ def compile_report(
     theirs, their_refusal = compiled(lambda x: lax.psum(x, "data"), {})
     start = time.perf_counter()
     ours, refusal = compiled(
-        lambda x: collectives.pmean(x, "data", plan=plan, slab_bytes=slab_bytes), options
+        lambda x: collectives.pmean(x, "data", plan=plan), options
     )
     seconds = time.perf_counter() - start
     memory = ours.memory_analysis() if ours else None
@@ -168,7 +165,7 @@ def compile_report(
     return CompileReport(
         platform=platform,
         mesh=str(plan.topology),
-        algorithm=" and ".join(sorted({each.plan.algorithm for each in taken})),
+        algorithm=" and ".join(sorted({bucket.algorithm for bucket in plans})),
         num_devices=mesh.size,
         with_idle=plan.with_idle,
         payload_bytes=payload_bytes,
@@ -176,13 +173,12 @@ def compile_report(
         compile_seconds=seconds,
         program_bytes=memory.generated_code_size_in_bytes if memory else 0,
         temporary_bytes=memory.temp_size_in_bytes if memory else 0,
-        loops=compiled_loops(text, planned=used.program.loops) if text and not has_slabs else (),
+        loops=compiled_loops(text, planned=used.program.loops) if text else (),
         lax_psum=strategy(their_text)
         if their_text
         else their_unread or f"refused: {their_refusal}",
-        packing=None if has_slabs else cycles_outside(text),
-        executor=used.executor,
-        slab_bytes=slab_bytes if has_slabs else None,
+        packing=cycles_outside(text),
+        executor=used.program.executor,
         unread=unread,
     )
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError
-from ftmesh.collectives import Shares, accumulated, weighted_sum
+from ftmesh.collectives import BatchShares, accumulate_gradients, weighted_sum
 from ftmesh.execute.hlo_text import computations
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -59,7 +59,7 @@ def test_the_gradient_of_the_whole_batch(even, num_parts, check_vma, remat):
         one = jax.value_and_grad(jax.checkpoint(loss) if remat else loss, has_aux=True)
 
         def step(params, batch):
-            (value, aux), grads = accumulated(one, num_parts)(params, batch)
+            (value, aux), grads = accumulate_gradients(one, num_parts)(params, batch)
             return even.pmean((value, grads), "data"), aux["rows"]
 
         (value, grads), rows = on_ranks(even, step, check_vma)(params, batch)
@@ -87,7 +87,7 @@ def test_one_reduction_and_none_in_the_scan(even, check_vma):
 
     def step(params, batch, num_parts):
         run = jax.value_and_grad(lambda *args: loss(*args)[0])
-        _, grads = accumulated(run, num_parts)(params, batch)
+        _, grads = accumulate_gradients(run, num_parts)(params, batch)
         return even.pmean(grads, "data")
 
     programs = [
@@ -112,7 +112,7 @@ def test_one_reduction_and_none_in_the_scan(even, check_vma):
             value, grads = jax.value_and_grad(lambda p: loss(p, batch)[0])(params)
             return value, even.pmean(grads, "data")
 
-        return accumulated(each_part, 6)(params, batch)[1]
+        return accumulate_gradients(each_part, 6)(params, batch)[1]
 
     found = permutations(on_ranks(even, planted, check_vma).lower(params, batch).compile())
     assert found
@@ -124,7 +124,7 @@ def test_weighted_sums_and_shares(even):
     with jax.enable_x64(True):
         params, (x, y) = params_and_batch(12)
         x, y = x[:43], y[:43]
-        shares = Shares.of(even, 43)
+        shares = BatchShares.of(even, 43)
         assert shares.per_rank == 4
         laid, weights = shares.laid_out((x, y))
 
@@ -135,8 +135,8 @@ def test_weighted_sums_and_shares(even):
             return weighted_sum(losses(params, batch[:2]), batch[2]), batch[2].sum()
 
         def step(params, batch):
-            of_mean = accumulated(jax.value_and_grad(in_means), 2, mean=False)(params, batch)
-            run = accumulated(jax.value_and_grad(in_sums, has_aux=True), 2, mean=False)
+            of_mean = accumulate_gradients(jax.value_and_grad(in_means), 2, mean=False)(params, batch)
+            run = accumulate_gradients(jax.value_and_grad(in_sums, has_aux=True), 2, mean=False)
             (total, number), grads = even.psum(run(params, batch), "data")
             of_sums = jax.tree.map(lambda leaf: leaf / number, (total, grads))
             return even.pmean(of_mean, "data"), of_sums
@@ -157,14 +157,14 @@ def test_gradients_of_16_bits_are_added_as_asked(dtype, worth):
 
     x = np.ones(320, np.float32)
     x[0] = 0  # 319 ones
-    value, total = accumulated(run, 320, mean=False, accumulate_dtype=dtype)(jnp.ones(()), x)
+    value, total = accumulate_gradients(run, 320, mean=False, accumulate_dtype=dtype)(jnp.ones(()), x)
     assert total.dtype == jnp.bfloat16
     assert float(total) == float(jnp.bfloat16(worth))
     assert value.dtype == np.float32
 
 
 def test_values_are_added_in_float32_whatever_gradients_are():
-    run = accumulated(lambda w, x: (x.sum(), w), 320, mean=False, accumulate_dtype=jnp.bfloat16)
+    run = accumulate_gradients(lambda w, x: (x.sum(), w), 320, mean=False, accumulate_dtype=jnp.bfloat16)
     assert float(run(jnp.ones(()), np.ones(320, np.float32))[0]) == 320
 
 
@@ -173,15 +173,15 @@ def test_what_does_not_fit():
     with pytest.raises(
         ArgumentError, match=r"\(9,\) is not 4 equal parts .* \[1, 3, 9\].* 12 rows"
     ):
-        accumulated(run, 4)(1.0, np.ones(9))
+        accumulate_gradients(run, 4)(1.0, np.ones(9))
     with pytest.raises(ArgumentError, match=r"shape \(\) is not 4 equal parts"):
-        accumulated(run, 4)(1.0, 2.0)
+        accumulate_gradients(run, 4)(1.0, 2.0)
     with pytest.raises(ArgumentError, match="num_parts must be a positive whole number, not 0"):
-        accumulated(run, 0)
+        accumulate_gradients(run, 0)
     with pytest.raises(ArgumentError, match=r"give it jax.value_and_grad\(loss\), not the loss"):
-        accumulated(lambda w, x: jnp.sum(w * x), 3)(1.0, np.ones(9))
+        accumulate_gradients(lambda w, x: jnp.sum(w * x), 3)(1.0, np.ones(9))
     with pytest.raises(CollectiveError, match="accumulate_dtype must be a floating dtype"):
-        accumulated(run, 3, accumulate_dtype=np.int32)(1.0, np.ones(9))
+        accumulate_gradients(run, 3, accumulate_dtype=np.int32)(1.0, np.ones(9))
 
 
 def test_multi_steps_of_optax(even):

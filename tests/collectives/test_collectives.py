@@ -94,7 +94,7 @@ def test_two_runs_give_the_same_bits(twelve):
     ],
 )
 def test_the_paper_meshes_on_one_device(shape, block, algorithm, ranks):
-    plan = ftmesh.plan(Topology.grid(shape, failed=block), algorithm, verify=False)
+    plan = ftmesh.plan(Topology.grid(shape, failed=block), algorithm)
     rng = np.random.default_rng(1)
     tree = {
         "ints": rng.integers(-1000, 1000, (ranks, 701), np.int32),
@@ -346,7 +346,7 @@ class TestIdle:
 
 def test_the_traced_program_does_not_grow_with_the_mesh():
     def size(shape, block):
-        plan = ftmesh.plan(Topology.grid(shape, failed=block), "row_pair", verify=False)
+        plan = ftmesh.plan(Topology.grid(shape, failed=block), "row_pair")
         ranks = ranks_of(plan)
         run = on_one_device(lambda x: plan.psum(x, "data"))
         text = run.lower(jax.ShapeDtypeStruct((ranks, 9), np.float32)).as_text()

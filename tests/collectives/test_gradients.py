@@ -137,7 +137,7 @@ def ancestors(text):
 def test_buckets_take_turns(reduced, out, bucket_bytes, check_vma):
     """In the program that a compiler gets."""
     topology = cpu_grid("2x2")
-    plan = ftmesh.plan(topology, "ring", unrolled=True)
+    plan = ftmesh.plan(topology, "ring", executor="ppermute_unrolled")
     run = reduced(plan, bucket_bytes=bucket_bytes)
     body = jax.shard_map(
         lambda params, x: jax.tree.map(jnp.atleast_1d, run(params, x)),
@@ -188,7 +188,7 @@ def test_remat_and_scan(plan):
 def test_shards_of_the_mean(plan):
     x = examples(12)
     optimizer = ShardedOptimizer(optax.sgd(0.1), plan, "data", overlap=True, bucket_bytes=200)
-    own = partial(optimizer.work.travel.owned, layout=optimizer.layout(PARAMS))
+    own = partial(optimizer.ops.comm.take_owned, layout=optimizer.layout(PARAMS))
     run = implicit_shards(plan, bucket_bytes=200)
     whole = expected(x)
     got, want = on_one_device(lambda x: (run(PARAMS, x), own(whole)))(x)

@@ -14,7 +14,7 @@ MESHES = [("8x8", "2x2@2,2"), ("16x32", "4x2@6,14"), ("32x32", "4x2@14,14")]
 
 def lowered(shape, failed, algorithm):
     """The text of a sum over so many devices, none of which is here, and their number."""
-    plan = ftmesh.plan(Topology.grid(shape, failed=failed), algorithm, verify=False)
+    plan = ftmesh.plan(Topology.grid(shape, failed=failed), algorithm)
     ranks = plan.program.num_ranks
     run = jax.shard_map(
         lambda x: plan.psum(x[0], "data"),

@@ -10,10 +10,10 @@ from ftmesh.testing import on_one_device
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 CASES = [
-    ("colours", Topology.grid("3x3", wrap=True)),
+    ("multi_ring", Topology.grid("3x3", wrap=True)),
     ("ring", Topology.grid("4x2x2", failed="2x2x1@0,0,0")),
     pytest.param("ring", Topology.grid("3x5", failed="1x2@1,1", wrap=True), marks=pytest.mark.slow),
-    pytest.param("colours", Topology.grid("3x4x3", wrap=True), marks=pytest.mark.slow),
+    pytest.param("multi_ring", Topology.grid("3x4x3", wrap=True), marks=pytest.mark.slow),
     pytest.param("two_dim", Topology.grid("2x3x2"), marks=pytest.mark.slow),
 ]
 

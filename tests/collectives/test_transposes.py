@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
-from ftmesh.collectives.group_sum import Groups
+from ftmesh.collectives.group_sum import ChipGroups
 from ftmesh.testing import cpu_grid
 
 slow = pytest.mark.slow
@@ -18,7 +18,7 @@ MESHES = {
     "row_pair": ("4x4", "2x2@0,0"),  # some own nothing
     "ring": ("4x4", "2x2@0,0"),
     "two_dim": ("2x2", None),
-    "line": ("1x4", None),
+    "chain": ("1x4", None),
 }
 
 
@@ -68,20 +68,20 @@ def derivatives(functions, mesh, order, check_vma):
 @pytest.mark.parametrize(
     ("algorithm", "order", "check_vma"),
     [
-        ("line", 1, True),
+        ("chain", 1, True),
         pytest.param("row_pair", 1, True, marks=slow),
         pytest.param("row_pair", 1, False, marks=slow),
         pytest.param("ring", 2, True, marks=slow),
         pytest.param("ring", 1, False, marks=slow),
         pytest.param("two_dim", 1, False, marks=slow),
-        pytest.param("line", 2, True, marks=slow),
+        pytest.param("chain", 2, True, marks=slow),
     ],
 )
 def test_as_lax_has_them_and_on_the_plan(algorithm, order, check_vma):
     shape, failed = MESHES[algorithm]
     plan = ftmesh.plan(cpu_grid(shape, failed=failed), algorithm)
     mesh = plan.jax_mesh("data")
-    groups = {"groups": lambda x: Groups.of(plan, 4).sum(x, "data")}
+    groups = {"groups": lambda x: ChipGroups.of_size(plan, 4).sum(x, "data")}
     program, ours = derivatives(ways(plan, owners_square(plan)) | groups, mesh, order, check_vma)
     ftmesh.audit(program, "data").require_none()
     squares = lambda x: lax.psum(x.ravel(), "data") ** 2  # noqa: E731

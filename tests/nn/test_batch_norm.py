@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology
-from ftmesh.collectives import Shares, with_mean_gradients
-from ftmesh.nn import GroupBatchNorm, Groups, mean_statistics
+from ftmesh.collectives import BatchShares, with_mean_gradients
+from ftmesh.nn import GroupBatchNorm, ChipGroups, mean_batch_stats
 from ftmesh.testing import cpu_grid, on_one_device
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 @pytest.fixture(scope="module")
 def plan():
-    return ftmesh.plan(cpu_grid("8x8", failed="2x2@2,2"), "ring", verify=False)
+    return ftmesh.plan(cpu_grid("8x8", failed="2x2@2,2"), "ring")
 
 
 @st.composite
@@ -31,7 +31,7 @@ def groupings(draw):
     ranks = draw(st.permutations(range(sum(sizes) + draw(st.integers(0, 2)))))
     starts = np.cumsum([0, *sizes])
     groups = [ranks[start : start + n] for start, n in zip(starts, sizes, strict=False)]
-    return Groups(tuple(map(tuple, groups)), len(ranks))
+    return ChipGroups(tuple(map(tuple, groups)), len(ranks))
 
 
 class TestGroups:
@@ -54,8 +54,8 @@ class TestGroups:
 
     @pytest.mark.parametrize("check_vma", [True, False])
     def test_sums_on_devices(self, check_vma):
-        plan = ftmesh.plan(cpu_grid("4x4", failed="1x1@2,1"), "row_pair", verify=False)
-        groups = Groups.of(plan, 4)
+        plan = ftmesh.plan(cpu_grid("4x4", failed="1x1@2,1"), "row_pair")
+        groups = ChipGroups.of_size(plan, 4)
         assert sorted(map(len, groups.ranks)) == [3, 4, 4, 4]
         x = np.random.default_rng(0).normal(size=(15, 7)).astype(np.float32)
         body = jax.shard_map(
@@ -74,26 +74,26 @@ class TestGroups:
     def test_groups_are_of_neighbours_with_all_their_devices(self):
         topology = Topology.grid("4x4", failed="1x1@2,1")
         two = Topology(topology.shape, topology.wrap, topology.failed, devices_per_chip=2)
-        assert Groups.of(ftmesh.plan(topology, verify=False), 4).ranks[1] == (2, 3, 6)
-        assert Groups.of(ftmesh.plan(two, verify=False), 4).ranks[1] == (4, 5, 6, 7, 12, 13)
-        idle = ftmesh.plan(topology, verify=False, with_idle=True)
-        assert Groups.of(idle, 4).ranks[1] == (2, 3, 7)
-        assert Groups.of(idle, 4).num_ranks == 16
+        assert ChipGroups.of_size(ftmesh.plan(topology), 4).ranks[1] == (2, 3, 6)
+        assert ChipGroups.of_size(ftmesh.plan(two), 4).ranks[1] == (4, 5, 6, 7, 12, 13)
+        idle = ftmesh.plan(topology, with_idle=True)
+        assert ChipGroups.of_size(idle, 4).ranks[1] == (2, 3, 7)
+        assert ChipGroups.of_size(idle, 4).num_ranks == 16
 
     def test_the_smallest_groups_with_enough_examples(self, plan):
         sizes = [
-            max(map(len, Groups.of_examples(plan, examples, 512).ranks))
+            max(map(len, ChipGroups.for_examples(plan, examples, 512).ranks))
             for examples in (1, 8, 9, 64, 70, 140)
         ]
         assert sizes == [1, 1, 2, 8, 16, 32]
         with pytest.raises(ArgumentError, match="a batch of 512 has no groups of 600 examples"):
-            Groups.of_examples(plan, 600, 512)
+            ChipGroups.for_examples(plan, 600, 512)
 
     def test_bad_groups(self, plan):
         with pytest.raises(ArgumentError, match="each at most once"):
-            Groups(((0, 1), (1, 2)), 4)
+            ChipGroups(((0, 1), (1, 2)), 4)
         with pytest.raises(CollectiveError, match="axis 'data' has 12 ranks, and the groups are"):
-            on_one_device(lambda x: Groups.of(plan, 4).sum(x, "data"))(np.ones(12))
+            on_one_device(lambda x: ChipGroups.of_size(plan, 4).sum(x, "data"))(np.ones(12))
 
 
 class Net(nn.Module):
@@ -112,9 +112,9 @@ BATCH = 200  # on 60 chips: some have four examples, most have three and one of 
 
 @pytest.fixture(scope="module")
 def case(plan):
-    groups = Groups.of(plan, 16)
+    groups = ChipGroups.of_size(plan, 16)
     assert sorted(map(len, groups.ranks)) == [12, 16, 16, 16]
-    shares = Shares.of(plan, BATCH)
+    shares = BatchShares.of(plan, BATCH)
     x = 3 + np.random.default_rng(0).normal(size=(BATCH, 2, 2, 3)).astype(np.float32)
     net = Net(partial(GroupBatchNorm, groups=groups, axis_name="data"))
     return groups, shares, x, net, net.init(jax.random.key(0), x[:1])
@@ -158,7 +158,7 @@ def test_gradients_and_statistics_are_those_of_the_groups_examples(case, plan, c
             return part, new["batch_stats"]
 
         (part, stats), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
-        every = mean_statistics(stats, "data", plan=plan)
+        every = mean_batch_stats(stats, "data", plan=plan)
         return plan.pmean(part, "data"), grads, stats, every
 
     run = jax.jit(
@@ -225,7 +225,7 @@ class TestModule:
             module.init(jax.random.key(0), self.x, weights=jnp.ones(5))
 
     def test_groups_need_an_axis(self):
-        module = GroupBatchNorm(use_running_average=False, groups=Groups(((0,),), 1))
+        module = GroupBatchNorm(use_running_average=False, groups=ChipGroups(((0,),), 1))
         variables = module.init(jax.random.key(0), self.x)
         with pytest.raises(ArgumentError, match="give axis_name too"):
             module.apply(variables, self.x, mutable="batch_stats")

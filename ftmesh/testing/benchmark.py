@@ -19,9 +19,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ftmesh.algorithms.registry import PLANNERS
+from ftmesh.algorithms.registry import ALGORITHMS
 from ftmesh.errors import PlanError
-from ftmesh.planning.plan import Plan, plan
+from ftmesh.planning.make_plan import plan
+from ftmesh.planning.plan import Plan
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes
 
@@ -47,9 +48,9 @@ def bench(
 ) -> list[Timing]:
     """Time every algorithm that fits `topology`, and `lax.psum`, at every payload."""
     plans: list[Plan] = []
-    for name in PLANNERS:
+    for name in ALGORITHMS:
         try:
-            plans.append(plan(topology, name, verify=False))
+            plans.append(plan(topology, name))
         except PlanError:
             continue
     sums: dict[str, Callable[[Any], Any]] = {"lax.psum": lambda x: lax.psum(x, "data")}

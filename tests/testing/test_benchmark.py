@@ -3,7 +3,7 @@ import json
 import pytest
 
 from ftmesh.cli.main import main
-from ftmesh.collectives.benchmark import bench, table
+from ftmesh.testing.benchmark import bench, table
 from ftmesh.testing import cpu_grid
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -30,7 +30,7 @@ def test_the_command(capsys):
     assert main(["bench", "2x2", "--payloads", "64B", "--repeats", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [t["algorithm"] for t in found] == [
-        "lax.psum", "two_dim", "row_pair", "ring", "line", "flood", "tree"
+        "lax.psum", "two_dim", "row_pair", "ring", "chain", "flood", "tree"
     ]  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def test_the_command(capsys):
         (["bench", "--payloads", "big"], "'big' is not a size"),
         (["bench", "4x4", "--failed", "9x9@0,0"], "is not inside"),
         (["bench", "64x64"], "on 4096 emulated devices would take about 524.3 GB of memory"),
-        (["bench", "64x64", "--payloads", "1kB"], "needs 4096 devices and JAX has made 64"),
+        (["bench", "64x64", "--payloads", "1kB"], "needs 4096 devices, and JAX has already created 64"),
     ],
 )
 def test_bad_input(argv, says, capsys):
