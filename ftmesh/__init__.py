@@ -24,8 +24,8 @@ from ftmesh.errors import TopologyError as TopologyError
 from ftmesh.errors import TopologyWarning as TopologyWarning
 from ftmesh.errors import VerificationError as VerificationError
 from ftmesh.optional_deps import later
+from ftmesh.planning.make_plan import plan as plan
 from ftmesh.planning.plan import Plan as Plan
-from ftmesh.planning.plan import plan as plan
 from ftmesh.schedule.files import load as load
 from ftmesh.schedule.files import save as save
 from ftmesh.schedule.phase import Phase as Phase

@@ -5,8 +5,13 @@ Modules that compile much and compute little ask for `quick_compiler`.
 
 import os
 import signal
+import tempfile
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["FTMESH_CACHE_DIR"] = str(
+    Path(tempfile.gettempdir()) / f"ftmesh-test-plans-{os.getuid()}"
+)
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=64"
 
 import jax
@@ -22,8 +27,9 @@ settings.load_profile("ftmesh")
 
 @pytest.fixture(autouse=True)
 def nothing_from_environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("FTMESH_")]:
-        monkeypatch.delenv(name)
+    for name in set(os.environ) - {"FTMESH_CACHE_DIR"}:
+        if name.startswith("FTMESH_"):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture

@@ -1,56 +1,60 @@
-"""Choose: price the algorithms on a topology, and take the fastest for the payload.
+"""Selection: cost every algorithm on a topology, and take the cheapest for the payload.
 
-Trees, which serve every mesh, take long to plan, a second on 16x16 and more on larger meshes. So
-``auto`` prices them where nothing else serves, on three axes where nothing else comes near the
-limit, and where the network has a device model, as TPUs do; ``best`` wherever they could be faster. A
-bound tells that before anything is planned.
+Trees serve every mesh but take a second or more to plan on hundreds of chips. A lower bound tells
+beforehand where they cannot win; where they can, they are planned, and kept in the plan cache.
 
->>> choice = choose(Topology.grid("8x8", failed="2x2@2,2"), 1_000_000)
->>> choice.algorithm
-'row_pair'
+>>> select_algorithm(Topology.grid("8x8", failed="2x2@2,2"), 1_000_000).algorithm
+'tree'
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from ftmesh.algorithms import registry
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import limits
-from ftmesh.cost.simulate import Simulator
-from ftmesh.cost.wire_precision import FLOATS, added_in, partial_sum_dtype, wire_named
-from ftmesh.errors import PlanError
-from ftmesh.planning.chunking import is_soon, least_seconds, schedule_for
-from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.cost.simulate import DATAFLOW, SYNCHRONOUS, Simulator
+from ftmesh.cost.wire_precision import (
+    FLOAT_FORMATS,
+    accumulation_dtype,
+    schedule_partial_dtype,
+    wire_dtype_name,
+)
+from ftmesh.errors import ArgumentError, PlanError
+from ftmesh.execute.lowering import PALLAS
+from ftmesh.planning.chunking import DATAFLOW_WORK, KERNEL_WORK, schedule_for, tree_lower_bound
+from ftmesh.planning.plan_cache import load_or_plan
+from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes, format_bytes, format_time
 
-AUTO, BEST = "auto", "best"
-CHOSEN = (AUTO, BEST)
-NEAR = 1.1  # times the limit
-ALGORITHMS = (*CHOSEN, *registry.PLANNERS)
+AUTO = "auto"
+ALGORITHMS = (AUTO, *registry.ALGORITHMS)
 
 
 @dataclass(frozen=True)
 class Candidate:
     """An algorithm and its simulated time, or the reason why it cannot serve.
 
-    Where the network has a device model, `wires_seconds` is the time on the wires alone.
+    Where the network has a device model, `wires_seconds` is the time on the links alone.
     """
 
     algorithm: str
     rounds: int = 0
     seconds: float = math.inf
-    refusal: str = ""
-    partials: str = "float32"  # the dtype in which partial sums travel
+    rejection: str = ""
+    partial_sum_dtype: str = "float32"
     wires_seconds: float | None = None
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Every algorithm on one topology for one payload, the fastest first."""
+class Selection:
+    """Every algorithm on one topology for one payload, the cheapest first; prints as a table."""
 
     topology: Topology
     payload_bytes: int
@@ -60,177 +64,203 @@ class Choice:
 
     @property
     def algorithm(self) -> str:
-        """The fastest."""
+        """The cheapest algorithm."""
         return self.candidates[0].algorithm
 
-    def beside(self, schedule: Schedule) -> Choice:
-        """The same, with this schedule as what its algorithm makes of the topology."""
-        own = _priced(Simulator(schedule), self.payload_bytes, self.network, self.wire_dtype)
-        others = (one for one in self.candidates if one.algorithm != own.algorithm)
-        ranked = sorted([own, *others], key=lambda one: one.seconds)
-        return replace(self, candidates=tuple(ranked))
+    def with_schedule(self, schedule: Schedule) -> Selection:
+        """Return the same comparison with `schedule` as what its algorithm makes."""
+        own = _cost(Simulator(schedule), self.payload_bytes, self.network, self.wire_dtype)
+        others = (other for other in self.candidates if other.algorithm != own.algorithm)
+        return replace(self, candidates=_ranked([own, *others]))
 
     def __str__(self) -> str:
         least = limits(self.topology).all_reduce_seconds(self.payload_bytes, self.network)
         is_narrow = self.wire_dtype != "float32"
         device_model = self.network.device_model
-        what = f" of {self.wire_dtype}" if is_narrow else ""
+        dtype = f" of {self.wire_dtype}" if is_narrow else ""
         lines = [
-            f"{format_bytes(self.payload_bytes)}{what} on {self.topology}, {self.network}",
+            f"{format_bytes(self.payload_bytes)}{dtype} on {self.topology}, {self.network}",
             f"  {'algorithm':<12}{'rounds':>7}{'simulated':>12}{'x limit':>9}"
             + f"{'wires alone':>13}" * bool(device_model)
             + "  partial sums travel as" * is_narrow,
         ]
-        for one in self.candidates:
-            if one.refusal:
-                lines.append(f"  {one.algorithm:<12}cannot: {one.refusal}")
-            else:
-                lines.append(
-                    f"  {one.algorithm:<12}{one.rounds:>7}{format_time(one.seconds):>12}"
-                    f"{one.seconds / least:>9.2f}"
-                    + ("" if one.wires_seconds is None else f"{format_time(one.wires_seconds):>13}")
-                    + f"  {one.partials}" * is_narrow
-                )
+        for candidate in self.candidates:
+            if candidate.rejection:
+                lines.append(f"  {candidate.algorithm:<12}cannot: {candidate.rejection}")
+                continue
+            wires = candidate.wires_seconds
+            lines.append(
+                f"  {candidate.algorithm:<12}{candidate.rounds:>7}"
+                f"{format_time(candidate.seconds):>12}{candidate.seconds / least:>9.2f}"
+                + ("" if wires is None else f"{format_time(wires):>13}")
+                + f"  {candidate.partial_sum_dtype}" * is_narrow
+            )
         if device_model:
             lines.append(f"  executor: {device_model}")
         return "\n".join([*lines, f"  no all-reduce can take less than {format_time(least)}"])
 
 
-def choose(
+def select_algorithm(
     topology: Topology,
     payload_bytes: int,
-    on: Network = DEFAULT,
+    network: Network = DEFAULT,
     wire_dtype: str = "float32",
     *,
-    halves: bool = False,
-    best: bool = False,
-    trees: bool = False,
-) -> Choice:
-    """Price the algorithms that can serve `topology`, in synchronous rounds, with the executor's.
+    reduce_scatter: bool = False,
+    with_trees: bool = False,
+) -> Selection:
+    """Cost the algorithms that can serve `topology`, in synchronous rounds; remember the result.
 
-    The payload has so many bytes in `wire_dtype`. Where partial sums may not travel in that, as
-    `ftmesh.cost.wire_precision` tells, the first half of the schedule carries more, and is priced so.
-    With `halves`, only algorithms that come as a reduce-scatter and an all-gather are looked at.
-    Trees are priced where no other serves; with `best` or a device model, also where they could be
-    faster; and with `trees`, in any case. A `PlanError` where no algorithm can. What was found is
-    remembered for the next call with an equal topology, payload, network and dtype.
+    Args:
+        topology: The chips, and what has failed.
+        payload_bytes: Bytes in `wire_dtype`. Where partial sums may not travel in that dtype (see
+            `ftmesh.cost.wire_precision`), the reduce-scatter carries more and costs more.
+        network: The links, with a device model or without.
+        wire_dtype: The dtype in which the payload travels.
+        reduce_scatter: Compare only algorithms with a reduce-scatter and an all-gather phase.
+        with_trees: Plan trees even where they cannot be the cheapest, to show their cost.
+
+    Raises:
+        PlanError: No algorithm can serve the topology; the message has every reason.
     """
-    wire_named(wire_dtype)
+    wire_dtype_name(wire_dtype)
     payload_bytes = check_bytes(payload_bytes)
     bare = topology.without_devices()
-    return _choose(bare, payload_bytes, on, wire_dtype, halves, best, trees)
+    return _select(bare, payload_bytes, network, wire_dtype, reduce_scatter, with_trees)
 
 
 @lru_cache(maxsize=256)
-def _choose(
+def _select(
     topology: Topology,
     payload_bytes: int,
-    on: Network,
+    network: Network,
     wire_dtype: str,
-    halves: bool,
-    best: bool,
-    trees: bool,
-) -> Choice:
+    reduce_scatter: bool,
+    with_trees: bool,
+) -> Selection:
     candidates = [
-        Candidate(name, refusal=each)
-        if isinstance(each, str)
-        else _priced(each, payload_bytes, on, wire_dtype)
-        for name, each in _simulators(topology).items()
+        Candidate(name, rejection=outcome)
+        if isinstance(outcome, str)
+        else _cost(outcome, payload_bytes, network, wire_dtype)
+        for name, outcome in _simulators(topology).items()
     ]
-    asked = best or _asks_for_trees(topology, payload_bytes, on, candidates)
-    if trees or (asked and not halves):
-        fastest = min(one.seconds for one in candidates)
-        for name in registry.CUT_BY_SIZE:
+    if with_trees or not reduce_scatter:
+        fastest = math.inf if with_trees else min(other.seconds for other in candidates)
+        for name in registry.CHUNKED_BY_PAYLOAD:
             carried = carried_bytes(name, payload_bytes, wire_dtype)
-            least = least_seconds(topology, carried, on)
-            if least < fastest or trees:
-                simulator = Simulator(schedule_for(topology, name, carried, on))
-                candidates.append(_priced(simulator, payload_bytes, on, wire_dtype))
+            least = tree_lower_bound(topology, carried, network)
+            if least < fastest:
+                schedule = cached_schedule(topology, name, carried, network)
+                candidates.append(_cost(Simulator(schedule), payload_bytes, network, wire_dtype))
             else:
                 why = f"it could not take less than {format_time(least)}"
-                candidates.append(Candidate(name, refusal=why))
-    ranked = sorted(candidates, key=lambda one: one.seconds)
-    if ranked[0].refusal:
-        reasons = [f"{one.algorithm} cannot run on {topology}: {one.refusal}" for one in ranked]
+                candidates.append(Candidate(name, rejection=why))
+    ranked = _ranked(candidates)
+    if ranked[0].rejection:
+        reasons = [
+            f"{candidate.algorithm} cannot run on {topology}: {candidate.rejection}"
+            for candidate in ranked
+        ]
         rest = f"the largest whole sub-mesh is {topology.largest_rectangle()}"
         raise PlanError("; ".join([*reasons, rest]))
-    return Choice(topology, payload_bytes, on, tuple(ranked), wire_dtype)
+    return Selection(topology, payload_bytes, network, ranked, wire_dtype)
 
 
-def _asks_for_trees(
-    topology: Topology, payload_bytes: int, on: Network, candidates: list[Candidate]
-) -> bool:
-    """Whether nothing else serves as well as it should, or comes near the limit on three axes.
-
-    With an executor's costs rounds are dear, of which trees have few; they are looked at where
-    they are planned in seconds.
-    """
-    if any(one.algorithm in registry.LAST_RESORT for one in candidates):
-        return True
-    if on.device_model and is_soon(topology, payload_bytes, on):
-        return True
-    if len(topology.shape) < 3:
-        return False
-    least = limits(topology).all_reduce_seconds(payload_bytes, on)
-    on_wires = (one.wires_seconds or one.seconds for one in candidates)
-    return min(on_wires) > NEAR * least
+def _ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    return tuple(sorted(candidates, key=lambda candidate: candidate.seconds))
 
 
 @lru_cache(maxsize=4)
 def _simulators(topology: Topology) -> dict[str, Simulator | str]:
-    """Each algorithm made ready to be priced, or the reason why it cannot serve."""
+    """Each algorithm ready to be simulated, or the reason why it cannot serve."""
     return {
         name: str(outcome) if isinstance(outcome, PlanError) else Simulator(outcome)
-        for name, outcome in registry.outcomes(topology).items()
+        for name, outcome in registry.try_algorithms(topology).items()
     }
 
 
-def _priced(simulator: Simulator, payload_bytes: int, on: Network, wire_dtype: str) -> Candidate:
-    """An algorithm for a payload in `wire_dtype`, with what its partial sums take in theirs."""
+def _cost(simulator: Simulator, payload_bytes: int, network: Network, wire_dtype: str) -> Candidate:
+    """Simulate a schedule for a payload whose partial sums travel in the dtype they need."""
     schedule = simulator.schedule
-    wires = seconds_of(simulator, payload_bytes, on.wires, wire_dtype) if on.device_model else None
+    wires = None
+    if network.device_model:
+        wires = simulator.wire_dtype_seconds(payload_bytes, network.wires_only, wire_dtype)
     return Candidate(
         algorithm=schedule.algorithm,
         rounds=schedule.num_rounds,
-        seconds=seconds_of(simulator, payload_bytes, on, wire_dtype),
-        partials=partials_of(schedule, wire_dtype),
+        seconds=simulator.wire_dtype_seconds(payload_bytes, network, wire_dtype),
+        partial_sum_dtype=schedule_partial_dtype(schedule, wire_dtype),
         wires_seconds=wires,
     )
 
 
-def seconds_of(simulator: Simulator, payload_bytes: int, on: Network, wire_dtype: str) -> float:
-    """The time of a schedule alone."""
-    times = partials_times(simulator.schedule, wire_dtype)
-    if times == 1:
-        return simulator.seconds(payload_bytes, on)
-    first, _ = simulator.half_seconds(times * payload_bytes, on)
-    _, second = simulator.half_seconds(payload_bytes, on)
-    return first + second
+def make_schedule(
+    topology: Topology,
+    algorithm: str,
+    payload_bytes: int,
+    wire_dtype: str,
+    network: Network,
+    *,
+    executor: str,
+) -> Schedule:
+    """Plan `algorithm` for a payload; a kernel gets a schedule that does not wait for rounds."""
+    carried = carried_bytes(algorithm, payload_bytes, wire_dtype)
+    if executor == PALLAS:
+        return cached_schedule(topology, algorithm, carried, network, DATAFLOW, KERNEL_WORK)
+    return cached_schedule(topology, algorithm, carried, network)
 
 
-def partials_times(schedule: Schedule, wire_dtype: str) -> int:
-    """How many times the bytes of results those of partial sums are."""
-    partials = partials_of(schedule, wire_dtype)
-    return FLOATS[partials].num_bytes // FLOATS[wire_dtype].num_bytes
+def cached_schedule(
+    topology: Topology,
+    algorithm: str,
+    payload_bytes: int,
+    network: Network,
+    mode: str = SYNCHRONOUS,
+    max_work: int = DATAFLOW_WORK,
+) -> Schedule:
+    """Plan `algorithm`, or read its schedule from the plan cache if it is one that takes long."""
+    if algorithm not in registry.CHUNKED_BY_PAYLOAD:
+        return schedule_for(topology, algorithm, payload_bytes, network, mode)
+    bare = topology.without_devices()
+    schedule = _cached_tree(bare, algorithm, payload_bytes, network, mode, max_work)
+    return replace(schedule, topology=topology)
 
 
-def partials_of(schedule: Schedule, wire_dtype: str) -> str:
-    """The dtype in which partial sums of a payload travel.
+@lru_cache(maxsize=32)
+def _cached_tree(
+    topology: Topology,
+    algorithm: str,
+    payload_bytes: int,
+    network: Network,
+    mode: str,
+    max_work: int,
+) -> Schedule:
+    def make() -> Schedule:
+        return schedule_for(topology, algorithm, payload_bytes, network, mode, max_work=max_work)
 
-    Without halves nothing tells them from results, and all travels as it is added.
-    """
-    if not isinstance(schedule, SplitSchedule):
-        return added_in(wire_dtype)
-    return partial_sum_dtype(wire_dtype, depth=depth_on_devices(schedule))
+    return load_or_plan(make, topology, network, algorithm, payload_bytes, mode, max_work)
 
 
 def carried_bytes(algorithm: str, payload_bytes: int, wire_dtype: str) -> int:
-    """The bytes that an algorithm cuts of a payload in `wire_dtype`: without halves, as added."""
-    if algorithm not in registry.CUT_BY_SIZE:
+    """Return the bytes that an algorithm splits into chunks.
+
+    Trees carry partial sums and results alike, in the dtype in which they are added.
+    """
+    if algorithm not in registry.CHUNKED_BY_PAYLOAD:
         return payload_bytes
-    return payload_bytes * FLOATS[added_in(wire_dtype)].num_bytes // FLOATS[wire_dtype].num_bytes
+    added = FLOAT_FORMATS[accumulation_dtype(wire_dtype)].num_bytes
+    return payload_bytes * added // FLOAT_FORMATS[wire_dtype].num_bytes
 
 
-def depth_on_devices(schedule: Schedule) -> int:
-    """The longest chain of additions, with those between the devices of a chip."""
-    return schedule.depth + schedule.topology.devices_per_chip - 1
+def check_executor(executor: str, known: Sequence[str]) -> None:
+    """Raise ArgumentError unless `executor` is one of `known`."""
+    if executor not in known:
+        raise ArgumentError(f"executor must be one of {', '.join(known)}, not {executor!r}")
+
+
+def round_up_payload(num_bytes: Any) -> int:
+    """Round a number of bytes up to a power of two, so that few payloads are looked at."""
+    if not hasattr(num_bytes, "__index__") or isinstance(num_bytes, bool) or num_bytes < 0:
+        raise ArgumentError(f"a payload has a whole number of bytes, not {num_bytes!r}")
+    number = check_bytes(num_bytes, name="a payload's bytes") if num_bytes else 1
+    return 1 << (number - 1).bit_length()

@@ -1,3 +1,6 @@
+import inspect
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,12 +61,30 @@ def test_what_is_of_the_wrong_kind_is_an_error_that_says_what_to_give(call, says
         call(plan)
 
 
-def test_proof_can_be_left_out():
-    assert ftmesh.plan(TOPO, "ring", verify=False).proof is None
+def test_plan_has_few_parameters():
+    assert len(inspect.signature(ftmesh.plan).parameters) <= 8
+
+
+def test_a_schedule_that_was_planned_before():
+    schedule = ftmesh.plan(TOPO, "ring").schedule
+    plan = ftmesh.Plan.from_schedule(schedule)
+    assert (plan.algorithm, plan.is_given, plan.is_auto) == ("ring", True, False)
+    assert plan.proof == ftmesh.verify(schedule)
+    with pytest.raises(ftmesh.ArgumentError, match="the schedule is for .*: plan it again"):
+        ftmesh.Plan.from_schedule(schedule, Topology.grid("8x8"))
+    with pytest.raises(ftmesh.ArgumentError, match="executor must be one of ppermute"):
+        ftmesh.Plan.from_schedule(schedule, executor="auto")
+
+
+def test_a_wrong_schedule_is_not_a_plan():
+    schedule = ftmesh.plan(TOPO, "ring").schedule
+    short = replace(schedule, phases=schedule.phases[:1])
+    with pytest.raises(ftmesh.FtmeshError):
+        ftmesh.Plan.from_schedule(short)
 
 
 class TestTrees:
-    """Plans whose algorithm cuts payloads by their size, and has no halves."""
+    """Plans whose algorithm splits payloads by their size, and has no reduce-scatter."""
 
     ODD = Topology.grid("3x5", failed="1x1@1,1")
 
@@ -75,13 +96,13 @@ class TestTrees:
         assert small.for_payload(10**6) is plan
         assert small.proof is not None
 
-    def test_what_is_given_stays(self):
+    def test_a_given_schedule_serves_every_payload(self):
         schedule = ftmesh.plan(self.ODD, "tree", payload_bytes=10**6).schedule
-        plan = ftmesh.plan(self.ODD, schedule=schedule)
+        plan = ftmesh.Plan.from_schedule(schedule, self.ODD)
         assert plan.for_payload(1000) is plan
         assert plan.with_reduce_scatter is plan
 
-    def test_halves_are_those_of_a_sibling(self):
+    def test_the_reduce_scatter_is_that_of_a_sibling(self):
         plan = ftmesh.plan(self.ODD, "tree")
         assert plan.with_reduce_scatter.algorithm == "flood"
         assert plan.with_reduce_scatter.with_reduce_scatter is plan.with_reduce_scatter
@@ -97,12 +118,18 @@ class TestTrees:
 class TestOtherSizes:
     LARGE = Topology.grid("16x32", failed="4x2@6,14")
 
-    def test_auto_takes_another_algorithm_where_that_is_faster(self):
-        plan = ftmesh.plan(self.LARGE, payload_bytes=672_000_000, with_idle=True, unrolled=True)
+    def test_auto_takes_another_algorithm_where_that_is_cheaper(self):
+        plan = ftmesh.plan(
+            self.LARGE, payload_bytes=672_000_000, with_idle=True, executor="ppermute_unrolled"
+        )
         small = plan.for_payload(8)
         assert (plan.algorithm, small.algorithm) == ("ring", "row_pair")
         assert small.proof == ftmesh.verify(small.schedule)
-        assert (small.topology, small.with_idle, small.unrolled) == (plan.topology, True, True)
+        assert (small.topology, small.with_idle, small.executor) == (
+            plan.topology,
+            True,
+            "ppermute_unrolled",
+        )
         assert plan.for_payload(672_000_000) is plan
         for other in (plan.for_payload(1), plan.for_payload(5000)):
             assert other.schedule is small.schedule, "one for each algorithm"
@@ -112,13 +139,17 @@ class TestOtherSizes:
     def test_a_plan_stays_for_its_own_size(self):
         """Also where a power of two, a little larger, would make another choice."""
         sizes = [2**k + 1 for k in range(13, 27)]
-        assert all((plan := ftmesh.plan(TOPO, payload_bytes=n)).at(n) is plan for n in sizes)
+        assert all(
+            (plan := ftmesh.plan(TOPO, payload_bytes=n)).for_payload(n) is plan for n in sizes
+        )
 
-    def test_numbers_of_sixteen_bits_are_priced_as_they_travel(self):
+    def test_16_bit_payloads_cost_what_travels(self):
         plan = ftmesh.plan(TOPO, payload_bytes=100_000_000)
         for size in (2**k for k in range(10, 27)):
-            found = plan.for_payload(size, wire_dtype="bfloat16").algorithm
-            assert found == ftmesh.plan(TOPO, payload_bytes=size, wire_dtype="bfloat16").algorithm
+            algorithm = plan.for_payload(size, wire_dtype="bfloat16").algorithm
+            assert (
+                algorithm == ftmesh.plan(TOPO, payload_bytes=size, wire_dtype="bfloat16").algorithm
+            )
 
     def test_each_tells_of_the_size_and_dtype_that_it_was_asked_for(self):
         plan = ftmesh.plan(TOPO, payload_bytes=100_000_000)
@@ -131,13 +162,8 @@ class TestOtherSizes:
         assert wide.explain().payload_bytes == 4096
 
     def test_a_named_algorithm_stays(self):
-        plan = ftmesh.plan(self.LARGE, "ring", verify=False)
+        plan = ftmesh.plan(self.LARGE, "ring")
         assert plan.for_payload(8) is plan
-
-    def test_nothing_is_proved_where_nothing_was(self):
-        plan = ftmesh.plan(TOPO, payload_bytes=100_000_000, verify=False)
-        assert plan.for_payload(8).algorithm != plan.algorithm
-        assert plan.for_payload(8).proof is None
 
     def test_topologies_have_siblings_of_their_own(self):
         one, other = (ftmesh.plan(topology) for topology in (TOPO, Topology.grid("8x8")))
@@ -187,8 +213,8 @@ def test_a_dtype_or_its_name():
 def test_what_was_planned_is_among_what_is_explained(num_chunks):
     topology = Topology.grid("4x4")
     name = "flood" if num_chunks is None else "tree"
-    schedule = registry.schedule(topology, name, num_chunks)
-    made = ftmesh.plan(topology, schedule=schedule)
+    schedule = registry.build_schedule(topology, name, num_chunks)
+    made = ftmesh.Plan.from_schedule(schedule, topology)
     (own,) = (one for one in made.explain().candidates if one.algorithm == name)
     assert own.rounds == schedule.num_rounds
     assert own.seconds == ftmesh.simulate(schedule).seconds

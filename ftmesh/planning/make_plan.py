@@ -1,0 +1,127 @@
+"""`ftmesh.plan`: choose an algorithm and an executor for a topology and a payload, and prove it."""
+
+from __future__ import annotations
+
+from ftmesh.cost.kernel_model import kernel_is_faster, supports_kernel
+from ftmesh.cost.links import Network, network_for, parse_network
+from ftmesh.cost.wire_precision import wire_dtype_name
+from ftmesh.errors import ArgumentError
+from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE, PPERMUTE_UNROLLED
+from ftmesh.execute.types import DTypeLike
+from ftmesh.planning.plan import Plan
+from ftmesh.planning.selection import AUTO, check_executor, make_schedule, select_algorithm
+from ftmesh.schedule.verify import verify
+from ftmesh.topology.topology import Topology
+from ftmesh.units import check_bytes
+
+
+def plan(
+    topology: Topology,
+    algorithm: str = AUTO,
+    *,
+    payload_bytes: int = 100_000_000,
+    wire_dtype: DTypeLike = "float32",
+    link: Network | float | str | None = None,
+    with_idle: bool = False,
+    reduce_scatter: bool = False,
+    executor: str = PPERMUTE,
+) -> Plan:
+    """Plan an all-reduce of `payload_bytes` over the live chips of `topology`, and prove it.
+
+    >>> topo = Topology.grid("8x8", failed="2x2@2,2")
+    >>> plan(topo, "ring").schedule.num_rounds
+    118
+    >>> [plan(topo, payload_bytes=size).algorithm for size in (100_000, 100_000_000)]
+    ['tree', 'tree']
+
+    Args:
+        topology: The chips, and what has failed. For model groups give tiles of chips,
+            ``TiledTopology.from_topology(topology, "2x2")``: a tile is then one rank, its devices
+            are one model group, and every position in it sums a payload of its own over links
+            that they share. A tile with a failed chip takes no part.
+        algorithm: A name, or ``"auto"``: the algorithm with the lowest simulated cost for this
+            payload. `Plan.explain` shows the cost of each.
+        payload_bytes: Bytes of gradients at each rank, in `wire_dtype`.
+        wire_dtype: The dtype in which the payload travels. Where partial sums of it would be too
+            inexact, they travel in float32 and cost more.
+        link: The links: a `Network`, bytes per second (``"50GB/s"``) or a TPU generation
+            (``"v6e"``). Unless given, those of the topology's devices if they are TPUs.
+        with_idle: The mesh axis also has the devices of failed chips, which stay idle; for
+            platforms that do not run programs on part of a slice.
+        reduce_scatter: With ``"auto"``, choose among algorithms that have a reduce-scatter and an
+            all-gather phase, as a sharded optimizer needs.
+        executor: ``"ppermute"`` runs rounds of `lax.ppermute` in loops; ``"ppermute_unrolled"``
+            writes the rounds out, so that the compiler can overlap them with other work;
+            ``"pallas"`` runs all rounds in one TPU kernel (interpreted elsewhere), and nothing
+            else runs meanwhile. ``"auto"`` takes ppermute or pallas, whichever the cost model
+            has as cheaper; the model of the kernel has not been checked against a TPU.
+
+    Returns:
+        A proved plan. Trees take seconds to plan on hundreds of chips, and are then kept on disk:
+        see `ftmesh.planning.plan_cache`.
+
+    Raises:
+        PlanError: The algorithm cannot serve the damaged mesh; the message names one that can.
+        ArgumentError: An argument is not of the form that it must have.
+    """
+    if not isinstance(topology, Topology):
+        raise ArgumentError(
+            f"a plan is for a topology, and not for {topology!r:.60}: give "
+            'ftmesh.Topology.grid("8x8"), or Topology.from_devices(jax.devices())'
+        )
+    check_executor(executor, (AUTO, *EXECUTORS))
+    payload_bytes, wire = check_bytes(payload_bytes), wire_dtype_name(wire_dtype)
+    links = network_for(topology) if link is None else parse_network(link)
+
+    def make(executor: str) -> Plan:
+        return _make_plan(
+            topology, algorithm, payload_bytes, wire, links, with_idle, reduce_scatter, executor
+        )
+
+    if executor != AUTO:
+        return make(executor)
+    permuted = make(PPERMUTE)
+    if not supports_kernel(topology, links):
+        return permuted
+    kernel = make(PALLAS)
+    is_faster = kernel_is_faster(permuted.schedule, kernel.schedule, payload_bytes, links, wire)
+    return kernel if is_faster else permuted
+
+
+def _make_plan(
+    topology: Topology,
+    algorithm: str,
+    payload_bytes: int,
+    wire_dtype: str,
+    network: Network,
+    with_idle: bool,
+    reduce_scatter: bool,
+    executor: str,
+) -> Plan:
+    is_auto = algorithm == AUTO
+    if executor == PALLAS:
+        network = network.wires_only  # a kernel's own costs are in `cost.kernel_model`
+    if is_auto:
+        algorithm = select_algorithm(
+            topology,
+            payload_bytes,
+            network,
+            wire_dtype,
+            reduce_scatter=reduce_scatter or executor == PPERMUTE_UNROLLED,
+        ).algorithm
+    schedule = make_schedule(
+        topology, algorithm, payload_bytes, wire_dtype, network, executor=executor
+    )
+    made = Plan(
+        schedule,
+        payload_bytes,
+        verify(schedule),
+        with_idle,
+        network,
+        wire_dtype,
+        executor,
+        is_auto=is_auto,
+    )
+    if with_idle:
+        _ = made.program  # raises PlanError for idle chips that nothing can be sent to
+    return made

@@ -1,0 +1,129 @@
+"""Plan cache: schedules that took long to plan, kept on disk for the next process.
+
+Packed trees on hundreds of chips take seconds to plan. Their schedules are kept under
+``$FTMESH_CACHE_DIR``, or ``ftmesh/plans`` in the user's cache folder; an empty ``FTMESH_CACHE_DIR``
+turns the cache off. A file is named after everything that the schedule depends on, this package's
+source included, and a schedule read from it is proved again like any other, so that a stale or
+damaged file costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from ftmesh.cost.links import Network
+from ftmesh.errors import FtmeshError
+from ftmesh.files import write_atomic
+from ftmesh.schedule.files import dump, load
+from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.topology import Topology
+
+CACHE_VARIABLE = "FTMESH_CACHE_DIR"
+SLOW_SECONDS = 0.5  # what is planned faster is not worth a file
+MAX_BYTES = 512 * 2**20  # of all files; the oldest go first
+
+_log = logging.getLogger(__name__)
+
+
+def load_or_plan(
+    make: Callable[[], Schedule], topology: Topology, network: Network, *options: object
+) -> Schedule:
+    """Return the cached schedule for these arguments, or `make` it and cache it if that was slow.
+
+    Args:
+        make: Plans the schedule.
+        topology: The chips; devices do not matter.
+        network: The links that the schedule is chosen for.
+        options: Everything else that `make` depends on: algorithm, payload, mode.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return make()
+    path = folder / f"{_key(topology, network, options)}.npz"
+    schedule = _read(path, topology)
+    if schedule is not None:
+        return schedule
+    _log.info("planning %s on %s", options, topology)
+    start = time.monotonic()
+    schedule = make()
+    if time.monotonic() - start > SLOW_SECONDS:
+        _write(path, schedule)
+    return schedule
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of cached schedules; None where the cache is off or there is no home."""
+    given = os.environ.get(CACHE_VARIABLE)
+    if given is not None:
+        return Path(given) if given else None
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "ftmesh" / "plans"
+    except RuntimeError:
+        return None
+
+
+def _key(topology: Topology, network: Network, options: tuple[object, ...]) -> str:
+    facts = (
+        _source_digest(),
+        str(topology),
+        topology.shape,
+        topology.wrap,
+        sorted(topology.failed),
+        sorted(topology.failed_links),
+        topology.devices_per_chip,
+        network,
+        options,
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+@lru_cache(maxsize=1)
+def _source_digest() -> str:
+    """Identify the code that plans: schedules of another version are not taken for its own."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for room in ("topology", "schedule", "algorithms", "cost", "planning"):
+        for path in sorted((package / room).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path, topology: Topology) -> Schedule | None:
+    try:
+        if not path.is_file():
+            return None
+        schedule = load(path, verify=False)
+    except (FtmeshError, OSError):
+        return None
+    if schedule.topology.without_devices() != topology.without_devices():
+        return None
+    return replace(schedule, topology=topology)
+
+
+def _write(path: Path, schedule: Schedule) -> None:
+    """Write a schedule, and delete the oldest files beyond `MAX_BYTES`; a full disk is ignored."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, [dump(schedule)])
+        files = sorted(
+            (
+                (file.stat().st_mtime, file.stat().st_size, file)
+                for file in path.parent.glob("*.npz")
+            ),
+            reverse=True,
+        )
+        total = 0
+        for _, size, file in files:
+            total += size
+            if total > MAX_BYTES:
+                file.unlink(missing_ok=True)
+    except OSError as error:
+        _log.info("the plan is not cached: %s", error)
