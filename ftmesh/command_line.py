@@ -1,8 +1,6 @@
-"""Commands: how each of them begins, with numbers in bounds, and how it ends, in a line.
+"""How commands begin and end: numeric arguments within bounds, one-line errors, exit statuses.
 
-What a user can cause has an exit status of its own; a traceback is a bug.
-
-The command-line arguments that say which processes take part, the same wherever they are.
+Every error a user can cause is one line and an exit status of its own. A traceback is a bug.
 """
 
 from __future__ import annotations
@@ -20,38 +18,38 @@ from typing import NoReturn, TextIO
 from ftmesh.errors import NOT_FOUND, REFUSED, FtmeshError
 from ftmesh.optional_deps import missing
 
-MOST = 2**31 - 1  # of anything that is counted
-MOST_SEED = 2**32 - 1
+MAX_COUNT = 2**31 - 1
+MAX_SEED = 2**32 - 1
 BUG = 70
 INTERRUPTED = 130
-CLOSED = 141  # 128 + SIGPIPE, as launch and other programs have it
-STATUSES = """\
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+EXIT_STATUS_HELP = """\
 exit status:
-  0    done
-  1    doctor: a chip or a link is not well
-  2    the command line is wrong: an argument, a mesh, an output that cannot be written
-  65   proved wrong: a schedule breaks one of its promises
-  66   not found: there is no such file or folder
-  69   refused: there is no such plan, a file is damaged, the data or the memory does not suffice
+  0    success
+  1    doctor: a chip or a link is unhealthy
+  2    bad command line: an argument, a mesh, or an output that cannot be written
+  65   verification failed: the schedule is wrong
+  66   no such file or folder
+  69   rejected: no such plan, a damaged file, or not enough data or memory
   70   a bug in ftmesh, with a traceback to report
   130  interrupted
-  141  whoever read the output has gone
+  141  the reader of the output has closed it
 """
 
-_LONGEST = 600  # characters of a line; what is longer is cut in the middle
+_MAX_LINE = 600  # characters
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,3})?", re.IGNORECASE)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line."""
+    """An argument parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where help is, and exit with status 2."""
+        """Print the error and where to find help, and exit with status 2."""
         self.exit(2, f"{one_line(f'{self.prog}: {message}')} (see '{self.prog} --help')\n")
 
 
-def whole_number(least: int, most: int = MOST) -> Callable[[str], int]:
-    """The type of an argument that is a whole number, from `least` to `most`."""
+def whole_number(least: int, most: int = MAX_COUNT) -> Callable[[str], int]:
+    """Return an argparse type for integers from `least` to `most`."""
 
     def parse(text: str) -> int:
         digits = text.strip()
@@ -67,120 +65,127 @@ def whole_number(least: int, most: int = MOST) -> Callable[[str], int]:
 
 
 def number(least: float, most: float = 1e6) -> Callable[[str], float]:
-    """The type of an argument that is a number from `least` to `most`: neither nan nor inf is."""
+    """Return an argparse type for numbers from `least` to `most`, without nan and inf."""
 
     def parse(text: str) -> float:
-        given = float(text) if _NUMBER.fullmatch(text.strip()) else math.nan
-        if not least <= given <= most:
+        value = float(text) if _NUMBER.fullmatch(text.strip()) else math.nan
+        if not least <= value <= most:
             raise argparse.ArgumentTypeError(
                 f"{text!r:.40} is not a number from {least:,g} to {most:,g}"
             )
-        return given
+        return value
 
     return parse
 
 
-def ended(name: str, work: Callable[[], int | None], *, interrupted: str = "interrupted") -> int:
-    """Do `work`, all of a command, and say in a line what went wrong; the exit status."""
+def add_process_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add --coordinator, --num-processes and --process-id, for runs with several processes."""
+    group = parser.add_argument_group(
+        "several processes",
+        "one per host; not needed on Cloud TPU, Slurm and GKE, nor under 'ftmesh launch'",
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    group.add_argument(
+        "--num-processes", type=whole_number(1), metavar="N", help="number of processes"
+    )
+    group.add_argument(
+        "--process-id", type=whole_number(0), metavar="I", help="id of this process, from 0"
+    )
+    return group
+
+
+def run_command(
+    name: str, work: Callable[[], int | None], *, interrupted: str = "interrupted"
+) -> int:
+    """Run a command and report errors in one line on stderr.
+
+    Args:
+        name: The name of the command, which starts every error line.
+        work: The whole command; returns its exit status, or None for 0.
+        interrupted: What to print on Ctrl-C.
+
+    Returns:
+        The exit status, as `EXIT_STATUS_HELP` lists them.
+    """
     if _is_closed(sys.stdout):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         status = work() or 0
-        _flush()
+        _flush_stdout()
         return status
     except FtmeshError as error:
-        return _said(name, str(error), error.status)
+        return _report(name, str(error), error.status)
     except KeyboardInterrupt:
-        return _said(name, interrupted, INTERRUPTED)
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        _forget_stdout()
-        return CLOSED
+        return _report(name, interrupted, INTERRUPTED)
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
+        _discard_stdout()
+        return BROKEN_PIPE
     except MemoryError:
-        return _said(name, "there is not enough memory for that: ask for less", REFUSED)
+        return _report(name, "not enough memory: ask for less", REFUSED)
     except ModuleNotFoundError as error:
         extra = missing(error)
-        return _is_a_bug(name) if extra is None else _said(name, str(extra), extra.status)
+        return _report_bug(name) if extra is None else _report(name, str(extra), extra.status)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         status = NOT_FOUND if isinstance(error, FileNotFoundError) else REFUSED
-        return _said(name, f"{where}{error.strerror or error}", status)
+        return _report(name, f"{where}{error.strerror or error}", status)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            return _said(name, f"there is not enough memory for that: {error}", REFUSED)
-        return _is_a_bug(name)
+            return _report(name, f"not enough memory: {error}", REFUSED)
+        return _report_bug(name)
 
 
 def one_line(text: str) -> str:
-    r"""Text of any origin as one line that is safe to print, and not too long.
+    r"""Make any text one line that is safe to print; long text is shortened in the middle.
 
     >>> one_line("a\nred \x1b[31m")
     'a red \\x1b[31m'
     """
     line = " ".join(text.split())
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    if len(safe) <= _LONGEST:
+    if len(safe) <= _MAX_LINE:
         return safe
-    half = _LONGEST // 2
+    half = _MAX_LINE // 2
     return f"{safe[:half]} ... {safe[-half:]}"
 
 
 def say(text: str) -> None:
-    """Print a line on stderr, if there is one."""
+    """Print one line on stderr, unless that is closed."""
     if not _is_closed(sys.stderr):
         print(one_line(text), file=sys.stderr, flush=True)
 
 
 def _is_closed(stream: TextIO | None) -> bool:
-    """Whether a shell has closed it; then there is none."""
+    """True if a shell has closed the stream: Python then sets it to None."""
     return stream is None
 
 
-def _said(name: str, text: str, status: int) -> int:
+def _report(name: str, text: str, status: int) -> int:
     say(f"{name}: {text}")
     return status
 
 
-def _is_a_bug(name: str) -> int:
-    """What nobody meant to happen keeps its traceback."""
+def _report_bug(name: str) -> int:
     traceback.print_exc()
-    return _said(
-        name,
-        "this is a bug in ftmesh: please report it, with the command and the lines above",
-        BUG,
+    return _report(
+        name, "this is a bug in ftmesh: please report it, with the command and the lines above", BUG
     )
 
 
-def _flush() -> None:
-    """Now, while there is somebody to say that it cannot be."""
+def _flush_stdout() -> None:
+    """Flush while an error can still be reported."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
-        _forget_stdout()
+        _discard_stdout()
         raise FtmeshError(f"cannot write to stdout: {error.strerror}") from error
 
 
-def _forget_stdout() -> None:
-    """Python flushes it once more at the end, and would complain."""
+def _discard_stdout() -> None:
+    """Redirect stdout to nowhere, since Python flushes it once more at exit."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, AttributeError, io.UnsupportedOperation):
         sys.stdout = io.StringIO()
-
-
-def add_processes(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add them; where JAX finds that out by itself, nothing is to be given."""
-    group = parser.add_argument_group(
-        "several processes",
-        "one for each host; nothing need be given on Cloud TPU, Slurm and GKE, nor under 'ftmesh "
-        "launch'",
-    )
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is to be found")
-    group.add_argument(
-        "--num-processes", type=whole_number(1), metavar="N", help="how many there are"
-    )
-    group.add_argument(
-        "--process-id", type=whole_number(0), metavar="I", help="which this one is, from 0 on"
-    )
-    return group

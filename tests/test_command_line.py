@@ -1,4 +1,4 @@
-"""How commands begin and end: numbers in bounds, one line, a status for each kind of end."""
+"""How commands begin and end: numeric bounds, one-line errors, exit statuses."""
 
 import argparse
 import ast
@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from ftmesh.cli.main import main
-from ftmesh.command_line import CLOSED, STATUSES, Parser, ended, number, one_line, whole_number
+from ftmesh.command_line import (
+    BROKEN_PIPE,
+    EXIT_STATUS_HELP,
+    Parser,
+    number,
+    one_line,
+    run_command,
+    whole_number,
+)
 from ftmesh.errors import (
     ArgumentError,
     CheckpointNotFoundError,
@@ -30,7 +38,7 @@ def fails(error):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "says"),
+    ("error", "status", "message"),
     [
         (ArgumentError("no"), 2, "no"),
         (VerificationError("no"), 65, "no"),
@@ -40,46 +48,46 @@ def fails(error):
         (PlanError("no\n\nway"), 69, "no way"),
         (DataError("\x1b[31mred\x07"), 69, r"\x1b[31mred\x07"),
         (OSError(28, "No space left on device", "a"), 69, "a: No space left on device"),
-        (MemoryError(), 69, "there is not enough memory for that: ask for less"),
+        (MemoryError(), 69, "not enough memory: ask for less"),
         (RuntimeError("RESOURCE_EXHAUSTED: 4 TB"), 69, "RESOURCE_EXHAUSTED: 4 TB"),
         (ModuleNotFoundError(name="matplotlib"), 69, "pip install 'ftmesh[plots]'"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
-def test_what_a_user_can_cause_is_one_line_and_a_status(capsys, error, status, says):
-    assert ended("it", fails(error)) == status
+def test_user_errors_are_one_line_and_a_status(capsys, error, status, message):
+    assert run_command("it", fails(error)) == status
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("it: ")
-    assert err.endswith(f"{says}\n")
+    assert err.endswith(f"{message}\n")
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     "error", [KeyError("x"), AssertionError("x"), ModuleNotFoundError(name="y")]
 )
-def test_a_bug_keeps_its_traceback_and_asks_to_be_reported(capsys, error):
-    assert ended("it", fails(error)) == 70
+def test_a_bug_shows_its_traceback_and_asks_for_a_report(capsys, error):
+    assert run_command("it", fails(error)) == 70
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
     assert err.splitlines()[-1].startswith("it: this is a bug in ftmesh: please report it")
 
 
-def test_statuses_pass():
-    assert ended("it", lambda: None) == 0
-    assert ended("it", lambda: 1) == 1
+def test_status_of_the_command_is_returned():
+    assert run_command("it", lambda: None) == 0
+    assert run_command("it", lambda: 1) == 1
 
 
 def test_every_status_is_in_the_help(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     out = capsys.readouterr().out
-    assert STATUSES in out
+    assert EXIT_STATUS_HELP in out
     for status in (0, 1, 2, 65, 66, 69, 70, 130):
         assert f"\n  {status} " in out
 
 
-def test_a_line_is_not_too_long():
+def test_long_lines_are_shortened():
     assert one_line("x" * 600) == "x" * 600
     assert len(one_line("x" * 100_000)) < 620
 
@@ -95,7 +103,7 @@ def test_numbers_in_bounds():
     assert [whole_number(0, 10)(text) for text in ("0", "10", " 7 ", "+3")] == [0, 10, 7, 3]
 
 
-def test_a_parser_complains_in_one_line(capsys):
+def test_parser_errors_are_one_line(capsys):
     parser = Parser(prog="it")
     parser.add_argument("--n", type=whole_number(0))
     with pytest.raises(SystemExit, match="2"):
@@ -107,27 +115,27 @@ def test_a_parser_complains_in_one_line(capsys):
 
 
 def shell(command):
-    """A command in a shell, with what is written in it."""
+    """Run an ftmesh command line in a shell."""
     line = f"{sys.executable} -m ftmesh {command}"
     return subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
 
 
-def test_a_stdout_that_is_closed():
+def test_closed_stdout():
     done = shell("draw --figure 1 >&-")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_reader_that_has_seen_enough():
+def test_reader_that_closes_the_pipe():
     done = shell("draw --figure 3 | head -c 1; wait")
     assert (len(done.stdout), done.stderr) == (1, "")
 
 
-def test_a_reader_that_has_gone_does_not_make_a_mesh_well(monkeypatch):
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(Gone(), write_through=True))
-    assert ended("it", lambda: print("chip 1,1 is wrong")) == CLOSED
+def test_broken_pipe_is_not_success(monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(ClosedPipe(), write_through=True))
+    assert run_command("it", lambda: print("chip 1,1 is wrong")) == BROKEN_PIPE
 
 
-class Gone(io.RawIOBase):
+class ClosedPipe(io.RawIOBase):
     def writable(self):
         return True
 
@@ -136,7 +144,7 @@ class Gone(io.RawIOBase):
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e9", "x", "", "٣", "1_0", "9" * 5000, "."])
-def test_numbers_that_are_none(text):
+def test_text_that_is_not_a_number(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not a number from 0 to 1e"):
         number(0)(text)
     assert [number(0)(text) for text in ("0.5", " 7 ", "+1e2", ".5", "5.")] == [0.5, 7, 100, 0.5, 5]
@@ -151,8 +159,8 @@ SCRIPTS = [
 SOURCES = [*(ROOT / "ftmesh").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *SCRIPTS]
 
 
-def unbounded(source):
-    """The lines on which an argument is taken by a type that knows no bounds."""
+def unbounded_arguments(source):
+    """Yield the lines where an argument has a type without bounds."""
     for node in ast.walk(ast.parse(source)):
         called = isinstance(node, ast.Call) and getattr(
             node.func, "attr", getattr(node.func, "id", "")
@@ -163,20 +171,20 @@ def unbounded(source):
                 yield node.lineno
 
 
-def test_every_number_of_a_command_has_bounds():
-    found = {path: list(unbounded(path.read_text())) for path in SOURCES}
+def test_every_numeric_argument_has_bounds():
+    found = {path: list(unbounded_arguments(path.read_text())) for path in SOURCES}
     assert not any(found.values()), found
 
 
-def test_a_number_without_bounds_is_found():
+def test_unbounded_argument_is_detected():
     lines = (
         "p.add_argument('--n', type=int)\noption('--s', float, 1.0)\nf.add_argument(type=size)\n"
     )
-    assert list(unbounded(lines)) == [1, 2]
+    assert list(unbounded_arguments(lines)) == [1, 2]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_stdout_that_is_full():
+def test_full_stdout():
     done = shell("draw --figure 1 > /dev/full")
     assert done.returncode == 69
     assert done.stderr.endswith("No space left on device\n")

@@ -28,7 +28,7 @@ from ftmesh.cli import (
     verify,
     view,
 )
-from ftmesh.command_line import STATUSES, Parser, ended, say
+from ftmesh.command_line import EXIT_STATUS_HELP, Parser, run_command, say
 
 COMMANDS = {
     "plan": plan,
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "right, look at them, price them, and see what a TPU's compiler makes of them.",
         epilog="Blocks of failed chips are written WxH@x,y and joined by ';': 4x2@6,14 is 4 chips\n"
         "along x and 2 along y, with its low corner at x=6, y=14. On three axes it is\n"
-        f"WxHxD@x,y,z.\n\n{STATUSES}",
+        f"WxHxD@x,y,z.\n\n{EXIT_STATUS_HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ftmesh {ftmesh.__version__}")
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.prog = f"{parser.prog} {args.command}"  # whose --help has the right ones
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return ended("ftmesh", lambda: _carried_out(args))
+    return run_command("ftmesh", lambda: _carried_out(args))
 
 
 def _carried_out(args: argparse.Namespace) -> int | None:

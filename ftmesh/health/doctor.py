@@ -1,10 +1,10 @@
-"""Doctor: have every chip compute and every link carry what is known, and say who does not.
+"""Examines a mesh: every chip computes a known result, every link carries a known pattern.
 
     findings = examine(Topology.from_devices(jax.devices()))
     print(findings)
 
-Chips that do not answer with a single number are left out of what follows. A program that never
-ends holds its process: the links that it would have tried next are left untried, and said so.
+Chips that do not respond at all are left out of the later tests. A program that never ends blocks
+its process; the links that process would have tested next are reported as untried.
 """
 
 from __future__ import annotations
@@ -13,52 +13,65 @@ import time
 
 from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.errors import ArgumentError, TopologyError
-from ftmesh.health.examination import Look, Progress
+from ftmesh.health.examination import Examination, Progress
 from ftmesh.health.findings import Findings
-from ftmesh.health.probe_chips import call, compute
-from ftmesh.health.probe_links import cables, carry
+from ftmesh.health.probe_chips import check_responses, check_results
+from ftmesh.health.probe_links import check_links, undirected_links
 from ftmesh.health.probe_programs import Probes
-from ftmesh.testing.unhealthy import Sick
+from ftmesh.testing.unhealthy import UnhealthySpec
 from ftmesh.topology.devices import platform_of
 from ftmesh.topology.topology import Topology
 
-LIMIT = 60.0  # seconds for a chip or a link to answer
+TIMEOUT = 60.0  # seconds for a chip or a link to respond
 
 
 def examine(
     topology: Topology,
     *,
     cluster: Cluster = ALONE,
-    limit: float = LIMIT,
+    timeout: float = TIMEOUT,
     slow: float = 3.0,
     probes: Probes | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Findings:
-    """Look at every live chip and link of a mesh; the same findings in all processes of `cluster`.
+    """Test every live chip and link of a mesh.
 
-    What does not answer within `limit` seconds, compiling apart, is silent. What takes more than
-    `slow` times as long as the median of its peers, each time that it is tried, is slow.
+    All processes of `cluster` must call this, and all get the same findings.
+
+    Args:
+        topology: A mesh with devices.
+        cluster: The processes that take part.
+        timeout: What does not respond within this many seconds, compilation excluded, is silent.
+        slow: What takes more than `slow` times the median of its peers, in every repetition, is
+            slow.
+        probes: How much to compute and transfer; by default what suits the platform.
+        progress: Called with the steps done, the total, and what comes next.
+
+    Raises:
+        TopologyError: The topology has no devices.
+        ArgumentError: `timeout` is not positive, or `slow` is not more than 1.
     """
-    topology = topology.wires
+    topology = topology.physical
     if not topology.devices:
-        raise TopologyError(f"{topology} has no devices to look at: use Topology.from_devices")
-    if not limit > 0 or not slow > 1:
+        raise TopologyError(f"{topology} has no devices to test: use Topology.from_devices")
+    if not timeout > 0 or not slow > 1:
         raise ArgumentError(
-            f"a limit of {limit:g} s and a factor of {slow:g}: give more than 0, and more than 1"
+            f"timeout={timeout:g} and slow={slow:g}: give a timeout of more than 0 seconds and a "
+            "factor of more than 1"
         )
     start = time.monotonic()
     if probes is None:
-        sick = Sick.from_environment(topology)
-        probes = Probes.of(platform_of(topology.devices[0]), sick)
-    look = Look(topology, cluster.on(topology), probes, limit, slow, progress)
-    every = cables(topology)
-    steps = len(every) + 2
-    progress(0, steps, "who answers")
-    call(look)
-    progress(1, steps, "what they compute")
-    compute(look)
-    carry(look, every, lambda done: progress(done + 2, steps, "what links carry"))
-    progress(steps, steps, "")
-    found = sorted(look.found, key=lambda one: (len(one.chips), one.chips, one.kind))
+        unhealthy = UnhealthySpec.from_environment(topology)
+        probes = Probes.for_platform(platform_of(topology.devices[0]), unhealthy)
+    exam = Examination(topology, cluster.on(topology), probes, timeout, slow)
+    links = undirected_links(topology)
+    num_steps = len(links) + 2
+    progress(0, num_steps, "testing which chips respond")
+    check_responses(exam)
+    progress(1, num_steps, "testing what chips compute")
+    check_results(exam)
+    check_links(exam, links, lambda done: progress(done + 2, num_steps, "testing links"))
+    progress(num_steps, num_steps, "")
+    entries = sorted(exam.findings, key=lambda entry: (len(entry.chips), entry.chips, entry.kind))
     seconds = time.monotonic() - start
-    return Findings(topology, tuple(found), len(every), tuple(look.untried), seconds)
+    return Findings(topology, tuple(entries), len(links), tuple(exam.untried), seconds)

@@ -1,12 +1,11 @@
-"""Look: an examination under way: whose chips are looked at, how, and what has been found so far.
+"""An examination in progress: the mesh, the probes, and the findings so far.
 
-All processes of a cluster look at once. What one has seen, `gathered` tells all, and all decide by
-that; so they find the same, and try the same next.
+All processes of a cluster test at the same time, share what they observed with `gather`, and draw
+the same conclusions from it, so that they agree on what to test next.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,101 +14,93 @@ from typing import Any
 from ftmesh.distributed.process_group import Cluster
 from ftmesh.distributed.wording import in_seconds
 from ftmesh.health.findings import Finding
-from ftmesh.health.probe_programs import Answer, Probes, ask
+from ftmesh.health.probe_programs import DeviceResult, Probes, run_program
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.notation import Coord, Link
 from ftmesh.topology.topology import Topology
 
 Progress = Callable[[int, int, str], None]
 
-AGAIN = 2  # times that what seems slow is measured again
+NUM_RETESTS = 2  # how often what seems slow is measured again
 
 
 @dataclass
-class Look:
-    """What one process has at hand, and what all of them have found."""
+class Examination:
+    """What one process works with, and the findings all processes agree on."""
 
     topology: Topology
     cluster: Cluster
     probes: Probes
-    limit: float
+    timeout: float
     slow: float
-    progress: Progress
-    found: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     untried: list[Link] = field(default_factory=list)
     silent: set[Coord] = field(default_factory=set)
-    stuck: set[int] = field(default_factory=set)  # processes with a program that never ends
+    blocked: set[int] = field(default_factory=set)  # processes with a program that never ends
 
     @property
-    def within(self) -> str:
-        """The limit in words."""
-        return f"within {in_seconds(self.limit)}"
-
-    # Whose ------------------------------------------------------------------------------------
+    def within_timeout(self) -> str:
+        """The timeout in words."""
+        return f"within {in_seconds(self.timeout)}"
 
     @cached_property
     def chip_of(self) -> dict[Any, Coord]:
         """The chip of each device."""
-        coords, each = self.topology.coords, self.topology.devices_per_chip
-        return {device: coords[i // each] for i, device in enumerate(self.topology.devices)}
+        coords, per_chip = self.topology.coords, self.topology.devices_per_chip
+        return {device: coords[i // per_chip] for i, device in enumerate(self.topology.devices)}
 
     @cached_property
     def devices_of(self) -> dict[Coord, list[Any]]:
         """The devices of each chip."""
-        found: dict[Coord, list[Any]] = {}
+        devices: dict[Coord, list[Any]] = {}
         for device, coord in self.chip_of.items():
-            found.setdefault(coord, []).append(device)
-        return found
+            devices.setdefault(coord, []).append(device)
+        return devices
 
     @cached_property
     def coord_at(self) -> dict[int, Coord]:
-        """The chip at each place; places are what processes tell each other."""
-        return {self.place(coord): coord for coord in self.topology.coords}
+        """The chip at each grid index; processes exchange indices."""
+        return {self.topology.grid_index(coord): coord for coord in self.topology.coords}
 
-    def place(self, chip: Any) -> int:
-        """The place of a chip, or of that of a device."""
-        return self.topology.place(self.chip_of.get(chip, chip))
+    def device_index(self, device: Any) -> int:
+        """The grid index of a device's chip."""
+        return self.topology.grid_index(self.chip_of[device])
 
-    def is_own(self, device: Any) -> bool:
-        """Whether a device is this process's."""
+    def is_local(self, device: Any) -> bool:
+        """True if the device belongs to this process."""
         return self.cluster.is_alone or process_of(device) == self.cluster.process
 
     def processes_of(self, chips: Iterable[Coord]) -> set[int]:
-        """The processes that have some chips."""
+        """The processes that own these chips."""
         if self.cluster.is_alone:
             return {self.cluster.process}
         return {process_of(device) for chip in chips for device in self.devices_of[chip]}
 
-    # How --------------------------------------------------------------------------------------
-
-    def repeated(
+    def run_repeatedly(
         self, program: Callable[[], Any], devices: Sequence[Any]
-    ) -> dict[Any, list[Answer]]:
-        """The answers of this process's devices to a program, several times; once if not of all."""
-        own = sum(map(self.is_own, devices))
-        seen: dict[Any, list[Answer]] = {}
-        for _ in range(1 + self.probes.repeats):
-            answers = ask(program, self.limit)
-            for device, answer in answers.items():
-                seen.setdefault(device, []).append(answer)
-            if len(answers) < own:
-                break
-        return seen
+    ) -> dict[Any, list[DeviceResult]]:
+        """Run a program several times, and collect the results of this process's devices.
 
-    def gathered(self, rows: list[Any], what: str) -> list[Any]:
-        """The rows of all processes, in the same order at each."""
-        limit = self.cluster.limit + (self.probes.repeats + 2) * self.limit
-        told = self.cluster.gather(rows, what, limit=limit)
-        return [row for process in sorted(told) for row in told[process]]
+        Stops after the first run that not all of `devices` finish.
+        """
+        num_local = sum(map(self.is_local, devices))
+        results: dict[Any, list[DeviceResult]] = {}
+        for _ in range(1 + self.probes.repeats):
+            run = run_program(program, self.timeout)
+            for device, result in run.items():
+                results.setdefault(device, []).append(result)
+            if len(run) < num_local:
+                break
+        return results
+
+    def gather(self, rows: list[Any], what: str) -> list[Any]:
+        """Return the rows of all processes, in the same order everywhere."""
+        timeout = self.cluster.limit + (self.probes.repeats + 2) * self.timeout
+        rows_by_process = self.cluster.gather(rows, what, limit=timeout)
+        return [row for process in sorted(rows_by_process) for row in rows_by_process[process]]
 
     def add_silent(self, coord: Coord, detail: str) -> None:
-        """Note that a chip is silent, once, and leave it out of what follows."""
+        """Record a silent chip, once, and leave it out of later tests."""
         if coord not in self.silent:
             self.silent.add(coord)
-            self.found.append(Finding("silent", (coord,), detail))
-
-
-def usual(answers: Sequence[Answer]) -> float | None:
-    """The median of the times, less the first, in which the program was compiled."""
-    times = [answer.seconds for answer in answers[1:] or answers]
-    return statistics.median(times) if times else None
+            self.findings.append(Finding("silent", (coord,), detail))

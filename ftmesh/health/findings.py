@@ -1,49 +1,53 @@
-"""Findings: which chips and links are wrong, silent or slow, and what to leave out for that.
+"""What an examination found: which chips and links are wrong, silent or slow.
 
-print(findings)         # a line for each, and last of all --failed 1x1@1,2
+print(findings)         # a line per finding; the last line is --failed 1x1@1,2
 findings.failed         # "1x1@1,2"
 findings.to_json()
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from ftmesh.topology.notation import Coord, Link, format_coord, format_failed
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time
 
-K = TypeVar("K", bound=Hashable)
 Kind = Literal["wrong", "silent", "slow"]
-
-_FEWEST = 2  # peers that one can be compared with
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is the matter with a chip, or with the link between two."""
+    """One unhealthy chip, or one unhealthy link between two chips.
+
+    Attributes:
+        kind: ``"wrong"``, ``"silent"`` or ``"slow"``.
+        chips: The chip, or the two ends of the link.
+        detail: What was observed, in words.
+        seconds: How long a slow one took.
+        usual: The median time of its peers.
+        is_sure: False if it could also be another link that was tested with this one.
+    """
 
     kind: Kind
     chips: tuple[Coord, ...]
     detail: str
-    seconds: float | None = None  # that a slow one took
-    usual: float | None = None  # and its peers
-    is_sure: bool = True  # False: it is this one, or another that was tried with it
+    seconds: float | None = None
+    usual: float | None = None
+    is_sure: bool = True
 
     @staticmethod
     def slow(chips: tuple[Coord, ...], seconds: float, usual: float) -> Finding:
-        """One that took so long, and its peers not."""
-        detail = f"{format_time(seconds)}, where others take {format_time(usual)}"
+        """Build the finding for a slow chip or link."""
+        detail = f"{format_time(seconds)}; others take {format_time(usual)}"
         return Finding("slow", chips, detail, seconds, usual)
 
     @property
     def name(self) -> str:
-        """Which it is: ``chip 1,2`` or ``link 0,0-1,0``."""
+        """``chip 1,2`` or ``link 0,0-1,0``."""
         noun = "chip" if len(self.chips) == 1 else "link"
         return f"{noun} {'-'.join(map(format_coord, self.chips))}"
 
@@ -53,170 +57,135 @@ class Finding:
 
 @dataclass(frozen=True)
 class Findings:
-    """What an examination of a mesh has found; `untried` are the links that it did not come to."""
+    """The result of examining a mesh.
+
+    Attributes:
+        topology: The mesh that was examined.
+        entries: One `Finding` per unhealthy chip or link.
+        num_links: How many links there are.
+        untried: Links that could not be tested.
+        seconds: How long the examination took.
+    """
 
     topology: Topology
-    found: tuple[Finding, ...]
+    entries: tuple[Finding, ...]
     num_links: int
     untried: tuple[Link, ...] = ()
     seconds: float = 0.0
 
     @property
-    def is_well(self) -> bool:
-        """Whether every chip and every link was looked at and nothing was found."""
-        return not self.found and not self.untried
+    def is_healthy(self) -> bool:
+        """True if every chip and link was tested and none is unhealthy."""
+        return not self.entries and not self.untried
 
     def chips(self, *kinds: Kind) -> tuple[Coord, ...]:
-        """The chips that were found to be so."""
-        return tuple(sorted({one.chips[0] for one in self._of(1, kinds)}))
+        """The chips found to be of one of these kinds."""
+        return tuple(sorted({entry.chips[0] for entry in self._select(1, kinds)}))
 
     def links(self, *kinds: Kind) -> tuple[Link, ...]:
-        """The links that were found to be so, their lower ends first."""
-        return tuple(sorted({(one.chips[0], one.chips[1]) for one in self._of(2, kinds)}))
+        """The links found to be of one of these kinds, lower end first."""
+        entries = self._select(2, kinds)
+        return tuple(sorted({(entry.chips[0], entry.chips[1]) for entry in entries}))
 
-    def _of(self, size: int, kinds: tuple[Kind, ...]) -> list[Finding]:
-        return [one for one in self.found if len(one.chips) == size and one.kind in kinds]
+    def _select(self, num_chips: int, kinds: tuple[Kind, ...]) -> list[Finding]:
+        return [e for e in self.entries if len(e.chips) == num_chips and e.kind in kinds]
 
     @cached_property
-    def masked(self) -> frozenset[Coord]:
-        """The chips to leave out: wrong or silent ones, and one end of every link that is.
+    def _bad_links(self) -> set[Link]:
+        """The links that are wrong or silent for sure."""
+        entries = self._select(2, ("wrong", "silent"))
+        return {(entry.chips[0], entry.chips[1]) for entry in entries if entry.is_sure}
 
-        Of its ends the one with more such links, or with fewer others. Slow ones stay in, and so do
-        those that are not sure.
+    @cached_property
+    def quarantined(self) -> frozenset[Coord]:
+        """The chips to exclude: wrong or silent ones, and one end of every wrong or silent link.
+
+        Of its two ends, the one with more such links, or else with fewer other links. Slow chips
+        and uncertain findings do not exclude anything.
         """
-        masked = set(self.chips("wrong", "silent"))
-        sure = {one.chips for one in self._of(2, ("wrong", "silent")) if one.is_sure}
-        left = {link for link in sure if not masked.intersection(link)}
-        while left:
-            bad = Counter(end for link in left for end in link)
+        chips = set(self.chips("wrong", "silent"))
+        remaining = {link for link in self._bad_links if not chips.intersection(link)}
+        while remaining:
+            num_bad = Counter(end for link in remaining for end in link)
 
-            def badness(end: Coord, bad: Counter[Coord] = bad) -> tuple[int, int, Coord]:
-                live = set(self.topology.neighbours(end)) - masked
-                return bad[end], bad[end] - len(live), end
+            def badness(end: Coord, num_bad: Counter[Coord] = num_bad) -> tuple[int, int, Coord]:
+                live = set(self.topology.neighbours(end)) - chips
+                return num_bad[end], num_bad[end] - len(live), end
 
-            masked.add(max(bad, key=badness))
-            left = {link for link in left if not masked.intersection(link)}
-        return frozenset(masked)
+            chips.add(max(num_bad, key=badness))
+            remaining = {link for link in remaining if not chips.intersection(link)}
+        return frozenset(chips)
 
     @property
     def failed(self) -> str:
-        """All that should be left out, what was left out before too, as ``--failed`` takes it."""
-        return format_failed(self.masked | self.topology.failed)
+        """All chips to exclude, those excluded before included, as ``--failed`` takes them."""
+        return format_failed(self.quarantined | self.topology.failed)
 
     @property
-    def links_alone(self) -> dict[str, str] | None:
-        """What to leave out instead, where links were found: chips that are bad, and the links.
+    def link_exclusions(self) -> dict[str, str] | None:
+        """What to exclude instead to keep both ends of bad links; None if no link is bad.
 
-        As ``--failed`` and ``--failed-links`` take it; both ends of a link stay in use.
+        The keys are ``failed`` and ``failed_links``, as the arguments of `Topology.grid`.
         """
         chips = {*self.chips("wrong", "silent"), *self.topology.failed}
-        sure = {one.chips for one in self._of(2, ("wrong", "silent")) if one.is_sure}
-        links = sorted((a, b) for a, b in sure if not chips & {a, b})
-        if not links:
+        bad_links = {(a, b) for a, b in self._bad_links if not chips & {a, b}}
+        if not bad_links:
             return None
-        links = sorted({*links, *self.topology.failed_links})
+        links = sorted(bad_links | self.topology.failed_links)
         names = (f"{format_coord(a)}-{format_coord(b)}" for a, b in links)
         return {"failed": format_failed(chips), "failed_links": ";".join(names)}
 
     @property
-    def picture(self) -> Topology:
-        """The mesh with what is wrong or silent as failed, for a drawing."""
-        bad = frozenset(self.chips("wrong", "silent"))
-        links = self.topology.failed_links | set(self.links("wrong", "silent"))
-        if len(bad | self.topology.failed) == self.topology.num_chips:
-            return self.topology.without_devices()
-        bare = self.topology.without_devices()
-        return replace(bare, failed=bare.failed | bad, failed_links=links)
+    def damaged_topology(self) -> Topology:
+        """The mesh with all wrong and silent chips and links marked failed, for a drawing."""
+        mesh = self.topology.without_devices()
+        failed = mesh.failed | set(self.chips("wrong", "silent"))
+        if len(failed) == mesh.num_chips:
+            return mesh
+        links = mesh.failed_links | set(self.links("wrong", "silent"))
+        return replace(mesh, failed=failed, failed_links=links)
 
     def to_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the findings as values for `json.dumps`."""
         return {
             "mesh": self.topology.name,
             "live": self.topology.num_live,
             "links": self.num_links,
-            "well": self.is_well,
-            "found": [asdict(one) for one in self.found],
+            "well": self.is_healthy,
+            "found": [asdict(entry) for entry in self.entries],
             "untried": [[list(a), list(b)] for a, b in self.untried],
             "failed": self.failed,
-            "links_alone": self.links_alone,
+            "links_alone": self.link_exclusions,
             "seconds": round(self.seconds, 3),
         }
 
     def __str__(self) -> str:
-        if self.is_well:
-            return f"all {self.topology.num_live} chips and {self.num_links} links are well"
-        lines = [str(one) for one in self.found]
+        if self.is_healthy:
+            return f"all {self.topology.num_live} chips and {self.num_links} links are healthy"
+        lines = [str(entry) for entry in self.entries]
         if self.untried:
             lines.append(
-                f"{len(self.untried)} of {self.num_links} links were not tried, as their chips "
-                "wait behind what is silent: look again without it"
+                f"{len(self.untried)} of {self.num_links} links were not tested, because something "
+                "silent blocks their process: exclude it and run again"
             )
-        if not all(one.is_sure for one in self.found):
-            lines.append("to know which link it is, have each tried by itself, with --one-by-one")
-        if self.links_alone:
-            both = {"failed": "--failed", "failed_links": "--failed-links"}
+        if not all(entry.is_sure for entry in self.entries):
+            lines.append("to find out which link it is, test each by itself: --one-by-one")
+        exclusions = self.link_exclusions
+        if exclusions:
+            flags = {"failed": "--failed", "failed_links": "--failed-links"}
             options = (
-                f"{both[key]} {quoted(what)}" for key, what in self.links_alone.items() if what
+                f"{flags[key]} {quoted(value)}" for key, value in exclusions.items() if value
             )
-            lines.append(f"to keep both ends of a link: {' '.join(options)}; or else:")
-        if self.masked:
+            lines.append(f"to keep both ends of a bad link: {' '.join(options)}; otherwise:")
+        if self.quarantined:
             lines.append(f"--failed {quoted(self.failed)}")
         return "\n".join(lines)
 
 
 def quoted(blocks: str) -> str:
-    """Blocks as a shell takes them.
+    """Quote blocks for a shell.
 
     >>> quoted("1x1@1,2"), quoted("1x1@1,2;1x1@3,3")
     ('1x1@1,2', "'1x1@1,2;1x1@3,3'")
     """
     return f"'{blocks}'" if ";" in blocks else blocks
-
-
-# Judgement ------------------------------------------------------------------------------------
-
-
-def minority(values: Mapping[K, Hashable]) -> list[K]:
-    """Who has another value than most; where no value has more than each other, all of them.
-
-    >>> minority({"a": 1, "b": 2, "c": 1}), minority({"a": 1, "b": 2})
-    (['b'], ['a', 'b'])
-    """
-    counts = Counter(values.values()).most_common(2)
-    if len(counts) < 2:
-        return []
-    (usual, most), (_, second) = counts
-    return [who for who, value in values.items() if value != usual or most == second]
-
-
-def laggards(
-    seconds: Mapping[K, float],
-    peers: Mapping[K, Hashable],
-    *,
-    slow: float,
-    floor: float,
-    among: Iterable[K] | None = None,
-) -> dict[K, float]:
-    """Who took more than `slow` times the median of its peers, and `floor` seconds more; and that.
-
-    Peers are those with the same value in `peers`, fewer than two of which say nothing. With
-    `among`, these alone are judged, and the others are their peers.
-
-    >>> laggards({"a": 1.0, "b": 1.1, "c": 4.0}, dict.fromkeys("abc"), slow=3, floor=0.1)
-    {'c': 1.05}
-    """
-    judged = set(seconds if among is None else among)
-    found = {}
-    for who in judged & set(seconds):
-        others = [
-            seconds[other]
-            for other in seconds
-            if other != who
-            and peers[other] == peers[who]
-            and (among is None or other not in judged)
-        ]
-        if len(others) >= _FEWEST:
-            usual = statistics.median(others)
-            if seconds[who] > max(slow * usual, usual + floor):
-                found[who] = usual
-    return found

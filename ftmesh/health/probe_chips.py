@@ -1,4 +1,4 @@
-"""Look at chips: whether they answer, compute what the others do, and take no longer over it."""
+"""Tests chips: do they respond, compute the right results, and take no longer than others?"""
 
 from __future__ import annotations
 
@@ -6,120 +6,135 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ftmesh.health.examination import AGAIN, Look, usual
-from ftmesh.health.findings import Finding, laggards, minority
-from ftmesh.health.probe_programs import DTYPES, Answer, answer_program, ask_all, work_program
+from ftmesh.health.examination import NUM_RETESTS, Examination
+from ftmesh.health.findings import Finding
+from ftmesh.health.outliers import find_outliers, find_slow
+from ftmesh.health.probe_programs import (
+    DTYPES,
+    DeviceResult,
+    call_all,
+    compute_program,
+    median_seconds,
+    response_program,
+)
 from ftmesh.topology.devices import platform_of
 
-_WHOLE = "whole numbers"
-_PARTS = (*(dtype.__name__ for dtype in DTYPES), _WHOLE)  # of `Probes.work`
+_INTEGERS = "integers"
+_PARTS = (*(dtype.__name__ for dtype in DTYPES), _INTEGERS)  # of what `Probes.compute` returns
 
 
-class _Worked(NamedTuple):
-    """What a device computed, each time, or the words of its error; one row of what is told."""
+class _Computed(NamedTuple):
+    """What a device computed in every run, or its error messages; processes exchange these."""
 
-    place: int
+    index: int  # of the chip in the grid
     core: int
-    kind: str
+    platform: str
     results: list[Any]
     seconds: float | None
 
     @property
-    def who(self) -> tuple[int, int]:
-        return self.place, self.core
+    def device(self) -> tuple[int, int]:
+        return self.index, self.core
 
 
-def call(look: Look) -> None:
-    """Find the chips that do not answer at all, each by a program of its own."""
+def check_responses(exam: Examination) -> None:
+    """Find the chips that do not respond at all, with a program of its own for every device."""
     programs = {
-        device: answer_program(look.probes.among([place]), device, place)
-        for device in filter(look.is_own, look.chip_of)
-        for place in [look.place(device)]
+        device: response_program(exam.probes.restricted_to([index]), device, index)
+        for device in filter(exam.is_local, exam.chip_of)
+        for index in [exam.device_index(device)]
     }
-    answers = ask_all(programs, look.limit)
-    rows = [[look.place(device), _words(answers.get(device))] for device in programs]
-    for place, error in look.gathered(rows, "who answers"):
-        if error is not None:
-            look.add_silent(look.coord_at[place], error or f"no answer {look.within}")
+    responses = call_all(programs, exam.timeout)
+    rows = [[exam.device_index(device), _problem(responses.get(device))] for device in programs]
+    for index, problem in exam.gather(rows, "which chips respond"):
+        if problem is not None:
+            exam.add_silent(exam.coord_at[index], problem or f"no answer {exam.within_timeout}")
 
 
-def _words(answer: Any) -> str | None:
-    """None of an answer that is right, and the words of an error."""
-    if answer is None:
+def _problem(response: Any) -> str | None:
+    """None if the response is right, "" if there is none, else what it was."""
+    if response is None:
         return ""
-    return None if answer == 9.0 else f"answers 3 x 3 with {answer}"
+    return None if response == 9.0 else f"answers 3 x 3 with {response}"
 
 
-def compute(look: Look) -> None:
-    """Find the chips that compute wrongly, or late."""
-    rows = _worked(look)
+def check_results(exam: Examination) -> None:
+    """Find the chips that compute wrong results, or compute slowly."""
+    rows = _compute(exam)
     for row in rows:
         if not row.results:
-            coord = look.coord_at[row.place]
-            look.add_silent(coord, f"answers, and computed nothing {look.within}")
-            look.stuck |= look.processes_of([coord])
-    _compare(look, [row for row in rows if row.results])
-    late = _late(look, rows)
-    for _ in range(AGAIN):
-        if late and not look.stuck:
-            again = _late(look, _worked(look))
-            late = {who: again[who] for who in late.keys() & again.keys()}
-    for place, took in {place: took for (place, _), took in late.items()}.items():
-        look.found.append(Finding.slow((look.coord_at[place],), *took))
+            coord = exam.coord_at[row.index]
+            exam.add_silent(coord, f"responds, but computed nothing {exam.within_timeout}")
+            exam.blocked |= exam.processes_of([coord])
+    _find_wrong(exam, [row for row in rows if row.results])
+    slow = _find_slow(exam, rows)
+    for _ in range(NUM_RETESTS):
+        if slow and not exam.blocked:
+            again = _find_slow(exam, _compute(exam))
+            slow = {device: again[device] for device in slow.keys() & again.keys()}
+    for index, times in {index: times for (index, _), times in slow.items()}.items():
+        exam.findings.append(Finding.slow((exam.coord_at[index],), *times))
 
 
-def _worked(look: Look) -> list[_Worked]:
-    """Have every device compute."""
-    own = filter(look.is_own, look.chip_of)
-    devices = tuple(device for device in own if look.chip_of[device] not in look.silent)
-    places = tuple(map(look.place, devices))
-    seen: dict[Any, list[Answer]] = {}
+def _compute(exam: Examination) -> list[_Computed]:
+    """Run the compute program on all devices that respond."""
+    devices = tuple(
+        device
+        for device, chip in exam.chip_of.items()
+        if exam.is_local(device) and chip not in exam.silent
+    )
+    indices = tuple(map(exam.device_index, devices))
+    results: dict[Any, list[DeviceResult]] = {}
     if devices:
-        seen = look.repeated(work_program(look.probes.among(places), devices, places), devices)
+        program = compute_program(exam.probes.restricted_to(indices), devices, indices)
+        results = exam.run_repeatedly(program, devices)
     rows = []
-    for device, place in zip(devices, places, strict=True):
-        answers = seen.get(device, [])
-        results = [answer.error or answer.numbers for answer in answers]
-        core = look.devices_of[look.chip_of[device]].index(device)
-        rows.append([place, core, platform_of(device), results, usual(answers)])
-    return [_Worked(*row) for row in look.gathered(rows, "what chips compute")]
+    for device, index in zip(devices, indices, strict=True):
+        runs = results.get(device, [])
+        values = [run.error or run.values for run in runs]
+        core = exam.devices_of[exam.chip_of[device]].index(device)
+        rows.append([index, core, platform_of(device), values, median_seconds(runs)])
+    return [_Computed(*row) for row in exam.gather(rows, "what chips compute")]
 
 
-def _late(look: Look, rows: Sequence[_Worked]) -> dict[tuple[int, int], tuple[float, float]]:
-    """The devices that took long, how long, and how long their peers did."""
-    seconds = {row.who: row.seconds for row in rows if row.seconds is not None}
-    kinds = {row.who: row.kind for row in rows}
-    found = laggards(seconds, kinds, slow=look.slow, floor=look.probes.floor)
-    return {who: (seconds[who], usual) for who, usual in found.items()}
+def _find_slow(
+    exam: Examination, rows: Sequence[_Computed]
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """The slow devices, with their time and the median of their peers."""
+    seconds = {row.device: row.seconds for row in rows if row.seconds is not None}
+    platforms = {row.device: row.platform for row in rows}
+    slow = find_slow(seconds, platforms, slow=exam.slow, margin=exam.probes.slow_margin)
+    return {device: (seconds[device], usual) for device, usual in slow.items()}
 
 
-def _compare(look: Look, rows: Sequence[_Worked]) -> None:
-    """Find the chips whose results are not those of most of their kind, or not NumPy's."""
+def _find_wrong(exam: Examination, rows: Sequence[_Computed]) -> None:
+    """Find the chips whose results differ from most of their kind, or from NumPy's."""
     wrong: dict[int, Counter[str]] = {}
-    for place, part in _differences(look, rows):
-        wrong.setdefault(place, Counter())[part] += 1
-    tries = max((len(row.results) for row in rows), default=0)
-    for place, parts in wrong.items():
-        words = ", ".join(f"{part} {count} of {tries} times" for part, count in parts.items())
-        look.found.append(Finding("wrong", (look.coord_at[place],), words))
+    for index, part in _differences(exam, rows):
+        wrong.setdefault(index, Counter())[part] += 1
+    num_runs = max((len(row.results) for row in rows), default=0)
+    for index, parts in wrong.items():
+        detail = ", ".join(f"{part} in {n} of {num_runs} runs" for part, n in parts.items())
+        exam.findings.append(Finding("wrong", (exam.coord_at[index],), detail))
 
 
-def _differences(look: Look, rows: Sequence[_Worked]) -> Iterator[tuple[int, str]]:
-    """The places and parts of results that differ, each as often as it does."""
-    expected = look.probes.whole_numbers()
-    for turn in range(max((len(row.results) for row in rows), default=0)):
-        given = [row for row in rows if turn < len(row.results)]
-        for index, part in enumerate(_PARTS):
-            said = {
-                row.who: row.results[turn]
-                if isinstance(row.results[turn], str)
-                else row.results[turn][index]
-                for row in given
+def _differences(exam: Examination, rows: Sequence[_Computed]) -> Iterator[tuple[int, str]]:
+    """The chips and the parts of their results that are wrong, once per run."""
+    expected = exam.probes.expected_integers()
+    for run in range(max((len(row.results) for row in rows), default=0)):
+        present = [row for row in rows if run < len(row.results)]
+        for position, part in enumerate(_PARTS):
+            values = {
+                row.device: row.results[run]
+                if isinstance(row.results[run], str)
+                else row.results[run][position]
+                for row in present
             }
-            if part == _WHOLE:
-                off = [who for who, number in said.items() if number != expected]
+            if part == _INTEGERS:
+                wrong = [device for device, value in values.items() if value != expected]
             else:
-                kinds = dict.fromkeys(row.kind for row in given)
-                alike = [[row.who for row in given if row.kind == kind] for kind in kinds]
-                off = [who for some in alike for who in minority({who: said[who] for who in some})]
-            yield from ((place, part) for place in dict.fromkeys(place for place, _ in off))
+                wrong = []
+                for platform in dict.fromkeys(row.platform for row in present):
+                    peers = [row.device for row in present if row.platform == platform]
+                    wrong += find_outliers({device: values[device] for device in peers})
+            yield from ((index, part) for index in dict.fromkeys(index for index, _ in wrong))

@@ -1,179 +1,178 @@
-"""Look at links: whether they carry patterns both ways, unchanged, and as quickly as others do.
-
-Cables: the links of a mesh, both directions at once, in turns that share no chip.
-
->>> from ftmesh.topology.topology import Topology
->>> line = Topology.grid("4x1")
->>> turns(cables(line), lambda cable: cable)
-((((0, 0), (1, 0)), ((2, 0), (3, 0))), (((1, 0), (2, 0)),))
-"""
+"""Tests links: do they carry patterns both ways, unchanged, and as fast as other links?"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ftmesh.health.examination import AGAIN, Look, usual
-from ftmesh.health.findings import Finding, laggards
-from ftmesh.health.probe_programs import Answer, link_program
+from ftmesh.health.examination import NUM_RETESTS, Examination
+from ftmesh.health.findings import Finding
+from ftmesh.health.outliers import find_slow
+from ftmesh.health.probe_programs import DeviceResult, link_program, median_seconds
 from ftmesh.topology.notation import Link, format_coord
 from ftmesh.topology.topology import Topology
 
-_CONTROLS = 8  # links that do not seem slow, measured beside those that do
+_NUM_CONTROLS = 8  # links that do not seem slow, measured again next to those that do
 
 
-class _Carried(NamedTuple):
-    """What came to one end of a link: one row of what is told. No seconds: nothing did."""
+class _Received(NamedTuple):
+    """What arrived at one end of a link; processes exchange these."""
 
-    which: int  # of the links of its turn
+    position: int  # of the link among those tested together
     end: int
-    num_wrong: int  # words from the other end
-    num_wrong_back: int  # words that had been there
-    seconds: float | None
+    num_wrong: int  # words that came from the other end
+    num_wrong_back: int  # own words that came back
+    seconds: float | None  # None: nothing arrived
 
 
-def carry(look: Look, every: Sequence[Link], progress: Callable[[int], None]) -> None:
-    """Find the links that carry nothing, or carry it wrongly, or late.
+def check_links(exam: Examination, links: Sequence[Link], progress: Callable[[int], None]) -> None:
+    """Find the links that carry nothing, or carry it wrongly or slowly.
 
-    Each is tried by itself, one at a time in a process, where no process has many; else in a few
-    programs, each with many pairs of chips.
+    If no process has many links, each is tested by itself, one at a time in a process. Otherwise a
+    few programs test many links each.
     """
-    some = [cable for cable in every if not look.silent.intersection(cable)]
-    load = Counter(process for cable in some for process in look.processes_of(cable))
-    alone = max(load.values(), default=0) <= look.probes.one_by_one
+    testable = [link for link in links if not exam.silent.intersection(link)]
+    load = Counter(process for link in testable for process in exam.processes_of(link))
+    one_by_one = max(load.values(), default=0) <= exam.probes.max_single_links
     times: dict[Link, float] = {}
-    done = len(every) - len(some)
-    for turn in turns(some, look.processes_of if alone else lambda cable: cable):
+    done = len(links) - len(testable)
+    for batch in batches(testable, exam.processes_of if one_by_one else lambda link: link):
         progress(done)
-        done += len(turn)
-        tried = [cable for cable in turn if not look.stuck & look.processes_of(cable)]
-        look.untried += [cable for cable in turn if cable not in tried]
-        times |= _judged(look, tried, alone) if tried else {}
-    _compare(look, times)
+        done += len(batch)
+        tested = [link for link in batch if not exam.blocked & exam.processes_of(link)]
+        exam.untried += [link for link in batch if link not in tested]
+        times |= _test(exam, tested, one_by_one) if tested else {}
+    _find_slow(exam, times)
 
 
-def _judged(look: Look, tried: Sequence[Link], alone: bool) -> dict[Link, float]:
-    """Try some links; note what is found, and return how long those took that answered."""
-    rows = _exchanged(look, tried, alone)
-    silent = {tried[row.which] for row in rows if row.seconds is None}
-    for cable in sorted(silent):
-        is_sure = alone or len(silent) == 1
-        words = f"nothing came {look.within}"
-        if not is_sure:
-            words += f", over this or another of {len(silent)} that were tried together"
-        look.found.append(Finding("silent", cable, words, is_sure=is_sure))
-        look.stuck |= look.processes_of(cable if alone else look.topology.coords)
-    times: dict[Link, float] = {}
-    for index, cable in enumerate(tried):
-        if cable not in silent:
-            own = [row for row in rows if row.which == index]
-            times[cable] = max(row.seconds or 0.0 for row in own)
-            words = "; ".join(_faults(cable, own))
-            if words:
-                look.found.append(Finding("wrong", cable, words))
-    return times
+def undirected_links(topology: Topology) -> tuple[Link, ...]:
+    """Every link between live chips once, lower end first: by axis, even ones before odd."""
 
-
-def _faults(cable: Link, rows: Sequence[_Carried]) -> Iterator[str]:
-    """What came wrong over a link, in each direction."""
-    for end in (0, 1):
-        here, there = format_coord(cable[end]), format_coord(cable[1 - end])
-        count = sum(row.num_wrong for row in rows if row.end == end)
-        back = sum(row.num_wrong_back for row in rows if row.end == end)
-        if count:
-            yield f"{count} word{'s' * (count > 1)} wrong from {there} to {here}"
-        elif back and not any(row.num_wrong for row in rows):
-            yield f"{back} word{'s' * (back > 1)} wrong on the way back to {here}"
-
-
-def _exchanged(look: Look, tried: Sequence[Link], alone: bool) -> list[_Carried]:
-    """Have links carry patterns, each in a program of its own or all in one."""
-    rows: list[Any] = []
-    for trial in [[cable] for cable in tried] if alone else [tried]:
-        chips = chain.from_iterable(trial) if alone else look.topology.coords
-        live = [chip for chip in chips if chip not in look.silent]
-        devices = tuple(device for chip in live for device in look.devices_of[chip])
-        if not any(map(look.is_own, devices)):
-            continue
-        index = {device: i for i, device in enumerate(devices)}
-        pairs = tuple(
-            (index[a], index[b])
-            for cable in trial
-            for a, b in zip(*(look.devices_of[end] for end in cable), strict=True)
-        )
-        places = tuple(map(look.place, devices))
-        program = link_program(look.probes.among(places), devices, places, pairs)
-        seen = look.repeated(program, devices)
-        for cable in trial:
-            for end in (0, 1):
-                here, there = look.place(cable[end]), look.place(cable[1 - end])
-                for device in filter(look.is_own, look.devices_of[cable[end]]):
-                    came = _counted(look, seen.get(device, []), here, there)
-                    rows.append([tried.index(cable), end, *came])
-    return [_Carried(*row) for row in look.gathered(rows, "what links carry")]
-
-
-def _counted(look: Look, answers: Sequence[Answer], here: int, there: int) -> list[Any]:
-    """The most words that came wrong, and back wrong, of several times; and the usual time."""
-    size = look.probes.pattern
-    counts = [
-        (size, size) if answer.value is None else look.probes.num_wrong(here, there, answer.value)
-        for answer in answers
-    ]
-    there_and_back = [max(each) for each in zip(*counts, strict=True)] or [0, 0]
-    return [*there_and_back, usual(answers)]
-
-
-def _compare(look: Look, times: dict[Link, float]) -> None:
-    """Find slow links: what seems slow is measured again, each by itself, beside some others."""
-    reach = {cable: len(look.processes_of(cable)) for cable in times}
-    options: dict[str, Any] = {"slow": look.slow, "floor": look.probes.floor}
-    suspects = laggards(times, reach, **options)
-    for _ in range(AGAIN):
-        if not suspects or look.stuck:
-            break
-        others = [cable for cable in times if cable not in suspects]
-        some = [*suspects, *others[:: max(1, len(others) // _CONTROLS)]]
-        times = {}
-        for turn in turns(some, look.processes_of):
-            for row in _exchanged(look, turn, alone=True):
-                cable = turn[row.which]
-                times[cable] = max(times.get(cable, 0.0), row.seconds or look.limit)
-        suspects = laggards(times, reach, among=suspects, **options)
-    for cable, usual_seconds in suspects.items():
-        look.found.append(Finding.slow(cable, times[cable], usual_seconds))
-
-
-def cables(topology: Topology) -> tuple[Link, ...]:
-    """Every cable between live chips once, its lower end first: by axis, even ones before odd."""
-
-    def order(cable: Link) -> tuple[int, int, Link]:
-        low, high = cable
+    def order(link: Link) -> tuple[int, int, Link]:
+        low, high = link
         axis = next(i for i in range(len(low)) if low[i] != high[i])
-        is_beside = high[axis] == low[axis] + 1
-        start = low[axis] if is_beside else high[axis]  # of one over the edge
-        return axis, start % 2, cable
+        wraps = high[axis] != low[axis] + 1
+        start = high[axis] if wraps else low[axis]
+        return axis, start % 2, link
 
     return tuple(sorted({(min(a, b), max(a, b)) for a, b in topology.links}, key=order))
 
 
-def turns(
-    some: Iterable[Link], needs: Callable[[Link], Iterable[Hashable]]
+def batches(
+    links: Iterable[Link], resources: Callable[[Link], Iterable[Hashable]]
 ) -> tuple[tuple[Link, ...], ...]:
-    """The cables in turns; those of a turn need nothing in common. Each goes into the first it can.
+    """Group links so that no two links of a batch share a resource, each in the first that fits.
 
-    Where a cable needs its two chips, a mesh whose sides are even takes two turns for each axis.
+    If the resources of a link are its two chips, a mesh with even sides takes two batches per axis.
+
+    >>> batches(undirected_links(Topology.grid("4x1")), lambda link: link)
+    ((((0, 0), (1, 0)), ((2, 0), (3, 0))), (((1, 0), (2, 0)),))
     """
-    found: list[list[Link]] = []
+    batched: list[list[Link]] = []
     taken: list[set[Hashable]] = []
-    for cable in some:
-        own = set(needs(cable))
-        turn = next((i for i, others in enumerate(taken) if not own & others), len(found))
-        if turn == len(found):
-            found.append([])
+    for link in links:
+        needed = set(resources(link))
+        index = next((i for i, used in enumerate(taken) if not needed & used), len(batched))
+        if index == len(batched):
+            batched.append([])
             taken.append(set())
-        found[turn].append(cable)
-        taken[turn] |= own
-    return tuple(map(tuple, found))
+        batched[index].append(link)
+        taken[index] |= needed
+    return tuple(map(tuple, batched))
+
+
+def _test(exam: Examination, links: Sequence[Link], one_by_one: bool) -> dict[Link, float]:
+    """Test links, record silent and wrong ones, and return the times of the others."""
+    rows = _exchange(exam, links, one_by_one)
+    silent = {links[row.position] for row in rows if row.seconds is None}
+    for link in sorted(silent):
+        is_sure = one_by_one or len(silent) == 1
+        detail = f"no data arrived {exam.within_timeout}"
+        if not is_sure:
+            detail += f", over this link or another of the {len(silent)} tested together"
+        exam.findings.append(Finding("silent", link, detail, is_sure=is_sure))
+        exam.blocked |= exam.processes_of(link if one_by_one else exam.topology.coords)
+    times: dict[Link, float] = {}
+    for position, link in enumerate(links):
+        if link not in silent:
+            received = [row for row in rows if row.position == position]
+            times[link] = max(row.seconds or 0.0 for row in received)
+            detail = "; ".join(_wrong_words(link, received))
+            if detail:
+                exam.findings.append(Finding("wrong", link, detail))
+    return times
+
+
+def _wrong_words(link: Link, rows: Sequence[_Received]) -> Iterator[str]:
+    """Describe what arrived wrong over a link, in each direction."""
+    for end in (0, 1):
+        here, there = format_coord(link[end]), format_coord(link[1 - end])
+        count = sum(row.num_wrong for row in rows if row.end == end)
+        back = sum(row.num_wrong_back for row in rows if row.end == end)
+        if count:
+            yield f"{count} wrong word{'s' * (count > 1)} from {there} to {here}"
+        elif back and not any(row.num_wrong for row in rows):
+            yield f"{back} wrong word{'s' * (back > 1)} on the way back to {here}"
+
+
+def _exchange(exam: Examination, links: Sequence[Link], one_by_one: bool) -> list[_Received]:
+    """Send patterns over links, in one program for each or one for all."""
+    rows: list[Any] = []
+    for group in [[link] for link in links] if one_by_one else [links]:
+        chips = chain.from_iterable(group) if one_by_one else exam.topology.coords
+        live = [chip for chip in chips if chip not in exam.silent]
+        devices = tuple(device for chip in live for device in exam.devices_of[chip])
+        if not any(map(exam.is_local, devices)):
+            continue
+        position_of = {device: i for i, device in enumerate(devices)}
+        pairs = tuple(
+            (position_of[a], position_of[b])
+            for link in group
+            for a, b in zip(*(exam.devices_of[end] for end in link), strict=True)
+        )
+        indices = tuple(map(exam.device_index, devices))
+        program = link_program(exam.probes.restricted_to(indices), devices, indices, pairs)
+        results = exam.run_repeatedly(program, devices)
+        for link in group:
+            for end in (0, 1):
+                here, there = map(exam.topology.grid_index, (link[end], link[1 - end]))
+                for device in filter(exam.is_local, exam.devices_of[link[end]]):
+                    received = _count_wrong(exam, results.get(device, []), here, there)
+                    rows.append([links.index(link), end, *received])
+    return [_Received(*row) for row in exam.gather(rows, "what links carry")]
+
+
+def _count_wrong(
+    exam: Examination, results: Sequence[DeviceResult], here: int, there: int
+) -> list[Any]:
+    """The most words that arrived wrong, and came back wrong, in a run; and the median time."""
+    size = exam.probes.pattern_words
+    counts = [
+        (size, size) if result.value is None else exam.probes.count_wrong(here, there, result.value)
+        for result in results
+    ]
+    most = [max(column) for column in zip(*counts, strict=True)] or [0, 0]
+    return [*most, median_seconds(results)]
+
+
+def _find_slow(exam: Examination, times: dict[Link, float]) -> None:
+    """Find slow links: those that seem slow are measured again by themselves, next to others."""
+    num_processes = {link: len(exam.processes_of(link)) for link in times}
+    find = partial(find_slow, kinds=num_processes, slow=exam.slow, margin=exam.probes.slow_margin)
+    suspects = find(times)
+    for _ in range(NUM_RETESTS):
+        if not suspects or exam.blocked:
+            break
+        others = [link for link in times if link not in suspects]
+        controls = others[:: max(1, len(others) // _NUM_CONTROLS)]
+        times = {}
+        for batch in batches([*suspects, *controls], exam.processes_of):
+            for row in _exchange(exam, batch, one_by_one=True):
+                link = batch[row.position]
+                times[link] = max(times.get(link, 0.0), row.seconds or exam.timeout)
+        suspects = find(times, among=suspects)
+    for link, usual in suspects.items():
+        exam.findings.append(Finding.slow(link, times[link], usual))

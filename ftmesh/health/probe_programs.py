@@ -1,16 +1,12 @@
-"""Probes: what chips and links are asked, as programs.
+"""The programs that test chips and links, and running them with a timeout.
 
-A chip computes what is known: chains of products of matrices in the dtypes of training, and whole
-numbers in a few MB of memory, of which a digest comes back. A link carries a pattern there and
-back.
-
-Asking: run a program, and wait for each of its devices only so long.
-
-What does not answer is left behind, in a thread that ends with the process.
+A chip computes chains of matrix products in the dtypes of training, and integers over a few MB of
+memory, and returns a digest. A link carries a pattern there and back.
 """
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -25,227 +21,258 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from numpy.typing import NDArray
 
-from ftmesh.health.replica_check import digest, digest_of_words
-from ftmesh.testing.unhealthy import WELL, Sick
+from ftmesh.health.replica_check import digest, digest_words
+from ftmesh.testing.unhealthy import HEALTHY, UnhealthySpec
+
+K = TypeVar("K", bound=Hashable)
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 _AXIS = "chips"
 _SEED = np.uint32(7)
-_STIRS = 4  # of all words, also by the host
+_NUM_MIXES = 4
+_POLL_SECONDS = 0.0002
 
 
 @dataclass(frozen=True)
 class Probes:
-    """How much is asked, how often, and, of those who try the doctor, what is `sick`.
+    """How much the tests compute and transfer, and how often.
 
-    The sizes are for emulated chips; `of` has those for real ones, which are quicker than their
-    hosts: there a program must take so long that what the host adds does not count.
+    The defaults suit emulated chips. `for_platform` has larger sizes for real ones: there a program
+    must run long enough that the time the host adds does not matter.
+
+    Attributes:
+        matrix_size: Rows and columns of the matrices.
+        num_products: Matrix products in a chain.
+        num_words: Memory that the integer test fills, in words of 4 bytes.
+        pattern_words: Words that a link carries.
+        round_trips: How often they go there and back.
+        repeats: Runs after the first.
+        slow_margin: Seconds by which a chip or link must exceed its peers to be slow.
+        max_single_links: Test links one by one if no process has more links than this.
+        unhealthy: Faults to emulate, for tests of the doctor.
     """
 
-    side: int = 128  # of the matrices
-    chain: int = 4  # products, one after another
-    words: int = 1 << 19  # of memory, 4 bytes each
-    pattern: int = 1 << 14  # words that a link carries
-    trips: int = 1  # there and back
+    matrix_size: int = 128
+    num_products: int = 4
+    num_words: int = 1 << 19
+    pattern_words: int = 1 << 14
+    round_trips: int = 1
     repeats: int = 5
-    floor: float = 0.05  # seconds: what is less behind its peers is not slow
-    one_by_one: int = 128  # links of a process that are tried each by itself
-    sick: Sick = WELL
+    slow_margin: float = 0.05
+    max_single_links: int = 128
+    unhealthy: UnhealthySpec = HEALTHY
 
     @staticmethod
-    def of(platform: str, sick: Sick = WELL) -> Probes:
+    def for_platform(platform: str, unhealthy: UnhealthySpec = HEALTHY) -> Probes:
         """The probes for devices of a platform."""
         if platform == "cpu":
-            return Probes(sick=sick)
-        return Probes(2048, 256, 1 << 24, 1 << 20, 64, floor=0.005, sick=sick)
+            return Probes(unhealthy=unhealthy)
+        return Probes(2048, 256, 1 << 24, 1 << 20, 64, slow_margin=0.005, unhealthy=unhealthy)
 
-    def among(self, places: Iterable[int]) -> Probes:
-        """The same for a program of some chips, without a trace of what is sick elsewhere."""
-        return replace(self, sick=self.sick.among(places))
+    def restricted_to(self, indices: Iterable[int]) -> Probes:
+        """The probes for a program of these chips, without the emulated faults of others."""
+        return replace(self, unhealthy=self.unhealthy.restricted_to(indices))
 
-    # In the program of a device -----------------------------------------------------------------
+    def compute(self, index: Any, seed: Any) -> jax.Array:
+        """Compute, on a device, a digest for each of `DTYPES` and one for integers.
 
-    def work(self, place: Any, seed: Any) -> jax.Array:
-        """Digests of what is computed: a float chain of each of `DTYPES`, and whole numbers.
-
-        The compiler does not know `seed`, or might compute all this in the chip's place.
+        `seed` is an argument so that the compiler cannot compute the results in advance.
         """
-        start = (jnp.arange(self.side**2, dtype=jnp.uint32) + seed) * np.uint32(2654435761) >> 24
-        first = (start.astype(jnp.float32) / 256 - 0.5).reshape(self.side, self.side)
+        size = self.matrix_size
+        start = (jnp.arange(size**2, dtype=jnp.uint32) + seed) * np.uint32(2654435761) >> 24
+        first = (start.astype(jnp.float32) / 256 - 0.5).reshape(size, size)
 
         def product(_: Any, x: Any) -> Any:
             y = lax.dot(x, first.astype(x.dtype))
-            return y - jnp.round(y)  # all bits of it matter to the next
+            return y - jnp.round(y)  # so that every bit affects the next product
 
-        chains = [lax.fori_loop(0, self.chain, product, first.astype(d)) for d in DTYPES]
-        words = jnp.arange(self.words, dtype=jnp.uint32) + seed
-        words = lax.fori_loop(0, _STIRS, lambda _, words: _stirred(words), words)
-        digests = jnp.stack([digest(self.sick.computed(x, place)) for x in (*chains, words)])
-        return self.sick.delayed(digests, place)
+        chains = [lax.fori_loop(0, self.num_products, product, first.astype(d)) for d in DTYPES]
+        words = jnp.arange(self.num_words, dtype=jnp.uint32) + seed
+        words = lax.fori_loop(0, _NUM_MIXES, lambda _, words: _mix(words), words)
+        digests = [digest(self.unhealthy.corrupt(x, index)) for x in (*chains, words)]
+        return self.unhealthy.delay(jnp.stack(digests), index)
 
-    def whole_numbers(self) -> int:
-        """The last of those digests, as NumPy computes it."""
-        words = np.arange(self.words, dtype=np.uint32) + _SEED
-        for _ in range(_STIRS):
-            words = _stirred(words)
-        return int(digest_of_words(words))
+    def expected_integers(self) -> int:
+        """The last digest of `compute`, by NumPy."""
+        words = np.arange(self.num_words, dtype=np.uint32) + _SEED
+        for _ in range(_NUM_MIXES):
+            words = _mix(words)
+        return int(digest_words(words))
 
     def exchange(self, x: Any, ends: Any, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-        """What came over the link for `x`, which is the other's, and what came back of `x`.
+        """Send `x` over a link and back, on a device.
 
-        `ends` are the places of this chip and of the other, or -1; `pairs` are indices along the
-        axis.
+        Args:
+            x: The pattern of this chip.
+            ends: The grid index of this chip and of the other end; -1 if there is none.
+            pairs: The permutation, by positions along the mesh axis.
+
+        Returns:
+            The other chip's pattern, and this chip's own after it came back.
         """
 
-        def carry(x: Any) -> Any:
-            return self.sick.carried(lax.ppermute(x, _AXIS, [*pairs]), ends[1], ends[0])
+        def send(x: Any) -> Any:
+            arrived = lax.ppermute(x, _AXIS, [*pairs])
+            return self.unhealthy.apply_to_link(arrived, ends[1], ends[0])
 
-        there = carry(x)
-        back = carry(there)
-        if self.trips > 1:
-            back = lax.fori_loop(1, self.trips, lambda _, x: carry(carry(x)), back)
+        there = send(x)
+        back = send(there)
+        if self.round_trips > 1:
+            back = lax.fori_loop(1, self.round_trips, lambda _, x: send(send(x)), back)
         return jnp.stack([there, back])
 
-    def num_wrong(self, place: int, other: int, came: NDArray[Any]) -> tuple[int, int]:
-        """How many words came wrong from the other, and how many of one's own came back wrong."""
-        there, back = came
+    def count_wrong(self, index: int, other: int, received: NDArray[Any]) -> tuple[int, int]:
+        """Count the words of the other chip, and own words that came back, that are wrong."""
+        there, back = received
         return (
-            int(np.count_nonzero(there != self.words_of(other))),
-            int(np.count_nonzero(back != self.words_of(place))),
+            int(np.count_nonzero(there != self.pattern(other))),
+            int(np.count_nonzero(back != self.pattern(index))),
         )
 
-    def words_of(self, place: int) -> NDArray[np.uint32]:
-        """The pattern that a chip sends, and no other does."""
-        own = np.arange(self.pattern, dtype=np.uint32) + np.uint32((40503 * place + 1) % 2**32)
-        return own * np.uint32(2654435761)
+    def pattern(self, index: int) -> NDArray[np.uint32]:
+        """The pattern that this chip sends, different for every chip."""
+        words = np.arange(self.pattern_words, dtype=np.uint32)
+        return (words + np.uint32((40503 * index + 1) % 2**32)) * np.uint32(2654435761)
 
 
-def _stirred(words: Any) -> Any:
-    """Words after a step of arithmetic, last first; the same in NumPy and in JAX."""
+def _mix(words: Any) -> Any:
+    """Mix and reverse words; the same in NumPy and JAX."""
     return ((words * np.uint32(1664525) + np.uint32(1013904223)) ^ (words >> np.uint32(13)))[::-1]
 
 
-# Programs ---------------------------------------------------------------------------------------
+# Programs, compiled when they are built ----------------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
-def answer_program(probes: Probes, device: Any, place: int) -> Callable[[], float]:
-    """Has one device square a number; whatever becomes of it holds up no other."""
-    here = SingleDeviceSharding(device)
-    run = jax.jit(lambda x: probes.sick.answer(x * x, place))
-    compiled = run.lower(jax.ShapeDtypeStruct((), np.float32, sharding=here)).compile()
-    return lambda: float(compiled(jax.device_put(np.float32(3), here)))
+def response_program(probes: Probes, device: Any, index: int) -> Callable[[], float]:
+    """Build a program in which one device squares the number 3."""
+    sharding = SingleDeviceSharding(device)
+    run = jax.jit(lambda x: probes.unhealthy.silence(x * x, index))
+    compiled = run.lower(jax.ShapeDtypeStruct((), np.float32, sharding=sharding)).compile()
+    return lambda: float(compiled(jax.device_put(np.float32(3), sharding)))
 
 
 @lru_cache(maxsize=64)
-def work_program(
-    probes: Probes, devices: tuple[Any, ...], places: tuple[int, ...]
+def compute_program(
+    probes: Probes, devices: tuple[Any, ...], indices: tuple[int, ...]
 ) -> Callable[[], jax.Array]:
-    """Has each device compute `Probes.work`; none waits for another."""
-    seeds = np.full(len(places), _SEED)
-    return _on(devices, probes.work, np.array(places, np.int32), seeds)
+    """Build a program in which every device runs `Probes.compute` independently."""
+    seeds = np.full(len(indices), _SEED)
+    return _map_over_devices(devices, probes.compute, np.array(indices, np.int32), seeds)
 
 
 @lru_cache(maxsize=4096)
 def link_program(
     probes: Probes,
     devices: tuple[Any, ...],
-    places: tuple[int, ...],
+    indices: tuple[int, ...],
     pairs: tuple[tuple[int, int], ...],
 ) -> Callable[[], jax.Array]:
-    """Has pairs of `devices`, by their indices there, do `Probes.exchange` all at once."""
-    both = [*pairs, *((b, a) for a, b in pairs)]
-    ends = np.array([[place, -1] for place in places], np.int32)
-    for a, b in both:
-        ends[a, 1] = places[b]
-    sent = np.stack([probes.words_of(place) for place in places])
-    return _on(devices, lambda x, ends: probes.exchange(x, ends, both), sent, ends)
+    """Build a program in which pairs of devices run `Probes.exchange` at the same time.
+
+    `pairs` are positions in `devices`.
+    """
+    permutation = [*pairs, *((b, a) for a, b in pairs)]
+    ends = np.array([[index, -1] for index in indices], np.int32)
+    for a, b in permutation:
+        ends[a, 1] = indices[b]
+    patterns = np.stack([probes.pattern(index) for index in indices])
+    return _map_over_devices(
+        devices, lambda x, ends: probes.exchange(x, ends, permutation), patterns, ends
+    )
 
 
-def _on(
-    devices: Sequence[Any], each: Callable[..., jax.Array], *host: NDArray[Any]
+def _map_over_devices(
+    devices: Sequence[Any], function: Callable[..., jax.Array], *arrays: NDArray[Any]
 ) -> Callable[[], jax.Array]:
-    """The program in which every device does `each` with its row of what the host has.
+    """Build a program in which every device calls `function` with its row of the arrays.
 
-    It is compiled now, and rows are placed when it is first run: only that can take for ever.
+    The rows are put on the devices when the program first runs, since that may block forever.
     """
     mesh = Mesh(np.array(devices), (_AXIS,))
-    split = NamedSharding(mesh, PartitionSpec(_AXIS))
+    sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
 
-    def own(*rows: Any) -> jax.Array:
-        return each(*(row[0] for row in rows))[None]
+    def per_device(*rows: Any) -> jax.Array:
+        return function(*(row[0] for row in rows))[None]
 
     mapped = jax.shard_map(
-        own, mesh=mesh, in_specs=split.spec, out_specs=split.spec, check_vma=False
+        per_device, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
     )
-    types = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for x in host)
+    types = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in arrays)
     compiled = jax.jit(mapped).lower(*types).compile()
 
     @cache
-    def placed() -> list[jax.Array]:
-        return [jax.make_array_from_callback(x.shape, split, x.__getitem__) for x in host]
+    def inputs() -> list[jax.Array]:
+        return [jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in arrays]
 
-    return lambda: compiled(*placed())
-
-
-K = TypeVar("K", bound=Hashable)
-
-_SLEEP = 0.0002  # seconds between two looks
+    return lambda: compiled(*inputs())
 
 
-class Answer(NamedTuple):
-    """What a device gave, or the words of its error, and how long that took."""
+# Running with a timeout --------------------------------------------------------------------------
+
+
+class DeviceResult(NamedTuple):
+    """What a device returned, or its error message, and how long that took."""
 
     value: NDArray[Any] | None
     seconds: float
     error: str = ""
 
     @property
-    def numbers(self) -> list[Any]:
-        """The value, as it can be told others."""
+    def values(self) -> list[Any]:
+        """The value as a list, for other processes."""
         return [] if self.value is None else list(self.value.tolist())
 
 
-def ask(program: Callable[[], jax.Array], limit: float) -> dict[Any, Answer]:
-    """What each of this process's devices in a program answers; the silent are missing."""
+def run_program(program: Callable[[], jax.Array], timeout: float) -> dict[Any, DeviceResult]:
+    """Run a program; return the results of this process's devices that finish in time."""
     start = time.perf_counter()
-    made = ask_all({"": program}, limit).get("")
-    if made is None:
+    output = call_all({"": program}, timeout).get("")
+    if output is None:
         return {}
-    if isinstance(made, Exception):
-        raise made
-    waiting = {shard.device: shard.data for shard in made.addressable_shards}
-    found: dict[Any, Answer] = {}
-    while waiting and time.perf_counter() - start < limit:
-        for device, data in [*waiting.items()]:
+    if isinstance(output, Exception):
+        raise output
+    pending = {shard.device: shard.data for shard in output.addressable_shards}
+    results: dict[Any, DeviceResult] = {}
+    while pending and time.perf_counter() - start < timeout:
+        for device, data in [*pending.items()]:
             if data.is_ready():
-                found[device] = _read(data, time.perf_counter() - start)
-                del waiting[device]
-        time.sleep(_SLEEP)
-    return found
+                results[device] = _read(data, time.perf_counter() - start)
+                del pending[device]
+        time.sleep(_POLL_SECONDS)
+    return results
 
 
-def ask_all(questions: Mapping[K, Callable[[], Any]], limit: float) -> dict[K, Any]:
-    """What each question gives, or its exception; those without an answer are left behind."""
-    found: dict[K, Any] = {}
+def call_all(functions: Mapping[K, Callable[[], Any]], timeout: float) -> dict[K, Any]:
+    """Call functions in threads; return what those that finish in time return or raise.
 
-    def put(name: K, question: Callable[[], Any]) -> None:
+    The threads of the others end with the process.
+    """
+    results: dict[K, Any] = {}
+
+    def call(name: K, function: Callable[[], Any]) -> None:
         try:
-            found[name] = question()
+            results[name] = function()
         except Exception as error:
-            found[name] = error
+            results[name] = error
 
-    threads = [threading.Thread(target=put, args=each, daemon=True) for each in questions.items()]
+    threads = [threading.Thread(target=call, args=item, daemon=True) for item in functions.items()]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + timeout
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return dict(found)
+    return dict(results)
 
 
-def _read(data: jax.Array, seconds: float) -> Answer:
+def median_seconds(results: Sequence[DeviceResult]) -> float | None:
+    """The median time, without the first run, which transfers the inputs."""
+    times = [result.seconds for result in results[1:] or results]
+    return statistics.median(times) if times else None
+
+
+def _read(data: jax.Array, seconds: float) -> DeviceResult:
     try:
-        return Answer(np.asarray(data)[0], seconds)
+        return DeviceResult(np.asarray(data)[0], seconds)
     except jax.errors.JaxRuntimeError as error:
-        return Answer(None, seconds, " ".join(str(error).split())[:200])
+        return DeviceResult(None, seconds, " ".join(str(error).split())[:200])

@@ -1,12 +1,9 @@
-"""Equal: whether what must be the same on every chip is, and which chips differ.
+"""Checks that replicated arrays are bitwise the same on every chip.
 
-    check_equal(state.params, topology, cluster=cluster)  # () where all is well
+    check_replicas(state.params, topology, cluster=cluster)  # () if all are equal
 
-Four bytes leave each device: a digest of its own copy, made there.
-
-Digests: 32 bits that stand for an array, made where it lies.
-
-Equal arrays have equal digests; one element that differs always changes them.
+Each device computes a 32-bit digest of its own copy, and only that leaves the device. Equal arrays
+have equal digests; a difference in a single element always changes the digest.
 """
 
 from __future__ import annotations
@@ -21,109 +18,118 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.errors import ArgumentError, TopologyError
-from ftmesh.health.findings import minority
+from ftmesh.health.outliers import find_outliers
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology
 
+_MULTIPLIERS = np.uint32(2654435761), np.uint32(2246822519)  # odd
+_UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
-def check_equal(
-    tree: Any, topology: Topology, *, cluster: Cluster = ALONE, limit: float | None = None
+
+def check_replicas(
+    tree: Any, topology: Topology, *, cluster: Cluster = ALONE, timeout: float | None = None
 ) -> tuple[Coord, ...]:
-    """The live chips whose copy of `tree` is not, bit for bit, that of most; all, if none is.
+    """Return the live chips whose copy of `tree` differs from that of most chips.
 
-    Its arrays are replicated over a mesh that `topology` has given. The same comes back in every
-    process. All of them take part, each when it comes to this, within `limit` seconds.
+    Args:
+        tree: Arrays that are replicated over a mesh of `topology`.
+        topology: A mesh with devices.
+        cluster: The processes that take part. All must call this, and all get the same result.
+        timeout: Seconds to wait for other processes; by default the cluster's.
+
+    Returns:
+        The coords of chips whose copy differs in any bit; all chips if there is no majority.
+
+    Raises:
+        TopologyError: The topology has no devices.
+        ArgumentError: An array is not replicated, or the arrays are on different meshes.
     """
     arrays = jax.tree.leaves(tree)
     if not topology.devices:
-        raise TopologyError(f"{topology} has no devices: all of its ranks have one copy")
+        raise TopologyError(f"{topology} has no devices: there is only one copy to check")
     if not arrays:
         return ()
-    digests = _program(_mesh_of(arrays))(arrays)
-    cluster = cluster.on(topology)
-    coords = topology.wires.coords
-    each = topology.wires.devices_per_chip
+    digests = _program(_common_mesh(arrays))(arrays)
+    coords, per_chip = topology.physical.coords, topology.physical.devices_per_chip
     index_of = {device: index for index, device in enumerate(topology.devices)}
-    own = {
+    local = {
         index_of[shard.device]: int(np.asarray(shard.data)[0])
         for shard in digests.addressable_shards
-        if shard.device in index_of  # idle devices may have anything
+        if shard.device in index_of  # idle devices may hold anything
     }
-    told = cluster.gather([*own.items()], "digests of what is equal", limit=limit)
-    found = minority({index: value for rows in told.values() for index, value in rows})
-    return tuple(dict.fromkeys(coords[index // each] for index in sorted(found)))
+    cluster = cluster.on(topology)
+    by_process = cluster.gather([*local.items()], "digests of replicated arrays", limit=timeout)
+    outliers = find_outliers(
+        {index: value for rows in by_process.values() for index, value in rows}
+    )
+    return tuple(dict.fromkeys(coords[index // per_chip] for index in sorted(outliers)))
 
 
-def _mesh_of(arrays: list[Any]) -> Mesh:
-    """The mesh that all of the arrays are replicated over."""
+def _common_mesh(arrays: list[Any]) -> Mesh:
+    """The mesh that all arrays are replicated over."""
     for array in arrays:
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not sharding.is_fully_replicated:
             raise ArgumentError(
-                f"an array of shape {np.shape(array)} lies as {sharding}: only what is replicated "
-                "over a mesh, as NamedSharding(mesh, PartitionSpec()), can be the same everywhere"
+                f"an array of shape {np.shape(array)} has the sharding {sharding}: only arrays "
+                "replicated over a mesh, by NamedSharding(mesh, PartitionSpec()), can be compared"
             )
     meshes = {array.sharding.mesh for array in arrays}
     if len(meshes) > 1:
-        raise ArgumentError("the arrays lie on different meshes: check those of one at a time")
+        raise ArgumentError("the arrays are on different meshes: check one mesh at a time")
     mesh: Mesh = meshes.pop()
     return mesh
 
 
 @lru_cache(maxsize=16)
 def _program(mesh: Mesh) -> Any:
-    """The digest of every device's own copy, side by side."""
-    names = PartitionSpec(mesh.axis_names)
+    """Build the program that returns the digest of every device's own copy."""
     return jax.jit(
         jax.shard_map(
-            lambda arrays: digest_of_tree(arrays)[None],
+            lambda arrays: digest_tree(arrays)[None],
             mesh=mesh,
             in_specs=PartitionSpec(),
-            out_specs=names,
+            out_specs=PartitionSpec(mesh.axis_names),
             check_vma=False,
         )
     )
 
 
-_MIX, _OTHER_MIX = np.uint32(2654435761), np.uint32(2246822519)  # odd
-_UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-
-
 def digest(array: Any) -> jax.Array:
-    """The digest of an array, of whatever dtype, for use inside a program."""
-    return _summed(jnp, _words(array))
+    """Compute the digest of an array of any dtype, inside a program."""
+    return _sum_of_hashes(jnp, _as_words(array))
 
 
-def digest_of_words(words: Any) -> np.uint32:
-    """The same of uint32 in NumPy."""
-    return np.uint32(_summed(np, words))
+def digest_words(words: Any) -> np.uint32:
+    """Compute the digest of a NumPy array of uint32."""
+    return np.uint32(_sum_of_hashes(np, words))
 
 
-def digest_of_tree(tree: Any) -> jax.Array:
-    """The digest of all arrays of a tree together."""
+def digest_tree(tree: Any) -> jax.Array:
+    """Compute one digest of all arrays of a tree."""
     leaves = [digest(leaf) for leaf in jax.tree.leaves(tree)]
-    return _summed(jnp, jnp.stack(leaves)) if leaves else jnp.zeros((), jnp.uint32)
+    return _sum_of_hashes(jnp, jnp.stack(leaves)) if leaves else jnp.zeros((), jnp.uint32)
 
 
-def _words(array: Any) -> Any:
-    """The bits of an array as a row of uint32; what is narrower is widened, not packed."""
+def _as_words(array: Any) -> Any:
+    """The bits of an array as a flat uint32 array; narrower elements are widened, not packed."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag])
-    narrow = _UINTS[min(array.dtype.itemsize, 4)]
-    return jax.lax.bitcast_convert_type(array, narrow).astype(jnp.uint32).reshape(-1)
+    uint = _UINTS[min(array.dtype.itemsize, 4)]
+    return jax.lax.bitcast_convert_type(array, uint).astype(jnp.uint32).reshape(-1)
 
 
-def _summed(xp: Any, words: Any) -> Any:
-    """The sum of words that are stirred, each differently by its index.
+def _sum_of_hashes(xp: Any, words: Any) -> Any:
+    """Sum the words, each hashed together with its index.
 
-    Stirring is one to one, so that no change of one word leaves the sum as it was; a sum of words
-    times odd numbers would not see two signs that change.
+    The hash is one to one, so a change of one word always changes the sum. A sum of words times odd
+    numbers would miss two changes of sign.
     """
-    mixed = words ^ xp.arange(len(words), dtype=xp.uint32) * _MIX
-    for shift, factor in ((16, _MIX), (13, _OTHER_MIX)):
-        mixed = (mixed ^ mixed >> np.uint32(shift)) * factor
-    return (mixed ^ mixed >> np.uint32(16)).sum(dtype=xp.uint32)
+    hashed = words ^ xp.arange(len(words), dtype=xp.uint32) * _MULTIPLIERS[0]
+    for shift, multiplier in zip((16, 13), _MULTIPLIERS, strict=True):
+        hashed = (hashed ^ hashed >> np.uint32(shift)) * multiplier
+    return (hashed ^ hashed >> np.uint32(16)).sum(dtype=xp.uint32)

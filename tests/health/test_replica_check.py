@@ -1,4 +1,4 @@
-"""Copies that must be the same are compared bit for bit, where they lie."""
+"""Replicas are compared bit for bit, on their devices."""
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from ftmesh import Topology
 from ftmesh.errors import ArgumentError, TopologyError
-from ftmesh.health.replica_check import check_equal, digest, digest_of_words
+from ftmesh.health.replica_check import check_replicas, digest, digest_words
 from ftmesh.testing import cpu_grid
-from ftmesh.testing.unhealthy import Sick
+from ftmesh.testing.unhealthy import UnhealthySpec
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +20,9 @@ def mesh():
     return cpu_grid("4x2", failed="1x1@1,0")
 
 
-def copies(topology, each):
-    """A replicated array of which the device of rank r has ``each(r)``."""
-    parts = [jax.device_put(each(rank), d) for rank, d in enumerate(topology.devices)]
+def copies(topology, value_of):
+    """Build a replicated array whose copy on rank r is ``value_of(r)``."""
+    parts = [jax.device_put(value_of(rank), d) for rank, d in enumerate(topology.devices)]
     sharding = NamedSharding(topology.jax_mesh("data"), P())
     return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, parts)
 
@@ -35,9 +35,9 @@ def tree(topology, wrong=lambda rank, host: host):
     }
 
 
-def test_equal_copies_are_equal(mesh):
-    assert check_equal(tree(mesh), mesh) == ()
-    assert check_equal({}, mesh) == ()
+def test_equal_replicas(mesh):
+    assert check_replicas(tree(mesh), mesh) == ()
+    assert check_replicas({}, mesh) == ()
 
 
 def test_one_bit_of_one_copy(mesh):
@@ -45,29 +45,32 @@ def test_one_bit_of_one_copy(mesh):
         return host ^ (1 << 30) * (rank == 3) * (host == 4)
 
     assert mesh.coords[3] == (0, 1)
-    assert check_equal(tree(mesh, wrong), mesh) == ((0, 1),)
+    assert check_replicas(tree(mesh, wrong), mesh) == ((0, 1),)
 
 
 def test_several_and_a_tie(mesh):
-    assert check_equal(tree(mesh, lambda rank, x: x + (rank in (1, 6))), mesh) == ((2, 0), (3, 1))
+    assert check_replicas(tree(mesh, lambda rank, x: x + (rank in (1, 6))), mesh) == (
+        (2, 0),
+        (3, 1),
+    )
     pair = cpu_grid("2x1")
-    assert check_equal(tree(pair, lambda rank, x: x + rank), pair) == ((0, 0), (1, 0))
+    assert check_replicas(tree(pair, lambda rank, x: x + rank), pair) == ((0, 0), (1, 0))
 
 
 @pytest.mark.parametrize(("text", "chips"), [("wrong@2,1", ((2, 1),)), ("", ())])
-def test_what_a_sick_chip_leaves_in_a_step(mesh, text, chips):
-    sick = Sick.parse(text, mesh)
+def test_wrong_chip_in_a_training_step(mesh, text, chips):
+    unhealthy = UnhealthySpec.parse(text, mesh)
 
     def step(params):
-        return sick.spoil_tree({"w": params["w"] * 2, "b": params["b"]}, mesh, "data")
+        return unhealthy.apply_to_tree({"w": params["w"] * 2, "b": params["b"]}, mesh, "data")
 
     mapped = jax.shard_map(
         step, mesh=mesh.jax_mesh("data"), in_specs=P(), out_specs=P(), check_vma=False
     )
     ones = copies(mesh, lambda rank: np.ones(100, np.float32))
     params = jax.jit(mapped)({"w": ones, "b": ones})
-    assert check_equal(params, mesh) == chips
-    assert check_equal(params["w"], mesh) == ()  # "b" comes first
+    assert check_replicas(params, mesh) == chips
+    assert check_replicas(params["w"], mesh) == ()  # "b" comes first
 
 
 @pytest.mark.parametrize(
@@ -77,32 +80,32 @@ def test_every_bit_of_every_dtype_counts(dtype):
     host = np.zeros(3, dtype)
     base = int(digest(jnp.asarray(host)))
     bits = host.view(np.uint8)
-    for at in range(bits.size):
+    for byte in range(bits.size):
         for bit in range(1 if dtype == "bool" else 8):
-            bits[at] ^= 1 << bit
+            bits[byte] ^= 1 << bit
             assert int(digest(jnp.asarray(host))) != base
-            bits[at] ^= 1 << bit
+            bits[byte] ^= 1 << bit
 
 
-def test_nans_and_signs_are_bits_too():
+def test_nans_and_signs_change_the_digest():
     numbers = [0.0, -0.0, np.nan, -np.nan, np.inf]
     assert len({int(digest(jnp.full(2, x, jnp.float32))) for x in numbers}) == 5
 
 
-def test_numpy_finds_the_same_and_keys_have_digests():
+def test_numpy_agrees_and_keys_have_digests():
     words = np.random.default_rng(0).integers(0, 2**32, 1000, np.uint32)
-    assert int(digest(jnp.asarray(words))) == int(digest_of_words(words))
+    assert int(digest(jnp.asarray(words))) == int(digest_words(words))
     assert int(digest(jax.random.key(0))) != int(digest(jax.random.key(1)))
 
 
-def test_what_is_not_replicated_is_refused(mesh):
+def test_arrays_that_are_not_replicated_are_rejected(mesh):
     split = NamedSharding(mesh.jax_mesh("data"), P("data"))
-    with pytest.raises(ArgumentError, match=r"shape \(14,\) lies as .*only what is replicated"):
-        check_equal(jax.device_put(np.zeros(14), split), mesh)
-    with pytest.raises(ArgumentError, match="lies as None"):
-        check_equal(np.zeros(3), mesh)
+    with pytest.raises(ArgumentError, match=r"shape \(14,\) has the sharding .*only arrays"):
+        check_replicas(jax.device_put(np.zeros(14), split), mesh)
+    with pytest.raises(ArgumentError, match="has the sharding None"):
+        check_replicas(np.zeros(3), mesh)
     with pytest.raises(TopologyError, match="has no devices"):
-        check_equal(tree(mesh), Topology.grid("4x2"))
+        check_replicas(tree(mesh), Topology.grid("4x2"))
     other = copies(cpu_grid("2x1"), lambda rank: np.zeros(3))
     with pytest.raises(ArgumentError, match="different meshes"):
-        check_equal([other, *tree(mesh).values()], mesh)
+        check_replicas([other, *tree(mesh).values()], mesh)

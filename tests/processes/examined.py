@@ -11,15 +11,21 @@ from ftmesh.distributed import join
 from ftmesh.distributed.consensus import agreed_topology
 from ftmesh.health.doctor import examine
 from ftmesh.health.probe_programs import Probes
-from ftmesh.health.replica_check import check_equal
-from ftmesh.testing.unhealthy import Sick
+from ftmesh.health.replica_check import check_replicas
+from ftmesh.testing.unhealthy import UnhealthySpec
 
 
 def main():
     with join(limit=60) as cluster:
         topology = agreed_topology(cluster)
-        sick = Sick.parse("wrong@3,1;link-wrong@1,0-1,1;link-wrong@2,1-3,1", topology)
-        probes = Probes(side=16, words=1 << 10, pattern=1 << 8, repeats=3, sick=sick)
+        unhealthy = UnhealthySpec.parse("wrong@3,1;link-wrong@1,0-1,1;link-wrong@2,1-3,1", topology)
+        probes = Probes(
+            matrix_size=16,
+            num_words=1 << 10,
+            pattern_words=1 << 8,
+            repeats=3,
+            unhealthy=unhealthy,
+        )
         found = examine(topology, cluster=cluster, probes=probes)
         sharding = NamedSharding(topology.jax_mesh("data"), P())
         own = [d for d in topology.devices if d.process_index == cluster.process]
@@ -28,7 +34,7 @@ def main():
             jax.device_put(np.arange(9) + (r == 6), d) for r, d in zip(ranks, own, strict=True)
         ]
         array = jax.make_array_from_single_device_arrays((9,), sharding, copies)
-        differ = check_equal([array], topology, cluster=cluster)
+        differ = check_replicas([array], topology, cluster=cluster)
         told = {**found.to_json(), "seconds": 0, "differ": differ}
         print(json.dumps(told), flush=True)
 

@@ -23,7 +23,7 @@ def test_both_find_the_same():
         ("wrong", [[1, 0], [1, 1]]),
         ("wrong", [[2, 1], [3, 1]]),
     ]
-    assert first["found"][1]["detail"] == "1 word wrong from 1,0 to 1,1"
+    assert first["found"][1]["detail"] == "1 wrong word from 1,0 to 1,1"
     assert first["failed"] == "1x1@1,1;1x1@3,1"
     assert first["untried"] == []
     assert first["differ"] == [[2, 1]]

@@ -1,4 +1,4 @@
-"""docs/refusals.md says what the source has."""
+"""docs/errors.md agrees with the source."""
 
 import re
 from pathlib import Path
@@ -9,27 +9,27 @@ from examples.common.reader import FEW, MAX_DAMAGED
 from examples.fuzz import running
 from examples.resnet50 import augment, images
 from ftmesh.algorithms import registry
-from ftmesh.command_line import STATUSES
+from ftmesh.command_line import EXIT_STATUS_HELP
 from ftmesh.elastic import pod_environment
 from ftmesh.planning import advise
 from ftmesh.schedule.files import MAX_BYTES
 from ftmesh.units import MOST_BYTES, format_bytes
 
-TEXT = (Path(__file__).parent.parent / "docs" / "refusals.md").read_text()
+TEXT = (Path(__file__).parent.parent / "docs" / "errors.md").read_text()
 
 
-def test_statuses_are_those_of_the_help():
-    told = dict(re.findall(r"^\| (\d+) \| (.*) \|$", TEXT, re.MULTILINE))
-    assert {*told} == {*re.findall(r"^  (\d+) ", STATUSES, re.MULTILINE)}
-    for status, words in re.findall(r"^  (\d+) +(.*)$", STATUSES, re.MULTILINE):
-        assert words in told[status].replace("`ftmesh doctor`", "doctor"), status
+def test_statuses_match_the_help():
+    documented = dict(re.findall(r"^\| (\d+) \| (.*) \|$", TEXT, re.MULTILINE))
+    assert {*documented} == {*re.findall(r"^  (\d+) ", EXIT_STATUS_HELP, re.MULTILINE)}
+    for status, words in re.findall(r"^  (\d+) +(.*)$", EXIT_STATUS_HELP, re.MULTILINE):
+        assert words in documented[status].replace("`ftmesh doctor`", "doctor"), status
 
 
 def test_bounds():
     rows = dict(re.findall(r"^\| ([a-z].*) \| (.*) \|$", TEXT, re.MULTILINE))
-    rows = {what: most for what, most in rows.items() if what not in ("what", "status")}
-    wanted = {
-        "chips that are planned for": (f"{registry.MAX_RANKS:,}",),
+    rows = {what: bound for what, bound in rows.items() if what not in ("what", "status")}
+    expected = {
+        "chips in a plan": (f"{registry.MAX_RANKS:,}",),
         "a schedule file, unpacked": (format_bytes(round(MAX_BYTES, -8)),),
         "a payload": (f"{MOST_BYTES / 1e15:.0f} PB",),
         "a batch": (f"{MAX_BATCH:,}",),
@@ -40,11 +40,11 @@ def test_bounds():
             f"{make_records.MAX_WORD:,}",
             format_bytes(round(make_records.MAX_TEXT_BYTES, -7)),
         ),
-        "failures that `ftmesh advise` plays": (f"{advise.MAX_FAILURES:,}",),
+        "failures in `ftmesh advise`": (f"{advise.MAX_FAILURES:,}",),
         "an emulated pod": (f"{pod_environment.MAX_HOSTS}", f"{pod_environment.MAX_DEVICES:,}"),
     }
-    assert rows.keys() == wanted.keys()
-    for what, numbers in wanted.items():
+    assert rows.keys() == expected.keys()
+    for what, numbers in expected.items():
         for number in numbers:
             assert number in rows[what], (what, number)
 
