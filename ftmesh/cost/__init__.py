@@ -1,1 +1,1 @@
-"""Cost: what a schedule costs, how far that is from the least possible, and which is cheapest."""
+"""Costs: simulate a schedule, bound it from below, and model links, devices and kernels."""

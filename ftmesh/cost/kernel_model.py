@@ -1,11 +1,11 @@
-"""Kernel: what an all-reduce takes where one kernel runs all of its rounds, by a model.
+"""The time of an all-reduce whose rounds all run in one Pallas kernel, by a model.
 
-The compiler estimates the cycles of permutations, not of kernels, and nobody has measured this one.
-So what is counted is what it cannot do without: its wires, on which nothing waits for a round to
-end, and its memory. Of every byte that it sends a chip reads one, and of every byte that it gets it
-writes one, and reads one to add to. All that goes on at once, so the slower of the two counts, and
-to pack and unpack comes on top, as it does without a kernel. What it takes to start a copy or wait
-for one is not known, and counted with the latency of a hop.
+The compiler estimates cycles of permutations, not of kernels, and nobody has measured this kernel.
+So the model counts only what the kernel cannot avoid: its wires, on which nothing waits for a round
+to end, and its memory traffic. For every byte that it sends a chip reads one; for every byte that
+it receives it writes one, and reads one if it adds. Both go on at once, so the slower counts.
+Packing and unpacking come on top, as without a kernel. The time to start a copy or wait for one is
+unknown, and is counted as part of the latency of a hop.
 """
 
 from __future__ import annotations
@@ -13,63 +13,72 @@ from __future__ import annotations
 import numpy as np
 
 from ftmesh.cost.device_model import DeviceModel
-from ftmesh.cost.links import Network, network_of
+from ftmesh.cost.links import Network, network_for
 from ftmesh.cost.simulate import DATAFLOW, Simulator
+from ftmesh.cost.wire_precision import partial_sum_scale
 from ftmesh.errors import ArgumentError
-from ftmesh.planning.selection import partials_times, seconds_of
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.transfers import ADD
 from ftmesh.topology.topology import Topology
 
 
 def kernel_seconds(
-    schedule: Schedule, payload_bytes: int, on: Network, wire_dtype: str = "float32"
+    schedule: Schedule, payload_bytes: int, network: Network, wire_dtype: str = "float32"
 ) -> float:
-    """What `payload_bytes` in `wire_dtype` take in a kernel, on a network that has one.
+    """Estimate the time of `schedule` in the Pallas kernel.
 
-    Where partial sums travel as something wider, half of the rounds carry that, or without halves
-    all of them.
+    If partial sums travel in a wider dtype than `wire_dtype`, the reduce-scatter carries that, or
+    all rounds do if the schedule is no reduce-scatter followed by an all-gather.
 
-    >>> from ftmesh import Topology, planners
+    Raises:
+        ArgumentError: The network is not that of TPU v4, v5p or v6e.
+
+    >>> import ftmesh
     >>> from ftmesh.cost.links import NETWORKS
-    >>> ring = planners.schedule(Topology.grid("16x16", failed="2x2@2,2"), "ring")
+    >>> ring = ftmesh.plan(Topology.grid("16x16", failed="2x2@2,2"), "ring").schedule
     >>> round(1e3 * kernel_seconds(ring, 100_000_000, NETWORKS["v6e"]), 2)
     1.82
     """
-    if on.device_model is None or on.memory is None or not on.has_kernel:
-        raise ArgumentError("what a kernel takes is known for TPU v4, v5p and v6e alone")
-    first = partials_times(schedule, wire_dtype) * payload_bytes
-    second = payload_bytes if isinstance(schedule, SplitSchedule) else first
-    simulator, moved = Simulator(schedule), _moved(schedule, on.device_model)
-    rounds = [
-        max(simulator.seconds(size, on.wires, DATAFLOW), moved * size / on.memory)
-        for size in {first, second}
+    memory = network.memory_bandwidth
+    if network.device_model is None or memory is None or not network.has_kernel:
+        raise ArgumentError("the time of a kernel is known only for TPU v4, v5p and v6e")
+    partial_bytes = partial_sum_scale(schedule, wire_dtype) * payload_bytes
+    result_bytes = payload_bytes if isinstance(schedule, SplitSchedule) else partial_bytes
+    simulator, traffic = Simulator(schedule), _memory_traffic(schedule, network.device_model)
+    times = [
+        max(simulator.seconds(size, network.wires_only, DATAFLOW), traffic * size / memory)
+        for size in {partial_bytes, result_bytes}
     ]
-    return sum(rounds) / len(rounds) + on.device_model.packing_seconds(second)
+    return sum(times) / len(times) + network.device_model.packing_seconds(result_bytes)
 
 
 def kernel_is_faster(
-    schedule: Schedule, in_kernel: Schedule, payload_bytes: int, on: Network, wire_dtype: str
+    schedule: Schedule,
+    kernel_schedule: Schedule,
+    payload_bytes: int,
+    network: Network,
+    wire_dtype: str,
 ) -> bool:
-    """Whether a schedule for a kernel takes less there than another in permutations."""
-    seconds = seconds_of(Simulator(schedule), payload_bytes, on, wire_dtype)
-    return kernel_seconds(in_kernel, payload_bytes, on, wire_dtype) < seconds
+    """Whether `kernel_schedule` in a kernel takes less time than `schedule` in permutations."""
+    seconds = Simulator(schedule).wire_dtype_seconds(payload_bytes, network, wire_dtype)
+    return kernel_seconds(kernel_schedule, payload_bytes, network, wire_dtype) < seconds
 
 
-def may_have_kernel(topology: Topology, on: Network) -> bool:
-    """Whether the devices of a topology are TPUs with a kernel, and both ways have a price."""
-    kinds = {str(getattr(device, "platform", "")) for device in topology.devices}
-    has_kernel = kinds == {"tpu"} and network_of(topology).has_kernel and on.has_kernel
-    return has_kernel and on.device_model is not None and on.memory is not None
+def supports_kernel(topology: Topology, network: Network) -> bool:
+    """Whether `topology` has TPUs that run the kernel, and `network` has the costs of both."""
+    platforms = {str(getattr(device, "platform", "")) for device in topology.devices}
+    has_kernel = platforms == {"tpu"} and network_for(topology).has_kernel and network.has_kernel
+    has_costs = network.device_model is not None and network.memory_bandwidth is not None
+    return has_kernel and has_costs
 
 
-def _moved(schedule: Schedule, device_model: DeviceModel) -> float:
-    """The payloads that the busiest chip reads and writes."""
-    columns, chips = schedule.columns, schedule.topology.num_live
-    received = np.where(columns.op == ADD, 2, 1) * columns.count
-    sent = np.bincount(columns.src, columns.count, minlength=chips)
-    most = (sent + np.bincount(columns.dst, received, minlength=chips)).max()
-    found = float(most) / schedule.num_chunks
-    if device_model.on(schedule.topology).devices == 2:
-        found += (2 + 3) / 2  # they give each other halves to add to theirs, and then the sums
-    return found
+def _memory_traffic(schedule: Schedule, device_model: DeviceModel) -> float:
+    """What the busiest chip reads and writes, as a multiple of the payload."""
+    transfers, num_chips = schedule.transfers, schedule.topology.num_live
+    received = np.where(transfers.op == ADD, 2, 1) * transfers.count
+    sent = np.bincount(transfers.src, transfers.count, minlength=num_chips)
+    busiest = (sent + np.bincount(transfers.dst, received, minlength=num_chips)).max()
+    traffic = float(busiest) / schedule.num_chunks
+    if device_model.for_topology(schedule.topology).devices == 2:
+        traffic += (2 + 3) / 2  # the devices exchange halves to add, and then the sums
+    return traffic

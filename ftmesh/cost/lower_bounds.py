@@ -1,7 +1,6 @@
-"""Limits: the least time that any schedule can take on a mesh, and what on the mesh decides it.
+"""Lower bounds on the time of any collective on a mesh, and the parts of the mesh that prove them.
 
-Links are full-duplex and all alike. Whatever transfers a schedule is made of, three things bound
-the time of a collective from below:
+Links are full-duplex and all alike. Whatever the schedule, three things bound the time from below:
 
 - All-gather and reduce-scatter: what a set S of chips holds, ``|S| / N`` of the payload, must leave
   it over the links around it. The tightest of all cuts is found exactly.
@@ -10,12 +9,12 @@ the time of a collective from below:
   link carries one each way at a time. The least number of links between parts per join, of which
   there are k - 1, is the strength of the graph (Tutte, Nash-Williams). It is found exactly, over
   all partitions. Packed spanning trees, each used upward to reduce and downward to broadcast at the
-  same time, come as near to this bound as one likes.
-- Latency: what the two chips furthest from each other exchange travels the diameter, hop by hop.
+  same time, come arbitrarily close to this bound.
+- Latency: data between the two chips furthest from each other travels the diameter, hop by hop.
 
-Where ranks are tiles of chips, parts are made of tiles, and the links between two parts carry what
-every position has to say. That is a bound too, if not always one that can be reached: links inside
-a tile are not counted, and the live chips of failed tiles may pass on as much as they like.
+If ranks are tiles of chips, parts are made of tiles, and the links between two parts carry the
+payloads of every position. That is a bound too, if not always a tight one: links inside a tile are
+not counted, and the live chips of failed tiles may forward as much as they like.
 
 >>> print(limits(Topology.grid("8x8", failed="3x3@1,1")))
 8x8 less 3x3@1,1: 55 live chips, 88 links, 14 hops across
@@ -42,17 +41,21 @@ from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes
 
-_SOURCES = 4096  # chips whose distances to all others are found at a time
-_BLOCKS = 4  # blocks that are listed; chips that need more are told by the box around them
+_SOURCES = 4096  # chips whose distances to all others are computed at a time
+_MAX_BLOCKS = 4  # blocks that are listed; of more, the box around them
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What `limits` found: exact bounds, and the places on the mesh that prove them.
+    """Exact lower bounds of a mesh, with the parts of it that prove them.
 
-    `all_gather` and `all_reduce` are shares of the payload that some link must carry, each way.
-    The proof of the first is `cut`, the chips that everything else must reach over too few links;
-    that of the second is `partition`, with the largest part first.
+    Attributes:
+        links: Number of links.
+        all_gather: Share of the payload that some link must carry, each way.
+        cut: The chips that prove it: everything else must reach them over too few links.
+        all_reduce: The same share for an all-reduce.
+        partition: The parts that prove it, the largest first.
+        diameter: Hops between the two chips furthest apart.
     """
 
     topology: Topology
@@ -65,7 +68,7 @@ class Limits:
 
     @property
     def live(self) -> int:
-        """Live chips, or tiles."""
+        """The number of live chips, or tiles."""
         return self.topology.num_live
 
     @property
@@ -76,19 +79,21 @@ class Limits:
     def all_gather_seconds(self, payload_bytes: float, link: Network | float) -> float:
         """The least time of an all-gather, or of a reduce-scatter, of `payload_bytes` in all.
 
-        `link` is a rate in bytes per second each way, or a network, whose latency then counts too.
+        Args:
+            payload_bytes: Bytes of the whole payload.
+            link: A rate in bytes per second each way, or a network, whose latency counts too.
         """
         return self._seconds(self.all_gather, payload_bytes, link)
 
     def all_reduce_seconds(self, payload_bytes: float, link: Network | float) -> float:
-        """The least time of an all-reduce, however it is done; `link` as above.
+        """The least time of any all-reduce; arguments as above.
 
-        One that is a reduce-scatter and then an all-gather takes at least twice the time of those.
+        A reduce-scatter followed by an all-gather takes at least twice `all_gather_seconds`.
         """
         return self._seconds(self.all_reduce, payload_bytes, link)
 
     def latency_seconds(self, latency: float, overhead: float = 0.0) -> float:
-        """The least time of any of them if the payload were nothing."""
+        """The least time of any collective with an empty payload."""
         return self.diameter * latency + overhead if self.diameter else 0.0
 
     def _seconds(self, share: Fraction, payload_bytes: float, link: Network | float) -> float:
@@ -102,7 +107,7 @@ class Limits:
 
     @property
     def why_all_gather(self) -> str:
-        """Where an all-gather is held up, in words."""
+        """A sentence that says what limits an all-gather."""
         if not self.cut:
             return f"a single {self.topology.noun} has it all"
         links = self._links(_links_around(self.topology, self.cut))
@@ -110,7 +115,7 @@ class Limits:
 
     @property
     def why_all_reduce(self) -> str:
-        """Where an all-reduce is held up, in words."""
+        """A sentence that says what limits an all-reduce."""
         rest, *others = self.partition
         if not others:
             return f"a single {self.topology.noun} has it all"
@@ -149,7 +154,11 @@ class Limits:
 
 
 def limits(topology: Topology) -> Limits:
-    """The limits of the live part of `topology`; a `TopologyError` where it is not connected."""
+    """Compute the lower bounds of the live part of `topology`.
+
+    Raises:
+        TopologyError: The live chips are not connected.
+    """
     _check_connected(topology)
     coords = topology.coords
     edges = _edges(topology)
@@ -181,50 +190,50 @@ def _check_connected(topology: Topology) -> None:
     if len(parts) > 1:
         sizes = ", ".join(f"{_count(len(part), topology.noun)} around {part[0]}" for part in parts)
         raise TopologyError(
-            f"{topology} is cut into {len(parts)} parts that no link joins: {sizes}; nothing can "
-            "be summed across them"
+            f"{topology} is cut into {len(parts)} parts that no link joins: {sizes}; no sum can "
+            "cross them"
         )
 
 
 def _parts(topology: Topology, parts: Iterable[Iterable[Coord]], rest: int) -> dict[Coord, int]:
-    """The number of the part that each chip is in; `rest` for those that are in none."""
-    found = dict.fromkeys(topology.wires.coords, rest)
+    """The index of the part that each chip is in; `rest` for chips that are in none."""
+    part_of = dict.fromkeys(topology.physical.coords, rest)
     for number, coords in enumerate(parts):
-        found.update(dict.fromkeys(topology.chips_of(coords), number))
-    return found
+        part_of.update(dict.fromkeys(topology.chips_of(coords), number))
+    return part_of
 
 
 def _edges(topology: Topology) -> list[tuple[int, int]]:
-    """The links as pairs of ranks; those of tiles, as many as there are between their chips."""
+    """The links as pairs of ranks; between tiles, one for each link between their chips."""
     rank = _parts(topology, ([coord] for coord in topology.coords), rest=-1)
-    ends = ((rank[a], rank[b]) for a, b in topology.wires.links)
+    ends = ((rank[a], rank[b]) for a, b in topology.physical.links)
     return [(a, b) for a, b in ends if 0 <= a < b]
 
 
 def _links_around(topology: Topology, coords: Iterable[Coord]) -> int:
-    """The links between some chips, or tiles, and the others."""
+    """The number of links between some chips, or tiles, and the others."""
     inside = set(topology.chips_of(coords))
-    return sum(b not in inside for a in inside for b in topology.wires.neighbours(a))
+    return sum(b not in inside for a in inside for b in topology.physical.neighbours(a))
 
 
 def _links_between(topology: Topology, partition: Iterable[Iterable[Coord]]) -> int:
-    """The links between different parts; chips of failed tiles go with the first."""
+    """The number of links between parts; chips of failed tiles count with the first part."""
     part = _parts(topology, partition, rest=0)
-    return sum(part[a] != part[b] for a, b in topology.wires.links) // 2
+    return sum(part[a] != part[b] for a, b in topology.physical.links) // 2
 
 
 def _diameter(topology: Topology) -> int:
-    """The most hops that two chips, or like chips of two tiles, are apart."""
+    """The most hops between two chips, or between like chips of two tiles."""
     if not isinstance(topology, TiledTopology):
         return _spread(topology, np.arange(topology.num_live))
-    return max(_spread(topology.chips, ranks) for ranks in topology.players)
+    return max(_spread(topology.chips, ranks) for ranks in topology.chip_ranks)
 
 
 def _spread(topology: Topology, ranks: NDArray[np.integer]) -> int:
-    """The most hops that two of `ranks` are apart, by growing the reach of all at once."""
-    beside = [[topology.rank(b) for b in topology.neighbours(a)] for a in topology.coords]
-    degree = max(map(len, beside))
-    near = np.array([[*row, *[rank] * (degree - len(row))] for rank, row in enumerate(beside)])
+    """The most hops between two of `ranks`, by a search from all of them at once."""
+    neighbours = [[topology.rank(b) for b in topology.neighbours(a)] for a in topology.coords]
+    degree = max(map(len, neighbours))
+    near = np.array([[*row, *[rank] * (degree - len(row))] for rank, row in enumerate(neighbours)])
     diameter = 0
     for low in range(0, len(ranks), _SOURCES):
         begin = np.zeros((len(near), min(_SOURCES, len(ranks) - low)), np.bool_)
@@ -239,12 +248,12 @@ def _spread(topology: Topology, ranks: NDArray[np.integer]) -> int:
 
 
 def _chips(chips: Iterable[Coord], noun: str) -> str:
-    """Chips in words: by name, in blocks, or by the box that holds them."""
+    """Chips in words: by name, in blocks, or by the box around them."""
     coords = sorted(chips)
     if len(coords) == 1:
         return f"{noun} {coords[0]}"
     blocks = format_failed(coords)
-    if blocks.count(";") >= _BLOCKS:
+    if blocks.count(";") >= _MAX_BLOCKS:
         low, high = (tuple(map(end, zip(*coords, strict=True))) for end in (min, max))
         blocks = f"between {low} and {high}"
     return f"the {len(coords)} {noun}s {blocks}"

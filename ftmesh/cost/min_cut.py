@@ -1,8 +1,8 @@
-"""Bottlenecks: the tightest cut and the weakest partition of a graph, exactly.
+"""The tightest cut and the weakest partition of a graph, exactly.
 
 A graph is a number of vertices and a list of edges, as pairs of vertices from 0 on; it must be
-connected, and edges may be parallel. Everything is counted in whole numbers. What the bottlenecks
-mean for a mesh is the business of `ftmesh.cost.lower_bounds`.
+connected, and edges may be parallel. All arithmetic is in integers. `ftmesh.cost.lower_bounds` says
+what these mean for a mesh.
 
 >>> square_with_a_tail = [(0, 1), (1, 2), (2, 3), (3, 0), (3, 4)]
 >>> weakest_partition(5, square_with_a_tail)
@@ -19,16 +19,16 @@ from fractions import Fraction
 
 Edge = tuple[int, int]
 Capacity = Sequence[dict[int, int]]
-Reached = dict[int, int | None]
+Reached = dict[int, int | None]  # from where each vertex was reached
 
 
 def weakest_partition(num_vertices: int, edges: Sequence[Edge]) -> list[int]:
     """The part of every vertex in a partition with the fewest edges between parts per join.
 
     With k parts there are k - 1 joins, and the least ratio of edges to joins is the strength of the
-    graph. The search starts with every vertex for itself. Each step asks which partition falls
-    furthest short of the ratio at hand. That one need never split a part that an earlier step
-    merged, so steps work on ever fewer vertices, and the first that finds none is the last.
+    graph. The search starts with each vertex in its own part. Each step finds the partition that
+    falls furthest short of the current ratio. It never has to split a part that an earlier step
+    merged, so steps work on fewer and fewer vertices, and the search ends when there is none.
     """
     parts = list(range(num_vertices))
     while joins := max(parts):
@@ -43,33 +43,34 @@ def weakest_partition(num_vertices: int, edges: Sequence[Edge]) -> list[int]:
 
 
 def _merged(num_vertices: int, edges: Iterable[Edge], ratio: Fraction) -> list[int]:
-    """The part of every vertex in a partition P for which E(P) - ratio * (|P| - 1) is least."""
-    game = _CoinGame(num_vertices, purse=ratio.numerator, price=ratio.denominator)
+    """The part of every vertex in a partition P that minimises E(P) - ratio * (|P| - 1)."""
+    game = _PebbleGame(num_vertices, per_vertex=ratio.numerator, per_edge=ratio.denominator)
     for a, b in edges:
-        game.pay(a, b)
+        game.add_edge(a, b)
     roots = [game.root(vertex) for vertex in range(num_vertices)]
     number = {root: part for part, root in enumerate(dict.fromkeys(roots))}
     return [number[root] for root in roots]
 
 
-class _CoinGame:
-    """Vertices pay for the edges between them: the pebble game of Lee and Streinu, with amounts.
+class _PebbleGame:
+    """The pebble game of Lee and Streinu, with many pebbles at a time.
 
-    Every vertex has `purse` coins, and every edge asks for `price` of its two ends, in shares that
-    may change later. Of the coins of any set A at least one purse is never spent, so that A pays at
-    most ``purse * (|A| - 1)`` for the edges inside it. Every edge is paid in full if this allows.
+    Every vertex has `per_vertex` pebbles, and every edge takes `per_edge` from its two ends, in
+    shares that may change later. Of the pebbles of any set A at least `per_vertex` stay unused, so
+    A gives at most ``per_vertex * (|A| - 1)`` to the edges inside it. Every edge gets all of its
+    pebbles if this allows.
 
-    One that is not takes what there is; that exhausts a set around it, and the set is merged into
-    one vertex with one purse. In the end the edges between vertices have all been paid in full, so
-    ``price * E(P) + purse * (n - |P|)`` has been spent, P being the partition into merged sets. For
-    no partition is that expression less than what has been spent, so P makes it least.
+    An edge that does not takes what there is; that exhausts a set around it, and the set is merged
+    into one vertex. In the end all edges between vertices have all of their pebbles, so
+    ``per_edge * E(P) + per_vertex * (n - |P|)`` pebbles are used, where P is the partition into
+    merged sets. For no partition is that expression less than the pebbles used, so P minimises it.
     """
 
-    def __init__(self, num_vertices: int, *, purse: int, price: int) -> None:
-        self.purse = purse
-        self.price = price
-        self.left = [purse] * num_vertices
-        self.paid: list[dict[int, int]] = [{} for _ in range(num_vertices)]
+    def __init__(self, num_vertices: int, *, per_vertex: int, per_edge: int) -> None:
+        self.per_vertex = per_vertex
+        self.per_edge = per_edge
+        self.unused = [per_vertex] * num_vertices
+        self.used: list[dict[int, int]] = [{} for _ in range(num_vertices)]  # by the other end
         self.parent = list(range(num_vertices))
 
     def root(self, vertex: int) -> int:
@@ -80,8 +81,8 @@ class _CoinGame:
             vertex = parent[vertex]
         return vertex
 
-    def pay(self, a: int, b: int) -> None:
-        """Pay for an edge, or merge the set that cannot."""
+    def add_edge(self, a: int, b: int) -> None:
+        """Give an edge its pebbles, or merge the set that does not have them."""
         u, v = self.root(a), self.root(b)
         if u == v:
             return
@@ -89,33 +90,33 @@ class _CoinGame:
         if exhausted:
             self._merge(exhausted)
             return
-        share = min(self.price, self.left[u])
-        for payer, other, coins in ((u, v, share), (v, u, self.price - share)):
-            self.left[payer] -= coins
-            self.paid[payer][other] = self.paid[payer].get(other, 0) + coins
+        share = min(self.per_edge, self.unused[u])
+        for giver, other, pebbles in ((u, v, share), (v, u, self.per_edge - share)):
+            self.unused[giver] -= pebbles
+            self.used[giver][other] = self.used[giver].get(other, 0) + pebbles
 
     def _gather(self, u: int, v: int) -> Collection[int]:
-        """Bring a purse and a price to `u` and `v`; or all there is, and say whose that was."""
-        left, paid = self.left, self.paid
+        """Move pebbles to `u` and `v` until an edge is possible; else return the exhausted set."""
+        unused, used = self.unused, self.used
 
-        def relief(payer: int) -> Iterator[int]:
-            return (other for other, coins in paid[payer].items() if coins)
+        def can_take_over(vertex: int) -> Iterator[int]:
+            return (other for other, pebbles in used[vertex].items() if pebbles)
 
-        missing = self.purse + self.price - left[u] - left[v]
+        missing = self.per_vertex + self.per_edge - unused[u] - unused[v]
         while missing > 0:
             before = missing
             reached: Reached = {u: None, v: None}
-            for steps in _ways(reached, relief, left.__getitem__):
-                giver = steps[0][1]
-                coins = min(missing, left[giver], *(paid[a][b] for a, b in steps))
-                if not coins:
+            for path in _paths(reached, can_take_over, unused.__getitem__):
+                giver = path[0][1]
+                pebbles = min(missing, unused[giver], *(used[a][b] for a, b in path))
+                if not pebbles:
                     break
-                for payer, other in steps:
-                    paid[payer][other] -= coins
-                    paid[other][payer] += coins
-                    left[payer] += coins
-                    left[other] -= coins
-                missing -= coins
+                for vertex, other in path:
+                    used[vertex][other] -= pebbles
+                    used[other][vertex] += pebbles
+                    unused[vertex] += pebbles
+                    unused[other] -= pebbles
+                missing -= pebbles
                 if not missing:
                     break
             if missing == before:
@@ -123,37 +124,37 @@ class _CoinGame:
         return ()
 
     def _merge(self, exhausted: Collection[int]) -> None:
-        """Make one vertex of a set that pays for no edge leaving it."""
+        """Make one vertex of a set that gives no pebble to an edge that leaves it."""
         into = min(exhausted)
-        beside = {x: 0 for v in exhausted for x in self.paid[v] if x not in exhausted}
+        outside = {x: 0 for v in exhausted for x in self.used[v] if x not in exhausted}
         for v in exhausted:
             self.parent[v] = into
-            for x in self.paid[v].keys() & beside:
-                self.paid[x][into] = self.paid[x].pop(v) + self.paid[x].get(into, 0)
-        self.paid[into] = beside
-        self.left[into] = self.purse
+            for x in self.used[v].keys() & outside:
+                self.used[x][into] = self.used[x].pop(v) + self.used[x].get(into, 0)
+        self.used[into] = outside
+        self.unused[into] = self.per_vertex
 
 
 def tightest_cut(num_vertices: int, edges: Sequence[Edge]) -> list[int]:
     """The set R, neither empty nor everything, with most vertices outside per edge that leaves it.
 
     The search starts from the vertex of least degree. A set with d edges leaving it and s vertices
-    outside is beaten by R where ``d * |R| + s * d(R)`` is below ``d * n``. The left side is the cut
+    outside is beaten by R if ``d * |R| + s * d(R)`` is below ``d * n``. The left side is the cut
     around R once every edge has capacity s and a hub is joined to each vertex with capacity d.
     """
-    beside: list[list[int]] = [[] for _ in range(num_vertices)]
+    neighbours: list[list[int]] = [[] for _ in range(num_vertices)]
     for a, b in edges:
-        beside[a].append(b)
-        beside[b].append(a)
+        neighbours[a].append(b)
+        neighbours[b].append(a)
     hub = num_vertices
-    best = [min(range(num_vertices), key=lambda vertex: len(beside[vertex]))]
+    best = [min(range(num_vertices), key=lambda vertex: len(neighbours[vertex]))]
     while True:
         inside = set(best)
         leaving = sum((a in inside) != (b in inside) for a, b in edges)
         outside = num_vertices - len(best)
         capacity = [
             {**{other: outside * near.count(other) for other in near}, hub: leaving}
-            for near in beside
+            for near in neighbours
         ]
         better = _cut_below(leaving * num_vertices, capacity, wide=outside)
         if not better:
@@ -162,10 +163,10 @@ def tightest_cut(num_vertices: int, edges: Sequence[Edge]) -> list[int]:
 
 
 def _cut_below(limit: int, capacity: Capacity, *, wide: int) -> Collection[int]:
-    """A set, if any, with less than `limit` around it, in a graph with a hub after its vertices.
+    """A set with a cut below `limit`, if any, in a graph whose last vertex is a hub.
 
-    A flow of `limit` from vertex 0 to the hub shows that no such set contains it. Then others join
-    it, neighbour after neighbour, each once a flow to the hub and to those before shows the same.
+    A flow of `limit` from vertex 0 to the hub shows that no such set contains vertex 0. Others
+    follow, neighbour after neighbour, each with a flow to the hub and to those before it.
     """
     hub = len(capacity)
     excluded = {hub}
@@ -186,28 +187,28 @@ def _cut_below(limit: int, capacity: Capacity, *, wide: int) -> Collection[int]:
 def _side_below(
     limit: int, capacity: Capacity, source: int, sinks: Collection[int], *, wide: int
 ) -> Collection[int]:
-    """The source's side of a cut of less than `limit` between it and the sinks, if any.
+    """The source's side of a cut below `limit` between `source` and `sinks`, if any.
 
-    The flow that looks for it takes links of capacity `wide` while it can, since they lead to sinks
-    close by, and then whatever is left.
+    The flow first uses edges of capacity `wide`, since they lead to sinks close by, and then
+    whatever is left.
     """
     flow: dict[Edge, int] = {}
     least = wide
 
-    def room(a: int, b: int) -> int:
+    def residual(a: int, b: int) -> int:
         return capacity[a][b] - flow.get((a, b), 0)
 
     def onward(a: int) -> Iterator[int]:
-        return (b for b in capacity[a] if room(a, b) >= least)
+        return (b for b in capacity[a] if residual(a, b) >= least)
 
     while True:
         before = limit
         reached: Reached = {source: None}
-        for steps in _ways(reached, onward, sinks.__contains__):
-            amount = min(room(a, b) for a, b in steps)
+        for path in _paths(reached, onward, sinks.__contains__):
+            amount = min(residual(a, b) for a, b in path)
             if not amount:
                 break
-            for a, b in steps:
+            for a, b in path:
                 flow[a, b] = flow.get((a, b), 0) + amount
                 flow[b, a] = flow.get((b, a), 0) - amount
             limit -= amount
@@ -219,13 +220,13 @@ def _side_below(
             least = 1
 
 
-def _ways(
+def _paths(
     reached: Reached, onward: Callable[[int], Iterable[int]], is_goal: Callable[[int], object]
 ) -> Iterator[list[Edge]]:
-    """Ways from what is `reached` to goals, the shortest first, each from its last step back.
+    """Paths from `reached` to goals, the shortest first, each from its last edge back.
 
-    Everything on the way is added to `reached`, with where it was reached from. Goals are not, so
-    there may be several ways to one; what has been used up since it was reached is not noticed.
+    Every vertex on the way is added to `reached`. Goals are not, so there may be several paths to
+    one. Capacity that is used up after a vertex was reached is not noticed.
     """
     queue = deque(reached)
     while queue:
@@ -234,10 +235,10 @@ def _ways(
             if b in reached:
                 continue
             if is_goal(b):
-                steps = [(a, b)]
-                while (start := reached[steps[-1][0]]) is not None:
-                    steps.append((start, steps[-1][0]))
-                yield steps
+                path = [(a, b)]
+                while (start := reached[path[-1][0]]) is not None:
+                    path.append((start, path[-1][0]))
+                yield path
             else:
                 reached[b] = a
                 queue.append(b)

@@ -1,23 +1,20 @@
-"""Yardsticks: what the price of an all-reduce is set beside, with where each comes from.
+"""Times to compare a simulated all-reduce with: lower bounds, and figures of published software.
+
+TACOS (Won et al., "TACOS: Topology-Aware Collective Algorithm Synthesizer for Distributed Machine
+Learning", MICRO 2024) matches links and chunks greedily, round by round. Its public release makes
+all-gathers; an all-reduce is a reduce-scatter, the same backwards, and then an all-gather, so it is
+counted as twice that. The figures are what the release reports on links of 50 GB/s each way and
+0.5 us per hop, with one chunk per link and round. ftmesh does not run it.
 
 >>> from ftmesh import Topology, limits
 >>> from ftmesh.cost.links import DEFAULT
->>> found = yardsticks(limits(Topology.grid("16x16", failed="4x2@4,4")), 100_000_000, DEFAULT)
->>> print(found)
+>>> bounds = limits(Topology.grid("16x16", failed="4x2@4,4"))
+>>> print(reference_times(bounds, 100_000_000, DEFAULT))
   TACOS x2                 2.12 ms                1.96
   in rounds in which a link carries one chunk, at least 1.26 ms; along trees, 1.26 ms
   no all-reduce can take less than 1.08 ms
   ring, two_dim, row_pair: Kumar and Jouppi (2020); others, and bounds: ftmesh
   TACOS x2: twice the all-gather of its public release (Won et al., MICRO 2024)
-
-Others: what published software takes on some of our meshes, as found with it, for comparison.
-
-TACOS (Won et al., "TACOS: Topology-Aware Collective Algorithm Synthesizer for Distributed Machine
-Learning", MICRO 2024) matches links and chunks greedily, round by round. Its public release makes
-all-gathers; an all-reduce is a reduce-scatter, the same backwards, and then an all-gather, so it is
-put at twice that. Figures are what the release says of itself, on links of 50 GB/s each way and 0.5
-us a hop, where a link carries one chunk a round. ftmesh does not run it.
-
 >>> tacos_seconds(Topology.grid("16x32", failed="4x2@6,14"), 100_000_000, DEFAULT)
 0.002252
 """
@@ -28,66 +25,16 @@ from dataclasses import dataclass, replace
 
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import Limits
-from ftmesh.cost.round_bounds import any_bound, tree_bound
+from ftmesh.cost.round_bounds import all_reduce_round_bound, tree_round_bound
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time
 
-OURS = "ring, two_dim, row_pair: Kumar and Jouppi (2020); others, and bounds: ftmesh"
-
-
-@dataclass(frozen=True)
-class Yardsticks:
-    """Seconds: the limit of the wires, bounds of rounds, and others' figures, where known."""
-
-    limit: float
-    rounds: float | None = None  # any algorithm
-    trees: float | None = None  # where chunks are summed along trees
-    tacos: float | None = None
-
-    def as_json(self) -> dict[str, float | None]:
-        """In microseconds; what is not known, None."""
-        seconds = {
-            "limit_us": self.limit,
-            "all_reduce_rounds_us": self.rounds,
-            "all_reduce_trees_us": self.trees,
-            "tacos_us": self.tacos,
-        }
-        return {name: None if each is None else 1e6 * each for name, each in seconds.items()}
-
-    def __str__(self) -> str:
-        lines = []
-        if self.tacos is not None:
-            times = self.tacos / self.limit
-            lines.append(f"  {TACOS:<19}{format_time(self.tacos):>13}{times:>20.2f}")
-        if self.rounds is not None:
-            trees = "" if self.trees is None else f"; along trees, {format_time(self.trees)}"
-            lines.append(
-                f"  in rounds in which a link carries one chunk, at least "
-                f"{format_time(self.rounds)}{trees}"
-            )
-        lines.append(f"  no all-reduce can take less than {format_time(self.limit)}")
-        return "\n".join([*lines, f"  {OURS}", *[f"  {SOURCE}"] * (self.tacos is not None)])
-
-
-def yardsticks(found: Limits, payload_bytes: int, on: Network) -> Yardsticks:
-    """Those of a mesh for a payload; of tiles, whose links are shared, the limit alone."""
-    limit = found.all_reduce_seconds(payload_bytes, on)
-    if found.topology.num_positions > 1:
-        return Yardsticks(limit)
-    trees = tree_bound(found)
-    return Yardsticks(
-        limit=limit,
-        rounds=any_bound(found).seconds(payload_bytes, on),
-        trees=None if trees is None else trees.seconds(payload_bytes, on),
-        tacos=tacos_seconds(found.topology, payload_bytes, on),
-    )
-
-
 TACOS = "TACOS x2"
-SOURCE = f"{TACOS}: twice the all-gather of its public release (Won et al., MICRO 2024)"
+TACOS_SOURCE = f"{TACOS}: twice the all-gather of its public release (Won et al., MICRO 2024)"
+ALGORITHM_SOURCES = "ring, two_dim, row_pair: Kumar and Jouppi (2020); others, and bounds: ftmesh"
 
 _MB, _GB = 10**6, 10**9
-_MICROSECONDS = {
+_TACOS_MICROSECONDS = {
     ("8x8", 100 * _MB): 2032,
     ("8x8 less 2x2@2,2", _MB): 50,
     ("8x8 less 2x2@2,2", 100 * _MB): 2030,
@@ -100,9 +47,68 @@ _MICROSECONDS = {
 }
 
 
-def tacos_seconds(topology: Topology, payload_bytes: int, on: Network) -> float | None:
-    """The time of an all-reduce, where there is a figure for just this."""
-    if replace(on.wires, source=DEFAULT.source) != DEFAULT:
+@dataclass(frozen=True)
+class ReferenceTimes:
+    """Reference times in seconds; None where unknown.
+
+    Attributes:
+        lower_bound: The least time on the wires of any all-reduce.
+        rounds_bound: The same in rounds in which a link carries one chunk.
+        tree_bound: The same for sums along trees.
+        tacos: The figure of TACOS.
+    """
+
+    lower_bound: float
+    rounds_bound: float | None = None
+    tree_bound: float | None = None
+    tacos: float | None = None
+
+    def as_json(self) -> dict[str, float | None]:
+        """The times in microseconds."""
+        seconds = {
+            "limit_us": self.lower_bound,
+            "all_reduce_rounds_us": self.rounds_bound,
+            "all_reduce_trees_us": self.tree_bound,
+            "tacos_us": self.tacos,
+        }
+        return {name: None if time is None else 1e6 * time for name, time in seconds.items()}
+
+    def __str__(self) -> str:
+        lines = []
+        if self.tacos is not None:
+            ratio = self.tacos / self.lower_bound
+            lines.append(f"  {TACOS:<19}{format_time(self.tacos):>13}{ratio:>20.2f}")
+        if self.rounds_bound is not None:
+            bound = self.tree_bound
+            trees = "" if bound is None else f"; along trees, {format_time(bound)}"
+            lines.append(
+                f"  in rounds in which a link carries one chunk, at least "
+                f"{format_time(self.rounds_bound)}{trees}"
+            )
+        lines += [
+            f"  no all-reduce can take less than {format_time(self.lower_bound)}",
+            f"  {ALGORITHM_SOURCES}",
+        ]
+        return "\n".join([*lines, *[f"  {TACOS_SOURCE}"] * (self.tacos is not None)])
+
+
+def reference_times(bounds: Limits, payload_bytes: int, network: Network) -> ReferenceTimes:
+    """Return the reference times of a mesh for a payload; for tiles, only the lower bound."""
+    lower_bound = bounds.all_reduce_seconds(payload_bytes, network)
+    if bounds.topology.num_positions > 1:
+        return ReferenceTimes(lower_bound)
+    trees = tree_round_bound(bounds)
+    return ReferenceTimes(
+        lower_bound=lower_bound,
+        rounds_bound=all_reduce_round_bound(bounds).seconds(payload_bytes, network),
+        tree_bound=None if trees is None else trees.seconds(payload_bytes, network),
+        tacos=tacos_seconds(bounds.topology, payload_bytes, network),
+    )
+
+
+def tacos_seconds(topology: Topology, payload_bytes: int, network: Network) -> float | None:
+    """The time of an all-reduce by TACOS, if there is a figure for exactly this."""
+    if replace(network.wires_only, source=DEFAULT.source) != DEFAULT:
         return None
-    microseconds = _MICROSECONDS.get((str(topology), payload_bytes))
+    microseconds = _TACOS_MICROSECONDS.get((str(topology), payload_bytes))
     return None if microseconds is None else microseconds / 1e6

@@ -1,4 +1,4 @@
-"""What an executor costs beside the wires: its arithmetic, and who takes it into account."""
+"""The device model: its arithmetic, and where it is taken into account."""
 
 import json
 from dataclasses import replace
@@ -10,15 +10,15 @@ import ftmesh
 from ftmesh import ArgumentError, Topology
 from ftmesh.algorithms import registry
 from ftmesh.cli.main import main
-from ftmesh.cost.device_model import DeviceModel, Sends, sends_of
-from ftmesh.cost.links import DEFAULT, NETWORKS, network
+from ftmesh.cost.device_model import DeviceModel, RoundLoad, round_load
+from ftmesh.cost.links import DEFAULT, NETWORKS, parse_network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import MODES, Simulator
 from ftmesh.execute.lowering import lower
 from ftmesh.planning import advise, paper_tables
-from ftmesh.planning.chunking import is_soon, least_seconds, schedule_for
-from ftmesh.planning.selection import choose
-from ftmesh.schedule.transfers import transfers
+from ftmesh.planning.chunking import plans_quickly, tree_lower_bound, schedule_for
+from ftmesh.planning.selection import select_algorithm
+from ftmesh.schedule.transfers import make_transfers
 from ftmesh.topology.tiles import TiledTopology
 from tests.support.trees import tree_schedule
 
@@ -29,9 +29,9 @@ DEVICE_MODEL = DeviceModel(500, 2000, 0.004, packing=0.01, clock=2e9)
 TWO_CORES = replace(DEVICE_MODEL, devices=2)
 
 
-def seconds(topology, algorithm, executor, mode="synchronous", payload=PAYLOAD):
-    on = replace(DEFAULT, device_model=executor)
-    return Simulator(registry.schedule(topology, algorithm)).seconds(payload, on, mode)
+def seconds(topology, algorithm, device_model, mode="synchronous", payload=PAYLOAD):
+    network = replace(DEFAULT, device_model=device_model)
+    return Simulator(registry.build_schedule(topology, algorithm)).seconds(payload, network, mode)
 
 
 # Arithmetic -------------------------------------------------------------------------------------
@@ -63,8 +63,8 @@ def test_row_pair_by_its_rounds(topology, rounds, chunks, num_chunks):
         (500 + 4 * 2000 + 0.004 * moved * PAYLOAD / num_chunks) / 2e9 for moved in (chunks, 4)
     )
     expected = 2 * (rounds[0] * along + rounds[1] * across) + 0.01 * PAYLOAD / 2e9
-    beside = seconds(topology, "row_pair", DEVICE_MODEL) - seconds(topology, "row_pair", None)
-    assert beside == pytest.approx(expected, rel=1e-9)
+    devices = seconds(topology, "row_pair", DEVICE_MODEL) - seconds(topology, "row_pair", None)
+    assert devices == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -75,17 +75,17 @@ def test_row_pair_by_its_rounds(topology, rounds, chunks, num_chunks):
 def test_lanes_are_those_of_the_lowered_program(mesh, failed, cores):
     topology = Topology.grid(mesh, failed=failed)
     found = [
-        one for one in registry.outcomes(topology).values() if isinstance(one, ftmesh.Schedule)
+        one for one in registry.try_algorithms(topology).values() if isinstance(one, ftmesh.Schedule)
     ]
     for schedule in found:
         loops = lower(schedule, devices_per_chip=cores).loops
-        counts = [[lane.count for lane in each.lanes] for each in loops]
-        lowered = [Sends(len(each), sum(each), max(each)) for each in counts]
-        priced = [sends_of(phase) for phase in schedule.phases]
-        assert priced == (lowered if cores == 1 else lowered[1:-1])
-        if cores == 2:  # what `around_seconds` takes for granted
-            for loop, sends in ((loops[0], lowered[0]), (loops[-1], lowered[-1])):
-                assert (sends.lanes, sends.chunks * loop.num_rounds) == (1, schedule.num_chunks)
+        counts = [[lane.count for lane in loop.lanes] for loop in loops]
+        lowered = [RoundLoad(len(lanes), sum(lanes)) for lanes in counts]
+        modelled = [round_load(phase) for phase in schedule.phases]
+        assert modelled == (lowered if cores == 1 else lowered[1:-1])
+        if cores == 2:  # which `setup_seconds` assumes
+            for loop, load in ((loops[0], lowered[0]), (loops[-1], lowered[-1])):
+                assert (load.lanes, load.chunks * loop.num_rounds) == (1, schedule.num_chunks)
 
 
 @pytest.mark.parametrize(("mesh", "failed"), [("4x4", "1x1@0,0;1x1@2,1"), ("3x3x2", "")])
@@ -93,113 +93,57 @@ def test_lanes_of_trees_are_directions_whatever_their_transfers_are(mesh, failed
     schedule = tree_schedule(Topology.grid(mesh, failed=failed), 6)
     (loop,) = lower(schedule).loops
     directions = 2 * len(schedule.topology.shape)
-    assert sends_of(schedule.phases[0]) == Sends(directions, directions, 1, is_mixed=True)
+    assert round_load(schedule.phases[0]) == RoundLoad(directions, directions)
     assert len(loop.lanes) == directions
 
 
 def test_lanes_that_have_to_be_found():
     # The lanes of the rows are no permutations over all rounds; three pairs leave rank 0.
-    rows = transfers(
+    rows = make_transfers(
         round=[0, 1, 2, 3, 3], lane=[0, 0, 0, 0, 1], src=[0, 0, 0, 1, 1], dst=[1, 2, 3, 0, 0],
         chunk=[0, 0, 0, 0, 1],
     )  # fmt: skip
     phase = ftmesh.Phase("star", rows)
-    assert sends_of(phase) == Sends(3, 3, 1)
+    assert round_load(phase) == RoundLoad(3, 3)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
 @pytest.mark.parametrize("payload", [10_000, PAYLOAD])
 def test_dataflow_is_between_the_wires_and_synchronous(algorithm, payload):
     topology = Topology.grid("8x8", failed="4x2@2,2")
-    schedule = registry.schedule(topology, algorithm)
-    beside = sum(
-        phase.num_rounds
-        * DEVICE_MODEL.exposed_seconds(sends_of(phase), payload / schedule.num_chunks, 1)
-        for phase in schedule.phases
-    )
+    schedule = registry.build_schedule(topology, algorithm)
+    round_seconds, _ = DEVICE_MODEL.schedule_seconds(schedule, payload)
+    rounds = [phase.num_rounds for phase in schedule.phases]
+    devices = sum(n * seconds for n, seconds in zip(rounds, round_seconds, strict=True))
     synchronous, dataflow = (
         seconds(topology, algorithm, DEVICE_MODEL, mode, payload) for mode in MODES
     )
     wires = seconds(topology, algorithm, None, "dataflow", payload)
-    assert max(wires, beside) < dataflow <= synchronous * (1 + 1e-12)
+    assert max(wires, devices) < dataflow <= synchronous * (1 + 1e-12)
 
 
-class TestTwoStreams:
-    HIDING = replace(DEVICE_MODEL, hidden=0.4)
-    RINGS = Sends(lanes=4, chunks=8, most=2)
-    SLOW, FAST = 1e9, 1e14  # bytes a second: wires take long, and next to nothing
+@pytest.mark.parametrize("mesh", ["2x1", "1x3"])
+@pytest.mark.parametrize("generation", ["v3", "v6e"])
+@pytest.mark.parametrize("payload", [100_000, 4_000_000_000])
+def test_trees_of_few_chips_take_no_less_than_their_bound(mesh, generation, payload):
+    topology, network = Topology.grid(mesh), NETWORKS[generation]
+    schedule = schedule_for(topology, "tree", payload, network)
+    seconds = Simulator(schedule).seconds(payload, network)
+    assert tree_lower_bound(topology, payload, network) <= seconds
 
-    @pytest.mark.parametrize("bandwidth", [SLOW, 50e9, 400e9])
-    def test_the_smaller_of_what_is_hidden_and_what_the_wires_take(self, bandwidth):
-        """Worth it from where two streams save a twentieth of what one costs."""
-        executor, sends = self.HIDING, self.RINGS
-        alone, per_byte = 500 + 4 * 2000, 8 * 0.004
-        hidden = min(0.4 * per_byte, 2 * 2e9 / bandwidth)
-        size = executor.split_bytes(sends, bandwidth)
-        one, two = alone + size * per_byte, 2 * alone + size * (per_byte - hidden)
-        assert two == pytest.approx(0.95 * one)
-        for times, cycles in ((0.99, alone + 0.99 * size * per_byte), (1.01, None)):
-            at = times * size
-            expected = cycles or 2 * alone + at * (per_byte - hidden)
-            found = executor.exposed_seconds(sends, at, bandwidth) * executor.clock
-            assert found == pytest.approx(expected)
 
-    def test_never_where_nothing_is_hidden(self):
-        mixed = self.RINGS._replace(is_mixed=True)
-        assert DEVICE_MODEL.split_bytes(self.RINGS, 50e9) == float("inf")
-        assert self.HIDING.split_bytes(mixed, 50e9) == float("inf")
-        assert self.HIDING.split_bytes(self.RINGS, self.FAST) == float("inf")
-        assert replace(DEVICE_MODEL, hidden_mixed=0.4).split_bytes(mixed, 50e9) < float("inf")
-
-    def test_two_cores_share_a_link(self):
-        sends, bandwidth = self.RINGS, 400e9
-        both = replace(self.HIDING, devices=2)
-        assert both.split_bytes(sends, bandwidth) < self.HIDING.split_bytes(sends, bandwidth)
-
-    def test_on_v3_rings_of_row_pairs_are_faster_for_it_and_what_is_across_is_as_it_was(self):
-        on = NETWORKS["v3"]
-        simulator = Simulator(registry.schedule(V3, "row_pair"))
-        plain = replace(on, device_model=replace(on.device_model, hidden=0, hidden_mixed=0))
-        rings, across, _, _ = (
-            (after.seconds / before.seconds)
-            for before, after in zip(
-                simulator.run(PAYLOAD, plain).phases, simulator.run(PAYLOAD, on).phases, strict=True
-            )
-        )
-        assert 0.75 < rings < 0.8
-        assert across == pytest.approx(1)
-
-    def test_trees_and_bounds_know_of_it(self):
-        on = NETWORKS["v3"]
-        plain = replace(on, device_model=replace(on.device_model, hidden=0, hidden_mixed=0))
-        before, after = (choose(V3, PAYLOAD, each).candidates[0] for each in (plain, on))
-        assert before.algorithm == after.algorithm == "tree"
-        assert 0.9 < after.seconds / before.seconds < 0.97
-        assert least_seconds(V3, PAYLOAD, on) < after.seconds
-        assert on.device_model.floor_seconds(PAYLOAD) < plain.device_model.floor_seconds(PAYLOAD)
-
-    @pytest.mark.parametrize("mesh", ["2x1", "1x3"])
-    @pytest.mark.parametrize("generation", ["v3", "v6e"])
-    @pytest.mark.parametrize("payload", [100_000, 4_000_000_000])
-    def test_trees_of_few_chips_take_no_less_than_their_bound(self, mesh, generation, payload):
-        """Two chips add what they exchange, so that their lanes are not mixed."""
-        topology, on = Topology.grid(mesh), NETWORKS[generation]
-        schedule = schedule_for(topology, "tree", payload, on)
-        assert sends_of(schedule.phases[0]).is_mixed == (topology.num_live > 2)
-        assert least_seconds(topology, payload, on) <= Simulator(schedule).seconds(payload, on)
-
-    @pytest.mark.parametrize("name", ["hidden", "hidden_mixed"])
-    @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
-    def test_shares_are_shares(self, name, share):
-        with pytest.raises(ArgumentError, match=f"{name} must be a share from 0 to 1"):
-            replace(DEVICE_MODEL, **{name: share})
+def test_trees_on_v3_take_no_less_than_their_bound():
+    network = NETWORKS["v3"]
+    fastest = choose(V3, PAYLOAD, network).candidates[0]
+    assert fastest.algorithm == "tree"
+    assert tree_lower_bound(V3, PAYLOAD, network) < fastest.seconds
 
 
 def test_every_device_of_a_tile_has_a_payload():
-    tiles = TiledTopology.of(Topology.grid("8x8"), "2x2")
+    tiles = TiledTopology.from_topology(Topology.grid("8x8"), "2x2")
     found = [
-        seconds(tiles, "ring", executor) - seconds(tiles, "ring", None)
-        for executor in (DEVICE_MODEL, TWO_CORES)
+        seconds(tiles, "ring", device_model) - seconds(tiles, "ring", None)
+        for device_model in (DEVICE_MODEL, TWO_CORES)
     ]
     a_round = (500 + 2 * 2000 + 0.004 * PAYLOAD / 16) / 2e9
     assert found == [pytest.approx(30 * a_round + 0.01 * PAYLOAD / 2e9, rel=1e-9)] * 2
@@ -209,14 +153,14 @@ def test_every_device_of_a_tile_has_a_payload():
 
 
 def test_generations_come_with_their_executor_and_rates_without():
-    assert network("v3") is NETWORKS["v3"]
+    assert parse_network("v3") is NETWORKS["v3"]
     for name in ("v3", "v6e"):
-        executor = NETWORKS[name].device_model
-        assert "estimated by the TPU compiler" in executor.source
-        assert network(name).wires == replace(NETWORKS[name], device_model=None)
+        device_model = NETWORKS[name].device_model
+        assert "estimated by the TPU compiler" in device_model.source
+        assert parse_network(name).wires_only == replace(NETWORKS[name], device_model=None)
     assert NETWORKS["v3"].device_model.devices == 2
-    assert network("82GB/s").device_model is None
-    assert DEFAULT.wires is DEFAULT
+    assert parse_network("82GB/s").device_model is None
+    assert DEFAULT.wires_only is DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -238,11 +182,11 @@ def test_plans_for_anything_else_are_not(kind):
 
 def test_a_simulation_has_both_figures():
     on = replace(DEFAULT, device_model=DEVICE_MODEL)
-    found = Simulator(registry.schedule(V6E, "row_pair")).run(PAYLOAD, on)
+    found = Simulator(registry.build_schedule(V6E, "row_pair")).run(PAYLOAD, on)
     assert found.wires_seconds == seconds(V6E, "row_pair", None)
-    assert found.around_seconds == 0.01 * PAYLOAD / 2e9
-    assert found.phases[-1].end == pytest.approx(found.seconds - found.around_seconds)
-    assert "500 cycles a round, 2,000 cycles a lane, 4 a kB beside the wires, at 2 GHz" in str(
+    assert found.setup_seconds == 0.01 * PAYLOAD / 2e9
+    assert found.phases[-1].end == pytest.approx(found.seconds - found.setup_seconds)
+    assert "500 cycles a round, 2,000 cycles a lane, 4 a kB besides the wires, at 2 GHz" in str(
         found
     )
     assert f"on the wires alone: {1e3 * found.wires_seconds:.3g} ms" in str(found)
@@ -252,8 +196,8 @@ def test_auto_takes_another_algorithm():
     """Quickest on the wires is two_dim, which has twice the lanes of a ring."""
     topology = Topology.grid("8x8")
     wires, run = (
-        choose(topology, PAYLOAD, replace(DEFAULT, device_model=executor), halves=True)
-        for executor in (None, DEVICE_MODEL)
+        select_algorithm(topology, PAYLOAD, replace(DEFAULT, device_model=device_model), reduce_scatter=True)
+        for device_model in (None, DEVICE_MODEL)
     )
     assert (wires.algorithm, run.algorithm) == ("two_dim", "ring")
     by_name = {one.algorithm: one for one in run.candidates}
@@ -270,7 +214,7 @@ def test_with_an_executor_auto_looks_at_trees():
     plan = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on)
     assert (plan.algorithm, plan.explain().algorithm) == ("tree", "tree")
     assert (plan.with_reduce_scatter.algorithm, plan.unrolled_variant.algorithm) == ("ring", "ring")
-    unrolled = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on, unrolled=True)
+    unrolled = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on, executor="ppermute_unrolled")
     assert unrolled.algorithm == "ring"
     assert unrolled.for_payload(PAYLOAD // 64).algorithm != "tree"
     on_wires = ftmesh.plan(topology, payload_bytes=PAYLOAD, link=on, executor="pallas")
@@ -282,24 +226,24 @@ def test_with_an_executor_auto_looks_at_trees():
 @pytest.mark.slow
 def test_trees_that_take_minutes_to_plan_are_asked_for():
     pod, small = (Topology.grid(shape, failed="4x2@14,14") for shape in ("64x64", "32x32"))
-    assert is_soon(small, 100_000_000, NETWORKS["v3"])
-    assert not is_soon(pod, 1_340_000_000, NETWORKS["v3"])
-    assert choose(pod, 1_340_000_000, NETWORKS["v3"]).algorithm != "tree"
+    assert plans_quickly(small, 100_000_000, NETWORKS["v3"])
+    assert not plans_quickly(pod, 1_340_000_000, NETWORKS["v3"])
+    assert select_algorithm(pod, 1_340_000_000, NETWORKS["v3"]).algorithm != "tree"
 
 
 def test_the_limit_is_that_of_the_wires_and_the_executor_has_a_floor(capsys):
-    assert DEVICE_MODEL.floor_seconds(PAYLOAD) == pytest.approx((0.004 + 0.01) * PAYLOAD / 2e9)
-    for executor in (DEVICE_MODEL, TWO_CORES):
-        assert executor.floor_seconds(PAYLOAD) < seconds(V6E, "ring", executor)
+    assert DEVICE_MODEL.lower_bound_seconds(PAYLOAD) == pytest.approx((0.004 + 0.01) * PAYLOAD / 2e9)
+    for device_model in (DEVICE_MODEL, TWO_CORES):
+        assert device_model.lower_bound_seconds(PAYLOAD) < seconds(V6E, "ring", device_model)
     found = limits(V6E)
     on = NETWORKS["v6e"]
-    assert found.all_reduce_seconds(PAYLOAD, on) == found.all_reduce_seconds(PAYLOAD, on.wires)
+    assert found.all_reduce_seconds(PAYLOAD, on) == found.all_reduce_seconds(PAYLOAD, on.wires_only)
     command = ["limits", "16x16", "--failed", "2x2@2,2", "--tpu", "v6e", "--json"]
     both = []
     for argv in (command, [*command, "--wires-only"]):
         assert main(argv) == 0
         both.append(json.loads(capsys.readouterr().out))
-    floor = 1e6 * on.device_model.floor_seconds(PAYLOAD)
+    floor = 1e6 * on.device_model.lower_bound_seconds(PAYLOAD)
     assert both[0].pop("executor_floor_us") == pytest.approx(floor)
     assert both[0] == both[1]
 
@@ -317,7 +261,7 @@ def test_simulate_shows_both_and_can_leave_one_out(capsys):
     main(["simulate", "8x8", "--failed", "2x2@2,2", "--tpu", "v6e"])
     text = capsys.readouterr().out
     assert "wires alone" in text.splitlines()[1]
-    assert f"  executor: {NETWORKS['v6e'].device_model}; " in text
+    assert f"  devices: {NETWORKS['v6e'].device_model}; " in text
 
 
 def test_advice_counts_it():
@@ -342,11 +286,11 @@ def test_the_papers_runs_with_an_executor():
     options = {"rates": (82e9,), "modes": ("synchronous",)}
     run = paper_tables.RUNS[0]
     (wires,), (as_run,) = (
-        paper_tables.simulate_runs(**options, device_model=executor)[run]
-        for executor in (None, TWO_CORES)
+        paper_tables.simulate_runs(**options, device_model=device_model)[run]
+        for device_model in (None, TWO_CORES)
     )
     assert as_run.full == pytest.approx(
-        Simulator(registry.schedule(run.topologies[0], "two_dim")).seconds(
+        Simulator(registry.build_schedule(run.topologies[0], "two_dim")).seconds(
             run.payload_bytes, replace(wires.network, device_model=TWO_CORES)
         )
     )
@@ -358,10 +302,10 @@ def test_the_papers_runs_with_an_executor():
     [
         ({"per_lane": -1.0}, "per_lane must be 0 cycles or more, not -1.0"),
         ({"packing": float("nan")}, "packing must be 0 cycles or more"),
-        ({"clock": 0.0}, "clock must be above 0 cycles a second"),
+        ({"clock": 0.0}, "clock must be above 0 cycles per second"),
         ({"devices": 3}, "a chip has one or two devices, not 3"),
     ],
 )
-def test_impossible_executors_are_refused(changes, says):
+def test_impossible_models_are_rejected(changes, says):
     with pytest.raises(ArgumentError, match=says):
         replace(DEVICE_MODEL, **changes)

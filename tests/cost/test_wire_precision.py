@@ -5,19 +5,19 @@ import pytest
 
 from ftmesh import ArgumentError, Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost.wire_precision import FLOATS, added_in, partial_sum_dtype, wire_named, worst_error
+from ftmesh.cost.wire_precision import FLOAT_FORMATS, accumulation_dtype, partial_sum_dtype, wire_dtype_name, worst_error
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("name", FLOAT_FORMATS)
 def test_formats_are_those_of_jax(name):
     about = jnp.finfo(name)
-    assert FLOATS[name].num_bytes == about.bits // 8
-    assert FLOATS[name].roundoff == float(about.eps) / 2
-    assert FLOATS[name].range_bits == about.nexp
+    assert FLOAT_FORMATS[name].num_bytes == about.bits // 8
+    assert FLOAT_FORMATS[name].roundoff == float(about.eps) / 2
+    assert FLOAT_FORMATS[name].exponent_bits == about.nexp
 
 
 def test_what_numbers_are_added_in():
-    assert [added_in(name) for name in FLOATS] == ["float64", *["float32"] * 6]
+    assert [accumulation_dtype(name) for name in FLOAT_FORMATS] == ["float64", *["float32"] * 6]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_in_what_partial_sums_travel(wire, depth, partials):
 
 def test_the_bound_is_the_worst_case():
     """Ones in bfloat16 do not grow beyond 256: 504 of them are off by half, and may be by two."""
-    depth = registry.schedule(Topology.grid("16x32", failed="4x2@6,14"), "ring").depth
+    depth = registry.build_schedule(Topology.grid("16x32", failed="4x2@6,14"), "ring").depth
     assert depth == 503
     assert worst_error("bfloat16", depth) > 1 - 256 / 504
 
@@ -45,4 +45,4 @@ def test_the_bound_is_the_worst_case():
 @pytest.mark.parametrize("name", ["float64", "int8", "bf16", "", None])
 def test_what_cannot_travel(name):
     with pytest.raises(ArgumentError, match="a floating dtype of at most 32 bits, one of float32"):
-        wire_named(name)
+        wire_dtype_name(name)
