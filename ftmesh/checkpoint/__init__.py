@@ -1,3 +1,3 @@
-"""Checkpoints: each process writes what it owns; any other mesh can restore it."""
+"""Checkpoints: each process writes what it owns, and any other mesh can restore them."""
 
 from ftmesh.checkpoint.checkpoints import Checkpoints as Checkpoints

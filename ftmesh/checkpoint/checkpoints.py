@@ -1,16 +1,16 @@
-"""Checkpoints: written beside the training, whole or not at all, the last few kept.
+"""Checkpoints that are written while training goes on, atomically, with the last few kept.
 
     checkpoints = Checkpoints("run1/checkpoints", keep=3, resume=resume)
-    layouts = [optimizer.layout(params)]  # of a sharded optimizer; none of a whole one
+    layouts = [optimizer.layout(params)]  # of a sharded optimizer; none for a replicated one
     first_step, state = checkpoints.restore(state, layouts=layouts) if resume else (0, state)
     ...
     checkpoints.save(step, state, layouts=layouts)
     checkpoints.close()
 
-Each process writes what it owns, and waits for no other; `ftmesh.checkpoint.manifest` has the format. A run
-may go on with more chips or fewer, on another plan, and with the optimizer whole or sharded. One of
-another model is refused, and one that is torn or damaged is passed over for the one before it. A
-state with numbers that are not finite is never written.
+Each process writes what it owns and waits for no other; `ftmesh.checkpoint.manifest` has the
+format. A run may continue with more chips or fewer, on another plan, and with the optimizer
+replicated or sharded. A checkpoint of another model is an error; one that is incomplete or damaged
+is skipped for the one before it. A state with values that are not finite is never written.
 """
 
 from __future__ import annotations
@@ -25,25 +25,33 @@ from typing import Any
 import jax
 
 from ftmesh import command_line
-from ftmesh.checkpoint.reader import Saved
-from ftmesh.checkpoint.restore import newest_sound
-from ftmesh.checkpoint.snapshot import Copier, Snapshot, finite_snapshot
-from ftmesh.checkpoint.writer import INDEX, file_names, write_part
+from ftmesh.checkpoint.reader import CheckpointReader
+from ftmesh.checkpoint.restore import restore_newest
+from ftmesh.checkpoint.snapshot import Snapshot, Snapshotter
+from ftmesh.checkpoint.writer import MANIFEST_FILE, process_file_names, write_part
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.layout.owned_buckets import Owned
 from ftmesh.testing import fault_injection
 from ftmesh.topology.devices import process_of
 from ftmesh.units import format_bytes
 
-_OF_ORBAX = ("_CHECKPOINT_METADATA", "state")  # what older checkpoints had in their folders
+_ORBAX_FILES = ("_CHECKPOINT_METADATA", "state")  # in the folders of older checkpoints
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder, that all its processes see.
+    """The checkpoints of one run, in one folder that all its processes see.
 
-    A folder that has some already is refused unless `resume` is set: nothing is ever overwritten.
-    `process` is the number of this one, and `process_of` tells which has a device. What is passed
-    over is told to `say`.
+    Args:
+        folder: Where to write; each checkpoint is a folder in it, named after its step.
+        keep: How many complete checkpoints to keep.
+        resume: Whether `folder` may have checkpoints already. Nothing is ever overwritten.
+        process: The number of this process; by default that of its first device.
+        process_of: Returns the process of a device.
+        log: Called with a line for every checkpoint that is skipped; by default the first process
+            prints it.
+
+    Raises:
+        CheckpointError: `folder` cannot be written, or has checkpoints and `resume` is off.
     """
 
     def __init__(
@@ -54,15 +62,15 @@ class Checkpoints:
         resume: bool = False,
         process: int | None = None,
         process_of: Callable[[Any], int] = process_of,
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
         self.folder, self.keep = Path(folder).resolve(), keep
         self.process = process_of(jax.local_devices()[0]) if process is None else process
-        self._process_of, self._say = process_of, say or self._print
+        self._process_of, self._log = process_of, log or self._print
         self._writing: Future[None] | None = None
         _check_writable(self.folder)
         for step in self._steps():
-            if any((self._at(step) / name).exists() for name in _OF_ORBAX):
+            if any((self._step_folder(step) / name).exists() for name in _ORBAX_FILES):
                 raise CheckpointError(
                     f"{folder} has checkpoints of an older format, which this version does not "
                     "read: give another folder"
@@ -70,15 +78,15 @@ class Checkpoints:
         if not resume:
             if self.latest_step is not None:
                 raise CheckpointError(
-                    f"{folder} has checkpoints, the last of step {self.latest_step}: go on from "
-                    "them with --resume, or give another folder"
+                    f"{folder} has checkpoints, the last of step {self.latest_step}: continue "
+                    "from them with --resume, or give another folder"
                 )
-            self.forget(after=-1)
+            self.discard_after(-1)
         self._thread = ThreadPoolExecutor(1, "checkpoints")
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the last complete checkpoint, if there is one."""
+        """The step of the last complete checkpoint, or None."""
         return next(filter(self._is_complete, self._steps()), None)
 
     def save(
@@ -89,22 +97,31 @@ class Checkpoints:
         layouts: Sequence[Owned] = (),
         devices: Sequence[Any] | None = None,
     ) -> None:
-        """Begin to write `state`, a pytree of arrays, as it is after `step`.
+        """Start to write `state`, and return once it is copied to the host.
 
-        `layouts` are those of sharded states in it, as ``optimizer.layout(params)``; `devices` are
-        those whose numbers count, where some are idle. Waits for the state and for the checkpoint
-        before, not for the disk. A state that no run could go on from is refused.
+        Waits for the state to be computed and for the checkpoint before, not for the disk.
+
+        Args:
+            step: The step that `state` is the result of.
+            state: A pytree of arrays.
+            layouts: ``optimizer.layout(params)`` of each sharded state in it.
+            devices: The devices whose values count, if some are idle.
+
+        Raises:
+            CheckpointError: The step is saved already, or the disk is full.
+            TrainingError: The state has values that are not finite.
         """
         self.finish()
-        own = self._at(step) / file_names(self.process)[1]
-        if own.exists() and self._is_complete(step):  # without a part here, others may be ahead
-            raise CheckpointError(f"{self._at(step)} is there already, and is not written over")
-        copier = Copier(self.process, self._process_of, devices, layouts)
-        snapshot = finite_snapshot(copier, step, state)
+        folder = self._step_folder(step)
+        own_list = folder / process_file_names(self.process)[1]
+        if own_list.exists() and self._is_complete(step):  # otherwise others may be ahead
+            raise CheckpointError(f"{folder} exists already, and is not overwritten")
+        snapshotter = Snapshotter(self.process, self._process_of, devices, layouts)
+        snapshot = snapshotter.finite_snapshot(step, state)
         free = shutil.disk_usage(self.folder).free
         if snapshot.num_bytes > free:
             raise CheckpointError(
-                f"cannot write {self._at(step)}: it takes {format_bytes(snapshot.num_bytes)}, and "
+                f"cannot write {folder}: it needs {format_bytes(snapshot.num_bytes)}, and "
                 f"{format_bytes(free)} are free; keep fewer, or give another folder"
             )
         self._writing = self._thread.submit(self._write, snapshot)
@@ -116,76 +133,32 @@ class Checkpoints:
         layouts: Sequence[Owned] = (),
         agree: Callable[[str], None] = lambda found: None,
     ) -> tuple[int, Any]:
-        """The last sound checkpoint: its step, and its state, that lies on devices as `like` does.
+        """Restore the last complete checkpoint, and discard what is newer.
 
-        `like` may be of arrays or of their types, and `layouts` are those of sharded states in it.
-        Where there is no checkpoint, step 0 and `like` itself. What is not sound is taken away when
-        all processes `agree` on what was found.
+        Args:
+            like: A state of arrays or types; the result has its tree, dtypes and shardings.
+            layouts: The layouts of sharded states in `like`.
+            agree: Called with what was found, before anything is discarded. It raises unless all
+                processes found the same.
+
+        Returns:
+            The step and the state; 0 and `like` itself if there is no checkpoint.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model or optimizer.
         """
         self.finish()
-        found = newest_sound(
+        restored = restore_newest(
             self._steps(),
-            lambda step: Saved(self._at(step)),
+            lambda step: CheckpointReader(self._step_folder(step)),
             like,
             layouts=layouts,
-            where=self.folder,
-            say=self._say,
+            location=self.folder,
+            log=self._log,
             agree=agree,
         )
-        self.forget(after=found[0] if found else -1)
-        return found or (0, like)
-
-    def close(self) -> None:
-        """Wait until everything is written, and write no more."""
-        try:
-            self.finish()
-        finally:
-            self._thread.shutdown()
-
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            self.close()
-        except CheckpointError as other:
-            if error is None:
-                raise
-            self._say(str(other))  # and what ended the run goes on its way
-
-    # The folder -------------------------------------------------------------------------------
-
-    def _at(self, step: int) -> Path:
-        return self.folder / str(step)
-
-    def _steps(self) -> list[int]:
-        """The steps of all checkpoints, whole or not, the last one first."""
-        names = [path.name for path in self.folder.iterdir() if path.is_dir()]
-        numbers = [int(name) for name in names if name.isdecimal()]
-        return sorted((step for step in numbers if str(step) in names), reverse=True)
-
-    def _is_complete(self, step: int) -> bool:
-        try:
-            Saved(self._at(step))
-        except DamagedCheckpointError:
-            return False
-        return True
-
-    def _write(self, snapshot: Snapshot) -> None:
-        """In a thread: this process's part; the first process also takes away what is too old."""
-        index = snapshot.index
-        if self.process in index.processes:
-            fault_injection.reach("checkpoint", index.step)
-            file = self._at(index.step) / file_names(self.process)[0]
-            pieces = fault_injection.writing(index.step, snapshot.pieces, file)
-            write_part(self._at(index.step), index, self.process, pieces)
-            fault_injection.written(index.step, file)
-        if self.process == index.processes[0]:
-            kept = list(filter(self._is_complete, self._steps()))[: self.keep]
-            for step in self._steps():
-                if kept and step < kept[-1]:
-                    _take_away(self._at(step) / INDEX)  # first: then it is none
-                    shutil.rmtree(self._at(step), ignore_errors=True)
+        self.discard_after(restored[0] if restored else -1)
+        return restored or (0, like)
 
     def finish(self) -> None:
         """Wait until everything is written."""
@@ -201,23 +174,74 @@ class Checkpoints:
         finally:
             self._writing = None
 
-    def forget(self, after: int) -> None:
-        """Take away what this process has left in folders of later steps, which are not sound.
+    def discard_after(self, last_step: int) -> None:
+        """Delete this process's files of later steps, which are incomplete or damaged.
 
-        When they are written again, nothing of old may stand in for a part that is missing.
+        When those steps are written again, no old file may pass for a part that is missing.
         """
         for step in self._steps():
-            if step > after:
-                for name in (INDEX, *file_names(self.process)):
-                    _take_away(self._at(step) / name)
+            if step > last_step:
+                for name in (MANIFEST_FILE, *process_file_names(self.process)):
+                    _delete(self._step_folder(step) / name)
+
+    def close(self) -> None:
+        """Wait until everything is written, and accept no more."""
+        try:
+            self.finish()
+        finally:
+            self._thread.shutdown()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            self.close()
+        except CheckpointError as other:
+            if error is None:
+                raise
+            self._log(str(other))  # the error that ended the run propagates
+
+    def _step_folder(self, step: int) -> Path:
+        return self.folder / str(step)
+
+    def _steps(self) -> list[int]:
+        """Return the steps of all checkpoints, complete or not, the last one first."""
+        names = [path.name for path in self.folder.iterdir() if path.is_dir()]
+        numbers = [int(name) for name in names if name.isdecimal()]
+        return sorted((step for step in numbers if str(step) in names), reverse=True)
+
+    def _is_complete(self, step: int) -> bool:
+        try:
+            CheckpointReader(self._step_folder(step))
+        except DamagedCheckpointError:
+            return False
+        return True
+
+    def _write(self, snapshot: Snapshot) -> None:
+        """Write this process's part; the first process also deletes what is too old."""
+        manifest = snapshot.manifest
+        if self.process in manifest.processes:
+            fault_injection.inject("checkpoint", manifest.step)
+            folder = self._step_folder(manifest.step)
+            file = folder / process_file_names(self.process)[0]
+            pieces = fault_injection.limit_writes(manifest.step, snapshot.pieces, file)
+            write_part(folder, manifest, self.process, pieces)
+            fault_injection.after_write(manifest.step, file)
+        if self.process == manifest.processes[0]:
+            kept = list(filter(self._is_complete, self._steps()))[: self.keep]
+            for step in self._steps():
+                if kept and step < kept[-1]:
+                    _delete(self._step_folder(step) / MANIFEST_FILE)  # first: then it is incomplete
+                    shutil.rmtree(self._step_folder(step), ignore_errors=True)
 
     def _print(self, line: str) -> None:
         if self.process == 0:
             command_line.say(line)
 
 
-def _take_away(path: Path) -> None:
-    """A file, or what is there under its name."""
+def _delete(path: Path) -> None:
+    """Delete a file, or the folder that has its name."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -225,7 +249,6 @@ def _take_away(path: Path) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Makes the folder, and refuses one that nothing can be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:

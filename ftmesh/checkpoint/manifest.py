@@ -1,8 +1,9 @@
-"""Index: what a checkpoint holds, by name, and which rank has written which part of it.
+"""The manifest of a checkpoint: its tensors by name, and which rank wrote which part.
 
-A tensor is whole, or lies in a buffer: a vector of equal chunks, each written by its owner. There
-it begins at element `start`, in the order of `ftmesh.layout.element_order`. What ranks write are pieces:
-all chunks of a buffer that a rank owns, in ascending order, or a whole tensor.
+A tensor is replicated, or stored in a buffer: a vector of equal chunks, each written by its owner.
+There it begins at element `start`, in the order of `ftmesh.layout.element_order`. Ranks write
+pieces: all chunks of a buffer that a rank owns, in ascending order, or a replicated tensor. On disk
+(`index.json`):
 
     {"format": "ftmesh.checkpoint/1", "step": 30,
      "processes": [0, 1],                     those that have written a file of pieces
@@ -18,7 +19,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,16 +30,21 @@ FORMAT = "ftmesh.checkpoint/1"
 
 
 class Piece(NamedTuple):
-    """What is written in one go: the chunks that a rank owns of a buffer, or a whole tensor."""
+    """What is written contiguously: a rank's chunks of a buffer, or a replicated tensor."""
 
-    of: str  # "buffer" or "tensor"
-    number: int  # which of them
+    kind: Literal["buffer", "tensor"]
+    number: int
     rank: int = 0
+
+    def __str__(self) -> str:
+        if self.kind == "tensor":
+            return f"tensor {self.number}"
+        return f"the chunks of rank {self.rank} in buffer {self.number}"
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An array by its name; in a buffer, from element `start` on, where that is not None."""
+    """An array by name; if `buffer` is given, it is stored there from element `start` on."""
 
     name: str
     dtype: np.dtype[Any]
@@ -48,7 +54,7 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Elements of it."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -66,37 +72,36 @@ class Buffer:
 
     @property
     def chunk_size(self) -> int:
-        """Elements of a chunk."""
+        """The number of elements of a chunk."""
         return self.rows * self.width
 
     @cached_property
-    def home(self) -> tuple[tuple[int, int], ...]:
-        """For each chunk its owner, and how many chunks of that owner lie before it."""
-        seen: dict[int, int] = {}
-        home = []
+    def chunk_locations(self) -> tuple[tuple[int, int], ...]:
+        """For each chunk its owner, and how many of that owner's chunks precede it."""
+        counts: dict[int, int] = {}
+        locations = []
         for rank in self.owner:
-            home.append((rank, seen.get(rank, 0)))
-            seen[rank] = seen.get(rank, 0) + 1
-        return tuple(home)
+            locations.append((rank, counts.get(rank, 0)))
+            counts[rank] = counts.get(rank, 0) + 1
+        return tuple(locations)
 
 
 @dataclass(frozen=True)
-class Index:
-    """All that a checkpoint holds."""
+class Manifest:
+    """Everything that a checkpoint contains."""
 
     step: int
     processes: tuple[int, ...]
     tensors: tuple[Tensor, ...]
     buffers: tuple[Buffer, ...]
 
-    @cached_property
-    def about(self) -> dict[str, str]:
-        """The tensors in words, by their names."""
+    def describe_tensors(self) -> dict[str, str]:
+        """Return dtype and shape of every tensor as text, by name."""
         return {tensor.name: str(tensor) for tensor in self.tensors}
 
     @cached_property
-    def pieces(self) -> dict[Piece, int]:
-        """Every piece, with its size in bytes."""
+    def piece_sizes(self) -> dict[Piece, int]:
+        """The size in bytes of every piece."""
         sizes: dict[Piece, int] = {}
         for number, buffer in enumerate(self.buffers):
             for rank in buffer.owner:
@@ -109,7 +114,7 @@ class Index:
         return sizes
 
     def to_json(self) -> dict[str, Any]:
-        """As `from_json` takes it."""
+        """Return the content of the file; `from_json` reads it."""
         tables = list(dict.fromkeys(buffer.owner for buffer in self.buffers))
         return {
             "format": FORMAT,
@@ -127,78 +132,86 @@ class Index:
                 for buffer in self.buffers
             ],
             "tensors": [
-                {"name": each.name, "dtype": each.dtype.name, "shape": list(each.shape)}
-                | ({} if each.buffer is None else {"buffer": each.buffer, "start": each.start})
-                for each in self.tensors
+                {"name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
+                | (
+                    {}
+                    if tensor.buffer is None
+                    else {"buffer": tensor.buffer, "start": tensor.start}
+                )
+                for tensor in self.tensors
             ],
         }
 
     @staticmethod
-    def from_json(content: Mapping[str, Any]) -> Index:
-        """The index in a file; one that makes no sense is damaged."""
+    def from_json(content: Mapping[str, Any]) -> Manifest:
+        """Build a manifest from the content of its file.
+
+        Raises:
+            DamagedCheckpointError: An entry is missing, malformed or contradicts another.
+        """
         try:
-            tables = [tuple(map(_count, table)) for table in content["owners"]]
-            index = Index(
-                _count(content["step"]),
-                tuple(map(_count, content["processes"])),
-                tuple(map(_tensor, content["tensors"])),
-                tuple(_buffer(each, tables) for each in content["buffers"]),
+            tables = [tuple(map(_parse_count, table)) for table in content["owners"]]
+            manifest = Manifest(
+                _parse_count(content["step"]),
+                tuple(map(_parse_count, content["processes"])),
+                tuple(map(_parse_tensor, content["tensors"])),
+                tuple(_parse_buffer(entry, tables) for entry in content["buffers"]),
             )
-            wrong = next(_contradictions(index), None)
+            contradiction = next(_contradictions(manifest), None)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise DamagedCheckpointError(f"its index makes no sense: {error!r}") from None
-        if wrong:
-            raise DamagedCheckpointError(f"its index makes no sense: {wrong}")
-        return index
+            raise DamagedCheckpointError(f"its index is malformed: {error!r}") from None
+        if contradiction:
+            raise DamagedCheckpointError(f"its index is inconsistent: {contradiction}")
+        return manifest
 
 
-def _contradictions(index: Index) -> Iterator[str]:
-    """What cannot be, in words."""
-    names = [tensor.name for tensor in index.tensors]
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    names = [tensor.name for tensor in manifest.tensors]
     if len(set(names)) < len(names):
-        yield "two tensors have one name"
-    if not index.processes or len(set(index.processes)) < len(index.processes):
-        yield f"its processes are {list(index.processes)}"
-    ends = [0] * len(index.buffers)
-    for tensor in sorted(index.tensors, key=lambda tensor: tensor.start):
+        yield "two tensors have the same name"
+    if not manifest.processes or len(set(manifest.processes)) < len(manifest.processes):
+        yield f"its processes are {list(manifest.processes)}"
+    ends = [0] * len(manifest.buffers)
+    for tensor in sorted(manifest.tensors, key=lambda tensor: tensor.start):
         if tensor.buffer is None:
             continue
-        buffer = index.buffers[tensor.buffer]
+        buffer = manifest.buffers[tensor.buffer]
         if tensor.dtype != buffer.dtype:
             yield f"{tensor.name} is {tensor.dtype}, in a buffer of {buffer.dtype}"
         if tensor.start < ends[tensor.buffer]:
-            yield f"{tensor.name} begins before the one before it ends"
+            yield f"{tensor.name} overlaps the tensor before it"
         ends[tensor.buffer] = tensor.start + tensor.size
         if ends[tensor.buffer] > len(buffer.owner) * buffer.chunk_size:
             yield f"{tensor.name} ends beyond its buffer"
 
 
-def _tensor(told: Mapping[str, Any]) -> Tensor:
-    name, shape = told["name"], tuple(map(_count, told["shape"]))
+def _parse_tensor(entry: Mapping[str, Any]) -> Tensor:
+    name, shape = entry["name"], tuple(map(_parse_count, entry["shape"]))
     if not isinstance(name, str):
         raise ValueError(f"{name!r} is not a name")
-    if "buffer" not in told:
-        return Tensor(name, _dtype(told["dtype"]), shape)
-    return Tensor(name, _dtype(told["dtype"]), shape, _count(told["buffer"]), _count(told["start"]))
+    dtype = _parse_dtype(entry["dtype"])
+    if "buffer" not in entry:
+        return Tensor(name, dtype, shape)
+    return Tensor(name, dtype, shape, _parse_count(entry["buffer"]), _parse_count(entry["start"]))
 
 
-def _buffer(told: Mapping[str, Any], tables: list[tuple[int, ...]]) -> Buffer:
-    owner = tables[_count(told["owners"])]
-    if len(owner) != told["chunks"]:
-        raise ValueError(f"{told['chunks']} chunks and {len(owner)} owners")
-    rows, width = _count(told["rows"]), _count(told["width"])
+def _parse_buffer(entry: Mapping[str, Any], tables: list[tuple[int, ...]]) -> Buffer:
+    owner = tables[_parse_count(entry["owners"])]
+    if len(owner) != entry["chunks"]:
+        raise ValueError(f"{entry['chunks']} chunks and {len(owner)} owners")
+    rows, width = _parse_count(entry["rows"]), _parse_count(entry["width"])
     if not rows * width * len(owner):
-        raise ValueError("a buffer of nothing")
-    return Buffer(_dtype(told["dtype"]), rows, width, owner)
+        raise ValueError("an empty buffer")
+    return Buffer(_parse_dtype(entry["dtype"]), rows, width, owner)
 
 
-def _count(number: Any) -> int:
+def _parse_count(number: Any) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ValueError(f"{number!r} is not a count")
     return number
 
 
-def _dtype(name: Any) -> np.dtype[Any]:
+def _parse_dtype(name: Any) -> np.dtype[Any]:
     dtype: np.dtype[Any] = jnp.dtype(name)
     if dtype.name != name or dtype.hasobject or not dtype.itemsize:
         raise ValueError(f"{name!r} is not a dtype")

@@ -1,4 +1,4 @@
-"""Reading: the tensors of a checkpoint, whoever has written which part of them."""
+"""Reads the tensors of a checkpoint, whichever processes wrote them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.checkpoint.manifest import FORMAT, Index, Piece
-from ftmesh.checkpoint.writer import INDEX, file_names, load, mark
+from ftmesh.checkpoint.manifest import FORMAT, Manifest, Piece
+from ftmesh.checkpoint.writer import MANIFEST_FILE, load_json, manifest_checksum, process_file_names
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.files import opened_at_once
+from ftmesh.files import open_nonblocking
 from ftmesh.layout.element_order import shaped
 
-MAX_LIST_BYTES = 2**28  # of an index, or a list of pieces
-_AT_ONCE = 16 * 2**20  # bytes
+MAX_LIST_BYTES = 2**28  # of a manifest, or a list of pieces
+_BLOCK_BYTES = 16 * 2**20
 
-Files = Path | Mapping[str, bytes]  # by their names
+Files = Path | Mapping[str, bytes]  # a folder, or contents by file name
 
 
-class Place(NamedTuple):
-    """Where a piece lies."""
+class PieceLocation(NamedTuple):
+    """Where a piece is stored."""
 
     process: int
     offset: int
@@ -34,165 +34,166 @@ class Place(NamedTuple):
     checksum: int
 
 
-class Saved:
-    """A complete checkpoint: all files are there, as long as they should be.
+class CheckpointReader:
+    """A complete checkpoint: all files exist and have the right length.
 
-    They are in a folder, or in memory: a mapping from their names to their bytes.
-    What is not complete, or found to be damaged by `check`, is a `DamagedCheckpointError`.
-
-        with Saved(folder) as saved:
+        with CheckpointReader(folder) as saved:
             saved.check()
             weights = saved.tensor("params/w")
+
+    Args:
+        files: The folder of the checkpoint, or a mapping from file names to contents.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, malformed or of the wrong length.
+        CheckpointError: A file cannot be read, or is of another format.
     """
 
     def __init__(self, files: Files) -> None:
         self._files = files
         try:
-            self.index = Index.from_json(_content(files, INDEX))
-            self._places = _places(files, self.index)
+            self.manifest = Manifest.from_json(_read_list(files, MANIFEST_FILE))
+            self._locations = _locate_pieces(files, self.manifest)
         except OSError as error:
-            raise CheckpointError(f"cannot read {_where(files)}: {error.strerror}") from error
-        self._tensors = {tensor.name: tensor for tensor in self.index.tensors}
-        self._numbers = {tensor.name: at for at, tensor in enumerate(self.index.tensors)}
+            raise CheckpointError(f"cannot read {_describe(files)}: {error.strerror}") from error
+        self._numbers = {tensor.name: i for i, tensor in enumerate(self.manifest.tensors)}
         self._opened: dict[str, FileIO | BytesIO] = {}
         self._closing = ExitStack()
 
-    def __enter__(self) -> Saved:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._closing.close()
 
     def check(self) -> None:
-        """Read everything once, and compare checksums."""
-        scratch = np.empty(_AT_ONCE, np.uint8)
-        for piece, place in self._places.items():
-            found = 0
-            for start in range(0, place.size, _AT_ONCE):
-                part = scratch[: min(_AT_ONCE, place.size - start)]
-                self._read(place.process, place.offset + start, part)
-                found = zlib.crc32(part.data, found)
-            if found != place.checksum:
+        """Read everything once and compare checksums.
+
+        Raises:
+            DamagedCheckpointError: A checksum differs.
+        """
+        block = np.empty(_BLOCK_BYTES, np.uint8)
+        for piece, location in self._locations.items():
+            checksum = 0
+            for start in range(0, location.size, _BLOCK_BYTES):
+                part = block[: min(_BLOCK_BYTES, location.size - start)]
+                self._read(location.process, location.offset + start, part)
+                checksum = zlib.crc32(part.data, checksum)
+            if checksum != location.checksum:
+                is_tensor = piece.kind == "tensor"
+                name = self.manifest.tensors[piece.number].name if is_tensor else str(piece)
                 raise DamagedCheckpointError(
-                    f"{self._words(piece)} in {file_names(place.process)[0]} is damaged"
+                    f"{name} in {process_file_names(location.process)[0]} is damaged"
                 )
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """The tensor of that name."""
-        tensor = self._tensors[name]
+        """Return the full tensor of that name."""
+        number = self._numbers[name]
+        tensor = self.manifest.tensors[number]
         vector = np.empty(tensor.size, tensor.dtype)
         if tensor.buffer is None:
-            place = self._places[Piece("tensor", self._numbers[name])]
-            self._read(place.process, place.offset, vector.view(np.uint8))
+            location = self._locations[Piece("tensor", number)]
+            self._read(location.process, location.offset, vector.view(np.uint8))
             return vector.reshape(tensor.shape)
-        buffer = self.index.buffers[tensor.buffer]
+        buffer = self.manifest.buffers[tensor.buffer]
         size, stop = buffer.chunk_size, tensor.start + tensor.size
         for chunk in range(tensor.start // size, -(-stop // size)):
-            rank, before = buffer.home[chunk]
-            place = self._places[Piece("buffer", tensor.buffer, rank)]
+            rank, preceding = buffer.chunk_locations[chunk]
+            location = self._locations[Piece("buffer", tensor.buffer, rank)]
             first, last = max(tensor.start, chunk * size), min(stop, (chunk + 1) * size)
-            offset = (before * size + first - chunk * size) * tensor.dtype.itemsize
+            offset = (preceding * size + first - chunk * size) * tensor.dtype.itemsize
             part = vector[first - tensor.start : last - tensor.start]
-            self._read(place.process, place.offset + offset, part.view(np.uint8))
-        found: NDArray[Any] = shaped(vector, tensor.shape)
-        return found
+            self._read(location.process, location.offset + offset, part.view(np.uint8))
+        array: NDArray[Any] = shaped(vector, tensor.shape)
+        return array
 
-    def _read(self, process: int, offset: int, into: NDArray[np.uint8]) -> None:
-        """Bytes of a process's pieces."""
-        name, _ = file_names(process)
+    def _read(self, process: int, offset: int, out: NDArray[np.uint8]) -> None:
+        """Fill `out` from the file of pieces of `process`."""
+        name, _ = process_file_names(process)
         try:
             if name not in self._opened:
                 self._opened[name] = _open(self._files, name)
                 self._closing.callback(self._opened[name].close)
-            file, at = self._opened[name], 0
+            file, done = self._opened[name], 0
             file.seek(offset)
-            while at < into.size:
-                count = file.readinto(into[at:].data)
+            while done < out.size:
+                count = file.readinto(out[done:].data)
                 if not count:
                     raise DamagedCheckpointError(f"its {name} is cut short")
-                at += count
+                done += count
         except OSError as error:
             raise CheckpointError(
-                f"cannot read {name} of {_where(self._files)}: {error.strerror}"
+                f"cannot read {name} of {_describe(self._files)}: {error.strerror}"
             ) from error
 
-    def _words(self, piece: Piece) -> str:
-        if piece.of == "tensor":
-            return self.index.tensors[piece.number].name
-        return f"what rank {piece.rank} has written of buffer {piece.number}"
 
-
-def _places(files: Files, index: Index) -> dict[Piece, Place]:
-    """Where every piece of a checkpoint lies, if its files are all there."""
-    places: dict[Piece, Place] = {}
-    belongs = (mark(index), index.step)
-    for process in index.processes:
-        data, contents = file_names(process)
-        told = _content(files, contents)
-        if (told.get("index"), told.get("step")) != belongs:
-            raise DamagedCheckpointError(f"its {contents} belongs to another index")
-        size = _size(files, data)
-        if size != told.get("bytes"):
+def _locate_pieces(files: Files, manifest: Manifest) -> dict[Piece, PieceLocation]:
+    locations: dict[Piece, PieceLocation] = {}
+    expected = (manifest_checksum(manifest), manifest.step)
+    for process in manifest.processes:
+        data_name, list_name = process_file_names(process)
+        content = _read_list(files, list_name)
+        if (content.get("index"), content.get("step")) != expected:
+            raise DamagedCheckpointError(f"its {list_name} belongs to another index")
+        with _open(files, data_name) as file:
+            size = file.seek(0, SEEK_END)
+        if size != content.get("bytes"):
             raise DamagedCheckpointError(
-                f"its {data} has {size} bytes, and should have {told.get('bytes')}"
+                f"its {data_name} has {size} bytes, and should have {content.get('bytes')}"
             )
         try:
-            end = _add(places, process, told["pieces"], index.pieces)
+            end = _add_pieces(locations, process, content["pieces"], manifest.piece_sizes)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedCheckpointError(f"its {contents} makes no sense: {error!r}") from None
+            raise DamagedCheckpointError(f"its {list_name} is malformed: {error!r}") from None
         if end != size:
-            raise DamagedCheckpointError(f"its {data} has {size - end} bytes that are no piece's")
-    if missing := index.pieces.keys() - places.keys():
-        raise DamagedCheckpointError(f"nobody has written {min(missing)._asdict()}")
-    return places
-
-
-def _add(places: dict[Piece, Place], process: int, told: Any, sizes: Mapping[Piece, int]) -> int:
-    """Note the pieces of a process, which lie end to end; where the last one ends."""
-    end = 0
-    for each in told:
-        piece = Piece("tensor", each["tensor"]) if "tensor" in each else None
-        piece = piece or Piece("buffer", each["buffer"], each["rank"])
-        if piece not in sizes or piece in places:
-            raise DamagedCheckpointError(f"{piece._asdict()} is in it twice, or not in the index")
-        if each["offset"] != end or each["bytes"] != sizes[piece]:
             raise DamagedCheckpointError(
-                f"{piece._asdict()} has {each['bytes']} bytes from {each['offset']} on, and should "
-                f"have {sizes[piece]} from {end} on"
+                f"its {data_name} has {size - end} bytes after its last piece"
             )
-        places[piece] = Place(process, end, sizes[piece], each["crc32"])
+    if missing := manifest.piece_sizes.keys() - locations.keys():
+        raise DamagedCheckpointError(f"no process has written {min(missing)}")
+    return locations
+
+
+def _add_pieces(
+    locations: dict[Piece, PieceLocation],
+    process: int,
+    entries: Any,
+    sizes: Mapping[Piece, int],
+) -> int:
+    """Add the pieces of a process, which must be back to back, and return where the last ends."""
+    end = 0
+    for entry in entries:
+        if "tensor" in entry:
+            piece = Piece("tensor", entry["tensor"])
+        else:
+            piece = Piece("buffer", entry["buffer"], entry["rank"])
+        if piece not in sizes or piece in locations:
+            raise DamagedCheckpointError(f"{piece} is in it twice, or not in the index")
+        if entry["offset"] != end or entry["bytes"] != sizes[piece]:
+            raise DamagedCheckpointError(
+                f"{piece} has {entry['bytes']} bytes at offset {entry['offset']}, and should have "
+                f"{sizes[piece]} at {end}"
+            )
+        locations[piece] = PieceLocation(process, end, sizes[piece], entry["crc32"])
         end += sizes[piece]
     return end
 
 
-def _read_list(file: BytesIO | FileIO) -> bytes | None:
-    """All of a file; None where it is longer than lists are."""
+def _read_list(files: Files, name: str) -> dict[str, Any]:
+    """Read a JSON file, of at most `MAX_LIST_BYTES` and of this version's format."""
     raw = bytearray()
-    while part := file.read(_AT_ONCE):
-        raw += part
-        if len(raw) > MAX_LIST_BYTES:
-            return None
-    return bytes(raw)
-
-
-def _content(files: Files, name: str) -> dict[str, Any]:
-    """What a file says; one of another version is refused."""
     with _open(files, name) as file:
-        raw = _read_list(file)
-    if raw is None:
-        raise DamagedCheckpointError(f"its {name} is longer than {MAX_LIST_BYTES:,} bytes")
-    content = load(raw, name)
+        while part := file.read(_BLOCK_BYTES):
+            raw += part
+            if len(raw) > MAX_LIST_BYTES:
+                raise DamagedCheckpointError(f"its {name} is longer than {MAX_LIST_BYTES:,} bytes")
+    content = load_json(bytes(raw), name)
     if content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{_where(files)} is of format {content.get('format')!r}, and this version reads "
+            f"{_describe(files)} is of format {content.get('format')!r}, and this version reads "
             f"{FORMAT}"
         )
     return content
-
-
-def _size(files: Files, name: str) -> int:
-    with _open(files, name) as file:
-        return file.seek(0, SEEK_END)
 
 
 def _open(files: Files, name: str) -> FileIO | BytesIO:
@@ -200,11 +201,11 @@ def _open(files: Files, name: str) -> FileIO | BytesIO:
         if isinstance(files, Path):
             if not S_ISREG((files / name).stat().st_mode):
                 raise DamagedCheckpointError(f"its {name} is not a file")
-            return FileIO(files / name, opener=opened_at_once)
+            return FileIO(files / name, opener=open_nonblocking)
         return BytesIO(files[name])
     except (FileNotFoundError, KeyError):
         raise DamagedCheckpointError(f"it has no {name}") from None
 
 
-def _where(files: Files) -> str:
+def _describe(files: Files) -> str:
     return str(files) if isinstance(files, Path) else "a checkpoint in memory"

@@ -1,8 +1,6 @@
-"""Restoring: a state out of a checkpoint, on whatever devices, for whatever owners.
+"""Restores states from checkpoints, onto any devices and for any owners.
 
-Tensor by tensor: the host holds one tensor at a time, or those of one bucket.
-
-Newest: the last of several saved states that is sound and of this run's model.
+The host holds one tensor at a time, or the tensors of one bucket.
 """
 
 from __future__ import annotations
@@ -18,31 +16,106 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.checkpoint.reader import Saved
-from ftmesh.checkpoint.tensor_names import Sharded, about, is_key, is_sharded, is_slot, named
+from ftmesh.checkpoint.reader import CheckpointReader
+from ftmesh.checkpoint.tensor_names import (
+    ShardedPart,
+    describe_tensors,
+    is_key,
+    is_sharded,
+    is_slot,
+    path_name,
+)
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.layout.element_order import flat
 from ftmesh.layout.owned_buckets import Owned, OwnedBucket
-from ftmesh.optim.state import Slot
+from ftmesh.layout.sharded_state import Slot
 
 Window = tuple[slice, ...]  # of an array
+Step = TypeVar("Step")
 
 
-def restored(saved: Saved, like: Any, layouts: Sequence[Owned] = ()) -> Any:
-    """A state with the tensors of a checkpoint, that lies as `like`, of arrays or types, does.
+def restore_newest(
+    steps: Iterable[Step],
+    open_step: Callable[[Step], CheckpointReader],
+    like: Any,
+    *,
+    layouts: Sequence[Owned],
+    location: object,
+    log: Callable[[str], None],
+    agree: Callable[[str], None],
+) -> tuple[Step, Any] | None:
+    """Restore the first of `steps` that is complete and undamaged.
 
-    Both have tensors of the same names and types: compare `about` before.
+    Args:
+        steps: The checkpoints to try, the newest first.
+        open_step: Opens one of them.
+        like: A state of arrays or types; the result has its tree, dtypes and shardings.
+        layouts: The layouts of sharded states in `like`.
+        location: Where the checkpoints are, for messages.
+        log: Called with a line for every damaged checkpoint that is skipped.
+        agree: Called with what was found; it raises unless all processes found the same.
+
+    Returns:
+        The step and the state, or None if no checkpoint is complete.
+
+    Raises:
+        CheckpointError: A checkpoint is of another model or optimizer.
+    """
+    skipped = ""
+    for step in steps:
+        try:
+            with open_step(step) as saved:
+                saved.check()
+                expected = describe_tensors(like, layouts)
+                difference = first_difference(expected, saved.manifest.describe_tensors())
+                if difference:
+                    raise CheckpointError(
+                        f"the checkpoint of step {step} in {location} is of another model "
+                        f"or optimizer: {difference}"
+                    )
+                state = restore_state(saved, like, layouts)
+        except DamagedCheckpointError as error:
+            log(f"skipped the checkpoint of step {step} in {location}: {error}")
+            skipped += f", not {step}: {error}"
+        else:
+            agree(f"{step}{skipped}")
+            return step, state
+    agree(f"none{skipped}")
+    return None
+
+
+def first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
+    """Return how two descriptions of tensors differ first, as text, or None."""
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        if name not in theirs:
+            return f"it has no {name}"
+        if name not in ours:
+            return f"it has {name}, and the run has not"
+        if ours[name] != theirs[name]:
+            return f"its {name} is {theirs[name]}, and the run's is {ours[name]}"
+    return None
+
+
+def restore_state(saved: CheckpointReader, like: Any, layouts: Sequence[Owned] = ()) -> Any:
+    """Return the state in a checkpoint, laid out on devices as `like` is.
+
+    Both must have tensors of the same names and types: compare `describe_tensors` first.
+
+    Args:
+        saved: The checkpoint.
+        like: A state of arrays or types.
+        layouts: The layouts of sharded states in `like`.
     """
 
-    def of_leaf(path: Any, leaf: Any) -> Any:
+    def restore(path: Any, leaf: Any) -> Any:
         if is_sharded(leaf):
-            return _sharded(saved, Sharded.of(path, leaf, layouts))
-        return _whole(saved, named(path), leaf)
+            return _restore_sharded(saved, ShardedPart.find(path, leaf, layouts))
+        return _restore_leaf(saved, path_name(path), leaf)
 
-    return jax.tree_util.tree_map_with_path(of_leaf, like, is_leaf=is_sharded)
+    return jax.tree_util.tree_map_with_path(restore, like, is_leaf=is_sharded)
 
 
-def _sharded(saved: Saved, target: Sharded) -> Any:
+def _restore_sharded(saved: CheckpointReader, target: ShardedPart) -> Any:
     names: dict[tuple[int, int], str] = {}
     inner: list[Any] = []
     for name, leaf in target.leaves:
@@ -50,26 +123,26 @@ def _sharded(saved: Saved, target: Sharded) -> Any:
             names[leaf.row, leaf.leaf] = name
             inner.append(leaf)
         else:
-            inner.append(_whole(saved, name, leaf))
+            inner.append(_restore_leaf(saved, name, leaf))
     rows = []
     for row, arrays in enumerate(target.state.rows):
-        made: list[Any] = []
+        restored: list[Any] = []
         for bucket, array in zip(target.layout.buckets, arrays, strict=True):
             if array is None:
-                made.append(None)
+                restored.append(None)
                 continue
             members = [names.get((row, leaf)) for leaf in bucket.members]
-            chunks = _packed(saved, bucket, members, array.dtype)
-            made.append(_placed(array, partial(_rows, bucket, chunks)))
-        rows.append(tuple(made))
+            chunks = _read_chunks(saved, bucket, members, array.dtype)
+            restored.append(_place_like(array, partial(_owned_rows, bucket, chunks)))
+        rows.append(tuple(restored))
     tree = jax.tree.structure(target.state.inner, is_leaf=is_slot)
     return replace(target.state, inner=tree.unflatten(inner), rows=tuple(rows))
 
 
-def _packed(
-    saved: Saved, bucket: OwnedBucket, names: Sequence[str | None], dtype: Any
+def _read_chunks(
+    saved: CheckpointReader, bucket: OwnedBucket, names: Sequence[str | None], dtype: Any
 ) -> NDArray[Any]:
-    """The chunks of a bucket, with the tensors of these names in it."""
+    """Return the chunks of a bucket with the named tensors in it."""
     packing = bucket.packing
     vector = np.zeros(math.prod(packing.shape), dtype)
     for name, start in zip(names, packing.starts, strict=False):
@@ -80,83 +153,31 @@ def _packed(
     return vector.reshape(packing.shape)
 
 
-def _rows(bucket: OwnedBucket, chunks: NDArray[Any], window: Window) -> NDArray[Any]:
-    """The rows that some ranks hold of a bucket: their chunks, and zeros where those are fewer."""
+def _owned_rows(bucket: OwnedBucket, chunks: NDArray[Any], window: Window) -> NDArray[Any]:
+    """Return the rows of the ranks in `window`, padded with zeros at ranks that own fewer."""
     start, stop, _ = window[0].indices(bucket.num_rows * len(bucket.owned))
     owned = bucket.owned[start // bucket.num_rows : stop // bucket.num_rows].reshape(-1)
-    held = np.zeros((len(owned), *chunks.shape[1:]), chunks.dtype)
+    rows = np.zeros((len(owned), *chunks.shape[1:]), chunks.dtype)
     is_real = owned < len(chunks)
-    held[is_real] = chunks[owned[is_real]]
-    return held.reshape(-1, chunks.shape[-1])
+    rows[is_real] = chunks[owned[is_real]]
+    return rows.reshape(-1, chunks.shape[-1])
 
 
-def _whole(saved: Saved, name: str, like: Any) -> Any:
+def _restore_leaf(saved: CheckpointReader, name: str, like: Any) -> Any:
     value = saved.tensor(name)
     if not is_key(like):
-        return _placed(like, lambda window: np.asarray(value[window]))
-    made: list[Any] = []
-    jax.eval_shape(lambda key: made.append(jax.random.key_impl(key)), like)
-    return jax.random.wrap_key_data(jnp.asarray(value), impl=made[0])
+        return _place_like(like, lambda window: np.asarray(value[window]))
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(jnp.asarray(value), impl=impls[0])
 
 
-def _placed(like: Any, part: Callable[[Window], NDArray[Any]]) -> Any:
-    """An array on the devices of another; each gets its part. NumPy's stay with NumPy."""
+def _place_like(like: Any, read: Callable[[Window], NDArray[Any]]) -> Any:
+    """Return an array with the sharding of `like`; NumPy's for a NumPy array or a number."""
     if not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
-        return part(tuple(slice(None) for _ in np.shape(like)))
+        return read(tuple(slice(None) for _ in np.shape(like)))
     sharding = getattr(like, "sharding", None)
     if sharding is None or not getattr(like, "committed", True):
-        return jnp.asarray(part(tuple(slice(None) for _ in np.shape(like))))
-    array: jax.Array = jax.make_array_from_callback(np.shape(like), sharding, part)
+        return jnp.asarray(read(tuple(slice(None) for _ in np.shape(like))))
+    array: jax.Array = jax.make_array_from_callback(np.shape(like), sharding, read)
     return array
-
-
-Step = TypeVar("Step")
-
-
-def newest_sound(
-    steps: Iterable[Step],
-    saved_at: Callable[[Step], Saved],
-    like: Any,
-    *,
-    layouts: Sequence[Owned],
-    where: object,
-    say: Callable[[str], None],
-    agree: Callable[[str], None],
-) -> tuple[Step, Any] | None:
-    """The first of `steps` of which `saved_at` is sound, and its state, that lies as `like` does.
-
-    What is damaged is passed over, and `say` told so. All processes `agree` on what was found, and
-    what not. None where nothing is sound; what is of another model is refused.
-    """
-    passed_over = ""
-    for step in steps:
-        try:
-            with saved_at(step) as saved:
-                saved.check()
-                difference = first_difference(about(like, layouts), saved.index.about)
-                if difference:
-                    raise CheckpointError(
-                        f"the checkpoint of step {step} in {where} is of another model "
-                        f"or optimizer: {difference}"
-                    )
-                state = restored(saved, like, layouts)
-        except DamagedCheckpointError as error:
-            say(f"passed over the checkpoint of step {step} in {where}: {error}")
-            passed_over += f", not {step}: {error}"
-        else:
-            agree(f"{step}{passed_over}")
-            return step, state
-    agree(f"none{passed_over}")
-    return None
-
-
-def first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None:
-    """Where two descriptions differ, in words; None where they do not."""
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        if name not in theirs:
-            return f"it has no {name}"
-        if name not in ours:
-            return f"it has {name}, and the run has not"
-        if ours[name] != theirs[name]:
-            return f"its {name} is {theirs[name]}, and the run's is {ours[name]}"
-    return None

@@ -1,13 +1,11 @@
-"""Parts: what one process writes of a checkpoint.
+"""Writes one process's part of a checkpoint.
 
-    30/index.json    what there is, by name; the first process writes it
-    30/4.bin         the pieces of process 4, end to end
-    30/4.json        where each of them begins, its size, and its checksum
+    30/index.json    the manifest; the first process writes it
+    30/4.bin         the pieces of process 4, back to back
+    30/4.json        offset, size and checksum of each of them
 
-A checkpoint is there when its index is, and the files of every process that the index names: no
-process waits for another.
-
-Files of checkpoints: folders that are on the disk; JSON that tells when it was damaged.
+A checkpoint is complete once its manifest is there and the files of every process that the
+manifest names: no process waits for another.
 """
 
 from __future__ import annotations
@@ -21,94 +19,93 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.checkpoint.manifest import FORMAT, Index, Piece
+from ftmesh.checkpoint.manifest import FORMAT, Manifest, Piece
 from ftmesh.errors import DamagedCheckpointError
-from ftmesh.files import sync_folder, write_whole
+from ftmesh.files import sync_folder, write_atomic
 
-INDEX = "index.json"
+MANIFEST_FILE = "index.json"
+
+Pieces = Iterable[tuple[Piece, NDArray[Any]]]
 
 
-def file_names(process: int) -> tuple[str, str]:
-    """Those of a process's pieces, and of the list of them."""
+def process_file_names(process: int) -> tuple[str, str]:
+    """Return the names of a process's file of pieces and of the list of them."""
     return f"{process:d}.bin", f"{process:d}.json"
 
 
-def write_part(
-    folder: Path, index: Index, process: int, pieces: Iterable[tuple[Piece, NDArray[Any]]]
-) -> None:
-    """Write the pieces of a process; the first of the index's processes writes the index too."""
-    make_folder(folder)
-    for name, content in part_of(index, process, pieces):
-        write_whole(folder / name, content)
+def write_part(folder: Path, manifest: Manifest, process: int, pieces: Pieces) -> None:
+    """Write the pieces of a process; the first process of the manifest writes that too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sync_folder(folder.parent)
+    for name, content in process_files(manifest, process, pieces):
+        write_atomic(folder / name, content)
 
 
-def part_of(
-    index: Index, process: int, pieces: Iterable[tuple[Piece, NDArray[Any]]]
+def process_files(
+    manifest: Manifest, process: int, pieces: Pieces
 ) -> Iterator[tuple[str, Iterable[Any]]]:
-    """Names and bytes of a process's files, in the order in which they are to be there.
+    """Yield names and contents of a process's files, in the order to write them.
 
-    The bytes of one are to be taken before the next is asked for, which has their checksums.
+    Consume the content of a file before asking for the next, which has its checksums.
     """
-    data, contents = file_names(process)
-    told: list[dict[str, Any]] = []
-    yield data, _noted(pieces, told)
+    data_name, list_name = process_file_names(process)
+    entries: list[dict[str, Any]] = []
+    yield data_name, _piece_bytes(pieces, entries)
     content = {
         "format": FORMAT,
-        "step": index.step,
+        "step": manifest.step,
         "process": process,
-        "index": mark(index),
-        "bytes": sum(each["bytes"] for each in told),
-        "pieces": told,
+        "index": manifest_checksum(manifest),
+        "bytes": sum(entry["bytes"] for entry in entries),
+        "pieces": entries,
     }
-    yield contents, [dump(content).encode()]
-    if process == index.processes[0]:
-        yield INDEX, [dump(index.to_json()).encode()]
+    yield list_name, [dump_json(content).encode()]
+    if process == manifest.processes[0]:
+        yield MANIFEST_FILE, [dump_json(manifest.to_json()).encode()]
 
 
-def mark(index: Index) -> int:
-    """A mark of an index, by which the files that belong to it are known."""
-    return zlib.crc32(dump(index.to_json()).encode())
+def manifest_checksum(manifest: Manifest) -> int:
+    """Return the checksum by which files name the manifest that they belong to."""
+    return zlib.crc32(dump_json(manifest.to_json()).encode())
 
 
-def _noted(
-    pieces: Iterable[tuple[Piece, NDArray[Any]]], told: list[dict[str, Any]]
-) -> Iterator[memoryview]:
-    """The bytes of each piece, noting where they come to lie."""
+def _piece_bytes(pieces: Pieces, entries: list[dict[str, Any]]) -> Iterator[memoryview]:
+    """Yield the bytes of every piece, and append its entry in the list of pieces."""
     offset = 0
     for piece, array in pieces:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        name = {"tensor": piece.number}
-        if piece.of == "buffer":
-            name = {"buffer": piece.number, "rank": piece.rank}
-        told.append({**name, "offset": offset, "bytes": raw.size, "crc32": zlib.crc32(raw.data)})
+        entry = {"tensor": piece.number}
+        if piece.kind == "buffer":
+            entry = {"buffer": piece.number, "rank": piece.rank}
+        entries.append(
+            {**entry, "offset": offset, "bytes": raw.size, "crc32": zlib.crc32(raw.data)}
+        )
         offset += raw.size
         yield raw.data
 
 
-def make_folder(path: Path) -> None:
-    """Have a folder there, and its name on the disk."""
-    path.mkdir(parents=True, exist_ok=True)
-    sync_folder(path.parent)
+def dump_json(content: dict[str, Any]) -> str:
+    r"""Return `content` as JSON that ends with a checksum of itself.
 
-
-def dump(content: dict[str, Any]) -> str:
-    r"""`content` as JSON, which ends with a checksum of what stands before.
-
-    >>> dump({"step": 3})
+    >>> dump_json({"step": 3})
     '{"step":3,"crc32":590335763}\n'
     """
     text = json.dumps(content, separators=(",", ":"))
     return f'{text[:-1]},"crc32":{zlib.crc32(text.encode())}}}\n'
 
 
-def load(raw: bytes, name: str) -> dict[str, Any]:
-    """What `dump` made the text of a file of; any other is damaged, by as little as a space."""
+def load_json(raw: bytes, name: str) -> dict[str, Any]:
+    """Parse what `dump_json` returned.
+
+    Raises:
+        DamagedCheckpointError: `raw` differs from it, even by a space.
+    """
     try:
         text = raw.decode()
         content = json.loads(text)
         if isinstance(content, dict):
             content.pop("crc32", None)
-            if content and dump(content) == text:
+            if content and dump_json(content) == text:
                 return content
     except (ValueError, RecursionError):
         pass

@@ -1,67 +1,89 @@
-"""Layerwise: LARS and LAMB as their papers have them, and clipping by global norm.
+"""LARS and LAMB as their papers define them, and clipping by the global norm.
 
-These need norms of whole tensors. They are optax transformations like any other; where a
-`ShardedOptimizer` runs them, sums over tensors are made over all ranks, those of all tensors in one
-small sum.
+These are plain optax transformations. They need norms of full tensors; a `ShardedOptimizer`
+computes those of all tensors in one small all-reduce.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from ftmesh.execute.types import PyTree
+
+Mask: TypeAlias = Any  # a pytree of booleans, or a function from parameters to one
+LearningRate: TypeAlias = float | Callable[[Any], Any]
+
 
 def lars(
-    learning_rate: Any,
+    learning_rate: LearningRate,
     *,
     weight_decay: float = 0.0,
-    weight_decay_mask: Any = True,
+    weight_decay_mask: Mask = True,
     trust_coefficient: float = 0.001,
-    trust_ratio_mask: Any = None,
+    trust_ratio_mask: Mask = None,
     momentum: float = 0.9,
     nesterov: bool = False,
     eps: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """LARS, as You, Gitman and Ginsburg (2017) have it.
+    """Return LARS as defined by You, Gitman and Ginsburg (2017).
 
     A tensor w with gradient g moves by ``v = momentum * v + rate * ratio * (g + decay * w)`` where
     ``ratio = trust_coefficient * |w| / (|g| + decay * |w| + eps)``, or 1 where a norm is zero.
-    (`optax.lars` has ``|g + decay * w|`` in its place.)
+    (`optax.lars` divides by ``|g + decay * w|`` instead.)
 
-    Masks are as in optax: booleans in a pytree like the parameters, or a prefix of it, or a
-    function from parameters to that. Tensors out of `weight_decay_mask` are not decayed, those out
-    of `trust_ratio_mask` have ratio 1; where the latter is not given, it is the former.
-    `learning_rate` is a number or an lr_schedule.
+    Args:
+        learning_rate: A number, or a learning-rate schedule.
+        weight_decay: The factor of the weight decay.
+        weight_decay_mask: Which tensors to decay, as in optax: booleans in a pytree like the
+            parameters or a prefix of it, or a function from parameters to that. `matrix_mask`
+            leaves out biases and the scales of norms.
+        trust_coefficient: The factor of the trust ratio.
+        trust_ratio_mask: Which tensors to scale by their ratio; the default is `weight_decay_mask`.
+        momentum: The factor of the momentum.
+        nesterov: Whether to use Nesterov momentum.
+        eps: Added to the divisor of the ratio.
     """
 
     def ratio(grad_norm: Any, norm: Any, decay: float) -> Any:
         return trust_coefficient * norm / (grad_norm + decay * norm + eps)
 
     return optax.chain(
-        _scaled(ratio, weight_decay, weight_decay_mask, trust_ratio_mask, decay_first=False),
+        _scale_by_ratio(
+            ratio, weight_decay, weight_decay_mask, trust_ratio_mask, decay_first=False
+        ),
         optax.scale_by_learning_rate(learning_rate),
         optax.trace(decay=momentum, nesterov=nesterov),
     )
 
 
 def lamb(
-    learning_rate: Any,
+    learning_rate: LearningRate,
     *,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-6,
     weight_decay: float = 0.0,
-    weight_decay_mask: Any = True,
-    trust_ratio_mask: Any = None,
+    weight_decay_mask: Mask = True,
+    trust_ratio_mask: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """LAMB, as You and others (2020) have it: Adam's update u, decayed, and scaled layer by layer.
+    """Return LAMB as defined by You and others (2020): Adam's update, scaled layer by layer.
 
-    A tensor w moves by ``rate * ratio * (u + decay * w)``, ``ratio = |w| / |u + decay * w|``, or 1
-    where either is zero. Masks are as for `lars`.
+    A tensor w with Adam's update u moves by ``rate * ratio * (u + decay * w)``, with
+    ``ratio = |w| / |u + decay * w|``, or 1 where either norm is zero.
+
+    Args:
+        learning_rate: A number, or a learning-rate schedule.
+        b1: The decay of Adam's first moment.
+        b2: The decay of Adam's second moment.
+        eps: Adam's epsilon.
+        weight_decay: The factor of the weight decay.
+        weight_decay_mask: Which tensors to decay, as for `lars`.
+        trust_ratio_mask: Which tensors to scale, as for `lars`.
     """
 
     def ratio(update_norm: Any, norm: Any, decay: float) -> Any:
@@ -69,69 +91,70 @@ def lamb(
 
     return optax.chain(
         optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
-        _scaled(ratio, weight_decay, weight_decay_mask, trust_ratio_mask, decay_first=True),
+        _scale_by_ratio(ratio, weight_decay, weight_decay_mask, trust_ratio_mask, decay_first=True),
         optax.scale_by_learning_rate(learning_rate),
     )
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Scales updates down to a norm of `max_norm`, taken over all tensors, where it is larger."""
+    """Return a transformation that scales updates down to a global norm of `max_norm`."""
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        norm = jnp.sqrt(jnp.sum(jnp.stack([square_sum(u) for u in jax.tree.leaves(updates)])))
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Any:
+        norm = jnp.sqrt(jnp.sum(jnp.stack([_square_sum(u) for u in jax.tree.leaves(updates)])))
         scale = jnp.where(norm > max_norm, max_norm / norm, 1.0)
         return jax.tree.map(lambda u: u * scale.astype(u.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
-def matrices(params: Any) -> Any:
-    """A mask: whether a tensor has two dimensions or more, as biases and norm scales have not."""
+def matrix_mask(params: PyTree) -> PyTree:
+    """Return True for tensors of two or more dimensions: all but biases and scales of norms."""
     return jax.tree.map(lambda x: jnp.ndim(x) > 1, params)
 
 
-def square_sum(x: Any) -> jax.Array:
-    """The square of an array's norm, in float32 or wider."""
-    wide = jnp.abs(x)
-    return jnp.sum(jnp.square(wide.astype(jnp.promote_types(wide.dtype, jnp.float32))))
+def _square_sum(x: Any) -> jax.Array:
+    """Return the squared norm of an array, in float32 or wider."""
+    magnitude = jnp.abs(x)
+    dtype = jnp.promote_types(magnitude.dtype, jnp.float32)
+    return jnp.sum(jnp.square(magnitude.astype(dtype)))
 
 
-def _scaled(
+def _scale_by_ratio(
     ratio: Callable[[Any, Any, float], Any],
     weight_decay: float,
-    weight_decay_mask: Any,
-    trust_ratio_mask: Any,
+    weight_decay_mask: Mask,
+    trust_ratio_mask: Mask,
     *,
     decay_first: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    """Weight decay, and each tensor's update scaled by a ratio of its norm and the tensor's own.
+    """Add weight decay, and scale each update by `ratio` of its norm and the tensor's own.
 
-    With `decay_first` that norm is of the update as it is decayed, otherwise as it comes in.
+    With `decay_first` the norm is that of the update with its decay, otherwise without.
     """
     if trust_ratio_mask is None:
         trust_ratio_mask = weight_decay_mask
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> Any:
         if params is None:
             raise ValueError("layerwise rates need the parameters: update(grads, state, params)")
-        decays, adapts = (_mask(m, params) for m in (weight_decay_mask, trust_ratio_mask))
+        decays, adapts = (_full_mask(m, params) for m in (weight_decay_mask, trust_ratio_mask))
 
-        def one(u: Any, w: Any, decays: bool, adapts: bool) -> Any:
+        def scale(u: Any, w: Any, decays: bool, adapts: bool) -> Any:
             decayed = u + weight_decay * w if decays else u
             if not adapts:
                 return decayed
-            update_norm = jnp.sqrt(square_sum(decayed if decay_first else u))
-            norm = jnp.sqrt(square_sum(w))
-            scale = ratio(update_norm, norm, weight_decay if decays else 0.0)
+            update_norm = jnp.sqrt(_square_sum(decayed if decay_first else u))
+            norm = jnp.sqrt(_square_sum(w))
+            factor = ratio(update_norm, norm, weight_decay if decays else 0.0)
             is_known = (update_norm > 0) & (norm > 0)
-            return decayed * jnp.where(is_known, scale, 1).astype(decayed.dtype)
+            return decayed * jnp.where(is_known, factor, 1).astype(decayed.dtype)
 
-        return jax.tree.map(one, updates, params, decays, adapts), state
+        return jax.tree.map(scale, updates, params, decays, adapts), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
-def _mask(mask: Any, params: Any) -> Any:
-    """A boolean for each parameter."""
+def _full_mask(mask: Mask, params: PyTree) -> PyTree:
+    """Return a boolean for each parameter."""
     mask = mask(params) if callable(mask) else mask
     return jax.tree.map(lambda on, part: jax.tree.map(lambda _: bool(on), part), mask, params)

@@ -1,4 +1,4 @@
-"""Whole: the optimizer that keeps its whole state at every rank, behind the sharded one's door."""
+"""An optimizer with a replicated state, with the methods of `ShardedOptimizer`."""
 
 from __future__ import annotations
 
@@ -10,57 +10,71 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from ftmesh.collectives.gradients import Means, value_and_own_grad
+from ftmesh.collectives.gradients import ReducedGradients, local_value_and_grad
 from ftmesh.errors import ArgumentError
+from ftmesh.execute.types import AxisName, PyTree
 
 
 @dataclass(frozen=True)
-class WholeOptimizer:
-    """An optax transformation as it is; `mean` makes the mean of gradients over all ranks.
+class ReplicatedOptimizer:
+    """An optax transformation that every rank runs on the mean of all gradients.
 
-    With `mark`, which is `with_mean_gradients` with all arguments but the parameters, that is done
-    during the backward pass of `value_and_grad`. The methods are those of
-    `ftmesh.optim.ShardedOptimizer`.
+    Attributes:
+        transformation: The optax transformation.
+        mean: Averages gradients over all ranks.
+        axis_name: The mesh axis of the ranks.
+        mark: `ftmesh.collectives.with_mean_gradients` with all arguments but the parameters. If
+            given, gradients are averaged during the backward pass of `value_and_grad`.
     """
 
     transformation: optax.GradientTransformation
-    mean: Callable[[Any], Any]
-    axis_name: Any
-    mark: Callable[[Any], Any] | None = None
+    mean: Callable[[PyTree], PyTree]
+    axis_name: AxisName
+    mark: Callable[[PyTree], PyTree] | None = None
 
-    def init(self, params: Any) -> Any:
-        """The first state."""
+    def init(self, params: PyTree) -> PyTree:
+        """Return the first state."""
         return self.transformation.init(params)
 
-    def value_and_grad(self, loss: Callable[..., Any], *, has_aux: bool = False) -> Any:
-        """As `jax.value_and_grad`: the value of a rank, and gradients for `update`.
+    def value_and_grad(
+        self, loss: Callable[..., Any], *, has_aux: bool = False
+    ) -> Callable[..., Any]:
+        """Differentiate `loss` at this rank, as `jax.value_and_grad` does.
 
-        With `mark` those are `Means`; else they are the rank's own.
+        Returns:
+            A function that returns the loss of this rank and gradients for `update`: with `mark`
+            `ReducedGradients`, otherwise the gradients of this rank alone.
         """
         mark = self.mark
         if mark is None:
-            return value_and_own_grad(loss, self.axis_name, has_aux=has_aux)
+            local: Callable[..., Any] = local_value_and_grad(loss, self.axis_name, has_aux=has_aux)
+            return local
 
-        def run(params: Any, *args: Any) -> Any:
-            value, tree = jax.value_and_grad(
+        def run(params: PyTree, *args: Any) -> Any:
+            value, grads = jax.value_and_grad(
                 lambda params: loss(mark(params), *args), has_aux=has_aux
             )(params)
-            return value, Means(tree)
+            return value, ReducedGradients(grads)
 
         return run
 
-    def update(self, grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-        """Updates and the new state, from the gradients of every rank."""
-        if isinstance(grads, Means):
+    def update(
+        self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Return the updates and the new state."""
+        if isinstance(grads, ReducedGradients):
             if grads.owners:
-                raise ArgumentError("these gradients are sharded, and this optimizer's are whole")
+                raise ArgumentError(
+                    "these gradients are sharded, and this optimizer takes replicated ones: call "
+                    "value_and_grad and update of the same optimizer"
+                )
             grads = grads.tree
         else:
             grads = self.mean(grads)
         transform = optax.with_extra_args_support(self.transformation).update
-        updates, state = transform(grads, state, params, **extra)
+        updates, state = transform(grads, state, params, **extra_args)
         return updates, state
 
-    def specs(self, params: Any) -> Any:
-        """How the state lies on a mesh: whole, everywhere."""
+    def specs(self, params: PyTree) -> PyTree:
+        """Return the `PartitionSpec` of every leaf of the state: all are replicated."""
         return jax.tree.map(lambda _: PartitionSpec(), jax.eval_shape(self.init, params))

@@ -1,19 +1,14 @@
-"""Sharded: any optax transformation, its state and its work shared out among the owning chips.
+"""Optax transformations whose state and work are sharded over the chips of a plan (ZeRO).
 
     optimizer = plan.shard(optax.adamw(1e-3))
     state = optimizer.init(params)
     updates, state = optimizer.update(grads, state, params)
     params = optax.apply_updates(params, updates)
 
-It is an optax transformation itself, for `flax.training.train_state`, `nnx.Optimizer` and
-`optax.chain`. An update stands between the two halves of an all-reduce: gradients are summed to the
-owners of chunks, each owner has the updates of its rows, and those go to everyone, chips off the
-main rings too. As much travels as in a plain all-reduce, and of the state a device keeps its rows:
-about one part in as many as there are owners.
-
-Where the axis is bound, in shard_map or pmap, gradients are a rank's own, and their mean is made on
-the way. Those that are the same at all ranks already, as types tell under ``check_vma=True``, are
-taken as they are; so are all gradients outside, where arrays are those of the whole mesh.
+An update runs between the reduce-scatter and the all-gather: gradients are summed to the owners of
+chunks, every owner computes the updates of its rows, and these are gathered at all chips, those off
+the main rings too. This communicates as much as a plain all-reduce. Each device stores its rows of
+the state, about one part in as many as there are owners.
 """
 
 from __future__ import annotations
@@ -33,308 +28,378 @@ from jax.sharding import PartitionSpec
 from ftmesh import collectives
 from ftmesh.collectives.gradients import (
     BUCKET_BYTES,
-    Means,
+    ReducedGradients,
     check_order,
-    reduced_on_the_way,
-    value_and_own_grad,
+    local_value_and_grad,
+    reduce_in_backward,
 )
-from ftmesh.collectives.partitioning import WHOLE
+from ftmesh.collectives.partitioning import REPLICATED
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
+from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
 from ftmesh.layout.owned_buckets import Owned
-from ftmesh.optim.communication import OnMesh, Reduce, Travel, held_of, turns
+from ftmesh.layout.sharded_state import ShardedState, Slot
+from ftmesh.optim.communication import (
+    Communication,
+    MeshPlacement,
+    Reduce,
+    join_groups,
+    reduction_groups,
+)
 from ftmesh.optim.elementwise.trace import NotShardableError
-from ftmesh.optim.state import Held, Rank, ShardedState, Slot, StateForm, form_of, rows_of
-from ftmesh.planning.plan import Plan
+from ftmesh.optim.state import OwnedTree, ShardEvaluator, StateForm, dense_rows, state_form
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
-    """An optax transformation whose state is sharded over the owners of a plan's chunks."""
+    """An optax transformation whose state is sharded over the owners of a plan's chunks.
 
-    work: Work
+    It is an optax transformation itself, for `flax.training.train_state`, `nnx.Optimizer` and
+    `optax.chain`. The wrapped transformation may do anything element by element, and take sums over
+    full tensors, as norms do; otherwise `init` and `update` raise `NotShardableError`. The sums of
+    all tensors are reduced together in one small all-reduce. A state keeps its dtypes.
+
+    Inside shard_map or pmap gradients are a rank's own and `update` reduces them. Gradients that
+    are the same at all ranks already, as types show under ``check_vma=True``, are used as they are;
+    so are all gradients outside, where arrays are global.
+
+    Args:
+        transformation: The optax transformation to shard.
+        plan: The plan to communicate on. If its algorithm has no reduce-scatter phase,
+            `Plan.with_reduce_scatter` is used.
+        axis_name: The mesh axis of the plan.
+        wire_dtype: The dtype that gradients are sent in, as for `ftmesh.psum`. Updates are sent in
+            their own dtype.
+        accumulate_dtype: The dtype that gradients are added in, as for `ftmesh.psum`.
+        bucket_bytes: The largest size of a bucket. The default is smaller with `overlap`.
+        reduce: What to do with gradients that differ between ranks: "mean" or "sum"; "none" if
+            they do not differ.
+        norm_plan: The plan for sums over tensors. The default is `Plan.for_payload` of their size.
+        overlap: Reduce each bucket during the backward pass that `value_and_grad` runs.
+        order: The positions of the leaves in the order to fill buckets in; for `overlap`, what
+            `ftmesh.collectives.backward_order` returns.
+        specs: How parameters are sharded along other axes of the mesh, as for
+            `Plan.value_and_grad`. Each shard is reduced by itself, and a norm is that of the full
+            tensor.
+        mesh: The mesh, if it is not the plan's own, set by `jax.set_mesh` or that of the arguments.
+    """
+
+    ops: OptimizerOps
 
     def __new__(
         cls,
         transformation: optax.GradientTransformation,
-        plan: Plan,
-        axis_name: Any = "data",
+        plan: PlanLike,
+        axis_name: AxisName = "data",
         *,
-        wire_dtype: Any = None,
-        accumulate_dtype: Any = None,
+        wire_dtype: DTypeLike | None = None,
+        accumulate_dtype: DTypeLike | None = None,
         bucket_bytes: int | None = None,
         reduce: Reduce = "mean",
-        norm_plan: Plan | None = None,
+        norm_plan: PlanLike | None = None,
         overlap: bool = False,
         order: Sequence[int] | None = None,
-        specs: Any = None,
-        mesh: Any = None,
+        specs: Specs = None,
+        mesh: jax.sharding.Mesh | None = None,
     ) -> ShardedOptimizer:
-        """`transformation`, shared out among the owners of the chunks of `plan`.
-
-        Where its algorithm has no owners, those of `Plan.with_reduce_scatter` are taken.
-
-        It may do anything element by element, and take sums over whole tensors, as norms are; any
-        other is refused. The sums of all tensors travel together, a few numbers, on the plan for
-        their size, as `Plan.at` gives it, or on `norm_plan`. A state keeps the dtypes that it
-        begins with.
-
-        Gradients are added in `accumulate_dtype` and travel in `wire_dtype`, as for `ftmesh.psum`,
-        in buckets of up to `bucket_bytes`, filled in `order`, the positions of leaves; updates
-        travel in their own dtype. `reduce` says what is made of gradients that differ from rank to
-        rank: their mean, their sum, or, with "none", nothing, since they do not. With `overlap`
-        each bucket sets out during the backward pass that `value_and_grad` makes, and buckets are
-        smaller, unless said; give `order` as `backward_order` finds it.
-
-        On a mesh with more axes than the plan's, `specs` say how parameters lie on it, as for
-        `Plan.value_and_grad`; so does `mesh`. Each piece then has its own sum, and a norm is that
-        of all pieces of a tensor.
-        """
-        travel = Travel(plan.with_reduce_scatter, axis_name, wire_dtype, accumulate_dtype, reduce)
+        """See the class."""
         if bucket_bytes is None:
             bucket_bytes = BUCKET_BYTES if overlap else collectives.BUCKET_BYTES
-        work = Work(
-            transformation,
-            travel,
-            OnMesh(plan, axis_name, specs, mesh),
+        comm = Communication(
+            plan.with_reduce_scatter,
             norm_plan or plan,
-            bucket_bytes,
-            overlap,
-            order,
+            axis_name,
+            wire_dtype,
+            accumulate_dtype,
+            reduce,
         )
-        made: ShardedOptimizer = super().__new__(cls, work.init, work.update)
-        made.work = work
-        return made
+        placement = MeshPlacement(plan, axis_name, specs, mesh)
+        ops = OptimizerOps(transformation, comm, placement, bucket_bytes, overlap, order)
+        optimizer: ShardedOptimizer = super().__new__(cls, ops.init, ops.update)
+        optimizer.ops = ops
+        return optimizer
 
-    def value_and_grad(self, loss: Callable[..., Any], *, has_aux: bool = False) -> Any:
-        """As `jax.value_and_grad`: the value of a rank, and gradients for `update`.
+    def value_and_grad(
+        self, loss: Callable[..., Any], *, has_aux: bool = False
+    ) -> Callable[..., Any]:
+        """Differentiate `loss` at this rank, as `jax.value_and_grad` does.
 
-        With `overlap` those are `Means`, the rank's rows of them; else they are the rank's own.
+        Args:
+            loss: A function of the parameters and any other arguments.
+            has_aux: Whether `loss` returns a pair of the loss and auxiliary outputs.
+
+        Returns:
+            A function that returns the loss of this rank and gradients for `update`: with `overlap`
+            this rank's rows of `ReducedGradients`, otherwise the gradients of this rank alone.
         """
-        return self.work.value_and_grad(loss, has_aux=has_aux)
+        return self.ops.value_and_grad(loss, has_aux=has_aux)
 
-    def specs(self, params: Any) -> Any:
-        """How the state lies on a mesh: a ``PartitionSpec`` for each leaf, as shard_map wants."""
-        return self.work.specs(params)
+    def specs(self, params: PyTree) -> ShardedState:
+        """Return the `PartitionSpec` of every leaf of the state, for shard_map.
 
-    def gather_state(self, state: ShardedState, params: Any) -> Any:
-        """The state as the transformation alone would have it, whole at every rank.
-
-        To go on with another plan, which has other owners: see `shard_state`. Checkpoints do
-        without.
+        Args:
+            params: The parameters, or their types.
         """
-        return self.work.gather_state(state, params)
+        return self.ops.specs(params)
 
-    def shard_state(self, state: Any, params: Any) -> ShardedState:
-        """The inverse of `gather_state`: the rows of a whole state."""
-        return self.work.shard_state(state, params)
+    def gather_state(self, state: ShardedState, params: PyTree) -> PyTree:
+        """Return the state as the transformation alone would have it, replicated.
 
-    def layout(self, params: Any) -> Owned:
-        """Where every leaf of `params` lies in buckets, and who owns it."""
-        return self.work.layout(params)
+        Use it to continue with another plan, which has other owners; see `shard_state`.
+        Checkpoints do not need it.
 
-    def form(self, params: Any) -> StateForm:
-        """The form of the state for `params`."""
-        return self.work.form(params)
+        Args:
+            state: A state of this optimizer.
+            params: The parameters.
+        """
+        return self.ops.gather_state(state, params)
+
+    def shard_state(self, state: PyTree, params: PyTree) -> ShardedState:
+        """Shard a replicated state: the inverse of `gather_state`.
+
+        Args:
+            state: A state of the transformation alone.
+            params: The parameters.
+        """
+        return self.ops.shard_state(state, params)
+
+    def layout(self, params: PyTree) -> Owned:
+        """Return the buckets that hold the leaves of `params`, and the owners of their chunks.
+
+        Args:
+            params: The parameters, or their types.
+        """
+        return self.ops.layout(params)
+
+    def form(self, params: PyTree) -> StateForm:
+        """Return the structure of the state, with a slot for every sharded tensor.
+
+        Args:
+            params: The parameters, or their types.
+        """
+        return self.ops.form(params)
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
-    """What a `ShardedOptimizer` does; see there."""
+class OptimizerOps:
+    """The implementation of `ShardedOptimizer`, whose methods these are.
+
+    An optax transformation is a tuple of `init` and `update`; this has their state.
+    """
 
     transformation: optax.GradientTransformation
-    travel: Travel
-    place: OnMesh
-    norm_plan: Plan
+    comm: Communication
+    placement: MeshPlacement
     bucket_bytes: int
     overlap: bool
     order: Sequence[int] | None
 
-    def init(self, params: Any) -> ShardedState:
-        """The first state: of a rank where the axis is bound, else of all, on the mesh."""
-        if not self.place.is_bound:
-            in_specs = (self.place.specs_of(params),)
-            made: ShardedState = self.place.run(self.init, params, in_specs, self.specs(params))(
-                params
-            )
-            return made
+    def init(self, params: PyTree) -> ShardedState:
+        """Return the first state: this rank's where the axis is bound, else a global one."""
+        if not self.placement.is_bound:
+            in_specs = (self.placement.param_specs(params),)
+            init = self.placement.run(self.init, params, in_specs, self.specs(params))
+            state: ShardedState = init(params)
+            return state
         layout, tree = self.layout(params), jax.tree.structure(params)
-        rank = self._rank(layout, params)
-        traced = jax.make_jaxpr(self.transformation.init)(tree.unflatten(rank.types))
-        values = rank.results(traced, rank.given("params", self.travel.owned(params, layout)))
-        return rank.state(self.form(params), values)
+        evaluator = self._evaluator(layout, params)
+        jaxpr = jax.make_jaxpr(self.transformation.init)(tree.unflatten(evaluator.types))
+        inputs = evaluator.input_tree("params", self.comm.take_owned(params, layout))
+        return evaluator.output_state(self.form(params), evaluator.run(jaxpr, inputs))
 
     def update(
-        self, updates: Any, state: ShardedState, params: Any = None, **extra: Any
-    ) -> tuple[Any, ShardedState]:
-        """Updates, the same at all ranks, from gradients; and the new state."""
+        self, updates: PyTree, state: ShardedState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, ShardedState]:
+        """Return replicated updates and the new state.
+
+        Args:
+            updates: Gradients: a rank's own or `ReducedGradients` where the axis is bound, else
+                global ones.
+            state: A state of this optimizer.
+            params: The parameters, if the transformation needs them.
+            **extra_args: Passed to the transformation; the same at all ranks.
+        """
+        if not self.placement.is_bound:
+            return self._update_global(updates, state, params, extra_args)
         like = updates if params is None else params
-        if not self.place.is_bound:
-            return self._update_on_mesh(updates, state, params, extra)
         layout, tree, form = self.layout(like), jax.tree.structure(like), self.form(like)
-        if any(self.place.axis_name in _compat.varying_axes(x) for x in jax.tree.leaves(extra)):
+        axis_name = self.comm.axis_name
+        if any(axis_name in _compat.varying_axes(x) for x in jax.tree.leaves(extra_args)):
             raise ArgumentError(
-                f"extra arguments must be the same at all ranks, and of {sorted(extra)} some "
-                "differ: take their mean first, as plan.pmean makes it"
+                f"extra arguments must be the same at all ranks, and some of {sorted(extra_args)} "
+                "differ: average them first, with plan.pmean"
             )
         _check_owners(state, layout)
-        rank = self._rank(layout, like)
-        grads = self.travel.reduced(updates, layout, tree)
-        inputs = rank.given("grads", grads) + rank.given_state(state, form)
-        of_grads = _dtypes(grads, layout)
+        evaluator = self._evaluator(layout, like)
+        grads = self.comm.reduce_scatter(updates, layout, tree)
+        inputs = evaluator.input_tree("grads", grads) + evaluator.input_state(state, form)
+        dtypes = grads.dtypes(layout)
         types = [
             tree.unflatten(
-                [jax.ShapeDtypeStruct(each.shape, of_grads[i]) for i, each in enumerate(rank.types)]
+                [jax.ShapeDtypeStruct(t.shape, dtypes[i]) for i, t in enumerate(evaluator.types)]
             ),
             form.tree.unflatten(form.types),
         ]
         if params is not None:
-            inputs += rank.given("params", self.travel.owned(params, layout))
-            types.append(tree.unflatten(rank.types))
+            inputs += evaluator.input_tree("params", self.comm.take_owned(params, layout))
+            types.append(tree.unflatten(evaluator.types))
         transform = optax.with_extra_args_support(self.transformation).update
-        traced, (out, _) = jax.make_jaxpr(
-            lambda *args: transform(*args, **extra), return_shape=True
+        jaxpr, (out, _) = jax.make_jaxpr(
+            lambda *args: transform(*args, **extra_args), return_shape=True
         )(*types)
         if jax.tree.structure(out) != tree:
-            raise NotShardableError("this optimizer gives updates of another structure")
-        values = rank.results(traced, inputs)
-        mine = rank.held(values[: tree.num_leaves], [x.dtype for x in jax.tree.leaves(out)])
-        new = tree.unflatten(self.travel.gathered(mine, layout))
-        return new, rank.state(form, values[tree.num_leaves :])
+            raise NotShardableError(
+                "this optimizer cannot be sharded: its updates have another structure than the "
+                "parameters"
+            )
+        values = evaluator.run(jaxpr, inputs)
+        owned = evaluator.output_tree(
+            values[: tree.num_leaves], [x.dtype for x in jax.tree.leaves(out)]
+        )
+        new_updates = tree.unflatten(self.comm.all_gather(owned, layout))
+        return new_updates, evaluator.output_state(form, values[tree.num_leaves :])
 
-    def _update_on_mesh(
-        self, updates: Any, state: ShardedState, params: Any, extra: dict[str, Any]
-    ) -> tuple[Any, ShardedState]:
+    def _update_global(
+        self, updates: PyTree, state: ShardedState, params: PyTree, extra_args: dict[str, Any]
+    ) -> tuple[PyTree, ShardedState]:
         like = updates if params is None else params
-        of_params, of_state = self.place.specs_of(like), self.specs(like)
+        param_specs, state_specs = self.placement.param_specs(like), self.specs(like)
         _check_owners(state, self.layout(like))
 
-        def run(updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
-            work = replace(self, travel=replace(self.travel, reduce="none"))  # they are the same
-            return work.update(updates, state, params, **extra)
+        def update(updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]) -> Any:
+            ops = replace(self, comm=replace(self.comm, reduce="none"))  # they are replicated
+            return ops.update(updates, state, params, **extra_args)
 
-        in_specs = (of_params, of_state, WHOLE if params is None else of_params, WHOLE)
-        mapped = self.place.run(run, like, in_specs, (of_params, of_state))
-        made: tuple[Any, ShardedState] = mapped(updates, state, params, extra)
-        return made
+        in_specs = (
+            param_specs,
+            state_specs,
+            REPLICATED if params is None else param_specs,
+            REPLICATED,
+        )
+        mapped = self.placement.run(update, like, in_specs, (param_specs, state_specs))
+        result: tuple[PyTree, ShardedState] = mapped(updates, state, params, extra_args)
+        return result
 
-    def value_and_grad(self, loss: Callable[..., Any], *, has_aux: bool = False) -> Any:
+    def value_and_grad(
+        self, loss: Callable[..., Any], *, has_aux: bool = False
+    ) -> Callable[..., Any]:
         """See `ShardedOptimizer`."""
         if not self.overlap:
-            return value_and_own_grad(loss, self.place.axis_name, has_aux=has_aux)
-        unrolled = self.travel.plan.unrolled_variant  # nothing runs beside a loop
-        travel = replace(self.travel, plan=unrolled)
+            local: Callable[..., Any] = local_value_and_grad(
+                loss, self.comm.axis_name, has_aux=has_aux
+            )
+            return local
+        # Nothing overlaps with a loop, so the rounds are unrolled.
+        comm = replace(self.comm, plan=self.comm.plan.unrolled_variant)
 
-        def run(params: Any, *args: Any) -> Any:
+        def run(params: PyTree, *args: Any) -> Any:
             layout, tree = self.layout(params), jax.tree.structure(params)
             leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
+            groups = reduction_groups(layout)
 
-            def of_slots(slots: list[list[Any]]) -> Any:
-                reduce = partial(travel.reduced_turn, layout)
-                passed = reduced_on_the_way(leaves, turns(layout), slots, reduce, travel.axis_name)
+            def loss_of_slots(slots: list[list[Any]]) -> Any:
+                reduce = partial(comm.reduce_group, layout)
+                passed = reduce_in_backward(leaves, groups, slots, reduce, comm.axis_name)
                 return loss(tree.unflatten(passed), *args)
 
-            slots = travel.slots(leaves, layout)
-            value, made = jax.value_and_grad(of_slots, has_aux=has_aux)(slots)
-            return value, Means(held_of(made, layout), layout.fingerprint)
+            slots = comm.gradient_slots(leaves, layout)
+            value, grads = jax.value_and_grad(loss_of_slots, has_aux=has_aux)(slots)
+            return value, ReducedGradients(join_groups(grads, layout), layout.fingerprint)
 
         return run
 
-    def specs(self, params: Any) -> Any:
+    def specs(self, params: PyTree) -> ShardedState:
         """See `ShardedOptimizer`."""
         layout, form = self.layout(params), self.form(params)
-        leaves = [x if isinstance(x, Slot) else WHOLE for x in form.leaves]
-        split = PartitionSpec((self.place.axis_name, *self.place.other_axes(params)))
+        leaves = [x if isinstance(x, Slot) else REPLICATED for x in form.leaves]
+        split = PartitionSpec((self.comm.axis_name, *self.placement.other_axes(params)))
         rows = tuple(
-            tuple(split if has else None for has in form.buckets(layout, row))
+            tuple(split if has_slot else None for has_slot in form.buckets(layout, row))
             for row in range(len(form.dtypes))
         )
         return ShardedState(form.tree.unflatten(leaves), rows, layout.fingerprint)
 
-    def layout(self, params: Any) -> Owned:
+    def layout(self, params: PyTree) -> Owned:
         """See `ShardedOptimizer`."""
-        types, program = self.place.types_of_rank(params), self.travel.plan.program
+        types, program = self.placement.local_types(params), self.comm.plan.program
         order = self.order
         if order is None and self.overlap:
-            order = range(len(types))[::-1]  # the last are there first
+            order = range(len(types))[::-1]  # the gradients of the last leaves come first
         if order is not None:
             check_order(order, len(types))
-        return Owned.of(types, program.owned, program.num_chunks, self.bucket_bytes, order)
+        return Owned.of(types, program.owned_chunks, program.num_chunks, self.bucket_bytes, order)
 
-    def form(self, params: Any) -> StateForm:
+    def form(self, params: PyTree) -> StateForm:
         """See `ShardedOptimizer`."""
-        types, tree = self.place.whole_types(params), jax.tree.structure(params)
-        return form_of(self.transformation.init, self.layout(params), types, tree)
+        types, tree = self.placement.global_types(params), jax.tree.structure(params)
+        return state_form(self.transformation.init, self.layout(params), types, tree)
 
-    def gather_state(self, state: ShardedState, params: Any) -> Any:
+    def gather_state(self, state: ShardedState, params: PyTree) -> PyTree:
         """See `ShardedOptimizer`."""
-        if not self.place.is_bound:
-            specs = (self.specs(params), self.place.specs_of(params))
-            return self.place.run(self.gather_state, params, specs, WHOLE)(state, params)
+        if not self.placement.is_bound:
+            specs = (self.specs(params), self.placement.param_specs(params))
+            return self.placement.run(self.gather_state, params, specs, REPLICATED)(state, params)
         layout, form = self.layout(params), self.form(params)
         _check_owners(state, layout)
-        whole = {i: jnp.zeros((), layout.types[i].dtype) for i in layout.whole}
-        rows = [self.travel.gathered(Held(row, whole), layout) for row in rows_of(state, layout)]
-        plain = iter(jax.tree.leaves(state.inner))
-        return form.tree.unflatten(
-            [rows[x.row][x.leaf] if isinstance(x, Slot) else next(plain) for x in form.leaves]
-        )
-
-    def shard_state(self, state: Any, params: Any) -> ShardedState:
-        """See `ShardedOptimizer`."""
-        if not self.place.is_bound:
-            in_specs = (WHOLE, self.place.specs_of(params))
-            run = self.place.run(self.shard_state, params, in_specs, self.specs(params))
-            made: ShardedState = run(state, params)
-            return made
-        layout, form = self.layout(params), self.form(params)
-        zeros = [jnp.zeros(each.shape, each.dtype) for each in layout.types]
-        rows = [[x.astype(dtype) for x in zeros] for dtype in form.dtypes]
-        leaves = jax.tree.leaves(state)
-        for x, leaf in zip(form.leaves, leaves, strict=True):
-            if isinstance(x, Slot):
-                rows[x.row][x.leaf] = leaf
-        inner = [
-            x if isinstance(x, Slot) else leaf for x, leaf in zip(form.leaves, leaves, strict=True)
+        scalars = {i: jnp.zeros((), layout.types[i].dtype) for i in layout.whole}
+        rows = [
+            self.comm.all_gather(OwnedTree(row, scalars), layout)
+            for row in dense_rows(state, layout)
         ]
-        owned = [self.travel.owned(row, layout).rows for row in rows]
-        kept = tuple(
-            tuple(x if has else None for x, has in zip(row, form.buckets(layout, at), strict=True))
-            for at, row in enumerate(owned)
+        replicated = iter(jax.tree.leaves(state.inner))
+        return form.tree.unflatten(
+            [rows[x.row][x.leaf] if isinstance(x, Slot) else next(replicated) for x in form.leaves]
         )
-        return ShardedState(form.tree.unflatten(inner), kept, layout.fingerprint)
 
-    def _rank(self, layout: Owned, params: Any) -> Rank:
-        """What computes for the calling rank."""
-
-        def total(vectors: list[jax.Array]) -> list[jax.Array]:
-            others = self.place.other_axes(params)
-            known = {self.place.axis_name, *others}
-            for axis in sorted(set().union(*map(_compat.varying_axes, vectors)) - known, key=str):
-                raise ArgumentError(
-                    f"this optimizer takes sums over whole tensors, and tensors differ along "
-                    f"{axis!r} too: give specs=, which say how they are cut along it"
+    def shard_state(self, state: PyTree, params: PyTree) -> ShardedState:
+        """See `ShardedOptimizer`."""
+        if not self.placement.is_bound:
+            in_specs = (REPLICATED, self.placement.param_specs(params))
+            shard = self.placement.run(self.shard_state, params, in_specs, self.specs(params))
+            sharded: ShardedState = shard(state, params)
+            return sharded
+        layout, form = self.layout(params), self.form(params)
+        zeros = [jnp.zeros(t.shape, t.dtype) for t in layout.types]
+        tensors = [[x.astype(dtype) for x in zeros] for dtype in form.dtypes]
+        inner: list[Any] = []
+        for slot, leaf in zip(form.leaves, jax.tree.leaves(state), strict=True):
+            is_slot = isinstance(slot, Slot)
+            if is_slot:
+                tensors[slot.row][slot.leaf] = leaf
+            inner.append(slot if is_slot else leaf)
+        rows = tuple(
+            tuple(
+                x if has_slot else None
+                for x, has_slot in zip(
+                    self.comm.take_owned(row, layout).rows, form.buckets(layout, i), strict=True
                 )
-            sums: list[jax.Array] = self.norm_plan.psum(vectors, self.place.axis_name)
-            for name, is_split in others.items():
-                sums = [jnp.where(np.array(is_split), lax.psum(x, name), x) for x in sums]
+            )
+            for i, row in enumerate(tensors)
+        )
+        return ShardedState(form.tree.unflatten(inner), rows, layout.fingerprint)
+
+    def _evaluator(self, layout: Owned, params: PyTree) -> ShardEvaluator:
+        def sum_over_ranks(vectors: list[jax.Array]) -> list[jax.Array]:
+            other_axes = self.placement.other_axes(params)
+            known = {self.comm.axis_name, *other_axes}
+            varying = set().union(*map(_compat.varying_axes, vectors))
+            for axis in sorted(varying - known, key=str):
+                raise ArgumentError(
+                    f"this optimizer sums over full tensors, which vary along {axis!r} too: give "
+                    "specs=, to say how they are sharded along it"
+                )
+            sums = self.comm.sum_vectors(vectors)
+            for name, is_sharded in other_axes.items():
+                sums = [jnp.where(np.array(is_sharded), lax.psum(x, name), x) for x in sums]
             return sums
 
-        rows = [bucket.rows(self.place.axis_name) for bucket in layout.buckets]
-        return Rank(layout, self.place.whole_types(params), rows, total)
+        rows = [bucket.rows(self.comm.axis_name) for bucket in layout.buckets]
+        return ShardEvaluator(layout, self.placement.global_types(params), rows, sum_over_ranks)
 
 
 def _check_owners(state: Any, layout: Owned) -> None:
     if not isinstance(state, ShardedState) or state.owners != layout.fingerprint:
         raise ArgumentError(
             "this state is not sharded for the owners of this plan, or is of other parameters: "
-            "take gather_state of the optimizer that it comes from, if it is sharded, and then "
+            "call gather_state of the optimizer that it comes from, if it is sharded, and then "
             "shard_state of this one"
         )
-
-
-def _dtypes(held: Held, layout: Owned) -> dict[int, Any]:
-    """The dtype of each leaf that these are pieces of."""
-    dtypes = {i: x.dtype for i, x in held.whole.items()}
-    for bucket, row in zip(layout.buckets, held.rows, strict=True):
-        dtypes |= dict.fromkeys(bucket.members, row.dtype)
-    return dtypes

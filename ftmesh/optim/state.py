@@ -1,221 +1,238 @@
-"""Rank: one rank's rows of parameters, gradients and states, and what is computed on them.
+"""One rank's rows of parameters, gradients and optimizer states, and computing with them.
 
-States: which tensors of an optimizer's state are sharded, and in which arrays they lie.
-
-A state has the structure that optax gives it, with a `Slot` in place of every tensor that is as
-large as a leaf of the parameters. What belongs there is in an array for each bucket; all tensors of
-a kind, such as the first moments of all leaves, share one such row of arrays.
+A sharded state has the structure that optax gives it, with a `Slot` in place of every tensor that
+has the size of a parameter. All tensors of a kind, such as the first moments of all parameters,
+share a row of arrays, one array per bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ftmesh.execute.types import PyTree
 from ftmesh.layout.owned_buckets import Owned, Rows
-from ftmesh.optim.elementwise.evaluate import OnShards, Sum
-from ftmesh.optim.elementwise.graph import Given, Graph, Kind, Value
-from ftmesh.optim.elementwise.trace import Leafwise, NotShardableError
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Held:
-    """What a rank has of a pytree: its rows of every bucket, and the leaves that are in none."""
-
-    rows: list[jax.Array]
-    whole: dict[int, Any]
-
-
-class Rank:
-    """A traced function of pytrees, computed on what one rank has of them."""
-
-    def __init__(
-        self, layout: Owned, types: Sequence[Any], rows: Sequence[Rows], total: Sum
-    ) -> None:
-        self.layout = layout
-        self.types = types  # of whole tensors
-        self._graph = Graph()
-        self._on_shards = OnShards(layout, rows, total)
-
-    def given(self, name: Hashable, held: Held) -> list[Value]:
-        """The leaves of a pytree."""
-        elements = self._graph.node(Given(name, held.rows), kind=Kind.ELEMENTS)
-        return [
-            Value(elements, type_.shape, leaf)
-            if leaf in self.layout.home
-            else self._plain((name, leaf), held.whole[leaf])
-            for leaf, type_ in enumerate(self.types)
-        ]
-
-    def given_state(self, state: ShardedState, form: StateForm) -> list[Value]:
-        """Those of a state."""
-        rows = [
-            self._graph.node(Given(("row", at), arrays), kind=Kind.ELEMENTS)
-            for at, arrays in enumerate(rows_of(state, self.layout))
-        ]
-        plain = iter(jax.tree.leaves(state.inner))
-        return [
-            Value(rows[leaf.row], self.types[leaf.leaf].shape, leaf.leaf)
-            if isinstance(leaf, Slot)
-            else self._plain(("state", at), next(plain))
-            for at, leaf in enumerate(form.leaves)
-        ]
-
-    def _plain(self, name: Hashable, value: Any) -> Value:
-        value = jnp.asarray(value)
-        return Value(self._graph.node(Given(name, value)), value.shape, is_uniform=not value.shape)
-
-    def results(self, traced: Any, inputs: Sequence[Value]) -> list[Value]:
-        """What a traced function makes of values; see `leafwise` for those that are refused."""
-        values = Leafwise(self._graph).results(traced, inputs)
-        self._on_shards.compute([value.node for value in values])
-        return values
-
-    def held(self, values: Sequence[Value], dtypes: Sequence[Any]) -> Held:
-        """A pytree like the parameters, of values for its leaves."""
-        rows = []
-        for at, bucket in enumerate(self.layout.buckets):
-            for leaf in bucket.members:
-                self._check(values[leaf], leaf)
-            dtype = jnp.result_type(*(dtypes[leaf] for leaf in bucket.members))
-            rows.append(self._on_shards.bucket(at, [values[i] for i in bucket.members], dtype))
-        return Held(rows, {i: self._whole(values[i]) for i in self.layout.whole})
-
-    def state(self, form: StateForm, values: Sequence[Value]) -> ShardedState:
-        """A state of that form, of values for its leaves."""
-        found: list[dict[int, Value]] = [{} for _ in form.dtypes]
-        inner: list[Any] = []
-        for leaf, value in zip(form.leaves, values, strict=True):
-            if isinstance(leaf, Slot):
-                self._check(value, leaf.leaf)
-                found[leaf.row][leaf.leaf] = value
-                inner.append(leaf)
-            else:
-                inner.append(self._whole(value))
-        zero = self._graph.constant(0.0, jax.typeof(jnp.float32(0)))
-        self._on_shards.compute([zero.node])
-        rows = tuple(
-            tuple(
-                self._on_shards.bucket(at, [row.get(i, zero) for i in bucket.members], dtype)
-                if not row.keys().isdisjoint(bucket.members)
-                else None
-                for at, bucket in enumerate(self.layout.buckets)
-            )
-            for row, dtype in zip(found, form.dtypes, strict=True)
-        )
-        return ShardedState(form.tree.unflatten(inner), rows, self.layout.fingerprint)
-
-    def _whole(self, value: Value) -> Any:
-        node = self._graph.whole(value)
-        self._on_shards.compute([node])
-        return jnp.asarray(self._on_shards.plain(node))
-
-    def _check(self, value: Value, leaf: int) -> None:
-        """Refuses a value that is not one for the elements of a leaf."""
-        if value.leaf != leaf and not (value.leaf is None and value.is_uniform):
-            raise NotShardableError(
-                "this optimizer cannot be sharded: what it makes for one tensor is of another, or "
-                "of none"
-            )
-
-
-_NO_SIZE = 1_000_003  # nothing is so long
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Slot:
-    """In place of a tensor: the one of leaf `leaf` in row `row` of arrays."""
-
-    row: int
-    leaf: int
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class ShardedState:
-    """A state as optax makes it, with slots, and for each row of them an array per bucket.
-
-    A bucket in which a row has no slot has none. `owners` is a mark of who owns what.
-    """
-
-    inner: Any
-    rows: tuple[tuple[jax.Array | None, ...], ...]
-    owners: str = field(metadata={"static": True})
+from ftmesh.layout.sharded_state import ShardedState, Slot
+from ftmesh.optim.elementwise.evaluate import GraphEvaluator, SumOverRanks
+from ftmesh.optim.elementwise.graph import Constant, Kind, OpGraph, Value
+from ftmesh.optim.elementwise.trace import GraphBuilder, NotShardableError
 
 
 @dataclass(frozen=True, eq=False)
 class StateForm:
-    """The form of a state: its tree, and for each of its leaves a slot or the type."""
+    """The structure of a sharded state.
+
+    Attributes:
+        tree: The tree of the state as optax builds it.
+        leaves: For each of its leaves a `Slot`, or the type of a leaf that is not sharded.
+        dtypes: The dtype of each row.
+        types: The types of all leaves, before sharding.
+    """
 
     tree: Any
     leaves: tuple[Slot | Any, ...]
-    dtypes: tuple[Any, ...]  # of each row
-    types: tuple[Any, ...]  # of whole leaves
+    dtypes: tuple[Any, ...]
+    types: tuple[Any, ...]
 
     def buckets(self, layout: Owned, row: int) -> tuple[bool, ...]:
-        """In which buckets a row has slots."""
-        found = {leaf.leaf for leaf in self.leaves if isinstance(leaf, Slot) and leaf.row == row}
-        return tuple(not found.isdisjoint(bucket.members) for bucket in layout.buckets)
+        """Return which buckets contain a slot of `row`."""
+        leaves = {leaf.leaf for leaf in self.leaves if isinstance(leaf, Slot) and leaf.row == row}
+        return tuple(not leaves.isdisjoint(bucket.members) for bucket in layout.buckets)
 
 
-def form_of(
+def state_form(
     init: Callable[[Any], Any], layout: Owned, types: Sequence[Any], tree: Any
 ) -> StateForm:
-    """The form of the state that `init` makes for parameters of such `types` that lie so.
+    """Find which leaves of the state that `init` returns belong to which parameter.
 
-    Tensors tell by their length which leaf they belong to, if every leaf has one of its own.
+    `init` is traced with a length for each parameter that no other has, so a leaf of the state
+    shows by its length which parameter it belongs to.
+
+    Raises:
+        NotShardableError: The state depends on the shapes of parameters in another way.
     """
     marked = [
-        jax.ShapeDtypeStruct((*(1 for _ in t.shape[1:]), _NO_SIZE + i), t.dtype)
+        jax.ShapeDtypeStruct((*(1 for _ in t.shape[1:]), _FIRST_LENGTH + i), t.dtype)
         if i in layout.home
         else t
         for i, t in enumerate(types)
     ]
-    whole, state_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(types)))
-    told, other_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(marked)))
-    if state_tree != other_tree:
+    leaves, state_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(types)))
+    marked_leaves, marked_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(marked)))
+    if state_tree != marked_tree:
         raise NotShardableError(
-            "this optimizer cannot be sharded: the form of its state depends on the size of a "
-            "tensor. Give masks as pytrees of booleans, or as functions of names or of the number "
-            "of dimensions"
+            "this optimizer cannot be sharded: the structure of its state depends on the size of "
+            "a tensor. Give masks as pytrees of booleans, or as functions of names or of the "
+            "number of dimensions"
         )
-    leaf_of = {marked[i].shape: i for i in layout.home}
+    param_of = {marked[i].shape: i for i in layout.home}
     rows: dict[tuple[int, Any], int] = {}
     counts: dict[tuple[int, Any], int] = {}
-    leaves: list[Any] = []
-    for found, mark in zip(whole, told, strict=True):
-        leaf = leaf_of.get(mark.shape)
-        expected = found.shape if leaf is None else types[leaf].shape
-        if found.shape != expected or (leaf is None and mark.shape != found.shape):
+    slots: list[Any] = []
+    for leaf, mark in zip(leaves, marked_leaves, strict=True):
+        param = param_of.get(mark.shape)
+        expected = leaf.shape if param is None else types[param].shape
+        if leaf.shape != expected or (param is None and mark.shape != leaf.shape):
             raise NotShardableError(
-                f"this optimizer cannot be sharded: it keeps a state of shape {found.shape}, which "
-                "is not that of a tensor, and depends on one"
+                f"this optimizer cannot be sharded: it keeps a state of shape {leaf.shape}, which "
+                "depends on the shape of a tensor and is not that shape"
             )
-        if leaf is None:
-            leaves.append(found)
+        if param is None:
+            slots.append(leaf)
             continue
-        kind = (leaf, found.dtype)
+        kind = (param, leaf.dtype)
         counts[kind] = counts.get(kind, -1) + 1
-        leaves.append(Slot(rows.setdefault((counts[kind], found.dtype), len(rows)), leaf))
-    return StateForm(state_tree, tuple(leaves), tuple(dtype for _, dtype in rows), tuple(whole))
+        slots.append(Slot(rows.setdefault((counts[kind], leaf.dtype), len(rows)), param))
+    return StateForm(state_tree, tuple(slots), tuple(dtype for _, dtype in rows), tuple(leaves))
 
 
-def rows_of(state: ShardedState, layout: Owned) -> list[list[jax.Array]]:
-    """The arrays of every row, with zeros for buckets in which it has no slot."""
+_FIRST_LENGTH = 1_000_003  # longer than the dimensions that an optimizer names itself
+
+
+def dense_rows(state: ShardedState, layout: Owned) -> list[list[jax.Array]]:
+    """Return the arrays of every row, with zeros for the buckets that have none."""
     return [
         [
-            jnp.zeros(bucket.shape, _dtype(row)) if array is None else array
+            jnp.zeros(bucket.shape, _row_dtype(row)) if array is None else array
             for array, bucket in zip(row, layout.buckets, strict=True)
         ]
         for row in state.rows
     ]
 
 
-def _dtype(row: Sequence[jax.Array | None]) -> Any:
+def _row_dtype(row: Sequence[jax.Array | None]) -> Any:
     return next(array.dtype for array in row if array is not None)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OwnedTree:
+    """What a rank has of a pytree.
+
+    Attributes:
+        rows: Its rows of every bucket.
+        replicated: The leaves that are in no bucket, by their position.
+    """
+
+    rows: list[jax.Array]
+    replicated: dict[int, Any]
+
+    def dtypes(self, layout: Owned) -> dict[int, Any]:
+        """Return the dtype of every leaf."""
+        dtypes = {i: x.dtype for i, x in self.replicated.items()}
+        for bucket, row in zip(layout.buckets, self.rows, strict=True):
+            dtypes |= dict.fromkeys(bucket.members, row.dtype)
+        return dtypes
+
+
+class ShardEvaluator:
+    """Runs traced functions of pytrees on what one rank has of them.
+
+    Args:
+        layout: Where the leaves of the parameters are stored.
+        types: The types of full parameters.
+        rows: This rank's rows of every bucket.
+        sum_over_ranks: Sums a list of small vectors over all ranks.
+    """
+
+    def __init__(
+        self,
+        layout: Owned,
+        types: Sequence[Any],
+        rows: Sequence[Rows],
+        sum_over_ranks: SumOverRanks,
+    ) -> None:
+        self.layout = layout
+        self.types = types
+        self._graph = OpGraph()
+        self._evaluator = GraphEvaluator(layout, rows, sum_over_ranks)
+
+    def input_tree(self, name: Hashable, tree: OwnedTree) -> list[Value]:
+        """Return the leaves of a pytree like the parameters as values."""
+        elements = self._graph.node(Constant(name, tree.rows), kind=Kind.PER_ELEMENT)
+        return [
+            Value(elements, type_.shape, leaf)
+            if leaf in self.layout.home
+            else self._input((name, leaf), tree.replicated[leaf])
+            for leaf, type_ in enumerate(self.types)
+        ]
+
+    def input_state(self, state: ShardedState, form: StateForm) -> list[Value]:
+        """Return the leaves of a state as values."""
+        rows = [
+            self._graph.node(Constant(("row", i), arrays), kind=Kind.PER_ELEMENT)
+            for i, arrays in enumerate(dense_rows(state, self.layout))
+        ]
+        replicated = iter(jax.tree.leaves(state.inner))
+        return [
+            Value(rows[leaf.row], self.types[leaf.leaf].shape, leaf.leaf)
+            if isinstance(leaf, Slot)
+            else self._input(("state", i), next(replicated))
+            for i, leaf in enumerate(form.leaves)
+        ]
+
+    def _input(self, name: Hashable, value: Any) -> Value:
+        value = jnp.asarray(value)
+        node = self._graph.node(Constant(name, value))
+        return Value(node, value.shape, is_uniform=not value.shape)
+
+    def run(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
+        """Compute a traced function.
+
+        Raises:
+            NotShardableError: It cannot be computed on shards; see `elementwise.trace`.
+        """
+        values = GraphBuilder(self._graph).add(jaxpr, inputs)
+        self._evaluator.compute([value.node for value in values])
+        return values
+
+    def output_tree(self, values: Sequence[Value], dtypes: Sequence[Any]) -> OwnedTree:
+        """Return a pytree like the parameters, given a value for each leaf."""
+        rows = []
+        for i, bucket in enumerate(self.layout.buckets):
+            for leaf in bucket.members:
+                _check_leaf(values[leaf], leaf)
+            dtype = jnp.result_type(*(dtypes[leaf] for leaf in bucket.members))
+            rows.append(self._evaluator.bucket(i, [values[m] for m in bucket.members], dtype))
+        return OwnedTree(rows, {i: self._array(values[i]) for i in self.layout.whole})
+
+    def output_state(self, form: StateForm, values: Sequence[Value]) -> ShardedState:
+        """Return a state of that form, given a value for each leaf."""
+        members: list[dict[int, Value]] = [{} for _ in form.dtypes]
+        inner: list[Any] = []
+        for leaf, value in zip(form.leaves, values, strict=True):
+            if isinstance(leaf, Slot):
+                _check_leaf(value, leaf.leaf)
+                members[leaf.row][leaf.leaf] = value
+                inner.append(leaf)
+            else:
+                inner.append(self._array(value))
+        zero = self._graph.constant(0.0, jax.typeof(jnp.float32(0)))
+        self._evaluator.compute([zero.node])
+        rows = tuple(
+            tuple(
+                self._evaluator.bucket(i, [row.get(m, zero) for m in bucket.members], dtype)
+                if not row.keys().isdisjoint(bucket.members)
+                else None
+                for i, bucket in enumerate(self.layout.buckets)
+            )
+            for row, dtype in zip(members, form.dtypes, strict=True)
+        )
+        return ShardedState(form.tree.unflatten(inner), rows, self.layout.fingerprint)
+
+    def _array(self, value: Value) -> PyTree:
+        node = self._graph.as_array(value)
+        self._evaluator.compute([node])
+        return jnp.asarray(self._evaluator.value(node))
+
+
+def _check_leaf(value: Value, leaf: int) -> None:
+    if value.leaf != leaf and not (value.leaf is None and value.is_uniform):
+        raise NotShardableError(
+            "this optimizer cannot be sharded: its result for one tensor is computed from another "
+            "tensor, or from none"
+        )

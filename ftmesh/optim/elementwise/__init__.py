@@ -1,1 +1,1 @@
-"""Functions of whole tensors, computed on shards of them: trace, graph, evaluate."""
+"""Runs functions of full tensors on shards of them: trace, then graph, then evaluate."""

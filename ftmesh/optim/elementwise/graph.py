@@ -1,8 +1,7 @@
-"""Values: what a function of whole tensors computes, as a graph in which all leaves share nodes.
+"""The operations of an optimizer as a graph in which all leaves of a pytree share nodes.
 
-A node stands for the same operation on whatever leaf of a pytree: one node for the moments of all
-tensors, if all of them are treated alike. Nodes are of three kinds: the `ELEMENTS` of each leaf, a
-`NUMBER` for each leaf, and `PLAIN` values that belong to no leaf.
+A node stands for one operation on every leaf that it applies to: the first moments of all tensors
+are a single node if all tensors are treated alike.
 """
 
 from __future__ import annotations
@@ -20,37 +19,40 @@ from ftmesh.layout.element_order import Shape
 
 
 class Kind(IntEnum):
-    """What a node stands for; of several operands the greatest decides."""
+    """What a node has a value for. An operation has the largest kind of its operands."""
 
-    PLAIN = 0
-    NUMBER = 1
-    ELEMENTS = 2
+    GLOBAL = 0  # one value, which belongs to no leaf
+    PER_LEAF = 1  # one number for each leaf
+    PER_ELEMENT = 2  # one number for each element of each leaf
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
     """An operation on other nodes.
 
-    `level` counts the sums over tensors on the way to it: sums of one level can be made at once.
-    `region` is the branch of a conditional that it stands in, 0 outside of all. A plain node that
-    `is_mixed` is made of numbers of leaves. `leaves` are those that it is there for.
+    Attributes:
+        level: Sums over tensors on the way to this node. Sums of one level can run together.
+        region: The branch of a conditional that contains the node, 0 outside all of them.
+        index: Position in the graph, larger than that of every operand.
+        mixes_leaves: True for a global node that is computed from numbers of leaves.
+        leaves: The leaves that need this node.
     """
 
     op: Any
-    inputs: tuple[Node, ...]
+    operands: tuple[Node, ...]
     kind: Kind
     level: int
     region: int
-    place: int  # after that of its inputs
-    is_mixed: bool
+    index: int
+    mixes_leaves: bool
     leaves: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class Value:
-    """A node as a function has it: for one leaf, if it belongs to leaves, and in some shape.
+    """A variable of the traced function: a node, the leaf it is taken for, and its shape.
 
-    If it `is_uniform`, the node is one number, and the value an array with that at every place.
+    A value that `is_uniform` has the same number at every position.
     """
 
     node: Node
@@ -63,54 +65,54 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Given:
-    """A value that is there before anything is computed."""
+class Constant:
+    """An input or a constant; equal names are one node."""
 
     name: Hashable
     value: Any = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
-class Bind:
-    """An operation of JAX: what `about` says, which tells it from others."""
+class Apply:
+    """A JAX primitive; `key` identifies it and its parameters."""
 
-    about: Hashable
+    key: Hashable
     primitive: Any = field(compare=False)
     params: dict[str, Any] = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
-class Part:
+class TupleElement:
     """One of several results of an operation."""
 
-    place: int
+    index: int
 
 
 @dataclass(frozen=True)
-class Spread:
-    """One number, in an array of it."""
+class Broadcast:
+    """A scalar, as an array of `shape`."""
 
     shape: Shape
 
 
 @dataclass(frozen=True)
-class Total:
-    """The sum of the elements of each leaf, for those of one dtype."""
+class LeafSum:
+    """The sum over the elements of each leaf, for the leaves of one dtype."""
 
     dtype: Any
 
 
 @dataclass(frozen=True)
-class Pick:
-    """The numbers of some leaves, in an array."""
+class TakeLeaves:
+    """The numbers of some leaves, as an array of `shape`."""
 
     leaves: tuple[int, ...]
     shape: Shape
 
 
 @dataclass(frozen=True)
-class Result:
-    """What the branches of a conditional have for one of its results."""
+class BranchResult:
+    """One result of a conditional: its node in every branch."""
 
     nodes: tuple[Node, ...]
     kind: Kind
@@ -118,54 +120,55 @@ class Result:
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
-    """A conditional; `leaves` are those that each of its results is there for."""
+class Conditional:
+    """A conditional. `leaves` has the leaves that need each of its results."""
 
-    results: tuple[Result, ...]
+    results: tuple[BranchResult, ...]
     leaves: tuple[frozenset[int], ...]
 
 
-class Graph:
-    """Nodes; the same operation on the same nodes is one."""
+class OpGraph:
+    """Nodes, with common subexpressions merged."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.region = 0
-        self._regions = 0
-        self._known: dict[Any, Node] = {}
+        self._num_regions = 0
+        self._by_key: dict[Any, Node] = {}
 
     def node(
         self,
         op: Any,
-        inputs: Iterable[Node] = (),
-        kind: Kind = Kind.PLAIN,
+        operands: Iterable[Node] = (),
+        kind: Kind = Kind.GLOBAL,
         leaf: int | None = None,
     ) -> Node:
-        """The node of an operation on others, for a leaf if it belongs to leaves."""
-        inputs = tuple(inputs)
-        key = (op, inputs, kind, self.region)
-        if key not in self._known:
-            level = max((each.level for each in inputs), default=0) + isinstance(op, Total)
-            is_mixed = isinstance(op, Pick) or any(each.is_mixed for each in inputs)
-            made = Node(op, inputs, kind, level, self.region, len(self.nodes), is_mixed)
-            self.nodes.append(made)
-            self._known[key] = made
+        """Return the node of an operation, and note that `leaf` needs it."""
+        operands = tuple(operands)
+        key = (op, operands, kind, self.region)
+        if key not in self._by_key:
+            level = max((x.level for x in operands), default=0) + isinstance(op, LeafSum)
+            mixes_leaves = isinstance(op, TakeLeaves) or any(x.mixes_leaves for x in operands)
+            index = len(self.nodes)
+            node = Node(op, operands, kind, level, self.region, index, mixes_leaves)
+            self.nodes.append(node)
+            self._by_key[key] = node
         if leaf is not None:
-            self._known[key].leaves.add(leaf)
-        return self._known[key]
+            self._by_key[key].leaves.add(leaf)
+        return self._by_key[key]
 
     def constant(self, value: Any, aval: Any) -> Value:
-        """A value that is written into a function; equal numbers are one."""
-        name: Hashable = ("at", id(value))
+        """Return a constant of the traced function; equal scalars share a node."""
+        name: Hashable = ("id", id(value))
         is_key = jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended)
         if not aval.shape and not is_key and not isinstance(value, jax.core.Tracer):
             value = np.asarray(value, aval.dtype)
             name = (str(aval), value.tobytes())
-        return Value(self.node(Given(name, value)), aval.shape, is_uniform=not aval.shape)
+        return Value(self.node(Constant(name, value)), aval.shape, is_uniform=not aval.shape)
 
     @contextmanager
     def in_region(self, region: int) -> Iterator[None]:
-        """Nodes that are made meanwhile stand in `region`."""
+        """Add new nodes to `region`."""
         before, self.region = self.region, region
         try:
             yield
@@ -173,32 +176,32 @@ class Graph:
             self.region = before
 
     @contextmanager
-    def another_region(self) -> Iterator[int]:
-        """The same for a new one, whose number it gives."""
-        self._regions += 1
-        region = self._regions
+    def new_region(self) -> Iterator[int]:
+        """Add new nodes to a new region, whose number is yielded."""
+        self._num_regions += 1
+        region = self._num_regions
         with self.in_region(region):
             yield region
 
-    def whole(self, value: Value) -> Node:
-        """The plain array that a value is."""
+    def as_array(self, value: Value) -> Node:
+        """Return the global node that has a value as a plain array."""
         if value.leaf is not None:
-            return self.node(Pick((value.leaf,), value.shape), [value.node])
+            return self.node(TakeLeaves((value.leaf,), value.shape), [value.node])
         if value.is_uniform and value.shape:
-            return self.node(Spread(value.shape), [value.node])
+            return self.node(Broadcast(value.shape), [value.node])
         return value.node
 
 
-def needed(outputs: Iterable[Node], region: int) -> tuple[list[Node], list[Node]]:
-    """The nodes of a region that `outputs` are made of, and those of other regions they take."""
+def dependencies(outputs: Iterable[Node], region: int) -> tuple[list[Node], list[Node]]:
+    """Return the nodes of `region` that `outputs` depend on, and what those use from outside."""
     inside: dict[Node, None] = {}
     outside: dict[Node, None] = {}
-    waiting = list(outputs)
-    while waiting:
-        node = waiting.pop()
+    pending = list(outputs)
+    while pending:
+        node = pending.pop()
         if node.region != region:
             outside[node] = None
         elif node not in inside:
             inside[node] = None
-            waiting += node.inputs
-    return sorted(inside, key=lambda node: node.place), list(outside)
+            pending += node.operands
+    return sorted(inside, key=lambda node: node.index), list(outside)

@@ -1,9 +1,9 @@
-"""Leafwise: whether, and how, a function of whole tensors can be computed on shards of them.
+"""Builds the graph of a traced optimizer, or raises if it cannot run on shards of tensors.
 
-It can be if it does the same to every element of a tensor, whatever the element's place, and takes
-of a whole tensor nothing else but sums over all of it, as norms do. That is read from the traced
-function, not from its name: a sort or a random number for each element is found wherever it hides.
-It is traced on the shapes of whole tensors, so that what depends on those is right for shards too.
+It can if it treats every element of a tensor alike and needs of a whole tensor nothing but sums
+over all of its elements, as norms do. The traced function decides, not its name: a sort, or a
+random number per element, is found wherever it is called. Tracing uses the shapes of full tensors,
+so that what depends on shapes is right on shards too.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from jax.extend.core import Literal
 from ftmesh.errors import ArgumentError
 from ftmesh.layout.element_order import Shape
 from ftmesh.optim.elementwise.graph import (
-    Bind,
-    Choice,
-    Graph,
+    Apply,
+    BranchResult,
+    Conditional,
     Kind,
+    LeafSum,
     Node,
-    Part,
-    Pick,
-    Result,
-    Total,
+    OpGraph,
+    TakeLeaves,
+    TupleElement,
     Value,
-    needed,
+    dependencies,
 )
 
-# Operations that give an element from elements at the same place.
+# Primitives whose result at a position depends on the operands at that position alone.
 _NAMES = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj
     convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor
@@ -39,195 +39,198 @@ _NAMES = """
     stop_gradient sub tan tanh xor
 """
 _ELEMENTWISE = frozenset(_NAMES.split())
-_SPREADING = {"broadcast_in_dim", "reshape", "squeeze"}  # one number, at every place
+_SHAPE_ONLY = {"broadcast_in_dim", "reshape", "squeeze"}
 _IDENTITIES = {"optimization_barrier", "reshard", "sharding_constraint"}
 _CALLS = {"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
 
 
 class NotShardableError(ArgumentError):
-    """A function of tensors cannot be given shards of them."""
+    """An optimizer needs more of a tensor than a shard of it can give."""
 
 
-class Leafwise:
-    """What traced functions do to the elements of leaves, as nodes of a graph."""
+class GraphBuilder:
+    """Adds the equations of jaxprs to a graph."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
 
-    def results(self, closed: Any, inputs: Sequence[Value]) -> list[Value]:
-        """What a traced function makes of values; refuses one that cannot be given shards."""
-        jaxpr = getattr(closed, "jaxpr", closed)
-        known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var, const in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True):
-            known[var] = self.graph.constant(const, var.aval)
+    def add(self, closed_jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
+        """Add a traced function and return its results.
+
+        Raises:
+            NotShardableError: The function cannot be computed on shards.
+        """
+        jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
+        values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, const in zip(jaxpr.constvars, getattr(closed_jaxpr, "consts", ()), strict=True):
+            values[var] = self.graph.constant(const, var.aval)
 
         def read(var: Any) -> Value:
             return (
-                self.graph.constant(var.val, var.aval) if isinstance(var, Literal) else known[var]
+                self.graph.constant(var.val, var.aval) if isinstance(var, Literal) else values[var]
             )
 
-        for step in jaxpr.eqns:
-            made = self._step(step, [read(var) for var in step.invars])
-            known.update(zip(step.outvars, made, strict=True))
+        for eqn in jaxpr.eqns:
+            outputs = self._equation(eqn, [read(var) for var in eqn.invars])
+            values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(var) for var in jaxpr.outvars]
 
-    def _step(self, step: Any, inputs: list[Value]) -> list[Value]:
-        name, params = step.primitive.name, step.params
+    def _equation(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        name, params = eqn.primitive.name, eqn.params
         if name in _CALLS:
             inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-            return self.results(inner, inputs)
+            return self.add(inner, inputs)
         if name in _IDENTITIES:
             return inputs
-        shape = step.outvars[0].aval.shape if step.outvars else ()
+        shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
         x = inputs[0] if inputs else None
-        if name in _SPREADING and x is not None and x.is_uniform:
+        if name in _SHAPE_ONLY and x is not None and x.is_uniform:
             return [Value(x.node, shape, x.leaf, is_uniform=True)]
         if name in _ELEMENTWISE:
-            return [self._elementwise(step, inputs, shape)]
-        if x is not None and name == "reduce_sum" and x.node.kind == Kind.ELEMENTS and not shape:
-            op = Total(step.invars[0].aval.dtype)
-            total = self.graph.node(op, [x.node], Kind.NUMBER, x.leaf)
-            return [Value(total, (), x.leaf, is_uniform=True)]
+            return [self._elementwise(eqn, inputs, shape)]
+        if x is not None and name == "reduce_sum" and x.node.kind == Kind.PER_ELEMENT and not shape:
+            op = LeafSum(eqn.invars[0].aval.dtype)
+            node = self.graph.node(op, [x.node], Kind.PER_LEAF, x.leaf)
+            return [Value(node, (), x.leaf, is_uniform=True)]
         if name == "cond" and any(x.leaf is not None for x in inputs):
-            return self._cond(step, inputs)
-        return self._plain(step, inputs)
+            return self._cond(eqn, inputs)
+        return self._global(eqn, inputs)
 
-    def _elementwise(self, step: Any, inputs: list[Value], shape: Shape) -> Value:
-        """An operation that works place by place, done once for all leaves that it is done to."""
-        name = step.primitive.name
-        inputs = self._of_one_leaf(name, inputs)
+    def _elementwise(self, eqn: Any, inputs: list[Value], shape: Shape) -> Value:
+        name = eqn.primitive.name
+        inputs = self._detach_other_leaves(name, inputs)
         leaves = {x.leaf for x in inputs} - {None}
         kind = max(x.node.kind for x in inputs)
         if len(leaves) > 1:
             raise NotShardableError(
-                f"this optimizer cannot be sharded: its {name!r} takes elements of several "
-                "tensors, and a chip has other shards of one than of another"
+                f"this optimizer cannot be sharded: its {name!r} combines elements of several "
+                "tensors, and a chip owns different parts of each"
             )
-        params = {key: value for key, value in step.params.items() if key != "sharding"}
-        op = Bind((name, str(sorted(params.items(), key=str))), step.primitive, step.params)
+        params = {key: value for key, value in eqn.params.items() if key != "sharding"}
+        op = Apply((name, str(sorted(params.items(), key=str))), eqn.primitive, eqn.params)
         is_uniform = all(x.is_uniform for x in inputs)
-        if kind == Kind.PLAIN and not is_uniform:
-            return Value(self.graph.node(op, map(self.graph.whole, inputs)), shape)
+        if kind == Kind.GLOBAL and not is_uniform:
+            return Value(self.graph.node(op, map(self.graph.as_array, inputs)), shape)
         if any(x.leaf is None and not x.is_uniform for x in inputs):
             raise NotShardableError(
-                f"this optimizer cannot be sharded: its {name!r} takes an array that differs from "
-                "place to place, such as random numbers, and is not sharded as the tensors are"
+                f"this optimizer cannot be sharded: its {name!r} takes an array that varies from "
+                "element to element, such as random numbers, and is not sharded like the tensors"
             )
         leaf = next(iter(leaves), None)
         node = self.graph.node(op, [x.node for x in inputs], kind, leaf)
         return Value(node, shape, leaf, is_uniform)
 
-    def _of_one_leaf(self, name: str, inputs: list[Value]) -> list[Value]:
-        """The same values, where several leaves meet with numbers that belong to none any more.
+    def _detach_other_leaves(self, name: str, inputs: list[Value]) -> list[Value]:
+        """Turn numbers of other leaves into global scalars where several leaves meet.
 
-        So they do in a sum of numbers of all leaves, which goes on from leaf to leaf.
+        This happens in a running sum over the norms of all leaves.
         """
-        main = {x.leaf for x in inputs if x.node.kind == Kind.ELEMENTS}
-        is_sum = name == "add" and any(x.leaf is None and x.node.is_mixed for x in inputs)
+        main = {x.leaf for x in inputs if x.node.kind == Kind.PER_ELEMENT}
+        is_sum = name == "add" and any(x.leaf is None and x.node.mixes_leaves for x in inputs)
         if not main and not is_sum and len({x.leaf for x in inputs} - {None}) < 2:
             return inputs
         return [
-            _one_number(self.graph, x) if x.node.kind == Kind.NUMBER and x.leaf not in main else x
+            _detach(self.graph, x) if x.node.kind == Kind.PER_LEAF and x.leaf not in main else x
             for x in inputs
         ]
 
-    def _plain(self, step: Any, inputs: list[Value]) -> list[Value]:
-        """Any other operation, on values that belong to no leaf, or on a number of each."""
-        name = step.primitive.name
-        if any(x.node.kind == Kind.ELEMENTS for x in inputs):
+    def _global(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        """Add any other operation, on values that belong to no leaf or on one number per leaf."""
+        name = eqn.primitive.name
+        if any(x.node.kind == Kind.PER_ELEMENT for x in inputs):
             raise NotShardableError(
-                f"this optimizer cannot be sharded: its {name!r} takes more of a tensor than one "
-                "element, or the sum of all, and a chip has only its shard of the tensor; do not "
-                "shard this optimizer"
+                f"this optimizer cannot be sharded: its {name!r} needs more of a tensor than one "
+                "element or the sum of all, and a chip has only its shard of the tensor; use it "
+                "without Plan.shard"
             )
-        shapes = [var.aval.shape for var in step.outvars]
-        if name == "concatenate" and _is_one_for_each(inputs):
+        shapes = [var.aval.shape for var in eqn.outvars]
+        if name == "concatenate" and _is_one_number_per_leaf(inputs):
             leaves = tuple(x.leaf for x in inputs if x.leaf is not None)
-            return [Value(self.graph.node(Pick(leaves, shapes[0]), [inputs[0].node]), shapes[0])]
-        op = Bind(("at", id(step)), step.primitive, step.params)
-        made = self.graph.node(op, map(self.graph.whole, inputs))
-        nodes = [made]
-        if step.primitive.multiple_results:
-            nodes = [self.graph.node(Part(i), [made]) for i in range(len(shapes))]
+            node = self.graph.node(TakeLeaves(leaves, shapes[0]), [inputs[0].node])
+            return [Value(node, shapes[0])]
+        op = Apply(("id", id(eqn)), eqn.primitive, eqn.params)
+        node = self.graph.node(op, map(self.graph.as_array, inputs))
+        nodes = [node]
+        if eqn.primitive.multiple_results:
+            nodes = [self.graph.node(TupleElement(i), [node]) for i in range(len(shapes))]
         return [
             Value(node, shape, is_uniform=not shape)
             for node, shape in zip(nodes, shapes, strict=True)
         ]
 
-    def _cond(self, step: Any, inputs: list[Value]) -> list[Value]:
-        """A conditional between branches that work on leaves."""
+    def _cond(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         index, *operands = inputs
         if index.leaf is not None:
             raise NotShardableError(
-                "this optimizer cannot be sharded: what it does depends on a number of one tensor"
+                "this optimizer cannot be sharded: one of its conditions depends on the values of "
+                "one tensor"
             )
-        ends = []
-        for branch in step.params["branches"]:
-            with self.graph.another_region() as region:
-                ends.append((region, self.results(branch, operands)))
-        results, made = [], []
-        for at, var in enumerate(step.outvars):
-            values = [values[at] for _, values in ends]
+        branches = []
+        for jaxpr in eqn.params["branches"]:
+            with self.graph.new_region() as region:
+                branches.append((region, self.add(jaxpr, operands)))
+        results: list[BranchResult] = []
+        outputs: list[tuple[Shape, int | None, bool]] = []
+        for i, var in enumerate(eqn.outvars):
+            values = [values[i] for _, values in branches]
             kind = max(x.node.kind for x in values)
             is_uniform = all(x.is_uniform for x in values)
-            if kind == Kind.PLAIN and not is_uniform:
-                nodes = tuple(self._whole_in(region, values[at]) for region, values in ends)
+            if kind == Kind.GLOBAL and not is_uniform:
+                nodes = tuple(self._array_in(region, values[i]) for region, values in branches)
             else:
                 _check_branches(values)
                 nodes = tuple(x.node for x in values)
             leaf = next((x.leaf for x in values if x.leaf is not None), None)
-            results.append(Result(nodes, kind, var.aval.dtype))
-            made.append((var.aval.shape, leaf, is_uniform))
-        return self._chosen(index, [region for region, _ in ends], results, made)
+            results.append(BranchResult(nodes, kind, var.aval.dtype))
+            outputs.append((var.aval.shape, leaf, is_uniform))
+        return self._conditional(index, [region for region, _ in branches], results, outputs)
 
-    def _chosen(
+    def _conditional(
         self,
         index: Value,
         regions: list[int],
-        results: list[Result],
-        made: list[tuple[Shape, int | None, bool]],
+        results: list[BranchResult],
+        outputs: list[tuple[Shape, int | None, bool]],
     ) -> list[Value]:
-        """The results of a conditional: those that are the same for several leaves are one."""
-        leaves: dict[Result, set[int]] = {result: set() for result in results}
-        for result, (_, leaf, _) in zip(results, made, strict=True):
+        """Add the node of a conditional, with equal results of several leaves merged."""
+        leaves: dict[BranchResult, set[int]] = {result: set() for result in results}
+        for result, (_, leaf, _) in zip(results, outputs, strict=True):
             leaves[result] |= set() if leaf is None else {leaf}
-        taken = [index.node]
-        for at, region in enumerate(regions):
-            taken += needed([result.nodes[at] for result in leaves], region)[1]
-        choice = Choice(tuple(leaves), tuple(map(frozenset, leaves.values())))
-        whole = self.graph.node(choice, taken)
-        places = {result: at for at, result in enumerate(leaves)}
+        operands = [index.node]
+        for i, region in enumerate(regions):
+            operands += dependencies([result.nodes[i] for result in leaves], region)[1]
+        op = Conditional(tuple(leaves), tuple(map(frozenset, leaves.values())))
+        node = self.graph.node(op, operands)
+        positions = {result: i for i, result in enumerate(leaves)}
         values = []
-        for result, (shape, leaf, is_uniform) in zip(results, made, strict=True):
-            part = self.graph.node(Part(places[result]), [whole], result.kind, leaf)
-            values.append(Value(part, shape, leaf, is_uniform))
+        for result, (shape, leaf, is_uniform) in zip(results, outputs, strict=True):
+            element = TupleElement(positions[result])
+            output = self.graph.node(element, [node], result.kind, leaf)
+            values.append(Value(output, shape, leaf, is_uniform))
         return values
 
-    def _whole_in(self, region: int, value: Value) -> Node:
+    def _array_in(self, region: int, value: Value) -> Node:
         with self.graph.in_region(region):
-            return self.graph.whole(value)
+            return self.graph.as_array(value)
 
 
 def _check_branches(values: list[Value]) -> None:
-    """Refuses a conditional that gives elements of one leaf or of another."""
     if len({x.leaf for x in values} - {None}) > 1 or any(
         x.leaf is None and not x.is_uniform for x in values
     ):
         raise NotShardableError(
-            "this optimizer cannot be sharded: branches of a conditional in it give different "
-            "tensors"
+            "this optimizer cannot be sharded: the branches of one of its conditionals return "
+            "different tensors"
         )
 
 
-def _one_number(graph: Graph, x: Value) -> Value:
-    """The number of one leaf, that belongs to no leaf any more."""
+def _detach(graph: OpGraph, x: Value) -> Value:
     if x.leaf is None:
         return x
-    return Value(graph.node(Pick((x.leaf,), ()), [x.node]), x.shape, is_uniform=True)
+    return Value(graph.node(TakeLeaves((x.leaf,), ()), [x.node]), x.shape, is_uniform=True)
 
 
-def _is_one_for_each(inputs: list[Value]) -> bool:
-    """Whether these are the same number of several leaves."""
+def _is_one_number_per_leaf(inputs: list[Value]) -> bool:
     return len({x.node for x in inputs}) == 1 and all(
-        x.node.kind == Kind.NUMBER and math.prod(x.shape) == 1 for x in inputs
+        x.node.kind == Kind.PER_LEAF and math.prod(x.shape) == 1 for x in inputs
     )
