@@ -68,7 +68,7 @@ class Batches(reader.Batches[Batch]):
         """Rows of zeros."""
         return Batch(np.zeros((num_rows, RECORD_BYTES), np.uint8))
 
-    def example(self, index: int, place: int) -> tuple[NDArray[np.uint8]]:
+    def example(self, index: int, position: int) -> tuple[NDArray[np.uint8]]:
         """A record."""
         return (np.frombuffer(self._records[index].ljust(RECORD_BYTES, b"\0"), np.uint8),)
 

@@ -5,7 +5,7 @@
 
 Random tokens on the device, all rows full, in bfloat16. PyTorch's is `BertForPreTraining` of
 transformers, compiled, with autocast to bfloat16 and AdamW: as it is, with logits at all positions,
-and with logits at the masked ones only. All are timed in turns in this one run.
+and with logits at the masked ones only. All are timed alternately in one run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from examples.bert.batch import Batch
 from examples.bert.config import PRESETS, Config
 from examples.bert.trainer import bert_trainer, first_state
-from examples.common.measure import Turn, measure, read_arguments, trainer_turn
+from examples.common.measure import RunSteps, measure, read_arguments, trainer_steps
 from ftmesh.command_line import Parser
 from ftmesh.topology.topology import Topology
 
@@ -45,15 +45,15 @@ def random_batch(config: Config, rows: Any) -> Batch:
     return Batch(*(np.ascontiguousarray(column, np.int32) for column in columns))
 
 
-def our_turn(config: Config, attention: Any, unrolled: bool) -> Turn:
+def our_steps(config: Config, attention: Any, unrolled: bool) -> RunSteps:
     """Steps of the trainer."""
     topology = Topology.from_devices(jax.devices())
     trainer = bert_trainer(config, topology, attention=attention, unrolled=unrolled)
     batch = random_batch(config, trainer.parallel.local_rows(trainer.shares))
-    return trainer_turn(trainer, first_state(config, trainer, seed=0), batch)
+    return trainer_steps(trainer, first_state(config, trainer, seed=0), batch)
 
 
-def torch_turn(config: Config, *, everywhere: bool) -> Turn:
+def torch_steps(config: Config, *, everywhere: bool) -> RunSteps:
     """Steps of transformers' model, with logits everywhere or at the masked positions."""
     import torch
     import transformers
@@ -90,7 +90,7 @@ def torch_turn(config: Config, *, everywhere: bool) -> Turn:
 
     compiled = torch.compile(loss_of)
 
-    def turn(steps: int) -> None:
+    def run_steps(steps: int) -> None:
         for _ in range(steps):
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cuda", torch.bfloat16):
@@ -99,7 +99,7 @@ def torch_turn(config: Config, *, everywhere: bool) -> Turn:
             optimizer.step()
         torch.cuda.synchronize()
 
-    return turn
+    return run_steps
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -109,11 +109,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--unrolled", action="store_true", help="no loop over layers")
     args = read_arguments(parser, argv, PRESETS, preset="mlperf-448", batch=64, steps=10)
     config = replace(PRESETS[args.preset], batch=args.batch)
-    turns = {"ftmesh": our_turn(config, args.attention, args.unrolled)}
+    programs = {"ftmesh": our_steps(config, args.attention, args.unrolled)}
     if args.torch:
-        turns["torch, logits everywhere"] = torch_turn(config, everywhere=True)
-        turns["torch, logits where masked"] = torch_turn(config, everywhere=False)
-    rates = measure(turns, args.batch, args.steps)
+        programs["torch, logits everywhere"] = torch_steps(config, everywhere=True)
+        programs["torch, logits where masked"] = torch_steps(config, everywhere=False)
+    rates = measure(programs, args.batch, args.steps)
     if args.json:
         print(json.dumps(rates))
         return

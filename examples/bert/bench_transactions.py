@@ -23,7 +23,7 @@ from ftmesh.command_line import Parser, whole_number
 from ftmesh.distributed.initialize import join
 from ftmesh.distributed.process_group import Cluster
 from ftmesh.elastic.peer_checkpoint import memory_on_line
-from ftmesh.health.replica_check import check_equal
+from ftmesh.health.replica_check import check_replicas
 from ftmesh.topology.topology import Topology
 
 AS_IT_IS, AGAIN, KEEPS = "as it is", "the same again", "the state before it kept"
@@ -97,7 +97,7 @@ def measure(topology: Topology, cluster: Cluster, *, turns: int, steps: int) -> 
                 cluster.barrier("a turn")
                 start = time.perf_counter()
                 if name == "compare parameters":
-                    assert not check_equal(last.state.params, topology, cluster=cluster)
+                    assert not check_replicas(last.state.params, topology, cluster=cluster)
                 else:
                     last.trainer.save(memory, turn + 1, last.state)
                 if turn:

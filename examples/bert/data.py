@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from examples.bert.batch import Batch
 from examples.bert.sequences import encode_documents, make_sequence
-from examples.bert.text import made_up_documents
+from examples.bert.text import synthetic_documents
 from examples.bert.wordpiece import Vocabulary
 from examples.common import reader
 from examples.common.reader import Reader as Reader
@@ -75,7 +75,7 @@ class RecordSequences:
         }
         if not len(self):
             raise DataError(f"the {split} shards of {folder} hold no records")
-        for index in self._records.firsts():
+        for index in self._records.first_of_shards():
             try:
                 self.read(index)
             except RecordError:
@@ -124,7 +124,7 @@ class RecordSequences:
         return example
 
 
-class MadeUpSequences:
+class SyntheticSequences:
     """As many sequences as are asked for, from a few hundred kB of text that is made up."""
 
     def __init__(
@@ -132,14 +132,14 @@ class MadeUpSequences:
     ) -> None:
         self._split, self._num_sequences = ("train", "validation").index(split), num_sequences
         self._sizes = {"length": length, "predictions": predictions}
-        documents = made_up_documents(seed=0)
+        documents = synthetic_documents(seed=0)
         self._vocabulary = Vocabulary.of_words(line for document in documents for line in document)
         if len(self._vocabulary) > vocabulary:
             raise DataError(
                 f"made-up text has {len(self._vocabulary)} words; the model has {vocabulary}"
             )
         if self._split:  # the same village, other days
-            documents = made_up_documents(seed=1)
+            documents = synthetic_documents(seed=1)
         self._documents = encode_documents(documents, self._vocabulary)
 
     def __len__(self) -> int:
@@ -179,7 +179,7 @@ def open_sequences(
     """
     sizes = {"length": length, "predictions": predictions, "vocabulary": vocabulary}
     if folder is None:
-        return MadeUpSequences(split, num_sequences=num_sequences, **sizes)
+        return SyntheticSequences(split, num_sequences=num_sequences, **sizes)
     return RecordSequences(Path(folder), split, packed=packed, show=show, **sizes)
 
 
@@ -210,7 +210,7 @@ class Batches(reader.Batches[Batch]):
         none = np.zeros((num_rows, self._packed), np.int32)
         return Batch(tokens, tokens.copy(), none, positions, positions - 1, none - 1)
 
-    def example(self, index: int, place: int) -> tuple[Any, ...]:
+    def example(self, index: int, position: int) -> tuple[Any, ...]:
         """A sequence, as a batch has it."""
         features = self._sequences.read(index)
         is_random = features["next_sentence_labels"]

@@ -21,10 +21,10 @@ from examples.bert.config import PRESETS
 from examples.bert.sequences import Document, encode_documents, make_sequences
 from examples.bert.wordpiece import Vocabulary
 from examples.common.arguments import positive
-from examples.common.records import check_alone, make_example, write_records
-from ftmesh.command_line import MOST_SEED, Parser, ended, whole_number
+from examples.common.records import check_shard_count, make_example, write_records
+from ftmesh.command_line import MAX_SEED, Parser, run_command, whole_number
 from ftmesh.errors import DataError, DataNotFoundError
-from ftmesh.files import check_folder, read_whole
+from ftmesh.files import check_output_folder, read_bounded
 
 MAX_TEXT_BYTES = 2**30
 MAX_LINE, MAX_WORD = 20_000, 1_000  # characters: pieces of long words take long to find
@@ -71,18 +71,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="files to train on (4)",
     )
     parser.add_argument(
-        "--seed", type=whole_number(0, MOST_SEED), default=0, metavar="N", help="(0)"
+        "--seed", type=whole_number(0, MAX_SEED), default=0, metavar="N", help="(0)"
     )
     args = parser.parse_args(argv)
-    return ended("make_records", lambda: print(make_records(args)))
+    return run_command("make_records", lambda: print(make_records(args)))
 
 
 def make_records(args: argparse.Namespace) -> str:
     """Write records and vocabulary; what was written, in words."""
     config, folder = PRESETS[args.preset], Path(args.out)
-    check_folder(folder)
-    check_alone(folder, "train", args.shards)
-    check_alone(folder, "validation", 1)
+    check_output_folder(folder)
+    check_shard_count(folder, "train", args.shards)
+    check_shard_count(folder, "validation", 1)
     documents = [document for path in args.text for document in read_documents(path)]
     if len(documents) < args.every:
         raise DataError(
@@ -126,7 +126,7 @@ def make_records(args: argparse.Namespace) -> str:
 def read_documents(path: str | Path) -> list[list[str]]:
     """The documents of a text, as lists of lines."""
     try:
-        text = read_whole(path, MAX_TEXT_BYTES).decode()
+        text = read_bounded(path, MAX_TEXT_BYTES).decode()
     except FileNotFoundError as error:
         raise DataNotFoundError(f"cannot read {path}: {error.strerror}") from error
     except OSError as error:

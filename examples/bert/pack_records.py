@@ -20,10 +20,10 @@ from examples.bert.config import PRESETS
 from examples.bert.data import RecordSequences
 from examples.bert.joining import join, pack
 from examples.common.arguments import positive
-from examples.common.records import check_alone, make_example, write_records
-from ftmesh.command_line import MOST_SEED, Parser, ended, whole_number
+from examples.common.records import check_shard_count, make_example, write_records
+from ftmesh.command_line import MAX_SEED, Parser, run_command, whole_number
 from ftmesh.errors import DataError, RecordError
-from ftmesh.files import check_folder
+from ftmesh.files import check_output_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--most", type=positive, default=3, metavar="N", help="sequences in a row, at most (3)"
     )
     parser.add_argument(
-        "--seed", type=whole_number(0, MOST_SEED), default=0, metavar="N", help="(0)"
+        "--seed", type=whole_number(0, MAX_SEED), default=0, metavar="N", help="(0)"
     )
     args = parser.parse_args(argv)
-    return ended("pack_records", lambda: print(pack_records(args)))
+    return run_command("pack_records", lambda: print(pack_records(args)))
 
 
 def pack_records(args: argparse.Namespace) -> str:
@@ -55,7 +55,7 @@ def pack_records(args: argparse.Namespace) -> str:
     config, source, target = PRESETS[args.preset], Path(args.records), Path(args.out)
     if target.resolve() == source.resolve():
         raise DataError(f"{target} is where the records are: give another folder to write to")
-    check_folder(target)
+    check_output_folder(target)
     before = after = damaged = 0
     for split in ("train", "validation"):
         sequences = RecordSequences(
@@ -68,7 +68,7 @@ def pack_records(args: argparse.Namespace) -> str:
             show=True,
         )
         target.mkdir(parents=True, exist_ok=True)
-        check_alone(target, split, len(sequences.shards()))
+        check_shard_count(target, split, len(sequences.shards()))
         for path, members in track(sequences.shards(), f"packing {split}", transient=True):
             sizes = sizes_of(sequences, members)
             rows = pack(

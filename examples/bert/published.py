@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ftmesh.checkpoint.restore import first_difference
 from ftmesh.errors import DataError, DataNotFoundError
-from ftmesh.files import Npz
+from ftmesh.npz import NpzReader
 
 _LAYER = {
     "query": "attention/self/query",
@@ -102,7 +102,7 @@ def read_published(path: str | Path, like: Any) -> Any:
     Shapes are compared before anything is unpacked.
     """
     try:
-        with open(path, "rb") as file, Npz(file) as arrays:
+        with open(path, "rb") as file, NpzReader(file) as arrays:
             shapes = {name: header.shape for name, header in arrays.headers.items()}
             wanted = check_shapes(shapes, like)
             return from_published({name: arrays.read(name) for name in wanted}, like)

@@ -12,10 +12,10 @@ import optax
 from examples.bert.batch import Batch
 from examples.bert.config import Config
 from examples.bert.model import Bert, predict
-from examples.common.data_parallel import Parallel
+from examples.common.data_parallel import DataParallel
 from examples.common.lr_schedules import poly_decay
-from ftmesh.collectives import Shares, weighted_sum
-from ftmesh.optim import lamb, matrices
+from ftmesh.collectives import BatchShares, weighted_sum
+from ftmesh.optim import lamb, matrix_mask
 
 
 def make_model(
@@ -59,12 +59,12 @@ def make_transformation(config: Config, lr_schedule: Any) -> optax.GradientTrans
         b2=config.beta_2,
         eps=config.epsilon,
         weight_decay=config.weight_decay,
-        weight_decay_mask=matrices,
+        weight_decay_mask=matrix_mask,
     )
 
 
 def loss_of_rank(
-    model: Bert, parallel: Parallel, shares: Shares, params: Any, stats: Any, batch: Batch
+    model: Bert, parallel: DataParallel, shares: BatchShares, params: Any, stats: Any, batch: Batch
 ) -> tuple[jax.Array, Any]:
     """A rank's part of the mean loss; of statistics the model has none.
 

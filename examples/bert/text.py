@@ -52,7 +52,7 @@ DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday")
 NUMBERS = ("two", "three", "four", "five", "six", "seven")
 
 
-def made_up_documents(num_documents: int = NUM_DOCUMENTS, seed: int = 0) -> list[list[str]]:
+def synthetic_documents(num_documents: int = NUM_DOCUMENTS, seed: int = 0) -> list[list[str]]:
     """Documents, each a list of sentences."""
     rng = np.random.default_rng([seed, num_documents])
     return [_document(rng) for _ in range(num_documents)]
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 1:
         print("usage: python -m examples.bert.text FILE", file=sys.stderr)
         return 2
-    documents = ["\n".join(sentences) for sentences in made_up_documents()]
+    documents = ["\n".join(sentences) for sentences in synthetic_documents()]
     write_text(argv[0], "\n\n".join(documents) + "\n")
     return 0
 

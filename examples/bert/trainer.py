@@ -45,7 +45,7 @@ def bert_trainer(
     """
     model = make_model(config, attention=attention, remat=remat, unrolled=unrolled)
     params = jax.eval_shape(partial(init, model, seed=0))
-    parallel = options.on(topology, params, wire_dtype, cluster)
+    parallel = options.data_parallel(topology, params, wire_dtype, cluster)
     shares = parallel.shares(config.batch)
     sizes = Batch(
         tokens=config.length,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ftmesh.errors import DataError, DataNotFoundError
-from ftmesh.files import read_whole, write_text
+from ftmesh.files import read_bounded, write_text
 
 MAX_BYTES = 2**26
 PAD, UNKNOWN, FIRST, BETWEEN, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -34,7 +34,7 @@ class Vocabulary:
     def read(path: str | Path) -> Vocabulary:
         """From a file with a piece on each line, as the published ones are."""
         try:
-            return Vocabulary(tuple(read_whole(path, MAX_BYTES).decode().splitlines()))
+            return Vocabulary(tuple(read_bounded(path, MAX_BYTES).decode().splitlines()))
         except FileNotFoundError as error:
             raise DataNotFoundError(f"cannot read {path}: {error.strerror}") from error
         except OSError as error:

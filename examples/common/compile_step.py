@@ -1,8 +1,8 @@
-"""Compile a step: whether a TPU compiler takes a whole step of training, and what that needs.
+"""Compile a training step for TPUs without having any, and report memory and overlap.
 
     report = compile_step(resnet50_trainer(config, topology))
 
-Nothing runs: the devices may be those of `ftmesh.tpu.slices.tpu_devices`, which are not there.
+Nothing runs: the topology's devices may be those of `ftmesh.tpu.slices.tpu_devices`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from examples.common.arguments import add_step, config_of
+from examples.common.arguments import add_step, config_from
 from examples.common.trainer import Trainer
 from ftmesh.collectives import gradients
-from ftmesh.command_line import ended
+from ftmesh.command_line import run_command
 from ftmesh.errors import ArgumentError, FtmeshError, UnreadableError
-from ftmesh.execute.hlo_text import text_of
+from ftmesh.execute.hlo_text import program_text
 from ftmesh.topology.topology import Topology
 from ftmesh.tpu.compiled_rounds import (
     CompiledLoop,
@@ -38,33 +38,33 @@ from ftmesh.units import format_bytes
 
 
 class RefusedError(FtmeshError):
-    """The compiler does not take a program."""
+    """The compiler rejects a program."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the compiler made of a step. All bytes are those of one device."""
+    """What the compiler says of a step. All sizes are of one device."""
 
     platform: str
     num_devices: int
     sums_on: str
-    batch: int  # of all devices together
+    batch: int  # global
     compile_seconds: float
     program_bytes: int
-    argument_bytes: int  # the state, which a step takes over, and the batch
+    argument_bytes: int  # the state, which is donated, and the batch
     temporary_bytes: int
-    overlap: Overlap | None  # of the sums of gradients
-    loops: tuple[CompiledLoop, ...] = ()  # all rounds of all sums, the packing not among them
-    others: Cycles | None = None  # all else that a step does
-    unread: str = ""  # why nothing is said of these, where JAX cannot print the program
+    overlap: Overlap | None  # of the gradient sums
+    loops: tuple[CompiledLoop, ...] = ()  # the rounds of all sums, without the packing
+    others: Cycles | None = None  # the rest of the step
+    unread: str = ""  # why the last three are missing, if JAX cannot print the program
 
     @property
     def device_bytes(self) -> int:
-        """All that a device must hold."""
+        """Memory that a device needs."""
         return self.argument_bytes + self.temporary_bytes + self.program_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
+        """Return plain data, for JSON."""
         return asdict(self) | {"device_bytes": self.device_bytes}
 
     def __str__(self) -> str:
@@ -72,31 +72,36 @@ class StepReport:
             f"{self.num_devices} devices of {self.platform}, global batch {self.batch}, gradients "
             f"summed by {self.sums_on}",
             f"  compiled in {self.compile_seconds:.1f} s",
-            f"  {format_bytes(self.device_bytes)} at each device: the state and the batch "
+            f"  {format_bytes(self.device_bytes)} per device: state and batch "
             f"{format_bytes(self.argument_bytes)}, temporary {format_bytes(self.temporary_bytes)}, "
-            f"the program {format_bytes(self.program_bytes)}",
+            f"program {format_bytes(self.program_bytes)}",
         ]
         if self.unread:
             lines.append(f"  {self.unread}")
         if self.overlap and self.overlap.permutations:
             lines.append(f"  {self.overlap}")
         if any(loop.cycles for loop in self.loops):
-            found, number = cycles_of_all(self.loops), len(self.loops)
+            cycles, number = cycles_of_all(self.loops), len(self.loops)
             lines.append(
-                f"  {found.total:,} cycles beside the permutations of {number} "
-                f"loop{'s' * (number != 1)}, "
-                f"{found.hidden:,} of them hidden, as the compiler estimates{found.doubts}"
+                f"  {cycles.total:,} cycles next to the permutations of {number} "
+                f"loop{'s' * (number != 1)}, {cycles.hidden:,} of them hidden, by the compiler's "
+                f"estimate{cycles.doubts}"
             )
         if self.others:
-            lines.append(f"  {self.others.total:,} cycles for all else{self.others.doubts}")
+            lines.append(f"  {self.others.total:,} cycles for the rest{self.others.doubts}")
         return "\n".join(lines)
 
 
 def compile_step(trainer: Trainer) -> StepReport:
-    """Compile the step of a trainer, and say what came out."""
+    """Compile the step of a trainer.
+
+    Raises:
+        ArgumentError: If the trainer's ranks are emulated.
+        RefusedError: If the compiler rejects the program.
+    """
     parallel = trainer.parallel
     if parallel.mesh is None:
-        raise ArgumentError("to compile for a mesh takes its devices; these ranks are emulated")
+        raise ArgumentError("compiling for a mesh needs its devices; these ranks are emulated")
     lowered = trainer.step.lower(*trainer.inputs)
     start = time.perf_counter()
     try:
@@ -107,13 +112,13 @@ def compile_step(trainer: Trainer) -> StepReport:
     memory = compiled.memory_analysis()
     text = unread = ""
     try:
-        text = text_of(compiled)
+        text = program_text(compiled)
     except UnreadableError as error:
         unread = str(error)
     return StepReport(
         platform=parallel.platform,
         num_devices=parallel.num_ranks,
-        sums_on=parallel.sums_on,
+        sums_on=parallel.sums_description,
         batch=trainer.shares.global_batch,
         compile_seconds=seconds,
         program_bytes=memory.generated_code_size_in_bytes,
@@ -130,12 +135,12 @@ def start(
     name: str,
     parser: argparse.ArgumentParser,
     presets: Mapping[str, Any],
-    make: Callable[[Any, Topology, argparse.Namespace], Trainer],
+    make_trainer: Callable[[Any, Topology, argparse.Namespace], Trainer],
     argv: Sequence[str] | None,
 ) -> int:
-    """Read the command line, compile the step of the trainer that `make` makes, and report.
+    """Parse the command line, compile a trainer's step, print the report; return the exit status.
 
-    The exit status: what is wrong is said in one line, that begins with `name`.
+    Errors are printed as one line that starts with `name`.
     """
     parser.add_argument("slice", metavar="SLICE", help="the TPUs to compile for, as v6e:16x16")
     add_step(parser, presets)
@@ -149,7 +154,7 @@ def start(
             topology = Topology.from_devices(
                 tpu_devices(args.slice), failed=args.failed, failed_links=args.failed_links
             )
-            report = compile_step(make(config_of(args, presets), topology, args))
+            report = compile_step(make_trainer(config_from(args, presets), topology, args))
         print(json.dumps(report.as_dict()) if args.json else report)
 
-    return ended(name, run)
+    return run_command(name, run)

@@ -1,16 +1,16 @@
-"""Parallel: the devices of a run and how sums go over them, on a plan or on JAX's own psum.
+"""Data parallelism over the devices of a run, with sums on a plan or by `lax.psum`.
 
-    parallel = Parallel.on(topology, "auto", payload_bytes=102_228_128)
+    parallel = DataParallel.create(topology, "auto", payload_bytes=102_228_128)
     step = parallel.jit(step, in_specs=(P(), P("data")), out_specs=P())
 
-A trainer asks this one for means, shares of a batch, groups of chips and an optimizer, and is the
-same program on a damaged mesh, on a whole one with ``lax.psum`` and on a single device.
+A trainer written against `DataParallel` is the same program on a damaged mesh, on a full mesh with
+``lax.psum`` and on a single device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,62 +19,56 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from examples.common.device_arrays import AXIS, SPLIT, Placed
+from examples.common.device_arrays import AXIS, SHARDED, DeviceArrays
 from ftmesh.collectives.gradients import (
     BUCKET_BYTES,
     backward_order,
-    mean_gradients,
     with_mean_gradients,
 )
-from ftmesh.collectives.group_sum import Groups
+from ftmesh.collectives.group_sum import ChipGroups
 from ftmesh.distributed.consensus import agreed_plan
 from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute.lowering import PALLAS, PPERMUTE
-from ftmesh.layout.batch_shares import Shares
-from ftmesh.optim.replicated import WholeOptimizer
+from ftmesh.layout.batch_shares import BatchShares
+from ftmesh.optim.replicated import ReplicatedOptimizer
 from ftmesh.optim.sharded import ShardedOptimizer
-from ftmesh.planning.plan import Plan, plan
+from ftmesh.planning.make_plan import plan
+from ftmesh.planning.plan import Plan
+from ftmesh.planning.selection import AUTO
 from ftmesh.testing import shard_map_on_one_device
+from ftmesh.topology.backup_ranks import backup_ranks
 from ftmesh.topology.devices import platform_of, process_of
-from ftmesh.topology.partners import partners
 from ftmesh.topology.ranks import Ranks
 from ftmesh.topology.topology import Topology
 from ftmesh.tpu.compiler_options import compiler_options
 
-PSUM = "psum"  # in place of an algorithm: JAX's own sums, which need no plan
-SMALL_BYTES = 4096  # losses, counts, norms: what matters is how many rounds they take
+PSUM = "psum"  # in place of an algorithm: lax.psum, which needs no plan
+SMALL_BYTES = 4096  # losses, counts, norms: their cost is the number of rounds
 
 
 @dataclass(frozen=True)
-class Parallel(Placed):
-    """The ranks of one axis, and a plan for sums of gradients along it.
+class DataParallel(DeviceArrays):
+    """The devices along one mesh axis, and how sums go over them. Build it with `create`."""
 
-    Without a plan sums are JAX's own. Sums of a few numbers go on `small_plan`. With `overlap`
-    gradients are summed during the backward pass, in buckets of `bucket_bytes`; with `halved` they
-    go to owners. Where a step `keeps_state`, that from before is there after it. `partners` have
-    copies of what others own.
-    """
-
-    plan: Plan | None = None
-    small_plan: Plan | None = None
-    overlap: bool = False
-    halved: bool = False
+    plan: Plan | None = None  # None: lax.psum
+    small_plan: Plan | None = None  # for sums of a few numbers
+    overlap: bool = False  # sum gradients during the backward pass
+    reduce_scatter: bool = False  # gradients go to owners
     bucket_bytes: int = BUCKET_BYTES
-    in_vmem: bool = False
-    keeps_state: bool = False
-    partners: tuple[int, ...] | None = None
+    keeps_state: bool = False  # a step does not donate the state before it
+    partners: tuple[int, ...] | None = None  # by rank: the rank with a copy of its shard
 
     def __post_init__(self) -> None:
         if self.overlap and self.plan is None:
             single = self.ranks.num_live == 1
-            why = "a single device has nothing to sum" if single else "these are JAX's own"
+            why = "a single device has nothing to sum" if single else "lax.psum does not"
             raise CollectiveError(f"only sums on a plan overlap the backward pass; {why}")
         if self.bucket_bytes < 1:
             raise ArgumentError(f"a bucket of {self.bucket_bytes} bytes holds no gradients")
 
     @staticmethod
-    def on(
+    def create(
         topology: Topology,
         algorithm: str = "auto",
         *,
@@ -84,98 +78,109 @@ class Parallel(Placed):
         with_idle: bool = False,
         overlap: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
-        in_vmem: bool = False,
         cluster: Cluster = ALONE,
         keeps_state: bool = True,
         copies: bool = True,
-        halved: bool = False,
+        reduce_scatter: bool = False,
         executor: str = PPERMUTE,
-    ) -> Parallel:
-        """The live devices of `topology`, with a plan made by `algorithm`, or ``"psum"``.
+    ) -> DataParallel:
+        """Plan sums over the live devices of `topology`.
 
-        The plan is for gradients of `payload_bytes` in `wire_dtype`; with `overlap`, for one bucket
-        of them at a time. With `with_idle` the devices of failed chips are in the program too, and
-        count for nothing. The ranks of a topology without devices are emulated, all on one. A
-        single chip needs no plan. Of several processes, in `cluster`, one plans for all; where some
-        may be lost, a step `keeps_state`, and shards of it have `copies` on another host. Where
-        gradients go by halves, as to owners with `halved` and always with `overlap`, ``"auto"``
-        has no trees. The `executor` is as for `ftmesh.plan`, `in_vmem` as for
-        `ftmesh.compiler_options`.
+        The ranks of a topology without devices are emulated on one device. A single chip needs no
+        plan. One process of `cluster` plans for all.
+
+        Args:
+            topology: The mesh, with or without devices.
+            algorithm: As for `ftmesh.plan`, or "psum" for `lax.psum`.
+            payload_bytes: Size of all gradients in `wire_dtype`.
+            wire_dtype: What gradients are sent in.
+            axis_name: Name of the mesh axis.
+            with_idle: Keep the devices of failed chips in the program, idle.
+            overlap: Sum gradients during the backward pass, `bucket_bytes` at a time.
+            bucket_bytes: Size of a bucket with `overlap`.
+            cluster: The processes that own the devices.
+            keeps_state: If hosts may be lost, do not donate the state to a step.
+            copies: If hosts may be lost, keep a copy of each shard on another host.
+            reduce_scatter: Gradients go to owners, so a plan must have a reduce-scatter; so it must
+                with `overlap`.
+            executor: As for `ftmesh.plan`.
         """
         cluster = cluster.on(topology, with_idle=with_idle)
         ranks = Ranks(topology, with_idle)
-        made = small = None
+        gradient_plan = small_plan = None
         if algorithm != PSUM and topology.num_live > 1:
             size = max(1, min(payload_bytes, bucket_bytes)) if overlap else payload_bytes
-            made = agreed_plan(
+            gradient_plan = agreed_plan(
                 cluster,
                 topology,
                 algorithm,
                 payload_bytes=size,
                 wire_dtype=jnp.dtype(wire_dtype).name,
                 with_idle=with_idle,
-                unrolled=overlap,
-                halves=halved,  # so that trees are not planned for nothing
-                executor=executor,
+                reduce_scatter=reduce_scatter
+                or overlap,  # so that trees are not planned for nothing
+                executor=PPERMUTE if overlap and executor == AUTO else executor,
             )
-            made = replace(made, unrolled=False)
-            small = _for_small_sums(made)
+            small_plan = _small_plan(gradient_plan)
         mesh = topology.jax_mesh(axis_name, with_idle=with_idle) if topology.devices else None
-        is_on_line = cluster.line is not None
-        return Parallel(
+        is_elastic = cluster.line is not None
+        return DataParallel(
             ranks,
             mesh,
             axis_name,
             cluster,
-            plan=made,
-            small_plan=small,
+            plan=gradient_plan,
+            small_plan=small_plan,
             overlap=overlap,
-            halved=halved,
+            reduce_scatter=reduce_scatter,
             bucket_bytes=bucket_bytes,
-            in_vmem=in_vmem,
-            keeps_state=is_on_line and keeps_state,
-            partners=_partners(topology) if is_on_line and copies and not with_idle else None,
+            keeps_state=is_elastic and keeps_state,
+            partners=_partners(topology) if is_elastic and copies and not with_idle else None,
         )
 
     @property
     def platform(self) -> str:
-        """What the devices are: "cpu", "gpu" or a kind of TPU."""
+        """The devices' platform: "cpu", "gpu" or a kind of TPU."""
         return platform_of(self.mesh.devices.flat[0] if self.mesh else jax.devices()[0])
 
     @property
     def gradients_plan(self) -> Plan | None:
-        """The plan that gradients go by: `plan`, or a sibling of it that has halves."""
-        if self.plan is None or not (self.overlap or self.halved):
+        """The plan for gradients: `plan`, or its variant with a reduce-scatter."""
+        if self.plan is None or not (self.overlap or self.reduce_scatter):
             return self.plan
         return self.plan.with_reduce_scatter
 
     @property
-    def sums_on(self) -> str:
-        """What makes the sums, in words."""
+    def sums_description(self) -> str:
+        """How and where gradients are summed, for messages."""
         if self.ranks.num_live == 1:
             return "a single device"
         plan = self.gradients_plan
-        how = "lax.psum" if plan is None else plan.algorithm
-        if plan is not None and plan.executor == PALLAS:
-            how = f"{how} in a Pallas kernel"
-        idle = ", idle devices among them" if self.ranks.with_idle else ""
-        where = "" if self.mesh else ", emulated on one device"
-        return f"{how} on {self.ranks.topology}{idle}{where}"
+        algorithm = "lax.psum" if plan is None else plan.algorithm
+        kernel = " in a Pallas kernel" if plan is not None and plan.executor == PALLAS else ""
+        idle = " with idle devices" if self.ranks.with_idle else ""
+        emulated = "" if self.mesh else ", emulated on one device"
+        return f"{algorithm}{kernel} on {self.ranks.topology}{idle}{emulated}"
 
     # Inside a step ----------------------------------------------------------------------------
 
     def sum(self, tree: Any) -> Any:
-        """The sum over all live ranks of a few numbers, such as counts."""
+        """Sum a few numbers, such as counts, over the live ranks."""
         if self.small_plan is None:
-            return lax.psum(self._of_live(tree), self.axis_name)
+            return lax.psum(self._zero_if_idle(tree), self.axis_name)
         return self.small_plan.psum(tree, self.axis_name)
 
     def mean(self, tree: Any) -> Any:
-        """The mean over all live ranks of a few numbers, such as losses."""
+        """Average a few numbers, such as losses, over the live ranks."""
         return jax.tree.map(lambda total: total / self.ranks.num_live, self.sum(tree))
 
-    def _of_live(self, tree: Any) -> Any:
-        """Nothing in place of what an idle rank has, which may be anything."""
+    def copies(self, tree: Any) -> Any:
+        """Send this rank's shard to its partner; return the shard that this rank copies."""
+        assert self.partners is not None
+        pairs = list(enumerate(self.partners))
+        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis_name, pairs), tree)
+
+    def _zero_if_idle(self, tree: Any) -> Any:
         if not self.ranks.with_idle:
             return tree
         is_live = jnp.isin(lax.axis_index(self.axis_name), self.ranks.live)
@@ -184,42 +189,36 @@ class Parallel(Placed):
     def _mean_gradients(self, grads: Any, wire_dtype: Any) -> Any:
         if self.plan is None:
             return self.mean(grads)
-        return mean_gradients(grads, self.axis_name, plan=self.plan, wire_dtype=wire_dtype)
+        return self.plan.pmean(grads, self.axis_name, wire_dtype=wire_dtype)
 
     def _with_mean_gradients(self, params: Any, **options: Any) -> Any:
         assert self.plan is not None
         return with_mean_gradients(
             params,
             self.axis_name,
-            plan=self.plan.unrolled_variant,  # nothing runs beside a loop
+            plan=self.plan.unrolled_variant,  # XLA overlaps nothing with a loop
             bucket_bytes=self.bucket_bytes,
             **options,
         )
 
-    def copies(self, tree: Any) -> Any:
-        """What the rank whose partner the calling one is has in its place."""
-        assert self.partners is not None
-        ways = list(enumerate(self.partners))
-        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis_name, ways), tree)
-
-    # Around it --------------------------------------------------------------------------------
+    # Around a step ----------------------------------------------------------------------------
 
     def backward_order(self, loss: Callable[..., Any], *types: Any) -> tuple[int, ...] | None:
-        """The order in which gradients come to be; None where their sums wait for all of them.
+        """Return the order in which the backward pass computes gradients; None without `overlap`.
 
-        `types` are those of what a rank gives to `loss`, which has an auxiliary result.
+        `types` are the types of a rank's arguments to `loss`, which returns auxiliary outputs.
         """
         if not self.overlap:
             return None
-        found: list[tuple[int, ...]] = []
+        orders: list[tuple[int, ...]] = []
 
-        def trace(place: jax.Array) -> jax.Array:
-            found.append(backward_order(loss, *types, has_aux=True))
-            return place
+        def trace(x: jax.Array) -> jax.Array:
+            orders.append(backward_order(loss, *types, has_aux=True))
+            return x
 
-        run = self.jit(trace, in_specs=(SPLIT,), out_specs=SPLIT)
+        run = self.jit(trace, in_specs=(SHARDED,), out_specs=SHARDED)
         jax.eval_shape(run, jax.ShapeDtypeStruct((self.num_ranks,), jnp.int32))
-        return found[0]
+        return orders[0]
 
     def jit(
         self,
@@ -229,8 +228,8 @@ class Parallel(Placed):
         out_specs: Any,
         donate_argnums: tuple[int, ...] = (),
     ) -> Any:
-        """`function` as every rank runs it, compiled with the options that a plan wants."""
-        options = compiler_options(self.platform, overlap=self.overlap, in_vmem=self.in_vmem)
+        """Map `function` over the ranks and jit it with the compiler options that plans need."""
+        options = compiler_options(self.platform, overlap=self.overlap)
         if self.mesh is None:
             emulated = shard_map_on_one_device(
                 function,
@@ -245,15 +244,15 @@ class Parallel(Placed):
         )
         return jax.jit(mapped, donate_argnums=donate_argnums, compiler_options=options or None)
 
-    def shares(self, global_batch: int) -> Shares:
-        """Which examples of a batch each rank has; idle ranks have padding alone."""
-        return Shares.of(self.ranks, global_batch)
+    def shares(self, global_batch: int) -> BatchShares:
+        """Divide a batch among the ranks; idle ranks get padding only."""
+        return BatchShares.of(self.ranks, global_batch)
 
-    def groups(self, examples: int, global_batch: int) -> Groups | None:
-        """Groups of neighbouring chips with so many examples; none on a single device."""
+    def groups(self, examples: int, global_batch: int) -> ChipGroups | None:
+        """Group neighbouring chips that together have `examples` examples; None on one device."""
         if self.num_ranks == 1:
             return None
-        return Groups.of_examples(self.ranks, examples, global_batch)
+        return ChipGroups.for_examples(self.ranks, examples, global_batch)
 
     def optimizer(
         self,
@@ -263,21 +262,20 @@ class Parallel(Placed):
         wire_dtype: Any = None,
         order: Sequence[int] | None = None,
         **options: Any,
-    ) -> ShardedOptimizer | WholeOptimizer:
-        """The optimizer, its state shared out among the chips, or whole at each where told.
+    ) -> ShardedOptimizer | ReplicatedOptimizer:
+        """Wrap an optax transformation for gradients that differ from rank to rank.
 
-        Without a plan it is whole. On a plan gradients travel in `wire_dtype`; with `overlap` they
-        do during the backward pass of its `value_and_grad`, in `order`, as `backward_order` finds
-        it.
+        Args:
+            transformation: Any optax transformation.
+            sharded: Shard the optimizer's state over the chips. Without a plan it is replicated.
+            wire_dtype: What gradients are sent in.
+            order: With `overlap`, the order of `backward_order`.
+            **options: Passed to `ShardedOptimizer`.
         """
         if self.plan is not None and sharded:
             if self.overlap:
-                options = {
-                    "overlap": True,
-                    "bucket_bytes": self.bucket_bytes,
-                    "order": order,
-                    **options,
-                }
+                overlap = {"overlap": True, "bucket_bytes": self.bucket_bytes, "order": order}
+                options = overlap | options
             return ShardedOptimizer(
                 transformation,
                 self.plan,
@@ -286,7 +284,7 @@ class Parallel(Placed):
                 norm_plan=self.small_plan,
                 **options,
             )
-        return WholeOptimizer(
+        return ReplicatedOptimizer(
             transformation,
             mean=partial(self._mean_gradients, wire_dtype=wire_dtype),
             axis_name=self.axis_name,
@@ -297,20 +295,20 @@ class Parallel(Placed):
 
 
 def _partners(topology: Topology) -> tuple[int, ...] | None:
-    """Partners on other hosts, for the live devices of a topology."""
+    """Return a rank on another host for each rank; None if there are too few."""
     hosts = [process_of(device) for device in topology.devices]
-    found = partners(topology, hosts) if len(set(hosts)) > 1 else None
-    return None if found is None else tuple(found.tolist())
+    ranks = backup_ranks(topology, hosts) if len(set(hosts)) > 1 else None
+    return None if ranks is None else tuple(ranks.tolist())
 
 
-def _for_small_sums(made: Plan) -> Plan:
-    """The quickest plan for a few numbers on the same ranks, also where `made` was named."""
-    if not made.is_auto:
-        quick = plan(
-            made.topology,
-            payload_bytes=SMALL_BYTES,
-            with_idle=made.with_idle,
-            executor=made.executor,
-        )
-        return made if quick.algorithm == made.algorithm else quick
-    return made.for_payload(SMALL_BYTES)
+def _small_plan(large: Plan) -> Plan:
+    """Return the fastest plan for a few numbers on the same ranks, whatever `large` is."""
+    if large.is_auto:
+        return large.for_payload(SMALL_BYTES)
+    small = plan(
+        large.topology,
+        payload_bytes=SMALL_BYTES,
+        with_idle=large.with_idle,
+        executor=large.executor,
+    )
+    return large if small.algorithm == large.algorithm else small

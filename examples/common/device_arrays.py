@@ -1,4 +1,4 @@
-"""Placed: the devices of a run, and how arrays of the host come to lie on them and back."""
+"""Move arrays between the host and the devices of a run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,17 @@ from numpy.typing import NDArray
 from ftmesh.distributed.process_group import ALONE, Cluster
 from ftmesh.distributed.wording import processes
 from ftmesh.errors import ClusterError
-from ftmesh.layout.batch_shares import Shares
+from ftmesh.layout.batch_shares import BatchShares
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.ranks import Ranks
 
 AXIS = "data"
-WHOLE, SPLIT = PartitionSpec(), PartitionSpec(AXIS)  # at every rank; a part at each
+REPLICATED, SHARDED = PartitionSpec(), PartitionSpec(AXIS)
 
 
 @dataclass(frozen=True)
-class Placed:
-    """The ranks of one axis; without a mesh all of them are emulated on one device.
-
-    `cluster` are the processes that have the devices.
-    """
+class DeviceArrays:
+    """The devices along one mesh axis; without a mesh all ranks are emulated on one device."""
 
     ranks: Ranks
     mesh: Mesh | None
@@ -37,19 +34,19 @@ class Placed:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the axis, those of idle devices too."""
+        """Size of the axis, idle devices included."""
         return self.ranks.num_ranks
 
     @property
     def live_devices(self) -> tuple[Any, ...] | None:
-        """Those that are not idle; None where ranks are emulated."""
+        """The devices that are not idle; None if ranks are emulated."""
         return None if self.mesh is None else tuple(self.mesh.devices.flat[self.ranks.live])
 
-    def put(self, tree: Any, spec: PartitionSpec = WHOLE) -> Any:
-        """Arrays onto the devices: all of them at each, or split as `spec` says.
+    def put(self, tree: Any, spec: PartitionSpec = REPLICATED) -> Any:
+        """Place a tree of host arrays on the devices, replicated or sharded by `spec`.
 
-        Every process has all of them, and the same. JAX's own way to place arrays would compare
-        them on the devices, failed ones included.
+        Every process passes the same arrays; checksums are compared on the host.
+        `jax.device_put` would compare them on the devices, failed ones included.
         """
         if self.mesh is None:
             return jax.device_put(tree)
@@ -59,68 +56,68 @@ class Placed:
             crc = 0
             for leaf in jax.tree.leaves(host):
                 crc = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, crc)
-            self.cluster.agree({"what is put on the devices": f"{crc:08x}"})
+            self.cluster.agree({"the arrays placed on the devices": f"{crc:08x}"})
         sharding = NamedSharding(self.mesh, spec)
 
-        def placed(leaf: Any) -> jax.Array:
-            return jax.make_array_from_callback(leaf.shape, sharding, lambda at: leaf[at])
+        def put_leaf(leaf: Any) -> jax.Array:
+            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
-        return jax.tree.map(placed, host)
+        return jax.tree.map(put_leaf, host)
 
-    def typed(self, tree: Any, specs: Any) -> Any:
-        """The types of such arrays, lying on the devices as `specs`, a prefix of the tree, say."""
+    def with_shardings(self, types: Any, specs: Any) -> Any:
+        """Return `types` with the shardings of `specs`, a prefix of the tree."""
 
-        def typed(spec: PartitionSpec, part: Any) -> Any:
+        def with_sharding(spec: PartitionSpec, part: Any) -> Any:
             sharding = self.mesh and NamedSharding(self.mesh, spec)
             return jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
             )
 
-        return jax.tree.map(typed, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        return jax.tree.map(with_sharding, specs, types, is_leaf=is_spec)
 
-    def local_rows(self, shares: Shares) -> NDArray[np.int64]:
-        """Which rows of a global batch the devices of this process have; -1 stands for padding."""
+    def local_rows(self, shares: BatchShares) -> NDArray[np.int64]:
+        """Return the rows of a global batch that this process reads; -1 is padding."""
         return shares.positions()[self._own_ranks].reshape(-1)
 
     def feed(self, batch: Any) -> Any:
-        """The rows that this process has read, as arrays that are split along the axis."""
+        """Turn the rows that this process has read into global arrays, sharded along the axis."""
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, batch)
         self._check_joined()
-        split = NamedSharding(self.mesh, PartitionSpec(self.axis_name))
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.axis_name))
         own = self._own_ranks
 
-        def fed(rows: Any) -> jax.Array:
-            each = len(rows) // len(own)
-            starts = {int(rank) * each: place * each for place, rank in enumerate(own)}
+        def feed_rows(rows: Any) -> jax.Array:
+            per_rank = len(rows) // len(own)
+            starts = {int(rank) * per_rank: i * per_rank for i, rank in enumerate(own)}
 
-            def part(at: tuple[slice, ...]) -> Any:
-                start = starts[at[0].start or 0]
-                return rows[start : start + each]
+            def shard(index: tuple[slice, ...]) -> Any:
+                start = starts[index[0].start or 0]
+                return rows[start : start + per_rank]
 
-            shape = (each * self.num_ranks, *rows.shape[1:])
-            return jax.make_array_from_callback(shape, split, part)
+            shape = (per_rank * self.num_ranks, *rows.shape[1:])
+            return jax.make_array_from_callback(shape, sharding, shard)
 
-        return jax.tree.map(fed, batch)
+        return jax.tree.map(feed_rows, batch)
 
     def local(self, value: jax.Array) -> jax.Array | None:
-        """What all live devices have, as one of this process has it; None where it has none."""
+        """Return this process's copy of a replicated value; None if it has no live device."""
         if self.mesh is None:
             return value
         shards = {shard.device: shard.data for shard in value.addressable_shards}
-        found = [shards[device] for device in self.live_devices or () if device in shards]
-        return found[0] if found else None
+        return next((shards[d] for d in self.live_devices or () if d in shards), None)
 
     @property
     def _own_ranks(self) -> NDArray[np.int64]:
-        """The ranks whose devices this process has, idle ones included."""
+        """The ranks of this process's devices, idle ones included."""
         if self.mesh is None:
             return np.arange(self.num_ranks)
         devices = self.mesh.devices.flat
         return np.flatnonzero([process_of(device) == self.cluster.process for device in devices])
 
     def _check_joined(self) -> None:
-        """Refuse devices of processes that nobody has joined: their rows would be read here."""
+        """Raise if the mesh has devices of processes outside the cluster."""
         assert self.mesh is not None
         others = {process_of(device) for device in self.mesh.devices.flat} - {*self.cluster.members}
         if others:

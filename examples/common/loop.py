@@ -1,8 +1,8 @@
-"""The loop: steps, evaluations, checkpoints and logs, the same for every trainer.
+"""The training loop: steps, evaluations, checkpoints and logs, shared by all trainers.
 
-A trainer describes what there is to train as a `Job`, and `run` trains it. Between two steps the
-host waits for nothing that the device has yet to compute: the loss of a step is looked at when the
-next one is under way. A checkpoint or an evaluation does wait, and looks at the loss first.
+A trainer describes its run as a `Job`, and `run` trains it. The host never waits for the device
+between two steps: a loss is read while the next step runs. Checkpoints and evaluations do wait, and
+read the loss first.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import jax
 from examples.common.mllog import MLLog
 from examples.common.reader import Batches, Reader
 from examples.common.report import Report
-from examples.common.restore import begin
-from examples.common.sdc_check import with_faults
-from examples.common.step_commit import Transactions
+from examples.common.restore import restore_or_init
+from examples.common.sdc_check import apply_faults
+from examples.common.step_commit import StepCommit
 from examples.common.trainer import State, Trainer
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.command_line import say
@@ -40,41 +40,41 @@ from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time
 
 Data = TypeVar("Data", bound=Sized)
-OPEN_LIMIT = 3600.0  # seconds: where there is no index of the data, one process reads all of it
-SAVE_LIMIT = 3600.0  # for the last checkpoint of the slowest
+OPEN_TIMEOUT = 3600.0  # seconds; without an index, one process scans all of the data
+SAVE_TIMEOUT = 3600.0  # for the last checkpoint of the slowest process
 STEP = "the program of a step"
-SEE_LIMIT = 10.0  # for a file to be seen by all
+SEE_TIMEOUT = 10.0  # for a new file to be visible to all processes
 SEE_INTERVAL = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What there is to train, from which state, and on which data."""
+    """What to train, on which data."""
 
-    benchmark: str  # as MLPerf calls it
-    settings: Mapping[str, Any]  # what MLPerf asks about them, by its keys
+    benchmark: str  # its name in MLPerf
+    settings: Mapping[str, Any]  # hyperparameters by MLPerf's keys
     steps_per_eval: int
-    target: float  # the accuracy at which the run has reached its end
+    target: float  # accuracy at which the run ends
 
     trainer: Trainer
-    first: Callable[[], State]  # what a run begins with
-    train: Batches[Any]  # one for each step
+    first: Callable[[], State]  # the initial state
+    train: Batches[Any]  # one per step
     validation: Batches[Any]
-    finished: Callable[[State], None] = lambda state: None  # is given the last state
-    remake: Callable[..., Trainer] | None = None  # topology, cluster=... -> the trainer on it
+    finished: Callable[[State], None] = lambda state: None  # called with the last state
+    remake: Callable[..., Trainer] | None = None  # topology, cluster=... -> a trainer on it
 
     @property
     def total_steps(self) -> int:
-        """Steps, where the target is not reached before."""
+        """Steps of the run, unless the target is reached earlier."""
         return len(self.train)
 
     def epoch(self, step: int) -> int:
-        """The epoch that `step`, counted from 1, belongs to; the first is 1."""
+        """Return the epoch of `step`; both count from 1."""
         return (step - 1) * self.train.batch // self.train.num_examples + 1
 
 
 def start_log(args: argparse.Namespace, cluster: Cluster = ALONE) -> MLLog:
-    """The log of a run that begins: one process writes it, where `add_run` asks for one."""
+    """Start the MLPerf log that `add_run` asks for; only the primary process writes it."""
     append = args.resume or cluster.epoch > 1
     log = MLLog(args.mllog if cluster.speaks else None, append=append)
     log.event("cache_clear", True)
@@ -85,50 +85,52 @@ def start_log(args: argparse.Namespace, cluster: Cluster = ALONE) -> MLLog:
 def open_data(
     cluster: Cluster, train: Callable[[], Data], validation: Callable[[], Data]
 ) -> tuple[Data, Data]:
-    """The data for training and that for validation, of which all processes have as much.
+    """Open the training and validation data, and check that all processes have the same sizes.
 
-    One process opens it first, and leaves an index of it to the others.
+    One process opens it first and leaves an index to the others.
     """
-    found = cluster.first(lambda: (train(), validation()), "open the data", limit=OPEN_LIMIT)
-    sizes = {"examples for training": len(found[0]), "examples for validation": len(found[1])}
-    cluster.agree(sizes, limit=OPEN_LIMIT)  # the others may have to read all of it, too
-    return found
+    data = cluster.first(lambda: (train(), validation()), "open the data", limit=OPEN_TIMEOUT)
+    sizes = {"examples for training": len(data[0]), "examples for validation": len(data[1])}
+    cluster.agree(sizes, limit=OPEN_TIMEOUT)  # on separate disks all of them scan
+    return data
 
 
 def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
-    """Train `job` as the arguments of `examples.common.arguments.add_run` say."""
+    """Train `job` with the arguments of `examples.common.arguments.add_run`."""
     trainer, cluster = job.trainer, job.trainer.parallel.cluster
     resumes = args.resume or cluster.epoch > 1
-    job.train.check_room()
+    job.train.check_memory()
     cluster.at("compile")
-    fault_injection.reach("compile")
+    fault_injection.inject("compile")
     topology = trainer.parallel.ranks.topology
     train_step = agree_on_program(cluster, STEP, trainer.step, trainer.inputs, topology)
     with ExitStack() as stack:
         cluster.at("restore")
         checkpoints = _open_checkpoints(cluster, args, stack) if args.checkpoint_dir else None
-        memory = _open_memory(cluster, stack)
-        transactions = Transactions(
+        peer_checkpoint = _open_peer_checkpoint(cluster, stack)
+        step_commit = StepCommit(
             trainer,
-            memory,
+            peer_checkpoint,
             checkpoints,
             copy_every=args.copy_every,
             check_every=args.check_every,
             two_states=args.two_states,
             is_saved=partial(_is_saved, job, args),
         )
-        _say_if_without_copies(trainer, args)
+        _warn_without_copies(trainer, args)
         if cluster.epoch > 1:
-            fault_injection.reach("recovery")
-        done, state, source = begin(trainer, job.first, memory, checkpoints, resumes=resumes)
+            fault_injection.inject("recovery")
+        done, state, source = restore_or_init(
+            trainer, job.first, peer_checkpoint, checkpoints, resumes=resumes
+        )
         if done >= job.total_steps and cluster.epoch == 1:
             raise CheckpointError(
-                f"the checkpoint is of step {done}, and the run ends at {job.total_steps}: there "
-                "is nothing left to do; more --steps would go on"
+                f"the checkpoint is of step {done}, and the run ends at step {job.total_steps}: "
+                "nothing is left to do; give more --steps to continue"
             )
         log.submission(
             job.benchmark,
-            platform=trainer.parallel.sums_on,
+            platform=trainer.parallel.sums_description,
             settings=job.settings,
             train_samples=job.train.num_examples,
             eval_samples=job.validation.num_examples,
@@ -153,12 +155,12 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
         batches = stack.enter_context(
             Reader(job.train, first_step=done, max_damaged=args.max_damaged)
         )
-        transactions.begin(done, state, source, partial(_count, job, report))
+        step_commit.begin(done, state, source, partial(_report_step, job, report))
         if cluster.line is not None:
             _prepare(job, topology, compile_ahead=args.compile_ahead)
-        block = done + 1  # the first step since the last evaluation
+        block = done + 1  # first step since the last evaluation
         reached = False
-        if cluster.epoch > 1 and done:  # what follows a step may have been cut off
+        if cluster.epoch > 1 and done:  # the failure may have come before the step's checkpoint
             if checkpoints and _is_saved(job, args, done):
                 _save(trainer, checkpoints, done, state)
             if _is_evaluated(job, done):
@@ -168,19 +170,18 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
                 log.start("block", first_epoch_num=job.epoch(step), epoch_count=_epochs(job, step))
             cluster.at("read", step)
             batch = trainer.parallel.feed(next(batches))
-            fault_injection.reach("step", step)
+            fault_injection.inject("step", step)
             cluster.at("step", step)
-            after, loss = train_step(state, batch)
-            fault_injection.reach("collective", step)
-            after = with_faults(step, after)
-            transactions.add(step, after, loss)
-            state = after
+            state, loss = train_step(state, batch)
+            fault_injection.inject("collective", step)
+            state = apply_faults(step, state)
+            step_commit.add(step, state, loss)
             if checkpoints and _is_saved(job, args, step):
-                transactions.settle()
-                report.settle()  # a state that comes with a bad loss is not worth keeping
+                step_commit.settle()
+                report.settle()  # a state with a bad loss must not be saved
                 _save(trainer, checkpoints, step, state)
             if _is_evaluated(job, step):
-                transactions.settle()
+                step_commit.settle()
                 log.stop("block", first_epoch_num=job.epoch(block))
                 block = step + 1
                 reached = _evaluate(job, state, step, report, log)
@@ -189,62 +190,57 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
         log.stop("run", status="success" if reached else "aborted")
         job.finished(state)
     cluster.at("agree")
-    cluster.barrier("the end of the run", limit=SAVE_LIMIT)
+    cluster.barrier("the end of the run", limit=SAVE_TIMEOUT)
     if cluster.speaks:
         print(_summary(job, report))
     return report
 
 
-def _count(job: Job, report: Report, step: int, loss: Any) -> None:
-    """Report a step, which counts."""
-    parallel, rate = job.trainer.parallel, job.trainer.lr_schedule(step - 1)
-    report.step(step, parallel.local(loss), examples=job.train.batch, lr=rate)
+def _report_step(job: Job, report: Report, step: int, loss: Any) -> None:
+    parallel, lr = job.trainer.parallel, job.trainer.lr_schedule(step - 1)
+    report.step(step, parallel.local(loss), examples=job.train.batch, lr=lr)
 
 
 def _prepare(job: Job, topology: Topology, *, compile_ahead: bool) -> None:
-    """In the background, plan for the loss of each host, and compile where asked.
+    """In the background, plan for the loss of each host, and compile if asked to.
 
-    One that will speak needs the plans: the first process, or the second. Nothing is agreed on.
+    Plans are needed by the primary process: the first one, or the second once that is lost.
     """
     cluster, remake = job.trainer.parallel.cluster, job.remake
     if remake is None or not (compile_ahead or cluster.process in cluster.members[:2]):
         return
 
-    def do(left: Topology) -> None:
+    def prepare_for(left: Topology) -> None:
         trainer = remake(left, cluster=replace(cluster, board=None))
         if compile_ahead and cluster.process in {process_of(device) for device in left.devices}:
             compile_program_ahead(STEP, trainer.step, trainer.inputs, left)
 
-    prepare(topology, do, seconds=math.inf if compile_ahead else SECONDS)
+    prepare(topology, prepare_for, seconds=math.inf if compile_ahead else SECONDS)
 
 
-def _say_if_without_copies(trainer: Trainer, args: argparse.Namespace) -> None:
-    """A sharded state that has no copies is lost with a host, and that should surprise nobody."""
+def _warn_without_copies(trainer: Trainer, args: argparse.Namespace) -> None:
+    """Warn that a lost host takes its shards of the state with it."""
     parallel = trainer.parallel
     wants = parallel.cluster.line is not None and trainer.layouts and not args.no_copies
     if wants and parallel.partners is None and parallel.cluster.speaks:
         say(
-            "what a host owns of the optimizer's state has no copy on another: there are no such "
-            "chips for all of it; if a host is lost, the run goes back to host memory "
-            "(--copy-every) or to a checkpoint"
+            "the optimizer's shards have no copies on other hosts, which have too few chips for "
+            "them: if a host is lost, the run goes back to host memory (--copy-every) or to a "
+            "checkpoint"
         )
 
 
-def _say_nothing(line: str) -> None:
-    pass
-
-
 def _check_shared(cluster: Cluster, checkpoints: Checkpoints) -> None:
-    """Refuse a folder that not all processes see: each would have a part of every checkpoint."""
+    """Raise unless all processes see the same folder: each writes a part of every checkpoint."""
     if cluster.is_alone:
         return
     mark, token = checkpoints.folder / ".seen", uuid.uuid4().hex
     if cluster.speaks:
         mark.write_text(token)
     token = cluster.broadcast(token, "the folder of checkpoints")
-    until = time.monotonic() + SEE_LIMIT
+    until = time.monotonic() + SEE_TIMEOUT
     while not (sees := mark.exists() and mark.read_text() == token) and time.monotonic() < until:
-        time.sleep(SEE_INTERVAL)  # a file system of many hosts may show new files late
+        time.sleep(SEE_INTERVAL)  # network file systems may show new files late
     own = f"that of process {cluster.speaker}" if sees else "another"
     cluster.agree({"the folder of checkpoints": own})
     if cluster.speaks:
@@ -252,14 +248,14 @@ def _check_shared(cluster: Cluster, checkpoints: Checkpoints) -> None:
 
 
 def _open_checkpoints(cluster: Cluster, args: argparse.Namespace, stack: ExitStack) -> Checkpoints:
-    """The folder of checkpoints, which all processes see."""
+    """Open the folder of checkpoints and check that all processes see it."""
     checkpoints = stack.enter_context(
         Checkpoints(
             args.checkpoint_dir,
             keep=args.keep,
             resume=args.resume or cluster.epoch > 1,
             process=cluster.process,
-            say=say if cluster.speaks else _say_nothing,
+            log=say if cluster.speaks else lambda line: None,
         )
     )
     cluster.before_leaving(checkpoints.finish)
@@ -268,28 +264,28 @@ def _open_checkpoints(cluster: Cluster, args: argparse.Namespace, stack: ExitSta
 
 
 def _is_saved(job: Job, args: argparse.Namespace, step: int) -> bool:
-    """Whether there is to be a checkpoint after a step, where there are any."""
+    """True if a checkpoint follows the step, in a run with checkpoints."""
     return step == job.total_steps or step % args.checkpoint_every == 0
 
 
 def _is_evaluated(job: Job, step: int) -> bool:
-    """Whether there is to be an evaluation after a step."""
+    """True if an evaluation follows the step."""
     return step == job.total_steps or step % job.steps_per_eval == 0
 
 
-def _open_memory(cluster: Cluster, stack: ExitStack) -> Memory | None:
-    """The memory of hosts, where there are keepers."""
+def _open_peer_checkpoint(cluster: Cluster, stack: ExitStack) -> Memory | None:
+    """Open the in-memory checkpoints, if there are peer stores."""
     if cluster.line is None:
         return None
-    memory = memory_on_line(cluster.process, cluster.epoch, say)
-    if memory is not None:
-        stack.enter_context(memory)
-        cluster.before_leaving(memory.finish)
-    return memory
+    peer_checkpoint = memory_on_line(cluster.process, cluster.epoch, say)
+    if peer_checkpoint is not None:
+        stack.enter_context(peer_checkpoint)
+        cluster.before_leaving(peer_checkpoint.finish)
+    return peer_checkpoint
 
 
 def _save(trainer: Trainer, checkpoints: Checkpoints, step: int, state: State) -> None:
-    """Begin to write a checkpoint. A run that survives failures survives a full disk, too."""
+    """Start to write a checkpoint. A run under a controller survives a full disk."""
     cluster = trainer.parallel.cluster
     cluster.at("save", step)
     if cluster.line is not None and checkpoints.latest_step == step:
@@ -299,35 +295,35 @@ def _save(trainer: Trainer, checkpoints: Checkpoints, step: int, state: State) -
     except CheckpointError as error:
         if cluster.line is None:
             raise
-        say(f"process {cluster.process}: {error}; the run goes on without this checkpoint")
+        say(f"process {cluster.process}: {error}; continuing without this checkpoint")
 
 
 def _evaluate(job: Job, state: State, step: int, report: Report, log: MLLog) -> bool:
-    """Whether the target is reached."""
+    """Evaluate and report; return True if the target is reached."""
     report.settle()
     job.trainer.parallel.cluster.at("evaluate", step)
-    fault_injection.reach("evaluate", step)
+    fault_injection.inject("evaluate", step)
     epoch = job.epoch(step)
     with log.interval("eval", epoch_num=epoch):
-        found = _accuracy(job, state)
-        accuracy: float = job.trainer.parallel.cluster.broadcast(found, "the accuracy")
+        local = _accuracy(job, state)
+        accuracy: float = job.trainer.parallel.cluster.broadcast(local, "the accuracy")
         log.event("eval_accuracy", accuracy, epoch_num=epoch)
     report.evaluation(step, accuracy=accuracy)
     return accuracy >= job.target
 
 
 def _accuracy(job: Job, state: State) -> float | None:
-    """How many answers are right on the validation data, of all; None without a live device."""
-    right = seen = 0.0
-    for counts in _one_late(_counts(job, state)):
-        number, total = map(job.trainer.parallel.local, counts)
-        if number is not None and total is not None:
-            right, seen = right + float(number), seen + float(total)
-    return right / seen if seen else None
+    """Return the accuracy on the validation data; None in a process without a live device."""
+    num_right = num_answers = 0.0
+    for counts in _delayed(_counts(job, state)):
+        right, answers = map(job.trainer.parallel.local, counts)
+        if right is not None and answers is not None:
+            num_right, num_answers = num_right + float(right), num_answers + float(answers)
+    return num_right / num_answers if num_answers else None
 
 
 def _counts(job: Job, state: State) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """How many answers are right, and how many there are, batch by batch."""
+    """Yield the number of right answers and of all answers, by batch."""
     trainer = job.trainer
     stats = trainer.mean_stats(state.stats)
     with Reader(job.validation) as reader:
@@ -335,8 +331,8 @@ def _counts(job: Job, state: State) -> Iterator[tuple[jax.Array, jax.Array]]:
             yield trainer.evaluate(state.params, stats, trainer.parallel.feed(batch))
 
 
-def _one_late(values: Iterator[Any]) -> Iterator[Any]:
-    """The same values, each when the next is under way."""
+def _delayed(values: Iterator[Any]) -> Iterator[Any]:
+    """Yield each value once the next one has been requested."""
     waiting: list[Any] = []
     for value in values:
         yield from waiting
@@ -345,27 +341,24 @@ def _one_late(values: Iterator[Any]) -> Iterator[Any]:
 
 
 def _epochs(job: Job, step: int) -> int:
-    """How many epochs the steps from `step` to the next evaluation belong to."""
+    """Count the epochs from `step` to the next evaluation."""
     last = min(step + job.steps_per_eval - 1, job.total_steps)
     return job.epoch(last) - job.epoch(step) + 1
 
 
 def _title(job: Job) -> str:
-    """What is trained, and on which mesh."""
     parallel = job.trainer.parallel
     on = f"{'at last ' if parallel.cluster.epoch > 1 else ''}on {parallel.ranks.topology}"
     return f"{job.benchmark}, batches of {job.train.batch} {job.train.unit}, {on}"
 
 
 def _summary(job: Job, report: Report) -> str:
-    """What was learned, and on which sums."""
-    step, found = max(report.evaluations.items())
-    took = format_time(report.seconds)
+    step, numbers = max(report.evaluations.items())
     parallel, rounds = job.trainer.parallel, ""
     if (plan := parallel.gradients_plan) is not None:
-        rounds = f", {plan.schedule.num_rounds} rounds an all-reduce"
+        rounds = f", {plan.schedule.num_rounds} rounds per all-reduce"
     return (
-        f"{job.benchmark}: accuracy {found['accuracy']:.4f} after {step} steps of "
-        f"{job.train.batch} {job.train.unit}, in {took}; gradients summed by "
-        f"{parallel.sums_on}{rounds}"
+        f"{job.benchmark}: accuracy {numbers['accuracy']:.4f} after {step} steps of "
+        f"{job.train.batch} {job.train.unit} in {format_time(report.seconds)}; gradients summed by "
+        f"{parallel.sums_description}{rounds}"
     )

@@ -1,4 +1,4 @@
-"""Learning rates by step, for optax, and for logs that must not wait for a device."""
+"""Learning-rate schedules, for optax and for logs that must not wait for a device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ftmesh.errors import ArgumentError
 def poly_decay(
     peak: float, *, warmup_steps: int, total_steps: int, end: float = 1e-4, power: float = 2
 ) -> Callable[[Any], Any]:
-    """Up from 0 to `peak` in a line, then down to `end` along a power of the steps that are left.
+    """Return a schedule with linear warm-up to `peak`, then polynomial decay to `end`.
 
-    Of a step that is an array, as optax has it, the rate is an array too. Of a plain number it is a
-    plain number, and no device has to do with it.
+    Called with an array, as optax does, it returns an array. Called with a plain number it returns
+    a plain number and uses no device.
 
     >>> lr_schedule = poly_decay(8, warmup_steps=2, total_steps=6, end=0)
     >>> [lr_schedule(step) for step in range(7)]
@@ -26,13 +26,13 @@ def poly_decay(
     """
     if not 0 <= warmup_steps < total_steps:
         raise ArgumentError(
-            f"{warmup_steps} steps of warm-up do not fit in {total_steps} steps; have at least one "
-            "step after the warm-up"
+            f"{warmup_steps} steps of warm-up do not fit in {total_steps} steps: at least one step "
+            "must follow the warm-up"
         )
 
     def rate(step: Any, xp: Any) -> Any:
-        down = xp.clip(step - warmup_steps, 0, total_steps - warmup_steps)
-        left = 1 - down / (total_steps - warmup_steps)
+        decayed_steps = xp.clip(step - warmup_steps, 0, total_steps - warmup_steps)
+        left = 1 - decayed_steps / (total_steps - warmup_steps)
         decayed = (peak - end) * left**power + end
         if warmup_steps == 0:
             return decayed

@@ -1,4 +1,4 @@
-"""Measure: how many examples a second steps of several programs do, in turns, in one run."""
+"""Measure the throughput of several programs' steps, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from examples.common.trainer import State, Trainer
 from ftmesh.command_line import whole_number
 from ftmesh.errors import TrainingError
 
-Turn = Callable[[int], None]  # does so many steps, and returns when they are done
+RunSteps = Callable[[int], None]  # runs a number of steps and waits for them
 
 
 def measure(
-    turns: Mapping[str, Turn], batch: int, steps: int, repeats: int = 3
+    programs: Mapping[str, RunSteps], batch: int, steps: int, repeats: int = 3
 ) -> dict[str, float]:
-    """Examples per second of each, the best of `repeats` turns of `steps` steps of `batch`."""
-    for turn in turns.values():
-        turn(5)  # compiles
-    rates = dict.fromkeys(turns, 0.0)
+    """Return each program's examples per second: the best of `repeats` runs of `steps` steps."""
+    for run_steps in programs.values():
+        run_steps(5)  # compiles
+    rates = dict.fromkeys(programs, 0.0)
     for _ in range(repeats):
-        for name, turn in turns.items():
+        for name, run_steps in programs.items():
             start = time.perf_counter()
-            turn(steps)
+            run_steps(steps)
             rates[name] = max(rates[name], batch * steps / (time.perf_counter() - start))
     return rates
 
 
-def trainer_turn(trainer: Trainer, state: State, batch: Any) -> Turn:
-    """Steps of a trainer, over and over on one batch, of which this process has read its rows."""
+def trainer_steps(trainer: Trainer, state: State, batch: Any) -> RunSteps:
+    """Return the steps of a trainer on one batch, given this process's rows of it."""
     batch = trainer.parallel.feed(batch)
 
-    def turn(steps: int) -> None:
+    def run_steps(steps: int) -> None:
         nonlocal state
         for _ in range(steps):
             state, loss = trainer.step(state, batch)
         if not np.isfinite(float(loss)):
-            raise TrainingError(f"the loss is {float(loss)}, and a step that fails is not measured")
+            raise TrainingError(f"the loss is {float(loss)}: failed steps are not measured")
 
-    return turn
+    return run_steps
 
 
 def read_arguments(
@@ -55,17 +55,16 @@ def read_arguments(
     batch: int,
     steps: int,
 ) -> argparse.Namespace:
-    """The arguments that every measurement of a step takes, after those that `parser` has.
+    """Add the arguments of a step benchmark to `parser`, and parse.
 
-    With `--torch` JAX takes GPU memory as it needs it, and leaves the rest to PyTorch. Otherwise it
-    takes most of the card when it first looks at it; so this comes before.
+    With `--torch`, JAX must not preallocate the GPU's memory; call this before JAX starts.
     """
     parser.add_argument("--preset", choices=tuple(presets), default=preset, help="(%(default)s)")
     parser.add_argument(
-        "--batch", type=whole_number(1), default=batch, help="of all devices together (%(default)s)"
+        "--batch", type=whole_number(1), default=batch, help="global batch size (%(default)s)"
     )
     parser.add_argument(
-        "--steps", type=whole_number(1), default=steps, help="in a turn (%(default)s)"
+        "--steps", type=whole_number(1), default=steps, help="steps per repeat (%(default)s)"
     )
     parser.add_argument("--torch", action="store_true", help="measure PyTorch as well")
     parser.add_argument("--json", action="store_true", help="print the rates as JSON")

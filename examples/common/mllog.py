@@ -18,7 +18,7 @@ from typing import Any
 
 
 class MLLog:
-    """A writer of such lines. Without a path, as on all processes but the first, it writes none."""
+    """Writes an MLPerf log; without a path, as in all processes but one, nothing."""
 
     def __init__(self, path: str | os.PathLike[str] | None, *, append: bool = False) -> None:
         self._path = None if path is None else Path(path)
@@ -26,20 +26,20 @@ class MLLog:
             self._path.write_text("")
 
     def event(self, key: str, value: Any = None, **metadata: Any) -> None:
-        """Something that is so, or happens, now."""
+        """Log a point in time."""
         self._write("POINT_IN_TIME", key, value, metadata)
 
     def start(self, what: str, **metadata: Any) -> None:
-        """The beginning of `what`: "init", "run", "block", "epoch" or "eval"."""
+        """Log the start of `what`: "init", "run", "block", "epoch" or "eval"."""
         self._write("INTERVAL_START", f"{what}_start", None, metadata)
 
     def stop(self, what: str, **metadata: Any) -> None:
-        """The end of `what`. That of a run must say status="success" or "aborted"."""
+        """Log the end of `what`; a "run" needs status="success" or "aborted"."""
         self._write("INTERVAL_END", f"{what}_stop", None, metadata)
 
     @contextmanager
     def interval(self, what: str, **metadata: Any) -> Iterator[None]:
-        """Start before a block of code, and stop after it unless it fails."""
+        """Log the start and end of a block of code; no end if it raises."""
         self.start(what, **metadata)
         yield
         self.stop(what, **metadata)
@@ -56,10 +56,9 @@ class MLLog:
         division: str = "closed",
         status: str = "research",
     ) -> None:
-        """Who runs what, where, on how much data, and with which `settings` of the benchmark.
+        """Log the keys that MLPerf 0.7 requires of every benchmark.
 
-        These are the keys that MLPerf 0.7 asks of every benchmark, "resnet" or "bert"; `settings`
-        has those that it asks of this one, such as "global_batch_size".
+        `settings` has those of this benchmark, "resnet" or "bert", such as "global_batch_size".
         """
         self.event("submission_benchmark", benchmark)
         self.event("submission_org", org)
@@ -82,10 +81,5 @@ class MLLog:
             "value": value,
             "metadata": metadata,
         }
-        with self._path.open("a", encoding="utf-8") as file:  # at once, whatever happens next
-            file.write(f":::MLLOG {json.dumps(line, default=_plain)}\n")
-
-
-def _plain(value: Any) -> Any:
-    """A number of NumPy or JAX as one of Python."""
-    return value.item()
+        with self._path.open("a", encoding="utf-8") as file:  # flushed, whatever happens next
+            file.write(f":::MLLOG {json.dumps(line, default=lambda x: x.item())}\n")

@@ -1,4 +1,4 @@
-"""Report: what a run shows on the terminal, writes as JSON lines, and draws when it ends.
+"""The report of a run: a progress bar, metrics as JSON lines, and a plot at the end.
 
     with Report(folder, total_steps=1000, unit="images") as report:
         for step, batch in ...:
@@ -6,13 +6,11 @@
             report.step(step, loss, examples=4096, lr=0.1)
         report.evaluation(step, accuracy=0.75)
 
-The loss of a step is looked at when the next step is under way, so that the devices are never
-waited for, or when `settle` is called; one that is not a number ends the run with its step.
+The loss of a step is read once the next step has been dispatched, so that the host does not wait,
+or when `settle` is called. A loss that is not finite ends the run.
 
-Metrics: the file of JSON lines that a run leaves, written to by one process after another.
-
-A process may be killed while it writes. So the next one begins a line of its own, and readers skip
-what is no JSON.
+A process may be killed while it writes to the metrics, and another one continue the file: writers
+start on a new line, and readers skip lines that are not JSON.
 """
 
 from __future__ import annotations
@@ -31,19 +29,25 @@ from typing import Any, TextIO
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ftmesh.errors import TrainingError
-from ftmesh.files import write_whole
+from ftmesh.files import write_atomic
 
-LOSS = "#0072b2"
-EVALUATIONS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00")
+LOSS_COLOUR = "#0072b2"
+EVALUATION_COLOURS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00")
 
 
 class Report:
     """The progress bar, the metrics and the plot of one run.
 
-    `folder` gets ``metrics.jsonl``, a line per step, per evaluation and per epoch after the first,
-    and ``run.svg``, under `title`; without a folder nothing is written. Without `show` the terminal
-    is left alone, as is right for all processes of a run but one. If `eager`, a loss that is there
-    already is looked at without delay: its step counts, and this process may be lost in the next.
+    Args:
+        folder: Gets ``metrics.jsonl``, a line per step, evaluation and generation after the first,
+            and ``run.svg``; None writes nothing.
+        total_steps: Length of the run.
+        first_step: Number of steps done before.
+        unit: What examples are called in rates.
+        title: Of the plot.
+        resume: Append to the metrics.
+        show: Show progress on the terminal: true in one process of a run.
+        eager: Read a loss at once if it is ready: this process may be lost in the next step.
     """
 
     def __init__(
@@ -73,38 +77,35 @@ class Report:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[says]}"),
+            TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(),
             disable=not show,
         )
         self._task = self._progress.add_task(
-            "training", total=total_steps, completed=first_step, says=""
+            "training", total=total_steps, completed=first_step, status=""
         )
 
     def step(self, step: int, loss: Any, *, examples: int, **numbers: float) -> None:
-        """A step has been started; `loss` may be an array that is still being computed.
-
-        It is None in a process that has no part in it.
-        """
+        """Report a dispatched step; `loss` may still be computing, or None without a device."""
         self.settle()
         self._waiting = (step, loss, {"examples": examples, **numbers})
         if self._eager and (loss is None or loss.is_ready()):
             self.settle()
 
     def evaluation(self, step: int, **numbers: float) -> None:
-        """The result of an evaluation after `step`."""
+        """Report the results of an evaluation after `step`."""
         self.settle()
         self.evaluations[step] = {name: float(value) for name, value in numbers.items()}
         self._write({"step": step, "eval": self.evaluations[step]})
-        says = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
         if self._show:
-            self._progress.print(f"after step {step}: {says}")
+            results = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+            self._progress.print(f"after step {step}: {results}")
         self._last = time.perf_counter()
 
     def epoch(self, step: int, number: int, *, live: int, source: str) -> None:
-        """Who takes part has changed: `live` chips go on from the state after `step`.
+        """Report a new generation: `live` chips continue from the state after `step`.
 
-        `number` is the epoch's, and `source` tells where that state was found.
+        `number` is the generation's; `source` is where the state came from.
         """
         if self._metrics is not None:
             done = max(read_metrics(self._metrics.name)[0], default=0)
@@ -113,11 +114,11 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return time.perf_counter() - self._started
 
     def settle(self) -> None:
-        """Look at the loss of the last step; one that is not a number ends the run."""
+        """Read the loss of the last step; raise TrainingError if it is not finite."""
         if self._waiting is None:
             return
         step, loss, numbers = self._waiting
@@ -132,14 +133,14 @@ class Report:
         self._write({"step": step, "loss": value, **numbers, "per_second": rate})
         if not math.isfinite(value):
             raise TrainingError(
-                f"the loss of step {step} is {value}: the run has stopped there; try a lower "
-                "learning rate or a longer warm-up, or go back to a checkpoint before it"
+                f"the loss of step {step} is {value}: try a lower learning rate, a longer warm-up, "
+                "or an earlier checkpoint"
             )
         self.losses[step] = value
         self._progress.update(
             self._task,
             completed=step,
-            says=f"loss {value:.4f}, {self._rate:.4g} {self._unit}/s",
+            status=f"loss {value:.4f}, {self._rate:.4g} {self._unit}/s",
         )
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -170,10 +171,7 @@ class Report:
 
 
 def plot_run(metrics: str | Path, out: str | Path, *, title: str = "") -> bool:
-    """Draw the losses and evaluations of a run, and where epochs begin, with the chips of each.
-
-    False where matplotlib is not installed.
-    """
+    """Plot the losses, evaluations and generations of a run; False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -183,28 +181,30 @@ def plot_run(metrics: str | Path, out: str | Path, *, title: str = "") -> bool:
     axes = figure.subplots()
     if title:
         axes.set_title(title, fontsize="medium", loc="left")
-    axes.plot(list(losses), list(losses.values()), color=LOSS, label="loss")
+    axes.plot(list(losses), list(losses.values()), color=LOSS_COLOUR, label="loss")
     axes.set_xlabel("step")
-    axes.set_ylabel("loss", color=LOSS)
+    axes.set_ylabel("loss", color=LOSS_COLOUR)
     names = sorted({name for line in evaluations.values() for name in line})
     if names:
         right: Any = axes.twinx()
-        for name, colour in zip(names, itertools.cycle(EVALUATIONS)):
-            found = {step: line[name] for step, line in evaluations.items() if name in line}
-            right.plot(list(found), list(found.values()), "o-", color=colour, label=name, ms=3)
-        right.set_ylabel(", ".join(names), color=EVALUATIONS[0] if len(names) == 1 else "black")
+        for name, colour in zip(names, itertools.cycle(EVALUATION_COLOURS)):
+            curve = {step: line[name] for step, line in evaluations.items() if name in line}
+            right.plot(list(curve), list(curve.values()), "o-", color=colour, label=name, ms=3)
+        right.set_ylabel(
+            ", ".join(names), color=EVALUATION_COLOURS[0] if len(names) == 1 else "black"
+        )
         right.legend(frameon=False, loc="center right")
-    mark_epochs(axes, read_epochs(metrics))
+    mark_generations(axes, read_generations(metrics))
     axes.grid(True, alpha=0.3)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=Path(out).suffix[1:])
-    write_whole(out, [drawn.getvalue()])
+    image = io.BytesIO()
+    figure.savefig(image, format=Path(out).suffix[1:])
+    write_atomic(out, [image.getvalue()])
     return True
 
 
-def mark_epochs(axes: Any, epochs: list[dict[str, Any]]) -> None:
-    """A vertical line where each epoch begins, with the number of chips that it has."""
-    for line in epochs:
+def mark_generations(axes: Any, generations: list[dict[str, Any]]) -> None:
+    """Draw a vertical line where each generation starts, labelled with its number of chips."""
+    for line in generations:
         axes.axvline(line["step"] + 0.5, color="black", linestyle=":", linewidth=1)
         axes.annotate(
             f"{line['live']} chips",
@@ -219,7 +219,7 @@ def mark_epochs(axes: Any, epochs: list[dict[str, Any]]) -> None:
 
 
 def open_metrics(path: Path, *, append: bool) -> TextIO:
-    """The file, to write whole lines to."""
+    """Open the metrics file, on a new line."""
     file = path.open("a" if append else "w")
     if file.tell():
         with path.open("rb") as before:
@@ -231,7 +231,7 @@ def open_metrics(path: Path, *, append: bool) -> TextIO:
 
 
 def metrics_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file of metrics, less those that were cut."""
+    """Yield the lines of a metrics file, without those cut short."""
     for text in Path(path).read_text(errors="replace").splitlines():
         try:
             line = json.loads(text)
@@ -242,7 +242,7 @@ def metrics_lines(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(path: str | Path) -> tuple[dict[int, float], dict[int, dict[str, float]]]:
-    """Losses by step and evaluations by step, from a file of metrics; the last of each counts."""
+    """Return losses and evaluations by step; of repeated steps, the last."""
     losses, evaluations = {}, {}
     for line in metrics_lines(path):
         if "eval" in line:
@@ -252,9 +252,9 @@ def read_metrics(path: str | Path) -> tuple[dict[int, float], dict[int, dict[str
     return dict(sorted(losses.items())), dict(sorted(evaluations.items()))
 
 
-def read_epochs(path: str | Path) -> list[dict[str, Any]]:
-    """The epochs after the first, from a file of metrics: "epoch", "step" and what else is known.
+def read_generations(path: str | Path) -> list[dict[str, Any]]:
+    """Return the lines of generations after the first.
 
-    Each begins with the state after its "step", on "live" chips.
+    Each starts with the state after its "step", on "live" chips; "epoch" is its number.
     """
     return [line for line in metrics_lines(path) if "epoch" in line]

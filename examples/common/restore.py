@@ -1,64 +1,68 @@
-"""Beginning: the state that an epoch of a run starts from, and where it was found.
+"""The state that a run, or a new generation of it, starts from.
 
-In place, that is what the devices hold of the last step that counts. Else it is the newest of what
-the memory of hosts and the folder of checkpoints have; else what a run begins with.
+In place, that is the last committed state, still on the devices. Otherwise it is the newest of the
+in-memory checkpoints and the checkpoints on disk; otherwise the initial state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from examples.common.reshard import carried
+from examples.common.reshard import reshard_state
 from examples.common.trainer import State, Trainer
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.elastic.peer_checkpoint import Memory
 from ftmesh.errors import CheckpointNotFoundError
 
-Found = tuple[int, State, str]
+Restored = tuple[int, State, str]  # number of steps done, state after them, source
 
 
-def begin(
+def restore_or_init(
     trainer: Trainer,
     first: Callable[[], State],
-    memory: Memory | None,
+    peer_checkpoint: Memory | None,
     checkpoints: Checkpoints | None,
     *,
     resumes: bool,
-) -> Found:
-    """The steps that are done, the state after them, and where that comes from."""
+) -> Restored:
+    """Return the number of steps done, the state after them, and its source.
+
+    Raises:
+        CheckpointNotFoundError: If a run is to resume and there is no checkpoint.
+    """
     cluster = trainer.parallel.cluster
     held = None if cluster.line is None else cluster.line.held
-    if held is not None and memory is not None:
-        state = carried(held, trainer, memory.keepers)
+    if held is not None and peer_checkpoint is not None:
+        state = reshard_state(held, trainer, peer_checkpoint.keepers)
         if state is not None:
             _forget(checkpoints, held.step)
             return held.step, state, "devices"
     if resumes:
-        found = _newest(trainer, memory, checkpoints)
-        if found is not None:
-            _forget(checkpoints, found[0])
-            return found
+        restored = _restore_newest(trainer, peer_checkpoint, checkpoints)
+        if restored is not None:
+            _forget(checkpoints, restored[0])
+            return restored
         if cluster.epoch == 1 and checkpoints is not None:
-            raise CheckpointNotFoundError(f"{checkpoints.folder} has no checkpoint to go on from")
+            raise CheckpointNotFoundError(f"{checkpoints.folder} has no checkpoint to resume from")
     return 0, first(), "start"
 
 
 def _forget(checkpoints: Checkpoints | None, done: int) -> None:
-    """What an earlier epoch has begun to write of later steps is not to be mixed with new parts."""
+    """Drop unfinished checkpoints of later steps, which must not mix with new ones."""
     if checkpoints is not None:
-        checkpoints.forget(after=done)
+        checkpoints.discard_after(done)
 
 
-def _newest(
-    trainer: Trainer, memory: Memory | None, checkpoints: Checkpoints | None
-) -> Found | None:
-    """Of what is kept anywhere; one process says where to look first."""
-    kept = {"host memory": memory, "checkpoint": checkpoints}
-    steps = {where: (each and each.latest_step) or 0 for where, each in kept.items()}
-    order = sorted(kept, key=lambda where: -steps[where])
-    for where in trainer.parallel.cluster.broadcast(order, "where to look for a state"):
-        each = kept[where]
-        found = None if each is None else trainer.restore(each)
-        if found is not None:
-            return (*found, where)
+def _restore_newest(
+    trainer: Trainer, peer_checkpoint: Memory | None, checkpoints: Checkpoints | None
+) -> Restored | None:
+    """Restore the newest state; the primary process decides which store is tried first."""
+    stores = {"host memory": peer_checkpoint, "checkpoint": checkpoints}
+    steps = {source: (store and store.latest_step) or 0 for source, store in stores.items()}
+    order = sorted(stores, key=lambda source: -steps[source])
+    for source in trainer.parallel.cluster.broadcast(order, "where to look for a state"):
+        store = stores[source]
+        restored = None if store is None else trainer.restore(store)
+        if restored is not None:
+            return (*restored, source)
     return None

@@ -1,11 +1,11 @@
-"""The index of one TFRecord file: where each record begins, found by hopping from length to length.
+"""The index of one TFRecord file: where each record begins.
 
-A file is a row of records, each in a frame:
+A TFRecord file is a sequence of frames:
 
     length, 8 bytes | checksum of the length, 4 | the record | checksum of the record, 4
 
-An index takes 4 bytes a record: blocks of records have a base each, and a record begins so many
-bytes behind the base of its block. Where a block spans 4 GiB and more, it takes 8.
+The scan reads the lengths and skips the records. The index takes 4 bytes per record: an offset from
+the base of the record's block of 1024; 8 bytes where a block spans 4 GiB or more.
 """
 
 from __future__ import annotations
@@ -27,32 +27,40 @@ from ftmesh.errors import DataError
 HEAD, TAIL = struct.Struct("<QI"), struct.Struct("<I")
 FRAME_BYTES = HEAD.size + TAIL.size
 BLOCK = 1024  # records
-SETTLED_NS = 2_000_000_000  # file systems tell times apart that are further apart than this
+SETTLED_NS = 2_000_000_000  # coarsest resolution of file times
 
-_WINDOW, _GLANCE = 1 << 20, 1 << 9  # bytes to read at once: of small records; of a large one
-_LARGE = 1 << 15  # bytes: longer records are not read through
-_TELL = 1 << 24  # bytes passed before that is said
-_MANY, _MOST = 64, 1 << 16  # records worth an array at once; numbers kept as such
+_WINDOW, _SMALL_WINDOW = 1 << 20, 1 << 9  # bytes to read at once: of small and of large records
+_LARGE = 1 << 15  # bytes of a record that is skipped, not read
+_TICK_BYTES = 1 << 24  # between progress updates
+_MIN_EQUAL = 64  # frames of equal length worth a vectorized search
+_MAX_BUFFERED = 1 << 16  # entries in Python lists and dicts before they become an array
 
 
 @dataclass(frozen=True)
-class Stamp:
-    """By which a file that has changed is known. One of the last two seconds matches no other."""
+class FileStamp:
+    """Size and times of a file, to detect that it changed."""
 
     size: int
     mtime_ns: int
     ctime_ns: int
 
     @staticmethod
-    def of(path: Path) -> Stamp:
-        """The stamp that a file has now."""
+    def from_path(path: Path) -> FileStamp:
+        """Return the current stamp of a file."""
         try:
-            return _stamp(path.stat())
+            return FileStamp._from_stat(path.stat())
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
 
-    def settled(self) -> Stamp:
-        """The stamp to keep: a file just written may be so again, and bear the same times."""
+    @staticmethod
+    def _from_stat(status: os.stat_result) -> FileStamp:
+        return FileStamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    def settled(self) -> FileStamp:
+        """Return the stamp to store: for a file written just now, one that matches nothing.
+
+        It could be written again within the resolution of its times.
+        """
         if abs(time.time_ns() - self.mtime_ns) < SETTLED_NS:
             return replace(self, mtime_ns=-1)
         return self
@@ -60,51 +68,51 @@ class Stamp:
 
 @dataclass(frozen=True, eq=False)
 class ShardIndex:
-    """Where the records of a file begin; `checksums` are those of the blocks of `starts`."""
+    """Where the records of a file begin, in blocks with a base and a checksum each."""
 
-    stamp: Stamp
-    bases: NDArray[np.int64]  # of blocks
-    checksums: NDArray[np.uint32]
-    starts: NDArray[Any]  # behind the base: uint32, or uint64
+    stamp: FileStamp
+    bases: NDArray[np.int64]  # byte of each block's first record
+    checksums: NDArray[np.uint32]  # of each block of `starts`
+    starts: NDArray[Any]  # relative to the base: uint32 or uint64
     is_mapped: bool = False
-    _sound: NDArray[np.bool_] = field(init=False, repr=False)  # blocks whose checksum was compared
+    _checked: NDArray[np.bool_] = field(init=False, repr=False)  # blocks that match their checksum
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_sound", np.zeros(len(self.bases), bool))
+        object.__setattr__(self, "_checked", np.zeros(len(self.bases), bool))
 
     @staticmethod
-    def of(stamp: Stamp, begins: NDArray[np.int64]) -> ShardIndex:
-        """The index of a file in which records begin at these bytes."""
-        bases = begins[::BLOCK].astype("<i8")
-        behind = begins - np.repeat(bases, BLOCK)[: len(begins)]
-        is_wide = len(behind) > 0 and int(behind.max()) >= 1 << 32
-        starts = behind.astype("<u8" if is_wide else "<u4")
-        blocks = [checksum(starts[i : i + BLOCK]) for i in range(0, len(starts), BLOCK)]
-        return ShardIndex(stamp, bases, np.array(blocks, "<u4"), starts)
+    def from_starts(stamp: FileStamp, starts: NDArray[np.int64]) -> ShardIndex:
+        """Index a file in which records begin at the bytes `starts`."""
+        bases = starts[::BLOCK].astype("<i8")
+        relative = starts - np.repeat(bases, BLOCK)[: len(starts)]
+        is_wide = len(relative) > 0 and int(relative.max()) >= 1 << 32
+        relative = relative.astype("<u8" if is_wide else "<u4")
+        blocks = [checksum(relative[i : i + BLOCK]) for i in range(0, len(relative), BLOCK)]
+        return ShardIndex(stamp, bases, np.array(blocks, "<u4"), relative)
 
     @staticmethod
-    def scanned(path: Path, tick: Callable[[int], None] = lambda num_bytes: None) -> ShardIndex:
-        """The index of a file, from one pass over it; `tick` is told how many bytes were passed."""
+    def scan(path: Path, tick: Callable[[int], None] = lambda num_bytes: None) -> ShardIndex:
+        """Index a file in one pass; `tick` is called with the number of bytes passed."""
         try:
             with path.open("rb", buffering=0) as file:
-                stamp = _stamp(os.fstat(file.fileno()))
-                kept = stamp.settled()
-                parts = list(_begins(file, path, stamp.size, tick))
+                stamp = FileStamp._from_stat(os.fstat(file.fileno()))
+                stored = stamp.settled()
+                parts = list(_scan_starts(file, path, stamp.size, tick))
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
-        return ShardIndex.of(kept, np.concatenate([np.zeros(0, np.int64), *parts]))
+        return ShardIndex.from_starts(stored, np.concatenate([np.zeros(0, np.int64), *parts]))
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def span(self, record: int) -> tuple[int, int] | None:
-        """Where a record's frame begins and ends; None where the index is not to be believed."""
+        """Return the first and last byte of a record's frame; None if the index is damaged."""
         block, last = record // BLOCK, record + 1 == len(self)
-        if not self._sound[block]:
+        if not self._checked[block]:
             first = block * BLOCK
             if checksum(self.starts[first : first + BLOCK]) != self.checksums[block]:
                 return None
-            self._sound[block] = True
+            self._checked[block] = True
         start = int(self.bases[block]) + int(self.starts[record])
         if last:
             end = self.stamp.size
@@ -118,84 +126,80 @@ class ShardIndex:
 
 
 def checksum(data: bytes | NDArray[Any]) -> int:
-    """The crc32c of some bytes."""
+    """Return the crc32c of some bytes."""
     return int(google_crc32c.value(data))
 
 
 def masked_checksum(data: bytes) -> int:
-    """The crc32c of TFRecords: rotated, and a constant added."""
+    """Return the crc32c as TFRecord files have it: rotated, plus a constant."""
     crc = checksum(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def frame_head(length: int) -> bytes:
-    """What stands before a record of so many bytes."""
+    """Return what precedes a record of `length` bytes."""
     return HEAD.pack(length, masked_checksum(length.to_bytes(8, "little")))
 
 
-def _stamp(status: os.stat_result) -> Stamp:
-    return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-
-def _begins(
+def _scan_starts(
     file: Any, path: Path, size: int, tick: Callable[[int], None]
 ) -> Iterator[NDArray[np.int64]]:
-    """Where records begin, some thousands at a time; large ones are hopped over unread."""
-    at, told, number, window = 0, 0, 0, _WINDOW
-    found: list[int] = []
-    frames: dict[bytes, int] = {}  # heads that are sound, and the bytes to the next
-    while at < size:
-        file.seek(at)
-        read = file.read(window)
-        last, here, before = len(read) - HEAD.size, 0, number
+    """Yield where records begin, some thousands at a time."""
+    position, ticked, number, window = 0, 0, 0, _WINDOW
+    starts: list[int] = []
+    frame_bytes: dict[bytes, int] = {}  # valid heads, and the bytes to the next one
+    while position < size:
+        file.seek(position)
+        data = file.read(window)
+        last, offset, before = len(data) - HEAD.size, 0, number
         if last < 0:
             break
-        equal = _equal_frames(read)
+        equal = _equal_frames(data)
         if len(equal):
-            yield np.array(found, np.int64)
-            yield equal[:-1] + at
-            found, here, number = [], int(equal[-1]), number + len(equal) - 1
-        while here <= last:
-            head = read[here : here + HEAD.size]
-            step = frames.get(head)
+            yield np.array(starts, np.int64)
+            yield equal[:-1] + position
+            starts, offset, number = [], int(equal[-1]), number + len(equal) - 1
+        while offset <= last:
+            head = data[offset : offset + HEAD.size]
+            step = frame_bytes.get(head)
             if step is None:
-                step = frames[head] = _frame_bytes(head)
+                step = frame_bytes[head] = _frame_bytes(head)
             if not step:
                 raise DataError(
-                    f"{path}: no record begins at byte {at + here}, where record {number} should: "
-                    "the file is damaged, or compressed, or no TFRecord file"
+                    f"{path}: record {number} should begin at byte {position + offset}, and does "
+                    "not: the file is damaged, compressed, or not a TFRecord file"
                 )
-            found.append(at + here)
-            here += step
+            starts.append(position + offset)
+            offset += step
             number += 1
-        at += here
-        if at - told >= _TELL:
-            tick(at - told)
-            told = at
-        window = _WINDOW if here < (number - before) * _LARGE else _GLANCE
-        if max(len(found), len(frames)) > _MOST:
-            yield np.array(found, np.int64)
-            found = []
-            frames.clear()
-    if at != size:
-        raise DataError(f"{path} is cut short: it has {size} bytes, and its last record more")
-    tick(at - told)
-    yield np.array(found, np.int64)
+        position += offset
+        if position - ticked >= _TICK_BYTES:
+            tick(position - ticked)
+            ticked = position
+        window = _WINDOW if offset < (number - before) * _LARGE else _SMALL_WINDOW
+        if max(len(starts), len(frame_bytes)) > _MAX_BUFFERED:
+            yield np.array(starts, np.int64)
+            starts = []
+            frame_bytes.clear()
+    if position != size:
+        raise DataError(f"{path} is cut short: its last record ends beyond its {size} bytes")
+    tick(position - ticked)
+    yield np.array(starts, np.int64)
 
 
-def _equal_frames(read: bytes) -> NDArray[np.int64]:
-    """Where frames as long as the first begin, and the one behind them, if there are many."""
-    last, step = len(read) - HEAD.size, _frame_bytes(read[: HEAD.size])
+def _equal_frames(data: bytes) -> NDArray[np.int64]:
+    """Return where frames as long as the first begin, and their end; empty if they are few."""
+    last, step = len(data) - HEAD.size, _frame_bytes(data[: HEAD.size])
     if 0 < step <= last:
-        heads = np.ndarray(last // step + 1, f"S{HEAD.size}", read, 0, (step,))
+        heads = np.ndarray(last // step + 1, f"S{HEAD.size}", data, 0, (step,))
         others = np.flatnonzero(heads != heads[0])
         number = int(others[0]) if len(others) else len(heads)
-        if number >= _MANY:
+        if number >= _MIN_EQUAL:
             return np.arange(number + 1) * step
     return np.zeros(0, np.int64)
 
 
 def _frame_bytes(head: bytes) -> int:
-    """The length of a frame that begins so; 0 where its checksum is another."""
+    """Return the length of a frame with this head; 0 if the head does not match its checksum."""
     length, crc = HEAD.unpack(head)
     return length + FRAME_BYTES if crc == masked_checksum(head[:8]) else 0

@@ -1,7 +1,7 @@
-"""Transactions: a step counts when all processes have its results.
+"""Commit steps: a step is committed when all processes have its results.
 
-Until then the state before it is kept. Where the step takes over the memory of that state, only
-those steps count whose state has been copied to the memory of hosts.
+Until then the state before it is kept. If a step donates that state, only steps whose state has
+been copied to host memory are committed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from examples.common.sdc_check import Suspicion
+from examples.common.sdc_check import SdcCheck
 from examples.common.trainer import State, Trainer
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.elastic.controller_client import Line, Paused
@@ -23,8 +23,8 @@ from ftmesh.topology.notation import format_failed
 
 
 @dataclass(frozen=True)
-class Held:
-    """The last state that counts, on the devices of a trainer, from one epoch to the next."""
+class HeldState:
+    """The last committed state, on the devices of a trainer, for the next generation."""
 
     step: int
     state: State
@@ -32,18 +32,24 @@ class Held:
     epoch: int
 
 
-class Transactions:
-    """The steps of an epoch. Every `copy_every` of them the state is copied to host memory.
+class StepCommit:
+    """Commits the steps of a generation. Without a controller it only checks and reports them.
 
-    They count one by one; with `check_every`, when parameters have been compared. `is_saved` tells
-    after which steps there will be a checkpoint, and `count` is told of every step and its loss. A
-    step is committed while the next one runs, unless there is to be memory for two states only.
+    Args:
+        trainer: Whose steps.
+        peer_checkpoint: In-memory checkpoints, if there are peer stores.
+        checkpoints: Checkpoints on disk, if any.
+        copy_every: Copy the state to host memory every N steps; 0 for never.
+        check_every: Compare parameters every N steps, and commit only then; 0 for never.
+        two_states: Commit a step before the next one starts, so that devices hold two states;
+            otherwise it is committed while the next one runs.
+        is_saved: Whether a checkpoint follows a step.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        memory: Memory | None,
+        peer_checkpoint: Memory | None,
         checkpoints: Checkpoints | None,
         *,
         copy_every: int = 0,
@@ -52,28 +58,29 @@ class Transactions:
         is_saved: Callable[[int], bool],
     ) -> None:
         self._trainer, self._line = trainer, trainer.parallel.cluster.line
-        self._memory, self._checkpoints = memory, checkpoints
+        self._peer_checkpoint, self._checkpoints = peer_checkpoint, checkpoints
         self._copy_every, self._check_every = copy_every, check_every
         self._is_saved = is_saved
-        self._suspicion = Suspicion(trainer)
-        self._keeps = trainer.parallel.keeps_state
-        self._runs_ahead = self._keeps and not two_states
+        self._sdc_check = SdcCheck(trainer)
+        self._keeps_state = trainer.parallel.keeps_state
+        self._runs_ahead = self._keeps_state and not two_states
         self._waiting: tuple[int, State, Any] | None = None
-        if self._line is not None and not self._keeps and not (memory and copy_every):
+        is_repeatable = self._keeps_state or (peer_checkpoint and copy_every)
+        if self._line is not None and not is_repeatable:
             raise ArgumentError(
-                "a step that takes over the memory of the state before it cannot be repeated: "
-                "give --copy-every, to have a state in host memory to go back to"
+                "a step with --donate cannot be repeated after a failure: give --copy-every, "
+                "to have a state in host memory to go back to"
             )
 
     def begin(
-        self, done: int, state: State, source: str, count: Callable[[int, Any], None]
+        self, done: int, state: State, source: str, report: Callable[[int, Any], None]
     ) -> None:
-        """The state after step `done` is here, from `source`."""
-        self._count = count
+        """Hold the state after step `done`; `report` is called with every step and its loss."""
+        self._report = report
         if self._line is None:
             return
         jax.block_until_ready(state)
-        self._trainer.parallel.cluster.barrier("what the epoch begins with")  # all hold it, or none
+        self._trainer.parallel.cluster.barrier("the state of a generation")  # all hold it, or none
         self._hold(done, state)
         topology = self._trainer.parallel.ranks.topology
         self._line.joined(
@@ -84,14 +91,14 @@ class Transactions:
         )
 
     def add(self, step: int, state: State, loss: Any) -> None:
-        """A step has been started. The one before it counts when this comes back."""
+        """Add a step that has been dispatched; the one before it is committed on return."""
         self.settle()
         self._waiting = step, state, loss
         if self._line is None or not self._runs_ahead:
             self.settle()
 
     def settle(self) -> None:
-        """Have the last step count, once its results are here and everywhere."""
+        """Commit the last step, once all processes have its results."""
         if self._waiting is None:
             return
         step, state, loss = self._waiting
@@ -102,52 +109,56 @@ class Transactions:
         )
         if self._line is None:
             if checks:
-                self._suspicion.compare(step, state)
-        elif checks or copies or self._is_saved(step) or (self._keeps and not self._check_every):
+                self._sdc_check.compare(step, state)
+        elif (
+            checks
+            or copies
+            or self._is_saved(step)
+            or (self._keeps_state and not self._check_every)
+        ):
             self._commit(self._line, step, state, loss, checks=checks, copies=copies)
-        self._count(step, loss)
+        self._report(step, loss)
 
     def _commit(
         self, line: Line, step: int, state: State, loss: Any, *, checks: bool, copies: bool
     ) -> None:
-        jax.block_until_ready(loss)  # one program makes all of its results
-        self._suspicion.look_at(step, loss)
+        jax.block_until_ready(loss)  # the state is ready then too: one program
+        self._sdc_check.check_loss(step, loss)
         if checks:
-            self._suspicion.compare(step, state)
-        if not self._keeps:
+            self._sdc_check.compare(step, state)
+        if not self._keeps_state:
             self._copy(step, state)
-            self._finish()
-        fault_injection.reach("commit", step)
-        word = line.commit(step)
+            assert self._peer_checkpoint is not None
+            if not self._peer_checkpoint.finish():
+                raise CheckpointError(
+                    "no host has memory for the state, so the step cannot be committed"
+                )
+        fault_injection.inject("commit", step)
+        answer = line.commit(step)
         self._hold(step, state)
-        if word == "leave":
-            self._put_down(step, state)
+        if answer == "leave":
+            self._save_and_leave(step, state)
             raise Paused(step)
-        if self._keeps and copies:
+        if self._keeps_state and copies:
             self._copy(step, state)
 
     def _hold(self, step: int, state: State) -> None:
         assert self._line is not None
-        held = Held(step, state, self._trainer, self._line.news.epoch)
-        self._line.held = held if self._keeps else None
+        held = HeldState(step, state, self._trainer, self._line.news.epoch)
+        self._line.held = held if self._keeps_state else None
 
     def _copy(self, step: int, state: State) -> None:
         assert self._line is not None
-        assert self._memory is not None
+        assert self._peer_checkpoint is not None
         self._line.at("save", step)
-        self._trainer.save(self._memory, step, state)
+        self._trainer.save(self._peer_checkpoint, step, state)
 
-    def _finish(self) -> None:
-        assert self._memory is not None
-        if not self._memory.finish():
-            raise CheckpointError("no host has room for the state, and the step cannot count")
-
-    def _put_down(self, step: int, state: State) -> None:
-        """Leave a state for those who come next."""
+    def _save_and_leave(self, step: int, state: State) -> None:
+        """Save the state for the processes that will be started next."""
         assert self._line is not None
-        store = self._memory or self._checkpoints
+        store = self._peer_checkpoint or self._checkpoints
         if store is not None and store.latest_step != step:
             self._line.at("save", step)
             self._trainer.save(store, step, state)
             store.finish()
-        self._trainer.parallel.cluster.barrier("the state is put down")  # or nobody leaves
+        self._trainer.parallel.cluster.barrier("the state is saved")  # or nobody leaves

@@ -1,4 +1,4 @@
-"""tf.train.Example without TensorFlow: what is in a record, and records made of features."""
+"""Parse and serialize tf.train.Example without TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Feature = list[bytes] | NDArray[np.int64] | NDArray[np.float32]
 
 
 def parse_example(data: bytes) -> dict[str, Feature]:
-    """The features of a serialised tf.train.Example: lists of bytes, and arrays of numbers.
+    """Parse a serialized tf.train.Example into lists of bytes and arrays of numbers.
 
     >>> parse_example(make_example({"label": [3], "image": [b"jpeg"]}))
     {'image': [b'jpeg'], 'label': array([3])}
@@ -24,7 +24,7 @@ def parse_example(data: bytes) -> dict[str, Feature]:
     try:
         example = _Example.FromString(data)
     except DecodeError as error:
-        raise RecordError("this is no tf.train.Example") from error
+        raise RecordError("not a tf.train.Example") from error
     features: dict[str, Feature] = {}
     for name, feature in sorted(example.features.feature.items()):
         if feature.HasField("int64_list"):
@@ -37,7 +37,7 @@ def parse_example(data: bytes) -> dict[str, Feature]:
 
 
 def make_example(features: Mapping[str, Iterable[Any]]) -> bytes:
-    """A serialised tf.train.Example of bytes, integers or floats."""
+    """Serialize bytes, integers or floats as a tf.train.Example."""
     example = _Example()
     for name, values in features.items():
         feature, values = example.features.feature[name], list(values)
@@ -47,12 +47,12 @@ def make_example(features: Mapping[str, Iterable[Any]]) -> bytes:
             feature.int64_list.value.extend(values)
         else:
             feature.float_list.value.extend(values)
-    serialised: bytes = example.SerializeToString(deterministic=True)
-    return serialised
+    data: bytes = example.SerializeToString(deterministic=True)
+    return data
 
 
 def _example_class() -> Any:
-    """tf.train.Example, described here in the place of a generated file."""
+    """Build the message class of tf.train.Example, in place of a generated module."""
     file = descriptor_pb2.FileDescriptorProto(
         name="ftmesh/example.proto", package="ftmesh", syntax="proto3"
     )
@@ -60,14 +60,14 @@ def _example_class() -> Any:
     one, many = kinds.LABEL_OPTIONAL, kinds.LABEL_REPEATED
 
     def message(name: str, *fields: tuple[str, Any, Any], inside: Any = file.message_type) -> Any:
-        made = inside.add(name=name)
+        message = inside.add(name=name)
         for number, (field, label, kind) in enumerate(fields, 1):
-            made.field.add(name=field, number=number, label=label)
+            message.field.add(name=field, number=number, label=label)
             if isinstance(kind, str):
-                made.field[-1].type_name = f".ftmesh.{kind}"
+                message.field[-1].type_name = f".ftmesh.{kind}"
             else:
-                made.field[-1].type = kind
-        return made
+                message.field[-1].type = kind
+        return message
 
     message("BytesList", ("value", many, kinds.TYPE_BYTES))
     message("FloatList", ("value", many, kinds.TYPE_FLOAT))

@@ -35,7 +35,7 @@ class Rates:
     evaluation: float  # centre crops
 
 
-class MadeUpJpegs:
+class SyntheticJpegs:
     """Images with the large shapes and the fine grain that photographs have."""
 
     def __init__(self, num_images: int = 16, width: int = 500, height: int = 375) -> None:
@@ -72,7 +72,7 @@ def measure_decoding(
     """Decode and augment on one core for `seconds` each way; `progress` is told of time gone by."""
     rates = []
     for split, num_steps in (("train", 2**40), ("validation", None)):
-        images: Images = MadeUpJpegs()
+        images: Images = SyntheticJpegs()
         if data is not None:
             images = open_images(data, split, size=size, num_classes=num_classes, num_images=0)
         batches = Batches(images, size=size, batch=1, num_steps=num_steps)

@@ -5,7 +5,7 @@
 
 Random images on the device, in bfloat16. PyTorch's is torchvision's ResNet-50, compiled, with
 channels last, autocast to bfloat16 and SGD; it needs a GPU, torch and torchvision. Both are timed
-in turns in this one run, and the best of the turns counts.
+alternately in one run; the best repeat of each counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples.common.measure import Turn, measure, read_arguments, trainer_turn
+from examples.common.measure import RunSteps, measure, read_arguments, trainer_steps
 from examples.resnet50.batch import Batch
 from examples.resnet50.config import PRESETS
 from examples.resnet50.trainer import first_state, resnet50_trainer
@@ -26,7 +26,7 @@ from ftmesh.command_line import Parser
 from ftmesh.topology.topology import Topology
 
 
-def our_turn(preset: str, batch: int) -> Turn:
+def our_steps(preset: str, batch: int) -> RunSteps:
     """Steps of the trainer."""
     config = replace(PRESETS[preset], batch=batch)
     trainer = resnet50_trainer(config, Topology.from_devices(jax.devices()))
@@ -36,10 +36,10 @@ def our_turn(preset: str, batch: int) -> Turn:
         rng.integers(0, 256, (len(rows), size, size, 3), np.uint8),
         np.where(rows < 0, -1, rows % config.num_classes).astype(np.int32),
     )
-    return trainer_turn(trainer, first_state(config, trainer, seed=0), images)
+    return trainer_steps(trainer, first_state(config, trainer, seed=0), images)
 
 
-def torch_turn(batch: int) -> Turn:
+def torch_steps(batch: int) -> RunSteps:
     """Steps of torchvision's ResNet-50."""
     import torch
     import torchvision
@@ -54,7 +54,7 @@ def torch_turn(batch: int) -> Turn:
     loss_of = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
     compiled = torch.compile(model)
 
-    def turn(steps: int) -> None:
+    def run_steps(steps: int) -> None:
         for _ in range(steps):
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cuda", torch.bfloat16):
@@ -63,17 +63,17 @@ def torch_turn(batch: int) -> Turn:
             optimizer.step()
         torch.cuda.synchronize()
 
-    return turn
+    return run_steps
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = Parser(description="Measure the trainer's own step.")
     args = read_arguments(parser, argv, PRESETS, preset="mlperf-4096", batch=256, steps=30)
-    turns = {"ftmesh": our_turn(args.preset, args.batch)}
+    programs = {"ftmesh": our_steps(args.preset, args.batch)}
     if args.torch:
-        turns["torch"] = torch_turn(args.batch)
-    rates = measure(turns, args.batch, args.steps)
+        programs["torch"] = torch_steps(args.batch)
+    rates = measure(programs, args.batch, args.steps)
     if args.json:
         print(json.dumps(rates))
         return

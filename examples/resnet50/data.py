@@ -43,14 +43,14 @@ class Batches(reader.Batches[Batch]):
         images = np.zeros((num_rows, self.size, self.size, 3), np.uint8)
         return Batch(images, np.full(num_rows, -1, np.int32))
 
-    def example(self, index: int, place: int) -> tuple[NDArray[np.uint8], int]:
+    def example(self, index: int, position: int) -> tuple[NDArray[np.uint8], int]:
         """Pixels and their label."""
         image, label = self.images.read(index)
         if not isinstance(image, bytes):
             return image, label
         try:
             if self.train:
-                rng = np.random.default_rng([self.seed, 1, place])
+                rng = np.random.default_rng([self.seed, 1, position])
                 return random_crop(image, self.size, rng), label
             return centre_crop(image, self.size), label
         except RecordError as error:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from examples.common.records import Records, find_shards
 from ftmesh.errors import DataError, DataNotFoundError, RecordError
-from ftmesh.files import read_whole
+from ftmesh.files import read_bounded
 
 MAX_FILE_BYTES = 2**28
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
@@ -43,7 +43,7 @@ class RecordImages:
         self._num_classes = num_classes
         if not len(self):
             raise DataError(f"the {split} shards of {folder} hold no records")
-        for index in self._records.firsts():
+        for index in self._records.first_of_shards():
             try:
                 self.read(index)
             except RecordError:
@@ -112,7 +112,7 @@ class FolderImages:
         """An image file and its label."""
         path, label = self._files[index]
         try:
-            return read_whole(path, MAX_FILE_BYTES), label
+            return read_bounded(path, MAX_FILE_BYTES), label
         except OSError as error:
             raise RecordError(f"{path}: {error.strerror}") from error
 

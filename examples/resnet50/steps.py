@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.common.data_parallel import Parallel
+from examples.common.data_parallel import DataParallel
 from examples.common.device_arrays import AXIS
 from examples.common.lr_schedules import poly_decay
 from examples.resnet50.batch import Batch
 from examples.resnet50.config import Config
 from examples.resnet50.model import ResNet, normalise
-from ftmesh.collectives import Shares, weighted_sum
-from ftmesh.nn import GroupBatchNorm, Groups
-from ftmesh.optim import lars, matrices
+from ftmesh.collectives import BatchShares, weighted_sum
+from ftmesh.nn import ChipGroups, GroupBatchNorm
+from ftmesh.optim import lars, matrix_mask
 
 
 def make_model(
-    config: Config, groups: Groups | None = None, *, blocked_stem: bool = False
+    config: Config, groups: ChipGroups | None = None, *, blocked_stem: bool = False
 ) -> ResNet:
     """The network, with norms over groups of neighbouring chips; `ResNet` has the rest."""
     return ResNet(
@@ -53,7 +53,7 @@ def make_transformation(config: Config, lr_schedule: Any) -> optax.GradientTrans
         lr_schedule,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
-        weight_decay_mask=matrices,
+        weight_decay_mask=matrix_mask,
         eps=config.lars_epsilon,
     )
 
@@ -61,8 +61,8 @@ def make_transformation(config: Config, lr_schedule: Any) -> optax.GradientTrans
 def loss_of_rank(
     model: ResNet,
     config: Config,
-    parallel: Parallel,
-    shares: Shares,
+    parallel: DataParallel,
+    shares: BatchShares,
     params: Any,
     stats: Any,
     batch: Batch,

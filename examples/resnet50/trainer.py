@@ -34,7 +34,7 @@ def resnet50_trainer(
     """All that is compiled for a run on the devices of `topology`, which `cluster` has."""
     size = config.image_size
     variables = jax.eval_shape(partial(init, make_model(config), image_size=size, seed=0))
-    parallel = options.on(topology, variables["params"], cluster=cluster)
+    parallel = options.data_parallel(topology, variables["params"], cluster=cluster)
     shares = parallel.shares(config.batch)
     model = make_model(
         config,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.common.report import mark_epochs, metrics_lines, read_epochs, read_metrics
+from examples.common.report import mark_generations, metrics_lines, read_generations, read_metrics
 from ftmesh.command_line import Parser, whole_number
 from ftmesh.draw.plots import save
 
@@ -116,10 +116,10 @@ def draw(calm: Trained, lost: Trained, what: str) -> Any:
         style: dict[str, Any] = {"color": colour, "linewidth": width, "label": label}
         left.plot(list(run.losses), list(run.losses.values()), **style)
     right.plot(list(lost.seconds.values()), list(lost.seconds), color=LOST, label=DISTURBED)
-    mark_epochs(left, read_epochs(lost.metrics))
+    mark_generations(left, read_generations(lost.metrics))
     left.set(xlabel="step", ylabel="loss")
     right.set(xlabel="seconds since the first step", ylabel="step")
-    for epoch in read_epochs(lost.metrics):
+    for epoch in read_generations(lost.metrics):
         right.annotate(
             f"{lost.pause:.1f} s, then {epoch['live']} chips",
             (lost.seconds[epoch["step"]] + lost.pause / 2, epoch["step"]),

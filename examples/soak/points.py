@@ -39,7 +39,7 @@ class PointBatches(Batches[Points]):
         """Points at 0, without a label."""
         return Points(np.zeros((num_rows, SIZE), np.float32), np.full(num_rows, -1, np.int32))
 
-    def example(self, index: int, place: int) -> Iterable[Any]:
+    def example(self, index: int, position: int) -> Iterable[Any]:
         """Where the point is, and its class."""
         self._read.points.append(index)
         x = np.random.default_rng(index).normal(size=SIZE)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from examples.common.report import metrics_lines
 from examples.soak.checks import Run
-from ftmesh.testing.fault_actions import noted_processes
+from ftmesh.testing.fault_actions import recorded_processes
 from ftmesh.testing.fault_spec import Fault
 
 MESH, DEVICES = "4x4", 16
@@ -103,7 +103,7 @@ def step_seconds(folder: Path) -> float:
 
 def _say_stacks(run_dir: Path) -> None:
     """Have every worker say in the log where it hangs."""
-    for each in noted_processes(run_dir):
+    for each in recorded_processes(run_dir):
         if each["kind"] == "worker":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each["pid"], signal.SIGUSR1)

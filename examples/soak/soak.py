@@ -21,9 +21,9 @@ from examples.soak.checks import Run, check
 from examples.soak.running import HOST_SHAPES, PHASE_LIMIT, Pod, step_seconds
 from examples.soak.table import Recovery, recoveries, table_of
 from examples.soak.train import PRESETS
-from ftmesh.command_line import MOST_SEED, Parser, say, whole_number
+from ftmesh.command_line import MAX_SEED, Parser, say, whole_number
 from ftmesh.errors import ArgumentError, FtmeshError
-from ftmesh.testing.fault_spec import draw, draw_by_time, parse
+from ftmesh.testing.fault_spec import draw_faults, draw_timed_faults, parse_faults
 
 BATCH, STEPS = PRESETS["tiny"].batch, PRESETS["tiny"].steps
 MINUTES = 5.0
@@ -55,7 +55,7 @@ class Soak:
 
     def __init__(self, args: argparse.Namespace, folder: Path, console: Console) -> None:
         self.args, self.folder, self.console = args, folder, console
-        self.given = parse(args.faults or "", hosts=args.hosts, steps=args.steps - 1)
+        self.given = parse_faults(args.faults or "", hosts=args.hosts, steps=args.steps - 1)
         self.how = ("--restart",) if args.restart else ()
         self.wrong: list[str] = []
         self.recoveries: list[Recovery] = []
@@ -74,7 +74,9 @@ class Soak:
         numbers: Iterator[int] = iter(range(args.runs)) if args.runs else count()
 
         def one(number: int) -> Run:
-            faults = self.given or draw(args.seed + number, hosts=args.hosts, steps=args.steps - 1)
+            faults = self.given or draw_faults(
+                args.seed + number, hosts=args.hosts, steps=args.steps - 1
+            )
             return pod.train(self.folder / str(number), faults, limit=args.limit)
 
         running: set[Future[Run]] = set()
@@ -106,7 +108,7 @@ class Soak:
             return
         took = step_seconds(self.folder / "undisturbed")
         steps = max(args.steps, int(wanted / took))
-        faults = self.given or draw_by_time(args.seed, args.every, wanted)
+        faults = self.given or draw_timed_faults(args.seed, args.every, wanted)
         self.console.print(
             f"a step takes {took * 1000:.1f} ms: {steps} steps, {len(faults)} faults"
         )
@@ -199,7 +201,7 @@ examples: scripts/soak --minutes 10 --seed 1
     parser.add_argument("--runs", type=positive, metavar="N", help="so many runs (any number)")
     parser.add_argument(
         "--seed",
-        type=whole_number(0, MOST_SEED),
+        type=whole_number(0, MAX_SEED),
         default=0,
         metavar="S",
         help="of the first run (0)",

@@ -9,7 +9,7 @@ from statistics import median
 from rich.table import Table
 
 from examples.soak.checks import Run
-from ftmesh.testing.fault_spec import parse
+from ftmesh.testing.fault_spec import parse_faults
 
 IN_PLACE, RESTARTED, RAN_ON, ENDED, SILENT = "in place", "restarted", "ran on", "ended", "silent"
 HOW = (IN_PLACE, RESTARTED, RAN_ON, ENDED)
@@ -53,7 +53,7 @@ def recoveries(run: Run) -> list[Recovery]:
         else:
             found.append(Recovery(*what, ENDED if stopped and run.status != 0 else RAN_ON))
     struck = [(fault["kind"], fault["moment"]) for fault in run.faults]
-    for planted in parse(run.planted):
+    for planted in parse_faults(run.planted):
         if (planted.kind, planted.moment) in struck:
             struck.remove((planted.kind, planted.moment))
         else:

@@ -27,16 +27,16 @@ import numpy as np
 import optax
 
 from examples.common.arguments import start, step_options
-from examples.common.data_parallel import Parallel
+from examples.common.data_parallel import DataParallel
 from examples.common.loop import Job, open_data, run, start_log
 from examples.common.lr_schedules import poly_decay
 from examples.common.report import Report
 from examples.common.trainer import State, StepOptions, Trainer, make_trainer
 from examples.soak.points import CLASSES, SIZE, PointBatches, Points, used_file
-from ftmesh.collectives import Shares, weighted_sum
+from ftmesh.collectives import BatchShares, weighted_sum
 from ftmesh.command_line import Parser
 from ftmesh.distributed.process_group import ALONE, Cluster
-from ftmesh.optim import lamb, matrices
+from ftmesh.optim import lamb, matrix_mask
 from ftmesh.topology.topology import Topology
 
 
@@ -107,7 +107,7 @@ def soak_trainer(
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first_params(config, seed=0)
     )
-    parallel = options.on(topology, params, jnp.float32, cluster)
+    parallel = options.data_parallel(topology, params, jnp.float32, cluster)
     shares = parallel.shares(config.batch)
     # It stays up, so that the last example weighs as much as any; and it is the lower the longer
     # the run, or rounding would grow to what examples do.
@@ -122,7 +122,7 @@ def soak_trainer(
         loss=partial(loss_of_rank, parallel, shares),
         count_right=count_right_of_rank,
         transformation=lamb(
-            lr_schedule, b1=0.5, eps=EPSILON, weight_decay=0.01, weight_decay_mask=matrices
+            lr_schedule, b1=0.5, eps=EPSILON, weight_decay=0.01, weight_decay_mask=matrix_mask
         ),
         lr_schedule=lr_schedule,
         sharded=options.sharded,
@@ -154,7 +154,7 @@ def logits_of(params: Any, x: jax.Array) -> jax.Array:
 
 
 def loss_of_rank(
-    parallel: Parallel, shares: Shares, params: Any, stats: Any, batch: Points
+    parallel: DataParallel, shares: BatchShares, params: Any, stats: Any, batch: Points
 ) -> tuple[jax.Array, Any]:
     """A rank's part of the mean loss; of statistics the network has none."""
     labels = jnp.maximum(batch.label, 0)

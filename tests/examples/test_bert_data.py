@@ -14,7 +14,7 @@ from examples.bert.wordpiece import SPECIAL, Vocabulary
 from examples.common.records import Records, find_shards, make_example, write_records
 from ftmesh.errors import DataError
 
-DOCUMENTS = text.made_up_documents(60)
+DOCUMENTS = text.synthetic_documents(60)
 LINES = [line for document in DOCUMENTS for line in document]
 WORDS = Vocabulary.of_words(LINES)
 SIZES = {"length": 32, "predictions": 5}
@@ -64,9 +64,9 @@ class TestText:
         assert text.main([str(path)]) == 0
         assert 300_000 < path.stat().st_size < 500_000
         documents = read_documents(path)
-        assert documents == text.made_up_documents()
+        assert documents == text.synthetic_documents()
         assert len(Vocabulary.of_words(line for document in documents for line in document)) < 200
-        assert documents != text.made_up_documents(seed=1)
+        assert documents != text.synthetic_documents(seed=1)
 
     def test_how_to_call_it(self, capsys):
         assert text.main([]) == 2
@@ -190,7 +190,7 @@ class TestMakeRecords:
             (["LINE"], "line 2 of", 69),
             (["WORD"], "a word of more than 1000 characters", 69),
             (["/dev/zero"], "cannot read /dev/zero: it is not a file", 69),
-            (["TEXT", "--shards", "2"], "has train-00000-of-00004 already, and 2 shards", 69),
+            (["TEXT", "--shards", "2"], "already has train-00000-of-00004, and 2 shards", 69),
         ],
     )
     def test_bad_input_is_refused_in_a_line(self, tmp_path, village, capsys, argv, says, status):

@@ -35,9 +35,9 @@ def test_some_more_and_some_computed(capsys):
 
 def dropped(topology, name, num_chunks):
     """A schedule that lacks its last transfer."""
-    made = registry.tree.plan(topology, num_chunks)
+    made = registry.tree.build_schedule(topology, num_chunks)
     (phase,) = made.phases
-    less = phase.columns.take(slice(0, -1))
+    less = phase.transfers.take(slice(0, -1))
     return registry.Schedule(topology, name, num_chunks, (type(phase)(phase.name, less),))
 
 
@@ -64,4 +64,4 @@ def test_a_cut_mesh_is_refused_with_its_parts_and_the_largest_offered():
     assert damages.is_refused(topology, parts)
     assert not damages.is_refused(topology, parts[::-1] + parts[:1])
     with pytest.raises(PlanError, match="the largest part what failed='2x4@0,0' leaves"):
-        registry.schedule(topology, "flood")
+        registry.build_schedule(topology, "flood")

@@ -185,7 +185,7 @@ def test_the_first_update_is_that_of_the_whole_batch_on_one_device(tmp_path):
     [
         (("--overlap", "--bucket", "0"), "a bucket of 0 bytes holds no gradients"),
         (("--overlap", "--bucket", "big"), "'big' is not a size"),
-        (("--overlap", "--algorithm", "psum"), "these are JAX's own"),
+        (("--overlap", "--algorithm", "psum"), "lax.psum does not"),
     ],
 )
 def test_buckets_that_cannot_be(argv, message):

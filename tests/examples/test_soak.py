@@ -14,7 +14,7 @@ from rich.console import Console
 from examples.soak import running, soak, train
 from examples.soak.checks import CLOSE, Run, check, difference
 from examples.soak.table import recoveries, table_of
-from ftmesh.testing.fault_spec import parse
+from ftmesh.testing.fault_spec import parse_faults
 from tests.support.more import more
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -222,7 +222,7 @@ class TestRunning:
             program = "def never_comes_back():\n    time.sleep(600)\nnever_comes_back()"
 
         pod = Hangs(hosts=4, steps=STEPS, failures=1)
-        run = pod.train(tmp_path / "a", parse("kill@2:3"), limit=5)
+        run = pod.train(tmp_path / "a", parse_faults("kill@2:3"), limit=5)
         assert run.status is None
         log = (tmp_path / "a" / "log").read_text()
         assert log.startswith("kill@2:3:step,0.003,1\n")

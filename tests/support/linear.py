@@ -13,11 +13,11 @@ import numpy as np
 import optax
 
 from examples.common.arguments import add_run
-from examples.common.data_parallel import Parallel
+from examples.common.data_parallel import DataParallel
 from examples.common.loop import Job
 from examples.common.reader import Batches
 from examples.common.trainer import StepOptions, make_trainer
-from ftmesh.collectives import Shares, weighted_sum
+from ftmesh.collectives import BatchShares, weighted_sum
 from ftmesh.distributed.process_group import ALONE
 
 BATCH, SIZE, RATE = 24, 3, 0.25
@@ -61,7 +61,7 @@ def errors(params, batch):
     return batch.x @ params["w"] + params["b"] - batch.y
 
 
-def loss_of_rank(parallel: Parallel, shares: Shares, params, stats, batch):
+def loss_of_rank(parallel: DataParallel, shares: BatchShares, params, stats, batch):
     losses = errors(params, batch) ** 2
     num_points = parallel.sum(batch.weights.sum())
     own = batch.weights @ batch.x / jnp.maximum(batch.weights.sum(), 1)
@@ -84,7 +84,7 @@ def linear_trainer(
 ):
     options = options or StepOptions()
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first())
-    parallel = options.on(topology, types[0], wire_dtype or np.float32, cluster)
+    parallel = options.data_parallel(topology, types[0], wire_dtype or np.float32, cluster)
     shares = parallel.shares(BATCH)
     one = jax.ShapeDtypeStruct((), np.float32)
     return make_trainer(

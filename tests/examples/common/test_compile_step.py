@@ -63,25 +63,19 @@ def test_a_step_says_what_its_sums_cost_beside_the_permutations():
     loops = tuple(CompiledLoop("loop", 2, 2, False, cycles) for cycles in rounds)
     report = StepReport("TPU v6 lite", 12, "ring", 24, 1.0, 1, 1, 1, Overlap(0, 0, 0, 0), loops)
     rounds_line = (
-        "  11,500 cycles beside the permutations of 3 loops, 500 of them hidden, as the compiler "
-        "estimates; without an estimate: 1 sort of 64 B"
+        "  11,500 cycles next to the permutations of 3 loops, 500 of them hidden, by the "
+        "compiler's estimate; without an estimate: 1 sort of 64 B"
     )
     assert str(report).splitlines()[-1] == rounds_line
     report = replace(report, others=Cycles(7_000_000, 0, (("custom-call", 4000),)))
     assert str(report).splitlines()[-2:] == [
         rounds_line,
-        "  7,000,000 cycles for all else; without an estimate: 1 custom-call of 4 kB",
+        "  7,000,000 cycles for the rest; without an estimate: 1 custom-call of 4 kB",
     ]
     assert "permutations of 1 loop, " in str(replace(report, loops=loops[:1]))
     found = json.loads(json.dumps(report.as_dict()))
     assert found["loops"][0]["cycles"]["exposed"] == 1000
     assert found["others"]["exposed"] == 7_000_000
-
-
-@pytest.mark.parametrize("grid", [cpu_grid, Topology.grid])
-def test_only_a_v6e_is_told_of_its_vmem(grid):
-    with pytest.raises(ArgumentError, match="in_vmem is for v6e, not for 'cpu'"):
-        resnet50_trainer(SMALL, grid("2x2"), StepOptions(in_vmem=True))
 
 
 @pytest.mark.slow
@@ -159,10 +153,10 @@ def test_sharded_lamb_takes_less_memory():
 
 @pytest.mark.slow
 @needs_libtpu
-def test_a_step_in_a_kernel_and_in_vmem():
+def test_a_step_in_a_kernel():
     damaged = ("v6e:4x4", "--failed", "2x2@0,0", "--preset", "tiny")
     rounds = report_of("resnet50", *damaged)
-    kernel = report_of("resnet50", *damaged, "--executor", "pallas", "--in-vmem")
+    kernel = report_of("resnet50", *damaged, "--executor", "pallas")
     assert kernel["sums_on"].endswith("in a Pallas kernel on 4x4 less 2x2@0,0")
     # The convolutions, which are the same, and tables for the kernel.
     assert 0.5 < kernel["others"]["exposed"] / rounds["others"]["exposed"] < 2

@@ -7,10 +7,10 @@ import struct
 import numpy as np
 import pytest
 
-from examples.common import index_files
-from examples.common.index_files import load_index
+from examples.common import record_index
+from examples.common.record_index import load_index
 from examples.common.records import Records
-from examples.common.shard_index import ShardIndex, Stamp, checksum
+from examples.common.shard_index import FileStamp, ShardIndex, checksum
 from tests.support.indexed import EVERY, made, read, three
 
 
@@ -60,12 +60,12 @@ class TestDamage:
         file.write_bytes(raw.replace(starts.tobytes(), behind.tobytes()))
         records = Records(paths)
         assert [records[i] for i in range(100)] == expected
-        assert "is not as its index says" in caplog.text
+        assert "does not match its index" in caplog.text
 
     @pytest.mark.parametrize("size", [0, 1, 24, 47, 48, 100, -1])
     def test_cut_short(self, shards, size, caplog):
         self.change(shards, lambda raw: raw[:size])
-        assert "is damaged; the files are read again" in self.assert_noticed(shards, caplog)
+        assert "is damaged; scanning the files again" in self.assert_noticed(shards, caplog)
 
     def test_longer(self, shards, caplog):
         self.change(shards, lambda raw: raw + bytes(8))
@@ -103,7 +103,7 @@ class TestDamage:
     )
     def test_made_up_with_a_checksum_that_is_right(self, shards, names, caplog):
         known = struct.pack("<IQQ", 0, len(names), 0) + names
-        raw = index_files._FORMAT.ljust(24, b"\0") + struct.pack("<I", checksum(known)) + known
+        raw = record_index._FORMAT.ljust(24, b"\0") + struct.pack("<I", checksum(known)) + known
         self.change(shards, lambda _: raw)
         assert "is damaged" in self.assert_noticed(shards, caplog)
 
@@ -126,7 +126,7 @@ class TestDamage:
     def test_sound_in_itself_and_wrong(self, shards, begins, caplog):
         read(shards)
         file = shards[0].parent / ".train.ftmesh-index"
-        lying = ShardIndex.of(Stamp.of(shards[0]), np.array(begins, np.int64))
-        index_files.keep_index(file, {**load_index(file), shards[0].name: lying})
+        lying = ShardIndex.from_starts(FileStamp.from_path(shards[0]), np.array(begins, np.int64))
+        record_index.write_index(file, {**load_index(file), shards[0].name: lying})
         line = self.assert_noticed(shards, caplog)
-        assert "train-00000-of-00003 is not as its index says: it is read again" in line
+        assert "train-00000-of-00003 does not match its index; scanning it again" in line

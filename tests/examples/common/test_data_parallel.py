@@ -8,11 +8,11 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from examples.common.data_parallel import Parallel
+from examples.common.data_parallel import DataParallel
 from ftmesh import PlanError, Topology
-from ftmesh.collectives import Shares
+from ftmesh.collectives import BatchShares
 from ftmesh.errors import CollectiveError
-from ftmesh.nn import Groups
+from ftmesh.nn import ChipGroups
 from ftmesh.testing import cpu_grid
 from ftmesh.topology.ranks import Ranks
 
@@ -41,8 +41,8 @@ def test_a_kernel_by_price_also_where_gradients_go_to_owners(how, executor, monk
     """Nothing else is computed while it runs, so not where that is asked for."""
     monkeypatch.setattr(Topology, "jax_mesh", lambda *args, **options: None)
     topology = Topology.from_devices([Tpu(n) for n in range(16)], shape="4x4", failed="2x2@0,0")
-    plan = Parallel.on(topology, executor="auto", **how).plan
-    assert (plan.executor, plan.unrolled) == (executor, False)
+    plan = DataParallel.create(topology, executor="auto", **how).plan
+    assert plan.executor == executor
     if how:
         assert plan.with_reduce_scatter is plan
 
@@ -70,43 +70,43 @@ def sum_and_mean(parallel, x):
     ],
 )
 def test_every_live_device_counts_once(topology, algorithm):
-    parallel = Parallel.on(topology, algorithm)
+    parallel = DataParallel.create(topology, algorithm)
     assert (parallel.plan is None) == (algorithm == "psum" or topology.num_live == 1)
     x = 3.0 * np.arange(1, parallel.num_ranks + 1, dtype=np.float32)
     assert sum_and_mean(parallel, x) == [x.sum(), pytest.approx(x.mean())]
 
 
 def test_a_chip_with_two_devices_has_the_mean_of_both():
-    assert sum_and_mean(Parallel.on(TWO_ON_A_CHIP), np.array([1.5, 7.5])) == [9.0, 4.5]
+    assert sum_and_mean(DataParallel.create(TWO_ON_A_CHIP), np.array([1.5, 7.5])) == [9.0, 4.5]
 
 
 def test_what_psum_does_without_a_plan_does_not():
     with pytest.raises(PlanError):
-        Parallel.on(SPLIT_IN_TWO)
+        DataParallel.create(SPLIT_IN_TWO)
 
 
 @pytest.mark.parametrize("topology", [HOLE, cpu_grid("4x4", failed="2x2@0,0")])
 def test_idle_devices_do_not_count_on_psum(topology):
-    parallel = Parallel.on(topology, "psum", with_idle=True)
+    parallel = DataParallel.create(topology, "psum", with_idle=True)
     x = np.full(16, np.nan, np.float32)  # which is what an idle device may have
     x[parallel.ranks.live] = np.arange(12)
     assert sum_and_mean(parallel, x) == [66.0, 5.5]
-    assert "idle devices among them" in parallel.sums_on
+    assert "with idle devices" in parallel.sums_description
 
 
 def test_small_sums_go_where_they_take_few_rounds():
-    parallel = Parallel.on(Topology.grid("8x8", failed="2x2@2,2"), "ring")
+    parallel = DataParallel.create(Topology.grid("8x8", failed="2x2@2,2"), "ring")
     assert (parallel.plan.algorithm, parallel.small_plan.algorithm) == ("ring", "row_pair")
     assert parallel.small_plan.schedule.num_rounds < parallel.plan.schedule.num_rounds
     x = np.arange(60, dtype=np.float32)
     assert sum_and_mean(parallel, x) == [x.sum(), pytest.approx(x.mean())]
     optimizer = parallel.optimizer(optax.sgd(1.0))
-    work = optimizer.work
-    assert (work.travel.plan, work.norm_plan) == (parallel.plan, parallel.small_plan)
+    comm = optimizer.ops.comm
+    assert (comm.plan, comm.norm_plan) == (parallel.plan, parallel.small_plan)
 
 
 def test_one_plan_where_it_is_best_for_both():
-    parallel = Parallel.on(HOLE, "row_pair")
+    parallel = DataParallel.create(HOLE, "row_pair")
     assert parallel.small_plan is parallel.plan
 
 
@@ -115,7 +115,7 @@ def test_one_plan_where_it_is_best_for_both():
 )
 def test_only_a_plan_overlaps(topology, why):
     with pytest.raises(CollectiveError, match=why):
-        Parallel.on(topology, "psum", overlap=True)
+        DataParallel.create(topology, "psum", overlap=True)
 
 
 class TestRanks:
@@ -125,18 +125,18 @@ class TestRanks:
     @pytest.mark.parametrize("with_idle", [False, True])
     def test_they_are_those_of_the_program(self, devices_per_chip, with_idle):
         topology = replace(HOLE, devices_per_chip=devices_per_chip)
-        parallel = Parallel.on(topology, with_idle=with_idle)
-        ranks, program = Ranks.of(parallel.plan), parallel.plan.program
+        parallel = DataParallel.create(topology, with_idle=with_idle)
+        ranks, program = Ranks.from_plan(parallel.plan), parallel.plan.program
         assert ranks == parallel.ranks
         assert ranks.live.tolist() == program.live.tolist()
         assert (ranks.num_ranks, ranks.num_live) == (program.num_ranks, len(program.live))
 
     def test_shares_and_groups_of_a_topology(self):
-        assert Shares.of(SPLIT_IN_TWO, 12).counts().tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
-        assert Shares.of(TWO_ON_A_CHIP, 3).counts().tolist() == [2, 1]
-        assert Groups.of(SPLIT_IN_TWO, 10).ranks == (tuple(range(8)),)
-        assert Groups.of(TWO_ON_A_CHIP, 1).ranks == ((0, 1),)
-        assert Shares.of(Ranks(HOLE, with_idle=True), 12).counts().tolist() == [
+        assert BatchShares.of(SPLIT_IN_TWO, 12).counts().tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
+        assert BatchShares.of(TWO_ON_A_CHIP, 3).counts().tolist() == [2, 1]
+        assert ChipGroups.of_size(SPLIT_IN_TWO, 10).ranks == (tuple(range(8)),)
+        assert ChipGroups.of_size(TWO_ON_A_CHIP, 1).ranks == ((0, 1),)
+        assert BatchShares.of(Ranks(HOLE, with_idle=True), 12).counts().tolist() == [
             *(0, 0, 1, 1), *(0, 0, 1, 1), *(1, 1, 1, 1), *(1, 1, 1, 1),
         ]  # fmt: skip
 
@@ -145,10 +145,11 @@ class TestRanks:
 def test_what_gradients_go_by_is_said(how):
     """Trees have no halves, so that others stand in for them."""
     whole, by_halves = (
-        Parallel.on(Topology.grid("4x4", failed="2x2@0,0"), "tree", **each) for each in ({}, how)
+        DataParallel.create(Topology.grid("4x4", failed="2x2@0,0"), "tree", **each)
+        for each in ({}, how)
     )
-    assert whole.sums_on.startswith("tree on 4x4")
+    assert whole.sums_description.startswith("tree on 4x4")
     assert by_halves.plan.algorithm == "tree"
     found = by_halves.gradients_plan
     assert found.algorithm == by_halves.plan.with_reduce_scatter.algorithm != "tree"
-    assert by_halves.sums_on.startswith(f"{found.algorithm} on 4x4")
+    assert by_halves.sums_description.startswith(f"{found.algorithm} on 4x4")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from examples.common.loop import run, start_log
-from examples.common.step_commit import Transactions
+from examples.common.step_commit import StepCommit
 from examples.common.trainer import StepOptions
 from ftmesh.distributed.process_group import Cluster
 from ftmesh.elastic import controller_client as line_module
@@ -113,7 +113,7 @@ class TestWhereAStepTakesOverTheStateBeforeIt:
                 cpu_grid("2x1"), StepOptions(keeps_state=False), cluster=cluster
             )
             with pytest.raises(ArgumentError, match="give --copy-every"):
-                Transactions(trainer, None, None, is_saved=lambda step: False)
+                StepCommit(trainer, None, None, is_saved=lambda step: False)
 
     @pytest.mark.slow
     def test_only_steps_that_are_copied_count(self, keepers, monkeypatch):

@@ -56,7 +56,7 @@ class TestLarge:
         self.sparse(path, [100_000] * 100 + [50] * 10_000 + [3_000_000] * 5)
         passed = []
         before = bytes_read()
-        index = ShardIndex.scanned(path, passed.append)
+        index = ShardIndex.scan(path, passed.append)
         assert bytes_read() - before < 8_000_000  # a million of small ones, and some windows
         assert len(index) == 10_105
         assert sum(passed) == path.stat().st_size == 25_661_680

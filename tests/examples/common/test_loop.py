@@ -129,12 +129,12 @@ class TestGoingOn:
         assert list(report.losses) == [5, 6]
         assert report.losses[6] == pytest.approx(wanted[6], rel=1e-5)
         said = capsys.readouterr().err
-        assert f"passed over the checkpoint of step 5 in {tmp_path}: its 0.bin has 100 by" in said
+        assert f"skipped the checkpoint of step 5 in {tmp_path}: its 0.bin has 100 by" in said
 
     def test_nothing_sound(self, with_moments, tmp_path):
         (tmp_path / "5").mkdir()
         job = linear_job(with_moments[0]["whole"], steps=6)
-        with pytest.raises(CheckpointError, match="has no checkpoint to go on from"):
+        with pytest.raises(CheckpointError, match="has no checkpoint to resume from"):
             trained(job, *self.argv(tmp_path, "--resume"))
 
     def test_a_folder_that_is_a_file_is_told_before_the_first_step(self, with_moments, tmp_path):

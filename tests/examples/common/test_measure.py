@@ -1,4 +1,4 @@
-"""Rates of steps in turns, and memory that is left to others."""
+"""Throughput of interleaved programs, and GPU memory left to PyTorch."""
 
 import argparse
 import subprocess
@@ -7,29 +7,29 @@ import sys
 import numpy as np
 import pytest
 
-from examples.common.measure import measure, read_arguments, trainer_turn
+from examples.common.measure import measure, read_arguments, trainer_steps
 from ftmesh import Topology
 from ftmesh.errors import TrainingError
 from tests.support.linear import PointBatches, first, linear_trainer
 
 
 def test_the_best_of_some_turns_counts(monkeypatch):
-    clock = iter(np.cumsum([0, 4, 0, 2, 0, 8, 0, 1]))  # how long the turns take, and nothing else
+    clock = iter(np.cumsum([0, 4, 0, 2, 0, 8, 0, 1]))  # durations of the repeats
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     done = []
-    turns = {"a": lambda steps: done.append(("a", steps)), "b": lambda steps: done.append("b")}
-    assert measure(turns, batch=10, steps=2, repeats=2) == {"a": 5.0, "b": 20.0}
+    programs = {"a": lambda steps: done.append(("a", steps)), "b": lambda steps: done.append("b")}
+    assert measure(programs, batch=10, steps=2, repeats=2) == {"a": 5.0, "b": 20.0}
     assert done == [("a", 5), "b", ("a", 2), "b", ("a", 2), "b"]
 
 
 def test_turns_of_a_trainer_go_on_from_one_another():
     trainer = linear_trainer(Topology.grid("1x1"))
     state = trainer.first(*first())
-    trainer_turn(trainer, state, PointBatches(batch=24, num_steps=1)[0][0])(2)
+    trainer_steps(trainer, state, PointBatches(batch=24, num_steps=1)[0][0])(2)
     assert state.params["w"].is_deleted()  # the step has taken it over
     bad = PointBatches(batch=24, num_steps=1, nan_at=1)[0][0]
     with pytest.raises(TrainingError, match="the loss is nan"):
-        trainer_turn(trainer, trainer.first(*first()), bad)(1)
+        trainer_steps(trainer, trainer.first(*first()), bad)(1)
 
 
 @pytest.mark.parametrize("example", ["bert", "resnet50"])
@@ -44,7 +44,7 @@ def test_beside_torch_jax_takes_the_memory_it_needs(example):
             print(os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"))
             print(xla_bridge.backends_are_initialized())
             sys.exit()
-        bench_step.our_turn = stop
+        bench_step.our_steps = stop
         bench_step.main(sys.argv[1:])
     """
     for argv, says in ((["--torch"], "false\nFalse\n"), ([], "None\nFalse\n")):

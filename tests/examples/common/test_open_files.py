@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from examples.common import open_files
-from examples.common.open_files import OpenFile, most_open
+from examples.common.records import OpenFile, max_open_files
 
 
 @pytest.fixture
@@ -49,12 +49,14 @@ def test_a_file_that_is_not_there(tmp_path):
 
 def test_nothing_is_said_when_a_process_ends(path):
     code = (
-        "import runpy, sys\n"
-        "held = runpy.run_path(sys.argv[1])['OpenFile'](sys.argv[2])\n"
-        "print(len(held.read(0, 10)))"
+        "import sys\n"
+        "from examples.common.records import OpenFile\n"
+        "file = OpenFile(sys.argv[1])\n"
+        "print(len(file.read(0, 10)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, open_files.__file__, path],
+        [sys.executable, "-c", code, path],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         check=True,
@@ -63,4 +65,4 @@ def test_nothing_is_said_when_a_process_ends(path):
 
 
 def test_a_part_of_what_the_system_allows():
-    assert 16 <= most_open() <= 4096
+    assert 16 <= max_open_files() <= 4096

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from examples.common import reader
-from examples.common.reader import Reader
+from examples.common.reader import Reader, shuffled
 from examples.common.records import Records, find_shards, write_records
-from examples.common.shuffle import shuffled
 from ftmesh.errors import ArgumentError, DataError
-from ftmesh.layout.batch_shares import Shares
+from ftmesh.layout.batch_shares import BatchShares
 from ftmesh.topology.ranks import Ranks
 from ftmesh.topology.topology import Topology
 
@@ -41,7 +40,7 @@ class Batches(reader.Batches[Batch]):
     def padding(self, num_rows):
         return Batch(np.full(num_rows, -1))
 
-    def example(self, index, place):
+    def example(self, index, position):
         number = int(self.records[index])
         self.read.append(number)
         return (number,)
@@ -64,8 +63,8 @@ def opened(folder):
 
 
 def processes(folder, division, batch, *, num_steps=None, with_idle=False):
-    """The batches of each process, as `Parallel.local_rows` has them read."""
-    positions = Shares.of(Ranks(TWELVE, with_idle), batch).positions()
+    """The batches of each process, as `DataParallel.local_rows` has them read."""
+    positions = BatchShares.of(Ranks(TWELVE, with_idle), batch).positions()
     owners = np.array(DIVISIONS[division])
     if with_idle:  # the devices of failed chips are some process's, too
         owners = np.concatenate([owners, [0, 1, 2, 3]])
@@ -123,7 +122,7 @@ def test_in_evaluation(folder, division, batch, with_idle):
 
 
 def test_rows_stand_where_the_ranks_want_them(folder):
-    positions = Shares.of(TWELVE, 17).positions()
+    positions = BatchShares.of(TWELVE, 17).positions()
     whole = Batches(opened(folder), batch=17, num_steps=3, seed=5)[2][0].numbers
     for each, process in zip(
         processes(folder, "not contiguous", 17, num_steps=3), range(4), strict=True
@@ -212,8 +211,8 @@ class TestDamagedExamples:
 
 
 def test_a_batch_that_has_no_room_is_refused(folder):
-    Batches(opened(folder), batch=10, num_steps=1).check_room()
+    Batches(opened(folder), batch=10, num_steps=1).check_memory()
     large = Batches(opened(folder), batch=10, num_steps=1)
     large.padding = lambda num_rows: Batch(np.broadcast_to(np.zeros(1), (num_rows, 2**50)))
     with pytest.raises(ArgumentError, match=r"batches of 10 examples would take .*smaller --batch"):
-        large.check_room()
+        large.check_memory()

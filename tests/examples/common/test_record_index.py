@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.common.index_files import index_file
-from examples.common.open_files import OpenFile
-from examples.common.records import Records, find_shards, write_records
+from examples.common.record_index import index_file
+from examples.common.records import OpenFile, Records, find_shards, write_records
 from examples.common.shard_index import BLOCK, ShardIndex, frame_head
 from ftmesh.errors import DataError
 from tests.support.indexed import EVERY, framed, made, read, three
@@ -28,13 +27,13 @@ def shards(tmp_path):
 @pytest.fixture
 def scans(monkeypatch):
     """The files that are scanned, by name."""
-    names, scan = [], ShardIndex.scanned
+    names, scan = [], ShardIndex.scan
 
     def scanned(path, *args):
         names.append(path.name)
         return scan(path, *args)
 
-    monkeypatch.setattr(ShardIndex, "scanned", staticmethod(scanned))
+    monkeypatch.setattr(ShardIndex, "scan", staticmethod(scanned))
     return names
 
 
@@ -175,7 +174,7 @@ class TestChanges:
         assert records[3] == b"dd"
         shards[2].write_bytes(framed([b"e" * 1000, b"dd"]))  # as many bytes, and as many records
         assert [records[3], records[4]] == [b"e" * 1000, b"dd"]
-        assert "train-00002-of-00003 is not as its index says: it is read again" in caplog.text
+        assert "train-00002-of-00003 does not match its index; scanning it again" in caplog.text
         shards[2].write_bytes(framed([b"e" * 1018]))
         with pytest.raises(DataError, match="has changed, from 2 records to 1: start again"):
             records[4]
@@ -186,7 +185,7 @@ class TestWhereItCannotBeKept:
         (shards[0].parent / ".train.ftmesh-index").mkdir()
         for _ in range(2):
             assert read(shards) == EVERY
-        assert f"could not keep the index {shards[0].parent}/.train.ftmesh-index" in caplog.text
+        assert f"could not write the index {shards[0].parent}/.train.ftmesh-index" in caplog.text
         assert os.strerror(errno.EISDIR) in caplog.text
 
     def test_no_room(self, tmp_path, caplog):
@@ -198,7 +197,7 @@ class TestWhereItCannotBeKept:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         (line,) = caplog.messages
-        assert line.startswith("could not keep the index")
+        assert line.startswith("could not write the index")
         assert line.endswith(os.strerror(errno.EFBIG))
         assert [records[i] for i in (0, 4999)] == [b"", b""]
         assert list(tmp_path.iterdir()) == paths  # nothing is left of it
@@ -266,9 +265,9 @@ class TestReading:
 
     def test_a_sample_of_the_shards(self, tmp_path):
         records = Records(made(tmp_path, *([b"1", b"2"] for _ in range(100)), []))
-        assert records.firsts(4) == [0, 66, 132, 198]
-        assert len(records.firsts()) == 64
-        assert len(records.firsts(1000)) == 100
+        assert records.first_of_shards(4) == [0, 66, 132, 198]
+        assert len(records.first_of_shards()) == 64
+        assert len(records.first_of_shards(1000)) == 100
 
 
 def test_progress_is_on_a_terminal_where_wanted(shards, capsys, monkeypatch):

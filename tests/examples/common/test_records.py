@@ -30,7 +30,7 @@ class TestRecords:
         records = Records(shards)
         assert len(records) == 5
         assert [records[i] for i in (4, 0, 2, 1, 3)] == [b"e" * 1000, b"a", b"ccc", b"", b"dd"]
-        assert records.firsts() == [0, 3]
+        assert records.first_of_shards() == [0, 3]
         assert records.name(4) == f"{shards[2]}, record 1"
 
     def test_past_the_end(self, shards):
@@ -66,7 +66,7 @@ class TestRecords:
     @pytest.mark.parametrize("at", [0, 8])  # the length; its checksum
     def test_a_damaged_length_loses_the_rest_of_the_file(self, shards, at):
         flip(shards[2], 18 + at)
-        with pytest.raises(DataError, match="no record begins at byte 18, where record 1 should"):
+        with pytest.raises(DataError, match="record 1 should begin at byte 18"):
             Records(shards)
 
     @pytest.mark.parametrize("cut", [1, 500, 1010])

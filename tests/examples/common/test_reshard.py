@@ -55,7 +55,7 @@ def in_memory(addresses):
 def in_files(tmp_path):
     def store(process, epoch, process_of):
         return Checkpoints(
-            tmp_path, resume=True, process=process, process_of=process_of, say=pytest.fail
+            tmp_path, resume=True, process=process, process_of=process_of, log=pytest.fail
         )
 
     return store
@@ -106,10 +106,10 @@ def test_a_torn_part_is_not_read(meshes, first, in_files, tmp_path, is_as_long):
     os.truncate(part, size // 2)
     if is_as_long:
         os.truncate(part, size)  # with zeros, as after a power cut
-    with Checkpoints(tmp_path, resume=True, process=0, say=lines.append) as kept:
+    with Checkpoints(tmp_path, resume=True, process=0, log=lines.append) as kept:
         step, found = kept.restore({"optimizer": on.like}, layouts=on.layouts)
     assert step == 1
     assert tensors_of(on, found["optimizer"]) == first[1]
     assert [line.split(": ")[0] for line in lines] == [
-        f"passed over the checkpoint of step 2 in {tmp_path}"
+        f"skipped the checkpoint of step 2 in {tmp_path}"
     ]

@@ -12,7 +12,7 @@ from examples.common.report import (
     Report,
     metrics_lines,
     plot_run,
-    read_epochs,
+    read_generations,
     read_metrics,
 )
 from ftmesh.errors import TrainingError
@@ -93,7 +93,7 @@ def with_a_failure(folder):
 
 def test_an_epoch_after_the_first_has_a_line(tmp_path):
     path = with_a_failure(tmp_path)
-    (found,) = read_epochs(path)
+    (found,) = read_generations(path)
     assert found.pop("time") > 0
     assert found == {"step": 4, "epoch": 2, "live": 12, "source": "devices", "repeated": 1}
     losses, evaluations = read_metrics(path)

@@ -6,7 +6,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from examples.common.shuffle import shuffled
+from examples.common.reader import shuffled
 
 
 def epochs(num_examples, number, seed=0):
