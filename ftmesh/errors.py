@@ -1,33 +1,33 @@
-"""Every error ftmesh raises on purpose.
+"""The errors that ftmesh raises.
 
-Each message says what was given, what the rule is, and what to do instead.
+A message says what was given, what the rule is, and what to do instead.
 """
 
-# Exit statuses of commands, by what ends them; `ftmesh --help` lists them. Those above 2 are
-# the ones that sysexits.h has for wrong data, no input and unavailable.
-USAGE, PROVED_WRONG, NOT_FOUND, REFUSED = 2, 65, 66, 69
+# Exit statuses of commands, listed by `ftmesh --help`. Those above 2 are EX_DATAERR, EX_NOINPUT
+# and EX_UNAVAILABLE of sysexits.h.
+USAGE, VERIFICATION_FAILED, NOT_FOUND, UNAVAILABLE = 2, 65, 66, 69
 
 
 class FtmeshError(Exception):
-    """Base of all ftmesh errors; catch this to catch them all."""
+    """The base class of all ftmesh errors."""
 
-    status = REFUSED
+    status = UNAVAILABLE
 
 
 class ArgumentError(FtmeshError, ValueError):
-    """An argument is not of the form it must have."""
+    """An argument has the wrong form or value."""
 
     status = USAGE
 
 
 class TopologyError(FtmeshError, ValueError):
-    """The mesh, the failed blocks or the devices described do not make a topology."""
+    """The mesh, the failed blocks or the devices do not form a topology."""
 
     status = USAGE
 
 
 class RoutingError(FtmeshError, ValueError):
-    """No route exists, or a set of routes could deadlock."""
+    """There is no route, or a set of routes could deadlock."""
 
 
 class ScheduleError(FtmeshError, ValueError):
@@ -35,13 +35,13 @@ class ScheduleError(FtmeshError, ValueError):
 
 
 class PlanError(FtmeshError, ValueError):
-    """An algorithm cannot serve this topology; the message names one that can."""
+    """An algorithm does not support this topology; the message names one that does."""
 
 
 class VerificationError(FtmeshError):
-    """A schedule breaks one of its promises."""
+    """A schedule fails its proof."""
 
-    status = PROVED_WRONG
+    status = VERIFICATION_FAILED
 
 
 class ScheduleFileError(FtmeshError, ValueError):
@@ -49,58 +49,58 @@ class ScheduleFileError(FtmeshError, ValueError):
 
 
 class ScheduleNotFoundError(ScheduleFileError):
-    """There is no such file."""
+    """The schedule file does not exist."""
 
     status = NOT_FOUND
 
 
 class UnreadableError(FtmeshError):
-    """JAX cannot print a program that was compiled."""
+    """JAX cannot print a compiled program."""
 
 
 class CollectiveError(FtmeshError, ValueError):
-    """A collective was called where, or on what, its plan does not fit."""
+    """A collective's axis or operands do not fit its plan."""
 
 
 class DataError(FtmeshError, ValueError):
-    """Training data is missing, incomplete or not what it should be."""
+    """Training data is missing, incomplete or malformed."""
 
 
 class DataNotFoundError(DataError):
-    """There is no such file or folder of training data."""
+    """A file or folder of training data does not exist."""
 
     status = NOT_FOUND
 
 
 class RecordError(DataError):
-    """A single record is damaged; the others can be used."""
+    """One record is damaged; the others can be used."""
 
 
 class CheckpointError(FtmeshError, ValueError):
-    """A checkpoint does not fit the run, or would be overwritten by it."""
+    """A checkpoint cannot be read or written, or is of another run."""
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """There is no checkpoint to go on from."""
+    """There is no checkpoint to resume from."""
 
     status = NOT_FOUND
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint lacks a file, or has one that is not as it was written."""
+    """A checkpoint lacks a file, or a file has changed since it was written."""
 
 
 class TrainingError(FtmeshError):
-    """A run cannot go on."""
+    """Training cannot continue."""
 
 
 class ClusterError(FtmeshError):
-    """The processes of a run do not agree, or one of them is missing, late or has failed."""
+    """Processes disagree, or one of them is missing, late or has failed."""
 
 
 class MissingExtraError(FtmeshError, ImportError):
-    """A package is not installed that comes with one of ftmesh's extras."""
+    """A package that one of ftmesh's extras installs is missing."""
 
 
 class TopologyWarning(UserWarning):
-    """Something about the devices was decided for the user and is worth knowing."""
+    """ftmesh has made an assumption about the devices."""

@@ -1,4 +1,4 @@
-"""Room: how much memory there is for what is about to be done."""
+"""How much memory this process may still use."""
 
 from __future__ import annotations
 
@@ -9,26 +9,32 @@ from ftmesh.errors import ArgumentError
 from ftmesh.units import format_bytes
 
 _MEMINFO = Path("/proc/meminfo")
-_GROUP = Path("/sys/fs/cgroup")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory() -> int | None:
-    """Bytes that this process may still take; None where nobody knows."""
-    found = [_available(), _left_in_group(), _left_by_limit()]
-    return min((each for each in found if each is not None), default=None)
+    """Return the bytes that this process may still use, or None if that is unknown."""
+    limits = [_available_memory(), _cgroup_memory(), _address_space()]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
-def check_memory(what: str, num_bytes: float, instead: str) -> None:
-    """Refuse what takes more memory than there is."""
+def check_memory(task: str, num_bytes: float, advice: str) -> None:
+    """Raise ArgumentError if `task` needs more memory than is free.
+
+    Args:
+        task: What needs the memory: the subject of the message.
+        num_bytes: How much it needs.
+        advice: What to do instead: the end of the message.
+    """
     free = free_memory()
     if free is not None and num_bytes > free:
         raise ArgumentError(
-            f"{what} would take about {format_bytes(num_bytes)} of memory, and there are "
-            f"{format_bytes(free)}: {instead}"
+            f"{task} would take about {format_bytes(num_bytes)} of memory, and "
+            f"{format_bytes(free)} are free: {advice}"
         )
 
 
-def _available() -> int | None:
+def _available_memory() -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in _MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -36,32 +42,32 @@ def _available() -> int | None:
     return None
 
 
-def _left_in_group() -> int | None:
-    """Of what a container may take."""
+def _cgroup_memory() -> int | None:
+    """What is left of a container's limit."""
     with contextlib.suppress(OSError, ValueError):
-        most = (_GROUP / "memory.max").read_text().strip()
-        if most != "max":
-            used = int((_GROUP / "memory.current").read_text()) - _cached()
-            return max(0, int(most) - used)
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((_CGROUP / "memory.current").read_text()) - _cgroup_file_cache()
+            return max(0, int(limit) - used)
     return None
 
 
-def _cached() -> int:
-    """Of what a container has, what is a copy of files and given up when memory is wanted."""
+def _cgroup_file_cache() -> int:
+    """The part of a container's memory that the kernel reclaims when it is needed."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in (_GROUP / "memory.stat").read_text().splitlines():
+        for line in (_CGROUP / "memory.stat").read_text().splitlines():
             if line.startswith("inactive_file "):
                 return int(line.split()[1])
     return 0
 
 
-def _left_by_limit() -> int | None:
-    """Of the address space, where ``ulimit -v`` says how much."""
+def _address_space() -> int | None:
+    """What ``ulimit -v`` leaves."""
     with contextlib.suppress(ImportError, OSError, ValueError, IndexError):
         import resource
 
-        most, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if most >= 0 and most != resource.RLIM_INFINITY:
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit >= 0 and limit != resource.RLIM_INFINITY:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
-            return max(0, most - pages * resource.getpagesize())
+            return max(0, limit - pages * resource.getpagesize())
     return None

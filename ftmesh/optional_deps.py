@@ -1,4 +1,4 @@
-"""Extras: packages that a plain install leaves out, how to get them, and names that wait."""
+"""Packages that a plain install leaves out, and names that are imported when first used."""
 
 from __future__ import annotations
 
@@ -9,53 +9,63 @@ from typing import Any
 
 from ftmesh.errors import MissingExtraError
 
+# Packages by the extra of pyproject.toml that installs them.
 EXTRAS = {
-    "train": ("flax", "google", "google_crc32c", "grain", "optax", "PIL", "rich", "tokenizers"),
+    "optim": ("optax",),
+    "nn": ("flax",),
+    "examples": ("google", "google_crc32c", "grain", "PIL", "rich", "tokenizers"),
     "plots": ("matplotlib",),
     "test": ("libtpu",),
 }
 
 
 def require(module: str, extra: str, *packages: str) -> None:
-    """Refuse to load `module` where some of `packages` are missing, and say which extra has them.
+    """Raise MissingExtraError if one of `packages`, which `module` imports, is not installed.
 
     >>> require("ftmesh.draw", "plots", "json", "no_such_package")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
     ftmesh.errors.MissingExtraError: ftmesh.draw needs no_such_package, ...
     """
-    lacking = [name for name in packages if not _is_there(name)]
-    if lacking:
-        raise _missing(module, extra, lacking)
+    missing = [name for name in packages if not _is_installed(name)]
+    if missing:
+        raise _missing_extra(module, extra, missing)
 
 
-def missing(error: ModuleNotFoundError) -> MissingExtraError | None:
-    """The same of what was not found when it was imported, if one of the extras has it."""
+def missing_extra(error: ModuleNotFoundError) -> MissingExtraError | None:
+    """Return the error that names the extra of a package that was not found, if there is one."""
     package = (error.name or "").split(".")[0]
-    has = [extra for extra, packages in EXTRAS.items() if package in packages]
-    return _missing("what was asked for", has[0], [package]) if has else None
+    for extra, packages in EXTRAS.items():
+        if package in packages:
+            return _missing_extra("this command", extra, [package])
+    return None
 
 
-def later(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__`: its names that are loaded from their homes when first asked for."""
+def lazy_attributes(module: str, sources: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a `__getattr__` for `module` that imports names when they are first used.
+
+    Args:
+        module: The name of the module.
+        sources: The module that each name is imported from.
+    """
 
     def get(name: str) -> Any:
-        if name in homes:
-            return getattr(import_module(homes[name]), name)
+        if name in sources:
+            return getattr(import_module(sources[name]), name)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return get
 
 
-def _missing(module: str, extra: str, names: list[str]) -> MissingExtraError:
+def _missing_extra(module: str, extra: str, packages: list[str]) -> MissingExtraError:
     return MissingExtraError(
-        f"{module} needs {' and '.join(names)}, which {'is' if len(names) == 1 else 'are'} "
+        f"{module} needs {' and '.join(packages)}, which {'is' if len(packages) == 1 else 'are'} "
         f"not installed: pip install 'ftmesh[{extra}]'"
     )
 
 
-def _is_there(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
+    except ModuleNotFoundError:  # of the parent package
         return False

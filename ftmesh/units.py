@@ -1,4 +1,4 @@
-"""The written forms of amounts: sizes (``100MB``), rates (``50GB/s``) and times (``0.5us``)."""
+"""Parses and formats sizes (``100MB``), rates (``50GB/s``) and times (``0.5us``)."""
 
 from __future__ import annotations
 
@@ -11,30 +11,32 @@ from ftmesh.errors import ArgumentError
 _AMOUNT = r"([0-9]+(?:\.[0-9]+)?)\s*"
 _PREFIXES = " kmgtp"
 _BYTES = re.compile(rf"{_AMOUNT}([{_PREFIXES.strip()}])?(i)?b?", re.IGNORECASE)
-_MOST_SECONDS = 1e11  # three thousand years
 _TIME = re.compile(rf"{_AMOUNT}(ns|us|µs|ms|s|min|h|d|w)")
 _SECONDS = {
     "ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0,
     "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0,
 }  # fmt: skip
-MOST_BYTES = 2**53  # 9 PB
+MAX_PAYLOAD_BYTES = 2**53  # 9 PB
+_MAX_SECONDS = 1e11  # three thousand years
 
 
-def check_bytes(amount: Any, *, name: str = "payload_bytes", most: int | None = MOST_BYTES) -> int:
-    """A number of bytes that a payload could have, up to `most`, as an int; all else is refused."""
+def check_bytes(
+    amount: Any, *, name: str = "payload_bytes", maximum: int | None = MAX_PAYLOAD_BYTES
+) -> int:
+    """Return `amount` as an int, or raise ArgumentError unless it is from 1 to `maximum`."""
     try:
         number = 0 if isinstance(amount, bool) else operator.index(amount)
     except TypeError:
         number = 0
-    if most is not None and abs(number) > most:
-        raise ArgumentError(f"{name} must be a positive whole number up to {most:,}")
+    if maximum is not None and abs(number) > maximum:
+        raise ArgumentError(f"{name} must be a positive whole number up to {maximum:,}")
     if number < 1:
         raise ArgumentError(f"{name} must be a positive whole number, not {amount!r}")
     return number
 
 
 def parse_bytes(text: str) -> int:
-    """``"100MB"`` as a number of bytes; decimal units (kB to PB) or binary (KiB to PiB)."""
+    """Return ``"100MB"`` as bytes. Units are decimal (kB to PB) or binary (KiB to PiB)."""
     match = _BYTES.fullmatch(text.strip())
     if not match:
         raise ArgumentError(f"{text!r:.40} is not a size: write a number and a unit, as in '100MB'")
@@ -43,13 +45,13 @@ def parse_bytes(text: str) -> int:
     scale = 1024 if match[3] else 1000
     power = _PREFIXES.index((match[2] or " ").lower())
     amount = float(match[1]) * scale**power
-    if amount > MOST_BYTES:
-        raise ArgumentError(f"a size is {MOST_BYTES:,} bytes at most, not {text[:20]!r}")
+    if amount > MAX_PAYLOAD_BYTES:
+        raise ArgumentError(f"a size is {MAX_PAYLOAD_BYTES:,} bytes at most, not {text[:20]!r}")
     return int(amount)
 
 
 def parse_rate(text: str) -> float:
-    """``"50GB/s"`` as bytes per second."""
+    """Return ``"50GB/s"`` as bytes per second."""
     size, slash, per = text.strip().partition("/")
     if not slash or per != "s" or not _BYTES.fullmatch(size):
         raise ArgumentError(f"{text!r:.40} is not a rate: write bytes per second, as in '50GB/s'")
@@ -62,22 +64,22 @@ def parse_rate(text: str) -> float:
 
 
 def parse_time(text: str) -> float:
-    """``"0.5us"`` in seconds; units ns, us, ms, s, min, h, d and w."""
+    """Return ``"0.5us"`` as seconds. Units are ns, us, ms, s, min, h, d and w."""
     match = _TIME.fullmatch(text.strip())
     if not match:
         raise ArgumentError(
             f"{text!r:.40} is not a time: write a number and a unit, as in '0.5us', '50ms' or '8h'"
         )
     seconds = float(match[1]) * _SECONDS[match[2]]
-    if seconds > _MOST_SECONDS:
+    if seconds > _MAX_SECONDS:
         raise ArgumentError(
-            f"{text!r:.40} is more than {format_time(_MOST_SECONDS)}, the longest time taken"
+            f"{text!r:.40} is more than {format_time(_MAX_SECONDS)}, the longest time allowed"
         )
     return seconds
 
 
 def format_bytes(amount: float) -> str:
-    """Bytes in the decimal unit that suits.
+    """Return bytes as text in a fitting decimal unit.
 
     >>> format_bytes(48_437_500)
     '48.4 MB'
@@ -94,12 +96,12 @@ def format_bytes(amount: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Bytes per second in the decimal unit that suits."""
+    """Return bytes per second as text in a fitting decimal unit."""
     return f"{format_bytes(bytes_per_second)}/s"
 
 
 def format_time(seconds: float) -> str:
-    """Seconds in the unit that suits.
+    """Return seconds as text in a fitting unit.
 
     >>> format_time(0.00152), format_time(5e-7), format_time(40_000)
     ('1.52 ms', '0.5 us', '11.1 h')

@@ -7,7 +7,13 @@ import threading
 import pytest
 
 from ftmesh.errors import ArgumentError
-from ftmesh.files import check_folder, check_targets, read_whole, write_text, write_whole
+from ftmesh.files import (
+    check_output_files,
+    check_output_folder,
+    read_bounded,
+    write_atomic,
+    write_text,
+)
 
 FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
 
@@ -25,7 +31,7 @@ def test_what_is_there_stays_until_all_is_written(tmp_path):
         yield b"new"
         seen.append((path.read_text(), len(names(tmp_path))))
 
-    write_whole(path, parts())
+    write_atomic(path, parts())
     assert seen == [("old", 2)]
     assert path.read_text() == "new"
     assert names(tmp_path) == ["a.svg"]
@@ -41,7 +47,7 @@ def test_what_fails_leaves_nothing_behind(tmp_path, kind):
         raise kind
 
     with pytest.raises(type(kind)) as caught:
-        write_whole(path, parts())
+        write_atomic(path, parts())
     if isinstance(kind, OSError):
         assert caught.value.filename == str(path)
     assert path.read_text() == "old"
@@ -77,11 +83,11 @@ def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path, mode):
     seen = []
 
     def parts():
-        (begun,) = tmp_path.glob(".a.*.begun")
-        seen.append(stat.S_IMODE(begun.stat().st_mode))  # before anything is written
+        (temporary,) = tmp_path.glob(".a.*.begun")
+        seen.append(stat.S_IMODE(temporary.stat().st_mode))  # before anything is written
         yield b"new"
 
-    write_whole(path, parts())
+    write_atomic(path, parts())
     assert seen == [mode]
     assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("new", mode)
 
@@ -107,8 +113,8 @@ def test_one_file_is_not_two_outputs_whatever_it_is_called(tmp_path, monkeypatch
     (tmp_path / "b").mkdir()
     (tmp_path / "link").symlink_to("a")
     with pytest.raises(ArgumentError, match="a cannot be two outputs at once"):
-        check_targets("a", other)
-    check_targets("a", "c", None)
+        check_output_files("a", other)
+    check_output_files("a", "c", None)
 
 
 @pytest.mark.parametrize(
@@ -128,28 +134,28 @@ def test_targets_that_cannot_be_written(tmp_path, monkeypatch, path, says):
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ArgumentError, match=says):
-        check_targets(path)
+        check_output_files(path)
     assert names(tmp_path) == ["file", "folder", "pipe"]
 
 
 def test_folders_that_can_and_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
-    check_folder(tmp_path / "new" / "newer")
-    check_folder(None)
+    check_output_folder(tmp_path / "new" / "newer")
+    check_output_folder(None)
     for path in (tmp_path / "file", tmp_path / "file" / "in", "/proc/new", tmp_path / ("x" * 300)):
         with pytest.raises(ArgumentError, match="cannot write to"):
-            check_folder(path)
+            check_output_folder(path)
     assert names(tmp_path) == ["file"]
 
 
 def test_what_is_no_file_or_too_long_is_not_read(tmp_path):
     (tmp_path / "a").write_bytes(b"123")
-    assert read_whole(tmp_path / "a", 3) == b"123"
+    assert read_bounded(tmp_path / "a", 3) == b"123"
     with pytest.raises(OSError, match="longer than 2 bytes"):
-        read_whole(tmp_path / "a", 2)
+        read_bounded(tmp_path / "a", 2)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(OSError, match="it is not a file"):
-            read_whole(path, 10)
+            read_bounded(path, 10)
     with pytest.raises(FileNotFoundError):
-        read_whole(tmp_path / "b", 3)
+        read_bounded(tmp_path / "b", 3)

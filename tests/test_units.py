@@ -4,7 +4,7 @@ import pytest
 
 from ftmesh.errors import ArgumentError
 from ftmesh.units import (
-    MOST_BYTES,
+    MAX_PAYLOAD_BYTES,
     format_bytes,
     format_rate,
     format_time,
@@ -96,7 +96,7 @@ def test_amounts_have_bounds():
     with pytest.raises(ArgumentError, match="'100Mb' reads as bits"):
         parse_bytes("100Mb")
     assert [format_bytes(10.0**n) for n in (12, 13, 15)] == ["1000 GB", "10 TB", "1000 TB"]
-    assert format_bytes(MOST_BYTES) == "9007 TB"
+    assert format_bytes(MAX_PAYLOAD_BYTES) == "9007 TB"
     assert format_bytes(2e16) == "20 PB"
 
 
