@@ -1,1 +1,1 @@
-"""Topology: chips, links, what has failed, and routes around it."""
+"""Chips, links, which of them have failed, and routes around the failures. Needs no JAX."""

@@ -1,4 +1,4 @@
-"""Partners: for every rank one of another host, as near as can be, that keeps a copy of its own."""
+"""Picks, for every rank, a nearby rank on another host that keeps a copy of its state."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from numpy.typing import NDArray
 
 from ftmesh.topology.topology import Topology
 
-_FAR = 1_000_000  # more than any way on a mesh
+_SAME_HOST = 1_000_000  # hops: more than any route has
 
 
 def backup_ranks(topology: Topology, hosts: Sequence[int]) -> NDArray[np.int64] | None:
-    """The partner of each rank, of which no two have the same; None where that cannot be.
+    """Return a backup rank for each rank: on another host, no two alike, fewest hops in all.
 
-    `hosts` are those of the ranks, in the order of `Topology.jax_mesh`. Together the ways are as
-    short as can be; one host has no other, and a host with most of the chips finds too few.
+    Args:
+        topology: the mesh; distances ignore its failures.
+        hosts: the host of each rank, in the order of `Topology.jax_mesh`.
+
+    Returns:
+        The backup of each rank, or None if there is no such assignment: with one host, or where
+        one host has more than half of the chips.
 
     >>> backup_ranks(Topology.grid("2x1"), [0, 1]).tolist()
     [1, 0]
     """
-    from scipy.optimize import linear_sum_assignment  # JAX brings it
+    from scipy.optimize import linear_sum_assignment  # a dependency of JAX
 
     coords = np.repeat(np.array(topology.coords), topology.devices_per_chip, axis=0)
-    off = np.abs(coords[:, None] - coords[None])
+    offsets = np.abs(coords[:, None] - coords[None])
     sizes = np.array(topology.shape)
-    off = np.where(topology.wrap, np.minimum(off, sizes - off), off)
-    where = np.array(hosts)
-    far = np.where(where[:, None] == where[None], _FAR, off.sum(-1))
-    _, found = linear_sum_assignment(far)
-    chosen: NDArray[np.int64] = found.astype(np.int64)
-    return None if (where[chosen] == where).any() else chosen
+    offsets = np.where(topology.wrap, np.minimum(offsets, sizes - offsets), offsets)
+    host = np.array(hosts)
+    hops = np.where(host[:, None] == host[None], _SAME_HOST, offsets.sum(-1))
+    _, assignment = linear_sum_assignment(hops)
+    backups: NDArray[np.int64] = assignment.astype(np.int64)
+    return None if (host[backups] == host).any() else backups

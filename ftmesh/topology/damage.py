@@ -1,7 +1,7 @@
-"""Damage: what was said to have failed, as chips and links of a grid.
+"""Turns what a user says has failed into chips and links of a grid.
 
-People name chips as their devices do. A slice's devices need not count from zero, and have axes of
-size 1 that its grid drops; a `CoordFrame` knows both ways of counting.
+This is where ``"2x2@2,2"`` becomes coords. Users name chips by the coords of their devices, which
+need not start at zero and may have axes of size 1 that the grid drops. `CoordFrame` converts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ftmesh.errors import TopologyError, TopologyWarning
@@ -21,6 +21,7 @@ from ftmesh.topology.notation import (
     format_coord,
     format_shape,
     parse_blocks,
+    parse_shape,
 )
 
 FAILED_VARIABLE = "FTMESH_FAILED"
@@ -28,10 +29,14 @@ FAILED_VARIABLE = "FTMESH_FAILED"
 
 @dataclass(frozen=True)
 class CoordFrame:
-    """How people write the coords of a grid: as its devices count.
+    """Maps the coords of devices to the coords of a grid.
 
-    The lowest device is at `low`, and of the devices' axes the grid has `kept`. Coords may be
-    written with all of those axes or with the kept ones alone.
+    Coords may be written with all axes of the devices or with only those the grid keeps.
+
+    Args:
+        shape: shape of the grid.
+        low: device coords of the grid's lowest chip.
+        kept: the device axes that the grid keeps.
 
     >>> frame = CoordFrame((4, 4), low=(4, 2, 0), kept=(0, 1))
     >>> frame.locate((5, 2)), frame.locate((5, 2, 0)), frame.locate((3, 2))
@@ -43,133 +48,141 @@ class CoordFrame:
     kept: tuple[int, ...]
 
     @classmethod
-    def for_grid(cls, shape: Coord) -> CoordFrame:
-        """The frame of a grid whose coords are written as it counts them."""
-        return cls(shape, (0,) * len(shape), tuple(range(len(shape))))
+    def for_grid(cls, shape: str | Sequence[int]) -> CoordFrame:
+        """Return the frame of a grid whose coords start at zero and keep all axes."""
+        sizes = parse_shape(shape)
+        return cls(sizes, (0,) * len(sizes), tuple(range(len(sizes))))
 
     def locate(self, coord: Coord) -> Coord | None:
-        """The place on the grid of the chip written as `coord`; None where it lies outside."""
+        """Return the grid coord of device coord `coord`, or None if it is outside the grid."""
         low, high = self.corners(len(coord))
         if not all(a <= c <= b for a, c, b in zip(low, coord, high, strict=True)):
             return None
-        moved = {
-            axis: c - self.low[axis] for axis, c in zip(self._axes(len(coord)), coord, strict=True)
+        offsets = {
+            axis: c - self.low[axis] for axis, c in zip(self.axes(len(coord)), coord, strict=True)
         }
-        return tuple(moved[axis] for axis in self.kept)
+        return tuple(offsets[axis] for axis in self.kept)
 
-    def fits(self, num_axes: int) -> bool:
-        """Whether coords may be written with so many axes."""
+    def accepts(self, num_axes: int) -> bool:
+        """Return whether coords may be written with `num_axes` axes."""
         return num_axes == len(self.kept) or max(self.kept) < num_axes <= len(self.low)
 
     def corners(self, num_axes: int) -> tuple[Coord, Coord]:
-        """The lowest and the highest chip, written with so many axes."""
+        """Return the device coords of the lowest and the highest chip, with `num_axes` axes."""
         size = dict(zip(self.kept, self.shape, strict=True))
-        axes = self._axes(num_axes)
+        axes = self.axes(num_axes)
         low = tuple(self.low[axis] for axis in axes)
         return low, tuple(self.low[axis] + size.get(axis, 1) - 1 for axis in axes)
 
-    def _axes(self, num_axes: int) -> tuple[int, ...]:
+    def axes(self, num_axes: int) -> tuple[int, ...]:
+        """Return the device axes that coords with `num_axes` axes stand for."""
         return self.kept if num_axes == len(self.kept) else tuple(range(num_axes))
 
 
 def failed_chips(failed: Failed, frame: CoordFrame) -> frozenset[Coord]:
-    """The chips of the grid that blocks (``"2x2@2,2;4x2@6,14"``) or a list of coords name.
+    """Return the grid coords of the chips that `failed` names.
 
-    ``None`` reads the environment variable ``FTMESH_FAILED``; an empty string means no failures.
-    The variable speaks of this machine, and the grid may be another: what it names outside the
-    grid is left out, with a warning. What is given must not go beyond the highest chip; chips below
-    the lowest have no devices, hence are out of use as it is.
+    Args:
+        failed: blocks such as ``"2x2@2,2;4x2@6,14"``, or a list of coords. None is no failure.
+        frame: the grid, and how its coords are written.
+
+    Raises:
+        TopologyError: if `failed` goes below zero or beyond the highest chip. Chips below the
+            lowest have no device, so they are unused anyway and are skipped.
     """
-    if failed is None:
-        return _from_environment(frame)
-    blocks = parse_blocks(failed)
+    blocks = parse_blocks("" if failed is None else failed)
     for block in blocks:
-        _check(f"block {block}", block.corner, block.top, frame=frame)
-    return _places(filter(None, (_inside(block, frame) for block in blocks)), frame)
+        _check_inside(f"block {block}", block.corner, block.top, frame=frame)
+    return _grid_coords(filter(None, (_part_inside(block, frame) for block in blocks)), frame)
 
 
 def failed_links(links: Iterable[Link], frame: CoordFrame) -> frozenset[Link]:
-    """The links of the grid among `links`, by the same rule as `failed_chips`."""
-    found = set()
+    """Return `links` in grid coords, by the rules of `failed_chips`."""
+    grid_links = set()
     for a, b in links:
-        _check(f"failed link {format_coord(a)}-{format_coord(b)}", a, b, frame=frame)
-        here, there = frame.locate(a), frame.locate(b)
-        if here is not None and there is not None:
-            found.add((here, there))
-    return frozenset(found)
+        _check_inside(f"failed link {format_coord(a)}-{format_coord(b)}", a, b, frame=frame)
+        start, end = frame.locate(a), frame.locate(b)
+        if start is not None and end is not None:
+            grid_links.add((start, end))
+    return frozenset(grid_links)
 
 
-def _from_environment(frame: CoordFrame) -> frozenset[Coord]:
+def environment_failed_chips(frame: CoordFrame) -> frozenset[Coord]:
+    """Return the grid coords of the chips that the variable ``FTMESH_FAILED`` names.
+
+    The variable describes this machine, and the grid may be another one. So chips outside the grid
+    are skipped with a `TopologyWarning`.
+
+    Raises:
+        TopologyError: if the variable cannot be parsed, or names every chip of the grid.
+    """
     try:
         blocks = parse_blocks(os.environ.get(FAILED_VARIABLE, ""))
     except TopologyError as error:
         raise TopologyError(f"the environment variable {FAILED_VARIABLE}: {error}") from None
-    parts: list[Block] = []
+    inside: list[Block] = []
     outside: list[Block] = []
     for block in blocks:
-        inside = _inside(block, frame) if frame.fits(len(block.corner)) else None
-        parts += [] if inside is None else [inside]
-        outside += [block] if inside is None else _outside(block, inside)
-    found = _places(parts, frame)
-    elsewhere = (
-        "where the mesh is not this machine's, say what has failed there, or failed='' for none"
-    )
-    if len(found) == math.prod(frame.shape):
+        part = _part_inside(block, frame) if frame.accepts(len(block.corner)) else None
+        inside += [] if part is None else [part]
+        outside += [block] if part is None else _difference(block, part)
+    chips = _grid_coords(inside, frame)
+    remedy = "if this mesh is not this machine's, pass failed= (failed='' for no failures)"
+    if len(chips) == math.prod(frame.shape):
         raise TopologyError(
             f"the environment variable {FAILED_VARIABLE} names every chip of mesh "
-            f"{_span(frame, len(frame.kept))}: {elsewhere}"
+            f"{_span(frame, len(frame.kept))}: {remedy}"
         )
     if outside:
-        named = ";".join(map(str, outside))
         warnings.warn(
-            f"the environment variable {FAILED_VARIABLE} names {named}, which is not on mesh "
-            f"{_span(frame, len(frame.kept))}: left out; {elsewhere}",
+            f"the environment variable {FAILED_VARIABLE} names {';'.join(map(str, outside))}, "
+            f"which is not on mesh {_span(frame, len(frame.kept))}: ignored; {remedy}",
             TopologyWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
-    return found
+    return chips
 
 
-def _places(blocks: Iterable[Block], frame: CoordFrame) -> frozenset[Coord]:
-    """Where the chips of blocks are that lie on the grid."""
-    found: set[Coord] = set()
+def _grid_coords(blocks: Iterable[Block], frame: CoordFrame) -> frozenset[Coord]:
+    """The grid coords of the chips of blocks that are inside the grid."""
+    coords: set[Coord] = set()
     for block in blocks:
         num_axes = len(block.corner)
-        low, axes = frame.corners(num_axes)[0], frame._axes(num_axes)
+        low, axes = frame.corners(num_axes)[0], frame.axes(num_axes)
         kept = [axes.index(axis) for axis in frame.kept]
-        found.update(tuple(coord[at] - low[at] for at in kept) for coord in block.coords())
-    return frozenset(found)
+        coords.update(tuple(coord[i] - low[i] for i in kept) for coord in block.coords())
+    return frozenset(coords)
 
 
-def _inside(block: Block, frame: CoordFrame) -> Block | None:
-    """What of a block is on the grid."""
+def _part_inside(block: Block, frame: CoordFrame) -> Block | None:
+    """The part of a block that is on the grid."""
     low, high = frame.corners(len(block.corner))
-    return _between(tuple(map(max, block.corner, low)), tuple(map(min, block.top, high)))
+    return _box(tuple(map(max, block.corner, low)), tuple(map(min, block.top, high)))
 
 
-def _outside(block: Block, inside: Block) -> Iterator[Block]:
-    """What is left of a block when one inside it is taken out."""
+def _difference(block: Block, inner: Block) -> Iterator[Block]:
+    """The rest of `block` without `inner`, as blocks."""
     low, high = block.corner, block.top
-    for axis, (first, last) in enumerate(zip(inside.corner, inside.top, strict=True)):
-        below = _between(low, _moved(high, axis, first - 1))
-        above = _between(_moved(low, axis, last + 1), high)
+    for axis, (first, last) in enumerate(zip(inner.corner, inner.top, strict=True)):
+        below = _box(low, _with_axis(high, axis, first - 1))
+        above = _box(_with_axis(low, axis, last + 1), high)
         yield from filter(None, (below, above))
-        low, high = _moved(low, axis, first), _moved(high, axis, last)
+        low, high = _with_axis(low, axis, first), _with_axis(high, axis, last)
 
 
-def _between(low: Coord, high: Coord) -> Block | None:
+def _box(low: Coord, high: Coord) -> Block | None:
     size = tuple(b - a + 1 for a, b in zip(low, high, strict=True))
     return Block(size, low) if min(size) > 0 else None
 
 
-def _moved(coord: Coord, axis: int, to: int) -> Coord:
-    return *coord[:axis], to, *coord[axis + 1 :]
+def _with_axis(coord: Coord, axis: int, value: int) -> Coord:
+    return *coord[:axis], value, *coord[axis + 1 :]
 
 
-def _check(name: str, *ends: Coord, frame: CoordFrame) -> None:
-    """Refuse what goes below zero or beyond the highest chip: it can only be a mistake."""
+def _check_inside(name: str, *ends: Coord, frame: CoordFrame) -> None:
+    """Raise unless all `ends` are at zero or above, and at most the highest chip."""
     num_axes = len(ends[0])
-    if not frame.fits(num_axes) or any(len(end) != num_axes for end in ends):
+    if not frame.accepts(num_axes) or any(len(end) != num_axes for end in ends):
         raise TopologyError(
             f"{name} does not have the {len(frame.kept)} axes of mesh {format_shape(frame.shape)}"
         )

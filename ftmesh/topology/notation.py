@@ -1,8 +1,4 @@
-"""The written forms of meshes and of damage: ``16x32``, ``4x2@6,14``, ``2x2x1@0,0,4``, drawings.
-
-Everything here turns text (or lists) into tuples of integers and back; what they mean is the
-business of `ftmesh.topology.damage` and `ftmesh.topology.topology`.
-"""
+"""Parses and formats shapes, blocks, links and drawings: ``16x32``, ``4x2@6,14``, ``3,2-4,2``."""
 
 from __future__ import annotations
 
@@ -10,8 +6,10 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ftmesh.errors import TopologyError
 
@@ -19,10 +17,9 @@ Coord = tuple[int, ...]
 Link = tuple[Coord, Coord]
 
 _NUMBER = r"[0-9]{1,9}"
-_SIZES, _PLACE = f"{_NUMBER}(?:x{_NUMBER})*", f"{_NUMBER}(?:,{_NUMBER})*"
-_SHAPE, _COORD = re.compile(_SIZES), re.compile(_PLACE)
-_BLOCK, _LINK = re.compile(f"({_SIZES})@({_PLACE})"), re.compile(f"({_PLACE})-({_PLACE})")
-
+_SIZES, _INDICES = f"{_NUMBER}(?:x{_NUMBER})*", f"{_NUMBER}(?:,{_NUMBER})*"
+_SHAPE, _COORD = re.compile(_SIZES), re.compile(_INDICES)
+_BLOCK, _LINK = re.compile(f"({_SIZES})@({_INDICES})"), re.compile(f"({_INDICES})-({_INDICES})")
 
 MAX_CHIPS = 1_000_000
 
@@ -42,11 +39,11 @@ class Block(NamedTuple):
 
     @property
     def top(self) -> Coord:
-        """The chip at the high corner."""
+        """The coord of the high corner."""
         return tuple(c + s - 1 for c, s in zip(self.corner, self.size, strict=True))
 
     def coords(self) -> list[Coord]:
-        """The chips inside, x fastest."""
+        """Return the coords inside, x fastest."""
         axes = [range(c, c + s) for c, s in zip(self.corner, self.size, strict=True)]
         return [tuple(reversed(c)) for c in itertools.product(*reversed(axes))]
 
@@ -55,7 +52,7 @@ Failed = str | Block | Iterable["Block | Sequence[int]"] | None
 
 
 def parse_shape(shape: str | Sequence[int]) -> Coord:
-    """``"16x32"`` or ``(16, 32)`` as a tuple; x first."""
+    """Return ``"16x32"`` or ``(16, 32)`` as a tuple, x first."""
     if isinstance(shape, str):
         if not _SHAPE.fullmatch(shape):
             raise TopologyError(
@@ -63,49 +60,53 @@ def parse_shape(shape: str | Sequence[int]) -> Coord:
                 "'16x32'"
             )
         shape = [int(n) for n in shape.split("x")]
-    sizes = _whole_numbers(shape)
+    sizes = _integers(shape)
     if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
         raise TopologyError(f"mesh shape {sizes} needs one to three axes, of 1 or more chips each")
     if math.prod(sizes) > MAX_CHIPS:
         raise TopologyError(
-            f"mesh {format_shape(sizes)} has more than the {MAX_CHIPS:,} chips that are taken"
+            f"mesh {format_shape(sizes)} has more than {MAX_CHIPS:,} chips, the most supported"
         )
     return sizes
 
 
 def format_shape(shape: Sequence[int]) -> str:
-    """The inverse of `parse_shape`."""
+    """Return ``(16, 32)`` as ``16x32``."""
     return "x".join(map(str, shape))
 
 
 def format_coord(coord: Coord) -> str:
-    """``(6, 14)`` as ``6,14``."""
+    """Return ``(6, 14)`` as ``6,14``."""
     return ",".join(map(str, coord))
 
 
 def parse_blocks(failed: str | Block | Iterable[Block | Sequence[int]]) -> list[Block]:
-    """Blocks from ``"2x2@2,2;4x2@6,14"``, or from a block or a list of blocks or coords."""
+    """Return blocks from ``"2x2@2,2;4x2@6,14"``, a block, or a list of blocks or coords."""
     if isinstance(failed, str):
         pieces = (piece.strip() for piece in failed.split(";"))
-        return _together(_parse_block(piece) for piece in pieces if piece)
-    listed = [failed] if isinstance(failed, Block) else failed
-    if not isinstance(listed, Iterable):
-        raise TopologyError(f"failed chips are written as '2x2@2,2', or listed, and not {failed!r}")
-    return _together(_whole(part) if isinstance(part, Block) else _single(part) for part in listed)
+        return _distinct(_parse_block(piece) for piece in pieces if piece)
+    items = [failed] if isinstance(failed, Block) else failed
+    if not isinstance(items, Iterable):
+        raise TopologyError(
+            f"failed must be text such as '2x2@2,2' or a list of coords, not {failed!r}"
+        )
+    return _distinct(
+        _check_block(item) if isinstance(item, Block) else _single(item) for item in items
+    )
 
 
 def parse_links(links: str | Iterable[Sequence[Sequence[int]]]) -> frozenset[Link]:
-    """Links as pairs of coords, low end first, from ``"3,2-4,2;0,0-0,1"`` or a list of pairs."""
+    """Return links, low end first, from ``"3,2-4,2;0,0-0,1"`` or a list of pairs of coords."""
     if isinstance(links, str):
         pieces = (piece.strip() for piece in links.split(";"))
         pairs = [parse_link(piece) for piece in pieces if piece]
     else:
-        pairs = [(_whole_numbers(a), _whole_numbers(b)) for a, b in links]
+        pairs = [(_integers(a), _integers(b)) for a, b in links]
     return frozenset((min(a, b), max(a, b)) for a, b in pairs)
 
 
 def parse_link(text: str) -> Link:
-    """The link from one chip to another, as in ``"3,2-4,2"``."""
+    """Return ``"3,2-4,2"`` as a pair of coords."""
     match = _LINK.fullmatch(text)
     if not match:
         raise TopologyError(f"{text!r:.60} is not a link: write two coords, as in '3,2-4,2'")
@@ -113,51 +114,67 @@ def parse_link(text: str) -> Link:
 
 
 def parse_coord(text: str) -> Coord:
-    """``6,14`` as ``(6, 14)``."""
+    """Return ``6,14`` as ``(6, 14)``."""
     if not _COORD.fullmatch(text):
         raise TopologyError(f"{text!r:.60} is not a coord: write it as in '6,14', x first")
     return _parse_coord(text)
 
 
 def parse_drawing(drawing: str) -> tuple[Coord, frozenset[Coord]]:
-    """Shape and failed chips of a picture: ``.`` is live, ``X`` failed, x across, y down."""
+    """Return shape and failed chips of a picture: ``.`` live, ``X`` failed, x across, y down."""
     if not isinstance(drawing, str):
-        raise TopologyError(f"a drawing is text, a line for each row, and not {drawing!r:.60}")
+        raise TopologyError(f"a drawing is text, one line per row, not {drawing!r:.60}")
     rows = [row.strip() for row in drawing.strip().splitlines()]
     wrong = sorted({char for row in rows for char in row} - set(".X"))
     if wrong:
-        raise TopologyError(f"a drawing has '.' for live and 'X' for failed chips, not {wrong}")
+        raise TopologyError(f"a drawing uses '.' for live and 'X' for failed chips, not {wrong}")
     widths = {len(row) for row in rows}
     if len(widths) != 1 or widths == {0}:
-        raise TopologyError(f"the rows of a drawing must be of one length, not {sorted(widths)}")
+        raise TopologyError(f"the rows of a drawing must have one length, not {sorted(widths)}")
     failed = {(x, y) for y, row in enumerate(rows) for x, char in enumerate(row) if char == "X"}
     return (widths.pop(), len(rows)), frozenset(failed)
 
 
+def format_drawing(shape: Coord, failed: Collection[Coord]) -> str:
+    """Return the picture that `parse_drawing` reads; one axis gives one row."""
+    if len(shape) > 2:
+        raise TopologyError(f"text drawings need one or two axes, not {format_shape(shape)}")
+    marks = "".join(".X"[coord in failed] for coord in Block(shape, (0,) * len(shape)).coords())
+    return "\n".join(marks[start : start + shape[0]] for start in range(0, len(marks), shape[0]))
+
+
+def parse_wrap(wrap: bool | Sequence[bool], shape: Coord) -> tuple[bool, ...]:
+    """Return whether each axis of `shape` wraps, from one value for all or one for each."""
+    wraps = (wrap,) * len(shape) if isinstance(wrap, bool) else tuple(wrap)
+    if not all(isinstance(value, (bool, np.bool_)) for value in wraps):
+        raise TopologyError(f"wrap must be True, False, or one of these per axis, not {wrap!r}")
+    return tuple(map(bool, wraps))
+
+
 def format_failed(failed: Iterable[Coord]) -> str:
-    """Blocks that cover exactly the given chips, as `parse_blocks` reads them.
+    """Return blocks that cover exactly the given chips, as `parse_blocks` reads them.
 
     >>> format_failed({(2, 2), (3, 2), (2, 3), (3, 3), (7, 7)})
     '2x2@2,2;1x1@7,7'
     """
-    left = set(failed)
+    remaining = set(failed)
     blocks = []
-    while left:
-        corner = min(left, key=lambda coord: coord[::-1])
+    while remaining:
+        corner = min(remaining, key=lambda coord: coord[::-1])
         size = [1] * len(corner)
         for axis in range(len(corner)):
-            while left.issuperset(Block(_grown(size, axis), corner).coords()):
+            while remaining.issuperset(Block(_grown(size, axis), corner).coords()):
                 size[axis] += 1
         blocks.append(Block(tuple(size), corner))
-        left.difference_update(blocks[-1].coords())
+        remaining.difference_update(blocks[-1].coords())
     return ";".join(map(str, blocks))
 
 
-def _whole_numbers(values: Iterable[Any]) -> Coord:
+def _integers(values: Iterable[Any]) -> Coord:
     try:
         return tuple(operator.index(n) for n in values)
     except TypeError:
-        raise TopologyError(f"{values!r} is not a list of whole numbers, such as (6, 14)") from None
+        raise TopologyError(f"{values!r} is not a list of integers, such as (6, 14)") from None
 
 
 def _grown(size: Sequence[int], axis: int) -> Coord:
@@ -169,7 +186,7 @@ def _parse_coord(text: str) -> Coord:
 
 
 def _single(coord: Sequence[int]) -> Block:
-    corner = _whole_numbers(coord)
+    corner = _integers(coord)
     return Block((1,) * len(corner), corner)
 
 
@@ -180,24 +197,24 @@ def _parse_block(text: str) -> Block:
             f"{text!r:.60} is not a block: write WxH@x,y, size first and then the low corner, "
             "as in '4x2@6,14', or on three axes WxHxD@x,y,z; join several with ';'"
         )
-    return _whole(Block(parse_shape(match[1]), _parse_coord(match[2])))
+    return _check_block(Block(parse_shape(match[1]), _parse_coord(match[2])))
 
 
-def _together(parts: Iterable[Block]) -> list[Block]:
-    """Blocks, each once; refused where they name more chips than any mesh has."""
-    blocks = list(dict.fromkeys(parts))
+def _distinct(items: Iterable[Block]) -> list[Block]:
+    """Blocks without repeats; raises if they name more chips than any mesh has."""
+    blocks = list(dict.fromkeys(items))
     total = sum(math.prod(block.size) for block in blocks)
     if total > MAX_CHIPS:
         raise TopologyError(
-            f"{len(blocks):,} blocks name {total:,} chips in all, and {MAX_CHIPS:,} are taken: "
-            "name each chip once"
+            f"{len(blocks):,} blocks name {total:,} chips in all, more than the {MAX_CHIPS:,} "
+            "supported: name each chip once"
         )
     return blocks
 
 
-def _whole(block: Block) -> Block:
-    """Refuse a block whose two parts do not go together."""
-    block = Block(parse_shape(block.size), _whole_numbers(block.corner))
+def _check_block(block: Block) -> Block:
+    """Raise unless size and corner of `block` have the same number of axes."""
+    block = Block(parse_shape(block.size), _integers(block.corner))
     if len(block.size) != len(block.corner):
         raise TopologyError(
             f"block {block} has a corner that does not have the {len(block.size)} axes of its size"

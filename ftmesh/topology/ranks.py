@@ -1,9 +1,4 @@
-"""Ranks: how the devices of a topology are numbered along the axis that sums run on.
-
->>> ranks = Ranks(Topology.grid("2x2", failed="1x1@0,0"), with_idle=True)
->>> ranks.num_ranks, ranks.live.tolist()
-(4, [1, 2, 3])
-"""
+"""How the devices of a topology are numbered along the mesh axis of ranks."""
 
 from __future__ import annotations
 
@@ -32,35 +27,40 @@ class HasTopology(Protocol):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of an axis; no plan is needed to know them.
+    """The ranks of a mesh axis, in the order of `Topology.jax_mesh`.
 
-    The devices of live chips, chip by chip, in the order of `Topology.jax_mesh`; with `with_idle`
-    those of failed chips stand among them.
+    Args:
+        topology: the chips; ranks are their devices, chip by chip.
+        with_idle: whether the devices of failed chips have ranks too, in grid order.
+
+    >>> ranks = Ranks(Topology.grid("2x2", failed="1x1@0,0"), with_idle=True)
+    >>> ranks.num_ranks, ranks.live.tolist()
+    (4, [1, 2, 3])
     """
 
     topology: Topology
     with_idle: bool = False
 
     @staticmethod
-    def from_plan(on: HasTopology | Topology) -> Ranks:
-        """The ranks of a plan, or of a topology's live devices."""
-        return Ranks(on) if isinstance(on, Topology) else Ranks(on.topology, on.with_idle)
+    def from_plan(plan: HasTopology | Topology) -> Ranks:
+        """Return the ranks of a plan, or of the live devices of a topology."""
+        return Ranks(plan) if isinstance(plan, Topology) else Ranks(plan.topology, plan.with_idle)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the axis, those of idle devices too."""
+        """Number of ranks, including those of idle devices."""
         topology = self.topology
         chips = topology.num_chips if self.with_idle else topology.num_live
         return chips * topology.devices_per_chip
 
     @property
     def num_live(self) -> int:
-        """Ranks that take part."""
+        """Number of ranks that take part."""
         return self.topology.num_live * self.topology.devices_per_chip
 
     @property
     def live(self) -> NDArray[np.int32]:
-        """Which ranks take part, chip by chip."""
+        """The ranks that take part, chip by chip."""
         topology = self.topology
         chips = np.arange(topology.num_live)
         if self.with_idle:

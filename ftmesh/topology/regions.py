@@ -1,10 +1,4 @@
-"""Parts: what the chips of a grid fall into by damage, and what they are cut into.
-
->>> largest_box((4, 4), [(1, 1)], [])
-Block(size=(2, 4), corner=(2, 0))
->>> squarest_tile((4, 6), 6)
-(2, 3)
-"""
+"""Finds parts of a grid: connected components, the largest undamaged box, equal tiles."""
 
 from __future__ import annotations
 
@@ -18,26 +12,31 @@ from ftmesh.errors import TopologyError
 from ftmesh.topology.notation import Block, Coord, Link, format_shape
 
 
-def connected(neighbours: Mapping[Coord, Iterable[Coord]]) -> tuple[tuple[Coord, ...], ...]:
-    """Chips that reach each other from neighbour to neighbour, the most first."""
-    left = dict.fromkeys(neighbours)
-    found = []
-    while left:
-        frontier = [next(iter(left))]
-        part = set(frontier)
+def connected_components(
+    neighbours: Mapping[Coord, Iterable[Coord]],
+) -> tuple[tuple[Coord, ...], ...]:
+    """Return the connected components of a graph of chips, largest first."""
+    remaining = dict.fromkeys(neighbours)
+    components = []
+    while remaining:
+        frontier = [next(iter(remaining))]
+        component = set(frontier)
         while frontier:
-            frontier = list({b for a in frontier for b in neighbours[a]} - part)
-            part.update(frontier)
-        found.append(tuple(c for c in left if c in part))
-        for coord in part:
-            del left[coord]
-    return tuple(sorted(found, key=len, reverse=True))
+            frontier = list({b for a in frontier for b in neighbours[a]} - component)
+            component.update(frontier)
+        components.append(tuple(coord for coord in remaining if coord in component))
+        for coord in component:
+            del remaining[coord]
+    return tuple(sorted(components, key=len, reverse=True))
 
 
 def largest_box(shape: Coord, failed: Iterable[Coord], failed_links: Iterable[Link]) -> Block:
-    """The largest box without a failed chip or link, where some chip is live.
+    """Return the largest box without a failed chip or link.
 
     Ties go to the squarest, then to the lowest corner. Links have their lower end first.
+
+    >>> largest_box((4, 4), [(1, 1)], [])
+    Block(size=(2, 4), corner=(2, 0))
     """
     bad_chips = np.zeros(shape, np.int64)
     for coord in failed:
@@ -47,18 +46,18 @@ def largest_box(shape: Coord, failed: Iterable[Coord], failed_links: Iterable[Li
         axis = next(i for i in range(len(a)) if a[i] != b[i])
         if b[axis] == a[axis] + 1:
             bad_links[axis][a] = 1
-    sums = [_summed(bad) for bad in [bad_chips, *bad_links]]
+    sums = [_running_sum(bad) for bad in [bad_chips, *bad_links]]
     by_size = sorted(
         itertools.product(*(range(1, n + 1) for n in shape)),
         key=lambda size: (-math.prod(size), max(size), size),
     )
     for size in by_size:
         bad = _box_sums(sums[0], size)
-        for axis, total in enumerate(sums[1:]):
+        for axis, link_sums in enumerate(sums[1:]):
             inner = tuple(n - (i == axis) for i, n in enumerate(size))
             if min(inner) > 0:
-                room = tuple(slice(0, n) for n in bad.shape)
-                bad = bad + _box_sums(total, inner)[room]
+                corners = tuple(slice(0, n) for n in bad.shape)
+                bad = bad + _box_sums(link_sums, inner)[corners]
         free = np.argwhere(bad == 0)
         if len(free):
             corner = min((tuple(int(n) for n in c) for c in free), key=lambda c: c[::-1])
@@ -66,17 +65,29 @@ def largest_box(shape: Coord, failed: Iterable[Coord], failed_links: Iterable[Li
     raise TopologyError(f"mesh {format_shape(shape)} has no live chip")
 
 
-def squarest_tile(shape: Coord, size: int) -> Coord | None:
-    """The sides of the squarest box of `size` chips that the grid can be cut into, if any."""
+def squarest_tile(shape: Coord, size: int) -> Coord:
+    """Return the sides of the squarest box of `size` chips that tiles the grid.
+
+    Raises:
+        TopologyError: if no box of `size` chips does.
+
+    >>> squarest_tile((4, 6), 6)
+    (2, 3)
+    """
     tiles = [
         tile
         for tile in itertools.product(*(range(1, n + 1) for n in shape))
         if math.prod(tile) == size and all(n % t == 0 for n, t in zip(shape, tile, strict=True))
     ]
-    return min(tiles, key=lambda tile: (max(tile), tile[::-1]), default=None)
+    if not tiles:
+        raise TopologyError(
+            f"mesh {format_shape(shape)} cannot be cut into equal boxes of {size} chips: "
+            f"choose a product of divisors of {' and '.join(map(str, shape))}"
+        )
+    return min(tiles, key=lambda tile: (max(tile), tile[::-1]))
 
 
-def _summed(values: np.ndarray) -> np.ndarray:
+def _running_sum(values: np.ndarray) -> np.ndarray:
     """The n-dimensional running sum of `values`, with a zero border on the low sides."""
     total = np.pad(values, [(1, 0)] * values.ndim)
     for axis in range(values.ndim):
@@ -84,9 +95,9 @@ def _summed(values: np.ndarray) -> np.ndarray:
     return total
 
 
-def _box_sums(summed: np.ndarray, size: Coord) -> np.ndarray:
+def _box_sums(running: np.ndarray, size: Coord) -> np.ndarray:
     """The sum over the box of `size` at every corner where it fits."""
     for axis, n in enumerate(size):
-        high = summed.shape[axis]
-        summed = np.take(summed, range(n, high), axis) - np.take(summed, range(high - n), axis)
-    return summed
+        high = running.shape[axis]
+        running = np.take(running, range(n, high), axis) - np.take(running, range(high - n), axis)
+    return running

@@ -1,8 +1,8 @@
-"""Routes: the links a transfer crosses when its ends are not neighbours.
+"""Finds the links that a transfer crosses when its ends are not neighbours.
 
-`dimension_order` is what an undamaged TPU mesh does (the paper's figure 1), `around` what a router
-that knows of the damage does (figure 2). `find_cycle` says whether a set of routes could deadlock,
-and `together` finds a set that could not.
+`dimension_order` is how an undamaged TPU mesh routes (the paper's figure 1), `around_failures` how
+a router routes that knows of the failures (figure 2). `find_cycle` tells whether a set of routes
+can deadlock, and `deadlock_free_routes` looks for a set that cannot.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Link, Topology
 
 Route = tuple[Coord, ...]
-Channel = tuple[Link, bool]
 Router = Callable[[Topology, Coord, Coord], Route]
-Way = tuple[int, int]  # an axis, and +1 or -1 along it
+Direction = tuple[int, int]  # an axis, and +1 or -1 along it
+Channel = tuple[Link, bool]  # a link, and whether the route has crossed the edge along its axis
 
 
 def dimension_order(topology: Topology, src: Coord, dst: Coord) -> Route:
-    """Along x to the right column, then along y, blind to failures; on a ring, the shorter way.
+    """Return the route along x, then y, then z, ignoring failures.
+
+    On an axis that wraps it goes the shorter way.
 
     >>> dimension_order(Topology.grid("4x4"), (0, 0), (2, 1))
     ((0, 0), (1, 0), (2, 0), (2, 1))
@@ -34,46 +36,56 @@ def dimension_order(topology: Topology, src: Coord, dst: Coord) -> Route:
             gap -= size if gap > 0 else -size
         for _ in range(abs(gap)):
             here = route[-1]
-            place = (here[axis] + (1 if gap > 0 else -1)) % size
-            route.append((*here[:axis], place, *here[axis + 1 :]))
+            index = (here[axis] + (1 if gap > 0 else -1)) % size
+            route.append((*here[:axis], index, *here[axis + 1 :]))
     return tuple(route)
 
 
-def around(topology: Topology, src: Coord, dst: Coord, *, first: Way | None = None) -> Route:
-    """The dimension-order route where it is whole; else the shortest live one of fewest turns.
+def around_failures(
+    topology: Topology, src: Coord, dst: Coord, *, first: Direction | None = None
+) -> Route:
+    """Return the dimension-order route if it is live, else the shortest live one of fewest turns.
 
-    Ties go to the lower coords, so that the route is a function of the topology and the two chips
-    alone. With `first`, a detour takes all its steps that way before any other, so that all detours
-    pass the damage on one side.
+    Ties go to the lower coords, so the route depends only on the topology and the two chips.
+
+    Args:
+        topology: the mesh.
+        src: coord of the sender.
+        dst: coord of the receiver.
+        first: direction in which a detour takes all its steps before any other, so that all
+            detours pass the failures on the same side.
+
+    Raises:
+        RoutingError: if no live route exists.
 
     >>> topo = Topology.from_drawing('''
     ... .....
     ... .XX..
     ... .XX..
     ... .....''')
-    >>> around(topo, (2, 0), (2, 3))
+    >>> around_failures(topo, (2, 0), (2, 3))
     ((2, 0), (3, 0), (3, 1), (3, 2), (3, 3), (2, 3))
     """
-    straight = dimension_order(topology, src, dst)
-    if all(topology.is_link(a, b) for a, b in pairwise(straight)):
-        return straight
+    direct = dimension_order(topology, src, dst)
+    if all(topology.is_link(a, b) for a, b in pairwise(direct)):
+        return direct
     return _shortest(topology, src, dst, first)
 
 
-def together(topology: Topology, pairs: Iterable[tuple[Coord, Coord]]) -> list[Route]:
-    """The routes of all `pairs`: `around` the damage, and such that they cannot deadlock if may be.
+def deadlock_free_routes(topology: Topology, pairs: Iterable[tuple[Coord, Coord]]) -> list[Route]:
+    """Return a route around the failures for each pair, such that they cannot deadlock if possible.
 
-    Each goes around on the nearer side. Where those could wait for each other in a circle, all take
-    the same side: routes that never turn into one of the four ways close no circle (Glass and Ni's
-    turn model). Where no side will do, they are as they were.
+    Each route passes the failures on the nearer side. If those routes can deadlock, all take the
+    same side: routes that never turn into one of the directions form no cycle (Glass and Ni's turn
+    model). If no side works, the nearest routes are returned.
     """
     pairs = list(pairs)
-    nearest = [around(topology, *pair) for pair in pairs]
+    nearest = [around_failures(topology, *pair) for pair in pairs]
     if not find_cycle(nearest):
         return nearest
     for first in product(range(len(topology.shape)), (-1, 1)):
         try:
-            routes = [around(topology, *pair, first=first) for pair in pairs]
+            routes = [around_failures(topology, *pair, first=first) for pair in pairs]
         except RoutingError:
             continue
         if not find_cycle(routes):
@@ -81,23 +93,23 @@ def together(topology: Topology, pairs: Iterable[tuple[Coord, Coord]]) -> list[R
     return nearest
 
 
-def _shortest(topology: Topology, src: Coord, dst: Coord, first: Way | None) -> Route:
-    topology.rank(src)  # a failed end gets the topology's own error
+def _shortest(topology: Topology, src: Coord, dst: Coord, first: Direction | None) -> Route:
+    topology.rank(src)  # raises the topology's error if an end has failed
     topology.rank(dst)
     queue: list[tuple[int, int, Route, int, bool]] = [(0, 0, (src,), -1, True)]
     done: set[tuple[Coord, int, bool]] = set()
     while queue:
-        _, turns, route, heading, at_first = heapq.heappop(queue)
+        _, turns, route, heading, in_first = heapq.heappop(queue)
         here = route[-1]
         if here == dst:
             return route
-        if (here, heading, at_first) in done:
+        if (here, heading, in_first) in done:
             continue
-        done.add((here, heading, at_first))
+        done.add((here, heading, in_first))
         for there in topology.neighbours(here):
             axis = _axis(here, there)
             is_first = first == (axis, _step(here[axis], there[axis]))
-            if is_first and not at_first:
+            if is_first and not in_first:
                 continue
             if (there, axis, is_first) not in done:
                 turned = turns + (heading not in (-1, axis))
@@ -107,7 +119,7 @@ def _shortest(topology: Topology, src: Coord, dst: Coord, first: Way | None) -> 
 
 
 def _step(here: int, there: int) -> int:
-    """The way from a place to the next: 1 up, -1 down; over the edge it is the other way round."""
+    """1 for a step up the axis, -1 for down; over the edge the sign of the walk that goes on."""
     is_up = there > here
     return 1 if is_up == (abs(there - here) == 1) else -1
 
@@ -118,7 +130,7 @@ def _axis(a: Coord, b: Coord) -> int:
 
 
 def _distance(topology: Topology, a: Coord, b: Coord) -> int:
-    """Hops between two chips were nothing damaged."""
+    """Hops between two chips on the undamaged mesh."""
     total = 0
     for p, q, size, wraps in zip(a, b, topology.shape, topology.wrap, strict=True):
         total += min(abs(p - q), size - abs(p - q)) if wraps else abs(p - q)
@@ -126,12 +138,12 @@ def _distance(topology: Topology, a: Coord, b: Coord) -> int:
 
 
 def find_cycle(routes: Iterable[Route]) -> tuple[Link, ...]:
-    """A cycle of links, each held while the next is awaited; empty where there is none.
+    """Return a cycle of links that messages can hold while waiting for the next; empty if none.
 
-    A message on a route holds each link until it gets the next. If those dependencies close a
-    circle, routers with finite buffers can come to a stand. One-hop routes depend on nothing.
-    Where an axis wraps, links are taken to have the second virtual channel that every torus has,
-    for messages that have already crossed the edge along that axis.
+    A message on a route holds each link until it gets the next one. If these dependencies form a
+    cycle, routers with finite buffers can deadlock. One-hop routes depend on nothing. On an axis
+    that wraps, links are assumed to have the second virtual channel that every torus has, for
+    messages that have crossed the edge along that axis.
     """
     waits_for: dict[Channel, set[Channel]] = {}
     for route in (route for route in routes if len(route) > 2):
@@ -157,7 +169,6 @@ def find_cycle(routes: Iterable[Route]) -> tuple[Link, ...]:
 
 
 def _channels(route: Route) -> list[Channel]:
-    """The links of a route, each with whether the route has crossed the edge along its axis."""
     channels = []
     crossed: set[int] = set()
     for a, b in pairwise(route):

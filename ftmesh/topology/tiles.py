@@ -1,12 +1,4 @@
-"""Tiles: a mesh cut into equal boxes of chips, each of which is one model group.
-
->>> tiles = TiledTopology.from_topology(Topology.grid("8x8", failed="3x1@2,2"), "2x2")
->>> tiles.drawing().splitlines()
-['....', '.XX.', '....', '....']
->>> print(tiles.losses)
-2 of 16 tiles lost, with 5 live chips in them: tile (1, 1) to chips 2x1@2,2; tile (2, 1) to chips \
-1x1@4,2
-"""
+"""A mesh cut into equal boxes of chips, for model parallelism inside each box."""
 
 from __future__ import annotations
 
@@ -20,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.errors import TopologyError
+from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.topology.notation import (
     Block,
     Coord,
@@ -35,30 +27,46 @@ from ftmesh.topology.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class TiledTopology(Topology):
-    """The grid of tiles as a topology of its own, in which a rank is a live tile; see `of`.
+    """A topology whose ranks are live tiles: equal boxes of chips, each one model group.
 
-    A tile with a failed chip has failed. Two tiles side by side are linked if every chip of one
-    reaches its like in the other straight on. The devices of a tile are its *positions*: those of
-    its chips, x fastest, and of each chip core by core. `devices` has them tile by tile. A transfer
-    from tile to tile is one from chip to chip at every position, over the links of `chips`; routes
-    may cross the live chips of failed tiles.
+    Build one with `from_topology`. A tile with a failed chip has failed. Two neighbouring tiles are
+    linked if every chip of one reaches its counterpart in the other straight on.
+
+    The devices of a tile are its *positions*: its chips, x fastest, and core by core. `devices`
+    lists them tile by tile. A transfer between tiles is one transfer per position between chips,
+    over the links of `chips`. Routes may cross live chips of failed tiles.
+
+    Attributes:
+        chips: the topology that was cut into tiles.
+        tile: the sides of a tile.
+
+    >>> tiles = TiledTopology.from_topology(Topology.grid("8x8", failed="3x1@2,2"), "2x2")
+    >>> tiles.drawing().splitlines()
+    ['....', '.XX.', '....', '....']
+    >>> print(tiles.losses)
+    2 of 16 tiles lost, with 5 live chips in them: tile (1, 1) to chips 2x1@2,2; tile (2, 1) to \
+chips 1x1@4,2
     """
 
     noun: ClassVar[str] = "tile"
 
-    chips: Topology  # that was cut into tiles
-    tile: Coord  # its sides
+    chips: Topology
+    tile: Coord
 
     @classmethod
     def from_topology(cls, topology: Topology, tile: str | Sequence[int]) -> TiledTopology:
-        """`topology` cut into tiles, as ``"2x1"``: 2 along x, 1 along y, from the low corner on.
+        """Cut `topology` into tiles, starting at the low corner.
 
-        Of three axes, those that a tile spans whole are none of the grid of tiles: 4x4x8 in tiles
-        of 1x1x8 is planned as 4x4.
+        On three axes, an axis that a tile spans completely is dropped from the grid of tiles: 4x4x8
+        in tiles of 1x1x8 is a grid of 4x4.
+
+        Args:
+            topology: the chips; not tiled yet.
+            tile: chips along each axis, as ``"2x1"``. Each must divide the axis.
         """
         sides = parse_shape(tile)
         if isinstance(topology, TiledTopology):
-            raise TopologyError(f"{topology} is in tiles already: cut the mesh of its chips")
+            raise TopologyError(f"{topology} is tiled already: pass its topology of chips")
         if len(sides) != len(topology.shape) or any(
             n % t for n, t in zip(topology.shape, sides, strict=True)
         ):
@@ -66,7 +74,7 @@ class TiledTopology(Topology):
                 f"mesh {topology.name} cannot be cut into tiles of {format_shape(sides)}: give "
                 f"each of its {len(topology.shape)} axes a side that divides it"
             )
-        tiling = _Tiling.of(topology, sides)
+        tiling = _Tiling.from_topology(topology, sides)
         failed = frozenset(map(tiling.tile_of, topology.failed))
         if len(failed) == math.prod(tiling.shape):
             raise TopologyError(
@@ -74,62 +82,85 @@ class TiledTopology(Topology):
                 "smaller tiles"
             )
         bare = Topology(tiling.shape, tuple(topology.wrap[axis] for axis in tiling.axes), failed)
-        live, every = bare.coords, bare.all_coords()
+        live = bare.coords
         return cls(
             shape=bare.shape,
             wrap=bare.wrap,
             failed=failed,
-            failed_links=frozenset(_broken(topology, tiling, bare)),
-            devices=_by_tile(topology, topology.devices, topology.coords, tiling.chips_of(live)),
-            all_devices=_by_tile(
-                topology, topology.all_devices, topology.all_coords(), tiling.chips_of(every)
+            failed_links=frozenset(_failed_tile_links(topology, tiling, bare)),
+            devices=_devices_by_tile(
+                topology, topology.devices, topology.coords, tiling.chips_of(live)
+            ),
+            all_devices=_devices_by_tile(
+                topology,
+                topology.all_devices,
+                topology.all_coords(),
+                tiling.chips_of(bare.all_coords()),
             ),
             chips=topology,
             tile=sides,
         )
 
     def without_devices(self) -> TiledTopology:
-        """The tiles alone: what a schedule is planned for, whichever devices it runs on."""
+        """Return the tiles alone, which is what a schedule is built for."""
         return TiledTopology.from_topology(self.chips.without_devices(), self.tile)
 
     # Positions ------------------------------------------------------------------------------
 
     @property
     def sides(self) -> Coord:
-        """The axes of a model group: the sides of a tile, and the cores where chips have two."""
+        """Sizes of the axes of a model group: the sides of a tile, and cores where chips have 2."""
         cores = self.chips.devices_per_chip
         return self.tile if cores == 1 else (*self.tile, cores)
 
     @property
     def num_positions(self) -> int:
-        """Devices of a tile."""
+        """Number of devices of a tile."""
         return math.prod(self.sides)
 
     @property
     def physical(self) -> Topology:
-        """The chips and links that transfers travel over."""
+        """The topology of chips and links that transfers travel over."""
         return self.chips
 
     def chips_of(self, coords: Iterable[Coord]) -> list[Coord]:
-        """The chips of some tiles, tile by tile."""
-        return _Tiling.of(self.chips, self.tile).chips_of(coords)
+        """Return the chips of the tiles at `coords`, tile by tile."""
+        return _Tiling.from_topology(self.chips, self.tile).chips_of(coords)
 
     @cached_property
     def chip_ranks(self) -> NDArray[np.int32]:
-        """The ranks, among `chips`, of the chips of every live tile: ``[chip of tile, tile]``."""
+        """The rank in `chips` of each chip of each live tile: ``[chip of tile, tile]``."""
         ranks = [self.chips.rank(chip) for chip in self.chips_of(self.coords)]
         return np.array(ranks, np.int32).reshape(self.num_live, -1).T
+
+    def _position_shape(self, axis_names: tuple[str, ...]) -> Coord:
+        if len(axis_names) == 2:
+            return (self.num_positions,)
+        if len(axis_names) == 1 + len(self.sides):
+            return self.sides
+        raise ArgumentError(
+            f"{self} has an axis of ranks and one of {self.num_positions} positions, or "
+            f"{len(self.sides)} of {' and '.join(map(str, self.sides))}: give two names, as "
+            "('data', 'model')"
+        )
+
+    def _by_position(self, devices: NDArray[Any], shape: Coord) -> NDArray[Any]:
+        if len(shape) < 2:
+            return super()._by_position(devices, shape)
+        num_sides = len(self.tile)
+        grid = devices.reshape(len(devices), *self.tile[::-1], *shape[num_sides:])
+        return grid.transpose(0, *range(num_sides, 0, -1), *range(num_sides + 1, grid.ndim))
 
     # Text -----------------------------------------------------------------------------------
 
     @property
     def num_wasted(self) -> int:
-        """Live chips of failed tiles."""
+        """Number of live chips in failed tiles."""
         return len(self.failed) * math.prod(self.tile) - len(self.chips.failed)
 
     @property
     def losses(self) -> str:
-        """Which tiles were lost to which chips, in words."""
+        """A sentence that says which tiles were lost to which chips."""
         if not self.failed:
             return f"all {self.num_chips} tiles are live"
         why = "; ".join(
@@ -142,15 +173,15 @@ class TiledTopology(Topology):
         )
 
     def describe(self) -> str:
-        """What a plan on these tiles should say of them, a line for each thing."""
+        """Return the lines that a plan on these tiles prints about them."""
         lines = [
-            f"  {self.num_positions} positions to a tile, each with a payload of its own; all are "
+            f"  {self.num_positions} positions per tile, each with its own payload; all are "
             "summed at once",
             f"  {self.losses}",
         ]
         if self.failed_links:
             links = (f"{format_coord(a)}-{format_coord(b)}" for a, b in sorted(self.failed_links))
-            lines.append(f"  not straight on for every position: {';'.join(links)}")
+            lines.append(f"  links between tiles that some position cannot use: {';'.join(links)}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -158,38 +189,36 @@ class TiledTopology(Topology):
 
 
 class _Tiling(NamedTuple):
-    """How a mesh is cut: the sides of a tile, the grid of tiles, and the mesh's axes it has."""
+    """How a mesh is cut: the sides of a tile, the grid of tiles, and the mesh axes it keeps."""
 
     sides: Coord
     shape: Coord
     axes: Coord
 
     @staticmethod
-    def of(topology: Topology, sides: Coord) -> _Tiling:
-        """Of three axes, those that tiles span whole are left out of the grid."""
+    def from_topology(topology: Topology, sides: Coord) -> _Tiling:
         shape = tuple(n // t for n, t in zip(topology.shape, sides, strict=True))
         axes = tuple(axis for axis, size in enumerate(shape) if size > 1 or len(shape) < 3) or (0,)
         return _Tiling(sides, tuple(shape[axis] for axis in axes), axes)
 
     def tile_of(self, chip: Coord) -> Coord:
-        """The tile that a chip is in."""
         return tuple(chip[axis] // self.sides[axis] for axis in self.axes)
 
     def chips_of(self, tiles: Iterable[Coord]) -> list[Coord]:
         """The chips of some tiles, tile by tile, x fastest."""
-        found = []
+        chips = []
         for tile in tiles:
             corner = [0] * len(self.sides)
-            for axis, place in zip(self.axes, tile, strict=True):
-                corner[axis] = place * self.sides[axis]
-            found += Block(self.sides, tuple(corner)).coords()
-        return found
+            for axis, index in zip(self.axes, tile, strict=True):
+                corner[axis] = index * self.sides[axis]
+            chips += Block(self.sides, tuple(corner)).coords()
+        return chips
 
 
-def _by_tile(
+def _devices_by_tile(
     topology: Topology, devices: Sequence[Any], chips: Iterable[Coord], ordered: Iterable[Coord]
 ) -> tuple[Any, ...]:
-    """The devices of `chips` with those `ordered`; as they come, where some are not there."""
+    """The devices of `chips`, in the order of `ordered`; unchanged if some are missing."""
     cores = topology.devices_per_chip
     first = {chip: cores * i for i, chip in enumerate(chips)}
     if len(devices) != len(first) * cores:
@@ -197,18 +226,18 @@ def _by_tile(
     return tuple(devices[first[chip] + core] for chip, core in product(ordered, range(cores)))
 
 
-def _broken(topology: Topology, tiling: _Tiling, tiles: Topology) -> Iterator[Link]:
-    """The links between tiles that some position cannot use straight on, for failed links.
+def _failed_tile_links(topology: Topology, tiling: _Tiling, tiles: Topology) -> Iterator[Link]:
+    """The links between tiles that some position cannot use because a link of chips has failed.
 
-    From chip to chip of two tiles side by side, routes take all links of that direction inside
-    either tile, and those between the two.
+    Straight routes between counterparts in two neighbouring tiles use all links of that direction
+    inside either tile, and those between the two.
     """
     for a, b in topology.failed_links:
         along = next(axis for axis in range(len(a)) if a[axis] != b[axis])
         if along not in tiling.axes:
             continue
         axis, side = tiling.axes.index(along), tiling.sides[along]
-        low = a if b[along] == a[along] + 1 else b  # over the edge, the high end is before the low
+        low = a if b[along] == a[along] + 1 else b  # over the edge, the higher coord comes first
         here = tiling.tile_of(low)
         is_inside = low[along] % side < side - 1
         for start in (0, -1) if is_inside else (0,):
@@ -216,5 +245,5 @@ def _broken(topology: Topology, tiling: _Tiling, tiles: Topology) -> Iterator[Li
             if tiles.wrap[axis] and tiles.shape[axis] > 2:
                 ends = [end % tiles.shape[axis] for end in ends]
             if all(0 <= end < tiles.shape[axis] for end in ends):
-                one, other = ((*here[:axis], end, *here[axis + 1 :]) for end in ends)
-                yield one, other
+                first, second = ((*here[:axis], end, *here[axis + 1 :]) for end in ends)
+                yield first, second

@@ -1,11 +1,4 @@
-"""Topology: which chips there are, how they are joined, and what has failed.
-
->>> topo = Topology.grid("4x4", failed="2x2@1,1")
->>> topo.drawing().splitlines()
-['....', '.XX.', '.XX.', '....']
->>> topo.num_live, topo.coords[4], topo.rank((3, 1))
-(12, (0, 1), 5)
-"""
+"""Which chips a mesh has, how they are linked, and what has failed."""
 
 from __future__ import annotations
 
@@ -14,37 +7,52 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ftmesh.errors import TopologyError
+from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.topology import damage, regions
 from ftmesh.topology.damage import CoordFrame
 from ftmesh.topology.devices import read_layout
+from ftmesh.topology.jax_mesh import build_jax_mesh
 from ftmesh.topology.notation import (
     Block,
     Coord,
     Failed,
     format_coord,
+    format_drawing,
     format_failed,
     format_shape,
     parse_drawing,
     parse_links,
     parse_shape,
+    parse_wrap,
 )
 from ftmesh.topology.notation import Link as Link
+
+if TYPE_CHECKING:
+    import jax
+
+FailedLinks = str | Iterable[Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A grid of chips with a mask of what has failed; a value, equal and hashable by content.
+    """A grid of chips, with the chips and links that have failed.
 
-    Build one with `grid`, `from_devices` or `from_drawing`. Live chips are numbered by dense
-    ranks, x fastest, which is the order of the JAX mesh axis. A failed link is a cable: it fails
-    in both directions, and is kept with its lower end first. A topology built from devices holds
-    those of its live chips, by rank, and all that were given, by place; the same grid on other
-    devices is another topology, and `without_devices` is what the two have in common.
+    Build one with `grid`, `from_devices` or `from_drawing`. Live chips have dense ranks, x fastest,
+    in the order of the JAX mesh axis. A failed link fails in both directions.
+
+    Topologies are values: equal and hashable by content. One built from devices is equal only to
+    one with the same devices; compare `without_devices()` to compare grids.
+
+    Attributes:
+        wrap: for each axis, whether its last chip is linked to its first.
+        failed_links: failed links, each with its lower end first.
+        devices: the devices of live chips, by rank; empty unless built from devices.
+        all_devices: all devices that were given, in grid order.
 
     >>> topology = Topology.grid("4x2", failed="2x1@1,0")
     >>> print(topology.drawing())
@@ -54,7 +62,7 @@ class Topology:
     (6, (3, 0), 2)
     """
 
-    noun: ClassVar[str] = "chip"  # what a rank is
+    noun: ClassVar[str] = "chip"  # what messages call a rank
 
     shape: Coord
     wrap: tuple[bool, ...]
@@ -67,20 +75,21 @@ class Topology:
     def __post_init__(self) -> None:
         if len(self.wrap) != len(self.shape):
             raise TopologyError(f"wrap {self.wrap} needs one entry per axis of {self.name}")
-        outside = sorted(c for c in self.failed if not self._inside(c))
+        outside = sorted(c for c in self.failed if not self._is_on_grid(c))
         if outside:
             raise TopologyError(f"failed chip {outside[0]} is not on mesh {self.name}")
         links = {(min(a, b), max(a, b)) for a, b in self.failed_links}
         object.__setattr__(self, "failed_links", frozenset(links))
         for a, b in sorted(links):
-            if not self._inside(a) or not self._inside(b) or b not in self._beside(a):
+            on_grid = self._is_on_grid(a) and self._is_on_grid(b)
+            if not on_grid or b not in self._grid_neighbours(a):
                 raise TopologyError(
                     f"failed link {a}-{b}: {b} is not a neighbour of {a} on mesh {self.name}"
                 )
         if len(self.failed) == math.prod(self.shape):
             raise TopologyError(f"all {len(self.failed)} chips of mesh {self.name} have failed")
 
-    # Building -------------------------------------------------------------------------------
+    # Constructors ---------------------------------------------------------------------------
 
     @classmethod
     def grid(
@@ -88,18 +97,22 @@ class Topology:
         shape: str | Sequence[int],
         *,
         failed: Failed = None,
-        failed_links: str | Iterable[Sequence[Sequence[int]]] = (),
+        failed_links: FailedLinks = (),
         wrap: bool | Sequence[bool] = False,
     ) -> Topology:
-        """A mesh by its shape, as in ``Topology.grid("16x32", failed="4x2@6,14")``.
+        """Return a mesh of the given shape, as in ``Topology.grid("16x32", failed="4x2@6,14")``.
 
-        Where `failed` is not given, the environment variable ``FTMESH_FAILED`` is read. It speaks
-        of this machine: what it names outside the mesh is left out, with a `TopologyWarning`.
+        Args:
+            shape: ``"16x32"`` or ``(16, 32)``, x first; one to three axes.
+            failed: failed chips, as blocks ``"2x2@2,2;4x2@6,14"`` or a list of coords. No
+                environment variable is read.
+            failed_links: failed links, as ``"3,2-4,2;0,0-0,1"`` or a list of pairs of coords.
+            wrap: whether axes wrap; one value for all axes or one for each.
         """
         sizes = parse_shape(shape)
         return cls(
             shape=sizes,
-            wrap=_per_axis(wrap, sizes),
+            wrap=parse_wrap(wrap, sizes),
             failed=damage.failed_chips(failed, CoordFrame.for_grid(sizes)),
             failed_links=parse_links(failed_links),
         )
@@ -111,24 +124,34 @@ class Topology:
         *,
         shape: str | Sequence[int] | None = None,
         failed: Failed = None,
-        failed_links: str | Iterable[Sequence[Sequence[int]]] = (),
+        failed_links: FailedLinks = (),
         wrap: bool | Sequence[bool] = False,
     ) -> Topology:
-        """The mesh that `devices` sit on: ``jax.devices()``, or a compile-only TPU topology's.
+        """Return the mesh of `devices`: ``jax.devices()``, or those of a compile-only topology.
 
-        TPU devices are placed by their coords. Axes of size 1 are dropped, and coords missing
-        from `shape` (or, where it is not given, from the bounding box) are failed. `failed` and
-        `failed_links` are in the devices' own coords, with or without the axes that are dropped;
-        the topology's start at the low corner of the box. Devices without coords fill `shape`,
-        or that of the environment variable ``FTMESH_MESH`` where it has as many chips, or a
-        near-square grid, row by row. ``FTMESH_FAILED`` is read as by `grid`.
+        TPU devices are placed by their coords. Axes of size 1 are dropped. Coords without a device
+        count as failed. Devices without coords, such as CPU devices, fill the grid row by row.
+
+        Args:
+            devices: the devices, each once.
+            shape: shape of the grid. Default with coords: the bounding box of the devices. Default
+                without: the environment variable ``FTMESH_MESH`` where it has as many chips, else
+                a near-square grid.
+            failed: failed chips, in the coords of the devices, with or without the axes that are
+                dropped. Default: the environment variable ``FTMESH_FAILED``; ``""`` for none.
+            failed_links: failed links, in the same coords.
+            wrap: whether axes wrap; one value for all axes or one for each.
         """
         layout = read_layout(devices, None if shape is None else parse_shape(shape))
         frame = layout.frame
+        if failed is None:
+            failed_chips = damage.environment_failed_chips(frame)
+        else:
+            failed_chips = damage.failed_chips(failed, frame)
         bare = cls(
             shape=frame.shape,
-            wrap=_per_axis(wrap, frame.shape),
-            failed=layout.missing | damage.failed_chips(failed, frame),
+            wrap=parse_wrap(wrap, frame.shape),
+            failed=layout.missing | failed_chips,
             failed_links=damage.failed_links(parse_links(failed_links), frame),
             devices_per_chip=layout.devices_per_chip,
         )
@@ -139,16 +162,16 @@ class Topology:
 
     @classmethod
     def from_drawing(cls, drawing: str, *, wrap: bool | Sequence[bool] = False) -> Topology:
-        """A 2-D mesh from a picture: ``.`` live, ``X`` failed, x across, y down."""
+        """Return a 2-D mesh from a picture: ``.`` live, ``X`` failed, x across, y down."""
         shape, failed = parse_drawing(drawing)
-        return cls(shape=shape, wrap=_per_axis(wrap, shape), failed=failed)
+        return cls(shape=shape, wrap=parse_wrap(wrap, shape), failed=failed)
 
     def without_devices(self) -> Topology:
-        """The grid alone: what a schedule is planned for, whichever devices it runs on."""
+        """Return the grid alone, which is what a schedule is built for."""
         return replace(self, devices=(), all_devices=())
 
     def with_failed(self, chips: Iterable[Coord]) -> Topology:
-        """The same mesh, with these chips failed as well.
+        """Return the same mesh with these chips failed as well.
 
         >>> str(Topology.grid("4x4").with_failed([(0, 0), (1, 0)]))
         '4x4 less 2x1@0,0'
@@ -156,31 +179,21 @@ class Topology:
         bare = replace(self, failed=self.failed | {*chips}, devices=())
         return replace(bare, devices=tuple(d for c in bare.coords for d in self._devices_at(c)))
 
-    def _devices_at(self, coord: Coord) -> tuple[Any, ...]:
-        if not self.devices:
-            return ()
-        first = self.rank(coord) * self.devices_per_chip
-        return self.devices[first : first + self.devices_per_chip]
-
-    def coord_of(self, device: Any) -> Coord:
-        """The live chip that a device is of."""
-        return self.coords[self.devices.index(device) // self.devices_per_chip]
-
     # Chips ----------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """The shape as it is written: ``16x32``."""
+        """The shape as text: ``16x32``."""
         return format_shape(self.shape)
 
     @property
     def num_chips(self) -> int:
-        """Places in the grid, live and failed."""
+        """Number of chips, live and failed."""
         return math.prod(self.shape)
 
     @property
     def num_live(self) -> int:
-        """Live chips, hence ranks."""
+        """Number of live chips, which is the number of ranks."""
         return len(self.coords)
 
     @cached_property
@@ -188,92 +201,137 @@ class Topology:
         """The coord of every rank."""
         return tuple(c for c in self.all_coords() if c not in self.failed)
 
-    @cached_property
-    def _ranks(self) -> dict[Coord, int]:
-        return {coord: rank for rank, coord in enumerate(self.coords)}
+    def all_coords(self) -> Iterator[Coord]:
+        """Yield the coords of the grid, live and failed, x fastest."""
+        axes = (range(n) for n in reversed(self.shape))
+        return (tuple(reversed(c)) for c in itertools.product(*axes))
 
     def rank(self, coord: Sequence[int]) -> int:
-        """The rank of the live chip at `coord`."""
+        """Return the rank of the live chip at `coord`.
+
+        Raises:
+            TopologyError: if the chip has failed or is not on the mesh.
+        """
         rank = self._ranks.get(tuple(coord))
         if rank is None:
-            state = "has failed" if self._inside(tuple(coord)) else "is not on the mesh"
+            state = "has failed" if self._is_on_grid(tuple(coord)) else "is not on the mesh"
             raise TopologyError(f"{self.noun} {tuple(coord)} {state} on {self}")
         return rank
 
     def grid_index(self, coord: Sequence[int]) -> int:
-        """The place of `coord` among all chips, live and failed, x fastest."""
+        """Return the index of `coord` among all chips, live and failed, x fastest."""
         return int(np.ravel_multi_index(tuple(coord)[::-1], self.shape[::-1]))
 
     def is_live(self, coord: Sequence[int]) -> bool:
-        """Whether `coord` is a live chip of this mesh."""
+        """Return whether `coord` is a live chip of this mesh."""
         return tuple(coord) in self._ranks
 
+    def coord_of(self, device: Any) -> Coord:
+        """Return the coord of the live chip that `device` belongs to."""
+        return self.coords[self.devices.index(device) // self.devices_per_chip]
+
+    @cached_property
+    def _ranks(self) -> dict[Coord, int]:
+        return {coord: rank for rank, coord in enumerate(self.coords)}
+
+    def _devices_at(self, coord: Coord) -> tuple[Any, ...]:
+        if not self.devices:
+            return ()
+        first = self.rank(coord) * self.devices_per_chip
+        return self.devices[first : first + self.devices_per_chip]
+
+    def _is_on_grid(self, coord: Coord) -> bool:
+        return len(coord) == len(self.shape) and all(
+            0 <= c < n for c, n in zip(coord, self.shape, strict=True)
+        )
+
     # Links ----------------------------------------------------------------------------------
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """Every directed pair of neighbouring live chips, by rank of the first."""
+        return tuple((a, b) for a, ends in self._neighbours.items() for b in ends)
+
+    def neighbours(self, coord: Sequence[int]) -> tuple[Coord, ...]:
+        """Return the live chips one live link away from a live chip."""
+        return self._neighbours[self.coords[self.rank(coord)]]
+
+    def is_link(self, a: Coord, b: Coord) -> bool:
+        """Return whether a live link leads from live chip `a` to live chip `b`."""
+        return b in self._neighbours.get(a, ())
+
+    def components(self) -> tuple[tuple[Coord, ...], ...]:
+        """Return the connected parts of the live mesh, largest first."""
+        return regions.connected_components(self._neighbours)
 
     @cached_property
     def _neighbours(self) -> dict[Coord, tuple[Coord, ...]]:
         return {
             a: tuple(
                 b
-                for b in self._beside(a)
+                for b in self._grid_neighbours(a)
                 if b in self._ranks and (min(a, b), max(a, b)) not in self.failed_links
             )
             for a in self.coords
         }
 
-    def neighbours(self, coord: Sequence[int]) -> tuple[Coord, ...]:
-        """The live chips one live link away from a live chip."""
-        return self._neighbours[self.coords[self.rank(coord)]]
+    def _grid_neighbours(self, coord: Coord) -> list[Coord]:
+        """The neighbours of `coord` on the undamaged mesh: +x, -x, +y, -y and so on."""
+        neighbours: list[Coord] = []
+        for axis, size in enumerate(self.shape):
+            for step in (1, -1):
+                index = coord[axis] + step
+                if not 0 <= index < size:
+                    if not self.wrap[axis] or size <= 2:
+                        continue
+                    index %= size
+                neighbours.append((*coord[:axis], index, *coord[axis + 1 :]))
+        return neighbours
 
-    def is_link(self, a: Coord, b: Coord) -> bool:
-        """Whether a live link leads from live chip `a` to live chip `b`."""
-        return b in self._neighbours.get(a, ())
-
-    @cached_property
-    def links(self) -> tuple[Link, ...]:
-        """Every directed pair of neighbouring live chips, by rank of the first."""
-        return tuple((a, b) for a, beside in self._neighbours.items() for b in beside)
-
-    def components(self) -> tuple[tuple[Coord, ...], ...]:
-        """The connected parts of the live mesh, largest first."""
-        return regions.connected(self._neighbours)
-
-    # What a rank is; `ftmesh.topology.tiles` has other answers ------------------------------------
+    # What a rank is: `ftmesh.topology.tiles` overrides these ------------------------------------
 
     @property
     def physical(self) -> Topology:
-        """The chips and links that transfers travel over."""
+        """The topology of chips and links that transfers travel over."""
         return self
 
     @property
     def num_positions(self) -> int:
-        """Payloads that are summed at once, each over all ranks."""
+        """Number of independent payloads that are summed at once, each over all ranks."""
         return 1
 
     def chips_of(self, coords: Iterable[Coord]) -> list[Coord]:
-        """The chips at the places of ranks."""
+        """Return the chips of the ranks at `coords`."""
         return list(coords)
 
-    # What a user would fall back to ---------------------------------------------------------
+    def _position_shape(self, axis_names: tuple[str, ...]) -> Coord:
+        """The sizes of the mesh axes other than that of ranks."""
+        if len(axis_names) != 1:
+            raise ArgumentError(
+                f"{self} has one axis of ranks, not {axis_names}: give one name, or use "
+                "TiledTopology.from_topology(topology, '2x1') for a model axis"
+            )
+        return ()
+
+    def _by_position(self, devices: NDArray[Any], shape: Coord) -> NDArray[Any]:
+        """Devices ``[rank, position]`` as ``[rank, *shape]``."""
+        return devices.reshape(len(devices), *shape)
+
+    # Parts ----------------------------------------------------------------------------------
 
     def largest_rectangle(self) -> Block:
-        """The largest box without a failed chip or link: the sub-mesh left without ftmesh.
-
-        Ties go to the squarest, then to the lowest corner.
-        """
+        """Return the largest box without a failed chip or link; see `regions.largest_box`."""
         return regions.largest_box(self.shape, self.failed, self.failed_links)
 
     def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
-        """Ranks in groups of `size` neighbouring chips: the grid cut into equal, squarish tiles.
+        """Return ranks in groups of `size` neighbouring chips: equal, squarish boxes of the grid.
 
-        A failed chip leaves its group smaller; a tile with no live chip leaves no group.
+        A failed chip leaves its group smaller; a box with no live chip gives no group.
+
+        Raises:
+            TopologyError: if the grid cannot be cut into equal boxes of `size` chips.
         """
         tile = regions.squarest_tile(self.shape, size)
-        if tile is None:
-            raise TopologyError(
-                f"mesh {self.name} cannot be cut into equal boxes of {size} chips: "
-                f"choose a product of divisors of {' and '.join(map(str, self.shape))}"
-            )
         groups: dict[Coord, list[int]] = {}
         for rank, coord in enumerate(self.coords):
             key = tuple(c // t for c, t in zip(coord, tile, strict=True))
@@ -288,28 +346,44 @@ class Topology:
         *,
         along: str | None = None,
         with_idle: bool = False,
-    ) -> Any:
-        """A ``jax.sharding.Mesh`` of one axis: the live devices by rank.
+    ) -> jax.sharding.Mesh:
+        """Return a ``jax.sharding.Mesh`` with the live devices, by rank, along one axis.
 
-        With `with_idle`, every device by its place, those of failed chips too, for platforms that
-        insist on whole slices and for chips that still run but must be kept out. Tiles take several
-        names, as ``("data", "model")``: ranks are `along` one of them, the first if it is not said.
-        The others have the positions of a tile, all on one axis, or an axis for each side of it
-        (x first, cores last).
+        Args:
+            axis_name: name of the axis of ranks. A `TiledTopology` takes several names, such as
+                ``("data", "model")``: one for ranks, and one for all positions of a tile or one
+                for each side of it (x first, cores last).
+            along: the name that ranks are along. Default: the first.
+            with_idle: include the devices of failed chips, in grid order, for platforms that need
+                whole slices and for chips that run but must not be used.
+
+        Raises:
+            TopologyError: if the topology was not built from devices, or `with_idle` is set and
+                some devices of the grid are missing.
         """
-        from ftmesh.topology.jax_mesh import jax_mesh
-
-        return jax_mesh(self, axis_name, along=along, with_idle=with_idle)
+        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        shape = self._position_shape(names)
+        if not self.devices:
+            raise TopologyError(
+                f"{self.physical} was not built from devices: use "
+                "Topology.from_devices(jax.devices(), ...)"
+            )
+        devices = self.all_devices if with_idle else self.devices
+        num_ranks = (self.num_chips if with_idle else self.num_live) * self.devices_per_chip
+        needed = num_ranks * self.num_positions
+        if len(devices) < needed:
+            raise TopologyError(
+                f"with_idle needs every device of {self.name}, and only {len(devices)} of {needed} "
+                "are there"
+            )
+        by_rank = np.array(devices).reshape(num_ranks, -1)
+        return build_jax_mesh(self._by_position(by_rank, shape), names, along)
 
     # Text -----------------------------------------------------------------------------------
 
     def drawing(self) -> str:
-        """The picture that `from_drawing` reads; a mesh of one axis is a row."""
-        if len(self.shape) > 2:
-            raise TopologyError(f"only 2-D meshes and lines can be drawn as text, not {self.name}")
-        marks = "".join(".X"[coord in self.failed] for coord in self.all_coords())
-        width = self.shape[0]
-        return "\n".join(marks[start : start + width] for start in range(0, len(marks), width))
+        """Return the picture that `from_drawing` reads; a mesh of one axis is one row."""
+        return format_drawing(self.shape, self.failed)
 
     def __str__(self) -> str:
         text = self.name
@@ -322,35 +396,3 @@ class Topology:
             links = (f"{format_coord(a)}-{format_coord(b)}" for a, b in sorted(self.failed_links))
             text += f" less links {';'.join(links)}"
         return text
-
-    # Inside ---------------------------------------------------------------------------------
-
-    def all_coords(self) -> Iterator[Coord]:
-        """The chips of the grid, live and failed, by place."""
-        axes = (range(n) for n in reversed(self.shape))
-        return (tuple(reversed(c)) for c in itertools.product(*axes))
-
-    def _inside(self, coord: Coord) -> bool:
-        return len(coord) == len(self.shape) and all(
-            0 <= c < n for c, n in zip(coord, self.shape, strict=True)
-        )
-
-    def _beside(self, coord: Coord) -> list[Coord]:
-        """The chips next to `coord` on the undamaged mesh: +x, -x, +y, -y and so on."""
-        found: list[Coord] = []
-        for axis, size in enumerate(self.shape):
-            for step in (1, -1):
-                place = coord[axis] + step
-                if not 0 <= place < size:
-                    if not self.wrap[axis] or size <= 2:
-                        continue
-                    place %= size
-                found.append((*coord[:axis], place, *coord[axis + 1 :]))
-        return found
-
-
-def _per_axis(wrap: bool | Sequence[bool], shape: Coord) -> tuple[bool, ...]:
-    each = (wrap,) * len(shape) if isinstance(wrap, bool) else tuple(wrap)
-    if not all(isinstance(one, (bool, np.bool_)) for one in each):
-        raise TopologyError(f"wrap is True, False, or one of these per axis, not {wrap!r}")
-    return tuple(map(bool, each))

@@ -1,4 +1,4 @@
-"""Emulated devices as a mesh, and as a line of chips."""
+"""cpu_grid: emulated CPU devices as a mesh or a line."""
 
 from functools import partial
 
@@ -13,13 +13,13 @@ from ftmesh.testing import cpu_grid
 
 
 @pytest.mark.parametrize("shape", ["8", "1x8", "8x1", "2x4"])
-def test_devices_are_laid_out_in_the_shape_asked_for(shape):
+def test_devices_fill_the_given_shape(shape):
     topo = cpu_grid(shape)
     assert topo.name == shape
     assert topo.devices == tuple(jax.devices()[:8])
 
 
-def test_damage_and_wrap_are_those_of_the_grid():
+def test_failures_and_wrap_are_passed_on():
     topo = cpu_grid("1x8", failed="1x1@0,7", failed_links="0,0-0,1", wrap=[False, True])
     assert topo.without_devices() == ftmesh.Topology.grid(
         "1x8", failed="1x1@0,7", failed_links="0,0-0,1", wrap=[False, True]
@@ -29,9 +29,9 @@ def test_damage_and_wrap_are_those_of_the_grid():
         cpu_grid("65")
 
 
-def test_under_a_launcher_devices_are_those_of_all_processes(monkeypatch):
+def test_too_few_devices_under_a_launcher(monkeypatch):
     monkeypatch.setenv("FTMESH_NUM_PROCESSES", "2")
-    with pytest.raises(TopologyError, match=r"take those of all, by Topology.from_devices"):
+    with pytest.raises(TopologyError, match=r"use those of all, by Topology.from_devices"):
         cpu_grid("65")
 
 
@@ -39,10 +39,9 @@ def test_under_a_launcher_devices_are_those_of_all_processes(monkeypatch):
     ("shape", "failed", "wrap"),
     [("1x8", "", False), ("8", "", False), ("8", "", True), ("8", "1@3", True), ("1x2", "", False)],
 )
-def test_lines_of_devices_sum(shape, failed, wrap):
+def test_psum_on_a_line_of_devices(shape, failed, wrap):
     topo = cpu_grid(shape, failed=failed, wrap=wrap)
-    plan = ftmesh.plan(topo)
-    assert plan.algorithm == "chain"
+    plan = ftmesh.plan(topo, "chain")
     ranks = topo.num_live
     values = jnp.arange(ranks * 37).reshape(ranks, 37) ** 2
 
@@ -59,6 +58,8 @@ def test_lines_of_devices_sum(shape, failed, wrap):
     assert total(values).tolist() == [values.sum(0).tolist()] * ranks
 
 
-def test_more_devices_than_are_emulated():
-    with pytest.raises(TopologyError, match="has 10,000 chips, and at most 4,096 devices can be emulated"):
+def test_too_many_devices_raise():
+    with pytest.raises(
+        TopologyError, match="has 10,000 chips, and at most 4,096 devices can be emulated"
+    ):
         cpu_grid("100x100")

@@ -1,4 +1,4 @@
-"""Topologies from devices: stand-ins that look like JAX's, real CPU devices, real TPU ones."""
+"""Topology.from_devices with fake devices, real CPU devices and real TPU topologies."""
 
 import importlib.util
 import json
@@ -15,24 +15,24 @@ from ftmesh import Topology, TopologyError, TopologyWarning
 
 
 @dataclass(frozen=True)
-class Tpu:
-    """What a TPU device shows; its coords always have three axes."""
+class FakeTpu:
+    """A fake TPU device; its coords always have three axes."""
 
     coords: tuple[int, int, int]
     core_on_chip: int = 0
 
 
 @dataclass(frozen=True)
-class Cpu:
-    """A device without coords."""
+class FakeCpu:
+    """A fake device without coords."""
 
     id: int
 
 
-def slice_of(width, height, cores=1):
+def tpu_slice(width, height, cores=1):
     """A slice as libtpu lists it: host by host, 2x2 chips each, not in the order of ids."""
     return [
-        Tpu((hx + x, hy + y, 0), core)
+        FakeTpu((hx + x, hy + y, 0), core)
         for hy in range(0, height, 2)
         for hx in range(0, width, 2)
         for y in range(2)
@@ -42,61 +42,61 @@ def slice_of(width, height, cores=1):
 
 
 def grid_of(devices, **options):
-    """The grid they sit on, to be compared with one that has no devices."""
+    """The topology of `devices`, without them."""
     return Topology.from_devices(devices, **options).without_devices()
 
 
 def test_tpu_coords_place_devices_and_axes_of_size_one_are_dropped():
-    devices = slice_of(4, 4)
+    devices = tpu_slice(4, 4)
     topo = Topology.from_devices(devices)
     assert topo.without_devices() == Topology.grid("4x4")
     assert [d.coords[:2] for d in topo.devices] == list(topo.coords)
 
 
 def test_missing_coords_are_failed():
-    devices = [d for d in slice_of(8, 8) if d.coords[:2] not in {(2, 2), (3, 2), (2, 3), (3, 3)}]
+    devices = [d for d in tpu_slice(8, 8) if d.coords[:2] not in {(2, 2), (3, 2), (2, 3), (3, 3)}]
     topo = Topology.from_devices(devices)
     assert topo.without_devices() == Topology.grid("8x8", failed="2x2@2,2")
     assert len(topo.devices) == 60
 
 
-def test_a_given_shape_finds_failures_at_the_edge():
-    devices = [d for d in slice_of(4, 4) if d.coords[1] < 2]
+def test_shape_reveals_missing_chips_at_the_edge():
+    devices = [d for d in tpu_slice(4, 4) if d.coords[1] < 2]
     assert grid_of(devices) == Topology.grid("4x2")
     assert grid_of(devices, shape="4x4") == Topology.grid("4x4", failed="4x2@0,2")
     assert grid_of(devices, shape="4x4x1") == Topology.grid("4x4", failed="4x2@0,2")
-    with pytest.raises(TopologyError, match="outside the shape 2x2"):
+    with pytest.raises(TopologyError, match="outside the given shape 2x2"):
         Topology.from_devices(devices, shape="2x2")
     with pytest.raises(TopologyError, match="shape 4x4 has more axes than the devices' coords"):
-        Topology.from_devices([Tpu((0,))], shape="4x4")
+        Topology.from_devices([FakeTpu((0,))], shape="4x4")
 
 
-def test_a_slice_that_does_not_start_at_the_origin_is_numbered_from_zero():
-    devices = [Tpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
+def test_grid_coords_start_at_zero_wherever_the_slice_starts():
+    devices = [FakeTpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
     assert grid_of(devices) == Topology.grid("4x4")
-    damaged = grid_of(devices, failed="2x2@4,2")  # as the devices count
+    damaged = grid_of(devices, failed="2x2@4,2")  # in the devices' coords
     assert damaged == Topology.grid("4x4", failed="2x2@0,0")
 
 
 @pytest.mark.parametrize(
     "links", ["4,2-5,2;7,5-7,4", "4,2,0-5,2,0;7,5,0-7,4,0", "4,2-5,2;7,4,0-7,5,0"]
 )
-def test_failed_links_are_named_as_the_devices_count(links):
-    devices = [Tpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
+def test_failed_links_use_the_coords_of_the_devices(links):
+    devices = [FakeTpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
     topo = Topology.from_devices(devices, failed="1x1x1@6,3,0", failed_links=links)
     assert topo.failed == {(2, 1)}
     assert topo.failed_links == {((0, 0), (1, 0)), ((3, 2), (3, 3))}
     assert not topo.is_link((0, 0), (1, 0))
 
 
-def test_a_failed_link_over_the_edge_is_named_as_the_devices_count():
-    devices = [Tpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
+def test_a_failed_wrapping_link_uses_the_coords_of_the_devices():
+    devices = [FakeTpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
     topo = Topology.from_devices(devices, failed_links="7,2-4,2", wrap=True)
     assert topo.failed_links == {((0, 0), (3, 0))}
 
 
-def test_failed_links_that_are_missing_anyway_do_not_hit_others():
-    devices = [d for d in slice_of(4, 4) if d.coords[0] > 0]
+def test_failed_links_of_missing_chips_are_skipped():
+    devices = [d for d in tpu_slice(4, 4) if d.coords[0] > 0]
     assert (
         Topology.from_devices(devices, failed_links="0,0-1,0;0,1-0,2").failed_links == frozenset()
     )
@@ -106,8 +106,8 @@ def test_failed_links_that_are_missing_anyway_do_not_hit_others():
         Topology.from_devices(devices, failed_links="1,0-3,0")
 
 
-def test_the_environment_speaks_of_the_devices_and_what_they_are_not_is_left_out(monkeypatch):
-    devices = [Tpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
+def test_ftmesh_failed_uses_the_coords_of_the_devices(monkeypatch):
+    devices = [FakeTpu((4 + x, 2 + y, 0)) for y in range(4) for x in range(4)]
     monkeypatch.setenv("FTMESH_FAILED", "2x1x1@7,5,0;1x1@4,2;2x2@0,0")
     says = "names 1x1x1@8,5,0;2x2@0,0, which is not on mesh 4x4, whose chips are 4,2 to 7,5"
     with pytest.warns(TopologyWarning, match=says):
@@ -115,23 +115,23 @@ def test_the_environment_speaks_of_the_devices_and_what_they_are_not_is_left_out
     assert topo.failed == {(3, 3), (0, 0)}
 
 
-def test_failed_chips_that_are_missing_anyway_do_not_hit_others():
-    devices = [d for d in slice_of(4, 4) if d.coords[0] > 0]
+def test_failed_chips_below_the_slice_are_skipped():
+    devices = [d for d in tpu_slice(4, 4) if d.coords[0] > 0]
     assert grid_of(devices, failed="1x4@0,0") == Topology.grid("3x4")
 
 
-def test_devices_may_come_as_an_array_or_from_a_generator():
-    devices = slice_of(4, 4)
+def test_devices_from_an_array_or_a_generator():
+    devices = tpu_slice(4, 4)
     grid = np.empty((4, 4), object)
     grid.flat = devices
     assert grid_of(grid) == Topology.grid("4x4")
     assert grid_of(d for d in devices) == Topology.grid("4x4")
 
 
-def test_the_same_grid_on_other_devices_is_another_topology():
-    ours, theirs = ([Cpu(first + i) for i in range(8)] for first in (0, 8))
+def test_topologies_with_other_devices_differ():
+    ours, theirs = ([FakeCpu(first + i) for i in range(8)] for first in (0, 8))
     topo = Topology.from_devices(ours, shape="4x2", failed="1x1@3,1")
-    same = Topology.from_devices([Cpu(i) for i in range(8)], shape="4x2", failed="1x1@3,1")
+    same = Topology.from_devices([FakeCpu(i) for i in range(8)], shape="4x2", failed="1x1@3,1")
     other = Topology.from_devices(theirs, shape="4x2", failed="1x1@3,1")
     assert topo == same
     assert hash(topo) == hash(same)
@@ -142,16 +142,16 @@ def test_the_same_grid_on_other_devices_is_another_topology():
     assert topo.without_devices() == Topology.grid("4x2", failed="1x1@3,1")
 
 
-def test_so_is_one_with_another_idle_device():
-    devices = [Cpu(i) for i in range(8)]
+def test_topologies_with_another_idle_device_differ():
+    devices = [FakeCpu(i) for i in range(8)]
     topo = Topology.from_devices(devices, shape="4x2", failed="1x1@3,1")
-    other = Topology.from_devices([*devices[:-1], Cpu(99)], shape="4x2", failed="1x1@3,1")
+    other = Topology.from_devices([*devices[:-1], FakeCpu(99)], shape="4x2", failed="1x1@3,1")
     assert topo.devices == other.devices
     assert topo != other
 
 
 def test_two_devices_per_chip():
-    topo = Topology.from_devices(slice_of(4, 4, cores=2), failed="2x2@0,0")
+    topo = Topology.from_devices(tpu_slice(4, 4, cores=2), failed="2x2@0,0")
     assert topo.devices_per_chip == 2
     assert topo.num_live == 12
     assert [(d.coords[:2], d.core_on_chip) for d in topo.devices[:3]] == [
@@ -159,20 +159,20 @@ def test_two_devices_per_chip():
     ]  # fmt: skip
 
 
-def test_a_chip_with_one_core_of_two_is_failed_and_said_to_be():
-    devices = [d for d in slice_of(4, 4, cores=2) if d != Tpu((2, 1, 0), 1)]
-    with pytest.warns(TopologyWarning, match=r"chip \(2, 1\) shows 1 of 2 devices.*failed"):
+def test_a_chip_with_one_of_two_cores_counts_as_failed_with_a_warning():
+    devices = [d for d in tpu_slice(4, 4, cores=2) if d != FakeTpu((2, 1, 0), 1)]
+    with pytest.warns(TopologyWarning, match=r"chip \(2, 1\) has 1 of 2 devices.*failed"):
         topo = Topology.from_devices(devices)
     assert topo.failed == {(2, 1)}
 
 
-def test_two_devices_on_one_coord_are_refused():
+def test_two_devices_on_one_coord_raise():
     with pytest.raises(TopologyError, match=r"claim core 0 of the chip at \(0, 0, 0\)"):
-        Topology.from_devices([*slice_of(4, 4), Tpu((0, 0, 0), 0.0)])
+        Topology.from_devices([*tpu_slice(4, 4), FakeTpu((0, 0, 0), 0.0)])
 
 
 def test_three_dimensional_slices():
-    devices = [Tpu((x, y, z)) for z in range(4) for y in range(4) for x in range(4)]
+    devices = [FakeTpu((x, y, z)) for z in range(4) for y in range(4) for x in range(4)]
     assert Topology.from_devices(devices, wrap=True).shape == (4, 4, 4)
 
 
@@ -184,9 +184,9 @@ def test_three_dimensional_slices():
         pytest.param((2, 2, 4), (0, 0, 0), 2, id="7x"),
     ],
 )
-def test_damage_of_three_dimensional_slices_is_named_as_the_devices_count(shape, low, cores):
+def test_failures_of_three_dimensional_slices_use_the_coords_of_the_devices(shape, low, cores):
     devices = [
-        Tpu(tuple(a + c for a, c in zip(low, coord, strict=True)), core)
+        FakeTpu(tuple(a + c for a, c in zip(low, coord, strict=True)), core)
         for coord in np.ndindex(shape)
         for core in range(cores)
     ]
@@ -201,7 +201,7 @@ def test_damage_of_three_dimensional_slices_is_named_as_the_devices_count(shape,
     assert (
         topo.without_devices()
         == Topology.from_devices(
-            [Tpu(coord, core) for coord in np.ndindex(shape) for core in range(cores)],
+            [FakeTpu(coord, core) for coord in np.ndindex(shape) for core in range(cores)],
             failed="1x1x1@0,0,1;2x1x1@0,0,2",
             failed_links=[((0, 0, 0), (1, 0, 0)), ((1, 1, 2), (1, 1, 3))],
             wrap=(False, False, True),
@@ -223,33 +223,33 @@ def test_damage_of_three_dimensional_slices_is_named_as_the_devices_count(shape,
     ("count", "shape"), [(64, (8, 8)), (8, (2, 4)), (60, (6, 10)), (7, (1, 7)), (1, (1, 1))]
 )
 def test_devices_without_coords_fill_a_near_square_grid(count, shape):
-    assert Topology.from_devices([Cpu(i) for i in range(count)]).shape == shape
+    assert Topology.from_devices([FakeCpu(i) for i in range(count)]).shape == shape
 
 
-def test_the_environment_has_a_shape_for_as_many_devices(monkeypatch):
+def test_ftmesh_mesh_gives_the_shape_if_the_number_of_devices_fits(monkeypatch):
     monkeypatch.setenv("FTMESH_MESH", "2x8")
-    devices = [Cpu(i) for i in range(16)]
+    devices = [FakeCpu(i) for i in range(16)]
     assert Topology.from_devices(devices).shape == (2, 8)
     assert Topology.from_devices(devices, shape="4x4").shape == (4, 4)
     assert Topology.from_devices(devices[:4]).shape == (2, 2)
 
 
-def test_devices_without_coords_fill_the_shape_row_by_row_and_failed_ones_are_left_out():
-    topo = Topology.from_devices([Cpu(i) for i in range(8)], shape="4x2", failed="1x1@1,0")
+def test_devices_without_coords_fill_the_shape_row_by_row():
+    topo = Topology.from_devices([FakeCpu(i) for i in range(8)], shape="4x2", failed="1x1@1,0")
     assert [d.id for d in topo.devices] == [0, 2, 3, 4, 5, 6, 7]
     with pytest.raises(TopologyError, match="8 devices without coords cannot fill mesh 3x3"):
-        Topology.from_devices([Cpu(i) for i in range(8)], shape="3x3")
+        Topology.from_devices([FakeCpu(i) for i in range(8)], shape="3x3")
 
 
-def test_no_devices_and_mixed_devices_are_refused():
+def test_no_devices_and_mixed_devices_raise():
     with pytest.raises(TopologyError, match="no devices"):
         Topology.from_devices([])
     with pytest.raises(TopologyError, match="more than once"):
-        Topology.from_devices([Cpu(0)] * 4)
+        Topology.from_devices([FakeCpu(0)] * 4)
     with pytest.raises(TopologyError, match="different lengths"):
-        Topology.from_devices([Tpu((0, 0, 0)), Tpu((0, 1))])
+        Topology.from_devices([FakeTpu((0, 0, 0)), FakeTpu((0, 1))])
     with pytest.raises(TopologyError, match="1 of 2 devices have no coords"):
-        Topology.from_devices([Tpu((0, 0, 0)), Cpu(1)])
+        Topology.from_devices([FakeTpu((0, 0, 0)), FakeCpu(1)])
 
 
 def run_python(code, **variables):
@@ -262,7 +262,7 @@ def run_python(code, **variables):
 
 
 def test_real_cpu_devices():
-    found = run_python(
+    result = run_python(
         "import jax, json, ftmesh\n"
         "from ftmesh.topology.devices import platform_of\n"
         "topo = ftmesh.Topology.from_devices(jax.devices(), shape='4x4', failed='2x2@1,1')\n"
@@ -270,7 +270,7 @@ def test_real_cpu_devices():
         "print(json.dumps([platform, topo.num_live, [d.id for d in topo.devices]]))",
         XLA_FLAGS="--xla_force_host_platform_device_count=16",
     )
-    assert found == ["cpu", 12, [0, 1, 2, 3, 4, 7, 8, 11, 12, 13, 14, 15]]
+    assert result == ["cpu", 12, [0, 1, 2, 3, 4, 7, 8, 11, 12, 13, 14, 15]]
 
 
 @pytest.mark.skipif(
@@ -278,7 +278,7 @@ def test_real_cpu_devices():
     reason="libtpu, which exists for x86_64 Linux only, lists real TPU coordinates",
 )
 def test_real_tpu_topologies():
-    found = run_python(
+    result = run_python(
         "import json, ftmesh\n"
         "from ftmesh.topology.devices import platform_of\n"
         "from jax.experimental import topologies\n"
@@ -294,7 +294,7 @@ def test_real_tpu_topologies():
         TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     )
-    assert found == {
+    assert result == {
         "v3:16x32": ["TPU v3", "16x32", 2, 1024, 512],
         "v6e:16x16": ["TPU v6 lite", "16x16", 1, 256, 256],
         "v4:4x4x4": ["TPU v4", "4x4x4", 2, 128, 64],

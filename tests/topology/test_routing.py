@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 
 from ftmesh import Topology, TopologyError
 from ftmesh.errors import RoutingError
-from ftmesh.topology.routing import around, dimension_order, find_cycle, together
+from ftmesh.topology.routing import (
+    around_failures,
+    deadlock_free_routes,
+    dimension_order,
+    find_cycle,
+)
 
 HOLE = Topology.from_drawing("""
     ......
@@ -30,50 +35,50 @@ def test_dimension_order_takes_the_shorter_way_round_a_ring():
     assert len(dimension_order(ring, (0, 0), (3, 0))) == 4
 
 
-def test_dimension_order_is_blind_to_damage():
+def test_dimension_order_ignores_failures():
     assert (2, 2) in dimension_order(HOLE, (2, 1), (2, 4))
 
 
-def test_routes_go_around_damage_on_the_nearer_side():
-    assert around(HOLE, (2, 1), (2, 4)) == ((2, 1), (1, 1), (1, 2), (1, 3), (1, 4), (2, 4))
-    assert around(HOLE, (3, 1), (3, 4)) == ((3, 1), (4, 1), (4, 2), (4, 3), (4, 4), (3, 4))
-    assert around(HOLE, (0, 0), (5, 5)) == dimension_order(HOLE, (0, 0), (5, 5))
+def test_routes_pass_failed_chips_on_the_nearer_side():
+    assert around_failures(HOLE, (2, 1), (2, 4)) == ((2, 1), (1, 1), (1, 2), (1, 3), (1, 4), (2, 4))
+    assert around_failures(HOLE, (3, 1), (3, 4)) == ((3, 1), (4, 1), (4, 2), (4, 3), (4, 4), (3, 4))
+    assert around_failures(HOLE, (0, 0), (5, 5)) == dimension_order(HOLE, (0, 0), (5, 5))
 
 
 def test_routes_go_around_failed_links():
     topo = Topology.grid("3x2", failed_links="0,0-1,0")
-    assert around(topo, (0, 0), (1, 0)) == ((0, 0), (0, 1), (1, 1), (1, 0))
+    assert around_failures(topo, (0, 0), (1, 0)) == ((0, 0), (0, 1), (1, 1), (1, 0))
 
 
-def test_no_route_from_or_to_failed_chips_or_across_a_cut():
+def test_routes_that_do_not_exist_raise():
     with pytest.raises(TopologyError, match="chip \\(2, 2\\) has failed"):
-        around(HOLE, (2, 2), (0, 0))
+        around_failures(HOLE, (2, 2), (0, 0))
     cut = Topology.from_drawing(".X.\n.X.")
     with pytest.raises(RoutingError, match="no live route leads from chip \\(0, 0\\) to"):
-        around(cut, (0, 0), (2, 0))
+        around_failures(cut, (0, 0), (2, 0))
 
 
 def distances(topo, src):
-    found = {src: 0}
+    hops = {src: 0}
     for a in (queue := [src]):
         for b in topo.neighbours(a):
-            if b not in found:
-                found[b] = found[a] + 1
+            if b not in hops:
+                hops[b] = hops[a] + 1
                 queue.append(b)
-    return found
+    return hops
 
 
 @given(st.sets(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=6))
-def test_every_pair_of_a_part_has_a_live_route_and_none_is_shorter(failed):
+def test_routes_are_live_and_shortest(failed):
     topo = Topology.grid("5x5", failed=failed)
     src = topo.components()[0][0]
     for dst, hops in distances(topo, src).items():
-        route = around(topo, src, dst)
+        route = around_failures(topo, src, dst)
         assert (route[0], route[-1], len(route) - 1) == (src, dst, hops)
         assert all(topo.is_link(a, b) for a, b in pairwise(route))
 
 
-def test_four_turns_that_wait_for_each_other_are_found():
+def test_four_turns_form_a_cycle():
     square = [(0, 0), (1, 0), (1, 1), (0, 1)]
     corners = [(square[i], square[(i + 1) % 4], square[(i + 2) % 4]) for i in range(4)]
     cycle = find_cycle(corners)
@@ -90,44 +95,44 @@ def test_dimension_order_never_deadlocks_and_free_routing_can():
     assert find_cycle([*y_then_x, *(dimension_order(full, a, b) for a, b in every)])
 
 
-def test_a_torus_has_a_second_channel_for_what_crossed_the_edge():
+def test_a_torus_has_a_second_channel_beyond_the_edge():
     torus = Topology.grid("5x5", wrap=True)
     every = product(torus.coords, repeat=2)
     assert find_cycle(dimension_order(torus, a, b) for a, b in every) == ()
-    all_the_way = tuple((x % 5, 0) for x in range(7))
-    assert find_cycle([all_the_way[i : i + 3] for i in range(5)]) == ()
+    walk = tuple((x % 5, 0) for x in range(7))
+    assert find_cycle([walk[i : i + 3] for i in range(5)]) == ()
 
 
-class TestTogether:
-    """Detours on both sides of a hole, joined into a circle by hops along the rows they use."""
+class TestDeadlockFreeRoutes:
+    """Detours on both sides of a hole; hops along the rows they use close a cycle."""
 
     HOLE = Topology.grid("8x8", failed="2x2@3,3")
     ACROSS = (((3, 2), (3, 5)), ((4, 2), (4, 5)), ((3, 5), (3, 2)), ((4, 5), (4, 2)))
     ALONG = (((2, 2), (4, 2)), ((3, 2), (5, 2)), ((5, 5), (3, 5)), ((4, 5), (2, 5)))
 
-    def test_the_nearer_side_where_that_will_do(self):
-        routes = together(self.HOLE, self.ACROSS)
-        assert routes == [around(self.HOLE, *pair) for pair in self.ACROSS]
+    def test_the_nearer_side_if_that_cannot_deadlock(self):
+        routes = deadlock_free_routes(self.HOLE, self.ACROSS)
+        assert routes == [around_failures(self.HOLE, *pair) for pair in self.ACROSS]
         assert {route[1] for route in routes} == {(2, 2), (5, 2), (2, 5), (5, 5)}
 
-    def test_one_side_for_all_where_both_could_deadlock(self):
+    def test_one_side_for_all_if_both_can_deadlock(self):
         pairs = [*self.ACROSS, *self.ALONG]
-        assert find_cycle(around(self.HOLE, *pair) for pair in pairs)
-        routes = together(self.HOLE, pairs)
+        assert find_cycle(around_failures(self.HOLE, *pair) for pair in pairs)
+        routes = deadlock_free_routes(self.HOLE, pairs)
         assert find_cycle(routes) == ()
         assert [(route[0], route[-1]) for route in routes] == pairs
         assert all((2, 3) in route or (2, 4) in route for route in routes[:4])
 
-    def test_the_side_that_has_room(self):
+    def test_a_side_without_a_route_raises(self):
         hole = Topology.grid("6x8", failed="4x2@0,3")
         pairs = [((0, 2), (0, 5)), ((0, 5), (0, 2))]
-        assert around(hole, *pairs[0], first=(0, 1)) == around(hole, *pairs[0])
+        assert around_failures(hole, *pairs[0], first=(0, 1)) == around_failures(hole, *pairs[0])
         with pytest.raises(RoutingError, match="no live route"):
-            around(hole, *pairs[0], first=(0, -1))
+            around_failures(hole, *pairs[0], first=(0, -1))
 
-    def test_as_they_were_where_no_side_will_do(self):
+    def test_the_nearest_routes_if_no_side_works(self):
         over_rows = [((2, 3), (5, 3)), ((5, 3), (2, 3))]
         pairs = [*self.ACROSS, *self.ALONG, *over_rows]
-        nearest = [around(self.HOLE, *pair) for pair in pairs]
+        nearest = [around_failures(self.HOLE, *pair) for pair in pairs]
         assert find_cycle(nearest)
-        assert together(self.HOLE, pairs) == nearest
+        assert deadlock_free_routes(self.HOLE, pairs) == nearest

@@ -1,4 +1,4 @@
-"""Meshes cut into tiles: which tiles live, how they are linked, whose devices they have."""
+"""TiledTopology: live tiles, links between tiles, and the devices of tiles."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,8 +12,8 @@ from ftmesh.topology.routing import dimension_order
 
 
 @dataclass(frozen=True)
-class Tpu:
-    """What a TPU device shows."""
+class FakeTpu:
+    """A fake TPU device."""
 
     coords: tuple[int, int, int]
     core_on_chip: int = 0
@@ -36,7 +36,7 @@ def test_a_tile_with_a_failed_chip_has_failed():
     assert tiled("8x8", "2x2").losses == "all 16 tiles are live"
 
 
-def test_chips_of_a_tile_count_along_x_first():
+def test_chips_of_a_tile_are_ordered_x_fastest():
     tiles = tiled("4x4", "2x2", failed="1x1@0,0")
     assert tiles.coords == ((1, 0), (0, 1), (1, 1))
     chips = [[tiles.chips.coords[rank] for rank in ranks] for ranks in tiles.chip_ranks]
@@ -47,8 +47,7 @@ def test_chips_of_a_tile_count_along_x_first():
     assert (tiles.num_positions, tiles.sides, tiles.physical) == (4, (2, 2), tiles.chips)
 
 
-def test_axes_that_tiles_span_whole():
-    """Of three, the others are the grid; of two, both are, since a line of chips is served."""
+def test_axes_that_a_tile_spans_are_dropped_if_there_are_three():
     tiles = tiled("4x2x6", "1x2x2", failed="1x1x1@3,1,5", failed_links="0,0,0-0,1,0;0,0,1-0,0,2")
     assert (tiles.shape, tiles.failed) == ((4, 3), {(3, 2)})
     assert tiles.chips_of([(2, 1)]) == [(2, 0, 2), (2, 1, 2), (2, 0, 3), (2, 1, 3)]
@@ -58,24 +57,24 @@ def test_axes_that_tiles_span_whole():
     assert tiled("4x4x4", "1x1x4", wrap=[True, False, True]).wrap == (True, False)
 
 
-def test_what_cannot_be_cut():
+def test_meshes_that_cannot_be_tiled():
     for tile in ("3x2", "2", "2x2x1", "16x8"):
         with pytest.raises(TopologyError, match=f"mesh 8x8 cannot be cut into tiles of {tile}"):
             tiled("8x8", tile)
     with pytest.raises(TopologyError, match=r"every tile of 2x2 .* take smaller tiles"):
         tiled("4x2", "2x2", failed="2x1@1,0")
-    with pytest.raises(TopologyError, match="is in tiles already"):
+    with pytest.raises(TopologyError, match="is tiled already"):
         TiledTopology.from_topology(tiled("8x8", "2x2"), "2x2")
     with pytest.raises(TopologyError, match=r"tile \(0, 0\) has failed on 4x4 less"):
         tiled("4x4", "2x2", failed="1x1@1,1").rank((0, 0))
 
 
-def test_a_value_by_its_content():
-    one, other = (tiled("8x8", "2x2", failed="1x1@0,0") for _ in range(2))
-    assert one == other
-    assert hash(one) == hash(other)
-    assert one != tiled("8x8", "2x2", failed="1x1@1,0")  # the same tile, for another chip
-    assert one != Topology.grid("4x4", failed="1x1@0,0")
+def test_equal_by_content():
+    tiles, same = (tiled("8x8", "2x2", failed="1x1@0,0") for _ in range(2))
+    assert tiles == same
+    assert hash(tiles) == hash(same)
+    assert tiles != tiled("8x8", "2x2", failed="1x1@1,0")  # another chip of the same tile
+    assert tiles != Topology.grid("4x4", failed="1x1@0,0")
 
 
 class TestLinks:
@@ -89,13 +88,15 @@ class TestLinks:
             ("2,0-2,1", [((1, 0), (1, 1))]),
         ],
     )
-    def test_a_failed_link_breaks_those_that_need_it(self, failed, broken):
+    def test_a_failed_link_breaks_the_tile_links_that_need_it(self, failed, broken):
         tiles = tiled("8x4", "2x2", failed_links=failed)
         assert tiles.failed_links == set(broken)
         words = ";".join(f"{ax},{ay}-{bx},{by}" for (ax, ay), (bx, by) in broken)
-        assert tiles.describe().endswith(f"\n  not straight on for every position: {words}")
+        assert tiles.describe().endswith(
+            f"\n  links between tiles that some position cannot use: {words}"
+        )
 
-    def test_over_the_edge(self):
+    def test_wrapping_links(self):
         tiles = tiled("8x2", "2x2", wrap=[True, False], failed_links="0,0-7,0")
         assert tiles.wrap == (True, False)
         assert tiles.failed_links == {((0, 0), (3, 0))}
@@ -107,7 +108,7 @@ class TestLinks:
         st.sets(st.integers(0, 10**6), max_size=3),
         st.booleans(),
     )
-    def test_linked_tiles_are_those_whose_chips_all_go_straight_on(self, tile, picks, wrap):
+    def test_tiles_are_linked_if_all_their_chips_have_straight_routes(self, tile, picks, wrap):
         whole = Topology.grid("6x6", wrap=wrap)
         links = [whole.links[pick % len(whole.links)] for pick in picks]
         tiles = tiled("6x6", tile, wrap=wrap, failed_links=links)
@@ -120,12 +121,12 @@ class TestLinks:
 
 
 class TestDevices:
-    def slice_of(self, width, height, cores=1):
+    def tpu_slice(self, width, height, cores=1):
         chips = [(x, y, 0) for x in range(width) for y in range(height)]
-        return [Tpu(chip, core) for chip in chips for core in range(cores)]
+        return [FakeTpu(chip, core) for chip in chips for core in range(cores)]
 
-    def test_tile_by_tile_and_position_by_position(self):
-        topology = Topology.from_devices(self.slice_of(4, 2), failed="1x1@0,0")
+    def test_devices_are_ordered_by_tile_and_position(self):
+        topology = Topology.from_devices(self.tpu_slice(4, 2), failed="1x1@0,0")
         tiles = TiledTopology.from_topology(topology, "2x2")
         assert [device.coords[:2] for device in tiles.devices] == [(2, 0), (3, 0), (2, 1), (3, 1)]
         assert [device.coords[:2] for device in tiles.all_devices[:4]] == [
@@ -136,19 +137,23 @@ class TestDevices:
         ]
         assert tiles.without_devices() == tiled("4x2", "2x2", failed="1x1@0,0")
 
-    def test_the_cores_of_a_chip_are_positions(self):
-        tiles = TiledTopology.from_topology(Topology.from_devices(self.slice_of(2, 2, cores=2)), "1x1")
+    def test_cores_are_positions(self):
+        tiles = TiledTopology.from_topology(
+            Topology.from_devices(self.tpu_slice(2, 2, cores=2)), "1x1"
+        )
         assert (tiles.num_positions, tiles.sides, tiles.devices_per_chip) == (2, (1, 1, 2), 1)
         assert [device.core_on_chip for device in tiles.devices] == [0, 1] * 4
-        pairs = TiledTopology.from_topology(Topology.from_devices(self.slice_of(2, 2, cores=2)), "2x1")
+        pairs = TiledTopology.from_topology(
+            Topology.from_devices(self.tpu_slice(2, 2, cores=2)), "2x1"
+        )
         first = [(*device.coords[:2], device.core_on_chip) for device in pairs.devices[:4]]
         assert first == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
         mesh = pairs.jax_mesh(("data", "x", "y", "core"))
         assert mesh.devices.shape == (2, 2, 1, 2)
-        assert mesh.devices[1, 1, 0, 0] == Tpu((1, 1, 0), 0)
+        assert mesh.devices[1, 1, 0, 0] == FakeTpu((1, 1, 0), 0)
 
-    def test_devices_that_are_not_there(self):
-        devices = [device for device in self.slice_of(4, 4) if device.coords[:2] != (0, 0)]
+    def test_missing_devices(self):
+        devices = [device for device in self.tpu_slice(4, 4) if device.coords[:2] != (0, 0)]
         tiles = TiledTopology.from_topology(Topology.from_devices(devices), "2x2")
         assert len(tiles.devices) == 12
         assert len(tiles.all_devices) == 15

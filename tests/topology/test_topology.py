@@ -63,14 +63,14 @@ def test_neighbours_stop_at_edges_damage_and_failed_links():
     assert not topo.is_link((1, 0), (0, 0))
 
 
-def test_blocks_are_taken_as_blocks():
+def test_failed_takes_blocks():
     block = Block((4, 2), (6, 6))
     wanted = Topology.grid("16x16", failed="4x2@6,6")
     assert Topology.grid("16x16", failed=block) == wanted
     assert Topology.grid("16x16", failed=[block]) == wanted
 
 
-def test_a_failed_link_fails_in_whatever_order_it_is_given():
+def test_the_order_of_the_ends_of_a_failed_link_does_not_matter():
     topo = Topology((4, 4), (False, False), failed_links=frozenset({((1, 0), (0, 0))}))
     assert not topo.is_link((0, 0), (1, 0))
     assert topo == Topology.grid("4x4", failed_links="0,0-1,0")
@@ -83,7 +83,7 @@ def test_wrapped_axes_have_links_over_the_edge():
     assert pair.neighbours((0, 0)) == ((1, 0), (0, 1), (0, 2))  # two chips share one cable
 
 
-def test_three_axes_are_no_special_case():
+def test_three_axes():
     topo = Topology.grid("4x4x4", failed="2x2x1@0,0,0", wrap=True)
     assert topo.num_live == 60
     assert len(topo.neighbours((2, 2, 2))) == 6
@@ -100,22 +100,22 @@ def test_three_axes_are_no_special_case():
         (lambda: Topology.grid("4x4", failed_links="4,0-4,1"), "is not a neighbour of"),
         (lambda: Topology.grid("4x4", failed_links="0-1"), "is not a neighbour of"),
         (lambda: Topology.grid("4x4", wrap=[True]), "one entry per axis"),
-        (lambda: Topology.grid("4x4", wrap="no"), "wrap is True, False, or"),
-        (lambda: Topology.grid((4.5, 4)), "not a list of whole numbers"),
-        (lambda: Topology.grid("4x4", failed=[(1.5, 2)]), "not a list of whole numbers"),
-        (lambda: Topology.grid("4x4", failed=(2, 2)), "whole numbers"),
+        (lambda: Topology.grid("4x4", wrap="no"), "wrap must be True, False, or"),
+        (lambda: Topology.grid((4.5, 4)), "not a list of integers"),
+        (lambda: Topology.grid("4x4", failed=[(1.5, 2)]), "not a list of integers"),
+        (lambda: Topology.grid("4x4", failed=(2, 2)), "integers"),
         (lambda: Topology.grid("2x2x2x2"), "one to three axes"),
         (lambda: Topology((4, 4), (False, False), frozenset({(4, 0)})), "is not on mesh 4x4"),
         (lambda: Topology.grid("4x4").groups(3), "cannot be cut into equal boxes of 3 chips"),
-        (lambda: Topology.grid("4x4x4").drawing(), "only 2-D meshes"),
+        (lambda: Topology.grid("4x4x4").drawing(), "need one or two axes, not 4x4x4"),
     ],
 )
-def test_bad_input_is_named(build, says):
+def test_bad_input_raises(build, says):
     with pytest.raises(TopologyError, match=says):
         build()
 
 
-def test_components_name_the_parts_of_a_cut_mesh():
+def test_components_of_a_disconnected_mesh():
     topo = Topology.from_drawing("""
         ..X.
         ..X.
@@ -152,11 +152,11 @@ def test_largest_rectangle_agrees_with_brute_force(failed, links):
     assert all(topo.is_live(c) for c in block.coords())
 
 
-def test_the_submesh_left_by_a_hole_in_the_middle_is_half_the_machine():
+def test_a_hole_in_the_middle_leaves_half_the_mesh():
     assert str(Topology.grid("16x32", failed="4x2@6,14").largest_rectangle()) == "16x16@0,16"
 
 
-def test_groups_are_squarish_tiles_less_what_failed():
+def test_groups_are_squarish_tiles_without_failed_chips():
     topo = Topology.grid("4x4", failed="1x1@1,1")
     assert topo.groups(4)[0] == (topo.rank((0, 0)), topo.rank((1, 0)), topo.rank((0, 1)))
     assert [len(group) for group in topo.groups(4)] == [3, 4, 4, 4]
@@ -179,7 +179,7 @@ def test_lines_have_sub_meshes_and_groups(shape, failed, box, groups):
     assert list(topo.groups(2)) == groups
 
 
-def test_a_failed_link_cuts_the_largest_part_of_a_line():
+def test_a_failed_link_cuts_a_line():
     assert str(Topology.grid("8", failed_links="2-3").largest_rectangle()) == "5@3"
     assert str(Topology.grid("1x8", failed_links="0,2-0,3").largest_rectangle()) == "1x5@0,3"
     with pytest.raises(TopologyError, match="mesh 8 cannot be cut into equal boxes of 3 chips"):
