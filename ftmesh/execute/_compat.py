@@ -1,8 +1,8 @@
-"""All contact with what JAX does not promise to keep: primitives, varying axes, batching rules.
+"""All use of JAX internals: primitives, varying axes, batching rules, the distributed runtime.
 
-Under ``shard_map(check_vma=True)`` every value has a set of mesh axes over which it may differ, and
-nothing public takes an axis out of that set. A sum over ranks must, as `lax.psum` does; so ftmesh's
-collectives are primitives of their own, which say what they do to types, derivatives and batches.
+Under ``shard_map(check_vma=True)`` every value carries the set of mesh axes over which it may vary,
+and no public function removes an axis from that set. A sum over ranks must, as `lax.psum` does. So
+ftmesh's collectives are primitives of their own, with rules for types, derivatives and batches.
 """
 
 from __future__ import annotations
@@ -19,78 +19,62 @@ from jax.interpreters import ad, batching, mlir
 
 AxisName = Hashable
 
-# Before, JAX could not tell ranks apart inside two shard_maps, over one axis and then over others.
-NESTS_SHARD_MAPS = jax.__version_info__ >= (0, 10)
+# Older versions cannot compute the rank inside two nested shard_maps over different axes.
+SUPPORTS_NESTED_SHARD_MAP = jax.__version_info__ >= (0, 10)
 
-MARK = "ftmesh."  # in front of the names of scopes in which a plan's own permutations are made
-
-
-def own_scope(name: str) -> Any:
-    """A scope for a plan's own permutations, by which they are told from others when compiled."""
-    return jax.named_scope(f"{MARK}{name}")
+SCOPE_PREFIX = "ftmesh."  # of the name scopes around a plan's own permutations
 
 
-def checks_varying() -> bool:
-    """Whether values carry the axes they vary over: inside ``shard_map(check_vma=True)``."""
+def plan_scope(name: str) -> Any:
+    """A name scope that marks a plan's own permutations in the compiled program."""
+    return jax.named_scope(f"{SCOPE_PREFIX}{name}")
+
+
+# Varying axes -----------------------------------------------------------------------------------
+
+
+def checks_vma() -> bool:
+    """True inside ``shard_map(check_vma=True)``, where values carry the axes they vary over."""
     return bool(config._check_vma.value)
 
 
-def unchecked_types() -> Any:
+def without_vma_check() -> Any:
     """A context in which values need not carry the axes they vary over."""
     return config._check_vma(False)
 
 
 def varying_axes(x: Any) -> frozenset[AxisName]:
-    """The axes over which `x` may differ; empty where nothing is checked."""
+    """The axes over which `x` may vary; empty if that is not checked."""
     return _varying(jax.typeof(x))
 
 
 def to_varying(x: Any, axis_name: AxisName) -> Any:
-    """`x` as a value that may differ along `axis_name`."""
+    """Type `x` as varying over `axis_name`."""
     return lax.pcast(x, axis_name, to="varying")
 
 
 def as_varying(x: Any, axis_name: AxisName) -> Any:
-    """`x` as a value that may differ along `axis_name`, where that is checked and not so yet."""
-    return to_varying(x, axis_name) if checks_varying() and axis_name not in varying_axes(x) else x
+    """Type `x` as varying over `axis_name`, if that is checked and not so already."""
+    return to_varying(x, axis_name) if checks_vma() and axis_name not in varying_axes(x) else x
 
 
-def varying_as(x: Any, other: Any) -> Any:
-    """`x` as a value that may differ along all axes that `other` may differ along."""
+def varying_like(x: Any, other: Any) -> Any:
+    """Type `x` as varying over all axes that `other` varies over."""
     for axis_name in sorted(varying_axes(other) - varying_axes(x), key=str):
         x = to_varying(x, axis_name)
     return x
 
 
-def times_constant(x: Any, size: int) -> Any:
-    """A constant times `size`, of the type that `lax.psum` gives it: a Python number stays one."""
-    return internal_lax._const(x, size) * x
-
-
-def weak_as(x: Any, other: Any) -> Any:
-    """`x` with a weak type where `other` has one."""
-    if not other.weak_type:
-        return x
-    return internal_lax._convert_element_type(x, x.dtype, weak_type=True)
-
-
-def sum_as(total: Any, x: Any, axis_name: AxisName) -> Any:
-    """A sum of `x` with a weak type where `lax.psum` gives it one, as some versions do."""
-    if not jax.typeof(x).weak_type:
-        return total
-    return weak_as(total, jax.eval_shape(lambda x: lax.psum(x, axis_name), x))
-
-
-def zeros_as_sum(x: Any, axis_name: AxisName) -> Any:
-    """Zeros in place of a sum of `x` along an axis, typed as that would be."""
-    zeros = sum_as(jax.numpy.zeros(x.shape, x.dtype), x, axis_name)
+def zeros_like_psum(x: Any, axis_name: AxisName) -> Any:
+    """Zeros with the type of ``lax.psum(x, axis_name)``."""
+    zeros = weak_like_psum(jax.numpy.zeros(x.shape, x.dtype), x, axis_name)
     for other in sorted(varying_axes(x) - {axis_name}, key=str):
         zeros = to_varying(zeros, other)
     return zeros
 
 
-def zeros_of(aval: Any, dtype: Any) -> Any:
-    """Zeros in `dtype` of the shape of a type, which may differ along the axes that it may."""
+def zeros_of_aval(aval: Any, dtype: Any) -> Any:
+    """Zeros in `dtype` with the shape and the varying axes of a type."""
     zeros = jax.numpy.zeros(aval.shape, dtype)
     for axis_name in sorted(_varying(aval), key=str):
         zeros = to_varying(zeros, axis_name)
@@ -98,7 +82,7 @@ def zeros_of(aval: Any, dtype: Any) -> Any:
 
 
 def axis_exists(axis_name: AxisName) -> bool:
-    """Whether `axis_name` is bound here, by shard_map, pmap or vmap."""
+    """True if `axis_name` is bound here, by shard_map, pmap or vmap."""
     return bool(core.get_axis_env().axis_exists(axis_name))
 
 
@@ -115,9 +99,29 @@ def _typed(aval: Any, axis_name: AxisName, *, varying: bool) -> Any:
     return aval.update(vma=axes)
 
 
-def barrier(values: list[Any]) -> list[Any]:
-    """`lax.optimization_barrier`, but values may vary over different axes, and keep their types."""
-    return list(_barrier.bind(*values)) if values else []
+# Weak types -------------------------------------------------------------------------------------
+
+
+def scale_constant(x: Any, size: int) -> Any:
+    """`x` times `size`, typed as `lax.psum` types a constant: a Python number stays one."""
+    return internal_lax._const(x, size) * x
+
+
+def weak_like(x: Any, other: Any) -> Any:
+    """`x` with a weak type if `other` has one."""
+    if not other.weak_type:
+        return x
+    return internal_lax._convert_element_type(x, x.dtype, weak_type=True)
+
+
+def weak_like_psum(total: Any, x: Any, axis_name: AxisName) -> Any:
+    """A sum of `x` with a weak type if this version's `lax.psum` gives it one."""
+    if not jax.typeof(x).weak_type:
+        return total
+    return weak_like(total, jax.eval_shape(lambda x: lax.psum(x, axis_name), x))
+
+
+# Primitives -------------------------------------------------------------------------------------
 
 
 def linear_collective(
@@ -130,16 +134,22 @@ def linear_collective(
     check_mesh: Callable[..., None],
     is_interpreted: Callable[..., bool] = lambda **_: False,
 ) -> Primitive:
-    """A primitive over one named axis, linear in its one array argument, shape and type kept.
+    """Make a primitive over one named axis, linear in its one array argument, of the same shape.
 
-    ``run(x, axis_name=..., emulated=..., **params)`` is the program of one rank; `emulated` tells
-    that the axis is that of a vmap. ``transpose(cotangent, axis_name=..., **params)`` is its
-    transpose. With `transpose_of_invariant` the result is typed as the same along the axis, where
-    that is checked; then its cotangent is too, and that is its transpose, which must vary. One that
-    `makes_varying` is for there alone: it takes what is typed as the same and gives what is not.
-    ``check_mesh(mesh, axis_name=..., **params)`` may refuse the devices it is to run on, and
-    ``is_interpreted(**params)`` tells whether `run` calls back to Python while it runs.
-    Dimensions behind those of one array are carried along: so vmaps over other axes work.
+    Batch dimensions follow those of the array, so vmaps over other axes work.
+
+    Args:
+        name: The name of the primitive and of the scope around its operations.
+        run: ``run(x, axis_name=..., emulated=..., **params)``, the program of one rank. `emulated`
+            is True if the axis is that of a vmap.
+        transpose: ``transpose(cotangent, axis_name=..., **params)``.
+        transpose_of_invariant: If given, the result is typed as the same along the axis, where that
+            is checked. Then so is its cotangent, and this is the transpose, which must vary.
+        makes_varying: The argument is typed as the same along the axis, and the result as varying.
+        check_mesh: ``check_mesh(mesh, axis_name=..., **params)`` raises if the primitive must not
+            run on the devices of a mesh.
+        is_interpreted: ``is_interpreted(**params)`` is True if `run` calls back to Python at run
+            time.
     """
     primitive = Primitive(f"ftmesh_{name}")
     makes_invariant = transpose_of_invariant is not None
@@ -148,12 +158,12 @@ def linear_collective(
         effects: set[Any] = {core.NamedAxisEffect(axis_name)}
         if is_interpreted(**params):
             effects |= {callback._OrderedIOEffect, callback._IOEffect}
-        if makes_invariant or (makes_varying and checks_varying()):
+        if makes_invariant or (makes_varying and checks_vma()):
             aval = _typed(aval, axis_name, varying=makes_varying)
         return aval, effects
 
     def one_rank(x: Any, **params: Any) -> Any:
-        with own_scope(name):
+        with plan_scope(name):
             return run(x, emulated=False, **params)
 
     def batch(axis_data: Any, values: Any, dims: Any, *, axis_name: AxisName, **params: Any) -> Any:
@@ -166,13 +176,13 @@ def linear_collective(
         if dim is None:
             x, dim = jax.numpy.broadcast_to(x, (axis_data.size, *x.shape)), 0
 
-        def every_rank(x: Any) -> Any:
+        def emulated_rank(x: Any) -> Any:
             return run(x, axis_name=axis_name, emulated=True, **params)
 
-        return jax.vmap(every_rank, in_axes=dim, axis_name=axis_name)(x), 0
+        return jax.vmap(emulated_rank, in_axes=dim, axis_name=axis_name)(x), 0
 
     def transpose_rule(cotangent: Any, x: Any, *, axis_name: AxisName, **params: Any) -> Any:
-        if transpose_of_invariant is not None and checks_varying():
+        if transpose_of_invariant is not None and checks_vma():
             return (transpose_of_invariant(cotangent, axis_name=axis_name, **params),)
         return (transpose(cotangent, axis_name=axis_name, **params),)
 
@@ -191,6 +201,11 @@ def linear_collective(
     return primitive
 
 
+def barrier(values: list[Any]) -> list[Any]:
+    """`lax.optimization_barrier` that keeps the types of values that vary over different axes."""
+    return list(_barrier.bind(*values)) if values else []
+
+
 _barrier = Primitive("ftmesh_barrier")
 _barrier.multiple_results = True
 _barrier.def_abstract_eval(lambda *avals: list(avals))
@@ -199,64 +214,69 @@ mlir.register_lowering(_barrier, internal_lax._optimization_barrier_lowering_rul
 batching.primitive_batchers[_barrier] = lambda values, dims: (_barrier.bind(*values), dims)
 
 
-def _barrier_but_zeros(values: Any) -> list[Any]:
-    """Values behind a barrier; of what is known to be zero nothing is computed."""
+def _barrier_except_zeros(values: Any) -> list[Any]:
+    """Values behind a barrier; symbolic zeros stay as they are."""
     passed = iter(barrier([value for value in values if type(value) is not ad.Zero]))
     return [value if type(value) is ad.Zero else next(passed) for value in values]
 
 
 def _barrier_jvp(primals: Any, tangents: Any) -> Any:
-    return barrier(primals), _barrier_but_zeros(tangents)
+    return barrier(primals), _barrier_except_zeros(tangents)
 
 
 def _barrier_transpose(cotangents: Any, *_: Any) -> Any:
-    return _barrier_but_zeros(cotangents)
+    return _barrier_except_zeros(cotangents)
 
 
 ad.primitive_jvps[_barrier] = _barrier_jvp
 ad.primitive_transposes[_barrier] = _barrier_transpose
 
 
+# The distributed runtime ------------------------------------------------------------------------
+
+
 def coordination_client() -> Any:
-    """JAX's client of the coordination service; None in a process that has joined no others."""
+    """JAX's client of the coordination service; None if this process has not joined one."""
     return distributed.global_state.client
 
 
-def join_service(address: str, num_processes: int, process: int, limit: float) -> None:
-    """Join the processes at a coordination service that runs in a process of its own.
+def join_coordination_service(
+    address: str, num_processes: int, process: int, timeout: float
+) -> None:
+    """Join a coordination service that runs in a process of its own.
 
-    Then JAX takes no process for special, and goes on when some of them are gone.
+    Then no JAX process is special, and the others go on when some are gone.
     """
     jax.config.update("jax_enable_recoverability", True)
     state = distributed.global_state
     state.client = xla_bridge._jax.get_distributed_runtime_client(
-        address, process, init_timeout=max(1, round(limit)), use_compression=True
+        address, process, init_timeout=max(1, round(timeout)), use_compression=True
     )
     state.client.connect()
     state.process_id, state.num_processes = process, num_processes
     state.coordinator_address = address
 
 
-def known_processes() -> tuple[int, int]:
-    """The number of this process among those that have joined, and how many these are."""
+def process_id_and_count() -> tuple[int, int]:
+    """The id of this process among those that have joined, and their number."""
     return distributed.global_state.process_id, distributed.global_state.num_processes
 
 
-def has_devices() -> bool:
-    """Whether JAX has made its devices, and with them its mind up about processes."""
+def backends_are_initialized() -> bool:
+    """True if JAX has created its devices, and can no longer join other processes."""
     return bool(xla_bridge.backends_are_initialized())
 
 
-def found_processes(limit: float) -> tuple[str | None, int | None, int | None]:
-    """Coordinator, number of processes and number of this one, where JAX knows of a place."""
+def detect_processes(timeout: float) -> tuple[str | None, int | None, int | None]:
+    """Coordinator address, number of processes and process id, if JAX detects a known cluster."""
     address, number, process, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        None, None, None, None, None, max(1, round(limit))
+        None, None, None, None, None, max(1, round(timeout))
     )
     return address, number, process
 
 
-def cpu_collectives_at(host: str) -> None:
-    """Have collectives of CPU devices listen at `host`, and not wherever the host's name leads."""
+def bind_cpu_collectives(host: str) -> None:
+    """Make collectives of CPU devices listen on `host`, not on the address of the host's name."""
 
     def make() -> Any:
         collectives = xla_bridge._jax.make_gloo_tcp_collectives(coordination_client(), host)

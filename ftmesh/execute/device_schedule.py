@@ -1,9 +1,9 @@
-"""On devices: the script of a schedule, played by the devices of a mesh axis and not by chips.
+"""Map a schedule from chips to the devices of a mesh axis.
 
-A chip has one device or two. With two, they first share out the payload, half each, and then each
-runs the schedule with its half. A mesh axis may have the devices of failed chips too, idle: they
-bring nothing to a sum, and every result goes on to them from live chips beside them, while the
-gather half runs, so that no device ends with anything else than the others.
+A chip has one device or two. Two devices first exchange halves of the payload; then each runs the
+schedule on its half. The axis may include the devices of failed chips, idle: they contribute
+nothing to a sum, and live neighbours send them every result during the all-gather, so that all
+devices end with the same values.
 """
 
 from __future__ import annotations
@@ -15,56 +15,60 @@ import numpy as np
 from ftmesh.algorithms.forwarding import Group, book
 from ftmesh.errors import PlanError
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.rank_schedule import Script
-from ftmesh.schedule.ring_rule import Circling
+from ftmesh.schedule.rank_schedule import RankSchedule
+from ftmesh.schedule.ring_rule import RingRule
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
-from ftmesh.schedule.transfers import ADD, COPY, Columns, Ints, join, transfers
+from ftmesh.schedule.transfers import ADD, COPY, Ints, Transfers, join_transfers, make_transfers
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology
 
 _NEVER = 2**31 - 1
-_PARTS = 4  # at most, in which cores exchange halves: what is under way takes memory
+_MAX_PARTS = 4  # of the exchange between cores: a part in flight takes memory
 
 
-def on_devices(
+def schedule_for_devices(
     schedule: Schedule, *, devices_per_chip: int = 1, with_idle: bool = False
-) -> Script[Phase]:
-    """The script of a schedule for one or two devices on each chip.
+) -> RankSchedule[Phase]:
+    """Map a schedule to ranks that are devices.
 
-    Device ``2 * rank + core`` is core `core` of chip `rank`. `with_idle` is for an axis that has
-    the devices of failed chips too, every chip in its place with x fastest.
+    Args:
+        schedule: The schedule over chips.
+        devices_per_chip: 1 or 2. Rank ``2 * chip + core`` is core `core` of a chip with two.
+        with_idle: The axis includes the devices of failed chips, all chips in grid order with x
+            fastest.
     """
     if devices_per_chip not in (1, 2):
         raise ValueError(f"chips have one or two devices, not {devices_per_chip}")
     topology = schedule.topology
     coords = topology.coords
-    place = np.arange(len(coords), dtype=np.int32)
+    position = np.arange(len(coords), dtype=np.int32)
     phases = list(schedule.phases)
-    num_scatter = len(schedule.scatter) if isinstance(schedule, SplitSchedule) else 0
-    owner = schedule.owner if isinstance(schedule, SplitSchedule) else None
+    num_first, owner = 0, None
+    if isinstance(schedule, SplitSchedule):
+        num_first, owner = len(schedule.reduce_scatter), schedule.owner
     if with_idle and topology.failed:
-        coords = tuple(topology.every_coord())
-        place = np.array([topology.place(coord) for coord in topology.coords], np.int32)
-        phases = [_renamed(phase, place) for phase in phases]
-        phases[num_scatter:] = _with_deliveries(
-            topology, phases[num_scatter:], schedule.num_chunks, place
+        coords = tuple(topology.all_coords())
+        position = np.array([topology.grid_index(coord) for coord in topology.coords], np.int32)
+        phases = [_renumber(phase, position) for phase in phases]
+        phases[num_first:] = _with_deliveries(
+            topology, phases[num_first:], schedule.num_chunks, position
         )
-        owner = None if owner is None else place[owner]
+        owner = None if owner is None else position[owner]
     names = tuple(f"{topology.noun} {coord}" for coord in coords)
-    script = Script(schedule.num_chunks, tuple(phases), names, place, num_scatter, owner)
-    return script if devices_per_chip == 1 else _on_two_cores(script)
+    ranks = RankSchedule(schedule.num_chunks, tuple(phases), names, position, num_first, owner)
+    return ranks if devices_per_chip == 1 else _on_two_cores(ranks)
 
 
-def _renamed(phase: Phase, place: Ints) -> Phase:
-    """The phase with every rank exchanged for its place."""
-    if isinstance(phase.what, Columns):
-        c = phase.what
-        return Phase(phase.name, c.replace(src=place[c.src], dst=place[c.dst]))
+def _renumber(phase: Phase, position: Ints) -> Phase:
+    """Replace every rank of a phase by its position."""
+    if isinstance(phase.content, Transfers):
+        c = phase.content
+        return Phase(phase.name, c.replace(src=position[c.src], dst=position[c.dst]))
     return Phase(
         phase.name,
         tuple(
-            Circling(place[each.rings], each.first_chunk, each.lane, each.count, each.mirrored)
-            for each in phase.what
+            RingRule(position[r.rings], r.first_chunk, r.lane, r.count, r.mirrored)
+            for r in phase.content
         ),
     )
 
@@ -73,30 +77,30 @@ def _renamed(phase: Phase, place: Ints) -> Phase:
 
 
 def _with_deliveries(
-    topology: Topology, phases: Sequence[Phase], num_chunks: int, place: Ints
+    topology: Topology, phases: Sequence[Phase], num_chunks: int, position: Ints
 ) -> list[Phase]:
-    """The phases of a gather, in which idle chips get every chunk from live ones beside them.
+    """The all-gather phases, with transfers from live chips to their idle neighbours.
 
-    Pieces are those of the last phase. A piece goes on as soon as the chip beside has it; what does
-    not fit beside the last phase follows in one of its own.
+    Pieces are those of the last phase. A piece is forwarded once the live neighbour has it; what
+    does not fit next to the last phase follows in a phase of its own.
     """
     *before, last = phases
-    whole = Topology(topology.shape, topology.wrap, failed_links=topology.failed_links)
+    full = Topology(topology.shape, topology.wrap, failed_links=topology.failed_links)
     size = last.counts[0]
     if len(last.counts) > 1 or num_chunks % size:
         size = 1
-    ready = _arrivals(phases, len(whole.coords), num_chunks, place)
-    ready = ready.reshape(len(whole.coords), -1, size).max(axis=2)
-    begun = sum(phase.num_rounds for phase in before)
+    ready = _arrival_rounds(phases, len(full.coords), num_chunks, position)
+    ready = ready.reshape(len(full.coords), -1, size).max(axis=2)
+    start = sum(phase.num_rounds for phase in before)
 
     def arrival(chip: Coord, piece: tuple[int, int]) -> int:
-        return max(0, int(ready[whole.place(chip), piece[1]]) + 1 - begun)
+        return max(0, int(ready[full.grid_index(chip), piece[1]]) + 1 - start)
 
     pieces = [(0, index) for index in range(num_chunks // size)]
-    bookings = book(whole, _idle_groups(whole, topology.failed), pieces, arrival, by=_NEVER)
-    rows = [(b.round, whole.place(b.link[0]), whole.place(b.link[1]), b.piece[1]) for b in bookings]
+    bookings = book(full, _idle_groups(full, topology.failed), pieces, arrival, by=_NEVER)
+    rows = [(b.round, *map(full.grid_index, b.link), b.piece[1]) for b in bookings]
     when, src, dst, piece = np.array(sorted(rows), np.int32).T
-    extra = transfers(
+    deliveries = make_transfers(
         round=when,
         lane=_free_lanes(last, zip(src.tolist(), dst.tolist(), strict=True)),
         src=src,
@@ -106,20 +110,22 @@ def _with_deliveries(
         op=COPY,
     )
     during = when < last.num_rounds
-    found = [*before, Phase(last.name, join([last.columns, extra.take(during)]))]
+    result = [*before, Phase(last.name, join_transfers([last.transfers, deliveries.take(during)]))]
     if not during.all():
-        rest = extra.take(~during).shifted(rounds=-last.num_rounds)
-        found.append(Phase("to idle devices, all-gather", rest))
-    return found
+        rest = deliveries.take(~during).shifted(rounds=-last.num_rounds)
+        result.append(Phase("to idle devices, all-gather", rest))
+    return result
 
 
-def _arrivals(phases: Sequence[Phase], num_ranks: int, num_chunks: int, place: Ints) -> Ints:
-    """The round, of all, in which each rank gets each chunk for the last time; -1 where it has it.
+def _arrival_rounds(
+    phases: Sequence[Phase], num_ranks: int, num_chunks: int, position: Ints
+) -> Ints:
+    """The round, of all phases, in which each rank last receives each chunk.
 
-    Ranks that take no part never get it.
+    It is -1 if a live rank has the chunk from the start. For idle ranks it is never.
     """
     ready = np.full((num_ranks, num_chunks), _NEVER - 1, np.int32)
-    ready[place] = -1
+    ready[position] = -1
     start = 0
     for phase in phases:
         for now, c in enumerate(phase.rounds()):
@@ -129,15 +135,15 @@ def _arrivals(phases: Sequence[Phase], num_ranks: int, num_chunks: int, place: I
     return ready
 
 
-def _idle_groups(whole: Topology, idle: frozenset[Coord]) -> list[Group]:
-    """Connected idle chips, and the links that lead to them from live ones."""
+def _idle_groups(full: Topology, idle: frozenset[Coord]) -> list[Group]:
+    """Connected groups of idle chips, with the links that lead into them from live ones."""
     groups, left = [], set(idle)
     while left:
         chips, frontier = set(), {min(left)}
         while frontier:
             chips |= frontier
-            frontier = {b for a in frontier for b in whole.neighbours(a)} & idle - chips
-        exits = tuple((b, a) for a in sorted(chips) for b in whole.neighbours(a) if b not in idle)
+            frontier = {b for a in frontier for b in full.neighbours(a)} & idle - chips
+        exits = tuple((b, a) for a in sorted(chips) for b in full.neighbours(a) if b not in idle)
         if not exits:
             raise PlanError(
                 f"no live link leads to the idle chip {min(chips)}: nothing can be sent there"
@@ -153,45 +159,43 @@ def _free_lanes(phase: Phase, hops: Iterable[tuple[int, int]]) -> list[int]:
     Rings in lockstep are left alone, so that they stay a rule.
     """
     taken: dict[int, tuple[dict[int, int], dict[int, int]]] = {}
-    if isinstance(phase.what, Columns):
-        c = phase.what
+    if isinstance(phase.content, Transfers):
+        c = phase.content
         for lane, src, dst in set(zip(*(k.tolist() for k in (c.lane, c.src, c.dst)), strict=True)):
-            to, of = taken.setdefault(lane, ({}, {}))
-            to[src], of[dst] = dst, src
+            dst_of, src_of = taken.setdefault(lane, ({}, {}))
+            dst_of[src], src_of[dst] = dst, src
     free = max(phase.lanes) + 1
     lanes = []
     for src, dst in hops:
         for lane in (*sorted(taken), free + len(taken)):
-            to, of = taken.get(lane, ({}, {}))
-            if to.get(src, dst) == dst and of.get(dst, src) == src:
+            dst_of, src_of = taken.get(lane, ({}, {}))
+            if dst_of.get(src, dst) == dst and src_of.get(dst, src) == src:
                 break
-        to, of = taken.setdefault(lane, ({}, {}))
-        to[src], of[dst] = dst, src
+        dst_of, src_of = taken.setdefault(lane, ({}, {}))
+        dst_of[src], src_of[dst] = dst, src
         lanes.append(lane)
     return lanes
 
 
-# Two devices on a chip --------------------------------------------------------------------------
+# Two devices per chip ---------------------------------------------------------------------------
 
 
-def _on_two_cores(script: Script[Phase]) -> Script[Phase]:
-    """Both cores of every chip at the script, each with its half of the payload."""
-    chunks = script.num_chunks
-    everyone = np.arange(script.num_ranks, dtype=np.int32)
+def _on_two_cores(chips: RankSchedule[Phase]) -> RankSchedule[Phase]:
+    """Run the schedule on both cores of every chip, each with half of the payload."""
+    num_chunks = chips.num_chunks
+    num_parts = max(parts for parts in range(1, _MAX_PARTS + 1) if num_chunks % parts == 0)
+    count = num_chunks // num_parts
 
-    num_parts = max(parts for parts in range(1, _PARTS + 1) if chunks % parts == 0)
-    count = chunks // num_parts
-
-    def exchange(chips: Ints, op: int) -> Columns:
-        """Each core gives its partner the partner's half, or afterwards its own, part by part."""
-        given = [chunks, 0] if op == ADD else [0, chunks]
-        return join(
-            transfers(
+    def exchange(ranks: Ints, op: int) -> Transfers:
+        """Each core sends its partner the partner's half, or afterwards its own, part by part."""
+        first_chunk = [num_chunks, 0] if op == ADD else [0, num_chunks]
+        return join_transfers(
+            make_transfers(
                 round=part,
                 lane=0,
-                src=2 * chips + core,
-                dst=2 * chips + 1 - core,
-                chunk=given[core] + part * count,
+                src=2 * ranks + core,
+                dst=2 * ranks + 1 - core,
+                chunk=first_chunk[core] + part * count,
                 count=count,
                 op=op,
             )
@@ -199,48 +203,48 @@ def _on_two_cores(script: Script[Phase]) -> Script[Phase]:
             for core in (0, 1)
         )
 
-    phases = [_both_cores(phase, chunks) for phase in script.phases]
-    add = Phase("between cores, reduce-scatter", exchange(script.contributors, ADD))
-    copy = Phase("between cores, all-gather", exchange(everyone, COPY))
-    owner = script.owner
+    phases = [_on_both_cores(phase, num_chunks) for phase in chips.phases]
+    all_chips = np.arange(chips.num_ranks, dtype=np.int32)
+    add = Phase("between cores, reduce-scatter", exchange(chips.contributors, ADD))
+    copy = Phase("between cores, all-gather", exchange(all_chips, COPY))
+    owner = chips.owner
     if owner is not None:
         owner = np.concatenate([2 * owner, 2 * owner + 1]).astype(np.int32)
-    live = np.repeat(2 * script.contributors, 2)
+    live = np.repeat(2 * chips.contributors, 2)
     live[1::2] += 1
-    return Script(
-        num_chunks=2 * chunks,
+    num_first = chips.num_reduce_scatter_phases
+    return RankSchedule(
+        num_chunks=2 * num_chunks,
         phases=(add, *phases, copy),
-        names=tuple(f"core {core} of {name}" for name in script.names for core in (0, 1)),
+        names=tuple(f"core {core} of {name}" for name in chips.names for core in (0, 1)),
         contributors=live,
-        num_scatter=script.num_scatter + 1 if script.num_scatter else 0,
+        num_reduce_scatter_phases=num_first + 1 if num_first else 0,
         owner=owner,
     )
 
 
-def _both_cores(phase: Phase, chunks: int) -> Phase:
-    if isinstance(phase.what, Columns):
-        c = phase.what
-        return Phase(
-            phase.name,
-            join(
-                c.replace(
-                    src=2 * c.src + core,
-                    dst=2 * c.dst + core,
-                    chunk=c.chunk + np.int32(core * chunks),
-                )
-                for core in (0, 1)
-            ),
+def _on_both_cores(phase: Phase, num_chunks: int) -> Phase:
+    if isinstance(phase.content, Transfers):
+        c = phase.content
+        both = (
+            c.replace(
+                src=2 * c.src + core,
+                dst=2 * c.dst + core,
+                chunk=c.chunk + np.int32(core * num_chunks),
+            )
+            for core in (0, 1)
         )
+        return Phase(phase.name, join_transfers(both))
     return Phase(
         phase.name,
         tuple(
-            Circling(
-                np.concatenate([2 * each.rings, 2 * each.rings + 1]).astype(np.int32),
-                np.concatenate([each.first_chunk, each.first_chunk + chunks]).astype(np.int32),
-                each.lane,
-                each.count,
-                each.mirrored,
+            RingRule(
+                np.concatenate([2 * r.rings, 2 * r.rings + 1]).astype(np.int32),
+                np.concatenate([r.first_chunk, r.first_chunk + num_chunks]).astype(np.int32),
+                r.lane,
+                r.count,
+                r.mirrored,
             )
-            for each in phase.what
+            for r in phase.content
         ),
     )

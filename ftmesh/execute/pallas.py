@@ -1,7 +1,7 @@
-"""The Pallas executor: one kernel runs all rounds of a program's loops, on TPUs.
+"""The Pallas executor: one TPU kernel runs all rounds of a program's loops.
 
-It does what the loops of `ppermute` do, bit for bit. Elsewhere than on TPUs the kernel is
-interpreted, by JAX: slow, and good for tests.
+Its results have the same bits as those of the `ppermute` executor. On other devices than TPUs, JAX
+interprets the kernel, which is slow and meant for tests.
 """
 
 from __future__ import annotations
@@ -19,155 +19,161 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat
-from ftmesh.execute.context import Setting
+from ftmesh.execute.context import ExecutionContext
 from ftmesh.execute.lowering import Loop, Program
 from ftmesh.execute.pallas_kernel import kernel
-from ftmesh.execute.pallas_rank import WIDTH, Work
-from ftmesh.execute.pallas_tables import cuts, headings, pages, partners
+from ftmesh.execute.pallas_rank import WIDTH, KernelSpec
+from ftmesh.execute.pallas_tables import partner_table, rank_headers, rank_pages, split_loops
 from ftmesh.schedule.transfers import COPY
 from ftmesh.topology.devices import platform_of, process_of
 
 TILE_BYTES = 4096
-PIECE_BYTES = 256 * 2**10  # the most that travels at once
-VMEM_BYTES = 10 * 2**20  # the most that a kernel takes; the smallest chips have 16 MiB
-ADDED = ("float32", "bfloat16", "int32", "uint32")
-REFUSED = {"TPU v2", "TPU v3"}
-INSTEAD = "plan with executor='ppermute'"
+MAX_PIECE_BYTES = 256 * 2**10  # of one transfer between two ranks
+MAX_VMEM_BYTES = 10 * 2**20  # of a kernel; the smallest chips have 16 MiB
+SUMMABLE_DTYPES = ("float32", "bfloat16", "int32", "uint32")
+UNSUPPORTED_PLATFORMS = {"TPU v2", "TPU v3"}
+REMEDY = "plan with executor='ppermute'"
 INTERPRET = pltpu.InterpretParams()
 
 
 def run_loops(
-    buffer: jax.Array, loops: tuple[Loop, ...], program: Program, setting: Setting
+    buffer: jax.Array, loops: tuple[Loop, ...], program: Program, context: ExecutionContext
 ) -> jax.Array:
-    """Run loops of a program on one rank's buffer."""
+    """Run loops of a program on one rank's buffer.
+
+    Raises:
+        CollectiveError: The devices, the dtype or the size are not supported.
+    """
     if not loops:
         return buffer
-    wire = jnp.dtype(setting.wire.partials or buffer.dtype)
-    _check_devices(program, setting.emulated)
+    wire = jnp.dtype(context.wire.partials or buffer.dtype)
+    _check_devices(program, context.emulated)
     _check_dtypes(buffer.dtype, wire, loops)
-    given = buffer.dtype
-    if given == jnp.float16:  # of which kernels take none; it is only copied
+    dtype = buffer.dtype
+    if dtype == jnp.float16:  # kernels do not support it; it is only copied here
         buffer, wire = lax.bitcast_convert_type(buffer, jnp.int16), jnp.dtype(jnp.int16)
     tile = TILE_BYTES // WIDTH // min(buffer.dtype.itemsize, wire.itemsize)
-    laid = _in_tiles(buffer, tile)
-    chunk_rows = laid.shape[1]
+    tiled = _pad_to_tiles(buffer, tile)
+    chunk_rows = tiled.shape[1]
     if (rows := program.num_chunks * chunk_rows) >= 2**31:
         raise CollectiveError(
-            f"the Pallas executor counts rows of {WIDTH} numbers in 32 bits, and this buffer has "
-            f"{rows:,}: sum in smaller buckets, or {INSTEAD}"
+            f"the Pallas executor counts rows of {WIDTH} elements in 32 bits, and this buffer has "
+            f"{rows:,}: sum in smaller buckets, or {REMEDY}"
         )
-    num_partners = partners(loops, program.num_ranks).shape[1]
-    work = Work(
-        axis_name=setting.axis_name,
-        cuts=cuts(loops, chunk_rows=chunk_rows, tile=tile, most=_most_rows(loops, buffer, tile)),
+    spec = KernelSpec(
+        axis_name=context.axis_name,
+        splits=split_loops(
+            loops, chunk_rows=chunk_rows, tile=tile, max_rows=_max_rows(loops, buffer, tile)
+        ),
         chunk_rows=chunk_rows,
         tile=tile,
         dtype=buffer.dtype,
         wire=wire,
-        num_partners=num_partners,
+        num_partners=partner_table(loops, program.num_ranks).shape[1],
     )
-    if work.vmem_bytes > VMEM_BYTES:
+    if spec.vmem_bytes > MAX_VMEM_BYTES:
         raise CollectiveError(
-            f"transfers of this program overlap, so that each is one piece, and {work.vmem_bytes} "
-            f"bytes of them do not fit the {VMEM_BYTES} bytes of VMEM that the Pallas executor "
-            f"takes: sum in smaller buckets, or {INSTEAD}"
+            f"transfers of this program overlap, so each is one piece, and {spec.vmem_bytes} bytes "
+            f"of them do not fit the {MAX_VMEM_BYTES} bytes of VMEM that the Pallas executor uses: "
+            f"sum in smaller buckets, or {REMEDY}"
         )
-    # A kernel counts in 32 bits, and does not know of axes along which values vary.
-    with jax.enable_x64(False), _compat.unchecked_types():
-        out = _call(laid.reshape(-1, WIDTH), work, loops, program)
-    out = _out_of_tiles(out, buffer.shape)
-    return out if out.dtype == given else lax.bitcast_convert_type(out, given)
+    # A kernel counts in 32 bits, and does not know the axes over which values vary.
+    with jax.enable_x64(False), _compat.without_vma_check():
+        out = _call_kernel(tiled.reshape(-1, WIDTH), spec, loops, program)
+    out = _remove_padding(out, buffer.shape)
+    return out if out.dtype == dtype else lax.bitcast_convert_type(out, dtype)
 
 
-def _call(buffer: jax.Array, work: Work, loops: tuple[Loop, ...], program: Program) -> Any:
-    """Run the kernel on the buffer of this rank, in place."""
-    heading = jnp.asarray(headings(loops, program.num_ranks))[lax.axis_index(work.axis_name)]
-    table = pages(work.cuts, heading, work.num_partners)
+def _call_kernel(
+    buffer: jax.Array, spec: KernelSpec, loops: tuple[Loop, ...], program: Program
+) -> Any:
+    """Run the kernel in place on the buffer of this rank."""
+    header = jnp.asarray(rank_headers(loops, program.num_ranks))[lax.axis_index(spec.axis_name)]
+    pages = rank_pages(spec.splits, header, spec.num_partners)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
 
     return pl.pallas_call(
-        partial(kernel, work),
+        partial(kernel, spec),
         out_shape=jax.ShapeDtypeStruct(buffer.shape, buffer.dtype),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), anywhere, anywhere],
         out_specs=anywhere,
-        scratch_shapes=work.scratch(table.shape[-1]),
+        scratch_shapes=spec.scratch_shapes(pages.shape[-1]),
         input_output_aliases={2: 0},
         compiler_params=pltpu.CompilerParams(
             collective_id=_collective_id(loops, program), has_side_effects=True
         ),
         interpret=INTERPRET if is_interpreted(program) else False,
         name="ftmesh_loops",
-    )(heading, table, buffer)
+    )(header, pages, buffer)
 
 
 def is_interpreted(program: Program) -> bool:
-    """Whether the devices of a program, or JAX's own where they are not known, are no TPUs."""
+    """True if the program's devices, or JAX's if those are not known, are not TPUs."""
     platforms = {device.platform for device in program.devices} or {jax.default_backend()}
     return platforms != {"tpu"}
 
 
 def _check_devices(program: Program, emulated: bool) -> None:
-    """Refuses devices that the kernel cannot run on."""
+    """Raise CollectiveError if the kernel cannot run on the devices."""
     if emulated:
         raise CollectiveError(
             "the Pallas executor moves data between devices, and a vmap has one: use shard_map "
-            f"over plan.jax_mesh, or {INSTEAD}"
+            f"over plan.jax_mesh, or {REMEDY}"
         )
-    for kind in sorted({platform_of(device) for device in program.devices} & REFUSED):
+    for kind in sorted({platform_of(d) for d in program.devices} & UNSUPPORTED_PLATFORMS):
         raise CollectiveError(
-            f"the Pallas executor does not run on {kind}, for which its kernel cannot be compiled: "
-            f"{INSTEAD}"
+            f"the Pallas executor does not run on {kind}: its kernel cannot be compiled there; "
+            f"{REMEDY}"
         )
     if is_interpreted(program) and len({process_of(device) for device in program.devices}) > 1:
         raise CollectiveError(
-            "elsewhere than on TPUs the Pallas executor is interpreted, which takes all devices in "
-            f"one process, and these are of several: {INSTEAD}"
+            "on other devices than TPUs the Pallas executor is interpreted, which needs all "
+            f"devices in one process, and these belong to several: {REMEDY}"
         )
 
 
 def _check_dtypes(dtype: Any, wire: Any, loops: tuple[Loop, ...]) -> None:
-    """Refuses numbers that the kernel cannot add, or cast."""
-    is_added = any(lane.op != COPY for loop in loops for lane in loop.lanes)
-    for each in (dtype, wire):
-        if each.name not in ADDED and (is_added or wire != dtype or each.itemsize > 4):
+    """Raise CollectiveError if the kernel cannot add or cast the dtypes."""
+    adds = any(lane.op != COPY for loop in loops for lane in loop.lanes)
+    for kind in (dtype, wire):
+        if kind.name not in SUMMABLE_DTYPES and (adds or wire != dtype or kind.itemsize > 4):
             raise CollectiveError(
-                f"the Pallas executor does not add {each.name}, only {', '.join(ADDED)}: cast to "
-                f"one of these, or {INSTEAD}"
+                f"the Pallas executor does not add {kind.name}, only "
+                f"{', '.join(SUMMABLE_DTYPES)}: cast to one of these, or {REMEDY}"
             )
 
 
-def _in_tiles(buffer: jax.Array, tile: int) -> jax.Array:
-    """The buffer as ``[chunks, rows, 128]``, chunks filled up to whole tiles of rows."""
+def _pad_to_tiles(buffer: jax.Array, tile: int) -> jax.Array:
+    """The buffer as ``[chunks, rows, 128]``, with chunks padded to whole tiles of rows."""
     num_chunks, size = buffer.shape[0], math.prod(buffer.shape[1:])
     rows = -(-size // (tile * WIDTH)) * tile
     if rows * WIDTH != size:
-        room = (0, 0), (0, rows * WIDTH - size)
-        buffer = jnp.pad(buffer.reshape(num_chunks, size), room)
+        padding = (0, 0), (0, rows * WIDTH - size)
+        buffer = jnp.pad(buffer.reshape(num_chunks, size), padding)
     return buffer.reshape(num_chunks, rows, WIDTH)
 
 
-def _out_of_tiles(laid: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The buffer of some shape that was laid into tiles."""
-    if laid.size != math.prod(shape):
-        laid = laid.reshape(shape[0], -1)[:, : math.prod(shape[1:])]
-    return laid.reshape(shape)
+def _remove_padding(tiled: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    if tiled.size != math.prod(shape):
+        tiled = tiled.reshape(shape[0], -1)[:, : math.prod(shape[1:])]
+    return tiled.reshape(shape)
 
 
-def _most_rows(loops: tuple[Loop, ...], buffer: jax.Array, tile: int) -> int:
-    """The most rows of a piece: as many as fit in all slots of all lanes."""
+def _max_rows(loops: tuple[Loop, ...], buffer: jax.Array, tile: int) -> int:
+    """The most rows of a piece, so that all slots of all lanes fit in VMEM."""
     lanes = max(len(loop.lanes) for loop in loops)
     row_bytes = WIDTH * int(buffer.dtype.itemsize)
-    most = min(PIECE_BYTES, VMEM_BYTES // (10 * lanes)) // row_bytes
-    return max(tile, most // tile * tile)
+    rows = min(MAX_PIECE_BYTES, MAX_VMEM_BYTES // (10 * lanes)) // row_bytes
+    return max(tile, rows // tile * tile)
 
 
 def _collective_id(loops: tuple[Loop, ...], program: Program) -> int:
-    """The number of the barrier that a kernel uses, the same in all processes.
+    """The id of the kernel's barrier, the same in all processes.
 
-    Kernels of which both may run at once should have different ones, unless they have the same
-    partners everywhere. The two halves and the whole of a program always do; programs differ as
-    their partners do, or share a number by chance. Where they share one nothing is lost, as long as
-    every rank that takes part owns something: then none is done before all of these have begun.
+    Kernels that may run at the same time should have different ids, unless they have the same
+    partners on all ranks. The all-reduce, reduce-scatter and all-gather of a program always differ;
+    two programs differ if their partners do, or collide by chance. A collision is harmless as long
+    as every live rank owns a chunk: then no rank finishes before all of them have started.
     """
-    half = 0 if loops == program.loops else 1 if loops == program.scatter else 2
-    return 3 * (zlib.crc32(partners(program.loops, program.num_ranks).tobytes()) % 10) + half
+    part = 0 if loops == program.loops else 1 if loops == program.reduce_scatter else 2
+    return 3 * (zlib.crc32(partner_table(program.loops, program.num_ranks).tobytes()) % 10) + part

@@ -1,165 +1,128 @@
 """The executor that runs everywhere: rounds of `lax.ppermute` in loops, on one rank's buffer.
 
-A buffer has shape ``[chunks, rows, width]`` (and whatever batch dimensions follow), so that a chunk
-is contiguous. Knows permutations and tables only; what they are for is the planner's business.
-
-Large chunks may travel as two streams, if their loop says so: the rows of a chunk in two halves,
-one behind the other, so that a device slices and adds one while the other travels.
+A buffer has shape ``[chunks, rows, width]``, followed by any batch dimensions, so a chunk is
+contiguous.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ftmesh.execute.chunk_tables import Arrival, Round, rounds_of
-from ftmesh.execute.context import Setting, completed
+from ftmesh.execute.chunk_lookup import Arrival, RankRound, round_lookup
+from ftmesh.execute.context import ExecutionContext, complete_permutation
 from ftmesh.execute.lowering import Lane, Loop, Program
 from ftmesh.schedule.transfers import ADD, COPY
 
-Run = Callable[[jax.Array, Any, int], jax.Array]
-TILE_ROWS = 16  # a tile of 16-bit numbers, and two of 32 bits
-
-
-class Rows(NamedTuple):
-    """The rows of chunks that travel together: so many, from `first` on."""
-
-    first: int
-    number: int
-
-    def take(self, buffer: jax.Array, chunk: Any, count: int) -> jax.Array:
-        """Those of some chunks."""
-        sizes = count, self.number, *buffer.shape[2:]
-        return lax.dynamic_slice(buffer, self._begin(buffer, chunk), sizes)
-
-    def put(self, buffer: jax.Array, new: jax.Array, chunk: Any) -> jax.Array:
-        """The buffer with those of some chunks replaced."""
-        return lax.dynamic_update_slice(buffer, new, self._begin(buffer, chunk))
-
-    def _begin(self, buffer: jax.Array, chunk: Any) -> list[Any]:
-        others = [np.int32(0)] * (buffer.ndim - 2)  # known to JAX, which then asks no signs
-        return [jnp.asarray(chunk, jnp.int32), np.int32(self.first), *others]
+RunRounds = Callable[[jax.Array, Any, int], jax.Array]  # buffer, first round, number of rounds
 
 
 def run_loops(
-    buffer: jax.Array, loops: tuple[Loop, ...], program: Program, setting: Setting
+    buffer: jax.Array, loops: tuple[Loop, ...], program: Program, context: ExecutionContext
 ) -> jax.Array:
     """Run loops of a program on one rank's buffer."""
     for loop in loops:
-        buffer = run_loop(buffer, loop, setting, unrolled=program.unrolled)
+        buffer = run_loop(buffer, loop, context, unrolled=program.unrolled)
     return buffer
 
 
 def run_loop(
-    buffer: jax.Array, loop: Loop, setting: Setting, *, unrolled: bool = False
+    buffer: jax.Array, loop: Loop, context: ExecutionContext, *, unrolled: bool = False
 ) -> jax.Array:
-    """Run the rounds of a loop on one rank."""
-    at_once, run = on_rank(loop, setting)
+    """Run all rounds of a loop on one rank's buffer."""
+    at_once, run = rounds_on_rank(loop, context)
     if unrolled:
         for first in range(0, loop.num_rounds, at_once):
             buffer = run(buffer, first, min(at_once, loop.num_rounds - first))
         return buffer
-    turns, left = divmod(loop.num_rounds, at_once)
-    buffer = lax.fori_loop(
-        0, turns, lambda turn, buffer: run(buffer, turn * at_once, at_once), buffer
-    )
-    return run(buffer, turns * at_once, left) if left else buffer
+    trips, left = divmod(loop.num_rounds, at_once)
+    buffer = lax.fori_loop(0, trips, lambda i, buffer: run(buffer, i * at_once, at_once), buffer)
+    return run(buffer, trips * at_once, left) if left else buffer
 
 
-def on_rank(loop: Loop, setting: Setting) -> tuple[int, Run]:
-    """How many rounds are best run at once, and what runs them: so many, from a given one on."""
-    at_once, rounds = rounds_of(loop, lax.axis_index(setting.axis_name))
-    lanes = [_Lane(lane, setting) for lane in loop.lanes]
+def rounds_on_rank(loop: Loop, context: ExecutionContext) -> tuple[int, RunRounds]:
+    """How many rounds are best run at once, and the function that runs them on this rank."""
+    at_once, lookup = round_lookup(loop, lax.axis_index(context.axis_name))
+    lanes = [_RankLane(lane, context) for lane in loop.lanes]
 
-    def run(buffer: jax.Array, first: Any, how_many: int) -> jax.Array:
-        streams = _streams(buffer, loop)
-        for now in rounds(first, how_many):
-            buffer = _one_round(buffer, lanes, now, streams)
+    def run(buffer: jax.Array, first: Any, num_rounds: int) -> jax.Array:
+        for now in lookup(first, num_rounds):
+            buffer = _run_round(buffer, lanes, now)
         return buffer
 
     return at_once, run
 
 
-def _streams(buffer: jax.Array, loop: Loop) -> list[Rows]:
-    """The rows of a chunk that travel together: all, or two halves, the first in whole tiles.
-
-    It is not the larger one: compilers were seen to hide less then.
-    """
-    rows, chunk_bytes = buffer.shape[1], math.prod(buffer.shape[1:]) * buffer.dtype.itemsize
-    half = rows // (2 * TILE_ROWS) * TILE_ROWS
-    if chunk_bytes < loop.split_bytes or not half:
-        return [Rows(0, rows)]
-    return [Rows(0, half), Rows(half, rows - half)]
-
-
-def _one_round(
-    buffer: jax.Array, lanes: Sequence[_Lane], now: Round, streams: Sequence[Rows]
-) -> jax.Array:
+def _run_round(buffer: jax.Array, lanes: Sequence[_RankLane], now: RankRound) -> jax.Array:
     # Barriers let the compiler start all lanes of a round before it waits for the first.
-    out = [
-        lax.optimization_barrier(
-            tuple(
-                lane.read(buffer, chunk, rows) for lane, chunk in zip(lanes, now.sent, strict=True)
-            )
-        )
-        for rows in streams
-    ]
-    arrived = [
-        lax.optimization_barrier(tuple(lane.carry(x) for lane, x in zip(lanes, each, strict=True)))
-        for each in out
-    ]
-    for rows, each in zip(streams, arrived, strict=True):
-        for arrival in now.arrivals:
-            lane = lanes[arrival.lanes[0]].lane
-            buffer = _written(buffer, each, arrival, lane, rows)
+    sent = lax.optimization_barrier(
+        tuple(lane.read(buffer, chunk) for lane, chunk in zip(lanes, now.sent, strict=True))
+    )
+    arrived = lax.optimization_barrier(
+        tuple(lane.permute(x) for lane, x in zip(lanes, sent, strict=True))
+    )
+    for arrival in now.arrivals:
+        buffer = _write(buffer, arrived, arrival, lanes[arrival.lanes[0]].lane)
     return buffer
 
 
-def _written(
-    buffer: jax.Array, arrived: Sequence[jax.Array], arrival: Arrival, lane: Lane, rows: Rows
+def _write(
+    buffer: jax.Array, arrived: Sequence[jax.Array], arrival: Arrival, lane: Lane
 ) -> jax.Array:
-    """The buffer with what arrived added to, or put in place of, the rows it is for."""
-    is_sure = lane.is_full and len(arrival.lanes) == 1
-    if is_sure and lane.op == COPY:
+    """Add what arrived to the chunks it is for, or put it in their place."""
+    is_certain = lane.is_full and len(arrival.lanes) == 1
+    if is_certain and lane.op == COPY:
         new = arrived[arrival.lanes[0]].astype(buffer.dtype)
-        return rows.put(buffer, new, arrival.chunk)
-    place = jnp.maximum(arrival.chunk, 0)
-    new = rows.take(buffer, place, lane.count)
+        return _put_chunks(buffer, new, arrival.chunk)
+    chunk = jnp.maximum(arrival.chunk, 0)
+    new = _take_chunks(buffer, chunk, lane.count)
     for number in arrival.lanes:
         x = arrived[number].astype(buffer.dtype)
         if arrival.is_copied is None:
             after = new + x if lane.op == ADD else x
-        else:  # not by a product with 0 or 1: what is not wanted may be NaN
+        else:  # not by a product with 0 or 1: the unused value may be NaN
             after = jnp.where(arrival.is_copied, x, new + x)
-        new = after if is_sure else jnp.where(arrival.comes_by(number), after, new)
-    return rows.put(buffer, new, place)
+        new = after if is_certain else jnp.where(arrival.arrives_by(number), after, new)
+    return _put_chunks(buffer, new, chunk)
 
 
-class _Lane:
+class _RankLane:
     """A lane as one rank sees it."""
 
-    def __init__(self, lane: Lane, setting: Setting) -> None:
+    def __init__(self, lane: Lane, context: ExecutionContext) -> None:
         self.lane = lane
-        self.setting = setting
+        self.context = context
         self.permutation = lane.permutation
-        if setting.emulated:
-            self.permutation = completed(lane.permutation, setting.num_ranks)
+        if context.emulated:
+            self.permutation = complete_permutation(lane.permutation, context.num_ranks)
 
-    def read(self, buffer: jax.Array, chunk: Any, rows: Rows) -> jax.Array:
-        """What the rank sends; anything, where it has nothing to send."""
+    def read(self, buffer: jax.Array, chunk: Any) -> jax.Array:
+        """What the rank sends; any chunk if it has nothing to send."""
         if not self.lane.is_full:
             chunk = jnp.maximum(chunk, 0)
-        x = rows.take(buffer, chunk, self.lane.count)
-        wire = self.setting.wire
+        x = _take_chunks(buffer, chunk, self.lane.count)
+        wire = self.context.wire
         dtype = wire.results if self.lane.op == COPY else wire.partials
         return x if dtype is None else x.astype(dtype)
 
-    def carry(self, x: jax.Array) -> jax.Array:
-        """What the rank receives, when every rank sends its `x`."""
-        return lax.ppermute(x, self.setting.axis_name, self.permutation)
+    def permute(self, x: jax.Array) -> jax.Array:
+        """What the rank receives when every rank sends its `x`."""
+        return lax.ppermute(x, self.context.axis_name, self.permutation)
+
+
+def _take_chunks(buffer: jax.Array, chunk: Any, count: int) -> jax.Array:
+    return lax.dynamic_slice(buffer, _start(buffer, chunk), (count, *buffer.shape[1:]))
+
+
+def _put_chunks(buffer: jax.Array, new: jax.Array, chunk: Any) -> jax.Array:
+    return lax.dynamic_update_slice(buffer, new, _start(buffer, chunk))
+
+
+def _start(buffer: jax.Array, chunk: Any) -> list[Any]:
+    # Constants are NumPy's: JAX then emits no check of their sign.
+    return [jnp.asarray(chunk, jnp.int32), *[np.int32(0)] * (buffer.ndim - 1)]

@@ -1,7 +1,7 @@
-"""Primitives: the collectives of a lowered program, inside any context with the axis bound.
+"""The collectives of a lowered program as JAX primitives, for any context with the axis bound.
 
-They are typed, batched and transposed as JAX's own, and run by the executor that the program names.
-A buffer has shape ``[chunks, rows, width]`` (and whatever batch dimensions follow).
+They are typed, batched and transposed like JAX's own, and run by the executor that the program
+names. A buffer has shape ``[chunks, rows, width]``, followed by any batch dimensions.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from ftmesh.execute import _compat, ppermute
-from ftmesh.execute.context import OWN, Setting, Wire, check_devices, of_live, with_idle_ones
+from ftmesh.execute.context import (
+    NO_CAST,
+    ExecutionContext,
+    WireDtypes,
+    add_from_idle,
+    check_mesh_devices,
+    zero_if_idle,
+)
 from ftmesh.execute.lowering import PALLAS, Loop, Program
-
-Run = Callable[..., Any]
 
 
 def all_reduce(
@@ -26,212 +31,208 @@ def all_reduce(
     *,
     axis_name: Any,
     program: Program,
-    wire: Wire = OWN,
+    wire: WireDtypes = NO_CAST,
     divisor: int | None = None,
 ) -> jax.Array:
-    """Every rank's buffer summed, the same at all ranks.
+    """Sum the buffers of all live ranks; the result is typed as the same on all ranks.
 
-    A sum is divided by `divisor`, if there is one, before it is rounded to the dtype of results.
+    Args:
+        buffer: The buffer of this rank.
+        axis_name: The mesh axis of the program's ranks.
+        program: The lowered plan.
+        wire: The dtypes in which chunks travel.
+        divisor: Divide the sum by this before it is rounded to the dtype of results.
     """
     return _all_reduce.bind(
         buffer, axis_name=axis_name, program=program, wire=wire, divisor=divisor
     )
 
 
-def sum_varying(
+def all_reduce_varying(
     buffer: jax.Array,
     *,
     axis_name: Any,
     program: Program,
-    wire: Wire = OWN,
+    wire: WireDtypes = NO_CAST,
     divisor: int | None = None,
 ) -> jax.Array:
-    """As `all_reduce`, typed as what may differ: for sums of which each rank takes a part."""
-    return _sum_varying.bind(
+    """`all_reduce`, with the result typed as varying over ranks."""
+    return _all_reduce_varying.bind(
         buffer, axis_name=axis_name, program=program, wire=wire, divisor=divisor
     )
 
 
-def spread(
+def all_reduce_transpose(
     buffer: jax.Array,
     *,
     axis_name: Any,
     program: Program,
-    wire: Wire = OWN,
+    wire: WireDtypes = NO_CAST,
     divisor: int | None = None,
 ) -> jax.Array:
-    """The transpose of `all_reduce`: what all ranks have, typed as what may differ, if live."""
-    return _spread.bind(buffer, axis_name=axis_name, program=program, wire=wire, divisor=divisor)
+    """Type what all ranks share as varying over ranks, with zeros on idle ranks."""
+    return _all_reduce_transpose.bind(
+        buffer, axis_name=axis_name, program=program, wire=wire, divisor=divisor
+    )
 
 
 def reduce_scatter(
-    buffer: jax.Array, *, axis_name: Any, program: Program, wire: Wire = OWN
+    buffer: jax.Array, *, axis_name: Any, program: Program, wire: WireDtypes = NO_CAST
 ) -> jax.Array:
-    """The first half: chunks are sums at their owners, and anything elsewhere."""
+    """Sum every chunk at its owner; the other chunks of a buffer are undefined."""
     return _reduce_scatter.bind(buffer, axis_name=axis_name, program=program, wire=wire)
 
 
 def all_gather(
-    buffer: jax.Array, *, axis_name: Any, program: Program, wire: Wire = OWN
+    buffer: jax.Array, *, axis_name: Any, program: Program, wire: WireDtypes = NO_CAST
 ) -> jax.Array:
-    """The second half: every rank gets each chunk as its owner has it."""
+    """Send every chunk from its owner to all ranks."""
     return _all_gather.bind(buffer, axis_name=axis_name, program=program, wire=wire)
 
 
-def gather_invariant(
-    buffer: jax.Array, *, axis_name: Any, program: Program, wire: Wire = OWN
+def all_gather_invariant(
+    buffer: jax.Array, *, axis_name: Any, program: Program, wire: WireDtypes = NO_CAST
 ) -> jax.Array:
-    """As `all_gather`, typed as the same at all ranks."""
-    return _gather_invariant.bind(buffer, axis_name=axis_name, program=program, wire=wire)
+    """`all_gather`, with the result typed as the same on all ranks."""
+    return _all_gather_invariant.bind(buffer, axis_name=axis_name, program=program, wire=wire)
 
 
-def spread_to_owners(
-    buffer: jax.Array, *, axis_name: Any, program: Program, wire: Wire = OWN
-) -> jax.Array:
-    """The transpose of `gather_invariant`: what all ranks have, typed as what may differ."""
-    return _spread_to_owners.bind(buffer, axis_name=axis_name, program=program, wire=wire)
+def is_interpreted(*, program: Program, **_: Any) -> bool:
+    """True if a program calls back to Python while it runs."""
+    return program.executor == PALLAS and bool(_pallas().is_interpreted(program))
 
 
-def _loops(
-    buffer: jax.Array, loops: tuple[Loop, ...], program: Program, setting: Setting
+# What one rank runs -----------------------------------------------------------------------------
+
+
+def _run_loops(
+    buffer: jax.Array, loops: tuple[Loop, ...], program: Program, context: ExecutionContext
 ) -> jax.Array:
     executor = _pallas() if program.executor == PALLAS else ppermute
-    return cast(jax.Array, executor.run_loops(buffer, loops, program, setting))
+    return cast(jax.Array, executor.run_loops(buffer, loops, program, context))
 
 
 def _pallas() -> Any:
-    """Imported where it is asked for: it brings much of JAX with it."""
+    """The Pallas executor, imported on demand: Pallas takes long to import."""
     from ftmesh.execute import pallas
 
     return pallas
 
 
-def is_interpreted(*, program: Program, **_: Any) -> bool:
-    """Whether a program calls back to Python while it runs."""
-    return program.executor == PALLAS and bool(_pallas().is_interpreted(program))
-
-
-def _run_all(
-    buffer: Any, *, axis_name: Any, program: Program, wire: Wire, divisor: Any, emulated: bool
+def _run_all_reduce(
+    buffer: Any, *, axis_name: Any, program: Program, wire: WireDtypes, divisor: Any, emulated: bool
 ) -> Any:
-    setting = Setting(axis_name, program.num_ranks, OWN, emulated)
-    if program.scatter and (wire != OWN or divisor is not None):
+    context = ExecutionContext(axis_name, program.num_ranks, NO_CAST, emulated)
+    if program.reduce_scatter and (wire != NO_CAST or divisor is not None):
         options = {"axis_name": axis_name, "program": program, "wire": wire, "emulated": emulated}
-        sums = _run_first(buffer, **options)
-        return _run_second(_divided(sums, divisor), **options)
-    # Without halves nothing tells partial sums from results: all travels as it is added, and is
-    # divided and rounded at the end.
-    total = _divided(_loops(buffer, program.loops, program, setting), divisor)
+        sums = _run_reduce_scatter(buffer, **options)
+        return _run_all_gather(_divide(sums, divisor), **options)
+    # Without a reduce-scatter nothing tells partial sums from results: all travels in the dtype of
+    # the sum, and is divided and rounded at the end.
+    total = _divide(_run_loops(buffer, program.loops, program, context), divisor)
     if wire.results is None:
         return total
     return lax.optimization_barrier(total.astype(wire.results)).astype(buffer.dtype)
 
 
-def _run_first(buffer: Any, *, axis_name: Any, program: Program, wire: Wire, emulated: bool) -> Any:
-    partials = Wire(wire.partials, wire.partials)
-    setting = Setting(axis_name, program.num_ranks, partials, emulated)
-    return _loops(buffer, program.scatter, program, setting)
-
-
-def _run_second(
-    buffer: Any, *, axis_name: Any, program: Program, wire: Wire, emulated: bool
+def _run_reduce_scatter(
+    buffer: Any, *, axis_name: Any, program: Program, wire: WireDtypes, emulated: bool
 ) -> Any:
-    setting = Setting(axis_name, program.num_ranks, OWN, emulated)
-    # Owners keep what others get. A buffer that is rounded and at once made wide again would not
-    # do: compilers that allow excess precision take the two for nothing.
-    rounded = _loops(_as(buffer, wire.results), program.gather, program, setting)
-    return rounded.astype(buffer.dtype)
+    partials = WireDtypes(wire.partials, wire.partials)
+    context = ExecutionContext(axis_name, program.num_ranks, partials, emulated)
+    return _run_loops(buffer, program.reduce_scatter, program, context)
 
 
-def _as(x: jax.Array, dtype: Any) -> jax.Array:
-    return x if dtype is None else x.astype(dtype)
+def _run_all_gather(
+    buffer: Any, *, axis_name: Any, program: Program, wire: WireDtypes, emulated: bool
+) -> Any:
+    context = ExecutionContext(axis_name, program.num_ranks, NO_CAST, emulated)
+    # The whole buffer is rounded, so that owners keep what others receive. Rounding and widening
+    # again before the loops would not do: compilers that allow excess precision drop both casts.
+    rounded = buffer if wire.results is None else buffer.astype(wire.results)
+    return _run_loops(rounded, program.all_gather, program, context).astype(buffer.dtype)
 
 
-def _divided(x: jax.Array, divisor: int | None) -> jax.Array:
+def _divide(x: jax.Array, divisor: int | None) -> jax.Array:
     return x if divisor is None else x / divisor
 
 
 def _check_mesh(mesh: jax.sharding.Mesh, *, axis_name: Any, program: Program, **_: Any) -> None:
-    check_devices(mesh.devices, mesh.axis_names, axis_name, *program.lines)
+    check_mesh_devices(mesh.devices, mesh.axis_names, axis_name, *program.device_lines)
 
 
-# Transposes ------------------------------------------------------------------------------------
+# Transposes -------------------------------------------------------------------------------------
 #
-# An idle rank brings nothing to a sum, so that nothing comes back to it; and it has every result,
-# so that what comes back for its own counts like that of the others. What is typed as the same at
-# all ranks is spread where it is to vary: JAX's own cast would be transposed into JAX's own sum.
+# An idle rank contributes nothing to a sum, so its cotangent is zero; but it has every result, so
+# the cotangent of its result counts like that of the others. What is typed as the same on all ranks
+# becomes varying through primitives of our own: the transpose of JAX's cast would be JAX's sum.
 
 
-def _run_spread(
+def _run_all_reduce_transpose(
     x: Any, *, axis_name: Any, program: Program, divisor: Any, emulated: bool, **_: Any
 ) -> Any:
     wide = x.astype(np.float32) if divisor is not None and x.dtype.itemsize < 4 else x
-    return of_live(_divided(wide, divisor).astype(x.dtype), axis_name, program)
+    return zero_if_idle(_divide(wide, divisor).astype(x.dtype), axis_name, program)
 
 
-def _transposed_scatter(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
-    every = all_gather(cotangent, axis_name=axis_name, program=program, **params)
-    return of_live(every, axis_name, program)
+def _transpose_all_reduce(
+    cotangent: Any, *, axis_name: Any, program: Program, **params: Any
+) -> Any:
+    total = add_from_idle(cotangent, axis_name, program)
+    sums = _all_reduce_varying.bind(total, axis_name=axis_name, program=program, **params)
+    return zero_if_idle(sums, axis_name, program)
 
 
-def _transposed_gather(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
-    whole = with_idle_ones(cotangent, axis_name, program)
-    return reduce_scatter(whole, axis_name=axis_name, program=program, **params)
+def _transpose_reduce_scatter(
+    cotangent: Any, *, axis_name: Any, program: Program, **params: Any
+) -> Any:
+    gathered = all_gather(cotangent, axis_name=axis_name, program=program, **params)
+    return zero_if_idle(gathered, axis_name, program)
 
 
-def summing(names: tuple[str, str, str], run: Run) -> tuple[Primitive, Primitive, Primitive]:
-    """Three primitives for what `run` sums, of some shape that it keeps.
+def _transpose_all_gather(
+    cotangent: Any, *, axis_name: Any, program: Program, **params: Any
+) -> Any:
+    total = add_from_idle(cotangent, axis_name, program)
+    return reduce_scatter(total, axis_name=axis_name, program=program, **params)
 
-    The first gives what is typed as the same at all ranks, the second what may differ, and the
-    third is the first one's transpose.
-    """
-    same, varying, spread_back = names
 
-    def transposed(cotangent: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
-        whole = with_idle_ones(cotangent, axis_name, program)
-        sums = as_varying.bind(whole, axis_name=axis_name, program=program, **params)
-        return of_live(sums, axis_name, program)
-
-    checks: dict[str, Any] = {"check_mesh": _check_mesh, "is_interpreted": is_interpreted}
-    as_varying = _compat.linear_collective(varying, run, transposed, **checks)
-    as_spread = _compat.linear_collective(
-        spread_back,
-        _run_spread,
-        lambda cotangent, **params: as_same.bind(cotangent, **params),
-        makes_varying=True,
+def _collective(
+    name: str,
+    run: Callable[..., Any],
+    transpose: Callable[..., Any],
+    transpose_of_invariant: Callable[..., Any] | None = None,
+) -> Primitive:
+    return _compat.linear_collective(
+        name,
+        run,
+        transpose,
+        transpose_of_invariant,
         check_mesh=_check_mesh,
+        is_interpreted=is_interpreted,
     )
-    as_same = _compat.linear_collective(same, run, transposed, as_spread.bind, **checks)
-    return as_same, as_varying, as_spread
 
 
-_all_reduce, _sum_varying, _spread = summing(("all_reduce", "sum_varying", "spread"), _run_all)
-_reduce_scatter = _compat.linear_collective(
-    "reduce_scatter",
-    _run_first,
-    _transposed_scatter,
-    check_mesh=_check_mesh,
-    is_interpreted=is_interpreted,
-)
-_all_gather = _compat.linear_collective(
-    "all_gather",
-    _run_second,
-    _transposed_gather,
-    check_mesh=_check_mesh,
-    is_interpreted=is_interpreted,
-)
-_gather_invariant = _compat.linear_collective(
-    "gather_invariant",
-    _run_second,
-    _transposed_gather,
-    spread_to_owners,
-    check_mesh=_check_mesh,
-    is_interpreted=is_interpreted,
-)
-_spread_to_owners = _compat.linear_collective(
-    "spread_to_owners",
-    lambda x, **_: x,
-    gather_invariant,
+_all_reduce_transpose = _compat.linear_collective(
+    "all_reduce_transpose",
+    _run_all_reduce_transpose,
+    all_reduce,
     makes_varying=True,
     check_mesh=_check_mesh,
+)
+_all_gather_transpose = _compat.linear_collective(
+    "all_gather_transpose",
+    lambda x, **_: x,
+    all_gather_invariant,
+    makes_varying=True,
+    check_mesh=_check_mesh,
+)
+_all_reduce = _collective(
+    "all_reduce", _run_all_reduce, _transpose_all_reduce, _all_reduce_transpose.bind
+)
+_all_reduce_varying = _collective("all_reduce_varying", _run_all_reduce, _transpose_all_reduce)
+_reduce_scatter = _collective("reduce_scatter", _run_reduce_scatter, _transpose_reduce_scatter)
+_all_gather = _collective("all_gather", _run_all_gather, _transpose_all_gather)
+_all_gather_invariant = _collective(
+    "all_gather_invariant", _run_all_gather, _transpose_all_gather, _all_gather_transpose.bind
 )

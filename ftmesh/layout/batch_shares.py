@@ -1,21 +1,20 @@
-"""Batches: a global batch that keeps its size, whatever the number of live ranks.
+"""Split a global batch over the live ranks, with padding and weights.
 
-    shares = Shares.of(plan, 4096)
-    batch, weights = shares.laid_out(batch)  # padded; to be split along the axis
+    shares = BatchShares.for_ranks(plan, 4096)
+    batch, weights = shares.pad_batch(batch)  # to be sharded along the axis
 
-    def loss_of(params):  # inside shard_map
+    def loss_fn(params):  # inside shard_map
         num_examples = plan.psum(weights.sum(), "data")
-        return shares.part_of_mean(losses(params, batch), weights, num_examples)
+        return shares.mean_contribution(losses(params, batch), weights, num_examples)
 
-    loss, grads = plan.pmean(jax.value_and_grad(loss_of)(params), "data")
+    loss, grads = plan.pmean(jax.value_and_grad(loss_fn)(params), "data")
 
-Where every batch is full, as batches for training mostly are, `num_examples` can be left out.
+The global batch keeps its size, whatever the number of live ranks. The ranks' numbers of examples
+differ by at most one. Arrays have the same shape on every rank, so some have one example of padding
+with weight zero. The mean of `mean_contribution` over ranks is the mean over the examples of the
+batch, and so is its gradient. If every batch is full, as in training, leave out `num_examples`.
 
-The numbers of examples that ranks have differ by at most one. Arrays have the same shape at every
-rank, so some have an example of padding, with weight zero. The mean over ranks of `part_of_mean` is
-the mean over the examples of the batch, and the gradient is its gradient.
-
-Evaluation goes the same way, and its last batch may be a smaller one:
+Evaluation works the same way, and its last batch may be smaller:
 
     right, seen = plan.psum((weighted_sum(is_right, weights), weights.sum()), "data")
 """
@@ -34,35 +33,35 @@ from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
 from ftmesh.schedule.transfers import Ints
-from ftmesh.topology.ranks import PlanLike, Ranks
+from ftmesh.topology.ranks import HasTopology, Ranks
 from ftmesh.topology.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)
-class Shares:
+class BatchShares:
     """How many examples of a global batch, and which, each rank of an axis has.
 
-    >>> shares = Shares.of(Topology.grid("4x2", failed="1x1@3,1"), 16)
+    >>> shares = BatchShares.for_ranks(Topology.grid("4x2", failed="1x1@3,1"), 16)
     >>> shares.counts().tolist(), shares.rows(1)
     ([3, 3, 2, 2, 2, 2, 2], slice(3, 6, None))
     """
 
     global_batch: int
-    live: Ints  # the ranks that have some
-    num_ranks: int  # of the axis, with those of idle devices
+    live: Ints  # the ranks that have examples
+    num_ranks: int  # of the axis, idle devices included
 
     def __post_init__(self) -> None:
         if self.global_batch < len(self.live):
             raise ArgumentError(
                 f"a global batch of {self.global_batch} is too small for {len(self.live)} live "
-                "ranks, which need an example each: take a larger batch, or fewer chips"
+                "ranks, which need an example each: use a larger batch, or fewer chips"
             )
 
     @staticmethod
-    def of(on: PlanLike | Topology, global_batch: int) -> Shares:
-        """The shares of the ranks of a plan, or of a topology."""
-        ranks = Ranks.of(on)
-        return Shares(global_batch, ranks.live, ranks.num_ranks)
+    def for_ranks(ranks: HasTopology | Topology, global_batch: int) -> BatchShares:
+        """Split a batch over the ranks of a plan or a topology."""
+        axis = Ranks.from_plan(ranks)
+        return BatchShares(global_batch, axis.live, axis.num_ranks)
 
     @property
     def per_rank(self) -> int:
@@ -70,21 +69,20 @@ class Shares:
         return math.ceil(self.global_batch / len(self.live))
 
     @property
-    def are_equal(self) -> bool:
-        """Whether every rank of the axis has as many examples as any other, and no padding."""
+    def is_even(self) -> bool:
+        """True if all ranks of the axis have the same number of examples, and no padding."""
         return len(self.live) == self.num_ranks and self.global_batch % self.num_ranks == 0
 
     def counts(self, num_examples: int | None = None) -> Ints:
-        """How many examples each rank has of a whole batch, or of one of `num_examples`.
+        """The number of examples of each rank, in a full batch or one of `num_examples`.
 
-        >>> Shares(8, np.arange(3), 3).counts().tolist()
+        >>> BatchShares(8, np.arange(3), 3).counts().tolist()
         [3, 3, 2]
         """
         total = self.global_batch if num_examples is None else num_examples
         if not 0 < total <= self.global_batch:
             raise ArgumentError(
-                f"{total} examples do not make a batch: give 1 to {self.global_batch}, which is "
-                "the global batch"
+                f"a batch of {total} examples: give 1 to {self.global_batch}, the global batch"
             )
         least, more = divmod(total, len(self.live))
         counts = np.zeros(self.num_ranks, np.int32)
@@ -92,62 +90,73 @@ class Shares:
         return counts
 
     def rows(self, rank: int, num_examples: int | None = None) -> slice:
-        """Which examples of the batch a rank has, for those who read them rank by rank."""
+        """The examples of the batch that a rank has."""
         counts = self.counts(num_examples)
         start = int(counts[:rank].sum())
         return slice(start, start + int(counts[rank]))
 
     def positions(self, num_examples: int | None = None) -> NDArray[np.int64]:
-        """Which examples of the batch each rank has, in rows; -1 stands for padding.
+        """The examples of each rank, one row per rank; -1 is padding.
 
-        >>> Shares(5, np.arange(3), 3).positions().tolist()
+        >>> BatchShares(5, np.arange(3), 3).positions().tolist()
         [[0, 1], [2, 3], [4, -1]]
         """
         counts = self.counts(num_examples)[:, None]
-        place = np.arange(self.per_rank)
-        return np.where(place < counts, np.cumsum(counts)[:, None] - counts + place, -1)
+        index = np.arange(self.per_rank)
+        return np.where(index < counts, np.cumsum(counts)[:, None] - counts + index, -1)
 
     def weights(self, num_examples: int | None = None) -> NDArray[np.float32]:
-        """1 for an example and 0 for padding, all ranks end to end."""
+        """1 for an example and 0 for padding, all ranks concatenated."""
         return (self.positions(num_examples) >= 0).astype(np.float32).reshape(-1)
 
-    def laid_out(self, batch: Any) -> tuple[Any, NDArray[np.float32]]:
-        """A pytree of arrays with an entry per example, padded for all ranks end to end; weights.
+    def pad_batch(self, batch: Any) -> tuple[Any, NDArray[np.float32]]:
+        """Pad a batch for all ranks.
 
-        Padding repeats the last example, so that nothing odd comes of computing with it.
+        Args:
+            batch: A pytree of arrays with one entry per example.
+
+        Returns:
+            The batch with the entries of all ranks concatenated, and their weights. Padding repeats
+            the last example, so that computing with it is harmless.
         """
         sizes = {len(array) for array in jax.tree.leaves(batch)}
         if len(sizes) != 1:
             raise ArgumentError(
-                f"the arrays of a batch must have as many examples as each other, not {sizes}"
+                f"all arrays of a batch must have the same number of examples, not {sizes}"
             )
         (size,) = sizes
         rows = self.positions(size).reshape(-1)
         return jax.tree.map(lambda array: array[rows], batch), self.weights(size)
 
     def local_weights(self, axis_name: Any) -> jax.Array:
-        """The weights that a rank has for a whole batch, where the axis is bound."""
+        """The weights of the calling rank for a full batch, inside a function over the axis."""
         count = jnp.asarray(self.counts())[lax.axis_index(axis_name)]
         return (jnp.arange(self.per_rank) < count).astype(jnp.float32)
 
-    def part_of_mean(self, values: Any, weights: Any, num_examples: Any = None) -> Any:
-        """What this rank gives to the mean of `values` over the examples of a batch.
+    def mean_contribution(self, values: Any, weights: Any, num_examples: Any = None) -> Any:
+        """What this rank contributes to the mean of `values` over the examples of a batch.
 
-        The mean of this over live ranks is that mean. `num_examples` is how many examples all ranks
-        have together: the global batch, unless given; it may be computed on the way. `values` are
-        as for `weighted_sum`.
+        Its mean over live ranks is that mean.
+
+        Args:
+            values: A pytree, as for `weighted_sum`.
+            weights: The weights of this rank's examples.
+            num_examples: The number of examples of all ranks, which may be traced; the global batch
+                by default.
         """
         scale = len(self.live) / (self.global_batch if num_examples is None else num_examples)
         return jax.tree.map(lambda total: total * scale, weighted_sum(values, weights))
 
 
 def weighted_sum(values: Any, weights: Any) -> Any:
-    """The sum of one rank's values without those of padding; `values` may be a pytree.
+    """Sum one rank's values without those of padding.
 
-    Each leaf has one number per example, padding included.
+    Args:
+        values: A pytree whose leaves have one value per example, padding included.
+        weights: 1 for an example and 0 for padding.
     """
 
-    def one(leaf: Any) -> jax.Array:
+    def leaf_sum(leaf: Any) -> jax.Array:
         if jnp.shape(leaf) != jnp.shape(weights):
             raise ArgumentError(
                 f"values of shape {jnp.shape(leaf)} and weights of shape {jnp.shape(weights)}: "
@@ -155,4 +164,4 @@ def weighted_sum(values: Any, weights: Any) -> Any:
             )
         return jnp.sum(jnp.where(weights > 0, leaf * weights, 0))
 
-    return jax.tree.map(one, values)
+    return jax.tree.map(leaf_sum, values)

@@ -1,8 +1,8 @@
-"""Buckets: the leaves of a pytree in a few large buffers of equal chunks, and back.
+"""Pack the leaves of a pytree into a few large buffers of equal chunks, and unpack them.
 
 A buffer has shape ``[chunks, rows, width]``. Rows of 128 keep a chunk contiguous in the tiled
-memory of a TPU; a payload too small for that has shorter ones. Every leaf begins with a row. What
-nothing fills is padding, of zeros.
+memory of a TPU; a payload too small for that has shorter rows. Every leaf starts at a row. The rest
+is padded with zeros.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 from jax import lax
 
 from ftmesh.execute import _compat
-from ftmesh.layout.element_order import TILE_ROWS, WIDTH, Shape, flat, shaped
+from ftmesh.layout.element_order import TILE_ROWS, WIDTH, Shape, from_tile_order, to_tile_order
 from ftmesh.units import check_bytes
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some leaves, by their position, that travel in one buffer, and what they have in common."""
+    """The indices of leaves that travel in one buffer, and the kind they share."""
 
     members: tuple[int, ...]
     kind: Any
@@ -38,13 +38,18 @@ def make_buckets(
     bucket_bytes: int,
     sizes: Sequence[int] | None = None,
 ) -> list[Bucket]:
-    """Leaves of one kind (and with the same varying axes) together, up to `bucket_bytes` of them.
+    """Group leaves of the same kind and varying axes into buckets.
 
-    A larger leaf has a bucket of its own; an empty one has none. Leaves that fill whole tiles come
-    first in a bucket, so that each of them starts with a tile. `sizes` are the bytes that leaves
-    take, those of their dtypes unless given.
+    A leaf larger than a bucket has one of its own; an empty leaf has none. Leaves that fill whole
+    tiles come first in a bucket, so that each of them starts at a tile.
+
+    Args:
+        leaves: The arrays.
+        kinds: What leaves of a bucket must have in common, such as the dtype.
+        bucket_bytes: The size of a bucket.
+        sizes: The bytes of each leaf; those of its dtype by default.
     """
-    bucket_bytes = check_bytes(bucket_bytes, name="bucket_bytes", most=None)
+    bucket_bytes = check_bytes(bucket_bytes, name="bucket_bytes", maximum=None)
     if sizes is None:
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
     groups: dict[Any, list[list[int]]] = {}
@@ -71,15 +76,15 @@ def make_buckets(
 
 def chunk_shape(size: int, num_chunks: int, itemsize: int) -> tuple[int, int]:
     """Rows and width of one of `num_chunks` chunks that together hold `size` elements."""
-    packing = Packing.of([(size,)], num_chunks, itemsize)
+    packing = Packing.for_shapes([(size,)], num_chunks, itemsize)
     return packing.rows, packing.width
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where arrays of the given shapes lie in a buffer of `num_chunks` chunks, each in its rows.
+    """The layout of arrays in a buffer of `num_chunks` chunks of `rows` rows of `width` elements.
 
-    A chunk has `rows` of `width` elements.
+    Every array has rows of its own.
     """
 
     shapes: tuple[Shape, ...]
@@ -88,79 +93,79 @@ class Packing:
     width: int
 
     @staticmethod
-    def of(shapes: Sequence[Shape], num_chunks: int, itemsize: int) -> Packing:
-        """Rows of 128, if there is as much in a chunk, and whole tiles of them if they fill one.
+    def for_shapes(shapes: Sequence[Shape], num_chunks: int, itemsize: int) -> Packing:
+        """Choose the shape of chunks for arrays with elements of `itemsize` bytes.
 
-        A tile has so many elements of `itemsize` bytes. Where there is less, there are as few rows
-        as can be, and those are as short as can be.
+        Rows have 128 elements if a chunk has that many, and fill whole tiles if they fill one.
+        Smaller chunks have as few rows as possible, and then rows as short as possible.
         """
 
-        def rows(width: int) -> int:
-            every = sum(math.ceil(math.prod(shape) / width) for shape in shapes)
-            return max(1, math.ceil(every / num_chunks))
+        def num_rows(width: int) -> int:
+            total = sum(math.ceil(math.prod(shape) / width) for shape in shapes)
+            return max(1, math.ceil(total / num_chunks))
 
         least = math.ceil(sum(map(math.prod, shapes)) / num_chunks)
         if least >= WIDTH:
             tile = max(1, TILE_ROWS * 4 // itemsize)
-            whole = rows(WIDTH)
-            if whole >= tile:
-                whole = math.ceil(whole / tile) * tile
-            return Packing(tuple(shapes), num_chunks, whole, WIDTH)
-        width = min(range(1, WIDTH + 1), key=rows)
-        return Packing(tuple(shapes), num_chunks, rows(width), width)
+            rows = num_rows(WIDTH)
+            if rows >= tile:
+                rows = math.ceil(rows / tile) * tile
+            return Packing(tuple(shapes), num_chunks, rows, WIDTH)
+        width = min(range(1, WIDTH + 1), key=num_rows)
+        return Packing(tuple(shapes), num_chunks, num_rows(width), width)
 
     @property
     def shape(self) -> Shape:
-        """That of the buffer."""
+        """The shape of the buffer."""
         return self.num_chunks, self.rows, self.width
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each array begins, in elements, and where the last one ends."""
+        """The element at which each array starts, and at which the last one ends."""
         sizes = (math.ceil(math.prod(shape) / self.width) * self.width for shape in self.shapes)
         return tuple(itertools.accumulate(sizes, initial=0))
 
     def pack(self, arrays: Iterable[jax.Array]) -> jax.Array:
-        """The buffer with arrays of one dtype in it."""
+        """Pack arrays of one dtype into the buffer."""
         parts: list[jax.Array] = []
         stops = [*self.starts[1:-1], math.prod(self.shape)]
         for array, start, stop in zip(arrays, self.starts, stops, strict=False):
-            parts += flat(array)
+            parts += to_tile_order(array)
             if stop - start > array.size:
                 parts.append(jnp.zeros(stop - start - array.size, array.dtype))
         if len(parts) == 1:
             return parts[0].reshape(self.shape)
         is_one_vector = len(self.shapes) == 1 and parts[0].size == math.prod(self.shapes[0])
-        joined = _padded(*parts) if is_one_vector else jnp.concatenate(parts)
+        joined = _concatenate_zeros(*parts) if is_one_vector else jnp.concatenate(parts)
         return joined.reshape(self.shape)
 
     def unpack(self, buffer: Any) -> list[Any]:
         """The arrays that `pack` put into a buffer."""
         vector = buffer.reshape(-1)
         return [
-            shaped(vector[start : start + math.prod(shape)], shape)
+            from_tile_order(vector[start : start + math.prod(shape)], shape)
             for shape, start in zip(self.shapes, self.starts, strict=False)
         ]
 
 
-def _padded(vector: jax.Array, zeros: jax.Array) -> jax.Array:
-    """A vector and zeros after it. A TPU takes half as long for it where something is computed."""
-    whole = jnp.concatenate([vector, zeros])
-    if whole.size >= 2**31:
-        return whole
-    return jnp.where(lax.iota(np.int32, whole.size) < vector.size, whole, jnp.zeros_like(whole))
+def _concatenate_zeros(vector: jax.Array, zeros: jax.Array) -> jax.Array:
+    # A TPU needs half the time for a concatenation that also computes something.
+    padded = jnp.concatenate([vector, zeros])
+    if padded.size >= 2**31:
+        return padded
+    return jnp.where(lax.iota(np.int32, padded.size) < vector.size, padded, jnp.zeros_like(padded))
 
 
 def pack(leaves: Sequence[jax.Array], num_chunks: int, itemsize: int | None = None) -> jax.Array:
-    """Arrays of one dtype in a buffer of `num_chunks` chunks.
+    """Pack arrays of one dtype into a buffer of `num_chunks` chunks.
 
-    Chunks fill whole tiles of elements of `itemsize` bytes, where those are smaller than the
-    arrays' own.
+    Chunks fill whole tiles of elements of `itemsize` bytes, if that is given: chunks may travel in
+    a smaller dtype than the arrays'.
     """
     shapes = [leaf.shape for leaf in leaves]
-    return Packing.of(shapes, num_chunks, itemsize or leaves[0].dtype.itemsize).pack(leaves)
+    return Packing.for_shapes(shapes, num_chunks, itemsize or leaves[0].dtype.itemsize).pack(leaves)
 
 
 def unpack(buffer: jax.Array, shapes: Iterable[Shape]) -> list[Any]:
-    """The arrays of the given shapes that `pack` laid into `buffer`."""
+    """The arrays of the given shapes that `pack` put into `buffer`."""
     return Packing(tuple(shapes), *buffer.shape).unpack(buffer)
