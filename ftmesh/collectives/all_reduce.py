@@ -135,7 +135,7 @@ def _sum_leaves(
     ]
     for i, array in zip(traced, arrays, strict=True):
         if array.size == 0:
-            sums[i] = _compat.zeros_as_sum(array, axis_name)
+            sums[i] = _compat.zeros_like_psum(array, axis_name)
 
     def sum_bucket(bucket: Bucket) -> list[jax.Array]:
         precision, is_divided = bucket.kind
@@ -146,7 +146,7 @@ def _sum_leaves(
     for bucket in make_buckets(arrays, kinds, bucket_bytes):
         for i, total in zip(bucket.members, sum_bucket(bucket), strict=True):
             array = arrays[i]
-            sums[traced[i]] = _compat.sum_as(total.astype(array.dtype), array, axis_name)
+            sums[traced[i]] = _compat.weak_like_psum(total.astype(array.dtype), array, axis_name)
     return tree.unflatten(sums)
 
 
@@ -160,7 +160,7 @@ def _constant_sum(leaf: Any, plan: PlanLike) -> Any:
     """The sum of a leaf that is known while tracing, and so the same on all ranks."""
     is_bool = jnp.result_type(leaf) == np.bool_
     number = as_numbers(leaf)
-    return _compat.times_constant(number if is_bool else leaf, len(plan.program.live))
+    return _compat.scale_constant(number if is_bool else leaf, len(plan.program.live))
 
 
 def _is_divided(leaf: Any) -> bool:

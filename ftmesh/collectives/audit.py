@@ -1,11 +1,9 @@
-"""Audit: which collectives of a compiled program are not the plan's, who made them, what to do.
+"""Find the collectives in a compiled program that do not follow the plan.
 
     ftmesh.audit(jax.jit(step).lower(state, batch).compile(), "data").require_none()
 
-A sum that JAX or the compiler puts in by itself takes a way around the damage of its own, if it
-finds one, and nothing in the program tells; so this reads what was compiled.
-
-Advice: what to do about a collective that is not the plan's, by what it was made of.
+An all-reduce that JAX or the compiler inserts takes its own routes, if it finds any around the
+failed chips, and nothing in the source shows it. So this reads the compiled program.
 """
 
 from __future__ import annotations
@@ -23,15 +21,15 @@ import numpy as np
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute import _compat
 from ftmesh.execute.hlo_text import (
-    Frame,
     Instruction,
-    Stacks,
-    computations,
-    groups_of,
-    members,
-    num_bytes,
-    text_of,
-    users_frame,
+    SourceFrame,
+    SourceStacks,
+    parse_computations,
+    parse_replica_groups,
+    program_text,
+    tuple_types,
+    type_bytes,
+    user_frame,
 )
 from ftmesh.units import format_bytes
 
@@ -47,12 +45,17 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditEntry:
     """A collective that is not the plan's.
 
-    `num_bytes` is the larger of what goes in and what comes out at a device, `axes` are those along
-    which it runs, `sources` the lines of code it was made of, as ``file:line``; more than one where
-    the compiler has joined several. `op_name` is JAX's name of the operation.
+    Attributes:
+        kind: The HLO operation, such as "all-reduce".
+        num_bytes: The larger of its input and its output on a device.
+        axes: The mesh axes it runs along.
+        sources: The lines of code it comes from, as ``file:line``; several if the compiler combined
+            several collectives.
+        op_name: JAX's name of the operation.
+        advice: What to do about it.
     """
 
     kind: str
@@ -63,49 +66,59 @@ class Finding:
     advice: str
 
     def __str__(self) -> str:
-        where = ", ".join(self.sources) or "a line that is not known"
+        source = ", ".join(self.sources) or "an unknown line"
         return (
-            f"{self.kind} of {format_bytes(self.num_bytes)} along {', '.join(self.axes)}, made at "
-            f"{where}\n    as {self.op_name or 'something without a name'}\n    {self.advice}"
+            f"{self.kind} of {format_bytes(self.num_bytes)} along {', '.join(self.axes)}, from "
+            f"{source}\n    {self.op_name or '(no name)'}\n    {self.advice}"
         )
 
 
 @dataclass(frozen=True)
 class Audit:
-    """The collectives along an axis that are not the plan's; true where there are any."""
+    """The collectives along an axis that are not the plan's. True if there are any."""
 
     axis_name: str
-    findings: tuple[Finding, ...]
+    entries: tuple[AuditEntry, ...]
 
     def __len__(self) -> int:
-        return len(self.findings)
+        return len(self.entries)
 
-    def __iter__(self) -> Iterator[Finding]:
-        return iter(self.findings)
+    def __iter__(self) -> Iterator[AuditEntry]:
+        return iter(self.entries)
 
     def __str__(self) -> str:
-        if not self.findings:
-            return f"every collective along {self.axis_name!r} is the plan's"
-        number = len(self.findings)
-        head = f"{number} collective{'s' * (number > 1)} along {self.axis_name!r} not of the plan"
-        return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
+        if not self.entries:
+            return f"all collectives along {self.axis_name!r} follow the plan"
+        count = len(self.entries)
+        verb = "collectives do" if count > 1 else "collective does"
+        head = f"{count} {verb} not follow the plan along {self.axis_name!r}"
+        return "\n".join([head, *(f"  {entry}" for entry in self.entries)])
 
     def require_none(self) -> None:
-        """Raises an error that lists what there is, if there is anything."""
-        if self.findings:
+        """Raise CollectiveError with a list of the entries, if there are any."""
+        if self.entries:
             raise CollectiveError(str(self))
 
 
-def audit(program: Any, axis_name: str, *, mesh: Any = None) -> Audit:
-    """Every collective along `axis_name` in a program that is not the plan's.
+def audit(
+    program: jax.stages.Lowered | jax.stages.Compiled | str,
+    axis_name: str,
+    *,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+) -> Audit:
+    """List the collectives along `axis_name` in a program that are not the plan's.
 
-    `program` is what ``jit(...).lower(...)`` returns, or its ``.compile()``, or the text of that;
-    those of `nnx.jit` too.
-    Which devices stand along the axis is known from its shardings where one has a mesh; otherwise
-    give that as `mesh`. What runs along other axes only is not listed. A program from a compilation
-    cache has the lines of the code that was compiled first.
+    Collectives along other axes only are not listed. A program from a compilation cache names the
+    source lines of the code that was compiled first.
+
+    Args:
+        program: What ``jit(...).lower(...)`` returns (`nnx.jit` too), its ``.compile()``, or the
+            text of that.
+        axis_name: The mesh axis of the plan.
+        mesh: The mesh that the program was compiled for. Needed for text, and for a program whose
+            shardings have no mesh.
     """
-    program = getattr(program, "lowered", getattr(program, "compiled", program))  # in nnx's own
+    program = getattr(program, "lowered", getattr(program, "compiled", program))  # of nnx.jit
     if isinstance(program, jax.stages.Lowered):
         program = program.compile()
     if not isinstance(program, str | jax.stages.Compiled):
@@ -113,61 +126,59 @@ def audit(program: Any, axis_name: str, *, mesh: Any = None) -> Audit:
             "audit takes what jit(...).lower(...).compile() returns, or its text, not "
             f"{type(program).__name__}"
         )
-    text: str = program if isinstance(program, str) else text_of(program)
-    known, _ = computations(text)
-    stacks = Stacks(text)
-    sizes = _sizes(mesh, program, axis_name)
-    findings, chains = [], set()
-    for body in known.values():
+    text: str = program if isinstance(program, str) else program_text(program)
+    bodies, _ = parse_computations(text)
+    stacks = SourceStacks(text)
+    axis_sizes = _axis_sizes(mesh, program, axis_name)
+    entries, seen = [], set()
+    for body in bodies.values():
         for instruction in body:
             kind = instruction.opcode.removesuffix("-start")
-            if kind not in KINDS or _is_plans(instruction):
+            if kind not in KINDS or _is_from_plan(instruction):
                 continue
-            if not sizes:
+            if not axis_sizes:
                 raise ArgumentError(
-                    "nothing tells which devices of this program stand along which axis: give the "
-                    f"mesh, as in audit(..., {axis_name!r}, mesh=plan.jax_mesh({axis_name!r}))"
+                    "the mesh of this program is not known: give it, as in "
+                    f"audit(..., {axis_name!r}, mesh=plan.jax_mesh({axis_name!r}))"
                 )
-            groups = groups_of(instruction.text, math.prod(sizes.values()))
-            axes = _axes(groups, sizes)
+            groups = parse_replica_groups(instruction.text, math.prod(axis_sizes.values()))
+            axes = _axes_along(groups, axis_sizes)
             if axis_name not in axes:
                 continue
-            if instruction.chain:  # one collective, of which several fusions each do some
+            if instruction.chain_id:  # several fusions each run part of one collective
                 channel = re.findall(r"\bchannel_id=(\d+)", instruction.text)
-                part = (kind, instruction.chain, *channel, instruction.source)
-                if part in chains:
+                part = (kind, instruction.chain_id, *channel, instruction.op_name)
+                if part in seen:
                     continue
-                chains.add(part)
-            made = [instruction, *_parts(instruction, body)]
-            frames = [stacks.of(each) for each in made]
-            lines = [str(frame) for each in frames if (frame := users_frame(each))]
-            findings.append(
-                Finding(
+                seen.add(part)
+            frames = [stacks.frames_of(part) for part in (instruction, *_users(instruction, body))]
+            lines = [str(frame) for stack in frames if (frame := user_frame(stack))]
+            entries.append(
+                AuditEntry(
                     kind,
                     _payload(kind, instruction, max(map(len, groups))),
                     axes,
                     tuple(dict.fromkeys(lines)),
-                    instruction.source,
-                    advice_for(kind, instruction.source, frames[0], axis_name),
+                    instruction.op_name,
+                    _advice_for(kind, instruction.op_name, frames[0], axis_name),
                 )
             )
-    return Audit(axis_name, tuple(findings))
+    return Audit(axis_name, tuple(entries))
 
 
-def _is_plans(instruction: Instruction) -> bool:
-    """Whether it is a permutation that was made for a plan, or for groups of chips."""
+def _is_from_plan(instruction: Instruction) -> bool:
+    """Whether it is a permutation of a plan, or of a sum over groups of chips."""
     is_permutation = instruction.opcode.startswith("collective-permute")
-    return is_permutation and bool(
-        re.search(rf"(^|[/(]){re.escape(_compat.MARK)}", instruction.source)
-    )
+    has_mark = re.search(rf"(^|[/(]){re.escape(_compat.SCOPE_PREFIX)}", instruction.op_name)
+    return is_permutation and bool(has_mark)
 
 
-def _sizes(mesh: Any, program: Any, axis_name: str) -> dict[str, int]:
-    """The axes of the mesh that a program was compiled for, and their sizes; none if not known."""
+def _axis_sizes(mesh: Any, program: Any, axis_name: str) -> dict[str, int]:
+    """The axes of the mesh that a program was compiled for, and their sizes; empty if unknown."""
     if mesh is None and not isinstance(program, str):
         shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
-        meshes = [one for each in shardings if (one := getattr(each, "mesh", None)) is not None]
-        mesh = max(meshes, key=lambda each: axis_name in each.shape, default=None)
+        meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
+        mesh = max(meshes, key=lambda mesh: axis_name in mesh.shape, default=None)
     if mesh is None:
         return {}
     if axis_name not in mesh.shape:
@@ -177,25 +188,26 @@ def _sizes(mesh: Any, program: Any, axis_name: str) -> dict[str, int]:
     return dict(mesh.shape)
 
 
-def _axes(groups: Sequence[Any], sizes: dict[str, int]) -> tuple[str, ...]:
+def _axes_along(groups: Sequence[Any], axis_sizes: dict[str, int]) -> tuple[str, ...]:
     """The axes along which members of a group differ."""
-    total = math.prod(sizes.values())
+    num_devices = math.prod(axis_sizes.values())
     largest = max((int(group.max(initial=0)) for group in groups), default=0)
-    if largest >= total:
+    if largest >= num_devices:
         raise ArgumentError(
-            f"the program names device {largest} and the mesh has {total}: give the mesh that the "
-            "program was compiled for"
+            f"the program names device {largest} and the mesh has {num_devices}: give the mesh "
+            "that the program was compiled for"
         )
-    places = [np.unravel_index(group, tuple(sizes.values())) for group in groups if len(group)]
+    shape = tuple(axis_sizes.values())
+    coords = [np.unravel_index(group, shape) for group in groups if len(group)]
     return tuple(
         name
-        for axis, name in enumerate(sizes)
-        if any(place[axis].min() < place[axis].max() for place in places)
+        for axis, name in enumerate(axis_sizes)
+        if any(coord[axis].min() < coord[axis].max() for coord in coords)
     )
 
 
-def _parts(instruction: Instruction, body: Sequence[Instruction]) -> list[Instruction]:
-    """What takes the parts of a collective that was made of several, each at its own line."""
+def _users(instruction: Instruction, body: Sequence[Instruction]) -> list[Instruction]:
+    """What takes the results of a combined collective; these name the original source lines."""
     names = {instruction.name}
     names |= {
         done.name
@@ -209,62 +221,64 @@ def _parts(instruction: Instruction, body: Sequence[Instruction]) -> list[Instru
     ]
 
 
-def _payload(kind: str, instruction: Instruction, group: int) -> int:
-    """The larger of what goes in and what comes out at a device, in bytes."""
+def _payload(kind: str, instruction: Instruction, group_size: int) -> int:
+    """The larger of input and output on a device, in bytes."""
     result = instruction.type
     if instruction.opcode.endswith("-start"):
-        parts = members(result)
-        if kind != "all-reduce" or parts[0].startswith("("):  # the operands stand in front
+        parts = tuple_types(result)
+        if kind != "all-reduce" or parts[0].startswith("("):  # operands come first
             result = parts[1] if len(parts) > 1 else result
-    return num_bytes(result) * (group if kind == "reduce-scatter" else 1)
+    return type_bytes(result) * (group_size if kind == "reduce-scatter" else 1)
 
 
+_PSUM = "call plan.psum or plan.pmean instead of jax.lax's"
+_GATHER = "call plan.all_gather instead of jax.lax's"
+_EXCHANGE = "plans have no all-to-all: exchange along another mesh axis"
 ADVICE = {
-    "psum": "call plan.psum or plan.pmean in place of jax.lax's",
-    "psum2": "call plan.psum or plan.pmean in place of jax.lax's",
-    "psum_invariant": "call plan.psum or plan.pmean in place of jax.lax's",
-    "reduce_scatter": "call plan.psum_scatter in place of jax.lax's",
-    "all_gather": "call plan.all_gather in place of jax.lax's",
-    "all_gather_invariant": "call plan.all_gather in place of jax.lax's",
-    "pmax": "no plan has maxima: take the maximum of plan.all_gather(x, {axis!r})",
-    "pmin": "no plan has minima: take the minimum of plan.all_gather(x, {axis!r})",
-    "all_to_all": "no plan has this: exchange along another axis of the mesh",
-    "ragged_all_to_all": "no plan has this: exchange along another axis of the mesh",
-    "ppermute": "no plan is behind this permutation: whether it crosses failed chips is not known",
+    "psum": _PSUM,
+    "psum2": _PSUM,
+    "psum_invariant": _PSUM,
+    "reduce_scatter": "call plan.psum_scatter instead of jax.lax's",
+    "all_gather": _GATHER,
+    "all_gather_invariant": _GATHER,
+    "pmax": "plans have no maximum: take the maximum of plan.all_gather(x, {axis!r})",
+    "pmin": "plans have no minimum: take the minimum of plan.all_gather(x, {axis!r})",
+    "all_to_all": _EXCHANGE,
+    "ragged_all_to_all": _EXCHANGE,
+    "ppermute": "this permutation is not the plan's: it may cross failed chips",
 }
-OF_REPLICATED = (
-    "JAX sums the gradient of what is the same everywhere, mostly parameters: take "
-    "plan.value_and_grad(loss), or differentiate with respect to jax.lax.pcast(params, {axis!r}, "
-    "to='varying') and plan.pmean the gradients"
+REPLICATED_GRADIENT = (
+    "JAX sums the gradient of replicated values, usually parameters: use plan.value_and_grad(loss),"
+    " or differentiate with respect to jax.lax.pcast(params, {axis!r}, to='varying') and plan.pmean"
+    " the gradients"
 )
-OF_BATCH_NORM = (
-    "a batch norm of Flax's takes its statistics along {axis!r}: use ftmesh.nn.GroupBatchNorm, "
-    "or ftmesh.nn.NnxGroupBatchNorm, or no axis_name"
+BATCH_NORM = (
+    "a Flax batch norm averages its statistics along {axis!r}: use ftmesh.nn.GroupBatchNorm or "
+    "ftmesh.nn.NnxGroupBatchNorm, or leave out axis_name"
 )
-OF_PARTITIONER = (
-    "the compiler put it in to keep arrays sharded as they are: take plan.value_and_grad(loss), or "
-    "write the step in jax.shard_map and plan.pmean the gradients"
+PARTITIONER = (
+    "the compiler inserted it to keep arrays sharded as they are: use plan.value_and_grad(loss), "
+    "or write the step in jax.shard_map and plan.pmean the gradients"
 )
-OF_RESHARDING = (
-    "the compiler put it in because an array is wanted in another sharding than it has: give both "
+RESHARDING = (
+    "the compiler inserted it because an array is used in another sharding than it has: make them "
     "the same, or call plan.all_gather or plan.psum_scatter in jax.shard_map"
 )
 
 
-def advice_for(kind: str, op_name: str, frames: Sequence[Frame], axis_name: str) -> str:
-    """What to do about a collective of a `kind` that was made as `op_name` in `frames`."""
+def _advice_for(kind: str, op_name: str, frames: Sequence[SourceFrame], axis_name: str) -> str:
     operation = op_name.rpartition("/")[2]
     if any(_is_batch_norm(frame) for frame in frames):
-        said = OF_BATCH_NORM
+        advice = BATCH_NORM
     elif operation == "psum_invariant" and "transpose(" in op_name:
-        said = OF_REPLICATED
+        advice = REPLICATED_GRADIENT
     elif operation in ADVICE:
-        said = ADVICE[operation]
+        advice = ADVICE[operation]
     else:
-        said = OF_PARTITIONER if kind in ("all-reduce", "reduce-scatter") else OF_RESHARDING
-    return said.format(axis=axis_name)
+        advice = PARTITIONER if kind in ("all-reduce", "reduce-scatter") else RESHARDING
+    return advice.format(axis=axis_name)
 
 
-def _is_batch_norm(frame: Frame) -> bool:
+def _is_batch_norm(frame: SourceFrame) -> bool:
     path = Path(frame.file)
     return path.name == "normalization.py" and "flax" in path.parts

@@ -101,7 +101,7 @@ class AuxReduction:
         """The specs of what `reduce` returns."""
         if self.kinds is None:
             return REPLICATED
-        rows = PartitionSpec(self.ranks.axis_name) if self.shares.are_equal else REPLICATED
+        rows = PartitionSpec(self.ranks.axis_name) if self.shares.is_even else REPLICATED
         return jax.tree.map(lambda kind: rows if kind == ROWS else REPLICATED, self.kinds)
 
     def reduce(self, aux: PyTree) -> PyTree:
@@ -117,7 +117,7 @@ class AuxReduction:
 
     def _gather_rows(self, leaf: Any) -> Any:
         """Gather rows on every rank if some are padding; otherwise they stay where they are."""
-        if self.shares.are_equal:
+        if self.shares.is_even:
             return leaf
         numbers = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
         positions = jnp.asarray(self.shares.positions())[lax.axis_index(self.ranks.axis_name)]

@@ -243,7 +243,7 @@ def accumulate_gradients(
             batch are split along their first dimension.
         num_parts: The number of parts. It must divide the batch.
         mean: Return the mean over the parts, and the sum of integers such as counts. If False,
-            return sums, for losses that are sums themselves: those of `BatchShares.part_of_mean`,
+            return sums, for losses that are sums themselves: those of `BatchShares.mean_contribution`,
             or weighted ones together with their weight.
         accumulate_dtype: The dtype in which gradients are added. By default float32 for those of
             16 bits or fewer, and their own for others. Values are added in float32 or wider. All
@@ -275,7 +275,7 @@ def accumulate_gradients(
         dtypes: list[DTypeLike | None] = [None for _ in jax.tree.leaves(value)]
         dtypes += [accumulate_dtype for _ in jax.tree.leaves(grads)]
         zeros = [
-            _compat.zeros_of(aval, choose_precision(aval.dtype, None, dtype).sum_dtype)
+            _compat.zeros_of_aval(aval, choose_precision(aval.dtype, None, dtype).sum_dtype)
             for aval, dtype in zip(traced.out_avals, dtypes, strict=True)
         ]
         totals, _ = lax.scan(add, zeros, parts)
@@ -307,7 +307,7 @@ def _split_rows(rows: Any, num_parts: int) -> jax.Array:
 def _varying_as_all(leaf: Any, others: list[jax.Array]) -> Any:
     """Mark a leaf as varying along every axis along which any of the others varies."""
     for other in others:
-        leaf = _compat.varying_as(leaf, other)
+        leaf = _compat.varying_like(leaf, other)
     return leaf
 
 

@@ -85,7 +85,7 @@ class ChipGroups:
         rank = lax.axis_index(axis_name)
         for exchange in self.exchanges:
             pairs = list(enumerate(exchange.partner.tolist()))
-            with _compat.own_scope("group_sum"):
+            with _compat.plan_scope("group_sum"):
                 received = lax.ppermute(x, axis_name, pairs)
             adds, replaces = jnp.asarray(exchange.adds)[rank], jnp.asarray(exchange.replaces)[rank]
             x = jnp.where(adds, x + received, jnp.where(replaces, received, x))

@@ -43,7 +43,7 @@ def map_local_shards(
             ones.
         change: How `run` changes the spec of an array, if it does.
     """
-    unmapped = unmapped_axes() if _compat.NESTS_SHARD_MAPS else {}
+    unmapped = unmapped_axes() if _compat.SUPPORTS_NESTED_SHARD_MAP else {}
     if not unmapped or (specs is None and AxisType.Explicit not in unmapped.values()):
         return run(x)
     leaves, tree = jax.tree.flatten(x)
@@ -85,7 +85,7 @@ def _run_in_shard_map(
         axis_names=set(axes),
         in_specs=(in_specs,),
         out_specs=out_specs,
-        check_vma=_compat.checks_varying(),
+        check_vma=_compat.checks_vma(),
     )(arrays)
 
 
@@ -228,7 +228,7 @@ class MeshContext:
                 "the plan"
             )
         other_axes = tuple(name for name in types if name != axis_name)
-        if other_axes and not _compat.NESTS_SHARD_MAPS:
+        if other_axes and not _compat.SUPPORTS_NESTED_SHARD_MAP:
             raise CollectiveError(
                 f"a mesh with the axes {other_axes} besides {axis_name!r} needs JAX 0.10 or newer"
             )

@@ -21,7 +21,7 @@ from ftmesh.cost.wire_precision import (
     partial_sum_dtype,
 )
 from ftmesh.errors import CollectiveError
-from ftmesh.execute.context import Wire
+from ftmesh.execute.context import WireDtypes
 from ftmesh.execute.types import DTypeLike
 
 DType = np.dtype[Any]
@@ -39,14 +39,14 @@ class Precision:
         """The name of the dtype for which a plan is chosen."""
         return self.result_dtype.name if self.result_dtype.name in WIRE_DTYPES else "float32"
 
-    def wire(self, depth: int) -> Wire:
+    def wire(self, depth: int) -> WireDtypes:
         """The dtypes on the links, for a plan whose sums are `depth` additions deep."""
         if self.sum_dtype == self.result_dtype:
-            return Wire()
+            return WireDtypes()
         partials = self.sum_dtype.name
         if self.result_dtype.name in FLOAT_FORMATS:  # the error bound of other dtypes is not known
             partials = partial_sum_dtype(self.result_dtype.name, depth=depth, sums=partials)
-        return Wire(jnp.dtype(partials), self.result_dtype)
+        return WireDtypes(jnp.dtype(partials), self.result_dtype)
 
 
 def choose_precision(

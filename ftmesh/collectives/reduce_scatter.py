@@ -80,7 +80,7 @@ def psum_scatter(
             block = _scatter_blocks(
                 blocks.astype(precision.sum_dtype), axis_name, program, precision
             )
-        block = _compat.weak_as(block.astype(leaf.dtype), leaf)
+        block = _compat.weak_like(block.astype(leaf.dtype), leaf)
         return block if tiled else jnp.squeeze(block, scatter_dimension)
 
     change = scatter_spec(scatter_dimension, tiled=tiled)
@@ -134,7 +134,7 @@ def all_gather(
             precision = choose_precision(flat.dtype)
             flat = flat.astype(precision.sum_dtype)  # the dtype in which the derivative is summed
             stacked = _gather_blocks(flat, axis_name, program, precision).reshape(stacked.shape)
-        stacked = _compat.weak_as(stacked.astype(leaf.dtype), leaf)
+        stacked = _compat.weak_like(stacked.astype(leaf.dtype), leaf)
         stacked = jnp.moveaxis(stacked, 0, axis % ndim)
         if not tiled:
             return stacked
@@ -249,7 +249,7 @@ def gather_chunks(
     program = plan.with_reduce_scatter.program
     precision = choose_precision(chunks.dtype, wire_dtype)
     wide = chunks.astype(precision.sum_dtype)  # the dtype in which the derivative is summed
-    buffer = primitives.gather_invariant(
+    buffer = primitives.all_gather_invariant(
         put_owned_chunks(wide, axis_name, program),
         axis_name=axis_name,
         program=program,
@@ -269,7 +269,7 @@ def check_has_owners(plan: PlanLike) -> None:
 
 def take_owned_chunks(buffer: jax.Array, axis_name: AxisName, program: Program) -> jax.Array:
     """The chunks of this rank, with zeros for those it has fewer than other ranks."""
-    owned = jnp.asarray(program.owned)[lax.axis_index(axis_name)]
+    owned = jnp.asarray(program.owned_chunks)[lax.axis_index(axis_name)]
     return jnp.take(buffer, owned, axis=0, mode="fill", fill_value=0)
 
 
@@ -279,10 +279,10 @@ def put_owned_chunks(chunks: jax.Array, axis_name: AxisName, program: Program) -
     The rest is uninitialised: the all-gather writes all of it on live ranks, and on a TPU zeros
     would take as long as packing. Idle ranks receive nothing, so with them the rest is zeros.
     """
-    owned = jnp.asarray(program.owned)[lax.axis_index(axis_name)]
+    owned = jnp.asarray(program.owned_chunks)[lax.axis_index(axis_name)]
     make = lax.empty if len(program.live) == program.num_ranks else jnp.zeros
     buffer = make((program.num_chunks, *chunks.shape[1:]), chunks.dtype)
-    return _compat.varying_as(buffer, chunks).at[owned].set(chunks, mode="drop")
+    return _compat.varying_like(buffer, chunks).at[owned].set(chunks, mode="drop")
 
 
 def _scatter_blocks(
@@ -292,10 +292,12 @@ def _scatter_blocks(
     wire = precision.wire(program.depth)
     if not program.owns_evenly:
         buffer = pack([blocks], program.num_chunks, precision.result_dtype.itemsize)
-        total = primitives.sum_varying(buffer, axis_name=axis_name, program=program, wire=wire)
+        total = primitives.all_reduce_varying(
+            buffer, axis_name=axis_name, program=program, wire=wire
+        )
         (sums,) = unpack(total, [blocks.shape])
         return lax.dynamic_index_in_dim(sums, lax.axis_index(axis_name), keepdims=False)
-    owned = program.owned
+    owned = program.owned_chunks
     parts = jax.vmap(lambda block: pack([block], owned.shape[1]))(blocks)
     parts = parts.reshape(program.num_chunks, *parts.shape[2:])
     buffer = parts[np.argsort(owned.reshape(-1))]
@@ -315,13 +317,15 @@ def _gather_blocks(
         zero: Any = -0.0 if jnp.issubdtype(block.dtype, np.inexact) else 0
         if jnp.issubdtype(block.dtype, np.complexfloating):
             zero = complex(-0.0, -0.0)
-        blocks = _compat.varying_as(jnp.full((num_ranks, block.size), zero, block.dtype), block)
+        blocks = _compat.varying_like(jnp.full((num_ranks, block.size), zero, block.dtype), block)
         blocks = lax.dynamic_update_index_in_dim(blocks, block, lax.axis_index(axis_name), 0)
         buffer = pack([blocks], program.num_chunks, precision.result_dtype.itemsize)
-        total = primitives.sum_varying(buffer, axis_name=axis_name, program=program, wire=wire)
+        total = primitives.all_reduce_varying(
+            buffer, axis_name=axis_name, program=program, wire=wire
+        )
         (gathered,) = unpack(total, [blocks.shape])
         return gathered
-    owned = program.owned
+    owned = program.owned_chunks
     chunks = pack([block], owned.shape[1], precision.result_dtype.itemsize)
     buffer = put_owned_chunks(chunks, axis_name, program)
     buffer = primitives.all_gather(buffer, axis_name=axis_name, program=program, wire=wire)
@@ -330,13 +334,13 @@ def _gather_blocks(
 
 def _as_varying(leaf: jax.Array, axis_name: AxisName, program: Program) -> jax.Array:
     """Mark a replicated leaf as varying, so that the plan and not JAX sums its gradient."""
-    is_replicated = _compat.checks_varying() and axis_name not in _compat.varying_axes(leaf)
+    is_replicated = _compat.checks_vma() and axis_name not in _compat.varying_axes(leaf)
     if not is_replicated or not leaf.size or not jnp.issubdtype(leaf.dtype, np.inexact):
         return _compat.as_varying(leaf, axis_name)
     buffer = pack([leaf.astype(choose_precision(leaf.dtype).sum_dtype)], program.num_chunks)
-    spread = primitives.spread(buffer, axis_name=axis_name, program=program)
+    spread = primitives.all_reduce_transpose(buffer, axis_name=axis_name, program=program)
     (varying,) = unpack(spread, [leaf.shape])
-    return _compat.weak_as(varying.astype(leaf.dtype), leaf)
+    return _compat.weak_like(varying.astype(leaf.dtype), leaf)
 
 
 def _check_divisible(shape: tuple[int, ...], dimension: int, num_ranks: int, tiled: bool) -> None:
@@ -358,7 +362,7 @@ def _find_chunk_shape(shard: jax.Array, size: int, program: Program) -> tuple[in
     """The shape that `reduce_to_owners` gave each chunk, for any dtype the vector had then."""
     shapes = {chunk_shape(size, program.num_chunks, itemsize) for itemsize in (1, 2, 4, 8)}
     for rows, width in shapes:
-        if shard.shape == (program.owned.shape[1] * rows * width,):
+        if shard.shape == (program.owned_chunks.shape[1] * rows * width,):
             return rows, width
     raise CollectiveError(
         f"a shard of shape {shard.shape} does not belong to a vector of {size} elements on this "

@@ -84,7 +84,7 @@ def as_operand(leaf: Any, axis_name: AxisName) -> jax.Array:
     if is_constant(leaf):
         return _compat.as_varying(as_numbers(leaf), axis_name)
     leaf = as_numbers(leaf)
-    if _compat.checks_varying() and axis_name not in _compat.varying_axes(leaf):
+    if _compat.checks_vma() and axis_name not in _compat.varying_axes(leaf):
         raise CollectiveError(
             f"this value of shape {leaf.shape} does not vary along {axis_name!r}: it is the same "
             "on every device already. Under shard_map(check_vma=True) the gradient of replicated "

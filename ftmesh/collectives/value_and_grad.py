@@ -181,11 +181,11 @@ def _over_whole_batch(
 ) -> tuple[Any, tuple[PyTree, ...], PyTree]:
     """Return the value, the gradients and aux of a loss where no axis is bound."""
     context = MeshContext.find(ranks.plan, ranks.axis_name, args, mesh)
-    shares = BatchShares.of(ranks.plan, roles.batch_size(args))
+    shares = BatchShares.for_ranks(ranks.plan, roles.batch_size(args))
     _check_keywords(loss.kwargs, shares.global_batch)
     weight_specs = context.weight_specs(tuple(args[i] for i in roles.weights), specs)
     types = tuple(jax.tree.map(typed_spec, arg) for arg in args)
-    batch_spec = PartitionSpec(ranks.axis_name) if shares.are_equal else REPLICATED
+    batch_spec = PartitionSpec(ranks.axis_name) if shares.is_even else REPLICATED
     aux_reduction = AuxReduction(ranks, shares, reduce_aux)
 
     def local_args(args: tuple[PyTree, ...]) -> tuple[tuple[PyTree, ...], LocalExamples]:
@@ -194,7 +194,7 @@ def _over_whole_batch(
         for i, spec in zip(roles.weights, weight_specs, strict=True):
             local[i] = ranks.gather(args[i], spec)
         positions = jnp.asarray(shares.positions())[lax.axis_index(ranks.axis_name)]
-        if not shares.are_equal:  # padding repeats the last example
+        if not shares.is_even:  # padding repeats the last example
             for i in roles.batch:
                 local[i] = jax.tree.map(lambda leaf: leaf[positions], args[i])
         num_live = len(shares.live)

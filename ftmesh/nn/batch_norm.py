@@ -1,15 +1,14 @@
-"""Batch normalization over groups of neighbouring chips, by the examples they have.
+"""Batch normalization over groups of neighbouring chips, for Flax Linen and NNX.
 
-    norm = partial(GroupBatchNorm, groups=ChipGroups.for_examples(plan, 64, batch), axis_name="data")
+    groups = ChipGroups.for_examples(plan, 64, global_batch)
+    norm = partial(GroupBatchNorm, groups=groups, axis_name="data")  # Linen
     y = norm()(x, use_running_average=False, weights=weights)
 
-With few examples per chip, statistics of a chip's own are poor ones; of the whole batch, they cost
-a sum over all chips in every layer. `nnx_batch_norm` has the same for NNX.
+    norm = NnxGroupBatchNorm(64, groups=groups, axis_name="data", rngs=rngs)  # NNX
+    y = norm(x, weights=weights)
 
-Batch normalization over groups of neighbouring chips, for NNX.
-
-norm = NnxGroupBatchNorm(64, groups=ChipGroups.of_size(plan, 4), axis_name="data", rngs=rngs)
-y = norm(x, weights=weights)
+With few examples per chip, the statistics of one chip are noisy; those of the whole batch cost an
+all-reduce over all chips in every layer. Groups are in between.
 """
 
 from __future__ import annotations
@@ -27,25 +26,36 @@ from ftmesh.collectives.all_reduce import pmean
 from ftmesh.collectives.group_sum import ChipGroups
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
-from ftmesh.execute.types import PlanLike
+from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree
 
 
 class GroupBatchNorm(nn.Module):
-    """As `flax.linen.BatchNorm` over the last dimension, with the statistics of a group of ranks.
+    """As `flax.linen.BatchNorm` over the last dimension, with the statistics of a group of chips.
 
-    Statistics and arithmetic are in float32; `dtype` is that of the result, and the input's where
-    it is not given. Examples of weight zero, padding, count for nothing. Without `groups` every
-    rank is alone. Running statistics differ from group to group: give them to a step and take them
-    from it split along the axis, and `mean_batch_stats` of them for evaluation.
+    Statistics and arithmetic are in float32. Running statistics differ between groups: pass them to
+    and from a step sharded along the axis, and use `mean_batch_stats` for evaluation.
+
+    Attributes:
+        use_running_average: Normalize with the running statistics; may be given to the call.
+        groups: The groups of ranks. Without them every rank is alone.
+        axis_name: The mesh axis of the groups.
+        momentum: The decay of the running statistics.
+        epsilon: Added to the variance.
+        dtype: The dtype of the result, by default that of the input.
+        param_dtype: The dtype of scale and bias.
+        use_bias: Whether a bias is added.
+        use_scale: Whether the result is multiplied by a scale.
+        bias_init: The initializer of the bias.
+        scale_init: The initializer of the scale.
     """
 
     use_running_average: bool | None = None
     groups: ChipGroups | None = None
-    axis_name: Any = None
+    axis_name: AxisName | None = None
     momentum: float = 0.9
     epsilon: float = 1e-5
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     use_bias: bool = True
     use_scale: bool = True
     bias_init: Any = nn.initializers.zeros
@@ -53,9 +63,19 @@ class GroupBatchNorm(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, use_running_average: bool | None = None, *, weights: Any = None
+        self,
+        x: jax.Array,
+        use_running_average: bool | None = None,
+        *,
+        weights: jax.Array | None = None,
     ) -> jax.Array:
-        """`x` normalized. Its first dimension is that of examples; `weights` has one for each."""
+        """Normalize `x`.
+
+        Args:
+            x: Examples along the first dimension, features along the last.
+            use_running_average: Overrides the attribute.
+            weights: One for each example, 0 for padding, which then does not count.
+        """
         use_running_average = nn.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         )
@@ -66,7 +86,7 @@ class GroupBatchNorm(nn.Module):
             mean, var = running_mean.value, running_var.value
         else:
             groups = None if self.is_initializing() else self.groups
-            mean, var = group_statistics(x.astype(wide), weights, groups, self.axis_name)
+            mean, var = _group_statistics(x.astype(wide), weights, groups, self.axis_name)
             if not self.is_initializing():
                 for running, new in ((running_mean, mean), (running_var, var)):
                     running.value = self.momentum * running.value + (1 - self.momentum) * new
@@ -75,58 +95,14 @@ class GroupBatchNorm(nn.Module):
             scale = self.param("scale", self.scale_init, width, self.param_dtype)
         if self.use_bias:
             bias = self.param("bias", self.bias_init, width, self.param_dtype)
-        return normalized(x, mean, var, scale, bias, epsilon=self.epsilon, dtype=self.dtype)
-
-
-def normalized(
-    x: jax.Array, mean: Any, var: Any, scale: Any, bias: Any, *, epsilon: float, dtype: Any
-) -> jax.Array:
-    """`x` with these statistics taken out, times `scale`, plus `bias`, where there are such."""
-    factor = lax.rsqrt(var + epsilon)
-    if scale is not None:
-        factor = factor * scale
-    y = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) - mean) * factor
-    if bias is not None:
-        y = y + bias
-    return y.astype(x.dtype if dtype is None else dtype)
-
-
-def group_statistics(
-    x: jax.Array, weights: Any, groups: ChipGroups | None, axis_name: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance, over all dimensions but the last, of the examples of a rank's group."""
-    if weights is None:
-        weights = jnp.ones(len(x), x.dtype)
-    if jnp.shape(weights) != x.shape[:1]:
-        raise ArgumentError(
-            f"weights of shape {jnp.shape(weights)} for {len(x)} examples: give one for each"
-        )
-    each = weights.astype(x.dtype).reshape(-1, *(1 for _ in x.shape[1:]))
-    axes = tuple(range(x.ndim - 1))
-    number = jnp.sum(weights, dtype=x.dtype, keepdims=True) * math.prod(x.shape[1:-1])
-    sums = jnp.concatenate([jnp.sum(x * each, axes), jnp.sum(x * x * each, axes), number])
-    if groups is not None:
-        if axis_name is None:
-            raise ArgumentError("groups are groups of ranks along an axis: give axis_name too")
-        sums = groups.sum(sums, axis_name)
-    number = jnp.where(sums[-1] > 0, sums[-1], 1)  # an idle rank has no example, nor a NaN
-    mean, mean_square = jnp.split(sums[:-1] / number, 2)
-    return mean, jnp.maximum(mean_square - mean * mean, 0)
-
-
-def mean_batch_stats(batch_stats: Any, axis_name: Any, *, plan: PlanLike) -> Any:
-    """Running statistics averaged over all ranks, the same everywhere: for evaluation."""
-    varying = jax.tree.map(lambda leaf: _compat.as_varying(leaf, axis_name), batch_stats)
-    return pmean(varying, axis_name, plan=plan)
+        return _normalize(x, mean, var, scale, bias, epsilon=self.epsilon, dtype=self.dtype)
 
 
 class NnxGroupBatchNorm(nnx.Module):
-    """As `flax.nnx.BatchNorm` over the last dimension, with the statistics of a group of ranks.
+    """As `flax.nnx.BatchNorm` over the last dimension, with the statistics of a group of chips.
 
-    Without `groups` every rank is alone, whatever `axis_name` is.
-
-    The arithmetic, the weights of examples and the running statistics are those of
-    `ftmesh.nn.GroupBatchNorm`. ``model.train()`` and ``model.eval()`` set `use_running_average`.
+    The arithmetic, the running statistics and the arguments are those of `GroupBatchNorm`.
+    ``model.train()`` and ``model.eval()`` set `use_running_average`.
     """
 
     def __init__(
@@ -135,11 +111,11 @@ class NnxGroupBatchNorm(nnx.Module):
         *,
         use_running_average: bool = False,
         groups: ChipGroups | None = None,
-        axis_name: Any = None,
+        axis_name: AxisName | None = None,
         momentum: float = 0.9,
         epsilon: float = 1e-5,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         use_bias: bool = True,
         use_scale: bool = True,
         bias_init: Any = nnx.initializers.zeros,
@@ -163,13 +139,23 @@ class NnxGroupBatchNorm(nnx.Module):
         self.dtype = dtype
 
     def __call__(
-        self, x: jax.Array, use_running_average: bool | None = None, *, weights: Any = None
+        self,
+        x: jax.Array,
+        use_running_average: bool | None = None,
+        *,
+        weights: jax.Array | None = None,
     ) -> jax.Array:
-        """`x` normalized. Its first dimension is that of examples; `weights` has one for each."""
+        """Normalize `x`.
+
+        Args:
+            x: Examples along the first dimension, features along the last.
+            use_running_average: Overrides the attribute.
+            weights: One for each example, 0 for padding, which then does not count.
+        """
         if x.shape[-1] != self.mean.shape[-1]:
             raise ArgumentError(
-                f"the last dimension of {x.shape} has {x.shape[-1]} features, and this batch norm "
-                f"is for {self.mean.shape[-1]}: make it with that number"
+                f"x has shape {x.shape}, with {x.shape[-1]} features, and this batch norm has "
+                f"num_features={self.mean.shape[-1]}"
             )
         if use_running_average is None:
             use_running_average = self.use_running_average
@@ -177,14 +163,65 @@ class NnxGroupBatchNorm(nnx.Module):
             mean, var = self.mean[...], self.var[...]
         else:
             wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-            mean, var = group_statistics(wide, weights, self.groups, self.axis_name)
+            mean, var = _group_statistics(wide, weights, self.groups, self.axis_name)
             for running, new in ((self.mean, mean), (self.var, var)):
                 mixed = self.momentum * running[...] + (1 - self.momentum) * new
                 running[...] = jax.lax.stop_gradient(mixed)
-        scale, bias = (None if each is None else each[...] for each in (self.scale, self.bias))
-        return normalized(x, mean, var, scale, bias, epsilon=self.epsilon, dtype=self.dtype)
+        scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
+        return _normalize(x, mean, var, scale, bias, epsilon=self.epsilon, dtype=self.dtype)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """For `nnx.view`: whether the running statistics are used, where that is said."""
+        """Set `use_running_average`, for `nnx.view`."""
         if use_running_average is not None:
             self.use_running_average = use_running_average
+
+
+def mean_batch_stats(batch_stats: PyTree, axis_name: AxisName, *, plan: PlanLike) -> PyTree:
+    """Average running statistics over all ranks, where the axis is bound: for evaluation."""
+    varying = jax.tree.map(lambda leaf: _compat.as_varying(leaf, axis_name), batch_stats)
+    return pmean(varying, axis_name, plan=plan)
+
+
+def _normalize(
+    x: jax.Array,
+    mean: jax.Array,
+    var: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    epsilon: float,
+    dtype: DTypeLike | None,
+) -> jax.Array:
+    factor = lax.rsqrt(var + epsilon)
+    if scale is not None:
+        factor = factor * scale
+    y = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) - mean) * factor
+    if bias is not None:
+        y = y + bias
+    return y.astype(x.dtype if dtype is None else dtype)
+
+
+def _group_statistics(
+    x: jax.Array,
+    weights: jax.Array | None,
+    groups: ChipGroups | None,
+    axis_name: AxisName | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance over all dimensions but the last, of the examples of a rank's group."""
+    if weights is None:
+        weights = jnp.ones(len(x), x.dtype)
+    if jnp.shape(weights) != x.shape[:1]:
+        raise ArgumentError(
+            f"weights of shape {jnp.shape(weights)} for {len(x)} examples: give one for each"
+        )
+    columns = weights.astype(x.dtype).reshape(-1, *(1 for _ in x.shape[1:]))
+    axes = tuple(range(x.ndim - 1))
+    count = jnp.sum(weights, dtype=x.dtype, keepdims=True) * math.prod(x.shape[1:-1])
+    sums = jnp.concatenate([jnp.sum(x * columns, axes), jnp.sum(x * x * columns, axes), count])
+    if groups is not None:
+        if axis_name is None:
+            raise ArgumentError("groups are groups of ranks along an axis: give axis_name too")
+        sums = groups.sum(sums, axis_name)
+    count = jnp.where(sums[-1] > 0, sums[-1], 1)  # no NaN on an idle rank, without examples
+    mean, mean_square = jnp.split(sums[:-1] / count, 2)
+    return mean, jnp.maximum(mean_square - mean * mean, 0)

@@ -1,7 +1,7 @@
-"""Bench: ftmesh's algorithms beside `lax.psum` on emulated devices, all in one run.
+"""Time the algorithms and `lax.psum` on emulated devices, in one run.
 
-Emulated devices share a few cores and their memory: what is measured is the cost of the programs,
-not of a network. Compare the ratios.
+Emulated devices share a few cores and their memory, so this measures the programs, not a network.
+Compare the ratios.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Timing:
-    """One algorithm at one payload: the median of the repeats."""
+    """The median time of one algorithm for one payload."""
 
     algorithm: str
     payload_bytes: int
     seconds: float
-    times_psum: float  # how many times as long as lax.psum took in the same run
+    times_psum: float  # relative to lax.psum in the same run
 
 
-def bench(
+def run_benchmark(
     topology: Topology,
     payloads: Sequence[int],
     *,
@@ -54,7 +54,7 @@ def bench(
         except PlanError:
             continue
     sums: dict[str, Callable[[Any], Any]] = {"lax.psum": lambda x: lax.psum(x, "data")}
-    sums |= {one.algorithm: partial(one.psum, axis_name="data") for one in plans}
+    sums |= {fitting.algorithm: partial(fitting.psum, axis_name="data") for fitting in plans}
     mesh = topology.jax_mesh("data")
     timings: list[Timing] = []
     total = len(payloads) * len(sums)
@@ -87,8 +87,8 @@ def _seconds(mesh: Any, run: Callable[[Any], Any], x: jax.Array, repeats: int) -
     return statistics.median(times)
 
 
-def table(timings: Sequence[Timing]) -> str:
-    """A row per payload: milliseconds, and times lax.psum, for each algorithm."""
+def format_timings(timings: Sequence[Timing]) -> str:
+    """A table with a row per payload: milliseconds, and the ratio to lax.psum."""
     names = list(dict.fromkeys(timing.algorithm for timing in timings))
     lines = ["payload   " + "".join(f"{name:>22}" for name in names)]
     for payload in dict.fromkeys(timing.payload_bytes for timing in timings):

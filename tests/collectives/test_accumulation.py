@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError
 from ftmesh.collectives import BatchShares, accumulate_gradients, weighted_sum
-from ftmesh.execute.hlo_text import computations
+from ftmesh.execute.hlo_text import parse_computations
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -72,8 +72,8 @@ def test_the_gradient_of_the_whole_batch(even, num_parts, check_vma, remat):
 
 def permutations(program):
     """The names of those in a program, with JAX's scopes around them."""
-    known, _ = computations(program.as_text())
-    return [each.source for body in known.values() for each in body if "permute" in each.opcode]
+    known, _ = parse_computations(program.as_text())
+    return [each.op_name for body in known.values() for each in body if "permute" in each.opcode]
 
 
 def is_in_the_scan(source):
@@ -124,18 +124,20 @@ def test_weighted_sums_and_shares(even):
     with jax.enable_x64(True):
         params, (x, y) = params_and_batch(12)
         x, y = x[:43], y[:43]
-        shares = BatchShares.of(even, 43)
+        shares = BatchShares.for_ranks(even, 43)
         assert shares.per_rank == 4
-        laid, weights = shares.laid_out((x, y))
+        laid, weights = shares.pad_batch((x, y))
 
         def in_means(params, batch):
-            return shares.part_of_mean(losses(params, batch[:2]), batch[2])
+            return shares.mean_contribution(losses(params, batch[:2]), batch[2])
 
         def in_sums(params, batch):
             return weighted_sum(losses(params, batch[:2]), batch[2]), batch[2].sum()
 
         def step(params, batch):
-            of_mean = accumulate_gradients(jax.value_and_grad(in_means), 2, mean=False)(params, batch)
+            of_mean = accumulate_gradients(jax.value_and_grad(in_means), 2, mean=False)(
+                params, batch
+            )
             run = accumulate_gradients(jax.value_and_grad(in_sums, has_aux=True), 2, mean=False)
             (total, number), grads = even.psum(run(params, batch), "data")
             of_sums = jax.tree.map(lambda leaf: leaf / number, (total, grads))
@@ -157,24 +159,28 @@ def test_gradients_of_16_bits_are_added_as_asked(dtype, worth):
 
     x = np.ones(320, np.float32)
     x[0] = 0  # 319 ones
-    value, total = accumulate_gradients(run, 320, mean=False, accumulate_dtype=dtype)(jnp.ones(()), x)
+    value, total = accumulate_gradients(run, 320, mean=False, accumulate_dtype=dtype)(
+        jnp.ones(()), x
+    )
     assert total.dtype == jnp.bfloat16
     assert float(total) == float(jnp.bfloat16(worth))
     assert value.dtype == np.float32
 
 
 def test_values_are_added_in_float32_whatever_gradients_are():
-    run = accumulate_gradients(lambda w, x: (x.sum(), w), 320, mean=False, accumulate_dtype=jnp.bfloat16)
+    run = accumulate_gradients(
+        lambda w, x: (x.sum(), w), 320, mean=False, accumulate_dtype=jnp.bfloat16
+    )
     assert float(run(jnp.ones(()), np.ones(320, np.float32))[0]) == 320
 
 
 def test_what_does_not_fit():
     run = jax.value_and_grad(lambda w, x: jnp.sum(w * x))
     with pytest.raises(
-        ArgumentError, match=r"\(9,\) is not 4 equal parts .* \[1, 3, 9\].* 12 rows"
+        ArgumentError, match=r"\(9,\) cannot be split into 4 equal parts.* \[1, 3, 9\].* 12 rows"
     ):
         accumulate_gradients(run, 4)(1.0, np.ones(9))
-    with pytest.raises(ArgumentError, match=r"shape \(\) is not 4 equal parts"):
+    with pytest.raises(ArgumentError, match=r"shape \(\) cannot be split into 4 equal"):
         accumulate_gradients(run, 4)(1.0, 2.0)
     with pytest.raises(ArgumentError, match="num_parts must be a positive whole number, not 0"):
         accumulate_gradients(run, 0)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError
-from ftmesh.collectives import backward_order, mean_gradients, plan_for, with_mean_gradients
+from ftmesh.collectives import backward_order, with_mean_gradients
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.testing import cpu_grid, on_one_device
 
@@ -96,7 +96,7 @@ def test_after_the_backward_pass(plan):
     x = examples(12)
 
     def explicit(params, x):
-        return mean_gradients(jax.grad(loss)(params, x), "data", plan=plan, bucket_bytes=200)
+        return plan.pmean(jax.grad(loss)(params, x), "data", bucket_bytes=200)
 
     assert_gradient(on_logical_ranks(explicit, x), x)
 
@@ -227,42 +227,34 @@ class TestOrder:
         with pytest.raises(ArgumentError, match="each position from 0 to 5 once"):
             on_logical_ranks(implicit(plan, order=(0, 1, 2)), examples(12))
 
-    def test_the_first_bucket_to_be_complete_sums_first(self, plan):
-        """Of two kinds of leaves in turns, whose buckets fill up in turns."""
+    def test_the_first_bucket_to_be_complete_is_summed_first(self, plan, monkeypatch):
+        """Leaves alternate between two dtypes, and so do the buckets that become complete."""
         params = [jnp.ones(1 + i, jnp.float32 if i % 2 else jnp.bfloat16) for i in range(6)]
-        taken = []
-
-        def note(num_bytes):
-            taken.append(num_bytes)
-            return plan
 
         def total(params, x):
-            marked = with_mean_gradients(params, "data", plan=note, bucket_bytes=1)
+            marked = with_mean_gradients(params, "data", plan=plan, bucket_bytes=1)
             return sum(leaf.sum().astype(jnp.float32) for leaf in marked) * x.sum()
 
+        sizes = record_payloads(monkeypatch)
         on_one_device(lambda x: jax.grad(total)(params, x))(examples(12))
-        assert taken == [24, 10, 16, 6, 8, 2]
+        assert sizes == [24, 10, 16, 6, 8, 2]
 
 
-class TestPlansBySize:
-    def test_by_mapping_function_and_alone(self, plan):
-        other = ftmesh.plan(plan.topology, "row_pair")
-        by_size = {0: other, 1000: plan}
-        assert plan_for(by_size, 999) is other
-        assert plan_for(by_size, 1000) is plan
-        assert plan_for(lambda size: by_size[1000 * (size > 50)], 51) is plan
-        assert plan_for(other, 1) is other
-        with pytest.raises(ArgumentError, match="no plan for a bucket of 10 bytes"):
-            plan_for({1000: plan}, 10)
+def test_each_bucket_takes_the_plan_for_its_size(plan, monkeypatch):
+    sizes = record_payloads(monkeypatch)
+    x = examples(12)
+    assert_gradient(on_logical_ranks(implicit(plan, bucket_bytes=200), x), x)
+    assert sorted(sizes) == [88, 168]  # leaves on which the loss does not depend are not summed
 
-    def test_buckets_take_different_plans(self, plan):
-        taken = []
-        pairs = ftmesh.plan(plan.topology, "row_pair")
 
-        def choose(num_bytes):
-            taken.append(num_bytes)
-            return plan if num_bytes < 150 else pairs
+def record_payloads(monkeypatch):
+    """The bytes of the payloads for which plans are asked from now on."""
+    sizes = []
+    for_payload = ftmesh.Plan.for_payload
 
-        x = examples(12)
-        assert_gradient(on_logical_ranks(implicit(choose, bucket_bytes=200), x), x)
-        assert sorted(taken) == [88, 168]  # what the loss does not depend on is not summed
+    def record(self, num_bytes, *, wire_dtype=None):
+        sizes.append(num_bytes)
+        return for_payload(self, num_bytes, wire_dtype=wire_dtype)
+
+    monkeypatch.setattr(ftmesh.Plan, "for_payload", record)
+    return sizes

@@ -23,9 +23,7 @@ AXES = ("data", "model")
 
 
 def tiled(shape, failed, tile, **options):
-    return ftmesh.plan(
-        TiledTopology.from_topology(cpu_grid(shape, failed=failed), tile), **options
-    )
+    return ftmesh.plan(ftmesh.TiledTopology.from_topology(cpu_grid(shape, failed=failed), tile), **options)
 
 
 @pytest.fixture
@@ -114,7 +112,7 @@ class TestMeshes:
         with pytest.raises(ArgumentError, match="plan with tile='2x1' for a model axis"):
             cpu_grid("4x4").jax_mesh(AXES)
         with pytest.raises(TopologyError, match="4x4 was not built from devices"):
-            ftmesh.plan(TiledTopology.from_topology(Topology.grid("4x4"), "2x2")).jax_mesh(AXES)
+            ftmesh.plan(ftmesh.TiledTopology.from_topology(Topology.grid("4x4"), "2x2")).jax_mesh(AXES)
 
     @pytest.mark.parametrize(
         ("places", "complaint"),
@@ -150,9 +148,7 @@ class TestMeshes:
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", ["2x1", "2x2"])
 def test_the_papers_mesh_on_one_device(tile):
-    plan = ftmesh.plan(
-        TiledTopology.from_topology(Topology.grid("16x32", failed="4x2@6,14"), tile)
-    )
+    plan = ftmesh.plan(ftmesh.TiledTopology.from_topology(Topology.grid("16x32", failed="4x2@6,14"), tile))
     x = numbers(plan, 301)
     every_rank = jax.vmap(lambda x: plan.psum(x, "data"), axis_name="data")
     found = jax.jit(jax.vmap(every_rank, axis_name="model", in_axes=1, out_axes=1))(x)
@@ -176,7 +172,7 @@ def test_a_plan_made_for_any_size_has_siblings_on_the_same_tiles():
 
 
 def test_a_loss_on_tiles_needs_a_mesh():
-    plan = ftmesh.plan(TiledTopology.from_topology(cpu_grid("4x4", failed="2x2@0,0"), "2x2"))
+    plan = ftmesh.plan(ftmesh.TiledTopology.from_topology(cpu_grid("4x4", failed="2x2@0,0"), "2x2"))
     with pytest.raises(
         ftmesh.ArgumentError, match=r"give mesh=plan.jax_mesh\(\('data', 'model'\)\)"
     ):

@@ -125,7 +125,7 @@ def test_what_is_not_written_is_seen(poison):
     """As these tests would, if an all-gather left something out."""
     plan = planned("ring", "4x4", "2x2@2,2")
     program = plan.with_reduce_scatter.program
-    shorter = tuple(replace(loop, num_rounds=loop.num_rounds - 1) for loop in program.gather)
+    shorter = tuple(replace(loop, num_rounds=loop.num_rounds - 1) for loop in program.all_gather)
     plan.with_reduce_scatter.__dict__["program"] = replace(program, gather=shorter)
     x = np.ones((12, 4096), np.float32)
 

@@ -258,7 +258,7 @@ class TestWhereTheAxisIsBound:
         (loss, (*ARGS[:2], ARGS[2][:7]), {}, r"first dimensions of \[7, 36\]"),
         (loss, (*ARGS[:2], np.float32(1)), {}, "replicated=2"),
         (loss, ARGS, {"argnums": 3}, r"given 3 arguments, and .* name \[3\]"),
-        (loss, ARGS, {"replicated": 0}, r"\[0\] cannot be in argnums and in replicated"),
+        (loss, ARGS, {"replicated": 0}, r"\[0\] are both in argnums and in replicated"),
         (loss, ARGS, {"weighted": True}, r"returns \(sum, weight\), not an array of shape \(\)"),
         (lambda p, x, y: x @ p["w"], ARGS, {}, r"array of shape \(3, 8\) for 3 examples"),
         (lambda p, x, y: y[:2], ARGS, {}, r"array of shape \(2,\) for 3 examples"),
@@ -278,7 +278,7 @@ class TestWhatDependsOnTheSizeOfTheBatch:
     )
     def test_of_aux_is_refused(self, even, aux):
         run = even.value_and_grad(lambda p, x: (jnp.mean(p * x), {"n": aux(x)}), has_aux=True)
-        with pytest.raises(ArgumentError, match=r"aux\['n'\] depends on how many examples"):
+        with pytest.raises(ArgumentError, match=r"aux\['n'\] depends on the number of examples"):
             jax.eval_shape(run, jnp.float32(2), jnp.arange(24.0))
 
     def test_an_array_of_the_batch_that_is_given_by_name(self, even):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology
 from ftmesh.collectives import BatchShares, with_mean_gradients
-from ftmesh.nn import GroupBatchNorm, ChipGroups, mean_batch_stats
+from ftmesh.nn import ChipGroups, GroupBatchNorm, mean_batch_stats
 from ftmesh.testing import cpu_grid, on_one_device
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -114,7 +114,7 @@ BATCH = 200  # on 60 chips: some have four examples, most have three and one of 
 def case(plan):
     groups = ChipGroups.of_size(plan, 16)
     assert sorted(map(len, groups.ranks)) == [12, 16, 16, 16]
-    shares = BatchShares.of(plan, BATCH)
+    shares = BatchShares.for_ranks(plan, BATCH)
     x = 3 + np.random.default_rng(0).normal(size=(BATCH, 2, 2, 3)).astype(np.float32)
     net = Net(partial(GroupBatchNorm, groups=groups, axis_name="data"))
     return groups, shares, x, net, net.init(jax.random.key(0), x[:1])
@@ -145,7 +145,7 @@ def one_device(case):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradients_and_statistics_are_those_of_the_groups_examples(case, plan, check_vma):
     groups, shares, x, net, variables = case
-    images, weights = shares.laid_out(x)
+    images, weights = shares.pad_batch(x)
     images[weights == 0] = 1e3  # what padding holds must not matter
 
     def step(variables, images, weights):
@@ -154,7 +154,7 @@ def test_gradients_and_statistics_are_those_of_the_groups_examples(case, plan, c
             y, new = net.apply(
                 {**variables, "params": params}, images, weights=weights, mutable="batch_stats"
             )
-            part = shares.part_of_mean(jnp.sum(y**3, axis=(1, 2, 3)), weights)
+            part = shares.mean_contribution(jnp.sum(y**3, axis=(1, 2, 3)), weights)
             return part, new["batch_stats"]
 
         (part, stats), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError
-from ftmesh.nn import GroupBatchNorm, ChipGroups, NnxGroupBatchNorm
+from ftmesh.nn import ChipGroups, GroupBatchNorm, NnxGroupBatchNorm
 from ftmesh.testing import cpu_grid
 
 X = np.random.default_rng(0).normal(size=(6, 4, 3)).astype(np.float32) * 2 + 1
@@ -56,7 +56,9 @@ def test_a_view_for_evaluation():
 
 
 def test_a_wrong_number_of_features():
-    with pytest.raises(ArgumentError, match=r"has 3 features, and this batch norm is for 4"):
+    with pytest.raises(
+        ArgumentError, match=r"with 3 features, and this batch norm has num_features=4"
+    ):
         NnxGroupBatchNorm(4, rngs=nnx.Rngs(0))(X)
 
 
