@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ftmesh.algorithms.registry import CUT_BY_SIZE
+from ftmesh.algorithms.registry import CHUNKED_BY_PAYLOAD
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import Limits, limits
 from ftmesh.cost.simulate import Simulation, Simulator
 from ftmesh.draw.panel import heading, layers, place, size
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.files import write_whole
+from ftmesh.files import write_atomic
 from ftmesh.optional_deps import require
-from ftmesh.planning.advise import Outcome, Site
+from ftmesh.planning.advise import Outcome, TrainingJob
 from ftmesh.planning.chunking import schedule_for
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes, format_time
@@ -35,9 +35,9 @@ COLOURS = {
     "two_dim": "#009e73",
     "row_pair": "#d55e00",
     "tree": "#cc79a7",
-    "colours": "#56b4e9",
+    "multi_ring": "#56b4e9",
     "flood": "#e69f00",
-    "line": "#8c6d31",
+    "chain": "#8c6d31",
 }
 SCALED = ("ring", "two_dim", "row_pair", "tree")  # what square meshes are planned with
 MANY = 1024  # chips beyond which trees take minutes to plan
@@ -62,7 +62,7 @@ def save(figure: Figure, path: str | Path) -> None:
             figure.savefig(drawn, format=form, metadata={"Date": None} if form == "svg" else None)
         except ValueError as error:
             raise ArgumentError(f"cannot write {path}: {error}") from None
-    write_whole(path, [drawn.getvalue()])
+    write_atomic(path, [drawn.getvalue()])
 
 
 def time_against_payload(simulators: Mapping[str, Simulator], on: Network = DEFAULT) -> Figure:
@@ -123,7 +123,7 @@ def _seconds(topology: Topology, name: str, payload_bytes: int, on: Network) -> 
         live = topology.num_live
         step = on.overhead + on.latency + payload_bytes / (2 * live * on.bandwidth)
         return 2 * (live - 1) * step
-    if name in CUT_BY_SIZE and topology.num_live > MANY:
+    if name in CHUNKED_BY_PAYLOAD and topology.num_live > MANY:
         return None
     try:
         return Simulator(schedule_for(topology, name, payload_bytes, on)).seconds(payload_bytes, on)
@@ -136,7 +136,7 @@ def link_loads(simulation: Simulation) -> Figure:
 
     Of a link over the edge, or to another layer, each way is drawn where it begins.
     """
-    topology = simulation.schedule.topology.wires
+    topology = simulation.schedule.topology.physical
     columns, rows = size(topology)
     cell = 7 / max(columns, rows, 8)  # inches between chips
     figure, axes = _figure(
@@ -174,12 +174,12 @@ def link_loads(simulation: Simulation) -> Figure:
     return figure
 
 
-def where_time_goes(outcomes: Mapping[str, Sequence[Outcome]], site: Site) -> Figure:
+def where_time_goes(outcomes: Mapping[str, Sequence[Outcome]], job: TrainingJob) -> Figure:
     """What each answer to failures makes of the time; what all train alike is cut off."""
     figure, axes = _figure(
-        f"Where the time goes on {site.topology}",
-        f"a board fails every {format_time(site.mtbf)} and is repaired in "
-        f"{format_time(site.repair)}; checkpoints every {format_time(site.checkpoint)}; played",
+        f"Where the time goes on {job.topology}",
+        f"a board fails every {format_time(job.mtbf)} and is repaired in "
+        f"{format_time(job.repair_time)}; checkpoints every {format_time(job.checkpoint_interval)}; played",
     )
     names = list(outcomes)
     left = np.zeros(len(names))

@@ -1,22 +1,16 @@
-"""Advise: what to do about failed boards, by playing failures and repairs many times over.
+"""What to do about failed boards, by simulating failures and repairs many times over.
 
-The paper's introduction names four answers to a failure on a mesh: wait for the repair, go on with
-the largest whole sub-mesh, keep spare boards, or route around the hole. Each is played against the
-same failures. *Goodput* is the training done, as a share of what the full mesh would do if nothing
-ever failed. `ftmesh.planning.job_model` has the machine, and `ftmesh.planning.advise` the answers.
+The paper's introduction names four strategies for a failure on a mesh: wait for the repair, go on
+with the largest whole sub-mesh, keep spare boards, or route around the hole. Each is simulated
+against the same failures. *Goodput* is the training done, as a share of what the full mesh would do
+without failures. The model is that of `ASSUMPTIONS`; `ftmesh.planning.job_model` has the machine.
 
-The model, which `ASSUMPTIONS` puts into words: a board is a 2x2 block of chips at even coordinates,
-fails at random, and is repaired after a fixed time. A failure in use throws away what was done
-since the last checkpoint and costs a restart; going back to more chips costs a restart. The global
-batch is constant, so fewer chips compute longer; all-reduces are simulated on the damaged mesh.
-
-Answers: what can be done about failed boards, and how a job runs by each.
-
->>> from ftmesh.topology.topology import Topology
->>> site = Site(Topology.grid("4x4"), mtbf=8e6, repair=3e4, checkpoint=3600.0, step=0.02)
->>> sorted(SubMesh(site).setting(frozenset({3})).boards)
+>>> job = TrainingJob(
+...     Topology.grid("4x4"), mtbf=8e6, repair_time=3e4, checkpoint_interval=3600.0, step_time=0.02
+... )
+>>> sorted(LargestSubMesh(job).run_mode(frozenset({3})).boards)
 [0, 2]
->>> sorted(RouteAround(site).setting(frozenset({3})).boards)
+>>> sorted(RouteAround(job).run_mode(frozenset({3})).boards)
 [0, 1, 2]
 """
 
@@ -30,130 +24,134 @@ import numpy as np
 
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.planning.job_model import BOARD as BOARD
-from ftmesh.planning.job_model import Boards, box_alone
-from ftmesh.planning.job_model import Site as Site
-from ftmesh.planning.leaf_chips import Ways, ways
+from ftmesh.planning.job_model import Boards, box_topology
+from ftmesh.planning.job_model import TrainingJob as TrainingJob
+from ftmesh.planning.leaf_chips import LeafChipCosts, leaf_chip_costs
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology
 
-SAMPLES, FEW = 4, 2  # damages priced for each number of failed boards up to a few; then one
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How a job runs: how fast, and on which boards."""
-
-    speed: float
-    boards: Boards
-
-
-class Wait:
-    """Wait for the repair."""
-
-    name = "wait for repair"
-
-    def __init__(self, site: Site) -> None:
-        self.site = site
-        self.num_boards = len(site.boards)
-
-    def setting(self, failed: Boards) -> Setting:
-        """How the job runs with `failed` boards."""
-        return Setting(0.0 if failed else 1.0, frozenset(range(self.num_boards)))
-
-
-class SubMesh(Wait):
-    """Go on with the largest rectangle that has no failed board."""
-
-    name = "largest sub-mesh"
-
-    def __init__(self, site: Site) -> None:
-        super().__init__(site)
-        self._by_size: dict[Coord, float] = {}
-
-    def setting(self, failed: Boards) -> Setting:
-        """How the job runs with `failed` boards."""
-        if not failed:
-            return super().setting(failed)
-        if len(failed) == self.num_boards:
-            return Setting(0.0, frozenset())
-        box, used = self.site.sub_mesh(failed)
-        if box.size not in self._by_size:
-            whole = box_alone(self.site.topology, box)
-            self._by_size[box.size] = self.site.speed_on(whole)
-        return Setting(self._by_size[box.size], used)
-
-
-class Spares(Wait):
-    """Put spare boards in the place of failed ones; wait where there are too few."""
-
-    name = "hot spares"
-
-    def __init__(self, site: Site) -> None:
-        super().__init__(site)
-        self.num_boards += site.spares
-
-    def setting(self, failed: Boards) -> Setting:
-        """How the job runs with `failed` boards, spares counted last."""
-        live = [board for board in range(self.num_boards) if board not in failed]
-        used = frozenset(live[: len(self.site.boards)])
-        return Setting(1.0 if len(used) == len(self.site.boards) else 0.0, used)
-
-
-class RouteAround(SubMesh):
-    """Go on with every live chip, on a schedule that goes around the failed ones."""
-
-    name = "fault-tolerant"
-
-    def __init__(self, site: Site) -> None:
-        super().__init__(site)
-        self._sampled: dict[tuple[int, int], float] = {}
-
-    def setting(self, failed: Boards) -> Setting:
-        """How the job runs with `failed` boards."""
-        if not failed or len(failed) == self.num_boards:
-            return super().setting(failed)
-        number = len(failed)
-        sample = (number, sum(failed) % SAMPLES) if number <= FEW else (_rounded(number), 0)
-        if sample not in self._sampled:
-            try:
-                self._sampled[sample] = self.site.speed_on(self.site.damaged(failed))
-            except PlanError:
-                self._sampled[sample] = 0.0
-        sub_mesh = super().setting(failed)
-        if self._sampled[sample] <= sub_mesh.speed:
-            return sub_mesh
-        return Setting(self._sampled[sample], frozenset(range(self.num_boards)) - failed)
-
-
-def _rounded(number: int) -> int:
-    """Up to two leading bits, so that many failed boards are of few kinds."""
-    step = 1 << max(0, number.bit_length() - 2)
-    return -(-number // step) * step
-
-
-ANSWERS = (Wait, SubMesh, Spares, RouteAround)
-
-
-MAX_FAILURES = 100_000  # played in all
+SAMPLES, FEW = 4, 2  # damages simulated for each number of failed boards up to a few; then one
+MAX_FAILURES = 100_000  # simulated in all
 
 ASSUMPTIONS = (
     "Boards of 2x2 chips fail independently, and take the same time to repair. A failure loses the "
     "work since the last checkpoint and costs a restart; so does a return to more chips, without "
     "the loss.",
-    "The full mesh and sub-meshes sum with two_dim, or tori with colours; damaged meshes with "
+    "The full mesh and sub-meshes sum with two_dim, or tori with multi_ring; damaged meshes with "
     "row_pair or ring; meshes of three axes and damaged tori perhaps with flood: whichever is "
-    "fastest. Chips in a line sum with line, and all else with flood, in synchronous rounds as "
-    "simulated, with what the executor costs where the network has one. The global batch stays the "
-    "same.",
+    "fastest. Chips in a line sum with chain, and all else with flood, in synchronous rounds as "
+    "simulated, with the device model if the network has one. The global batch stays the same.",
     f"For one and for two failed boards {SAMPLES} random damages each are planned and simulated, "
     "for more of them one; further damages count like one of these.",
-    "Spare boards stand in for failed ones wherever these are, and are paid for.",
+    "Spare boards replace failed ones wherever these are, and are paid for.",
 )
 
 Progress = Callable[[int, int], None]
 
 
-# Playing ----------------------------------------------------------------------------------------
+# Strategies -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunMode:
+    """How a job runs: its relative speed, and the boards that it uses."""
+
+    speed: float
+    boards: Boards
+
+
+class WaitForRepair:
+    """Wait for the repair."""
+
+    name = "wait for repair"
+
+    def __init__(self, job: TrainingJob) -> None:
+        self.job = job
+        self.num_boards = len(job.boards)
+
+    def run_mode(self, failed: Boards) -> RunMode:
+        """How the job runs with `failed` boards."""
+        return RunMode(0.0 if failed else 1.0, frozenset(range(self.num_boards)))
+
+
+class LargestSubMesh(WaitForRepair):
+    """Go on with the largest rectangle that has no failed board."""
+
+    name = "largest sub-mesh"
+
+    def __init__(self, job: TrainingJob) -> None:
+        super().__init__(job)
+        self._speeds: dict[Coord, float] = {}  # by the size of the rectangle
+
+    def run_mode(self, failed: Boards) -> RunMode:
+        """How the job runs with `failed` boards."""
+        if not failed:
+            return super().run_mode(failed)
+        if len(failed) == self.num_boards:
+            return RunMode(0.0, frozenset())
+        box, boards = self.job.largest_box(failed)
+        if box.size not in self._speeds:
+            self._speeds[box.size] = self.job.relative_speed(box_topology(self.job.topology, box))
+        return RunMode(self._speeds[box.size], boards)
+
+
+class HotSpares(WaitForRepair):
+    """Replace failed boards by spare ones; wait if there are too few."""
+
+    name = "hot spares"
+
+    def __init__(self, job: TrainingJob) -> None:
+        super().__init__(job)
+        self.num_boards += job.num_spares
+
+    def run_mode(self, failed: Boards) -> RunMode:
+        """How the job runs with `failed` boards; the spares have the last numbers."""
+        live = [board for board in range(self.num_boards) if board not in failed]
+        used = frozenset(live[: len(self.job.boards)])
+        return RunMode(1.0 if len(used) == len(self.job.boards) else 0.0, used)
+
+
+class RouteAround(LargestSubMesh):
+    """Go on with every live chip, on a schedule that goes around the failed ones."""
+
+    name = "fault-tolerant"
+
+    def __init__(self, job: TrainingJob) -> None:
+        super().__init__(job)
+        self._samples: dict[tuple[int, int], float] = {}
+
+    def run_mode(self, failed: Boards) -> RunMode:
+        """How the job runs with `failed` boards."""
+        if not failed or len(failed) == self.num_boards:
+            return super().run_mode(failed)
+        number = len(failed)
+        sample = (number, sum(failed) % SAMPLES) if number <= FEW else (_round_up(number), 0)
+        if sample not in self._samples:
+            self._samples[sample] = _speed_or_zero(self.job, self.job.without_boards(failed))
+        sub_mesh = super().run_mode(failed)
+        if self._samples[sample] <= sub_mesh.speed:
+            return sub_mesh
+        return RunMode(self._samples[sample], frozenset(range(self.num_boards)) - failed)
+
+
+STRATEGIES = (WaitForRepair, LargestSubMesh, HotSpares, RouteAround)
+
+
+def _speed_or_zero(job: TrainingJob, topology: Topology) -> float:
+    """The speed on `topology`, or 0 if no algorithm can serve it."""
+    try:
+        return job.relative_speed(topology)
+    except PlanError:
+        return 0.0
+
+
+def _round_up(number: int) -> int:
+    """Keep two leading bits, so that few numbers of failed boards are simulated."""
+    step = 1 << max(0, number.bit_length() - 2)
+    return -(-number // step) * step
+
+
+# Simulation -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -165,7 +163,7 @@ class Outcome:
     thrown_away: float = 0.0  # trained, and lost with a failure
     restarting: float = 0.0
     waiting: float = 0.0
-    paid: float = 1.0  # boards paid for, as a multiple of the mesh's
+    paid: float = 1.0  # boards paid for, as a multiple of those of the mesh
 
     @property
     def per_chip(self) -> float:
@@ -173,135 +171,155 @@ class Outcome:
         return self.trained / self.paid
 
 
-def failures(
-    num_boards: int, site: Site, horizon: float, seed: int
-) -> list[tuple[float, int, bool]]:
-    """When which board fails (True) and is whole again (False), in order.
+def simulate_strategies(
+    job: TrainingJob,
+    *,
+    horizon: float,
+    runs: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, list[Outcome]]:
+    """Simulate every strategy over the same histories of failures.
 
-    Each board has random numbers of its own, so that answers with and without spares see the same
-    failures.
+    Args:
+        job: The machine and the job. Without spares, `HotSpares` is left out.
+        horizon: Seconds of a history.
+        runs: Number of histories.
+        seed: Of the random failures.
+        progress: Called with the work done and the work in all.
+
+    Returns:
+        The outcomes of all runs, by the name of the strategy.
+
+    Raises:
+        ArgumentError: There would be more than `MAX_FAILURES`.
     """
-    events = []
-    for board in range(num_boards):
-        rng = np.random.default_rng([seed, board])
-        now = rng.exponential(site.mtbf)
-        while now < horizon:
-            events += [(now, board, True), (now + site.repair, board, False)]
-            now += site.repair + rng.exponential(site.mtbf)
-    return sorted(events)
+    if runs < 1 or horizon <= 0:
+        raise ArgumentError("runs must be 1 or more, and horizon above 0 seconds")
+    expected = runs * len(job.boards) * horizon / (job.mtbf + job.repair_time)
+    if expected > MAX_FAILURES:
+        raise ArgumentError(
+            f"that is {expected:.2g} failures in all, and at most {MAX_FAILURES:,} are simulated: "
+            "use a shorter horizon or fewer runs"
+        )
+    strategies = [kind(job) for kind in STRATEGIES if job.num_spares or kind is not HotSpares]
+    outcomes: dict[str, list[Outcome]] = {strategy.name: [] for strategy in strategies}
+    work = list(itertools.product(range(runs), strategies))
+    for done, (run, strategy) in enumerate(work):
+        outcomes[strategy.name].append(simulate_strategy(strategy, horizon, seed + run))
+        if progress:
+            progress(done + 1, len(work))
+    return outcomes
 
 
-def play(answer: Wait, horizon: float, seed: int) -> Outcome:
-    """One answer over one history of failures."""
-    site = answer.site
-    outcome = Outcome(paid=answer.num_boards / len(site.boards))
+def simulate_strategy(strategy: WaitForRepair, horizon: float, seed: int) -> Outcome:
+    """Simulate one strategy over one history of failures."""
+    job = strategy.job
+    outcome = Outcome(paid=strategy.num_boards / len(job.boards))
     failed: Boards = frozenset()
-    setting = answer.setting(failed)
+    mode = strategy.run_mode(failed)
     now, running_since = 0.0, 0.0  # the job runs, or will, from `running_since` on
-    changes = failures(answer.num_boards, site, horizon, seed)
-    for when, board, fails in [*changes, (horizon, -1, False)]:
-        when = min(when, horizon)
-        _spend(outcome, setting, now, running_since, when)
-        now = when
+    events = failure_events(strategy.num_boards, job, horizon, seed)
+    for event_time, board, fails in [*events, (horizon, -1, False)]:
+        event_time = min(event_time, horizon)
+        _account(outcome, mode, now, running_since, event_time)
+        now = event_time
         if board < 0:
             break
         failed = failed | {board} if fails else failed - {board}
-        was = setting
-        if fails and board in was.boards:
-            if was.speed and now > running_since:
-                lost = was.speed * ((now - running_since) % site.checkpoint)
+        if fails and board in mode.boards:
+            if mode.speed and now > running_since:
+                lost = mode.speed * ((now - running_since) % job.checkpoint_interval)
                 outcome.trained -= lost
                 outcome.thrown_away += lost
-            setting = answer.setting(failed)
-            running_since = now + site.restart
+            mode = strategy.run_mode(failed)
+            running_since = now + job.restart_time
         elif not fails:
-            better = answer.setting(failed)
-            if better.speed > was.speed:
-                setting, running_since = better, now + site.restart
+            repaired = strategy.run_mode(failed)
+            if repaired.speed > mode.speed:
+                mode, running_since = repaired, now + job.restart_time
     for field in fields(outcome):
         if field.name != "paid":
             setattr(outcome, field.name, getattr(outcome, field.name) / horizon)
     return outcome
 
 
-def _spend(outcome: Outcome, setting: Setting, start: float, running: float, end: float) -> None:
-    """Account for the time from `start` to `end` under one setting."""
-    if not setting.speed:
+def failure_events(
+    num_boards: int, job: TrainingJob, horizon: float, seed: int
+) -> list[tuple[float, int, bool]]:
+    """When which board fails (True) and is repaired (False), in order.
+
+    Each board has its own random numbers, so that strategies with and without spares see the same
+    failures.
+    """
+    events = []
+    for board in range(num_boards):
+        rng = np.random.default_rng([seed, board])
+        now = rng.exponential(job.mtbf)
+        while now < horizon:
+            events += [(now, board, True), (now + job.repair_time, board, False)]
+            now += job.repair_time + rng.exponential(job.mtbf)
+    return sorted(events)
+
+
+def _account(outcome: Outcome, mode: RunMode, start: float, running: float, end: float) -> None:
+    """Account for the time from `start` to `end`, of which the job runs from `running` on."""
+    if not mode.speed:
         outcome.waiting += end - start
         return
     begin = min(max(start, running), end)
     outcome.restarting += begin - start
-    outcome.trained += setting.speed * (end - begin)
-    outcome.slower += (1 - setting.speed) * (end - begin)
+    outcome.trained += mode.speed * (end - begin)
+    outcome.slower += (1 - mode.speed) * (end - begin)
 
 
-def play_all(
-    site: Site, *, horizon: float, runs: int, seed: int = 0, progress: Progress | None = None
-) -> dict[str, list[Outcome]]:
-    """Every answer over the same `runs` histories; `progress` is called with work done and in all.
-
-    Hot spares are left out where the site has none.
-    """
-    if runs < 1 or horizon <= 0:
-        raise ArgumentError("advice needs one run or more, over a time above 0")
-    expected = runs * len(site.boards) * horizon / (site.mtbf + site.repair)
-    if expected > MAX_FAILURES:
-        raise ArgumentError(
-            f"that is {expected:.2g} failures in all, and {MAX_FAILURES:,} are played at most: "
-            "take a shorter horizon or fewer runs"
-        )
-    answers = [answer(site) for answer in ANSWERS if site.spares or answer is not Spares]
-    outcomes: dict[str, list[Outcome]] = {answer.name: [] for answer in answers}
-    work = list(itertools.product(range(runs), answers))
-    for done, (run, answer) in enumerate(work):
-        outcomes[answer.name].append(play(answer, horizon, seed + run))
-        if progress:
-            progress(done + 1, len(work))
-    return outcomes
-
-
-# The damage at hand -----------------------------------------------------------------------------
+# One damage -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class AtHand:
-    """What each answer makes of one damage until it is repaired, in seconds of full-mesh work."""
+class DamageComparison:
+    """What each strategy makes of one damage until its repair.
+
+    Attributes:
+        topology: The damaged mesh.
+        repair_time: Seconds until the repair.
+        speeds: Relative speeds, by the name of the strategy.
+        done: Training done until the repair, in seconds of the full mesh.
+    """
 
     topology: Topology
-    repair: float
+    repair_time: float
     speeds: dict[str, float]
     done: dict[str, float]
 
     @property
     def best(self) -> str:
-        """The answer that gets most done."""
+        """The strategy that gets most done."""
         return max(self.done, key=lambda name: self.done[name])
 
 
-def at_hand(site: Site, damaged: Topology) -> AtHand:
-    """Compare the answers, spares apart, for the damage of `damaged` alone.
+def compare_for_damage(job: TrainingJob, damaged: Topology) -> DamageComparison:
+    """Compare the strategies without spares for the damage of `damaged` alone.
 
-    Going on costs a restart now; the one that returns to the full mesh is due in any case.
+    Going on costs a restart now; the restart that returns to the full mesh is due in any case.
     """
-    box = damaged.largest_rectangle()
-    speeds = {Wait.name: 0.0}
-    for answer, topology in (
-        (SubMesh, box_alone(damaged, box)),
-        (RouteAround, damaged),
-    ):
-        try:
-            speeds[answer.name] = site.speed_on(topology)
-        except PlanError:
-            speeds[answer.name] = 0.0
-    done = {name: speed * max(site.repair - site.restart, 0.0) for name, speed in speeds.items()}
-    return AtHand(damaged, site.repair, speeds, done)
+    sub_mesh = box_topology(damaged, damaged.largest_rectangle())
+    speeds = {
+        WaitForRepair.name: 0.0,
+        LargestSubMesh.name: _speed_or_zero(job, sub_mesh),
+        RouteAround.name: _speed_or_zero(job, damaged),
+    }
+    running = max(job.repair_time - job.restart_time, 0.0)
+    done = {name: speed * running for name, speed in speeds.items()}
+    return DamageComparison(damaged, job.repair_time, speeds, done)
 
 
-def with_pendants(site: Site, damaged: Topology) -> tuple[Ways, float] | None:
-    """What can be done with chips of `damaged` that hang on one link, and what a step computes.
+def compare_leaf_chips(job: TrainingJob, damaged: Topology) -> tuple[LeafChipCosts, float] | None:
+    """The costs of chips of `damaged` on a single link, and the compute time of a step in seconds.
 
-    None where no chip does.
+    None if there is no such chip.
     """
-    found = ways(damaged, site.payload_bytes, site.network)
-    compute = (site.step - site.full_sum) * damaged.num_chips / damaged.num_live
-    return (found, compute) if found else None
+    costs = leaf_chip_costs(damaged, job.payload_bytes, job.network)
+    compute = job.step_time - job.full_all_reduce_seconds
+    compute *= damaged.num_chips / damaged.num_live
+    return (costs, compute) if costs else None

@@ -1,9 +1,11 @@
-"""Site: a machine made of boards, a job on it, and how fast that runs on what is left of it.
+"""A training job on a machine made of boards, and its speed on what is left of the machine.
 
->>> site = Site(Topology.grid("4x4"), mtbf=8e6, repair=3e4, checkpoint=3600.0, step=0.02)
->>> [str(board) for board in site.boards]
+>>> job = TrainingJob(
+...     Topology.grid("4x4"), mtbf=8e6, repair_time=3e4, checkpoint_interval=3600.0, step_time=0.02
+... )
+>>> [str(board) for board in job.boards]
 ['2x2@0,0', '2x2@2,0', '2x2@0,2', '2x2@2,2']
->>> str(site.sub_mesh(frozenset({3}))[0])
+>>> str(job.largest_box(frozenset({3}))[0])
 '2x4@0,0'
 """
 
@@ -31,35 +33,48 @@ Boards = frozenset[int]
 
 
 @dataclass(frozen=True)
-class Site:
-    """A machine and a job on it; times in seconds. `step` is a training step on the full mesh."""
+class TrainingJob:
+    """A machine and a job on it; times in seconds.
 
-    topology: Topology  # undamaged
-    mtbf: float  # mean time between failures of one board
-    repair: float
-    checkpoint: float  # time between checkpoints
-    step: float
+    Attributes:
+        topology: The undamaged mesh.
+        mtbf: Mean time between failures of one board.
+        repair_time: From the failure of a board to its return.
+        checkpoint_interval: Time between checkpoints.
+        step_time: A training step on the full mesh, with its all-reduce.
+        payload_bytes: Bytes of the all-reduce of a step.
+        restart_time: Time to restart after a failure, or to return to more chips.
+        num_spares: Spare boards that are kept.
+        network: The links of the mesh.
+    """
+
+    topology: Topology
+    mtbf: float
+    repair_time: float
+    checkpoint_interval: float
+    step_time: float
     payload_bytes: int = 100_000_000
-    restart: float = 600.0
-    spares: int = 0
+    restart_time: float = 600.0
+    num_spares: int = 0
     network: Network = DEFAULT
 
     def __post_init__(self) -> None:
-        for name in ("mtbf", "repair", "checkpoint", "step"):
+        for name in ("mtbf", "repair_time", "checkpoint_interval", "step_time"):
             if not getattr(self, name) > 0:
                 raise ArgumentError(f"{name} must be above 0 seconds, not {getattr(self, name)!r}")
-        if self.restart < 0 or self.spares < 0:
-            raise ArgumentError("restart and spares cannot be below 0")
+        if self.restart_time < 0 or self.num_spares < 0:
+            raise ArgumentError("restart_time and num_spares cannot be below 0")
         if self.topology.failed or self.topology.failed_links:
-            raise ArgumentError(f"a site is described undamaged, not as {self.topology}")
-        if self.full_sum >= self.step:
+            raise ArgumentError(f"a job needs the undamaged topology, not {self.topology}")
+        if self.full_all_reduce_seconds >= self.step_time:
             raise ArgumentError(
-                f"a step of {self.step:g} s is shorter than its all-reduce, {self.full_sum:g} s"
+                f"a step of {self.step_time:g} s is shorter than its all-reduce, "
+                f"{self.full_all_reduce_seconds:g} s"
             )
 
     @cached_property
     def boards(self) -> list[Block]:
-        """The 2x2 blocks at even coordinates, cut off at the edge of a mesh of odd sides.
+        """The 2x2 blocks at even coordinates, smaller at the edge of a mesh with odd sides.
 
         On three axes a board lies within a layer: 2x2x1.
         """
@@ -75,81 +90,86 @@ class Site:
 
     @cached_property
     def boxes(self) -> list[tuple[int, Block]]:
-        """Every box of whole boards, the largest first, as `Topology.largest_rectangle` has them.
+        """Every box of whole boards with its boards as a bit mask, the largest box first.
 
-        Each with its boards, as the bits of a number.
+        The order is that of `Topology.largest_rectangle`.
         """
-        sides = [
+        spans = [
             [(low, min(high, n) - low) for low in range(0, n, side) for high in _ends(low, n, side)]
             for n, side in zip(self.topology.shape, SIDES, strict=False)
         ]
-        found = [Block(*reversed([*zip(*each, strict=True)])) for each in itertools.product(*sides)]
-        found.sort(key=lambda b: (-math.prod(b.size), max(b.size), b.size, b.corner[::-1]))
+        boxes = [Block(*reversed([*zip(*box, strict=True)])) for box in itertools.product(*spans)]
+        boxes.sort(key=lambda b: (-math.prod(b.size), max(b.size), b.size, b.corner[::-1]))
         bit = {board.corner: 1 << number for number, board in enumerate(self.boards)}
-        return [(sum(bit[corner] for corner in _corners(box)), box) for box in found]
+        return [(sum(bit[corner] for corner in _corners(box)), box) for box in boxes]
 
-    def sub_mesh(self, failed: Boards) -> tuple[Block, Boards]:
+    def largest_box(self, failed: Boards) -> tuple[Block, Boards]:
         """The largest box without a failed board, and its boards."""
-        bad = sum(1 << board for board in failed)
-        bits, box = next(each for each in self.boxes if not each[0] & bad)
-        return box, frozenset(n for n in range(len(self.boards)) if bits >> n & 1)
+        failed_mask = sum(1 << board for board in failed)
+        mask, box = next(item for item in self.boxes if not item[0] & failed_mask)
+        return box, frozenset(n for n in range(len(self.boards)) if mask >> n & 1)
 
     @cached_property
-    def full_sum(self) -> float:
-        """The all-reduce on the full mesh."""
-        return self.sum_on(self.topology)
+    def full_all_reduce_seconds(self) -> float:
+        """The time of the all-reduce on the full mesh."""
+        return self.all_reduce_seconds(self.topology)
 
-    def sum_on(self, topology: Topology) -> float:
-        """The fastest all-reduce on `topology`; a `PlanError` where there is none."""
+    def all_reduce_seconds(self, topology: Topology) -> float:
+        """The time of the fastest all-reduce on `topology`.
+
+        Raises:
+            PlanError: No algorithm can serve it.
+        """
         if topology.num_live == 1:
             return 0.0
         times = []
         for name in _algorithms(topology):
             with contextlib.suppress(PlanError):
-                times.append(self._seconds(registry.schedule(topology, name)))
-        return min(times) if times else self._seconds(registry.schedule(topology, "flood"))
+                times.append(self._seconds(registry.build_schedule(topology, name)))
+        return min(times) if times else self._seconds(registry.build_schedule(topology, "flood"))
 
     def _seconds(self, schedule: Schedule) -> float:
         return Simulator(schedule).seconds(self.payload_bytes, self.network)
 
-    def speed_on(self, topology: Topology) -> float:
-        """Training on `topology`, as a share of the full mesh's."""
-        compute = (self.step - self.full_sum) * self.topology.num_chips / topology.num_live
-        return self.step / (compute + self.sum_on(topology))
+    def relative_speed(self, topology: Topology) -> float:
+        """The speed of training on `topology`, as a share of that on the full mesh."""
+        compute = self.step_time - self.full_all_reduce_seconds
+        compute *= self.topology.num_chips / topology.num_live
+        return self.step_time / (compute + self.all_reduce_seconds(topology))
 
-    def damaged(self, boards: Boards) -> Topology:
+    def without_boards(self, failed: Boards) -> Topology:
         """The mesh less some boards."""
-        failed = [chip for board in sorted(boards) for chip in self.boards[board].coords()]
-        return Topology.grid(self.topology.shape, failed=failed, wrap=self.topology.wrap)
+        chips = [chip for board in sorted(failed) for chip in self.boards[board].coords()]
+        return Topology.grid(self.topology.shape, failed=chips, wrap=self.topology.wrap)
 
 
-def box_alone(topology: Topology, box: Block) -> Topology:
-    """A box without damage, as a mesh of its own: it wraps where it spans an axis that does."""
-    over_edge = [
+def box_topology(topology: Topology, box: Block) -> Topology:
+    """An undamaged box as a mesh of its own, which wraps where it spans an axis that does."""
+    is_cut = [
         any(abs(a[axis] - b[axis]) > 1 for a, b in topology.failed_links)
         for axis in range(len(box.size))
     ]
-    sides = zip(topology.wrap, over_edge, box.size, topology.shape, strict=True)
-    wrap = [wraps and not cut and size == whole for wraps, cut, size, whole in sides]
+    sides = zip(topology.wrap, is_cut, box.size, topology.shape, strict=True)
+    wrap = [wraps and not cut and size == length for wraps, cut, size, length in sides]
     return Topology.grid(box.size, failed="", wrap=wrap)
 
 
 def _ends(start: int, length: int, side: int) -> range:
-    """Where a row of boards that begins at `start` may end; the last may be cut off."""
+    """Where a row of boards that begins at `start` may end; the last board may be cut off."""
     return range(start + side, length + side, side)
 
 
 def _corners(box: Block) -> Iterator[Coord]:
-    """Those of the boards in a box."""
+    """The corners of the boards in a box."""
     sides = zip(box.corner, box.size, SIDES, strict=False)
     return itertools.product(*(range(low, low + size, side) for low, size, side in sides))
 
 
 def _algorithms(topology: Topology) -> tuple[str, ...]:
-    """Those worth pricing on `topology`: see `ftmesh.planning.advise.ASSUMPTIONS`."""
+    """The algorithms to simulate on `topology`: see `ftmesh.planning.advise.ASSUMPTIONS`."""
     if sum(size > 1 for size in topology.shape) < 2:
-        return ("line",)
-    is_deep = len(topology.shape) > 2
+        return ("chain",)
+    has_three_axes = len(topology.shape) > 2
     if not topology.failed and not topology.failed_links:
-        return ("two_dim", "colours", "flood") if is_deep else ("two_dim", "colours")
-    return ("row_pair", "ring", "flood") if is_deep or any(topology.wrap) else ("row_pair", "ring")
+        return ("two_dim", "multi_ring", *["flood"] * has_three_axes)
+    return ("row_pair", "ring", *["flood"] * (has_three_axes or any(topology.wrap)))

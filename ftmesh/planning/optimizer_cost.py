@@ -1,13 +1,13 @@
-"""Update: what sums and updates of weights take, the optimizer's state shared out or whole.
+"""The time of all-reduce and weight update, with sharded and with replicated optimizer state.
 
-*Shared out*, gradients are reduce-scattered, each chip updates the weights that it owns, and these
-are all-gathered: a chip touches its share of the state alone, and holds no more. *Whole*, gradients
-are all-reduced, which may be along trees, near the limit of the wires, and every chip updates all.
-Which is quicker depends on the mesh, the payload, and what a chip's memory can do.
+*Sharded*, gradients are reduce-scattered, each chip updates the weights that it owns, and these are
+all-gathered: a chip reads and holds only its share of the state. *Replicated*, gradients are
+all-reduced, perhaps along trees, and every chip updates all weights. Which is faster depends on the
+mesh, the payload and the memory bandwidth of a chip.
 
 >>> from ftmesh.cost.links import NETWORKS
->>> weighed = weigh(Topology.grid("4x8", failed="2x2@2,2"), 100_000_000, NETWORKS["v3"])
->>> weighed.is_sharded
+>>> costs = optimizer_costs(Topology.grid("4x8", failed="2x2@2,2"), 100_000_000, NETWORKS["v3"])
+>>> costs.is_sharded_faster
 True
 """
 
@@ -19,79 +19,97 @@ from ftmesh.cost.links import Network
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError
 from ftmesh.planning.chunking import schedule_for
-from ftmesh.planning.selection import choose
+from ftmesh.planning.selection import select_algorithm
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time
 
-# Bytes that pass between a chip and its memory for each byte of the weights, by optimizer: the
-# gradient is read, and the weights and what is kept of them are read and written.
-TOUCHED = {"sgd": 3, "momentum": 5, "lars": 5, "adam": 7, "lamb": 7}
+#: Bytes between a chip and its memory for each byte of the weights, by optimizer: the gradient is
+#: read, and the weights and the optimizer's state are read and written.
+MEMORY_TRAFFIC = {"sgd": 3, "momentum": 5, "lars": 5, "adam": 7, "lamb": 7}
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to update: its algorithm, and seconds on the wires and for the update itself."""
+class UpdateCost:
+    """An algorithm, with seconds of its communication and of the update itself."""
 
     algorithm: str
-    wires: float
+    communication: float
     update: float
 
     @property
     def seconds(self) -> float:
-        """All of it."""
-        return self.wires + self.update
+        """Both together."""
+        return self.communication + self.update
 
     def __str__(self) -> str:
         return (
-            f"{format_time(self.seconds)} by {self.algorithm}: {format_time(self.wires)} for sums, "
-            f"{format_time(self.update)} to update"
+            f"{format_time(self.seconds)} by {self.algorithm}: {format_time(self.communication)} "
+            f"to communicate, {format_time(self.update)} to update"
         )
 
 
 @dataclass(frozen=True)
-class Weighed:
-    """Both ways, for one payload on one mesh; simulated."""
+class OptimizerCosts:
+    """The simulated costs of both, for one payload on one mesh."""
 
-    shared_out: Way
-    whole: Way
+    sharded: UpdateCost
+    replicated: UpdateCost
     num_ranks: int
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether to share the state out is as quick, or quicker."""
-        return self.shared_out.seconds <= self.whole.seconds
+    def is_sharded_faster(self) -> bool:
+        """Whether sharded state is as fast, or faster."""
+        return self.sharded.seconds <= self.replicated.seconds
 
     def __str__(self) -> str:
         return (
-            f"  state shared out:   {self.shared_out}; 1/{self.num_ranks} of it at each chip\n"
-            f"  whole at each chip: {self.whole}"
+            f"  sharded state:    {self.sharded}; 1/{self.num_ranks} of it on each chip\n"
+            f"  replicated state: {self.replicated}"
         )
 
 
-def weigh(topology: Topology, payload_bytes: int, on: Network, optimizer: str = "adam") -> Weighed:
-    """Price both ways, for gradients of so many bytes in float32, each by its fastest algorithm."""
-    if optimizer not in TOUCHED:
+def optimizer_costs(
+    topology: Topology, payload_bytes: int, network: Network, optimizer: str = "adam"
+) -> OptimizerCosts:
+    """Compare sharded and replicated optimizer state, each with its fastest algorithm.
+
+    Args:
+        topology: The mesh.
+        payload_bytes: Bytes of the gradients in float32.
+        network: Links and memory bandwidth, as ``ftmesh.cost.links.NETWORKS["v5e"]``.
+        optimizer: One of `MEMORY_TRAFFIC`.
+
+    Raises:
+        ArgumentError: The optimizer is unknown, or the memory bandwidth is.
+    """
+    if optimizer not in MEMORY_TRAFFIC:
         raise ArgumentError(
-            f"there is no optimizer {optimizer!r} to price: choose from {', '.join(TOUCHED)}"
+            f"optimizer must be one of {', '.join(MEMORY_TRAFFIC)}, not {optimizer!r}"
         )
-    whole = TOUCHED[optimizer] * payload_bytes / memory_of(on)
-    halved = choose(topology, payload_bytes, on, halves=True).algorithm
-    first, second = Simulator(schedule_for(topology, halved, payload_bytes, on)).half_seconds(
-        payload_bytes, on
-    )
-    reduced = choose(topology, payload_bytes, on, trees=True).candidates[0]
-    return Weighed(
-        shared_out=Way(halved, first + second, whole / topology.num_live),
-        whole=Way(reduced.algorithm, reduced.seconds, whole),
+    update = MEMORY_TRAFFIC[optimizer] * payload_bytes / known_memory_bandwidth(network)
+    split = select_algorithm(topology, payload_bytes, network, reduce_scatter=True).algorithm
+    schedule = schedule_for(topology, split, payload_bytes, network)
+    reduced = select_algorithm(topology, payload_bytes, network, with_trees=True).candidates[0]
+    return OptimizerCosts(
+        sharded=UpdateCost(
+            split,
+            Simulator(schedule).seconds(payload_bytes, network),
+            update / topology.num_live,
+        ),
+        replicated=UpdateCost(reduced.algorithm, reduced.seconds, update),
         num_ranks=topology.num_live,
     )
 
 
-def memory_of(on: Network) -> float:
-    """What a chip's memory moves, in bytes per second, where that is known."""
-    if on.memory is None:
+def known_memory_bandwidth(network: Network) -> float:
+    """The memory bandwidth of a chip of `network`.
+
+    Raises:
+        ArgumentError: It is not known.
+    """
+    if network.memory_bandwidth is None:
         raise ArgumentError(
-            "what an update takes depends on the chip's memory, of which nothing is known here: "
-            "name a TPU generation, as in 'v5e'"
+            "the time of an update depends on the memory bandwidth of the chip, which is not known "
+            "here: name a TPU generation such as 'v5e'"
         )
-    return on.memory
+    return network.memory_bandwidth

@@ -1,12 +1,12 @@
-"""The paper's Tables 1 and 2, beside what the simulator says of the same four runs.
+"""The paper's Tables 1 and 2, next to simulations of the same four runs.
 
 Kumar and Jouppi, "Highly Available Data Parallel ML training on Mesh Networks" (2020), measured
 ResNet-50 and BERT on TPU v3, on a full mesh and on one less a 4x2 block. The share of the step that
 the all-reduce takes, f on the full and g on the damaged mesh, gives the ratio of the two
-all-reduces without any step time, payload or link rate: with the same computation in both,
-g (1 - f) / f (1 - g). That ratio is what is compared; nothing is fitted to a row. The wires alone
-are simulated, or, with a device model, both all-reduces as ftmesh's own would run them. The paper's
-algorithms are taken for that; and then the best there are here, trees included, on both meshes.
+all-reduces without any step time, payload or link rate: with the same computation in both, g (1 -
+f) / f (1 - g). That ratio is what is compared; nothing is fitted to a row. The paper's algorithms
+are simulated on the wires alone, or with a device model as ftmesh would run them; and then the
+fastest algorithms that ftmesh has, trees included, on both meshes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ftmesh.algorithms import registry
 from ftmesh.cost.device_model import DeviceModel
 from ftmesh.cost.links import NETWORKS, Network
 from ftmesh.cost.simulate import MODES, Simulator
-from ftmesh.planning.selection import Candidate, choose
+from ftmesh.planning.selection import Candidate, select_algorithm
 from ftmesh.topology.topology import Topology
 
 RATES = (70e9, 82e9, 100e9)
@@ -30,7 +30,7 @@ ASSUMPTIONS = (
     "4x2 block was: here it is near the middle, at even coordinates.",
     f"The full mesh runs {FULL}, the paper's standard 2-D all-reduce; the damaged one {DAMAGED}.",
     "ResNet-50 sums 25,557,032 fp32 gradients, BERT-large 336,226,108 in bf16. The two cores of a "
-    "chip share the chip's links; what they exchange between them is not counted.",
+    "chip share its links; their exchange with each other is not counted.",
     "Link rates of TPU v3 are published as 70, 82 and 100 GB/s each way; the tables take 82 and "
     "the ranges all three. A hop takes 1 us.",
     "Steps: ResNet-50 43 ms on 512 chips and 25 ms on 1024 (MLPerf v0.6 logs, batch 32768). BERT "
@@ -43,8 +43,10 @@ ASSUMPTIONS = (
 
 
 @dataclass(frozen=True)
-class Run:
-    """A row of the paper's tables: shares of the step, and whole times in minutes."""
+class PaperRun:
+    """A row of the paper's tables: shares of the step, and times of the whole training in
+    minutes.
+    """
 
     benchmark: str
     mesh: str
@@ -66,7 +68,9 @@ class Run:
     def ratio_range(self) -> tuple[float, float]:
         """The ratios that round to the shares as printed, two digits each."""
         f, g = self.full_share, self.damaged_share
-        return _ratio(f + _half(f), g - _half(g)), _ratio(f - _half(f), g + _half(g))
+        return _ratio(f + _half_digit(f), g - _half_digit(g)), _ratio(
+            f - _half_digit(f), g + _half_digit(g)
+        )
 
     @property
     def topologies(self) -> tuple[Topology, Topology]:
@@ -76,23 +80,23 @@ class Run:
 
 RESNET, BERT = 4 * 25_557_032, 2 * 336_226_108
 RUNS = (
-    Run("ResNet-50", "16x32", "4x2@6,14", RESNET, 43e-3, 0.042, 0.064, 1.80, 1.84, 0.99),
-    Run("ResNet-50", "32x32", "4x2@14,14", RESNET, 25e-3, 0.088, 0.11, 1.08, 1.15, 0.946),
-    Run("BERT", "16x32", "4x2@6,14", BERT, 1.90 * 60 / 560, 0.037, 0.047, 1.90, 1.92, 1.02),
-    Run("BERT", "32x32", "4x2@14,14", BERT, 1.16 * 60 / 560, 0.060, 0.078, 1.16, 1.19, 0.986),
+    PaperRun("ResNet-50", "16x32", "4x2@6,14", RESNET, 43e-3, 0.042, 0.064, 1.80, 1.84, 0.99),
+    PaperRun("ResNet-50", "32x32", "4x2@14,14", RESNET, 25e-3, 0.088, 0.11, 1.08, 1.15, 0.946),
+    PaperRun("BERT", "16x32", "4x2@6,14", BERT, 1.90 * 60 / 560, 0.037, 0.047, 1.90, 1.92, 1.02),
+    PaperRun("BERT", "32x32", "4x2@14,14", BERT, 1.16 * 60 / 560, 0.060, 0.078, 1.16, 1.19, 0.986),
 )
 
 
 @dataclass(frozen=True)
-class Ours:
-    """The simulated all-reduces of a run, in seconds, and what follows from them."""
+class SimulatedRun:
+    """The simulated all-reduces of a run, in seconds."""
 
-    run: Run
+    run: PaperRun
     network: Network
     mode: str
     full: float
     damaged: float
-    undamaged: float  # what the damaged mesh's algorithm takes on the full mesh
+    undamaged: float  # the algorithm of the damaged mesh on the full one
 
     @property
     def ratio(self) -> float:
@@ -101,7 +105,7 @@ class Ours:
 
     @property
     def parts(self) -> tuple[float, float]:
-        """The ratio as a product: another algorithm, and what the damage costs that one."""
+        """The ratio as a product: the change of algorithm, and the damage."""
         return self.undamaged / self.full, self.damaged / self.undamaged
 
     @property
@@ -125,8 +129,8 @@ def simulate_runs(
     rates: Sequence[float] = RATES,
     modes: Sequence[str] = MODES,
     device_model: DeviceModel | None = None,
-) -> dict[Run, list[Ours]]:
-    """Every run of the paper, for each mode and each link rate, with or without a device model."""
+) -> dict[PaperRun, list[SimulatedRun]]:
+    """Simulate every run of the paper, for each mode and each link rate."""
     return {
         run: [_simulate(run, rate, mode, device_model) for mode in modes for rate in rates]
         for run in RUNS
@@ -134,45 +138,53 @@ def simulate_runs(
 
 
 @cache
-def _simulate(run: Run, rate: float, mode: str, device_model: DeviceModel | None) -> Ours:
-    on = Network(rate, NETWORKS["v3"].latency, device_model=device_model)
-    whole, holed = run.topologies
+def _simulate(
+    run: PaperRun, rate: float, mode: str, device_model: DeviceModel | None
+) -> SimulatedRun:
+    network = Network(rate, NETWORKS["v3"].latency, device_model=device_model)
+    whole, damaged_mesh = run.topologies
     full, damaged, undamaged = (
-        _simulator(topology, algorithm).seconds(run.payload_bytes, on, mode)
-        for topology, algorithm in [(whole, FULL), (holed, DAMAGED), (whole, DAMAGED)]
+        _simulator(topology, algorithm).seconds(run.payload_bytes, network, mode)
+        for topology, algorithm in [
+            (whole, FULL),
+            (damaged_mesh, DAMAGED),
+            (whole, DAMAGED),
+        ]
     )
-    return Ours(run, on, mode, full, damaged, undamaged)
+    return SimulatedRun(run, network, mode, full, damaged, undamaged)
 
 
 @cache
 def _simulator(topology: Topology, algorithm: str) -> Simulator:
-    return Simulator(registry.schedule(topology, algorithm))
+    return Simulator(registry.build_schedule(topology, algorithm))
 
 
 @dataclass(frozen=True)
-class Best:
-    """The fastest all-reduces of a run that ftmesh has, on the wires alone."""
+class FastestRun:
+    """The fastest all-reduces that ftmesh has for a run, on the wires alone."""
 
     full: Candidate
     damaged: Candidate
 
     @property
     def ratio(self) -> float:
-        """How much longer the one on the damaged mesh takes."""
+        """How much longer the all-reduce takes on the damaged mesh."""
         return self.damaged.seconds / self.full.seconds
 
 
-def best_of(run: Run, rate: float = RATES[1]) -> Best:
-    """The best algorithms for a run, in synchronous rounds; to plan trees takes some seconds."""
-    on = Network(rate, NETWORKS["v3"].latency)
-    full, damaged = (choose(each, run.payload_bytes, on, best=True) for each in run.topologies)
-    return Best(full.candidates[0], damaged.candidates[0])
+def fastest_run(run: PaperRun, rate: float = RATES[1]) -> FastestRun:
+    """Select the fastest algorithms for a run, in synchronous rounds; takes some seconds."""
+    network = Network(rate, NETWORKS["v3"].latency)
+    full, damaged = (
+        select_algorithm(topology, run.payload_bytes, network) for topology in run.topologies
+    )
+    return FastestRun(full.candidates[0], damaged.candidates[0])
 
 
 def _ratio(full_share: float, damaged_share: float) -> float:
     return damaged_share * (1 - full_share) / (full_share * (1 - damaged_share))
 
 
-def _half(share: float) -> float:
-    """Half of the last digit that is printed: 4.2% and 11% are given to two digits."""
+def _half_digit(share: float) -> float:
+    """Half of the last printed digit: 4.2% and 11% are given to two digits."""
     return 0.0005 if share < 0.1 else 0.005

@@ -1,4 +1,4 @@
-"""What to do about failed boards: the answers, the accounting, and cases with a known result."""
+"""Strategies for failed boards: the strategies, the accounting, and cases with a known result."""
 
 import pytest
 
@@ -7,31 +7,40 @@ from ftmesh.algorithms import registry
 from ftmesh.cost.links import DEFAULT
 from ftmesh.cost.simulate import Simulator
 from ftmesh.planning import advise
-from ftmesh.planning.advise import Outcome, RouteAround, Setting, Site, Spares, SubMesh, Wait
+from ftmesh.planning.advise import (
+    HotSpares,
+    LargestSubMesh,
+    Outcome,
+    RouteAround,
+    RunMode,
+    TrainingJob,
+    WaitForRepair,
+)
 
 HOUR, DAY = 3600.0, 86400.0
 
 
-def site(shape="8x8", **changes):
+def make_job(shape="8x8", **changes):
     settings = {
-        "mtbf": 100 * DAY, "repair": 8 * HOUR, "checkpoint": HOUR, "step": 0.02, "restart": 600.0,
+        "mtbf": 100 * DAY, "repair_time": 8 * HOUR, "checkpoint_interval": HOUR, "step_time": 0.02,
+        "restart_time": 600.0,
     }  # fmt: skip
-    return Site(Topology.grid(shape, failed=""), **{**settings, **changes})
+    return TrainingJob(Topology.grid(shape, failed=""), **{**settings, **changes})
 
 
 def test_boards_are_2x2_at_even_coordinates():
-    assert [str(board) for board in site("4x4").boards] == [
+    assert [str(board) for board in make_job("4x4").boards] == [
         "2x2@0,0", "2x2@2,0", "2x2@0,2", "2x2@2,2",
     ]  # fmt: skip
-    assert [str(board) for board in site("5x4").boards][2] == "1x2@4,0"
-    assert [str(board) for board in site("4x2x2").boards] == [
+    assert [str(board) for board in make_job("5x4").boards][2] == "1x2@4,0"
+    assert [str(board) for board in make_job("4x2x2").boards] == [
         "2x2x1@0,0,0", "2x2x1@2,0,0", "2x2x1@0,0,1", "2x2x1@2,0,1",
     ]  # fmt: skip
 
 
 def test_every_moment_is_accounted_for():
-    for answer in advise.ANSWERS:
-        outcome = advise.play(answer(site(spares=2)), 400 * DAY, seed=3)
+    for strategy in advise.STRATEGIES:
+        outcome = advise.simulate_strategy(strategy(make_job(num_spares=2)), 400 * DAY, seed=3)
         shares = (
             outcome.trained + outcome.slower + outcome.thrown_away + outcome.restarting
             + outcome.waiting
@@ -47,42 +56,46 @@ def test_every_moment_is_accounted_for():
         ("3x3x2", Topology.grid("3x3x2", failed="")),
     ],
 )
-def test_where_no_ring_fits_sums_are_priced_with_flood(shape, topology):
-    want = Simulator(registry.schedule(topology, "flood")).seconds(100_000_000, DEFAULT)
-    assert site(shape).sum_on(topology) == want
+def test_flood_where_no_ring_fits(shape, topology):
+    want = Simulator(registry.build_schedule(topology, "flood")).seconds(100_000_000, DEFAULT)
+    assert make_job(shape).all_reduce_seconds(topology) == want
 
 
 @pytest.mark.parametrize(
     ("algorithm", "topology"),
     [
         ("two_dim", Topology.grid("4x4x4", failed="", wrap=True)),
-        ("colours", Topology.grid("3x16", failed="", wrap=True)),
+        ("multi_ring", Topology.grid("3x16", failed="", wrap=True)),
         ("flood", Topology.grid("4x4x4", failed="2x2x1@0,0,0", wrap=True)),
         ("flood", Topology.grid("6x6", failed="2x2@2,2", wrap=True)),
         ("ring", Topology.grid("6x6", failed="2x2@2,2")),
     ],
     ids=str,
 )
-def test_sums_are_priced_with_what_is_fastest(algorithm, topology):
-    want = Simulator(registry.schedule(topology, algorithm)).seconds(10**9, DEFAULT)
+def test_the_fastest_algorithm_counts(algorithm, topology):
+    want = Simulator(registry.build_schedule(topology, algorithm)).seconds(10**9, DEFAULT)
     whole = Topology.grid(topology.shape, failed="", wrap=topology.wrap)
-    mine = Site(whole, 100 * DAY, 8 * HOUR, HOUR, step=0.2, payload_bytes=10**9)
-    assert mine.sum_on(topology) == want
+    job = TrainingJob(whole, 100 * DAY, 8 * HOUR, HOUR, step_time=0.2, payload_bytes=10**9)
+    assert job.all_reduce_seconds(topology) == want
 
 
-def test_a_cut_mesh_has_no_sum():
+def test_a_disconnected_mesh_has_no_all_reduce():
     with pytest.raises(PlanError, match="cut into 2 parts"):
-        site("4x4").sum_on(Topology.grid("4x4", failed="4x2@0,2").less([(1, 0), (1, 1)]))
+        make_job("4x4").all_reduce_seconds(
+            Topology.grid("4x4", failed="4x2@0,2").with_failed([(1, 0), (1, 1)])
+        )
 
 
 def history(monkeypatch, *events):
-    monkeypatch.setattr(advise, "failures", lambda *_: [(t * HOUR, b, f) for t, b, f in events])
+    monkeypatch.setattr(
+        advise, "failure_events", lambda *_: [(t * HOUR, b, f) for t, b, f in events]
+    )
 
 
 def test_waiting_by_hand(monkeypatch):
     # Fails 2.5 h in, half an hour after a checkpoint; whole again at 10.5 h, back after 10 min.
     history(monkeypatch, (2.5, 5, True), (10.5, 5, False))
-    outcome = advise.play(Wait(site()), 20 * HOUR, seed=0)
+    outcome = advise.simulate_strategy(WaitForRepair(make_job()), 20 * HOUR, seed=0)
     assert outcome.trained == pytest.approx((2 + 9.5 - 1 / 6) / 20)
     assert outcome.thrown_away == pytest.approx(0.5 / 20)
     assert outcome.waiting == pytest.approx(8 / 20)
@@ -91,71 +104,75 @@ def test_waiting_by_hand(monkeypatch):
 
 def test_routing_around_by_hand(monkeypatch):
     history(monkeypatch, (2.5, 5, True), (10.5, 5, False))
-    answer = RouteAround(site())
-    speed = site().speed_on(Topology.grid("8x8", failed="2x2@2,2"))
-    assert answer.setting(frozenset([5])) == Setting(speed, frozenset(range(16)) - {5})
-    outcome = advise.play(answer, 20 * HOUR, seed=0)
+    strategy = RouteAround(make_job())
+    speed = make_job().relative_speed(Topology.grid("8x8", failed="2x2@2,2"))
+    assert strategy.run_mode(frozenset([5])) == RunMode(speed, frozenset(range(16)) - {5})
+    outcome = advise.simulate_strategy(strategy, 20 * HOUR, seed=0)
     around = 8 - 1 / 6
     assert outcome.trained == pytest.approx((2 + around * speed + 9.5 - 1 / 6) / 20)
     assert outcome.slower == pytest.approx(around * (1 - speed) / 20)
     assert outcome.waiting == 0
 
 
-def test_a_sub_mesh_does_not_mind_what_fails_outside_it(monkeypatch):
+def test_failures_outside_a_sub_mesh_do_not_matter(monkeypatch):
     history(monkeypatch, (1, 0, True), (2, 4, True), (9, 0, False), (10, 4, False))
-    answer = SubMesh(site())
-    first, both = (answer.setting(frozenset(failed)) for failed in ([0], [0, 4]))
+    strategy = LargestSubMesh(make_job())
+    first, both = (strategy.run_mode(frozenset(failed)) for failed in ([0], [0, 4]))
     assert first == both
     assert first.boards == frozenset(range(16)) - {0, 4, 8, 12}
-    outcome = advise.play(answer, 20 * HOUR, seed=0)
+    outcome = advise.simulate_strategy(strategy, 20 * HOUR, seed=0)
     assert outcome.thrown_away == 0  # both fell on full hours, the second on an unused board
     assert outcome.restarting == pytest.approx(2 / 6 / 20)
     assert outcome.slower == pytest.approx((9 - 1 / 6) * (1 - first.speed) / 20)
 
 
-def test_spares_stand_in_until_there_are_too_few():
-    answer = Spares(site(spares=1))
-    assert answer.num_boards == 17
-    assert answer.setting(frozenset([3])) == Setting(1.0, frozenset(range(17)) - {3})
-    assert answer.setting(frozenset([16])).speed == 1.0
-    assert answer.setting(frozenset([3, 4])).speed == 0.0
+def test_spares_replace_failed_boards_until_there_are_too_few():
+    strategy = HotSpares(make_job(num_spares=1))
+    assert strategy.num_boards == 17
+    assert strategy.run_mode(frozenset([3])) == RunMode(1.0, frozenset(range(17)) - {3})
+    assert strategy.run_mode(frozenset([16])).speed == 1.0
+    assert strategy.run_mode(frozenset([3, 4])).speed == 0.0
     assert Outcome(trained=0.9, paid=1.25).per_chip == pytest.approx(0.72)
 
 
-def test_the_speed_of_a_sub_mesh_is_its_share_of_chips_less_a_shorter_sum():
-    here = site()
+def test_speed_of_a_sub_mesh():
+    job = make_job()
     half = Topology.grid("8x4", failed="")
-    compute = here.step - here.full_sum
-    assert here.speed_on(half) == pytest.approx(here.step / (2 * compute + here.sum_on(half)))
-    assert 0.5 < here.speed_on(half) < 0.56
+    compute = job.step_time - job.full_all_reduce_seconds
+    assert job.relative_speed(half) == pytest.approx(
+        job.step_time / (2 * compute + job.all_reduce_seconds(half))
+    )
+    assert 0.5 < job.relative_speed(half) < 0.56
 
 
-def test_damage_that_no_algorithm_can_serve_falls_back_to_a_sub_mesh():
-    here = site("4x4")
-    answer = RouteAround(here)
+def test_damage_without_an_algorithm_falls_back_to_a_sub_mesh():
+    job = make_job("4x4")
+    strategy = RouteAround(job)
     failed = frozenset([0, 3])  # opposite corners: what is left hangs together by nothing
-    assert answer.setting(failed) == SubMesh(here).setting(failed)
-    assert answer.setting(frozenset(range(4))).speed == 0.0
+    assert strategy.run_mode(failed) == LargestSubMesh(job).run_mode(failed)
+    assert strategy.run_mode(frozenset(range(4))).speed == 0.0
 
 
-def test_failures_come_as_often_as_they_should():
-    events = advise.failures(64, site(), 5000 * DAY, seed=1)
+def test_rate_of_failures():
+    events = advise.failure_events(64, make_job(), 5000 * DAY, seed=1)
     assert events == sorted(events)
     failures = sum(fails for _, _, fails in events)
     expected = 64 * 5000 / (100 + 1 / 3)
     assert failures == pytest.approx(expected, abs=3 * expected**0.5)
-    fewer = advise.failures(16, site(), 5000 * DAY, seed=1)
+    fewer = advise.failure_events(16, make_job(), 5000 * DAY, seed=1)
     assert fewer == [event for event in events if event[1] < 16]
 
 
-def test_the_damage_at_hand():
-    here = site()
+def test_comparison_for_one_damage():
+    job = make_job()
     damaged = Topology.grid("8x8", failed="2x2@2,2")
-    found = advise.at_hand(here, damaged)
-    assert found.best == "fault-tolerant"
-    assert found.done["fault-tolerant"] == pytest.approx(here.speed_on(damaged) * (8 * HOUR - 600))
-    assert found.done["wait for repair"] == 0
-    cut = advise.at_hand(here, Topology.grid("8x8", failed="8x2@0,2"))
+    comparison = advise.compare_for_damage(job, damaged)
+    assert comparison.best == "fault-tolerant"
+    assert comparison.done["fault-tolerant"] == pytest.approx(
+        job.relative_speed(damaged) * (8 * HOUR - 600)
+    )
+    assert comparison.done["wait for repair"] == 0
+    cut = advise.compare_for_damage(job, Topology.grid("8x8", failed="8x2@0,2"))
     assert (cut.best, cut.speeds["fault-tolerant"]) == ("largest sub-mesh", 0.0)
 
 
@@ -163,17 +180,17 @@ def test_the_damage_at_hand():
     ("changes", "says"),
     [
         ({"mtbf": 0.0}, "mtbf must be above 0"),
-        ({"spares": -1}, "cannot be below 0"),
-        ({"step": 1e-4}, "shorter than its all-reduce"),
+        ({"num_spares": -1}, "cannot be below 0"),
+        ({"step_time": 1e-4}, "shorter than its all-reduce"),
     ],
 )
-def test_impossible_sites_are_refused(changes, says):
+def test_impossible_jobs_are_rejected(changes, says):
     with pytest.raises(ArgumentError, match=says):
-        site(**changes)
+        make_job(**changes)
 
 
-def test_a_site_is_described_undamaged():
-    with pytest.raises(ArgumentError, match="described undamaged"):
-        Site(Topology.grid("8x8", failed="2x2@2,2"), DAY, HOUR, HOUR, 0.02)
-    with pytest.raises(ArgumentError, match="one run or more"):
-        advise.play_all(site(), horizon=DAY, runs=0)
+def test_a_job_needs_the_undamaged_mesh():
+    with pytest.raises(ArgumentError, match="needs the undamaged topology"):
+        TrainingJob(Topology.grid("8x8", failed="2x2@2,2"), DAY, HOUR, HOUR, 0.02)
+    with pytest.raises(ArgumentError, match="runs must be 1 or more"):
+        advise.simulate_strategies(make_job(), horizon=DAY, runs=0)

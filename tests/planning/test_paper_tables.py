@@ -1,4 +1,4 @@
-"""The paper's tables beside ours."""
+"""The paper's tables next to ours."""
 
 import json
 
@@ -10,7 +10,7 @@ from ftmesh.units import format_time
 
 
 @pytest.fixture(scope="module")
-def found():
+def simulated():
     return paper_tables.simulate_runs(rates=(82e9,), modes=("synchronous",))
 
 
@@ -29,23 +29,23 @@ def test_the_papers_own_efficiencies_follow_from_its_times_but_for_one():
         assert off < (0.02 if (run.benchmark, full) == ("BERT", 512) else 0.006)
 
 
-def test_ours_is_below_the_papers_with_one_network_for_all_rows(found):
-    for run, (ours,) in found.items():
+def test_ours_is_below_the_papers_with_one_network_for_all_rows(simulated):
+    for run, (ours,) in simulated.items():
         assert 1.0 < ours.ratio < run.ratio
         assert ours.ratio == pytest.approx(ours.parts[0] * ours.parts[1])
         assert 0.98 < ours.efficiency < 1.0
         compute = run.step - ours.full
         assert ours.shares[0] == pytest.approx(ours.full / (ours.full + compute))
-    same = {run.payload_bytes for run in found}
+    same = {run.payload_bytes for run in simulated}
     assert same == {102_228_128, 672_452_216}
-    assert len({ours.network for (ours,) in found.values()}) == 1
+    assert len({ours.network for (ours,) in simulated.values()}) == 1
 
 
 @pytest.mark.slow
-def test_the_command_says_where_we_differ_and_what_was_assumed(capsys, found):
+def test_the_command_says_where_we_differ_and_what_was_assumed(capsys, simulated):
     assert main(["paper"]) == 0
     text = capsys.readouterr().out
-    for run, (ours,) in found.items():
+    for run, (ours,) in simulated.items():
         (line,) = [line for line in text.splitlines() if f"{ours.ratio - run.ratio:+.2f}" in line]
         assert f" {run.ratio:.2f} " in line
         assert f" {ours.ratio:.2f} " in line
