@@ -1,6 +1,6 @@
-"""The processes of a pod: who is there, what all of them agree on, and how they end together."""
+"""The processes of a run: how they start, what they agree on and how they exit together."""
 
 from ftmesh.distributed.consensus import agree_on_mesh as agree_on_mesh
 from ftmesh.distributed.consensus import agreed_plan as agreed_plan
-from ftmesh.distributed.initialize import join as join
-from ftmesh.distributed.process_group import Cluster as Cluster
+from ftmesh.distributed.initialize import initialize as initialize
+from ftmesh.distributed.process_group import ProcessGroup as ProcessGroup

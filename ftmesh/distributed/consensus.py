@@ -1,7 +1,7 @@
-"""Agreed: one mesh, one damage, one plan and one program, in all processes of a run.
+"""Consensus: one mesh, one plan and one program in all processes of a run.
 
-Processes that run different programs wait for each other for ever. So what each of them has is
-compared before they do anything together, and one process plans for all.
+Processes that run different programs wait for each other for ever. So they compare what they have
+before they compute anything together, and one of them plans for all.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,41 +17,46 @@ from typing import Any
 import jax
 
 import ftmesh
-from ftmesh.cost.links import network_of
-from ftmesh.distributed.process_group import Cluster
-from ftmesh.elastic import precompile
-from ftmesh.planning.plan import Plan, looks_at_trees, plan
-from ftmesh.planning.selection import AUTO, CHOSEN
-from ftmesh.schedule.files import dump, load
+from ftmesh.cost.links import Network
+from ftmesh.distributed.process_group import ProcessGroup
+from ftmesh.execute.lowering import PPERMUTE
+from ftmesh.planning.make_plan import plan
+from ftmesh.planning.plan import Plan
+from ftmesh.planning.selection import AUTO
+from ftmesh.schedule.files import dumps, load
 from ftmesh.topology.notation import Failed, format_failed
 from ftmesh.topology.topology import Topology
 
 
-def agree_on_code(cluster: Cluster) -> None:
-    """An error unless all processes run the same versions of what makes a program, and alike."""
-    if cluster.is_alone:
+def agree_on_code(group: ProcessGroup) -> None:
+    """Check that all processes run the same versions of everything that shapes a program.
+
+    Raises:
+        ClusterError: Two processes differ; the message says in what.
+    """
+    if group.is_single_process:
         return
-    cluster.agree(
+    libtpu_args = " ".join(sorted(os.environ.get("LIBTPU_INIT_ARGS", "").split()))
+    group.agree(
         {
             "the version of ftmesh": ftmesh.__version__,
             "the version of JAX": f"{jax.__version__} with jaxlib {jax.lib.__version__}",
             "the version of Python": ".".join(platform.python_version_tuple()[:2]),
-            "the source of ftmesh": source_of(Path(ftmesh.__file__).parent),
-            "LIBTPU_INIT_ARGS": _in_order(os.environ.get("LIBTPU_INIT_ARGS", "")) or "nothing",
+            "the source of ftmesh": source_digest(Path(ftmesh.__file__).parent),
+            "LIBTPU_INIT_ARGS": libtpu_args or "nothing",
         }
     )
 
 
-def _in_order(arguments: str) -> str:
-    """Arguments, of which the order does not matter; JAX adds some of its own on a TPU."""
-    return " ".join(sorted(arguments.split()))
+def agree_on_mesh(group: ProcessGroup, topology: Topology) -> None:
+    """Check that all processes see the same mesh with the same failed chips and links.
 
-
-def agree_on_mesh(cluster: Cluster, topology: Topology) -> None:
-    """An error unless all processes see the same mesh, and the same chips as failed."""
-    if cluster.is_alone:
+    Raises:
+        ClusterError: Two processes differ; the message says who has what.
+    """
+    if group.is_single_process:
         return
-    cluster.agree(
+    group.agree(
         {
             "the mesh": topology.name + ", wrapping" * any(topology.wrap),
             "failed chips": format_failed(topology.failed) if topology.failed else "none",
@@ -62,87 +67,115 @@ def agree_on_mesh(cluster: Cluster, topology: Topology) -> None:
 
 
 def agreed_topology(
-    cluster: Cluster, *, shape: str | None = None, failed: Failed = None, failed_links: str = ""
+    group: ProcessGroup, *, shape: str | None = None, failed: Failed = None, failed_links: str = ""
 ) -> Topology:
-    """The mesh of the devices there are, the same in all processes."""
+    """Return `Topology.from_devices(jax.devices(), ...)`, checked to be the same everywhere."""
     topology = Topology.from_devices(
         jax.devices(), shape=shape, failed=failed, failed_links=failed_links
     )
-    agree_on_code(cluster)
-    agree_on_mesh(cluster, topology)
+    agree_on_code(group)
+    agree_on_mesh(group, topology)
     return topology
 
 
-def agreed_plan(cluster: Cluster, topology: Topology, algorithm: str, **options: Any) -> Plan:
-    """As `ftmesh.plan`, made by one process, the same in all of them."""
-    if cluster.is_alone:
-        return precompile.planned(topology, algorithm, **options)
-    agree_on_mesh(cluster, topology)
-    cluster.agree({"the algorithm": algorithm, **options})
-    made = precompile.planned(topology, algorithm, **options) if cluster.speaks else None
-    written = dump(made.schedule) if made else b""
-    if options.get("executor") == AUTO:
-        executor = cluster.broadcast(made.executor if made else "", "the executor")
-        options = options | {"executor": executor}
-    schedule = load(cluster.broadcast(written, "the schedule"), verify=False)  # as `plan` does
-    agreed = plan(topology, algorithm, schedule=schedule, **options)
-    # Others, for other payloads or with halves, are made alike.
-    is_auto = algorithm in CHOSEN
-    is_best = is_auto and looks_at_trees(algorithm, network_of(topology), agreed.executor)
-    agreed = replace(agreed, is_auto=is_auto, is_best=is_best, is_given=False)
-    cluster.agree({"the schedule": digest(*agreed.schedule.columns)})
+def agreed_plan(
+    group: ProcessGroup,
+    topology: Topology,
+    algorithm: str = AUTO,
+    *,
+    payload_bytes: int = 100_000_000,
+    wire_dtype: Any = "float32",
+    link: Network | float | str | None = None,
+    with_idle: bool = False,
+    reduce_scatter: bool = False,
+    executor: str = PPERMUTE,
+    planner: Callable[..., Plan] = plan,
+) -> Plan:
+    """Plan in the primary process and return the same plan in all members.
+
+    The arguments after `group` are those of `ftmesh.plan`, and must be the same in all members.
+
+    Args:
+        group: The processes, as `ProcessGroup.for_topology` returns them.
+        topology: The mesh to plan for.
+        algorithm: Name of an algorithm, or "auto".
+        payload_bytes: Size of the payload.
+        wire_dtype: Dtype in which it travels.
+        link: Bandwidth and latency of the links; the TPU's if not given.
+        with_idle: The mesh axis also has the devices of failed chips.
+        reduce_scatter: "auto" chooses among algorithms with a reduce-scatter phase.
+        executor: What runs the schedule, or "auto".
+        planner: Called in place of `ftmesh.plan`, for one that caches plans.
+
+    Raises:
+        ClusterError: Members passed different arguments, or one did not come.
+    """
+    options: dict[str, Any] = {
+        "payload_bytes": payload_bytes,
+        "wire_dtype": wire_dtype,
+        "link": link,
+        "with_idle": with_idle,
+    }
+    planning = {**options, "reduce_scatter": reduce_scatter, "executor": executor}
+    if group.is_single_process:
+        return planner(topology, algorithm, **planning)
+    agree_on_mesh(group, topology)
+    group.agree({"the algorithm": algorithm, **planning})
+    own = planner(topology, algorithm, **planning) if group.is_primary else None
+    if executor == AUTO:
+        executor = group.broadcast(own.executor if own else "", "the executor")
+    data = group.broadcast(dumps(own.schedule) if own else b"", "the schedule")
+    schedule = load(data, verify=False)  # `from_schedule` proves it
+    agreed = Plan.from_schedule(schedule, topology, executor=executor, **options)
+    # Plans for other payloads, or with a reduce-scatter, are then made alike in every process.
+    agreed = replace(agreed, is_auto=algorithm == AUTO, is_given=False)
+    group.agree({"the schedule": digest(*agreed.schedule.transfers)})
     return agreed
 
 
 def agree_on_program(
-    cluster: Cluster,
-    name: str,
-    jitted: Any,
-    inputs: Sequence[Any],
-    topology: Topology | None = None,
-) -> Any:
-    """An error unless `jitted` is the same program for `inputs`, or types, in all processes.
+    group: ProcessGroup, name: str, jitted: Any, inputs: Sequence[Any]
+) -> jax.stages.Lowered:
+    """Lower `jitted` for `inputs` and check that all processes have the same program.
 
-    What to call instead of it: where processes may be lost, the program, compiled by now, perhaps
-    ahead of time for this `topology`.
+    Args:
+        group: The processes.
+        name: What the program is, for messages.
+        jitted: A jitted function.
+        inputs: Its arguments, or their shapes and dtypes.
+
+    Returns:
+        The lowered program.
+
+    Raises:
+        ClusterError: Two processes have different programs.
     """
-    if cluster.is_alone:
-        return jitted
-    found = None if topology is None else precompile.program(name, topology)
-    if found is None:
-        lowered = jitted.lower(*inputs)
-        cluster.agree({name: digest_of(lowered)})
-        return jitted if cluster.line is None else lowered.compile()
-    cluster.agree({name: found[0]})
-    return found[1]
+    lowered: jax.stages.Lowered = jitted.lower(*inputs)
+    if not group.is_single_process:
+        group.agree({name: program_digest(lowered)})
+    return lowered
 
 
-def compile_ahead(name: str, jitted: Any, inputs: Sequence[Any], topology: Topology) -> None:
-    """Have a program ready for when `agree_on_program` asks for it, for this mesh."""
-    lowered = jitted.lower(*inputs)
-    precompile.keep_program(name, topology, digest_of(lowered), lowered.compile())
-
-
-def digest_of(lowered: Any) -> str:
-    """A short name of a program."""
+def program_digest(lowered: jax.stages.Lowered) -> str:
+    """Return a short hash of a program."""
     return digest(lowered.as_text().encode())
 
 
 def digest(*data: Any) -> str:
-    """A short name of some bytes or arrays, that others do not have.
+    """Return a short hash of bytes or arrays.
 
     >>> digest(b"sched", b"ule")
     '5f72005e81c4ecbd'
     """
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for part in data:
-        found.update(part)
-    return found.hexdigest()[:16]
+        sha256.update(part)
+    return sha256.hexdigest()[:16]
 
 
-def source_of(package: Path) -> str:
-    """A short name of all Python files of a package."""
-    found = hashlib.sha256()
+def source_digest(package: Path) -> str:
+    """Return a short hash of all Python files of a package."""
+    sha256 = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        found.update(f"{path.relative_to(package).as_posix()}\n".encode() + path.read_bytes())
-    return found.hexdigest()[:16]
+        sha256.update(f"{path.relative_to(package).as_posix()}\n".encode() + path.read_bytes())
+    return sha256.hexdigest()[:16]

@@ -1,8 +1,4 @@
-"""Board: where processes put up notes for each other, on JAX's coordination service.
-
-A note has a key and is put up once. Nobody is asked twice for the same thing, so a board counts how
-often each name was used: all processes use them in the same order.
-"""
+"""Key-value client: processes exchange small values through JAX's coordination service."""
 
 from __future__ import annotations
 
@@ -15,57 +11,64 @@ import jax
 _ROOT = "ftmesh"
 
 
-class Board:
-    """The notes of one pod; `client` is JAX's, of its coordination service."""
+class KvClient:
+    """A process's access to the key-value store of its group.
+
+    A key is written once. Keys carry a counter per name, so all processes must use names in the
+    same order.
+
+    Args:
+        client: JAX's client of the coordination service.
+    """
 
     def __init__(self, client: Any) -> None:
         self._client = client
         self._used: Counter[str] = Counter()
 
-    def turn(self, name: str) -> str:
-        """The key of the next use of a name."""
+    def next_key(self, name: str) -> str:
+        """Return a fresh key for the next use of `name`."""
         self._used[name] += 1
         return f"{_ROOT}/{name}/{self._used[name]}"
 
-    def put(self, key: str, note: bytes) -> bool:
-        """Put up a note; False where one is there already, which stays."""
+    def put(self, key: str, value: bytes) -> bool:
+        """Write an entry. Returns False, and keeps the old value, if the key exists."""
         try:
-            self._client.key_value_set_bytes(key, note)
+            self._client.key_value_set_bytes(key, value)
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" in str(error):
                 return False
             raise
         return True
 
-    def get(self, key: str, limit: float) -> bytes | None:
-        """A note, waiting for it so many seconds at most; None where it does not come."""
+    def get(self, key: str, timeout: float) -> bytes | None:
+        """Wait up to `timeout` seconds for an entry. Returns None if it does not appear."""
         try:
-            found: bytes = self._client.blocking_key_value_get_bytes(key, _milliseconds(limit))
+            value: bytes = self._client.blocking_key_value_get_bytes(key, _milliseconds(timeout))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise
-        return found
+        return value
 
-    def look(self, key: str) -> bytes | None:
-        """A note, if it is there now."""
+    def try_get(self, key: str) -> bytes | None:
+        """Return an entry, or None if it is not there yet."""
         try:
-            found: bytes = self._client.key_value_try_get_bytes(key)
+            value: bytes = self._client.key_value_try_get_bytes(key)
         except jax.errors.JaxRuntimeError as error:
             if "NOT_FOUND" in str(error):
                 return None
             raise
-        return found
+        return value
 
-    def of_processes(self, key: str) -> dict[int, bytes]:
-        """The notes that processes have put up under ``key/NUMBER``."""
-        notes = self._client.key_value_dir_get_bytes(key)
-        return {int(name.rpartition("/")[2]): bytes(note) for name, note in notes}
+    def get_by_process(self, key: str) -> dict[int, bytes]:
+        """Return the entries that processes have written as ``key/PROCESS``."""
+        entries = self._client.key_value_dir_get_bytes(key)
+        return {int(name.rpartition("/")[2]): bytes(value) for name, value in entries}
 
-    def meet(self, key: str, processes: Iterable[int], limit: float) -> bool:
-        """Wait until all of these are here; whether they came within so many seconds."""
+    def barrier(self, key: str, processes: Iterable[int], timeout: float) -> bool:
+        """Wait for all of `processes`. Returns False if they do not arrive within `timeout`."""
         try:
-            self._client.wait_at_barrier(key, _milliseconds(limit), list(processes))
+            self._client.wait_at_barrier(key, _milliseconds(timeout), list(processes))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return False

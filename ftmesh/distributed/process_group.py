@@ -1,15 +1,14 @@
-"""Cluster: the processes of a run, what they agree on, and who speaks for all of them.
+"""ProcessGroup: the processes of a run, what they agree on, and which of them is the primary.
 
-    with join() as cluster:
+    with initialize() as group:
         topology = Topology.from_devices(jax.devices(), failed="2x2@2,2")
-        cluster = cluster.on(topology)
-        cluster.agree({"learning rate": 0.1})
-        if cluster.speaks:
-            print("one line, whatever the number of processes")
+        group = group.for_topology(topology)
+        group.agree({"learning rate": 0.1})
+        if group.is_primary:
+            print("printed once, by one process")
 
-Everything goes over JAX's coordination service, or by way of a steward where processes may be lost,
-not over the chips, and has a limit in seconds. One process alone is the simplest case: it agrees
-with itself and waits for nobody.
+Everything goes through a key-value store on the hosts, not over the chips, and has a timeout. A
+single process agrees with itself and waits for nobody.
 """
 
 from __future__ import annotations
@@ -19,216 +18,168 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
-from ftmesh.distributed.kv_client import Board
-from ftmesh.distributed.shutdown import Ending
-from ftmesh.distributed.wording import difference, in_seconds, processes
-from ftmesh.elastic.controller_client import Line
-from ftmesh.elastic.controller_kv import LineBoard
+from ftmesh.distributed.kv_client import KvClient
+from ftmesh.distributed.shutdown import Shutdown
 from ftmesh.errors import ClusterError
 from ftmesh.topology.devices import process_of
-from ftmesh.topology.notation import parse_blocks
 from ftmesh.topology.topology import Topology
 
 T = TypeVar("T")
 
-LIMIT = 300.0  # seconds to wait for other processes, unless told otherwise
+TIMEOUT = 300.0  # seconds to wait for other processes, unless a caller gives another
+_MAX_VALUE_CHARS = 200  # of a value in a message
+_MAX_NAMED = 8  # processes that a message lists
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """The processes of a run, as one of them sees it.
+class ProcessGroup:
+    """The processes of a run, as one of them sees it. `initialize` builds it.
 
-    `members` take part: all processes, or those that have devices in the program once it is known
-    `on` which topology that runs. `speaker` is the first of them that has a live device, and speaks
-    for all. `live_devices` are this process's own. Waits take `limit` seconds at most.
+    Attributes:
+        process: Index of this process.
+        num_processes: How many processes were started.
+        timeout: Default timeout of every wait, in seconds.
+        members: Processes that have devices in the program; all of them until `for_topology`.
+        primary: The first member with a live device. It prints, writes files and plans for all.
+        live_devices: This process's live devices; None if not known yet, or emulated.
+        kv: Key-value store shared by the processes; None in a single process.
+        shutdown: How this process exits with the others; None in a single process.
     """
 
     process: int = 0
     num_processes: int = 1
-    limit: float = LIMIT
+    timeout: float = TIMEOUT
     members: tuple[int, ...] = (0,)
-    speaker: int = 0
-    live_devices: tuple[Any, ...] | None = None  # None: not known yet, or emulated
-    board: Board | None = None  # None of one that is alone
-    ending: Ending | None = None
-    line: Line | None = None  # to a steward, where processes may be lost
+    primary: int = 0
+    live_devices: tuple[Any, ...] | None = None
+    kv: KvClient | None = None
+    shutdown: Shutdown | None = None
 
     @property
-    def is_alone(self) -> bool:
-        """Whether there is one process only."""
-        return self.board is None
+    def is_single_process(self) -> bool:
+        """True if this process runs alone."""
+        return self.kv is None
 
     @property
-    def speaks(self) -> bool:
-        """Whether this process speaks for all."""
-        return self.process == self.speaker
+    def is_primary(self) -> bool:
+        """True in the one process that prints and writes for all."""
+        return self.process == self.primary
 
     @property
-    def takes_part(self) -> bool:
-        """Whether this process has devices in the program."""
+    def is_member(self) -> bool:
+        """True if this process has devices in the program."""
         return self.process in self.members
 
     @property
     def default_device(self) -> Any:
-        """Where this process computes what is not shared out; None of one without live devices."""
+        """Device for unsharded computation; None if this process has no live device."""
         return self.live_devices[0] if self.live_devices else None
 
-    def on(self, topology: Topology, *, with_idle: bool = False) -> Cluster:
-        """The same processes, knowing which of them `topology` needs.
+    def for_topology(self, topology: Topology, *, with_idle: bool = False) -> Self:
+        """Return the group with `members`, `primary` and `live_devices` as `topology` needs them.
 
-        Its live devices are in the program, and with `with_idle` those of failed chips too.
+        Args:
+            topology: The mesh of the run. Its live devices are in the program.
+            with_idle: The devices of failed chips are in the program too.
         """
         if not topology.devices:
             return self
-        live = topology.devices
-        own = tuple(device for device in live if process_of(device) == self.process)
-        if self.is_alone:
+        own = tuple(device for device in topology.devices if process_of(device) == self.process)
+        if self.is_single_process:
             return replace(self, live_devices=own)
-        used = topology.all_devices if with_idle else live
+        used = topology.all_devices if with_idle else topology.devices
         return replace(
             self,
             members=tuple(sorted({process_of(device) for device in used})),
-            speaker=min(process_of(device) for device in live),
+            primary=min(process_of(device) for device in topology.devices),
             live_devices=own,
         )
 
-    # With a steward ---------------------------------------------------------------------------
+    def barrier(self, name: str, *, timeout: float | None = None) -> None:
+        """Wait until all members have called this with the same `name`.
 
-    @property
-    def epoch(self) -> int:
-        """How often who takes part has changed, counted from 1."""
-        return 1 if self.line is None else self.line.news.epoch
-
-    def at(self, phase: str, step: int = 0) -> None:
-        """Say what this process is doing from now on; `ftmesh.elastic.heartbeats` has the words."""
-        if self.line is not None:
-            self.line.at(phase, step)
-
-    def in_next_epoch(self) -> Cluster:
-        """Those who are left, when some are lost."""
-        assert self.line is not None
-        members = self.line.next_epoch().members
-        board = LineBoard(self.line)
-        return replace(self, members=members, speaker=members[0], live_devices=None, board=board)
-
-    def living(self, topology: Topology) -> Topology:
-        """What is left of a mesh: less chips of processes that are lost, and less sick ones.
-
-        Where that is in parts, the largest of them: no sum goes from one to another.
+        Raises:
+            ClusterError: Some did not within `timeout` seconds; the message lists them.
         """
-        if self.line is None:
-            return topology
-        here = self.line.news.members
-        gone = {topology.coord_of(d) for d in topology.devices if process_of(d) not in here}
-        sick = {coord for block in parse_blocks(self.line.news.masked) for coord in block.coords()}
-        left = topology.less(gone | sick)
-        return left.less(coord for part in left.components()[1:] for coord in part)
+        if self.kv is not None:
+            self._exchange(self.kv, self._key(self.kv, f"barrier/{name}"), b"", name, timeout)
 
-    # Together ---------------------------------------------------------------------------------
+    def agree(self, facts: Mapping[str, Any], *, timeout: float | None = None) -> None:
+        """Check that all members have the same `facts`, which are compared as text.
 
-    def barrier(self, what: str, *, limit: float | None = None) -> None:
-        """Wait until all members are at the same place, which is called `what`."""
-        if self.board is not None:
-            self._meet(self.board, self._key(self.board, f"barrier/{what}"), b"", what, limit)
-
-    def agree(self, facts: Mapping[str, Any], *, limit: float | None = None) -> None:
-        """An error in every member, which shows who differs, unless all have the same `facts`.
-
-        These are by name, and are compared as text.
+        Raises:
+            ClusterError: In every member, if two differ; the message says who has which value.
         """
-        if self.board is None:
+        if self.kv is None:
             return
-        key = self._key(self.board, "agree")
+        key = self._key(self.kv, "agree")
         own = {name: str(value) for name, value in facts.items()}
-        what = f"agree on {_some(own)}"
-        self._meet(self.board, key, json.dumps(own).encode(), what, limit)
-        if self.process == self.members[0]:
-            told = self.board.of_processes(key)
-            found = difference({process: json.loads(note) for process, note in told.items()})
-            self.board.put(f"{key}-found", json.dumps(found).encode())
-        found = json.loads(self._told(self.board, f"{key}-found", self.members[0], what, limit))
-        if found is not None:
-            raise ClusterError(f"the processes do not agree on {found}: all of them need the same")
+        purpose = f"agree on {_first_few(own)}"
+        self._exchange(self.kv, key, json.dumps(own).encode(), purpose, timeout)
+        first = self.members[0]
+        if self.process == first:
+            entries = self.kv.get_by_process(key)
+            difference = find_difference({p: json.loads(value) for p, value in entries.items()})
+            self.kv.put(f"{key}-result", json.dumps(difference).encode())
+        difference = json.loads(self._get(self.kv, f"{key}-result", first, purpose, timeout))
+        if difference is not None:
+            raise ClusterError(f"the processes do not agree on {difference}; all need the same")
 
-    def broadcast(self, value: Any, what: str, *, limit: float | None = None) -> Any:
-        """The speaker's value, at every member; of the others it does not matter.
+    def broadcast(self, value: Any, name: str, *, timeout: float | None = None) -> Any:
+        """Return the primary's `value` in every member. What other members pass is ignored.
 
-        It is bytes, or can be written as JSON.
+        Args:
+            value: Bytes, or anything that JSON can hold.
+            name: What it is, for messages.
+            timeout: Seconds to wait for the primary.
         """
-        if self.board is None:
+        if self.kv is None:
             return value
-        key = self._key(self.board, f"broadcast/{what}")
-        if self.speaks:
+        key = self._key(self.kv, f"broadcast/{name}")
+        if self.is_primary:
             is_raw = isinstance(value, bytes)
-            self.board.put(key, b"b" + value if is_raw else b"j" + json.dumps(value).encode())
+            self.kv.put(key, b"b" + value if is_raw else b"j" + json.dumps(value).encode())
             return value
-        note = self._told(self.board, key, self.speaker, what, limit)
-        return note[1:] if note[:1] == b"b" else json.loads(note[1:])
+        data = self._get(self.kv, key, self.primary, name, timeout)
+        return data[1:] if data[:1] == b"b" else json.loads(data[1:])
 
-    def gather(self, value: Any, what: str, *, limit: float | None = None) -> dict[int, Any]:
-        """The value of every member, by its number, at all of them; it can be written as JSON."""
-        if self.board is None:
+    def gather(self, value: Any, name: str, *, timeout: float | None = None) -> dict[int, Any]:
+        """Return every member's `value` (JSON) by process index, in all members."""
+        if self.kv is None:
             return {self.process: value}
-        key = self._key(self.board, f"gather/{what}")
-        self._meet(self.board, key, json.dumps(value).encode(), f"gather {what}", limit)
-        told = self.board.of_processes(key)
-        return {process: json.loads(told[process]) for process in self.members}
+        key = self._key(self.kv, f"gather/{name}")
+        self._exchange(self.kv, key, json.dumps(value).encode(), f"gather {name}", timeout)
+        entries = self.kv.get_by_process(key)
+        return {process: json.loads(entries[process]) for process in self.members}
 
-    def first(self, make: Callable[[], T], what: str, *, limit: float | None = None) -> T:
-        """What `make` gives: the speaker makes it first, and the others when that is done.
+    def primary_first(
+        self, function: Callable[[], T], name: str, *, timeout: float | None = None
+    ) -> T:
+        """Call `function` in the primary, then in the others. Returns each process's own result.
 
-        For what leaves something behind that the next one finds, such as an index of data.
+        For work that leaves something behind for the others, such as an index of the data.
         """
-        if self.speaks:
-            made = make()
-            self.barrier(what, limit=limit)
-            return made
-        self.barrier(what, limit=limit)
-        return make()
+        if not self.is_primary:
+            self.barrier(name, timeout=timeout)
+            return function()
+        result = function()
+        self.barrier(name, timeout=timeout)
+        return result
 
-    def _key(self, board: Board, name: str) -> str:
-        """A key that no two uses of a name among these members have in common."""
-        if not self.takes_part:
-            raise ClusterError(
-                f"process {self.process} has no device in the program, and takes no part in what "
-                "the others agree on: leave the block of join, which waits for them"
-            )
-        whose = zlib.crc32(json.dumps(self.members).encode())
-        return board.turn(f"{name}/{whose:08x}")
-
-    def _meet(self, board: Board, key: str, note: bytes, what: str, limit: float | None) -> None:
-        """Put up a note and wait for those of all members."""
-        limit = self.limit if limit is None else limit
-        board.put(f"{key}/{self.process}", note)
-        if not board.meet(f"{key}-meet", self.members, limit):
-            missing = set(self.members) - set(board.of_processes(key))
-            who = f"{processes(missing)} did not come" if missing else "not all processes came"
-            raise ClusterError(f"{who} to {what} within {in_seconds(limit)}")
-
-    def _told(self, board: Board, key: str, by: int, what: str, limit: float | None) -> bytes:
-        """The note of another process."""
-        limit = self.limit if limit is None else limit
-        note = board.get(key, limit)
-        if note is None:
-            raise ClusterError(f"process {by} did not tell {what} within {in_seconds(limit)}")
-        return note
-
-    # The end ----------------------------------------------------------------------------------
-
-    def before_leaving(self, finish: Callable[[], Any]) -> None:
-        """Have `finish` done also where this process ends because another has failed."""
-        if self.ending is not None:
-            self.ending.before_leaving(finish)
+    def before_exit(self, callback: Callable[[], Any]) -> None:
+        """Call `callback` also if this process exits because another one failed."""
+        if self.shutdown is not None:
+            self.shutdown.before_exit(callback)
 
     def abort(self, reason: str, *, status: int = 1) -> NoReturn:
-        """End this process and all others, which say the reason within seconds."""
-        if self.ending is None:
+        """End all processes; each prints `reason` within seconds."""
+        if self.shutdown is None:
             raise ClusterError(reason)
-        self.ending.abort(reason, status)
+        self.shutdown.abort(reason, status)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -237,24 +188,96 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.ending is None:
+        if self.shutdown is None:
             return
         if error is None:
-            self.ending.leave()
+            self.shutdown.leave()
         else:
-            self.ending.fail(error)
+            self.shutdown.fail(error)
+
+    def _key(self, kv: KvClient, name: str) -> str:
+        """Return a key that no two uses of a name by these members share."""
+        if not self.is_member:
+            raise ClusterError(
+                f"process {self.process} has no device in the program and cannot agree with the "
+                "members: leave the group's `with` block, which waits for them"
+            )
+        checksum = zlib.crc32(json.dumps(self.members).encode())
+        return kv.next_key(f"{name}/{checksum:08x}")
+
+    def _exchange(
+        self, kv: KvClient, key: str, value: bytes, purpose: str, timeout: float | None
+    ) -> None:
+        """Write this process's entry and wait for those of all members."""
+        timeout = self.timeout if timeout is None else timeout
+        kv.put(f"{key}/{self.process}", value)
+        if not kv.barrier(f"{key}-meet", self.members, timeout):
+            missing = set(self.members) - set(kv.get_by_process(key))
+            who = f"{format_processes(missing)} did not come" if missing else "not all came"
+            raise ClusterError(f"{who} to {purpose} within {timeout:g} s")
+
+    def _get(
+        self, kv: KvClient, key: str, owner: int, purpose: str, timeout: float | None
+    ) -> bytes:
+        timeout = self.timeout if timeout is None else timeout
+        value = kv.get(key, timeout)
+        if value is None:
+            raise ClusterError(f"process {owner} did not send {purpose} within {timeout:g} s")
+        return value
 
 
-def _some(names: Iterable[str]) -> str:
-    """A few of them.
+SINGLE_PROCESS = ProcessGroup()
 
-    >>> _some(["seed", "mesh", "rate", "steps"])
+
+def format_processes(processes: Iterable[int]) -> str:
+    """Name processes in a message.
+
+    >>> format_processes([3]), format_processes([2, 0, 1])
+    ('process 3', 'processes 0, 1 and 2')
+    """
+    numbers = sorted(processes)
+    if len(numbers) == 1:
+        return f"process {numbers[0]}"
+    if len(numbers) > _MAX_NAMED:
+        named = ", ".join(map(str, numbers[:_MAX_NAMED]))
+        return f"processes {named} and {len(numbers) - _MAX_NAMED} more"
+    return f"processes {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def find_difference(facts_by_process: Mapping[int, Mapping[str, str]]) -> str | None:
+    """Describe the first fact on which processes differ; None if they agree.
+
+    >>> find_difference({0: {"failed chips": "none"}, 1: {"failed chips": "2x2@2,2"}})
+    'failed chips: process 0 has none; process 1 has 2x2@2,2'
+    """
+    names = dict.fromkeys(name for facts in facts_by_process.values() for name in facts)
+    for name in names:
+        by_value: dict[str, list[int]] = {}
+        for process, facts in sorted(facts_by_process.items()):
+            by_value.setdefault(facts.get(name, "nothing"), []).append(process)
+        if len(by_value) > 1:
+            parts = (
+                f"{format_processes(who)} {'has' if len(who) == 1 else 'have'} {_clipped(value)}"
+                for value, who in by_value.items()
+            )
+            return f"{name}: {'; '.join(parts)}"
+    return None
+
+
+def _first_few(names: Iterable[str]) -> str:
+    """Join names for a message.
+
+    >>> _first_few(["seed", "mesh", "rate", "steps"])
     'seed, mesh and 2 more'
     """
-    found = list(names)
-    if len(found) <= 3:
-        return ", ".join(found)
-    return f"{', '.join(found[:2])} and {len(found) - 2} more"
+    words = list(names)
+    if len(words) <= 3:
+        return ", ".join(words)
+    return f"{', '.join(words[:2])} and {len(words) - 2} more"
 
 
-ALONE = Cluster()
+def _clipped(value: str) -> str:
+    value = " ".join(value.split())
+    if len(value) <= _MAX_VALUE_CHARS:
+        return value
+    return f"{value[: _MAX_VALUE_CHARS - 3]}..."

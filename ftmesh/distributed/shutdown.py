@@ -1,9 +1,10 @@
-"""Ending: processes leave together, or learn within seconds why one of them does not go on.
+"""Shutdown: processes exit together, or learn within seconds why one of them failed.
 
-A process that waits for a chip cannot be woken. So a thread in each looks for the note of one that
-has failed, says its reason, and ends its own process; the same thread hears a signal that the main
-thread is too busy for. Whoever takes the lock ends the process, whatever comes. One that has failed
-goes when the others have read why; process 0 has the coordination service, and goes last.
+A thread that waits for a chip cannot be interrupted. So a watcher thread in each process polls the
+key-value store for the entry of a process that has failed, prints its reason and ends its own
+process; it also handles signals while the main thread is busy. The thread that takes the exit lock
+ends the process. A failed process exits once the others have read why. Process 0 runs the
+coordination service and exits last.
 """
 
 from __future__ import annotations
@@ -20,123 +21,131 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
+from ftmesh.distributed.kv_client import KvClient
 from ftmesh.errors import FtmeshError
 
-INTERVAL = 0.5  # seconds between two looks at the board
-PATIENCE = 2.0  # seconds for the board to answer
-GRACE = 10.0  # seconds for the others to read why, and for what must be finished here
-_ABORT, _READ, _LEFT, _END = (f"ftmesh/{name}" for name in ("abort", "read", "left", "end"))
-_SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "told to end"}
+POLL_SECONDS = 0.5  # between two reads of the key-value store
+KV_TIMEOUT = 2.0  # for one read or write of it
+GRACE_SECONDS = 10.0  # for others to read why, and for the callbacks of `before_exit`
+_ABORT, _READ, _LEFT, _DONE = (f"ftmesh/{name}" for name in ("abort", "read", "left", "end"))
+_SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "received SIGTERM"}
 
 
-class Ending:
-    """How one process of several ends. `say` gets the line that tells why, if it is not well."""
+class Shutdown:
+    """How one process of several exits.
+
+    Args:
+        kv: Key-value store that the processes share.
+        process: Index of this process.
+        num_processes: How many processes there are.
+        log: Called with the line that says why this process exits early.
+        disconnect: Called last in an orderly exit; disconnects from JAX's service.
+    """
 
     def __init__(
         self,
-        board: Any,
+        kv: KvClient | None,
         process: int,
         num_processes: int,
         *,
-        say: Callable[[str], None],
-        shutdown: Callable[[], None],
+        log: Callable[[str], None],
+        disconnect: Callable[[], None],
     ) -> None:
-        self._board, self._process, self._num_processes = board, process, num_processes
-        self._say_aloud, self._shutdown = say, shutdown
-        self._finish: list[Callable[[], Any]] = []
-        self._leaving = threading.Lock()  # held by the thread that ends the process
-        self._over = threading.Event()
-        self._holds_main = False
-        self._old_signals: dict[int, Any] = {}
-        self._wake, self._woken = socket.socketpair()
-        self._watcher = threading.Thread(target=self._watch, name="ftmesh ending", daemon=True)
+        self._shared_kv, self._process, self._num_processes = kv, process, num_processes
+        self._log_line, self._disconnect = log, disconnect
+        self._callbacks: list[Callable[[], Any]] = []
+        self._exit_lock = threading.Lock()  # held by the thread that ends the process
+        self._stopped = threading.Event()
+        self._blocks_main_thread = False
+        self._old_handlers: dict[int, Any] = {}
+        self._wakeup, self._woken = socket.socketpair()
+        self._watcher = threading.Thread(target=self._watch, name="ftmesh shutdown", daemon=True)
 
-    def start(self) -> Ending:
-        """Begin to watch; in the main thread, signals as well, unless they are ignored."""
+    def start(self) -> Self:
+        """Start the watcher. In the main thread, also handle signals that are not ignored."""
         if threading.current_thread() is threading.main_thread():
-            self._wake.setblocking(False)
-            signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+            self._wakeup.setblocking(False)
+            signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
             for number in _SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
-                    self._old_signals[number] = signal.signal(number, self._interrupt)
+                    self._old_handlers[number] = signal.signal(number, self._on_signal)
         atexit.register(self._at_exit)
         self._watcher.start()
         return self
 
-    def before_leaving(self, finish: Callable[[], Any]) -> None:
-        """Have this done before the process ends early: something that others count on."""
-        self._finish.append(finish)
+    def before_exit(self, callback: Callable[[], Any]) -> None:
+        """Call `callback` before the process exits early."""
+        self._callbacks.append(callback)
 
-    # Well -------------------------------------------------------------------------------------
+    # Orderly exit -----------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """All is done here: wait until it is everywhere, and let JAX's service go.
+        """Wait until all processes are done, then disconnect.
 
-        That may take as long as the run. Whoever fails meanwhile is heard of.
+        That may take as long as the run. A failure elsewhere still ends this process.
         """
-        self._board.put(f"{_END}/{self._process}", b"")
-        while len(self._board.of_processes(_END)) < self._num_processes:
-            time.sleep(INTERVAL)
-        self._let_go()
-        self._shutdown()
+        self._kv.put(f"{_DONE}/{self._process}", b"")
+        while len(self._kv.get_by_process(_DONE)) < self._num_processes:
+            time.sleep(POLL_SECONDS)
+        self._stop_watching()
+        self._disconnect()
 
-    def _let_go(self) -> None:
-        """Watch no more, and leave signals as they were."""
-        self._take_over()
-        self._over.set()
+    def _stop_watching(self) -> None:
+        """Stop the watcher and restore the signal handlers."""
+        self._claim_exit()
+        self._stopped.set()
         atexit.unregister(self._at_exit)
-        if self._old_signals:
+        if self._old_handlers:
             signal.set_wakeup_fd(-1)
-            for number, handler in self._old_signals.items():
+            for number, handler in self._old_handlers.items():
                 signal.signal(number, handler)
-        self._watcher.join(GRACE)
+        self._watcher.join(GRACE_SECONDS)
 
-    # Not well ---------------------------------------------------------------------------------
+    # Early exit -------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all processes because of an error in this one, which is said here as well.
+        """End all processes because of an error in this one, and print it.
 
-        Where another has failed before, what this one met with may come of that; so that is said.
+        If another process failed before, its reason is printed: this error is likely a consequence.
         """
-        self._take_over()
-        note = self._looked()
-        if note is not None:
-            self._follow(note)
-        reason, status = _described(error)
+        self._claim_exit()
+        abort = self._read_abort()
+        if abort is not None:
+            self._follow(abort)
+        reason, status = describe(error)
         if not isinstance(error, (FtmeshError, KeyboardInterrupt, SystemExit)):
             with contextlib.suppress(Exception):
                 traceback.print_exception(error)
-        self._say(reason)
+        self._log(reason)
         self._lead(reason, status)
 
     def abort(self, reason: str, status: int) -> NoReturn:
-        """End all processes; the others say the reason."""
-        self._take_over()
+        """End all processes; the others print `reason`."""
+        self._claim_exit()
         self._lead(reason, status)
 
-    def _take_over(self) -> None:
-        """End the process from here on; where another thread does so already, wait for that."""
-        if not self._leaving.acquire(blocking=False):
+    def _claim_exit(self) -> None:
+        """Become the thread that ends the process, or block if another thread is."""
+        if not self._exit_lock.acquire(blocking=False):
             threading.Event().wait()
 
     def _lead(self, reason: str, status: int) -> NoReturn:
-        """Tell the others why, and go when they have read it."""
-        note = {"process": self._process, "reason": reason, "status": status}
-        self._exit(status, note)
+        """Tell the others why, and exit once they have read it."""
+        self._exit(status, {"process": self._process, "reason": reason, "status": status})
 
-    def _follow(self, note: Any) -> NoReturn:
-        """Go because another does, and after it."""
-        self._say(f"process {note['process']}: {note['reason']}")
-        self._exit(note["status"], note)
+    def _follow(self, abort: Any) -> NoReturn:
+        """Exit after the process that failed."""
+        self._log(f"process {abort['process']}: {abort['reason']}")
+        self._exit(abort["status"], abort)
 
-    def _exit(self, status: int, note: Any) -> NoReturn:
-        """End at once: the main thread may wait for a chip, and an orderly end would, too."""
+    def _exit(self, status: int, abort: Any) -> NoReturn:
+        """Exit without the interpreter's cleanup, which could wait for a chip for ever."""
         try:
-            within(PATIENCE, lambda: self._board.put(_ABORT, json.dumps(note).encode()))
-            within(GRACE, self._finish_all)
-            within(2 * GRACE, lambda: self._go(note["process"]))
+            run_with_timeout(KV_TIMEOUT, lambda: self._kv.put(_ABORT, json.dumps(abort).encode()))
+            run_with_timeout(GRACE_SECONDS, self._run_callbacks)
+            run_with_timeout(2 * GRACE_SECONDS, lambda: self._wait_for_turn(abort["process"]))
             self._flush()
         finally:
             os._exit(status)
@@ -146,112 +155,117 @@ class Ending:
             with contextlib.suppress(Exception):
                 stream.flush()
 
-    def _go(self, leader: int) -> None:
-        """Wait for those who must read or go before: the leader, and all before process 0."""
-        self._board.put(f"{_READ}/{self._process}", b"")
-        everyone = set(range(self._num_processes))
+    def _wait_for_turn(self, leader: int) -> None:
+        """Wait for those that exit first: the leader, and before process 0 everyone."""
+        self._kv.put(f"{_READ}/{self._process}", b"")
+        processes = set(range(self._num_processes))
         if self._process == leader:
-            self._wait_for(_READ, everyone)
+            self._wait_for(_READ, processes)
         elif leader != 0:
             self._wait_for(_LEFT, {leader})
         if self._process == 0:
-            self._wait_for(_LEFT, everyone - {0})
-            time.sleep(INTERVAL)  # what follows that note is quick, and not done yet
+            self._wait_for(_LEFT, processes - {0})
+            time.sleep(POLL_SECONDS)  # they exit right after that entry
         else:
-            self._board.put(f"{_LEFT}/{self._process}", b"")
+            self._kv.put(f"{_LEFT}/{self._process}", b"")
 
-    def _wait_for(self, notes: str, processes: set[int]) -> None:
-        deadline = time.monotonic() + GRACE
-        while time.monotonic() < deadline and processes - set(self._board.of_processes(notes)):
-            time.sleep(INTERVAL / 10)
+    def _wait_for(self, key: str, processes: set[int]) -> None:
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline and processes - set(self._kv.get_by_process(key)):
+            time.sleep(POLL_SECONDS / 10)
 
-    def _finish_all(self) -> None:
-        for finish in self._finish:
+    def _run_callbacks(self) -> None:
+        for callback in self._callbacks:
             try:
-                finish()
+                callback()
             except Exception as error:
-                self._say(" ".join(str(error).split()))
+                self._log(" ".join(str(error).split()))
 
-    def _say(self, line: str) -> None:
-        with contextlib.suppress(Exception):  # of a terminal that is gone, or a disk that is full
-            self._say_aloud(line)
+    def _log(self, line: str) -> None:
+        with contextlib.suppress(Exception):  # a closed terminal, a full disk
+            self._log_line(line)
 
-    # The watcher, and signals -----------------------------------------------------------------
+    @property
+    def _kv(self) -> KvClient:
+        assert self._shared_kv is not None
+        return self._shared_kv
+
+    # Watcher and signals ----------------------------------------------------------------------
 
     def _watch(self) -> None:
-        self._woken.settimeout(INTERVAL)
-        while not self._over.is_set():
-            number = self._signal()
+        self._woken.settimeout(POLL_SECONDS)
+        while not self._stopped.is_set():
+            number = self._next_signal()
             if number is not None:
-                self._over.wait(INTERVAL)  # for the main thread to come to it by itself
-                if self._leaving.acquire(blocking=False):
-                    self._hold_main()
-                    self._say(_SIGNALS[number])
+                self._stopped.wait(POLL_SECONDS)  # the main thread may handle it by itself
+                if self._exit_lock.acquire(blocking=False):
+                    self._block_main_thread()
+                    self._log(_SIGNALS[number])
                     self._lead(_SIGNALS[number], 128 + number)
-            note = self._looked()
-            if note is not None and self._leaving.acquire(blocking=False):
-                self._hold_main()
-                self._follow(note)
+            abort = self._read_abort()
+            if abort is not None and self._exit_lock.acquire(blocking=False):
+                self._block_main_thread()
+                self._follow(abort)
 
-    def _signal(self) -> signal.Signals | None:
+    def _next_signal(self) -> signal.Signals | None:
         try:
-            found = self._woken.recv(1)
+            data = self._woken.recv(1)
         except TimeoutError:
             return None
-        return next((number for number in _SIGNALS if found and number == found[0]), None)
+        return next((number for number in _SIGNALS if data and number == data[0]), None)
 
-    def _looked(self) -> Any:
-        """The note of one that has failed; None also of a service that does not answer."""
-        note = within(PATIENCE, lambda: self._board.look(_ABORT))
-        return None if note is None else json.loads(note)
+    def _read_abort(self) -> Any:
+        """Return the entry of a failed process; None if there is none, or no answer."""
+        entry = run_with_timeout(KV_TIMEOUT, lambda: self._kv.try_get(_ABORT))
+        return None if entry is None else json.loads(entry)
 
-    def _hold_main(self) -> None:
-        """Have the main thread do no more, as soon as it comes back from where it is."""
-        if self._old_signals:
-            self._holds_main = True
+    def _block_main_thread(self) -> None:
+        """Have the main thread block as soon as it runs Python code again."""
+        if self._old_handlers:
+            self._blocks_main_thread = True
             _thread.interrupt_main()
 
-    def _interrupt(self, number: int, _: Any) -> None:
-        if self._holds_main:
-            self._holds_main = False
+    def _on_signal(self, number: int, _: Any) -> None:
+        if self._blocks_main_thread:
+            self._blocks_main_thread = False
             threading.Event().wait()
-        if self._leaving.locked():  # the second: at once
+        if self._exit_lock.locked():  # a second signal: exit at once
             os._exit(128 + number)
         raise KeyboardInterrupt(signal.Signals(number))
 
     def _at_exit(self) -> None:
-        """The interpreter ends, and nobody has left or failed: outside of `with`, then."""
-        if not self._over.is_set():
+        """Handle an interpreter that ends outside of the group's `with` block."""
+        if not self._stopped.is_set():
             error = getattr(sys, "last_value", None)
-            self._take_over()
-            reason, status = ("has left before the end", 1) if error is None else _described(error)
+            self._claim_exit()
+            reason, status = ("exited before the end", 1) if error is None else describe(error)
             self._lead(reason, status)
 
 
-def _described(error: BaseException) -> tuple[str, int]:
-    """What to tell the others of an error, and with which status to end."""
+def describe(error: BaseException) -> tuple[str, int]:
+    """Return what to tell the others of an error, and the exit status."""
     if isinstance(error, SystemExit):
         if isinstance(error.code, int) or error.code is None:
-            return f"has left before the end, with status {error.code or 0}", error.code or 1
+            return f"exited before the end, with status {error.code or 0}", error.code or 1
         return str(error.code), 1
     if isinstance(error, KeyboardInterrupt):
         number = error.args[0] if error.args else signal.SIGINT
         return _SIGNALS.get(number, "interrupted"), 128 + int(number)
-    words = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     if isinstance(error, FtmeshError):
-        return words, error.status
-    return f"{type(error).__name__}: {words}", 1
+        return message, error.status
+    return f"{type(error).__name__}: {message}", 1
 
 
-def within(seconds: float, do: Callable[[], Any]) -> Any:
-    """What `do` gives, if it does in time; None where it fails, or goes on elsewhere."""
-    found: list[Any] = []
+def run_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
+    """Return what `function` returns; None if it fails or takes longer than `seconds`."""
+    results: list[Any] = []
 
     def run() -> None:
         with contextlib.suppress(Exception):
-            found.append(do())
+            results.append(function())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return results[0] if results else None

@@ -1,10 +1,10 @@
-"""The steward: decides who takes part, commits steps, and notices who is gone or stuck.
+"""Controller: decides who takes part, commits steps, and notices lost and stuck workers.
 
-Every process has a line to it, on which it says what it is doing. A step is committed when all who
-take part have its results; then all are told. When one of them is lost there is a new epoch: the
-others are told who is left and which step was the last to be committed, and go on from there in
-place; where they cannot, the verdict is a restart. One decides for all, so that no two processes
-ever believe different things. It is a place for notes, too, by which processes agree.
+Every worker has a connection to it and reports what it does. A step is committed once all members
+have its results. When a worker is lost there is a new generation: the others learn who is left and
+which step was committed last, and continue from there in place; if they cannot, all are restarted.
+One decides for all, so no two workers ever disagree. The controller also holds the key-value store
+by which the workers of a generation agree.
 """
 
 from __future__ import annotations
@@ -15,78 +15,84 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ftmesh.elastic.events import Recovery
-from ftmesh.elastic.heartbeats import WAITING, Deadlines
-from ftmesh.elastic.kv_store import Notes
+from ftmesh.elastic.heartbeats import WAITING_PHASES, ProgressMonitor
+from ftmesh.elastic.kv_store import KvStore
 from ftmesh.elastic.member import Member, Verdict
 from ftmesh.elastic.rpc import Channel, ChannelClosed
-from ftmesh.errors import NOT_FOUND, PROVED_WRONG, REFUSED, USAGE
+from ftmesh.errors import NOT_FOUND, UNAVAILABLE, USAGE, VERIFICATION_FAILED
 
-CLOSED = 0.5  # seconds between the end of a line and being taken for lost, unless it is seen to end
-_LEARNED = ("start", "plan", "compile", "restore", "save", "evaluate", "examine")
+CLOSED_SECONDS = 0.5  # from a closed connection to a lost worker; also to write stacks
+_LEARNED_PHASES = ("start", "plan", "compile", "restore", "save", "evaluate", "examine")
+_PERMANENT = {USAGE, UNAVAILABLE, VERIFICATION_FAILED, NOT_FOUND}  # a retry cannot cure these
 
-# Statuses of a process that was told nonsense: to try again would not help.
-REFUSALS = {USAGE, REFUSED, PROVED_WRONG, NOT_FOUND}
-
-Say = Callable[..., None]
+LogEvent = Callable[..., None]
 
 
-class Steward:
-    """Of the processes of one start. `say` is given events; `stop` kills a process.
+class Controller:
+    """The controller of one start of the workers.
 
-    With `in_place` survivors go on as they are, once all processes have joined each other.
+    Args:
+        members: The workers.
+        generation: Number of the generation that this start begins.
+        monitor: Timeouts of phases.
+        log_event: Called with an event's name and facts.
+        kill: Called with the index of a process to kill.
+        in_place: Survivors continue in their processes, once all have joined.
+        quarantined: Unhealthy chips, as blocks.
+        highest_step: The highest step ever committed.
+        recovery: Clock of a recovery that is under way.
     """
 
     def __init__(
         self,
         members: Iterable[Member],
         *,
-        epoch: int,
-        deadlines: Deadlines,
-        say: Say,
-        stop: Callable[[int], None],
+        generation: int,
+        monitor: ProgressMonitor,
+        log_event: LogEvent,
+        kill: Callable[[int], None],
         in_place: bool = True,
-        masked: str = "",
-        highest: int = 0,
+        quarantined: str = "",
+        highest_step: int = 0,
         recovery: Recovery | None = None,
     ) -> None:
         self.members = {member.process: member for member in members}
-        self.everyone = dict(self.members)
-        self.start = self.epoch = epoch  # processes of this start have its number
+        self.started = dict(self.members)  # the lost ones too
+        self.first_generation = self.generation = generation
         self.in_place = in_place
-        self.committed, self.highest = 0, highest
+        self.committed, self.highest_step = 0, highest_step
         self.verdict: Verdict | None = None
-        self.masked = masked  # chips that were found to be sick, as blocks
-        self.epoch_began = time.monotonic()
-        self._say, self._stop = say, stop
-        self._deadlines = deadlines
-        self._lock = threading.RLock()
-        self._notes = Notes()
-        self._ready: dict[int, set[int]] = {}
-        self._joined: set[int] = set()
-        self._told: tuple[int, dict[str, Any]] = 0, {}  # by the last who joined
-        self._is_joined = False  # all of this start have been together
-        self._pausing, self._why_paused = False, ""
-        self._told_to_leave = False
+        self.quarantined = quarantined
+        self.generation_began = time.monotonic()
         self.recovery = recovery or Recovery()
+        self._log_event, self._kill, self._monitor = log_event, kill, monitor
+        self._lock = threading.RLock()
+        self._kv = KvStore()
+        self._ready: dict[int, set[int]] = {}  # step -> processes that have its results
+        self._joined: set[int] = set()
+        self._last_join: tuple[int, dict[str, Any]] = 0, {}
+        self._all_joined = False  # at least once since this start
+        self._pause_reason: str | None = None
+        self._told_to_leave = False
 
-    # Lines ------------------------------------------------------------------------------------
+    # Messages ---------------------------------------------------------------------------------
 
     def serve(self, channel: Channel) -> None:
-        """Hear one process out, in a thread of its own."""
+        """Handle the connection of one worker, in a thread of its own."""
         member = None
         try:
             while True:
-                found = channel.receive()
-                if found is None:
+                frame = channel.receive()
+                if frame is None:
                     continue
-                message, data = found
+                message, data = frame
                 with self._lock:
                     if member is None:
                         member = self._greet(channel, message)
                     elif member.process in self.members or member.has_left:
-                        self._hear(member, message, data)
+                        self._handle(member, message, data)
         except (ChannelClosed, AttributeError, KeyError, OverflowError, TypeError, ValueError):
-            pass  # gone, or what it says makes no sense
+            pass  # the worker is gone, or sends nonsense
         finally:
             channel.close()
             if member is not None:
@@ -94,224 +100,216 @@ class Steward:
                     member.closed_at = time.monotonic()
 
     def _greet(self, channel: Channel, message: dict[str, Any]) -> Member:
-        member = self.everyone[int(message["hello"])]
-        if member.channel is not None or message["start"] != self.start:
-            raise ValueError("one more, or one of an earlier start")
+        member = self.started[int(message["hello"])]
+        if member.channel is not None or message["start"] != self.first_generation:
+            raise ValueError("a second connection, or a worker of an earlier start")
         member.channel, member.pid = channel, int(message["pid"])
-        self._enter(member, "agree", 0)  # from here on it waits for those who have not come
-        channel.send({"welcome": self.epoch, "masked": self.masked})
+        self._enter(member, "agree", 0)  # from here on it waits for the others
+        channel.send({"welcome": self.generation, "quarantined": self.quarantined})
         return member
 
-    def _hear(self, member: Member, message: dict[str, Any], data: bytes) -> None:
-        member.heard = time.monotonic()
-        if "failing" in message:
-            member.error = str(message["failing"])
+    def _handle(self, member: Member, message: dict[str, Any], data: bytes) -> None:
+        member.last_heard = time.monotonic()
+        if "exiting" in message:
+            member.error = str(message["exiting"])
         elif "leave" in message:
             self._leave(member)
-        elif int(message.get("epoch", self.epoch)) != self.epoch:
-            pass  # it has not heard of this one yet
+        elif int(message.get("generation", self.generation)) != self.generation:
+            pass  # sent before it learned of this one
         elif "call" in message:
-            for who, reply, note in self._notes.asked(member.process, message, data):
-                self.everyone[who].tell(reply, note)
-        elif "at" in message:
-            phase, step = str(message["at"]), int(message["step"])
+            for process, reply, value in self._kv.handle(member.process, message, data):
+                self.started[process].send(reply, value)
+        elif "phase" in message:
+            phase, step = str(message["phase"]), int(message["step"])
             if (phase, step) != (member.phase, member.step):
                 self._enter(member, phase, step, ago=float(message.get("for", 0)))
         elif "ready" in message:
-            self._enter(member, "commit", int(message["ready"]))
-            self._vote(member, int(message["ready"]))
+            step = int(message["ready"])
+            self._enter(member, "commit", step)
+            self._ready.setdefault(step, set()).add(member.process)
+            self._commit_if_all(step)
         elif "joined" in message:
             self._join(member, int(message["joined"]), message)
         elif "failed" in message:
             member.error = str(message["failed"])
             self._enter(member, "failed", member.step)
-        elif "mask" in message:
-            self._mask(member, str(message["mask"]), str(message["why"]))
+        elif "quarantine" in message:
+            self._quarantine(member, str(message["quarantine"]), str(message["reason"]))
         elif "end" in message:
-            self._over("end", f"{member}: {message['end']}")
+            self._decide("end", f"{member}: {message['end']}")
         elif "restart" in message:
-            self._over("restart", f"{member}: {message['restart']}")
+            self._decide("restart", f"{member}: {message['restart']}")
         elif "idle" in message:
             member.is_idle = True
             self._enter(member, "commit", 0)
-            self._begin_if_all()  # the others may have come before
+            self._begin_if_all()  # the others may be ready already
             for step in sorted(self._ready):
                 self._commit_if_all(step)
-        elif "say" in message:
-            self._say(str(message["say"]), epoch=self.epoch, **message["facts"])
+        elif "event" in message:
+            self._log_event(str(message["event"]), epoch=self.generation, **message["facts"])
 
     def _enter(self, member: Member, phase: str, step: int, ago: float = 0.0) -> None:
-        others = [each.phase for each in self.members.values() if each is not member]
-        for before, part in (("over", "noticed"), ("start", "started")):
-            if member.phase == before != phase and before not in others:
+        other_phases = [other.phase for other in self.members.values() if other is not member]
+        for last, part in (("over", "noticed"), ("start", "started")):
+            if member.phase == last != phase and last not in other_phases:
                 self.recovery.reach(part)
-        now = time.monotonic() - ago
-        if member.phase in _LEARNED and phase not in ("over", "failed"):
-            self._deadlines.took(member.phase, now - member.since)
-        member.phase, member.step, member.since = phase, step, now
+        began = time.monotonic() - ago
+        if member.phase in _LEARNED_PHASES and phase not in ("over", "failed"):
+            self._monitor.record(member.phase, began - member.since)
+        member.phase, member.step, member.since = phase, step, began
         member.stacks_at = None
 
     # Steps ------------------------------------------------------------------------------------
 
-    def _vote(self, member: Member, step: int) -> None:
-        """A process has the results of a step; with the last of them it is committed."""
-        self._ready.setdefault(step, set()).add(member.process)
-        self._commit_if_all(step)
+    @property
+    def _training(self) -> set[int]:
+        """Members that have chips in the program."""
+        return {process for process, member in self.members.items() if not member.is_idle}
 
     def _commit_if_all(self, step: int) -> None:
-        if not self._ready.get(step, set()) >= self._working:
+        if not self._ready.get(step, set()) >= self._training:
             return
         now = time.monotonic()
         self._ready.clear()
         self.committed = step
-        self.highest = max(self.highest, step)
-        then = "leave" if self._pausing else "go on"
-        self._told_to_leave = self._pausing
-        for each in self.members.values():
-            each.tell({"commit": step, "then": then})
-            if each.phase == "commit" and not each.is_idle:
-                self._enter(each, "read", step + 1)
-        clock, usual = self.recovery, self._deadlines.usual_step
-        if clock.failed_at is not None:
-            self._say("goes on", epoch=self.epoch, step=step, **clock.end(now, usual))
-        elif clock.last_commit is not None:
-            self._deadlines.took("step", now - clock.last_commit)
-        clock.last_commit = now
+        self.highest_step = max(self.highest_step, step)
+        self._told_to_leave = self._pause_reason is not None
+        for member in self.members.values():
+            member.send({"commit": step, "then": "leave" if self._told_to_leave else "go on"})
+            if member.phase == "commit" and not member.is_idle:
+                self._enter(member, "read", step + 1)
+        recovery = self.recovery
+        if recovery.failed_at is not None:
+            facts = recovery.end(now, self._monitor.typical_step)
+            self._log_event("goes on", epoch=self.generation, step=step, **facts)
+        elif recovery.last_commit is not None:
+            self._monitor.record("step", now - recovery.last_commit)
+        recovery.last_commit = now
 
-    def _join(self, member: Member, step: int, told: dict[str, Any]) -> None:
-        """A process is ready for the first step of an epoch, from the state after `step`."""
+    def _join(self, member: Member, step: int, facts: dict[str, Any]) -> None:
+        """Note that a worker is ready for the first step after `step`."""
         self._joined.add(member.process)
-        self.recovery.took(told.get("parts", {}))
+        self.recovery.record(facts.get("parts", {}))
         self._enter(member, "read", step)
-        self._told = step, told
+        self._last_join = step, facts
         self._begin_if_all()
 
     def _begin_if_all(self) -> None:
-        if self._joined and self._joined >= self._working:
-            step, told = self._told
-            self.recovery.repeated = max(self.highest - step, 0)
-            self.committed, self._is_joined = step, True
-            self._say(
+        if self._joined and self._joined >= self._training:
+            step, facts = self._last_join
+            self.recovery.repeated_steps = max(self.highest_step - step, 0)
+            self.committed, self._all_joined = step, True
+            self._log_event(
                 "epoch",
-                epoch=self.epoch,
-                in_place=self.epoch != self.start,
-                hosts=sorted(each.host for each in self.members.values()),
-                failed=told.get("less", ""),
-                live=told.get("live", 0),
+                epoch=self.generation,
+                in_place=self.generation != self.first_generation,
+                hosts=sorted(member.host for member in self.members.values()),
+                failed=facts.get("failed_chips", ""),
+                live=facts.get("live", 0),
                 from_step=step,
-                repeated=self.recovery.repeated,
-                source=told.get("source", "start"),
+                repeated=self.recovery.repeated_steps,
+                source=facts.get("source", "start"),
                 parts=self.recovery.parts,
             )
 
-    @property
-    def _working(self) -> set[int]:
-        """Those who have chips to train on."""
-        return {number for number, each in self.members.items() if not each.is_idle}
+    # Lost and stuck workers -------------------------------------------------------------------
 
-    # Who is there -----------------------------------------------------------------------------
-
-    def ended(self, process: int, how: str, status: int) -> None:
-        """A process has ended."""
+    def process_ended(self, process: int, how: str, status: int) -> None:
+        """Handle the end of a process; `how` is "ended by SIGKILL" or the like."""
         with self._lock:
-            member = self.everyone[process]
+            member = self.started[process]
             if member.has_left or process not in self.members:
                 return
             if member.error:
                 how = f"{how}: {member.error}"
             if status == 0:
-                self._leave(member)  # without a word: it may know nothing of a steward
+                self._leave(member)  # it may be a program that knows of no controller
                 return
-            if status in REFUSALS and self.committed == 0 and self.start == 1:
-                self._over("end", f"{member} {how}")
+            if status in _PERMANENT and self.committed == 0 and self.first_generation == 1:
+                self._decide("end", f"{member} {how}")
             self._lose({process: how})
 
-    def service_ended(self, how: str) -> None:
-        """JAX's coordination service has: no process outlives that."""
+    def service_ended(self) -> None:
+        """Handle the end of JAX's coordination service, which no worker survives."""
         with self._lock:
-            self._over("restart", f"JAX's coordination service {how}")
+            self._decide("restart", "JAX's coordination service has ended")
 
-    def tick(self) -> None:
-        """Look for those who are gone or stuck; to be called a few times a second."""
+    def poll(self) -> None:
+        """Look for lost and stuck workers. Call it a few times a second."""
         with self._lock:
             if self.verdict is not None:
                 return
             now = time.monotonic()
-            gone = {
-                each.process: "has closed its line"
-                for each in self.members.values()
-                if each.closed_at is not None
-                and not each.has_left
-                and now - each.closed_at > CLOSED
+            active = {p: member for p, member in self.members.items() if not member.has_left}
+            closed = {
+                process: "has closed its connection"
+                for process, member in active.items()
+                if member.closed_at is not None and now - member.closed_at > CLOSED_SECONDS
             }
-            if gone:
-                self._lose(gone)
+            if closed:
+                self._lose(closed)
                 return
-            for each in self.everyone.values():
-                if each.has_left and each.seen(now).seconds > self._deadlines.of("leave"):
-                    self._stop(each.process)  # it is done, and hangs where it should end
-            working = {k: each for k, each in self.members.items() if not each.has_left}
-            stuck = self._deadlines.stuck({k: each.seen(now) for k, each in working.items()})
-            stuck |= {k for k, each in working.items() if self._is_silent(each, now)}
-            self._see_to(stuck, now)
-            failed = [each for each in working.values() if each.phase == "failed"]
-            if failed and all(each.phase in WAITING for each in working.values()) and not stuck:
-                longest = max(each.seen(now).seconds for each in failed)
-                if longest > CLOSED:
-                    why = f"a collective failed and all are there: {failed[0].error}"
-                    self._over("restart", why)
+            for member in self.started.values():
+                seconds = member.activity(now).seconds
+                if member.has_left and seconds > self._monitor.timeout("leave"):
+                    self._kill(member.process)  # it is done, and hangs in its exit
+            stuck = self._monitor.find_stuck({p: m.activity(now) for p, m in active.items()})
+            stuck |= {process for process, member in active.items() if self._is_silent(member, now)}
+            self._handle_stuck(stuck, now)
+            failed = [member for member in active.values() if member.phase == "failed"]
+            all_wait = all(member.phase in WAITING_PHASES for member in active.values())
+            longest = max((member.activity(now).seconds for member in failed), default=0.0)
+            if longest > CLOSED_SECONDS and all_wait and not stuck:
+                reason = f"a collective failed and no worker is lost: {failed[0].error}"
+                self._decide("restart", reason)
 
-    def _see_to(self, stuck: set[int], now: float) -> None:
-        """First the stacks, then the end; nobody can tell who it is where all are stuck."""
+    def _handle_stuck(self, stuck: set[int], now: float) -> None:
+        """Have stuck workers write their stacks; a moment later they count as lost."""
         for process, member in self.members.items():
             if process not in stuck:
                 member.stacks_at = None
-        for process in stuck:
-            member = self.members[process]
-            if member.stacks_at is None:
+            elif member.stacks_at is None:
                 member.stacks_at = now
                 member.write_stacks()
-        due = {
-            process: f"is stuck: alive, and {self._seconds(process, now):.0f} s in phase "
-            f"{self.members[process].phase!r} of step {self.members[process].step}"
-            f"{', without a sign of life' * self._is_silent(self.members[process], now)}"
-            for process in stuck
-            if now - (self.members[process].stacks_at or now) > CLOSED
-        }
-        if not due:
-            return
-        if len(stuck) > 1 and stuck >= self._working:
-            if due.keys() >= stuck:  # the last of them, too, has had its time
-                self._over("restart", "all processes are stuck, and nobody can tell who began")
-            return
-        self._lose(due)
+        due = {}
+        for process in stuck:
+            member = self.members[process]
+            if now - (member.stacks_at or now) > CLOSED_SECONDS:
+                silent = ", without a heartbeat" * self._is_silent(member, now)
+                seconds = member.activity(now).seconds
+                due[process] = (
+                    f"is stuck: alive, and {seconds:.0f} s in phase {member.phase!r} of step "
+                    f"{member.step}{silent}"
+                )
+        if len(stuck) > 1 and stuck >= self._training:
+            if due.keys() >= stuck:  # the last of them is due, too
+                self._decide("restart", "all workers are stuck, and the first cannot be told")
+        elif due:
+            self._lose(due)
 
     def _is_silent(self, member: Member, now: float) -> bool:
-        """Whether not even its second thread is heard of, which says several words a second."""
-        return member.channel is not None and now - member.heard > self._deadlines.silence
-
-    def _seconds(self, process: int, now: float) -> float:
-        return self.members[process].seen(now).seconds
+        """True if not even the heartbeat thread is heard of."""
+        silence = now - member.last_heard
+        return member.channel is not None and silence > self._monitor.silence_timeout
 
     def _lose(self, lost: dict[int, str]) -> None:
-        """Some are lost: a new epoch without them, in place or not."""
+        """Begin a generation without the lost workers, in place or by a restart."""
         if self.verdict is not None:
             return
-        left = any(each.has_left and each.channel for each in self.members.values())
-        if left and not self._told_to_leave:
-            for process in lost:  # all is done; nothing depends on it any more
-                self._stop(process)
+        some_left = any(member.has_left and member.channel for member in self.members.values())
+        if some_left and not self._told_to_leave:
+            for process in lost:  # the run is done; nothing depends on it
+                self._kill(process)
                 self._leave(self.members[process])
             return
-        hosts = []
         now = time.monotonic()
-        signs = min(self.members[process].since for process in lost)
+        last_signs = min(self.members[process].since for process in lost)
+        hosts = [self.members[process].host for process in lost]
         for process, how in lost.items():
             member = self.members.pop(process)
-            hosts.append(member.host)
-            self._say(
+            self._log_event(
                 "failed",
-                epoch=self.epoch,
+                epoch=self.generation,
                 host=member.host,
                 process=process,
                 chips=member.chips,
@@ -319,76 +317,79 @@ class Steward:
                 step=member.step,
                 phase=member.phase,
             )
-            self._stop(process)
+            self._kill(process)
         if not self.members:
-            self._over("restart", "no process is left")
-        elif left or not (self.in_place and self._is_joined):
-            early = "" if self.in_place else ", and it is not to go on in place"
-            self._over("restart", f"host {hosts[0]} is lost{early}")
+            self._decide("restart", "no worker is left")
+        elif some_left or not (self.in_place and self._all_joined):
+            restarts = "" if self.in_place else ", and workers do not continue in place"
+            self._decide("restart", f"host {hosts[0]} is lost{restarts}")
         else:
-            why = "; ".join(f"process {p} {how}" for p, how in lost.items())
+            reason = "; ".join(f"process {p} {how}" for p, how in lost.items())
             stuck = any(how.startswith("is stuck") for how in lost.values())
-            self._next_epoch(why, noticed=now - signs if stuck else 0.0)
+            self._begin_generation(reason, noticed_after=now - last_signs if stuck else 0.0)
 
-    def _mask(self, member: Member, blocks: str, why: str) -> None:
-        """Chips are sick: the same processes go on without them."""
-        known = list(filter(None, self.masked.split(";")))
-        new = [block for block in blocks.split(";") if block not in known]
+    def _quarantine(self, member: Member, chips: str, reason: str) -> None:
+        """Have the same workers continue without unhealthy chips."""
+        known = list(filter(None, self.quarantined.split(";")))
+        new = [block for block in chips.split(";") if block not in known]
         if not new:
             return
-        self.masked = ";".join([*known, *new])
-        self._say("masked", epoch=self.epoch, chips=blocks, why=why, process=member.process)
-        if self.in_place and self._is_joined:
-            self._next_epoch(f"chips {blocks} are sick: {why}", noticed=0.0)
+        self.quarantined = ";".join([*known, *new])
+        self._log_event(
+            "masked", epoch=self.generation, chips=chips, why=reason, process=member.process
+        )
+        if self.in_place and self._all_joined:
+            self._begin_generation(f"chips {chips} are unhealthy: {reason}", noticed_after=0.0)
         else:
-            self._over("restart", f"chips {blocks} are sick: {why}")
+            self._decide("restart", f"chips {chips} are unhealthy: {reason}")
 
-    def _next_epoch(self, why: str, *, noticed: float) -> None:
-        self.epoch_began = time.monotonic()
-        self.epoch += 1
+    def _begin_generation(self, reason: str, *, noticed_after: float) -> None:
+        self.generation_began = time.monotonic()
+        self.generation += 1
         self._ready.clear()
         self._joined.clear()
-        self._notes = Notes()
-        self.recovery.begin(noticed)
-        for each in self.members.values():
-            each.error, each.is_idle = "", False
-            if each.phase in (*WAITING, "read", "step"):
-                self._enter(each, "over", each.step)
-            each.tell(
+        self._kv = KvStore()
+        self.recovery.begin(noticed_after)
+        for member in self.members.values():
+            member.error, member.is_idle = "", False
+            if member.phase in (*WAITING_PHASES, "read", "step"):
+                self._enter(member, "over", member.step)
+            member.send(
                 {
-                    "epoch": self.epoch,
+                    "generation": self.generation,
                     "members": sorted(self.members),
-                    "masked": self.masked,
+                    "quarantined": self.quarantined,
                     "committed": self.committed,
-                    "why": why,
+                    "reason": reason,
                 }
             )
 
-    def _over(self, what: str, why: str) -> None:
-        if self.verdict is None:
-            self.verdict = Verdict(what, why)
-            for each in self.members.values():
-                each.tell({"over": what, "why": why})
-
     # The end ----------------------------------------------------------------------------------
 
-    def give_up(self, why: str) -> None:
-        """End all processes."""
-        with self._lock:
-            self._over("end", why)
+    def _decide(self, action: str, reason: str) -> None:
+        if self.verdict is None:
+            self.verdict = Verdict(action, reason)
+            for member in self.members.values():
+                member.send({"over": action, "reason": reason})
 
-    def pause(self, why: str) -> None:
-        """Have all processes leave at the next commit, their states kept."""
+    def give_up(self, reason: str) -> None:
+        """End all workers."""
         with self._lock:
-            self._pausing = True
-            self._why_paused = why
+            self._decide("end", reason)
+
+    def pause(self, reason: str) -> None:
+        """Have all workers save their state and exit at the next commit, to be restarted."""
+        with self._lock:
+            self._pause_reason = reason
 
     def _leave(self, member: Member) -> None:
         member.has_left = True
         self._enter(member, "leave", member.step)
-        if all(self.members[number].has_left for number in self._working):
+        if all(self.members[process].has_left for process in self._training):
             if self.verdict is None:
-                what = ("restart", self._why_paused) if self._told_to_leave else ("end", "")
-                self.verdict = Verdict(*what, is_well=True)
-            for each in self.members.values():
-                each.tell({"left": True})
+                if self._told_to_leave:
+                    self.verdict = Verdict("restart", self._pause_reason or "", is_orderly=True)
+                else:
+                    self.verdict = Verdict("end", "", is_orderly=True)
+            for other in self.members.values():
+                other.send({"left": True})

@@ -1,7 +1,8 @@
-"""The line of a process to the steward: what it is doing goes up, commits and epochs come down.
+"""Controller client: a worker's control connection to the controller.
 
-Whatever the process waits for here, a new epoch ends the wait with `EpochOver`; so nobody waits for
-one that is gone. When the steward is, or says that all is over, the process ends at once.
+The worker reports what it is doing; the controller sends commits and generations. A new generation
+ends every wait in here with `GenerationChanged`, so no worker waits for a lost one. If the
+controller is gone, or ends the run, the worker exits at once.
 """
 
 from __future__ import annotations
@@ -14,248 +15,278 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ftmesh.distributed.wording import in_seconds
 from ftmesh.elastic.rpc import Channel, ChannelClosed, connect
 from ftmesh.errors import ClusterError
 
-RESTARTS = 75  # the status of a process that ends so that all may be started anew
-_PARTS = {"agree": "agreed", "plan": "planned", "compile": "compiled", "restore": "restored"}
-BEAT = 0.2  # seconds between two signs of life
-OFTEN = ("read", "step")  # phases of every step
-LAST_WORD = 7200.0  # seconds for the steward to decide what a failed collective means
+RESTART_STATUS = 75  # exit status of a worker that is to be started again
+HEARTBEAT_SECONDS = 0.2
+DECISION_TIMEOUT = 7200.0  # seconds for the controller to decide what a failed collective means
+_PHASES_OF_EVERY_STEP = ("read", "step")
+_RECOVERY_PARTS = {  # names of phases in the "goes on" event
+    "agree": "agreed",
+    "plan": "planned",
+    "compile": "compiled",
+    "restore": "restored",
+}
 
 
 class Paused(Exception):  # noqa: N818
-    """All processes end after a step, so that more of them can be started."""
+    """All workers exit after a committed step, so that more of them can be started."""
 
 
-class EpochOver(Exception):  # noqa: N818
-    """Who takes part has changed: what was begun cannot be finished, and is to be begun again."""
+class GenerationChanged(Exception):  # noqa: N818
+    """The members have changed: start over with those that are left."""
 
 
 @dataclass(frozen=True)
-class News:
-    """An epoch: who takes part, without which chips, and the last step that counts."""
+class Membership:
+    """A generation: its members, the quarantined chips and the last committed step."""
 
-    epoch: int
+    generation: int
     members: tuple[int, ...]
-    masked: str = ""
+    quarantined: str = ""  # blocks of chips, as in "1x1@0,0;2x2@4,4"
     committed: int = 0
-    why: str = ""
+    reason: str = ""
 
 
-class Line:
-    """A process's line to the steward. `end` is called where all is over, with the reason."""
+class ControllerClient:
+    """A worker's connection to the controller.
 
-    def __init__(self, channel: Channel, news: News, *, end: Callable[[str], NoReturn]) -> None:
-        self.news = news  # of the epoch that this process is in
-        self.start = news.epoch  # the first one
-        self.held: Any = None  # what the process takes with it into the next
-        self._channel, self._end = channel, end
-        self._next: News | None = None
+    Args:
+        channel: The connection, past the greeting.
+        membership: The generation in which the worker starts.
+        on_end: Called with the reason when the controller ends the run or is gone.
+    """
+
+    def __init__(
+        self, channel: Channel, membership: Membership, *, on_end: Callable[[str], NoReturn]
+    ) -> None:
+        self.membership = membership
+        self.first_generation = membership.generation
+        self.held_state: Any = None  # what the worker takes into the next generation
+        self._channel, self._on_end = channel, on_end
+        self._next: Membership | None = None
         self._committed, self._then = 0, "go on"
         self._has_left = False
-        self._calls = itertools.count()
+        self._call_ids = itertools.count()
         self._replies: dict[int, tuple[dict[str, Any], bytes]] = {}
         self._changed = threading.Condition()
-        self._saying = threading.RLock()  # a beat must not say late what was before
+        self._reporting = threading.RLock()  # no heartbeat may report a phase that is over
         self._phase, self._since = ("", 0), time.monotonic()
-        self._took: dict[str, float] = {}  # seconds in each phase of the epoch
-        self._thread = threading.Thread(target=self._listen, name="ftmesh line", daemon=True)
+        self._phase_seconds: dict[str, float] = {}  # in this generation
+        self._thread = threading.Thread(target=self._listen, name="ftmesh controller", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._beats, name="ftmesh beats", daemon=True).start()
+        threading.Thread(target=self._heartbeats, name="ftmesh heartbeats", daemon=True).start()
 
     @staticmethod
-    def to(
+    def connect(
         address: str,
         secret: str,
         process: int,
-        start: int,
+        generation: int,
         num_processes: int,
         *,
-        limit: float,
-        end: Callable[[str], NoReturn],
-    ) -> Line:
-        """The line of a process of the start with this number, to the steward at an address."""
-        channel = connect(address, secret, timeout=limit)
-        channel.send({"hello": process, "pid": os.getpid(), "start": start})
-        found = channel.receive(limit)
-        if found is None or "welcome" not in found[0]:
-            raise ClusterError(f"the steward at {address} does not know process {process}")
-        epoch, masked = int(found[0]["welcome"]), str(found[0]["masked"])
-        return Line(channel, News(epoch, tuple(range(num_processes)), masked), end=end)
+        timeout: float,
+        on_end: Callable[[str], NoReturn],
+    ) -> ControllerClient:
+        """Connect a worker that was started in `generation` to the controller at `address`.
 
-    # What goes up -----------------------------------------------------------------------------
-
-    def at(self, phase: str, step: int = 0) -> None:
-        """Say what this process is doing from now on; `ftmesh.elastic.heartbeats` has the words.
-
-        What comes with every step is said by the next beat, and costs a step nothing.
+        Raises:
+            ClusterError: The controller does not answer, or does not know the worker.
         """
-        self.check()
+        channel = connect(address, secret, timeout=timeout)
+        channel.send({"hello": process, "pid": os.getpid(), "start": generation})
+        reply = channel.receive(timeout)
+        if reply is None or "welcome" not in reply[0]:
+            raise ClusterError(f"the controller at {address} does not know process {process}")
+        current, quarantined = int(reply[0]["welcome"]), str(reply[0]["quarantined"])
+        membership = Membership(current, tuple(range(num_processes)), quarantined)
+        return ControllerClient(channel, membership, on_end=on_end)
+
+    # To the controller ------------------------------------------------------------------------
+
+    def report_phase(self, phase: str, step: int = 0) -> None:
+        """Report what this worker does from now on, a phase of `heartbeats.PHASE_TIMEOUTS`.
+
+        Phases of every step go out with the next heartbeat, and cost the step nothing.
+        """
+        self.check_generation()
         if (phase, step) != self._phase:
             self._enter(phase, step)
-            if phase not in OFTEN:
-                self._beat()
-
-    def _beat(self) -> None:
-        with self._saying:
-            (phase, step), since = self._phase, self._since
-            if phase and phase != "commit":
-                self._send({"at": phase, "step": step, "for": time.monotonic() - since})
-            else:
-                self._send({"beat": True})
-
-    def _beats(self) -> None:
-        while not self._has_left:
-            time.sleep(BEAT)
-            self._beat()
-
-    def _enter(self, phase: str, step: int = 0) -> None:
-        now = time.monotonic()
-        before = self._phase[0]
-        self._took[before] = self._took.get(before, 0.0) + now - self._since
-        self._phase, self._since = (phase, step), now
+            if phase not in _PHASES_OF_EVERY_STEP:
+                self._heartbeat()
 
     def commit(self, step: int) -> str:
-        """The results of a step are here: wait until they are everywhere; what to do then."""
-        with self._saying:
+        """Wait until all members have the results of `step`. Returns "go on" or "leave"."""
+        with self._reporting:
             self._enter("commit", step)
             self._send({"ready": step})
         with self._changed:
             self._changed.wait_for(lambda: self._committed >= step or self._next)
             if self._committed >= step:
                 return self._then
-        self.check()
-        raise AssertionError("neither a commit nor an epoch")
+        self.check_generation()
+        raise AssertionError("neither a commit nor a generation")
 
-    def joined(self, step: int, **facts: Any) -> None:
-        """Be ready for the first step of the epoch, from the state after `step`."""
-        self.check()
+    def report_joined(
+        self, step: int, *, source: str = "start", live: int = 0, failed: str = ""
+    ) -> None:
+        """Report that this worker is ready for the first step of the generation.
+
+        Args:
+            step: The step whose state it starts from.
+            source: Where the state came from: "devices", "host memory", "checkpoint", "start".
+            live: Number of live chips.
+            failed: The failed chips, as blocks.
+        """
+        self.check_generation()
         with self._changed:
             self._committed = step
         self._enter("read", step)
-        parts = {name: self._took.get(phase, 0.0) for phase, name in _PARTS.items()}
-        self._send({"joined": step, "parts": parts, **facts})
+        parts = {name: self._phase_seconds.get(p, 0.0) for p, name in _RECOVERY_PARTS.items()}
+        self._send(
+            {"joined": step, "parts": parts, "source": source, "live": live, "failed_chips": failed}
+        )
 
-    def failed(self, error: BaseException) -> NoReturn:
-        """A collective has failed here: the steward finds out whose fault that is."""
+    def report_failure(self, error: BaseException) -> NoReturn:
+        """Report that a collective failed here, and wait for the controller's decision."""
         self._enter("failed", self._phase[1])
         self._send({"failed": " ".join(str(error).split())[:500]})
-        with self._changed:
-            self._changed.wait_for(lambda: self._next, LAST_WORD)
-        self.check()
-        raise ClusterError(f"no word from the steward in {in_seconds(LAST_WORD)}") from error
+        self._wait_for_generation()
 
-    def mask(self, blocks: str, why: str) -> NoReturn:
-        """Chips are sick: go on without them, in another epoch."""
-        self._send({"mask": blocks, "why": why})
-        with self._changed:
-            self._changed.wait_for(lambda: self._next, LAST_WORD)
-        self.check()
-        raise ClusterError(f"no word from the steward in {in_seconds(LAST_WORD)}")
+    def quarantine(self, chips: str, reason: str) -> NoReturn:
+        """Have the next generation run without unhealthy chips, given as blocks."""
+        self._send({"quarantine": chips, "reason": reason})
+        self._wait_for_generation()
 
-    def say(self, event: str, **facts: Any) -> None:
-        """Have an event told."""
-        self._send({"say": event, "facts": facts})
+    def request_restart(self, reason: str) -> NoReturn:
+        """Have all workers started again: this one cannot continue in place."""
+        self._send({"restart": reason})
+        self._wait_for_end()
 
-    def restart(self, why: str) -> NoReturn:
-        """Have all processes started anew: this one cannot go on in place."""
-        self._send({"restart": why})
-        time.sleep(LAST_WORD)  # the end comes in between
-        raise ClusterError(f"no word from the steward in {in_seconds(LAST_WORD)}")
+    def request_end(self, reason: str) -> NoReturn:
+        """End the run: a restart would not help."""
+        self._send({"end": reason})
+        self._wait_for_end()
 
-    def end(self, why: str) -> NoReturn:
-        """End the run: to begin again would not help."""
-        self._send({"end": why})
-        time.sleep(LAST_WORD)  # the end comes in between
-        raise ClusterError(f"no word from the steward in {in_seconds(LAST_WORD)}")
+    def report_exit(self, reason: str) -> None:
+        """Report that this worker is about to exit because of an error."""
+        self._send({"exiting": reason[:500]})
 
-    def failing(self, reason: str) -> None:
-        """Say that this process is about to end because of an error."""
-        self._send({"failing": reason[:500]})
+    def log_event(self, event: str, **facts: Any) -> None:
+        """Have the launcher log an event."""
+        self._send({"event": event, "facts": facts})
 
     def stand_by(self) -> None:
-        """Wait until all is done, or for another epoch: there is no chip here to train on."""
+        """Wait for the end or the next generation: no chip of this worker is in the program."""
         self._send({"idle": True})
         with self._changed:
             self._changed.wait_for(lambda: self._has_left or self._next)
-        self.check()
+        self.check_generation()
 
-    def leave(self, limit: float) -> None:
-        """All is done here: wait until it is everywhere."""
+    def leave(self, timeout: float) -> None:
+        """Report that this worker is done, and wait up to `timeout` seconds for the others."""
         self._enter("leave")
         self._send({"leave": True})
         with self._changed:
-            self._changed.wait_for(lambda: self._has_left, limit)
+            self._changed.wait_for(lambda: self._has_left, timeout)
             self._has_left = True
         self._channel.close()
 
-    def call(
-        self, do: str, key: str, note: bytes = b"", *, limit: float, **more: Any
+    def call_kv(
+        self, operation: str, key: str, value: bytes = b"", *, timeout: float, **arguments: Any
     ) -> tuple[dict[str, Any], bytes] | None:
-        """The steward's reply to a call of `ftmesh.elastic.kv_store`; None where time is up."""
-        self.check()
-        call = next(self._calls)
-        self._send({"call": call, "do": do, "key": f"{self.news.epoch}/{key}", **more}, note)
+        """Call `kv_store.KvStore` in the controller. Returns None after `timeout` seconds."""
+        self.check_generation()
+        call_id = next(self._call_ids)
+        scoped = f"{self.membership.generation}/{key}"
+        self._send({"call": call_id, "operation": operation, "key": scoped, **arguments}, value)
         with self._changed:
-            self._changed.wait_for(lambda: call in self._replies or self._next, limit)
-            found = self._replies.pop(call, None)
-        if found is None:
-            self.check()
-        return found
+            self._changed.wait_for(lambda: call_id in self._replies or self._next, timeout)
+            reply = self._replies.pop(call_id, None)
+        if reply is None:
+            self.check_generation()
+        return reply
 
-    def check(self) -> None:
-        """`EpochOver` where there is a new epoch."""
+    def check_generation(self) -> None:
+        """Raise `GenerationChanged` if a new generation has begun."""
         if self._next is not None:
-            raise EpochOver(self._next.why)
+            raise GenerationChanged(self._next.reason)
 
-    def next_epoch(self) -> News:
-        """Take note of the new epoch, and be in it."""
-        with self._saying, self._changed:
-            self._enter("")  # before a beat could say of the new epoch what was in the old one
-            self._took.clear()
+    def enter_next_generation(self) -> Membership:
+        """Enter the new generation, if there is one, and return the current one."""
+        with self._reporting, self._changed:
+            self._enter("")  # before a heartbeat reports an old phase in the new generation
+            self._phase_seconds.clear()
             if self._next is not None:
-                self.news, self._next = self._next, None
+                self.membership, self._next = self._next, None
                 self._replies.clear()
                 self._committed, self._then = 0, "go on"
-        return self.news
+        return self.membership
+
+    def _enter(self, phase: str, step: int = 0) -> None:
+        now = time.monotonic()
+        last = self._phase[0]
+        self._phase_seconds[last] = self._phase_seconds.get(last, 0.0) + now - self._since
+        self._phase, self._since = (phase, step), now
+
+    def _heartbeat(self) -> None:
+        with self._reporting:
+            (phase, step), since = self._phase, self._since
+            if phase and phase != "commit":
+                self._send({"phase": phase, "step": step, "for": time.monotonic() - since})
+            else:
+                self._send({"heartbeat": True})
+
+    def _heartbeats(self) -> None:
+        while not self._has_left:
+            time.sleep(HEARTBEAT_SECONDS)
+            self._heartbeat()
+
+    def _wait_for_generation(self) -> NoReturn:
+        with self._changed:
+            self._changed.wait_for(lambda: self._next, DECISION_TIMEOUT)
+        self.check_generation()
+        raise ClusterError(f"no decision from the controller in {DECISION_TIMEOUT:g} s")
+
+    def _wait_for_end(self) -> NoReturn:
+        time.sleep(DECISION_TIMEOUT)  # the controller ends this process in between
+        raise ClusterError(f"no decision from the controller in {DECISION_TIMEOUT:g} s")
 
     def _send(self, message: dict[str, Any], data: bytes = b"") -> None:
         try:
-            self._channel.send({**message, "epoch": self.news.epoch}, data)
+            self._channel.send({**message, "generation": self.membership.generation}, data)
         except ChannelClosed:
             if not self._has_left:
-                self._end("the steward is gone")
+                self._on_end("the controller is gone")
 
-    # What comes down --------------------------------------------------------------------------
+    # From the controller ----------------------------------------------------------------------
 
     def _listen(self) -> None:
         try:
             while True:
-                found = self._channel.receive()
-                if found is not None:
-                    self._hear(*found)
+                frame = self._channel.receive()
+                if frame is not None:
+                    self._handle(*frame)
         except ChannelClosed:
             if not self._has_left:
-                self._end("the steward is gone")
+                self._on_end("the controller is gone")
 
-    def _hear(self, message: dict[str, Any], data: bytes) -> None:
+    def _handle(self, message: dict[str, Any], data: bytes) -> None:
         if "over" in message:
-            self._end(str(message["why"]))
+            self._on_end(str(message["reason"]))
         with self._changed:
             if "reply" in message:
                 self._replies[int(message["reply"])] = (message, data)
             elif "commit" in message:
                 self._committed, self._then = int(message["commit"]), str(message["then"])
-            elif "epoch" in message:
-                members = tuple(map(int, message["members"]))
-                self._next = News(
-                    int(message["epoch"]),
-                    members,
-                    str(message["masked"]),
+            elif "generation" in message:
+                self._next = Membership(
+                    int(message["generation"]),
+                    tuple(map(int, message["members"])),
+                    str(message["quarantined"]),
                     int(message["committed"]),
-                    str(message["why"]),
+                    str(message["reason"]),
                 )
             elif "left" in message:
                 self._has_left = True

@@ -1,27 +1,27 @@
-"""A process that runs JAX's coordination service, apart from all that train.
+"""A program that runs JAX's coordination service, so that no worker has to.
 
-    python service.py 127.0.0.1:8476 4
+    python coordination_service.py 127.0.0.1:8476 4
 
-It is run by path and imports jaxlib alone, so that it starts within a second. It says when it is
-up, and ends when its standard input closes.
+It is run by path and imports only jaxlib, so it starts within a second. It prints a line when it is
+up, and exits when its stdin closes.
 """
 
 import sys
 
-HEARTBEAT = 100  # seconds; who is there is decided by others, who know sooner
-SHUTDOWN = 5  # seconds for processes to let go of it
+HEARTBEAT_SECONDS = 100  # the controller notices lost workers long before
+SHUTDOWN_SECONDS = 5  # for workers to disconnect
 
 
 def main() -> None:
-    """Serve until the end of stdin."""
+    """Run the service until stdin closes."""
     from jaxlib import _jax
 
-    address, number = sys.argv[1], int(sys.argv[2])
+    address, num_processes = sys.argv[1], int(sys.argv[2])
     service = _jax.get_distributed_runtime_service(
         address,
-        number,
-        heartbeat_timeout=HEARTBEAT,
-        shutdown_timeout=SHUTDOWN,
+        num_processes,
+        heartbeat_timeout=HEARTBEAT_SECONDS,
+        shutdown_timeout=SHUTDOWN_SECONDS,
         recoverable=True,
     )
     print("up", flush=True)

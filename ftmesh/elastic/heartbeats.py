@@ -1,8 +1,7 @@
-"""Watching progress: who of several processes is stuck, from what each of them was last seen doing.
+"""Heartbeats: which of several workers is stuck, from what each was last seen doing.
 
-A process that is alive and does nothing holds up all others, which then wait where they should: in
-the middle of a step, or for its commit. So one that waits for others is never to blame while there
-is one that does not.
+A worker that is alive and does nothing holds up all others, which then wait in the middle of a step
+or for its commit. So a worker that waits for others is never to blame while another does not wait.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from statistics import median
 from ftmesh.command_line import number
 from ftmesh.errors import ArgumentError
 
-TIMES = 10  # what has been seen to take a while may take so many times as long
-RECENT = 50  # steps whose times count
-SILENCE = 5.0  # seconds, and twice the limit of a collective
-SLACK = 1.0  # seconds on top of every deadline, for a machine that is busy
+SLOWDOWN = 10  # a phase may take this many times as long as it did before
+STEPS_REMEMBERED = 50
+SILENCE_SECONDS = 5.0  # without a heartbeat, plus twice the timeout of a collective
+SLACK_SECONDS = 1.0  # added to every timeout, for a busy machine
 
-# What a process can be doing, and for how many seconds where it has not been seen to do it before.
-PHASES = {
+# What a worker can be doing, and for how many seconds the first time.
+PHASE_TIMEOUTS = {
     "start": 300.0,
     "plan": 300.0,
     "compile": 3600.0,
@@ -32,15 +31,15 @@ PHASES = {
     "save": 600.0,
     "evaluate": 1800.0,
     "examine": 600.0,
-    "over": 120.0,  # has been told of a new epoch, and is still in the middle of something
+    "over": 120.0,  # a new generation has begun, and it is still in a step of the old one
     "leave": 60.0,
 }
-WAITING = ("agree", "commit", "failed")  # for the others, or for a word of the steward
+WAITING_PHASES = ("agree", "commit", "failed")  # for the other workers or the controller
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a process was last seen doing, and how many seconds ago that began."""
+class Activity:
+    """What a worker was last seen doing, and for how many seconds."""
 
     phase: str
     seconds: float
@@ -48,88 +47,97 @@ class Seen:
 
 
 @dataclass
-class Deadlines:
-    """How long each phase may take: what is `given`, or `PHASES` and ten times as long as it did.
+class ProgressMonitor:
+    """How long each phase may take, and who is stuck.
 
-    Steps have ten times their usual time, and `limit` seconds: within these a collective says that
-    it has failed. What is given for a step counts until one has been seen.
+    Attributes:
+        collective_timeout: Seconds after which a collective fails.
+        phase_timeouts: Seconds by phase. Without one, `PHASE_TIMEOUTS` or ten times the longest
+            that the phase took. Once a step was seen, steps have ten times their median.
     """
 
-    limit: float
-    given: Mapping[str, float] = field(default_factory=dict)
-    _took: dict[str, deque[float]] = field(default_factory=dict)
+    collective_timeout: float
+    phase_timeouts: Mapping[str, float] = field(default_factory=dict)
+    _durations: dict[str, deque[float]] = field(default_factory=dict)
 
-    def took(self, phase: str, seconds: float) -> None:
-        """Note how long a phase has taken."""
-        self._took.setdefault(phase, deque(maxlen=RECENT)).append(seconds)
-
-    @property
-    def usual_step(self) -> float:
-        """Seconds of a step, as a rule; 0 where none is known."""
-        return median(self._took["step"]) if "step" in self._took else 0.0
+    def record(self, phase: str, seconds: float) -> None:
+        """Remember how long a phase took."""
+        self._durations.setdefault(phase, deque(maxlen=STEPS_REMEMBERED)).append(seconds)
 
     @property
-    def silence(self) -> float:
-        """Seconds without any sign of life after which a process counts as stuck."""
-        return SILENCE + 2 * self.limit
+    def typical_step(self) -> float:
+        """Median seconds of a step; 0 if none was seen."""
+        return median(self._durations["step"]) if "step" in self._durations else 0.0
 
-    def of(self, phase: str) -> float:
-        """Seconds after which a process that is still in `phase` is late."""
-        if phase in WAITING:
+    @property
+    def silence_timeout(self) -> float:
+        """Seconds without a heartbeat after which a worker counts as stuck."""
+        return SILENCE_SECONDS + 2 * self.collective_timeout
+
+    def timeout(self, phase: str) -> float:
+        """Return the seconds after which a worker is late in `phase`."""
+        if phase in WAITING_PHASES:
             return float("inf")
-        is_known = phase in ("read", "step") and "step" in self._took
-        if phase in self.given and not (phase == "step" and is_known):
-            return SLACK + self.given[phase]
-        if is_known:
-            return SLACK + self.limit + TIMES * self.usual_step
-        longest = max(self._took.get(phase, (0.0,)))
-        return SLACK + max(PHASES.get(phase, self.limit), self.limit + TIMES * longest)
+        has_steps = phase in ("read", "step") and "step" in self._durations
+        if phase in self.phase_timeouts and not (phase == "step" and has_steps):
+            return SLACK_SECONDS + self.phase_timeouts[phase]
+        if has_steps:
+            return SLACK_SECONDS + self.collective_timeout + SLOWDOWN * self.typical_step
+        longest = max(self._durations.get(phase, (0.0,)))
+        first = PHASE_TIMEOUTS.get(phase, self.collective_timeout)
+        return SLACK_SECONDS + max(first, self.collective_timeout + SLOWDOWN * longest)
 
-    def stuck(self, seen: Mapping[int, Seen]) -> set[int]:
-        """The processes to blame for no progress; none where there is progress, or all wait.
+    def find_stuck(self, activities: Mapping[int, Activity]) -> set[int]:
+        """Return the workers to blame for no progress; none if there is progress or all wait.
 
-        Inside a step one cannot see who waits for whom. So of those that are late in a step none is
-        to blame while another is late elsewhere, or has not come to the step. Where a collective of
-        a step has failed, whoever has not come to that step by then has had its time.
+        Inside a step nobody can see who waits for whom. So a worker that is late in a step is not
+        to blame while another is late elsewhere or has not reached the step. Once a collective of a
+        step has failed, a worker that has not reached that step is late.
 
-        >>> deadlines = Deadlines(limit=5)
-        >>> deadlines.stuck({0: Seen("step", 3, 9), 1: Seen("save", 7, 8), 2: Seen("failed", 2, 9)})
+        >>> monitor = ProgressMonitor(collective_timeout=5)
+        >>> monitor.find_stuck(
+        ...     {0: Activity("step", 3, 9), 1: Activity("save", 7, 8), 2: Activity("failed", 2, 9)}
+        ... )
         {1}
         """
-        late = {number for number, each in seen.items() if each.seconds > self.of(each.phase)}
-        failed = [e.step for e in seen.values() if e.phase == "failed" and e.seconds > SLACK]
-        if failed:
+        late = {p for p, a in activities.items() if a.seconds > self.timeout(a.phase)}
+        failed_steps = [
+            activity.step
+            for activity in activities.values()
+            if activity.phase == "failed" and activity.seconds > SLACK_SECONDS
+        ]
+        if failed_steps:
             late |= {
-                number
-                for number, each in seen.items()
-                if each.phase not in WAITING
-                and each.seconds > self.limit + SLACK
-                and (each.step, each.phase != "read") < (max(failed), True)
+                process
+                for process, activity in activities.items()
+                if activity.phase not in WAITING_PHASES
+                and activity.seconds > self.collective_timeout + SLACK_SECONDS
+                and (activity.step, activity.phase != "read") < (max(failed_steps), True)
             }
-        in_step = {number for number in late if seen[number].phase == "step"}
+        in_step = {process for process in late if activities[process].phase == "step"}
         if late - in_step:
             return late - in_step
-        if any(each.phase not in (*WAITING, "step") for each in seen.values()):
-            return set()  # one is on its way there, and has its own deadline
+        if any(a.phase not in (*WAITING_PHASES, "step") for a in activities.values()):
+            return set()  # one is on its way to the step, and has its own timeout
         return in_step
 
 
-def parse_limits(text: str) -> dict[str, float]:
-    """Limits of phases, as they are written.
+def parse_phase_timeouts(text: str) -> dict[str, float]:
+    """Parse timeouts of phases.
 
-    >>> parse_limits("compile=60,save=30")
+    >>> parse_phase_timeouts("compile=60,save=30")
     {'compile': 60.0, 'save': 30.0}
     """
-    limits, seconds = {}, number(0.001)
+    timeouts, parse_seconds = {}, number(0.001)
     for part in filter(None, text.split(",")):
-        phase, _, text = (word.strip() for word in part.partition("="))
+        phase, _, seconds = (word.strip() for word in part.partition("="))
         try:
-            limits[phase] = seconds(text)
+            timeouts[phase] = parse_seconds(seconds)
         except ArgumentTypeError:
             phase = ""
-        if phase not in PHASES:
+        if phase not in PHASE_TIMEOUTS:
             raise ArgumentError(
-                f"{part!r} is no limit: give a phase of {', '.join(PHASES)} and its seconds, as "
-                "compile=60"
+                f"{part!r} is not a timeout: give a phase of {', '.join(PHASE_TIMEOUTS)} and its "
+                "seconds, as in compile=60"
             )
-    return limits
+    return timeouts

@@ -1,9 +1,9 @@
-"""A program that runs a module of this package without all else that ``import ftmesh`` brings.
+"""A program that runs one module of this package without importing the rest of it.
 
-    python -I -S alone.py ftmesh.elastic.peer_store
+    python -I -S isolated_main.py ftmesh.elastic.peer_store
 
-It is run by path, and the module's ``main`` starts at once: it has the standard library, and what
-of the package needs no more.
+It is run by path. ``ftmesh`` becomes an empty package, so that ``main`` of the module starts at
+once, with the standard library and the light modules of ftmesh.
 """
 
 import importlib
@@ -13,12 +13,12 @@ import types
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """What runs ``main`` of a module with these arguments."""
+    """Return the command that runs ``main`` of a module."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), module, *arguments]
 
 
 def main() -> None:
-    """Run it in a package that is a mere folder."""
+    """Run the module that the first argument names."""
     package = types.ModuleType("ftmesh")
     package.__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
     sys.modules["ftmesh"] = package

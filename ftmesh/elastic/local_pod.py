@@ -1,7 +1,4 @@
-"""An emulated pod on this machine: its processes started together, heard, and ended together.
-
-Run a command as an emulated pod on this machine, from its first process to its last.
-"""
+"""An emulated pod on this machine: processes that start, print and end together."""
 
 from __future__ import annotations
 
@@ -14,28 +11,102 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from ftmesh.elastic.child_process import Process, Warden
+from ftmesh.elastic.child_process import ChildProcess, Reaper
 from ftmesh.elastic.pod_environment import Environment, environments
 from ftmesh.errors import ArgumentError
 
-GRACE_SECONDS = 30.0
-KILL_SECONDS = 15.0  # between being told to end and being killed: trainers finish a checkpoint
-TIMED_OUT = 124  # as timeout(1)
-TURN_SECONDS = 0.05  # between looks at what wakes nobody
-MOST_PIECES = 64  # of the output of one that has ended; another may hold its pipe and go on writing
+GRACE_SECONDS = 30.0  # for the others to exit after one has failed
+KILL_SECONDS = 15.0  # from SIGTERM to SIGKILL: trainers finish a checkpoint
+TIMED_OUT = 124  # exit status, as of timeout(1)
+POLL_SECONDS = 0.05  # for changes that no file descriptor reports
+MAX_READS = 64  # after a process has exited: another may hold its pipe and go on writing
 
 OnOutput = Callable[[int, int, bytes], None]
+
+
+@dataclass(frozen=True)
+class ProcessResult:
+    r"""How a process ended and what it wrote; a byte that is not UTF-8 is written as ``\xff``."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+def run_pod(
+    command: Sequence[str],
+    hosts: int,
+    devices_per_host: int,
+    mesh: str | None = None,
+    *,
+    env: Environment | Sequence[Environment] | None = None,
+    grace: float = GRACE_SECONDS,
+    timeout: float = 120.0,
+) -> list[ProcessResult]:
+    r"""Run a command as a pod to its end.
+
+    Args:
+        command: What each process runs.
+        hosts: Number of processes.
+        devices_per_host: CPU devices of each.
+        mesh: Shape of all devices together.
+        env: Variables to add, for all processes or one mapping for each.
+        grace: Seconds for the others to exit after one has failed.
+        timeout: Seconds for the whole run.
+
+    Returns:
+        The result of each process.
+
+    Raises:
+        TimeoutError: The run took longer than `timeout`.
+
+    >>> run_pod(["sh", "-c", "echo $FTMESH_PROCESS_ID"], hosts=2, devices_per_host=4)[1]
+    ProcessResult(status=0, stdout='1\n', stderr='')
+    """
+    output = [[bytearray(), bytearray()] for _ in range(hosts)]
+
+    def collect(process: int, stream: int, data: bytes) -> None:
+        output[process][stream - 1] += data
+
+    with Pod(
+        command,
+        hosts=hosts,
+        devices_per_host=devices_per_host,
+        mesh=mesh,
+        env=env,
+        on_output=collect,
+    ) as pod:
+        pod.run(grace=grace, timeout=timeout)
+    results = [
+        ProcessResult(
+            process.status or 0, *(data.decode(errors="backslashreplace") for data in streams)
+        )
+        for process, streams in zip(pod.processes, output, strict=True)
+    ]
+    if pod.timed_out:
+        raise TimeoutError(f"{' '.join(command)} took longer than {timeout:g} s: {results}")
+    return results
 
 
 class Pod:
     """Processes that are one JAX program, each with the devices of one host.
 
-    Within ``with`` they run; leaving it kills what is left, and so does the end of this process,
-    even by SIGKILL. `on_output` is given the number of a process, 1 or 2 for its stdout or stderr,
-    and a piece of bytes, which is empty at the end.
+    They run inside the ``with`` block. Leaving it kills what is left, and so does the end of this
+    process, even by SIGKILL.
+
+    Args:
+        command: What each process runs.
+        hosts: Number of processes.
+        devices_per_host: CPU devices of each.
+        mesh: Shape of all devices together.
+        env: Variables to add, for all processes or one mapping for each.
+        flags: XLA flags to add.
+        on_output: Called with the index of a process, 1 for stdout or 2 for stderr, and data, which
+            is empty at the end.
+        kill_after: Seconds from SIGTERM to SIGKILL.
 
     >>> with Pod(["true"], hosts=2, devices_per_host=4) as pod:
-    ...     pod.see_out()
+    ...     pod.run()
     >>> [process.status for process in pod.processes]
     [0, 0]
     """
@@ -53,20 +124,20 @@ class Pod:
         kill_after: float = KILL_SECONDS,
     ) -> None:
         if os.name != "posix":
-            raise ArgumentError("a pod of processes needs Linux or macOS: run it there")
+            raise ArgumentError("a pod of processes needs Linux or macOS")
         self._environments = environments(hosts, devices_per_host, mesh=mesh, env=env, flags=flags)
         self._command = list(command)
         self._kill_after = kill_after
-        for each in self._environments:
-            check_command(self._command, each.get("PATH"))
+        for environment in self._environments:
+            check_command(self._command, environment.get("PATH"))
         self.coordinator = self._environments[0]["FTMESH_COORDINATOR"]
-        self.processes: list[Process] = []
-        self.first_failed: Process | None = None
+        self.processes: list[ChildProcess] = []
+        self.first_failed: ChildProcess | None = None
         self.timed_out = False
-        self._on_output = on_output or (lambda process, stream, piece: None)
+        self._on_output = on_output or (lambda process, stream, data: None)
         self._is_ending = False
-        self._give_up_at = float("inf")
-        self._warden: Warden | None = None
+        self._end_at = float("inf")
+        self._reaper: Reaper | None = None
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> Pod:
@@ -77,212 +148,174 @@ class Pod:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        at: TracebackType | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
     def start(self) -> None:
-        """Start all of them, or none."""
+        """Start all processes, or none."""
         try:
-            self._warden = Warden()
+            self._reaper = Reaper()
             for number, env in enumerate(self._environments):
-                process = Process(number, self._command, env, kill_after=self._kill_after)
+                process = ChildProcess(number, self._command, env, kill_after=self._kill_after)
                 self.processes.append(process)
-                self._warden.watch(process)
-                self._listen(process)
+                self._reaper.watch(process)
+                self._register(process)
             if self._is_ending:  # a signal came meanwhile
                 self.kill()
             else:
                 for process in self.processes:
-                    process.go()
+                    process.release()
         except BaseException:
             self.close()
             raise
 
     @property
     def is_running(self) -> bool:
-        """Whether anything is left of any process."""
+        """True while anything is left of any process."""
         return not all(process.is_gone for process in self.processes)
 
     @property
     def status(self) -> int:
-        """The status of the first that failed by itself; 124 if time was up; else any but 0."""
+        """Status of the first that failed by itself; 124 after a timeout; else the first not 0."""
         if self.first_failed is not None:
             return self.first_failed.status or 0
         if self.timed_out:
             return TIMED_OUT
         return next((process.status for process in self.processes if process.status), 0)
 
-    def poll(self, seconds: float) -> list[Process]:
-        """Pass output on as it comes, for one turn of at most so many seconds; who has ended."""
-        seconds = min([seconds, *(process.seconds_to_kill() for process in self.processes)])
-        if any(process.must_be_asked() for process in self.processes):
-            seconds = min(seconds, TURN_SECONDS)
-        asked = []
-        for key, _ in self._selector.select(max(seconds, 0)):
-            process, stream = key.data
-            if stream:
-                self._pass_on(process, stream)
-            else:
-                asked.append(process)  # in the order in which they ended
-        ended = [process for process in [*asked, *self.processes] if self._look(process)]
-        self.enforce()
-        return ended
+    def run(
+        self,
+        *,
+        grace: float = GRACE_SECONDS,
+        timeout: float | None = None,
+        on_failure: Callable[[ChildProcess], None] | None = None,
+    ) -> None:
+        """Pass output on until all processes have exited.
+
+        Args:
+            grace: Seconds for the others to exit after one has failed.
+            timeout: Seconds for all.
+            on_failure: Called with the first process that fails while others run.
+        """
+        if timeout is not None:
+            self._end_at = time.monotonic() + timeout
+        failed = None
+        while self.is_running:
+            self.poll(min(max(self._end_at - time.monotonic(), POLL_SECONDS), 1))
+            if failed is None and self.first_failed is not None:
+                failed = self.first_failed
+                self._end_at = min(self._end_at, time.monotonic() + grace)
+                if on_failure is not None and self.is_running:
+                    on_failure(failed)
 
     def wait(
         self, timeout: float | None = None, *, until: Callable[[], bool] | None = None
     ) -> bool:
-        """Pass output on until all have ended, or `until` is true; False if time is up before."""
-        give_up = float("inf") if timeout is None else time.monotonic() + timeout
+        """Pass output on until all have exited, or `until` is true; False after `timeout`."""
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while not (until() if until else not self.is_running):
-            left = give_up - time.monotonic()
+            left = deadline - time.monotonic()
             if left <= 0 or not self.is_running:
                 return False
             self.poll(min(left, 1))
         return True
 
-    def see_out(
-        self,
-        *,
-        grace: float = GRACE_SECONDS,
-        timeout: float | None = None,
-        on_failure: Callable[[Process], None] | None = None,
-    ) -> None:
-        """Stay until all have ended; once one fails the others have `grace` seconds left."""
-        if timeout is not None:
-            self._give_up_at = time.monotonic() + timeout
-        failed = None
-        while self.is_running:
-            self.poll(min(max(self._give_up_at - time.monotonic(), TURN_SECONDS), 1))
-            if failed is None and self.first_failed is not None:
-                failed = self.first_failed
-                self._give_up_at = min(self._give_up_at, time.monotonic() + grace)
-                if on_failure is not None and self.is_running:
-                    on_failure(failed)
+    def poll(self, seconds: float) -> list[ChildProcess]:
+        """Pass output on for at most `seconds`; return the processes that have exited."""
+        seconds = min([seconds, *(process.seconds_to_kill() for process in self.processes)])
+        if any(process.needs_polling() for process in self.processes):
+            seconds = min(seconds, POLL_SECONDS)
+        exited = []
+        for key, _ in self._selector.select(max(seconds, 0)):
+            process, stream = key.data
+            if stream:
+                self._forward(process, stream)
+            else:
+                exited.append(process)  # in the order in which they exited
+        ended = [process for process in [*exited, *self.processes] if self._update(process)]
+        self.enforce()
+        return ended
 
     def enforce(self) -> None:
-        """End and kill what is due, as `poll` does; for an `on_output` that has to wait."""
-        if time.monotonic() >= self._give_up_at and self.is_running and not self._is_ending:
+        """End and kill what is due. For an `on_output` that blocks; `poll` does it as well."""
+        if time.monotonic() >= self._end_at and self.is_running and not self._is_ending:
             self.timed_out = self.first_failed is None
             self.end()
         for process in self.processes:
             process.kill_if_due()
 
     def end(self, signum: signal.Signals = signal.SIGTERM) -> None:
-        """Tell all to end; `poll` kills what has not ended `kill_after` seconds later."""
+        """Send all a signal; `poll` kills what is left `kill_after` seconds later."""
         self._is_ending = True
         for process in self.processes:
             process.end(signum)
 
     def kill(self) -> None:
-        """Kill all at once."""
-        self._is_ending = True
-        for process in self.processes:
-            process.end(signal.SIGKILL)
+        """Kill all processes."""
+        self.end(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill what is left and wait for it; nothing of the pod remains."""
+        """Kill what is left and wait for it."""
         self.kill()
         for process in self.processes:
             process.close()
-            if self._warden is not None:
-                self._warden.forget(process)
+            if self._reaper is not None:
+                self._reaper.forget(process)
         self._selector.close()
-        if self._warden is not None:
-            self._warden.close()
+        if self._reaper is not None:
+            self._reaper.close()
 
-    def _listen(self, process: Process) -> None:
+    def _register(self, process: ChildProcess) -> None:
         for stream, file in process.streams.items():
             self._selector.register(file, selectors.EVENT_READ, (process, stream))
-        if process.ended_fd is not None:
-            self._selector.register(process.ended_fd, selectors.EVENT_READ, (process, 0))
+        if process.exit_fd is not None:
+            self._selector.register(process.exit_fd, selectors.EVENT_READ, (process, 0))
 
-    def _pass_on(self, process: Process, stream: int) -> bool:
-        """Pass a piece of output on; whether there may be more."""
+    def _forward(self, process: ChildProcess, stream: int) -> bool:
+        """Pass output on; return whether there may be more."""
         file = process.streams[stream]
         if file.closed:
             return False
-        piece = process.read(stream)
-        if piece is not None:
-            self._on_output(process.number, stream, piece)
-        if piece == b"":
+        data = process.read(stream)
+        if data is not None:
+            self._on_output(process.number, stream, data)
+        if data == b"":
             self._selector.unregister(file)
             file.close()
-        return bool(piece)
+        return bool(data)
 
-    def _look(self, process: Process) -> bool:
-        """See whether a process has ended, and hear it out if so."""
+    def _update(self, process: ChildProcess) -> bool:
+        """Return whether a process has exited since the last time; pass on its last output."""
         if process.is_gone:
             return False
-        ended = process.look()
-        if ended:
-            if process.ended_fd is not None:
-                self._selector.unregister(process.ended_fd)
-            if process.status and process.told is None and self.first_failed is None:
+        has_exited = process.poll()
+        if has_exited:
+            if process.exit_fd is not None:
+                self._selector.unregister(process.exit_fd)
+            if process.status and process.sent_signal is None and self.first_failed is None:
                 self.first_failed = process
-        if ended or process.is_gone:
-            self._hear_out(process)
-        return ended
+        if has_exited or process.is_gone:
+            self._drain(process)
+        return has_exited
 
-    def _hear_out(self, process: Process) -> None:
-        """All that it wrote; an end to its output if nothing of it is left."""
+    def _drain(self, process: ChildProcess) -> None:
+        """Pass on all that a process wrote; end its output if nothing of it is left."""
         for stream, file in process.streams.items():
-            for _ in range(MOST_PIECES):
-                if not self._pass_on(process, stream):
+            for _ in range(MAX_READS):
+                if not self._forward(process, stream):
                     break
-            if process.is_gone and not file.closed:  # held by what has left the session
+            if process.is_gone and not file.closed:  # held by a process that left the session
                 self._selector.unregister(file)
                 file.close()
                 self._on_output(process.number, stream, b"")
-        if process.is_gone and self._warden is not None:
-            self._warden.forget(process)
+        if process.is_gone and self._reaper is not None:
+            self._reaper.forget(process)
 
 
 def check_command(command: Sequence[str], path: str | None) -> None:
-    """Refuse what no process could run, a program on `path` or by its own."""
+    """Raise ArgumentError unless `command` names a program, by its path or on `path`."""
     if not command:
-        raise ArgumentError("there is no command to run: give one, as 'python train.py'")
+        raise ArgumentError("there is no command to run: give one, as in 'python train.py'")
     if shutil.which(command[0], path=path or os.defpath) is None:
         raise ArgumentError(f"{command[0]} is not a program: give its path, or one on the PATH")
-
-
-@dataclass(frozen=True)
-class Result:
-    r"""How a process ended and what it wrote; a byte that is not UTF-8 is written as ``\xff``."""
-
-    status: int
-    stdout: str
-    stderr: str
-
-
-def run_pod(
-    command: Sequence[str],
-    hosts: int,
-    devices_per_host: int,
-    mesh: str | None = None,
-    *,
-    env: Environment | Sequence[Environment] | None = None,
-    grace: float = GRACE_SECONDS,
-    timeout: float = 120.0,
-) -> list[Result]:
-    r"""Run a pod to its end; what came of each process. Raises TimeoutError if time was up.
-
-    >>> run_pod(["sh", "-c", "echo $FTMESH_PROCESS_ID"], hosts=2, devices_per_host=4)[1]
-    Result(status=0, stdout='1\n', stderr='')
-    """
-    wrote = [[bytearray(), bytearray()] for _ in range(hosts)]
-
-    def keep(process: int, stream: int, piece: bytes) -> None:
-        wrote[process][stream - 1] += piece
-
-    with Pod(
-        command, hosts=hosts, devices_per_host=devices_per_host, mesh=mesh, env=env, on_output=keep
-    ) as pod:
-        pod.see_out(grace=grace, timeout=timeout)
-    results = [
-        Result(process.status or 0, *(each.decode(errors="backslashreplace") for each in text))
-        for process, text in zip(pod.processes, wrote, strict=True)
-    ]
-    if pod.timed_out:
-        raise TimeoutError(f"{' '.join(command)} took longer than {timeout:g} s: {results}")
-    return results

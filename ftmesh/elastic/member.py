@@ -1,4 +1,4 @@
-"""Members: processes that take part, as the steward sees them, and what is to become of them."""
+"""Workers as the controller sees them, and its verdict on a run."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftmesh.elastic.heartbeats import Seen
+from ftmesh.elastic.heartbeats import Activity
 from ftmesh.elastic.rpc import Channel
 
 
 @dataclass
 class Member:
-    """A process that takes part."""
+    """A worker. Times are those of `time.monotonic`."""
 
     process: int
     host: int
-    chips: str  # in words
+    chips: str  # its block of the mesh
     channel: Channel | None = None
     pid: int | None = None
     phase: str = "start"
     step: int = 0
-    since: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
-    closed_at: float | None = None
+    since: float = field(default_factory=time.monotonic)  # when the phase began
+    last_heard: float = field(default_factory=time.monotonic)
+    closed_at: float | None = None  # when its connection closed
     error: str = ""
-    has_left: bool = False
-    is_idle: bool = False  # has no chip to train on
-    stacks_at: float | None = None
+    has_left: bool = False  # it is done
+    is_idle: bool = False  # it has no chip in the program
+    stacks_at: float | None = None  # when its stacks were written
 
-    def seen(self, now: float) -> Seen:
-        """What it was last seen doing."""
-        return Seen(self.phase, now - self.since, self.step)
+    def activity(self, now: float) -> Activity:
+        """Return what it was last seen doing."""
+        return Activity(self.phase, now - self.since, self.step)
 
-    def tell(self, message: dict[str, Any], data: bytes = b"") -> None:
-        """Send it a message; one that is gone will be noticed elsewhere."""
+    def send(self, message: dict[str, Any], data: bytes = b"") -> None:
+        """Send it a message. A closed connection is noticed elsewhere."""
         if self.channel is not None:
             with contextlib.suppress(OSError):
                 self.channel.send(message, data)
 
     def write_stacks(self) -> None:
-        """Have it write where its threads are: a handler of its own does, without Python."""
+        """Have it write the stacks of its threads; `faulthandler` does that without Python."""
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGUSR1)
@@ -54,8 +54,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to become of all processes: a "restart", or the "end", well or not."""
+    """What happens to all workers: "restart" or "end"."""
 
-    what: str
-    why: str
-    is_well: bool = False  # all processes leave by themselves
+    action: str
+    reason: str
+    is_orderly: bool = False  # the workers exit by themselves

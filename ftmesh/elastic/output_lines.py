@@ -1,4 +1,4 @@
-"""What several processes write, on one terminal: whole lines, each with its process's number."""
+"""Prints the output of several processes: whole lines, each with the index of its process."""
 
 from __future__ import annotations
 
@@ -12,38 +12,76 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-LONGEST = 1 << 20  # bytes of a line; more are the next
-REDRAW_SECONDS = 10.0
+MAX_LINE_BYTES = 1 << 20  # a longer line is split
+REDRAW_SECONDS = 10.0  # between two states of a progress bar
 COLOURS = (36, 33, 35, 32, 34)
 
-# Every thread of JAX's collectives on CPUs says on stdout that it is connected, all at once.
+# Every thread of JAX's collectives on CPUs prints that it is connected, all at once.
 _GLOO = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. "
     rb"Expected number of connected peer ranks is : \d+"
 )
-_OF_GLOO = re.compile(
+_GLOO_FRAGMENTS = re.compile(
     rb"(\[Gloo\]|Rank|is connected to|Expected number of connected|peer ranks|is :|[\d.\s])+"
 )
 
 
-class Lines:
-    """Whole lines of a stream that comes in pieces.
+class OutputPrinter:
+    """Writes the lines of processes to stdout and stderr, as in ``[2] step 10``.
 
-    Of a line that draws itself again, as progress bars do with carriage returns, the last state
-    counts, and while that goes on, one every `REDRAW_SECONDS`.
+    Args:
+        num_processes: How many there are. On a terminal, each has a colour.
+        while_blocked: Called repeatedly while nobody reads the output, so that processes can be
+            ended nevertheless.
+    """
+
+    def __init__(self, num_processes: int, while_blocked: Callable[[], object]) -> None:
+        self._width = len(str(num_processes - 1))
+        self._while_blocked = while_blocked
+        self._files: dict[int, TextIO] = {1: sys.stdout, 2: sys.stderr}
+        self._splitters: defaultdict[tuple[int, int], LineSplitter] = defaultdict(LineSplitter)
+        self._has_colour = {
+            stream: wants_colours(file, os.environ) for stream, file in self._files.items()
+        }
+
+    def __call__(self, process: int, stream: int, data: bytes) -> None:
+        """Take output that a process wrote to its stdout (1) or stderr (2)."""
+        lines = without_gloo(self._splitters[process, stream].feed(data))
+        prefix = f"[{process:{self._width}}]"
+        if self._has_colour[stream]:
+            prefix = f"\033[{COLOURS[process % len(COLOURS)]}m{prefix}\033[0m"
+        start = f"{prefix} ".encode()
+        self._write(self._files[stream].fileno(), b"".join(start + line + b"\n" for line in lines))
+
+    def _write(self, fd: int, text: bytes) -> None:
+        """Write everything, without ever blocking for long."""
+        left = memoryview(text)
+        while left:
+            if select.select([], [fd], [], 0.1)[1]:
+                with contextlib.suppress(BlockingIOError):  # another program made it non-blocking
+                    left = left[os.write(fd, left[: select.PIPE_BUF]) :]
+            else:
+                self._while_blocked()
+
+
+class LineSplitter:
+    """Splits a stream that comes in pieces into lines.
+
+    Of a line that is redrawn with carriage returns, as progress bars do, the last state counts, and
+    one state every `REDRAW_SECONDS` while that goes on.
     """
 
     def __init__(self) -> None:
         self._rest = b""
         self._shown_at = time.monotonic()
 
-    def feed(self, piece: bytes) -> list[bytes]:
-        """The lines that a piece completes; one that is empty ends the last."""
-        *lines, rest = (self._rest + piece).split(b"\n")
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that `data` completes; empty data ends the last line."""
+        *lines, rest = (self._rest + data).split(b"\n")
         lines = [_last_state(line) for line in lines]
         if lines:
             self._shown_at = time.monotonic()
-        if not piece and rest:
+        if not data and rest:
             lines, rest = [_last_state(rest)], b""
         if b"\r" in rest:
             before, _, last = rest.rpartition(b"\r")
@@ -52,56 +90,20 @@ class Lines:
                 self._shown_at = time.monotonic()
                 lines.append(state)
             rest = last or state + b"\r"
-        while len(rest) > LONGEST:
-            lines.append(rest[:LONGEST])
-            rest = rest[LONGEST:]
+        while len(rest) > MAX_LINE_BYTES:
+            lines.append(rest[:MAX_LINE_BYTES])
+            rest = rest[MAX_LINE_BYTES:]
         self._rest = rest
         return lines
 
 
-class Printer:
-    """Writes the lines of processes to stdout and stderr, as ``[2] step 10``.
-
-    Numbers have colours on a terminal. While the reader of the output takes none of it, `idle` is
-    called again and again, so that processes can be ended nevertheless.
-    """
-
-    def __init__(self, num_processes: int, idle: Callable[[], object]) -> None:
-        self._width = len(str(num_processes - 1))
-        self._idle = idle
-        self._files: dict[int, TextIO] = {1: sys.stdout, 2: sys.stderr}
-        self._lines: defaultdict[tuple[int, int], Lines] = defaultdict(Lines)
-        self._colour = {
-            stream: has_colours(file, os.environ) for stream, file in self._files.items()
-        }
-
-    def __call__(self, process: int, stream: int, piece: bytes) -> None:
-        """Take a piece of what a process wrote to its stdout (1) or stderr (2)."""
-        lines = without_gloo(self._lines[process, stream].feed(piece))
-        prefix = f"[{process:{self._width}}]"
-        if self._colour[stream]:
-            prefix = f"\033[{COLOURS[process % len(COLOURS)]}m{prefix}\033[0m"
-        start = f"{prefix} ".encode()
-        self._write(self._files[stream].fileno(), b"".join(start + line + b"\n" for line in lines))
-
-    def _write(self, fd: int, text: bytes) -> None:
-        """Write all of it, never waiting long in one call."""
-        left = memoryview(text)
-        while left:
-            if select.select([], [fd], [], 0.1)[1]:
-                with contextlib.suppress(BlockingIOError):  # another program made it so
-                    left = left[os.write(fd, left[: select.PIPE_BUF]) :]
-            else:
-                self._idle()
-
-
-def has_colours(file: TextIO, env: Mapping[str, str]) -> bool:
-    """Whether colours are wanted there."""
+def wants_colours(file: TextIO, env: Mapping[str, str]) -> bool:
+    """Return whether to print colours to `file`."""
     return file.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
 
 
 def without_gloo(lines: list[bytes]) -> list[bytes]:
-    """Lines without what JAX's collectives say when they are connected.
+    """Remove what JAX's CPU collectives print when they are connected.
 
     >>> without_gloo([b"[Gloo] Rank 1[Gloo] Rank 2 is connected to 3 peer ranks. ", b"", b"step 2"])
     [b'', b'step 2']
@@ -110,11 +112,11 @@ def without_gloo(lines: list[bytes]) -> list[bytes]:
     for line in lines:
         if b"[Gloo]" not in line and b"peer ranks" not in line:
             kept.append(line)
-        elif not _OF_GLOO.fullmatch(own := _GLOO.sub(b" ", line)):
-            kept.append(own.rstrip())
+        elif not _GLOO_FRAGMENTS.fullmatch(rest := _GLOO.sub(b" ", line)):
+            kept.append(rest.rstrip())
     return kept
 
 
 def _last_state(line: bytes) -> bytes:
-    """What a terminal would show of a line in the end."""
+    """Return what a terminal shows of a line in the end."""
     return next((state for state in reversed(line.split(b"\r")) if state), b"")

@@ -1,15 +1,15 @@
-"""Memory: states kept in the memory of hosts, to go on from when some of the hosts are gone.
+"""PeerCheckpoint: checkpoints in the memory of hosts, for the time when some hosts are lost.
 
-    memory = Memory(keepers, host=1, secret=secret, process=1, epoch=2)
-    found = memory.restore(state, layouts=layouts)  # (step, state), or None
+    checkpoint = PeerCheckpoint(addresses, host=1, secret=secret, process=1, generation=2)
+    restored = checkpoint.restore(state, layouts=layouts)  # (step, state), or None
     ...
-    memory.save(step, state, layouts=layouts)
-    memory.close()
+    checkpoint.save(step, state, layouts=layouts)
+    checkpoint.close()
 
-Each process gives its part of a checkpoint to the keeper of its own host and to those of `copies`
-hosts after it: so many may be lost at once, and more unless they are neighbours. A blob is called
-``state/EPOCH/STEP/FILE``: what one epoch has left incomplete is never completed by another. A host
-holds ``(1 + copies) * (keep + 1)`` parts, and one more while it is given.
+Each process puts its part of a checkpoint into the peer store of its own host and of the `copies`
+hosts after it. That many hosts may be lost at once, and more unless they are neighbours. A blob is
+named ``state/GENERATION/STEP/FILE``, so that no generation completes a checkpoint of another. A
+host holds ``(1 + copies) * (keep + 1)`` parts, and one more while it receives one.
 """
 
 from __future__ import annotations
@@ -20,219 +20,245 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ftmesh import command_line
-from ftmesh.checkpoint.manifest import Index
-from ftmesh.checkpoint.reader import Saved
-from ftmesh.checkpoint.restore import newest_sound
-from ftmesh.checkpoint.snapshot import Copier, Snapshot, finite_snapshot
-from ftmesh.checkpoint.writer import INDEX, file_names, load, part_of
-from ftmesh.elastic.peer_stores import Holders, Keepers
+from ftmesh.checkpoint.manifest import Manifest
+from ftmesh.checkpoint.reader import CheckpointReader
+from ftmesh.checkpoint.restore import restore_newest
+from ftmesh.checkpoint.snapshot import Snapshot, Snapshotter
+from ftmesh.checkpoint.writer import MANIFEST_FILE, load_json, process_file_names, process_files
+from ftmesh.elastic.peer_store import Holders, PeerStores
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.layout.owned_buckets import Owned
+from ftmesh.layout.owned_buckets import OwnedLayout
 from ftmesh.topology.devices import process_of
 
-LIMIT_SECONDS = 10.0
+STORE_TIMEOUT = 10.0  # seconds for a peer store to answer
 
 
-class Moment(NamedTuple):
-    """When a state was kept; of two, the later step is the newer, whichever epoch did it."""
+class SavedStep(NamedTuple):
+    """Identifies a checkpoint. The later step is the newer one, whichever generation saved it."""
 
     step: int
-    epoch: int
+    generation: int
 
     @property
     def prefix(self) -> str:
-        """How the names of its blobs begin."""
-        return f"state/{self.epoch}/{self.step}/"
+        """Prefix of the names of its blobs."""
+        return f"state/{self.generation}/{self.step}/"
 
     @staticmethod
-    def of(name: str) -> Moment:
-        """That of a blob."""
-        _, epoch, step, _ = name.split("/")
-        return Moment(int(step), int(epoch))
+    def from_blob_name(name: str) -> SavedStep:
+        """Return the checkpoint that a blob belongs to."""
+        _, generation, step, _ = name.split("/")
+        return SavedStep(int(step), int(generation))
 
     def __str__(self) -> str:
-        return f"{self.step} of epoch {self.epoch}"
+        return f"{self.step} of generation {self.generation}"
 
 
-class Memory:
-    """The part that one process has in keeping states; `keepers` has their addresses by host.
+class PeerCheckpoint:
+    """The in-memory checkpoints of a run, as one process saves and restores them.
 
-    A keeper has `limit` seconds to answer in; where one does not, another host has its copies. What
-    goes wrong with keepers is told to `say`, and training goes on.
+    Lost peer stores are reported to `say`, and training continues.
+
+    Args:
+        addresses: Address of the peer store of each host.
+        host: The host of this process.
+        secret: What all processes of the run know.
+        process: Index of this process.
+        generation: The current generation.
+        copies: On how many other hosts each part is kept.
+        keep: How many complete checkpoints are kept.
+        timeout: Seconds for a peer store to answer.
+        process_of: Maps a device to its process.
+        say: Called with a line for each problem; prints to stderr by default.
     """
 
     def __init__(
         self,
-        keepers: Mapping[int, str],
+        addresses: Mapping[int, str],
         *,
         host: int,
         secret: str,
         process: int,
-        epoch: int = 1,
+        generation: int = 1,
         copies: int = 1,
         keep: int = 2,
-        limit: float = LIMIT_SECONDS,
+        timeout: float = STORE_TIMEOUT,
         process_of: Callable[[Any], int] = process_of,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.host, self.process, self.epoch = host, process, epoch
+        self.host, self.process, self.generation = host, process, generation
         self.copies, self.keep = copies, keep
         self._process_of, self._say = process_of, say or command_line.say
-        self.keepers = Keepers(keepers, host=host, secret=secret, limit=limit, say=self._say)
+        self.stores = PeerStores(
+            addresses, host=host, secret=secret, timeout=timeout, say=self._say
+        )
         self._last_step = -1
-        self._giving: Future[int] | None = None
-        self._thread = ThreadPoolExecutor(1, "memory")
+        self._saving: Future[int] | None = None
+        self._thread = ThreadPoolExecutor(1, "peer checkpoint")
+
+    @staticmethod
+    def from_environment(
+        process: int, generation: int, say: Callable[[str], None]
+    ) -> PeerCheckpoint | None:
+        """Return the one that ``ftmesh launch --failures`` provides; None without peer stores."""
+        text = os.environ.get("FTMESH_KEEPERS")
+        if not text:
+            return None
+        addresses = dict(part.split("=", 1) for part in text.split(","))
+        return PeerCheckpoint(
+            {int(host): address for host, address in addresses.items()},
+            host=int(os.environ["FTMESH_HOST"]),
+            secret=os.environ["FTMESH_SECRET"],
+            process=process,
+            generation=generation,
+            say=say,
+        )
 
     def save(
         self,
         step: int,
         state: Any,
         *,
-        layouts: Sequence[Owned] = (),
+        layouts: Sequence[OwnedLayout] = (),
         devices: Sequence[Any] | None = None,
     ) -> None:
-        """Begin to keep `state`, as it is after `step`; the arguments are those of checkpoints.
+        """Start to save `state` after `step`. Waits for the previous save, not for this one.
 
-        Waits for the state and for the one before it, not for the keepers.
+        Args:
+            step: Later than the last one of this generation.
+            state: A pytree of arrays.
+            layouts: Of sharded optimizer states, as for `ftmesh.checkpoint`.
+            devices: The devices in the program, as for `ftmesh.checkpoint`.
         """
         self.finish()
         if step <= self._last_step:
             raise CheckpointError(
-                f"step {step} is not after step {self._last_step}, which epoch {self.epoch} has "
-                "kept: go back in a new epoch"
+                f"step {step} is not after step {self._last_step}, which generation "
+                f"{self.generation} has saved: go back in a new generation"
             )
-        copier = Copier(self.process, self._process_of, devices, layouts)
-        snapshot = finite_snapshot(copier, step, state)
+        snapshotter = Snapshotter(self.process, self._process_of, devices, layouts)
+        snapshot = snapshotter.finite_snapshot(step, state)
         self._last_step = step
-        self._giving = self._thread.submit(self._give, snapshot)
+        self._saving = self._thread.submit(self._put, snapshot)
 
     def restore(
         self,
         like: Any,
         *,
-        layouts: Sequence[Owned] = (),
-        agree: Callable[[str], None] = lambda found: None,
+        layouts: Sequence[OwnedLayout] = (),
+        agree: Callable[[str], None] = lambda summary: None,
     ) -> tuple[int, Any] | None:
-        """The newest state that is whole among the keepers: its step, and it, lying as `like` does.
+        """Restore the newest complete checkpoint.
 
-        What is later, of epochs before this one, is dropped when all processes `agree` on what was
-        found: nobody is to go on from it. None where nothing is whole.
+        Later checkpoints of earlier generations are dropped: nobody may continue from them.
+
+        Args:
+            like: A state with the shapes, dtypes and shardings to restore to.
+            layouts: Of sharded optimizer states.
+            agree: Called with a summary, to check that all processes found the same.
+
+        Returns:
+            Its step and state; None if no checkpoint is complete.
         """
         self.finish()
-        holders, moments = self._moments()
-        found = newest_sound(
-            moments,
-            lambda moment: Saved(self._files(moment, self._names(moment, holders), holders)),
+        holders, saved_steps = self._saved_steps()
+        restored = restore_newest(
+            saved_steps,
+            lambda saved: CheckpointReader(
+                self._files(saved, self._names(saved, holders), holders)
+            ),
             like,
             layouts=layouts,
-            where="the memory of hosts",
-            say=self._say,
+            location="the memory of hosts",
+            log=self._say,
             agree=agree,
         )
-        newest = found[0] if found else Moment(-1, 0)
-        for moment in moments:
-            if moment > newest and moment.epoch < self.epoch:
-                self.keepers.drop(moment.prefix)
-        return (newest.step, found[1]) if found else None
+        newest = restored[0] if restored else SavedStep(-1, 0)
+        for saved in saved_steps:
+            if saved > newest and saved.generation < self.generation:
+                self.stores.drop(saved.prefix)
+        return (newest.step, restored[1]) if restored else None
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the newest state that is whole, if there is one."""
+        """The step of the newest complete checkpoint, if there is one."""
         self.finish()
-        holders, moments = self._moments()
-        return next((m.step for m in moments if self._is_whole(m, holders)), None)
+        holders, saved_steps = self._saved_steps()
+        return next((s.step for s in saved_steps if self._is_complete(s, holders)), None)
 
     def finish(self) -> int:
-        """Wait until the keepers have everything; how many hosts have taken the last part.
-
-        That is as many as should, where this process has no part.
-        """
-        giving, self._giving = self._giving, None
-        return 1 + self.copies if giving is None else giving.result()
+        """Wait for the last save; return how many hosts have this process's part of it."""
+        saving, self._saving = self._saving, None
+        return 1 + self.copies if saving is None else saving.result()
 
     def close(self) -> None:
-        """Wait for that, and keep no more."""
+        """Wait for the last save and close the connections."""
         try:
             self.finish()
         finally:
             self._thread.shutdown()
-            self.keepers.close()
+            self.stores.close()
 
-    def __enter__(self) -> Memory:
+    def __enter__(self) -> PeerCheckpoint:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _give(self, snapshot: Snapshot) -> int:
-        """In a thread: this process's part; the first process also drops what is too old."""
-        index = snapshot.index
-        moment = Moment(index.step, self.epoch)
-        number = wanted = min(1 + self.copies, len(self.keepers.hosts))
-        if self.process in index.processes:
-            part = part_of(index, self.process, snapshot.pieces)
-            blobs = {moment.prefix + name: b"".join(content) for name, content in part}
-            number = self.keepers.give(blobs, wanted)
-            if number < wanted:
+    def _put(self, snapshot: Snapshot) -> int:
+        """In a thread: put this process's part. The first process also drops old checkpoints."""
+        manifest = snapshot.manifest
+        saved = SavedStep(manifest.step, self.generation)
+        copies = wanted = min(1 + self.copies, len(self.stores.hosts))
+        if self.process in manifest.processes:
+            part = process_files(manifest, self.process, snapshot.pieces)
+            blobs = {saved.prefix + name: b"".join(content) for name, content in part}
+            copies = self.stores.put(blobs, wanted)
+            if copies < wanted:
                 self._say(
-                    f"process {self.process} has its part of step {moment} in the memory of "
-                    f"{number} hosts, and not of {wanted}"
+                    f"process {self.process} has its part of step {saved} in the memory of "
+                    f"{copies} hosts instead of {wanted}"
                 )
-        if self.process == index.processes[0]:
+        if self.process == manifest.processes[0]:
             self._drop_old()
-        return number
+        return copies
 
     def _drop_old(self) -> None:
-        """Drop all that is older than the last few which are whole."""
-        holders, moments = self._moments()
-        whole = 0
-        for moment in moments:
-            if whole < self.keep:
-                whole += self._is_whole(moment, holders)
+        """Drop what is older than the last `keep` complete checkpoints."""
+        holders, saved_steps = self._saved_steps()
+        complete = 0
+        for saved in saved_steps:
+            if complete < self.keep:
+                complete += self._is_complete(saved, holders)
             else:
-                self.keepers.drop(moment.prefix)
+                self.stores.drop(saved.prefix)
 
-    def _moments(self) -> tuple[Holders, list[Moment]]:
-        """Who holds what, and of when that is, the newest first."""
-        holders = self.keepers.holders("state/")
-        return holders, sorted({Moment.of(name) for name in holders}, reverse=True)
+    def _saved_steps(self) -> tuple[Holders, list[SavedStep]]:
+        """Return who holds which blobs, and the checkpoints these belong to, newest first."""
+        holders = self.stores.holders("state/")
+        return holders, sorted({SavedStep.from_blob_name(name) for name in holders}, reverse=True)
 
-    def _is_whole(self, moment: Moment, holders: Holders) -> bool:
+    def _is_complete(self, saved: SavedStep, holders: Holders) -> bool:
         try:
-            return all(moment.prefix + name in holders for name in self._names(moment, holders))
+            return all(saved.prefix + name in holders for name in self._names(saved, holders))
         except DamagedCheckpointError:
             return False
 
-    def _names(self, moment: Moment, holders: Holders) -> list[str]:
-        """Those of all files of a state, as its index has them."""
-        index = Index.from_json(load(self._files(moment, [INDEX], holders)[INDEX], INDEX))
-        return [INDEX, *(name for each in index.processes for name in file_names(each))]
+    def _names(self, saved: SavedStep, holders: Holders) -> list[str]:
+        """Return the names of all files of a checkpoint, from its manifest."""
+        data = self._files(saved, [MANIFEST_FILE], holders)[MANIFEST_FILE]
+        manifest = Manifest.from_json(load_json(data, MANIFEST_FILE))
+        names = (name for process in manifest.processes for name in process_file_names(process))
+        return [MANIFEST_FILE, *names]
 
-    def _files(self, moment: Moment, names: Sequence[str], holders: Holders) -> dict[str, bytes]:
-        """Files of a state, from whoever has them."""
+    def _files(self, saved: SavedStep, names: Sequence[str], holders: Holders) -> dict[str, bytes]:
         for name in names:
-            if moment.prefix + name not in holders:
+            if saved.prefix + name not in holders:
                 raise DamagedCheckpointError(f"it has no {name}")
-        blobs = self.keepers.get([moment.prefix + name for name in names], holders)
+        blobs = self.stores.get([saved.prefix + name for name in names], holders)
         files = {}
         for name, blob in zip(names, blobs, strict=True):
             if blob is None:
-                raise DamagedCheckpointError(f"no host gives its {name}")
+                raise DamagedCheckpointError(f"no host returns its {name}")
             files[name] = blob
         return files
-
-
-def memory_on_line(process: int, epoch: int, say: Callable[[str], None]) -> Memory | None:
-    """As ``ftmesh launch`` has it for this process; None where there are no keepers."""
-    told = os.environ.get("FTMESH_KEEPERS")
-    if not told:
-        return None
-    keepers = dict(each.split("=", 1) for each in told.split(","))
-    return Memory(
-        {int(host): address for host, address in keepers.items()},
-        host=int(os.environ["FTMESH_HOST"]),
-        secret=os.environ["FTMESH_SECRET"],
-        process=process,
-        epoch=epoch,
-        say=say,
-    )

@@ -1,12 +1,10 @@
-"""Keeper: a process beside a worker that holds blobs in memory, so that they outlive the worker.
+"""Peer store: a process next to each worker that keeps blobs in memory and outlives the worker.
 
-Its secret is ``FTMESH_SECRET``, and it listens at ``FTMESH_KEEPER_HOST``, loopback where that is
-not set. It says its address on one line, and ends when its standard input closes.
+    store = PeerStore("127.0.0.1:23456", secret, timeout=5)
+    store.put("state/1/30/0.bin", data)
 
-    keeper = Keeper("127.0.0.1:23456", secret, timeout=5)
-    keeper.put("state/1/30/0.bin", data)
-
-Blobs: bytes by name in memory, whole, with their checksums, up to a limit.
+The process (`store_command`) reads its secret from ``FTMESH_SECRET`` and listens at
+``FTMESH_KEEPER_HOST``, loopback by default. It prints its address and exits when stdin closes.
 """
 
 from __future__ import annotations
@@ -19,84 +17,128 @@ import signal
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from ftmesh.elastic.isolated_main import command
 from ftmesh.elastic.pod_environment import LOOPBACK
 from ftmesh.elastic.rpc import STALL_SECONDS, Channel, ChannelClosed, Listener, connect
 from ftmesh.errors import ClusterError
 
-LIMIT = 1 << 32  # bytes
-MOST_DATA = 1 << 36  # of one blob
-SLOWEST = 1e8  # bytes a second that a keeper looks through, at least
+CAPACITY = 1 << 32  # bytes
+MAX_BLOB_BYTES = 1 << 36
+MIN_CHECKSUM_RATE = 1e8  # bytes per second that a store checks at least
+MAX_THREADS = 16  # that ask stores at once
+MAX_NAME_CHARS = 200
+_NAME = re.compile(rf"[a-z0-9./-]{{0,{MAX_NAME_CHARS}}}")
+
+T = TypeVar("T")
+Holders = Mapping[str, Sequence[int]]  # blob name -> hosts that hold it
 
 
-def keeper_command(limit: int = LIMIT) -> list[str]:
-    """What starts a keeper of so many bytes; it needs the secret in its environment."""
-    return command("ftmesh.elastic.peer_store", str(limit))
+class RequestRejected(ClusterError):  # noqa: N818
+    """A peer store rejects a request."""
 
 
-def main() -> None:
-    """Be a keeper."""
-    for each in (signal.SIGINT, signal.SIGHUP):  # those of a terminal
-        signal.signal(each, signal.SIG_IGN)
-    blobs = Blobs(int(sys.argv[1]))
-    listener = Listener(
-        lambda channel: serve(blobs, channel),
-        secret=os.environ.get("FTMESH_SECRET", ""),
-        host=os.environ.get("FTMESH_KEEPER_HOST", LOOPBACK),
-        most_data=min(blobs.limit, MOST_DATA),
-    )
-    print(listener.address, flush=True)
-    sys.stdin.buffer.read()
-    os._exit(0)  # whoever is served
+class PeerStores:
+    """The peer stores of all hosts, some of which may be gone.
+
+    A store that does not answer is not asked again.
+
+    Args:
+        addresses: Address of the store of each host.
+        host: The host of this process. Its store comes first, then those after it.
+        secret: What all processes of the run know.
+        timeout: Seconds for a store to answer.
+        say: Called with a line for each store that is lost or rejects a request.
+    """
+
+    def __init__(
+        self,
+        addresses: Mapping[int, str],
+        *,
+        host: int,
+        secret: str,
+        timeout: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.hosts = sorted(addresses, key=lambda other: (other < host, other))
+        self._stores = {h: PeerStore(addresses[h], secret, timeout) for h in self.hosts}
+        self._say = say
+        self._lost: set[int] = set()
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "peer stores")
+
+    def put(self, blobs: Mapping[str, bytes], copies: int) -> int:
+        """Put blobs into the first `copies` stores that take them; return how many did."""
+        checksums = {name: zlib.crc32(data) for name, data in blobs.items()}
+        taken = 0
+        for host in self.hosts:
+            if taken < copies and all(
+                self._put(host, name, data, checksums[name]) for name, data in blobs.items()
+            ):
+                taken += 1
+        return taken
+
+    def holders(self, prefix: str) -> Holders:
+        """Return which stores hold which blobs whose names start with `prefix`."""
+        answers = self._ask_all(lambda store: store.names(prefix))
+        holders: dict[str, list[int]] = {}
+        for host, names in zip(self.hosts, answers, strict=True):
+            for name in names or []:
+                holders.setdefault(name, []).append(host)
+        return holders
+
+    def get(self, names: Sequence[str], holders: Holders) -> list[bytes | None]:
+        """Return blobs; None for one that no store returns intact."""
+        return list(self._threads.map(lambda name: self._get(name, holders), names))
+
+    def drop(self, prefix: str) -> None:
+        """Drop the blobs whose names start with `prefix` from all stores."""
+        self._ask_all(lambda store: store.drop(prefix))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._threads.shutdown()
+        for store in self._stores.values():
+            store.close()
+
+    def _get(self, name: str, holders: Holders) -> bytes | None:
+        for host in holders.get(name, ()):
+            data = self._ask(host, lambda store: store.get(name))
+            if data is not None:
+                return data
+        return None
+
+    def _put(self, host: int, name: str, data: bytes, crc32: int) -> bool:
+        def put(store: PeerStore) -> bool:
+            store.put(name, data, crc32)
+            return True
+
+        return self._ask(host, put) is not None
+
+    def _ask_all(self, request: Callable[[PeerStore], T]) -> list[T | None]:
+        return list(self._threads.map(lambda host: self._ask(host, request), self.hosts))
+
+    def _ask(self, host: int, request: Callable[[PeerStore], T]) -> T | None:
+        if host in self._lost:
+            return None
+        try:
+            return request(self._stores[host])
+        except RequestRejected as error:
+            self._say(f"host {host}: {error}")
+        except ClusterError as error:
+            if host not in self._lost:  # two threads may have asked at once
+                self._lost.add(host)
+                self._say(f"the peer store of host {host} is lost: {error}")
+        return None
 
 
-def serve(blobs: Blobs, channel: Channel) -> None:
-    """Do what one client asks for until it goes."""
-    with channel, contextlib.suppress(ChannelClosed, MemoryError):
-        while frame := channel.receive():
-            try:
-                _answer(blobs, channel, frame[0])
-            except Refused as error:
-                channel.send({"refused": str(error)})
+class PeerStore:
+    """A client of one peer store. It connects with the first request.
 
-
-def _answer(blobs: Blobs, channel: Channel, message: dict[str, Any]) -> None:
-    """Each way, the size comes before the bytes: it can be refused, and waited for long enough."""
-    match message:
-        case {"do": "put", "name": str(name), "bytes": int(size), "crc32": int(crc32)}:
-            with blobs.room(name, size):
-                channel.send({})
-                frame = channel.receive(STALL_SECONDS)
-                if frame is None:
-                    raise ChannelClosed(f"{channel.peer} has not sent {name}")
-                _, data = frame
-                if len(data) != size:
-                    raise Refused(f"{len(data)} bytes of {name} have come, and not {size}")
-                blobs.put(name, data, crc32)
-            channel.send({})
-        case {"do": "get", "name": str(name)}:
-            data, crc32 = blobs.get(name)
-            channel.send({"bytes": len(data), "crc32": crc32})
-            if zlib.crc32(data) != crc32:
-                raise Refused(f"{name} was damaged in its memory")
-            channel.send({}, data)
-        case {"do": "names", "prefix": str(prefix)}:
-            channel.send({}, json.dumps(blobs.names(prefix)).encode())
-        case {"do": "drop", "prefix": str(prefix)}:
-            channel.send({"count": blobs.drop(prefix)})
-        case _:
-            raise Refused(f"it does not know what {str(message)[:100]} would be")
-
-
-class Keeper:
-    """The keeper at an address, for its clients; it is connected to when first asked.
-
-    What is not answered within `timeout` seconds, or is refused, is a `ClusterError` that names the
-    address.
+    A request that is rejected or not answered within `timeout` seconds raises a `ClusterError` that
+    names the address.
     """
 
     def __init__(self, address: str, secret: str, timeout: float) -> None:
@@ -105,50 +147,53 @@ class Keeper:
         self._channel: Channel | None = None
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> PeerStore:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def put(self, name: str, data: bytes | memoryview, crc32: int | None = None) -> None:
-        """Have it hold a blob, in place of an older one of that name."""
+        """Store a blob, replacing one of the same name."""
         checksum = zlib.crc32(data) if crc32 is None else crc32
         size = memoryview(data).nbytes
-        with self._asking({"do": "put", "name": name, "bytes": size, "crc32": checksum}) as channel:
-            self._next(channel)
+        request = {"do": "put", "name": name, "bytes": size, "crc32": checksum}
+        with self._request(request) as channel:
+            self._receive(channel)
             channel.send({}, data)
-            self._next(channel, size)
+            self._receive(channel, size)
 
     def get(self, name: str) -> bytes:
-        """A blob, which is what was put."""
-        with self._asking({"do": "get", "name": name}) as channel:
-            told, _ = self._next(channel)
-            _, data = self._next(channel, told["bytes"])
-        if zlib.crc32(data) != told["crc32"]:
-            raise ClusterError(f"{name} from the keeper at {self.address} was damaged on its way")
+        """Return a blob, with its checksum verified."""
+        with self._request({"do": "get", "name": name}) as channel:
+            header, _ = self._receive(channel)
+            _, data = self._receive(channel, header["bytes"])
+        if zlib.crc32(data) != header["crc32"]:
+            raise ClusterError(
+                f"{name} from the peer store at {self.address} was damaged in transit"
+            )
         return data
 
     def names(self, prefix: str = "") -> list[str]:
-        """Those of all blobs that begin so, in order."""
-        with self._asking({"do": "names", "prefix": prefix}) as channel:
-            names: list[str] = json.loads(self._next(channel)[1])
+        """Return the names of all blobs that start with `prefix`, sorted."""
+        with self._request({"do": "names", "prefix": prefix}) as channel:
+            names: list[str] = json.loads(self._receive(channel)[1])
         return names
 
     def drop(self, prefix: str) -> int:
-        """Have it forget all blobs that begin so; how many there were."""
-        with self._asking({"do": "drop", "prefix": prefix}) as channel:
-            return int(self._next(channel)[0]["count"])
+        """Drop all blobs whose names start with `prefix`; return how many there were."""
+        with self._request({"do": "drop", "prefix": prefix}) as channel:
+            return int(self._receive(channel)[0]["count"])
 
     def close(self) -> None:
-        """Leave it, until it is asked again."""
+        """Close the connection; the next request opens a new one."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
 
     @contextlib.contextmanager
-    def _asking(self, message: dict[str, Any]) -> Iterator[Channel]:
-        """A channel on which the question was asked; who fails in the midst of it begins anew."""
+    def _request(self, message: dict[str, Any]) -> Iterator[Channel]:
+        """Send a request; after an error in the middle of it, reconnect for the next one."""
         with self._lock:
             if self._channel is None:
                 self._channel = connect(
@@ -156,105 +201,164 @@ class Keeper:
                     self._secret,
                     timeout=self.timeout,
                     stall=self.timeout,
-                    most_data=MOST_DATA,
+                    max_data=MAX_BLOB_BYTES,
                 )
             try:
                 self._channel.send(message)
                 yield self._channel
-            except Refused:
+            except RequestRejected:
                 raise
             except BaseException:
                 self.close()
                 raise
 
-    def _next(self, channel: Channel, size: int = 0) -> tuple[dict[str, Any], bytes]:
-        """Its next frame, which may be that it refuses; it looks through `size` bytes before."""
-        seconds = self.timeout + size / SLOWEST
+    def _receive(self, channel: Channel, checked_bytes: int = 0) -> tuple[dict[str, Any], bytes]:
+        """Return the next frame; the store may compute a checksum of `checked_bytes` before."""
+        seconds = self.timeout + checked_bytes / MIN_CHECKSUM_RATE
         frame = channel.receive(seconds)
         if frame is None:
-            raise ClusterError(f"the keeper at {self.address} has said nothing for {seconds:.3g} s")
-        if "refused" in frame[0]:
-            raise Refused(f"the keeper at {self.address} refuses: {frame[0]['refused']}")
+            raise ClusterError(
+                f"the peer store at {self.address} has not answered for {seconds:.3g} s"
+            )
+        if "rejected" in frame[0]:
+            raise RequestRejected(
+                f"the peer store at {self.address} rejects it: {frame[0]['rejected']}"
+            )
         return frame
 
 
-MOST_NAME = 200
-_PLAIN = re.compile(rf"[a-z0-9./-]{{0,{MOST_NAME}}}")
+# The process of a store -------------------------------------------------------------------------
 
 
-class Refused(ClusterError):  # noqa: N818
-    """A keeper will not do what it was asked for."""
+def store_command(capacity: int = CAPACITY) -> list[str]:
+    """Return the command that runs a store; it needs ``FTMESH_SECRET`` in its environment."""
+    return command("ftmesh.elastic.peer_store", str(capacity))
 
 
-class Blobs:
-    """What a keeper holds; any thread may use it.
+def main() -> None:
+    """Run a store until stdin closes."""
+    for signum in (signal.SIGINT, signal.SIGHUP):  # from a terminal, meant for the launcher
+        signal.signal(signum, signal.SIG_IGN)
+    blobs = BlobStore(int(sys.argv[1]))
+    listener = Listener(
+        lambda channel: serve(blobs, channel),
+        secret=os.environ.get("FTMESH_SECRET", ""),
+        host=os.environ.get("FTMESH_KEEPER_HOST", LOOPBACK),
+        max_data=min(blobs.capacity, MAX_BLOB_BYTES),
+    )
+    print(listener.address, flush=True)
+    sys.stdin.buffer.read()
+    os._exit(0)  # without waiting for clients
 
-    `limit` is for all bytes together, those included that are on their way.
+
+def serve(blobs: BlobStore, channel: Channel) -> None:
+    """Answer the requests of one client until it disconnects."""
+    with channel, contextlib.suppress(ChannelClosed, MemoryError):
+        while frame := channel.receive():
+            try:
+                _answer(blobs, channel, frame[0])
+            except RequestRejected as error:
+                channel.send({"rejected": str(error)})
+
+
+def _answer(blobs: BlobStore, channel: Channel, message: dict[str, Any]) -> None:
+    """Handle a request. Sizes go before the data, so that a blob can be rejected or awaited."""
+    match message:
+        case {"do": "put", "name": str(name), "bytes": int(size), "crc32": int(crc32)}:
+            with blobs.reserve(name, size):
+                channel.send({})
+                frame = channel.receive(STALL_SECONDS)
+                if frame is None:
+                    raise ChannelClosed(f"{channel.peer} did not send {name}")
+                _, data = frame
+                if len(data) != size:
+                    raise RequestRejected(f"{name} has {len(data)} bytes, not the {size} announced")
+                blobs.put(name, data, crc32)
+            channel.send({})
+        case {"do": "get", "name": str(name)}:
+            data, crc32 = blobs.get(name)
+            channel.send({"bytes": len(data), "crc32": crc32})
+            if zlib.crc32(data) != crc32:
+                raise RequestRejected(f"{name} was damaged in memory")
+            channel.send({}, data)
+        case {"do": "names", "prefix": str(prefix)}:
+            channel.send({}, json.dumps(blobs.names(prefix)).encode())
+        case {"do": "drop", "prefix": str(prefix)}:
+            channel.send({"count": blobs.drop(prefix)})
+        case _:
+            raise RequestRejected(f"unknown request {str(message)[:100]}")
+
+
+class BlobStore:
+    """The blobs of a store, with their checksums. Thread-safe.
+
+    Args:
+        capacity: Bytes of all blobs together, with those being received.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._held: dict[str, tuple[bytes, int]] = {}
-        self._taken = 0  # of the limit
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._blobs: dict[str, tuple[bytes, int]] = {}
+        self._used = 0
         self._lock = threading.Lock()
 
-    @contextmanager
-    def room(self, name: str, size: int) -> Iterator[None]:
-        """Room for a blob that is to come and be `put` meanwhile; given back if that fails."""
+    @contextlib.contextmanager
+    def reserve(self, name: str, size: int) -> Iterator[None]:
+        """Reserve memory for a blob that is `put` in the block; released if the block fails."""
         _check_name(name)
         if not name or size < 0:
-            raise Refused(f"{name!r} of {size} bytes can be no blob")
+            raise RequestRejected(f"a blob named {name!r} of {size} bytes")
         with self._lock:
-            if self._taken + size > self.limit:
-                raise Refused(
-                    f"{name} has {size} bytes, and {max(self.limit - self._taken, 0)} of "
-                    f"{self.limit} are free: drop some, or give the keeper more"
+            if self._used + size > self.capacity:
+                raise RequestRejected(
+                    f"{name} has {size} bytes, and {max(self.capacity - self._used, 0)} of "
+                    f"{self.capacity} are free"
                 )
-            self._taken += size
+            self._used += size
         try:
             yield
         except BaseException:
             with self._lock:
-                self._taken -= size
+                self._used -= size
             raise
 
     def put(self, name: str, data: bytes, crc32: int) -> None:
-        """Hold a blob for which there is room, in place of an older one of that name."""
+        """Store a blob for which memory is reserved, replacing one of the same name."""
         if zlib.crc32(data) != crc32:
-            raise Refused(f"{name} was damaged on its way")
+            raise RequestRejected(f"{name} was damaged in transit")
         with self._lock:
-            self._taken -= self._size(name)
-            self._held[name] = data, crc32
+            self._used -= self._size(name)
+            self._blobs[name] = data, crc32
 
     def get(self, name: str) -> tuple[bytes, int]:
-        """A blob and its checksum, as it was when it came."""
+        """Return a blob and the checksum it arrived with."""
         with self._lock:
-            if name not in self._held:
-                raise Refused(f"it has no {name}")
-            return self._held[name]
+            if name not in self._blobs:
+                raise RequestRejected(f"there is no {name}")
+            return self._blobs[name]
 
     def names(self, prefix: str) -> list[str]:
-        """Those that begin so, in order."""
+        """Return the names that start with `prefix`, sorted."""
         _check_name(prefix)
         with self._lock:
-            return sorted(name for name in self._held if name.startswith(prefix))
+            return sorted(name for name in self._blobs if name.startswith(prefix))
 
     def drop(self, prefix: str) -> int:
-        """Forget all that begin so; how many there were."""
+        """Drop blobs whose names start with `prefix`; return how many there were."""
         names = self.names(prefix)
         with self._lock:
             for name in names:
-                self._taken -= self._size(name)
-                self._held.pop(name, None)
+                self._used -= self._size(name)
+                self._blobs.pop(name, None)
         return len(names)
 
     def _size(self, name: str) -> int:
-        return len(self._held[name][0]) if name in self._held else 0
+        return len(self._blobs[name][0]) if name in self._blobs else 0
 
 
 def _check_name(name: str) -> None:
-    if not _PLAIN.fullmatch(name) or ".." in name:
-        raise Refused(
-            f"{name[:MOST_NAME]!r} is no plain name: those have up to {MOST_NAME} of a-z, 0-9, "
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise RequestRejected(
+            f"{name[:MAX_NAME_CHARS]!r} is not a plain name: up to {MAX_NAME_CHARS} of a-z, 0-9, "
             "'.', '/' and '-', and no '..'"
         )

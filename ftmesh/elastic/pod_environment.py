@@ -1,7 +1,4 @@
-"""What every process of an emulated pod finds in its environment.
-
-Place: what the mesh of a pod is, and which part of it each host has.
-"""
+"""The environment variables of a pod's processes, and which block of the mesh each host has."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from ftmesh.errors import ArgumentError
 from ftmesh.topology.notation import Block, format_shape, parse_shape
 
 LOOPBACK = "127.0.0.1"
-PORTS = range(20_000, 30_000)  # below those that systems hand out by themselves
-DEVICES = "--xla_force_host_platform_device_count"
+PORTS = range(20_000, 30_000)  # below those that systems give to outgoing connections
+DEVICES_FLAG = "--xla_force_host_platform_device_count"
 MAX_HOSTS, MAX_DEVICES = 256, 4096
 
-# The machine may be a host of a real cluster, and JAX would take the processes for that cluster's.
-CLUSTERS = (
+# On a host of a real cluster JAX would take the processes for that cluster's.
+CLUSTER_VARIABLES = (
     "SLURM_",
     "OMPI_",
     "PMI_",
@@ -33,22 +30,22 @@ CLUSTERS = (
     "JAX_LOCAL_DEVICE_IDS",
     "JAX_PARTITION_INDEX",
     "JAX_SLICE_INDEX",
-    "JAX_NUM_CPU_DEVICES",  # would win over the flag
+    "JAX_NUM_CPU_DEVICES",  # would override the flag
 )
 
 Environment = Mapping[str, str]
 
 
 def check_pod(hosts: int, devices_per_host: int) -> None:
-    """Refuse what is no pod, and one that no machine could emulate."""
+    """Raise ArgumentError for a pod without devices, or one too large to emulate."""
     if hosts < 1 or devices_per_host < 1:
         raise ArgumentError(
-            f"{hosts} hosts of {devices_per_host} devices make no pod: both must be 1 or more"
+            f"a pod of {hosts} hosts with {devices_per_host} devices: both must be 1 or more"
         )
     if hosts > MAX_HOSTS or hosts * devices_per_host > MAX_DEVICES:
         raise ArgumentError(
-            f"{hosts} hosts of {devices_per_host} devices are too many for one machine: each host "
-            f"is a process, and there may be {MAX_HOSTS}, with {MAX_DEVICES:,} devices in all"
+            f"{hosts} hosts with {devices_per_host} devices are too many for one machine: each "
+            f"host is a process; at most {MAX_HOSTS} hosts and {MAX_DEVICES:,} devices in all"
         )
 
 
@@ -60,30 +57,35 @@ def environments(
     env: Environment | Sequence[Environment] | None = None,
     flags: str = "",
 ) -> list[dict[str, str]]:
-    """The environment of each process: this one's, less clusters, with the pod's, then `env`.
+    """Return the environment of each process of a pod.
 
-    `env` is for all processes, or one for each; `flags` are more of XLA's.
+    Args:
+        hosts: Number of processes.
+        devices_per_host: CPU devices of each.
+        mesh: Shape of all devices together, for ``FTMESH_MESH``.
+        env: Variables to add, for all processes or one mapping for each.
+        flags: XLA flags to add.
     """
     check_pod(hosts, devices_per_host)
-    devices = hosts * devices_per_host
-    if mesh is not None and math.prod(parse_shape(mesh)) != devices:
+    num_devices = hosts * devices_per_host
+    if mesh is not None and math.prod(parse_shape(mesh)) != num_devices:
         raise ArgumentError(
-            f"mesh {mesh} has {math.prod(parse_shape(mesh))} chips, and {hosts} hosts of "
-            f"{devices_per_host} devices have {devices}: the two must be equal"
+            f"mesh {mesh} has {math.prod(parse_shape(mesh))} chips, but {hosts} hosts with "
+            f"{devices_per_host} devices have {num_devices}: both must be equal"
         )
-    own = [env or {}] * hosts if env is None or isinstance(env, Mapping) else list(env)
-    if len(own) != hosts:
-        raise ArgumentError(f"{len(own)} environments for {hosts} hosts: give one for each")
-    shared = _without_clusters(os.environ)
+    added = [env or {}] * hosts if env is None or isinstance(env, Mapping) else list(env)
+    if len(added) != hosts:
+        raise ArgumentError(f"{len(added)} environments for {hosts} hosts: give one for each")
+    shared = {k: v for k, v in os.environ.items() if not k.startswith(CLUSTER_VARIABLES)}
     flags = f"{shared.get('XLA_FLAGS', '')} {flags}"
-    shared |= _pod(hosts, devices_per_host, flags) | _past_proxies(shared)
+    shared |= _pod_variables(hosts, devices_per_host, flags) | _proxy_variables(shared)
     if mesh is not None:
         shared["FTMESH_MESH"] = mesh
-    return [{**shared, "FTMESH_PROCESS_ID": str(number), **its} for number, its in enumerate(own)]
+    return [{**shared, "FTMESH_PROCESS_ID": str(i), **own} for i, own in enumerate(added)]
 
 
 def free_port() -> int:
-    """A port of loopback that nothing uses, and that no outgoing connection will be given."""
+    """Return a free loopback port that the system gives to no outgoing connection."""
     for _ in range(1000):
         port = PORTS[secrets.randbelow(len(PORTS))]
         with socket.socket() as probe:
@@ -92,84 +94,86 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise ArgumentError(f"no port of {PORTS[0]} to {PORTS[-1]} is free at {LOOPBACK}: end a server")
+    raise ArgumentError(f"no port from {PORTS[0]} to {PORTS[-1]} is free at {LOOPBACK}")
 
 
-def _pod(hosts: int, devices_per_host: int, flags: str) -> dict[str, str]:
-    """What makes processes a pod, the same for all."""
+def _pod_variables(hosts: int, devices_per_host: int, flags: str) -> dict[str, str]:
     coordinator = f"{LOOPBACK}:{free_port()}"
     return {
         "FTMESH_COORDINATOR": coordinator,
         "FTMESH_NUM_PROCESSES": str(hosts),
         "JAX_COORDINATOR_ADDRESS": coordinator,
-        "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # JAX listens on every interface otherwise
+        "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # by default JAX listens on all interfaces
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": _with_devices(flags, devices_per_host),
-        "TPU_SKIP_MDS_QUERY": "1",  # at a TPU host JAX would ask a server which host it is
+        "TPU_SKIP_MDS_QUERY": "1",  # on a TPU host JAX would ask a server which host it is
         "PYTHONUNBUFFERED": "1",
     }
 
 
-def _without_clusters(env: Environment) -> dict[str, str]:
-    return {name: value for name, value in env.items() if not name.startswith(CLUSTERS)}
-
-
-def _past_proxies(env: Environment) -> dict[str, str]:
-    """Proxies stay, for data from afar; loopback goes past them, or JAX would wait in vain."""
+def _proxy_variables(env: Environment) -> dict[str, str]:
+    """Exclude loopback from proxies, which would make JAX wait for ever."""
     if not any("_proxy" in name.lower() for name in env):
         return {}
-    spared = ",".join(filter(None, [env.get("no_proxy") or env.get("NO_PROXY"), LOOPBACK]))
-    return {"no_proxy": spared, "NO_PROXY": spared}
+    excluded = ",".join(filter(None, [env.get("no_proxy") or env.get("NO_PROXY"), LOOPBACK]))
+    return {"no_proxy": excluded, "NO_PROXY": excluded}
 
 
 def _with_devices(flags: str, devices: int) -> str:
-    """XLA's flags with so many CPU devices."""
     if flags.strip() and not flags.lstrip().startswith("-"):
         raise ArgumentError(f"XLA_FLAGS names a file, {flags}: put the flags themselves there")
-    others = [flag for flag in flags.split() if not flag.startswith(f"{DEVICES}=")]
-    return " ".join([*others, f"{DEVICES}={devices}"])
+    others = [flag for flag in flags.split() if not flag.startswith(f"{DEVICES_FLAG}=")]
+    return " ".join([*others, f"{DEVICES_FLAG}={devices}"])
 
 
 @dataclass(frozen=True)
-class Place:
-    """What the mesh is, and which part of it each host has."""
+class HostLayout:
+    """A mesh and the block of it that each host has."""
 
     mesh: str
     blocks: tuple[Block, ...]
 
     @staticmethod
-    def of(mesh: str, host_shape: str | None, hosts: int, devices_per_host: int) -> Place:
-        """Hosts one after another, x first, each with a block of `host_shape`; else of rows."""
+    def create(mesh: str, host_shape: str | None, hosts: int, devices_per_host: int) -> HostLayout:
+        """Lay hosts out one after another, x first.
+
+        Args:
+            mesh: Shape of the mesh.
+            host_shape: Block of a host, as in "2x2"; rows of the mesh if None.
+            hosts: Number of hosts.
+            devices_per_host: Devices of each.
+
+        Raises:
+            ArgumentError: The blocks do not fill the mesh.
+        """
         shape = parse_shape(mesh)
         check_pod(hosts, devices_per_host)
         if host_shape is None:
-            host = _rows(shape, devices_per_host)
+            block = _row_block(shape, devices_per_host)
         else:
-            host = parse_shape(host_shape)
-            host += (1,) * (len(shape) - len(host))
-        number, each = 1, 1
-        for size, part in zip(shape, host, strict=False):
-            number, each = number * (size // part), each * part
-            if size % part:
-                number = 0
-        if len(host) != len(shape) or number != hosts or each != devices_per_host:
+            block = parse_shape(host_shape)
+            block += (1,) * (len(shape) - len(block))
+        grid = [size // part for size, part in zip(shape, block, strict=False)]
+        fits = len(block) == len(shape) and not any(
+            s % p for s, p in zip(shape, block, strict=True)
+        )
+        if not fits or math.prod(grid) != hosts or math.prod(block) != devices_per_host:
             raise ArgumentError(
-                f"{hosts} hosts of {format_shape(host)}, each with {devices_per_host} devices, do "
+                f"{hosts} hosts of {format_shape(block)}, each with {devices_per_host} devices, do "
                 f"not fill mesh {mesh}: give another --host-shape, such as 2x2"
             )
-        grid = [size // part for size, part in zip(shape, host, strict=True)]
         blocks = []
         for index in range(hosts):
-            low = []
-            for count, part in zip(grid, host, strict=True):
-                index, place = divmod(index, count)
-                low.append(place * part)
-            blocks.append(Block(host, tuple(low)))
-        return Place(format_shape(shape), tuple(blocks))
+            corner = []
+            for count, part in zip(grid, block, strict=True):
+                index, position = divmod(index, count)
+                corner.append(position * part)
+            blocks.append(Block(block, tuple(corner)))
+        return HostLayout(format_shape(shape), tuple(blocks))
 
 
-def _rows(shape: Sequence[int], devices: int) -> tuple[int, ...]:
-    """The block that so many devices fill, row by row, if there is one."""
+def _row_block(shape: Sequence[int], devices: int) -> tuple[int, ...]:
+    """Return the block that `devices` fill row by row, if there is one."""
     block = []
     for size in shape:
         part = min(size, devices)

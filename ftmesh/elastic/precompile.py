@@ -1,108 +1,135 @@
-"""Ahead: plans and programs for the likeliest next failures, each host alone, made in good time.
+"""Plans and programs for the likeliest next failures, made in the background.
 
-That runs beside the training, in a thread of its process, and must not hold it up. Where a ring
-fits, a plan is made in no time and takes next to no memory; those go first. Plans for other damage
-can take seconds each, and tens of megabytes: they are made as long as the time for that lasts, and
-kept as long as there is room. What is not there when it is needed is planned then.
+A thread plans for the loss of each single host while the training runs. Plans along a ring take no
+time and little memory, and come first; others may take seconds and tens of megabytes each, so there
+is a limit on processor time and on memory. What is missing when it is needed is planned then.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from ftmesh.algorithms import registry
-from ftmesh.cost.links import network_of
+from ftmesh.cost.links import network_for
+from ftmesh.distributed.consensus import agree_on_program, program_digest
+from ftmesh.elastic.elastic_group import ElasticGroup
 from ftmesh.errors import FtmeshError
-from ftmesh.planning.plan import Plan, plan
+from ftmesh.planning.make_plan import plan
+from ftmesh.planning.plan import Plan
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.topology import Topology
 
-SECONDS = 60.0  # of the processor, for what is made ahead on one mesh
-MOST_BYTES = 256 * 10**6  # of the plans that are remembered
+CPU_SECONDS = 60.0  # of processor time per mesh
+MAX_CACHED_BYTES = 256 * 10**6  # of plans
 
-_made: dict[Any, Plan] = {}
-_latest = [0]  # the number of the latest `prepare`
-_compiled: dict[tuple[str, Topology], tuple[str, Any]] = {}
-
-
-def planned(topology: Topology, algorithm: str, **options: Any) -> Plan:
-    """As `ftmesh.plan`, at once where it has been planned before, and there was room for it."""
-    bare = topology.without_devices()
-    key = (bare, network_of(topology), algorithm, *sorted(options.items()))
-    found = _made.get(key)
-    if found is None:
-        found = plan(topology, algorithm, **options)
-        if sum(each.schedule.num_bytes for each in [found, *_made.values()]) <= MOST_BYTES:
-            _made[key] = found
-    if found.topology != topology:  # the same chips, as other devices
-        found = replace(found, schedule=replace(found.schedule, topology=topology))
-    return found
+_plans: dict[Any, Plan] = {}
+_programs: dict[tuple[str, Topology], tuple[str, Any]] = {}  # name, mesh -> digest, compiled
+_latest = [0]  # counts calls of `prepare_for_host_loss`
 
 
-def keep_program(name: str, topology: Topology, digest: str, compiled: Any) -> None:
-    """Remember a program that has been compiled for a mesh."""
-    _compiled[name, topology] = digest, compiled
+def cached_plan(topology: Topology, algorithm: str, **options: Any) -> Plan:
+    """Return `ftmesh.plan(topology, algorithm, **options)`, from the cache if it is there."""
+    key = (topology.without_devices(), network_for(topology), algorithm, *sorted(options.items()))
+    cached = _plans.get(key)
+    if cached is None:
+        cached = plan(topology, algorithm, **options)
+        if sum(p.schedule.num_bytes for p in [cached, *_plans.values()]) <= MAX_CACHED_BYTES:
+            _plans[key] = cached
+    if cached.topology != topology:  # the same chips with other devices
+        cached = replace(cached, schedule=replace(cached.schedule, topology=topology))
+    return cached
 
 
-def program(name: str, topology: Topology) -> tuple[str, Any] | None:
-    """The digest of such a program, and it; forgotten with that, as it takes memory."""
-    found = _compiled.get((name, topology))
-    _compiled.clear()
-    return found
+def agreed_program(
+    group: ElasticGroup, name: str, jitted: Any, inputs: Sequence[Any], topology: Topology
+) -> Any:
+    """Check that `jitted` is the same program in all processes, and return what to call.
+
+    Args:
+        group: The processes.
+        name: What the program is.
+        jitted: A jitted function.
+        inputs: Its arguments, or their shapes and dtypes.
+        topology: The mesh it runs on.
+
+    Returns:
+        `jitted`; where workers may be lost, the program that `compile_for` compiled ahead of time,
+        or one that is compiled now.
+    """
+    if group.is_single_process:
+        return jitted
+    ahead = _programs.get((name, topology))
+    _programs.clear()  # they take memory
+    if ahead is not None:
+        digest, compiled = ahead
+        group.agree({name: digest})
+        return compiled
+    lowered = agree_on_program(group, name, jitted, inputs)
+    return jitted if group.controller is None else lowered.compile()
 
 
-def without_each_host(topology: Topology) -> Iterable[Topology]:
-    """What is left of a mesh when a host is lost, for each of its hosts."""
-    hosts = {device: process_of(device) for device in topology.devices}
-    for host in sorted(set(hosts.values())):
-        gone = {topology.coord_of(device) for device, its in hosts.items() if its == host}
-        if len(gone) < topology.num_live:
-            left = topology.less(gone)
-            yield left.less(coord for part in left.components()[1:] for coord in part)
+def compile_for(topology: Topology, name: str, jitted: Any, inputs: Sequence[Any]) -> None:
+    """Compile a program for the time when `agreed_program` asks for it on this mesh."""
+    lowered = jitted.lower(*inputs)
+    _programs[name, topology] = program_digest(lowered), lowered.compile()
 
 
-def prepare(
-    topology: Topology, do: Callable[[Topology], Any], *, seconds: float = SECONDS
+def prepare_for_host_loss(
+    topology: Topology,
+    prepare: Callable[[Topology], Any],
+    *,
+    cpu_seconds: float = CPU_SECONDS,
 ) -> threading.Thread:
-    """In the background, have something done for what is left when each host is lost.
+    """Call `prepare` in a thread with what is left of `topology` when each host is lost.
 
-    It is not begun again where it would likely take more than so many `seconds` of the processor,
-    all together.
+    Args:
+        topology: The mesh of the run.
+        prepare: Plans or compiles for a mesh. Its `FtmeshError`s are ignored.
+        cpu_seconds: Processor time for all calls. No call is begun that would likely exceed it.
+
+    Returns:
+        The thread. A later call of this function stops it.
     """
     _latest[0] += 1
     own = _latest[0]
 
     def run() -> None:
         begin, longest = time.thread_time(), 0.0
-        for left in _quick_ones_first(without_each_host(topology)):
+        for left in _fast_first(topologies_without_a_host(topology)):
             before = time.thread_time()
-            if own != _latest[0] or before - begin + longest > seconds:
-                return  # the mesh is another one by now, or the time is over
+            if own != _latest[0] or before - begin + longest > cpu_seconds:
+                return
             try:
-                do(left)
+                prepare(left)
             except FtmeshError:
-                continue  # not every damage has a plan
+                continue  # not every mesh has a plan
             longest = max(longest, time.thread_time() - before)
 
-    thread = threading.Thread(target=run, name="ftmesh ahead", daemon=True)
+    thread = threading.Thread(target=run, name="ftmesh precompile", daemon=True)
     thread.start()
     return thread
 
 
-def _quick_ones_first(every: Iterable[Topology]) -> Iterable[Topology]:
-    """The same meshes; those that take long to plan for come last."""
-    late = []
+def topologies_without_a_host(topology: Topology) -> Iterator[Topology]:
+    """Yield, for each host, the largest component of the mesh without it."""
+    hosts = {device: process_of(device) for device in topology.devices}
+    for host in sorted(set(hosts.values())):
+        lost = {topology.coord_of(device) for device, its in hosts.items() if its == host}
+        if len(lost) < topology.num_live:
+            left = topology.with_failed(lost)
+            yield left.with_failed(coord for part in left.components()[1:] for coord in part)
 
-    def quick() -> Iterable[Topology]:
-        for topology in every:
-            if registry.is_quick(topology):
-                yield topology
-            else:
-                late.append(topology)
 
-    return chain(quick(), late)
+def _fast_first(topologies: Iterator[Topology]) -> Iterator[Topology]:
+    """Yield the meshes that are fast to plan for, then the others."""
+    slow = []
+    for topology in topologies:
+        if registry.has_fast_algorithm(topology):
+            yield topology
+        else:
+            slow.append(topology)
+    yield from slow

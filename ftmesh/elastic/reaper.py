@@ -1,7 +1,7 @@
-"""A program that kills sessions once its standard input closes, however its launcher ended.
+"""A program that kills sessions once its stdin closes, however its launcher ended.
 
-A line ``+12`` puts session 12 in its care and ``-12`` takes it out again. It is run by path, alone,
-so that it starts at once.
+The line ``+12`` puts session 12 under its watch, ``-12`` releases it. It is run by path and imports
+only the standard library, so it starts at once.
 """
 
 import contextlib
@@ -10,15 +10,15 @@ import signal
 import sys
 import time
 
-PROC = "/proc"  # Linux has it
-KILL_TURNS = 500
-KILL_TURN_SECONDS = 0.01
+PROC = "/proc"  # Linux only
+KILL_ATTEMPTS = 500
+RETRY_SECONDS = 0.01
 
 
 def main() -> None:
-    """Read until the end, then kill what is left."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
+    """Read lines until stdin closes, then kill what is left."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
     sessions: set[int] = set()
     for line in sys.stdin:
         (sessions.add if line[0] == "+" else sessions.discard)(int(line[1:]))
@@ -26,16 +26,16 @@ def main() -> None:
 
 
 def kill(sessions: set[int]) -> None:
-    """Kill all of the sessions, again and again while one is quick enough to start another."""
-    for _ in range(KILL_TURNS):
+    """Kill sessions, again while a process in them was quick enough to start another."""
+    for _ in range(KILL_ATTEMPTS):
         sessions = {session for session in sessions if send(session, signal.SIGKILL)}
         if not sessions:
             return
-        time.sleep(KILL_TURN_SECONDS)
+        time.sleep(RETRY_SECONDS)
 
 
 def send(session: int, *signums: int) -> bool:
-    """Send signals to every process of a session; whether there was any."""
+    """Send signals to every process of a session; return whether there was any."""
     groups = groups_of(session)
     for group in groups:
         for signum in signums:
@@ -45,14 +45,15 @@ def send(session: int, *signums: int) -> bool:
 
 
 def groups_of(session: int) -> set[int]:
-    """The process groups of a session in which something runs; its first, where none can be told.
+    """Return the process groups of a session in which something runs.
 
-    A shell puts jobs into groups of their own, and so does ``timeout``.
+    Shells and ``timeout`` put jobs into groups of their own. Without /proc only the first group of
+    a session is known.
     """
     if not os.path.exists(f"{PROC}/self/stat"):
         try:
             os.killpg(session, 0)
-        except (ProcessLookupError, PermissionError):  # the latter where all have ended
+        except (ProcessLookupError, PermissionError):  # the latter if all have exited
             return set()
         return {session}
     groups = set()

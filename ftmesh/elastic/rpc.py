@@ -1,17 +1,14 @@
-"""Channel: whole messages between two processes that know one secret, over TCP.
+"""Messages between two processes of a run, over TCP.
 
-A frame is a JSON object and some bytes, each preceded by its length: nothing that is received can
-run code. Both ends prove that they know the secret before the first frame (`handshake`); after that
-the connection is trusted, as loopback may be.
-
-Handshake: the two ends of a connection prove to each other that they know one secret.
+A frame is a JSON object and some bytes, each with its length; nothing received can run code. Both
+ends prove that they know the secret of the run before the first frame:
 
     listener  "ftmesh/1", a nonce
     caller    "ftmesh/1", a nonce, HMAC(secret, "caller" and both nonces)
     listener  HMAC(secret, "listener" and both nonces)
 
-The secret itself never travels, and what travels is of no use in another handshake. Of a stranger
-no more than 72 bytes are read.
+The secret itself is never sent, and a recorded handshake cannot be replayed. At most 72 bytes are
+read from a stranger. After the handshake the connection is trusted, and not encrypted.
 """
 
 from __future__ import annotations
@@ -34,38 +31,43 @@ from typing import Any
 from ftmesh.elastic.pod_environment import LOOPBACK, free_port
 from ftmesh.errors import ArgumentError, ClusterError
 
-MOST_HEADER = 1 << 20  # bytes of the JSON of a frame
-MOST_DATA = 1 << 24
-STALL_SECONDS = 30.0
+MAX_HEADER_BYTES = 1 << 20  # the JSON of a frame
+MAX_DATA_BYTES = 1 << 24
+STALL_SECONDS = 30.0  # without progress in the middle of a frame
 HANDSHAKE_SECONDS = 5.0
-MOST_HANDSHAKES = 256  # at once; one more, and the oldest is dropped
-BACKLOG = 1024  # connections that the system holds until they are taken
-WAKE_SECONDS = 1.0  # for the connection that ends a listener
-PAUSE_SECONDS = 0.05  # where the system has no more connections to give
+MAX_HANDSHAKES = 256  # at once; with one more, the oldest is dropped
+BACKLOG = 1024  # connections that the system queues
+CLOSE_SECONDS = 1.0  # for the connection that wakes a closing listener
+RETRY_SECONDS = 0.05  # after a failed accept
+MAGIC = b"ftmesh/1"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
 
 _LENGTHS = struct.Struct(">IQ")  # of the JSON, of the data
 
 
 class ChannelClosed(ClusterError, ConnectionError):  # noqa: N818
-    """The other end is gone, or is not what it should be."""
+    """The other end is gone, or does not speak the protocol."""
 
 
 class Channel:
-    """One connection, past the handshake; `peer` is the address of the other end.
+    """A connection after the handshake. Any thread may send and close; one thread receives.
 
-    Any thread may send and close; one receives. It breaks when the other end neither goes on with a
-    frame nor takes more of one for `stall` seconds.
+    Args:
+        connection: The socket.
+        max_data: Most bytes of data in a frame.
+        stall: Seconds without progress in the middle of a frame after which the channel breaks.
     """
 
     def __init__(
         self,
         connection: socket.socket,
         *,
-        most_data: int = MOST_DATA,
+        max_data: int = MAX_DATA_BYTES,
         stall: float = STALL_SECONDS,
     ) -> None:
         self.peer = "{}:{}".format(*connection.getpeername()[:2])
-        self._socket, self._most_data = connection, most_data
+        self._socket, self._max_data = connection, max_data
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         connection.settimeout(stall)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -78,12 +80,12 @@ class Channel:
         self.close()
 
     def send(self, message: dict[str, Any], data: bytes | memoryview = b"") -> None:
-        """Send a frame, whole."""
+        """Send a frame."""
         header, body = json.dumps(message).encode(), memoryview(data).cast("B")
-        if len(header) > MOST_HEADER or len(body) > self._most_data:
+        if len(header) > MAX_HEADER_BYTES or len(body) > self._max_data:
             raise ArgumentError(
-                f"a message of {len(header)} bytes with {len(body)} bytes of data is too long: at "
-                f"most {MOST_HEADER} with {self._most_data} are sent to {self.peer}"
+                f"a message of {len(header)} bytes with {len(body)} bytes of data is too long for "
+                f"{self.peer}: at most {MAX_HEADER_BYTES} with {self._max_data}"
             )
         first = memoryview(_LENGTHS.pack(len(header), len(body)) + header)
         with self._sending:
@@ -96,54 +98,58 @@ class Channel:
                 raise self._broken(f"took no message: {error}") from error
 
     def receive(self, timeout: float | None = None) -> tuple[dict[str, Any], bytes] | None:
-        """The next frame; None if none has begun when `timeout` seconds are up."""
+        """Return the next frame; None if none begins within `timeout` seconds.
+
+        Raises:
+            ChannelClosed: The other end is gone, stalls, or sends something that is not a frame.
+        """
         with self._receiving:
             try:
-                if not self._has_begun(timeout):
+                if not self._is_readable(timeout):
                     return None
-                length, size = _LENGTHS.unpack(self._read(_LENGTHS.size))
-                if length > MOST_HEADER or size > self._most_data:
-                    raise ValueError(f"{length} and {size} bytes are too many")
-                message = json.loads(self._read(length))
+                header_size, data_size = _LENGTHS.unpack(self._read(_LENGTHS.size))
+                if header_size > MAX_HEADER_BYTES or data_size > self._max_data:
+                    raise ValueError(f"{header_size} and {data_size} bytes are too many")
+                message = json.loads(self._read(header_size))
                 if not isinstance(message, dict):
-                    raise ValueError("it is no JSON object")
-                return message, self._read(size)
+                    raise ValueError("not a JSON object")
+                return message, self._read(data_size)
             except OSError as error:
                 raise self._broken(f"is gone: {error}") from error
             except (ValueError, RecursionError) as error:
-                raise self._broken(f"has sent what is no frame: {error}") from error
+                raise self._broken(f"has sent an invalid frame: {error}") from error
 
     def close(self) -> None:
-        """Close both directions; whoever waits to send or receive is told."""
+        """Close both directions; waiting threads get an error."""
         _shut(self._socket)
-        with self._sending, self._receiving:  # nobody uses its number any more
+        with self._sending, self._receiving:  # nobody uses its descriptor any more
             self._socket.close()
 
-    def _has_begun(self, timeout: float | None) -> bool:
+    def _is_readable(self, timeout: float | None) -> bool:
         if self._socket.fileno() < 0:
             raise OSError("this end was closed")
-        waits = select.poll()
-        waits.register(self._socket, select.POLLIN)
-        return bool(waits.poll(None if timeout is None else math.ceil(max(timeout, 0) * 1000)))
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else math.ceil(max(timeout, 0) * 1000)))
 
     def _read(self, size: int) -> bytes:
-        """So many bytes, received where they stay."""
+        """Read into a buffer that `getvalue` returns without a copy."""
         if not size:
             return b""
-        held = io.BytesIO()
-        held.seek(size - 1)
-        held.write(b"\0")
-        with held.getbuffer() as room:
-            at = 0
-            while at < size:
-                count = self._socket.recv_into(room[at:])
+        buffer = io.BytesIO()
+        buffer.seek(size - 1)
+        buffer.write(b"\0")
+        with buffer.getbuffer() as view:
+            filled = 0
+            while filled < size:
+                count = self._socket.recv_into(view[filled:])
                 if not count:
                     raise OSError("the connection was closed")
-                at += count
-        return held.getvalue()
+                filled += count
+        return buffer.getvalue()
 
     def _broken(self, what: str) -> ChannelClosed:
-        """Use it no more: the next byte may be in the midst of a frame."""
+        """Shut the connection, which may be in the middle of a frame."""
         _shut(self._socket)
         return ChannelClosed(f"{self.peer} {what}")
 
@@ -153,33 +159,41 @@ def connect(
     secret: str,
     *,
     timeout: float,
-    most_data: int = MOST_DATA,
+    max_data: int = MAX_DATA_BYTES,
     stall: float = STALL_SECONDS,
 ) -> Channel:
-    """A channel to the listener at ``host:port``, within `timeout` seconds."""
+    """Connect to the listener at ``host:port`` within `timeout` seconds.
+
+    Raises:
+        ChannelClosed: Nothing answers there, or it does not know the secret.
+    """
     host, colon, port = address.rpartition(":")
     if not colon or not re.fullmatch("[0-9]{1,5}", port) or not secret:
-        raise ArgumentError(f"connecting takes host:port and a secret, not {address!r:.60}")
-    until = time.monotonic() + timeout
+        raise ArgumentError(f"give host:port and a secret to connect, not {address!r:.60}")
+    deadline = time.monotonic() + timeout
     try:
         connection = socket.create_connection((host, int(port)), timeout)
     except (OSError, OverflowError) as error:
         raise ChannelClosed(f"nothing answers at {address}: {error}") from error
     try:
-        call(connection, secret, seconds=until - time.monotonic())
-        return Channel(connection, most_data=most_data, stall=stall)
+        call(connection, secret, seconds=deadline - time.monotonic())
+        return Channel(connection, max_data=max_data, stall=stall)
     except OSError as error:
         connection.close()
         raise ChannelClosed(
-            f"{address} is no listener that knows the secret of this process: {error}"
+            f"{address} is not a listener that knows the secret of this run: {error}"
         ) from error
 
 
 class Listener:
-    """Takes connections from whoever knows the secret, and gives each to `on_channel`.
+    """Accepts connections from processes that know the secret.
 
-    That is called in a thread of the connection's own, and closes the channel. `address` is where
-    others connect to.
+    Args:
+        on_channel: Called with each channel, in a thread of its own; it closes the channel.
+        secret: What all processes of the run know.
+        host: Where to listen.
+        port: Where to listen; 0 for a free port.
+        max_data: Most bytes of data in a frame.
     """
 
     def __init__(
@@ -189,15 +203,15 @@ class Listener:
         secret: str,
         host: str = LOOPBACK,
         port: int = 0,
-        most_data: int = MOST_DATA,
+        max_data: int = MAX_DATA_BYTES,
     ) -> None:
         if not secret:
-            raise ArgumentError("a listener without a secret would let anyone in: give one")
-        self._on_channel, self._secret, self._most_data = on_channel, secret, most_data
+            raise ArgumentError("a listener without a secret would admit anyone: give one")
+        self._on_channel, self._secret, self._max_data = on_channel, secret, max_data
         self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._strangers: dict[socket.socket, None] = {}  # in a handshake, the oldest first
         self._closed = threading.Event()
-        self._socket = _bound(host, port)
+        self._socket = _listening_socket(host, port)
         self.address = "{}:{}".format(*self._socket.getsockname()[:2])
         self._thread = threading.Thread(target=self._accept, daemon=True, name="listener")
         self._thread.start()
@@ -209,11 +223,11 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """Take no more connections; channels that were handed over stay."""
+        """Accept no more connections; channels that were handed over stay open."""
         self._closed.set()
         _shut(self._socket)  # wakes the thread on Linux; elsewhere a connection does
         with contextlib.suppress(OSError):
-            socket.create_connection(self._socket.getsockname(), WAKE_SECONDS).close()
+            socket.create_connection(self._socket.getsockname(), CLOSE_SECONDS).close()
         self._thread.join()
         self._socket.close()
         with self._lock:
@@ -225,24 +239,24 @@ class Listener:
             try:
                 stranger, _ = self._socket.accept()
             except OSError:
-                self._closed.wait(PAUSE_SECONDS)
+                self._closed.wait(RETRY_SECONDS)
                 continue
             with self._lock:
                 self._strangers[stranger] = None
-                if len(self._strangers) > MOST_HANDSHAKES:
+                if len(self._strangers) > MAX_HANDSHAKES:
                     oldest = next(iter(self._strangers))
                     del self._strangers[oldest]
                     _shut(oldest)  # and its thread closes it
             try:
-                threading.Thread(target=self._greet, args=(stranger,), daemon=True).start()
+                threading.Thread(target=self._admit, args=(stranger,), daemon=True).start()
             except RuntimeError:  # no more threads
                 self._forget(stranger)
                 stranger.close()
 
-    def _greet(self, stranger: socket.socket) -> None:
+    def _admit(self, stranger: socket.socket) -> None:
         try:
             answer(stranger, self._secret, seconds=HANDSHAKE_SECONDS)
-            channel = Channel(stranger, most_data=self._most_data)
+            channel = Channel(stranger, max_data=self._max_data)
         except OSError:
             stranger.close()
             return
@@ -258,16 +272,15 @@ class Listener:
             self._strangers.pop(stranger, None)
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket that listens; where any port will do, at one that no outgoing connection is given.
+def _listening_socket(host: str, port: int) -> socket.socket:
+    """Listen; on a free port that the system gives to no outgoing connection.
 
-    Else, once the listener is gone, a caller of its address could be connected to itself, or to
-    another program.
+    Otherwise a caller of a listener that is gone could be connected to itself or another program.
     """
     for _ in range(100):
         try:
             return socket.create_server((host, port or free_port()), backlog=BACKLOG)
-        except OSError:  # another was quicker
+        except OSError:  # another process took the port
             if port:
                 raise
     raise ArgumentError(f"cannot listen at {host}: give another host")
@@ -278,57 +291,53 @@ def _shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-MAGIC = b"ftmesh/1"
-NONCE = 32  # bytes
-PROOF = 32
+# Handshake ------------------------------------------------------------------------------------
 
 
 def call(connection: socket.socket, secret: str, *, seconds: float) -> None:
-    """The caller's part; an OSError unless the listener knows the secret."""
-    until, ours = time.monotonic() + seconds, secrets.token_bytes(NONCE)
-    _check(_exactly(connection, len(MAGIC), until) == MAGIC, "it speaks another language")
-    theirs = _exactly(connection, NONCE, until)
+    """Do the caller's part. Raises OSError unless the listener knows the secret."""
+    deadline, ours = time.monotonic() + seconds, secrets.token_bytes(NONCE_BYTES)
+    _check_magic(connection, deadline)
+    theirs = _read_exactly(connection, NONCE_BYTES, deadline)
     connection.sendall(MAGIC + ours + proof(secret, b"caller", theirs, ours))
-    found = _exactly(connection, PROOF, until)
-    _check(
-        hmac.compare_digest(found, proof(secret, b"listener", theirs, ours)),
-        "it does not know the secret",
-    )
+    _check_proof(connection, proof(secret, b"listener", theirs, ours), deadline)
 
 
 def answer(connection: socket.socket, secret: str, *, seconds: float) -> None:
-    """The listener's part; an OSError unless the caller knows the secret."""
-    until, ours = time.monotonic() + seconds, secrets.token_bytes(NONCE)
+    """Do the listener's part. Raises OSError unless the caller knows the secret."""
+    deadline, ours = time.monotonic() + seconds, secrets.token_bytes(NONCE_BYTES)
     connection.settimeout(seconds)
     connection.sendall(MAGIC + ours)
-    _check(_exactly(connection, len(MAGIC), until) == MAGIC, "it speaks another language")
-    theirs = _exactly(connection, NONCE, until)
-    found = _exactly(connection, PROOF, until)
-    _check(
-        hmac.compare_digest(found, proof(secret, b"caller", ours, theirs)),
-        "it does not know the secret",
-    )
+    _check_magic(connection, deadline)
+    theirs = _read_exactly(connection, NONCE_BYTES, deadline)
+    _check_proof(connection, proof(secret, b"caller", ours, theirs), deadline)
     connection.sendall(proof(secret, b"listener", ours, theirs))
 
 
-def proof(secret: str, role: bytes, listeners: bytes, callers: bytes) -> bytes:
-    """What only those can say who know the secret; a role's is no use to the other."""
-    return hmac.digest(secret.encode(), role + listeners + callers, "sha256")
+def proof(secret: str, role: bytes, listener_nonce: bytes, caller_nonce: bytes) -> bytes:
+    """Return what only a process that knows the secret can send in this role."""
+    return hmac.digest(secret.encode(), role + listener_nonce + caller_nonce, "sha256")
 
 
-def _exactly(connection: socket.socket, size: int, until: float) -> bytes:
-    """So many bytes, all of them before `until`."""
-    got = b""
-    while len(got) < size:
-        left = until - time.monotonic()
-        _check(left > 0, "it took too long")
+def _check_magic(connection: socket.socket, deadline: float) -> None:
+    if _read_exactly(connection, len(MAGIC), deadline) != MAGIC:
+        raise OSError("it speaks another protocol")
+
+
+def _check_proof(connection: socket.socket, expected: bytes, deadline: float) -> None:
+    if not hmac.compare_digest(_read_exactly(connection, PROOF_BYTES, deadline), expected):
+        raise OSError("it does not know the secret")
+
+
+def _read_exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise OSError("it took too long")
         connection.settimeout(left)
-        part = connection.recv(size - len(got))
-        _check(bool(part), "it closed the connection")
-        got += part
-    return got
-
-
-def _check(is_so: bool, otherwise: str) -> None:
-    if not is_so:
-        raise OSError(otherwise)
+        part = connection.recv(size - len(data))
+        if not part:
+            raise OSError("it closed the connection")
+        data += part
+    return data

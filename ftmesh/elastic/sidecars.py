@@ -1,6 +1,6 @@
-"""Processes beside those that train: JAX's coordination service, and a keeper for each host.
+"""Processes next to the workers: JAX's coordination service, and a peer store for each host.
 
-All of them end when their standard input closes, however this process ends.
+They exit when their stdin closes, however this process ends.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import sys
 from collections.abc import Callable, Iterable
 
 from ftmesh.elastic import coordination_service
-from ftmesh.elastic.peer_store import LIMIT, keeper_command
+from ftmesh.elastic.peer_store import store_command
 from ftmesh.elastic.pod_environment import LOOPBACK, Environment, free_port
 from ftmesh.errors import ClusterError
 
-TRIES = 5  # to find a port for the service
-TO_END = 1.0  # seconds, before it is killed
+PORT_ATTEMPTS = 5  # to find a port for the service
+EXIT_SECONDS = 1.0  # before it is killed
 
-NotePid = Callable[[str, int, int], None]
+RecordPid = Callable[[str, int, int], None]  # kind, host, pid
 
 
-class _Beside:
-    """A process that says a line when it is up."""
+class Sidecar:
+    """A process that prints a line when it is up."""
 
     def __init__(self, command: list[str], env: Environment) -> None:
         self._popen = subprocess.Popen(
@@ -36,77 +36,72 @@ class _Beside:
             start_new_session=True,
         )
         assert self._popen.stdout is not None
-        self.line = self._popen.stdout.readline().strip()
-        if not self.line:
+        self.first_line = self._popen.stdout.readline().strip()
+        if not self.first_line:
             self.close()
-            raise ClusterError(f"{command[1]} has ended before it was up")
+            raise ClusterError(f"{command[1]} exited before it was up")
         self.pid = self._popen.pid
 
     @property
-    def has_ended(self) -> bool:
-        """Whether it runs no more."""
+    def has_exited(self) -> bool:
+        """True once the process has exited."""
         return self._popen.poll() is not None
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
         with contextlib.suppress(OSError):
             self._popen.stdin.close()
         try:
-            self._popen.wait(TO_END)
+            self._popen.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
         self._popen.stdout.close()
 
 
-class Service(_Beside):
-    """JAX's coordination service for so many processes."""
+class CoordinationService(Sidecar):
+    """JAX's coordination service for `num_processes` workers."""
 
-    def __init__(self, num_processes: int, env: Environment, note_pid: NotePid) -> None:
-        for tries_left in reversed(range(TRIES)):
+    def __init__(self, num_processes: int, env: Environment, record_pid: RecordPid) -> None:
+        for attempts_left in reversed(range(PORT_ATTEMPTS)):
             self.address = f"{LOOPBACK}:{free_port()}"
+            program = coordination_service.__file__
             try:
-                super().__init__(
-                    [
-                        sys.executable,
-                        coordination_service.__file__,
-                        self.address,
-                        str(num_processes),
-                    ],
-                    env,
-                )
+                super().__init__([sys.executable, program, self.address, str(num_processes)], env)
                 break
-            except ClusterError:  # another was quicker to take the port
-                if not tries_left:
+            except ClusterError:  # another process took the port
+                if not attempts_left:
                     raise
-        note_pid("service", 0, self.pid)
+        record_pid("service", 0, self.pid)
 
 
-class KeeperProcesses:
-    """A keeper for each host, of up to so many bytes."""
+class PeerStoreProcesses:
+    """A peer store for each host."""
 
-    def __init__(self, env: Environment, note_pid: NotePid, num_bytes: int = LIMIT) -> None:
-        self._env, self._note_pid, self._bytes = env, note_pid, num_bytes
-        self._keepers: dict[int, _Beside] = {}
+    def __init__(self, env: Environment, record_pid: RecordPid) -> None:
+        self._env, self._record_pid = env, record_pid
+        self._stores: dict[int, Sidecar] = {}
 
-    def have(self, hosts: Iterable[int]) -> None:
-        """See that each of these hosts has one: a new one knows nothing."""
+    def start_missing(self, hosts: Iterable[int]) -> None:
+        """Start an empty store for each host that has none."""
         for host in hosts:
-            if host in self._keepers and not self._keepers[host].has_ended:
+            if host in self._stores and not self._stores[host].has_exited:
                 continue
-            if host in self._keepers:
-                self._keepers[host].close()
-            self._keepers[host] = _Beside(keeper_command(self._bytes), self._env)
-            self._note_pid("keeper", host, self._keepers[host].pid)
+            if host in self._stores:
+                self._stores[host].close()
+            self._stores[host] = Sidecar(store_command(), self._env)
+            self._record_pid("keeper", host, self._stores[host].pid)
 
     @property
     def addresses(self) -> str:
-        """Where they are, as ``0=127.0.0.1:2000,1=...``."""
-        return ",".join(f"{host}={each.line}" for host, each in sorted(self._keepers.items()))
+        """Their addresses, as in ``0=127.0.0.1:2000,1=...``."""
+        return ",".join(
+            f"{host}={store.first_line}" for host, store in sorted(self._stores.items())
+        )
 
     def close(self) -> None:
-        """End all of them."""
-        for each in self._keepers.values():
-            each.close()
+        """End all stores."""
+        for store in self._stores.values():
+            store.close()

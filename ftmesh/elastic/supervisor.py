@@ -1,7 +1,7 @@
-"""The supervisor: runs a command as a pod, and goes on when hosts of it fail.
+"""Supervisor: runs a command as a pod and restarts it when hosts fail.
 
-Within one start of the processes the steward decides, and survivors go on in place. Where they
-cannot, what is left of them is ended and all are started anew, on the hosts that are good for it.
+Within one start of the workers the controller decides, and survivors continue in place. Where they
+cannot, the supervisor ends what is left and starts all workers again on the hosts that are good.
 """
 
 from __future__ import annotations
@@ -17,266 +17,293 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftmesh.elastic import sidecars
-from ftmesh.elastic.child_process import Process
-from ftmesh.elastic.controller import Steward
-from ftmesh.elastic.events import Events, Recovery
-from ftmesh.elastic.heartbeats import Deadlines
+from ftmesh.elastic.child_process import ChildProcess
+from ftmesh.elastic.controller import Controller
+from ftmesh.elastic.events import EventLog, Recovery
+from ftmesh.elastic.heartbeats import ProgressMonitor
 from ftmesh.elastic.local_pod import TIMED_OUT, OnOutput, Pod
 from ftmesh.elastic.member import Member, Verdict
-from ftmesh.elastic.pod_environment import Place
+from ftmesh.elastic.pod_environment import HostLayout
 from ftmesh.elastic.rpc import Listener
+from ftmesh.elastic.sidecars import CoordinationService, PeerStoreProcesses
 
-TURN = 0.1  # seconds between two looks at everything
-TO_END = 2.0  # for what is left of an epoch, before it is killed
-TO_LEAVE = 60.0  # for processes that are done
-MOST_BACKOFF = 60.0
-GAVE_UP = 1
+POLL_SECONDS = 0.1
+END_SECONDS = 2.0  # for workers to exit before they are killed
+LEAVE_SECONDS = 60.0  # the same for workers that are done
+MAX_BACKOFF = 60.0
+GAVE_UP = 1  # exit status
 
-# Collectives of CPU devices wait for half an hour as XLA has it.
+# XLA's default timeout of collectives on CPU devices is half an hour.
 _FLAGS = (
-    "--xla_cpu_collective_timeout_seconds={limit} "
-    "--xla_cpu_collective_call_terminate_timeout_seconds={more}"
+    "--xla_cpu_collective_timeout_seconds={timeout} "
+    "--xla_cpu_collective_call_terminate_timeout_seconds={terminate}"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """When to go on, and how. Times are in seconds."""
+    """When to continue after failures, and how. Times are in seconds.
 
-    failures: int = 10  # the most to go on after
-    in_place: bool = True  # in the same processes, where that is possible
-    limit: float = 30.0  # for a collective; a step that takes much longer has failed
-    limits: Mapping[str, float] = field(default_factory=dict)  # of phases, see `watch`
-    strikes: int = 3  # a host that fails so often stays out
-    backoff: float = 1.0  # before a restart; twice as much after each that led to no step
-    grow_back: float | None = None  # have hosts back after so long without them
+    Attributes:
+        failures: Give up after more failures than this.
+        in_place: Survivors keep their processes where possible.
+        collective_timeout: A collective that takes longer has failed.
+        phase_timeouts: By phase, see `ftmesh.elastic.heartbeats`.
+        strikes: Exclude a host after this many failures.
+        backoff: Wait before a restart; doubled after each restart that led to no step.
+        grow_back: Restart with lost hosts after this time without them; None for never.
+    """
+
+    failures: int = 10
+    in_place: bool = True
+    collective_timeout: float = 30.0
+    phase_timeouts: Mapping[str, float] = field(default_factory=dict)
+    strikes: int = 3
+    backoff: float = 1.0
+    grow_back: float | None = None
 
 
 class Supervisor:
-    """Runs `command` in a process for each host until it is done. `run` gives its exit status."""
+    """Runs a command, one process for each host, until it is done.
+
+    Args:
+        command: What each worker runs.
+        layout: The mesh and the block of each host.
+        policy: When to continue after failures.
+        events: Where events are logged.
+        run_dir: Folder for stacks and process ids.
+        on_output: As for `Pod`, with the host in place of the process.
+        env: Variables to add to the environment of the workers.
+    """
 
     def __init__(
         self,
         command: Sequence[str],
-        place: Place,
+        layout: HostLayout,
         policy: Policy,
-        events: Events,
+        events: EventLog,
         run_dir: Path,
         *,
         on_output: OnOutput | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self._command, self._place, self._policy = list(command), place, policy
+        self._command, self._layout, self._policy = list(command), layout, policy
         self._events, self._run_dir = events, run_dir
-        self._on_output: OnOutput = on_output or (lambda host, stream, piece: None)
+        self._on_output: OnOutput = on_output or (lambda host, stream, data: None)
         self._env = dict(env or {})
         self._secret = secrets.token_hex(32)
-        self._own = {"FTMESH_SECRET": self._secret, "FTMESH_RUN_DIR": str(run_dir)}
+        self._run_env = {"FTMESH_SECRET": self._secret, "FTMESH_RUN_DIR": str(run_dir)}
+        self._hosts = range(len(layout.blocks))
         self._strikes: Counter[int] = Counter()
         self._pod: Pod | None = None
-        self._received: list[signal.Signals] = []
-        self._epoch, self._highest, self._masked = 1, 0, ""
+        self._signals: list[signal.Signals] = []
+        self._generation, self._highest_step, self._quarantined = 1, 0, ""
         self._recovery = Recovery()
-        self._nonstarter = ""  # how all processes of the first start ended before they joined
-        self._until = float("inf")
-        self._deadlines = Deadlines(policy.limit, policy.limits)
+        self._start_failure = ""  # how all workers of the first start ended before they joined
+        self._deadline = float("inf")
+        self._monitor = ProgressMonitor(policy.collective_timeout, policy.phase_timeouts)
         (run_dir / "pids").mkdir(parents=True, exist_ok=True)
 
     def run(self, timeout: float | None = None) -> int:
-        """Start, and start again, until all is done, nothing helps or time is up."""
-        self._until = float("inf") if timeout is None else time.monotonic() + timeout
-        everyone = range(len(self._place.blocks))
-        fruitless = 0
-        with closing(sidecars.KeeperProcesses(self._own, self._note_pid)) as keepers:
+        """Run until the command is done, a restart cannot help, or `timeout` seconds are over.
+
+        Returns:
+            The exit status: 0, that of a worker, 128 + n after signal n, 124 after the timeout.
+        """
+        self._deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        fruitless = 0  # starts in a row that led to no step
+        with closing(PeerStoreProcesses(self._run_env, self._record_pid)) as stores:
             while True:
-                hosts = [host for host in everyone if not self._is_out(host)]
-                before = self._highest
-                keepers.have(hosts)
-                steward, status = self._start(hosts, keepers)
-                verdict = steward.verdict or Verdict("end", "")
-                if self._received or (verdict.what == "end" and not verdict.why):
+                hosts = self._good_hosts()
+                before = self._highest_step
+                stores.start_missing(hosts)
+                controller, status = self._start(hosts, stores)
+                verdict = controller.verdict or Verdict("end", "")
+                if self._signals or (verdict.action == "end" and not verdict.reason):
                     break
                 status = status or GAVE_UP
-                fruitless = 0 if self._highest > before else fruitless + 1
-                why = self._why_not(verdict, everyone, fruitless)
-                if why:
-                    self._events.say("gives up", epoch=self._epoch, why=why)
+                fruitless = 0 if self._highest_step > before else fruitless + 1
+                reason = self._reason_to_give_up(verdict, fruitless)
+                if reason:
+                    self._events.log("gives up", epoch=self._generation, why=reason)
                     break
                 status = 0
-                delay = min(self._policy.backoff * 2 ** max(fruitless - 1, 0), MOST_BACKOFF)
-                self._events.say(
+                delay = min(self._policy.backoff * 2 ** max(fruitless - 1, 0), MAX_BACKOFF)
+                self._events.log(
                     "restart",
-                    epoch=self._epoch,
-                    why=verdict.why,
+                    epoch=self._generation,
+                    why=verdict.reason,
                     seconds=delay,
-                    hosts=[host for host in everyone if not self._is_out(host)],
+                    hosts=self._good_hosts(),
                 )
-                self._wait(delay)
-                if self._received:
+                self._sleep(delay)
+                if self._signals:
                     break
-        if self._received:
-            status = 128 + self._received[0]
-        elif time.monotonic() > self._until:
+        if self._signals:
+            status = 128 + self._signals[0]
+        elif time.monotonic() > self._deadline:
             status = TIMED_OUT
-        self._events.done(status, self._highest)
+        self._events.done(status, self._highest_step)
         return status
 
-    def _is_out(self, host: int) -> bool:
+    def end(self, signum: signal.Signals) -> None:
+        """End the run as by a signal."""
+        self._signals.append(signum)
+        if self._pod is not None:
+            self._pod.end(signum)
+
+    def enforce(self) -> None:
+        """As `Pod.enforce`."""
+        if self._pod is not None:
+            self._pod.enforce()
+
+    def _good_hosts(self) -> list[int]:
+        return [host for host in self._hosts if not self._is_excluded(host)]
+
+    def _is_excluded(self, host: int) -> bool:
         return self._strikes[host] >= self._policy.strikes
 
-    def _why_not(self, verdict: Verdict, everyone: Sequence[int], fruitless: int) -> str:
-        """Why not to try again; empty where it is worth it."""
-        if verdict.what == "end":
-            return verdict.why
-        if self._nonstarter:
-            return f"before they joined each other, all processes {self._nonstarter}"
+    def _reason_to_give_up(self, verdict: Verdict, fruitless: int) -> str:
+        """Return why another start would not help; empty if it may."""
+        if verdict.action == "end":
+            return verdict.reason
+        if self._start_failure:
+            return f"before they joined each other, all processes {self._start_failure}"
         if self._events.failures > self._policy.failures:
-            return f"{self._events.failures} failures; the last: {verdict.why}"
+            return f"{self._events.failures} failures; the last: {verdict.reason}"
         if fruitless > self._policy.failures:
-            return f"{fruitless} starts led to no step; the last: {verdict.why}"
-        if all(map(self._is_out, everyone)):
-            return f"every host has failed {self._policy.strikes} times; the last: {verdict.why}"
+            return f"{fruitless} starts led to no step; the last: {verdict.reason}"
+        if not self._good_hosts():
+            return f"every host has failed {self._policy.strikes} times; the last: {verdict.reason}"
         return ""
 
-    def _wait(self, seconds: float) -> None:
-        until = min(time.monotonic() + seconds, self._until)
-        while time.monotonic() < until and not self._received:
-            time.sleep(min(TURN, seconds))
+    def _sleep(self, seconds: float) -> None:
+        until = min(time.monotonic() + seconds, self._deadline)
+        while time.monotonic() < until and not self._signals:
+            time.sleep(min(POLL_SECONDS, seconds))
 
-    # One start of the processes ---------------------------------------------------------------
+    # One start of the workers -----------------------------------------------------------------
 
-    def _start(
-        self, hosts: Sequence[int], keepers: sidecars.KeeperProcesses
-    ) -> tuple[Steward, int]:
-        policy, blocks = self._policy, self._place.blocks
-        steward = Steward(
-            [Member(number, host, str(blocks[host])) for number, host in enumerate(hosts)],
-            epoch=self._epoch,
-            deadlines=self._deadlines,
-            say=self._say,
-            stop=lambda process: pod.processes[process].end(signal.SIGKILL),
+    def _start(self, hosts: Sequence[int], stores: PeerStoreProcesses) -> tuple[Controller, int]:
+        """Run the workers until there is a verdict; return the status of one that failed."""
+        policy, blocks = self._policy, self._layout.blocks
+        controller = Controller(
+            [Member(process, host, str(blocks[host])) for process, host in enumerate(hosts)],
+            generation=self._generation,
+            monitor=self._monitor,
+            log_event=self._log_event,
+            kill=lambda process: pod.processes[process].end(signal.SIGKILL),
             in_place=policy.in_place,
-            masked=self._masked,
-            highest=self._highest,
+            quarantined=self._quarantined,
+            highest_step=self._highest_step,
             recovery=self._recovery,
         )
-        self._say("started", epoch=self._epoch, hosts=list(hosts))
+        self._log_event("started", epoch=self._generation, hosts=list(hosts))
         with (
-            Listener(steward.serve, secret=self._secret) as listener,
-            closing(sidecars.Service(len(hosts), self._own, self._note_pid)) as service,
+            Listener(controller.serve, secret=self._secret) as listener,
+            closing(CoordinationService(len(hosts), self._run_env, self._record_pid)) as service,
         ):
             shared = {
                 **self._env,
-                **self._own,
+                **self._run_env,
                 "FTMESH_COORDINATOR": service.address,
                 "FTMESH_STEWARD": listener.address,
-                "FTMESH_KEEPERS": keepers.addresses,
-                "FTMESH_EPOCH": str(self._epoch),
-                "FTMESH_MESH": self._place.mesh,
+                "FTMESH_KEEPERS": stores.addresses,
+                "FTMESH_EPOCH": str(self._generation),
+                "FTMESH_MESH": self._layout.mesh,
                 "FTMESH_BLOCKS": ";".join(str(blocks[host]) for host in hosts),
             }
+            timeout = policy.collective_timeout
             pod = Pod(
                 self._command,
                 hosts=len(hosts),
                 devices_per_host=len(blocks[0].coords()),
                 env=[{**shared, "FTMESH_HOST": str(host)} for host in hosts],
-                flags=_FLAGS.format(limit=round(policy.limit), more=round(2 * policy.limit + 30)),
-                on_output=lambda number, *rest: self._on_output(hosts[number], *rest),
+                flags=_FLAGS.format(timeout=round(timeout), terminate=round(2 * timeout + 30)),
+                on_output=lambda process, *output: self._on_output(hosts[process], *output),
             )
             with pod:
                 self._pod = pod
-                if self._received:  # before there was a pod to tell
-                    pod.end(self._received[-1])
+                if self._signals:  # received before there was a pod
+                    pod.end(self._signals[-1])
                 for process in pod.processes:
-                    self._note_pid("worker", hosts[process.number], process.pid)
-                self._watch(pod, steward, service)
-                status = self._end(pod, steward)
-                self._nonstarter = _nonstarter(pod, steward)
+                    self._record_pid("worker", hosts[process.number], process.pid)
+                self._watch(pod, controller, service)
+                status = self._end_workers(pod, controller)
+                self._start_failure = _start_failure(pod, controller)
                 self._pod = None
-        self._epoch = steward.epoch + 1
-        self._highest, self._masked = steward.highest, steward.masked
-        failed_at = steward.recovery.failed_at or time.monotonic()
-        self._recovery = Recovery(failed_at, steward.recovery.last_commit)
-        return steward, status
+        self._generation = controller.generation + 1
+        self._highest_step = controller.highest_step
+        self._quarantined = controller.quarantined
+        failed_at = controller.recovery.failed_at or time.monotonic()
+        self._recovery = Recovery(failed_at, controller.recovery.last_commit)
+        return controller, status
 
-    def _watch(self, pod: Pod, steward: Steward, service: sidecars.Service) -> None:
-        """Until there is a verdict."""
-        while steward.verdict is None and not self._received:
-            ended = pod.poll(TURN)
-            if service.has_ended:
-                steward.service_ended("has ended")
-            for process in ended if not self._received else ():
-                steward.ended(process.number, _how(process), process.status or 0)
-            steward.tick()
+    def _watch(self, pod: Pod, controller: Controller, service: CoordinationService) -> None:
+        """Poll everything until there is a verdict."""
+        while controller.verdict is None and not self._signals:
+            exited = pod.poll(POLL_SECONDS)
+            if service.has_exited:
+                controller.service_ended()
+            for process in exited if not self._signals else ():
+                controller.process_ended(process.number, _how_ended(process), process.status or 0)
+            controller.poll()
             if self._events.failures > self._policy.failures:
-                steward.give_up(f"{self._events.failures} failures are more than it may have")
-            if time.monotonic() > self._until:
-                steward.give_up("time is up")
-            if self._may_grow(steward):
-                steward.pause("hosts that were missing come back")
+                allowed = self._policy.failures
+                controller.give_up(f"{self._events.failures} failures, and {allowed} are allowed")
+            if time.monotonic() > self._deadline:
+                controller.give_up("the timeout is over")
+            if self._can_grow_back(controller):
+                controller.pause("lost hosts come back")
 
-    def _may_grow(self, steward: Steward) -> bool:
-        """Whether a host is missing that is good."""
+    def _can_grow_back(self, controller: Controller) -> bool:
         wait = self._policy.grow_back
-        if wait is None or time.monotonic() - steward.epoch_began < wait:
+        if wait is None or time.monotonic() - controller.generation_began < wait:
             return False
-        here = {member.host for member in steward.members.values()}
-        everyone = range(len(self._place.blocks))
-        return any(host not in here and not self._is_out(host) for host in everyone)
+        present = {member.host for member in controller.members.values()}
+        return not present.issuperset(self._good_hosts())
 
-    def _end(self, pod: Pod, steward: Steward) -> int:
-        """See the processes out, or end what is left of them; the status of one that failed."""
-        is_well = self._received or (steward.verdict is not None and steward.verdict.is_well)
-        pod.wait(TO_LEAVE if is_well else TO_END)
+    def _end_workers(self, pod: Pod, controller: Controller) -> int:
+        """Wait for the workers to exit, or kill them; return the status of one that failed."""
+        verdict = controller.verdict
+        is_orderly = self._signals or (verdict is not None and verdict.is_orderly)
+        pod.wait(LEAVE_SECONDS if is_orderly else END_SECONDS)
         failed = pod.first_failed
         pod.kill()
-        pod.wait(TO_END)
-        return failed.status or 0 if failed is not None and not is_well else 0
+        pod.wait(END_SECONDS)
+        return failed.status or 0 if failed is not None and not is_orderly else 0
 
-    def _say(self, event: str, **facts: Any) -> None:
-        self._events.say(event, **facts)
+    def _log_event(self, event: str, **facts: Any) -> None:
+        self._events.log(event, **facts)
         if event == "failed":
             host = facts["host"]
             self._strikes[host] += 1
-            if self._is_out(host):
+            if self._is_excluded(host):
                 times = self._policy.strikes
-                self._events.say("struck out", epoch=facts["epoch"], host=host, times=times)
+                self._events.log("struck out", epoch=facts["epoch"], host=host, times=times)
 
-    def _note_pid(self, kind: str, host: int, pid: int) -> None:
-        """Leave a note of a process, for people and for tests."""
+    def _record_pid(self, kind: str, host: int, pid: int) -> None:
+        """Write the pid of a process to `run_dir`, for people and fault injection."""
         name = kind if kind == "service" else f"{kind}-{host}"
-        note = {"kind": kind, "host": host, "pid": pid}
-        (self._run_dir / "pids" / f"{name}.json").write_text(json.dumps(note))
-
-    # Signals ----------------------------------------------------------------------------------
-
-    def end(self, signum: signal.Signals) -> None:
-        """End all."""
-        self._received.append(signum)
-        if self._pod is not None:
-            self._pod.end(signum)
-
-    def enforce(self) -> None:
-        """As `Pod.enforce`, for an `on_output` that has to wait."""
-        if self._pod is not None:
-            self._pod.enforce()
+        record = {"kind": kind, "host": host, "pid": pid}
+        (self._run_dir / "pids" / f"{name}.json").write_text(json.dumps(record))
 
 
-def _nonstarter(pod: Pod, steward: Steward) -> str:
-    """How all processes of the first start ended where the command itself cannot run, or empty.
+def _start_failure(pod: Pod, controller: Controller) -> str:
+    """Return how all workers of the first start ended if the command itself cannot run.
 
-    They ended alike, by themselves, by no signal, and none had come as far as to join: a module
-    that is not there, or a mistake in the program. To try again would not help.
+    They exited by themselves with the same status before any of them joined: a missing module, or
+    an error in the program. Another start would not help.
     """
-    if steward.start != 1 or any(member.channel for member in steward.everyone.values()):
+    if controller.first_generation != 1 or any(m.channel for m in controller.started.values()):
         return ""
-    ended = [process for process in pod.processes if process.told is None]
-    alike = {process.status or 0 for process in ended}
-    return _how(ended[0]) if len(ended) > 1 == len(alike) and 0 < min(alike) < 128 else ""
+    exited = [process for process in pod.processes if process.sent_signal is None]
+    statuses = {process.status or 0 for process in exited}
+    is_same = len(exited) > 1 == len(statuses)
+    return _how_ended(exited[0]) if is_same and 0 < min(statuses) < 128 else ""
 
 
-def _how(process: Process) -> str:
+def _how_ended(process: ChildProcess) -> str:
     status = process.status or 0
     if status - 128 in {*signal.Signals}:
         return f"ended by {signal.Signals(status - 128).name}"

@@ -1,0 +1,316 @@
+"""ElasticGroup: a process group that survives the loss of workers.
+
+    with elastic.initialize() as group:
+        run_generations(group, train)
+
+Under ``ftmesh launch --failures`` a controller decides who takes part. When a worker is lost it
+starts a new generation with the others, and `run_generations` calls `train` again with that group.
+Without a controller an `ElasticGroup` is a plain `ProcessGroup` in its first generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn, Self, TypeVar
+
+import jax
+
+from ftmesh.distributed.initialize import (
+    CONTROLLER_ADDRESS,
+    check_timeout,
+    find_processes,
+    process_logger,
+    split_address,
+)
+from ftmesh.distributed.initialize import initialize as initialize_group
+from ftmesh.distributed.kv_client import KvClient
+from ftmesh.distributed.process_group import TIMEOUT, ProcessGroup
+from ftmesh.distributed.shutdown import GRACE_SECONDS, Shutdown, run_with_timeout
+from ftmesh.elastic.controller_client import (
+    RESTART_STATUS,
+    ControllerClient,
+    GenerationChanged,
+)
+from ftmesh.errors import CheckpointError, ClusterError, PlanError, TrainingError
+from ftmesh.execute import _compat
+from ftmesh.topology.devices import process_of
+from ftmesh.topology.notation import parse_blocks
+from ftmesh.topology.topology import Topology
+
+T = TypeVar("T")
+
+REPLY_TIMEOUT = 30.0  # seconds for a reply that needs no other worker
+LEAVE_TIMEOUT = 3600.0  # for all workers to be done
+DISCONNECT_TIMEOUT = 5.0  # for JAX to disconnect from its service
+RESTART_GRACE_SECONDS = 1.5  # for the callbacks of `before_exit` when all are restarted
+
+
+@dataclass(frozen=True)
+class ElasticGroup(ProcessGroup):
+    """A `ProcessGroup` whose workers may be lost.
+
+    Attributes:
+        controller: Connection to the controller; None if nothing may be lost.
+    """
+
+    controller: ControllerClient | None = None
+
+    @property
+    def generation(self) -> int:
+        """How often the members have changed, counted from 1."""
+        return 1 if self.controller is None else self.controller.membership.generation
+
+    def report_phase(self, phase: str, step: int = 0) -> None:
+        """Tell the controller what this worker does from now on.
+
+        Args:
+            phase: A key of `ftmesh.elastic.heartbeats.PHASE_TIMEOUTS`, or "agree".
+            step: The step it belongs to.
+
+        Raises:
+            GenerationChanged: A new generation has begun.
+        """
+        if self.controller is not None:
+            self.controller.report_phase(phase, step)
+
+    def in_next_generation(self) -> Self:
+        """Return the group of the members that are left."""
+        assert self.controller is not None
+        members = self.controller.enter_next_generation().members
+        kv = ControllerKvClient(self.controller)
+        return replace(self, members=members, primary=members[0], live_devices=None, kv=kv)
+
+    def live_topology(self, topology: Topology) -> Topology:
+        """Return `topology` without the chips of lost workers and without quarantined chips.
+
+        If that is in several components, the largest one is returned: no sum can cross between.
+        """
+        if self.controller is None:
+            return topology
+        membership = self.controller.membership
+        lost = {
+            topology.coord_of(device)
+            for device in topology.devices
+            if process_of(device) not in membership.members
+        }
+        blocks = parse_blocks(membership.quarantined)
+        quarantined = {coord for block in blocks for coord in block.coords()}
+        left = topology.with_failed(lost | quarantined)
+        return left.with_failed(coord for part in left.components()[1:] for coord in part)
+
+
+SINGLE_PROCESS = ElasticGroup()
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout: float = TIMEOUT,
+    name: str = "ftmesh",
+) -> ElasticGroup:
+    """Join the other processes, and the controller if ``ftmesh launch --failures`` started this.
+
+    Args:
+        coordinator_address: As for `ftmesh.distributed.initialize`.
+        num_processes: As there.
+        process_id: As there.
+        timeout: As there.
+        name: As there.
+
+    Returns:
+        The group. Use it in a ``with`` block.
+    """
+    controller_address = os.environ.get(CONTROLLER_ADDRESS)
+    if controller_address and _compat.coordination_client() is None:
+        check_timeout(timeout)
+        address, number, process = find_processes(
+            coordinator_address, num_processes, process_id, timeout
+        )
+        if address is not None and number is not None and process is not None:
+            return _join_controller(controller_address, address, number, process, timeout, name)
+    group = initialize_group(
+        coordinator_address, num_processes, process_id, timeout=timeout, name=name
+    )
+    return ElasticGroup(**vars(group))
+
+
+def run_generations(group: ElasticGroup, train: Callable[[ElasticGroup], T]) -> T:
+    """Call `train(group)` until it returns, again in every new generation.
+
+    A failed collective is reported to the controller, which finds out who caused it. If there is no
+    plan for the chips that are left, all workers are restarted: lost hosts may come back. A
+    `TrainingError` ends the run.
+
+    Args:
+        group: The group that `initialize` returned.
+        train: Trains with the members of the group it is given, to the end of the run.
+
+    Returns:
+        What `train` returns.
+    """
+    while True:
+        controller = group.controller
+        try:
+            return train(group)
+        except GenerationChanged:
+            pass
+        except PlanError as error:
+            if controller is None or group.generation == controller.first_generation:
+                raise
+            controller.request_restart(f"no plan for the chips that are left: {error}")
+        except TrainingError as error:
+            if controller is None:
+                raise
+            controller.request_end(str(error))
+        except (ClusterError, CheckpointError) as error:
+            if controller is None or group.generation == 1:
+                raise
+            controller.request_restart(str(error))
+        except jax.errors.JaxRuntimeError as error:
+            if controller is None:
+                raise
+            with contextlib.suppress(GenerationChanged):
+                controller.report_failure(error)
+        group = group.in_next_generation()
+
+
+class ControllerKvClient(KvClient):
+    """Access to the key-value store of a generation, which is in the controller."""
+
+    def __init__(self, controller: ControllerClient) -> None:
+        super().__init__(client=None)
+        self._controller = controller
+
+    def put(self, key: str, value: bytes) -> bool:
+        """As `KvClient.put`."""
+        return bool(self._call("put", key, value)[0]["is_new"])
+
+    def get(self, key: str, timeout: float) -> bytes | None:
+        """As `KvClient.get`."""
+        reply = self._controller.call_kv("get", key, timeout=timeout)
+        return None if reply is None else reply[1]
+
+    def try_get(self, key: str) -> bytes | None:
+        """As `KvClient.try_get`."""
+        message, value = self._call("try_get", key)
+        return value if message["exists"] else None
+
+    def get_by_process(self, key: str) -> dict[int, bytes]:
+        """As `KvClient.get_by_process`."""
+        message, data = self._call("get_by_process", key)
+        entries, start = {}, 0
+        for name, size in message["sizes"].items():
+            entries[int(name)] = data[start : start + size]
+            start += size
+        return entries
+
+    def barrier(self, key: str, processes: Iterable[int], timeout: float) -> bool:
+        """As `KvClient.barrier`."""
+        members = sorted(processes)
+        reply = self._controller.call_kv("barrier", key, timeout=timeout, processes=members)
+        return reply is not None
+
+    def _call(self, operation: str, key: str, value: bytes = b"") -> tuple[dict[str, Any], bytes]:
+        reply = self._controller.call_kv(operation, key, value, timeout=REPLY_TIMEOUT)
+        if reply is None:
+            raise TimeoutError(f"the controller did not reply within {REPLY_TIMEOUT:g} s")
+        return reply
+
+
+class ElasticShutdown(Shutdown):
+    """How a worker exits that others outlive: it tells the controller why, and none follow it."""
+
+    def __init__(self, process: int, log: Callable[[str], None]) -> None:
+        super().__init__(None, process, 1, log=log, disconnect=jax.distributed.shutdown)
+        self.controller: ControllerClient | None = None  # set once it is connected
+
+    def leave(self) -> None:
+        """Wait until all workers are done, then disconnect."""
+        assert self.controller is not None
+        self.controller.leave(LEAVE_TIMEOUT)
+        self._stop_watching()
+        run_with_timeout(DISCONNECT_TIMEOUT, self._disconnect)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """As `Shutdown.fail`; exits with status 1 for errors that a restart may cure."""
+        if isinstance(error, ClusterError):
+            self._claim_exit()
+            self._log(str(error))
+            self._lead(str(error), 1)
+        super().fail(error)
+
+    def end(self, reason: str) -> NoReturn:
+        """Exit because the controller ends all workers; called from any thread."""
+        self._claim_exit()
+        run_with_timeout(RESTART_GRACE_SECONDS, self._run_callbacks)
+        self._flush()
+        os._exit(RESTART_STATUS)
+
+    def _read_abort(self) -> Any:
+        return None
+
+    def _exit(self, status: int, abort: Any) -> NoReturn:
+        try:
+            if self.controller is not None:
+                self.controller.report_exit(abort["reason"])
+            run_with_timeout(GRACE_SECONDS, self._run_callbacks)
+            self._flush()
+        finally:
+            os._exit(status)
+
+
+def _join_controller(
+    controller_address: str,
+    coordinator_address: str,
+    num_processes: int,
+    process: int,
+    timeout: float,
+    name: str,
+) -> ElasticGroup:
+    host, generation = (int(os.environ[key]) for key in ("FTMESH_HOST", "FTMESH_EPOCH"))
+    _write_stacks_on_signal(Path(os.environ["FTMESH_RUN_DIR"]), f"{generation}-{host}")
+    shutdown = ElasticShutdown(process, process_logger(name, process))
+    controller = shutdown.controller = ControllerClient.connect(
+        controller_address,
+        os.environ["FTMESH_SECRET"],
+        process,
+        generation,
+        num_processes,
+        timeout=timeout,
+        on_end=shutdown.end,
+    )
+    shutdown.start()
+    jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
+    _compat.bind_cpu_collectives(split_address(coordinator_address)[0])
+    try:
+        _compat.join_coordination_service(coordinator_address, num_processes, process, timeout)
+        jax.devices()
+    except RuntimeError as error:
+        shutdown.fail(ClusterError(f"JAX cannot join the processes: {error}"))
+    return ElasticGroup(
+        process,
+        num_processes,
+        timeout,
+        tuple(range(num_processes)),
+        kv=ControllerKvClient(controller),
+        shutdown=shutdown,
+        controller=controller,
+    )
+
+
+def _write_stacks_on_signal(folder: Path, name: str) -> None:
+    """Have SIGUSR1 write the stacks of all threads to a file; to stderr if it cannot be opened."""
+    try:
+        file = (folder / f"stacks-{name}.txt").open("w")
+    except OSError:
+        file = sys.stderr  # type: ignore[assignment]
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=False)
