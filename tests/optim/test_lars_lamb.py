@@ -1,4 +1,4 @@
-"""LARS, LAMB and clipping on whole tensors: against their formulas in NumPy, and against optax."""
+"""LARS, LAMB and clipping against their formulas in NumPy, and against optax."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from ftmesh.optim import clip_by_global_norm, lamb, lars, matrices
+from ftmesh.optim import clip_by_global_norm, lamb, lars, matrix_mask
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -15,11 +15,11 @@ PARAMS = {
     "zero": np.zeros((2, 2)),
 }
 GRADS = [jax.tree.map(lambda p: RNG.normal(size=p.shape), PARAMS) for _ in range(3)]
-STEEP = {"kernel": True, "bias": False, "zero": True}
+IS_MATRIX = {"kernel": True, "bias": False, "zero": True}
 
 
-def trained(transformation):
-    """Parameters after three steps, in float64."""
+def train(transformation):
+    """Return the parameters after three steps in float64."""
     with jax.enable_x64(True):
         params = jax.tree.map(jnp.asarray, PARAMS)
         state = transformation.init(params)
@@ -38,8 +38,8 @@ def norm(x):
     return np.sqrt((x * x).sum())
 
 
-@pytest.mark.parametrize("mask", [STEEP, matrices, lambda params: STEEP])
-def test_lars_is_that_of_the_paper(mask):
+@pytest.mark.parametrize("mask", [IS_MATRIX, matrix_mask, lambda params: IS_MATRIX])
+def test_lars_follows_the_paper(mask):
     """v = m v + rate * eta |w| / (|g| + wd |w|) * (g + wd w); plain momentum for biases."""
     rate, decay, momentum, eta = 0.3, 0.02, 0.9, 0.01
     want = dict(PARAMS)
@@ -59,42 +59,42 @@ def test_lars_is_that_of_the_paper(mask):
         momentum=momentum,
         trust_coefficient=eta,
     )
-    assert_same(trained(ours), want)
+    assert_same(train(ours), want)
 
 
-def test_optax_lars_is_another_and_agrees_without_decay():
-    assert_same(trained(lars(0.1)), trained(optax.lars(0.1)))
-    decayed = [trained(make(0.1, weight_decay=0.5)) for make in (lars, optax.lars)]
+def test_optax_lars_agrees_without_weight_decay_only():
+    assert_same(train(lars(0.1)), train(optax.lars(0.1)))
+    decayed = [train(make(0.1, weight_decay=0.5)) for make in (lars, optax.lars)]
     assert abs(decayed[0]["kernel"] - decayed[1]["kernel"]).max() > 1e-6
 
 
-def test_lamb_is_that_of_optax():
+def test_lamb_agrees_with_optax():
     schedule = optax.linear_schedule(0.1, 0.01, 3)
     theirs = optax.lamb(schedule, weight_decay=0.1)
-    assert_same(trained(lamb(schedule, weight_decay=0.1)), trained(theirs))
+    assert_same(train(lamb(schedule, weight_decay=0.1)), train(theirs))
 
 
-def test_lamb_leaves_out_what_is_masked():
-    """A bias out of both masks moves as Adam has it; out of the decay's only, as LAMB without."""
+def test_lamb_masks():
+    """A bias out of both masks gets Adam's update; out of the decay mask only, LAMB's."""
     plain, adapted = (
-        trained(lamb(0.1, weight_decay=0.1, weight_decay_mask=STEEP, trust_ratio_mask=mask))
+        train(lamb(0.1, weight_decay=0.1, weight_decay_mask=IS_MATRIX, trust_ratio_mask=mask))
         for mask in (None, True)
     )
-    np.testing.assert_allclose(plain["bias"], trained(optax.adam(0.1, eps=1e-6))["bias"])
-    np.testing.assert_allclose(adapted["bias"], trained(optax.lamb(0.1))["bias"])
+    np.testing.assert_allclose(plain["bias"], train(optax.adam(0.1, eps=1e-6))["bias"])
+    np.testing.assert_allclose(adapted["bias"], train(optax.lamb(0.1))["bias"])
     assert_same(plain, {**adapted, "bias": plain["bias"]})
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_clipping_is_that_of_optax(max_norm):
-    both = [
-        trained(optax.chain(clip(max_norm), optax.sgd(0.1)))
+def test_clipping_agrees_with_optax(max_norm):
+    results = [
+        train(optax.chain(clip(max_norm), optax.sgd(0.1)))
         for clip in (clip_by_global_norm, optax.clip_by_global_norm)
     ]
-    assert_same(*both)
+    assert_same(*results)
 
 
-def test_half_precision_stays_so():
+def test_updates_keep_bfloat16():
     params = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), PARAMS)
     for transformation in (lars(0.1, weight_decay=0.1), lamb(0.1), clip_by_global_norm(1.0)):
         state = transformation.init(params)
@@ -102,6 +102,6 @@ def test_half_precision_stays_so():
         assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(updates))
 
 
-def test_parameters_are_needed():
+def test_update_needs_the_parameters():
     with pytest.raises(ValueError, match="layerwise rates need the parameters"):
         lars(0.1).update(GRADS[0], lars(0.1).init(PARAMS))

@@ -1,4 +1,4 @@
-"""Optimizers whose gradients are summed in the backward pass: they learn the same."""
+"""Reducing gradients during the backward pass gives the same weights."""
 
 import re
 
@@ -11,20 +11,20 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
-from examples.common.data_parallel import Parallel
+from examples.common.data_parallel import DataParallel
 from ftmesh import ArgumentError, Topology
 from ftmesh.optim import ShardedOptimizer
 from ftmesh.testing import cpu_grid, on_one_device
 from tests.support.updates import (
-    FEW,
     OPTIMIZERS,
+    SMALL_PARAMS,
+    apply_update,
     assert_close,
-    at,
     gradients,
-    linear,
-    one_step,
-    stepped,
-    unsharded,
+    loss_with_gradients,
+    params_after_step,
+    take_rank,
+    train_unsharded,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -33,15 +33,17 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("adam", "lamb")]
 )
-def test_it_learns_the_same(twelve, name):
+def test_overlap_gives_the_same_weights(twelve, name):
     optimizer = ShardedOptimizer(OPTIMIZERS[name], twelve, "data", overlap=True, bucket_bytes=1000)
 
     def run(grads):
-        _, means = optimizer.value_and_grad(linear(grads))(FEW)
-        return stepped(optimizer, means)[0]
+        _, grads = optimizer.value_and_grad(loss_with_gradients(grads))(SMALL_PARAMS)
+        return apply_update(optimizer, grads)[0]
 
-    params = on_one_device(run)(gradients(FEW, 12, 0))
-    assert_close(at(4, params), unsharded(OPTIMIZERS[name], FEW, 12, steps=1)[0])
+    params = on_one_device(run)(gradients(SMALL_PARAMS, 12, 0))
+    assert_close(
+        take_rank(4, params), train_unsharded(OPTIMIZERS[name], SMALL_PARAMS, 12, steps=1)[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,17 +55,17 @@ def test_it_learns_the_same(twelve, name):
         pytest.param(False, True, marks=pytest.mark.slow),
     ],
 )
-def test_the_same_step_with_and_without(twelve, overlap, check_vma):
+def test_a_step_with_auxiliary_outputs(twelve, overlap, check_vma):
     optimizer = ShardedOptimizer(OPTIMIZERS["lars"], twelve, "data", overlap=overlap)
-    specs = optimizer.specs(FEW)
+    specs = optimizer.specs(SMALL_PARAMS)
 
     def loss(params, grads):
-        value = linear(jax.tree.map(lambda g: g[0], grads))(params)
+        value = loss_with_gradients(jax.tree.map(lambda g: g[0], grads))(params)
         return value, value / 2
 
     def step(grads, state, params):
         (value, half), grads = optimizer.value_and_grad(loss, has_aux=True)(params, grads)
-        params, state = stepped(optimizer, grads, params, state)
+        params, state = apply_update(optimizer, grads, params, state)
         return params, state, (value - 2 * half)[None]
 
     step = jax.shard_map(
@@ -73,21 +75,23 @@ def test_the_same_step_with_and_without(twelve, overlap, check_vma):
         out_specs=(P(), specs, P("data")),
         check_vma=check_vma,
     )
-    params, _, nothing = jax.jit(step)(gradients(FEW, 12, 0), optimizer.init(FEW), FEW)
-    assert_close(params, unsharded(OPTIMIZERS["lars"], FEW, 12, steps=1)[0])
-    assert (nothing == 0).all()
+    params, _, difference = jax.jit(step)(
+        gradients(SMALL_PARAMS, 12, 0), optimizer.init(SMALL_PARAMS), SMALL_PARAMS
+    )
+    assert_close(params, train_unsharded(OPTIMIZERS["lars"], SMALL_PARAMS, 12, steps=1)[0])
+    assert (difference == 0).all()
 
 
 def test_a_mesh_with_another_axis():
-    """Each of two models has weights of its own, which vary along that axis too."""
+    """Two models with weights of their own, which vary along that axis too."""
     plan = ftmesh.plan(Topology.grid("4x4", failed="2x2@0,0"), "ring")
     optimizer = ShardedOptimizer(optax.sgd(0.1), plan, "data", overlap=True)
-    grads = gradients(FEW, 24, 0)
+    grads = gradients(SMALL_PARAMS, 24, 0)
 
     def step(grads, params):
         grads, params = (jax.tree.map(lambda x: x[0], tree) for tree in (grads, params))
-        _, means = optimizer.value_and_grad(linear(grads))(params)
-        new, _ = stepped(optimizer, means, params)
+        _, grads = optimizer.value_and_grad(loss_with_gradients(grads))(params)
+        new, _ = apply_update(optimizer, grads, params)
         return jax.tree.map(lambda p: p[None], new)
 
     step = jax.shard_map(
@@ -96,22 +100,22 @@ def test_a_mesh_with_another_axis():
         in_specs=(P(("data", "model")), P("model")),
         out_specs=P("model"),
     )
-    new = jax.jit(step)(grads, jax.tree.map(lambda p: np.stack([p, p]), FEW))
+    new = jax.jit(step)(grads, jax.tree.map(lambda p: np.stack([p, p]), SMALL_PARAMS))
     for model in range(2):
         mean = jax.tree.map(lambda g, m=model: g[m::2].sum(axis=0) / 12, grads)
-        want = jax.tree.map(lambda p, g: p - np.float32(0.1) * g, FEW, mean)
-        assert_close(at(model, new), want)
+        want = jax.tree.map(lambda p, g: p - np.float32(0.1) * g, SMALL_PARAMS, mean)
+        assert_close(take_rank(model, new), want)
 
 
-@pytest.mark.parametrize(("sharded", "halves"), [(True, 1), (False, 2)])
-def test_what_travels_and_in_which_order(sharded, halves):
-    """Read from the program of a rank: 11 rounds for each half, in both directions.
+@pytest.mark.parametrize(("sharded", "num_phases"), [(True, 1), (False, 2)])
+def test_dtypes_and_order_of_transfers(sharded, num_phases):
+    """The program of a rank has 11 rounds for each phase, in both directions.
 
-    Partial sums go through 11 additions, too many for bfloat16; results travel in it.
+    Partial sums go through 11 additions, too many for bfloat16; results are sent in it.
     """
     topology = cpu_grid("4x4", failed="2x2@0,0")
     params = {"a": np.ones((40, 40), np.float32), "b": np.ones((40, 400), np.float32)}
-    parallel = Parallel.on(topology, "ring", overlap=True, bucket_bytes=1)
+    parallel = DataParallel.create(topology, "ring", overlap=True, bucket_bytes=1)
 
     def sizes(loss):
         types = params, jax.ShapeDtypeStruct((1, 40), np.float32)
@@ -130,13 +134,13 @@ def test_what_travels_and_in_which_order(sharded, halves):
         )
         text = jax.jit(step).lower(params, np.ones((12, 40), np.float32)).as_text()
         permuted = re.findall(r"collective_permute.*-> tensor<([\dx]+)x(\w+)>", text)
-        assert len(permuted) == text.count("collective_permute") == 2 * halves * 2 * 11
-        each = ["f32"] * 22 + ["bf16"] * 22 * (halves - 1)
-        assert [dtype for _, dtype in permuted] == each * 2
+        assert len(permuted) == text.count("collective_permute") == 2 * num_phases * 2 * 11
+        dtypes = ["f32"] * 22 + ["bf16"] * 22 * (num_phases - 1)
+        assert [dtype for _, dtype in permuted] == dtypes * 2
         elements = [np.prod([int(n) for n in size.split("x")]) for size, _ in permuted]
         return elements[: len(elements) // 2], elements[len(elements) // 2 :]
 
-    # The gradient of the second layer is there first.
+    # The gradient of the second layer comes first.
     chained = sizes(lambda p, x: jnp.sum(jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) ** 2))
     assert min(chained[0]) > max(chained[1])
     chained = sizes(lambda p, x: jnp.sum(jnp.tanh(jnp.tanh(x @ p["b"]) @ p["b"].T @ p["a"])))
@@ -144,29 +148,29 @@ def test_what_travels_and_in_which_order(sharded, halves):
 
 
 @pytest.mark.slow
-def test_means_are_not_averaged_again(even, twelve):
+def test_reduced_gradients_are_not_reduced_again(even, twelve):
     ours, other = (
         ShardedOptimizer(optax.sgd(0.1), plan, "data", overlap=True) for plan in (even, twelve)
     )
-    want = one_step(ShardedOptimizer(optax.sgd(0.1), even, "data"), 12)
-    assert_close(one_step(ours, 12), want)  # a rank's own gradients, not means
+    want = params_after_step(ShardedOptimizer(optax.sgd(0.1), even, "data"), 12)
+    assert_close(params_after_step(ours, 12), want)  # a rank's own gradients
 
     def step(maker, optimizer):
         def run(grads):
-            _, means = maker.value_and_grad(linear(grads))(FEW)
-            return stepped(optimizer, means)[0]
+            _, grads = maker.value_and_grad(loss_with_gradients(grads))(SMALL_PARAMS)
+            return apply_update(optimizer, grads)[0]
 
-        return at(7, on_one_device(run)(gradients(FEW, 12, 0)))
+        return take_rank(7, on_one_device(run)(gradients(SMALL_PARAMS, 12, 0)))
 
     assert_close(step(ours, ours), want)
-    with pytest.raises(ArgumentError, match="sharded for the owners of another plan"):
+    with pytest.raises(ArgumentError, match="sharded for another plan"):
         step(other, ours)
-    plain = Parallel.on(Topology.grid("4x4", failed="2x2@0,0"), "ring", overlap=True).optimizer(
-        optax.sgd(0.1), sharded=False
-    )
+    plain = DataParallel.create(
+        Topology.grid("4x4", failed="2x2@0,0"), "ring", overlap=True
+    ).optimizer(optax.sgd(0.1), sharded=False)
     assert_close(step(plain, plain), want)
     assert_close(step(plain, ours), want)
-    with pytest.raises(ArgumentError, match="are sharded, and this optimizer's are whole"):
+    with pytest.raises(ArgumentError, match="are sharded, and this optimizer takes replicated"):
         step(ours, plain)
 
 
@@ -181,11 +185,11 @@ def test_several_dtypes_idle_devices_and_unused_leaves():
         def loss(params):
             return rank * (params["wide"].sum() + params["half"].sum().astype(jnp.float32))
 
-        _, means = optimizer.value_and_grad(loss)(params)
-        return stepped(optimizer, means, params)[0]
+        _, grads = optimizer.value_and_grad(loss)(params)
+        return apply_update(optimizer, grads, params)[0]
 
     live = plan.program.live
-    new = at(live, on_one_device(run)(12 * np.arange(16, dtype=np.float32) % 24))
+    new = take_rank(live, on_one_device(run)(12 * np.arange(16, dtype=np.float32) % 24))
     assert (live % 2).sum() == 6
     assert (new["wide"] == 1 - 6 / 2).all()
     assert (new["half"] == 1 - 6 / 2).all()
@@ -193,14 +197,14 @@ def test_several_dtypes_idle_devices_and_unused_leaves():
 
 
 @pytest.mark.parametrize(("overlap", "buckets"), [(True, 2), (False, 1)])
-def test_buckets_are_small_where_they_should_set_out_early(even, overlap, buckets):
-    """Of 40 MB in two leaves; nothing is computed."""
+def test_buckets_are_smaller_with_overlap(even, overlap, buckets):
+    """For 40 MB in two leaves; nothing is computed."""
     optimizer = ShardedOptimizer(optax.sgd(0.1), even, "data", overlap=overlap)
     params = {name: jax.ShapeDtypeStruct((5_000_000,), np.float32) for name in "ab"}
 
     def step(params):
-        _, grads = optimizer.value_and_grad(linear(params))(params)
-        return stepped(optimizer, grads, params)[0]
+        _, grads = optimizer.value_and_grad(loss_with_gradients(params))(params)
+        return apply_update(optimizer, grads, params)[0]
 
     step = jax.shard_map(
         step, mesh=even.jax_mesh("data"), in_specs=P(), out_specs=P(), check_vma=False

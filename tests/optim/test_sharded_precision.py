@@ -1,4 +1,4 @@
-"""A step of a sharded optimizer on hundreds of ranks, with gradients of 16 bits."""
+"""A step of a sharded optimizer on hundreds of ranks, with 16-bit gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from tests.support.roundings import (
 SGD = optax.sgd(0.5)
 
 
-def stepped(means, dtype):
-    """Weights that were one, after a step of plain SGD with these gradients."""
+def apply_sgd(means, dtype):
+    """Return weights of one after a step of plain SGD with these gradients."""
     weights = jax.tree.map(lambda mean: jnp.ones(mean.shape, dtype), means)
     grads = jax.tree.map(lambda mean: jnp.asarray(mean, dtype), means)
     updates, _ = SGD.update(grads, SGD.init(weights), weights)
@@ -46,22 +46,22 @@ def test_a_step_of_sgd(shape, failed, algorithm):
     def steps(narrow, wide):
         return step(narrow), {name: step(wide, wire_dtype=HALVES[name]) for name in HALVES}
 
-    found = jax.device_get(steps(narrow, wide))
-    assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves(found)), "ranks differ"
-    of_halves, on_the_wire = jax.tree.map(lambda leaf: leaf[0], found)
+    results = jax.device_get(steps(narrow, wide))
+    assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves(results)), "ranks differ"
+    from_narrow, narrow_wire = jax.tree.map(lambda leaf: leaf[0], results)
     for name, dtype in HALVES.items():
-        assert (of_halves[name]["ones"] == 0.5).all()
-        assert (on_the_wire[name]["ones"] == 0.5).all()
+        assert (from_narrow[name]["ones"] == 0.5).all()
+        assert (narrow_wire[name]["ones"] == 0.5).all()
         for got, given, kind in (
-            (of_halves[name], narrow[name], dtype),
-            (on_the_wire[name], wide, np.dtype(np.float32)),
+            (from_narrow[name], narrow[name], dtype),
+            (narrow_wire[name], wide, np.dtype(np.float32)),
         ):
             exact = {key: 1 - mean / 2 for key, mean in exact_means(given).items()}
             assert got["ones"].dtype == kind
-            assert_right(got, exact, stepped(lax_means(given, dtype), kind))
+            assert_right(got, exact, apply_sgd(lax_means(given, dtype), kind))
 
 
-def test_sums_in_sixteen_bits_if_that_is_asked_for():
+def test_accumulate_dtype_bfloat16():
     plan = large_plan("16x32", "4x2@6,14", "ring")
     optimizer = ShardedOptimizer(SGD, plan, "data", accumulate_dtype=jnp.bfloat16)
     weight = jnp.ones(1, jnp.bfloat16)
