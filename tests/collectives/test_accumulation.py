@@ -1,4 +1,4 @@
-"""Gradients in parts: those of the whole batch, with one reduction behind them."""
+"""Accumulated gradients equal those of the whole batch, and are reduced once."""
 
 from functools import partial
 
@@ -33,8 +33,8 @@ def losses(params, batch):
 
 
 def loss(params, batch):
-    each = losses(params, batch)
-    return each.mean(), {"largest": each.max(), "rows": jnp.asarray(len(each))}
+    values = losses(params, batch)
+    return values.mean(), {"largest": values.max(), "rows": jnp.asarray(len(values))}
 
 
 def on_ranks(plan, step, check_vma):
@@ -53,13 +53,13 @@ def on_ranks(plan, step, check_vma):
 @pytest.mark.parametrize(
     ("num_parts", "check_vma", "remat"), [(4, True, True), (4, False, False), (1, True, False)]
 )
-def test_the_gradient_of_the_whole_batch(even, num_parts, check_vma, remat):
+def test_gradient_equals_that_of_the_whole_batch(even, num_parts, check_vma, remat):
     with jax.enable_x64(True):
         params, batch = params_and_batch(12)
-        one = jax.value_and_grad(jax.checkpoint(loss) if remat else loss, has_aux=True)
+        value_and_grad = jax.value_and_grad(jax.checkpoint(loss) if remat else loss, has_aux=True)
 
         def step(params, batch):
-            (value, aux), grads = accumulate_gradients(one, num_parts)(params, batch)
+            (value, aux), grads = accumulate_gradients(value_and_grad, num_parts)(params, batch)
             return even.pmean((value, grads), "data"), aux["rows"]
 
         (value, grads), rows = on_ranks(even, step, check_vma)(params, batch)
@@ -71,18 +71,18 @@ def test_the_gradient_of_the_whole_batch(even, num_parts, check_vma, remat):
 
 
 def permutations(program):
-    """The names of those in a program, with JAX's scopes around them."""
-    known, _ = parse_computations(program.as_text())
-    return [each.op_name for body in known.values() for each in body if "permute" in each.opcode]
+    """The names of the permutations in a program, with JAX's scopes."""
+    bodies, _ = parse_computations(program.as_text())
+    return [op.op_name for body in bodies.values() for op in body if "permute" in op.opcode]
 
 
 def is_in_the_scan(source):
-    """The loops of a plan stand under its own scope; one around that is the scan over parts."""
+    """The loops of a plan are in its own scope; a loop around that is the scan over parts."""
     return "while" in source.partition("ftmesh.")[0]
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_one_reduction_and_none_in_the_scan(even, check_vma):
+def test_gradients_are_reduced_once_after_the_scan(even, check_vma):
     params, batch = params_and_batch(12, np.float32)
 
     def step(params, batch, num_parts):
@@ -114,9 +114,9 @@ def test_one_reduction_and_none_in_the_scan(even, check_vma):
 
         return accumulate_gradients(each_part, 6)(params, batch)[1]
 
-    found = permutations(on_ranks(even, planted, check_vma).lower(params, batch).compile())
-    assert found
-    assert all(map(is_in_the_scan, found))
+    in_scan = permutations(on_ranks(even, planted, check_vma).lower(params, batch).compile())
+    assert in_scan
+    assert all(map(is_in_the_scan, in_scan))
 
 
 def test_weighted_sums_and_shares(even):
@@ -143,15 +143,15 @@ def test_weighted_sums_and_shares(even):
             of_sums = jax.tree.map(lambda leaf: leaf / number, (total, grads))
             return even.pmean(of_mean, "data"), of_sums
 
-        found = on_ranks(even, step, True)(params, (*laid, weights.astype(np.float64)))
+        result = on_ranks(even, step, True)(params, (*laid, weights.astype(np.float64)))
         want = jax.value_and_grad(lambda p: losses(p, (x, y)).mean())(params)
         close = partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
-        for one in found:
+        for one in result:
             jax.tree.map(close, one, want)
 
 
 @pytest.mark.parametrize(("dtype", "worth"), [(None, 256 + 63), (jnp.bfloat16, 256)])
-def test_gradients_of_16_bits_are_added_as_asked(dtype, worth):
+def test_gradients_are_added_in_accumulate_dtype(dtype, worth):
     """In bfloat16 a sum stops growing at 256; in float32 it does not, and is rounded once."""
 
     def run(w, x):
@@ -167,14 +167,14 @@ def test_gradients_of_16_bits_are_added_as_asked(dtype, worth):
     assert value.dtype == np.float32
 
 
-def test_values_are_added_in_float32_whatever_gradients_are():
+def test_values_are_added_in_float32():
     run = accumulate_gradients(
         lambda w, x: (x.sum(), w), 320, mean=False, accumulate_dtype=jnp.bfloat16
     )
     assert float(run(jnp.ones(()), np.ones(320, np.float32))[0]) == 320
 
 
-def test_what_does_not_fit():
+def test_invalid_arguments():
     run = jax.value_and_grad(lambda w, x: jnp.sum(w * x))
     with pytest.raises(
         ArgumentError, match=r"\(9,\) cannot be split into 4 equal parts.* \[1, 3, 9\].* 12 rows"
@@ -190,7 +190,7 @@ def test_what_does_not_fit():
         accumulate_gradients(run, 3, accumulate_dtype=np.int32)(1.0, np.ones(9))
 
 
-def test_multi_steps_of_optax(even):
+def test_optax_multi_steps(even):
     """Every third step moves the parameters, by the mean of three batches' gradients."""
     params, (x, y) = params_and_batch(12, np.float32)
     optimizer = optax.MultiSteps(optax.sgd(0.5), every_k_schedule=3)

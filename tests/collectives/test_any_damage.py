@@ -16,7 +16,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize("topology", MESHES, ids=str)
-def test_sums_shares_and_gathers_of_integers(topology):
+def test_integer_collectives_are_exact(topology):
     plan = ftmesh.plan(topology)
     assert (plan.algorithm, plan.with_reduce_scatter.algorithm) == ("tree", "flood")
     assert plan.for_payload(37 * 4).algorithm == "tree"

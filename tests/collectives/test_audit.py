@@ -1,4 +1,4 @@
-"""What is found in compiled programs that is not the plan's, by which line it was made."""
+"""The audit finds collectives that are not the plan's, with their source lines."""
 
 import inspect
 from pathlib import Path
@@ -105,51 +105,51 @@ PLANTED = [
 @pytest.mark.parametrize(
     ("body", "text", "kind", "num_bytes", "advice"), PLANTED, ids=[p[0].__name__ for p in PLANTED]
 )
-def test_what_is_planted_is_found_at_its_line(mesh, body, text, kind, num_bytes, advice):
-    (found,) = ftmesh.audit(compiled(mesh, body), "data")
-    assert found.kind == kind
-    assert found.num_bytes == num_bytes
-    assert found.axes == (("data", "model") if body is a_mean_along_both else ("data",))
-    assert found.sources == (line_of(body, text),)
-    assert advice in found.advice
+def test_finds_collective_with_source_line(mesh, body, text, kind, num_bytes, advice):
+    (entry,) = ftmesh.audit(compiled(mesh, body), "data")
+    assert entry.kind == kind
+    assert entry.num_bytes == num_bytes
+    assert entry.axes == (("data", "model") if body is a_mean_along_both else ("data",))
+    assert entry.sources == (line_of(body, text),)
+    assert advice in entry.advice
 
 
-def test_of_those_the_compiler_joins_each_line_is_named(mesh):
-    (found,) = ftmesh.audit(compiled(mesh, two_that_are_joined), "data")
-    assert found.num_bytes == 2 * ALL
-    assert sorted(found.sources) == [
+def test_combined_collective_names_all_lines(mesh):
+    (entry,) = ftmesh.audit(compiled(mesh, two_that_are_joined), "data")
+    assert entry.num_bytes == 2 * ALL
+    assert sorted(entry.sources) == [
         line_of(two_that_are_joined, "first = "),
         line_of(two_that_are_joined, "second = "),
     ]
 
 
-def test_what_runs_along_another_axis_is_not_listed(mesh):
+def test_other_axes_are_not_listed(mesh):
     program = compiled(mesh, lambda x: lax.psum(x, "model"))
     assert not ftmesh.audit(program, "data")
     assert len(ftmesh.audit(program, "model")) == 1
 
 
-def test_a_program_of_one_device_needs_no_mesh():
+def test_single_device_program_needs_no_mesh():
     ftmesh.audit(jax.jit(lambda x: x + 1).lower(X), "data").require_none()
 
 
-def test_in_words(mesh):
-    found = ftmesh.audit(compiled(mesh, an_all_reduce), "data")
+def test_report_text(mesh):
+    entries = ftmesh.audit(compiled(mesh, an_all_reduce), "data")
     line = line_of(an_all_reduce, "lax.psum")
-    assert str(found).splitlines() == [
+    assert str(entries).splitlines() == [
         "1 collective does not follow the plan along 'data'",
         f"  all-reduce of 192 B along data, from {line}",
         "    jit(an_all_reduce)/shard_map/psum",
         "    call plan.psum or plan.pmean instead of jax.lax's",
     ]
     with pytest.raises(CollectiveError, match="all-reduce of 192 B along data"):
-        found.require_none()
+        entries.require_none()
     clean = ftmesh.audit(compiled(mesh, lambda x: x + 1), "data")
     assert str(clean) == "all collectives along 'data' follow the plan"
     clean.require_none()
 
 
-def test_what_the_partitioner_puts_in(mesh):
+def test_collectives_of_the_partitioner(mesh):
     """A step of jit and shardings alone, in which no sum is written."""
     batch = jax.device_put(X, NamedSharding(mesh, P("data")))
     weights = jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, P()))
@@ -158,13 +158,13 @@ def test_what_the_partitioner_puts_in(mesh):
         return jnp.mean((batch @ weights) ** 2)
 
     program = jax.jit(jax.grad(loss)).lower(weights, batch).compile()
-    found = list(ftmesh.audit(program, "data"))
-    assert {one.kind for one in found} == {"all-reduce"}
-    assert all("use plan.value_and_grad(loss)" in one.advice for one in found)
-    assert line_of(loss, "batch @ weights") in {line for one in found for line in one.sources}
+    entries = list(ftmesh.audit(program, "data"))
+    assert {entry.kind for entry in entries} == {"all-reduce"}
+    assert all("use plan.value_and_grad(loss)" in entry.advice for entry in entries)
+    assert line_of(loss, "batch @ weights") in {line for entry in entries for line in entry.sources}
 
 
-def test_gradients_that_jax_sums_by_itself(twelve):
+def test_gradients_that_jax_sums(twelve):
     """Under check_vma, of parameters that are the same everywhere."""
 
     def body(weight, x, varies):
@@ -183,9 +183,9 @@ def test_gradients_that_jax_sums_by_itself(twelve):
             check_vma=True,
         )
 
-    (found,) = ftmesh.audit(program(False), "data")
-    assert found.sources == (line_of(body, "jnp.sin"),)
-    assert found.advice == (
+    (entry,) = ftmesh.audit(program(False), "data")
+    assert entry.sources == (line_of(body, "jnp.sin"),)
+    assert entry.advice == (
         "JAX sums the gradient of replicated values, usually parameters: use "
         "plan.value_and_grad(loss), or differentiate with respect to jax.lax.pcast(params, "
         "'data', to='varying') and plan.pmean the gradients"
@@ -193,18 +193,20 @@ def test_gradients_that_jax_sums_by_itself(twelve):
     assert not ftmesh.audit(program(True), "data")
 
 
-def test_lowered_programs_and_text(mesh):
+def test_accepts_lowered_programs_and_text(mesh):
     run = jax.jit(jax.shard_map(an_all_reduce, mesh=mesh, in_specs=BOTH, out_specs=BOTH))
     lowered = run.lower(X)
-    (found,) = ftmesh.audit(lowered, "data")
+    (entry,) = ftmesh.audit(lowered, "data")
     text = lowered.compile().as_text()
-    assert list(ftmesh.audit(text, "data", mesh=mesh)) == [found]
-    assert list(ftmesh.audit(text, "data", mesh=mesh.abstract_mesh)) == [found]
+    assert list(ftmesh.audit(text, "data", mesh=mesh)) == [entry]
+    assert list(ftmesh.audit(text, "data", mesh=mesh.abstract_mesh)) == [entry]
     with pytest.raises(ArgumentError, match=r"give it, as in audit\(..., 'data', mesh=plan"):
         ftmesh.audit(text, "data")
     with pytest.raises(ArgumentError, match=r"no axis 'rows': give one of \('data', 'model'\)"):
         ftmesh.audit(text, "rows", mesh=mesh)
-    with pytest.raises(ArgumentError, match="has no axis 'dta'"):  # also where there is nothing
+    with pytest.raises(
+        ArgumentError, match="has no axis 'dta'"
+    ):  # even if there are no collectives
         ftmesh.audit(compiled(mesh, lambda x: x + 1), "dta")
     small = Mesh(np.array(jax.devices()[:4]), ("data",))
     with pytest.raises(ArgumentError, match="names device 11 and the mesh has 4"):
@@ -255,19 +257,19 @@ source_target_pairs={{0,2},{2,0}}, metadata={op_name="jit(ftmesh)/ppermute"}
 """
 
 
-def test_asynchronous_forms_and_groups_of_other_kinds(mesh):
-    found = ftmesh.audit(FOREIGN, "data", mesh=mesh)
-    assert [(one.kind, one.num_bytes, one.sources) for one in found] == [
+def test_asynchronous_ops_and_replica_group_formats(mesh):
+    entries = ftmesh.audit(FOREIGN, "data", mesh=mesh)
+    assert [(entry.kind, entry.num_bytes, entry.sources) for entry in entries] == [
         ("reduce-scatter", 48, ("step.py:7",)),
         ("all-gather", 192, ()),
         ("all-reduce", 40, ("step.py:9",)),
         ("collective-permute", 32, ()),
     ]
-    assert [one.op_name for one in ftmesh.audit(FOREIGN, "model", mesh=mesh)] == ["jit(step)/c"]
-    assert "an unknown line" in str(found)
+    assert [entry.op_name for entry in ftmesh.audit(FOREIGN, "model", mesh=mesh)] == ["jit(step)/c"]
+    assert "an unknown line" in str(entries)
 
 
-def test_a_collective_of_which_several_fusions_do_some_is_found_once(mesh):
+def test_collective_split_over_fusions_is_listed_once(mesh):
     """As the compiler for v5e has it, which computes something else meanwhile."""
     gather = """\
 %fused.N (p: f32[2]) -> f32[12] {
@@ -281,21 +283,21 @@ frontend_attributes={chain_id="C"}, metadata={op_name="ws[C]"}, backend_config={
     parts = [("0", "0"), ("1", "1"), ("2", "0"), ("3", "0"), ("4", "1")]
     fusions = "".join(gather.replace("N", n).replace("C", chain) for n, chain in parts)
     text = f"{fusions}ENTRY %main (x: f32[2]) -> f32[2] {{\n  ROOT %x = f32[2] parameter(0)\n}}\n"
-    found = ftmesh.audit(text, "data", mesh=mesh)
-    assert [(one.kind, one.op_name) for one in found] == [
+    entries = ftmesh.audit(text, "data", mesh=mesh)
+    assert [(entry.kind, entry.op_name) for entry in entries] == [
         ("all-gather", "ws[0]"),
         ("all-gather", "ws[1]"),
     ]
 
 
 @pytest.mark.usefixtures("unprinted")
-def test_a_program_that_cannot_be_printed_is_not_said_to_be_clean():
+def test_unreadable_program_raises():
     program = jax.jit(lambda x: x + 1).lower(1.0).compile()
     with pytest.raises(UnreadableError, match="versions of JAX and of the compiler"):
         ftmesh.audit(program, "data")
 
 
-def test_what_follows_a_kernel_is_found(mesh):
+def test_multi_line_kernel_instructions_are_skipped(mesh):
     """Which the TPU compiler prints over several lines."""
     kernel = """\
   %k = f32[8] custom-call(%x), custom_call_target="tpu_custom_call", \

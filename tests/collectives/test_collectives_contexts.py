@@ -1,6 +1,6 @@
 """Where collectives may be called, as lax's may, and where they must not.
 
-Of all tests these lean most on JAX, so that they run on the oldest one too.
+These depend on JAX more than other tests, so they run on the oldest supported version too.
 """
 
 import jax
@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 import ftmesh
 from ftmesh import CollectiveError, Topology
 from ftmesh.testing import on_one_device
-from tests.support.on_devices import odd_tree, per_rank, planned
+from tests.support.on_devices import odd_tree, per_rank, plan_on_cpu
 
 
-def test_the_result_is_typed_as_the_same_everywhere(twelve):
+def test_result_is_typed_as_replicated(twelve):
     tree = odd_tree(12)
     mean = per_rank(twelve, lambda t: twelve.pmean(t, "data"), tree, out=P())
     reference = per_rank(twelve, lambda t: lax.pmean(t, "data"), tree, out=P())
@@ -74,7 +74,7 @@ class TestContexts:
         def gradient(collective, **options):
             return jax.grad(lambda v: (collective(v, "data", **options) ** 2).sum())
 
-        for plan in (twelve, planned("ring", "4x4", "2x2@0,0")):
+        for plan in (twelve, plan_on_cpu("ring", "4x4", "2x2@0,0")):
             for ours, theirs, options in (
                 (plan.psum_scatter, lax.psum_scatter, {"tiled": True}),
                 (plan.all_gather, lax.all_gather, {}),
@@ -85,7 +85,7 @@ class TestContexts:
                     rtol=1e-5,
                 )
 
-    def test_a_vmap_inside(self, twelve):
+    def test_nested_vmap(self, twelve):
         x = np.random.default_rng(0).normal(size=(12, 3, 9, 2)).astype(np.float32)
         self.both(twelve, lambda psum: jax.vmap(psum, in_axes=1, out_axes=1), x)
 
@@ -107,7 +107,7 @@ class TestContexts:
         np.testing.assert_array_equal(run(x)[3], x.sum(axis=0))
 
     @pytest.mark.parametrize("check_vma", [True, False])
-    def test_a_mesh_with_another_axis(self, check_vma):
+    def test_mesh_with_another_axis(self, check_vma):
         plan = ftmesh.plan(Topology.grid("4x4", failed="2x2@0,0"))
         mesh = Mesh(np.array(jax.devices()[:24]).reshape(12, 2), ("data", "model"))
         x = np.random.default_rng(0).integers(0, 9, (12, 2, 5))
@@ -131,11 +131,11 @@ class TestContexts:
 
 
 class TestBadCalls:
-    def test_an_axis_that_is_not_bound(self, twelve):
+    def test_unbound_axis(self, twelve):
         with pytest.raises(CollectiveError, match="axis 'data' is not bound here"):
             twelve.psum(jnp.ones(3), "data")
 
-    def test_an_axis_of_another_size(self, twelve):
+    def test_axis_of_wrong_size(self, twelve):
         with pytest.raises(
             CollectiveError,
             match=r"axis 'data' has 16 devices, but the plan for 4x4 less 2x2@0,0 has 12: make the "
@@ -144,7 +144,7 @@ class TestBadCalls:
             on_one_device(lambda x: twelve.psum(x, "data"))(jnp.ones((16, 3)))
 
     @pytest.mark.parametrize("swap", [(0, 1), (5, 9)])
-    def test_the_wrong_devices_or_the_wrong_order(self, twelve, swap):
+    def test_wrong_devices_or_order(self, twelve, swap):
         devices = list(twelve.topology.devices)
         a, b = swap
         devices[a], devices[b] = devices[b], devices[a]
@@ -157,17 +157,17 @@ class TestBadCalls:
         with pytest.raises(CollectiveError, match=f"rank {a} should be .* and is "):
             jax.jit(body)(np.ones((12, 3)))
 
-    def test_groups_and_several_axes(self, twelve):
+    def test_axis_index_groups_and_several_axes(self, twelve):
         with pytest.raises(CollectiveError, match="has no axis_index_groups"):
             twelve.psum(jnp.ones(3), "data", axis_index_groups=[[0, 1], [2, 3]])
         with pytest.raises(CollectiveError, match="one axis, not \\('data', 'model'\\)"):
             twelve.psum(jnp.ones(3), ("data", "model"))
 
-    def test_what_cannot_be_summed(self, twelve):
+    def test_unsummable_dtype(self, twelve):
         with pytest.raises(CollectiveError, match="dtype key<fry> cannot be summed"):
             on_one_device(lambda k: twelve.psum(k, "data"))(jax.random.split(jax.random.key(0), 12))
 
-    def test_gradients_that_are_summed_already(self, twelve):
+    def test_already_summed_gradients(self, twelve):
         """Under check_vma the gradient of replicated parameters is a sum; the error says so."""
         x = np.arange(12.0, dtype=np.float32)
         weight = np.float32(3)
@@ -187,7 +187,7 @@ class TestBadCalls:
         )
         assert varying == pytest.approx(2 * 3 * (x**2).mean())
 
-    def test_nan_and_inf_travel(self, twelve):
+    def test_nan_and_inf_propagate(self, twelve):
         x = np.ones((12, 200), np.float32)
         x[3, 7], x[5, 70], x[6, 71], x[7, 71] = np.nan, np.inf, np.inf, -np.inf
         ours = per_rank(twelve, lambda x: twelve.psum(x, "data"), x, out=P())

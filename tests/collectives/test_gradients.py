@@ -53,8 +53,8 @@ def plan():
     return ftmesh.plan(cpu_grid("4x4", failed="2x2@0,0"), "ring")
 
 
-def implicit(plan, **options):
-    """The gradient at one rank, averaged on its way."""
+def grad_in_backward(plan, **options):
+    """A function that returns the gradient of a rank, averaged in the backward pass."""
 
     def marked(params, x):
         return loss(with_mean_gradients(params, "data", plan=plan, **options), x)
@@ -62,8 +62,8 @@ def implicit(plan, **options):
     return jax.grad(marked)
 
 
-def implicit_shards(plan, **options):
-    """A rank's rows of that gradient, on their way in an optimizer's `value_and_grad`."""
+def shards_in_backward(plan, **options):
+    """The same for the shards that an optimizer's `value_and_grad` returns."""
     optimizer = ShardedOptimizer(optax.sgd(0.1), plan, "data", overlap=True, **options)
     return lambda params, x: optimizer.value_and_grad(loss)(params, x)[1].tree
 
@@ -86,10 +86,10 @@ def on_logical_ranks(run, x):
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_damaged_mesh_gives_the_gradient_of_all_examples(check_vma):
+def test_gradient_of_all_examples_on_a_damaged_mesh(check_vma):
     plan = ftmesh.plan(cpu_grid("8x8", failed="2x2@2,2"), "row_pair")
     x = examples(60)
-    assert_gradient(on_devices(plan, implicit(plan), x, check_vma=check_vma), x)
+    assert_gradient(on_devices(plan, grad_in_backward(plan), x, check_vma=check_vma), x)
 
 
 def test_after_the_backward_pass(plan):
@@ -101,25 +101,25 @@ def test_after_the_backward_pass(plan):
     assert_gradient(on_logical_ranks(explicit, x), x)
 
 
-def test_buckets_in_any_order_give_the_same(plan):
+def test_bucket_order_does_not_change_results(plan):
     x = examples(12)
-    run = implicit(plan, bucket_bytes=200, order=(5, 0, 3, 2, 1, 4))
+    run = grad_in_backward(plan, bucket_bytes=200, order=(5, 0, 3, 2, 1, 4))
     assert_gradient(on_logical_ranks(run, x), x)
 
 
-def test_each_bucket_is_a_sum_of_its_own(plan):
+def test_one_all_reduce_per_bucket(plan):
     def sums(**options):
-        run = jax.vmap(implicit(plan, **options), in_axes=(None, 0), axis_name="data")
+        run = jax.vmap(grad_in_backward(plan, **options), in_axes=(None, 0), axis_name="data")
         text = str(jax.make_jaxpr(lambda x: run(PARAMS, x))(examples(12)))
         return text.count("while[") + text.count("scan[")
 
-    one = sums(bucket_bytes=2**20)
-    assert one > 0
-    assert sums(bucket_bytes=1) == 4 * one  # four leaves have gradients
+    single = sums(bucket_bytes=2**20)
+    assert single > 0
+    assert sums(bucket_bytes=1) == 4 * single  # four leaves have gradients
 
 
 def ancestors(text):
-    """Of each permutation of a lowered program, how many it waits for, itself left out."""
+    """For each permutation in a lowered program, how many others it waits for."""
     waits: dict[str, set[str]] = {}
     for line in text.splitlines():
         if not (assignment := re.match(r"\s*(%\w+)(?::\d+)? = (.*)", line)):
@@ -133,9 +133,11 @@ def ancestors(text):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
-@pytest.mark.parametrize(("reduced", "out"), [(implicit, P()), (implicit_shards, P("data"))])
-def test_buckets_take_turns(reduced, out, bucket_bytes, check_vma):
-    """In the program that a compiler gets."""
+@pytest.mark.parametrize(
+    ("reduced", "out"), [(grad_in_backward, P()), (shards_in_backward, P("data"))]
+)
+def test_buckets_are_reduced_in_order(reduced, out, bucket_bytes, check_vma):
+    """Checked in the lowered program."""
     topology = cpu_grid("2x2")
     plan = ftmesh.plan(topology, "ring", executor="ppermute_unrolled")
     run = reduced(plan, bucket_bytes=bucket_bytes)
@@ -149,19 +151,19 @@ def test_buckets_take_turns(reduced, out, bucket_bytes, check_vma):
     params = PARAMS if out == P() else PARAMS | {"gain": np.full(1, 2, np.float32)}
     counts = ancestors(jax.jit(body).lower(params, examples(4)[0]).as_text())
     buckets = 4 if bucket_bytes == 1 else 1
-    each = len(counts) // buckets
+    per_bucket = len(counts) // buckets
     schedule = plan.schedule
     rounds = schedule.num_rounds if out == P() else schedule.rounds_in_reduce_scatter
-    assert each == 2 * rounds  # both ways round
-    assert [count // each for count in counts] == [at // each for at in range(len(counts))]
+    assert per_bucket == 2 * rounds  # both directions
+    assert [n // per_bucket for n in counts] == [i // per_bucket for i in range(len(counts))]
 
 
-def test_parameters_that_vary_already(plan):
+def test_varying_parameters(plan):
     x = examples(12)
 
     def run(params, x):
         varying = lax.pcast(params, "data", to="varying")
-        return jax.tree.map(lambda leaf: leaf[None], implicit(plan)(varying, x[0]))
+        return jax.tree.map(lambda leaf: leaf[None], grad_in_backward(plan)(varying, x[0]))
 
     body = jax.shard_map(
         run, mesh=plan.jax_mesh("data"), in_specs=(P(), P("data")), out_specs=P("data")
@@ -171,63 +173,63 @@ def test_parameters_that_vary_already(plan):
 
 
 def test_remat_and_scan(plan):
-    """Two passes over the same examples, with what they compute made again on the way back."""
+    """Two passes over the same examples, rematerialized in the backward pass."""
     x = examples(12)
 
     def run(params, x):
         def total(params):
             params = with_mean_gradients(params, "data", plan=plan)
-            one = jax.checkpoint(lambda half: loss(params, half))
-            return lax.scan(lambda sum, _: (sum + one(x) / 2, None), 0.0, None, length=2)[0]
+            remat_loss = jax.checkpoint(lambda x: loss(params, x))
+            return lax.scan(lambda sum, _: (sum + remat_loss(x) / 2, None), 0.0, None, length=2)[0]
 
         return jax.grad(total)(params)
 
     assert_gradient(on_logical_ranks(run, x), x)
 
 
-def test_shards_of_the_mean(plan):
+def test_owned_shards_of_the_mean(plan):
     x = examples(12)
     optimizer = ShardedOptimizer(optax.sgd(0.1), plan, "data", overlap=True, bucket_bytes=200)
     own = partial(optimizer.ops.comm.take_owned, layout=optimizer.layout(PARAMS))
-    run = implicit_shards(plan, bucket_bytes=200)
+    run = shards_in_backward(plan, bucket_bytes=200)
     whole = expected(x)
     got, want = on_one_device(lambda x: (run(PARAMS, x), own(whole)))(x)
-    for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for shard, expected_shard in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(shard, expected_shard, rtol=1e-5, atol=1e-6)
 
 
-def test_bf16_on_the_wire(plan):
+def test_bfloat16_wire_dtype(plan):
     x = examples(12)
-    grads = on_logical_ranks(implicit(plan, wire_dtype=jnp.bfloat16), x)
+    grads = on_logical_ranks(grad_in_backward(plan, wire_dtype=jnp.bfloat16), x)
     for name, want in expected(x).items():
         assert grads[name].dtype == np.float32
         # 8 bits of mantissa, rounded at each of at most 11 hops and once for the gather.
         np.testing.assert_allclose(grads[name], want, atol=12 * 2**-9 * 2, rtol=12 * 2**-9)
 
 
-def test_gradients_that_are_means_already_are_not_averaged_again(plan):
+def test_averaging_twice_raises(plan):
     """Under check_vma, what comes out is replicated, and a second sum is an error."""
-    twice = lambda p, x: plan.pmean(implicit(plan)(p, x), "data")  # noqa: E731
+    twice = lambda p, x: plan.pmean(grad_in_backward(plan)(p, x), "data")  # noqa: E731
     with pytest.raises(ftmesh.CollectiveError, match="is the same on every device already"):
         on_devices(plan, twice, examples(12), check_vma=True)
 
 
 class TestOrder:
-    def test_the_last_layer_comes_first(self):
+    def test_last_layer_is_first(self):
         names = sorted(PARAMS)
         order = backward_order(loss, PARAMS, examples(1)[0])
         known = [names[i] for i in order if names[i] in ("first", "last", "gain")]
         assert known == ["gain", "last", "first"]
 
-    def test_what_is_made_at_once_is_taken_from_the_end(self):
+    def test_gradients_of_one_operation_are_ordered_from_the_end(self):
         order = backward_order(jax.jit(loss), PARAMS, examples(1)[0])
         assert [i for i in order if i in (0, 2, 3, 4)] == [4, 3, 2, 0]
 
-    def test_an_order_has_every_leaf_once(self, plan):
+    def test_order_must_be_a_permutation(self, plan):
         with pytest.raises(ArgumentError, match="each position from 0 to 5 once"):
-            on_logical_ranks(implicit(plan, order=(0, 1, 2)), examples(12))
+            on_logical_ranks(grad_in_backward(plan, order=(0, 1, 2)), examples(12))
 
-    def test_the_first_bucket_to_be_complete_is_summed_first(self, plan, monkeypatch):
+    def test_first_complete_bucket_is_reduced_first(self, plan, monkeypatch):
         """Leaves alternate between two dtypes, and so do the buckets that become complete."""
         params = [jnp.ones(1 + i, jnp.float32 if i % 2 else jnp.bfloat16) for i in range(6)]
 
@@ -240,10 +242,10 @@ class TestOrder:
         assert sizes == [24, 10, 16, 6, 8, 2]
 
 
-def test_each_bucket_takes_the_plan_for_its_size(plan, monkeypatch):
+def test_each_bucket_uses_the_plan_for_its_size(plan, monkeypatch):
     sizes = record_payloads(monkeypatch)
     x = examples(12)
-    assert_gradient(on_logical_ranks(implicit(plan, bucket_bytes=200), x), x)
+    assert_gradient(on_logical_ranks(grad_in_backward(plan, bucket_bytes=200), x), x)
     assert sorted(sizes) == [88, 168]  # leaves on which the loss does not depend are not summed
 
 

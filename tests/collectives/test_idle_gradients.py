@@ -19,7 +19,7 @@ def plan(request):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("divisor", [1, 12])
-def test_of_a_replicated_loss(plan, check_vma, divisor):
+def test_gradient_of_a_replicated_loss(plan, check_vma, divisor):
     """By the parameters that all devices have, and by each device's own numbers."""
     total = plan.psum if divisor == 1 else plan.pmean
     loss = jax.shard_map(
@@ -37,7 +37,7 @@ def test_of_a_replicated_loss(plan, check_vma, divisor):
     np.testing.assert_allclose(by_number, expected, rtol=1e-6)
 
 
-def test_a_result_that_only_an_idle_device_uses(plan):
+def test_result_used_only_on_an_idle_device(plan):
     """What comes back from there goes to all who brought something."""
     run = jax.shard_map(
         lambda x: plan.psum(x, "data"),
@@ -47,13 +47,13 @@ def test_a_result_that_only_an_idle_device_uses(plan):
         check_vma=False,
     )
     _, back = jax.vjp(run, X)
-    (found,) = back(jnp.zeros(16).at[0].set(5.0))
+    (result,) = back(jnp.zeros(16).at[0].set(5.0))
     expected = np.zeros(16)
     expected[plan.program.live] = 5
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(result, expected)
 
 
-def test_owners_halves_there_and_back(plan):
+def test_gradient_through_owners(plan):
     """Twice the sum of squares, put together from shards, by the numbers that went into it."""
 
     def loss(x):
@@ -72,8 +72,8 @@ def test_owners_halves_there_and_back(plan):
         check_vma=False,
     )
     x = np.random.default_rng(0).normal(size=48).astype(np.float32)
-    found = jax.jit(jax.grad(lambda x: run(x).sum()))(x).reshape(16, 3)
+    result = jax.jit(jax.grad(lambda x: run(x).sum()))(x).reshape(16, 3)
     live = plan.program.live
     expected = np.zeros((16, 3))
     expected[live] = 16 * 2 * x.reshape(16, 3)[live].sum(axis=0)  # 16 devices have the whole
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(result, expected, rtol=1e-5)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ftmesh import CollectiveError
 from tests.support.more import more
-from tests.support.on_devices import planned
+from tests.support.on_devices import plan_on_cpu
 
 RNG = np.random.default_rng(0)
 X = RNG.integers(-9, 9, (12, 24, 12, 5)).astype(np.float32)  # whole numbers: any order is exact
@@ -122,7 +122,9 @@ REFUSED = {
 
 def on_mesh(body, *, check_vma):
     """`body` on every device of a mesh with so many."""
-    mesh = jax.sharding.Mesh(np.array(planned("ring", "4x4", "2x2@0,0").topology.devices), "data")
+    mesh = jax.sharding.Mesh(
+        np.array(plan_on_cpu("ring", "4x4", "2x2@0,0").topology.devices), "data"
+    )
     return jax.shard_map(
         lambda x: jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], body(x[0])),
         mesh=mesh,
@@ -159,15 +161,15 @@ def kind(leaf):
 
 def kinds(where, body, x):
     """What comes out at a rank, as it is known while it is traced."""
-    found = []
+    result = []
 
     def noted(x):
         result = body(x)
-        found.append(jax.tree.map(kind, result))
+        result.append(jax.tree.map(kind, result))
         return result
 
     jax.eval_shape(where(noted), x)
-    return found[0]
+    return result[0]
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -178,7 +180,7 @@ def test_types(even, case, where):
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith("psum of")])
-def test_types_with_doubles(even, case):
+def test_types_with_x64(even, case):
     with jax.enable_x64(True):
         x = X.astype(np.float64)
         where = WHERE["types checked"]
@@ -197,7 +199,7 @@ def test_types_with_doubles(even, case):
 )
 def test_values(algorithm, where):
     """All cases in one program, which takes less time than programs of their own."""
-    plan = planned(algorithm, "4x4", "2x2@0,0")
+    plan = plan_on_cpu(algorithm, "4x4", "2x2@0,0")
 
     def every(module):
         return lambda x: {name: called(module, case)(x) for name, case in CASES.items()}
@@ -218,7 +220,7 @@ def test_values(algorithm, where):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_lax_refuses(even, case):
+def test_errors_as_in_lax(even, case):
     ours, laxs = (
         jax.jit(WHERE["types checked"](called(who, REFUSED[case]))) for who in (even, lax)
     )
@@ -233,7 +235,7 @@ def test_several_axes(even):
         even.psum(jnp.ones(3), ("data", "model"))
 
 
-def test_sizes_are_known_while_tracing(even):
+def test_psum_of_a_constant_is_static(even):
     """As they are used for shapes."""
 
     def run(x):

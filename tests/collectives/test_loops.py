@@ -1,4 +1,4 @@
-"""Loops as people write them train the same on a plan, with a line or two changed."""
+"""Common training loops train the same on a plan, with one or two lines changed."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", ["jit_linen", "over_shard_map", "over_pmap"])
-def test_the_docs_show_the_lines_that_change(name):
+def test_docs_show_the_changed_lines(name):
     source = (FOLDER / f"{name}.py").read_text()
     for before, after in CHANGES[name]:
         (line,) = (line for line in source.splitlines() if before in line)
@@ -40,7 +40,7 @@ def test_the_docs_show_the_lines_that_change(name):
 
 
 def train(name, changes, *args, **options):
-    """The losses of a loop with some of its text changed, and its step, not yet compiled."""
+    """Train a loop with some of its source changed; returns the losses and the lowered step."""
     source = (FOLDER / f"{name}.py").read_text()
     for before, after in changes:
         assert source.count(before) == 1
@@ -52,7 +52,7 @@ def train(name, changes, *args, **options):
 
 
 def plan_and_shape(name, even):
-    """A plan and the mesh its loop runs on, by axes."""
+    """A plan, and the shape of the mesh that the loop runs on."""
     if name != "jit_two_axes":
         return even, {"data": 12}
     column = Topology.from_devices(even.topology.devices[::2], shape="3x2")
@@ -65,40 +65,44 @@ SLOW = {"jit_explicit", "over_pmap"}  # what is in them is tested small
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CHANGES]
 )
-def test_a_loop_trains_the_same(even, name):
+def test_loop_trains_the_same(even, name):
     plan, shape = plan_and_shape(name, even)
     devices = even.topology.devices
     plain, _ = train(name, [], devices)
-    found, lowered = train(name, CHANGES[name], devices, plan)
-    assert len(found) == 20
-    assert found[-5:].mean() < 0.8 * found[0], "it must learn for the test to mean something"
+    result, lowered = train(name, CHANGES[name], devices, plan)
+    assert len(result) == 20
+    assert result[-5:].mean() < 0.8 * result[0], "it must learn for the test to mean something"
     # Only the order of additions differs, by a rounding of float32 in each sum.
-    np.testing.assert_allclose(found, plain, rtol=1e-5)
+    np.testing.assert_allclose(result, plain, rtol=1e-5)
     program = lowered.compile()
     ftmesh.audit(program, "batch" if name == "over_pmap" else "data").require_none()
     if name == "jit_two_axes":
         # Each device sends its own half of the weights, and nothing more is gathered than before.
         size = (64 * 32 + 32 + 32 * 10) // 2 + 10 + 1
         assert max(moved(program, "data", shape)) < size / plan.program.num_chunks + 128
-        gathers = [each for each in collectives(program) if each.kind == "all-gather"]
+        gathers = [op for op in collectives(program) if op.kind == "all-gather"]
         assert gathers == []
 
 
 @pytest.mark.slow
-def test_a_batch_that_cannot_be_shared_equally(even):
-    """50 examples for 12 devices, where JAX cannot even place them: as on one device."""
+def test_batch_that_ranks_do_not_divide(even):
+    """50 examples on 12 devices, which JAX cannot place; the losses are those of one device."""
     plain, _ = train("jit_linen", [], even.topology.devices[:1], size=50)
-    whole = "images, labels = jax.device_put(batch, split)", "images, labels = batch"
-    each = "labels).mean()", "labels)"
-    found, lowered = train(
-        "jit_linen", [*CHANGES["jit_linen"], whole, each], even.topology.devices, even, size=50
+    not_placed = "images, labels = jax.device_put(batch, sharded)", "images, labels = batch"
+    per_example = "labels).mean()", "labels)"
+    result, lowered = train(
+        "jit_linen",
+        [*CHANGES["jit_linen"], not_placed, per_example],
+        even.topology.devices,
+        even,
+        size=50,
     )
-    np.testing.assert_allclose(found, plain, rtol=1e-5)
+    np.testing.assert_allclose(result, plain, rtol=1e-5)
     ftmesh.audit(lowered.compile(), "data").require_none()
 
 
 class Normed(nnx.Module):
-    """Its calls change statistics, and a count of random numbers."""
+    """A module whose calls change statistics and a random counter."""
 
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(3, rngs=rngs)
@@ -108,9 +112,7 @@ class Normed(nnx.Module):
         return self.dropout(self.norm(x))
 
 
-def test_a_module_that_a_call_changes(even):
-    """Where what it changes would be lost, that is said."""
-
+def test_module_changed_by_its_call_raises(even):
     def loss_of(model, x):
         return model(x).mean()
 
@@ -122,8 +124,8 @@ def test_a_module_that_a_call_changes(even):
         )
 
 
-def test_batch_statistics_of_a_module(even):
-    """They are those of each rank's examples, and come back as means over ranks."""
+def test_batch_statistics_as_aux(even):
+    """Statistics are those of each rank's examples, averaged over ranks."""
     model = Normed(nnx.Rngs(0))
     x = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)
 

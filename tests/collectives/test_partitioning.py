@@ -1,4 +1,4 @@
-"""Sums over "data" where the compiler has "model": each device sums its own piece."""
+"""Collectives along "data" while "model" is left to the compiler: devices sum their shards."""
 
 from dataclasses import replace
 from math import ceil
@@ -54,7 +54,7 @@ def compiled(run, mesh, x, out, check_vma=True):
     ("kind", "check_vma"),
     [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Explicit, False)],
 )
-def test_a_sum_of_pieces(plan, kind, check_vma):
+def test_each_device_sums_its_shard(plan, kind, check_vma):
     specs = P(None, "model") if kind == AxisType.Auto else None
     program, x = compiled(
         lambda x: plan.psum({"x": x, "ones": 1}, "data", specs=specs and {"x": specs, "ones": P()}),
@@ -63,16 +63,16 @@ def test_a_sum_of_pieces(plan, kind, check_vma):
         P(),
         check_vma,
     )
-    found = program(x)
-    np.testing.assert_allclose(found["x"], X.sum(axis=0), rtol=1e-5, atol=1e-6)
-    assert found["ones"] == 6
+    result = program(x)
+    np.testing.assert_allclose(result["x"], X.sum(axis=0), rtol=1e-5, atol=1e-6)
+    assert result["ones"] == 6
     ftmesh.audit(program, "data").require_none()
     # Half of the array, in as many chunks as the ring has, and each permutation takes one of them.
     chunk = 12 * 8 // 2 // plan.program.num_chunks
     assert set(moved(program, "data", SHAPE)) == {chunk}
 
 
-def test_without_specs_the_whole_array_is_summed_everywhere(plan):
+def test_auto_arrays_without_specs_are_gathered(plan):
     program, x = compiled(lambda x: plan.pmean(x, "data"), mesh_of(AxisType.Auto), X, P())
     np.testing.assert_allclose(program(x), X.mean(axis=0), rtol=1e-5, atol=1e-6)
     assert set(moved(program, "data", SHAPE)) == {12 * 8 // plan.program.num_chunks}
@@ -80,7 +80,7 @@ def test_without_specs_the_whole_array_is_summed_everywhere(plan):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_means_of_pieces_have_derivatives(plan, kind, monkeypatch):
+def test_derivative_of_pmean_on_shards(plan, kind, monkeypatch):
     """Also those that are computed with on the way in, as for a kernel."""
     monkeypatch.setattr(all_reduce, "PALLAS", plan.executor)
     specs = P(None, "model") if kind == AxisType.Auto else None
@@ -93,7 +93,7 @@ def test_means_of_pieces_have_derivatives(plan, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_kernel_is_not_interpreted_on_pieces(plan, kind):
+def test_interpreted_kernel_raises(plan, kind):
     kernel = replace(plan, executor="pallas")
     with pytest.raises(CollectiveError, match="axes are left to the compiler, here 'model'"):
         compiled(lambda x: kernel.psum(x, "data"), mesh_of(kind), X, P())
@@ -108,8 +108,8 @@ def test_a_kernel_is_not_interpreted_on_pieces(plan, kind):
         pytest.param(AxisType.Explicit, 1, True, marks=pytest.mark.slow),
     ],
 )
-def test_scatter_and_gather_as_lax_does(plan, kind, dimension, tiled):
-    """Also in the dimension that is cut along "model", where pieces must be put together first."""
+def test_psum_scatter_and_all_gather_match_lax(plan, kind, dimension, tiled):
+    """Including the dimension sharded along "model", over which arrays are gathered first."""
     length = 12 if tiled else 6
     x = np.random.default_rng(0).normal(size=(6, length, length)).astype(np.float32)
     options = {"scatter_dimension": dimension, "tiled": tiled}
@@ -133,10 +133,10 @@ def test_scatter_and_gather_as_lax_does(plan, kind, dimension, tiled):
     assert max(moved(program, "data", SHAPE)) == ceil(length**2 / 12 / (2 if dimension == 0 else 1))
     mesh = mesh_of(AxisType.Auto)
     reference, same = compiled(theirs, mesh, x, (P("data"), P()), check_vma=False)
-    for found, wanted in zip(program(placed), reference(same), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    for result, wanted in zip(program(placed), reference(same), strict=True):
+        np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_wrong_spec_is_named(plan):
+def test_invalid_spec(plan):
     with pytest.raises(ArgumentError, match="one of them is 'model'"):
         compiled(lambda x: plan.psum(x, "data", specs="model"), mesh_of(AxisType.Auto), X, P())

@@ -1,4 +1,4 @@
-"""Sums in 16 bits on hundreds of ranks, and the dtypes in which they are made and travel."""
+"""The dtypes in which sums are made and sent, and 16-bit sums on hundreds of ranks."""
 
 import dataclasses
 import re
@@ -16,7 +16,7 @@ from ftmesh.collectives import with_mean_gradients
 from ftmesh.collectives.precision import Precision, choose_precision
 from ftmesh.execute.context import WireDtypes
 from ftmesh.testing import on_one_device
-from tests.support.on_devices import per_rank, planned, without_halves
+from tests.support.on_devices import per_rank, plan_on_cpu, without_reduce_scatter
 from tests.support.roundings import (
     HALVES,
     LARGE,
@@ -31,7 +31,7 @@ F32, BF16, F16 = map(jnp.dtype, (np.float32, jnp.bfloat16, np.float16))
 
 
 def dtypes_sent(plan, run, dtype):
-    """The dtypes of what a function of one rank permutes, in the program that a compiler gets."""
+    """The dtypes that a function sends, in the lowered program."""
     mapped = jax.shard_map(
         lambda x: run(x[0]), mesh=plan.jax_mesh("data"), in_specs=P("data"), out_specs=P()
     )
@@ -41,7 +41,7 @@ def dtypes_sent(plan, run, dtype):
 
 
 @pytest.mark.parametrize(("shape", "failed", "algorithm"), LARGE)
-def test_means_of_hundreds_of_ranks(shape, failed, algorithm):
+def test_bfloat16_means_of_hundreds_of_ranks(shape, failed, algorithm):
     plan = large_plan(shape, failed, algorithm)
     ranks = plan.program.num_ranks
     narrow = {name: draws(ranks, dtype) for name, dtype in HALVES.items()}
@@ -53,9 +53,9 @@ def test_means_of_hundreds_of_ranks(shape, failed, algorithm):
             name: plan.pmean(wide, "data", wire_dtype=dtype) for name, dtype in HALVES.items()
         }
 
-    found = jax.device_get(means(narrow, wide))
-    assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves(found)), "ranks differ"
-    of_halves, on_the_wire = jax.tree.map(lambda leaf: leaf[0], found)
+    result = jax.device_get(means(narrow, wide))
+    assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves(result)), "ranks differ"
+    of_halves, on_the_wire = jax.tree.map(lambda leaf: leaf[0], result)
     for name, dtype in HALVES.items():
         assert of_halves[name]["ones"].dtype == dtype
         assert on_the_wire[name]["ones"].dtype == np.float32
@@ -66,15 +66,15 @@ def test_means_of_hundreds_of_ranks(shape, failed, algorithm):
         assert_right(on_the_wire[name], exact_means(wide), lax_means(wide, dtype))
 
 
-def test_sums_in_sixteen_bits_if_that_is_asked_for():
+def test_accumulate_in_bfloat16_if_asked():
     """The fault that all this is there to prevent."""
     plan = large_plan("16x32", "4x2@6,14", "ring")
     mean = on_one_device(lambda x: plan.pmean(x, "data", accumulate_dtype=jnp.bfloat16))
     assert float(mean(np.ones((504, 1), BF16))[0, 0]) == pytest.approx(256 / 504, rel=0.01)
 
 
-class TestRule:
-    def test_floats_of_sixteen_bits_and_fewer_are_added_in_float32(self):
+class TestChoosePrecision:
+    def test_small_floats_are_added_in_float32(self):
         assert choose_precision(BF16) == Precision(F32, BF16)
         assert choose_precision(F16) == Precision(F32, F16)
         assert choose_precision(jnp.float8_e4m3fn) == Precision(F32, jnp.dtype(jnp.float8_e4m3fn))
@@ -90,26 +90,26 @@ class TestRule:
         )
 
     @pytest.mark.parametrize(("depth", "partials"), [(2, BF16), (3, F32), (503, F32)])
-    def test_partial_sums_travel_narrow_on_shallow_plans(self, depth, partials):
+    def test_partial_sums_are_narrow_on_shallow_plans(self, depth, partials):
         assert choose_precision(BF16).wire(depth) == WireDtypes(partials, BF16)
 
-    def test_partial_sums_keep_their_range(self):
+    def test_float16_partial_sums_are_float32(self):
         assert choose_precision(F16).wire(1) == WireDtypes(F32, F16)
 
-    def test_nothing_changes_for_what_is_as_wide_as_its_sum(self):
+    def test_wide_leaves_are_sent_as_they_are(self):
         assert choose_precision(F32).wire(1000) == WireDtypes()
         assert choose_precision(BF16, None, BF16).wire(1000) == WireDtypes()
 
     @pytest.mark.parametrize("option", ["wire_dtype", "accumulate_dtype"])
     @pytest.mark.parametrize("dtype", [np.int8, "int32", bool, np.complex64, "nonsense", 3])
-    def test_nonsense_is_refused(self, twelve, option, dtype):
+    def test_invalid_dtypes(self, twelve, option, dtype):
         for collective in (twelve.psum, twelve.pmean, twelve.psum_scatter):
             with pytest.raises(CollectiveError, match=f"{option} must be a floating dtype, one of"):
                 on_one_device(lambda x, f=collective: f(x, "data", **{option: dtype}))(
                     np.ones((12, 12), np.float32)
                 )
 
-    def test_doubles_only_where_jax_has_them(self, twelve):
+    def test_float64_needs_x64(self, twelve):
         def total(x):
             return twelve.psum(x, "data", accumulate_dtype=np.float64)
 
@@ -122,32 +122,32 @@ class TestRule:
         assert (got == np.float32(x[:, 0].astype(np.float64).sum())).all()
 
     @pytest.mark.parametrize("bucket_bytes", [0, -1, 1.5, None, True])
-    def test_buckets_have_a_whole_number_of_bytes(self, twelve, bucket_bytes):
+    def test_invalid_bucket_bytes(self, twelve, bucket_bytes):
         run = on_one_device(lambda x: twelve.psum(x, "data", bucket_bytes=bucket_bytes))
         with pytest.raises(ArgumentError, match="bucket_bytes must be a positive whole number"):
             run(np.ones((12, 3)))
 
 
-class TestWhatTravels:
+class TestDtypesOnTheWire:
     def sent(self, plan, dtype, **options):
         return dtypes_sent(plan, lambda x: plan.psum(x, "data", **options), dtype)
 
-    def test_on_a_deep_plan(self, even):
+    def test_deep_plan(self, even):
         assert self.sent(even, BF16) == {"f32", "bf16"}
         assert self.sent(even, F32) == {"f32"}
         assert self.sent(even, F32, wire_dtype=F16) == {"f32", "f16"}
         assert self.sent(even, BF16, accumulate_dtype=BF16) == {"bf16"}
         assert self.sent(even, np.int8) == {"i8"}
 
-    def test_on_a_shallow_plan(self):
-        plan = planned("two_dim", "2x2", "")
+    def test_shallow_plan(self):
+        plan = plan_on_cpu("two_dim", "2x2", "")
         assert plan.program.depth == 2
         assert self.sent(plan, BF16) == {"bf16"}
         assert self.sent(plan, F32, wire_dtype=BF16) == {"bf16"}
 
 
 class TestMeans:
-    def test_they_are_divided_before_they_are_rounded(self, twelve):
+    def test_divided_before_rounding(self, twelve):
         """Where a sum would not fit, nor its partial sums; and rounded once, not twice."""
         large = np.full((12, 3), 60000, F16)
         odd = np.random.default_rng(0).uniform(1, 2, (12, 300)).astype(BF16)
@@ -156,7 +156,7 @@ class TestMeans:
         once = (odd.astype(np.float32).sum(axis=0) / np.float32(12)).astype(BF16)
         assert (got[1][0] != once).mean() < 0.01  # ties, by another order of additions
 
-    def test_those_of_float32_are_sums_divided(self, twelve):
+    def test_float32_means_are_divided_sums(self, twelve):
         x = np.random.default_rng(0).normal(size=(12, 300)).astype(np.float32)
         total, mean = per_rank(
             twelve, lambda x: (twelve.psum(x, "data"), twelve.pmean(x, "data")), x
@@ -198,8 +198,8 @@ class TestMeans:
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
-def test_blocks_of_sums_in_sixteen_bits(algorithm):
-    plan = planned(algorithm, "4x4", "2x2@0,0")
+def test_bfloat16_psum_scatter(algorithm):
+    plan = plan_on_cpu(algorithm, "4x4", "2x2@0,0")
     x = np.full((12, 12, 7), 1 + 3 * 2**-7, BF16)
     mine = per_rank(plan, lambda x: plan.psum_scatter(x, "data"), x)
     assert (mine == np.asarray(12 * (1 + 3 * 2**-7), BF16)).all()
@@ -212,7 +212,7 @@ def test_blocks_of_sums_in_sixteen_bits(algorithm):
     assert (back == np.asarray(12 * (1 + 3 * 2**-7), BF16)).all()
 
 
-def test_owners_halves_in_sixteen_bits():
+def test_bfloat16_reduce_to_owners():
     plan = large_plan("16x32", "4x2@6,14", "ring")
 
     def there_and_back(x, **options):
@@ -225,11 +225,11 @@ def test_owners_halves_in_sixteen_bits():
     assert float(asked(ones)[0, 0]) < 0.6
 
 
-class TestWithoutHalves:
+class TestWithoutReduceScatter:
     """An all-reduce in which nobody owns a sum before it goes out."""
 
     def plan(self, plan):
-        return dataclasses.replace(plan, schedule=without_halves(plan.schedule), proof=None)
+        return dataclasses.replace(plan, schedule=without_reduce_scatter(plan.schedule), proof=None)
 
     @pytest.mark.parametrize("options", [{}, {"wire_dtype": BF16}], ids=["own", "wire"])
     @pytest.mark.parametrize("dtype", [np.int32, F32, BF16, F16], ids=str)
@@ -242,11 +242,11 @@ class TestWithoutHalves:
         )
         total, mean = jax.device_get(run(x))
         exact = x.astype(np.float64).sum(axis=0)
-        for found, want in ((total, exact), (mean, exact / 12)):
-            assert (found == found[0]).all()
-            np.testing.assert_allclose(found[0].astype(np.float64), want, rtol=2**-8)
+        for result, want in ((total, exact), (mean, exact / 12)):
+            assert (result == result[0]).all()
+            np.testing.assert_allclose(result[0].astype(np.float64), want, rtol=2**-8)
 
-    def test_blocks(self, twelve):
+    def test_psum_scatter_and_all_gather(self, twelve):
         plan = self.plan(twelve)
         x = np.random.default_rng(0).integers(0, 5, (12, 12)).astype(BF16)
         mine, every = on_one_device(
@@ -266,25 +266,27 @@ class TestWithoutHalves:
         ),
     ],
 )
-def test_formats_that_nobody_thought_of_are_added_in_float32(name):
+def test_other_float_formats_are_added_in_float32(name):
     plan = ftmesh.plan(ftmesh.Topology.grid("8x8", failed="2x2@2,2"), "row_pair")
-    found = on_one_device(lambda x: plan.pmean(x, "data"))(jnp.ones((60, 3), name))
-    assert found.dtype == name
-    np.testing.assert_array_equal(found.astype(np.float32), 1)
+    result = on_one_device(lambda x: plan.pmean(x, "data"))(jnp.ones((60, 3), name))
+    assert result.dtype == name
+    np.testing.assert_array_equal(result.astype(np.float32), 1)
 
 
-def test_a_format_without_a_zero_is_gathered():
-    plan = planned("row_pair", "4x4", "2x2@0,0")  # some own nothing: sums stand in for a gather
-    found = on_one_device(lambda x: plan.all_gather(x, "data"))(jnp.ones((12, 3), "float8_e8m0fnu"))
-    np.testing.assert_array_equal(found.astype(np.float32), 1)
+def test_all_gather_of_a_format_without_zero():
+    plan = plan_on_cpu("row_pair", "4x4", "2x2@0,0")  # some own nothing: sums stand in for a gather
+    result = on_one_device(lambda x: plan.all_gather(x, "data"))(
+        jnp.ones((12, 3), "float8_e8m0fnu")
+    )
+    np.testing.assert_array_equal(result.astype(np.float32), 1)
 
 
 class TestOwners:
     """Shards that come back other than they went, and what is no vector."""
 
-    plan = property(lambda self: planned("ring", "4x4", "2x2@0,0"))
+    plan = property(lambda self: plan_on_cpu("ring", "4x4", "2x2@0,0"))
 
-    def test_an_update_in_more_bits(self):
+    def test_gather_of_wider_shards(self):
         size = self.plan.program.num_chunks * 20 * 128
         x = jnp.ones((12, size), jnp.bfloat16)
 
@@ -293,11 +295,11 @@ class TestOwners:
             wide = shard.astype(jnp.float32) * 3
             return ftmesh.gather_from_owners(wide, "data", plan=self.plan, size=size)
 
-        found = on_one_device(update)(x)
-        assert found.dtype == jnp.float32
-        np.testing.assert_array_equal(found, np.full((12, size), 3))
+        result = on_one_device(update)(x)
+        assert result.dtype == jnp.float32
+        np.testing.assert_array_equal(result, np.full((12, size), 3))
 
-    def test_a_mean_of_whole_numbers(self):
+    def test_mean_of_integers(self):
         x = jnp.arange(12 * 5000).reshape(12, 5000).astype(jnp.int8)
 
         def mean(x):
@@ -307,7 +309,7 @@ class TestOwners:
         total = np.asarray(x).sum(axis=0, dtype=np.int8)
         np.testing.assert_allclose(on_one_device(mean)(x)[3], total / 12, rtol=1e-6)
 
-    def test_what_cannot_be_brought_back(self):
+    def test_invalid_shards(self):
         with pytest.raises(CollectiveError, match="takes a vector, not an array of shape"):
             on_one_device(lambda x: ftmesh.reduce_to_owners(x, "data", plan=self.plan))(
                 jnp.ones((12, 16, 256))

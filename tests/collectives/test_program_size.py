@@ -28,7 +28,7 @@ def lowered(shape, failed, algorithm):
 
 
 @pytest.mark.parametrize(("algorithm", "bytes_per_rank"), [("ring", 300), ("row_pair", 1300)])
-def test_operations_stay_and_constants_grow_by_so_much_a_rank(algorithm, bytes_per_rank):
+def test_only_constants_grow_with_the_mesh(algorithm, bytes_per_rank):
     """Constants are all that grows: who sends to whom, a pair for each rank, and tables of chunks.
 
     Nothing is left out of the count.

@@ -1,4 +1,4 @@
-"""Collectives along "data" on meshes whose ranks are tiles of chips, beside lax's."""
+"""Collectives along "data" where ranks are tiles of chips, against lax."""
 
 import jax
 import numpy as np
@@ -23,7 +23,9 @@ AXES = ("data", "model")
 
 
 def tiled(shape, failed, tile, **options):
-    return ftmesh.plan(ftmesh.TiledTopology.from_topology(cpu_grid(shape, failed=failed), tile), **options)
+    return ftmesh.plan(
+        ftmesh.TiledTopology.from_topology(cpu_grid(shape, failed=failed), tile), **options
+    )
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def numbers(plan, *shape):
     [pytest.param(case, marks=[pytest.mark.slow] * (case[0] == "8x8")) for case in CASES],
     ids=" ".join,
 )
-def test_all_four_are_as_laxs(case):
+def test_collectives_match_lax(case):
     plan = tiled(*case)
     ranks = plan.topology.num_live
     x = numbers(plan, 2 * ranks, 3)
@@ -81,7 +83,7 @@ class TestMeshes:
     def ids(self, mesh):
         return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
 
-    def test_ranks_are_tiles_and_positions_count_along_x_first(self, small):
+    def test_mesh_order_is_tiles_then_positions_x_first(self, small):
         mesh = small.jax_mesh(AXES)
         assert mesh.axis_names == AXES
         assert self.ids(mesh) == [[2, 3], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
@@ -92,7 +94,7 @@ class TestMeshes:
             [10, 11, 14, 15],
         ]
 
-    def test_the_axes_in_another_order_and_one_for_each_side(self, small):
+    def test_axis_order_and_one_axis_per_side(self, small):
         turned = small.jax_mesh(("model", "data"), along="data")
         assert self.ids(turned) == [[2, 6, 8, 10, 12, 14], [3, 7, 9, 11, 13, 15]]
         sides = tiled("4x4", "2x2@0,0", "2x2").jax_mesh(("data", "x", "y"))
@@ -103,7 +105,7 @@ class TestMeshes:
             on_mesh(turned, lambda x: small.psum(x, "data"), x)[0], x.sum(axis=0)
         )
 
-    def test_names_that_do_not_fit(self, small):
+    def test_invalid_axis_names(self, small):
         for names in ("data", ("data",), ("data", "a", "b", "c")):
             with pytest.raises(ArgumentError, match="give two names, as"):
                 small.jax_mesh(names)
@@ -112,7 +114,9 @@ class TestMeshes:
         with pytest.raises(ArgumentError, match="plan with tile='2x1' for a model axis"):
             cpu_grid("4x4").jax_mesh(AXES)
         with pytest.raises(TopologyError, match="4x4 was not built from devices"):
-            ftmesh.plan(ftmesh.TiledTopology.from_topology(Topology.grid("4x4"), "2x2")).jax_mesh(AXES)
+            ftmesh.plan(ftmesh.TiledTopology.from_topology(Topology.grid("4x4"), "2x2")).jax_mesh(
+                AXES
+            )
 
     @pytest.mark.parametrize(
         ("places", "complaint"),
@@ -123,20 +127,20 @@ class TestMeshes:
         ],
         ids=["positions of one tile swapped", "two tiles swapped", "a device that has failed"],
     )
-    def test_a_wrong_mesh_is_refused(self, small, places, complaint):
+    def test_wrong_mesh_raises(self, small, places, complaint):
         wrong = Mesh(np.array(jax.devices())[np.array(places)], AXES)
         with pytest.raises(CollectiveError, match=complaint) as error:
             on_mesh(wrong, lambda x: small.psum(x, "data"), numbers(small, 5))
         assert "make the mesh with plan.jax_mesh(('data', 'model'), along='data')" in str(error)
 
     @pytest.mark.slow
-    def test_positions_in_another_order_are_the_same_lines(self, small):
+    def test_positions_may_be_permuted(self, small):
         mesh = Mesh(small.jax_mesh(AXES).devices[:, ::-1], AXES)
         x = numbers(small, 5)
-        found = on_mesh(mesh, lambda x: small.psum(x, "data"), x)
-        np.testing.assert_array_equal(found[0], x.sum(axis=0))
+        result = on_mesh(mesh, lambda x: small.psum(x, "data"), x)
+        np.testing.assert_array_equal(result[0], x.sum(axis=0))
 
-    def test_a_mesh_of_another_size(self, small):
+    def test_mesh_of_wrong_size(self, small):
         flat = cpu_grid("4x4", failed="2x2@0,0").jax_mesh("data")
         complaint = r"has 12 devices, but the plan for .* has 6: .*jax_mesh\(\('data', 'model'\)\)"
         with pytest.raises(CollectiveError, match=complaint):
@@ -147,31 +151,33 @@ class TestMeshes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", ["2x1", "2x2"])
-def test_the_papers_mesh_on_one_device(tile):
-    plan = ftmesh.plan(ftmesh.TiledTopology.from_topology(Topology.grid("16x32", failed="4x2@6,14"), tile))
+def test_paper_mesh_on_one_device(tile):
+    plan = ftmesh.plan(
+        ftmesh.TiledTopology.from_topology(Topology.grid("16x32", failed="4x2@6,14"), tile)
+    )
     x = numbers(plan, 301)
     every_rank = jax.vmap(lambda x: plan.psum(x, "data"), axis_name="data")
-    found = jax.jit(jax.vmap(every_rank, axis_name="model", in_axes=1, out_axes=1))(x)
-    assert (np.asarray(found) == x.sum(axis=0)).all()
+    result = jax.jit(jax.vmap(every_rank, axis_name="model", in_axes=1, out_axes=1))(x)
+    assert (np.asarray(result) == x.sum(axis=0)).all()
 
 
-def test_idle_tiles_bring_nothing_and_have_every_result():
+def test_idle_tiles_contribute_nothing_and_get_results():
     plan = tiled("4x4", "1x1@0,0", "2x1", with_idle=True)
     mesh = plan.jax_mesh(AXES)
     assert mesh.devices.shape == (8, 2)
     x = np.random.default_rng(0).integers(-99, 99, (8, 2, 5), np.int32)
-    found = on_mesh(mesh, lambda x: plan.psum(x, "data"), x)
-    assert all((row == x[1:].sum(axis=0)).all() for row in found)
+    result = on_mesh(mesh, lambda x: plan.psum(x, "data"), x)
+    assert all((row == x[1:].sum(axis=0)).all() for row in result)
 
 
-def test_a_plan_made_for_any_size_has_siblings_on_the_same_tiles():
+def test_plans_for_other_payloads_are_on_the_same_tiles():
     plan = tiled("8x8", "", "2x2", payload_bytes=100_000_000)
     small = plan.for_payload(8)
     assert small.topology == plan.topology
     assert small.proof.num_positions == 4
 
 
-def test_a_loss_on_tiles_needs_a_mesh():
+def test_value_and_grad_on_tiles_needs_a_mesh():
     plan = ftmesh.plan(ftmesh.TiledTopology.from_topology(cpu_grid("4x4", failed="2x2@0,0"), "2x2"))
     with pytest.raises(
         ftmesh.ArgumentError, match=r"give mesh=plan.jax_mesh\(\('data', 'model'\)\)"

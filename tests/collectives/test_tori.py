@@ -1,4 +1,4 @@
-"""Collectives by rings on tori and on three axes, in whole numbers."""
+"""Collectives on tori and in three dimensions, on integers."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("algorithm", "topology"), CASES, ids=str)
-def test_sums_and_shares_of_integers(algorithm, topology):
+def test_integer_collectives_are_exact(algorithm, topology):
     plan = ftmesh.plan(topology, algorithm)
     live = topology.num_live
     rng = np.random.default_rng(0)

@@ -22,16 +22,16 @@ MESHES = {
 }
 
 
-def ways(who, square_of_sum, *, with_idle=False):
+def collectives_of(who, square_of_sum, *, with_idle=False):
     """Functions of one rank's numbers, by name, with the collectives of a plan or of lax."""
-    found = {
+    result = {
         "psum": lambda x: who.psum(x, "data"),
         "pmean": lambda x: who.pmean(x, "data"),
         "owners": square_of_sum,
     }
     if with_idle:
-        return found
-    return found | {
+        return result
+    return result | {
         "psum_scatter": lambda x: who.psum_scatter(x, "data", tiled=True),
         "all_gather": lambda x: who.all_gather(x, "data"),
         "all_gather of the same": lambda x: who.all_gather(who.pmean(x, "data"), "data"),
@@ -77,15 +77,17 @@ def derivatives(functions, mesh, order, check_vma):
         pytest.param("chain", 2, True, marks=slow),
     ],
 )
-def test_as_lax_has_them_and_on_the_plan(algorithm, order, check_vma):
+def test_derivatives_match_lax_and_follow_the_plan(algorithm, order, check_vma):
     shape, failed = MESHES[algorithm]
     plan = ftmesh.plan(cpu_grid(shape, failed=failed), algorithm)
     mesh = plan.jax_mesh("data")
     groups = {"groups": lambda x: ChipGroups.of_size(plan, 4).sum(x, "data")}
-    program, ours = derivatives(ways(plan, owners_square(plan)) | groups, mesh, order, check_vma)
+    program, ours = derivatives(
+        collectives_of(plan, owners_square(plan)) | groups, mesh, order, check_vma
+    )
     ftmesh.audit(program, "data").require_none()
     squares = lambda x: lax.psum(x.ravel(), "data") ** 2  # noqa: E731
-    program, laxs = derivatives(ways(lax, squares), mesh, order, check_vma)
+    program, laxs = derivatives(collectives_of(lax, squares), mesh, order, check_vma)
     assert ftmesh.audit(program, "data")
     for name, values in laxs.items():
         # In float32, added up in different orders, twice or four times.
@@ -97,6 +99,9 @@ def test_as_lax_has_them_and_on_the_plan(algorithm, order, check_vma):
 def test_with_idle_devices(order, check_vma):
     plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@0,0"), "row_pair", with_idle=True)
     program, _ = derivatives(
-        ways(plan, owners_square(plan), with_idle=True), plan.jax_mesh("data"), order, check_vma
+        collectives_of(plan, owners_square(plan), with_idle=True),
+        plan.jax_mesh("data"),
+        order,
+        check_vma,
     )
     ftmesh.audit(program, "data").require_none()

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import ftmesh
 from ftmesh import Topology
 from ftmesh.testing import cpu_grid, shard_map_on_one_device
-from tests.support.on_devices import per_rank, planned
+from tests.support.on_devices import per_rank, plan_on_cpu
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -35,8 +35,8 @@ def poison(monkeypatch):
 
 @pytest.mark.parametrize("wire_dtype", [pytest.param(None, marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("algorithm", HALVED)
-def test_what_owners_have_is_put_together_over_it(poison, algorithm, wire_dtype):
-    plan = planned(algorithm, "4x4", "2x2@2,2")
+def test_gather_overwrites_all_of_the_buffer(poison, algorithm, wire_dtype):
+    plan = plan_on_cpu(algorithm, "4x4", "2x2@2,2")
     x = np.random.default_rng(0).integers(-99, 99, (12, 4099)).astype(np.float32)
 
     def both(x):
@@ -46,15 +46,15 @@ def test_what_owners_have_is_put_together_over_it(poison, algorithm, wire_dtype)
         )
         return whole, plan.all_gather(x[:77], "data")
 
-    found, gathered = per_rank(plan, both, x)
+    result, gathered = per_rank(plan, both, x)
     rounded = x.sum(axis=0).astype(wire_dtype or np.float32).astype(np.float32)
-    np.testing.assert_array_equal(found, np.tile(rounded, (12, 1)))
+    np.testing.assert_array_equal(result, np.tile(rounded, (12, 1)))
     np.testing.assert_array_equal(gathered, np.tile(x[:, :77], (12, 1, 1)))
     assert poison
 
 
 def test_integers_and_derivatives(poison):
-    plan = planned("ring", "4x4", "2x2@0,0")
+    plan = plan_on_cpu("ring", "4x4", "2x2@0,0")
     counts = np.arange(12 * 500, dtype=np.int32).reshape(12, 500)
     gathered = per_rank(plan, lambda x: plan.all_gather(x, "data"), counts)
     np.testing.assert_array_equal(gathered, np.tile(counts, (12, 1, 1)))
@@ -87,9 +87,9 @@ def test_on_five_hundred_ranks(poison, failed):
     assert poison
 
 
-def test_a_sharded_optimizer_has_the_same_bits(poison, monkeypatch):
+def test_sharded_optimizer_has_the_same_bits(poison, monkeypatch):
     optax = pytest.importorskip("optax")
-    plan = planned("row_pair", "4x4", "2x2@2,2")
+    plan = plan_on_cpu("row_pair", "4x4", "2x2@2,2")
     params = {"w": np.ones((130, 40), np.float32), "b": np.ones(7, np.float32)}
     grads = jax.tree.map(
         lambda leaf: np.random.default_rng(3).normal(size=(12, *leaf.shape)).astype("f"), params
@@ -101,10 +101,12 @@ def test_a_sharded_optimizer_has_the_same_bits(poison, monkeypatch):
         updates, _ = optimizer.update(grads, state, params)
         return updates
 
-    found = per_rank(plan, step, grads, check_vma=False)
+    result = per_rank(plan, step, grads, check_vma=False)
     assert poison
     monkeypatch.undo()
-    jax.tree.map(np.testing.assert_array_equal, found, per_rank(plan, step, grads, check_vma=False))
+    jax.tree.map(
+        np.testing.assert_array_equal, result, per_rank(plan, step, grads, check_vma=False)
+    )
 
 
 def test_idle_ranks_have_zeros(poison):
@@ -115,15 +117,15 @@ def test_idle_ranks_have_zeros(poison):
         shard = ftmesh.reduce_to_owners(x, "data", plan=plan)
         return ftmesh.gather_from_owners(shard, "data", plan=plan, size=640)
 
-    found = per_rank(plan, both, x)
-    np.testing.assert_array_equal(found[plan.program.live], 12)
-    assert np.isfinite(found).all()
+    result = per_rank(plan, both, x)
+    np.testing.assert_array_equal(result[plan.program.live], 12)
+    assert np.isfinite(result).all()
     assert not poison
 
 
-def test_what_is_not_written_is_seen(poison):
+def test_poison_is_visible(poison):
     """As these tests would, if an all-gather left something out."""
-    plan = planned("ring", "4x4", "2x2@2,2")
+    plan = plan_on_cpu("ring", "4x4", "2x2@2,2")
     program = plan.with_reduce_scatter.program
     shorter = tuple(replace(loop, num_rounds=loop.num_rounds - 1) for loop in program.all_gather)
     plan.with_reduce_scatter.__dict__["program"] = replace(program, gather=shorter)
@@ -133,6 +135,6 @@ def test_what_is_not_written_is_seen(poison):
         shard = ftmesh.reduce_to_owners(x, "data", plan=plan)
         return ftmesh.gather_from_owners(shard, "data", plan=plan, size=x.size)
 
-    found = per_rank(plan, both, x)
-    assert np.isnan(found).any(axis=1).all()
+    result = per_rank(plan, both, x)
+    assert np.isnan(result).any(axis=1).all()
     assert poison

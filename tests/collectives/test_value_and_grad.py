@@ -1,4 +1,4 @@
-"""Values and gradients over whole batches: those of `jax.value_and_grad`, made by the plan."""
+"""`Plan.value_and_grad` equals `jax.value_and_grad`, without collectives of JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,12 @@ from tests.support.whole_batch import (
     WEIGHTS,
     X,
     Y,
+    as_float32,
     assert_close,
     compiled,
     loss,
     losses,
     put,
-    single,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -35,7 +35,7 @@ def weighted_losses(params, x, y, weights):
     return weights * losses(params, x, y), weights
 
 
-class TestWholeBatchesInJit:
+class TestInJit:
     @pytest.mark.parametrize(
         "how",
         [
@@ -46,7 +46,7 @@ class TestWholeBatchesInJit:
             pytest.param("given", marks=pytest.mark.slow),
         ],
     )
-    def test_on_whichever_mesh(self, even, how):
+    def test_mesh_of_any_source(self, even, how):
         mesh = even.jax_mesh("data")
         args, given = ARGS, mesh if how == "given" else None
         if how == "explicit":
@@ -56,28 +56,28 @@ class TestWholeBatchesInJit:
         run = even.value_and_grad(loss, mesh=given)
         if how == "set":
             with jax.set_mesh(mesh):
-                program, found = compiled(run, *args)
+                program, result = compiled(run, *args)
         else:
-            program, found = compiled(run, *args)
-        assert_close(found, jax.value_and_grad(loss)(*ARGS))
+            program, result = compiled(run, *args)
+        assert_close(result, jax.value_and_grad(loss)(*ARGS))
         ftmesh.audit(program, "data").require_none()
-        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(found))
+        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(result))
 
-    def test_jax_would_sum_by_itself(self, even):
-        """What the other tests find none of is there to be found."""
+    def test_plain_jax_inserts_an_all_reduce(self, even):
+        """The audit of the other tests would find it."""
         args = put(even.jax_mesh("data"), ARGS, SPECS)
         program, _ = compiled(jax.value_and_grad(loss), *args)
         assert ftmesh.audit(program, "data")
 
-    def test_several_arguments(self, even):
+    def test_several_argnums(self, even):
         params, x, y = ARGS
         split = lambda v, x, y, w: loss({"w": w, "v": v}, x, y)  # noqa: E731
         args = params["v"], x, y, params["w"]
-        found = jax.jit(even.value_and_grad(split, argnums=(-1, 0)))(*args)
-        assert_close(found, jax.value_and_grad(split, argnums=(3, 0))(*args))
+        result = jax.jit(even.value_and_grad(split, argnums=(-1, 0)))(*args)
+        assert_close(result, jax.value_and_grad(split, argnums=(3, 0))(*args))
 
-    def test_what_all_ranks_have(self, even):
-        """A key that each rank makes its own of, and a keyword."""
+    def test_replicated_arguments(self, even):
+        """A random key that every rank folds its index into, and a keyword argument."""
 
         def noisy(params, x, y, key, *, scale):
             own = jax.random.fold_in(key, lax.axis_index("data"))
@@ -94,11 +94,11 @@ class TestBatchesOfAnySize:
     @pytest.mark.parametrize(
         "size", [13, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 35))]
     )
-    def test_the_mean_over_examples(self, even, size):
+    def test_mean_over_examples(self, even, size):
         with jax.enable_x64(True):
             args = PARAMS, X[:size], Y[:size]
-            program, found = compiled(even.value_and_grad(losses), *args)
-            assert_close(found, jax.value_and_grad(loss)(*args), rtol=1e-12)
+            program, result = compiled(even.value_and_grad(losses), *args)
+            assert_close(result, jax.value_and_grad(loss)(*args), rtol=1e-12)
             ftmesh.audit(program, "data").require_none()
 
     def test_weighted(self, even):
@@ -107,41 +107,43 @@ class TestBatchesOfAnySize:
 
         with jax.enable_x64(True):
             args = PARAMS, X[:29], Y[:29], WEIGHTS[:29]
-            found = jax.jit(even.value_and_grad(weighted_losses, weighted=True))(*args)
-            assert_close(found, jax.value_and_grad(mean)(*args), rtol=1e-12)
+            result = jax.jit(even.value_and_grad(weighted_losses, weighted=True))(*args)
+            assert_close(result, jax.value_and_grad(mean)(*args), rtol=1e-12)
 
-    def test_sums_and_weights(self, even):
+    def test_weighted_sums_of_ranks(self, even):
         """As a loss over words gives them, of which ranks have different numbers."""
 
         def sums(*args):
             return jax.tree.map(jnp.sum, weighted_losses(*args))
 
-        args = (*ARGS, *single(WEIGHTS))
-        found = jax.jit(even.value_and_grad(sums, weighted=True))(*args)
-        assert_close(found, jax.value_and_grad(lambda *args: sums(*args)[0] / args[3].sum())(*args))
+        args = (*ARGS, *as_float32(WEIGHTS))
+        result = jax.jit(even.value_and_grad(sums, weighted=True))(*args)
+        assert_close(
+            result, jax.value_and_grad(lambda *args: sums(*args)[0] / args[3].sum())(*args)
+        )
 
     @pytest.mark.parametrize("size", [29, pytest.param(36, marks=pytest.mark.slow)])
     def test_with_idle_devices(self, size):
         plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@0,0"), "ring", with_idle=True)
-        args = single(PARAMS, X[:size], Y[:size])
-        program, found = compiled(plan.value_and_grad(losses), *args)
-        assert_close(found, jax.value_and_grad(loss)(*args))
+        args = as_float32(PARAMS, X[:size], Y[:size])
+        program, result = compiled(plan.value_and_grad(losses), *args)
+        assert_close(result, jax.value_and_grad(loss)(*args))
         ftmesh.audit(program, "data").require_none()
 
     @pytest.mark.parametrize("weighted", [False, True])
-    def test_one_number_for_unequal_shares_is_refused(self, even, weighted):
+    def test_scalar_loss_of_unequal_shares_raises(self, even, weighted):
         def one(params, x, y):
             total = losses(params, x, y).sum()
             return (total, len(x)) if weighted else total / len(x)
 
         with pytest.raises(ArgumentError, match="return one number for each example"):
             jax.eval_shape(
-                even.value_and_grad(one, weighted=weighted), *single(PARAMS, X[:29], Y[:29])
+                even.value_and_grad(one, weighted=weighted), *as_float32(PARAMS, X[:29], Y[:29])
             )
 
 
 class TestAux:
-    def test_rows_are_put_together_and_statistics_averaged(self, even):
+    def test_rows_are_gathered_and_statistics_averaged(self, even):
         """Also statistics as long as a rank has examples; what is no matter of the batch stays."""
 
         def function(params, x, y):
@@ -149,16 +151,16 @@ class TestAux:
             aux = {"rows": x, "is_large": each > 1, "stats": (x.mean(0)[:3], None)}
             return each.mean(), {**aux, "same": (params["v"] > 0, 7)}
 
-        program, found = compiled(even.value_and_grad(function, has_aux=True), *ARGS)
-        assert_close(found, jax.value_and_grad(function, has_aux=True)(*ARGS))
+        program, result = compiled(even.value_and_grad(function, has_aux=True), *ARGS)
+        assert_close(result, jax.value_and_grad(function, has_aux=True)(*ARGS))
         ftmesh.audit(program, "data").require_none()
 
-    def test_rows_of_a_batch_of_any_size(self, even):
+    def test_rows_of_unequal_shares(self, even):
         def function(params, x, y):
             each = losses(params, x, y)
             return each, {"rows": x, "is_large": each > 1}
 
-        args = single(PARAMS, X[:29], Y[:29])
+        args = as_float32(PARAMS, X[:29], Y[:29])
         program, ((_, aux), _) = compiled(even.value_and_grad(function, has_aux=True), *args)
         assert_close(aux, function(*args)[1])
         ftmesh.audit(program, "data").require_none()
@@ -171,16 +173,16 @@ class TestAux:
             (lambda x: x.mean(0), 29, "padding would count in it"),
         ],
     )
-    def test_what_cannot_be_told_is_refused(self, even, aux, size, message):
+    def test_ambiguous_aux_raises(self, even, aux, size, message):
         def function(params, x, y):
             return losses(params, x, y), {"it": aux(x)}
 
         with pytest.raises(ArgumentError, match=message):
             jax.eval_shape(
-                even.value_and_grad(function, has_aux=True), *single(PARAMS, X[:size], Y[:size])
+                even.value_and_grad(function, has_aux=True), *as_float32(PARAMS, X[:size], Y[:size])
             )
 
-    def test_told_what_becomes_of_it(self, even):
+    def test_reduce_aux(self, even):
         run = even.value_and_grad(
             lambda params, x, y: (loss(params, x, y), jnp.sum(x > 0)),
             has_aux=True,
@@ -190,7 +192,7 @@ class TestAux:
         assert count == (X > 0).sum()
 
 
-class TestWhereTheAxisIsBound:
+class TestBoundAxis:
     @pytest.mark.parametrize(
         ("form", "check_vma"),
         [("mean", True), ("weighted", True), pytest.param("each", False, marks=pytest.mark.slow)],
@@ -209,11 +211,11 @@ class TestWhereTheAxisIsBound:
             out_specs=P(),
             check_vma=check_vma,
         )
-        program, found = compiled(mapped, *ARGS)
-        assert_close(found, jax.value_and_grad(loss)(*ARGS))
+        program, result = compiled(mapped, *ARGS)
+        assert_close(result, jax.value_and_grad(loss)(*ARGS))
         ftmesh.audit(program, "data").require_none()
 
-    def test_aux_is_the_ranks_own(self, even):
+    def test_aux_is_local(self, even):
         mapped = jax.shard_map(
             lambda *args: even.value_and_grad(lambda *args: (loss(*args), args[1]), has_aux=True)(
                 *args
@@ -232,15 +234,15 @@ class TestWhereTheAxisIsBound:
             in_axes=(None, 0, 0),
             devices=list(even.topology.devices),
         )
-        found = run(params, x.reshape(12, 3, -1), y.reshape(12, 3))
-        wanted = jax.value_and_grad(loss)(*ARGS)
-        assert_close(jax.tree.map(lambda leaf: leaf[7], found), wanted)
+        result = run(params, x.reshape(12, 3, -1), y.reshape(12, 3))
+        expected = jax.value_and_grad(loss)(*ARGS)
+        assert_close(jax.tree.map(lambda leaf: leaf[7], result), expected)
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [({"specs": P("data")}, "gather the weights"), ({"mesh": 1}, "leave out mesh")],
     )
-    def test_what_is_known_there_is_refused(self, even, options, message):
+    def test_arguments_for_jit_raise(self, even, options, message):
         mapped = jax.shard_map(
             even.value_and_grad(loss, **options),
             mesh=even.jax_mesh("data"),
@@ -262,26 +264,26 @@ class TestWhereTheAxisIsBound:
         (loss, ARGS, {"weighted": True}, r"returns \(sum, weight\), not an array of shape \(\)"),
         (lambda p, x, y: x @ p["w"], ARGS, {}, r"array of shape \(3, 8\) for 3 examples"),
         (lambda p, x, y: y[:2], ARGS, {}, r"array of shape \(2,\) for 3 examples"),
-        (loss, single(PARAMS, X[:7], Y[:7]), {}, "global batch of 7 is too small"),
+        (loss, as_float32(PARAMS, X[:7], Y[:7]), {}, "global batch of 7 is too small"),
     ],
 )
-def test_mistakes_are_named(even, function, args, options, message):
+def test_invalid_arguments(even, function, args, options, message):
     with pytest.raises(ArgumentError, match=message):
         jax.eval_shape(even.value_and_grad(function, **options), *args)
 
 
-class TestWhatDependsOnTheSizeOfTheBatch:
+class TestBatchSizeDependence:
     @pytest.mark.parametrize(
         "aux",
         [lambda x: jnp.sum(jnp.ones_like(x)), lambda x: x.shape[0], lambda x: jnp.arange(len(x))],
         ids=["sum of ones", "a number", "numbers of rows"],
     )
-    def test_of_aux_is_refused(self, even, aux):
+    def test_aux_that_depends_on_it_raises(self, even, aux):
         run = even.value_and_grad(lambda p, x: (jnp.mean(p * x), {"n": aux(x)}), has_aux=True)
         with pytest.raises(ArgumentError, match=r"aux\['n'\] depends on the number of examples"):
             jax.eval_shape(run, jnp.float32(2), jnp.arange(24.0))
 
-    def test_an_array_of_the_batch_that_is_given_by_name(self, even):
+    def test_batch_passed_by_keyword_raises(self, even):
         """With an example per rank it would be broadcast."""
         run = even.value_and_grad(lambda p, x, mask: jnp.mean(mask * p * x))
         with pytest.raises(ArgumentError, match="argument 'mask' of the loss has an array with 12"):

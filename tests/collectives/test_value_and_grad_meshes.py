@@ -1,4 +1,4 @@
-"""Losses on a mesh with a second axis: weights lie along it, and each device sums its own piece."""
+"""`Plan.value_and_grad` on a mesh with a second axis: devices sum their own shards."""
 
 import jax
 import numpy as np
@@ -39,34 +39,34 @@ def along_model(program):
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
-def test_each_device_sums_its_own_piece(plan, kind):
+def test_each_device_sums_its_shard(plan, kind):
     _, args = placed((kind, kind), WEIGHTS)
     specs = WEIGHTS if kind == AUTO else None
-    program, found = compiled(plan.value_and_grad(loss, specs=specs), *args)
-    assert_close(found, jax.value_and_grad(loss)(*ARGS))
+    program, result = compiled(plan.value_and_grad(loss, specs=specs), *args)
+    assert_close(result, jax.value_and_grad(loss)(*ARGS))
     ftmesh.audit(program, "data").require_none()
     # Half of both weights, and the value, in as many chunks as the ring has.
     size = (6 * 8 + 8) // 2 + 1
     assert set(moved(program, "data", SHAPE)) == {-(-size // plan.program.num_chunks)}
-    assert {name: grad.sharding.spec for name, grad in found[1].items()} == WEIGHTS
+    assert {name: grad.sharding.spec for name, grad in result[1].items()} == WEIGHTS
     # What the loss itself exchanges along "model", its sum over hidden units, and no more.
     theirs, _ = compiled(jax.value_and_grad(loss), *args)
     assert along_model(program) == along_model(theirs) == ["all-reduce"]
 
 
 @pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=str)
-def test_weights_that_are_cut_along_data_too(plan, kind):
+def test_weights_sharded_along_data_too(plan, kind):
     weights = {"w": P("data", "model"), "v": P("model")}
     _, args = placed((kind, kind), weights)
     specs = weights if kind == AUTO else None
-    program, found = compiled(plan.value_and_grad(loss, specs=specs), *args)
-    assert_close(found, jax.value_and_grad(loss)(*ARGS))
+    program, result = compiled(plan.value_and_grad(loss, specs=specs), *args)
+    assert_close(result, jax.value_and_grad(loss)(*ARGS))
     ftmesh.audit(program, "data").require_none()
-    assert found[1]["w"].sharding.spec == P("data", "model")
+    assert result[1]["w"].sharding.spec == P("data", "model")
     assert along_model(program) == ["all-reduce"]
 
 
-def test_weights_that_are_cut_along_the_only_axis(even):
+def test_weights_sharded_along_the_only_axis(even):
     rng = np.random.default_rng(0)
     w, x, y = (np.float32(rng.normal(size=shape)) for shape in (12, (24, 12), 24))
 
@@ -74,18 +74,18 @@ def test_weights_that_are_cut_along_the_only_axis(even):
         return ((x @ w - y) ** 2).mean()
 
     args = put(even.jax_mesh("data"), (w, x, y), (P("data"),) * 3)
-    program, found = compiled(even.value_and_grad(loss_of, specs=P("data")), *args)
-    assert_close(found, jax.value_and_grad(loss_of)(w, x, y))
+    program, result = compiled(even.value_and_grad(loss_of, specs=P("data")), *args)
+    assert_close(result, jax.value_and_grad(loss_of)(w, x, y))
     ftmesh.audit(program, "data").require_none()
-    assert found[1].sharding.spec == P("data")
+    assert result[1].sharding.spec == P("data")
 
 
-def test_shardings_serve_as_specs(plan):
+def test_shardings_as_specs(plan):
     mesh, args = placed((AUTO, AUTO), WEIGHTS)
     specs = jax.tree.map(lambda weight: weight.sharding, args[0])
     with jax.set_mesh(mesh):
-        program, found = compiled(plan.value_and_grad(loss, specs=specs), *args)
-    assert_close(found, jax.value_and_grad(loss)(*ARGS))
+        program, result = compiled(plan.value_and_grad(loss, specs=specs), *args)
+    assert_close(result, jax.value_and_grad(loss)(*ARGS))
     assert along_model(program) == ["all-reduce"]
 
 
@@ -100,20 +100,20 @@ def test_inside_a_shard_map_over_data(plan, check_vma):
         out_specs=P(),
         check_vma=check_vma,
     )
-    program, found = compiled(mapped, *args)
-    assert_close(found, jax.value_and_grad(loss)(*ARGS))
+    program, result = compiled(mapped, *args)
+    assert_close(result, jax.value_and_grad(loss)(*ARGS))
     ftmesh.audit(program, "data").require_none()
     assert along_model(program) == ["all-reduce"]
 
 
 @pytest.mark.parametrize("kinds", [(AUTO, EXPLICIT), (EXPLICIT, AUTO)], ids=str)
-def test_mixed_meshes_are_refused(plan, kinds):
+def test_mixed_axis_types_raise(plan, kinds):
     _, args = placed(kinds, P())
     with pytest.raises(CollectiveError, match="JAX then sums gradients by itself"):
         jax.jit(plan.value_and_grad(loss))(*args)
 
 
-def test_other_devices_are_refused(plan, even):
+def test_other_devices_raise(plan, even):
     mesh, args = placed((AUTO, AUTO), WEIGHTS, devices=jax.devices()[11::-1])
     with jax.set_mesh(mesh), pytest.raises(CollectiveError, match="or another order"):
         jax.jit(plan.value_and_grad(loss, specs=WEIGHTS))(*args)
@@ -123,7 +123,7 @@ def test_other_devices_are_refused(plan, even):
         jax.jit(even.value_and_grad(loss))(*args)
 
 
-def test_two_meshes_are_one_too_many(plan):
+def test_conflicting_meshes_raise(plan):
     mesh, args = placed((AUTO, AUTO), WEIGHTS)
     other = Mesh(mesh.devices.T, ("model", "data"))
     with jax.set_mesh(mesh), pytest.raises(ArgumentError, match="leave out one of them"):
@@ -144,7 +144,7 @@ def test_two_meshes_are_one_too_many(plan):
         ({"axis_name": "batch", "mesh": ...}, ArgumentError, "has axes .* and not 'batch'"),
     ],
 )
-def test_mistakes_are_named(plan, options, error, message):
+def test_invalid_arguments(plan, options, error, message):
     mesh, args = placed((AUTO, AUTO), WEIGHTS)
     if "mesh" in options:
         options = {**options, "mesh": mesh}

@@ -1,4 +1,4 @@
-"""Images of ten noisy prototypes, a net that tells them apart, and its loss."""
+"""Images of ten noisy prototypes, a network that classifies them, and its loss."""
 
 import jax
 import numpy as np

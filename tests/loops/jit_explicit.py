@@ -11,7 +11,7 @@ from tests.loops.digits import Net, batches, cross_entropy
 
 def train(devices, plan=None, size=48, steps=20):
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Explicit,))
-    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    replicated, sharded = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     net = Net()
     optimizer = optax.adam(0.01)
 
@@ -25,10 +25,10 @@ def train(devices, plan=None, size=48, steps=20):
         return optax.apply_updates(params, updates), opt_state, loss
 
     params = net.init(jax.random.key(0), np.zeros((1, 8, 8), np.float32))
-    params, opt_state = jax.device_put((params, optimizer.init(params)), whole)
+    params, opt_state = jax.device_put((params, optimizer.init(params)), replicated)
     losses = []
     for batch in batches(size, steps):
-        images, labels = jax.device_put(batch, split)
+        images, labels = jax.device_put(batch, sharded)
         params, opt_state, loss = step(params, opt_state, images, labels)
         losses.append(float(loss))
     return losses, step.lower(params, opt_state, images, labels)

@@ -12,7 +12,7 @@ from tests.loops.digits import Net, batches, cross_entropy
 
 def train(devices, plan=None, size=48, steps=20):
     mesh = Mesh(np.array(devices), ("data",))
-    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    replicated, sharded = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
     @jax.jit
     def step(state, images, labels):
@@ -25,10 +25,10 @@ def train(devices, plan=None, size=48, steps=20):
     net = Net()
     params = net.init(jax.random.key(0), np.zeros((1, 8, 8), np.float32))
     state = TrainState.create(apply_fn=net.apply, params=params, tx=optax.sgd(0.05, momentum=0.9))
-    state = jax.device_put(state, whole)
+    state = jax.device_put(state, replicated)
     losses = []
     for batch in batches(size, steps):
-        images, labels = jax.device_put(batch, split)
+        images, labels = jax.device_put(batch, sharded)
         state, loss = step(state, images, labels)
         losses.append(float(loss))
     return losses, step.lower(state, images, labels)

@@ -1,4 +1,4 @@
-"""A loop over jit with Flax's nnx: a module, and an optimizer beside it."""
+"""A loop over jit with Flax nnx: a module and an optimizer."""
 
 import jax
 import numpy as np
@@ -22,10 +22,10 @@ class Net(nnx.Module):
 
 def train(devices, plan=None, size=48, steps=20):
     mesh = Mesh(np.array(devices), ("data",))
-    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    replicated, sharded = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     model = Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.05, momentum=0.9), wrt=nnx.Param)
-    nnx.update((model, optimizer), jax.device_put(nnx.state((model, optimizer)), whole))
+    nnx.update((model, optimizer), jax.device_put(nnx.state((model, optimizer)), replicated))
 
     @nnx.jit
     def step(model, optimizer, images, labels):
@@ -40,6 +40,6 @@ def train(devices, plan=None, size=48, steps=20):
 
     losses = []
     for batch in batches(size, steps):
-        images, labels = jax.device_put(batch, split)
+        images, labels = jax.device_put(batch, sharded)
         losses.append(float(step(model, optimizer, images, labels)))
     return losses, step.lower(model, optimizer, images, labels)

@@ -1,4 +1,4 @@
-"""A loop over shard_map with its defaults, under which JAX sums gradients of whole weights."""
+"""A loop over shard_map with its defaults: JAX sums the gradients of replicated weights."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Groups of chips, and batch normalization over them, against one device with all the examples."""
+"""Batch normalization over groups of chips, against one device with all examples."""
 
 from functools import partial
 
@@ -34,17 +34,19 @@ def groupings(draw):
     return ChipGroups(tuple(map(tuple, groups)), len(ranks))
 
 
-class TestGroups:
+class TestChipGroups:
     @given(groupings())
-    def test_exchanges_add_up_groups_of_any_sizes(self, groups):
+    def test_exchanges_sum_groups_of_any_size(self, groups):
         """Run in NumPy: every rank ends with each contribution of its group once."""
         held = np.eye(groups.num_ranks, dtype=int)
         exchanges = groups.exchanges
         for exchange in exchanges:
             assert (exchange.partner[exchange.partner] == np.arange(groups.num_ranks)).all()
             other = held[exchange.partner]
-            assert not (exchange.adds & exchange.takes).any()
-            held = np.where(exchange.takes[:, None], other, held + exchange.adds[:, None] * other)
+            assert not (exchange.adds & exchange.replaces).any()
+            held = np.where(
+                exchange.replaces[:, None], other, held + exchange.adds[:, None] * other
+            )
         for group in groups.ranks:
             for rank in group:
                 assert held[rank].nonzero()[0].tolist() == sorted(group)
@@ -53,7 +55,7 @@ class TestGroups:
         assert len(exchanges) == max(n.bit_length() - 1 + 2 * (n & n - 1 > 0) for n in sizes)
 
     @pytest.mark.parametrize("check_vma", [True, False])
-    def test_sums_on_devices(self, check_vma):
+    def test_sum_on_devices(self, check_vma):
         plan = ftmesh.plan(cpu_grid("4x4", failed="1x1@2,1"), "row_pair")
         groups = ChipGroups.of_size(plan, 4)
         assert sorted(map(len, groups.ranks)) == [3, 4, 4, 4]
@@ -71,7 +73,7 @@ class TestGroups:
             np.testing.assert_allclose(rows[0], x[list(group)].sum(axis=0), rtol=1e-5, atol=1e-6)
             assert (rows == rows[0]).all(), "ranks of a group must get the same bits"
 
-    def test_groups_are_of_neighbours_with_all_their_devices(self):
+    def test_groups_are_neighbours_with_all_devices(self):
         topology = Topology.grid("4x4", failed="1x1@2,1")
         two = Topology(topology.shape, topology.wrap, topology.failed, devices_per_chip=2)
         assert ChipGroups.of_size(ftmesh.plan(topology), 4).ranks[1] == (2, 3, 6)
@@ -80,7 +82,7 @@ class TestGroups:
         assert ChipGroups.of_size(idle, 4).ranks[1] == (2, 3, 7)
         assert ChipGroups.of_size(idle, 4).num_ranks == 16
 
-    def test_the_smallest_groups_with_enough_examples(self, plan):
+    def test_smallest_groups_with_enough_examples(self, plan):
         sizes = [
             max(map(len, ChipGroups.for_examples(plan, examples, 512).ranks))
             for examples in (1, 8, 9, 64, 70, 140)
@@ -89,7 +91,7 @@ class TestGroups:
         with pytest.raises(ArgumentError, match="a batch of 512 has no groups of 600 examples"):
             ChipGroups.for_examples(plan, 600, 512)
 
-    def test_bad_groups(self, plan):
+    def test_invalid_groups(self, plan):
         with pytest.raises(ArgumentError, match="each at most once"):
             ChipGroups(((0, 1), (1, 2)), 4)
         with pytest.raises(CollectiveError, match="axis 'data' has 12 ranks, and the groups are"):
@@ -143,7 +145,7 @@ def one_device(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_and_statistics_are_those_of_the_groups_examples(case, plan, check_vma):
+def test_gradients_and_statistics_of_groups(case, plan, check_vma):
     groups, shares, x, net, variables = case
     images, weights = shares.pad_batch(x)
     images[weights == 0] = 1e3  # what padding holds must not matter
@@ -195,7 +197,7 @@ class TestModule:
         )
 
     @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-    def test_it_is_as_flax_has_it(self, dtype):
+    def test_matches_flax(self, dtype):
         x = self.x if dtype is None else self.x.astype(dtype)
         results = []
         for module in self.both(dtype=dtype):
@@ -219,7 +221,7 @@ class TestModule:
         assert abs(y.mean()) < 1e-6
         assert abs(y.var() - 1) < 1e-3
 
-    def test_one_weight_for_each_example(self):
+    def test_wrong_number_of_weights(self):
         module = GroupBatchNorm(use_running_average=False)
         with pytest.raises(ArgumentError, match="weights of shape \\(5,\\) for 6 examples"):
             module.init(jax.random.key(0), self.x, weights=jnp.ones(5))

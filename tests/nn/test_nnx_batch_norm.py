@@ -1,4 +1,4 @@
-"""The NNX batch norm over groups: Flax's when alone, and the Linen one's numbers in a group."""
+"""The NNX batch norm equals that of Flax without groups, and the Linen one with them."""
 
 import inspect
 
@@ -23,7 +23,7 @@ def plan():
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-def test_alone_it_is_as_flax_has_it(dtype):
+def test_matches_flax_without_groups(dtype):
     x = X if dtype is None else X.astype(dtype)
     results = []
     for kind in (NnxGroupBatchNorm, nnx.BatchNorm):
@@ -49,13 +49,13 @@ def test_without_scale_and_bias():
     assert abs(y.var() - 1) < 1e-3
 
 
-def test_a_view_for_evaluation():
+def test_nnx_view():
     norm = NnxGroupBatchNorm(3, rngs=nnx.Rngs(0))
     y = nnx.view(norm, use_running_average=True)(X)
     np.testing.assert_allclose(y, X / np.sqrt(1 + 1e-5), rtol=1e-6)  # nothing was taken in yet
 
 
-def test_a_wrong_number_of_features():
+def test_wrong_number_of_features():
     with pytest.raises(
         ArgumentError, match=r"with 3 features, and this batch norm has num_features=4"
     ):
@@ -96,7 +96,7 @@ def arguments(num_ranks):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_in_groups_it_has_the_numbers_of_the_linen_one(plan, check_vma):
+def test_matches_linen_in_groups(plan, check_vma):
     groups = ChipGroups.of_size(plan, 4)
     assert sorted(map(len, groups.ranks)) == [3, 4, 4, 4]
     given = arguments(plan.program.num_ranks)
@@ -131,7 +131,7 @@ def test_in_groups_it_has_the_numbers_of_the_linen_one(plan, check_vma):
         np.testing.assert_allclose(stats["mean"][list(group)], [want] * len(group), rtol=1e-5)
 
 
-def test_flaxs_own_is_named_by_the_audit(plan):
+def test_audit_names_flax_batch_norm(plan):
     graph, state = nnx.split(nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0)))
 
     def body(x):
@@ -142,9 +142,9 @@ def test_flaxs_own_is_named_by_the_audit(plan):
         body, mesh=plan.jax_mesh("data"), in_specs=P("data"), out_specs=P("data"), check_vma=False
     )
     x = np.ones((15, 4, 3), np.float32)
-    found = ftmesh.audit(jax.jit(run).lower(x), "data")
-    assert len(found) > 0
+    audit = ftmesh.audit(jax.jit(run).lower(x), "data")
+    assert len(audit) > 0
     line = inspect.getsourcelines(body)[1] + 2
-    for one in found:
-        assert one.sources == (f"{__file__}:{line}",)
-        assert "a batch norm of Flax's takes its statistics along 'data'" in one.advice
+    for entry in audit:
+        assert entry.sources == (f"{__file__}:{line}",)
+        assert "a Flax batch norm averages its statistics along 'data'" in entry.advice

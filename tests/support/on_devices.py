@@ -8,26 +8,26 @@ from jax.sharding import PartitionSpec as P
 import ftmesh
 from ftmesh.testing import cpu_grid
 
-EACH = P("data")
+PER_RANK = P("data")
 
 
-def planned(algorithm, shape, failed):
+def plan_on_cpu(algorithm, shape, failed):
     return ftmesh.plan(cpu_grid(shape, failed=failed), algorithm)
 
 
-def without_halves(schedule):
-    """The same rounds as a plain all-reduce, where nobody owns anything."""
+def without_reduce_scatter(schedule):
+    """The same rounds as an all-reduce without a reduce-scatter phase."""
     return ftmesh.Schedule(
         schedule.topology, schedule.algorithm, schedule.num_chunks, schedule.phases
     )
 
 
-def per_rank(plan, run, *args, out=EACH, check_vma=True):
-    """`run` on every device: arguments and results have a leading dimension of ranks."""
+def per_rank(plan, run, *args, out=PER_RANK, check_vma=True):
+    """Run a function on every device; arguments and results have a leading dimension of ranks."""
 
     def body(*args):
         result = run(*(jax.tree.map(lambda x: x[0], arg) for arg in args))
-        return jax.tree.map(lambda x: x[None], result) if out == EACH else result
+        return jax.tree.map(lambda x: x[None], result) if out == PER_RANK else result
 
     mapped = jax.shard_map(
         body, mesh=plan.jax_mesh("data"), in_specs=P("data"), out_specs=out, check_vma=check_vma
@@ -36,6 +36,7 @@ def per_rank(plan, run, *args, out=EACH, check_vma=True):
 
 
 def odd_tree(num_ranks, *, every_dtype=True):
+    """Arrays of many dtypes, with a leading dimension of ranks and sizes that nothing divides."""
     rng = np.random.default_rng(0)
     tree = {
         "kernel": rng.normal(size=(num_ranks, 13, 7)).astype(np.float32),

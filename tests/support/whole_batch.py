@@ -1,4 +1,4 @@
-"""A loss over a batch, weights and examples for it; compiling and comparing what it comes to."""
+"""A loss, parameters and examples for it; helpers that compile and compare."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ X, Y, WEIGHTS = RNG.normal(size=(36, 6)), RNG.normal(size=36), RNG.uniform(size=
 
 
 def losses(params, x, y):
-    """One for each example."""
+    """The loss of each example."""
     return (jnp.sum(jnp.tanh(x @ params["w"]) * params["v"], axis=-1) - y) ** 2
 
 
@@ -19,32 +19,31 @@ def loss(params, x, y):
     return losses(params, x, y).mean()
 
 
-def single(*args):
-    """In float32."""
+def as_float32(*args):
     return jax.tree.map(np.float32, args)
 
 
-ARGS = single(PARAMS, X, Y)
+ARGS = as_float32(PARAMS, X, Y)
 
 
 def put(mesh, args, specs):
-    """Arguments on a mesh; the spec of each may be a dict of them."""
+    """Arguments on a mesh. The spec of an argument may be a dict of specs."""
 
-    def one(spec, x):
+    def put_leaf(spec, x):
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     return [
-        jax.tree.map(one, spec, arg, is_leaf=lambda x: not isinstance(x, dict))
+        jax.tree.map(put_leaf, spec, arg, is_leaf=lambda x: not isinstance(x, dict))
         for spec, arg in zip(specs, args, strict=True)
     ]
 
 
 def compiled(function, *args):
-    """The program, and what it returns."""
+    """The compiled program, and what it returns."""
     program = jax.jit(function).lower(*args).compile()
     return program, program(*args)
 
 
-def assert_close(found, wanted, rtol=2e-5):
-    """A few roundings of float32, unless told otherwise."""
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol, rtol), found, wanted)
+def assert_close(result, expected, rtol=2e-5):
+    """Equal up to a few roundings of float32, unless `rtol` is given."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol, rtol), result, expected)
