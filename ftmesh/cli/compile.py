@@ -1,10 +1,10 @@
-"""``ftmesh compile``: what the TPU compiler makes of a plan, without a TPU."""
+"""``ftmesh compile``: compile a plan for a TPU slice, without a TPU."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import ftmesh
 from ftmesh.algorithms import registry
@@ -23,10 +23,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "compile",
         help="compile a plan for a TPU slice, without a TPU",
-        description="Compile the all-reduce of a plan for a TPU slice and say what came out: "
-        "whether the compiler takes it, its memory, whether the permutations of a round travel "
-        "together, and what it estimates for all that is done beside them. Needs libtpu (pip "
-        "install libtpu, x86_64 Linux), and no TPU.",
+        description="Compile the all-reduce of a plan for a TPU slice and report: whether the "
+        "compiler accepts it, its memory, whether the permutations of a round run at once, and the "
+        "compiler's estimate for everything besides them. Needs libtpu (pip install libtpu, x86_64 "
+        "Linux), and no TPU.",
         epilog="example: ftmesh compile v6e:16x16 --failed 2x2@2,2 --algorithm row_pair",
     )
     parser.add_argument("slice", metavar="SLICE", help="TPU generation and shape: v6e:16x16")
@@ -37,20 +37,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--idle",
         action="store_true",
-        help="keep the failed chips in the program, idle: for v5e, which insists on whole slices",
-    )
-    parser.add_argument(
-        "--in-vmem",
-        action="store_true",
-        help="let payloads below 112 MiB stay in the VMEM of a v6e, and not only below 98: rounds "
-        "are cheaper, and whatever else a step computes has less of it",
+        help="keep the failed chips in the program, idle: for v5e, which needs whole slices",
     )
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="compile every algorithm that serves the slice, or --algorithm, for --payload and a "
-        "tenth of it, and fit what a round costs by lanes and bytes: so the executors of "
-        "'ftmesh simulate --tpu' were found",
+        help="compile --algorithm, or every algorithm that supports the slice, for --payload and a "
+        "tenth of it, and fit the cost of a round by lanes and bytes: the device models of "
+        "'ftmesh simulate --tpu' are such fits",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -63,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
             "--fit reads rounds of permutations, and a kernel has none: leave --executor out"
         )
     from ftmesh.tpu.compile_report import CompileReport, compile_report
-    from ftmesh.tpu.device_model_fit import fit
+    from ftmesh.tpu.device_model_fit import fit_device_model
     from ftmesh.tpu.slices import tpu_devices
 
     stages = Stages()
@@ -71,37 +65,33 @@ def run(args: argparse.Namespace) -> None:
     topology = ftmesh.Topology.from_devices(
         devices, failed=args.failed, failed_links=args.failed_links
     )
+    network = network_for(topology)
 
-    on = network_for(topology)
-
-    def report_of(algorithm: str, payload_bytes: int) -> CompileReport:
+    def report(algorithm: str, payload_bytes: int) -> CompileReport:
         plan = stages.run(
             "planning",
             lambda: ftmesh.plan(
                 topology,
                 algorithm,
                 payload_bytes=payload_bytes,
-                link=on,
+                link=network,
                 with_idle=args.idle,
                 executor=args.executor,
             ),
         )
-        return stages.run(
-            "compiling",
-            lambda: compile_report(plan, payload_bytes, in_vmem=args.in_vmem),
-        )
+        return stages.run("compiling", lambda: compile_report(plan, payload_bytes))
 
     if args.fit:
-        algorithms = _able(topology) if args.algorithm == AUTO else [args.algorithm]
+        algorithms = _supporting(topology) if args.algorithm == AUTO else [args.algorithm]
         sizes = (payload_bytes // 10, payload_bytes)
-        found = fit([report_of(name, size) for name in algorithms for size in sizes])
-        print(json.dumps(asdict(found), indent=2) if args.json else f"{topology}\n{found}")
+        fit = fit_device_model([report(name, size) for name in algorithms for size in sizes])
+        print(json.dumps(asdict(fit), indent=2) if args.json else f"{topology}\n{fit}")
         return
-    report = report_of(args.algorithm, payload_bytes)
-    print(json.dumps(report.as_dict(), indent=2) if args.json else f"{report}\n{stages}")
+    single = report(args.algorithm, payload_bytes)
+    print(json.dumps(single.as_dict(), indent=2) if args.json else f"{single}\n{stages}")
 
 
-def _able(topology: Topology) -> list[str]:
-    """The algorithms that serve a mesh."""
+def _supporting(topology: Topology) -> list[str]:
+    """The algorithms that support a topology."""
     outcomes = registry.try_algorithms(topology).items()
     return [name for name, outcome in outcomes if isinstance(outcome, Schedule)]

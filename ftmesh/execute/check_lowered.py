@@ -124,4 +124,6 @@ class LoopRounds:
 
     def transfers_of_chunk(self, chunk: int) -> Transfers:
         """The transfers that move `chunk`, one per row."""
-        return join_transfers(c.take((c.chunk <= chunk) & (chunk - c.chunk < c.count)) for c in self.rounds())
+        return join_transfers(
+            c.take((c.chunk <= chunk) & (chunk - c.chunk < c.count)) for c in self.rounds()
+        )

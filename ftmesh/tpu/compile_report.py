@@ -1,12 +1,12 @@
-"""Report: what a TPU compiler makes of a plan.
+"""Report how a TPU compiler compiles a plan.
 
     devices = tpu_devices("v6e:16x16")
     topo = ftmesh.Topology.from_devices(devices, failed="2x2@2,2")
     print(compile_report(ftmesh.plan(topo), 100_000_000))
 
-Says whether the compiler takes the program, what memory it needs, whether the permutations of a
-round travel together or one after the other, and what a round costs beside them; all read from the
-compiled text.
+The report says whether the compiler accepts the program, how much memory it needs, whether the
+permutations of a round run at once, and what a round costs besides them; all read from the compiled
+text.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,16 +27,16 @@ from ftmesh import collectives
 from ftmesh.collectives import all_reduce
 from ftmesh.command_line import one_line
 from ftmesh.errors import ArgumentError, UnreadableError
-from ftmesh.execute.hlo_text import text_of
+from ftmesh.execute.hlo_text import program_text
 from ftmesh.execute.lowering import PALLAS, PPERMUTE
 from ftmesh.planning.plan import Plan
 from ftmesh.topology.devices import platform_of
 from ftmesh.tpu.compiled_rounds import (
     CompiledLoop,
     compiled_loops,
-    cycles_of_all,
-    cycles_outside,
-    loop_lines,
+    cycles_outside_rounds,
+    describe_loops,
+    total_cycles,
 )
 from ftmesh.tpu.compiler_options import compiler_options
 from ftmesh.tpu.cycles import Cycles
@@ -44,7 +45,7 @@ from ftmesh.units import format_bytes
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What the compiler made of a plan's `pmean`; `refusal` is empty where it took it."""
+    """How the compiler compiles a plan's `pmean`; `refusal` is its error, or empty."""
 
     platform: str
     mesh: str
@@ -57,26 +58,26 @@ class CompileReport:
     program_bytes: int
     temporary_bytes: int
     loops: tuple[CompiledLoop, ...]
-    lax_psum: str  # how the compiler's own sum goes about it, or its refusal
-    packing: Cycles | None = None  # outside of rounds: packing and unpacking, reading of tables
+    lax_psum: str  # the compiler's strategy for its own all-reduce, or its error
+    packing: Cycles | None = None  # outside rounds: packing, unpacking, reading tables
     executor: str = PPERMUTE
-    unread: str = ""  # why nothing is said of loops and packing, where JAX cannot print the program
+    unread: str = ""  # why `loops` and `packing` are missing, if JAX cannot print the program
 
     @property
     def accepted(self) -> bool:
-        """Whether the compiler took the program."""
+        """True if the compiler accepts the program."""
         return not self.refusal
 
     @property
     def temporary_ratio(self) -> float:
-        """Temporary memory, in payloads."""
+        """Temporary memory as a multiple of the payload."""
         return self.temporary_bytes / self.payload_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data, for JSON."""
+        """The report as plain data, for JSON."""
         extra = {"accepted": self.accepted, "temporary_ratio": self.temporary_ratio}
         if self.packing:
-            rounds = cycles_of_all(self.loops)
+            rounds = total_cycles(self.loops)
             extra |= {"cycles": rounds.total, "hidden_cycles": rounds.hidden}
         return asdict(self) | extra
 
@@ -84,45 +85,43 @@ class CompileReport:
         lines = [
             f"{self.algorithm}{' in a Pallas kernel' * (self.executor == PALLAS)} on {self.mesh}, "
             f"{self.num_devices} devices of {self.platform}"
-            f"{', idle ones among them' * self.with_idle}"
-            ": "
-            f"{'accepted' if self.accepted else 'refused'}"
+            f"{', including idle ones' * self.with_idle}: "
+            f"{'accepted' if self.accepted else 'rejected'}"
         ]
         if self.accepted:
             lines += [
                 f"  compiled in {self.compile_seconds:.1f} s to {format_bytes(self.program_bytes)}",
                 f"  {format_bytes(self.temporary_bytes)} of temporary memory, "
                 f"{self.temporary_ratio:.2f} times the payload",
-                *loop_lines(self.loops),
+                *describe_loops(self.loops),
             ]
             if self.unread:
                 lines.append(f"  {self.unread}")
             if self.packing:
                 lines.append(
-                    f"  {self.packing.total:,} cycles to pack, unpack and begin, outside of rounds"
-                    f"{self.packing.doubts}"
+                    f"  {self.packing.total:,} cycles outside rounds, to pack, unpack and set up"
+                    f"{self.packing.unknown_text}"
                 )
         else:
             lines.append(f"  the compiler says: {self.refusal}")
             if not self.with_idle and "RESOURCE_EXHAUSTED" not in self.refusal:
-                lines.append("  a plan with idle devices (with_idle, --idle) may be taken")
+                lines.append("  a plan with idle devices (with_idle, --idle) may be accepted")
         lines.append(f"  lax.psum on the same devices: {self.lax_psum}")
         return "\n".join(lines)
 
 
-def compile_report(
-    plan: Plan,
-    payload: Any = None,
-    *,
-    dtype: Any = np.float32,
-    in_vmem: bool = False,
-) -> CompileReport:
-    """Compile `pmean` of a payload on the plan's devices, and say what came out.
+def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) -> CompileReport:
+    """Compile `pmean` of a donated payload on the plan's devices, and report the result.
 
-    The devices may be compile-only, as those of `tpu_devices`. The payload is a number of bytes,
-    for a vector of that size, or a pytree of arrays or `jax.ShapeDtypeStruct`, as of the gradients
-    of a model; the plan's own number of bytes unless given. It is donated, as gradients are. For
-    `in_vmem` see `compiler_options`.
+    Args:
+        plan: The plan. Its devices may be compile-only, as those of `tpu_devices`.
+        payload: A number of bytes, for a vector of that size; or a pytree of arrays or
+            `jax.ShapeDtypeStruct`, such as the gradients of a model. The plan's own number of bytes
+            by default.
+        dtype: The dtype of the vector.
+
+    Raises:
+        ArgumentError: The payload is empty.
     """
     payload = plan.payload_bytes if payload is None else payload
     if isinstance(payload, int):
@@ -135,33 +134,19 @@ def compile_report(
     used = plans[0]  # of the largest bucket
     mesh = plan.jax_mesh("data")
     platform = platform_of(mesh.devices.flat[0])
-    options = compiler_options(platform, in_vmem=in_vmem)
 
-    def compiled(run: Any, options: dict[str, str]) -> tuple[Any, str]:
-        """The program, and no refusal; or none, and the compiler's words."""
-        ranks = PartitionSpec("data")
-        step = jax.shard_map(run, mesh=mesh, in_specs=ranks, out_specs=ranks, check_vma=False)
-        sharding = NamedSharding(mesh, ranks)
-
-        def of_all_ranks(x: Any) -> jax.ShapeDtypeStruct:
-            first, *others = x.shape or (1,)
-            return jax.ShapeDtypeStruct((mesh.size * first, *others), x.dtype, sharding=sharding)
-
-        lowered = jax.jit(step, donate_argnums=0).lower(jax.tree.map(of_all_ranks, payload))
-        try:
-            return lowered.compile(compiler_options=options), ""
-        except jax.errors.JaxRuntimeError as error:
-            return None, one_line(str(error))
-
-    theirs, their_refusal = compiled(lambda x: lax.psum(x, "data"), {})
+    psum, psum_error = _compile(lambda x: lax.psum(x, "data"), payload, mesh, {})
     start = time.perf_counter()
-    ours, refusal = compiled(
-        lambda x: collectives.pmean(x, "data", plan=plan), options
+    compiled, refusal = _compile(
+        lambda x: collectives.pmean(x, "data", plan=plan),
+        payload,
+        mesh,
+        compiler_options(platform),
     )
     seconds = time.perf_counter() - start
-    memory = ours.memory_analysis() if ours else None
-    text, unread = _text(ours)
-    their_text, their_unread = _text(theirs)
+    memory = compiled.memory_analysis() if compiled else None
+    text, unread = _text(compiled)
+    psum_text, psum_unread = _text(psum)
     return CompileReport(
         platform=platform,
         mesh=str(plan.topology),
@@ -174,25 +159,42 @@ def compile_report(
         program_bytes=memory.generated_code_size_in_bytes if memory else 0,
         temporary_bytes=memory.temp_size_in_bytes if memory else 0,
         loops=compiled_loops(text, planned=used.program.loops) if text else (),
-        lax_psum=strategy(their_text)
-        if their_text
-        else their_unread or f"refused: {their_refusal}",
-        packing=cycles_outside(text),
+        lax_psum=strategy(psum_text) if psum_text else psum_unread or f"rejected: {psum_error}",
+        packing=cycles_outside_rounds(text),
         executor=used.program.executor,
         unread=unread,
     )
 
 
-def _text(program: Any) -> tuple[str, str]:
-    """The text of a program, if there is one, or else why it cannot be read."""
+def _compile(
+    run: Callable[[Any], Any], payload: Any, mesh: jax.sharding.Mesh, options: dict[str, str]
+) -> tuple[Any, str]:
+    """Compile a function of every rank's payload: the program and "", or None and the error."""
+    ranks = PartitionSpec("data")
+    step = jax.shard_map(run, mesh=mesh, in_specs=ranks, out_specs=ranks, check_vma=False)
+    sharding = NamedSharding(mesh, ranks)
+
+    def concatenated(x: Any) -> jax.ShapeDtypeStruct:
+        first, *others = x.shape or (1,)
+        return jax.ShapeDtypeStruct((mesh.size * first, *others), x.dtype, sharding=sharding)
+
+    lowered = jax.jit(step, donate_argnums=0).lower(jax.tree.map(concatenated, payload))
     try:
-        return text_of(program) if program else "", ""
+        return lowered.compile(compiler_options=options), ""
+    except jax.errors.JaxRuntimeError as error:
+        return None, one_line(str(error))
+
+
+def _text(program: Any) -> tuple[str, str]:
+    """The text of a program, if there is one, and why it cannot be printed."""
+    try:
+        return program_text(program) if program else "", ""
     except UnreadableError as error:
         return "", str(error)
 
 
 def strategy(text: str) -> str:
-    """How a compiled program goes about its all-reduce, in the compiler's words."""
+    """The all-reduce strategy of a compiled program, in the compiler's words."""
     detailed = re.search(r"(Strategy\w+\{colors:\d+ phases:\d+)", text)
     if detailed:
         return f"{detailed[1]}}}"

@@ -1,8 +1,6 @@
-"""Loops: the rounds of a plan, found again in the text of a compiled program.
+"""The rounds of a plan in the text of a compiled program, and what overlaps with permutations.
 
-Overlap: what a compiled program computes while its permutations are under way.
-
-Read from the compiled text, whose instructions are in the order in which they are started.
+The text lists instructions in the order in which they start.
 """
 
 from __future__ import annotations
@@ -10,128 +8,130 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, product, zip_longest
+from itertools import accumulate, pairwise
 
-from ftmesh.execute.hlo_text import Instruction, computations
+from ftmesh.execute.hlo_text import Computations, Instruction, parse_computations
 from ftmesh.execute.lowering import Loop
 from ftmesh.tpu.cycles import (
     PERMUTE,
-    UNCOUNTED,
+    UNKNOWN_TRIP_COUNT,
     Cycles,
     RoundCycles,
-    Stretch,
+    Segment,
     has_estimates,
-    stretches,
+    segments,
 )
 
-MOST_LOOPS = 8  # of which it is tried whether they have two streams, and which run how often
+MAX_REPETITIONS = 8  # of a plan in a program, one for each dtype
+
+_Match = tuple[str, list[Segment], int]  # names of planned loops, their segments, their rounds
 
 
 @dataclass(frozen=True)
 class CompiledLoop:
-    """The permutations of one round; `in_flight` of them before the first is waited for.
+    """The permutations of one round of a compiled loop.
 
-    Where the compiler keeps them synchronous, nothing else happens while one travels.
+    Attributes:
+        name: The name of the planned loop.
+        permutations: Permutations per round.
+        in_flight: How many of them start before the program waits for the first.
+        synchronous: The compiler keeps them synchronous: nothing else happens meanwhile.
+        cycles: Cycles besides the permutations, if the compiler estimates them.
     """
 
     name: str
     permutations: int
     in_flight: int
     synchronous: bool
-    cycles: RoundCycles | None = None  # beside them, where the compiler estimates any
+    cycles: RoundCycles | None = None
 
     def __str__(self) -> str:
-        lanes = f"{self.permutations} permutation{'s' * (self.permutations > 1)} a round"
-        how = "synchronous here" if self.synchronous else f"{self.in_flight} in flight at once"
-        return f"{self.name}: {lanes}, {how}"
+        permutations = f"{self.permutations} permutation{'s' * (self.permutations > 1)} per round"
+        how = "synchronous" if self.synchronous else f"{self.in_flight} in flight at once"
+        return f"{self.name}: {permutations}, {how}"
 
 
 def compiled_loops(
     text: str, names: Sequence[str] = (), planned: Sequence[Loop] = ()
 ) -> tuple[CompiledLoop, ...]:
-    """Every loop with permutations, in the order they run; permutations outside loops are one too.
+    """Find the loops with permutations, in order; permutations outside loops count as a loop too.
 
-    A loop may run several rounds in a turn, and the last ones after it; a short one is unrolled,
-    and may then not be told from the next. The `planned` loops say what a round is. Where there are
-    none, or they are of another program, a turn counts as a round, and loops get their `names`, if
-    there are as many.
+    An iteration of a loop may run several rounds, with the last ones after the loop; a short loop
+    is unrolled, and may not be told from the next.
+
+    Args:
+        text: The compiled program.
+        names: Names for the loops that are found, used if there are as many.
+        planned: The loops of the plan, which say what a round is. If none are given, or they are
+            those of another program, an iteration counts as a round.
     """
-    found = [stretch for stretch in stretches(text) if stretch.permutations]
-    is_priced = has_estimates(text)
-    if matched := _matched(found, planned):
-        return tuple(_loop(*each, is_priced) for each in matched)
-    if len(found) != len(names):
-        names = [f"loop {i}" for i in range(len(found))]
-    each_alone = zip(names, found, strict=True)
-    return tuple(_loop(name, [one], one.rounds, is_priced) for name, one in each_alone)
-
-
-def _matched(
-    found: Sequence[Stretch], planned: Sequence[Loop]
-) -> list[tuple[str, list[Stretch], int]]:
-    """The names of planned loops, the stretches that they are, and how many rounds.
-
-    As few of either together as have the same number of permutations; nothing where no number of
-    them has. A loop has as many in a round as lanes, or twice that, where chunks travel in halves.
-    Numbers of different dtypes are summed one after the other, each by all of the loops.
-    """
-    ran = sum((one.rounds or 0) * len(one.permutations) for one in found)
-    once = sum(loop.num_rounds * len(loop.lanes) for loop in planned)
-    most = min(ran // once, MOST_LOOPS) if once else 1
-    every = (
-        _if_split(found, [*planned] * times, streams)
-        for times in range(1, max(most, 1) + 1)
-        for streams in product((1, 2), repeat=min(times * len(planned), MOST_LOOPS))
+    with_permutations = [segment for segment in segments(text) if segment.permutations]
+    estimated = has_estimates(text)
+    if matches := _match_plan(with_permutations, planned):
+        return tuple(_loop(*match, estimated) for match in matches)
+    if len(with_permutations) != len(names):
+        names = [f"loop {i}" for i in range(len(with_permutations))]
+    return tuple(
+        _loop(name, [segment], segment.rounds, estimated)
+        for name, segment in zip(names, with_permutations, strict=True)
     )
-    return max(every, key=len)
 
 
-def _if_split(
-    found: Sequence[Stretch], planned: Sequence[Loop], streams: Sequence[int]
-) -> list[tuple[str, list[Stretch], int]]:
-    """The same, if the first of the planned loops have so many streams."""
+def _match_plan(compiled: Sequence[Segment], planned: Sequence[Loop]) -> list[_Match]:
+    """Match segments with planned loops; empty if the numbers of permutations do not fit.
+
+    A match has as few segments and loops as have the same number of permutations. Leaves of
+    different dtypes are summed one after another, each by all loops of the plan.
+    """
+    executed = sum((segment.rounds or 0) * len(segment.permutations) for segment in compiled)
+    once = sum(loop.num_rounds * len(loop.lanes) for loop in planned)
+    repetitions = max(1, min(executed // once, MAX_REPETITIONS)) if once else 1
+    matches = (_match_loops(compiled, [*planned] * times) for times in range(1, repetitions + 1))
+    return max(matches, key=len)
+
+
+def _match_loops(compiled: Sequence[Segment], planned: Sequence[Loop]) -> list[_Match]:
+    """`_match_plan` for planned loops that each run once."""
     sizes = [loop.num_rounds * len(loop.lanes) for loop in planned]
-    sizes = [size * number for size, number in zip_longest(sizes, streams, fillvalue=1)]
-    if len(found) == len(planned):
-        found = [
-            replace(one, rounds=size // len(one.permutations)) if one.rounds is None else one
-            for one, size in zip(found, sizes, strict=True)
+    if len(compiled) == len(planned):
+        compiled = [
+            replace(segment, rounds=size // len(segment.permutations))
+            if segment.rounds is None
+            else segment
+            for segment, size in zip(compiled, sizes, strict=True)
         ]
-    ran = list(accumulate((one.rounds or 0) * len(one.permutations) for one in found))
-    wanted = list(accumulate(sizes))
-    if not planned or ran[-1:] != wanted[-1:]:
+    executed = list(accumulate((s.rounds or 0) * len(s.permutations) for s in compiled))
+    expected = list(accumulate(sizes))
+    if not planned or executed[-1:] != expected[-1:]:
         return []
-    matched = []
-    for begin, end in pairwise([0, *sorted({*ran} & {*wanted})]):
-        some = [one for one, at in zip(found, ran, strict=True) if begin < at <= end]
-        loops = [loop for loop, at in zip(planned, wanted, strict=True) if begin < at <= end]
+    matches = []
+    for begin, end in pairwise([0, *sorted({*executed} & {*expected})]):
+        some = [s for s, count in zip(compiled, executed, strict=True) if begin < count <= end]
+        loops = [x for x, count in zip(planned, expected, strict=True) if begin < count <= end]
         name = " and ".join(loop.name for loop in loops)
-        matched.append((name, some, sum(loop.num_rounds for loop in loops)))
-    return matched
+        matches.append((name, some, sum(loop.num_rounds for loop in loops)))
+    return matches
 
 
-def _loop(name: str, some: Sequence[Stretch], rounds: int | None, is_priced: bool) -> CompiledLoop:
-    """Stretches of so many rounds in all."""
-    first = some[0]
-    opcodes = [each.opcode for each in first.instructions]
+def _loop(name: str, some: Sequence[Segment], rounds: int | None, estimated: bool) -> CompiledLoop:
+    """The loop of some segments that together run `rounds` rounds."""
+    opcodes = [i.opcode for i in some[0].instructions]
     start, done = f"{PERMUTE}-start", f"{PERMUTE}-done"
-    until = opcodes.index(done) if done in opcodes else len(opcodes)
-    times = rounds or 1
-    ran = sum(len(one.permutations) * (one.rounds or 1) for one in some)
+    first_done = opcodes.index(done) if done in opcodes else len(opcodes)
+    executed = sum(len(segment.permutations) * (segment.rounds or 1) for segment in some)
     return CompiledLoop(
         name=name,
-        permutations=-(-ran // times),
-        in_flight=opcodes[:until].count(start) or 1,
+        permutations=-(-executed // (rounds or 1)),
+        in_flight=opcodes[:first_done].count(start) or 1,
         synchronous=start not in opcodes,
-        cycles=_a_round(some, rounds) if is_priced else None,
+        cycles=_mean_round(some, rounds) if estimated else None,
     )
 
 
-def _a_round(some: Sequence[Stretch], rounds: int | None) -> RoundCycles:
-    """One of so many rounds."""
-    every = [one.round_cycles for one in some]
-    total = sum((each * (each.rounds or 1) for each in every), Cycles())
-    sent = sum(each.sent_bytes * (each.rounds or 1) for each in every)
+def _mean_round(some: Sequence[Segment], rounds: int | None) -> RoundCycles:
+    cycles = [segment.round_cycles for segment in some]
+    total = sum((c * (c.rounds or 1) for c in cycles), Cycles())
+    sent = sum(c.sent_bytes * (c.rounds or 1) for c in cycles)
     times = rounds or 1
     return RoundCycles(
         exposed=round(total.exposed / times),
@@ -142,78 +142,89 @@ def _a_round(some: Sequence[Stretch], rounds: int | None) -> RoundCycles:
     )
 
 
-def cycles_of_all(loops: Iterable[CompiledLoop]) -> Cycles:
-    """All rounds of all loops beside their permutations."""
-    return sum((loop.cycles.in_all for loop in loops if loop.cycles), Cycles())
+def total_cycles(loops: Iterable[CompiledLoop]) -> Cycles:
+    """The cycles of all rounds of all loops, besides their permutations."""
+    return sum((loop.cycles.all_rounds for loop in loops if loop.cycles), Cycles())
 
 
-def cycles_outside(text: str) -> Cycles | None:
-    """What a compiled program does beside its rounds; None where nothing is estimated."""
+def cycles_outside_rounds(text: str) -> Cycles | None:
+    """The cycles of a compiled program outside its rounds; None if nothing is estimated."""
     if not has_estimates(text):
         return None
-    every = [(one.others, one.rounds) for one in stretches(text)]
-    found = sum((others * (rounds or 1) for others, rounds in every), Cycles())
-    is_counted = all(rounds is not None for others, rounds in every if others.total)
-    return found if is_counted else found + UNCOUNTED
+    parts = [(segment.other_cycles, segment.rounds) for segment in segments(text)]
+    total = sum((cycles * (rounds or 1) for cycles, rounds in parts), Cycles())
+    is_counted = all(rounds is not None for cycles, rounds in parts if cycles.total)
+    return total if is_counted else total + UNKNOWN_TRIP_COUNT
 
 
-def loop_lines(loops: Sequence[CompiledLoop]) -> list[str]:
-    """What there is to say of loops, a line for each thing."""
+def describe_loops(loops: Sequence[CompiledLoop]) -> list[str]:
+    """The lines of a report about loops."""
     lines = []
     for loop in loops:
         lines.append(f"  {loop}")
         if loop.cycles:
             lines.append(f"    {loop.cycles}")
     if any(loop.cycles for loop in loops):
-        found = cycles_of_all(loops)
+        total = total_cycles(loops)
         lines.append(
-            f"  {found.total:,} cycles in all rounds beside permutations, {found.hidden:,} hidden, "
-            "as the compiler estimates"
+            f"  {total.total:,} cycles in all rounds besides permutations, {total.hidden:,} "
+            "hidden, by the compiler's estimates"
         )
     return lines
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Some permutations outside loops, all convolutions, and which are under way at once."""
+    """Permutations outside loops, all convolutions, and which of them overlap.
 
-    permutations: int  # that are started and waited for apart
-    beside_convolutions: int  # of these, with a convolution in between
+    Attributes:
+        permutations: Asynchronous permutations.
+        beside_convolutions: How many of them have a convolution between start and end.
+        convolutions: All convolutions.
+        beside_permutations: How many of them start while a permutation is in flight.
+    """
+
+    permutations: int
+    beside_convolutions: int
     convolutions: int
-    beside_permutations: int  # of these, started while a permutation is under way
+    beside_permutations: int
 
     def __str__(self) -> str:
         return (
-            f"{self.beside_convolutions} of {self.permutations} permutations are under way while a "
-            f"convolution is, and {self.beside_permutations} of {self.convolutions} convolutions "
-            "while a permutation is"
+            f"{self.beside_convolutions} of {self.permutations} permutations overlap with "
+            f"convolutions, and {self.beside_permutations} of {self.convolutions} convolutions "
+            "with permutations"
         )
 
 
 def overlap(text: str, scope: str = "") -> Overlap:
-    """What the main computation of a compiled program does at once.
+    """Find what overlaps in the entry computation of a compiled program.
 
-    Looks at the permutations under the name `scope`, as `jax.named_scope` gives it, or at all.
+    Args:
+        text: The compiled program.
+        scope: Count only permutations under this `jax.named_scope`.
     """
-    named = re.compile(rf"(?<!\w){re.escape(scope)}(?!\w)" if scope else "")
-    known, entry = computations(text)
-    under_way: dict[str, bool] = {}  # by name, and whether a convolution has been started since
+    in_scope = re.compile(rf"(?<!\w){re.escape(scope)}(?!\w)" if scope else "")
+    computations, entry = parse_computations(text)
+    in_flight: dict[str, bool] = {}  # by name: whether a convolution has started since
     permutations = beside = convolutions = busy = 0
-    for instruction in known[entry]:
-        if instruction.opcode == "collective-permute-start" and named.search(instruction.source):
-            under_way[instruction.name] = False
+    for instruction in computations[entry]:
+        if instruction.opcode == f"{PERMUTE}-start" and in_scope.search(instruction.op_name):
+            in_flight[instruction.name] = False
             permutations += 1
-        elif instruction.opcode == "collective-permute-done":
-            beside += under_way.pop(instruction.operands[0], False)
-        elif _convolves(instruction, known):
+        elif instruction.opcode == f"{PERMUTE}-done":
+            beside += in_flight.pop(instruction.operands[0], False)
+        elif _convolves(instruction, computations):
             convolutions += 1
-            busy += bool(under_way)
-            under_way = dict.fromkeys(under_way, True)
+            busy += bool(in_flight)
+            in_flight = dict.fromkeys(in_flight, True)
     return Overlap(permutations, beside, convolutions, busy)
 
 
-def _convolves(instruction: Instruction, known: dict[str, list[Instruction]]) -> bool:
-    """Whether an instruction is a convolution, or a fusion with one in it."""
+def _convolves(instruction: Instruction, computations: Computations) -> bool:
+    """True if an instruction is a convolution, or calls one."""
     return instruction.opcode == "convolution" or any(
-        _convolves(inner, known) for called in instruction.calls for inner in known.get(called, ())
+        _convolves(inner, computations)
+        for called in instruction.calls
+        for inner in computations.get(called, ())
     )

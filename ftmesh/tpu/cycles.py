@@ -1,11 +1,9 @@
-"""Cycles: what a compiled program does beside its permutations, as the TPU compiler estimates it.
+"""What a compiled program does besides its permutations, by the TPU compiler's estimates.
 
-Most instructions that take a core's time carry an estimate in the compiled text. They stand there
-in the order in which they are started, so what stands between the start of a permutation and its
-end is *hidden* behind it, and the rest is *exposed*. Free are those that compute single numbers,
-which have no estimate either, and those that copy beside the core. What else has none is named.
-
-Turns: how often a loop of a compiled program runs.
+Most instructions that occupy a core carry an estimate in the compiled text. They are listed in the
+order in which they start, so those between the start and the end of a permutation are *hidden*
+behind it, and the others are *exposed*. Instructions on single numbers and asynchronous copies have
+no estimate and count as free. Any other instruction without an estimate is reported.
 """
 
 from __future__ import annotations
@@ -14,8 +12,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ftmesh.execute._compat import MARK
-from ftmesh.execute.hlo_text import Instruction, computations, members, num_bytes
+from ftmesh.execute._compat import SCOPE_PREFIX
+from ftmesh.execute.hlo_text import (
+    Computations,
+    Instruction,
+    parse_computations,
+    tuple_types,
+    type_bytes,
+)
 from ftmesh.units import format_bytes
 
 PERMUTE = "collective-permute"
@@ -28,10 +32,12 @@ _FREE_TARGETS = 'custom_call_target="(AllocateBuffer|ConcatBitcast)"'
 
 @dataclass(frozen=True)
 class Cycles:
-    """Cycles of some instructions, hidden behind permutations or not.
+    """Cycles of some instructions.
 
-    `unknown` has the opcodes of those without an estimate that take some time nevertheless, and the
-    bytes of their results.
+    Attributes:
+        exposed: Cycles outside permutations.
+        hidden: Cycles while a permutation is in flight.
+        unknown: Opcode and result bytes of each instruction that takes time but has no estimate.
     """
 
     exposed: int = 0
@@ -40,7 +46,7 @@ class Cycles:
 
     @property
     def total(self) -> int:
-        """All that is known."""
+        """All cycles that are known."""
         return self.exposed + self.hidden
 
     def __add__(self, other: Cycles) -> Cycles:
@@ -54,223 +60,228 @@ class Cycles:
         return Cycles(times * self.exposed, times * self.hidden, self.unknown)
 
     @property
-    def doubts(self) -> str:
-        """What has no estimate, in words; nothing where all has one."""
+    def unknown_text(self) -> str:
+        """What has no estimate, in words; empty if everything has one."""
         if not self.unknown:
             return ""
         sizes: dict[str, list[int]] = {}
         for opcode, size in sorted(self.unknown):
             sizes.setdefault(opcode, []).append(size)
-        said = (
+        parts = (
             f"{len(some)} {opcode} of {format_bytes(sum(some))}" for opcode, some in sizes.items()
         )
-        return f"; without an estimate: {', '.join(said)}"
+        return f"; without an estimate: {', '.join(parts)}"
 
 
-UNCOUNTED = Cycles(unknown=(("while", 0),))
+UNKNOWN_TRIP_COUNT = Cycles(unknown=(("while", 0),))
 
 
 @dataclass(frozen=True)
 class RoundCycles(Cycles):
-    """One round beside its permutations; how many rounds there are, if that can be told."""
+    """The cycles of one round besides its permutations, and the number of rounds, if known."""
 
     rounds: int | None = 1
     sent_bytes: int = 0  # of a device, in a round
 
     @property
-    def in_all(self) -> Cycles:
-        """All rounds, or one, with a doubt, where their number is not known."""
-        return self * (self.rounds or 1) + (UNCOUNTED if self.rounds is None else Cycles())
+    def all_rounds(self) -> Cycles:
+        """The cycles of all rounds; of one, marked unknown, if their number is not known."""
+        return self * (self.rounds or 1) + (UNKNOWN_TRIP_COUNT if self.rounds is None else Cycles())
 
     def __str__(self) -> str:
-        rounds = "how many rounds is not known"
+        rounds = "unknown number of rounds"
         if self.rounds is not None:
             rounds = f"{self.rounds} round{'s' * (self.rounds != 1)}"
         return (
-            f"{self.total:,} cycles a round beside the permutations, {self.hidden:,} of them "
-            f"hidden; {rounds}{self.doubts}"
+            f"{self.total:,} cycles per round besides the permutations, {self.hidden:,} of them "
+            f"hidden; {rounds}{self.unknown_text}"
         )
 
 
 @dataclass
-class Stretch:
+class Segment:
     """Instructions that run one after another: the body of a loop, or what is between loops.
 
-    Those of the computations they call are among them, and loops without permutations count as
-    what they cost.
+    It includes the computations that they call. A loop without permutations counts as what it
+    costs.
     """
 
     is_loop: bool = False
-    is_plans: bool = False  # whether a plan made the loop
+    is_plan_loop: bool = False  # the loop is a plan's
     rounds: int | None = 1
     instructions: list[Instruction] = field(default_factory=list)
-    inner: dict[str, Cycles] = field(default_factory=dict)  # by name, loops that are in it
+    inner_loops: dict[str, Cycles] = field(default_factory=dict)  # by name
 
     @property
     def permutations(self) -> list[Instruction]:
-        """Permutations that are started here."""
+        """The permutations that start here."""
         opcodes = (PERMUTE, f"{PERMUTE}-start")
-        return [each for each in self.instructions if each.opcode in opcodes]
+        return [i for i in self.instructions if i.opcode in opcodes]
 
     @property
-    def own(self) -> list[Instruction]:
-        """What belongs to the permutations: all of a loop of theirs, or what is in their scope.
+    def round_instructions(self) -> list[Instruction]:
+        """What belongs to the permutations: all of their loop, or what is in their scope.
 
-        A plan's permutations stand in a scope of their own, also where they are in somebody else's
-        loop or in none.
+        A plan's permutations are in a scope of their own, also inside a user's loop.
         """
-        sources = (each.source for each in self.permutations)
-        scopes = tuple({source.rpartition("/")[0] for source in sources if MARK in source})
-        if self.permutations and self.is_loop and (self.is_plans or not scopes):
+        op_names = (i.op_name for i in self.permutations)
+        scopes = tuple({name.rpartition("/")[0] for name in op_names if SCOPE_PREFIX in name})
+        if self.permutations and self.is_loop and (self.is_plan_loop or not scopes):
             return self.instructions
         return [
-            each
-            for each in self.instructions
-            if each.opcode.startswith(PERMUTE) or each.source.startswith(scopes)
+            i
+            for i in self.instructions
+            if i.opcode.startswith(PERMUTE) or i.op_name.startswith(scopes)
         ]
 
     @property
     def round_cycles(self) -> RoundCycles:
-        """What stands beside the permutations, once."""
-        found = self._sum(self.own)
-        sent = sum(num_bytes(members(each.type)[0]) for each in self.permutations)
-        return RoundCycles(found.exposed, found.hidden, found.unknown, self.rounds, sent)
+        """The cycles of one round besides the permutations."""
+        cycles = self._sum(self.round_instructions)
+        sent = sum(type_bytes(tuple_types(i.type)[0]) for i in self.permutations)
+        return RoundCycles(cycles.exposed, cycles.hidden, cycles.unknown, self.rounds, sent)
 
     @property
-    def others(self) -> Cycles:
-        """What does not belong to the permutations."""
-        own = {each.name for each in self.own}
-        return self._sum([each for each in self.instructions if each.name not in own])
+    def other_cycles(self) -> Cycles:
+        """The cycles of what does not belong to the permutations."""
+        own = {i.name for i in self.round_instructions}
+        return self._sum([i for i in self.instructions if i.name not in own])
 
     def _sum(self, instructions: list[Instruction]) -> Cycles:
-        total, under_way = Cycles(), set()
-        for each in instructions:
-            if each.opcode == f"{PERMUTE}-start":
-                under_way.add(each.name)
-            elif each.opcode == f"{PERMUTE}-done":
-                under_way.discard(each.operands[0])
-            elif each.opcode != PERMUTE:
-                found = self.inner.get(each.name) or estimate(each)
-                if under_way:
-                    found = Cycles(0, found.total, found.unknown)
-                total += found
+        total, in_flight = Cycles(), set()
+        for instruction in instructions:
+            if instruction.opcode == f"{PERMUTE}-start":
+                in_flight.add(instruction.name)
+            elif instruction.opcode == f"{PERMUTE}-done":
+                in_flight.discard(instruction.operands[0])
+            elif instruction.opcode != PERMUTE:
+                cycles = self.inner_loops.get(instruction.name) or estimate(instruction)
+                if in_flight:
+                    cycles = Cycles(0, cycles.total, cycles.unknown)
+                total += cycles
         return total
 
 
 def estimate(instruction: Instruction) -> Cycles:
     """The compiler's estimate for one instruction."""
-    if said := re.search(r'"estimated_cycles":"?(\d+)', instruction.config):
-        return Cycles(int(said[1]))
-    is_small = all(re.fullmatch(r"\w+\[(1(,1)*)?\].*", kind) for kind in members(instruction.type))
+    if cycles := re.search(r'"estimated_cycles":"?(\d+)', instruction.config):
+        return Cycles(int(cycles[1]))
+    types = tuple_types(instruction.type)
+    is_scalar = all(re.fullmatch(r"\w+\[(1(,1)*)?\].*", kind) for kind in types)
     is_free = instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-done"))
-    if is_small or is_free or re.search(_FREE_TARGETS, instruction.config):
+    if is_scalar or is_free or re.search(_FREE_TARGETS, instruction.config):
         return Cycles()
-    return Cycles(unknown=((instruction.opcode, num_bytes(instruction.type)),))
+    return Cycles(unknown=((instruction.opcode, type_bytes(instruction.type)),))
 
 
 def has_estimates(text: str) -> bool:
-    """Whether a compiled program carries estimates; those of TPUs do."""
+    """True if a compiled program carries estimates; programs for TPUs do."""
     return '"estimated_cycles":' in text
 
 
-def stretches(text: str) -> list[Stretch]:
-    """The loops of a compiled program that have permutations, and all between them, in order."""
-    known, entry = computations(text)
-    return list(_stretches(known, entry, Stretch()))
+def segments(text: str) -> list[Segment]:
+    """The loops of a compiled program that have permutations, and what is between them."""
+    computations, entry = parse_computations(text)
+    return list(_segments(computations, entry, Segment()))
 
 
-def _stretches(known: dict[str, list[Instruction]], name: str, here: Stretch) -> Iterator[Stretch]:
-    """The stretches of a computation; `here` is the first, which begins with it."""
-    for around, each in _in_order(known, name):
-        if each.opcode == "while":
-            count = turns(each, around, known)
-            rounds = None if count is None or here.rounds is None else count * here.rounds
+def _segments(computations: Computations, name: str, first: Segment) -> Iterator[Segment]:
+    """The segments of a computation; `first` is the one that it starts in."""
+    current = first
+    for caller, instruction in _in_order(computations, name):
+        if instruction.opcode == "while":
+            count = trip_count(instruction, caller, computations)
+            rounds = None if count is None or current.rounds is None else count * current.rounds
+            is_plan_loop = SCOPE_PREFIX in instruction.op_name
             inside = [
-                stretch
-                for body in each.calls
-                for stretch in _stretches(known, body, Stretch(True, MARK in each.source, rounds))
+                segment
+                for body in instruction.calls
+                for segment in _segments(computations, body, Segment(True, is_plan_loop, rounds))
             ]
-            if any(stretch.permutations for stretch in inside):
-                yield here
+            if any(segment.permutations for segment in inside):
+                yield current
                 yield from inside
-                here = Stretch(here.is_loop, here.is_plans, here.rounds)
+                current = Segment(current.is_loop, current.is_plan_loop, current.rounds)
             else:
-                once = sum((stretch.others for stretch in inside), Cycles())
-                here.inner[each.name] = once * count if count else once + UNCOUNTED
-        here.instructions.append(each)
-    yield here
+                once = sum((segment.other_cycles for segment in inside), Cycles())
+                current.inner_loops[instruction.name] = (
+                    once * count if count else once + UNKNOWN_TRIP_COUNT
+                )
+        current.instructions.append(instruction)
+    yield current
 
 
-def _in_order(known: dict[str, list[Instruction]], name: str) -> Iterator[tuple[str, Instruction]]:
-    """The instructions of a computation, each with its name, and before each those of its calls.
+def _in_order(computations: Computations, name: str) -> Iterator[tuple[str, Instruction]]:
+    """The instructions of a computation, those of a call before the call; with their computation.
 
-    The parts of a fusion have no time of their own, and loops are the caller's to look into.
+    The parts of a fusion have no time of their own, and callers look into loops themselves.
     """
-    for each in known.get(name, ()):
-        if each.opcode not in ("fusion", "while"):
-            for called in each.calls:
-                yield from _in_order(known, called)
-        yield name, each
+    for instruction in computations.get(name, ()):
+        if instruction.opcode not in ("fusion", "while"):
+            for called in instruction.calls:
+                yield from _in_order(computations, called)
+        yield name, instruction
 
 
-Body = dict[str, Instruction]  # those of a computation by name
+# Trip counts ------------------------------------------------------------------------------------
+
+_Body = dict[str, Instruction]  # the instructions of a computation by name
 
 
-def turns(loop: Instruction, around: str, known: dict[str, list[Instruction]]) -> int | None:
-    """How often a loop in the computation `around` runs; None where that cannot be told.
+def trip_count(loop: Instruction, caller: str, computations: Computations) -> int | None:
+    """How often a loop in the computation `caller` runs; None if not known.
 
-    As the compiler says, or as the loop counts up from one constant to another.
+    The compiler states it, or the loop counts up from one constant to another.
     """
-    if said := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.config):
-        return int(said[1])
+    if stated := re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.config):
+        return int(stated[1])
     called = [re.search(rf"\b{part}=%?([\w.-]+)", loop.text) for part in ("condition", "body")]
     before, condition, body = (
-        {each.name: each for each in known.get(name, ())}
-        for name in (around, *(part[1] if part else "" for part in called))
+        {i.name: i for i in computations.get(name, ())}
+        for name in (caller, *(part[1] if part else "" for part in called))
     )
     test, after = _root(condition), _root(body)
     if not test or test.opcode != "compare" or "direction=LT" not in test.text:
         return None
     counter, end = (_original(name, condition) for name in test.operands)
-    place = _number(r"get-tuple-element\(.*\), index=", counter)
-    begin = _original(_member(before.get(loop.operands[0]), place), before)
-    step = _step(_original(_member(after, place), body), place, body)
-    first, last = _number(r"constant\(", begin), _number(r"constant\(", end)
+    index = _integer(r"get-tuple-element\(.*\), index=", counter)
+    begin = _original(_member(before.get(loop.operands[0]), index), before)
+    step = _step(_original(_member(after, index), body), index, body)
+    first, last = _integer(r"constant\(", begin), _integer(r"constant\(", end)
     if first is None or last is None or not step:
         return None
     return max(0, -(-(last - first) // step))
 
 
-def _step(following: Instruction | None, place: int | None, body: Body) -> int | None:
-    """By how much a counter grows in a turn, if its next value is the one before and a constant."""
+def _step(following: Instruction | None, index: int | None, body: _Body) -> int | None:
+    """The increment of a counter, if its next value is its previous one plus a constant."""
     if not following or following.opcode != "add":
         return None
     terms = [_original(name, body) for name in following.operands]
-    steps = [_number(r"constant\(", term) for term in terms]
-    if place not in [_number(r"get-tuple-element\(.*\), index=", term) for term in terms]:
+    steps = [_integer(r"constant\(", term) for term in terms]
+    if index not in [_integer(r"get-tuple-element\(.*\), index=", term) for term in terms]:
         return None
     return next((step for step in steps if step is not None), None)
 
 
-def _root(body: Body) -> Instruction | None:
-    """The result of a computation."""
-    return next((each for each in body.values() if each.is_root), None)
+def _root(body: _Body) -> Instruction | None:
+    return next((i for i in body.values() if i.is_root), None)
 
 
-def _member(state: Instruction | None, place: int | None) -> str:
-    """The name of what stands at a place of a tuple; none where it is none."""
-    return state.operands[place] if state and state.opcode == "tuple" and place is not None else ""
+def _member(state: Instruction | None, index: int | None) -> str:
+    """The name of a member of a tuple; empty if there is none."""
+    return state.operands[index] if state and state.opcode == "tuple" and index is not None else ""
 
 
-def _original(name: str, body: Body) -> Instruction | None:
-    """What has a name, or what that is a copy of."""
-    found = body.get(name)
-    while found and found.opcode == "copy":
-        found = body.get(found.operands[0])
-    return found
+def _original(name: str, body: _Body) -> Instruction | None:
+    """The instruction of a name, or the one that it is a copy of."""
+    instruction = body.get(name)
+    while instruction and instruction.opcode == "copy":
+        instruction = body.get(instruction.operands[0])
+    return instruction
 
 
-def _number(front: str, instruction: Instruction | None) -> int | None:
-    """The number in an instruction that begins so."""
-    found = re.match(rf"{front}(-?\d+)", instruction.text) if instruction else None
-    return int(found[1]) if found else None
+def _integer(prefix: str, instruction: Instruction | None) -> int | None:
+    """The integer that follows `prefix` at the start of an instruction."""
+    match = re.match(rf"{prefix}(-?\d+)", instruction.text) if instruction else None
+    return int(match[1]) if match else None
