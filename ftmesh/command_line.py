@@ -15,8 +15,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn, TextIO
 
-from ftmesh.errors import NOT_FOUND, REFUSED, FtmeshError
-from ftmesh.optional_deps import missing
+from ftmesh.errors import NOT_FOUND, UNAVAILABLE, FtmeshError
+from ftmesh.optional_deps import missing_extra
 
 MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**32 - 1
@@ -121,17 +121,17 @@ def run_command(
         _discard_stdout()
         return BROKEN_PIPE
     except MemoryError:
-        return _report(name, "not enough memory: ask for less", REFUSED)
+        return _report(name, "not enough memory: ask for less", UNAVAILABLE)
     except ModuleNotFoundError as error:
-        extra = missing(error)
+        extra = missing_extra(error)
         return _report_bug(name) if extra is None else _report(name, str(extra), extra.status)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        status = NOT_FOUND if isinstance(error, FileNotFoundError) else REFUSED
+        status = NOT_FOUND if isinstance(error, FileNotFoundError) else UNAVAILABLE
         return _report(name, f"{where}{error.strerror or error}", status)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            return _report(name, f"not enough memory: {error}", REFUSED)
+            return _report(name, f"not enough memory: {error}", UNAVAILABLE)
         return _report_bug(name)
 
 

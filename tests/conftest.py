@@ -1,6 +1,6 @@
-"""Settings for every test: 64 emulated devices, no damage from the environment, no clock.
+"""Settings for all tests: 64 emulated devices, no FTMESH_* variables, no deadlines.
 
-Modules that compile much and compute little ask for `quick_compiler`.
+Modules that compile much and compute little use `quick_compiler`.
 """
 
 import os
@@ -19,14 +19,14 @@ import pytest
 from hypothesis import settings
 
 from ftmesh.cli.main import main
-from tests.support.on_devices import planned
+from tests.support.on_devices import plan_on_cpu
 
 settings.register_profile("ftmesh", deadline=None, derandomize=True)
 settings.load_profile("ftmesh")
 
 
 @pytest.fixture(autouse=True)
-def nothing_from_environment(monkeypatch):
+def no_environment_variables(monkeypatch):
     for name in set(os.environ) - {"FTMESH_CACHE_DIR"}:
         if name.startswith("FTMESH_"):
             monkeypatch.delenv(name)
@@ -34,7 +34,7 @@ def nothing_from_environment(monkeypatch):
 
 @pytest.fixture
 def run(capsys):
-    """The command line, in this process: what `ftmesh` returns, prints and complains of."""
+    """Run an ftmesh command in this process; returns its status, stdout and stderr."""
 
     def call(*argv):
         try:
@@ -48,31 +48,31 @@ def run(capsys):
 
 @pytest.fixture(scope="session")
 def twelve():
-    """A plan for so many devices around a hole at the corner; four chips own nothing."""
-    return planned("row_pair", "4x4", "2x2@0,0")
+    """A plan for twelve devices around a hole in the corner; four chips own nothing."""
+    return plan_on_cpu("row_pair", "4x4", "2x2@0,0")
 
 
 @pytest.fixture(scope="session")
 def even():
-    """A plan for the same devices, where each owns as much as any other."""
-    return planned("ring", "4x4", "2x2@0,0")
+    """A plan for the same devices, in which all own the same amount."""
+    return plan_on_cpu("ring", "4x4", "2x2@0,0")
 
 
 @pytest.fixture
 def unprinted(monkeypatch):
-    """JAX cannot print what is compiled, as where the compiler is newer than JAX; what it says."""
-    said = "INTERNAL: async-update instruction should have 1 operands but sees 4"
+    """Make JAX fail to print compiled programs, as with a newer compiler; returns the error."""
+    message = "INTERNAL: async-update instruction should have 1 operands but sees 4"
 
     def as_text(_program):
-        raise jax.errors.JaxRuntimeError(said)
+        raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr(jax.stages.Compiled, "as_text", as_text)
-    return said
+    return message
 
 
 @pytest.fixture(scope="module")
 def quick_compiler(tmp_path_factory):
-    """The compiler does not try hard, and what it made of a program serves the same one again."""
+    """Compile with few optimizations, and cache compiled programs within a module."""
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -82,9 +82,9 @@ def quick_compiler(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def signals_are_heard():
-    """Also where the tests run in the background of a shell that ignores some."""
+def default_signal_handlers():
+    """Restore handlers of signals that a shell ignores for background jobs."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
-            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            signal.signal(number, usual)
+            handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, handler)

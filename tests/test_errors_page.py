@@ -5,7 +5,7 @@ from pathlib import Path
 
 from examples.bert import make_records
 from examples.common.arguments import MAX_BATCH
-from examples.common.reader import FEW, MAX_DAMAGED
+from examples.common.reader import MAX_DAMAGED, MIN_SKIPPED
 from examples.fuzz import running
 from examples.resnet50 import augment, images
 from ftmesh.algorithms import registry
@@ -13,7 +13,7 @@ from ftmesh.command_line import EXIT_STATUS_HELP
 from ftmesh.elastic import pod_environment
 from ftmesh.planning import advise
 from ftmesh.schedule.files import MAX_BYTES
-from ftmesh.units import MOST_BYTES, format_bytes
+from ftmesh.units import MAX_PAYLOAD_BYTES, format_bytes
 
 TEXT = (Path(__file__).parent.parent / "docs" / "errors.md").read_text()
 
@@ -31,9 +31,9 @@ def test_bounds():
     expected = {
         "chips in a plan": (f"{registry.MAX_RANKS:,}",),
         "a schedule file, unpacked": (format_bytes(round(MAX_BYTES, -8)),),
-        "a payload": (f"{MOST_BYTES / 1e15:.0f} PB",),
+        "a payload": (f"{MAX_PAYLOAD_BYTES / 1e15:.0f} PB",),
         "a batch": (f"{MAX_BATCH:,}",),
-        "damaged examples": (f"{MAX_DAMAGED:.0%}".replace("%", " %"), {10: "ten"}[FEW]),
+        "damaged examples": (f"{MAX_DAMAGED:.0%}".replace("%", " %"), {10: "ten"}[MIN_SKIPPED]),
         "an image": (f"{augment.MAX_PIXELS // 10**6}", f"{images.MAX_FILE_BYTES // 10**6} MB"),
         "text for records": (
             f"{make_records.MAX_LINE:,}",

@@ -1,4 +1,4 @@
-"""The list of planted faults does not rot: what they replace is there, and who should notice."""
+"""The list of planted faults is up to date: the text to replace and the tests exist."""
 
 import ast
 from importlib.machinery import SourceFileLoader
@@ -21,7 +21,7 @@ faults = load(ROOT / "scripts" / "faults")
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
-def test_the_replaced_text_is_there_once_and_so_are_the_tests(fault):
+def test_replaced_text_occurs_once_and_tests_exist(fault):
     source = (ROOT / fault.file).read_text()
     changed = faults.planted(fault, source)
     assert changed != source
@@ -33,15 +33,15 @@ def test_the_replaced_text_is_there_once_and_so_are_the_tests(fault):
             (tree,) = [node for node in tree.body if getattr(node, "name", None) == name]
 
 
-def test_a_text_that_is_gone_is_said_so():
-    with pytest.raises(SystemExit, match="its text is 0 times in ftmesh"):
+def test_missing_text_is_reported():
+    with pytest.raises(SystemExit, match="its text occurs 0 times in ftmesh"):
         faults.planted(faults.FAULTS[0], "nothing")
 
 
-def test_the_list(capsys):
+def test_list(capsys):
     assert faults.main(["--list", "--only", "checkpoint-of-nan"]) == 0
     assert capsys.readouterr().out.startswith("checkpoint-of-nan: ftmesh/checkpoint/snapshot.py\n")
 
 
-def test_names_are_different():
+def test_names_are_unique():
     assert len({fault.name for fault in faults.FAULTS}) == len(faults.FAULTS)

@@ -1,4 +1,4 @@
-"""Every code block of the README and the docs runs as written, or says why not."""
+"""Every code block of the README and the docs runs as written, or says why it does not."""
 
 import re
 import subprocess
@@ -12,23 +12,23 @@ from tests.support.pages import (
     LANGUAGES,
     PAGES,
     ROOT,
-    blocks_of,
     commands,
-    is_as_shown,
-    printed,
+    matches,
+    output_of,
+    read_blocks,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-BLOCKS = {page.name: blocks_of(page.read_text()) for page in PAGES}
+BLOCKS = {page.name: read_blocks(page.read_text()) for page in PAGES}
 
 
 def runnable(language, *, slow=False):
     return [
-        pytest.param(name, [block.text for block in found], id=name)
+        pytest.param(name, [block.text for block in chosen], id=name)
         for name, blocks in BLOCKS.items()
         if (
-            found := [
+            chosen := [
                 b for b in blocks if b.language == language and b.is_run and b.is_slow == slow
             ]
         )
@@ -43,39 +43,39 @@ def run_python(page, blocks, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("page", "blocks"), runnable("python"))
-def test_the_python_of_a_page_runs_from_top_to_bottom(page, blocks, tmp_path, monkeypatch):
+def test_python_blocks_run(page, blocks, tmp_path, monkeypatch):
     run_python(page, blocks, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "blocks"), runnable("python", slow=True))
-def test_slow_python_runs_too(page, blocks, tmp_path, monkeypatch):
-    if page != "README.md":  # which test_wheel.py pastes into a file
+def test_slow_python_blocks_run(page, blocks, tmp_path, monkeypatch):
+    if page != "README.md":  # test_wheel.py runs it
         run_python(page, blocks, tmp_path, monkeypatch)
 
 
 def check_commands(blocks):
     for block in blocks:
         for command, shown in commands(block):
-            found = printed(command)
-            assert is_as_shown(shown, found), f"{command}\n{found}\n-- run scripts/shown"
+            output = output_of(command)
+            assert matches(shown, output), f"{command}\n{output}\n-- run scripts/shown"
 
 
 @pytest.mark.parametrize(("page", "blocks"), runnable("console"))
-def test_commands_print_what_is_shown(page, blocks, tmp_path, monkeypatch):
+def test_commands_print_the_output_shown(page, blocks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_commands(blocks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "blocks"), runnable("console", slow=True))
-def test_slow_commands_print_what_is_shown(page, blocks, tmp_path, monkeypatch):
+def test_slow_commands_print_the_output_shown(page, blocks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_commands(blocks)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_says_what_it_is(page):
+def test_every_block_has_a_known_language(page):
     text = page.read_text()
     blocks = BLOCKS[page.name]
     assert text.count("\n```") == 2 * len(blocks), "a fence is not closed, or is indented"
@@ -87,22 +87,22 @@ def test_every_block_says_what_it_is(page):
 
 
 def anchors(text):
-    """The headings of a page, as links name them."""
+    """The headings of a page, in the form links use."""
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_are_not_broken(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
         if not target.startswith("https://"):
-            there = page.parent / target if target else page
-            assert there.exists(), target
-            assert not anchor or anchor in anchors(there.read_text()), f"{target}#{anchor}"
+            path = page.parent / target if target else page
+            assert path.exists(), target
+            assert not anchor or anchor in anchors(path.read_text()), f"{target}#{anchor}"
 
 
-def test_the_names_of_the_reference_exist():
-    found = [
+def test_names_in_the_api_reference_exist():
+    names = [
         name
         for blocks in BLOCKS.values()
         for block in blocks
@@ -110,8 +110,8 @@ def test_the_names_of_the_reference_exist():
             r"^\.\. auto(?:class|function|exception)\:\: (\S+)", block.text, re.M
         )
     ]
-    assert len(found) > 40
-    for name in found:
+    assert len(names) > 40
+    for name in names:
         module, _, last = name.rpartition(".")
         assert hasattr(import_module(module), last), name
 
@@ -123,30 +123,34 @@ def test_all_public_names_are_in_the_reference():
             assert f":: {module}.{name}\n" in text, f"{module}.{name}"
 
 
-def taught(text):
-    """The names and modules of ftmesh that a page imports, calls or speaks of."""
+def mentioned(text):
+    """The names and modules of ftmesh that a page imports, calls or mentions."""
     imported = re.findall(r"^\s*from (ftmesh[\w.]*) import ([\w, ]+)$", text, re.M)
-    names = {f"{module}.{name.strip()}" for module, some in imported for name in some.split(",")}
+    names = {
+        f"{module}.{name.strip()}" for module, imports in imported for name in imports.split(",")
+    }
     return names | {*re.findall(r"(?:`|\b)(ftmesh(?:\.[A-Za-z_]\w*)+)(?:`|\()", text)}
 
 
 def is_listed(name, listed):
-    """Whether the reference has it, its class, or something of it where it is a module."""
+    """True if the reference has the name, its class, or something in it if it is a module."""
     return any(
-        name == one or name.rpartition(".")[0] == one or one.startswith(f"{name}.")
-        for one in listed
+        name == entry or name.rpartition(".")[0] == entry or entry.startswith(f"{name}.")
+        for entry in listed
     )
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.name)
-def test_what_pages_teach_is_in_the_reference(page):
+def test_names_on_pages_are_in_the_api_reference(page):
     text = (ROOT / "docs" / "api.md").read_text()
     listed = re.findall(r"^\.\. auto\w+:: (\S+)", text, re.M)
-    assert not [name for name in sorted(taught(page.read_text())) if not is_listed(name, listed)]
+    assert not [name for name in sorted(mentioned(page.read_text())) if not is_listed(name, listed)]
 
 
-def test_a_name_that_is_taught_and_not_listed_is_found():
-    names = taught("from ftmesh.cost import a, b\n`examples.common.loop` ftmesh.Topology.grid(x)")
+def test_unlisted_name_is_detected():
+    names = mentioned(
+        "from ftmesh.cost import a, b\n`examples.common.loop` ftmesh.Topology.grid(x)"
+    )
     assert names == {
         "ftmesh.cost.a", "ftmesh.cost.b", "examples.common.loop", "ftmesh.Topology.grid"
     }  # fmt: skip
@@ -155,7 +159,7 @@ def test_a_name_that_is_taught_and_not_listed_is_found():
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path):
+def test_site_builds_without_warnings(tmp_path):
     pytest.importorskip("sphinx", reason="pip install 'ftmesh[docs]'")
     pytest.importorskip("myst_parser", reason="pip install 'ftmesh[docs]'")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", ROOT / "docs", tmp_path]
@@ -165,26 +169,26 @@ def test_the_site_builds_without_a_warning(tmp_path):
         assert (tmp_path / f"{page.stem}.html").stat().st_size > 1000
 
 
-def test_a_wrong_output_is_noticed():
-    (block,) = blocks_of("x\n\n```console\n$ ftmesh --version\nftmesh 9\n```\n")
+def test_wrong_output_is_detected():
+    (block,) = read_blocks("x\n\n```console\n$ ftmesh --version\nftmesh 9\n```\n")
     with pytest.raises(SystemExit):
-        printed("ftmesh --version")
+        output_of("ftmesh --version")
     assert commands(block.text) == [("ftmesh --version", "ftmesh 9\n")]
-    assert is_as_shown("a ...\nd\n", "a b\nc\nd\n")
-    assert not is_as_shown("a ...\nd\n", "a b\nc\nd\ne\n")
-    assert not is_as_shown("a\n", "a b\n")
+    assert matches("a ...\nd\n", "a b\nc\nd\n")
+    assert not matches("a ...\nd\n", "a b\nc\nd\ne\n")
+    assert not matches("a\n", "a b\n")
 
 
-def test_what_is_not_run_is_told_from_what_is():
+def test_blocks_that_are_not_run():
     text = "<!-- not run: needs a TPU -->\n```python\n1 / 0\n```\n\n```python\n1\n```\n"
-    assert [block.is_run for block in blocks_of(text)] == [False, True]
+    assert [block.is_run for block in read_blocks(text)] == [False, True]
 
 
-def test_python_that_fails_is_noticed(tmp_path, monkeypatch):
+def test_failing_python_is_detected(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         run_python("a page", ["x = 0\n", "1 / x\n"], tmp_path, monkeypatch)
 
 
-def test_commands_of_others_are_not_taken_for_run():
+def test_other_commands_are_rejected():
     with pytest.raises(AssertionError, match="only ftmesh is run here, not rm"):
-        printed("rm plan.npz")
+        output_of("rm plan.npz")

@@ -1,4 +1,4 @@
-"""What the README and the docs tell is what the code does."""
+"""Numbers and lists in the README and the docs agree with the code."""
 
 import re
 from collections import Counter
@@ -22,13 +22,13 @@ ROWS = re.findall(r"^\| (\d+x\d+) \| (\d\S+) \| (\w+) \| (.*) \|$", README, re.M
 
 
 @pytest.mark.parametrize(("mesh", "block", "algorithm", "numbers"), ROWS)
-def test_the_table_of_rounds(mesh, block, algorithm, numbers):
+def test_table_of_rounds(mesh, block, algorithm, numbers):
     cells = [cell.strip() for cell in numbers.split("|")]
     for failed, rounds, share in (("", cells[0], cells[2]), (block, cells[1], cells[3])):
         if not rounds:
             assert algorithm == "two_dim"
             continue
-        schedule = registry.schedule(Topology.grid(mesh, failed=failed), algorithm)
+        schedule = registry.build_schedule(Topology.grid(mesh, failed=failed), algorithm)
         assert schedule.num_rounds == int(rounds)
         half = schedule.phases[: len(schedule.phases) // 2]
         loads = Counter()
@@ -38,17 +38,17 @@ def test_the_table_of_rounds(mesh, block, algorithm, numbers):
 
 
 @pytest.mark.slow
-def test_the_table_of_costs():
+def test_table_of_costs():
     loader = SourceFileLoader("costs", str(ROOT / "scripts" / "costs"))
     costs = module_from_spec(spec_from_loader("costs", loader))
     loader.exec_module(costs)
-    written = README.split(costs.BEGIN)[1].split(costs.END)[0]
+    shown = README.split(costs.BEGIN)[1].split(costs.END)[0]
     for shape, failed in costs.MESHES:
-        assert f"| {Topology.grid(shape, failed=failed)} | *limit* |" in written
-    assert written.startswith(costs.table(costs.MESHES[:3])), "run scripts/costs"
+        assert f"| {Topology.grid(shape, failed=failed)} | *limit* |" in shown
+    assert shown.startswith(costs.table(costs.MESHES[:3])), "run scripts/costs"
 
 
-def test_the_ratios_beside_the_papers():
+def test_ratios_compared_with_the_paper():
     for run, (ours,) in paper_tables.simulate_runs(rates=(82e9,), modes=("synchronous",)).items():
         chips = run.topologies[0].num_live
         algorithm, damage = ours.parts
@@ -56,12 +56,13 @@ def test_the_ratios_beside_the_papers():
         assert f"| {run.benchmark}, {chips} chips {row}" in README
 
 
-def test_the_advice():
-    here = advise.Site(
-        Topology.grid("16x32", failed=""), mtbf=1.0, repair=8 * 3600.0, checkpoint=1.0, step=0.043,
+def test_advice():
+    here = advise.TrainingJob(
+        Topology.grid("16x32", failed=""), mtbf=1.0, repair_time=8 * 3600.0,
+        checkpoint_interval=1.0, step_time=0.043,
         network=NETWORKS["v3"],
     )  # fmt: skip
-    now = advise.at_hand(here, Topology.grid("16x32", failed="4x2@6,14"))
+    now = advise.compare_for_damage(here, Topology.grid("16x32", failed="4x2@6,14"))
     around, shrunk = (now.done[name] / 3600 for name in ("fault-tolerant", "largest sub-mesh"))
     text = " ".join(README.split())
     assert f"at {now.speeds['fault-tolerant']:.1%} of full speed" in text
@@ -69,18 +70,18 @@ def test_the_advice():
     assert f"would do {shrunk:.2f} h and waiting none" in text
 
 
-def test_the_table_has_all_its_rows():
+def test_table_has_all_its_rows():
     assert len(ROWS) == 9
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "figures").glob("*.svg")), ids=str)
-def test_the_figures_are_those_of_today(path):
+def test_figures_are_up_to_date(path):
     number = int(path.stem.removeprefix("figure-"))
     assert path.read_text() == draw_svg(figure(number)), "run scripts/figures"
     assert f"figures/{path.name})" in README
 
 
-def test_the_events_are_told_in_these_words():
+def test_events_are_quoted_as_printed():
     lost = {"host": 2, "process": 2, "chips": "2x2@0,2", "how": "ended by SIGKILL"}
     epoch = {"epoch": 2, "in_place": True, "live": 12, "failed": "2x2@0,2", "from_step": 47}
     text = " ".join(README.split())
@@ -88,7 +89,7 @@ def test_the_events_are_told_in_these_words():
     assert f"ftmesh: {in_words('epoch', {**epoch, 'source': 'devices', 'repeated': 0})} " in text
 
 
-def test_every_package_and_script_is_named():
+def test_every_package_and_script_is_mentioned():
     for path in [*(ROOT / "ftmesh").glob("*/__init__.py"), *(ROOT / "examples").glob("*/train.py")]:
         assert f"{path.parent.name}/ " in README
     for path in filter(Path.is_file, (ROOT / "scripts").iterdir()):

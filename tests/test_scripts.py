@@ -1,4 +1,4 @@
-"""The scripts that are Python find all that they import."""
+"""The Python scripts can be imported."""
 
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -14,12 +14,12 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_loads(path):
+def test_script_can_be_imported(path):
     loader = SourceFileLoader(f"script_{path.name}", str(path))
     script = module_from_spec(spec_from_loader(loader.name, loader))
     loader.exec_module(script)
     assert script.__doc__
 
 
-def test_there_are_some():
+def test_scripts_are_listed():
     assert {"costs", "figures", "plots", "shown"} <= {path.name for path in SCRIPTS}

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import ftmesh
-from tests.support.pages import ROOT, blocks_of
+from tests.support.pages import ROOT, read_blocks
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def test_the_command_plans_and_proves(env, tmp_path):
 
 def test_the_quick_start_runs_first_time(env, tmp_path):
     """Pasted into a file, with nothing set, and nothing but the core installed."""
-    blocks = blocks_of((ROOT / "README.md").read_text())
+    blocks = read_blocks((ROOT / "README.md").read_text())
     (start,) = [block.text for block in blocks if block.language == "python"]
     (tmp_path / "start.py").write_text(start)
     printed = run(env / "bin" / "python", "start.py", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Commands to fuzz: lines of plain and hostile words, and environments to run them in."""
+"""Cases of the fuzzer: command lines of plain and hostile words, and environments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from examples.fuzz.running import Work, WrongError
 from examples.resnet50 import train as resnet50
 from ftmesh.cli.main import main
 from ftmesh.planning import selection
-from ftmesh.schedule.files import dump
+from ftmesh.schedule.files import dumps
 
 Rng = np.random.Generator
 Main = Callable[[Sequence[str]], int]
@@ -56,11 +56,11 @@ NETWORK: dict[str, Sequence[str]] = {
     "--tpu": ("v3", "v6e", "v99"), "--link": RATES, "--latency": TIMES, "--overhead": TIMES
 }  # fmt: skip
 TILE: dict[str, Sequence[str]] = {"--tile": ("2x1", "2x2", "3x3", "0x1", "9x9")}
-HOW: dict[str, Sequence[str]] = {"--algorithm": ALGORITHMS, "--payload": SIZES}
+PLANNING: dict[str, Sequence[str]] = {"--algorithm": ALGORITHMS, "--payload": SIZES}
 COMMANDS: dict[str, tuple[Sequence[str], dict[str, Sequence[str]]]] = {
     "plan": (
         MESHES,
-        MESH | NETWORK | TILE | HOW
+        MESH | NETWORK | TILE | PLANNING
         | {"--out": FILES, "--svg": FILES, "--round": NUMBERS, "--json": (), "--explain": ()},
     ),
     "verify": (
@@ -72,7 +72,7 @@ COMMANDS: dict[str, tuple[Sequence[str], dict[str, Sequence[str]]]] = {
         MESH | TILE | {"--algorithm": ALGORITHMS, "--phase": NUMBERS, "--round": NUMBERS,
                        "--lane": NUMBERS, "--half": NUMBERS, "--figure": NUMBERS, "--svg": FILES},
     ),
-    "simulate": (MESHES, MESH | NETWORK | TILE | HOW | {"--plot": FILES, "--json": ()}),
+    "simulate": (MESHES, MESH | NETWORK | TILE | PLANNING | {"--plot": FILES, "--json": ()}),
     "limits": (MESHES, MESH | NETWORK | TILE | {"--payload": SIZES, "--json": ()}),
     "advise": (
         ("4x4", "8x8", "1x8", "1x1"),
@@ -83,17 +83,17 @@ COMMANDS: dict[str, tuple[Sequence[str], dict[str, Sequence[str]]]] = {
     ),
     "view": (
         (*MESHES, "a.npz"),
-        MESH | NETWORK | HOW
+        MESH | NETWORK | PLANNING
         | {"--out": ("a.html", "no/a.html", "folder"), "--devices": NUMBERS},
     ),
-    "compile": (("v6e:4x4", "v99:4x4", "4x4", ":"), HOW | {"--failed": BLOCKS}),
+    "compile": (("v6e:4x4", "v99:4x4", "4x4", ":"), PLANNING | {"--failed": BLOCKS}),
 }  # fmt: skip
 TINY = ("2x2", "1x2", "2", "1x1", "0x2", "1000x1000", "2x", "")  # meshes to compute on
 PAYLOADS = (
     "4KB", "1KB", "4KB,64B", "256B", "1KiB", "", ",", "0", "-5", "1zb", "900TB", "9" * 400, "4KB,",
     "٣KB",
 )  # fmt: skip
-NO_PROGRAM = "/no/such"  # so that nothing is ever started
+NO_PROGRAM = "/no/such"  # does not exist, so nothing is started
 LAUNCH: dict[str, Sequence[str]] = {
     "--mesh": ("2x2", "4x1", "4x4", "3x", ""), "--grace": NUMBERS, "--timeout": NUMBERS,
     "--failures": NUMBERS, "--restart": (), "--host-shape": ("2x1", "1x2", "3x3", "0x1", "4"),
@@ -102,17 +102,17 @@ LAUNCH: dict[str, Sequence[str]] = {
     "--limits": ("compile=60", "start=5,save=1", "compile", "compile=nan", "fly=1", "=", ",,"),
     "--events": ("events.jsonl", "folder", "no/such/e", "/proc/e", "x" * 300, "/dev/full"),
 }  # fmt: skip
-NOT_WELL = 1  # what the doctor ends with
+UNHEALTHY = 1  # exit status of the doctor
 DOCTOR: dict[str, Sequence[str]] = {
     "--failed": ("", "1x1@0,0", "1x1@0,1", "", *BLOCKS), "--json": (),
     "--failed-links": ("", "0,0-1,0", "0-1"),
-    "--limit": ("5", "10", *NUMBERS), "--slow": ("3", "100", *NUMBERS), "--one-by-one": (),
+    "--timeout": ("5", "10", *NUMBERS), "--slow": ("3", "100", *NUMBERS), "--one-by-one": (),
 }  # fmt: skip
 PROCESSES: dict[str, Sequence[str]] = {
     "--coordinator": ("127.0.0.1:1", "x", ":", "[::1]:9999999"), "--process-id": NUMBERS,
     "--num-processes": NUMBERS,
 }  # fmt: skip
-SICK = ("", "wrong@0,0", "link-wrong@0,0-1,0", "wrong", "wrong@9,9", "@", "fat@0,0", "wrong@٠,0")
+FAULTS = ("", "wrong@0,0", "link-wrong@0,0-1,0", "wrong", "wrong@9,9", "@", "fat@0,0", "wrong@٠,0")
 TRAINERS: dict[str, tuple[Main, dict[str, Sequence[str]]]] = {
     name: (
         trainer,
@@ -138,12 +138,12 @@ RECORDS: dict[str, tuple[Main, dict[str, Sequence[str]]]] = {
 
 
 def pick(rng: Rng, words: Sequence[Any]) -> Any:
-    """One of several."""
+    """Choose one of several."""
     return words[int(rng.integers(len(words)))]
 
 
 def word(rng: Rng, words: Sequence[str]) -> str:
-    """A word for an option, mostly one of the first, which are plain."""
+    """Choose a value for an option, mostly one of the first third, which are plain."""
     kind = rng.random()
     if kind < 0.1:
         return str(pick(rng, HOSTILE))
@@ -151,7 +151,7 @@ def word(rng: Rng, words: Sequence[str]) -> str:
 
 
 def options(rng: Rng, known: dict[str, Sequence[str]]) -> list[str]:
-    """Some options, most of them with a word that they might take."""
+    """Choose some options, most of them with a plausible value."""
     words: list[str] = []
     for name in rng.permutation(list(known))[: rng.integers(0, 5)]:
         words.append(str(name))
@@ -163,19 +163,19 @@ def options(rng: Rng, known: dict[str, Sequence[str]]) -> list[str]:
 
 
 def command_line(rng: Rng, folder: Path) -> tuple[str, Work]:
-    """A command of ftmesh, or of what makes and reads records, with words of all kinds."""
+    """A command of ftmesh, a trainer or a record tool, with words of all kinds."""
     prepare(folder)
     kind = rng.random()
     if kind < 0.35:
         return trainer_line(rng) if kind < 0.2 else pod_line(rng)
     name = pick(rng, list(COMMANDS))
-    places, known = COMMANDS[name]
-    argv = [name, word(rng, places), *options(rng, known)]
-    return repr(argv)[:300], lambda: checked(argv)
+    targets, known = COMMANDS[name]
+    argv = [name, word(rng, targets), *options(rng, known)]
+    return repr(argv)[:300], lambda: run_checked(argv)
 
 
 def trainer_line(rng: Rng) -> tuple[str, Work]:
-    """One of the trainers, on data that is not there, so that it never comes to training."""
+    """A trainer or record tool, on missing data, so that it never trains."""
     name = pick(rng, [*TRAINERS, *RECORDS])
     run, known = (TRAINERS | RECORDS)[name]
     argv = options(rng, known)
@@ -187,25 +187,25 @@ def trainer_line(rng: Rng) -> tuple[str, Work]:
 
 
 def pod_line(rng: Rng) -> tuple[str, Work]:
-    """A pod of a program that is not there, so that no process is ever started."""
+    """A pod of a missing program, so that no process is started."""
     hosts, devices = (word(rng, ("2", "1", "4", "3", "0", *NUMBERS)) for _ in range(2))
     given = ["--hosts", hosts, "--devices-per-host", devices, *options(rng, LAUNCH)]
     argv = ["launch", *given, "--", NO_PROGRAM]
-    return repr(argv)[:300], lambda: refused(argv)
+    return repr(argv)[:300], lambda: run_rejected(argv)
 
 
-def refused(argv: list[str]) -> int:
-    """Carry a command out that cannot be."""
-    status = checked(argv)
+def run_rejected(argv: list[str]) -> int:
+    """Run a command that must be rejected."""
+    status = run_checked(argv)
     if status == 0 and not {"-h", "--help"} & {*argv}:
-        raise WrongError("there is nothing that could have been done")
+        raise WrongError("a command that cannot work has succeeded")
     return status
 
 
 def computed(rng: Rng, folder: Path) -> tuple[str, Work]:
-    """What computes on emulated devices: the doctor, and timings of tiny sums."""
+    """The doctor or a benchmark of tiny sums, on emulated devices."""
     prepare(folder)
-    sick = ""
+    faults = ""
     if rng.random() < 0.5:
         argv = ["bench", word(rng, TINY), "--payloads", word(rng, PAYLOADS), "--repeats"]
         argv += [
@@ -215,19 +215,19 @@ def computed(rng: Rng, folder: Path) -> tuple[str, Work]:
     else:
         argv = ["doctor", "--emulate", "--mesh", word(rng, TINY), *options(rng, DOCTOR)]
         argv += options(rng, PROCESSES) if rng.random() < 0.1 else []
-        sick = word(rng, SICK)
+        faults = word(rng, FAULTS)
 
     def work() -> int:
-        os.environ["FTMESH_SICK"] = sick
-        jax.config.update("jax_disable_most_optimizations", True)  # to compile sooner
-        status = checked(argv)
-        return 0 if argv[0] == "doctor" and status == NOT_WELL else status
+        os.environ["FTMESH_SICK"] = faults
+        jax.config.update("jax_disable_most_optimizations", True)  # compiles faster
+        status = run_checked(argv)
+        return 0 if argv[0] == "doctor" and status == UNHEALTHY else status
 
-    return f"{argv} {sick}"[:300], work
+    return f"{argv} {faults}"[:300], work
 
 
 def environment(rng: Rng, folder: Path) -> tuple[str, Work]:
-    """A plain command where variables, files and folders are not as usual."""
+    """A plain command with unusual variables, stdout or working folder."""
     prepare(folder)
     values = (*HOSTILE, *BLOCKS, *MESHES, *NUMBERS)
     variables = {
@@ -249,31 +249,31 @@ def environment(rng: Rng, folder: Path) -> tuple[str, Work]:
             os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
         elif trouble == "stdout closed":
             os.close(1)
-            setattr(sys, "stdout", None)  # noqa: B010 (as Python finds it)
+            setattr(sys, "stdout", None)  # noqa: B010 (as Python sets it)
         elif trouble == "folder gone":
             os.mkdir("gone")
             os.chdir("gone")
             os.rmdir("../gone")
-        return checked(argv)
+        return run_checked(argv)
 
     return f"{argv} {trouble} {variables}"[:300], work
 
 
 def prepare(folder: Path) -> None:
-    """What most lines find: a good schedule, a folder, a text."""
+    """Create what most commands use: a valid schedule, a folder and a text."""
     (folder / "folder").mkdir()
-    (folder / "a.npz").write_bytes(SOUND)
+    (folder / "a.npz").write_bytes(VALID_SCHEDULE)
     (folder / "text.txt").write_text("one two three\nfour five\n\n" * 12)
 
 
-SOUND = dump(ftmesh.plan(ftmesh.Topology.grid("4x4", failed="")).schedule)
+VALID_SCHEDULE = dumps(ftmesh.plan(ftmesh.Topology.grid("4x4", failed="")).schedule)
 
 
-def checked(argv: list[str]) -> int:
-    """Carry a command out, and look at what it wrote."""
+def run_checked(argv: list[str]) -> int:
+    """Run a command, and check the files it wrote."""
     status = main(argv)
     if os.path.exists("hacked"):
-        raise WrongError("a word was run as a command")
+        raise WrongError("an argument was run as a command")
     if status == 0:
         for option in ("--out", "--svg"):
             if option in argv:
@@ -284,8 +284,8 @@ def checked(argv: list[str]) -> int:
 def _check_output(option: str, path: Path) -> None:
     if path.suffix == ".html":
         if not path.read_text().rstrip().endswith("</html>"):
-            raise WrongError(f"{path} is no whole page")
+            raise WrongError(f"{path} is not a complete page")
     elif option == "--out":
         ftmesh.load(path)
     elif ElementTree.parse(path).getroot().tag != "{http://www.w3.org/2000/svg}svg":
-        raise WrongError(f"{path} is no SVG")
+        raise WrongError(f"{path} is not an SVG file")

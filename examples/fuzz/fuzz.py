@@ -1,10 +1,10 @@
-"""Fuzz: careless and hostile inputs of every kind, each in a process of its own, under limits.
+"""Fuzzer: careless and hostile inputs of every kind, each in its own process with limits.
 
-    scripts/fuzz --minutes 10 --seed 1                 all kinds in turn, until the time is over
-    scripts/fuzz --seed 1 --only images --case 17      this case again, with what it said
+    scripts/fuzz --minutes 10 --seed 1                 all kinds in turn, until the time is up
+    scripts/fuzz --seed 1 --only images --case 17      repeat this case and show its stderr
 
-No case may end in a traceback, go past its limits in time and memory, leave anything half-written,
-or be accepted where it is wrong. A table at the end counts how they ended.
+No case may end in a traceback, exceed its limits in time and memory, leave a half-written file, or
+accept wrong input. A table at the end counts the outcomes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy as np
 
 from examples.fuzz import commands, files
 from examples.fuzz.commands import Rng
-from examples.fuzz.running import CPU_SECONDS, MAX_BYTES, WALL_SECONDS, Ended, Work, run
-from ftmesh.command_line import MOST_SEED, Parser, number, whole_number
-from ftmesh.errors import NOT_FOUND, PROVED_WRONG, REFUSED, USAGE
+from examples.fuzz.running import CPU_SECONDS, MAX_BYTES, WALL_SECONDS, CaseResult, Work, run
+from ftmesh.command_line import MAX_SEED, Parser, number, whole_number
+from ftmesh.errors import NOT_FOUND, UNAVAILABLE, USAGE, VERIFICATION_FAILED
 from ftmesh.units import format_bytes
 
 Maker = Callable[[Rng, Path], tuple[str, Work]]
@@ -39,35 +39,35 @@ KINDS: dict[str, Maker] = {
     "text": files.text,
     "computed": commands.computed,
 }
-NAMES = {0: "done", USAGE: "usage", PROVED_WRONG: "proved wrong", NOT_FOUND: "not found"}
-NAMES[REFUSED] = "refused"
-SHOWN = 20  # problems
+NAMES = {0: "success", USAGE: "usage", VERIFICATION_FAILED: "not verified", NOT_FOUND: "not found"}
+NAMES[UNAVAILABLE] = "rejected"
+MAX_PROBLEMS_SHOWN = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fuzz until the time is over, and print the table; 1 if anything went wrong."""
+    """Fuzz until the time is up, and print the table; return 1 if a case failed."""
     args = _parser().parse_args(argv)
     kinds = [args.only] if args.only else list(KINDS)
     fuzzer = Fuzzer(args.seed)
-    until = time.monotonic() + 60 * args.minutes
+    deadline = time.monotonic() + 60 * args.minutes
     if args.case is not None:
         for kind in kinds:
-            ended = fuzzer.one(kind, args.case)
-            print(f"{kind} {args.case}: status {ended.status}, {ended.problem or 'well'}")
-            print(ended.stderr, end="")
+            result = fuzzer.run_case(kind, args.case)
+            print(f"{kind} {args.case}: status {result.status}, {result.problem or 'passed'}")
+            print(result.stderr, end="")
     else:
         number = 0
-        while time.monotonic() < until and (args.cases is None or number < args.cases):
+        while time.monotonic() < deadline and (args.cases is None or number < args.cases):
             for kind in kinds:
-                fuzzer.one(kind, number)
+                fuzzer.run_case(kind, number)
             number += 1
-            fuzzer.show(number)
+            fuzzer.show_progress(number)
     print(fuzzer.table())
     return 1 if fuzzer.problems else 0
 
 
 class Fuzzer:
-    """What has been tried with one seed, and how it ended."""
+    """Runs the cases of one seed and counts their outcomes."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -75,49 +75,54 @@ class Fuzzer:
         self.problems: list[str] = []
         self.worst: dict[str, tuple[float, int]] = {}
 
-    def one(self, kind: str, number: int) -> Ended:
-        """Try one case, which is the same each time."""
+    def run_case(self, kind: str, number: int) -> CaseResult:
+        """Run a case; the same seed, kind and number give the same case."""
         rng = np.random.default_rng([self.seed, list(KINDS).index(kind), number])
-        place = Path(tempfile.mkdtemp(prefix="ftmesh-fuzz-"))
+        root = Path(tempfile.mkdtemp(prefix="ftmesh-fuzz-"))
         try:
-            folder, outputs = place / "in", place / "out"
+            folder, outputs = root / "in", root / "out"
             folder.mkdir()
             outputs.mkdir()
-            what, work = KINDS[kind](rng, folder)
-            ended = run(work, folder, outputs)
+            description, work = KINDS[kind](rng, folder)
+            result = run(work, folder, outputs)
         finally:
-            shutil.rmtree(place, ignore_errors=True)
-        self.counts[kind][ended.problem or NAMES[ended.status]] += 1
-        if ended.problem:
-            last = (ended.stderr.splitlines() or [""])[-1]
-            self.problems.append(f"{kind} {number}: {ended.problem}: {what}\n    {last[:200]}")
-        seconds, most = self.worst.get(kind, (0.0, 0))
-        self.worst[kind] = max(seconds, ended.seconds), max(most, ended.max_bytes)
-        return ended
+            shutil.rmtree(root, ignore_errors=True)
+        self.counts[kind][result.problem or NAMES[result.status]] += 1
+        if result.problem:
+            last = (result.stderr.splitlines() or [""])[-1]
+            self.problems.append(
+                f"{kind} {number}: {result.problem}: {description}\n    {last[:200]}"
+            )
+        seconds, max_bytes = self.worst.get(kind, (0.0, 0))
+        self.worst[kind] = max(seconds, result.seconds), max(max_bytes, result.max_bytes)
+        return result
 
-    def show(self, number: int) -> None:
-        """How far it is, on a terminal."""
+    def show_progress(self, number: int) -> None:
+        """Show on a terminal how many cases have run."""
         if sys.stderr.isatty():
-            print(f"\r{number} of each, {len(self.problems)} wrong ", end="", file=sys.stderr)
+            print(f"\r{number} of each, {len(self.problems)} failed ", end="", file=sys.stderr)
 
     def table(self) -> str:
-        """A row for each kind, the problems, and what the limits were."""
+        """Format a row for each kind, the problems, and the limits."""
         known = [*NAMES.values()]
-        others = sorted({end for counts in self.counts.values() for end in counts} - {*known})
-        ends = [*known, *others]
-        lines = [f"{'seed ' + str(self.seed):<16}{'cases':>7}" + "".join(f"{e:>14}" for e in ends)]
+        others = {name for counts in self.counts.values() for name in counts} - {*known}
+        outcomes = [*known, *sorted(others)]
+        lines = [
+            f"{'seed ' + str(self.seed):<16}{'cases':>7}" + "".join(f"{e:>14}" for e in outcomes)
+        ]
         lines[0] += f"{'longest':>10}{'most memory':>13}"
         for kind, counts in self.counts.items():
-            seconds, most = self.worst[kind]
-            cells = "".join(f"{counts[end]:>14}" for end in ends)
+            seconds, max_bytes = self.worst[kind]
+            cells = "".join(f"{counts[name]:>14}" for name in outcomes)
             lines.append(
-                f"{kind:<16}{counts.total():>7}{cells}{seconds:>8.1f} s{format_bytes(most):>13}"
+                f"{kind:<16}{counts.total():>7}{cells}{seconds:>8.1f} s"
+                f"{format_bytes(max_bytes):>13}"
             )
-        lines += self.problems[:SHOWN]
-        wrong = f"{len(self.problems)} went wrong" if self.problems else "none went wrong"
+        lines += self.problems[:MAX_PROBLEMS_SHOWN]
+        failures = f"{len(self.problems) or 'none'} failed"
         total = sum(counts.total() for counts in self.counts.values())
         limits = f"{CPU_SECONDS} s of one core, {WALL_SECONDS} s, {format_bytes(MAX_BYTES)}"
-        lines.append(f"{total} cases, {wrong}; limits of a case: {limits}")
+        lines.append(f"{total} cases, {failures}; limits of a case: {limits}")
         return "\n".join(lines)
 
 
@@ -127,16 +132,22 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=number(0), default=10.0, metavar="M", help="(10)")
     parser.add_argument(
-        "--seed", type=whole_number(0, MOST_SEED), default=0, metavar="S", help="(0)"
-    )
-    parser.add_argument("--only", choices=tuple(KINDS), help="one kind of input")
-    parser.add_argument(
-        "--cases", type=whole_number(1), metavar="N", help="of each kind, at most (no limit)"
+        "--minutes", type=number(0), default=10.0, metavar="M", help="how long to run (default: 10)"
     )
     parser.add_argument(
-        "--case", type=whole_number(0), metavar="N", help="this one alone, with what it said"
+        "--seed",
+        type=whole_number(0, MAX_SEED),
+        default=0,
+        metavar="S",
+        help="random seed (default: 0)",
+    )
+    parser.add_argument("--only", choices=tuple(KINDS), help="only this kind of input")
+    parser.add_argument(
+        "--cases", type=whole_number(1), metavar="N", help="run at most N cases of each kind"
+    )
+    parser.add_argument(
+        "--case", type=whole_number(0), metavar="N", help="run only case N, and show its stderr"
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""Running: a case in a process of its own, with limits in time, in memory and in what it leaves."""
+"""Runs a case in its own process, with limits on time, memory and the files it leaves."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftmesh.command_line import BUG, INTERRUPTED
-from ftmesh.errors import NOT_FOUND, PROVED_WRONG, REFUSED, USAGE
+from ftmesh.errors import NOT_FOUND, UNAVAILABLE, USAGE, VERIFICATION_FAILED
 
-WRONG = 99  # the status of a case that was accepted and should not have been
-DONE = 0
-FINE = {DONE, USAGE, PROVED_WRONG, NOT_FOUND, REFUSED}
-CPU_SECONDS, WALL_SECONDS = 20, 120  # a machine may have other work to do
+ACCEPTED_WRONG = 99  # exit status of a case that accepted wrong input
+SUCCESS = 0
+ALLOWED = {SUCCESS, USAGE, VERIFICATION_FAILED, NOT_FOUND, UNAVAILABLE}
+CPU_SECONDS, WALL_SECONDS = 20, 120  # the machine may be busy
 MAX_BYTES = 2 * 2**30
-MAX_LINES = 3  # on stderr, of a case that is refused: a warning or two, and the line
+MAX_LINES = 3  # on stderr of a rejected case: up to two warnings, and the error
 _POLL = 0.01  # seconds
 
 Work = Callable[[], int]
 
 
 class WrongError(BaseException):
-    """Something was accepted that is not right. No handler of errors is to catch it."""
+    """Wrong input was accepted. A BaseException, so that no error handler catches it."""
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a case ended, and what is wrong with that, if anything is."""
+class CaseResult:
+    """How a case ended; `problem` is what is wrong with that, or ""."""
 
     status: int
     seconds: float
     max_bytes: int
     stderr: str
-    problem: str  # "" where all is well
+    problem: str
 
 
-def run(work: Work, folder: Path, outputs: Path) -> Ended:
-    """Do `work` in a process whose working folder is `folder`; its output goes to `outputs`."""
+def run(work: Work, folder: Path, outputs: Path) -> CaseResult:
+    """Run `work` in a child process in `folder`; its output goes to files in `outputs`."""
     before = _names(folder)
     start = time.monotonic()
     child = os.fork()
     if child == 0:
-        _be_the_child(work, folder, outputs)
-    status, usage, cut = _watched(child, start)
+        _run_child(work, folder, outputs)
+    status, usage, limit = _wait_for(child, start)
     stderr = (outputs / "stderr").read_text(errors="replace")
     left = _names(folder) - before
     max_bytes = usage.ru_maxrss * 1024
-    problem = cut or problem_of(status, stderr, folder, left, max_bytes)
-    return Ended(status, time.monotonic() - start, max_bytes, stderr, problem)
+    problem = limit or problem_of(status, stderr, folder, left, max_bytes)
+    return CaseResult(status, time.monotonic() - start, max_bytes, stderr, problem)
 
 
-def _be_the_child(work: Work, folder: Path, outputs: Path) -> None:
-    """Never returns."""
+def _run_child(work: Work, folder: Path, outputs: Path) -> None:
+    """Run `work` and exit; never returns."""
     status = BUG
     try:
         os.setsid()
@@ -74,7 +74,7 @@ def _be_the_child(work: Work, folder: Path, outputs: Path) -> None:
         status = stop.code if isinstance(stop.code, int) else USAGE
     except WrongError as error:
         print(f"WRONG: {error}", file=sys.stderr)
-        status = WRONG
+        status = ACCEPTED_WRONG
     except BaseException:
         traceback.print_exc()
     finally:
@@ -86,27 +86,27 @@ def _be_the_child(work: Work, folder: Path, outputs: Path) -> None:
         os._exit(status)
 
 
-def _watched(child: int, start: float) -> tuple[int, resource.struct_rusage, str]:
-    """Wait for a child, and end it where it goes past a limit; what that was, or ""."""
-    cut = ""
+def _wait_for(child: int, start: float) -> tuple[int, resource.struct_rusage, str]:
+    """Wait for a child, and kill it if it exceeds a limit; the last result is that limit or ""."""
+    limit = ""
     while True:
-        ended, code, usage = os.wait4(child, os.WNOHANG)
-        if ended:
+        pid, code, usage = os.wait4(child, os.WNOHANG)
+        if pid:
             break
-        if not cut:
+        if not limit:
             late = time.monotonic() - start > WALL_SECONDS
-            cut = "hangs" if late else "memory" if _resident(child) > MAX_BYTES else ""
-            if cut:
+            limit = "hangs" if late else "memory" if _resident(child) > MAX_BYTES else ""
+            if limit:
                 os.killpg(child, signal.SIGKILL)
         time.sleep(_POLL)
     if os.WIFSIGNALED(code):
         number = os.WTERMSIG(code)
-        cut = cut or ("hangs" if number == signal.SIGXCPU else f"signal {number}")
-    return os.waitstatus_to_exitcode(code), usage, cut
+        limit = limit or ("hangs" if number == signal.SIGXCPU else f"signal {number}")
+    return os.waitstatus_to_exitcode(code), usage, limit
 
 
 def _resident(process: int) -> int:
-    """Bytes of memory that a process has."""
+    """Return the resident memory of a process in bytes."""
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
@@ -115,28 +115,28 @@ def _resident(process: int) -> int:
 
 
 def problem_of(status: int, stderr: str, folder: Path, left: set[str], max_bytes: int) -> str:
-    """What is wrong with how a case ended, in a word."""
-    if status == WRONG:
+    """Name what is wrong with how a case ended, or return ""."""
+    if status == ACCEPTED_WRONG:
         return "accepted"
     if status == BUG or "Traceback (most recent call last)" in stderr:
         return "traceback"
-    if status not in FINE:
+    if status not in ALLOWED:
         return "interrupted" if status == INTERRUPTED else f"status {status}"
     if max_bytes > MAX_BYTES:
         return "memory"
     if any(not character.isprintable() and character != "\n" for character in stderr):
         return "control characters"
-    if status != DONE and not 1 <= stderr.count("\n") <= MAX_LINES:
+    if status != SUCCESS and not 1 <= stderr.count("\n") <= MAX_LINES:
         return "not one line"
     if any(Path(name).name.startswith(".") and ".ftmesh-index" not in name for name in left):
         return "left behind"
-    if not all(_is_whole(folder / name) for name in left):
+    if not all(_is_complete(folder / name) for name in left):
         return "half-written"
     return ""
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a file that was written is all there, as far as its kind tells."""
+def _is_complete(path: Path) -> bool:
+    """Check that an output file is complete, as far as its format shows."""
     if path.suffix not in (".npz", ".svg", ".png"):
         return True
     raw = path.read_bytes()

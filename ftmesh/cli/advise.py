@@ -1,4 +1,4 @@
-"""``ftmesh advise``: what to do about failed boards, and what each answer is worth."""
+"""``ftmesh advise``: compare strategies for failed boards, and recommend one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ from ftmesh.cli.arguments import (
 from ftmesh.command_line import MAX_SEED, whole_number
 from ftmesh.files import check_output_files
 from ftmesh.planning import advise
-from ftmesh.planning.advise import AtHand, Outcome, RouteAround, Site, SubMesh, Wait
-from ftmesh.planning.leaf_chips import IDLE, Ways
+from ftmesh.planning.advise import (
+    DamageComparison,
+    LargestSubMesh,
+    Outcome,
+    RouteAround,
+    TrainingJob,
+    WaitForRepair,
+)
+from ftmesh.planning.leaf_chips import IDLE, LeafChipCosts
 from ftmesh.topology.notation import format_failed
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time, parse_bytes, parse_time
@@ -34,11 +41,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "advise",
-        help="wait, shrink, keep spares or route around: what each is worth",
-        description="Play failures and repairs against the four answers to a failed board: wait "
-        "for repair, go on with the largest whole sub-mesh, keep hot spares, or route around the "
-        "hole; and say what to do about the damage at hand (--failed). Times are written 0.5us, "
-        "50ms, 10min, 8h or 90d.",
+        help="compare strategies for failed boards: wait, shrink, keep spares, route around",
+        description="Simulate failures and repairs under four strategies for a failed board: wait "
+        "for the repair, continue on the largest intact sub-mesh, keep hot spares, or route around "
+        "the hole. With --failed, recommend what to do now. Times are written 0.5us, 50ms, 10min, "
+        "8h or 90d.",
         epilog="example: ftmesh advise 16x32 --failed 4x2@6,14 --mtbf 3000d --repair 8h "
         "--checkpoint 30min --step 43ms --payload 102MB --tpu v3",
     )
@@ -62,13 +69,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--restart",
         metavar="TIME",
         default="10min",
-        help="time to start again after a failure, or to go back to more chips (default: 10min)",
+        help="time to restart after a failure, or to return to more chips (default: 10min)",
     )
     parser.add_argument(
         "--step",
         metavar="TIME",
         default="50ms",
-        help="a training step on the full mesh, its all-reduce included (default: 50ms)",
+        help="time of a training step on the full mesh, all-reduce included (default: 50ms)",
     )
     add_payload(parser)
     add_network(parser)
@@ -76,54 +83,58 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--spares",
         type=whole_number(0, MAX_SPARES),
         metavar="N",
-        help="spare boards kept, and paid for (default: as many as lie along the shortest side)",
+        help="spare boards to keep, and pay for (default: as many as fit along the shortest side)",
     )
-    parser.add_argument("--horizon", metavar="TIME", default="365d", help="time played per run")
+    parser.add_argument(
+        "--horizon", metavar="TIME", default="365d", help="simulated time per run (default: 365d)"
+    )
     parser.add_argument(
         "--runs",
         type=whole_number(1, MAX_RUNS),
         default=20,
         metavar="N",
-        help="histories played (20)",
+        help="number of simulated runs (default: 20)",
     )
     parser.add_argument(
         "--seed",
         type=whole_number(0, MAX_SEED),
         default=0,
         metavar="N",
-        help="of the failures (0)",
+        help="random seed of the failures (default: 0)",
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw where the time goes (matplotlib)")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="plot where the time goes (needs matplotlib)"
+    )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Play, and print the table and the advice."""
+    """Simulate, and print the table and the recommendation."""
     check_output_files(args.plot)
     damaged = topology_of(args)
-    site = _site(args, replace(damaged, failed=frozenset(), failed_links=frozenset()))
+    job = _training_job(args, replace(damaged, failed=frozenset(), failed_links=frozenset()))
     horizon = parse_time(args.horizon)
-    outcomes = advise.play_all(
-        site,
+    outcomes = advise.simulate_strategies(
+        job,
         horizon=horizon,
         runs=args.runs,
         seed=args.seed,
-        progress=partial(Progress(), what="histories"),
+        progress=partial(Progress(), what="runs"),
     )
     hurt = bool(damaged.failed or damaged.failed_links)
-    now = advise.at_hand(site, damaged) if hurt else None
+    now = advise.compare_for_damage(job, damaged) if hurt else None
     wires = None
-    if hurt and site.network.device_model:
-        wires = advise.at_hand(replace(site, network=site.network.wires), damaged)
-    hanging = advise.with_pendants(site, damaged) if hurt else None
+    if hurt and job.network.device_model:
+        wires = advise.compare_for_damage(replace(job, network=job.network.wires_only), damaged)
+    hanging = advise.compare_leaf_chips(job, damaged) if hurt else None
     if args.plot:
         from ftmesh.draw import plots
 
-        plots.save(plots.where_time_goes(outcomes, site), args.plot)
+        plots.save(plots.where_time_goes(outcomes, job), args.plot)
     if args.json:
-        print(json.dumps(_as_dict(site, outcomes, now, wires, hanging), indent=2))
+        print(json.dumps(_as_dict(job, outcomes, now, wires, hanging), indent=2))
         return
-    print(_table(site, outcomes, horizon))
+    print(_table(job, outcomes, horizon))
     print(textwrap.fill(_sentence(outcomes, now, wires), 100))
     if hanging:
         print(textwrap.fill(_about(*hanging), 100))
@@ -134,115 +145,117 @@ def run(args: argparse.Namespace) -> None:
         print(f"wrote {args.plot}")
 
 
-def _site(args: argparse.Namespace, whole: Topology) -> Site:
+def _training_job(args: argparse.Namespace, whole: Topology) -> TrainingJob:
     spares = args.spares
     if spares is None:
         shortest = min(whole.shape) if len(whole.shape) > 1 else 1
         spares = -(-shortest // advise.BOARD)
-    return Site(
+    return TrainingJob(
         topology=whole,
         mtbf=parse_time(args.mtbf),
-        repair=parse_time(args.repair),
-        checkpoint=parse_time(args.checkpoint),
-        step=parse_time(args.step),
+        repair_time=parse_time(args.repair),
+        checkpoint_interval=parse_time(args.checkpoint),
+        step_time=parse_time(args.step),
         payload_bytes=parse_bytes(args.payload),
-        restart=parse_time(args.restart),
-        spares=spares,
+        restart_time=parse_time(args.restart),
+        num_spares=spares,
         network=network_of(args),
     )
 
 
 def _mean(outcomes: list[Outcome], name: str) -> float:
-    return statistics.fmean(getattr(one, name) for one in outcomes)
+    return statistics.fmean(getattr(outcome, name) for outcome in outcomes)
 
 
-def _table(site: Site, outcomes: dict[str, list[Outcome]], horizon: float) -> str:
+def _table(job: TrainingJob, outcomes: dict[str, list[Outcome]], horizon: float) -> str:
     runs = len(next(iter(outcomes.values())))
-    rate = len(site.boards) * horizon / (site.mtbf + site.repair)
+    rate = len(job.boards) * horizon / (job.mtbf + job.repair_time)
     lines = [
-        f"{site.topology}, {len(site.boards)} boards, each failing every {format_time(site.mtbf)} "
-        f"and repaired in {format_time(site.repair)}:",
-        f"about {rate:.0f} failures in {format_time(horizon)}; means of {runs} histories, as "
-        "shares of what the full mesh would do without failures",
-        f"  {'answer':<18}{'goodput':>9}{'+-':>8}{'per chip paid':>15}{'fewer chips':>13}"
-        f"{'thrown away':>13}{'restarting':>12}{'waiting':>9}",
+        f"{job.topology}, {len(job.boards)} boards, each failing every {format_time(job.mtbf)} "
+        f"and repaired in {format_time(job.repair_time)}:",
+        f"about {rate:.0f} failures in {format_time(horizon)}; means of {runs} runs, as fractions "
+        "of the full mesh without failures",
+        f"  {'strategy':<18}{'goodput':>9}{'+-':>8}{'per chip paid':>15}{'fewer chips':>13}"
+        f"{'lost work':>13}{'restarting':>12}{'waiting':>9}",
     ]
     ranked = sorted(outcomes.items(), key=lambda item: -_mean(item[1], "trained"))
-    for name, each in ranked:
-        goodputs = [one.trained for one in each]
+    for name, results in ranked:
+        goodputs = [result.trained for result in results]
         error = statistics.stdev(goodputs) / runs**0.5 if runs > 1 else 0.0
-        label = f"{name} ({site.spares})" if each[0].paid > 1 else name
+        label = f"{name} ({job.num_spares})" if results[0].paid > 1 else name
         lines.append(
-            f"  {label:<18}{_mean(each, 'trained'):>9.4f}{error:>8.4f}"
-            f"{_mean(each, 'per_chip'):>15.4f}{_mean(each, 'slower'):>13.4f}"
-            f"{_mean(each, 'thrown_away'):>13.4f}{_mean(each, 'restarting'):>12.4f}"
-            f"{_mean(each, 'waiting'):>9.4f}"
+            f"  {label:<18}{_mean(results, 'trained'):>9.4f}{error:>8.4f}"
+            f"{_mean(results, 'per_chip'):>15.4f}{_mean(results, 'slower'):>13.4f}"
+            f"{_mean(results, 'thrown_away'):>13.4f}{_mean(results, 'restarting'):>12.4f}"
+            f"{_mean(results, 'waiting'):>9.4f}"
         )
     return "\n".join(lines)
 
 
-def _sentence(outcomes: dict[str, list[Outcome]], now: AtHand | None, wires: AtHand | None) -> str:
+def _sentence(
+    outcomes: dict[str, list[Outcome]], now: DamageComparison | None, wires: DamageComparison | None
+) -> str:
     if now is None:
         best = max(outcomes, key=lambda name: _mean(outcomes[name], "per_chip"))
         return (
-            f"Advice: over time, '{best}' does most per chip paid for: "
-            f"{_mean(outcomes[best], 'per_chip'):.1%} of what it could."
+            f"Advice: over time, '{best}' does the most work per chip paid for: "
+            f"{_mean(outcomes[best], 'per_chip'):.1%} of the maximum."
         )
     box = now.topology.largest_rectangle()
     hours = {name: format_time(done) for name, done in now.done.items()}
-    wait, sub_mesh, around = Wait.name, SubMesh.name, RouteAround.name
+    wait, sub_mesh, around = WaitForRepair.name, LargestSubMesh.name, RouteAround.name
     verb = {
         wait: "wait for the repair",
-        sub_mesh: f"go on with the sub-mesh {box}",
-        around: f"route around the damage and go on with all {now.topology.num_live} live chips",
+        sub_mesh: f"continue on the sub-mesh {box}",
+        around: f"route around the damage and continue on all {now.topology.num_live} live chips",
     }[now.best]
     if now.best == wait:
         return (
-            f"Advice for {now.topology}: {verb}; it is done in {format_time(now.repair)}, too soon "
-            "to be worth a restart."
+            f"Advice for {now.topology}: {verb}; it takes {format_time(now.repair_time)}, too "
+            "short to be worth a restart."
         )
     other = sub_mesh if now.best == around else around
     alone = f" ({wires.speeds[now.best]:.1%} on the wires alone)" if wires else ""
     return (
         f"Advice for {now.topology}: {verb}, at {now.speeds[now.best]:.1%} of full speed{alone}. "
-        f"In the {format_time(now.repair)} until repair that does {hours[now.best]} of full-mesh "
-        f"work, the restart paid, where '{other}' would do {hours[other]} and waiting none."
+        f"In the {format_time(now.repair_time)} until the repair this does {hours[now.best]} of "
+        f"full-mesh work, restart included; '{other}' would do {hours[other]} and waiting none."
     )
 
 
-def _about(hanging: Ways, compute: float) -> str:
-    """What to do with chips that hang on one link."""
-    steps = hanging.steps(compute)
+def _about(hanging: LeafChipCosts, compute: float) -> str:
+    """Recommend what to do with chips that are connected by one link."""
+    steps = hanging.step_seconds(compute)
     best = hanging.best(compute)
-    todo = "leave all live chips in"
+    todo = "use all live chips"
     if best == IDLE:
-        todo = f"plan with --failed {format_failed(hanging.without.failed)!r}"
+        todo = f"plan with --failed {format_failed(hanging.idle_topology.failed)!r}"
     return (
-        f"Of these, {hanging}. With what is computed, a step takes "
+        f"Of these, {hanging}. With the computation, a step takes "
         + ", ".join(f"{format_time(seconds)} {name}" for name, seconds in steps.items())
         + f": {todo}."
     )
 
 
 def _as_dict(
-    site: Site,
+    job: TrainingJob,
     outcomes: dict[str, list[Outcome]],
-    now: AtHand | None,
-    wires: AtHand | None,
-    hanging: tuple[Ways, float] | None,
+    now: DamageComparison | None,
+    wires: DamageComparison | None,
+    hanging: tuple[LeafChipCosts, float] | None,
 ) -> dict[str, object]:
     return {
-        "mesh": site.topology.name,
-        "boards": len(site.boards),
-        "spares": site.spares,
+        "mesh": job.topology.name,
+        "boards": len(job.boards),
+        "spares": job.num_spares,
         "answers": [
             {
                 "answer": name,
-                "goodput": _mean(each, "trained"),
-                "per_chip": _mean(each, "per_chip"),
-                **{share: _mean(each, share) for share in SHARES},
+                "goodput": _mean(results, "trained"),
+                "per_chip": _mean(results, "per_chip"),
+                **{share: _mean(results, share) for share in SHARES},
             }
-            for name, each in outcomes.items()
+            for name, results in outcomes.items()
         ],
         "at_hand": None
         if now is None
@@ -255,9 +268,9 @@ def _as_dict(
         "pendants": None
         if hanging is None
         else {
-            "chips": [list(chip) for chip in hanging[0].pendants],
+            "chips": [list(chip) for chip in hanging[0].leaf_chips],
             "all_reduce_seconds": hanging[0].seconds,
-            "step_seconds": hanging[0].steps(hanging[1]),
+            "step_seconds": hanging[0].step_seconds(hanging[1]),
             "best": hanging[0].best(hanging[1]),
         },
     }

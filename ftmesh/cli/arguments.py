@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and what they share in carrying them out."""
+"""Arguments and progress displays that several commands share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 from ftmesh.algorithms import registry
 from ftmesh.command_line import say
-from ftmesh.cost.links import DEFAULT, NETWORKS, Network, network
+from ftmesh.cost.links import DEFAULT, NETWORKS, Network, parse_network
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import EXECUTORS, PPERMUTE
 from ftmesh.planning.selection import ALGORITHMS, AUTO
+from ftmesh.topology.damage import CoordFrame, environment_failed_chips
 from ftmesh.topology.notation import parse_shape
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
@@ -24,20 +25,25 @@ T = TypeVar("T")
 
 
 def add_mesh(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """MESH, --failed, --failed-links, --wrap."""
+    """Add MESH, --failed, --failed-links and --wrap."""
     parser.add_argument(
-        "mesh", metavar="MESH", nargs="?" if optional else None, help="shape, x first: 16x32, 4x4x8"
+        "mesh",
+        metavar="MESH",
+        nargs="?" if optional else None,
+        help="mesh shape, x first, such as 16x32 or 4x4x8",
     )
     add_damage(parser)
-    parser.add_argument("--wrap", metavar="AXES", default="", help="axes that wrap: 'x', 'xyz'")
+    parser.add_argument(
+        "--wrap", metavar="AXES", default="", help="axes that wrap around: 'x', 'xyz'"
+    )
 
 
 def add_damage(parser: argparse.ArgumentParser) -> None:
-    """--failed, --failed-links."""
+    """Add --failed and --failed-links."""
     parser.add_argument(
         "--failed",
         metavar="BLOCKS",
-        help="failed chips: '4x2@6,14' or '2x2@2,2;2x2@8,4', on three axes '2x2x1@0,0,4' "
+        help="failed chips, as blocks: '4x2@6,14' or '2x2@2,2;2x2@8,4', in 3D '2x2x1@0,0,4' "
         "(default: the environment variable FTMESH_FAILED)",
     )
     parser.add_argument(
@@ -46,55 +52,55 @@ def add_damage(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tile(parser: argparse.ArgumentParser) -> None:
-    """--tile."""
+    """Add --tile."""
     parser.add_argument(
         "--tile",
         metavar="SHAPE",
-        help="cut the mesh into tiles, as 2x2: each is a model group and one rank, and fails with "
-        "any of its chips (default: every chip is a rank)",
+        help="divide the mesh into tiles of this shape, such as 2x2; a tile is one rank, for "
+        "example a model-parallel group, and fails with any of its chips (default: every chip is "
+        "a rank)",
     )
 
 
 def add_algorithm(parser: argparse.ArgumentParser) -> None:
-    """--algorithm."""
+    """Add --algorithm."""
     parser.add_argument(
         "--algorithm",
         choices=ALGORITHMS,
         default="auto",
-        help="how to sum: auto is the fastest of the others by simulation, but looks at tree only "
-        "for TPU v3 to v6e and where no other serves; best looks at it wherever it could be "
-        "faster, and takes longer to plan (default: auto)",
+        help="all-reduce algorithm; auto is the fastest of the others by simulation (default: "
+        "auto)",
     )
 
 
 def add_executor(parser: argparse.ArgumentParser) -> None:
-    """--executor."""
+    """Add --executor."""
     parser.add_argument(
         "--executor",
         choices=(AUTO, *EXECUTORS),
         default=PPERMUTE,
-        help="what runs the rounds: permutations, or one Pallas kernel, or what takes less of them "
-        "by a model that nobody has measured (default: %(default)s)",
+        help="what runs the rounds: ppermute, one Pallas kernel, or auto, the faster of them by an "
+        "unmeasured model (default: %(default)s)",
     )
 
 
 def add_payload(parser: argparse.ArgumentParser) -> None:
-    """--payload."""
+    """Add --payload."""
     parser.add_argument(
         "--payload",
         metavar="SIZE",
         default="100MB",
-        help="bytes to sum, as 100MB or 64KiB (default: 100MB)",
+        help="bytes to sum on every chip, such as 100MB or 64KiB (default: 100MB)",
     )
 
 
 def add_network(parser: argparse.ArgumentParser) -> None:
-    """--tpu, --link, --latency, --overhead, --wires-only."""
+    """Add --tpu, --link, --latency, --overhead and --wires-only."""
     parser.add_argument(
         "--tpu",
         choices=NETWORKS,
-        help="take the published link rate of a TPU generation, 1us a hop, and what ftmesh's "
-        "executor costs there, where it is known",
+        help="use the published link rate of a TPU generation, 1us per hop, and the cost of "
+        "ftmesh's executor on it, where known",
     )
     parser.add_argument(
         "--link",
@@ -102,45 +108,50 @@ def add_network(parser: argparse.ArgumentParser) -> None:
         help=f"bytes per second of a link, each way (default: {format_rate(DEFAULT.bandwidth)})",
     )
     parser.add_argument(
-        "--latency", metavar="TIME", help=f"per hop (default: {format_time(DEFAULT.latency)})"
+        "--latency",
+        metavar="TIME",
+        help=f"latency per hop (default: {format_time(DEFAULT.latency)})",
     )
     parser.add_argument(
-        "--overhead", metavar="TIME", help="per transfer at its sender (default: none)"
+        "--overhead", metavar="TIME", help="time per transfer at the sender (default: none)"
     )
     parser.add_argument(
-        "--wires-only", action="store_true", help="leave out what the executor of --tpu costs"
+        "--wires-only", action="store_true", help="ignore the cost of the executor on --tpu"
     )
 
 
 def network_of(args: argparse.Namespace) -> Network:
-    """The network that the arguments of `add_network` describe."""
-    base = network(args.tpu or DEFAULT, args.latency, args.overhead)
+    """Build the network from the arguments of `add_network`."""
+    base = parse_network(args.tpu or DEFAULT, args.latency, args.overhead)
     if args.link:
         base = replace(base, bandwidth=parse_rate(args.link), source="as given")
-    return base.wires if args.wires_only else base
+    return base.wires_only if args.wires_only else base
 
 
 def topology_of(args: argparse.Namespace) -> Topology:
-    """The topology that the arguments of `add_mesh` describe, in tiles where `add_tile`'s say."""
+    """Build the topology from the arguments of `add_mesh` and `add_tile`."""
     axes = "xyz"[: len(parse_shape(args.mesh))]
-    wrong = sorted(set(args.wrap) - set(axes))
-    if wrong:
-        raise ArgumentError(f"--wrap {args.wrap}: mesh {args.mesh} has no axis {wrong[0]!r}")
+    unknown = sorted(set(args.wrap) - set(axes))
+    if unknown:
+        raise ArgumentError(f"--wrap {args.wrap}: mesh {args.mesh} has no axis {unknown[0]!r}")
+    failed = args.failed
+    if failed is None:
+        failed = environment_failed_chips(CoordFrame.for_grid(args.mesh))
     chips = Topology.grid(
         args.mesh,
-        failed=args.failed,
+        failed=failed,
         failed_links=args.failed_links,
         wrap=[axis in args.wrap for axis in axes],
     )
     tile = getattr(args, "tile", None)
-    topology = chips if tile is None else TiledTopology.of(chips, tile)
+    topology = chips if tile is None else TiledTopology.from_topology(chips, tile)
     registry.check_size(topology)
     return topology
 
 
 def mesh_summary(topology: Topology) -> dict[str, Any]:
-    """What a program would want to know of a mesh; `live` counts ranks, which may be tiles."""
-    chips = {"mesh": topology.wires.name, "failed": sorted(topology.wires.failed)}
+    """Describe a mesh as JSON values; `live` counts ranks, which may be tiles."""
+    chips = {"mesh": topology.physical.name, "failed": sorted(topology.physical.failed)}
     summary: dict[str, Any] = {**chips, "live": topology.num_live}
     if isinstance(topology, TiledTopology):
         summary |= {
@@ -153,13 +164,13 @@ def mesh_summary(topology: Topology) -> dict[str, Any]:
 
 
 class Stages:
-    """Says on a terminal what long work is under way, and remembers how long each part took."""
+    """Shows on a terminal which stage of a command is running, and records how long each took."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def run(self, name: str, work: Callable[[], T]) -> T:
-        """Do `work`, under the name of what is being done."""
+        """Run `work` as the stage `name`."""
         shown = sys.stderr is not None and sys.stderr.isatty()
         if shown:
             print(f"{name} ...", end="", file=sys.stderr, flush=True)
@@ -176,15 +187,15 @@ class Stages:
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line every ten seconds, so that nobody waits in silence."""
+    """A progress bar on a terminal; elsewhere a line every ten seconds."""
 
-    EVERY = 10.0  # seconds
+    INTERVAL = 10.0  # seconds
 
     def __init__(self) -> None:
-        self._said = time.monotonic()
+        self._last_line = time.monotonic()
 
     def __call__(self, done: int, total: int, what: str = "") -> None:
-        """So much is done, and `what` comes next."""
+        """Show that `done` of `total` steps are done, and `what` comes next."""
         if sys.stderr is None:
             return
         if sys.stderr.isatty():
@@ -194,6 +205,6 @@ class Progress:
             print(
                 f"\r\033[K[{bar}] {done}/{total} {what}{end}", end="", file=sys.stderr, flush=True
             )
-        elif done < total and time.monotonic() - self._said >= self.EVERY:
-            self._said = time.monotonic()
+        elif done < total and time.monotonic() - self._last_line >= self.INTERVAL:
+            self._last_line = time.monotonic()
             say(f"{done}/{total} {what}")

@@ -1,4 +1,4 @@
-"""``ftmesh doctor``: look at the chips and links of this machine, or of all hosts of a pod."""
+"""``ftmesh doctor``: test the chips and links of this machine, or of all hosts of a pod."""
 
 from __future__ import annotations
 
@@ -11,126 +11,132 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ftmesh.cli.arguments import Progress
-from ftmesh.command_line import add_processes, number
+from ftmesh.command_line import add_process_arguments, number
 from ftmesh.draw import Panel, draw_text
-from ftmesh.draw.panel import size
+from ftmesh.draw.panel import page_size
 from ftmesh.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from ftmesh.distributed.process_group import Cluster
+    from ftmesh.distributed.process_group import ProcessGroup
     from ftmesh.health.findings import Findings
     from ftmesh.topology.topology import Topology
 
-_WIDEST = 32  # chips of a row that is drawn
+_MAX_WIDTH = 32  # chips per row in a drawing
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "doctor",
-        help="look for chips and links that are wrong, silent or slow",
-        description="Have every live chip compute what is known, and every link carry a pattern "
-        "there and back, and say which of them are wrong, silent or slow. The last line is what to "
-        "leave out, as --failed takes it.",
+        help="find chips and links that are wrong, silent or slow",
+        description="Test every live chip with a computation whose result is known, and every link "
+        "with a pattern sent there and back, and list those that are wrong, silent or slow. The "
+        "last line is the --failed option that excludes them.",
         epilog="examples: ftmesh doctor; ftmesh doctor --emulate --mesh 4x4; ftmesh launch --hosts "
-        "2 --devices-per-host 8 --mesh 4x4 -- ftmesh doctor. Exit status: 0, all is well; 1, "
-        "something was found; 2, bad arguments. FTMESH_SICK='wrong@1,2;link-slow@0,0-1,0' plants "
-        "what is to be found: wrong, slow or silent, chips or links.",
+        "2 --devices-per-host 8 --mesh 4x4 -- ftmesh doctor. Exit status: 0, all "
+        "healthy; 1, something is unhealthy; 2, bad arguments. To try it out, "
+        "FTMESH_SICK='wrong@1,2;link-slow@0,0-1,0' makes chips or links wrong, slow or silent.",
     )
-    parser.add_argument("--mesh", metavar="SHAPE", help="shape, x first (that of the devices)")
+    parser.add_argument(
+        "--mesh", metavar="SHAPE", help="mesh shape, x first (default: that of the devices)"
+    )
     parser.add_argument(
         "--failed",
         metavar="BLOCKS",
-        help="chips to leave alone: '4x2@6,14' (default: the environment variable FTMESH_FAILED)",
+        help="chips not to test: '4x2@6,14' (default: the environment variable FTMESH_FAILED)",
     )
     parser.add_argument(
         "--failed-links",
         metavar="LINKS",
         default="",
-        help="links to leave alone: '3,2-4,2;0,0-0,1'",
+        help="links not to test: '3,2-4,2;0,0-0,1'",
     )
     parser.add_argument(
-        "--emulate", action="store_true", help="look at CPU devices in place of chips; takes --mesh"
+        "--emulate",
+        action="store_true",
+        help="test emulated CPU devices instead of chips; needs --mesh",
     )
     parser.add_argument(
+        "--timeout",
         "--limit",
+        dest="timeout",
         type=number(0.001),
         default=60.0,
         metavar="SECONDS",
-        help="what takes longer to answer is silent (60)",
+        help="a chip or link that takes longer to respond is silent (default: 60)",
     )
     parser.add_argument(
         "--slow",
         type=number(1.001),
         default=3.0,
         metavar="FACTOR",
-        help="what takes so many times as long as the median of its peers is slow (3)",
+        help="one that takes FACTOR times the median of its peers is slow (default: 3)",
     )
     parser.add_argument(
         "--one-by-one",
         action="store_true",
-        help="try each link by itself, however many there are: takes longer, and names a silent "
-        "one (default: where a process has 128 or fewer)",
+        help="test each link by itself, also if a process has more than 128: slower, but can tell "
+        "which link is silent",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    add_processes(parser)
+    add_process_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, print what was found, and say whether all is well."""
+    """Test, print the findings, and return 0 if all are healthy."""
     if args.emulate and args.mesh is None:
-        raise ArgumentError("--emulate needs --mesh, to know what to emulate")
-    with _joined(args) as cluster:
-        topology = _topology(args, cluster)
-        cluster = cluster.on(topology)
-        if not cluster.takes_part:
-            return 0  # when the others are done
-        findings = _examined(args, topology, cluster)
-        if cluster.speaks:
+        raise ArgumentError("--emulate needs --mesh: the shape to emulate")
+    with _joined(args) as group:
+        topology = _topology(args, group)
+        group = group.for_topology(topology)
+        if not group.is_member:
+            return 0  # once the others are done
+        findings = _examine(args, topology, group)
+        if group.is_primary:
             _print(findings, as_json=args.json)
-    if any(one.kind == "silent" for one in findings.found):
-        atexit.register(_leave, 1)  # JAX would wait for it
-    return 0 if findings.is_well else 1
+    if any(entry.kind == "silent" for entry in findings.entries):
+        atexit.register(_exit_now, 1)  # JAX would wait for the silent chip
+    return 0 if findings.is_healthy else 1
 
 
-def _joined(args: argparse.Namespace) -> AbstractContextManager[Cluster]:
-    from ftmesh.distributed.initialize import join
-    from ftmesh.distributed.process_group import LIMIT, Cluster
+def _joined(args: argparse.Namespace) -> AbstractContextManager[ProcessGroup]:
+    from ftmesh.distributed.process_group import TIMEOUT, ProcessGroup
+    from ftmesh.elastic.elastic_group import initialize
 
     given = (args.coordinator, args.num_processes, args.process_id)
     if args.emulate:
-        if any(one is not None for one in given):
-            raise ArgumentError("--emulate is for one process: leave it out of several")
-        return Cluster()
-    return join(*given, limit=max(LIMIT, args.limit), name="ftmesh doctor")
+        if any(value is not None for value in given):
+            raise ArgumentError("--emulate is for one process: do not give it with several")
+        return ProcessGroup()
+    return initialize(*given, timeout=max(TIMEOUT, args.timeout), name="ftmesh doctor")
 
 
-def _topology(args: argparse.Namespace, cluster: Cluster) -> Topology:
+def _topology(args: argparse.Namespace, group: ProcessGroup) -> Topology:
     from ftmesh.distributed.consensus import agreed_topology
     from ftmesh.testing import cpu_grid
 
     damage = {"failed": args.failed, "failed_links": args.failed_links}
     if args.emulate:
         return cpu_grid(args.mesh, **damage)
-    cluster.agree({"--limit": args.limit, "--slow": args.slow, "--one-by-one": args.one_by_one})
-    return agreed_topology(cluster, shape=args.mesh, **damage)
+    group.agree({"--timeout": args.timeout, "--slow": args.slow, "--one-by-one": args.one_by_one})
+    return agreed_topology(group, shape=args.mesh, **damage)
 
 
-def _examined(args: argparse.Namespace, topology: Topology, cluster: Cluster) -> Findings:
+def _examine(args: argparse.Namespace, topology: Topology, group: ProcessGroup) -> Findings:
     from dataclasses import replace
 
     from ftmesh.health.doctor import examine
     from ftmesh.health.probe_programs import Probes
-    from ftmesh.testing.unhealthy import Sick
+    from ftmesh.testing.unhealthy import UnhealthySpec
     from ftmesh.topology.devices import platform_of
 
-    sick = Sick.from_environment(topology)
-    probes = Probes.of(platform_of(topology.devices[0]), sick)
+    unhealthy = UnhealthySpec.from_environment(topology)
+    probes = Probes.for_platform(platform_of(topology.devices[0]), unhealthy)
     if args.one_by_one:
-        probes = replace(probes, one_by_one=sys.maxsize)
-    options: dict[str, Any] = {"progress": Progress()} if cluster.speaks else {}
+        probes = replace(probes, max_single_links=sys.maxsize)
+    options: dict[str, Any] = {"progress": Progress()} if group.is_primary else {}
     return examine(
-        topology, cluster=cluster, limit=args.limit, slow=args.slow, probes=probes, **options
+        topology, group=group, timeout=args.timeout, slow=args.slow, probes=probes, **options
     )
 
 
@@ -138,13 +144,13 @@ def _print(findings: Findings, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(findings.to_json(), indent=2), flush=True)
         return
-    if size(findings.topology)[0] <= _WIDEST:
-        print(draw_text(Panel(findings.picture, str(findings.topology))))
+    if page_size(findings.topology)[0] <= _MAX_WIDTH:
+        print(draw_text(Panel(findings.damaged_topology, str(findings.topology))))
     print(findings, flush=True)
 
 
-def _leave(status: int) -> None:
-    """End without JAX's own ending."""
+def _exit_now(status: int) -> None:
+    """Exit without JAX's cleanup."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)

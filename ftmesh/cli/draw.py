@@ -1,4 +1,4 @@
-"""``ftmesh draw``: a picture on the terminal, or an SVG for a page."""
+"""``ftmesh draw``: draw a schedule on the terminal or as SVG."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ftmesh.cli.arguments import add_algorithm, add_mesh, add_tile, topology_of
 from ftmesh.command_line import whole_number
 from ftmesh.draw import Panel, draw_svg, draw_text, figure, phase_panel, schedule_panels
 from ftmesh.errors import ArgumentError
-from ftmesh.files import check_targets, write_text
+from ftmesh.files import check_output_files, write_text
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,7 +21,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Draw the phases of a schedule, on the terminal or as SVG. MESH may also be a "
         "saved schedule, FILE.npz.",
         epilog="examples: ftmesh draw 8x8 --failed 2x2@2,2 --phase 0; ftmesh draw 4x4x4 --wrap xyz "
-        "--algorithm colours --phase 0 --lane 0; ftmesh draw --figure 9 --svg figure-9.svg",
+        "--algorithm multi_ring --phase 0 --lane 0; ftmesh draw --figure 9 --svg figure-9.svg",
     )
     add_mesh(parser, optional=True)
     add_tile(parser)
@@ -36,13 +36,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--lane",
         type=whole_number(0),
         metavar="L",
-        help="only lane L of phase K: one way of one of its rings",
+        help="only lane L of phase K: one direction of one of its rings",
     )
     parser.add_argument(
         "--half",
         type=whole_number(0, 1),
         choices=(0, 1),
-        help="only one half of the payload: one way of a ring",
+        help="only one half of the payload: one direction of a ring",
     )
     parser.add_argument(
         "--figure",
@@ -54,8 +54,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Draw what was asked for."""
-    check_targets(args.svg)
+    """Draw the schedule or figure."""
+    check_output_files(args.svg)
     panels = _panels(args)
     if args.svg:
         write_text(args.svg, draw_svg(panels))
@@ -74,17 +74,19 @@ def _panels(args: argparse.Namespace) -> list[Panel]:
         given = [args.mesh, args.phase, *narrowed.values()]
         if describes_mesh or any(value is not None for value in given):
             raise ArgumentError(
-                "a figure of the paper is what it is: give --figure alone, or with --svg"
+                "the mesh of a figure of the paper is fixed: give --figure alone, or with --svg"
             )
         return figure(args.figure)
     if args.mesh is None:
         raise ArgumentError("give a MESH such as 8x8, a FILE.npz, or --figure N")
     for option in ("round", "lane"):
         if getattr(args, option) is not None and args.phase is None:
-            raise ArgumentError(f"--{option} counts within a phase: give --phase too")
+            raise ArgumentError(f"--{option} is counted within a phase: give --phase too")
     if args.mesh.endswith(".npz"):
         if describes_mesh:
-            raise ArgumentError(f"{args.mesh} says what it is for: leave the other options away")
+            raise ArgumentError(
+                f"{args.mesh} already describes its mesh: leave out the other options"
+            )
         schedule = ftmesh.load(args.mesh)
     else:
         schedule = ftmesh.plan(topology_of(args), args.algorithm).schedule

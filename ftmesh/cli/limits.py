@@ -1,4 +1,4 @@
-"""``ftmesh limits``: how fast a collective could be on a mesh, and what holds it up."""
+"""``ftmesh limits``: how fast a collective could be on a mesh, and what limits it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ftmesh.cli.arguments import (
 )
 from ftmesh.cost.links import Network
 from ftmesh.cost.lower_bounds import Limits, limits
-from ftmesh.cost.references import yardsticks
-from ftmesh.cost.round_bounds import MOST_CHIPS
+from ftmesh.cost.references import reference_times
+from ftmesh.cost.round_bounds import MAX_CHIPS
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
@@ -31,9 +31,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "limits",
-        help="the least time that any schedule could take, and where the damage hurts",
-        description="Find the least time that any all-gather, reduce-scatter or all-reduce could "
-        "take on a mesh, exactly, and show the chips and links that decide it.",
+        help="the least time that any schedule could take, and the bottleneck",
+        description="Compute the least time that any all-gather, reduce-scatter or all-reduce "
+        "could take on a mesh, exactly, and show the chips and links that are the bottleneck.",
         epilog="example: ftmesh limits 16x32 --failed 4x2@2,2 --payload 100MB --link 50GB/s",
     )
     add_mesh(parser)
@@ -44,97 +44,100 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Find the limits and say what they are."""
+    """Compute the limits and print them."""
     topology, network = topology_of(args), network_of(args)
     payload_bytes = parse_bytes(args.payload)
     stages = Stages()
-    found = stages.run("finding the limits", lambda: limits(topology))
-    times = stages.run("bounding rounds", lambda: _times(found, payload_bytes, network))
+    bounds = stages.run("finding the limits", lambda: limits(topology))
+    times = stages.run("bounding rounds", lambda: _times(bounds, payload_bytes, network))
     if args.json:
-        print(json.dumps(summary(found, times), indent=2))
+        print(json.dumps(summary(bounds, times), indent=2))
         return
-    print(found)
-    pictures = _pictures(found)
-    for title, groups in pictures:
+    print(bounds)
+    bottlenecks = _bottlenecks(bounds)
+    for title, groups in bottlenecks:
         print(f"{title}:\n{drawing(topology, groups)}")
-    if pictures:
-        print("o alone   a . together with their like   X failed   - | links between parts")
+    if bottlenecks:
+        print("o one chip   a, . groups of chips   X failed   - | links between groups")
     if isinstance(topology, TiledTopology):
         print(topology.describe())
     print(f"at least, for {format_bytes(payload_bytes)} over {network}:")
-    gather = found.all_gather_seconds(payload_bytes, network.bandwidth)
+    gather = bounds.all_gather_seconds(payload_bytes, network.bandwidth)
     print(f"  all-gather, or reduce-scatter    {format_time(gather)}")
     print(f"  reduce-scatter, then all-gather  {format_time(2 * gather)}")
-    print(f"  all-reduce                       {_shown(times['all_reduce_us'])}")
-    print(f"  any of them, by latency alone    {_shown(times['latency_floor_us'])}")
+    print(f"  all-reduce                       {_format_us(times['all_reduce_us'])}")
+    print(f"  any of them, by latency alone    {_format_us(times['latency_floor_us'])}")
     if not isinstance(topology, TiledTopology):
-        print(f"  all-reduce, in rounds            {_shown(times['all_reduce_rounds_us'])}")
-        print(f"  all-reduce, in rounds, by trees  {_shown(times['all_reduce_trees_us'])}")
+        print(f"  all-reduce, in rounds            {_format_us(times['all_reduce_rounds_us'])}")
+        print(f"  all-reduce, in rounds, by trees  {_format_us(times['all_reduce_trees_us'])}")
     if network.device_model:
-        floor = _shown(times["executor_floor_us"])
-        print(f"  all-reduce, in the executor      {floor}, if wires took no time")
+        floor = _format_us(times["executor_floor_us"])
+        print(f"  all-reduce, in the executor      {floor}, if the wires took no time")
     print(stages)
 
 
-def _times(found: Limits, payload_bytes: int, network: Network) -> dict[str, float | None]:
-    """The bounds in microseconds, each for its own reason alone; None for what is left out."""
+def _times(bounds: Limits, payload_bytes: int, network: Network) -> dict[str, float | None]:
+    """The bounds in microseconds, each for one reason alone; None if not computed."""
     seconds: dict[str, float | None] = {
-        "all_gather_us": found.all_gather_seconds(payload_bytes, network.bandwidth),
-        "all_reduce_us": found.all_reduce_seconds(payload_bytes, network.bandwidth),
-        "latency_floor_us": found.latency_seconds(network.latency, network.overhead),
+        "all_gather_us": bounds.all_gather_seconds(payload_bytes, network.bandwidth),
+        "all_reduce_us": bounds.all_reduce_seconds(payload_bytes, network.bandwidth),
+        "latency_floor_us": bounds.latency_seconds(network.latency, network.overhead),
     }
-    if not isinstance(found.topology, TiledTopology):
-        beside = yardsticks(found, payload_bytes, network)
-        seconds |= {"all_reduce_rounds_us": beside.rounds, "all_reduce_trees_us": beside.trees}
+    if not isinstance(bounds.topology, TiledTopology):
+        references = reference_times(bounds, payload_bytes, network)
+        seconds |= {
+            "all_reduce_rounds_us": references.rounds_bound,
+            "all_reduce_trees_us": references.tree_bound,
+        }
     if network.device_model:
-        seconds["executor_floor_us"] = network.device_model.floor_seconds(payload_bytes)
-    return {name: None if each is None else 1e6 * each for name, each in seconds.items()}
+        seconds["executor_floor_us"] = network.device_model.lower_bound_seconds(payload_bytes)
+    return {name: None if s is None else 1e6 * s for name, s in seconds.items()}
 
 
-def _shown(microseconds: float | None) -> str:
+def _format_us(microseconds: float | None) -> str:
     if microseconds is None:
-        return f"left out: it takes long for more than {MOST_CHIPS:,} chips"
+        return f"not computed: too slow for more than {MAX_CHIPS:,} chips"
     return format_time(microseconds / 1e6)
 
 
-def summary(found: Limits, times: dict[str, float | None]) -> dict[str, Any]:
-    """What a program would want to know of the limits."""
+def summary(bounds: Limits, times: dict[str, float | None]) -> dict[str, Any]:
+    """Describe the limits as JSON values."""
     return {
-        **mesh_summary(found.topology),
-        "links": found.links,
-        "strength": None if found.strength is None else float(found.strength),
+        **mesh_summary(bounds.topology),
+        "links": bounds.links,
+        "strength": None if bounds.strength is None else float(bounds.strength),
         **times,
-        "diameter": found.diameter,
-        "all_gather_share": str(found.all_gather),
-        "all_reduce_share": str(found.all_reduce),
-        "why_all_gather": found.why_all_gather,
-        "why_all_reduce": found.why_all_reduce,
+        "diameter": bounds.diameter,
+        "all_gather_share": str(bounds.all_gather),
+        "all_reduce_share": str(bounds.all_reduce),
+        "why_all_gather": bounds.why_all_gather,
+        "why_all_reduce": bounds.why_all_reduce,
     }
 
 
-def _pictures(found: Limits) -> list[tuple[str, list[tuple[Coord, ...]]]]:
-    """What to draw: bottlenecks of a 2-D mesh that take a picture to see."""
-    pictures = []
-    if len(found.topology.shape) == 2:
-        if len(found.cut) > 1:
-            pictures.append(("all-gather is held up here", [found.cut]))
-        if len(found.partition[0]) > 1 < len(found.partition):
-            pictures.append(("all-reduce is held up here", list(found.partition[1:])))
-    return pictures
+def _bottlenecks(bounds: Limits) -> list[tuple[str, list[tuple[Coord, ...]]]]:
+    """The bottlenecks of a 2D mesh that are worth drawing."""
+    bottlenecks = []
+    if len(bounds.topology.shape) == 2:
+        if len(bounds.cut) > 1:
+            bottlenecks.append(("bottleneck of all-gather", [bounds.cut]))
+        if len(bounds.partition[0]) > 1 < len(bounds.partition):
+            bottlenecks.append(("bottleneck of all-reduce", list(bounds.partition[1:])))
+    return bottlenecks
 
 
 def drawing(topology: Topology, groups: Sequence[Sequence[Coord]]) -> str:
-    """The chips of `groups` and those beside them, with only the links between different groups.
+    """Draw the chips of `groups` and their neighbours, with only the links between groups.
 
-    A chip that is a group of its own is ``o``, those of a larger group share a letter, and the rest
-    of the mesh is one group, drawn as dots. A link over the edge leaves at the right or the bottom.
+    A group of one chip is ``o``, the chips of a larger group share a letter, and the rest of the
+    mesh is one group, drawn as dots. A wrapping link leaves at the right or the bottom.
     """
     letters = iter("abcdefghijklmnpqrstuvwyz" * len(groups))
     group, marks = {}, dict.fromkeys(topology.failed, "X")
     for number, chips in enumerate(groups):
         group.update(dict.fromkeys(chips, number))
         marks.update(dict.fromkeys(chips, "o" if len(chips) == 1 else next(letters)))
-    near = {place for chip in group for place in (chip, *topology.neighbours(chip))}
+    near = {coord for chip in group for coord in (chip, *topology.neighbours(chip))}
     columns, rows = (
         range(max(min(line) - 1, 0), min(max(line) + 2, size))
         for line, size in zip(zip(*near, strict=True), topology.shape, strict=True)
@@ -143,22 +146,22 @@ def drawing(topology: Topology, groups: Sequence[Sequence[Coord]]) -> str:
     for y in rows:
         across = down = ""
         for x in columns:
-            right, below = (
+            crosses_right, crosses_below = (
                 topology.is_link((x, y), there) and group.get((x, y)) != group.get(there)
-                for there in _onward(topology, (x, y))
+                for there in _next_coords(topology, (x, y))
             )
-            across += marks.get((x, y), ".") + " -"[right]
-            down += " |"[below] + " "
+            across += marks.get((x, y), ".") + " -"[crosses_right]
+            down += " |"[crosses_below] + " "
         lines += [across, down]
     return "\n".join(f"  {line.rstrip()}" for line in lines if line.strip())
 
 
-def _onward(topology: Topology, chip: Coord) -> list[Coord]:
-    """The places after `chip` along x and along y, over the edge where an axis is long enough."""
-    places = []
+def _next_coords(topology: Topology, chip: Coord) -> list[Coord]:
+    """The coords after `chip` along x and y, around the edge if the axis is longer than 2."""
+    coords = []
     for axis, size in enumerate(topology.shape):
-        place = list(chip)
-        if place[axis] + 1 < size or size > 2:
-            place[axis] = (place[axis] + 1) % size
-        places.append(tuple(place))
-    return places
+        coord = list(chip)
+        if coord[axis] + 1 < size or size > 2:
+            coord[axis] = (coord[axis] + 1) % size
+        coords.append(tuple(coord))
+    return coords

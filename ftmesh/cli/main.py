@@ -1,7 +1,6 @@
-"""The command line: ``ftmesh plan 16x32 --failed 4x2@6,14``. One file per command.
+"""The command line: ``ftmesh plan 16x32 --failed 4x2@6,14``.
 
-What a user can cause ends with one line that says what was wrong, and a status of its own: see
-`ftmesh.command_line`. A traceback is a bug.
+User errors are one line and an exit status, see `ftmesh.command_line`. A traceback is a bug.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status."""
+    """Run the command line and return its exit status."""
     parser = Parser(
         prog="ftmesh",
-        description="All-reduce schedules for TPU meshes with failed chips: plan them, prove them\n"
-        "right, look at them, price them, and see what a TPU's compiler makes of them.",
+        description="All-reduce schedules for TPU meshes with failed chips: plan, verify, draw\n"
+        "and simulate them, compile them for a TPU, and run training that survives failures.",
         epilog="Blocks of failed chips are written WxH@x,y and joined by ';': 4x2@6,14 is 4 chips\n"
-        "along x and 2 along y, with its low corner at x=6, y=14. On three axes it is\n"
+        "along x and 2 along y, with its low corner at x=6, y=14. In 3D it is\n"
         f"WxHxD@x,y,z.\n\n{EXIT_STATUS_HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -63,14 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add(commands)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.prog = f"{parser.prog} {args.command}"  # whose --help has the right ones
+        parser.prog = f"{parser.prog} {args.command}"  # whose --help lists the right ones
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return run_command("ftmesh", lambda: _carried_out(args))
+    return run_command("ftmesh", lambda: _run(args))
 
 
-def _carried_out(args: argparse.Namespace) -> int | None:
+def _run(args: argparse.Namespace) -> int | None:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # arrows, on a terminal without them
+        sys.stdout.reconfigure(errors="replace")  # for terminals without arrows
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         status: int | None = COMMANDS[args.command].run(args)
@@ -78,5 +77,5 @@ def _carried_out(args: argparse.Namespace) -> int | None:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """One line, as errors are; where in the code it arose says nothing to a user."""
+    """Print a warning as one line, without its place in the code."""
     say(f"ftmesh: warning: {message}")

@@ -1,10 +1,9 @@
-"""``ftmesh plan``: from a damaged mesh to a proven schedule."""
+"""``ftmesh plan``: plan and verify an all-reduce for a damaged mesh."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from typing import Any
 
 import ftmesh
@@ -21,7 +20,7 @@ from ftmesh.cli.arguments import (
 )
 from ftmesh.command_line import whole_number
 from ftmesh.draw import draw_svg, schedule_panels
-from ftmesh.files import check_targets, write_text
+from ftmesh.files import check_output_files, write_text
 from ftmesh.planning.plan import Plan
 from ftmesh.schedule.schedule import SplitSchedule
 from ftmesh.units import parse_bytes
@@ -31,8 +30,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "plan",
-        help="plan an all-reduce on a mesh and prove it right",
-        description="Plan an all-reduce on a mesh, prove it right, and say what it does.",
+        help="plan an all-reduce on a mesh and prove it correct",
+        description="Plan an all-reduce on a mesh, prove it correct, and describe it.",
         epilog="example: ftmesh plan 16x32 --failed 4x2@6,14 --out plan.npz --svg plan.svg",
     )
     add_mesh(parser)
@@ -40,9 +39,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_algorithm(parser)
     add_payload(parser)
     add_network(parser)
-    parser.add_argument("--explain", action="store_true", help="also price every algorithm")
+    parser.add_argument(
+        "--explain", action="store_true", help="also show what every algorithm would cost"
+    )
     parser.add_argument("--out", metavar="FILE.npz", help="save the schedule")
-    parser.add_argument("--svg", metavar="FILE.svg", help="draw the phases")
+    parser.add_argument("--svg", metavar="FILE.svg", help="draw the phases as SVG")
     parser.add_argument(
         "--round", type=whole_number(0), metavar="R", help="also list the transfers of round R"
     )
@@ -50,46 +51,43 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Plan, verify, and write what was asked for."""
-    check_targets(args.out, args.svg)
+    """Plan, verify, and write the outputs."""
+    check_output_files(args.out, args.svg)
     topology = topology_of(args)
     payload_bytes = parse_bytes(args.payload)
     stages = Stages()
     plan = stages.run(
-        "planning",
+        "planning and proving",
         lambda: ftmesh.plan(
             topology,
             args.algorithm,
             payload_bytes=payload_bytes,
             link=network_of(args),
-            verify=False,
         ),
     )
-    proof = stages.run("verifying", lambda: ftmesh.verify(plan.schedule))
-    plan = replace(plan, proof=proof)
-    one_round = None if args.round is None else plan.schedule.describe_round(args.round)
+    round_text = None if args.round is None else plan.schedule.describe_round(args.round)
     if args.svg:
-        picture = stages.run("drawing", lambda: draw_svg(schedule_panels(plan.schedule)))
+        drawing = stages.run("drawing", lambda: draw_svg(schedule_panels(plan.schedule)))
     if args.out:
         stages.run("saving", lambda: ftmesh.save(plan.schedule, args.out))
     if args.svg:
-        write_text(args.svg, picture)
+        write_text(args.svg, drawing)
     if args.json:
         print(json.dumps(summary(plan), indent=2))
         return
     print(plan)
-    if one_round:
-        print(one_round)
+    if round_text:
+        print(round_text)
     if args.explain:
         print(plan.explain())
-    print(proof)
+    print(plan.proof)
     print(stages)
     for path in filter(None, (args.out, args.svg)):
         print(f"wrote {path}")
 
 
 def summary(plan: Plan) -> dict[str, Any]:
-    """What a program would want to know of a plan."""
+    """Describe a plan as JSON values."""
     schedule = plan.schedule
     return {
         "algorithm": plan.algorithm,

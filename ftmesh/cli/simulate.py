@@ -1,4 +1,4 @@
-"""``ftmesh simulate``: what schedules cost, and how far that is from the limit of the wires."""
+"""``ftmesh simulate``: what all-reduces cost, compared with the lower bound."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ftmesh.cli.arguments import (
 )
 from ftmesh.cost.links import Network
 from ftmesh.cost.lower_bounds import limits
-from ftmesh.cost.references import Yardsticks, yardsticks
+from ftmesh.cost.references import ReferenceTimes, reference_times
 from ftmesh.cost.simulate import MODES, Simulation, Simulator
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.files import check_output_files
 from ftmesh.planning.chunking import schedule_for
-from ftmesh.planning.leaf_chips import ways
-from ftmesh.planning.optimizer_cost import TOUCHED, memory_of, weigh
-from ftmesh.planning.selection import ALGORITHMS, BEST, CHOSEN, choose
+from ftmesh.planning.leaf_chips import leaf_chip_costs
+from ftmesh.planning.optimizer_cost import MEMORY_TRAFFIC, known_memory_bandwidth, optimizer_costs
+from ftmesh.planning.selection import ALGORITHMS, AUTO, select_algorithm
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
@@ -38,10 +38,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "simulate",
-        help="what an all-reduce costs, beside the physical limit",
-        description="Simulate all-reduces on a mesh, link by link, and set them beside the least "
-        "time that any all-reduce could take there. With --tpu, what ftmesh's executor costs is "
-        "added, and the wires alone are shown beside it. Nothing is run.",
+        help="what an all-reduce costs, compared with the physical limit",
+        description="Simulate all-reduces on a mesh, link by link, and compare them with the least "
+        "time that any all-reduce could take. With --tpu, the cost of ftmesh's executor is "
+        "included, and the time on the wires alone is shown as well. Nothing is run on devices.",
         epilog="example: ftmesh simulate 32x32 --failed 4x2@14,14 --algorithm all --tpu v3",
     )
     add_mesh(parser)
@@ -50,7 +50,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--algorithm",
         choices=(ALL, *ALGORITHMS),
         default=ALL,
-        help="one algorithm, in detail, or all that can serve the mesh (default: all)",
+        help="one algorithm, in detail, or all that work on the mesh (default: all)",
     )
     add_payload(parser)
     add_network(parser)
@@ -58,67 +58,76 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--mode",
         choices=MODES,
         default=MODES[0],
-        help="the clock that ranks them, and that trees are planned for: rounds that start "
-        "together everywhere, or each transfer as soon as it can (default: synchronous)",
+        help="the clock that ranks them, and that trees are planned for: rounds start together on "
+        "all chips (synchronous, the default), or each transfer starts as soon as it can",
     )
     parser.add_argument(
         "--optimizer",
-        choices=tuple(TOUCHED),
-        help="price the update of the weights too, on a chip of --tpu: with the optimizer's state "
-        "shared out among the chips, and whole at each",
+        choices=tuple(MEMORY_TRAFFIC),
+        help="also show the cost of the weight update on a chip of --tpu, with optimizer state "
+        "sharded over the chips and replicated",
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw time against payload (matplotlib)")
-    parser.add_argument("--heat-map", metavar="FILE", help="draw what each link carries, likewise")
+    parser.add_argument("--plot", metavar="FILE", help="plot time over payload (needs matplotlib)")
+    parser.add_argument("--heat-map", metavar="FILE", help="plot the load of every link")
     parser.add_argument("--json", action="store_true", help="print a list of results as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Plan, simulate, and print."""
+    """Plan, simulate, and print the costs."""
     check_output_files(args.plot, args.heat_map)
     topology, network = topology_of(args), network_of(args)
     payload_bytes = parse_bytes(args.payload)
     if args.optimizer:
-        memory_of(network)
+        known_memory_bandwidth(network)
         if args.json:
-            raise ArgumentError("--optimizer prints two lines, and --json none of them: give one")
+            raise ArgumentError("--optimizer has no JSON output: give --optimizer or --json")
     stages = Stages()
-    schedules, refusals = stages.run("planning", lambda: _schedules(args, topology, network))
+    schedules, errors = stages.run("planning", lambda: _schedules(args, topology, network))
     simulators = {name: Simulator(schedule) for name, schedule in schedules.items()}
-    priced = stages.run(
+    simulations = stages.run(
         "simulating",
         lambda: [
             {mode: simulator.run(payload_bytes, network, mode) for mode in MODES}
             for simulator in simulators.values()
         ],
     )
-    priced.sort(key=lambda one: one[args.mode].seconds)
-    beside = stages.run(
-        "finding the limits", lambda: yardsticks(limits(topology), payload_bytes, network)
+    simulations.sort(key=lambda by_mode: by_mode[args.mode].seconds)
+    references = stages.run(
+        "finding the limits", lambda: reference_times(limits(topology), payload_bytes, network)
     )
-    limit = beside.limit
+    limit = references.lower_bound
     if args.plot or args.heat_map:
         from ftmesh.draw import plots
 
         if args.plot:
             plots.save(plots.time_against_payload(simulators, network), args.plot)
         if args.heat_map:
-            plots.save(plots.link_loads(priced[0][args.mode]), args.heat_map)
+            plots.save(plots.link_loads(simulations[0][args.mode]), args.heat_map)
     if args.json:
-        print(json.dumps([summary(one, args.mode, beside) for one in priced], indent=2))
+        print(
+            json.dumps(
+                [summary(by_mode, args.mode, references) for by_mode in simulations], indent=2
+            )
+        )
         return
     if args.algorithm == ALL:
-        print(_table(priced, refusals, args.mode, beside))
+        print(_table(simulations, errors, args.mode, references))
     else:
-        print(priced[0][args.mode])
-        print(f"  {priced[0][args.mode].seconds / limit:.2f} times the limit, {format_time(limit)}")
+        fastest = simulations[0][args.mode]
+        print(fastest)
+        print(f"  {fastest.seconds / limit:.2f} times the limit, {format_time(limit)}")
     hanging = stages.run(
-        "looking for chips on one link", lambda: ways(topology, payload_bytes, network, args.mode)
+        "looking for chips on one link",
+        lambda: leaf_chip_costs(topology, payload_bytes, network, args.mode),
     )
     if hanging:
         print(f"  {hanging}")
     if args.optimizer:
         print(
-            stages.run("updating", lambda: weigh(topology, payload_bytes, network, args.optimizer))
+            stages.run(
+                "updating",
+                lambda: optimizer_costs(topology, payload_bytes, network, args.optimizer),
+            )
         )
     if isinstance(topology, TiledTopology):
         print(topology.describe())
@@ -130,67 +139,69 @@ def run(args: argparse.Namespace) -> None:
 def _schedules(
     args: argparse.Namespace, topology: Topology, network: Network
 ) -> tuple[dict[str, Schedule], dict[str, PlanError]]:
-    """What there is to price, and why some algorithms are left out."""
+    """Plan the schedules to simulate; also return why some algorithms do not work."""
     name, payload_bytes = args.algorithm, parse_bytes(args.payload)
-    if name in CHOSEN:
-        name = choose(topology, payload_bytes, network, best=name == BEST).algorithm
+    if name == AUTO:
+        name = select_algorithm(topology, payload_bytes, network).algorithm
     if name != ALL:
         return {name: schedule_for(topology, name, payload_bytes, network, args.mode)}, {}
-    found = registry.outcomes(topology)
-    for name in registry.CUT_BY_SIZE:
-        found[name] = schedule_for(topology, name, payload_bytes, network, args.mode)
+    outcomes = registry.try_algorithms(topology)
+    for name in registry.CHUNKED_BY_PAYLOAD:
+        outcomes[name] = schedule_for(topology, name, payload_bytes, network, args.mode)
     return (
-        {name: outcome for name, outcome in found.items() if isinstance(outcome, Schedule)},
-        {name: outcome for name, outcome in found.items() if isinstance(outcome, PlanError)},
+        {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Schedule)},
+        {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, PlanError)},
     )
 
 
 def _table(
-    priced: list[dict[str, Simulation]],
-    refusals: dict[str, PlanError],
+    simulations: list[dict[str, Simulation]],
+    errors: dict[str, PlanError],
     mode: str,
-    beside: Yardsticks,
+    references: ReferenceTimes,
 ) -> str:
-    limit = beside.limit
-    any_one = priced[0][mode]
-    device_model = any_one.network.device_model
+    limit = references.lower_bound
+    first = simulations[0][mode]
+    device_model = first.network.device_model
     lines = [
-        f"{format_bytes(any_one.payload_bytes)} on {any_one.schedule.topology}, {any_one.network}",
+        f"{format_bytes(first.payload_bytes)} on {first.schedule.topology}, {first.network}",
         f"  {'algorithm':<12}{'rounds':>7}{'synchronous':>13}{'dataflow':>11}{'x limit':>9}"
-        f"{'latency costs':>15}{'waiting costs':>15}{'links used':>12}"
+        f"{'latency':>12}{'contention':>12}{'links used':>12}"
         + f"{'wires alone':>13}{'x limit':>9}"
         * bool(device_model),
     ]
-    for one in priced:
-        ranked = one[mode]
+    for by_mode in simulations:
+        ranked = by_mode[mode]
         lines.append(
             f"  {ranked.schedule.algorithm:<12}{ranked.schedule.num_rounds:>7}"
-            f"{format_time(one['synchronous'].seconds):>13}"
-            f"{format_time(one['dataflow'].seconds):>11}{ranked.seconds / limit:>9.2f}"
-            f"{format_time(ranked.lost_to_latency):>15}"
-            f"{format_time(ranked.lost_to_contention):>15}{ranked.utilisation:>12.0%}"
+            f"{format_time(by_mode['synchronous'].seconds):>13}"
+            f"{format_time(by_mode['dataflow'].seconds):>11}{ranked.seconds / limit:>9.2f}"
+            f"{format_time(ranked.lost_to_latency):>12}"
+            f"{format_time(ranked.lost_to_contention):>12}{ranked.utilisation:>12.0%}"
             + f"{format_time(ranked.wires_seconds):>13}{ranked.wires_seconds / limit:>9.2f}"
             * bool(device_model)
         )
-    lines += [f"  {name:<12}cannot: {refusal}" for name, refusal in refusals.items()]
+    lines += [f"  {name:<12}cannot: {error}" for name, error in errors.items()]
     if device_model:
-        lines.append(any_one.executor_line)
-    return "\n".join([*lines, str(beside)])
+        lines.append(first.device_model_line)
+    return "\n".join([*lines, str(references)])
 
 
-def summary(one: dict[str, Simulation], mode: str, beside: Yardsticks) -> dict[str, Any]:
-    """What a program would want to know of a simulated schedule; times in microseconds."""
-    ranked = one[mode]
+def summary(
+    by_mode: dict[str, Simulation], mode: str, references: ReferenceTimes
+) -> dict[str, Any]:
+    """Describe a simulated schedule as JSON values; times are in microseconds."""
+    ranked = by_mode[mode]
     return {
         "algorithm": ranked.schedule.algorithm,
         "rounds": ranked.schedule.num_rounds,
         "mode": mode,
         "time_us": 1e6 * ranked.seconds,
-        **beside.as_json(),
-        "times_limit": ranked.seconds / beside.limit,
+        **references.as_json(),
+        "times_limit": ranked.seconds / references.lower_bound,
         "wires_us": 1e6 * ranked.wires_seconds,
-        "around_us": 1e6 * ranked.around_seconds,
-        **{f"{name}_us": 1e6 * each.seconds for name, each in one.items()},
+        "around_us": 1e6 * ranked.setup_seconds,
+        **{f"{name}_us": 1e6 * simulation.seconds for name, simulation in by_mode.items()},
         "lost_to_latency_us": 1e6 * ranked.lost_to_latency,
         "lost_to_contention_us": 1e6 * ranked.lost_to_contention,
         "utilisation": ranked.utilisation,

@@ -1,4 +1,4 @@
-"""``ftmesh view``: a page that plays what was planned, as a file or from a server on loopback."""
+"""``ftmesh view``: a page that plays schedules, as a file or from a local server."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ftmesh.cli.arguments import (
 )
 from ftmesh.command_line import whole_number
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.files import check_targets, write_text
-from ftmesh.planning.selection import ALGORITHMS, AUTO, BEST
+from ftmesh.files import check_output_files, write_text
+from ftmesh.planning.selection import ALGORITHMS, AUTO
 from ftmesh.schedule.files import load
 from ftmesh.topology.topology import Topology
 from ftmesh.units import parse_bytes
@@ -26,18 +26,18 @@ from ftmesh.view.page import page
 from ftmesh.view.scene import ALL, scene, scene_of
 
 DEFAULT_OUT = "view.html"
-MOST_PORT = 65535
-FEW = 16  # live chips up to which a file has the plan for the loss of each
+MAX_PORT = 65535
+MAX_CHIPS_WITH_LOSSES = 16  # up to this size a file has a plan for the loss of each chip
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "view",
-        help="play schedules in a browser: fail chips, see chunks travel",
-        description="Write a page that plays schedules in a browser, round by round, beside what "
-        "they cost; one file, which needs no network. With --serve, a page on this machine alone "
-        "that plans for the chips and links that are failed by clicking. MESH may also be a saved "
+        help="play schedules in a browser: click chips to fail them, watch chunks travel",
+        description="Write a page that plays schedules in a browser, round by round, with their "
+        "costs; one file that needs no network. With --serve, serve a page on this machine that "
+        "plans again when you click chips and links to fail them. MESH may also be a saved "
         "schedule, FILE.npz.",
         epilog="examples: ftmesh view 8x8 --failed 2x2@2,2 --out view.html; ftmesh view 8x8 "
         "--serve",
@@ -45,9 +45,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_mesh(parser)
     parser.add_argument(
         "--algorithm",
-        choices=(ALL, *(name for name in ALGORITHMS if name != BEST)),
-        help="the schedules to show (default: all that can serve; with --serve auto, and the "
-        "others when they are picked)",
+        choices=(ALL, *ALGORITHMS),
+        help="schedules to show (default: all that work; with --serve auto, and others when "
+        "selected)",
     )
     add_payload(parser)
     add_network(parser)
@@ -56,7 +56,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         type=whole_number(1, 2),
         choices=(1, 2),
         default=1,
-        help="devices of a chip (default: 1)",
+        help="devices per chip (default: 1)",
     )
     parser.add_argument(
         "--out", metavar="FILE.html", help=f"the file to write (default: {DEFAULT_OUT})"
@@ -65,19 +65,19 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--serve",
         metavar="PORT",
         nargs="?",
-        type=whole_number(0, MOST_PORT),
+        type=whole_number(0, MAX_PORT),
         const=0,
-        help="serve the page on 127.0.0.1 instead, on this port or a free one, until interrupted",
+        help="serve the page on 127.0.0.1 until interrupted, on this port or a free one",
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Plan, and write the page or serve it."""
+    """Plan, and write or serve the page."""
     if args.serve is not None and args.out:
         raise ArgumentError("--out writes a file and --serve serves a page: give one of the two")
     out = args.out or DEFAULT_OUT
     if args.serve is None:
-        check_targets(out)
+        check_output_files(out)
     stages = Stages()
     if args.mesh.endswith(".npz"):
         scenes = [stages.run("loading", lambda: _from_file(args))]
@@ -89,38 +89,38 @@ def run(args: argparse.Namespace) -> None:
     write_text(out, page(scenes, options=_options(args)))
     first = scenes[0]
     number = sum("schedule" in entry for entry in first["algorithms"])
-    print(f"{first['mesh']['name']}: {first['shown']} is shown first, of {number} that serve")
+    print(f"{first['mesh']['name']}: {first['shown']} is shown first, of {number} that work")
     print(stages)
     print(f"wrote {out}")
 
 
 def _planned(args: argparse.Namespace, stages: Stages) -> list[dict[str, Any]]:
-    """The scene of the mesh; in a file, of a small one, those less any one chip as well."""
+    """Build the scene of the mesh; for a file and a small mesh, also those with one chip less."""
     topology = replace(topology_of(args), devices_per_chip=args.devices)
     algorithm = args.algorithm or (ALL if args.serve is None else AUTO)
     scenes = [stages.run("planning", lambda: _scene(args, topology, algorithm))]
-    if args.serve is None and topology.num_live <= FEW:
+    if args.serve is None and topology.num_live <= MAX_CHIPS_WITH_LOSSES:
         scenes += stages.run("planning for lost chips", lambda: _losses(args, topology))
     return scenes
 
 
 def _from_file(args: argparse.Namespace) -> dict[str, Any]:
-    described = args.failed or args.failed_links or args.wrap or args.algorithm
-    if described or args.devices > 1:
-        raise ArgumentError(f"{args.mesh} says what it is for: leave the other options away")
+    has_options = args.failed or args.failed_links or args.wrap or args.algorithm
+    if has_options or args.devices > 1:
+        raise ArgumentError(f"{args.mesh} already describes its mesh: leave out the other options")
     schedule = load(args.mesh)
     return scene_of(schedule, payload_bytes=parse_bytes(args.payload), on=network_of(args))
 
 
 def _serve(args: argparse.Namespace, first: dict[str, Any]) -> None:
-    from ftmesh.view.server import Server  # the library's servers load slowly
+    from ftmesh.view.server import Server  # http.server is slow to import
 
     server = Server(first, on=network_of(args), options=_options(args), port=args.serve)
-    print(f"{server.address}\nopen this address in a browser; interrupt to end", flush=True)
+    print(f"{server.address}\nopen this address in a browser; press Ctrl-C to stop", flush=True)
     try:
         server.run()
     except KeyboardInterrupt:
-        print("ended")
+        print("stopped")
 
 
 def _scene(args: argparse.Namespace, topology: Topology, algorithm: str) -> dict[str, Any]:
@@ -129,18 +129,18 @@ def _scene(args: argparse.Namespace, topology: Topology, algorithm: str) -> dict
 
 
 def _losses(args: argparse.Namespace, topology: Topology) -> list[dict[str, Any]]:
-    """The scenes of the same mesh less one more chip, wherever the rest still hangs together."""
-    found = []
+    """Build the scenes of the mesh without each chip in turn, where the rest is connected."""
+    scenes = []
     for coord in topology.coords:
         try:
-            found.append(_scene(args, topology.less([coord]), AUTO))
+            scenes.append(_scene(args, topology.with_failed([coord]), AUTO))
         except PlanError:
             continue
-    return found
+    return scenes
 
 
 def _options(args: argparse.Namespace) -> str:
-    """The options that speak of links, as they were given."""
+    """The options about links, as given."""
     names = ("tpu", "link", "latency", "overhead")
     given = [(f"--{name}", getattr(args, name)) for name in names]
     words = [word for name, value in given if value for word in (name, value)]

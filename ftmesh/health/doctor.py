@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 
-from ftmesh.distributed.process_group import ALONE, Cluster
+from ftmesh.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.health.examination import Examination, Progress
 from ftmesh.health.findings import Findings
@@ -28,7 +28,7 @@ TIMEOUT = 60.0  # seconds for a chip or a link to respond
 def examine(
     topology: Topology,
     *,
-    cluster: Cluster = ALONE,
+    group: ProcessGroup = SINGLE_PROCESS,
     timeout: float = TIMEOUT,
     slow: float = 3.0,
     probes: Probes | None = None,
@@ -36,11 +36,11 @@ def examine(
 ) -> Findings:
     """Test every live chip and link of a mesh.
 
-    All processes of `cluster` must call this, and all get the same findings.
+    All processes of `group` must call this, and all get the same findings.
 
     Args:
         topology: A mesh with devices.
-        cluster: The processes that take part.
+        group: The processes that take part.
         timeout: What does not respond within this many seconds, compilation excluded, is silent.
         slow: What takes more than `slow` times the median of its peers, in every repetition, is
             slow.
@@ -63,7 +63,7 @@ def examine(
     if probes is None:
         unhealthy = UnhealthySpec.from_environment(topology)
         probes = Probes.for_platform(platform_of(topology.devices[0]), unhealthy)
-    exam = Examination(topology, cluster.on(topology), probes, timeout, slow)
+    exam = Examination(topology, group.for_topology(topology), probes, timeout, slow)
     links = undirected_links(topology)
     num_steps = len(links) + 2
     progress(0, num_steps, "testing which chips respond")

@@ -1,6 +1,6 @@
 """An examination in progress: the mesh, the probes, and the findings so far.
 
-All processes of a cluster test at the same time, share what they observed with `gather`, and draw
+All processes of a group test at the same time, share what they observed with `gather`, and draw
 the same conclusions from it, so that they agree on what to test next.
 """
 
@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ftmesh.distributed.process_group import Cluster
-from ftmesh.distributed.wording import in_seconds
+from ftmesh.distributed.process_group import ProcessGroup
 from ftmesh.health.findings import Finding
 from ftmesh.health.probe_programs import DeviceResult, Probes, run_program
 from ftmesh.topology.devices import process_of
@@ -29,7 +28,7 @@ class Examination:
     """What one process works with, and the findings all processes agree on."""
 
     topology: Topology
-    cluster: Cluster
+    group: ProcessGroup
     probes: Probes
     timeout: float
     slow: float
@@ -41,7 +40,7 @@ class Examination:
     @property
     def within_timeout(self) -> str:
         """The timeout in words."""
-        return f"within {in_seconds(self.timeout)}"
+        return f"within {self.timeout:g} s"
 
     @cached_property
     def chip_of(self) -> dict[Any, Coord]:
@@ -68,12 +67,12 @@ class Examination:
 
     def is_local(self, device: Any) -> bool:
         """True if the device belongs to this process."""
-        return self.cluster.is_alone or process_of(device) == self.cluster.process
+        return self.group.is_single_process or process_of(device) == self.group.process
 
     def processes_of(self, chips: Iterable[Coord]) -> set[int]:
         """The processes that own these chips."""
-        if self.cluster.is_alone:
-            return {self.cluster.process}
+        if self.group.is_single_process:
+            return {self.group.process}
         return {process_of(device) for chip in chips for device in self.devices_of[chip]}
 
     def run_repeatedly(
@@ -95,8 +94,8 @@ class Examination:
 
     def gather(self, rows: list[Any], what: str) -> list[Any]:
         """Return the rows of all processes, in the same order everywhere."""
-        timeout = self.cluster.limit + (self.probes.repeats + 2) * self.timeout
-        rows_by_process = self.cluster.gather(rows, what, limit=timeout)
+        timeout = self.group.timeout + (self.probes.repeats + 2) * self.timeout
+        rows_by_process = self.group.gather(rows, what, timeout=timeout)
         return [row for process in sorted(rows_by_process) for row in rows_by_process[process]]
 
     def add_silent(self, coord: Coord, detail: str) -> None:

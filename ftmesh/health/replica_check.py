@@ -1,6 +1,6 @@
 """Checks that replicated arrays are bitwise the same on every chip.
 
-    check_replicas(state.params, topology, cluster=cluster)  # () if all are equal
+    check_replicas(state.params, topology, group=group)  # () if all are equal
 
 Each device computes a 32-bit digest of its own copy, and only that leaves the device. Equal arrays
 have equal digests; a difference in a single element always changes the digest.
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ftmesh.distributed.process_group import ALONE, Cluster
+from ftmesh.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.health.outliers import find_outliers
 from ftmesh.topology.notation import Coord
@@ -27,15 +27,19 @@ _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def check_replicas(
-    tree: Any, topology: Topology, *, cluster: Cluster = ALONE, timeout: float | None = None
+    tree: Any,
+    topology: Topology,
+    *,
+    group: ProcessGroup = SINGLE_PROCESS,
+    timeout: float | None = None,
 ) -> tuple[Coord, ...]:
     """Return the live chips whose copy of `tree` differs from that of most chips.
 
     Args:
         tree: Arrays that are replicated over a mesh of `topology`.
         topology: A mesh with devices.
-        cluster: The processes that take part. All must call this, and all get the same result.
-        timeout: Seconds to wait for other processes; by default the cluster's.
+        group: The processes that take part. All must call this, and all get the same result.
+        timeout: Seconds to wait for other processes; by default the group's.
 
     Returns:
         The coords of chips whose copy differs in any bit; all chips if there is no majority.
@@ -57,8 +61,8 @@ def check_replicas(
         for shard in digests.addressable_shards
         if shard.device in index_of  # idle devices may hold anything
     }
-    cluster = cluster.on(topology)
-    by_process = cluster.gather([*local.items()], "digests of replicated arrays", limit=timeout)
+    group = group.for_topology(topology)
+    by_process = group.gather([*local.items()], "digests of replicated arrays", timeout=timeout)
     outliers = find_outliers(
         {index: value for rows in by_process.values() for index, value in rows}
     )

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from ftmesh.optional_deps import later
+from ftmesh.optional_deps import lazy_attributes
 
 if TYPE_CHECKING:
     from ftmesh.testing.emulation import cpu_grid as cpu_grid
@@ -18,4 +18,4 @@ _EMULATION = ("cpu_grid", "on_one_device", "request_cpu_devices", "shard_map_on_
 __all__ = list(_EMULATION)
 
 if not TYPE_CHECKING:  # so that type checkers report names that do not exist
-    __getattr__ = later(__name__, dict.fromkeys(__all__, "ftmesh.testing.emulation"))
+    __getattr__ = lazy_attributes(__name__, dict.fromkeys(__all__, "ftmesh.testing.emulation"))

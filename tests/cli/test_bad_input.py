@@ -1,8 +1,8 @@
-"""What the command line refuses: in one line, with a status, and nothing written."""
+"""Bad command lines are rejected in one line, with a status, and nothing is written."""
 
 import pytest
 
-REFUSED = {  # what is well-formed, and cannot be; all else is a command line that is wrong
+STATUS = {  # of well-formed command lines that cannot work; all others end with 2
     "plan 8x8 --failed 3x2@2,2 --algorithm ring": 69,
     "plan 8x8 --failed 2x2@2,2;2x2@3,2 --algorithm ring": 69,
     "plan 8x8 --failed 8x2@0,2": 69,
@@ -21,7 +21,7 @@ DIGITS = "9" * 5000
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         ("plan 8x8 --failed 2x2@7,7", "2x2@7,7 is not inside mesh 8x8"),
         ("plan 8x8 --failed 3x2@2,2 --algorithm ring", "only partly failed; use row_pair"),
@@ -51,7 +51,7 @@ DIGITS = "9" * 5000
         ("draw --figure 3 --tile 2x2", "give --figure alone"),
         ("draw --figure 3 --failed-links 0,0-0,1", "give --figure alone"),
         ("draw --figure 3 --algorithm ring", "give --figure alone"),
-        ("draw a.npz --algorithm ring", "leave the other options away"),
+        ("draw a.npz --algorithm ring", "leave out the other options"),
         ("plan 2x2x2x2", "one to three axes"),
         (
             "plan 4x4x4 --algorithm row_pair",
@@ -72,7 +72,7 @@ DIGITS = "9" * 5000
         (f"plan 4x4 --failed 1x1@{DIGITS},0", "is not a block"),
         (f"plan 4x4 --failed-links {DIGITS}-1", "is not a link"),
         (f"plan 4x4 --payload {DIGITS}", "bytes at most, not '9999"),
-        (f"plan 4x4 --latency {DIGITS}s", "the longest time taken"),
+        (f"plan 4x4 --latency {DIGITS}s", "the longest time allowed"),
         (f"plan 4x4 --round {DIGITS}", "is not a whole number from 0 to 2,147,483,647"),
         ("draw 4x4 --phase -1", "-1 is not from 0 to"),
         ("advise 4x4 --seed -1", "-1 is not from 0 to 4,294,967,295"),
@@ -89,44 +89,44 @@ DIGITS = "9" * 5000
         ("draw 4x4 --half ١", "is not a whole number"),
         ("view 4x4 --serve 65536", "65536 is not from 0 to 65,535"),
         ("view 4x4 --serve ٣", "is not a whole number"),
-        ("doctor --limit ٣", "is not a number from 0.001"),
+        ("doctor --timeout ٣", "is not a number from 0.001"),
         ("doctor --process-id -1", "-1 is not from 0 to"),
         ("bench 4x4 --payloads 900000GB", "would take about"),
         ("bench 4x4 --repeats 0", "0 is not from 1 to 1,000"),
     ],
 )
-def test_bad_input_gets_one_line_and_a_status(run, tmp_path, monkeypatch, argv, says):
+def test_bad_input_gets_one_line_and_a_status(run, tmp_path, monkeypatch, argv, message):
     monkeypatch.chdir(tmp_path)
     outputs = ["--out", "a.npz", "--svg", "a.svg"] if argv.startswith("plan ") else []
     status, out, error = run(*argv.split(), *outputs)
-    assert status == REFUSED.get(argv, 2)
-    assert says in error
+    assert status == STATUS.get(argv, 2)
+    assert message in error
     assert error.count("\n") == 1
     assert out == ""
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_that_cannot_be_written_is_refused_first(run, tmp_path):
+def test_unwritable_output_is_rejected_first(run, tmp_path):
     status, _, error = run("plan", "64x64", "--out", str(tmp_path / "no" / "a.npz"))
     assert (status, "there is no folder" in error) == (2, True)
     status, _, error = run("draw", "8x8", "--svg", str(tmp_path))
     assert (status, "it is a folder" in error) == (2, True)
 
 
-def test_one_path_cannot_be_two_outputs(run, tmp_path):
+def test_two_outputs_need_two_paths(run, tmp_path):
     path = str(tmp_path / "a")
     status, _, error = run("plan", "4x4", "--out", path, "--svg", path)
     assert (status, "two outputs at once" in error) == (2, True)
 
 
-def test_the_same_file_under_two_names_is_not_two_outputs(run, tmp_path, monkeypatch):
+def test_two_names_of_one_file_are_rejected(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, _, error = run("plan", "4x4", "--out", "same", "--svg", "./same")
     assert (status, "two outputs at once" in error) == (2, True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_file_gets_one_line(run, tmp_path):
+def test_damaged_file(run, tmp_path):
     path = tmp_path / "a.npz"
     run("plan", "4x4", "--out", str(path))
     path.write_bytes(path.read_bytes()[:500])

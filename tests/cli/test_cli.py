@@ -1,4 +1,4 @@
-"""The command line, in this process; and once as users start it."""
+"""The commands, in this process; and once as users start them."""
 
 import json
 import subprocess
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import ftmesh
-from ftmesh.algorithms.registry import PLANNERS
+from ftmesh.algorithms.registry import ALGORITHMS
 from ftmesh.draw.plots import COLOURS
 
 
-def test_plan_says_what_it_planned_and_writes_it(run, tmp_path):
+def test_plan_describes_and_writes_the_schedule(run, tmp_path):
     out, svg = tmp_path / "a.npz", tmp_path / "a.svg"
     status, text, _ = run(
         "plan", "8x8", "--failed", "2x2@2,2", "--algorithm", "ring", "--out", str(out),
@@ -48,7 +48,7 @@ def test_plan_as_json(run):
     assert found["phases"][0]["busiest_link_bytes"] == pytest.approx(64e6 * 31 / 64)
 
 
-def test_the_environment_tells_what_failed(run, monkeypatch):
+def test_failed_chips_from_the_environment(run, monkeypatch):
     monkeypatch.setenv("FTMESH_FAILED", "2x2@2,2")
     assert "60 live chips" in run("plan", "8x8")[1]
     assert "64 live chips" in run("plan", "8x8", "--failed", "")[1]
@@ -98,7 +98,7 @@ def test_simulate_every_algorithm(run):
 def test_simulate_as_json(run):
     argv = "simulate 8x8 --failed 2x2@2,2 --algorithm all --link 50GB/s --latency 0.5us --json"
     tree, ring, pairs = json.loads(run(*argv.split())[1])
-    assert [each["algorithm"] for each in (tree, ring, pairs)] == ["tree", "ring", "row_pair"]
+    assert [result["algorithm"] for result in (tree, ring, pairs)] == ["tree", "ring", "row_pair"]
     assert 1.2 * tree["limit_us"] > tree["time_us"] > tree["dataflow_us"]
     assert ring["time_us"] == pytest.approx(2 * 59 * (0.5 + 1e8 / (120 * 5e4)))
     assert ring["limit_us"] == pairs["limit_us"] == pytest.approx(1200)
@@ -141,8 +141,8 @@ def test_advise(run):
     status, text, _ = run(*ADVISE)
     assert status == 0
     assert "8x8, 16 boards, each failing every 100 d and repaired in 8 h" in text
-    assert "route around the damage and go on with all 60 live chips" in " ".join(text.split())
-    assert run(*ADVISE)[1] == text  # the seed decides
+    assert "route around the damage and continue on all 60 live chips" in " ".join(text.split())
+    assert run(*ADVISE)[1] == text  # the seed determines it
     assert run(*ADVISE, "--seed", "1")[1] != text
     found = json.loads(run(*ADVISE, "--json")[1])
     assert found["at_hand"]["best"] == "fault-tolerant"
@@ -151,26 +151,26 @@ def test_advise(run):
     ]  # fmt: skip
 
 
-def test_advise_before_anything_has_failed_and_when_repair_is_near(run):
-    assert "over time, 'fault-tolerant' does most" in run(*ADVISE, "--failed", "")[1]
+def test_advise_without_failures_and_with_a_quick_repair(run):
+    assert "over time, 'fault-tolerant' does the most work" in run(*ADVISE, "--failed", "")[1]
     text = run(*ADVISE, "--repair", "9min")[1]
-    assert "too soon to be worth a restart" in " ".join(text.split())
+    assert "too short to be worth a restart" in " ".join(text.split())
 
 
-def test_advice_where_there_is_nothing_to_sum(run):
+def test_advise_on_one_chip(run):
     status, text, _ = run("advise", "1x1", "--runs", "1", "--json")
     assert (status, json.loads(text)["boards"]) == (0, 1)
 
 
-def test_advice_on_boards_that_fail_often_is_quick(run):
+def test_advise_is_fast_for_frequent_failures(run):
     start = time.process_time()
     status, text, _ = run("advise", "8x8", "--mtbf", "3d", "--runs", "5", "--json")
     assert (status, json.loads(text)["boards"]) == (0, 16)
-    assert time.process_time() - start < 20  # seconds; to search at each failure took minutes
+    assert time.process_time() - start < 20  # seconds; a search at every failure took minutes
 
 
-def test_every_algorithm_has_a_colour_of_its_own():
-    assert set(COLOURS) == set(PLANNERS)
+def test_every_algorithm_has_its_own_colour():
+    assert set(COLOURS) == set(ALGORITHMS)
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
@@ -236,8 +236,8 @@ def test_warnings_are_one_line(run, monkeypatch):
     assert err.count("\n") == 1
 
 
-def test_an_unknown_option_points_at_the_help_of_its_command(run):
-    status, _, said = run("plan", "8x8", "--faild", "2x2@2,2")
+def test_unknown_option_points_to_the_help_of_its_command(run):
+    status, _, error = run("plan", "8x8", "--faild", "2x2@2,2")
     assert status == 2
-    assert "unrecognized arguments: --faild 2x2@2,2" in said
-    assert "ftmesh plan --help" in said
+    assert "unrecognized arguments: --faild 2x2@2,2" in error
+    assert "ftmesh plan --help" in error

@@ -1,4 +1,4 @@
-"""The doctor's command: what it prints, and its exit status."""
+"""``ftmesh doctor``: its output and exit status."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def run(capsys):
     return call
 
 
-def test_what_is_found_is_drawn_and_ready_to_paste(run, monkeypatch):
+def test_findings_are_drawn_and_end_with_the_option(run, monkeypatch):
     monkeypatch.setenv("FTMESH_SICK", "wrong@1,0;link-wrong@2,1-2,0")
     status, out, _ = run("--emulate", "--mesh", "3x2", "--failed", "1x1@0,1")
     assert status == 1
@@ -33,15 +33,16 @@ def test_what_is_found_is_drawn_and_ready_to_paste(run, monkeypatch):
         "           ╳",
         "1  X   o   o",
         "o live   X failed   ╳ failed link",
-        "chip 1,0 is wrong: float32 6 of 6 times, bfloat16 6 of 6 times, "
-        "whole numbers 6 of 6 times",
-        "link 2,0-2,1 is wrong: 1 word wrong from 2,1 to 2,0",
-        "to keep both ends of a link: --failed '1x1@1,0;1x1@0,1' --failed-links 2,0-2,1; or else:",
+        "chip 1,0 is wrong: float32 in 6 of 6 runs, bfloat16 in 6 of 6 runs, "
+        "integers in 6 of 6 runs",
+        "link 2,0-2,1 is wrong: 1 wrong word from 2,1 to 2,0",
+        "to keep both ends of a bad link: --failed '1x1@1,0;1x1@0,1' --failed-links 2,0-2,1; "
+        "otherwise:",
         "--failed '2x1@1,0;1x1@0,1'",
     ]
 
 
-def test_a_well_mesh(run):
+def test_healthy_mesh(run):
     status, out, _ = run("--emulate", "--mesh", "2x1", "--json")
     found = json.loads(out)
     assert status == 0
@@ -63,7 +64,7 @@ def test_a_well_mesh(run):
     [
         (["--emulate"], "--emulate needs --mesh"),
         (["--emulate", "--mesh", "2x2", "--process-id", "1"], "--emulate is for one process"),
-        (["--limit", "0"], "'0' is not a number from 0.001"),
+        (["--timeout", "0"], "'0' is not a number from 0.001"),
         (["--slow", "1"], "'1' is not a number from 1.001"),
         (["--mesh", "two"], "'two' is not a mesh shape"),
         (["--limit", "soon"], "'soon' is not a number"),
@@ -76,7 +77,7 @@ def test_bad_arguments(run, argv, reason):
     assert reason in err
 
 
-def test_a_sickness_that_is_none(run, monkeypatch):
+def test_malformed_faults_are_rejected(run, monkeypatch):
     monkeypatch.setenv("FTMESH_SICK", "wrong@7,7")
     status, _, err = run("--emulate", "--mesh", "2x2")
     assert status == 2
@@ -86,17 +87,17 @@ def test_a_sickness_that_is_none(run, monkeypatch):
 def test_help(run):
     status, out, _ = run("--help")
     assert status == 0
-    for word in ("--limit", "--slow", "--one-by-one", "--coordinator", "FTMESH_SICK", "status"):
+    for word in ("--timeout", "--slow", "--one-by-one", "--coordinator", "FTMESH_SICK", "status"):
         assert word in out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sick", ["silent@1,0", "link-silent@0,0-1,0"])
-def test_what_never_ends_does_not_keep_the_command_from_ending(sick):
-    env = {**os.environ, "FTMESH_SICK": sick, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+@pytest.mark.parametrize("faults", ["silent@1,0", "link-silent@0,0-1,0"])
+def test_silent_chips_do_not_keep_the_command_from_exiting(faults):
+    env = {**os.environ, "FTMESH_SICK": faults, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-m", "ftmesh", "doctor", "--emulate", "--mesh", "2x2"]
     done = subprocess.run(
-        [*command, "--limit", "5"], env=env, capture_output=True, text=True, timeout=60
+        [*command, "--timeout", "5"], env=env, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1, done.stderr
     assert "is silent" in done.stdout

@@ -1,4 +1,4 @@
-"""Every command that takes a mesh takes a line of chips."""
+"""Commands accept one-dimensional meshes."""
 
 import json
 
@@ -7,8 +7,6 @@ import pytest
 
 @pytest.mark.parametrize("mesh", ["1x8", "8x1", "8"])
 class TestLines:
-    """A mesh of one side, through every command that takes a mesh."""
-
     def test_plan_and_verify(self, run, tmp_path, mesh):
         out, svg = tmp_path / "a.npz", tmp_path / "a.svg"
         status, text, _ = run("plan", mesh, "--explain", "--out", str(out), "--svg", str(svg))
@@ -34,13 +32,13 @@ class TestLines:
         )
         tree, found = json.loads(text)
         assert status == 0
-        assert (found["algorithm"], found["rounds"]) == ("line", 14)
+        assert (found["algorithm"], found["rounds"]) == ("chain", 14)
         assert (tree["algorithm"], tree["limit_us"]) == ("tree", found["limit_us"])
         assert tree["time_us"] < found["time_us"]
         assert found["time_us"] == pytest.approx(14 * (1 + 10))  # of 1 MB, 10 us on a link
         assert found["limit_us"] == pytest.approx(80)
         heat = tmp_path / "heat.svg"
-        assert run("simulate", mesh, "--algorithm", "line", "--heat-map", str(heat))[0] == 0
+        assert run("simulate", mesh, "--algorithm", "chain", "--heat-map", str(heat))[0] == 0
         assert heat.stat().st_size > 1000
 
     def test_limits(self, run, mesh):

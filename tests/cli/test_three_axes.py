@@ -1,4 +1,4 @@
-"""Every command that takes a mesh takes one of three axes, and blocks WxHxD@x,y,z of it."""
+"""Commands accept three-dimensional meshes, and blocks WxHxD@x,y,z."""
 
 import json
 
@@ -21,9 +21,9 @@ def test_plan_and_verify(run, tmp_path):
 
 def test_simulate_and_limits(run):
     found = json.loads(run("simulate", *MESH, "--payload", "1MB", "--json")[1])
-    priced = {one["algorithm"]: one for one in found if "time_us" in one}
-    assert {"tree", "flood"} <= set(priced)
-    assert all(one["time_us"] >= one["limit_us"] > 0 for one in priced.values())
+    costs = {result["algorithm"]: result for result in found if "time_us" in result}
+    assert {"tree", "flood"} <= set(costs)
+    assert all(cost["time_us"] >= cost["limit_us"] > 0 for cost in costs.values())
     limits = json.loads(run("limits", *MESH, "--json")[1])
     assert (limits["live"], limits["links"]) == (22, 52 - 8 - 2)
 
@@ -36,7 +36,7 @@ def test_advise(run):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--failed", "2x2@0,0"], "block 2x2@0,0 does not have the 3 axes of mesh 4x4x4"),
         (["--failed", "1x1x2@0,0,3"], "not inside mesh 4x4x4, whose chips are 0,0,0 to 3,3,3"),
@@ -46,7 +46,7 @@ def test_advise(run):
         (["--failed", "4x4x1@0,0,1;4x4x1@0,0,3"], "16 chips around (0, 0, 0), 16 chips around"),
     ],
 )
-def test_bad_arguments(run, options, says):
+def test_bad_arguments(run, options, message):
     status, _, err = run("plan", "4x4x4", *options)
-    assert status == (69 if "around" in says else 2)  # no plan; or a line that is wrong
-    assert says in err
+    assert status == (69 if "around" in message else 2)  # no plan, or a bad command line
+    assert message in err

@@ -46,14 +46,16 @@ def test_simulate(run):
     assert "100 MB on 8x8 less 1x1@2,2 in 4x4 tiles of 2x2, links of 50 GB/s" in text
     assert "1 of 16 tiles lost" in text
     found = json.loads(run("simulate", *MESH, "--json")[1])
-    assert {each["algorithm"] for each in found} == {"row_pair", "tree"}
-    (found,) = [each for each in found if each["algorithm"] == "row_pair"]
+    assert {result["algorithm"] for result in found} == {"row_pair", "tree"}
+    (found,) = [result for result in found if result["algorithm"] == "row_pair"]
     assert found["limit_us"] == pytest.approx(1.2 * 2000)
-    plan = ftmesh.plan(ftmesh.Topology.grid("8x8", failed="1x1@2,2"), tile="2x2")
+    plan = ftmesh.plan(
+        ftmesh.TiledTopology.from_topology(ftmesh.Topology.grid("8x8", failed="1x1@2,2"), "2x2")
+    )
     assert found["time_us"] == pytest.approx(1e6 * ftmesh.simulate(plan.schedule).seconds)
 
 
-def test_limits_and_a_picture(run):
+def test_limits_and_drawing(run):
     _, text = run("limits", *MESH)
     assert "tile (0, 0) hangs on 4 links shared by 4 positions" in text
     assert "1 of 16 tiles lost" in text

@@ -47,9 +47,9 @@ o alone"""
 
 
 def test_what_would_take_long_is_left_out(run, monkeypatch):
-    monkeypatch.setattr(round_bounds, "MOST_CHIPS", 10)
+    monkeypatch.setattr(round_bounds, "MAX_CHIPS", 10)
     text = run("4x4")[1]
-    assert "in rounds, by trees  left out: it takes long for more than" in text
+    assert "in rounds, by trees  not computed: too slow for more than" in text
     assert json.loads(run("4x4", "--json")[1])["all_reduce_trees_us"] is None
     assert "in rounds" not in run("4x4", "--tile", "2x2")[1]
 
@@ -67,14 +67,14 @@ def test_large_parts_are_drawn_with_letters_and_links_over_the_edge(run):
     _, text, _ = run("2x8", "--failed", "1x1@0,2")
     assert (
         """\
-all-gather is held up here:
+bottleneck of all-gather:
   x 0 to 1, y 0 to 3
   a a
   a a
     |
   X .
   . .
-all-reduce is held up here:
+bottleneck of all-reduce:
   x 0 to 1, y 0 to 4
   a a
   a a
@@ -92,7 +92,7 @@ o alone"""
 def test_nothing_is_drawn_where_a_picture_would_not_help(run, argv):
     status, text, _ = run(*argv)
     assert status == 0
-    assert "held up here" not in text
+    assert "bottleneck of" not in text
 
 
 def test_limits_as_json(run):

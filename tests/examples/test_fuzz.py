@@ -1,4 +1,4 @@
-"""The fuzzer sees what it should see, and finds nothing in a short run."""
+"""The fuzzer detects planted problems, and finds none in a short run."""
 
 import os
 import subprocess
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from examples.fuzz.commands import NO_PROGRAM, refused
-from examples.fuzz.running import MAX_BYTES, WRONG, WrongError, problem_of
+from examples.fuzz.commands import NO_PROGRAM, run_rejected
+from examples.fuzz.running import ACCEPTED_WRONG, MAX_BYTES, WrongError, problem_of
 
-REFUSED = 69
+REJECTED = 69
 ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
@@ -22,16 +22,16 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         (0, "a warning\n", ""),
         (2, "ftmesh: no\n", ""),
         (66, "ftmesh: no\n", ""),
-        (REFUSED, "", "not one line"),
-        (REFUSED, "ftmesh: no\n" * 9, "not one line"),
-        (REFUSED, "ftmesh: \x1b[2J\n", "control characters"),
+        (REJECTED, "", "not one line"),
+        (REJECTED, "ftmesh: no\n" * 9, "not one line"),
+        (REJECTED, "ftmesh: \x1b[2J\n", "control characters"),
         (0, "Traceback (most recent call last):\n", "traceback"),
         (70, "ftmesh: this is a bug\n", "traceback"),
         (1, "", "status 1"),
-        (WRONG, "WRONG: it does not sum\n", "accepted"),
+        (ACCEPTED_WRONG, "WRONG: it does not sum\n", "accepted"),
     ],
 )
-def test_how_a_case_may_end(tmp_path, status, stderr, problem):
+def test_exit_statuses_and_stderr(tmp_path, status, stderr, problem):
     assert problem_of(status, stderr, tmp_path, set(), 10**8) == problem
 
 
@@ -46,16 +46,18 @@ def test_how_a_case_may_end(tmp_path, status, stderr, problem):
         (".train.ftmesh-index", b"", ""),
     ],
 )
-def test_what_a_case_may_leave(tmp_path, name, content, problem):
+def test_files_left_behind(tmp_path, name, content, problem):
     (tmp_path / name).write_bytes(content)
-    assert problem_of(REFUSED, "ftmesh: no\n", tmp_path, {name}, 10**8) == problem
+    assert problem_of(REJECTED, "ftmesh: no\n", tmp_path, {name}, 10**8) == problem
     assert problem_of(0, "", tmp_path, set(), MAX_BYTES + 1) == "memory"
 
 
-def test_a_pod_that_could_have_been_started_is_seen():
-    with pytest.raises(WrongError, match="nothing that could have been done"):
-        refused(["draw", "--figure", "1"])
-    assert refused(["launch", "--hosts", "1", "--devices-per-host", "1", "--", NO_PROGRAM]) == 2
+def test_command_that_must_fail():
+    with pytest.raises(WrongError, match="a command that cannot work has succeeded"):
+        run_rejected(["draw", "--figure", "1"])
+    assert (
+        run_rejected(["launch", "--hosts", "1", "--devices-per-host", "1", "--", NO_PROGRAM]) == 2
+    )
 
 
 PLANTED = """
@@ -83,7 +85,7 @@ for work in (lambda: 0, spin, lambda: time.sleep(60), take, wrong, lambda: [][0]
 
 
 @pytest.mark.slow
-def test_hangs_floods_and_lies_are_seen(tmp_path):
+def test_hangs_memory_and_wrong_results_are_detected(tmp_path):
     for name in ("in", "out"):
         (tmp_path / name).mkdir()
     command = [sys.executable, "-c", PLANTED]
@@ -96,8 +98,8 @@ def test_hangs_floods_and_lies_are_seen(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_short_run_finds_nothing():
+def test_short_run_finds_nothing():
     command = [sys.executable, "-m", "examples.fuzz.fuzz", "--cases", "10", "--seed", "19"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout
-    assert "80 cases, none went wrong" in done.stdout
+    assert "80 cases, none failed" in done.stdout

@@ -1,14 +1,14 @@
-"""Pages: the README and what is in docs/, and the code blocks in them.
+"""The README and the pages of docs/, and their code blocks.
 
-A block is fenced, and its language says what becomes of it:
+The language of a fenced block says how it is tested:
 
     python    run, all of a page in one scope, from top to bottom
-    console   a command of `ftmesh` after "$ ", and under it what it prints; "..." is the rest
-    diff      lines of tests/loops that change
+    console   an `ftmesh` command after "$ ", and its output below; "..." stands for the rest
+    diff      changes to the files of tests/loops
     text      no code
-    {...}     what Sphinx makes of it: names described by their docstrings, or the pages of the site
+    {...}     Sphinx directives
 
-A comment before the fence says otherwise: `<!-- not run: WHY -->`, or `<!-- slow -->`.
+A comment before the fence changes that: `<!-- not run: WHY -->`, or `<!-- slow -->`.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ FENCED = re.compile(
 
 
 class Block(NamedTuple):
-    """A code block: its language, its text, and what the comment before it says."""
+    """A code block: its language, its text, and the comment before it."""
 
     language: str
     text: str
@@ -38,32 +38,32 @@ class Block(NamedTuple):
 
     @property
     def is_run(self) -> bool:
-        """Whether it is code that runs, sooner or later."""
+        """True if it is code that the tests run."""
         return self.language in ("python", "console") and not self.note.startswith("not run: ")
 
     @property
     def is_slow(self) -> bool:
-        """Whether it runs only where time is taken for it."""
+        """True if only the slow tests run it."""
         return self.note == "slow"
 
 
-def blocks_of(text: str) -> list[Block]:
-    """The code blocks of a page."""
+def read_blocks(text: str) -> list[Block]:
+    """Return the code blocks of a page."""
     return [
-        Block(found["language"], found["text"], found["note"] or "")
-        for found in FENCED.finditer(text)
+        Block(match["language"], match["text"], match["note"] or "")
+        for match in FENCED.finditer(text)
     ]
 
 
 def commands(text: str) -> list[tuple[str, str]]:
-    """The commands of a console block, each with the text that is shown under it."""
+    """Return the commands of a console block, with the output shown below each."""
     joined = text.replace("\\\n", "")
     parts = re.split(r"^\$ (.*)\n", joined, flags=re.M)[1:]
     return list(zip(parts[::2], parts[1::2], strict=True))
 
 
-def printed(command: str) -> str:
-    """What a command of ftmesh prints, without spaces at the ends of lines."""
+def output_of(command: str) -> str:
+    """Run an ftmesh command; return its output without trailing spaces."""
     name, *arguments = shlex.split(command, comments=True)
     assert name == "ftmesh", f"only ftmesh is run here, not {name}: say '<!-- not run: WHY -->'"
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -71,7 +71,7 @@ def printed(command: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
-def is_as_shown(shown: str, found: str) -> bool:
-    """Whether a command printed what is shown, in which "..." stands for anything."""
+def matches(shown: str, output: str) -> bool:
+    """True if the output is as shown, where "..." stands for anything."""
     parts = map(re.escape, shown.strip("\n").split("..."))
-    return re.fullmatch("(?s:.*)".join(parts), found.strip("\n")) is not None
+    return re.fullmatch("(?s:.*)".join(parts), output.strip("\n")) is not None

@@ -247,9 +247,9 @@ class TestCheckpoints:
         assert done.stderr.startswith("fault: a torn file and kill -9 of host 0 at step 20")
         assert file.stat().st_size == (8 + 3) * 4 // 2
         lines = []
-        with Checkpoints(tmp_path / "saved", resume=True, say=lines.append) as checkpoints:
+        with Checkpoints(tmp_path / "saved", resume=True, log=lines.append) as checkpoints:
             assert checkpoints.restore(self.STATE)[0] == 10
-        assert "passed over the checkpoint of step 20" in lines[0]
+        assert "skipped the checkpoint of step 20" in lines[0]
 
     def test_full(self, tmp_path, monkeypatch, capfd):
         monkeypatch.setenv("FTMESH_FAULTS", "full@0:15")

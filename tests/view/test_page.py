@@ -76,7 +76,7 @@ def test_the_command_writes_the_page(tmp_path, capsys):
     options = "--failed 2x2@2,0 --payload 1MB --link 10GB/s --out"
     assert main(["view", "6x4", *options.split(), str(out)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("6x4 less 2x2@2,0: ring is shown first, of 4 that serve")
+    assert text.startswith("6x4 less 2x2@2,0: ring is shown first, of 4 that work")
     assert text.endswith(f"wrote {out}\n")
     found = held(out.read_text())
     assert len(found["scenes"]) == 1
@@ -86,7 +86,7 @@ def test_the_command_writes_the_page(tmp_path, capsys):
 
 def test_a_saved_schedule_is_shown(tmp_path, capsys):
     file, out = tmp_path / "plan.npz", tmp_path / "view.html"
-    schedule = registry.schedule(Topology.grid("4x4", failed="2x2@0,0"), "ring")
+    schedule = registry.build_schedule(Topology.grid("4x4", failed="2x2@0,0"), "ring")
     save(replace(schedule, algorithm="my own"), file)
     assert main(["view", str(file), "--payload", "1MB", "--out", str(out)]) == 0
     assert "4x4 less 2x2@0,0: my own is shown first, of 1" in capsys.readouterr().out
@@ -96,7 +96,10 @@ def test_a_saved_schedule_is_shown(tmp_path, capsys):
     assert (mine["algorithm"], mine["rounds"]) == ("my own", schedule.num_rounds)
     assert main(["view", str(file), "--wrap", "x", "--out", str(out)]) == 2
     assert "leave the other options away" in capsys.readouterr().err
-    save(registry.schedule(TiledTopology.of(Topology.grid("4x4"), "2x1"), "ring"), file)
+    save(
+        registry.build_schedule(TiledTopology.from_topology(Topology.grid("4x4"), "2x1"), "ring"),
+        file,
+    )
     assert main(["view", str(file), "--out", str(out)]) == 2
     assert "the page shows chips" in capsys.readouterr().err
 
