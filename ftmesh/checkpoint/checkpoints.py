@@ -30,7 +30,7 @@ from ftmesh.checkpoint.restore import restore_newest
 from ftmesh.checkpoint.snapshot import Snapshot, Snapshotter
 from ftmesh.checkpoint.writer import MANIFEST_FILE, process_file_names, write_part
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.layout.owned_buckets import Owned
+from ftmesh.layout.owned_buckets import OwnedLayout
 from ftmesh.testing import fault_injection
 from ftmesh.topology.devices import process_of
 from ftmesh.units import format_bytes
@@ -94,7 +94,7 @@ class Checkpoints:
         step: int,
         state: Any,
         *,
-        layouts: Sequence[Owned] = (),
+        layouts: Sequence[OwnedLayout] = (),
         devices: Sequence[Any] | None = None,
     ) -> None:
         """Start to write `state`, and return once it is copied to the host.
@@ -130,7 +130,7 @@ class Checkpoints:
         self,
         like: Any,
         *,
-        layouts: Sequence[Owned] = (),
+        layouts: Sequence[OwnedLayout] = (),
         agree: Callable[[str], None] = lambda found: None,
     ) -> tuple[int, Any]:
         """Restore the last complete checkpoint, and discard what is newer.

@@ -39,7 +39,7 @@ class Piece(NamedTuple):
     def __str__(self) -> str:
         if self.kind == "tensor":
             return f"tensor {self.number}"
-        return f"the chunks of rank {self.rank} in buffer {self.number}"
+        return f"rank {self.rank}'s part of buffer {self.number}"
 
 
 @dataclass(frozen=True)

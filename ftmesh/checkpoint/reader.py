@@ -17,7 +17,7 @@ from ftmesh.checkpoint.manifest import FORMAT, Manifest, Piece
 from ftmesh.checkpoint.writer import MANIFEST_FILE, load_json, manifest_checksum, process_file_names
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.files import open_nonblocking
-from ftmesh.layout.element_order import shaped
+from ftmesh.layout.element_order import from_tile_order
 
 MAX_LIST_BYTES = 2**28  # of a manifest, or a list of pieces
 _BLOCK_BYTES = 16 * 2**20
@@ -104,7 +104,7 @@ class CheckpointReader:
             offset = (preceding * size + first - chunk * size) * tensor.dtype.itemsize
             part = vector[first - tensor.start : last - tensor.start]
             self._read(location.process, location.offset + offset, part.view(np.uint8))
-        array: NDArray[Any] = shaped(vector, tensor.shape)
+        array: NDArray[Any] = from_tile_order(vector, tensor.shape)
         return array
 
     def _read(self, process: int, offset: int, out: NDArray[np.uint8]) -> None:

@@ -26,8 +26,8 @@ from ftmesh.checkpoint.tensor_names import (
     path_name,
 )
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.layout.element_order import flat
-from ftmesh.layout.owned_buckets import Owned, OwnedBucket
+from ftmesh.layout.element_order import to_tile_order
+from ftmesh.layout.owned_buckets import OwnedBucket, OwnedLayout
 from ftmesh.layout.sharded_state import Slot
 
 Window = tuple[slice, ...]  # of an array
@@ -39,7 +39,7 @@ def restore_newest(
     open_step: Callable[[Step], CheckpointReader],
     like: Any,
     *,
-    layouts: Sequence[Owned],
+    layouts: Sequence[OwnedLayout],
     location: object,
     log: Callable[[str], None],
     agree: Callable[[str], None],
@@ -96,7 +96,7 @@ def first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None
     return None
 
 
-def restore_state(saved: CheckpointReader, like: Any, layouts: Sequence[Owned] = ()) -> Any:
+def restore_state(saved: CheckpointReader, like: Any, layouts: Sequence[OwnedLayout] = ()) -> Any:
     """Return the state in a checkpoint, laid out on devices as `like` is.
 
     Both must have tensors of the same names and types: compare `describe_tensors` first.
@@ -147,7 +147,7 @@ def _read_chunks(
     vector = np.zeros(math.prod(packing.shape), dtype)
     for name, start in zip(names, packing.starts, strict=False):
         if name is not None:
-            for part in flat(saved.tensor(name)):
+            for part in to_tile_order(saved.tensor(name)):
                 vector[start : start + part.size] = part
                 start += part.size
     return vector.reshape(packing.shape)

@@ -26,7 +26,7 @@ from ftmesh.checkpoint.tensor_names import (
     split_state,
 )
 from ftmesh.errors import ArgumentError, TrainingError
-from ftmesh.layout.owned_buckets import Owned, OwnedBucket
+from ftmesh.layout.owned_buckets import OwnedBucket, OwnedLayout
 from ftmesh.topology.devices import process_of
 
 
@@ -71,7 +71,7 @@ class Snapshotter:
     process: int
     process_of: Callable[[Any], int] = process_of
     devices: Sequence[Any] | None = None
-    layouts: Sequence[Owned] = ()
+    layouts: Sequence[OwnedLayout] = ()
     copies: PartnerCopies | None = None
 
     def snapshot(self, step: int, state: Any) -> Snapshot:
@@ -191,7 +191,7 @@ class _Inventory:
                 self.add(name, leaf)
                 continue
             shape, dtype = part.slot_type(leaf)
-            i, member = part.layout.home[leaf.leaf]
+            i, member = part.layout.location[leaf.leaf]
             start = part.layout.buckets[i].packing.starts[member]
             self.tensors.append(Tensor(name, dtype, shape, numbers[leaf.row, i], start))
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ftmesh.errors import ArgumentError
-from ftmesh.layout.owned_buckets import Owned
+from ftmesh.layout.owned_buckets import OwnedLayout
 from ftmesh.layout.sharded_state import ShardedState, Slot
 
 Path = tuple[Any, ...]
@@ -25,10 +25,10 @@ class ShardedPart:
 
     path: Path
     state: ShardedState
-    layout: Owned
+    layout: OwnedLayout
 
     @staticmethod
-    def find(path: Path, state: ShardedState, layouts: Sequence[Owned]) -> ShardedPart:
+    def find(path: Path, state: ShardedState, layouts: Sequence[OwnedLayout]) -> ShardedPart:
         """Return the part with the layout that `state` was sharded for."""
         for layout in layouts:
             if layout.fingerprint == state.owners:
@@ -46,7 +46,7 @@ class ShardedPart:
 
     def slot_type(self, slot: Slot) -> tuple[tuple[int, ...], np.dtype[Any]]:
         """Return shape and dtype of the tensor in a slot."""
-        bucket, _ = self.layout.home[slot.leaf]
+        bucket, _ = self.layout.location[slot.leaf]
         array = self.state.rows[slot.row][bucket]
         if array is None:
             raise ArgumentError(
@@ -55,7 +55,7 @@ class ShardedPart:
         return self.layout.types[slot.leaf].shape, np.dtype(array.dtype)
 
 
-def split_state(state: Any, layouts: Sequence[Owned]) -> list[ShardedPart | tuple[str, Any]]:
+def split_state(state: Any, layouts: Sequence[OwnedLayout]) -> list[ShardedPart | tuple[str, Any]]:
     """Return the sharded states in a state, and its other leaves by name."""
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_sharded)
     return [
@@ -64,7 +64,7 @@ def split_state(state: Any, layouts: Sequence[Owned]) -> list[ShardedPart | tupl
     ]
 
 
-def describe_tensors(state: Any, layouts: Sequence[Owned] = ()) -> dict[str, str]:
+def describe_tensors(state: Any, layouts: Sequence[OwnedLayout] = ()) -> dict[str, str]:
     """Return dtype and shape of every tensor as text, as `Manifest.describe_tensors` does."""
     descriptions: dict[str, str] = {}
     for part in split_state(state, layouts):

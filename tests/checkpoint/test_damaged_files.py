@@ -1,4 +1,4 @@
-"""A checkpoint that is not as it was written is never read: faults in every kind of file."""
+"""A damaged checkpoint is never read: faults in every kind of file."""
 
 import json
 import shutil
@@ -7,14 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ftmesh.checkpoint.manifest import Buffer, Index, Piece, Tensor
-from ftmesh.checkpoint.reader import Saved
-from ftmesh.checkpoint.writer import dump, load, write_part
+from ftmesh.checkpoint.manifest import Buffer, Manifest, Piece, Tensor
+from ftmesh.checkpoint.reader import CheckpointReader
+from ftmesh.checkpoint.writer import dump_json, load_json, write_part
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.files import write_whole
 
 F32 = np.dtype(np.float32)
-INDEX = Index(
+MANIFEST = Manifest(
     step=30,
     processes=(2, 5),
     tensors=(
@@ -36,9 +35,9 @@ PIECES = {
 }
 
 
-def write(folder, index=INDEX, pieces=PIECES):
-    for process in index.processes:
-        write_part(folder, index, process, pieces[process])
+def write(folder, manifest=MANIFEST, pieces=PIECES):
+    for process in manifest.processes:
+        write_part(folder, manifest, process, pieces[process])
     return folder
 
 
@@ -48,21 +47,21 @@ def folder(tmp_path):
 
 
 def problem(folder):
-    """What is wrong, in words."""
-    with pytest.raises(DamagedCheckpointError) as caught, Saved(folder) as saved:
+    """Return the message of the error."""
+    with pytest.raises(DamagedCheckpointError) as caught, CheckpointReader(folder) as saved:
         saved.check()
     return str(caught.value)
 
 
 def rewrite(path, change):
-    """Change what a JSON file says, and its checksum with it."""
-    content = load(path.read_bytes(), path.name)
+    """Change the content of a JSON file, and its checksum with it."""
+    content = load_json(path.read_bytes(), path.name)
     change(content)
-    path.write_text(dump(content))
+    path.write_text(dump_json(content))
 
 
-def test_what_is_sound_is_read(folder):
-    with Saved(folder) as saved:
+def test_an_undamaged_checkpoint_is_read(folder):
+    with CheckpointReader(folder) as saved:
         saved.check()
         assert saved.tensor("w").tolist() == [[1, 1]] * 3
         assert saved.tensor("mu/w").tolist() == [[0, 1], [2, 3], [10, 11]]
@@ -75,22 +74,22 @@ def test_what_is_sound_is_read(folder):
 @pytest.mark.parametrize("name", ["index.json", "2.json", "5.json", "2.bin", "5.bin"])
 def test_a_flipped_bit_anywhere(folder, name):
     path = folder / name
-    sound = path.read_bytes()
-    for at in range(len(sound)):
-        bad = bytearray(sound)
-        bad[at] ^= 1 << (at % 8)
+    content = path.read_bytes()
+    for i in range(len(content)):
+        bad = bytearray(content)
+        bad[i] ^= 1 << (i % 8)
         path.write_bytes(bad)
         assert name in problem(folder)
-    path.write_bytes(sound)
-    with Saved(folder) as saved:
+    path.write_bytes(content)
+    with CheckpointReader(folder) as saved:
         saved.check()
 
 
 @pytest.mark.parametrize("name", ["index.json", "2.json", "5.json", "2.bin", "5.bin"])
 @pytest.mark.parametrize("how", ["cut", "empty", "longer", "missing"])
-def test_a_file_of_another_length_or_none(folder, name, how):
-    path, sound = folder / name, (folder / name).read_bytes()
-    path.write_bytes({"cut": sound[:-1], "longer": sound + b"\0"}.get(how, b""))
+def test_a_file_of_the_wrong_length_or_missing(folder, name, how):
+    path, content = folder / name, (folder / name).read_bytes()
+    path.write_bytes({"cut": content[:-1], "longer": content + b"\0"}.get(how, b""))
     if how == "missing":
         path.unlink()
     assert problem(folder).startswith(f"its {name} " if how != "missing" else f"it has no {name}")
@@ -102,17 +101,17 @@ def test_an_empty_folder(tmp_path):
 
 
 def test_a_file_that_is_cut_while_it_is_read(folder):
-    with Saved(folder) as saved:
+    with CheckpointReader(folder) as saved:
         (folder / "5.bin").write_bytes(b"1234")
         with pytest.raises(DamagedCheckpointError, match=r"its 5\.bin is cut short"):
             saved.tensor("mu/b")
 
 
-def test_two_pieces_that_change_places(folder):
-    """As long as before, each of them sound."""
+def test_two_swapped_pieces(folder):
+    """The file is as long as before, and both are undamaged."""
     raw = (folder / "5.bin").read_bytes()
     (folder / "5.bin").write_bytes(raw[16:] + raw[:16])
-    assert problem(folder) == "what rank 0 has written of buffer 0 in 5.bin is damaged"
+    assert problem(folder) == "rank 0's part of buffer 0 in 5.bin is damaged"
 
 
 def first_piece(change):
@@ -120,41 +119,41 @@ def first_piece(change):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda c: c["pieces"].append(c["pieces"][0]), "is in it twice, or not in the index"),
         (first_piece(lambda p: p.update(rank=3)), "is in it twice, or not in the index"),
         (first_piece(lambda p: p.update(rank=2)), "is in it twice, or not in the index"),
-        (first_piece(lambda p: p.update(bytes=12)), "has 12 bytes from 0 on, and should have 16"),
-        (first_piece(lambda p: p.update(offset=4)), "has 16 bytes from 4 on, and should have 16"),
-        (first_piece(lambda p: p.update(offset=-4)), "has 16 bytes from -4 on"),
-        (first_piece(lambda p: p.update(rank=[])), "its 5.json makes no sense"),
-        (first_piece(lambda p: p.pop("rank")), "its 5.json makes no sense"),
-        (first_piece(lambda p: p.pop("crc32")), "its 5.json makes no sense"),
-        (lambda c: c["pieces"].pop(), "its 5.bin has 16 bytes that are no piece's"),
-        (lambda c: c.update(pieces=7), "its 5.json makes no sense"),
+        (first_piece(lambda p: p.update(bytes=12)), "has 12 bytes at offset 0, and should have 16"),
+        (first_piece(lambda p: p.update(offset=4)), "has 16 bytes at offset 4, and should have 16"),
+        (first_piece(lambda p: p.update(offset=-4)), "has 16 bytes at offset -4"),
+        (first_piece(lambda p: p.update(rank=[])), "its 5.json is malformed"),
+        (first_piece(lambda p: p.pop("rank")), "its 5.json is malformed"),
+        (first_piece(lambda p: p.pop("crc32")), "its 5.json is malformed"),
+        (lambda c: c["pieces"].pop(), "its 5.bin has 16 bytes after its last piece"),
+        (lambda c: c.update(pieces=7), "its 5.json is malformed"),
         (lambda c: c.update(step=31), "its 5.json belongs to another index"),
         (lambda c: c.update(bytes=33), "its 5.bin has 32 bytes, and should have 33"),
     ],
 )
-def test_a_list_of_pieces_that_is_wrong(folder, change, says):
+def test_a_wrong_list_of_pieces(folder, change, message):
     rewrite(folder / "5.json", change)
-    assert says in problem(folder)
+    assert message in problem(folder)
 
 
-def test_a_piece_that_nobody_has_written(tmp_path):
+def test_a_piece_that_no_process_has_written(tmp_path):
     write(tmp_path, pieces={**PIECES, 5: PIECES[5][:1]})
-    assert problem(tmp_path) == "nobody has written {'of': 'buffer', 'number': 0, 'rank': 3}"
+    assert problem(tmp_path) == "no process has written rank 3's part of buffer 0"
 
 
-def test_a_piece_that_two_have_written(tmp_path):
+def test_a_piece_that_two_processes_have_written(tmp_path):
     write(tmp_path, pieces={**PIECES, 5: [*PIECES[5], PIECES[2][0]]})
-    assert "'rank': 1} is in it twice" in problem(tmp_path)
+    assert "rank 1's part of buffer 0 is in it twice" in problem(tmp_path)
 
 
-def test_a_part_that_belongs_to_another_mesh(folder):
-    """As long, of the same step, and of another run: a file that was left there."""
-    other = replace(INDEX, buffers=(replace(INDEX.buffers[0], owner=(1, 3, 1, 0)),))
+def test_a_file_of_another_mesh(folder):
+    """A file that another run left, of the same length and step."""
+    other = replace(MANIFEST, buffers=(replace(MANIFEST.buffers[0], owner=(1, 3, 1, 0)),))
     write_part(folder, other, 5, PIECES[5])
     assert problem(folder) == "its 5.json belongs to another index"
 
@@ -168,9 +167,9 @@ def buffer(**changes):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
-        (tensor(1, start=4), "mu/b begins before the one before it ends"),
+        (tensor(1, start=4), "mu/b overlaps the tensor before it"),
         (tensor(2, start=12), "mu/b ends beyond its buffer"),
         (tensor(2, start=-1), "-1 is not a count"),
         (tensor(2, shape=[1.5]), "1.5 is not a count"),
@@ -180,8 +179,8 @@ def buffer(**changes):
         (tensor(0, dtype="O"), "'O' is not a dtype"),
         (tensor(0, dtype="<f4"), "'<f4' is not a dtype"),
         (tensor(0, name=3), "3 is not a name"),
-        (tensor(0, name="mu/w"), "two tensors have one name"),
-        (buffer(rows=0), "a buffer of nothing"),
+        (tensor(0, name="mu/w"), "two tensors have the same name"),
+        (buffer(rows=0), "an empty buffer"),
         (buffer(chunks=5), "5 chunks and 4 owners"),
         (buffer(owners=1), "IndexError"),
         (lambda c: c.update(owners=[[1, 0, 1, True]]), "True is not a count"),
@@ -189,68 +188,54 @@ def buffer(**changes):
         (lambda c: c.update(processes=[2, 2]), "its processes are [2, 2]"),
         (lambda c: c.update(processes=["../../2", 5]), "'../../2' is not a count"),
         (lambda c: c.pop("tensors"), "KeyError"),
-        (lambda c: c.update(tensors=["w"]), "its index makes no sense"),
+        (lambda c: c.update(tensors=["w"]), "its index is malformed"),
     ],
 )
-def test_an_index_that_is_wrong(folder, change, says):
+def test_a_wrong_manifest(folder, change, message):
     rewrite(folder / "index.json", change)
-    found = problem(folder)
-    assert found.startswith("its index makes no sense: ")
-    assert says in found.replace('"', "'")
+    text = problem(folder)
+    assert text.startswith(("its index is malformed: ", "its index is inconsistent: "))
+    assert message in text.replace('"', "'")
 
 
-def test_names_are_no_paths(tmp_path):
-    """Whatever tensors are called, files are called by the numbers of processes."""
+def test_names_of_tensors_are_not_paths(tmp_path):
+    """Files are named after processes."""
     name = "../../../w"
-    index = replace(INDEX, tensors=(replace(INDEX.tensors[0], name=name), *INDEX.tensors[1:]))
-    write(tmp_path / "in" / "30", index)
+    tensors = (replace(MANIFEST.tensors[0], name=name), *MANIFEST.tensors[1:])
+    write(tmp_path / "in" / "30", replace(MANIFEST, tensors=tensors))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     assert len(list((tmp_path / "in" / "30").iterdir())) == 5
-    with Saved(tmp_path / "in" / "30") as saved:
+    with CheckpointReader(tmp_path / "in" / "30") as saved:
         assert saved.tensor(name).tolist() == [[1, 1]] * 3
 
 
 @pytest.mark.parametrize("name", ["index.json", "5.json"])
-def test_one_of_another_version_is_refused_and_not_passed_over(folder, name):
+def test_another_format_is_an_error_and_not_damage(folder, name):
     rewrite(folder / name, lambda content: content.update(format="ftmesh.checkpoint/2"))
     with pytest.raises(CheckpointError, match=r"30 is of format 'ftmesh\.checkpoint/2'") as caught:
-        Saved(folder)
+        CheckpointReader(folder)
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"crc32":0}', "\xff", "NaN"])
-def test_what_is_not_of_this_kind_at_all(folder, text):
+def test_a_manifest_of_another_kind(folder, text):
     (folder / "index.json").write_text(text, "latin-1")
     assert problem(folder) == "its index.json is damaged"
 
 
-def test_what_cannot_be_read_is_not_passed_over(folder):
-    """A disk that does not answer says nothing of a checkpoint."""
+def test_a_failed_read_is_an_error_and_not_damage(folder):
+    """A disk that fails says nothing about the checkpoint."""
     (folder / "2.json").unlink()
     (folder / "2.json").symlink_to("2.json")
     with pytest.raises(CheckpointError, match=r"cannot read .*30: Too many levels") as caught:
-        Saved(folder)
+        CheckpointReader(folder)
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "file"
-    write_whole(path, [b"one ", b"two"])
-
-    def fails():
-        yield b"three"
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space"):
-        write_whole(path, fails())
-    assert path.read_bytes() == b"one two"
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
-
-
-def test_json_goes_there_and_back(tmp_path):
+def test_json_round_trip(tmp_path):
     content = {"name": 'a "b" \n é', "numbers": [1, 2.5, True, None], "inner": {"z": 0, "a": {}}}
-    (tmp_path / "x.json").write_text(dump(content))
-    assert load((tmp_path / "x.json").read_bytes(), "x.json") == content
+    (tmp_path / "x.json").write_text(dump_json(content))
+    assert load_json((tmp_path / "x.json").read_bytes(), "x.json") == content
     assert json.loads((tmp_path / "x.json").read_text())["name"] == content["name"]
     shutil.copy(tmp_path / "x.json", tmp_path / "y.json")
-    assert load((tmp_path / "y.json").read_bytes(), "y.json") == content
+    assert load_json((tmp_path / "y.json").read_bytes(), "y.json") == content

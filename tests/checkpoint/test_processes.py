@@ -1,4 +1,4 @@
-"""Real processes, with more or fewer devices each: they write apart and wait for nobody."""
+"""Processes with different numbers of devices write their parts and do not wait for each other."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.elastic.pod_environment import free_port
-from tests.support.known_state import assert_same_bits, parameters, remember
+from tests.support.known_state import assert_same_bits, make_params, storing_optimizer
 
 HERE = Path(__file__).parent
 FLAG = "--xla_force_host_platform_device_count"
@@ -32,18 +32,18 @@ def test_three_processes_write_and_one_reads(tmp_path):
         for process, devices in enumerate((4, 2, 2))
     ]
     try:
-        said = [process.communicate(timeout=180)[0] for process in running]
+        outputs = [process.communicate(timeout=180)[0] for process in running]
     finally:
         for process in running:
             process.kill()
-    for number, text in enumerate(said):
+    for number, text in enumerate(outputs):
         assert f"process {number} has restored step 3" in text, text
     sizes = [(tmp_path / "3" / f"{number}.bin").stat().st_size for number in range(3)]
     assert sizes[0] > sizes[1] == sizes[2] > 0
     lists = [json.loads((tmp_path / "3" / f"{number}.json").read_text()) for number in range(3)]
-    ranks = [{each["rank"] for each in told["pieces"] if "rank" in each} for told in lists]
+    ranks = [{entry["rank"] for entry in own["pieces"] if "rank" in entry} for own in lists]
     assert ranks == [{0, 1, 2, 3}, {4, 5}, {6, 7}]
-    params = parameters()
+    params = make_params()
     with Checkpoints(tmp_path, resume=True) as checkpoints:
-        _, found = checkpoints.restore(jax.eval_shape(remember().init, params))
-    assert_same_bits(found.same, params)
+        _, restored = checkpoints.restore(jax.eval_shape(storing_optimizer().init, params))
+    assert_same_bits(restored.same, params)

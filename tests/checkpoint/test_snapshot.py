@@ -1,4 +1,4 @@
-"""States go through files from any owners to any others, bit for bit."""
+"""States are saved and restored between any owners, bit for bit."""
 
 import json
 import math
@@ -9,124 +9,133 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ftmesh.checkpoint.reader import Saved
-from ftmesh.checkpoint.restore import restored
-from ftmesh.checkpoint.snapshot import Copier
-from ftmesh.checkpoint.tensor_names import about
+from ftmesh.checkpoint.reader import CheckpointReader
+from ftmesh.checkpoint.restore import restore_state
+from ftmesh.checkpoint.snapshot import Snapshotter
+from ftmesh.checkpoint.tensor_names import describe_tensors
 from ftmesh.checkpoint.writer import write_part
 from ftmesh.errors import ArgumentError
-from tests.support.known_state import SETTINGS, assert_same_bits, held, parameters, remember_apart
+from tests.support.known_state import (
+    PLACEMENTS,
+    assert_same_bits,
+    initial_state,
+    make_params,
+    two_group_storing_optimizer,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-PARAMS = parameters()
+PARAMS = make_params()
 
 
 def write(folder, state, *, layouts=(), devices=None, process_of=lambda device: 0, processes=(0,)):
     for process in processes:
-        copier = Copier(process, process_of, devices, layouts)
-        snapshot = copier.snapshot(3, state)
-        if process in snapshot.index.processes:
-            write_part(folder, snapshot.index, process, snapshot.pieces)
-    return snapshot.index
+        snapshot = Snapshotter(process, process_of, devices, layouts).snapshot(3, state)
+        if process in snapshot.manifest.processes:
+            write_part(folder, snapshot.manifest, process, snapshot.pieces)
+    return snapshot.manifest
 
 
 def read(folder, like, layouts=()):
-    with Saved(folder) as saved:
+    with CheckpointReader(folder) as saved:
         saved.check()
-        assert saved.index.about == about(like, layouts)
-        return restored(saved, like, layouts)
+        assert saved.manifest.describe_tensors() == describe_tensors(like, layouts)
+        return restore_state(saved, like, layouts)
 
 
 @pytest.fixture(scope="module")
-def all_held(quick_compiler):
-    """The state that each optimizer makes of the same parameters by itself."""
-    return {name: held(name, PARAMS, remember_apart(PARAMS)) for name in SETTINGS}
+def states(quick_compiler):
+    """The state for the same parameters in every placement."""
+    return {
+        name: initial_state(name, PARAMS, two_group_storing_optimizer(PARAMS))
+        for name in PLACEMENTS
+    }
 
 
-@pytest.mark.parametrize("source", SETTINGS)
-def test_a_state_is_what_each_optimizer_would_have_made_itself(all_held, tmp_path, source):
-    state, layouts, devices = all_held[source]
+@pytest.mark.parametrize("source", PLACEMENTS)
+def test_every_placement_restores_the_state_of_every_other(states, tmp_path, source):
+    state, layouts, devices = states[source]
     write(tmp_path, state, layouts=layouts, devices=devices)
-    names = list(SETTINGS)
+    names = list(PLACEMENTS)
     nearby = names[names.index(source) - 2 :][:2] or names[:2]
-    for target in {*nearby, "whole", source}:
-        wanted, layouts, _ = all_held[target]
-        found = read(tmp_path, wanted, layouts)
-        assert_same_bits(found, wanted)
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-            assert one.sharding == other.sharding
+    for target in {*nearby, "replicated", source}:
+        expected, layouts, _ = states[target]
+        restored = read(tmp_path, expected, layouts)
+        assert_same_bits(restored, expected)
+        for leaf, other in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
+            assert leaf.sharding == other.sharding
 
 
-def test_names_are_the_ways_in_the_state_of_optax(all_held):
-    whole, sharded = all_held["whole"], all_held["more chips"]
-    names = about(sharded.state, sharded.layouts)
-    assert names == about(whole.state)
+def test_names_are_the_paths_in_the_state_of_optax(states):
+    replicated, sharded = states["replicated"], states["more chips"]
+    names = describe_tensors(sharded.state, sharded.layouts)
+    assert names == describe_tensors(replicated.state)
     assert names["inner_states/odd/inner_state/half/small k"] == "bfloat16[11]"
     assert names["inner_states/odd/inner_state/same/conv k"] == "float32[3, 3, 8, 128]"
     assert names["inner_states/even/inner_state/same/wave"] == "complex64[4]"
 
 
-def test_each_process_writes_what_its_devices_own(all_held, tmp_path):
-    """Four of the twelve chips own nothing; their process has nothing to write."""
-    state, layouts, devices = all_held["row_pair on devices"]
+def test_each_process_writes_what_its_devices_own(states, tmp_path):
+    """Four of the twelve chips own nothing, so their process writes nothing."""
+    state, layouts, devices = states["row_pair on devices"]
     owners = {rank for rank, chunks in enumerate(layouts[0].buckets[0].owned) if chunks.min() < 16}
     assert len(owners) == 8
-    place = {device: rank for rank, device in enumerate(devices)}
+    rank_of = {device: rank for rank, device in enumerate(devices)}
 
     def process_of(device):
-        return 3 + place[device] % 2 if place[device] in owners else 9 - (place[device] == 0)
+        rank = rank_of[device]
+        return 3 + rank % 2 if rank in owners else 9 - (rank == 0)
 
-    index = write(
+    manifest = write(
         tmp_path, state, layouts=layouts, devices=devices, process_of=process_of,
         processes=range(12),
     )  # fmt: skip
-    assert index.processes == (3, 4)
+    assert manifest.processes == (3, 4)
     names = {"index.json", "3.bin", "3.json", "4.bin", "4.json"}
     assert {path.name for path in tmp_path.iterdir()} == names
-    last = json.loads((tmp_path / "4.json").read_text())["pieces"]
-    assert not any("tensor" in each for each in last)
-    assert {each["rank"] % 2 for each in last} == {1}
-    assert_same_bits(read(tmp_path, all_held["whole"].state), all_held["whole"].state)
+    entries = json.loads((tmp_path / "4.json").read_text())["pieces"]
+    assert not any("tensor" in entry for entry in entries)
+    assert {entry["rank"] % 2 for entry in entries} == {1}
+    assert_same_bits(read(tmp_path, states["replicated"].state), states["replicated"].state)
     assert_same_bits(read(tmp_path, state, layouts), state)
 
 
-def test_what_idle_devices_hold_is_not_written(tmp_path):
-    """They come first on the axis here, and hold something else."""
+def test_values_of_idle_devices_are_not_written(tmp_path):
+    """The idle device comes first on the axis and has another value."""
     devices = jax.devices()[:4]
     mesh = jax.sharding.Mesh(np.array(devices), ("data",))
     parts = [jax.device_put(jnp.full(3, float(i > 0)), device) for i, device in enumerate(devices)]
-    whole = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    array = jax.make_array_from_single_device_arrays((3,), whole, parts)
+    replicated = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    array = jax.make_array_from_single_device_arrays((3,), replicated, parts)
     write(tmp_path, {"w": array}, devices=devices[1:])
     assert read(tmp_path, {"w": jnp.zeros(3)})["w"].tolist() == [1, 1, 1]
 
 
-def test_anyone_can_read_it_with_numpy(all_held, tmp_path):
-    state, layouts, devices = all_held["more chips"]
+def test_checkpoints_can_be_read_with_numpy_alone(states, tmp_path):
+    state, layouts, devices = states["more chips"]
     write(tmp_path, state, layouts=layouts, devices=devices)
 
-    index = json.loads((tmp_path / "index.json").read_text())
+    manifest = json.loads((tmp_path / "index.json").read_text())
     pieces = {}
-    for process in index["processes"]:
+    for process in manifest["processes"]:
         raw = (tmp_path / f"{process}.bin").read_bytes()
-        for each in json.loads((tmp_path / f"{process}.json").read_text())["pieces"]:
-            key = each.get("tensor"), each.get("buffer"), each.get("rank")
-            pieces[key] = raw[each["offset"] : each["offset"] + each["bytes"]]
+        for entry in json.loads((tmp_path / f"{process}.json").read_text())["pieces"]:
+            key = entry.get("tensor"), entry.get("buffer"), entry.get("rank")
+            pieces[key] = raw[entry["offset"] : entry["offset"] + entry["bytes"]]
 
     def tensor(number):
-        told = index["tensors"][number]
-        shape, dtype = told["shape"], np.dtype(told["dtype"])
-        if "buffer" not in told:
+        entry = manifest["tensors"][number]
+        shape, dtype = entry["shape"], np.dtype(entry["dtype"])
+        if "buffer" not in entry:
             return np.frombuffer(pieces[number, None, None], dtype).reshape(shape)
-        buffer = index["buffers"][told["buffer"]]
+        buffer = manifest["buffers"][entry["buffer"]]
         chunks = np.zeros((buffer["chunks"], buffer["rows"] * buffer["width"]), dtype)
-        owners = np.array(index["owners"][buffer["owners"]])
+        owners = np.array(manifest["owners"][buffer["owners"]])
         for rank in set(owners.tolist()):
-            mine = np.frombuffer(pieces[None, told["buffer"], rank], dtype)
+            mine = np.frombuffer(pieces[None, entry["buffer"], rank], dtype)
             chunks[owners == rank] = mine.reshape(-1, chunks.shape[1])
-        vector = chunks.reshape(-1)[told["start"] :][: math.prod(shape)]
-        # The last axis whose length is a multiple of 128 goes inside; tiles are 8 x 128.
+        vector = chunks.reshape(-1)[entry["start"] :][: math.prod(shape)]
+        # The last axis whose length is a multiple of 128 is moved innermost; tiles are 8 x 128.
         wide = [axis for axis, length in enumerate(shape) if length % 128 == 0]
         if len(shape) < 2 or not wide:
             return vector.reshape(shape)
@@ -138,14 +147,14 @@ def test_anyone_can_read_it_with_numpy(all_held, tmp_path):
         matrix[rows:] = vector[rows * moved[-1] :].reshape(-1, moved[-1])
         return np.moveaxis(matrix.reshape(moved), -1, wide[-1])
 
-    found = {}
-    for number, told in enumerate(index["tensors"]):
-        if "/same/" in told["name"]:
-            found[told["name"].rpartition("/")[2]] = tensor(number)
-    assert_same_bits(found, PARAMS)
+    tensors = {}
+    for number, entry in enumerate(manifest["tensors"]):
+        if "/same/" in entry["name"]:
+            tensors[entry["name"].rpartition("/")[2]] = tensor(number)
+    assert_same_bits(tensors, PARAMS)
 
 
-def test_numbers_keys_and_arrays_of_the_host(tmp_path):
+def test_host_arrays_numbers_and_keys(tmp_path):
     state = {
         "key": jax.random.key(5),
         "keys": jax.random.split(jax.random.key(6, impl="rbg"), 3),
@@ -156,17 +165,17 @@ def test_numbers_keys_and_arrays_of_the_host(tmp_path):
     }
     write(tmp_path, state)
     like = {**state, "key": jax.random.key(0), "host": np.zeros(3, int), "rate": 0.0}
-    found = read(tmp_path, like)
-    assert found["key"] == state["key"]
-    assert (found["keys"] == state["keys"]).all()
-    assert float(found["rate"]) == 0.5
-    assert found["host"].tolist() == [0, 1, 2]
-    assert found["tiny"].tolist() == [0, 1, 2, 3]
-    assert found["flag"].tolist() == [True, False]
+    restored = read(tmp_path, like)
+    assert restored["key"] == state["key"]
+    assert (restored["keys"] == state["keys"]).all()
+    assert float(restored["rate"]) == 0.5
+    assert restored["host"].tolist() == [0, 1, 2]
+    assert restored["tiny"].tolist() == [0, 1, 2, 3]
+    assert restored["flag"].tolist() == [True, False]
 
 
-def test_arrays_that_are_split_by_themselves(tmp_path):
-    """One process that has all of an array writes it whole, and it may lie otherwise after."""
+def test_plain_sharded_arrays(tmp_path):
+    """A process that has all of an array writes it, and it may be restored with any sharding."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
     split = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     write(tmp_path, {"w": jax.device_put(jnp.arange(8.0), split)})
@@ -175,31 +184,30 @@ def test_arrays_that_are_split_by_themselves(tmp_path):
     assert read(tmp_path, like)["w"].sharding == split
 
 
-def test_a_snapshot_is_of_its_moment(all_held, tmp_path):
-    """The next step takes over the memory of the state."""
+def test_a_snapshot_survives_donation(tmp_path):
     state = {"w": jnp.arange(1000.0)}
-    snapshot = Copier(0).snapshot(3, state)
+    snapshot = Snapshotter(0).snapshot(3, state)
     jax.jit(lambda x: {"w": x["w"] * 0 - 1}, donate_argnums=0)(state)["w"].block_until_ready()
     assert state["w"].is_deleted()
-    write_part(tmp_path, snapshot.index, 0, snapshot.pieces)
+    write_part(tmp_path, snapshot.manifest, 0, snapshot.pieces)
     assert read(tmp_path, {"w": jnp.zeros(1000)})["w"].tolist() == list(range(1000))
 
 
-def test_layouts_are_asked_for(all_held, tmp_path):
-    state, layouts, _ = all_held["more chips"]
+def test_layouts_are_required(states, tmp_path):
+    state, layouts, _ = states["more chips"]
     with pytest.raises(ArgumentError, match=r"give layouts=\[optimizer.layout\(params\)\]"):
         write(tmp_path, {"optimizer": state})
-    other = all_held["two to a chip"].layouts
-    with pytest.raises(ArgumentError, match="optimizer is sharded for owners of which no layout"):
+    other = states["two to a chip"].layouts
+    with pytest.raises(ArgumentError, match="no layout is given for optimizer, which is sharded"):
         write(tmp_path, {"optimizer": state}, layouts=other)
     short = replace(state, rows=tuple(tuple(None for _ in row) for row in state.rows))
     with pytest.raises(ArgumentError, match="has no array for bucket"):
         write(tmp_path, short, layouts=layouts)
     long = jax.tree.map(lambda x: jnp.concatenate([x, x]) if x.ndim == 2 else x, state)
-    with pytest.raises(ArgumentError, match="that are sharded along one axis alone"):
+    with pytest.raises(ArgumentError, match="that are sharded along one axis only"):
         write(tmp_path, long, layouts=layouts)
 
 
-def test_two_tensors_of_one_name_are_refused(tmp_path):
+def test_two_tensors_of_one_name_are_an_error(tmp_path):
     with pytest.raises(ArgumentError, match="two tensors of the state are called a/b"):
         write(tmp_path, {"a/b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}})

@@ -1,33 +1,33 @@
-"""Small states, checkpoints of them, and faults to plant in those."""
+"""Saves, damages and restores checkpoints of small states."""
 
 import jax.numpy as jnp
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
 
 
-def state(scale=1.0, width=3):
+def small_state(scale=1.0, width=3):
     return {"params": {"w": scale * jnp.arange(float(width)), "b": jnp.zeros(2, jnp.bfloat16)}}
 
 
-def steps(folder):
+def saved_steps(folder):
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
-def saved(folder, *numbers, **options):
+def save_steps(folder, *numbers, **options):
     with Checkpoints(folder, **options) as checkpoints:
         for step in numbers:
-            checkpoints.save(step, state(float(step)))
+            checkpoints.save(step, small_state(float(step)))
 
 
-def restored(folder, like=None):
-    """The step, the state, and the lines that are said."""
+def restore(folder, like=None):
+    """Return the step, the state, and the lines that are logged."""
     lines = []
-    with Checkpoints(folder, resume=True, say=lines.append) as checkpoints:
-        step, found = checkpoints.restore(like or state(0.0))
-    return step, found, lines
+    with Checkpoints(folder, resume=True, log=lines.append) as checkpoints:
+        step, state = checkpoints.restore(like or small_state(0.0))
+    return step, state, lines
 
 
-def flip(path, at=3):
+def flip_bit(path, position=3):
     raw = bytearray(path.read_bytes())
-    raw[at] ^= 16
+    raw[position] ^= 16
     path.write_bytes(raw)

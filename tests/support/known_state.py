@@ -1,6 +1,6 @@
-"""An optimizer whose state is made of the parameters, so that what it should be is known.
+"""An optimizer whose state is a copy of the parameters, in every placement.
 
-On every kind of ranks: emulated or devices, some of them idle, two to a chip, whole or sharded.
+Placements are emulated or on devices, with idle devices or two per chip, replicated or sharded.
 """
 
 from functools import partial
@@ -11,35 +11,35 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from examples.common.data_parallel import Parallel
-from examples.common.device_arrays import WHOLE
+from examples.common.data_parallel import DataParallel
+from examples.common.device_arrays import REPLICATED
 from ftmesh import Topology
 from ftmesh.optim import ShardedOptimizer
 from ftmesh.testing import cpu_grid
 
 
-class Memory(NamedTuple):
+class StoredParams(NamedTuple):
     count: Any
     same: Any
     half: Any
     best: Any
 
 
-def remember():
+def storing_optimizer():
     def init(params):
         half = jax.tree.map(lambda x: x if jnp.iscomplexobj(x) else x.astype(jnp.bfloat16), params)
-        return Memory(jnp.int32(7), params, half, jnp.float32(jnp.inf))
+        return StoredParams(jnp.int32(7), params, half, jnp.float32(jnp.inf))
 
     return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
 
 
-def remember_apart(params):
-    """Some tensors in one state, the others in another."""
+def two_group_storing_optimizer(params):
+    """Return an optimizer that keeps some tensors in one state and the others in another."""
     labels = {name: "odd" if "k" in name else "even" for name in params}
-    return optax.multi_transform({"odd": remember(), "even": remember()}, labels)
+    return optax.multi_transform({"odd": storing_optimizer(), "even": storing_optimizer()}, labels)
 
 
-def parameters(seed=0):
+def make_params(seed=0):
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -61,15 +61,15 @@ def parameters(seed=0):
     }
 
 
-HOLE = {"failed": "2x2@0,0"}
-SETTINGS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+DAMAGE = {"failed": "2x2@0,0"}
+PLACEMENTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "row_pair on devices": (
-        partial(cpu_grid, "4x4", **HOLE),
+        partial(cpu_grid, "4x4", **DAMAGE),
         {"algorithm": "row_pair"},
         {"bucket_bytes": 2000},
     ),
     "ring in another order": (
-        partial(Topology.grid, "4x4", **HOLE),
+        partial(Topology.grid, "4x4", **DAMAGE),
         {"algorithm": "ring"},
         {"order": range(12)[::-1], "bucket_bytes": 9999},
     ),
@@ -80,37 +80,36 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "more chips": (partial(Topology.grid, "8x8", failed="4x2@2,2"), {}, {}),
-    "whole": (partial(Topology.grid, "4x4", **HOLE), {}, {"sharded": False}),
+    "replicated": (partial(Topology.grid, "4x4", **DAMAGE), {}, {"sharded": False}),
 }
 
 
-class Held(NamedTuple):
-    """A state, and what `Checkpoints.save` is told of it."""
+class StateToSave(NamedTuple):
+    """A state and the arguments of `Checkpoints.save` that go with it."""
 
     state: Any
     layouts: Any
     devices: Any
 
 
-def held(setting, params, transformation):
-    """The first state."""
-    topology, on, options = SETTINGS[setting]
-    parallel = Parallel.on(topology(), **on)
+def initial_state(placement, params, transformation):
+    topology, plan_options, options = PLACEMENTS[placement]
+    parallel = DataParallel.create(topology(), **plan_options)
     optimizer = parallel.optimizer(transformation, **options)
-    init = parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=optimizer.specs(params))
+    init = parallel.jit(optimizer.init, in_specs=(REPLICATED,), out_specs=optimizer.specs(params))
     layouts = [optimizer.layout(params)] if isinstance(optimizer, ShardedOptimizer) else []
-    return Held(init(parallel.put(params)), layouts, parallel.live_devices)
+    return StateToSave(init(parallel.put(params)), layouts, parallel.live_devices)
 
 
-def bits(array):
+def raw_bytes(array):
     return np.asarray(array).tobytes()
 
 
-def assert_same_bits(found, wanted):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for (path, one), other in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+def assert_same_bits(tree, expected):
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for (path, leaf), other in zip(
+        jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected), strict=True
     ):
-        assert one.dtype == other.dtype, path
-        assert one.shape == other.shape, path
-        assert bits(one) == bits(other), path
+        assert leaf.dtype == other.dtype, path
+        assert leaf.shape == other.shape, path
+        assert raw_bytes(leaf) == raw_bytes(other), path

@@ -1,4 +1,4 @@
-"""A sharded LAMB state on 4x4 with some chips failed, and the tensors in it."""
+"""A sharded LAMB state on a damaged 4x4 mesh, and the tensors in it."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -6,18 +6,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from examples.common.data_parallel import Parallel
-from examples.common.device_arrays import SPLIT, WHOLE
-from ftmesh.checkpoint.reader import Saved
-from ftmesh.checkpoint.snapshot import Copier
-from ftmesh.checkpoint.writer import part_of
+from examples.common.data_parallel import DataParallel
+from examples.common.device_arrays import REPLICATED, SHARDED
+from ftmesh.checkpoint.reader import CheckpointReader
+from ftmesh.checkpoint.snapshot import Snapshotter
+from ftmesh.checkpoint.writer import process_files
 from ftmesh.optim import lamb
 from ftmesh.testing import cpu_grid
 
 
-class On(NamedTuple):
-    """What there is on a mesh: how ranks run, what lies how, and how it is shared out."""
-
+class ShardedSetup(NamedTuple):
     parallel: Any
     like: Any  # the types of the state
     layouts: Any
@@ -27,60 +25,60 @@ class On(NamedTuple):
 SHAPES = {"kernel": (13, 7), "tiles": (40, 64), "bias": (300,), "one": (1,), "last": (5, 9, 3)}
 
 
-def sharded_on(failed="", partners=None):
-    """On 4x4 less some blocks; with `partners`, the ranks have copies of each other's shards."""
-    parallel = replace(Parallel.on(cpu_grid("4x4", failed=failed)), partners=partners)
+def sharded_setup(failed="", partners=None):
+    """Set up LAMB on 4x4; with `partners`, ranks have copies of each other's shards."""
+    parallel = replace(DataParallel.create(cpu_grid("4x4", failed=failed)), partners=partners)
     optimizer = parallel.optimizer(lamb(0.1, weight_decay=0.01), bucket_bytes=4000)
     params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in SHAPES.items()}
     specs = optimizer.specs(params)
-    first = parallel.jit(optimizer.init, in_specs=(WHOLE,), out_specs=specs)
-    like = parallel.typed(first.eval_shape(params), specs)
+    first = parallel.jit(optimizer.init, in_specs=(REPLICATED,), out_specs=specs)
+    like = parallel.with_shardings(first.eval_shape(params), specs)
     layouts = [optimizer.layout(params)]
-    return On(parallel, like, layouts, parallel.live_devices)
+    return ShardedSetup(parallel, like, layouts, parallel.live_devices)
 
 
-def state_on(on, seed=1):
-    """A state in which no two numbers need be the same, as after many steps; and its copies."""
-    chance = np.random.default_rng(seed)
+def random_state(setup, seed=1):
+    """Return a random state, and the copies of it that partners have."""
+    rng = np.random.default_rng(seed)
 
     def filled(like):
-        values = chance.normal(size=like.shape) * 100
+        values = rng.normal(size=like.shape) * 100
         numbers = np.asarray(values).astype(like.dtype)
-        return jax.make_array_from_callback(like.shape, like.sharding, lambda at: numbers[at])
+        return jax.make_array_from_callback(like.shape, like.sharding, lambda index: numbers[index])
 
-    state = jax.tree.map(filled, on.like)
-    if on.parallel.partners is None:
+    state = jax.tree.map(filled, setup.like)
+    if setup.parallel.partners is None:
         return state, ()
-    return state, on.parallel.jit(on.parallel.copies, in_specs=(SPLIT,), out_specs=SPLIT)(
+    return state, setup.parallel.jit(setup.parallel.copies, in_specs=(SHARDED,), out_specs=SHARDED)(
         state.rows
     )
 
 
-def given(on, state, process_of=lambda device: 0, **options):
-    """The files of a state that each process gives, by its number; those that are left do."""
+def snapshot_files(setup, state, process_of=lambda device: 0, **options):
+    """Return the files that every process writes of a state, by process."""
     files = {}
-    for process in sorted(set(map(process_of, options.get("devices", on.devices)))):
-        copier = Copier(process, process_of, layouts=on.layouts, **options)
-        snapshot = copier.snapshot(1, state)
-        if process in snapshot.index.processes:
-            part = part_of(snapshot.index, process, snapshot.pieces)
+    for process in sorted(set(map(process_of, options.get("devices", setup.devices)))):
+        snapshotter = Snapshotter(process, process_of, layouts=setup.layouts, **options)
+        snapshot = snapshotter.snapshot(1, state)
+        if process in snapshot.manifest.processes:
+            part = process_files(snapshot.manifest, process, snapshot.pieces)
             files[process] = {name: b"".join(content) for name, content in part}
     return files
 
 
-def tensors_in(files):
-    """Every tensor, whole, by its name."""
-    saved = Saved({name: blob for own in files.values() for name, blob in own.items()})
+def read_tensors(files):
+    """Return the bytes of every tensor by name."""
+    saved = CheckpointReader({name: blob for own in files.values() for name, blob in own.items()})
     saved.check()
-    return {tensor.name: saved.tensor(tensor.name).tobytes() for tensor in saved.index.tensors}
+    return {tensor.name: saved.tensor(tensor.name).tobytes() for tensor in saved.manifest.tensors}
 
 
-def tensors_of(on, state):
-    return tensors_in(given(on, state))
+def tensor_bytes(setup, state):
+    return read_tensors(snapshot_files(setup, state))
 
 
-def without(state, lost):
-    """The same state, in which nothing is left of what some devices had."""
+def spoil_devices(state, lost):
+    """Return the state with other values on the `lost` devices."""
 
     def spoiled(array):
         parts = [

@@ -1,0 +1,91 @@
+"""The shards of a lost host are restored from the copies that partners have, bit for bit."""
+
+import jax
+import numpy as np
+import pytest
+
+from ftmesh.checkpoint.snapshot import PartnerCopies
+from ftmesh.errors import DamagedCheckpointError
+from ftmesh.topology.backup_ranks import backup_ranks
+from ftmesh.topology.topology import Topology
+from tests.support.shards import (
+    random_state,
+    read_tensors,
+    sharded_setup,
+    snapshot_files,
+    spoil_devices,
+    tensor_bytes,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+HOSTS = [x // 2 + 2 * (y // 2) for x, y in Topology.grid("4x4").coords]
+PARTNERS = tuple(backup_ranks(Topology.grid("4x4"), HOSTS).tolist())
+HAVE_COPIES = {(HOSTS[rank], HOSTS[partner]) for rank, partner in enumerate(PARTNERS)}
+
+
+@pytest.fixture(scope="module")
+def setup(quick_compiler):
+    return sharded_setup(partners=PARTNERS)
+
+
+@pytest.fixture(scope="module")
+def saved(setup):
+    """A state, its copies, and the bytes of every tensor."""
+    state, copies = random_state(setup)
+    return state, copies, tensor_bytes(setup, state)
+
+
+def tensors_without(setup, saved, lost, partners=PARTNERS):
+    """Return every tensor from what the remaining hosts have."""
+    state, copies, _ = saved
+    host_of = dict(zip(setup.devices, HOSTS, strict=True))
+    gone = {device for device, host in host_of.items() if host in lost}
+    state, copies = spoil_devices(state, gone), spoil_devices(copies, gone)
+    remaining = [device for device in setup.devices if device not in gone]
+    files = snapshot_files(
+        setup, state, host_of.__getitem__, devices=remaining,
+        copies=PartnerCopies(copies, partners),
+    )  # fmt: skip
+    return read_tensors(files)
+
+
+def test_tensors_differ(saved):
+    _, _, tensors = saved
+    assert len(tensors) > 10
+    assert len(set(tensors.values())) > 9
+
+
+def test_copies_equal_the_rows_of_partners(setup, saved):
+    state, copies, _ = saved
+    for own, copy in zip(*map(jax.tree.leaves, (state.rows, copies)), strict=True):
+        rows = np.asarray(own).reshape(16, -1)
+        copied = np.asarray(copy).reshape(16, -1)
+        assert rows.tobytes() == copied[list(PARTNERS)].tobytes()
+
+
+@pytest.mark.parametrize("lost", [set(), {0}, {1}, {2}, {3}])
+def test_a_lost_host(setup, saved, lost):
+    assert tensors_without(setup, saved, lost) == saved[2]
+
+
+@pytest.mark.parametrize("lost", [{0, 3}, {1, 2}, {0, 1}, {2, 3}, {0, 2}, {1, 3}])
+def test_two_lost_hosts(setup, saved, lost):
+    """It is an error if one had the copies of the other; otherwise nothing is lost."""
+    one, other = sorted(lost)
+    if {(one, other), (other, one)} & HAVE_COPIES:
+        with pytest.raises(DamagedCheckpointError):
+            tensors_without(setup, saved, lost)
+    else:
+        assert tensors_without(setup, saved, lost) == saved[2]
+
+
+def test_a_wrong_table_of_partners_is_noticed(setup, saved):
+    """The tests above would notice copies that are taken for another rank's."""
+    wrong = (*PARTNERS[4:], *PARTNERS[:4])
+    assert tensors_without(setup, saved, {0}, PARTNERS) == saved[2]
+    try:
+        tensors = tensors_without(setup, saved, {0}, wrong)
+    except DamagedCheckpointError:
+        return
+    assert tensors != saved[2]
