@@ -1,7 +1,7 @@
-"""Pictures of meshes, routes and schedules, as text and as SVG, that a person can check.
+"""Drawings of meshes, routes and schedules, as text and as SVG.
 
 `routes_panel`, `phase_panel` and `schedule_panels` say what to draw; `draw_text` and `draw_svg`
-draw it. `figure` has the figures of the paper.
+draw it. `figure` returns the figures of the paper.
 """
 
 from ftmesh.draw.figures import figure as figure

@@ -1,10 +1,10 @@
-"""Where the arrows of a panel run: paths between and beside chips, in SVG's words.
+"""The paths of the arrows of a panel, as SVG path data.
 
-An arrow to a neighbour keeps to the right of its link, or to the middle where it is alone. An arrow
-that passes chips leaves its link for a track beside them, so that passing looks unlike stopping;
-those that would share a track get one each, the shorter ones nearer to the chips.
+An arrow to a neighbour keeps to the right of its link, or to the middle if it is alone there. An
+arrow that passes chips leaves its link for a track next to them, so that passing and stopping look
+different; arrows that would share a track get one each, the shorter ones nearer to the chips.
 
-Chips stand `PITCH` apart, the first at 0 0.
+Chips are `PITCH` apart, the first at 0 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count, pairwise
 from math import dist
 
-from ftmesh.draw.panel import Panel, Way, heading, is_to_layer, place
+from ftmesh.draw.panel import Direction, Panel, changes_layer, direction, position
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.routing import Route
 from ftmesh.topology.topology import Link, Topology
@@ -22,19 +22,19 @@ from ftmesh.topology.topology import Link, Topology
 Point = tuple[float, float]
 
 PITCH = 52.0  # from chip to chip
-HALF = 10.0  # of a chip
-HEAD = 8.0  # of an arrow: its line ends that much early
-LAYER = 22.0  # across and up, from the middle of a chip, that a link to another layer is drawn
+HALF = 10.0  # side of a chip
+HEAD = 8.0  # length of an arrowhead, by which its line is shortened
+LAYER = 22.0  # across and up: length of a link to another layer, from the middle of a chip
 _EDGE = HALF + 2.5  # from the middle of a chip to the ends of its arrows
 _SIDE = 3.6  # from the middle of a link to an arrow that shares it
 _DOOR = 6.5  # from the middle of a chip's edge to arrows on their way to a track
 _TRACKS = (14.5, 18.0, 21.5, 25.0)  # from the middle of a link; four fit before the next link's
-_RAMP = 11.0  # the way along the link that an arrow may take from door to track
+_RAMP = 11.0  # length along the link in which an arrow gets from door to track
 _BEND = 8.0
 
 
 def arrow_paths(panel: Panel) -> list[str]:
-    """The path of every arrow of `panel`, in order: the ``d`` of an SVG path without its head."""
+    """The SVG path data (``d``) of every arrow of `panel`, in order, without arrowheads."""
     routes = [arrow.route for arrow in panel.arrows]
     users = Counter(frozenset(link) for route in routes for link in pairwise(route))
     taken: set[tuple[Link, int, bool]] = set()
@@ -55,37 +55,36 @@ def arrow_paths(panel: Panel) -> list[str]:
 
 
 def number(value: float) -> str:
-    """A coordinate, to a tenth, as short as it can be written."""
+    """Format a coordinate to a tenth, without trailing zeros."""
     return f"{round(value, 1) + 0.0:g}"
 
 
 def _pieces(topology: Topology, route: Route, *, door: float, track: float) -> list[list[Point]]:
-    """The corners of the line from edge to edge of the first and last chip.
+    """The corners of the line from the first chip to the last, cut at edges and layers.
 
-    It leaves and enters them at `door`, off the middle, and runs at `track`; where it goes over the
-    edge of the mesh, or to another layer, it is cut.
+    It leaves and enters the chips at `door`, off the middle, and runs at `track`.
     """
     at = partial(_at, topology)
-    ways = [heading(topology, a, b) for a, b in pairwise(route)]
+    directions = [direction(topology, a, b) for a, b in pairwise(route)]
     ramp = _EDGE + min(track - door, _RAMP)
-    pieces = [[at(route[0], ways[0], _EDGE, door), at(route[0], ways[0], ramp, track)]]
-    before = ways[0]
-    for (a, b), way in zip(pairwise(route), ways, strict=True):
-        if way != before:
+    pieces = [[at(route[0], directions[0], _EDGE, door), at(route[0], directions[0], ramp, track)]]
+    before = directions[0]
+    for (a, b), step in zip(pairwise(route), directions, strict=True):
+        if step != before:
             x, y = at(a, before, 0, track)
-            pieces[-1].append((x - track * way[1], y + track * way[0]))
-        x, y = place(topology, a)
-        if is_to_layer(way) or place(topology, b) != (x + way[0], y + way[1]):
-            reach = LAYER if is_to_layer(way) else PITCH / 2
-            pieces[-1].append(at(a, way, reach, track))
-            pieces.append([at(b, way, -reach, track)])
-        before = way
+            pieces[-1].append((x - track * step[1], y + track * step[0]))
+        x, y = position(topology, a)
+        if changes_layer(step) or position(topology, b) != (x + step[0], y + step[1]):
+            reach = LAYER if changes_layer(step) else PITCH / 2
+            pieces[-1].append(at(a, step, reach, track))
+            pieces.append([at(b, step, -reach, track)])
+        before = step
     pieces[-1] += [at(route[-1], before, -ramp, track), at(route[-1], before, -_EDGE, door)]
     return [_without_kinks(list(dict.fromkeys(piece))) for piece in pieces]
 
 
 def _without_kinks(points: list[Point]) -> list[Point]:
-    """The corners without ramps that end right before a turn: there the slant leads to the turn."""
+    """Drop the ends of ramps right before a turn, so that the ramp leads to the turn."""
     ramps = {1: 2, len(points) - 2: len(points) - 3}
     return [
         point
@@ -94,15 +93,15 @@ def _without_kinks(points: list[Point]) -> list[Point]:
     ]
 
 
-def _at(topology: Topology, coord: Coord, way: Way, along: float, right: float) -> Point:
-    """The point `along` the way from the chip, and to the `right` of it."""
-    x, y = place(topology, coord)
-    dx, dy = way
+def _at(topology: Topology, coord: Coord, step: Direction, along: float, right: float) -> Point:
+    """The point `along` a step from the chip, and to the `right` of it."""
+    x, y = position(topology, coord)
+    dx, dy = step
     return (x * PITCH + along * dx - right * dy, y * PITCH + along * dy + right * dx)
 
 
 def _shortened(points: list[Point]) -> list[Point]:
-    """The line without the room for its head."""
+    """The line, shortened by its arrowhead."""
     *rest, before, tip = points
     return [*rest, before, _towards(tip, before, HEAD)]
 
@@ -113,7 +112,7 @@ def _towards(start: Point, goal: Point, distance: float) -> Point:
 
 
 def _rounded(points: list[Point]) -> str:
-    """The line through `points`, its corners bent."""
+    """The path through `points`, with rounded corners."""
     path = ["M", _pair(points[0])]
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):
         bend = min(_BEND, dist(before, corner) / 2, dist(corner, after) / 2)

@@ -1,21 +1,20 @@
 """Panels: what a drawing shows, before it is text or SVG.
 
-A `Panel` is a topology with arrows on it. `routes_panel` makes one of routes, `phase_panel` of a
-phase of a schedule (or of one round, one lane, one half of the payload), `schedule_panels` one for
-each phase. Nothing is placed by hand: chips come from the topology, arrows from routes.
+A `Panel` is a topology with arrows on it. `routes_panel` makes one from routes, `phase_panel` from
+a phase of a schedule (or one of its rounds, lanes or halves of the payload), `schedule_panels` one
+for each phase. Chips come from the topology and arrows from routes; nothing is placed by hand.
 
 >>> from ftmesh.topology.routing import dimension_order
 >>> topo = Topology.grid("4x4")
 >>> routes_panel(topo, [dimension_order(topo, (0, 0), (2, 1))]).arrows
 (Arrow(route=((0, 0), (1, 0), (2, 0), (2, 1)), colour='blue'),)
 
-Page: where chips and links stand in a drawing, counted in chips across and down.
+The page is counted in chips across and down. A mesh of one axis is a row. A mesh of three axes is
+its layers along z, next to each other with space for one chip between them, in as many rows as
+necessary; a link to the next layer leads up and to the right.
 
-A mesh of one axis is a row. One of three is its layers along z, side by side with a chip's room
-between them, in as many rows as it takes; a link to the next layer leads up and to the right.
-
->>> page = Topology.grid("4x4x8")
->>> size(page), place(page, (1, 2, 0)), place(page, (1, 2, 5))
+>>> topo = Topology.grid("4x4x8")
+>>> page_size(topo), position(topo, (1, 2, 0)), position(topo, (1, 2, 5))
 ((19, 9), (1, 2), (6, 7))
 """
 
@@ -32,7 +31,7 @@ import numpy as np
 from ftmesh.errors import ScheduleError, TopologyError
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
-from ftmesh.schedule.transfers import Columns
+from ftmesh.schedule.transfers import Transfers
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.routing import Route
 from ftmesh.topology.topology import Topology
@@ -41,13 +40,13 @@ Colour = Literal["blue", "orange", "green", "purple", "amber", "red"]
 Role = Literal["live", "failed", "off_ring"]
 Legend = tuple[tuple[Colour, str], ...]
 
-# Neighbouring rings take different colours of these; people who confuse hues can tell them apart.
+# Adjacent rings have different colours of these, which are safe for colour-blind readers.
 PALETTE: tuple[Colour, ...] = ("blue", "orange", "green", "purple")
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """A message's way over the mesh: from the first chip of its route to the last."""
+    """The route of a message, from its first chip to its last."""
 
     route: Route
     colour: Colour = "blue"
@@ -55,10 +54,12 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Panel:
-    """A mesh with arrows, a title, and what the colours mean; a value, equal by content.
+    """A mesh with arrows, a title and a legend.
 
-    `off_ring` are the live chips drawn yellow: those that hand their share to a neighbour on a
-    full ring and own no chunk themselves.
+    Attributes:
+        off_ring: Live chips drawn yellow: they pass their share to a neighbour on a full ring and
+            own no chunk themselves.
+        legend: Colours with their meanings.
     """
 
     topology: Topology
@@ -70,16 +71,16 @@ class Panel:
     def __post_init__(self) -> None:
         for arrow in self.arrows:
             for a, b in pairwise(arrow.route):
-                heading(self.topology, a, b)
+                direction(self.topology, a, b)
 
     def role(self, coord: Coord) -> Role:
-        """What the chip at `coord` is drawn as."""
+        """How the chip at `coord` is drawn."""
         if coord in self.topology.failed:
             return "failed"
         return "off_ring" if coord in self.off_ring else "live"
 
     def only(self, *colours: Colour, title: str | None = None) -> Panel:
-        """The panel with the arrows of some colours, and what those mean."""
+        """The same panel with only the arrows and the legend of `colours`."""
         return replace(
             self,
             title=self.title if title is None else title,
@@ -89,7 +90,7 @@ class Panel:
 
 
 def routes_panel(topology: Topology, routes: Iterable[Route], *, title: str | None = None) -> Panel:
-    """Routes on a mesh, each in the next colour."""
+    """Draw routes on a mesh, each in the next colour."""
     arrows = tuple(
         Arrow(route, PALETTE[index % len(PALETTE)]) for index, route in enumerate(routes)
     )
@@ -105,12 +106,21 @@ def phase_panel(
     half: Literal[0, 1] | None = None,
     title: str | None = None,
 ) -> Panel:
-    """Who sends to whom in phase `index`, along the links the messages take.
+    """Draw the messages of a phase along their routes.
 
-    `round` (counted within the phase), `lane` and `half` of the payload narrow it down; where a
-    ring runs in both directions, ``half=0`` leaves one. Colours tell apart, in this order: the work
-    of chips off the rings, thirds or halves of the payload where they run on different rings, the
-    rings.
+    Colours show chips off the rings, or else thirds or halves of the payload that run on different
+    rings, or else the rings.
+
+    Args:
+        schedule: The schedule.
+        index: Which of its phases.
+        round: Only this round, counted within the phase.
+        lane: Only this lane.
+        half: Only this half of the payload; one direction of a ring that runs in both.
+        title: By default the algorithm, the mesh and the phase.
+
+    Raises:
+        ScheduleError: There is no such phase, round or lane.
     """
     if not 0 <= index < len(schedule.phases):
         raise ScheduleError(
@@ -128,15 +138,19 @@ def phase_panel(
             f"lane {lane} does not exist: phase {index}, {phase.name!r}, has lanes 0 to "
             f"{phase.lanes[-1]}"
         )
-    c = phase.columns
-    shown = np.ones(len(c.src), np.bool_)
-    for wanted, column in ((round, c.round), (lane, c.lane), (half, _half(schedule, c))):
+    transfers = phase.transfers
+    shown = np.ones(len(transfers.src), np.bool_)
+    for wanted, column in (
+        (round, transfers.round),
+        (lane, transfers.lane),
+        (half, _half(schedule, transfers)),
+    ):
         if wanted is not None:
             shown &= column == wanted
     off_ring = off_ring_chips(schedule)
     colour, legend = _colouring(schedule, phase, off_ring)
-    chosen = c.take(shown)
-    columns = map(_plain, (chosen.src, chosen.dst, _half(schedule, chosen)))
+    chosen = transfers.take(shown)
+    columns = map(_to_ints, (chosen.src, chosen.dst, _half(schedule, chosen)))
     sends = sorted(set(zip(*columns, strict=True)))
     arrows = dict.fromkeys(
         Arrow(schedule.routes[src, dst], colour(src, dst, part)) for src, dst, part in sends
@@ -149,15 +163,15 @@ def phase_panel(
 
 
 def schedule_panels(schedule: Schedule, *, half: Literal[0, 1] | None = None) -> list[Panel]:
-    """A panel for each phase of `schedule`."""
+    """Draw each phase of `schedule`; see `phase_panel`."""
     return [phase_panel(schedule, index, half=half) for index in range(len(schedule.phases))]
 
 
 def off_ring_chips(schedule: Schedule) -> frozenset[Coord]:
-    """The live chips that own no chunk, though others do."""
+    """The live chips that own no chunk; none if the schedule has no owners."""
     if not isinstance(schedule, SplitSchedule):
         return frozenset()
-    owners = set(_plain(schedule.owner))
+    owners = set(_to_ints(schedule.owner))
     coords = schedule.topology.coords
     return frozenset(coord for rank, coord in enumerate(coords) if rank not in owners)
 
@@ -165,8 +179,8 @@ def off_ring_chips(schedule: Schedule) -> frozenset[Coord]:
 def _colouring(
     schedule: Schedule, phase: Phase, off_ring: frozenset[Coord]
 ) -> tuple[Callable[[int, int, int], Colour], Legend]:
-    """The colour of a transfer by source, destination and half; and what the colours mean."""
-    c = phase.columns
+    """The colour of a transfer by source, destination and half, and the legend."""
+    transfers = phase.transfers
     off = {schedule.topology.rank(coord) for coord in off_ring}
     if any(off.intersection(pair) for pair in phase.pairs):
         by_ends: tuple[Colour, ...] = ("blue", "green", "amber")
@@ -175,7 +189,9 @@ def _colouring(
             ("green", "to or from a ring"),
             ("blue", "full rings"),
         )
-    thirds = [_cables(c.take(_part(schedule, c, 3) == part)) for part in range(3)]
+    thirds = [
+        _connected_pairs(transfers.take(_part(schedule, transfers, 3) == part)) for part in range(3)
+    ]
     if all(thirds) and not any(one & other for one, other in combinations(thirds, 2)):
         by_third: tuple[Colour, ...] = ("red", "blue", "green")
         third = {cable: by_third[part] for part in range(3) for cable in thirds[part]}
@@ -184,96 +200,100 @@ def _colouring(
             ("blue", "second third of the payload"),
             ("green", "last third of the payload"),
         )
-    first, second = (_joined(c.take(_half(schedule, c) == half)) for half in (0, 1))
+    first, second = (
+        _components(transfers.take(_half(schedule, transfers) == half)) for half in (0, 1)
+    )
     if first and second and first != second:
         by_half: tuple[Colour, ...] = ("red", "blue")
         return lambda src, dst, half: by_half[half], (
             ("red", "first half of the payload"),
             ("blue", "second half of the payload"),
         )
-    by_ring = _ring_colours(schedule.topology, _joined(c))
+    by_ring = _ring_colours(schedule.topology, _components(transfers))
     return lambda src, dst, half: by_ring[src], ()
 
 
-def _half(schedule: Schedule, c: Columns) -> np.ndarray:
+def _half(schedule: Schedule, transfers: Transfers) -> np.ndarray:
     """0 for transfers whose first chunk is in the first half of the payload, else 1."""
-    return _part(schedule, c, 2)
+    return _part(schedule, transfers, 2)
 
 
-def _part(schedule: Schedule, c: Columns, num_parts: int) -> np.ndarray:
-    """Which of so many equal parts of the payload the first chunk of each transfer is in."""
-    return num_parts * c.chunk // schedule.num_chunks
+def _part(schedule: Schedule, transfers: Transfers, num_parts: int) -> np.ndarray:
+    """Which of `num_parts` equal parts of the payload has the first chunk of each transfer."""
+    return num_parts * transfers.chunk // schedule.num_chunks
 
 
-def _cables(c: Columns) -> set[frozenset[int]]:
-    """The pairs of ranks between which something travels, either way."""
-    return set(map(frozenset, zip(_plain(c.src), _plain(c.dst), strict=True)))
+def _connected_pairs(transfers: Transfers) -> set[frozenset[int]]:
+    """The pairs of ranks between which data travels, in either direction."""
+    return set(map(frozenset, zip(_to_ints(transfers.src), _to_ints(transfers.dst), strict=True)))
 
 
-def _plain(column: np.ndarray) -> list[int]:
+def _to_ints(column: np.ndarray) -> list[int]:
     return [int(n) for n in column]
 
 
-def _joined(c: Columns) -> dict[int, int]:
-    """Every rank that takes part, and the lowest rank that transfers join it to, however far."""
-    beside: dict[int, set[int]] = {}
-    for src, dst in set(zip(_plain(c.src), _plain(c.dst), strict=True)):
-        beside.setdefault(src, set()).add(dst)
-        beside.setdefault(dst, set()).add(src)
+def _components(transfers: Transfers) -> dict[int, int]:
+    """The ranks that take part, each with the lowest rank that it is connected to."""
+    neighbours: dict[int, set[int]] = {}
+    for src, dst in set(zip(_to_ints(transfers.src), _to_ints(transfers.dst), strict=True)):
+        neighbours.setdefault(src, set()).add(dst)
+        neighbours.setdefault(dst, set()).add(src)
     lowest: dict[int, int] = {}
-    for start in sorted(beside):
+    for start in sorted(neighbours):
         frontier = [start]
         while frontier:
             rank = frontier.pop()
             if rank not in lowest:
                 lowest[rank] = start
-                frontier.extend(beside[rank])
+                frontier.extend(neighbours[rank])
     return lowest
 
 
 def _ring_colours(topology: Topology, ring_of: dict[int, int]) -> dict[int, Colour]:
-    """A colour per rank, the same all along a ring, not the same for rings side by side."""
-    beside: dict[int, set[int]] = {}
+    """A colour per rank: the same all along a ring, different for adjacent rings."""
+    neighbours: dict[int, set[int]] = {}
     for rank, ring in ring_of.items():
         near = (topology.rank(coord) for coord in topology.neighbours(topology.coords[rank]))
-        beside.setdefault(ring, set()).update(ring_of[n] for n in near if n in ring_of)
+        neighbours.setdefault(ring, set()).update(ring_of[n] for n in near if n in ring_of)
     colours: dict[int, Colour] = {}
-    for index, ring in enumerate(sorted(beside)):
-        taken = {colours.get(other) for other in beside[ring]}
+    for index, ring in enumerate(sorted(neighbours)):
+        taken = {colours.get(other) for other in neighbours[ring]}
         free = [colour for colour in PALETTE if colour not in taken]
         colours[ring] = free[0] if free else PALETTE[index % len(PALETTE)]
     return {rank: colours[ring] for rank, ring in ring_of.items()}
 
 
-Spot = tuple[int, int]
-Way = tuple[int, int]
+# Layout on the page ----------------------------------------------------------------------------
 
-WIDEST = 24  # chips across, where layers stand side by side
+Position = tuple[int, int]
+Direction = tuple[int, int]
+
+MAX_ACROSS = 24  # chips, if there are several layers
 
 
-def size(topology: Topology) -> tuple[int, int]:
-    """Columns and rows of chips on the page, with the room between layers."""
+def page_size(topology: Topology) -> tuple[int, int]:
+    """Columns and rows of chips on the page, including the space between layers."""
     width, height, depth = _sides(topology.shape)
     across = _layers_across(topology)
     return across * (width + 1) - 1, ceil(depth / across) * (height + 1) - 1
 
 
-def place(topology: Topology, coord: Coord) -> Spot:
-    """Where a chip stands on the page: x across, y down."""
+def position(topology: Topology, coord: Coord) -> Position:
+    """The position of a chip on the page: x across, y down."""
     x, y, z = (*coord, 0, 0)[:3]
-    across, down = layers(topology)[z]
+    across, down = layer_origins(topology)[z]
     return across + x, down + y
 
 
-def layers(topology: Topology) -> list[Spot]:
-    """Where the first chip of each layer stands; a mesh of one or two axes is one layer."""
+def layer_origins(topology: Topology) -> list[Position]:
+    """The position of the first chip of each layer; one or two axes make one layer."""
     width, height, depth = _sides(topology.shape)
     across = _layers_across(topology)
     return [(z % across * (width + 1), z // across * (height + 1)) for z in range(depth)]
 
 
-def heading(topology: Topology, a: Coord, b: Coord) -> Way:
-    """The unit step on the page from chip `a` to its neighbour `b`, over the edge if that wraps."""
+def direction(topology: Topology, a: Coord, b: Coord) -> Direction:
+    """The unit step on the page from chip `a` to its neighbour `b`, over the edge if it wraps."""
     for axis, last in enumerate(n - 1 for n in topology.shape):
         step = b[axis] - a[axis]
         if a[:axis] + a[axis + 1 :] == b[:axis] + b[axis + 1 :]:
@@ -282,22 +302,23 @@ def heading(topology: Topology, a: Coord, b: Coord) -> Way:
             if abs(step) == 1:
                 return ((step, 0), (0, step), (step, -step))[axis]
     raise TopologyError(
-        f"an arrow goes from chip to neighbouring chip, and {b} is not beside {a} on {topology}"
+        f"an arrow goes from chip to neighbouring chip, and {b} is no neighbour of {a} on "
+        f"{topology}"
     )
 
 
-def is_to_layer(way: Way) -> bool:
+def changes_layer(step: Direction) -> bool:
     """Whether a step leads to another layer."""
-    return all(way)
+    return all(step)
 
 
-def gaps(topology: Topology, a: Coord, b: Coord) -> Iterator[Spot]:
-    """The places left of, or above, the room that a link within a layer takes on the page.
+def gaps(topology: Topology, a: Coord, b: Coord) -> Iterator[Position]:
+    """The positions left of, or above, the space of a link within a layer on the page.
 
-    One for chips that stand side by side; a link over the edge takes room at both edges.
+    One for adjacent chips; a link over the edge takes space at both edges.
     """
-    dx, dy = heading(topology, a, b)
-    ends = [place(topology, a), place(topology, b)]
+    dx, dy = direction(topology, a, b)
+    ends = [position(topology, a), position(topology, b)]
     low, high = ends if dx + dy > 0 else reversed(ends)
     before = (high[0] - abs(dx), high[1] - abs(dy))
     yield low
@@ -311,7 +332,7 @@ def _sides(shape: Coord) -> tuple[int, int, int]:
 
 
 def _layers_across(topology: Topology) -> int:
-    """As many as fit, but no more than fill the rows."""
+    """As many layers as fit, and as even rows as possible."""
     width, _, depth = _sides(topology.shape)
-    most = max(1, WIDEST // (width + 1))
+    most = max(1, MAX_ACROSS // (width + 1))
     return ceil(depth / ceil(depth / most))

@@ -1,7 +1,7 @@
-"""Plots, with matplotlib: time against payload, loads of links, scaling, where the time goes.
+"""Plots of simulations, with matplotlib: time by payload, link loads, scaling, goodput.
 
-matplotlib is an extra, ``pip install 'ftmesh[plots]'``; everything else does without. What is
-plotted is simulated, and every picture says on which links.
+matplotlib is an extra: ``pip install 'ftmesh[plots]'``. Every plot names the links that were
+simulated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ftmesh.algorithms.registry import CHUNKED_BY_PAYLOAD
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import Limits, limits
 from ftmesh.cost.simulate import Simulation, Simulator
-from ftmesh.draw.panel import heading, layers, place, size
+from ftmesh.draw.panel import direction, layer_origins, page_size, position
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.files import write_atomic
 from ftmesh.optional_deps import require
@@ -39,9 +39,14 @@ COLOURS = {
     "flood": "#e69f00",
     "chain": "#8c6d31",
 }
-SCALED = ("ring", "two_dim", "row_pair", "tree")  # what square meshes are planned with
-MANY = 1024  # chips beyond which trees take minutes to plan
-LIMIT = {"color": "black", "linestyle": "--", "linewidth": 1, "label": "limit of any all-reduce"}
+SCALED = ("ring", "two_dim", "row_pair", "tree")  # on square meshes
+MAX_TREE_CHIPS = 1024  # trees take minutes to plan beyond
+LOWER_BOUND = {
+    "color": "black",
+    "linestyle": "--",
+    "linewidth": 1,
+    "label": "lower bound of any all-reduce",
+}
 SHARES = {
     "trained": ("trained", "#009e73"),
     "slower": ("lost to fewer chips", "#56b4e9"),
@@ -52,7 +57,7 @@ SHARES = {
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure in the format that the name ends in; an SVG is the same every time."""
+    """Write a figure in the format of the file's suffix; SVG files are reproducible."""
     import matplotlib
 
     form = Path(path).suffix[1:].lower() or "png"
@@ -65,29 +70,31 @@ def save(figure: Figure, path: str | Path) -> None:
     write_atomic(path, [drawn.getvalue()])
 
 
-def time_against_payload(simulators: Mapping[str, Simulator], on: Network = DEFAULT) -> Figure:
-    """Simulated time of each schedule, all on one topology, from 4 kB to 4 GB, with the limit."""
+def time_against_payload(simulators: Mapping[str, Simulator], network: Network = DEFAULT) -> Figure:
+    """Plot the simulated time of schedules on one topology, from 4 kB to 4 GB."""
     payloads = np.unique(np.geomspace(4e3, 4e9, 61).astype(np.int64))
     topology = next(iter(simulators.values())).schedule.topology
     least = limits(topology)
-    figure, axes = _figure(f"All-reduce on {topology}", f"{on}; synchronous rounds, simulated")
+    figure, axes = _figure(f"All-reduce on {topology}", f"{network}; synchronous rounds, simulated")
     for name, simulator in simulators.items():
-        times = [1e6 * simulator.seconds(int(size), on) for size in payloads]
+        times = [1e6 * simulator.seconds(int(size), network) for size in payloads]
         axes.plot(payloads, times, color=COLOURS.get(simulator.schedule.algorithm), label=name)
-    axes.plot(payloads, [1e6 * least.all_reduce_seconds(int(m), on) for m in payloads], **LIMIT)
+    axes.plot(
+        payloads, [1e6 * least.all_reduce_seconds(int(m), network) for m in payloads], **LOWER_BOUND
+    )
     axes.set(xscale="log", yscale="log", xlabel="payload, bytes", ylabel="time, us")
     return _finish(figure, axes)
 
 
-def scaling(sides: Sequence[int], payload_bytes: int, on: Network = DEFAULT) -> Figure:
-    """Simulated time on square meshes, whole and less a 2x2 block near the middle, with the limit.
+def scaling(sides: Sequence[int], payload_bytes: int, network: Network = DEFAULT) -> Figure:
+    """Plot the simulated time on square meshes, whole and less a 2x2 block near the middle.
 
-    A ring's time is its formula (see `ftmesh.simulate`), which needs no schedule of millions of
-    transfers; trees end at 32x32.
+    The time of a ring is its formula (see `ftmesh.cost.simulate`), which needs no schedule of
+    millions of transfers; trees end at 32x32.
     """
     figure, axes = _figure(
         f"All-reduce of {format_bytes(payload_bytes)} on square meshes",
-        f"{on}; simulated; solid: whole, dotted: less a 2x2 block",
+        f"{network}; simulated; solid: whole, dotted: less a 2x2 block",
     )
     least: list[Limits] = []
     for failed, style in ((False, "-"), (True, ":")):
@@ -98,7 +105,7 @@ def scaling(sides: Sequence[int], payload_bytes: int, on: Network = DEFAULT) -> 
             topology = Topology.grid((side, side), failed=block)
             least += [] if failed else [limits(topology)]
             for name, line in lines.items():
-                seconds = _seconds(topology, name, payload_bytes, on)
+                seconds = _seconds(topology, name, payload_bytes, network)
                 if seconds is not None:
                     line.append((side, 1e6 * seconds))
         for name, line in lines.items():
@@ -111,33 +118,39 @@ def scaling(sides: Sequence[int], payload_bytes: int, on: Network = DEFAULT) -> 
                     color=COLOURS[name],
                     label=None if failed else name,
                 )
-    axes.plot(sides, [1e6 * one.all_reduce_seconds(payload_bytes, on) for one in least], **LIMIT)
+    axes.plot(
+        sides,
+        [1e6 * bounds.all_reduce_seconds(payload_bytes, network) for bounds in least],
+        **LOWER_BOUND,
+    )
     axes.set(xscale="log", xlabel="chips along a side", ylabel="time, us", ylim=0)
     axes.set_xticks(sides, labels=[str(side) for side in sides])
     axes.minorticks_off()
     return _finish(figure, axes)
 
 
-def _seconds(topology: Topology, name: str, payload_bytes: int, on: Network) -> float | None:
+def _seconds(topology: Topology, name: str, payload_bytes: int, network: Network) -> float | None:
     if name == "ring":
         live = topology.num_live
-        step = on.overhead + on.latency + payload_bytes / (2 * live * on.bandwidth)
+        step = network.overhead + network.latency + payload_bytes / (2 * live * network.bandwidth)
         return 2 * (live - 1) * step
-    if name in CHUNKED_BY_PAYLOAD and topology.num_live > MANY:
+    if name in CHUNKED_BY_PAYLOAD and topology.num_live > MAX_TREE_CHIPS:
         return None
     try:
-        return Simulator(schedule_for(topology, name, payload_bytes, on)).seconds(payload_bytes, on)
+        return Simulator(schedule_for(topology, name, payload_bytes, network)).seconds(
+            payload_bytes, network
+        )
     except PlanError:
         return None
 
 
 def link_loads(simulation: Simulation) -> Figure:
-    """What each link carries, on the mesh, as a share of the payload; both ways are drawn apart.
+    """Plot the load of each link on the mesh, as a share of the payload, in both directions.
 
-    Of a link over the edge, or to another layer, each way is drawn where it begins.
+    Links over the edge, or to another layer, are drawn as a stub at their source.
     """
     topology = simulation.schedule.topology.physical
-    columns, rows = size(topology)
+    columns, rows = page_size(topology)
     cell = 7 / max(columns, rows, 8)  # inches between chips
     figure, axes = _figure(
         f"What links carry: {simulation.schedule.algorithm} on {topology}",
@@ -148,16 +161,16 @@ def link_loads(simulation: Simulation) -> Figure:
 
     ends, shares = [], []
     for a, b in topology.links:
-        way = np.array(heading(topology, a, b))
-        start = np.add(place(topology, a), 0.12 * np.array([-way[1], way[0]]))
-        is_beside = np.abs(np.subtract(place(topology, b), place(topology, a))).sum() == 1
-        ends.append([start, start + (way if is_beside else 0.42 * way)])
+        step = np.array(direction(topology, a, b))
+        start = np.add(position(topology, a), 0.12 * np.array([-step[1], step[0]]))
+        is_adjacent = np.abs(np.subtract(position(topology, b), position(topology, a))).sum() == 1
+        ends.append([start, start + (step if is_adjacent else 0.42 * step)])
         shares.append(simulation.link_bytes.get((a, b), 0.0) / simulation.payload_bytes)
     lines = LineCollection(ends, array=np.array(shares), cmap="viridis_r", linewidths=10 * cell)
     lines.set_clim(0.0)
     axes.add_collection(lines)
     live, failed = (
-        np.array([place(topology, coord) for coord in coords]).reshape(-1, 2).T
+        np.array([position(topology, coord) for coord in coords]).reshape(-1, 2).T
         for coords in (topology.coords, sorted(topology.failed))
     )
     axes.plot(*live, "o", markersize=9 * cell, color="#444444")
@@ -165,7 +178,7 @@ def link_loads(simulation: Simulation) -> Figure:
         axes.plot(*failed, "x", markersize=30 * cell, color="#cc0000")
     if len(topology.shape) > 2:
         axes.set_axis_off()
-        for z, (x, y) in enumerate(layers(topology)):
+        for z, (x, y) in enumerate(layer_origins(topology)):
             axes.text(x, y - 0.5, f"z = {z}", fontsize=8)
     axes.set(aspect="equal", xlabel="x", ylabel="y")
     axes.set_xlim(-0.7, columns - 0.3)
@@ -175,11 +188,12 @@ def link_loads(simulation: Simulation) -> Figure:
 
 
 def where_time_goes(outcomes: Mapping[str, Sequence[Outcome]], job: TrainingJob) -> Figure:
-    """What each answer to failures makes of the time; what all train alike is cut off."""
+    """Plot where the time goes under each strategy; the part that all train alike is cut off."""
     figure, axes = _figure(
         f"Where the time goes on {job.topology}",
         f"a board fails every {format_time(job.mtbf)} and is repaired in "
-        f"{format_time(job.repair_time)}; checkpoints every {format_time(job.checkpoint_interval)}; played",
+        f"{format_time(job.repair_time)}; checkpoints every "
+        f"{format_time(job.checkpoint_interval)}; simulated",
     )
     names = list(outcomes)
     left = np.zeros(len(names))
@@ -187,7 +201,7 @@ def where_time_goes(outcomes: Mapping[str, Sequence[Outcome]], job: TrainingJob)
         width = np.array([statistics.fmean(getattr(o, share) for o in outcomes[n]) for n in names])
         axes.barh(names, width, left=left, color=colour, label=label)
         left += width
-    least = min(statistics.fmean(one.trained for one in each) for each in outcomes.values())
+    least = min(statistics.fmean(o.trained for o in runs) for runs in outcomes.values())
     axes.set_xlim(1 - 1.6 * (1 - least), 1.0)
     axes.set_xlabel("share of the time, in work of the full mesh")
     axes.invert_yaxis()

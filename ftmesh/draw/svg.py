@@ -1,7 +1,7 @@
-"""Panels as one SVG page that stands by itself: no script, no font, nothing to download.
+"""Panels as one self-contained SVG page: no script, no font, nothing to download.
 
-The page is white with rounded corners, so that it reads on light and on dark surroundings, and the
-same panels give the same bytes.
+The page is white, so that it is readable on light and dark backgrounds. The same panels give the
+same bytes.
 
 >>> from ftmesh.draw.panel import routes_panel
 >>> from ftmesh.topology.topology import Topology
@@ -17,7 +17,16 @@ from xml.sax.saxutils import escape
 
 from ftmesh.draw.arrow_paths import HALF, HEAD, LAYER, PITCH, arrow_paths
 from ftmesh.draw.arrow_paths import number as n
-from ftmesh.draw.panel import Colour, Panel, Role, heading, is_to_layer, layers, place, size
+from ftmesh.draw.panel import (
+    Colour,
+    Panel,
+    Role,
+    changes_layer,
+    direction,
+    layer_origins,
+    page_size,
+    position,
+)
 from ftmesh.errors import ScheduleError
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology
@@ -41,12 +50,14 @@ _LEGEND_LINE, _LEGEND_GAP = 28.0, 26.0
 
 
 def draw_svg(panels: Sequence[Panel], *, title: str | None = None) -> str:
-    """A page of panels in rows of up to four, with a legend; `title` is what a screen reader says.
+    """Draw panels in rows of up to four, with a legend.
 
-    The part of a panel's title after a colon is set on a line of its own.
+    Args:
+        panels: At least one. The part of a panel's title after a colon gets its own line.
+        title: For screen readers; by default the titles of the panels.
     """
     if not panels:
-        raise ScheduleError("a page needs at least one panel to draw")
+        raise ScheduleError("an SVG page needs at least one panel")
     rows = ceil(len(panels) / _PANELS_ACROSS)
     across = ceil(len(panels) / rows)
     wide = max(map(_width, panels))
@@ -82,16 +93,16 @@ def draw_svg(panels: Sequence[Panel], *, title: str | None = None) -> str:
 
 def _width(panel: Panel) -> float:
     titles = (_text_width(text, 15) for text in panel.title.split(": ", 1))
-    return max(size(panel.topology)[0] * PITCH + 16, *titles)
+    return max(page_size(panel.topology)[0] * PITCH + 16, *titles)
 
 
 def _height(panel: Panel) -> float:
-    return size(panel.topology)[1] * PITCH + 26 + 20 * len(panel.title.split(": ", 1))
+    return page_size(panel.topology)[1] * PITCH + 26 + 20 * len(panel.title.split(": ", 1))
 
 
 def _panel(panel: Panel, wide: float) -> Iterator[str]:
-    """Title, rulers, links, arrows and chips, in the middle of a room `wide` across."""
-    columns, rows = size(panel.topology)
+    """Title, rulers, links, arrows and chips, centred in a width of `wide`."""
+    columns, rows = page_size(panel.topology)
     top = _height(panel) - rows * PITCH
     styles = (f'font-size="15" font-weight="600" fill="{_INK}"', f'font-size="13" fill="{_SOFT}"')
     for line, (text, style) in enumerate(zip(panel.title.split(": ", 1), styles, strict=False)):
@@ -109,9 +120,9 @@ def _panel(panel: Panel, wide: float) -> Iterator[str]:
 
 
 def _rulers(topology: Topology) -> Iterator[str]:
-    """The numbers of columns and rows, and where there are several layers, theirs."""
+    """The numbers of columns and rows, and of layers if there are several."""
     width, height = (*topology.shape, 1)[:2]
-    for z, (across, down) in enumerate(layers(topology)):
+    for z, (across, down) in enumerate(layer_origins(topology)):
         left, top = across * PITCH, down * PITCH
         places = ((x, left + x * PITCH) for x in range(width))
         yield "".join(f'<text x="{n(at)}" y="{n(top - 34)}">{x}</text>' for x, at in places)
@@ -126,7 +137,7 @@ def _rulers(topology: Topology) -> Iterator[str]:
 def _links(panel: Panel) -> Iterator[str]:
     """Thin lines for live links, dashed red ones for failed links."""
     topology = panel.topology
-    live = [(a, b) for a, b in topology.links if heading(topology, a, b) > (0, 0)]
+    live = [(a, b) for a, b in topology.links if direction(topology, a, b) > (0, 0)]
     failed = sorted(topology.failed_links)
     for links, style in ((live, _LINE), (failed, f'{_FAILED}" stroke-dasharray="4 3')):
         spans = "".join(_span(topology, *link) for link in links)
@@ -135,10 +146,10 @@ def _links(panel: Panel) -> Iterator[str]:
 
 
 def _span(topology: Topology, a: Coord, b: Coord) -> str:
-    """The link from chip to chip, or half of it at each edge or layer that it goes over."""
-    dx, dy = heading(topology, a, b)
-    (ax, ay), (bx, by) = place(topology, a), place(topology, b)
-    if is_to_layer((dx, dy)):
+    """The link from chip to chip, or half of it at each end if it leaves the edge or the layer."""
+    dx, dy = direction(topology, a, b)
+    (ax, ay), (bx, by) = position(topology, a), position(topology, b)
+    if changes_layer((dx, dy)):
         there, back = (f"l{n(step * dx)} {n(step * dy)}" for step in (LAYER, -LAYER))
         return f"M{n(ax * PITCH)} {n(ay * PITCH)}{there}M{n(bx * PITCH)} {n(by * PITCH)}{back}"
     line, length = "h" if dx else "v", (dx + dy) * PITCH
@@ -160,9 +171,9 @@ def _arrows(panel: Panel) -> Iterator[str]:
 
 def _chips(panel: Panel) -> Iterator[str]:
     topology = panel.topology
-    coords = list(topology.every_coord())
+    coords = list(topology.all_coords())
     for role in _CHIPS:
-        chips = [place(topology, coord) for coord in coords if panel.role(coord) == role]
+        chips = [position(topology, coord) for coord in coords if panel.role(coord) == role]
         if chips:
             yield f'<g class="{role}" {_fill(role)}>'
             yield from (_chip(role, x * PITCH, y * PITCH) for x, y in chips)
@@ -202,7 +213,7 @@ def _group(name: str, x: float, y: float) -> str:
 
 
 def _legend(panels: Sequence[Panel], room: float) -> list[tuple[list[str], float]]:
-    """Lines of the legend, none wider than `room` if it can be, each with its width."""
+    """Lines of the legend with their widths, at most `room` wide if possible."""
     lines: list[tuple[list[str], float]] = []
     for icon, icon_width, meaning in _entries(panels):
         entry_width = icon_width + 8 + _text_width(meaning, 13)
@@ -216,7 +227,7 @@ def _legend(panels: Sequence[Panel], room: float) -> list[tuple[list[str], float
 
 
 def _entries(panels: Sequence[Panel]) -> Iterator[tuple[str, float, str]]:
-    """Icon, its width and its meaning, for what is not plain from the panels themselves."""
+    """Icon, its width and its meaning, for each thing that needs an explanation."""
     roles: set[Role] = {panel.role(coord) for panel in panels for coord in panel.off_ring}
     roles |= {"failed" for panel in panels if panel.topology.failed}
     if roles:
@@ -235,5 +246,5 @@ def _entries(panels: Sequence[Panel]) -> Iterator[tuple[str, float, str]]:
 
 
 def _text_width(text: str, font_size: float) -> float:
-    """About the width of `text`, by the two kinds of letters that sans-serif fonts have."""
+    """Estimate the width of `text` in a sans-serif font, from narrow and wide letters."""
     return font_size * sum(0.33 if char in "fijlrt ,.:;'()-" else 0.61 for char in text)

@@ -1,13 +1,13 @@
-"""Panels as text, for a terminal and for tests that read like pictures.
+"""Panels as text, for terminals and for tests that read like pictures.
 
 >>> from ftmesh.draw.panel import routes_panel
->>> from ftmesh.topology.routing import around
+>>> from ftmesh.topology.routing import around_failures
 >>> from ftmesh.topology.topology import Topology
 >>> topo = Topology.from_drawing('''
 ... ....
 ... .XX.
 ... ....''')
->>> print(draw_text(routes_panel(topo, [around(topo, (1, 0), (1, 2))], title="around")))
+>>> print(draw_text(routes_panel(topo, [around_failures(topo, (1, 0), (1, 2))], title="around")))
 around
    0   1   2   3
 0  o─⇠─o   o   o
@@ -23,11 +23,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby, pairwise
 
-from ftmesh.draw.panel import Colour, Panel, Spot, Way, gaps, heading, is_to_layer, layers, place
+from ftmesh.draw.panel import (
+    Colour,
+    Direction,
+    Panel,
+    Position,
+    changes_layer,
+    direction,
+    gaps,
+    layer_origins,
+    position,
+)
 from ftmesh.topology.notation import Coord
 
 Ink = tuple[str, Colour | None]
-Traffic = dict[Spot, tuple[bool, Colour]]
+Traffic = dict[Position, tuple[bool, Colour]]
 
 _ACROSS, _DOWN = 4, 2  # characters from chip to chip
 _CHIPS = {"live": "o", "failed": "X", "off_ring": "y"}
@@ -55,51 +65,58 @@ _ANSI: dict[Colour, str] = {
 
 
 def draw_text(panel: Panel, *, colour: bool = False) -> str:
-    """The panel in characters: x across, y down, ``→`` into the chip where a message stops.
+    """Draw a panel as text, x across and y down.
 
-    Before that it is ``⇢``: the chip it points at passes the message on. Where a link has both in
-    one direction, only the stop is shown. `colour` adds the codes that colour a terminal.
+    ``→`` points at the chip where a message stops, ``⇢`` at a chip that passes it on. If a link has
+    both in one direction, only the stop is shown.
+
+    Args:
+        panel: What to draw.
+        colour: Whether to add terminal colour codes.
     """
     topology = panel.topology
     canvas = dict(_links(panel))
-    for coord in topology.every_coord():
-        x, y = place(topology, coord)
+    for coord in topology.all_coords():
+        x, y = position(topology, coord)
         canvas[x * _ACROSS, y * _DOWN] = (_CHIPS[panel.role(coord)], None)
     seen = {char for char, _ in canvas.values()}
     canvas.update(_rulers(panel, left=min(x for x, _ in canvas), top=min(y for _, y in canvas)))
     return "\n".join([panel.title, *_lines(canvas, colour), *_legend(panel, seen, colour)])
 
 
-def _rulers(panel: Panel, *, left: int, top: int) -> dict[Spot, Ink]:
-    """The numbers of rows and of columns, and where there are several layers, theirs."""
+def _rulers(panel: Panel, *, left: int, top: int) -> dict[Position, Ink]:
+    """The numbers of rows and columns, and of layers if there are several."""
     width, height = (*panel.topology.shape, 1)[:2]
     digits = len(str(height - 1))
-    found: dict[Spot, Ink] = {}
-    for z, (across, down) in enumerate(layers(panel.topology)):
+    rulers: dict[Position, Ink] = {}
+    for z, (across, down) in enumerate(layer_origins(panel.topology)):
         above = down * _DOWN - 2 if down else top - 2
         if len(panel.topology.shape) > 2:
-            found |= _inks((across * _ACROSS, above), f"z={z}")
+            rulers |= _inks((across * _ACROSS, above), f"z={z}")
         for x in range(width if down == 0 else 0):
-            found |= _inks(((across + x) * _ACROSS, top - 1), str(x))
+            rulers |= _inks(((across + x) * _ACROSS, top - 1), str(x))
         for y in range(height if across == 0 else 0):
-            found |= _inks((left - digits - 2, (down + y) * _DOWN), f"{y:>{digits}}")
-    return found
+            rulers |= _inks((left - digits - 2, (down + y) * _DOWN), f"{y:>{digits}}")
+    return rulers
 
 
-def _links(panel: Panel) -> Iterator[tuple[Spot, Ink]]:
-    """What stands between the chips."""
-    traffic: dict[tuple[Spot, bool], Traffic] = {}
+def _links(panel: Panel) -> Iterator[tuple[Position, Ink]]:
+    """The characters between the chips."""
+    traffic: dict[tuple[Position, bool], Traffic] = {}
     for arrow in panel.arrows:
         for a, b in pairwise(arrow.route):
-            way = heading(panel.topology, a, b)
+            step = direction(panel.topology, a, b)
             stops = b == arrow.route[-1]
-            if is_to_layer(way):
-                yield _to_layer(panel, a, way), ((_STOPS if stops else _PASSES)[way], arrow.colour)
+            if changes_layer(step):
+                yield (
+                    _to_layer(panel, a, step),
+                    ((_STOPS if stops else _PASSES)[step], arrow.colour),
+                )
                 continue
             for gap in gaps(panel.topology, a, b):
-                on_link = traffic.setdefault((gap, way[0] != 0), {})
-                if stops or way not in on_link:
-                    on_link[way] = (stops, arrow.colour)
+                on_link = traffic.setdefault((gap, step[0] != 0), {})
+                if stops or step not in on_link:
+                    on_link[step] = (stops, arrow.colour)
     for ((x, y), across), on_link in traffic.items():
         glyphs = _glyphs(on_link)
         if across:
@@ -112,36 +129,36 @@ def _links(panel: Panel) -> Iterator[tuple[Spot, Ink]]:
         else:
             yield from (((x * _ACROSS + i, y * _DOWN + 1), ink) for i, ink in enumerate(glyphs))
     for a, b in sorted(panel.topology.failed_links):
-        way = heading(panel.topology, a, b)
-        if is_to_layer(way):
-            back = (-way[0], -way[1])
-            yield from ((_to_layer(panel, *end), ("╳", None)) for end in ((a, way), (b, back)))
+        step = direction(panel.topology, a, b)
+        if changes_layer(step):
+            back = (-step[0], -step[1])
+            yield from ((_to_layer(panel, *end), ("╳", None)) for end in ((a, step), (b, back)))
             continue
         for x, y in gaps(panel.topology, a, b):
-            across = way[0] != 0
+            across = step[0] != 0
             yield (x * _ACROSS + 2 * across, y * _DOWN + (not across)), ("╳", None)
 
 
-def _to_layer(panel: Panel, coord: Coord, way: Way) -> Spot:
-    """Where a link to another layer is told of: below a chip, to the right."""
-    x, y = place(panel.topology, coord)
-    return x * _ACROSS + (2 if way[0] > 0 else 3), y * _DOWN + 1
+def _to_layer(panel: Panel, coord: Coord, step: Direction) -> Position:
+    """The position of the sign for a link to another layer: below a chip, to the right."""
+    x, y = position(panel.topology, coord)
+    return x * _ACROSS + (2 if step[0] > 0 else 3), y * _DOWN + 1
 
 
 def _glyphs(on_link: Traffic) -> list[Ink]:
-    """One arrow for a link in use one way, or by stops both ways; else one for each way."""
+    """One arrow for a link used in one direction, or by stops in both; else one for each."""
     if len(on_link) == 2 and all(stops for stops, _ in on_link.values()):
-        way = next(way for way in on_link if sum(way) > 0)
-        return [(_BOTH_STOP[way], on_link[way][1])]
-    used = ((way, *on_link[way]) for way in _STOPS if way in on_link)
-    return [((_STOPS if stops else _PASSES)[way], colour) for way, stops, colour in used]
+        step = next(step for step in on_link if sum(step) > 0)
+        return [(_BOTH_STOP[step], on_link[step][1])]
+    used = ((step, *on_link[step]) for step in _STOPS if step in on_link)
+    return [((_STOPS if stops else _PASSES)[step], colour) for step, stops, colour in used]
 
 
-def _inks(spot: Spot, text: str) -> dict[Spot, Ink]:
+def _inks(spot: Position, text: str) -> dict[Position, Ink]:
     return {(spot[0] + i, spot[1]): (char, None) for i, char in enumerate(text)}
 
 
-def _lines(canvas: dict[Spot, Ink], colour: bool) -> Iterator[str]:
+def _lines(canvas: dict[Position, Ink], colour: bool) -> Iterator[str]:
     columns, rows = (range(min(line), max(line) + 1) for line in zip(*canvas, strict=True))
     for row in rows:
         inks = [canvas.get((column, row), (" ", None)) for column in columns]

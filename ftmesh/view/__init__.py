@@ -1,1 +1,1 @@
-"""The page that plays schedules in a browser: what it shows, the file, and a server on loopback."""
+"""A web page that plays schedules: its data, the HTML file, and a server on loopback."""

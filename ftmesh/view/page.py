@@ -1,4 +1,4 @@
-"""The page: one HTML file that holds its style, its program and its scenes, and loads nothing."""
+"""The page: one HTML file with its style, its scripts and its scenes, which loads nothing else."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ SCRIPTS = (
 )
 
 
-def page(
+def render_page(
     scenes: Sequence[dict[str, Any]], *, options: str = "", plans_at: str | None = None
 ) -> str:
-    """The HTML that shows the first of `scenes`, and any other of them on a click.
+    """Render the HTML of the page. Its content policy allows its own scripts and that server only.
 
-    `options` are those of the command line that speak of links, for the command that the page tells
-    for other damage. With `plans_at`, the address of a `Server`, it asks there instead. The page's
-    policy lets the browser run this program, ask that server, and nothing else.
+    Args:
+        scenes: From `ftmesh.view.scene`. The first is shown, and the others on a click.
+        options: Command line options about links, for the commands that the page suggests.
+        plans_at: URL at which a `Server` plans for other damage, if there is one.
     """
     style = _asset("view.css")
     script = "\n".join(_asset(name) for name in SCRIPTS)
-    shown = {"scenes": list(scenes), "options": options, "plans_at": plans_at}
+    data = {"scenes": list(scenes), "options": options, "plans_at": plans_at}
     policy = "; ".join(
         [
             "default-src 'none'",
@@ -53,10 +54,10 @@ def page(
     parts = {
         "policy": policy,
         "style": style,
-        "scenes": json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c"),
+        "scenes": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         "script": script,
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda gap: parts[gap[1]], _asset("view.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("view.html"))
 
 
 def _asset(name: str) -> str:

@@ -1,8 +1,8 @@
-"""Server: the page on loopback, and plans for the damage that it is asked about.
+"""An HTTP server on loopback for the page, which plans for the damage that a user clicks.
 
-Only the page that this server gave out may ask. Its address has a token that other pages cannot
-know, requests name this server as their host and, if they name one, as their origin, and a body is
-small, is JSON, and all of a request is there within seconds, however it is sent.
+Only the page of this server may ask for plans. Its URL contains a token that other pages cannot
+know. Requests must name this server as their host and, if they name an origin, as that. Bodies must
+be small and JSON, and a request must arrive completely within seconds.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.topology.notation import parse_blocks, parse_shape
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes
-from ftmesh.view.page import page
-from ftmesh.view.scene import ALL, check_fits, scene
+from ftmesh.view.page import render_page
+from ftmesh.view.scene import ALL, build_scene, check_fits
 
 HOST = "127.0.0.1"
-MAX_BYTES = 32 * 1024  # of a request
-PATIENCE = 10.0  # seconds for a request to arrive
+MAX_REQUEST_BYTES = 32 * 1024
+REQUEST_TIMEOUT = 10.0  # seconds for a request to arrive
 _FIELDS = {
     "mesh": str,
     "wrap": str,
@@ -49,26 +49,38 @@ _LONG_NUMBER = re.compile(r"[0-9]{7}")
 
 
 class Server:
-    """Serves the page of `scene` at `address` until it is closed; one plan is made at a time."""
+    """Serves a page at `address` until it is closed, and plans for one request at a time.
+
+    Args:
+        first: The scene that is shown first; see `ftmesh.view.scene`.
+        network: The links to plan for.
+        options: Command line options about links; see `ftmesh.view.page.render_page`.
+        port: Port on loopback; 0 for any that is free.
+        timeout: Seconds within which a request must arrive.
+
+    Raises:
+        ArgumentError: The port cannot be used.
+    """
 
     def __init__(
         self,
         first: dict[str, Any],
         *,
-        on: Network = DEFAULT,
+        network: Network = DEFAULT,
         options: str = "",
         port: int = 0,
-        patience: float = PATIENCE,
+        timeout: float = REQUEST_TIMEOUT,
     ) -> None:
         self._token = secrets.token_urlsafe(16)
-        self._on = on
+        self._network = network
         self._planning = threading.Lock()
-        self._page = page([first], options=options, plans_at="plan").encode()
+        self._page = render_page([first], options=options, plans_at="plan").encode()
         server = self
 
         class Handler(_Handler):
             owner = server
-            timeout = patience
+
+        Handler.timeout = timeout
 
         try:
             self._http = _Http((HOST, port), Handler)
@@ -77,12 +89,12 @@ class Server:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port on which it listens."""
         return int(self._http.server_address[1])
 
     @property
     def address(self) -> str:
-        """Where the page is; whoever knows it may ask for plans."""
+        """The URL of the page; whoever knows it may ask for plans."""
         return f"http://{HOST}:{self.port}/{self._token}/"
 
     def run(self) -> None:
@@ -90,19 +102,23 @@ class Server:
         self._http.serve_forever(poll_interval=0.05)
 
     def close(self) -> None:
-        """End `run`, from another thread, and give the port back."""
+        """Stop `run`, from another thread, and release the port."""
         self._http.shutdown()
         self._http.server_close()
 
-    def answer(self, request: Any) -> dict[str, Any]:
-        """The scene that a request's JSON asks for; a `FtmeshError` says what is wrong with it."""
-        topology, wanted = _read(request)
+    def plan_scene(self, request: Any) -> dict[str, Any]:
+        """Plan the scene that the JSON of a request describes.
+
+        Raises:
+            FtmeshError: The request is wrong, or cannot be planned.
+        """
+        topology, fields = _parse_request(request)
         with self._planning:
-            return scene(
+            return build_scene(
                 topology,
-                wanted["algorithm"],
-                payload_bytes=wanted["payload_bytes"],
-                on=self._on,
+                fields["algorithm"],
+                payload_bytes=fields["payload_bytes"],
+                network=self._network,
             )
 
 
@@ -110,24 +126,24 @@ class _Http(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that has gone is no error; anything else is said, with its traceback."""
+        """Ignore closed connections; print the traceback of anything else."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
-class _Arriving(io.RawIOBase):
-    """What a client sends, until `until`; then it is a `TimeoutError`."""
+class _DeadlineReader(io.RawIOBase):
+    """Reads from a connection; raises `TimeoutError` after `deadline`."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self.until = connection, time.monotonic()
+        self._connection, self.deadline = connection, time.monotonic()
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """What has come, or comes in time."""
-        left, usual = self.until - time.monotonic(), self._connection.gettimeout()
+        """Read what arrives before the deadline."""
+        left, usual = self.deadline - time.monotonic(), self._connection.gettimeout()
         if left <= 0:
             raise TimeoutError
         self._connection.settimeout(left)
@@ -138,56 +154,60 @@ class _Arriving(io.RawIOBase):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request; everything about it is checked before anything is done."""
+    """Handles a connection; checks all of a request before acting on it."""
 
     owner: Server
-    timeout = PATIENCE
+    timeout = REQUEST_TIMEOUT
     server_version = "ftmesh"
     sys_version = ""
     protocol_version = "HTTP/1.1"
 
     def setup(self) -> None:
-        """Read what comes within bounds of time."""
+        """Read requests with a deadline."""
         super().setup()
-        self._arriving = _Arriving(self.connection)
-        self.rfile = io.BufferedReader(self._arriving)
+        self._reader = _DeadlineReader(self.connection)
+        self.rfile = io.BufferedReader(self._reader)
 
     def handle_one_request(self) -> None:
-        """All of it has so many seconds, also for a client that sends byte after byte."""
-        self._arriving.until = time.monotonic() + self.timeout
+        """Give the whole request `timeout` seconds, even if it arrives byte by byte."""
+        self._reader.deadline = time.monotonic() + self.timeout
         super().handle_one_request()
 
     def do_GET(self) -> None:
-        """The page."""
+        """Send the page."""
         if self._is_ours():
             if self.path == f"/{self.owner._token}/":
                 self._send(HTTPStatus.OK, self.owner._page, "text/html; charset=utf-8")
             else:
-                self._refuse(HTTPStatus.NOT_FOUND, "there is no such page: see the address printed")
+                self._reject(
+                    HTTPStatus.NOT_FOUND, "there is no such page: use the address that was printed"
+                )
 
     def do_POST(self) -> None:
-        """A plan."""
+        """Plan, and send the scene."""
         if not self._is_ours():
             return
         if self.path != f"/{self.owner._token}/plan":
-            self._refuse(HTTPStatus.NOT_FOUND, "there is no such page: see the address printed")
+            self._reject(
+                HTTPStatus.NOT_FOUND, "there is no such page: use the address that was printed"
+            )
             return
         body = self._body()
         if body is None:
             return
         try:
-            made = self.owner.answer(_parsed(body))
+            scene = self.owner.plan_scene(_parse_json(body))
         except FtmeshError as error:
-            self._refuse(HTTPStatus.BAD_REQUEST, " ".join(str(error).split()))
+            self._reject(HTTPStatus.BAD_REQUEST, " ".join(str(error).split()))
         except Exception:
             traceback.print_exc()
-            why = "ftmesh failed, and says where on its terminal: please report it"
-            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, why)
+            why = "ftmesh failed, with a traceback on its terminal: please report it"
+            self._reject(HTTPStatus.INTERNAL_SERVER_ERROR, why)
         else:
-            self._send(HTTPStatus.OK, json.dumps(made).encode(), "application/json")
+            self._send(HTTPStatus.OK, json.dumps(scene).encode(), "application/json")
 
     def _is_ours(self) -> bool:
-        """Whether the request names this server, as a page from elsewhere could not make it do."""
+        """Whether the request names this server as host and origin, which other pages cannot do."""
         port = "" if self.owner.port == HTTP_PORT else f":{self.owner.port}"
         names = {f"{HOST}{port}", f"localhost{port}"}
         origin = self.headers.get("Origin")
@@ -195,30 +215,34 @@ class _Handler(BaseHTTPRequestHandler):
             origin is None or origin in {f"http://{name}" for name in names}
         ):
             return True
-        self._refuse(HTTPStatus.FORBIDDEN, "only the page that this server gave out may ask")
+        self._reject(HTTPStatus.FORBIDDEN, "only the page of this server may send requests")
         return False
 
     def _body(self) -> bytes | None:
         length = self.headers.get("Content-Length", "")
         kind = self.headers.get("Content-Type", "").partition(";")[0].strip()
         if kind != "application/json":
-            self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a request is application/json")
+            self._reject(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                "the content type of a request must be application/json",
+            )
         elif not (length.isascii() and length.isdigit()):
-            self._refuse(HTTPStatus.LENGTH_REQUIRED, "a request says how long it is")
-        elif len(length) > 9 or int(length) > MAX_BYTES:
-            self._refuse(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request has up to {MAX_BYTES:,} bytes"
+            self._reject(HTTPStatus.LENGTH_REQUIRED, "a request needs a Content-Length")
+        elif len(length) > 9 or int(length) > MAX_REQUEST_BYTES:
+            self._reject(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"a request has at most {MAX_REQUEST_BYTES:,} bytes",
             )
         else:
             try:
                 return self.rfile.read(int(length))
             except TimeoutError:
-                why = f"all of a request is to be there within {self.timeout:g} seconds"
-                self._refuse(HTTPStatus.REQUEST_TIMEOUT, why)
+                why = f"a request must arrive within {self.timeout:g} seconds"
+                self._reject(HTTPStatus.REQUEST_TIMEOUT, why)
         return None
 
-    def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self.close_connection = True  # what is left of the request is not read
+    def _reject(self, status: HTTPStatus, why: str) -> None:
+        self.close_connection = True  # the rest of the request is not read
         self._send(status, json.dumps({"error": why}).encode(), "application/json")
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
@@ -231,66 +255,64 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Referrer-Policy", "no-referrer")
         if self.close_connection:
             self.send_header("Connection", "close")
-        with suppress(ConnectionError):  # the page has gone, or asks for something else
+        with suppress(ConnectionError):  # the page was closed, or sends another request
             self.end_headers()
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the page shows what went wrong."""
+        """Log nothing: the page shows errors."""
 
 
-def _parsed(body: bytes) -> Any:
+def _parse_json(body: bytes) -> Any:
     try:
         return json.loads(body, object_pairs_hook=_fields)
     except ArgumentError:
         raise
     except (ValueError, RecursionError):
-        raise ArgumentError("a request is JSON, and this is not") from None
+        raise ArgumentError("a request must be JSON") from None
 
 
 def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    _refuse_repeated("a request", [name for name, _ in pairs])
+    _check_unique("a request", [name for name, _ in pairs])
     return dict(pairs)
 
 
-def _refuse_repeated(what: str, words: list[str]) -> None:
-    twice = next((word for word, count in Counter(words).items() if count > 1), None)
-    if twice is not None:
-        raise ArgumentError(f"{what} names {twice!r:.60} more than once")
+def _check_unique(name: str, words: list[str]) -> None:
+    repeated = next((word for word, count in Counter(words).items() if count > 1), None)
+    if repeated is not None:
+        raise ArgumentError(f"{name} has {repeated!r:.60} more than once")
 
 
-def _read(request: Any) -> tuple[Topology, dict[str, Any]]:
-    """The mesh and what is wanted for it, with nothing missing, unknown or of another kind."""
+def _parse_request(request: Any) -> tuple[Topology, dict[str, Any]]:
+    """Check the names and types of the fields of a request; return its mesh and the fields."""
     if not isinstance(request, dict) or set(request) != set(_FIELDS):
-        raise ArgumentError(f"a request has the fields {', '.join(_FIELDS)}, and no others")
+        raise ArgumentError(f"a request must have exactly the fields {', '.join(_FIELDS)}")
     for name, kind in _FIELDS.items():
         if type(request[name]) is not kind:
-            raise ArgumentError(f"the field {name} of a request is of type {kind.__name__}")
+            raise ArgumentError(f"the field {name} of a request must be of type {kind.__name__}")
     if request["algorithm"] == ALL:
-        raise ArgumentError("ask for one algorithm at a time")
+        raise ArgumentError("a request must name one algorithm")
     check_bytes(request["payload_bytes"])
     return _topology(request), request
 
 
 def _topology(request: dict[str, Any]) -> Topology:
-    """The mesh that a request describes; its size is looked at before its damage."""
+    """The mesh that a request describes; its size is checked before its damage."""
     texts = [value for value in request.values() if isinstance(value, str)]
     if any(_LONG_NUMBER.search(text) for text in texts):
-        raise ArgumentError("numbers of a mesh have up to six digits")
+        raise ArgumentError("numbers in a request have at most six digits")
     shape = parse_shape(request["mesh"])
     check_fits(shape)
     for name in ("failed", "failed_links"):
-        _refuse_repeated(
-            name, [word for part in request[name].split(";") if (word := part.strip())]
-        )
+        _check_unique(name, [word for part in request[name].split(";") if (word := part.strip())])
     named = sum(math.prod(block.size) for block in parse_blocks(request["failed"]))
     if named > math.prod(shape):
         raise ArgumentError(f"failed names {named:,} chips, and mesh {request['mesh']} has fewer")
     axes = "xyz"[: len(shape)]
     if not set(request["wrap"]) <= set(axes):
-        raise ArgumentError(f"mesh {request['mesh']} wraps in some of {axes!r} or in none")
+        raise ArgumentError(f"wrap must be some of the axes {axes!r} of mesh {request['mesh']}")
     if request["devices_per_chip"] not in (1, 2):
-        raise ArgumentError("a chip has one device or two")
+        raise ArgumentError("devices_per_chip must be 1 or 2")
     topology = Topology.grid(
         shape,
         failed=request["failed"],

@@ -22,8 +22,8 @@ from ftmesh.draw import (
 from ftmesh.errors import ScheduleError, TopologyError
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import SplitSchedule
-from ftmesh.schedule.transfers import transfers
-from ftmesh.topology.routing import around, dimension_order
+from ftmesh.schedule.transfers import make_transfers
+from ftmesh.topology.routing import around_failures, dimension_order
 from ftmesh.topology.topology import Topology
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -36,7 +36,7 @@ def grid(shape, failed="", **more):
 
 def chips_off_the_ring():
     """Two chips of a 2x2 mesh sum theirs, hand it up, and own nothing."""
-    columns = transfers(
+    columns = make_transfers(
         round=[0, 0, 1, 2], lane=0, src=[2, 0, 3, 1], dst=[3, 1, 1, 0], chunk=[0, 1, 0, 0]
     )
     owner = np.array([0, 1], np.int32)
@@ -51,11 +51,11 @@ def folded(topology, line):
 
 
 SCHEDULES = {
-    "ring": lambda: ring.plan(grid("6x4", "2x2@2,0")),
-    "two_dim": lambda: two_dim.plan(grid("6x4")),
-    "two_dim, wrapping": lambda: two_dim.plan(grid("4x4", wrap=True)),
-    "row_pair": lambda: row_pair.plan(grid("4x6")),
-    "row_pair, damaged": lambda: row_pair.plan(grid("6x6", "2x2@2,2")),
+    "ring": lambda: ring.build_schedule(grid("6x4", "2x2@2,0")),
+    "two_dim": lambda: two_dim.build_schedule(grid("6x4")),
+    "two_dim, wrapping": lambda: two_dim.build_schedule(grid("4x4", wrap=True)),
+    "row_pair": lambda: row_pair.build_schedule(grid("4x6")),
+    "row_pair, damaged": lambda: row_pair.build_schedule(grid("6x6", "2x2@2,2")),
     "by hand": chips_off_the_ring,
 }
 
@@ -70,7 +70,7 @@ class TestText:
         assert draw_text(panel) == drawing.strip("\n")
 
     def test_one_direction_of_a_ring(self):
-        schedule = ring.plan(Topology.from_drawing("..XX\n..XX\n....\n...."))
+        schedule = ring.build_schedule(Topology.from_drawing("..XX\n..XX\n....\n...."))
         self.check(
             phase_panel(schedule, 0, half=0),
             """
@@ -89,7 +89,7 @@ o live   X failed   → arrives
 
     def test_both_directions_of_a_ring_in_one_round(self):
         self.check(
-            phase_panel(ring.plan(grid("2x4")), 1, round=6),
+            phase_panel(ring.build_schedule(grid("2x4")), 1, round=6),
             """
 ring on 2x4: Hamiltonian ring, all-gather, round 6
    0   1
@@ -107,7 +107,7 @@ o live   → arrives
     def test_messages_that_chips_pass_on(self):
         topology = Topology.from_drawing("....\n.XX.\n.XX.\n....")
         self.check(
-            routes_panel(topology, [around(topology, (1, 0), (2, 3))], title="around"),
+            routes_panel(topology, [around_failures(topology, (1, 0), (2, 3))], title="around"),
             """
 around
    0   1   2   3
@@ -221,7 +221,7 @@ class TestPanels:
         phase, whole = schedule.phases[0], set(phase_panel(schedule, 0).arrows)
         parts = {
             "round": range(phase.num_rounds),
-            "lane": range(int(phase.columns.lane.max()) + 1),
+            "lane": range(int(phase.transfers.lane.max()) + 1),
             "half": (0, 1),
         }
         for name, values in parts.items():
@@ -229,7 +229,7 @@ class TestPanels:
             assert set().union(*arrows) == whole
 
     def test_halves_of_a_ring_are_its_two_directions(self):
-        schedule = ring.plan(grid("6x6"))
+        schedule = ring.build_schedule(grid("6x6"))
         one, other = (
             {arrow.route for arrow in phase_panel(schedule, 0, half=half).arrows} for half in (0, 1)
         )
@@ -237,7 +237,7 @@ class TestPanels:
         assert {route[::-1] for route in one} == other
 
     def test_rings_side_by_side_differ_in_colour(self):
-        schedule = row_pair.plan(grid("6x8"))
+        schedule = row_pair.build_schedule(grid("6x8"))
         colour = {
             coord: arrow.colour
             for arrow in phase_panel(schedule, 0).arrows
@@ -252,7 +252,7 @@ class TestPanels:
                 assert row != {colour[0, y - 1]}
 
     def test_halves_on_different_rings_differ_in_colour(self):
-        panel = phase_panel(two_dim.plan(grid("4x4")), 0)
+        panel = phase_panel(two_dim.build_schedule(grid("4x4")), 0)
         colours = {"red": 0, "blue": 1}
         for arrow in panel.arrows:
             moved = [a != b for a, b in zip(arrow.route[0], arrow.route[-1], strict=True)]
@@ -260,7 +260,7 @@ class TestPanels:
         assert [colour for colour, _ in panel.legend] == ["red", "blue"]
 
     def test_chips_off_the_rings_are_those_of_the_broken_rows(self):
-        schedule = row_pair.plan(grid("8x8", "2x2@2,2"))
+        schedule = row_pair.build_schedule(grid("8x8", "2x2@2,2"))
         panel = phase_panel(schedule, 0)
         broken = {(x, y) for x in (0, 1, 4, 5, 6, 7) for y in (2, 3)}
         assert panel.off_ring == broken
@@ -280,12 +280,12 @@ class TestPanels:
 
     def test_arrows_go_from_neighbour_to_neighbour(self):
         for b in ((2, 0), (1, 1), (3, 0), (0, 0)):
-            with pytest.raises(TopologyError, match=r"not beside \(0, 0\) on 4x4"):
+            with pytest.raises(TopologyError, match=r"no neighbour of \(0, 0\) on 4x4"):
                 Panel(grid("4x4"), "", (Arrow(((0, 0), b)),))
 
     def test_arrows_to_a_layer_lead_to_the_next(self):
         for b in ((0, 0, 2), (1, 0, 1), (0, 0, 3)):
-            with pytest.raises(TopologyError, match=r"not beside \(0, 0, 0\) on 4x4x4"):
+            with pytest.raises(TopologyError, match=r"no neighbour of \(0, 0, 0\) on 4x4x4"):
                 Panel(grid("4x4x4"), "", (Arrow(((0, 0, 0), b)),))
 
     def test_unknown_phases_and_rounds_are_refused(self):
@@ -295,7 +295,7 @@ class TestPanels:
         with pytest.raises(ScheduleError, match="rounds 0 to 2"):
             phase_panel(schedule, 0, round=3)
         with pytest.raises(ScheduleError, match=r"lane 2 does not exist: .* has lanes 0 to 1"):
-            phase_panel(ring.plan(grid("2x2")), 0, lane=2)
+            phase_panel(ring.build_schedule(grid("2x2")), 0, lane=2)
 
 
 class TestSvg:
@@ -323,7 +323,7 @@ class TestSvg:
         assert draw_svg(figure(9)) == draw_svg(figure(9))
 
     def test_a_large_mesh_stays_small(self):
-        schedule = row_pair.plan(grid("16x32", "4x2@6,14"))
+        schedule = row_pair.build_schedule(grid("16x32", "4x2@6,14"))
         for panel in schedule_panels(schedule):
             assert len(draw_svg([panel])) < 200_000
 

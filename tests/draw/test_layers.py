@@ -9,14 +9,14 @@ from ftmesh import Topology
 from ftmesh.algorithms import multi_ring, ring, two_dim
 from ftmesh.cli.main import main
 from ftmesh.draw import draw_svg, draw_text, phase_panel, routes_panel
-from ftmesh.draw.panel import heading, layers, place, size
+from ftmesh.draw.panel import direction, layer_origins, page_size, position
 
 SVG = "{http://www.w3.org/2000/svg}"
 DAMAGED = Topology.grid("4x2x2", failed="2x2x1@0,0,0", failed_links="1,0,1-1,1,1;3,0,0-3,0,1")
 
 
 def test_a_ring_through_two_layers():
-    panel = phase_panel(ring.plan(DAMAGED), 0, half=0)
+    panel = phase_panel(ring.build_schedule(DAMAGED), 0, half=0)
     assert (
         draw_text(panel)
         == """
@@ -58,16 +58,16 @@ o live   → arrives   ↗ to the next layer   ↙ to the layer before
 @pytest.mark.parametrize("shape", ["8", "4x4", "4x4x8", "2x3x5", "16x16x16", "30x2x3"])
 def test_every_chip_has_a_place_of_its_own_on_the_page(shape):
     topo = Topology.grid(shape)
-    places = [place(topo, coord) for coord in topo.every_coord()]
+    places = [position(topo, coord) for coord in topo.all_coords()]
     assert len(set(places)) == topo.num_chips
     columns, rows = (max(line) + 1 for line in zip(*places, strict=True))
-    assert (columns, rows) == size(topo)
-    assert len(layers(topo)) == (topo.shape[2] if len(topo.shape) > 2 else 1)
+    assert (columns, rows) == page_size(topo)
+    assert len(layer_origins(topo)) == (topo.shape[2] if len(topo.shape) > 2 else 1)
 
 
 @pytest.mark.parametrize("planner", [ring, two_dim, multi_ring])
 def test_every_arrow_is_drawn_and_to_a_layer_in_two_pieces(planner):
-    schedule = planner.plan(Topology.grid("3x4x3", wrap=True))
+    schedule = planner.build_schedule(Topology.grid("3x4x3", wrap=True))
     panel = phase_panel(schedule, 0)
     root = ElementTree.fromstring(draw_svg([panel]))
     arrows = [g for g in root.iter(f"{SVG}g") if g.get("class") == "arrows"]
@@ -77,9 +77,9 @@ def test_every_arrow_is_drawn_and_to_a_layer_in_two_pieces(planner):
     cut = 0
     for arrow in panel.arrows:
         ((a, b),) = pairwise(arrow.route)
-        x, y = place(topo, a)
-        dx, dy = heading(topo, a, b)
-        cut += place(topo, b) != (x + dx, y + dy)
+        x, y = position(topo, a)
+        dx, dy = direction(topo, a, b)
+        cut += position(topo, b) != (x + dx, y + dy)
     assert sum(path.count("M") == 2 for path in paths) == cut
     names = [text.text for text in root.iter(f"{SVG}text") if text.get("class") == "layer"]
     assert names == ["z = 0", "z = 1", "z = 2"]
@@ -97,7 +97,7 @@ def test_failed_chips_and_links_are_drawn_and_told():
 
 @pytest.mark.parametrize("planner", [two_dim, multi_ring])
 def test_thirds_of_the_payload_differ_in_colour(planner):
-    schedule = planner.plan(Topology.grid("3x3x3", wrap=True))
+    schedule = planner.build_schedule(Topology.grid("3x3x3", wrap=True))
     panel = phase_panel(schedule, 0)
     assert [colour for colour, _ in panel.legend] == ["red", "blue", "green"]
     cables = {}
@@ -107,7 +107,9 @@ def test_thirds_of_the_payload_differ_in_colour(planner):
 
 
 def test_the_command_draws_one_way_of_one_circuit(capsys):
-    main(["draw", "3x3", "--wrap", "xy", "--algorithm", "colours", "--phase", "0", "--lane", "2"])
+    main(
+        ["draw", "3x3", "--wrap", "xy", "--algorithm", "multi_ring", "--phase", "0", "--lane", "2"]
+    )
     title, *lines, _ = capsys.readouterr().out.splitlines()
     assert title.endswith("2 circuits, reduce-scatter, lane 2")
     assert 9 < sum(line.count(arrow) for line in lines for arrow in "←→↑↓") < 18  # some twice

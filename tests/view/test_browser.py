@@ -11,8 +11,8 @@ from ftmesh.cost.lower_bounds import limits
 from ftmesh.topology.notation import format_failed
 from ftmesh.topology.topology import Topology
 from ftmesh.view.encoding import pack
-from ftmesh.view.page import page
-from ftmesh.view.scene import scene, scene_of
+from ftmesh.view.page import render_page
+from ftmesh.view.scene import build_scene, build_schedule_scene
 from ftmesh.view.server import Server
 from tests.support import browser as chromium
 from tests.support.more import more
@@ -40,7 +40,7 @@ def no_complaint(browser):
 
 @contextmanager
 def served(topology, **options):
-    server = Server(scene(topology, **options))
+    server = Server(build_scene(topology, **options))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -54,7 +54,7 @@ def served(topology, **options):
 def opened(browser, tmp_path):
     def show(*scenes):
         path = tmp_path / "view.html"
-        path.write_text(page(scenes), encoding="utf-8")
+        path.write_text(render_page(scenes), encoding="utf-8")
         browser.open(path.as_uri())
 
     return show
@@ -85,7 +85,7 @@ def test_a_failed_chip_is_planned_for_and_played_to_the_end(browser):
         browser.click_chip(2, 4)
         settled(browser, "8x8 less 1x1@2,4")
         found = browser.state()
-        made = scene(Topology.grid("8x8", failed="1x1@2,4"))
+        made = build_scene(Topology.grid("8x8", failed="1x1@2,4"))
         assert found["algorithm"] == made["auto"]
         written = next(one["schedule"] for one in made["algorithms"] if "schedule" in one)
         assert found["cells"] == 63 * written["num_chunks"]
@@ -147,7 +147,7 @@ def test_an_algorithm_and_a_payload_are_picked(browser):
         rounds = browser.state()["rounds"]
         change(browser, "#payload", 3)
         browser.wait(f"ftmesh.state().rounds < {rounds}")  # cut into fewer chunks
-        made = scene(Topology.grid("4x4"), "tree", payload_bytes=22_494)
+        made = build_scene(Topology.grid("4x4"), "tree", payload_bytes=22_494)
         assert browser.text("#payload-text") == "22.5 kB"
         (tree,) = (one for one in made["algorithms"] if one["algorithm"] == "tree")
         assert browser.state()["rounds"] == tree["rounds"]
@@ -156,7 +156,7 @@ def test_an_algorithm_and_a_payload_are_picked(browser):
 
 
 def test_a_file_tells_the_command_for_what_it_does_not_hold(browser, opened):
-    opened(scene(Topology.grid("8x8", failed="2x2@2,2")))
+    opened(build_scene(Topology.grid("8x8", failed="2x2@2,2")))
     chips = {(2, 2), (3, 2), (2, 3), (3, 3)}
     for chip in ((7, 7), (4, 2), (4, 3)):
         browser.click_chip(*chip)
@@ -173,7 +173,7 @@ def test_a_file_tells_the_command_for_what_it_does_not_hold(browser, opened):
 
 def test_a_file_shows_the_other_plans_that_it_holds(browser, opened):
     grid = Topology.grid("4x4")
-    opened(scene(grid), scene(grid.less([(1, 1)])))
+    opened(build_scene(grid), build_scene(grid.with_failed([(1, 1)])))
     browser.click_chip(1, 1)
     settled(browser, "4x4 less 1x1@1,1")
     play(browser)
@@ -183,8 +183,8 @@ def test_a_file_shows_the_other_plans_that_it_holds(browser, opened):
 
 
 def test_a_schedule_of_ones_own_is_played(browser, opened):
-    schedule = registry.schedule(Topology.grid("4x4"), "ring")
-    opened(scene_of(replace(schedule, algorithm="mine")))
+    schedule = registry.build_schedule(Topology.grid("4x4"), "ring")
+    opened(build_schedule_scene(replace(schedule, algorithm="mine")))
     assert browser.ask("document.querySelector('input[name=algorithm]:checked').value") == "mine"
     play(browser)
     assert browser.text("#verdict").startswith("Complete")
@@ -204,7 +204,7 @@ def test_a_schedule_of_ones_own_is_played(browser, opened):
     ids=str,
 )
 def test_layers_wrap_links_and_lines_are_played(browser, opened, topology):
-    made = scene(topology, payload_bytes=100_000)
+    made = build_scene(topology, payload_bytes=100_000)
     made["mesh"]["devices_per_chip"] = 2
     opened(made)
     assert "Two devices" in browser.text("#devices")
@@ -220,7 +220,7 @@ def test_layers_wrap_links_and_lines_are_played(browser, opened, topology):
 
 def three_in_a_line(*moves):
     """A scene of three chips that do these moves, (source, destination, op), a round each."""
-    made = scene(Topology.grid("3"), "line")
+    made = build_scene(Topology.grid("3"), "chain")
     (line,) = (one for one in made["algorithms"] if "schedule" in one)
     pairs = [(0, 1), (1, 0), (1, 2), (2, 1)]
     phase = {
@@ -266,7 +266,7 @@ def test_the_page_counts_by_itself(browser, opened, moves, complete):
 
 
 def test_everything_can_be_done_from_the_keyboard(browser, opened):
-    opened(scene(Topology.grid("4x4")))
+    opened(build_scene(Topology.grid("4x4")))
     browser.ask("document.querySelector('#mesh').focus()")
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         browser.press(key)
@@ -285,7 +285,7 @@ def test_everything_can_be_done_from_the_keyboard(browser, opened):
 
 
 def test_every_control_has_a_name(browser, opened):
-    opened(scene(Topology.grid("4x4")))
+    opened(build_scene(Topology.grid("4x4")))
     nodes = browser._call("Accessibility.getFullAXTree")["nodes"]
     kinds = {"button", "slider", "radio", "textbox", "combobox", "application", "table", "image"}
     controls = [node for node in nodes if node.get("role", {}).get("value") in kinds]
@@ -295,7 +295,7 @@ def test_every_control_has_a_name(browser, opened):
 
 
 def test_rounds_are_stepped_through_and_told(browser, opened):
-    made = scene(Topology.grid("4x4"), "ring")
+    made = build_scene(Topology.grid("4x4"), "ring")
     opened(made)
     assert browser.ask("document.querySelector('input[name=algorithm]:checked').value") == "ring"
     browser.click_on("#on-one")
@@ -312,7 +312,7 @@ def test_rounds_are_stepped_through_and_told(browser, opened):
 
 
 def test_light_and_dark(browser, opened):
-    opened(scene(Topology.grid("4x4")))
+    opened(build_scene(Topology.grid("4x4")))
     ground = "getComputedStyle(document.body).backgroundColor"
     browser.dark()
     dark = browser.ask(ground)
@@ -325,7 +325,7 @@ def test_light_and_dark(browser, opened):
 
 def frames_of_a_thousand_chips(browser, opened, name, chunks):
     """How the last hundred rounds of a large mesh played, all chunks complete in the end."""
-    opened(scene(Topology.grid("32x32", failed="4x2@14,14"), name))
+    opened(build_scene(Topology.grid("32x32", failed="4x2@14,14"), name))
     change(browser, "#seek", browser.state()["rounds"] - 100)  # sums all rounds before that, too
     play(browser, 20)
     found = browser.state()

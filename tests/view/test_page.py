@@ -14,13 +14,13 @@ from ftmesh.cli.main import main
 from ftmesh.schedule.files import save
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
-from ftmesh.view.page import SCRIPTS, page
-from ftmesh.view.scene import scene
+from ftmesh.view.page import SCRIPTS, render_page
+from ftmesh.view.scene import build_scene
 
 
 @pytest.fixture(scope="module")
 def html():
-    return page([scene(Topology.grid("4x4", failed="2x2@0,0"))], options="--tpu v3")
+    return render_page([build_scene(Topology.grid("4x4", failed="2x2@0,0"))], options="--tpu v3")
 
 
 def held(html):
@@ -44,7 +44,7 @@ def test_its_policy_lets_this_program_run_and_no_other(html):
     ):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         assert f"{kind} 'sha256-{digest}'" in policy
-    assert "connect-src 'self'" in page([], plans_at="plan")
+    assert "connect-src 'self'" in render_page([], plans_at="plan")
 
 
 def test_it_holds_its_scenes(html):
@@ -54,9 +54,9 @@ def test_it_holds_its_scenes(html):
 
 
 def test_no_text_ends_the_scenes_early():
-    made = scene(Topology.grid("4x4"))
+    made = build_scene(Topology.grid("4x4"))
     made["limit_why"] = "</script><script>alert(1)</script><!--"
-    found = held(page([made]))
+    found = held(render_page([made]))
     assert found["scenes"][0]["limit_why"] == made["limit_why"]
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from ftmesh.errors import ArgumentError
 from ftmesh.topology.topology import Topology
-from ftmesh.view.scene import scene
-from ftmesh.view.server import MAX_BYTES, Server
+from ftmesh.view.scene import build_scene
+from ftmesh.view.server import MAX_REQUEST_BYTES, Server
 
 REQUEST = {
     "mesh": "4x4",
@@ -31,7 +31,7 @@ REQUEST = {
 
 @pytest.fixture(scope="module")
 def server():
-    made = Server(scene(Topology.grid("4x4")))
+    made = Server(build_scene(Topology.grid("4x4")))
     thread = threading.Thread(target=made.run)
     thread.start()
     yield made
@@ -73,7 +73,7 @@ def test_the_page_is_there_and_may_not_be_framed_or_kept(call):
 
 def test_it_plans_what_is_asked_for(call):
     status, made = plan(call, REQUEST)
-    expected = scene(Topology.grid("4x4", failed="2x2@0,0"), payload_bytes=1_000_000)
+    expected = build_scene(Topology.grid("4x4", failed="2x2@0,0"), payload_bytes=1_000_000)
     assert (status, made) == (200, json.loads(json.dumps(expected)))
     status, made = plan(call, {**REQUEST, "wrap": "y", "failed_links": "2,2-3,2", "failed": ""})
     assert made["mesh"]["name"] == "4x4 (wrapping in y) less links 2,2-3,2"
@@ -152,7 +152,7 @@ def test_requests_are_small_and_of_one_kind(call):
     assert status == 415
     status, _, _ = call("POST", "plan", json.dumps(REQUEST), Content_Type="text/plain")
     assert status == 415
-    assert plan(call, b" " * (MAX_BYTES + 1))[0] == 413
+    assert plan(call, b" " * (MAX_REQUEST_BYTES + 1))[0] == 413
     assert plan(call, b"", Content_Length="9" * 400)[0] == 413
     assert plan(call, b"", Content_Length="-1")[0] == 411
     assert call("PUT", "plan", "{}")[0] == 501
@@ -171,7 +171,7 @@ def test_a_field_that_is_given_twice_is_refused(call):
 
 @pytest.fixture(scope="module")
 def hasty():
-    made = Server(scene(Topology.grid("2x2")), patience=2)
+    made = Server(build_scene(Topology.grid("2x2")), timeout=2)
     thread = threading.Thread(target=made.run)
     thread.start()
     yield made
@@ -212,7 +212,7 @@ def test_it_listens_on_loopback_alone(server):
 
 def test_a_port_that_is_taken_is_refused(server):
     with pytest.raises(ArgumentError, match=f"cannot serve on port {server.port}"):
-        Server(scene(Topology.grid("2x2")), port=server.port)
+        Server(build_scene(Topology.grid("2x2")), port=server.port)
 
 
 def test_the_command_serves_until_it_is_interrupted():
