@@ -130,13 +130,14 @@ def network_of(args: argparse.Namespace) -> Network:
 
 def topology_of(args: argparse.Namespace) -> Topology:
     """Build the topology from the arguments of `add_mesh` and `add_tile`."""
-    axes = "xyz"[: len(parse_shape(args.mesh))]
+    shape = parse_shape(args.mesh)
+    axes = "xyz"[: len(shape)]
     unknown = sorted(set(args.wrap) - set(axes))
     if unknown:
         raise ArgumentError(f"--wrap {args.wrap}: mesh {args.mesh} has no axis {unknown[0]!r}")
     failed = args.failed
     if failed is None:
-        failed = environment_failed_chips(CoordFrame.for_grid(args.mesh))
+        failed = environment_failed_chips(CoordFrame.for_grid(shape))
     chips = Topology.grid(
         args.mesh,
         failed=failed,

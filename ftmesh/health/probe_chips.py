@@ -26,7 +26,7 @@ _PARTS = (*(dtype.__name__ for dtype in DTYPES), _INTEGERS)  # of what `Probes.c
 class _Computed(NamedTuple):
     """What a device computed in every run, or its error messages; processes exchange these."""
 
-    index: int  # of the chip in the grid
+    chip_index: int  # in the grid
     core: int
     platform: str
     results: list[Any]
@@ -34,7 +34,7 @@ class _Computed(NamedTuple):
 
     @property
     def device(self) -> tuple[int, int]:
-        return self.index, self.core
+        return self.chip_index, self.core
 
 
 def check_responses(exam: Examination) -> None:
@@ -63,7 +63,7 @@ def check_results(exam: Examination) -> None:
     rows = _compute(exam)
     for row in rows:
         if not row.results:
-            coord = exam.coord_at[row.index]
+            coord = exam.coord_at[row.chip_index]
             exam.add_silent(coord, f"responds, but computed nothing {exam.within_timeout}")
             exam.blocked |= exam.processes_of([coord])
     _find_wrong(exam, [row for row in rows if row.results])
