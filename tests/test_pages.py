@@ -116,13 +116,6 @@ def test_names_in_the_api_reference_exist():
         assert hasattr(import_module(module), last), name
 
 
-def test_all_public_names_are_in_the_reference():
-    text = (ROOT / "docs" / "api.md").read_text()
-    for module in ("ftmesh", "ftmesh.train", "ftmesh.testing"):
-        for name in import_module(module).__all__:
-            assert f":: {module}.{name}\n" in text, f"{module}.{name}"
-
-
 def mentioned(text):
     """The names and modules of ftmesh that a page imports, calls or mentions."""
     imported = re.findall(r"^\s*from (ftmesh[\w.]*) import ([\w, ]+)$", text, re.M)

@@ -7,7 +7,6 @@ from ftmesh.collectives.gradients import ReducedGradients as ReducedGradients
 from ftmesh.collectives.gradients import accumulate_gradients as accumulate_gradients
 from ftmesh.collectives.gradients import backward_order as backward_order
 from ftmesh.collectives.gradients import with_mean_gradients as with_mean_gradients
-from ftmesh.collectives.group_sum import ChipGroups as ChipGroups
 from ftmesh.collectives.reduce_scatter import all_gather as all_gather
 from ftmesh.collectives.reduce_scatter import gather_from_owners as gather_from_owners
 from ftmesh.collectives.reduce_scatter import psum_scatter as psum_scatter

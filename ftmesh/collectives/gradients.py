@@ -243,8 +243,8 @@ def accumulate_gradients(
             batch are split along their first dimension.
         num_parts: The number of parts. It must divide the batch.
         mean: Return the mean over the parts, and the sum of integers such as counts. If False,
-            return sums, for losses that are sums themselves: those of `BatchShares.mean_contribution`,
-            or weighted ones together with their weight.
+            return sums, for losses that are sums themselves, as those of
+            `BatchShares.mean_contribution` are, or weighted ones together with their weight.
         accumulate_dtype: The dtype in which gradients are added. By default float32 for those of
             16 bits or fewer, and their own for others. Values are added in float32 or wider. All
             results have their own dtype.
