@@ -1,10 +1,10 @@
-"""Measure how long it takes to index records, to load the index again, and to a first batch.
+"""Measure the time to index records, to load the index, and to a first batch.
 
     python -m examples.bert.bench_records
     python -m examples.bert.bench_records --records 1000000 --varied --json
 
-It makes records of 100 bytes in a temporary folder, 10 million unless told. Each figure is of a
-process of its own, and before each the files are dropped from the system's cache, where it lets us.
+It makes records of 100 bytes in a temporary folder, by default 10 million. Each figure is from a
+new process, with the files dropped from the system's cache where it allows that.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ MLPERF = 156_725_653  # sequences of MLPerf's BERT, phase 2
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds, and memory in MB, for so many records."""
+    """Seconds, and memory in MB, for a number of records."""
 
     records: int
     build_s: float
-    build_mb: float  # most at once, above what the process had before
+    build_mb: float  # peak, above what the process had before
     index_file_mb: float
     load_s: float
     load_mb: float
-    load_private_mb: float  # of that, what other processes do not share
+    load_private_mb: float  # of that, not shared with other processes
     first_batch_s: float  # after the index is loaded: shuffled, read and checked
     second_batch_s: float
-    from_start_s: float  # of the process to its first batch, imports included
+    from_start_s: float  # of the process to its first batch, with imports
     from_imports_s: float
 
 
 class Batch(NamedTuple):
-    """Records as rows of bytes."""
+    """Records, as rows of bytes."""
 
     data: NDArray[np.uint8]
 
 
 class Batches(reader.Batches[Batch]):
-    """Batches of the records themselves."""
+    """Batches of raw records."""
 
     def __init__(self, records: Records, **settings: Any) -> None:
         super().__init__(len(records), **settings)
         self._records = records
 
     def padding(self, num_rows: int) -> Batch:
-        """Rows of zeros."""
+        """Return rows of zeros."""
         return Batch(np.zeros((num_rows, RECORD_BYTES), np.uint8))
 
     def example(self, index: int, position: int) -> tuple[NDArray[np.uint8]]:
-        """A record."""
+        """Return a record."""
         return (np.frombuffer(self._records[index].ljust(RECORD_BYTES, b"\0"), np.uint8),)
 
     def name(self, index: int) -> str:
-        """File and record."""
+        """Return the file and record."""
         return self._records.name(index)
 
 
@@ -85,12 +85,12 @@ def measure_records(
         for shard in bar.track(range(shards), description=f"making {num_records} records"):
             number = len(range(shard, num_records, shards))
             path = folder / f"train-{shard:05}-of-{shards:05}"
-            write_records(path, made_up(number, varied=varied))
-            an_hour_ago = time.time() - 3600  # so that they are not taken for just changed
+            write_records(path, random_records(number, varied=varied))
+            an_hour_ago = time.time() - 3600  # the index of a file just written is not trusted
             os.utime(path, (an_hour_ago, an_hour_ago))
-    built = _in_a_process(folder)
+    built = _measure_in_process(folder)
     (index,) = folder.glob(".*.ftmesh-index")
-    loaded = _in_a_process(folder)
+    loaded = _measure_in_process(folder)
     return Figures(
         num_records,
         build_s=built["open_s"],
@@ -103,16 +103,16 @@ def measure_records(
     )
 
 
-def made_up(number: int, *, varied: bool) -> Iterator[bytes]:
-    """Records of random bytes, all as long as each other or of 80 to 100 bytes."""
+def random_records(number: int, *, varied: bool) -> Iterator[bytes]:
+    """Yield random records of 100 bytes, or of 80 to 100."""
     data = np.random.default_rng(0).bytes(1 << 20)
     for i in range(number):
-        at = i * 7919 % (len(data) - RECORD_BYTES)
-        yield data[at : at + RECORD_BYTES - (i * 31 % 21 if varied else 0)]
+        start = i * 7919 % (len(data) - RECORD_BYTES)
+        yield data[start : start + RECORD_BYTES - (i * 31 % 21 if varied else 0)]
 
 
 def measure_start(folder: Path, started: float) -> dict[str, float]:
-    """What a process needs to its first batches; `started` is when it was."""
+    """Measure a process that was started at time `started`, up to its second batch."""
     imported, before = time.time(), _memory()
     records = Records(find_shards(folder, "train-*"))
     opened, after = time.time(), _memory()
@@ -131,9 +131,9 @@ def measure_start(folder: Path, started: float) -> dict[str, float]:
     }
 
 
-def _in_a_process(folder: Path) -> dict[str, float]:
+def _measure_in_process(folder: Path) -> dict[str, float]:
     for path in folder.iterdir():
-        _forget(path)
+        _drop_from_cache(path)
     code = (
         "import json, sys\nfrom pathlib import Path\n"
         "from examples.bert.bench_records import measure_start\n"
@@ -148,8 +148,7 @@ def _in_a_process(folder: Path) -> dict[str, float]:
     return figures
 
 
-def _forget(path: Path) -> None:
-    """Have the system read a file from the disk again."""
+def _drop_from_cache(path: Path) -> None:
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -157,7 +156,7 @@ def _forget(path: Path) -> None:
 
 
 def _memory() -> dict[str, float]:
-    """Megabytes of this process, by the names of Linux; elsewhere they are not known."""
+    """Return memory of this process in MB, by Linux's names; NaN on other systems."""
     status = Path("/proc/self/status")
     if not status.exists():
         return dict.fromkeys(("VmHWM", "VmRSS", "RssAnon"), float("nan"))
@@ -166,7 +165,7 @@ def _memory() -> dict[str, float]:
 
 
 def main() -> None:
-    """Read the arguments, measure and print."""
+    """Parse the arguments, measure and print."""
     parser = Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--records", type=positive, default=10_000_000, metavar="N", help="(10000000)"
@@ -182,11 +181,11 @@ def main() -> None:
     if args.json:
         print(json.dumps(asdict(figures)))
         return
-    times = MLPERF / figures.records
+    scale = MLPERF / figures.records
     print(
         f"{figures.records} records of {'80 to ' * args.varied}{RECORD_BYTES} bytes in "
         f"{args.shards} files\n"
-        f"  built:  {figures.build_s:.2f} s, {figures.build_mb:.0f} MB; the index file has "
+        f"  built:  {figures.build_s:.2f} s, {figures.build_mb:.0f} MB; index file "
         f"{figures.index_file_mb:.1f} MB\n"
         f"  loaded: {figures.load_s:.3f} s, {figures.load_mb:.1f} MB, "
         f"{figures.load_private_mb:.1f} of it private\n"
@@ -194,9 +193,9 @@ def main() -> None:
         f"{figures.second_batch_s:.2f} s\n"
         f"  from the start of a process to its first batch: {figures.from_start_s:.2f} s, "
         f"{figures.from_imports_s:.2f} without imports\n"
-        f"of MLPerf's BERT, with {MLPERF} records, the index would take {times:.1f} times as long "
-        f"to build,\nor as long as the disk needs for its bytes, and "
-        f"{figures.index_file_mb * times:.0f} MB to keep; loading does not scale"
+        f"MLPerf's BERT has {MLPERF} records: the index would take {scale:.1f} times as long to "
+        f"build,\nor as long as the disk takes to read them, and "
+        f"{figures.index_file_mb * scale:.0f} MB to keep; loading takes the same time"
     )
 
 

@@ -1,11 +1,11 @@
-"""Measure the trainer's own step on the devices there are, and PyTorch's beside it.
+"""Measure a training step of BERT on the devices present, and PyTorch's for comparison.
 
     python -m examples.bert.bench_step --batch 64 --attention cudnn --unrolled
     python -m examples.bert.bench_step --batch 64 --attention cudnn --unrolled --torch
 
 Random tokens on the device, all rows full, in bfloat16. PyTorch's is `BertForPreTraining` of
-transformers, compiled, with autocast to bfloat16 and AdamW: as it is, with logits at all positions,
-and with logits at the masked ones only. All are timed alternately in one run.
+transformers, compiled, with autocast to bfloat16 and AdamW: unchanged, with logits at all
+positions, and with logits at the masked ones only. All are timed alternately in one run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples.bert.batch import Batch
 from examples.bert.config import PRESETS, Config
+from examples.bert.data import Batch
 from examples.bert.trainer import bert_trainer, first_state
 from examples.common.measure import RunSteps, measure, read_arguments, trainer_steps
 from ftmesh.command_line import Parser
@@ -29,16 +29,16 @@ FLOPS_PER_SEQUENCE = 1019.8e9  # of a step of BERT-large at length 512
 
 
 def random_batch(config: Config, rows: Any) -> Batch:
-    """Full rows of random tokens, with as many masked words as there may be."""
+    """Return full rows of random tokens, with the most masked words."""
     rng = np.random.default_rng(0)
     shape = (len(rows), config.length)
     masked = (len(rows), config.predictions)
-    places = rng.permuted(np.broadcast_to(np.arange(config.length), shape), axis=1)
+    positions = rng.permuted(np.broadcast_to(np.arange(config.length), shape), axis=1)
     columns = (
         rng.integers(0, config.vocabulary, shape),
         np.broadcast_to(np.arange(config.length) >= config.length // 2, shape),
         np.full((len(rows), 1), config.length),
-        np.sort(places[:, : config.predictions]),
+        np.sort(positions[:, : config.predictions]),
         rng.integers(0, config.vocabulary, masked),
         rng.integers(0, 2, (len(rows), 1)),
     )
@@ -46,7 +46,7 @@ def random_batch(config: Config, rows: Any) -> Batch:
 
 
 def our_steps(config: Config, attention: Any, unrolled: bool) -> RunSteps:
-    """Steps of the trainer."""
+    """Return the steps of the trainer."""
     topology = Topology.from_devices(jax.devices())
     trainer = bert_trainer(config, topology, attention=attention, unrolled=unrolled)
     batch = random_batch(config, trainer.parallel.local_rows(trainer.shares))
@@ -54,7 +54,7 @@ def our_steps(config: Config, attention: Any, unrolled: bool) -> RunSteps:
 
 
 def torch_steps(config: Config, *, everywhere: bool) -> RunSteps:
-    """Steps of transformers' model, with logits everywhere or at the masked positions."""
+    """Return the steps of transformers' model, with logits everywhere or where masked."""
     import torch
     import transformers
 
@@ -71,24 +71,24 @@ def torch_steps(config: Config, *, everywhere: bool) -> RunSteps:
     )
     model: Any = transformers.BertForPreTraining(settings).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    made = random_batch(config, range(config.batch))
-    batch = Batch(*(torch.tensor(column, dtype=torch.long, device="cuda") for column in made))
+    columns = random_batch(config, range(config.batch))
+    batch = Batch(*(torch.tensor(column, dtype=torch.long, device="cuda") for column in columns))
     cross_entropy = torch.nn.functional.cross_entropy
 
-    def loss_of() -> Any:
-        seen = model.bert(batch.tokens, token_type_ids=batch.segments)
-        vectors, first = seen.last_hidden_state, seen.pooler_output
-        at = batch.positions[..., None]
+    def loss_fn() -> Any:
+        outputs = model.bert(batch.tokens, token_type_ids=batch.segments)
+        vectors, first = outputs.last_hidden_state, outputs.pooler_output
+        positions = batch.positions[..., None]
         if not everywhere:
-            vectors = vectors.gather(1, at.expand(-1, -1, vectors.shape[-1]))
+            vectors = vectors.gather(1, positions.expand(-1, -1, vectors.shape[-1]))
         words, sentences = model.cls(vectors, first)
         if everywhere:
-            words = words.gather(1, at.expand(-1, -1, words.shape[-1]))
+            words = words.gather(1, positions.expand(-1, -1, words.shape[-1]))
         return cross_entropy(words.flatten(0, 1), batch.targets.flatten()) + cross_entropy(
             sentences, batch.is_random[:, 0]
         )
 
-    compiled = torch.compile(loss_of)
+    compiled = torch.compile(loss_fn)
 
     def run_steps(steps: int) -> None:
         for _ in range(steps):
@@ -104,7 +104,7 @@ def torch_steps(config: Config, *, everywhere: bool) -> RunSteps:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = Parser(description="Measure the trainer's own step.")
+    parser = Parser(description="Measure a training step of BERT.")
     parser.add_argument("--attention", choices=("xla", "cudnn"), default="xla")
     parser.add_argument("--unrolled", action="store_true", help="no loop over layers")
     args = read_arguments(parser, argv, PRESETS, preset="mlperf-448", batch=64, steps=10)

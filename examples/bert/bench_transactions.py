@@ -1,9 +1,9 @@
-"""What it costs to be ready for failures: steps of the tiny BERT, as they are and as transactions.
+"""Measure what fault tolerance costs a step of the tiny BERT.
 
-Run by ``scripts/bench transactions``, which starts an emulated pod of four hosts. All kinds of
-steps take turns in one run, there and back, so that what else the machine does falls on all of them
-alike. Each turn of a kind is compared with the steps "as it is" of the same round; those run a
-second time as "the same again", which shows what of the differences is chance.
+Run by ``scripts/bench transactions``, which starts an emulated pod of four hosts. All variants of a
+step alternate in one run, in both orders, so that other load on the machine affects them alike.
+Each is compared with the plain steps of the same repeat; those run a second time as "plain, again",
+which shows how much of the differences is noise.
 """
 
 from __future__ import annotations
@@ -20,100 +20,105 @@ from examples.bert.data import Batches, open_sequences
 from examples.bert.trainer import bert_trainer, first_state
 from examples.common.trainer import State, StepOptions
 from ftmesh.command_line import Parser, whole_number
-from ftmesh.distributed.initialize import join
-from ftmesh.distributed.process_group import Cluster
-from ftmesh.elastic.peer_checkpoint import memory_on_line
+from ftmesh.elastic.elastic_group import ElasticGroup, initialize
+from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
 from ftmesh.health.replica_check import check_replicas
 from ftmesh.topology.topology import Topology
 
-AS_IT_IS, AGAIN, KEEPS = "as it is", "the same again", "the state before it kept"
-TWO_STATES, WITH_COPIES = "two states, not three", "copies of shards, too"
-KINDS = {
-    AS_IT_IS: StepOptions(keeps_state=False, copies=False),
+PLAIN, AGAIN, KEEPS = "plain", "plain, again", "keeps the previous state"
+TWO_STATES, WITH_COPIES = "and commits, --two-states", "and commits, with copies"
+VARIANTS = {
+    PLAIN: StepOptions(keeps_state=False, copies=False),
     AGAIN: StepOptions(keeps_state=False, copies=False),
     KEEPS: StepOptions(copies=False),
-    "a transaction": StepOptions(copies=False),
+    "and commits": StepOptions(copies=False),
     TWO_STATES: StepOptions(copies=False),
     WITH_COPIES: StepOptions(),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, and print a table; the exit status."""
+    """Measure and print a table; return the exit status."""
     parser = Parser(prog="scripts/bench transactions", description=__doc__)
     parser.add_argument(
-        "--turns", type=whole_number(1), default=20, metavar="N", help="of each kind (20)"
+        "--turns",
+        type=whole_number(1),
+        default=20,
+        metavar="N",
+        help="repeats of each variant (20)",
     )
     parser.add_argument(
-        "--steps", type=whole_number(1), default=5, metavar="N", help="of a turn (5)"
+        "--steps", type=whole_number(1), default=5, metavar="N", help="steps per repeat (5)"
     )
     args = parser.parse_args(argv)
-    with join(name="bench") as cluster:
+    with initialize(name="bench") as group:
         topology = Topology.from_devices(jax.devices())
-        cluster = cluster.on(topology)
-        if cluster.line is None:
-            print("bench: run it by 'ftmesh launch --failures 1'", file=sys.stderr)
+        group = group.for_topology(topology)
+        if group.controller is None:
+            print("bench: run it under 'ftmesh launch --failures 1'", file=sys.stderr)
             return 2
-        with jax.default_device(cluster.default_device):
-            measure(topology, cluster, turns=args.turns, steps=args.steps)
+        with jax.default_device(group.default_device):
+            measure(topology, group, turns=args.turns, steps=args.steps)
     return 0
 
 
-def measure(topology: Topology, cluster: Cluster, *, turns: int, steps: int) -> None:
-    """All kinds of steps in turns, then what is done only now and then."""
-    kinds = {
+def measure(topology: Topology, group: ElasticGroup, *, turns: int, steps: int) -> None:
+    """Measure all variants of a step, then what is done only now and then."""
+    variants = {
         name: Steps(
             topology,
-            cluster,
+            group,
             options,
-            commits=name not in (AS_IT_IS, AGAIN, KEEPS),
+            commits=name not in (PLAIN, AGAIN, KEEPS),
             runs_ahead=name != TWO_STATES,
         )
-        for name, options in KINDS.items()
+        for name, options in VARIANTS.items()
     }
-    for kind in kinds.values():
-        kind.compile()
-    assert cluster.line is not None
-    cluster.line.joined(0, source="start", live=topology.num_live, less="")
-    took: dict[str, list[float]] = {name: [] for name in kinds}
+    for variant in variants.values():
+        variant.compile()
+    assert group.controller is not None
+    group.controller.report_joined(0, source="start", live=topology.num_live)
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     done = 0
     for turn in range(turns + 1):
-        for name, kind in list(kinds.items())[:: -1 if turn % 2 else 1]:
-            cluster.barrier("a turn")
+        for name, variant in list(variants.items())[:: -1 if turn % 2 else 1]:
+            group.barrier("a repeat")
             start = time.perf_counter()
             for _ in range(steps):
                 done += 1
-                kind.step(done)
-            kind.settle()
+                variant.step(done)
+            variant.settle()
             if turn:  # the first compiles
-                took[name].append((time.perf_counter() - start) / steps)
+                seconds[name].append((time.perf_counter() - start) / steps)
     rare: dict[str, list[float]] = {"compare parameters": [], "copy to host memory": []}
-    last = kinds[WITH_COPIES]
-    memory = memory_on_line(cluster.process, cluster.epoch, lambda line: None)
-    assert memory is not None
-    with memory:
+    last = variants[WITH_COPIES]
+    peer_checkpoint = PeerCheckpoint.from_environment(
+        group.process, group.generation, lambda line: None
+    )
+    assert peer_checkpoint is not None
+    with peer_checkpoint:
         for turn in range(turns + 1):
             for name, times in rare.items():
-                cluster.barrier("a turn")
+                group.barrier("a repeat")
                 start = time.perf_counter()
                 if name == "compare parameters":
-                    assert not check_replicas(last.state.params, topology, cluster=cluster)
+                    assert not check_replicas(last.state.params, topology, group=group)
                 else:
-                    last.trainer.save(memory, turn + 1, last.state)
+                    last.trainer.save(peer_checkpoint, turn + 1, last.state)
                 if turn:
                     times.append(time.perf_counter() - start)
-                memory.finish()
-    if cluster.speaks:
-        _print(took, rare, last.state)
+                peer_checkpoint.finish()
+    if group.is_primary:
+        _print(seconds, rare, last.state)
 
 
 class Steps:
-    """Steps of one kind, all on the same batch."""
+    """Steps of one variant, all on the same batch."""
 
     def __init__(
         self,
         topology: Topology,
-        cluster: Cluster,
+        group: ElasticGroup,
         options: StepOptions,
         *,
         commits: bool,
@@ -125,8 +130,8 @@ class Steps:
             "predictions": config.predictions,
             "packed": config.packed,
         }
-        self._cluster = cluster
-        self.trainer = bert_trainer(config, topology, options, cluster=cluster)
+        self._group = group
+        self.trainer = bert_trainer(config, topology, options, group=group)
         self.state = first_state(config, self.trainer, seed=0)
         sequences = open_sequences(
             None, "train", num_sequences=1000, vocabulary=config.vocabulary, show=False, **sizes
@@ -138,15 +143,15 @@ class Steps:
         self._waiting: tuple[int, jax.Array] | None = None
 
     def compile(self) -> None:
-        """Have it compiled: the first step takes long."""
+        """Compile the step by running it once."""
         self.state, loss = self.trainer.step(self.state, self._batch)
         loss.block_until_ready()
 
     def step(self, number: int) -> None:
-        """As the loop does it, with a transaction where the state before is kept."""
+        """Run a step as the loop does; the one before it is settled on return."""
         if self._commits:
-            self._cluster.at("read", number)
-            self._cluster.at("step", number)
+            self._group.report_phase("read", number)
+            self._group.report_phase("step", number)
         after, loss = self.trainer.step(self.state, self._batch)
         self.settle()
         self.state, self._waiting = after, (number, loss)
@@ -154,26 +159,24 @@ class Steps:
             self.settle()
 
     def settle(self) -> None:
-        """Wait for the last step, and commit it."""
+        """Wait for the last step, and commit it if this variant commits."""
         if self._waiting is None:
             return
         number, loss = self._waiting
         self._waiting = None
         loss.block_until_ready()
         if self._commits:
-            assert self._cluster.line is not None
-            self._cluster.line.commit(number)
+            assert self._group.controller is not None
+            self._group.controller.commit(number)
 
 
-def _print(took: dict[str, list[float]], rare: dict[str, list[float]], state: State) -> None:
-    plain = took[AS_IT_IS]
-    print(f"{'a step of the tiny BERT':28} {'median':>9} {'more':>8} {'middle half':>17}")
-    for name, times in {**took, **rare}.items():
+def _print(seconds: dict[str, list[float]], rare: dict[str, list[float]], state: State) -> None:
+    plain = seconds[PLAIN]
+    print(f"{'a step of the tiny BERT':28} {'median':>9} {'more':>8} {'quartiles':>17}")
+    for name, times in {**seconds, **rare}.items():
         line = f"{name:28} {statistics.median(times) * 1000:6.2f} ms"
-        if name != AS_IT_IS:
-            more = [
-                each / beside - (name in took) for each, beside in zip(times, plain, strict=True)
-            ]
+        if name != PLAIN:
+            more = [x / base - (name in seconds) for x, base in zip(times, plain, strict=True)]
             low, middle, high = statistics.quantiles(more, n=4, method="inclusive")
             line += f" {middle:8.1%} {low:8.1%} {high:8.1%}"
         print(line)
@@ -185,10 +188,10 @@ def _print(took: dict[str, list[float]], rare: dict[str, list[float]], state: St
         )
         for name, part in state._asdict().items()
     }
-    whole = sum(sizes.values()) - sizes["copies"]
+    total = sum(sizes.values()) - sizes["copies"]
     print(
-        f"bytes of a device: state {whole:,}; kept a second time {whole + sizes['copies']:,}; "
-        f"copies of a share {sizes['copies']:,} ({sizes['copies'] / whole:.1%})"
+        f"bytes per device: state {total:,}; previous state {total + sizes['copies']:,}; "
+        f"copies of a shard {sizes['copies']:,} ({sizes['copies'] / total:.1%})"
     )
 
 

@@ -1,10 +1,10 @@
-"""Compile the whole step of BERT for TPUs that are not there.
+"""Compile the training step of BERT for TPUs without having any.
 
     python -m examples.bert.compile_step v6e:16x16 --failed 2x2@2,2 --preset mlperf-8192
     python -m examples.bert.compile_step v6e:16x16 --failed 2x2@2,2 --preset mlperf-8192 \
         --whole-optimizer
 
-Needs libtpu, the TPU compiler, and no TPU. Says what each device must hold.
+Needs libtpu, the TPU compiler. Prints the memory per device.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ftmesh.topology.topology import Topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile from the command line; the exit status."""
+    """Compile from the command line; return the exit status."""
     parser = Parser(
         prog="python -m examples.bert.compile_step",
-        description="Compile the whole step of BERT for TPUs that are not there.",
+        description="Compile the training step of BERT for TPUs without having any.",
     )
     add_bert_step(parser)
 
-    def make(config: Config, topology: Topology, args: argparse.Namespace) -> Trainer:
+    def make_trainer(config: Config, topology: Topology, args: argparse.Namespace) -> Trainer:
         return bert_trainer(config, topology, step_options(args), **bert_options(args))
 
-    return start("bert", parser, PRESETS, make, argv)
+    return start("bert", parser, PRESETS, make_trainer, argv)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Presets: what a run of BERT is made of.
+"""Presets of BERT.
 
-    tiny          two narrow layers on text that is made up, for a laptop: a few minutes
+    tiny          two narrow layers on synthetic text, for a laptop: a few minutes
     base          BERT-base with settings for one machine
     mlperf-448    BERT-large with the settings of MLPerf 0.7, closed division, by global batch;
-    mlperf-4096   each starts from MLPerf's first checkpoint, and is to predict 71.2 % of the
-    mlperf-8192   masked words of 10,000 sequences
+    mlperf-4096   starts from MLPerf's first checkpoint; the target is 71.2 % of the masked words
+    mlperf-8192   of 10,000 sequences
 
 Change a field with `dataclasses.replace(PRESETS["tiny"], batch=64)`.
 """
@@ -22,9 +22,9 @@ TRAIN_SEQUENCES = 156_725_653  # of MLPerf's training set
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a run. What is not given is as MLPerf has it for BERT-large."""
+    """The settings of a run. Defaults are MLPerf's for BERT-large."""
 
-    batch: int  # of all chips together
+    batch: int  # global
     total_steps: int
     base_lr: float
     warmup_steps: int = 0
@@ -35,25 +35,25 @@ class Config:
     end_lr: float = 0.0
     lr_power: float = 1
     target: float = 0.712
-    sequences_per_eval: int | None = None  # as MLPerf has it, where not given
+    sequences_per_eval: int | None = None  # default: MLPerf's
 
     num_layers: int = 24
     hidden: int = 1024
     num_heads: int = 16
     vocabulary: int = 30_522
-    length: int = 512  # tokens of a sequence
-    predictions: int = 76  # words of it that are masked, at most
-    packed: int = 1  # sequences that share a row of that length, at most
-    stddev: float = 0.02  # of weights at the start
-    dtype: Any = jnp.bfloat16  # what is computed in; parameters are float32
-    train_sequences: int = TRAIN_SEQUENCES  # so many are made up where there is no data
+    length: int = 512  # tokens per row
+    predictions: int = 76  # most masked words per row
+    packed: int = 1  # most sequences per row
+    stddev: float = 0.02  # of initial weights
+    dtype: Any = jnp.bfloat16  # of activations; parameters are float32
+    train_sequences: int = TRAIN_SEQUENCES  # also the number of synthetic ones
     eval_sequences: int = 10_000
 
     @property
     def steps_per_eval(self) -> int:
         """Steps from one evaluation to the next.
 
-        MLPerf evaluates more seldom at larger batches, in multiples of 25,000 sequences.
+        MLPerf evaluates less often with larger batches, in multiples of 25,000 sequences.
         """
         sequences = self.sequences_per_eval
         if sequences is None:
@@ -61,7 +61,7 @@ class Config:
         return max(1, round(sequences / self.batch))
 
     def mlperf_settings(self) -> Mapping[str, Any]:
-        """What the log of an MLPerf run must say of these settings, by its keys."""
+        """Return the settings under the keys that MLPerf logs require."""
         return {
             "global_batch_size": self.batch,
             "opt_base_learning_rate": self.base_lr,

@@ -1,4 +1,4 @@
-"""Where sequences come from, TFRecords as MLPerf has them or nowhere, and batches of them.
+"""Sources of sequences, MLPerf's TFRecords or synthetic text, and batches of them.
 
     sequences = open_sequences(None, "train", length=64, predictions=10, vocabulary=256,
                                num_sequences=4096)
@@ -7,21 +7,20 @@
         for batch in reader:
             ...
 
-A source has a length, and `read(index)` gives the features of a row under MLPerf's seven keys. For
-a sequence alone in its row `input_mask` is 1, and 0 behind it; sequences that are packed into a row
-are numbered there from 1, and `next_sentence_labels` has a number for each.
+A source has a length, and `read(index)` returns the features of a row under MLPerf's seven keys.
+`input_mask` is 1 for a single sequence and 0 for padding; packed sequences are numbered there
+from 1, and `next_sentence_labels` has one entry for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.bert.batch import Batch
 from examples.bert.sequences import encode_documents, make_sequence
 from examples.bert.text import synthetic_documents
 from examples.bert.wordpiece import Vocabulary
@@ -31,20 +30,35 @@ from examples.common.records import Records, find_shards
 from ftmesh.errors import DataError, RecordError
 
 FILES = {"train": ("train-*", "part-*"), "validation": ("validation-*", "eval*")}
-SAMPLE = 10_000  # sequences from which the commonest word is found
+SAMPLE = 10_000  # sequences, for the commonest word
+
+
+class Batch(NamedTuple):
+    """Rows of tokens and what to predict. All arrays are int32.
+
+    A row has one sequence, or several packed one after another. A missing sequence has length 0 and
+    `is_random` -1.
+    """
+
+    tokens: Any  # rows, length of a row
+    segments: Any  # sentence of each token: 0 or 1
+    lengths: Any  # rows, sequences: tokens of each; padding follows
+    positions: Any  # rows, predictions: positions of the masked words
+    targets: Any  # the masked words; -1 is padding
+    is_random: Any  # rows, sequences: whether the second sentence is a random one
 
 
 class Sequences(Protocol):
-    """What can be trained or evaluated on."""
+    """A source of sequences."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> Mapping[str, Any]:
-        """The features of a sequence. Errors name it."""
+        """Return the features of a row. Errors name it."""
         ...
 
     def name(self, index: int) -> str:
-        """How to tell a person which sequence this is."""
+        """Name a row in messages."""
         ...
 
 
@@ -79,53 +93,53 @@ class RecordSequences:
             try:
                 self.read(index)
             except RecordError:
-                continue  # to be counted when its turn comes
+                continue  # counted when the reader gets to it
 
     def __len__(self) -> int:
         return len(self._records)
 
     def name(self, index: int) -> str:
-        """File and record."""
+        """Return the file and record."""
         return self._records.name(index)
 
     def shards(self) -> list[tuple[Path, range]]:
-        """The files, and the sequences that each has."""
+        """Return each file with the indices of its rows."""
         return self._records.shards()
 
     def read(self, index: int) -> Mapping[str, Any]:
-        """The features, if they are as the model wants them."""
+        """Return the features of a row; raise DataError if they do not fit the model."""
         example = self._records.example(index)
         for key, size in self._sizes.items():
-            found = len(example.get(key, ()))
-            if found != size:
-                raise DataError(f"{self.name(index)} has {found} numbers in {key}, and not {size}")
-        number = len(example.get("next_sentence_labels", ()))
-        if not 1 <= number <= self._packed:
-            hint = f": say --packed {number}" if number else ""
+            actual = len(example.get(key, ()))
+            if actual != size:
+                raise DataError(f"{self.name(index)} has {actual} numbers in {key}, not {size}")
+        num_sequences = len(example.get("next_sentence_labels", ()))
+        if not 1 <= num_sequences <= self._packed:
+            hint = f": give --packed {num_sequences}" if num_sequences else ""
             raise DataError(
-                f"{self.name(index)} has {number} sequences, and not 1 to {self._packed}{hint}"
+                f"{self.name(index)} has {num_sequences} sequences, not 1 to {self._packed}{hint}"
             )
-        length, largest = self._sizes["input_ids"], self._vocabulary - 1
-        for key, most in (
-            ("input_ids", largest), ("masked_lm_ids", largest), ("input_mask", length),
+        length, last_word = self._sizes["input_ids"], self._vocabulary - 1
+        for key, largest in (
+            ("input_ids", last_word), ("masked_lm_ids", last_word), ("input_mask", length),
             ("segment_ids", 1), ("masked_lm_positions", length - 1), ("next_sentence_labels", 1),
         ):  # fmt: skip
             numbers = np.asarray(example[key])
-            if not (0 <= numbers.min() <= numbers.max() <= most):
+            if not (0 <= numbers.min() <= numbers.max() <= largest):
                 raise DataError(
                     f"{self.name(index)} has {numbers.min()} to {numbers.max()} in {key}; the "
-                    f"model has 0 to {most}"
+                    f"model has 0 to {largest}"
                 )
-        if not is_numbered(example["input_mask"], number):
+        if not is_numbered(example["input_mask"], num_sequences):
             raise DataError(
                 f"{self.name(index)} has an input_mask that does not number its sequences from 1 "
-                f"to {number}, with 0 for padding behind them"
+                f"to {num_sequences}, with 0 for padding after them"
             )
         return example
 
 
 class SyntheticSequences:
-    """As many sequences as are asked for, from a few hundred kB of text that is made up."""
+    """Any number of sequences from a few hundred kB of synthetic text."""
 
     def __init__(
         self, split: str, *, length: int, predictions: int, vocabulary: int, num_sequences: int
@@ -133,12 +147,14 @@ class SyntheticSequences:
         self._split, self._num_sequences = ("train", "validation").index(split), num_sequences
         self._sizes = {"length": length, "predictions": predictions}
         documents = synthetic_documents(seed=0)
-        self._vocabulary = Vocabulary.of_words(line for document in documents for line in document)
+        self._vocabulary = Vocabulary.from_words(
+            line for document in documents for line in document
+        )
         if len(self._vocabulary) > vocabulary:
             raise DataError(
-                f"made-up text has {len(self._vocabulary)} words; the model has {vocabulary}"
+                f"synthetic text has {len(self._vocabulary)} words; the model has {vocabulary}"
             )
-        if self._split:  # the same village, other days
+        if self._split:  # validation: the same words, other documents
             documents = synthetic_documents(seed=1)
         self._documents = encode_documents(documents, self._vocabulary)
 
@@ -146,16 +162,16 @@ class SyntheticSequences:
         return self._num_sequences
 
     def name(self, index: int) -> str:
-        """The number is all it has."""
-        return f"made-up sequence {index}"
+        """Name a row in messages."""
+        return f"synthetic sequence {index}"
 
     def read(self, index: int) -> Mapping[str, Any]:
-        """A sequence that begins anywhere."""
+        """Return a sequence that starts at a random sentence."""
         rng = np.random.default_rng([self._split, index])
-        which = int(rng.integers(len(self._documents)))
-        start = int(rng.integers(len(self._documents[which])))
+        document = int(rng.integers(len(self._documents)))
+        start = int(rng.integers(len(self._documents[document])))
         features, _ = make_sequence(
-            self._documents, which, start, self._vocabulary, rng=rng, **self._sizes
+            self._documents, document, start, self._vocabulary, rng=rng, **self._sizes
         )
         return features
 
@@ -171,11 +187,18 @@ def open_sequences(
     packed: int = 1,
     show: bool = False,
 ) -> Sequences:
-    """The sequences of a split, "train" or "validation", of the sizes that the model has.
+    """Open the sequences of a split, of the sizes that the model has.
 
-    A folder has TFRecord shards: ``train-*`` or ``part-*``, and ``validation-*`` or ``eval*``. A
-    record has up to `packed` sequences. Without a folder, `num_sequences` are made up. With `show`
-    there is a progress bar where records are indexed, at their first use.
+    Args:
+        folder: With TFRecord shards ``train-*`` or ``part-*``, and ``validation-*`` or ``eval*``;
+            None for `num_sequences` synthetic ones.
+        split: "train" or "validation".
+        length: Tokens per row.
+        predictions: Most masked words per row.
+        vocabulary: Size of the model's vocabulary.
+        num_sequences: Number of synthetic sequences.
+        packed: Most sequences per record.
+        show: Show a progress bar while records are indexed, at their first use.
     """
     sizes = {"length": length, "predictions": predictions, "vocabulary": vocabulary}
     if folder is None:
@@ -184,7 +207,7 @@ def open_sequences(
 
 
 class Batches(reader.Batches[Batch]):
-    """The sequences of every batch; the settings are those of `examples.common.reader.Batches`."""
+    """Batches of sequences; `settings` are those of `examples.common.reader.Batches`."""
 
     unit = "sequences"
 
@@ -204,14 +227,14 @@ class Batches(reader.Batches[Batch]):
             self.unit = "rows"
 
     def padding(self, num_rows: int) -> Batch:
-        """Rows of nothing."""
+        """Return rows without a sequence."""
         tokens = np.zeros((num_rows, self._length), np.int32)
         positions = np.zeros((num_rows, self._predictions), np.int32)
-        none = np.zeros((num_rows, self._packed), np.int32)
-        return Batch(tokens, tokens.copy(), none, positions, positions - 1, none - 1)
+        lengths = np.zeros((num_rows, self._packed), np.int32)
+        return Batch(tokens, tokens.copy(), lengths, positions, positions - 1, lengths - 1)
 
     def example(self, index: int, position: int) -> tuple[Any, ...]:
-        """A sequence, as a batch has it."""
+        """Return a row, in the order of `Batch`."""
         features = self._sequences.read(index)
         is_random = features["next_sentence_labels"]
         return (
@@ -219,42 +242,42 @@ class Batches(reader.Batches[Batch]):
             features["segment_ids"],
             np.bincount(features["input_mask"], minlength=self._packed + 1)[1:],
             features["masked_lm_positions"],
-            targets_of(features),
+            targets_from(features),
             np.pad(is_random, (0, self._packed - len(is_random)), constant_values=-1),
         )
 
     def name(self, index: int) -> str:
-        """The sequence's own name."""
+        """Name a row in messages."""
         return self._sequences.name(index)
 
 
-def is_numbered(mask: Any, number: int) -> bool:
-    """Whether a mask goes from 1 to so many sequences, and then has padding alone."""
-    (sequences,) = np.nonzero(mask)
-    inside = np.asarray(mask)[: len(sequences)]
-    return np.array_equal(np.unique(inside), np.arange(1, number + 1)) and bool(
+def is_numbered(mask: Any, num_sequences: int) -> bool:
+    """Return True if a mask goes from 1 to `num_sequences`, followed by padding only."""
+    (tokens,) = np.nonzero(mask)
+    inside = np.asarray(mask)[: len(tokens)]
+    return np.array_equal(np.unique(inside), np.arange(1, num_sequences + 1)) and bool(
         (np.diff(inside) >= 0).all()
     )
 
 
-def targets_of(features: Mapping[str, Any]) -> NDArray[np.int64]:
-    """The words that are masked in a sequence; -1 stands for padding."""
+def targets_from(features: Mapping[str, Any]) -> NDArray[np.int64]:
+    """Return the masked words of a row; -1 is padding."""
     return np.where(features["masked_lm_weights"] > 0, features["masked_lm_ids"], -1)
 
 
 def unigram_accuracy(train: Sequences, validation: Sequences) -> float:
-    """The accuracy of always predicting the word that is masked most often in training."""
+    """Return the accuracy of always predicting the word masked most often in training."""
     commonest = np.argmax(_counts(train))
     counts = _counts(validation)
     return float(counts[commonest] / counts.sum()) if commonest < len(counts) else 0.0
 
 
 def _counts(sequences: Sequences) -> NDArray[np.int64]:
-    """How often each word is masked, in a sample of so many sequences."""
+    """Count how often each word is masked, in a sample."""
     counts = np.zeros(0, np.int64)
     for index in range(min(len(sequences), SAMPLE)):
         try:
-            targets = targets_of(sequences.read(index))
+            targets = targets_from(sequences.read(index))
         except RecordError:
             continue
         more = np.bincount(targets[targets >= 0], minlength=len(counts))

@@ -1,9 +1,9 @@
-"""Make records to train on from plain text.
+"""Make training records from plain text.
 
     python -m examples.bert.make_records book.txt letters.txt --out records --preset base
 
-A text has a sentence on each line, and an empty line between documents. The records have the seven
-keys, and the sizes, of MLPerf's; beside them the vocabulary is written, as vocab.txt.
+A text has one sentence per line, and an empty line between documents. The records have MLPerf's
+seven keys and sizes; the vocabulary is written next to them, as vocab.txt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -27,48 +27,48 @@ from ftmesh.errors import DataError, DataNotFoundError
 from ftmesh.files import check_output_folder, read_bounded
 
 MAX_TEXT_BYTES = 2**30
-MAX_LINE, MAX_WORD = 20_000, 1_000  # characters: pieces of long words take long to find
+MAX_LINE, MAX_WORD = 20_000, 1_000  # characters; long words are slow to tokenize
 _LONG_WORD = re.compile(rf"[!-~]{{{MAX_WORD + 1}}}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make records from the command line; the exit status."""
+    """Make records from the command line; return the exit status."""
     parser = Parser(
         prog="python -m examples.bert.make_records",
-        description="Make records to train BERT on from plain text: a sentence on each line, and an"
-        " empty line between documents.",
+        description="Make training records for BERT from plain text: one sentence per line, and an "
+        "empty line between documents.",
     )
-    parser.add_argument("text", nargs="+", help="files of text")
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="write the records there")
+    parser.add_argument("text", nargs="+", help="text files")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="where to write the records")
     parser.add_argument(
         "--preset",
         choices=tuple(PRESETS),
         default="tiny",
-        help="whose lengths, predictions and size of vocabulary to take (tiny)",
+        help="whose length, predictions and vocabulary size to use (tiny)",
     )
     parser.add_argument(
-        "--vocab", metavar="FILE", help="word pieces, one a line (default: learned from the text)"
+        "--vocab", metavar="FILE", help="word pieces, one per line (default: learned from the text)"
     )
     parser.add_argument(
         "--passes",
         type=whole_number(1, 1000),
         default=5,
         metavar="N",
-        help="over the text, masked anew in each (5)",
+        help="passes over the text, each with other masks (5)",
     )
     parser.add_argument(
         "--every",
         type=positive,
         default=10,
         metavar="N",
-        help="documents to one of validation (10)",
+        help="every Nth document is for validation (10)",
     )
     parser.add_argument(
         "--shards",
         type=whole_number(1, 99_999),
         default=4,
         metavar="N",
-        help="files to train on (4)",
+        help="training files (4)",
     )
     parser.add_argument(
         "--seed", type=whole_number(0, MAX_SEED), default=0, metavar="N", help="(0)"
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_records(args: argparse.Namespace) -> str:
-    """Write records and vocabulary; what was written, in words."""
+    """Write records and vocabulary; return a summary."""
     config, folder = PRESETS[args.preset], Path(args.out)
     check_output_folder(folder)
     check_shard_count(folder, "train", args.shards)
@@ -86,26 +86,26 @@ def make_records(args: argparse.Namespace) -> str:
     documents = [document for path in args.text for document in read_documents(path)]
     if len(documents) < args.every:
         raise DataError(
-            f"the text has {len(documents)} documents, with empty lines between them; to keep one "
-            f"in {args.every} for validation takes as many at least"
+            f"the text has {len(documents)} documents, separated by empty lines; --every "
+            f"{args.every} needs at least {args.every}"
         )
     if args.vocab:
         vocabulary = Vocabulary.read(args.vocab)
     else:
         lines = (line for document in documents for line in document)
-        vocabulary = Vocabulary.trained(lines, config.vocabulary)
+        vocabulary = Vocabulary.train(lines, config.vocabulary)
     if len(vocabulary) > config.vocabulary:
         raise DataError(
-            f"{args.vocab} has {len(vocabulary)} pieces; the preset {args.preset} has room for "
+            f"{args.vocab} has {len(vocabulary)} pieces; the preset {args.preset} allows "
             f"{config.vocabulary}"
         )
     encoded = encode_documents(documents, vocabulary)
     rng = np.random.default_rng(args.seed)
 
-    def records(part: Sequence[Document], passes: int) -> Iterator[bytes]:
+    def records(documents: Sequence[Document], passes: int) -> Iterator[bytes]:
         for _ in range(passes):
             for features in make_sequences(
-                part, vocabulary, length=config.length, predictions=config.predictions, rng=rng
+                documents, vocabulary, length=config.length, predictions=config.predictions, rng=rng
             ):
                 yield make_example(features)
 
@@ -118,13 +118,13 @@ def make_records(args: argparse.Namespace) -> str:
     write_shards(folder, "train", train, args.shards)
     write_shards(folder, "validation", validation, 1)
     return (
-        f"{folder}: {len(train)} sequences to train on and {len(validation)} for validation, of "
+        f"{folder}: {len(train)} sequences for training and {len(validation)} for validation, of "
         f"{config.length} tokens, with {len(vocabulary)} word pieces"
     )
 
 
 def read_documents(path: str | Path) -> list[list[str]]:
-    """The documents of a text, as lists of lines."""
+    """Return the documents of a text, as lists of lines."""
     try:
         text = read_bounded(path, MAX_TEXT_BYTES).decode()
     except FileNotFoundError as error:
@@ -132,24 +132,24 @@ def read_documents(path: str | Path) -> list[list[str]]:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no text in UTF-8: {error}") from error
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
     lines = [line.strip() for line in text.splitlines()]
     for number, line in enumerate(lines, 1):
         word = _LONG_WORD.search(line)
         if len(line) > MAX_LINE or word:
             what = f"a word of more than {MAX_WORD}" if word else f"{len(line):,}"
             raise DataError(
-                f"line {number} of {path} has {what} characters: give it a sentence on each line, "
-                f"of at most {MAX_LINE:,} characters and words of {MAX_WORD:,}"
+                f"line {number} of {path} has {what} characters: a line is one sentence of at most "
+                f"{MAX_LINE:,} characters, and words have at most {MAX_WORD:,}"
             )
     return [list(group) for full, group in groupby(lines, key=bool) if full]
 
 
-def write_shards(folder: Path, split: str, records: Sequence[bytes], number: int) -> None:
-    """Records dealt out to so many files."""
-    for shard in range(number):
-        dealt: Iterable[bytes] = records[shard::number]
-        write_records(folder / f"{split}-{shard:05}-of-{number:05}", dealt)
+def write_shards(folder: Path, split: str, records: Sequence[bytes], num_shards: int) -> None:
+    """Distribute records over `num_shards` files."""
+    for shard in range(num_shards):
+        name = f"{split}-{shard:05}-of-{num_shards:05}"
+        write_records(folder / name, records[shard::num_shards])
 
 
 if __name__ == "__main__":

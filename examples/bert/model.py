@@ -1,14 +1,13 @@
-"""BERT: a masked language model and a judge of whether one sentence follows another.
+"""BERT: masked language model and next-sentence prediction.
 
-Parameters are float32, a tensor for each layer, as the published arrays and LAMB have them; what is
-computed has `dtype`, bfloat16 unless told. The layers are run by one scan, over parameters that
-`stack_layers` puts together on the way in, so a deep model compiles as fast as a shallow one. Words
-are predicted where they are masked, and nowhere else: logits at all positions would cost more
-memory than the rest of the model.
+Parameters are float32, with separate tensors per layer, as in the published arrays and for LAMB;
+activations have `dtype`, by default bfloat16. One scan runs the layers, over parameters that
+`stack_layers` stacks, so a deep model compiles as fast as a shallow one. Words are predicted at
+masked positions only: logits at all positions would take more memory than the rest of the model.
 
     model = bert_large()
     params = init(model, seed=0)
-    words, follows = predict(model, params, tokens, segments, lengths, positions)
+    words, is_random = predict(model, params, tokens, segments, lengths, positions)
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _normal = nn.initializers.truncated_normal
 
 
 class Layer(nn.Module):
-    """Attention and two dense layers, each with a way around it and a norm behind it."""
+    """Attention and two dense layers, each with a residual connection and a norm."""
 
     num_heads: int
     stddev: float
@@ -35,8 +34,8 @@ class Layer(nn.Module):
     attention: Literal["xla", "cudnn"]
 
     @nn.compact
-    def __call__(self, x: jax.Array, seen_by: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-        """Vectors of the same shape. What attends to what, JAX is told by `seen_by`."""
+    def __call__(self, x: jax.Array, masking: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        """Return vectors of the same shape; `masking` goes to JAX's attention."""
         hidden = x.shape[-1]
         dense = partial(nn.Dense, dtype=self.dtype, kernel_init=_normal(self.stddev))
         norm = partial(nn.LayerNorm, epsilon=EPSILON, dtype=self.dtype)
@@ -44,16 +43,16 @@ class Layer(nn.Module):
             dense(hidden, name=name)(x).reshape(*x.shape[:-1], self.num_heads, -1)
             for name in ("query", "key", "value")
         )
-        seen = jax.nn.dot_product_attention(
-            query, key, value, implementation=self.attention, **seen_by
+        y = jax.nn.dot_product_attention(
+            query, key, value, implementation=self.attention, **masking
         )
-        x = norm(name="attention_norm")(x + dense(hidden, name="project")(seen.reshape(x.shape)))
+        x = norm(name="attention_norm")(x + dense(hidden, name="project")(y.reshape(x.shape)))
         y = nn.gelu(dense(4 * hidden, name="widen")(x), approximate=True)
         return norm(name="norm")(x + dense(hidden, name="narrow")(y)), None
 
 
 class Embeddings(nn.Module):
-    """Vectors of words, of their positions and of their segments, added up."""
+    """The sum of word, position and segment embeddings."""
 
     vocabulary: int
     hidden: int
@@ -62,30 +61,32 @@ class Embeddings(nn.Module):
     dtype: Any
 
     def setup(self) -> None:
-        """The tables."""
+        """Declare the tables."""
         normal = _normal(self.stddev)
         self.words = self.param("words", normal, (self.vocabulary, self.hidden))
         self.positions = self.param("positions", normal, (self.max_length, self.hidden))
         self.segments = self.param("segments", normal, (NUM_SEGMENTS, self.hidden))
         self.norm = nn.LayerNorm(epsilon=EPSILON, dtype=self.dtype)
 
-    def __call__(self, tokens: jax.Array, segments: jax.Array, places: jax.Array) -> jax.Array:
-        """A vector for each token, at its place in its sequence."""
-        return self.norm(self.words[tokens] + self.positions[places] + self.segments[segments])
+    def __call__(self, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
+        """Return a vector per token, by its position in its sequence."""
+        return self.norm(self.words[tokens] + self.positions[positions] + self.segments[segments])
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """How near each vector is to each word."""
+        """Return the inner product of each vector with each word's."""
         return jnp.einsum("...h,vh->...v", x, self.words.astype(self.dtype))
 
 
 class Bert(nn.Module):
-    """The network over stacked layers; see `predict` for what goes in.
+    """The network over stacked layers; see `predict` for its inputs.
 
-    `attention` is JAX's implementation: "cudnn" is for NVIDIA GPUs, and keeps no matrix of weights
-    for the backward pass. With `remat` that computes each layer once more, in place of keeping what
-    is inside it. `unrolled` layers are no loop: the program grows with them, and on a GPU it takes
-    less time and memory, since nothing is copied into and out of stacks. Weights start with a
-    standard deviation of `stddev`.
+    Attributes:
+        attention: JAX's implementation. "cudnn" is for NVIDIA GPUs, and keeps no attention matrix
+            for the backward pass.
+        remat: Recompute each layer in the backward pass instead of keeping its activations.
+        unrolled: Run the layers without a loop. The program grows with them; on a GPU it takes less
+            time and memory, since nothing is copied into and out of stacks.
+        stddev: Of initial weights.
     """
 
     num_layers: int
@@ -103,7 +104,7 @@ class Bert(nn.Module):
     def __call__(
         self, tokens: jax.Array, segments: jax.Array, lengths: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Logits of words at `positions`, and of whether the second sentence is a random one."""
+        """Return the logits of words at `positions`, and of a random second sentence."""
         embeddings = Embeddings(
             self.vocabulary,
             self.hidden,
@@ -121,8 +122,8 @@ class Bert(nn.Module):
             unroll=self.num_layers if self.unrolled else 1,
         )(self.num_heads, self.stddev, self.dtype, self.attention, name="layers")
         dense = partial(nn.Dense, dtype=self.dtype, kernel_init=_normal(self.stddev))
-        starts, places, seen_by = layout(lengths, tokens.shape[-1])
-        x, _ = layers(embeddings(tokens, segments, places), seen_by)
+        starts, token_positions, masking = layout(lengths, tokens.shape[-1])
+        x, _ = layers(embeddings(tokens, segments, token_positions), masking)
 
         y = jnp.take_along_axis(x, positions[..., None], axis=1)
         y = nn.gelu(dense(self.hidden, name="transform")(y), approximate=True)
@@ -139,28 +140,28 @@ class Bert(nn.Module):
 def layout(
     lengths: jax.Array, num_tokens: int
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Where the sequences of each row start, the place of each token in its own, and who sees whom.
+    """Return where the sequences of a row start, each token's position in its own, and a mask.
 
-    Tokens see those of their sequence. The last is as `jax.nn.dot_product_attention` wants it: a
-    length where a row has one sequence, and else a mask.
+    Tokens attend to tokens of their own sequence. The mask is an argument of
+    `jax.nn.dot_product_attention`: a length for one sequence per row, otherwise a mask.
     """
-    places = jnp.arange(num_tokens)
+    positions = jnp.arange(num_tokens)
     if lengths.shape[-1] == 1:
-        # A row of padding has no token; softmax wants one.
+        # A row of padding has no token, and softmax needs one.
         length = jnp.maximum(lengths[:, 0], 1).astype(jnp.int32)
-        return jnp.zeros_like(lengths), places, {"key_value_seq_lengths": length}
+        return jnp.zeros_like(lengths), positions, {"key_value_seq_lengths": length}
     ends = jnp.cumsum(lengths, axis=-1)
     starts = ends - lengths
-    owner = (places[:, None] >= ends[:, None, :]).sum(-1)  # of padding, none: it has a number more
-    places = places - jnp.take_along_axis(jnp.pad(starts, ((0, 0), (0, 1))), owner, axis=-1)
-    together = owner[:, None, :, None] == owner[:, None, None, :]
-    return jnp.minimum(starts, num_tokens - 1), places, {"mask": together}
+    sequence = (positions[:, None] >= ends[:, None, :]).sum(-1)  # padding: the last one plus 1
+    own_start = jnp.take_along_axis(jnp.pad(starts, ((0, 0), (0, 1))), sequence, axis=-1)
+    is_same = sequence[:, None, :, None] == sequence[:, None, None, :]
+    return jnp.minimum(starts, num_tokens - 1), positions - own_start, {"mask": is_same}
 
 
 def init(model: Bert, *, seed: int) -> Any:
-    """The parameters to start from, a tensor for each layer.
+    """Initialise the parameters, with separate tensors per layer.
 
-    The generator is "rbg": XLA compiles it in a fifth of the time that the default one takes.
+    XLA compiles the "rbg" generator in a fifth of the default one's time.
     """
     row, one = jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 1), jnp.int32)
     key = jax.random.key(seed, impl="rbg")
@@ -175,11 +176,18 @@ def predict(
     lengths: jax.Array,
     positions: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Logits of words and of a random next sentence, in float32 or wider.
+    """Return the logits of words and of a random next sentence, in float32 or wider.
 
-    Rows of `tokens` and `segments` begin with sequences of the `lengths` given; `positions` are
-    those of masked words, as many in each row. The results have shapes
-    ``[rows, masked, vocabulary]`` and ``[rows, sequences, 2]``.
+    Args:
+        model: The network.
+        params: As `init` returns them.
+        tokens: [rows, tokens]; sequences, then padding.
+        segments: Sentence of each token, 0 or 1.
+        lengths: [rows, sequences]; tokens of each sequence.
+        positions: [rows, masked]; positions of the masked words.
+
+    Returns:
+        Logits of shapes ``[rows, masked, vocabulary]`` and ``[rows, sequences, 2]``.
     """
     variables = {"params": stack_layers(params, model.dtype)}
     outputs: tuple[jax.Array, jax.Array] = model.apply(
@@ -189,10 +197,7 @@ def predict(
 
 
 def stack_layers(params: Any, dtype: Any) -> Any:
-    """Parameters with those of all layers in one tensor each, the matrices among them as `dtype`.
-
-    They are computed with in that type anyway, and so take half the room as bfloat16.
-    """
+    """Stack the parameters of all layers, with matrices in `dtype`, which halves their memory."""
     layers = [params[name] for name in sorted(params, key=_layer) if _layer(name) >= 0]
 
     def stack(*tensors: Any) -> jax.Array:
@@ -203,7 +208,7 @@ def stack_layers(params: Any, dtype: Any) -> Any:
 
 
 def split_layers(params: Any) -> Any:
-    """The inverse of `stack_layers`: a tensor for each layer."""
+    """Invert `stack_layers`."""
     num_layers = len(jax.tree.leaves(params["layers"])[0])
     rest = {name: part for name, part in params.items() if name != "layers"}
     layers = {
@@ -213,7 +218,7 @@ def split_layers(params: Any) -> Any:
 
 
 def _layer(name: str) -> int:
-    """Which layer parameters of this name belong to; -1 where to none."""
+    """Return the layer that parameters of this name belong to; -1 if none."""
     return int(name.removeprefix("layer_")) if name.startswith("layer_") else -1
 
 

@@ -1,9 +1,8 @@
-"""The names under which the arrays of BERT were published, and how to come from and to them.
+"""Convert parameters from and to the names and layouts of the published BERT checkpoints.
 
     params = read_published("bert.npz", like=init(model, seed=0))
 
-An array has the name and the layout it has in TensorFlow's checkpoints, such as
-``bert/encoder/layer_0/attention/self/query/kernel``.
+The names are TensorFlow's, such as ``bert/encoder/layer_0/attention/self/query/kernel``.
 """
 
 from __future__ import annotations
@@ -47,59 +46,58 @@ _TRANSPOSED = "cls/seq_relationship/output_weights"
 
 
 def published_name(name: str) -> str:
-    """The published name of one of our tensors.
+    """Return the published name of one of our tensors.
 
     >>> published_name("layer_3/attention_norm/scale")
     'bert/encoder/layer_3/attention/output/LayerNorm/gamma'
     """
     if name in _REST:
         return _REST[name]
-    place, _, kind = name.rpartition("/")
-    if match := re.fullmatch(r"(layer_\d+)/(\w+)", place):
-        place = f"bert/encoder/{match[1]}/{_LAYER[match[2]]}"
+    module, _, kind = name.rpartition("/")
+    if match := re.fullmatch(r"(layer_\d+)/(\w+)", module):
+        module = f"bert/encoder/{match[1]}/{_LAYER[match[2]]}"
     else:
-        place = _REST[place]
-    if place.endswith("LayerNorm"):
+        module = _REST[module]
+    if module.endswith("LayerNorm"):
         kind = {"scale": "gamma", "bias": "beta"}[kind]
-    return f"{place}/{kind}"
+    return f"{module}/{kind}"
 
 
 def to_published(params: Any) -> dict[str, Any]:
-    """Parameters as a flat dictionary under the published names."""
+    """Return parameters as a flat dictionary under the published names."""
     arrays = {published_name(name): leaf for name, leaf in flatten_dict(params, sep="/").items()}
     return {name: x.T if name == _TRANSPOSED else x for name, x in arrays.items()}
 
 
 def from_published(arrays: Mapping[str, Any], like: Any) -> Any:
-    """The parameters, of the shapes that `like` has, from arrays under the published names.
+    """Return parameters shaped like `like` from arrays under the published names.
 
-    Arrays that the model has no use for, such as the state of an optimizer, are left.
+    Arrays that the model does not use, such as an optimizer's state, are ignored.
     """
-    wanted = check_shapes({name: np.shape(array) for name, array in arrays.items()}, like)
-    found = {name: np.asarray(arrays[name]) for name in wanted}
+    check_shapes({name: np.shape(array) for name, array in arrays.items()}, like)
     leaves = {}
     for name, leaf in flatten_dict(like, sep="/").items():
-        array = found[published_name(name)]
+        array = np.asarray(arrays[published_name(name)])
         array = array.T if published_name(name) == _TRANSPOSED else array
         leaves[name] = array.astype(leaf.dtype)
     return unflatten_dict(leaves, sep="/")
 
 
-def check_shapes(found: Mapping[str, tuple[int, ...]], like: Any) -> dict[str, Any]:
-    """Refuse arrays of other shapes than the model's; the types of those that it wants."""
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], like: Any) -> dict[str, Any]:
+    """Raise DataError unless `shapes` has the model's arrays; return their types."""
     wanted: dict[str, Any] = jax.eval_shape(to_published, like)
-    ours = {name: str([*each.shape]) for name, each in wanted.items()}
-    theirs = {name: str([*found[name]]) for name in wanted if name in found}
+    ours = {name: str([*leaf.shape]) for name, leaf in wanted.items()}
+    theirs = {name: str([*shapes[name]]) for name in wanted if name in shapes}
     difference = first_difference(ours, theirs)
     if difference:
-        raise DataError(f"these arrays are not of this model: {difference}")
+        raise DataError(f"the arrays do not fit this model: {difference}")
     return wanted
 
 
 def read_published(path: str | Path, like: Any) -> Any:
-    """The parameters in an .npz file of arrays under the published names.
+    """Read parameters from an .npz file of arrays under the published names.
 
-    Shapes are compared before anything is unpacked.
+    Shapes are checked before anything is unpacked.
     """
     try:
         with open(path, "rb") as file, NpzReader(file) as arrays:
@@ -112,5 +110,5 @@ def read_published(path: str | Path, like: Any) -> Any:
         raise DataNotFoundError(
             f"{path} cannot be read as an .npz file of arrays: {error.strerror}"
         ) from error
-    except Exception as error:  # zip, zlib and NumPy raise many kinds over damaged bytes
+    except Exception as error:  # zip, zlib and NumPy raise many kinds on damaged bytes
         raise DataError(f"{path} cannot be read as an .npz file of arrays: {error}") from error

@@ -1,7 +1,7 @@
-"""Sequences to train on: two passages of text, some words masked, as in the BERT paper.
+"""Make training sequences as in the BERT paper: two passages of text with masked words.
 
-Half of the second passages follow the first in their document, and half are from elsewhere. Of all
-words 15 % are to be predicted; of these, 80 % are masked, 10 % replaced and 10 % left.
+Half of the second passages follow the first in their document, and half are random. 15 % of the
+words are to be predicted; of these, 80 % are masked, 10 % replaced and 10 % kept.
 
     for features in make_sequences(documents, vocabulary, length=128, predictions=20, rng=rng):
         record = make_example(features)
@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.bert.wordpiece import BETWEEN, FIRST, MASK, Vocabulary
+from examples.bert.wordpiece import CLS, MASK, SEP, Vocabulary
 
-Sentence = list[int]  # numbers of word pieces
+Sentence = list[int]  # ids of word pieces
 Document = list[Sentence]
 Features = dict[str, NDArray[Any]]  # by MLPerf's seven keys
 
-MASKED_SHARE = 0.15
-SHORT_SHARE = 0.1  # sequences that are shorter than they could be, so that short ones are known too
+MASKED_FRACTION = 0.15
+SHORT_FRACTION = 0.1  # of sequences that are shorter than they could be, so that short ones occur
 
 
 def encode_documents(documents: Sequence[list[str]], vocabulary: Vocabulary) -> list[Document]:
-    """Documents in numbers, without sentences and documents that have nothing in them."""
+    """Encode documents, without empty sentences and documents."""
     encoded = [[vocabulary.encode(sentence) for sentence in document] for document in documents]
-    kept = [[sentence for sentence in document if sentence] for document in encoded]
-    return [document for document in kept if document]
+    non_empty = [[sentence for sentence in document if sentence] for document in encoded]
+    return [document for document in non_empty if document]
 
 
 def make_sequences(
@@ -41,19 +41,19 @@ def make_sequences(
     predictions: int,
     rng: np.random.Generator,
 ) -> Iterator[Features]:
-    """Sequences of `length` tokens, or shorter and padded, with every sentence in one of them."""
-    for which, document in enumerate(documents):
+    """Yield sequences of at most `length` tokens, padded; every sentence is in one of them."""
+    for i, document in enumerate(documents):
         start = 0
         while start < len(document):
             features, start = make_sequence(
-                documents, which, start, vocabulary, length=length, predictions=predictions, rng=rng
+                documents, i, start, vocabulary, length=length, predictions=predictions, rng=rng
             )
             yield features
 
 
 def make_sequence(
     documents: Sequence[Document],
-    which: int,
+    document: int,
     start: int,
     vocabulary: Vocabulary,
     *,
@@ -61,46 +61,47 @@ def make_sequence(
     predictions: int,
     rng: np.random.Generator,
 ) -> tuple[Features, int]:
-    """One sequence, that begins with a sentence of a document; and the sentence to go on with."""
-    room = length - 3  # without the tokens before, between and behind
-    if rng.random() < SHORT_SHARE:
+    """Make a sequence from sentence `start` of a document; also return the next sentence."""
+    room = length - 3  # for [CLS] and two [SEP]
+    if rng.random() < SHORT_FRACTION:
         room = int(rng.integers(2, room + 1))
-    sentences = _sentences(documents[which], start, room)
+    sentences = _take_sentences(documents[document], start, room)
     cut = int(rng.integers(1, len(sentences))) if len(sentences) > 1 else 1
     is_random = len(sentences) == 1 or rng.random() < 0.5
     first, second = sentences[:cut], sentences[cut:]
     if is_random:
-        other = documents[(which + int(rng.integers(1, max(len(documents), 2)))) % len(documents)]
+        offset = int(rng.integers(1, max(len(documents), 2)))
+        other = documents[(document + offset) % len(documents)]
         left = room - sum(map(len, first))
-        second = _sentences(other, int(rng.integers(len(other))), max(left, 1))
+        second = _take_sentences(other, int(rng.integers(len(other))), max(left, 1))
     used = cut if is_random else len(sentences)
-    passages = _fitted(list(chain(*first)), list(chain(*second)), room, rng)
-    features = _masked(*passages, vocabulary, length, predictions, rng)
+    passages = _truncate(list(chain(*first)), list(chain(*second)), room, rng)
+    features = _mask(*passages, vocabulary, length, predictions, rng)
     return {**features, "next_sentence_labels": np.array([int(is_random)])}, start + used
 
 
-def _sentences(document: Document, start: int, room: int) -> list[Sentence]:
-    """As many sentences as it takes to fill the room, or as there are."""
-    taken: list[Sentence] = []
+def _take_sentences(document: Document, start: int, room: int) -> list[Sentence]:
+    """Return sentences until they fill `room` tokens or the document ends."""
+    sentences: list[Sentence] = []
     for sentence in document[start:]:
-        taken.append(sentence)
+        sentences.append(sentence)
         room -= len(sentence)
         if room <= 0:
             break
-    return taken
+    return sentences
 
 
-def _fitted(
+def _truncate(
     first: Sentence, second: Sentence, room: int, rng: np.random.Generator
 ) -> tuple[Sentence, Sentence]:
-    """Two passages that fit, the longer one cut short at one of its ends, token by token."""
+    """Cut the longer passage at a random end, token by token, until both fit."""
     while len(first) + len(second) > room:
         longer = first if len(first) > len(second) else second
         longer.pop(-1 if rng.random() < 0.5 else 0)
     return first, second
 
 
-def _masked(
+def _mask(
     first: Sentence,
     second: Sentence,
     vocabulary: Vocabulary,
@@ -108,12 +109,12 @@ def _masked(
     predictions: int,
     rng: np.random.Generator,
 ) -> Features:
-    """All features but one, of two passages."""
-    before, between, mask = (vocabulary.number(piece) for piece in (FIRST, BETWEEN, MASK))
-    row = np.array([before, *first, between, *second, between])
-    plain = np.flatnonzero((row != before) & (row != between))
-    number = min(predictions, max(1, round(MASKED_SHARE * len(plain))))
-    positions = np.sort(rng.permutation(plain)[:number])
+    """Mask words of two passages; return all features but next_sentence_labels."""
+    cls, sep, mask = (vocabulary.number(piece) for piece in (CLS, SEP, MASK))
+    row = np.array([cls, *first, sep, *second, sep])
+    words = np.flatnonzero((row != cls) & (row != sep))
+    number = min(predictions, max(1, round(MASKED_FRACTION * len(words))))
+    positions = np.sort(rng.permutation(words)[:number])
     targets = row[positions]
     chance = rng.random(len(positions))
     row[positions[chance < 0.8]] = mask

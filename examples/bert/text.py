@@ -1,9 +1,8 @@
-"""Text that is made up by a small grammar, for tests and demonstrations.
+"""Synthetic text from a small grammar, for tests and demonstrations.
 
-Each document is about one villager. Trades go with places, tools and goods, and animals with their
-sounds and their food, in all documents; what a villager is called, likes and owns stays the same in
-one document. So there is something to learn inside a sentence, and something to carry from one to
-the next.
+Each document is about one villager. Trades go with places, tools and goods, and animals with sounds
+and food, in all documents; a villager's name, trade and animal stay the same within a document. So
+there is something to learn within a sentence, and from one sentence to the next.
 
     python -m examples.bert.text village.txt
 """
@@ -19,7 +18,7 @@ from ftmesh.files import write_text
 
 NUM_DOCUMENTS = 700  # some 400 kB
 
-TRADES = {  # place, tool, what is made
+TRADES = {  # place, tool, product
     "baker": ("bakery", "oven", "bread"),
     "smith": ("forge", "hammer", "horseshoes"),
     "weaver": ("mill", "loom", "cloth"),
@@ -53,7 +52,7 @@ NUMBERS = ("two", "three", "four", "five", "six", "seven")
 
 
 def synthetic_documents(num_documents: int = NUM_DOCUMENTS, seed: int = 0) -> list[list[str]]:
-    """Documents, each a list of sentences."""
+    """Return documents, each a list of sentences."""
     rng = np.random.default_rng([seed, num_documents])
     return [_document(rng) for _ in range(num_documents)]
 
@@ -91,7 +90,7 @@ def _document(rng: np.random.Generator) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the text: a sentence a line, and an empty line between documents."""
+    """Write the text: one sentence per line, and an empty line between documents."""
     if len(argv) != 1:
         print("usage: python -m examples.bert.text FILE", file=sys.stderr)
         return 2

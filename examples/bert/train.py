@@ -1,10 +1,10 @@
-"""Train BERT on a mesh with failed chips, as MLPerf has it.
+"""Train MLPerf's BERT on a mesh with failed chips.
 
     python -m examples.bert.train --preset tiny --mesh 8x8 --failed 4x2@2,2 --emulate one
     python -m examples.bert.train --preset mlperf-8192 --data /data/bert --init first.npz \
         --checkpoint-dir /data/run1 --mllog run1.log
 
-`train` reads from top to bottom: the data, the trainer on the mesh, and the loop.
+`train` reads from top to bottom: data, trainer, loop.
 """
 
 from __future__ import annotations
@@ -23,45 +23,48 @@ from examples.common.loop import Job, open_data, run, start_log
 from examples.common.report import Report
 from examples.common.trainer import Trainer
 from ftmesh.command_line import Parser
-from ftmesh.distributed.process_group import ALONE, Cluster
+from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
 from ftmesh.topology.topology import Topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train from the command line; the exit status."""
+    """Train from the command line; return the exit status."""
     parser = Parser(
         prog="python -m examples.bert.train",
-        description="Train BERT on a mesh with failed chips, as MLPerf has it.",
+        description="Train MLPerf's BERT on a mesh with failed chips.",
     )
     add_bert(parser)
     return start("bert", parser, PRESETS, train, argv)
 
 
 def add_bert(parser: argparse.ArgumentParser) -> None:
-    """The arguments that only this trainer takes."""
+    """Add the arguments that only this trainer takes."""
     parser.add_argument(
         "--init",
         metavar="FILE",
-        help="start from the arrays in this .npz file, under their published names",
+        help="start from this .npz file of arrays under their published names",
     )
     parser.add_argument(
         "--packed",
         type=positive,
         default=1,
         metavar="N",
-        help="sequences in a row of the data, at most, as pack_records puts them there (1)",
+        help="most sequences per row of the data, as pack_records writes them (1)",
     )
     add_bert_step(parser)
 
 
 def train(
-    config: Config, topology: Topology, args: argparse.Namespace, cluster: Cluster = ALONE
+    config: Config,
+    topology: Topology,
+    args: argparse.Namespace,
+    group: ElasticGroup = SINGLE_PROCESS,
 ) -> Report:
-    """The whole run, in one of the processes that take part in it."""
+    """Train, as one process of `group`."""
     config = replace(config, packed=args.packed)
-    log = start_log(args, cluster)
+    log = start_log(args, group)
 
-    # The data. What is wrong with it is said before anything is compiled.
+    # Data: opened first, so that errors come before anything is compiled.
     open_split = partial(
         open_sequences,
         args.data,
@@ -69,22 +72,22 @@ def train(
         predictions=config.predictions,
         packed=config.packed,
         vocabulary=config.vocabulary,
-        show=cluster.speaks,
+        show=group.is_primary,
     )
     sequences, eval_sequences = open_data(
-        cluster,
+        group,
         partial(open_split, "train", num_sequences=config.train_sequences),
         partial(open_split, "validation", num_sequences=config.eval_sequences),
     )
     config = replace(config, train_sequences=len(sequences), eval_sequences=len(eval_sequences))
 
-    # The trainer, made for the mesh, and the rows of a batch that this process reads.
-    make: Callable[..., Trainer] = partial(
+    # Trainer on the mesh, and the rows of a batch that this process reads.
+    make_trainer: Callable[..., Trainer] = partial(
         bert_trainer, config, options=step_options(args), **bert_options(args)
     )
-    trainer = make(topology, cluster=cluster)
+    trainer = make_trainer(topology, group=group)
     rows = trainer.parallel.local_rows(trainer.shares)
-    batches_of = partial(
+    make_batches = partial(
         Batches,
         length=config.length,
         predictions=config.predictions,
@@ -93,6 +96,7 @@ def train(
         rows=rows,
     )
 
+    # Loop.
     job = Job(
         benchmark="bert",
         settings=config.mlperf_settings(),
@@ -100,14 +104,14 @@ def train(
         target=config.target,
         trainer=trainer,
         first=partial(first_state, config, trainer, seed=args.seed, published=args.init),
-        train=batches_of(sequences, num_steps=args.steps or config.total_steps, seed=args.seed),
-        validation=batches_of(eval_sequences),
-        remake=make,
+        train=make_batches(sequences, num_steps=args.steps or config.total_steps, seed=args.seed),
+        validation=make_batches(eval_sequences),
+        remake=make_trainer,
     )
     report = run(job, args, log)
-    if cluster.speaks:
+    if group.is_primary:
         baseline = unigram_accuracy(sequences, eval_sequences)
-        print(f"bert: predicting the commonest word everywhere has accuracy {baseline:.4f}")
+        print(f"bert: always predicting the commonest word has accuracy {baseline:.4f}")
     return report
 
 

@@ -1,7 +1,7 @@
-"""A vocabulary of word pieces, and text cut into them as BERT does.
+"""BERT's vocabulary of word pieces.
 
 vocabulary = Vocabulary.read("vocab.txt")
-vocabulary.encode("unaffable")  # the numbers of un, ##aff and ##able
+vocabulary.encode("unaffable")  # the ids of un, ##aff and ##able
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from ftmesh.errors import DataError, DataNotFoundError
 from ftmesh.files import read_bounded, write_text
 
 MAX_BYTES = 2**26
-PAD, UNKNOWN, FIRST, BETWEEN, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+PAD, UNK, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Word pieces; the number of one is its place in the list."""
+    """Word pieces; the id of a piece is its index."""
 
     pieces: tuple[str, ...]
 
     def __post_init__(self) -> None:
         missing = [piece for piece in SPECIAL if piece not in self.pieces]
         if missing:
-            raise DataError(f"a vocabulary must have {', '.join(SPECIAL)}; this lacks {missing[0]}")
+            raise DataError(f"a vocabulary needs {', '.join(SPECIAL)}; this one lacks {missing[0]}")
 
     @staticmethod
     def read(path: str | Path) -> Vocabulary:
-        """From a file with a piece on each line, as the published ones are."""
+        """Read a file with one piece per line, as the published ones have."""
         try:
             return Vocabulary(tuple(read_bounded(path, MAX_BYTES).decode().splitlines()))
         except FileNotFoundError as error:
@@ -40,37 +40,37 @@ class Vocabulary:
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
         except (DataError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} is no vocabulary: {error}") from error
+            raise DataError(f"{path} is not a vocabulary: {error}") from error
 
     @staticmethod
-    def of_words(text: Iterable[str]) -> Vocabulary:
-        """Every word of some text that has few."""
+    def from_words(text: Iterable[str]) -> Vocabulary:
+        """Take every word of a text that has few."""
         words = {word for line in text for word in line.split()}
         return Vocabulary((*SPECIAL, *sorted(words)))
 
     @staticmethod
-    def trained(text: Iterable[str], size: int) -> Vocabulary:
-        """At most `size` pieces that make the text short."""
-        made = _tokenizer(None)
-        made.train_from_iterator(text, vocab_size=size, min_frequency=2, show_progress=False)
-        pieces = set(made.get_vocab()) - set(SPECIAL)
-        return Vocabulary((*SPECIAL, *sorted(pieces)))  # in one order, however they were found
+    def train(text: Iterable[str], size: int) -> Vocabulary:
+        """Learn at most `size` pieces from a text."""
+        tokenizer = _tokenizer(None)
+        tokenizer.train_from_iterator(text, vocab_size=size, min_frequency=2, show_progress=False)
+        pieces = set(tokenizer.get_vocab()) - set(SPECIAL)
+        return Vocabulary((*SPECIAL, *sorted(pieces)))  # sorted: training may reorder them
 
     def write(self, path: str | Path) -> None:
-        """As `read` wants it."""
+        """Write one piece per line."""
         write_text(path, "".join(f"{piece}\n" for piece in self.pieces))
 
     def __len__(self) -> int:
         return len(self.pieces)
 
     def number(self, piece: str) -> int:
-        """Where a piece is in the list."""
+        """Return the id of a piece."""
         return self._numbers[piece]
 
     def encode(self, sentence: str) -> list[int]:
-        """The numbers of a sentence's pieces, without special ones."""
-        found: list[int] = self._encoder.encode(sentence, add_special_tokens=False).ids
-        return found
+        """Return the ids of a sentence's pieces, without special ones."""
+        ids: list[int] = self._encoder.encode(sentence, add_special_tokens=False).ids
+        return ids
 
     @cached_property
     def _numbers(self) -> dict[str, int]:

@@ -18,11 +18,11 @@ from ftmesh import command_line
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.command_line import MAX_SEED, number, run_command, whole_number
 from ftmesh.distributed.consensus import agree_on_code, agree_on_mesh
-from ftmesh.distributed.initialize import LONGEST, join
-from ftmesh.distributed.process_group import ALONE, LIMIT, Cluster
-from ftmesh.elastic.controller_client import Line, Paused
-from ftmesh.elastic.generations import through_epochs
-from ftmesh.elastic.peer_checkpoint import memory_on_line
+from ftmesh.distributed.initialize import MAX_TIMEOUT
+from ftmesh.distributed.process_group import TIMEOUT
+from ftmesh.elastic.controller_client import ControllerClient, Paused
+from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup, initialize, run_generations
+from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE
 from ftmesh.files import check_output_files, check_output_folder
@@ -34,7 +34,7 @@ from ftmesh.units import parse_bytes
 
 MAX_BATCH = 2**24  # examples
 positive = whole_number(1)  # types of arguments
-seconds = number(0.001, LONGEST)
+seconds = number(0.001, MAX_TIMEOUT)
 fraction = number(0, 0.999)
 
 # Arguments in which processes may differ: their identity and their files.
@@ -42,7 +42,7 @@ _IDENTITY = ("coordinator", "num_processes", "process_id")
 _PER_PROCESS = {*_IDENTITY, "data", "checkpoint_dir", "mllog", "out", "init"}
 
 
-Train = Callable[[Any, Topology, argparse.Namespace, Cluster], Any]
+Train = Callable[[Any, Topology, argparse.Namespace, ElasticGroup], Any]
 
 
 def start(
@@ -60,7 +60,7 @@ def start(
         name: Starts the one line that an error is printed as.
         parser: With the arguments of one trainer only.
         presets: Configurations by name; dataclasses with a field `batch`.
-        train: Called with configuration, topology, arguments and cluster.
+        train: Called with configuration, topology, arguments and group.
         argv: The command line (default: that of the process).
     """
     add_run(parser, presets)
@@ -69,8 +69,8 @@ def start(
     def run() -> None:
         check_run(args)
         fault_injection.inject("start")
-        with join_as(args, name) as cluster, contextlib.suppress(Paused):
-            through_epochs(cluster, lambda cluster: _generation(cluster, args, presets, train))
+        with join_as(args, name) as group, contextlib.suppress(Paused):
+            run_generations(group, lambda group: _generation(group, args, presets, train))
 
     interrupted = "interrupted; --resume continues from the last checkpoint"
     return run_command(name, run, interrupted=interrupted)
@@ -83,38 +83,40 @@ def check_run(args: argparse.Namespace) -> None:
 
 
 def _generation(
-    cluster: Cluster, args: argparse.Namespace, presets: Mapping[str, Any], train: Train
+    group: ElasticGroup, args: argparse.Namespace, presets: Mapping[str, Any], train: Train
 ) -> None:
     """Train with the current processes, until the run ends or they change."""
-    cluster.at("agree")
-    if cluster.line is not None and args.idle:
+    group.report_phase("agree")
+    if group.controller is not None and args.idle:
         raise ArgumentError(
             "--idle keeps the devices of failed chips in the program, but those of lost hosts are "
             "gone: leave it out if hosts may be lost"
         )
-    agree_on_code(cluster)
-    agree_on_arguments(cluster, args)
-    topology = cluster.living(topology_from(args, cluster))
-    agree_on_mesh(cluster, topology)
-    cluster = cluster.on(topology, with_idle=args.idle)
-    if cluster.speaks:  # the only process that writes them
+    agree_on_code(group)
+    agree_on_arguments(group, args)
+    topology = group.live_topology(topology_from(args, group))
+    agree_on_mesh(group, topology)
+    group = group.for_topology(topology, with_idle=args.idle)
+    if group.is_primary:  # the only process that writes them
         check_output_folder(args.out)
         check_output_files(args.mllog)
-    if cluster.takes_part:
-        cluster.at("plan")
-        with jax.default_device(cluster.default_device):
-            train(config_from(args, presets), topology, args, cluster)
-    elif cluster.line is not None:
-        _stand_by(cluster, cluster.line)
+    if group.is_member:
+        group.report_phase("plan")
+        with jax.default_device(group.default_device):
+            train(config_from(args, presets), topology, args, group)
+    elif group.controller is not None:
+        _stand_by(group, group.controller)
 
 
-def _stand_by(cluster: Cluster, line: Line) -> None:
+def _stand_by(group: ElasticGroup, controller: ControllerClient) -> None:
     """Wait for the next generation without a chip, after publishing the shards held."""
-    peer_checkpoint = memory_on_line(cluster.process, cluster.epoch, say=lambda line: None)
-    if line.held is not None and peer_checkpoint is not None:
+    peer_checkpoint = PeerCheckpoint.from_environment(
+        group.process, group.generation, say=lambda line: None
+    )
+    if controller.held_state is not None and peer_checkpoint is not None:
         with peer_checkpoint:
-            publish_shards(line.held, cluster, peer_checkpoint.keepers)
-    line.stand_by()
+            publish_shards(controller.held_state, group, peer_checkpoint.stores)
+    controller.stand_by()
 
 
 def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
@@ -290,32 +292,34 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--limit",
         type=seconds,
-        default=LIMIT,
+        default=TIMEOUT,
         metavar="SECONDS",
-        help=f"how long to wait for other processes to join and to agree ({LIMIT:g})",
+        help=f"how long to wait for other processes to join and to agree ({TIMEOUT:g})",
     )
 
 
-def join_as(args: argparse.Namespace, name: str) -> Cluster:
+def join_as(args: argparse.Namespace, name: str) -> ElasticGroup:
     """Join the processes that the arguments name; emulation takes one process."""
     if args.emulate and all(getattr(args, name) is None for name in _IDENTITY):
-        return Cluster(limit=args.limit)
-    return join(args.coordinator, args.num_processes, args.process_id, limit=args.limit, name=name)
+        return ElasticGroup(timeout=args.limit)
+    return initialize(
+        args.coordinator, args.num_processes, args.process_id, timeout=args.limit, name=name
+    )
 
 
-def agree_on_arguments(cluster: Cluster, args: argparse.Namespace) -> None:
+def agree_on_arguments(group: ElasticGroup, args: argparse.Namespace) -> None:
     """Raise unless all processes were given the same arguments."""
     shared = {key: value for key, value in vars(args).items() if key not in _PER_PROCESS}
-    cluster.agree({f"--{key.replace('_', '-')}": value for key, value in shared.items()})
+    group.agree({f"--{key.replace('_', '-')}": value for key, value in shared.items()})
 
 
-def topology_from(args: argparse.Namespace, cluster: Cluster = ALONE) -> Topology:
+def topology_from(args: argparse.Namespace, group: ElasticGroup = SINGLE_PROCESS) -> Topology:
     """Return the mesh that the arguments of `add_run` describe, with its devices."""
     if args.resume and not args.checkpoint_dir:
         raise ArgumentError("--resume needs --checkpoint-dir")
     if args.emulate and not args.mesh:
         raise ArgumentError("--emulate needs --mesh")
-    if args.emulate and not cluster.is_alone:
+    if args.emulate and not group.is_single_process:
         raise ArgumentError("--emulate is for one process: leave it out with several")
     damage = {"failed": args.failed, "failed_links": args.failed_links}
     if args.emulate == "many":

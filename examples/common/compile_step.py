@@ -28,9 +28,9 @@ from ftmesh.tpu.compiled_rounds import (
     CompiledLoop,
     Overlap,
     compiled_loops,
-    cycles_of_all,
-    cycles_outside,
+    cycles_outside_rounds,
     overlap,
+    total_cycles,
 )
 from ftmesh.tpu.cycles import Cycles
 from ftmesh.tpu.slices import tpu_devices
@@ -60,7 +60,7 @@ class StepReport:
 
     @property
     def device_bytes(self) -> int:
-        """Memory that a device needs."""
+        """PeerCheckpoint that a device needs."""
         return self.argument_bytes + self.temporary_bytes + self.program_bytes
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,14 +81,14 @@ class StepReport:
         if self.overlap and self.overlap.permutations:
             lines.append(f"  {self.overlap}")
         if any(loop.cycles for loop in self.loops):
-            cycles, number = cycles_of_all(self.loops), len(self.loops)
+            cycles, number = total_cycles(self.loops), len(self.loops)
             lines.append(
                 f"  {cycles.total:,} cycles next to the permutations of {number} "
                 f"loop{'s' * (number != 1)}, {cycles.hidden:,} of them hidden, by the compiler's "
-                f"estimate{cycles.doubts}"
+                f"estimate{cycles.unknown_text}"
             )
         if self.others:
-            lines.append(f"  {self.others.total:,} cycles for the rest{self.others.doubts}")
+            lines.append(f"  {self.others.total:,} cycles for the rest{self.others.unknown_text}")
         return "\n".join(lines)
 
 
@@ -126,7 +126,7 @@ def compile_step(trainer: Trainer) -> StepReport:
         temporary_bytes=memory.temp_size_in_bytes,
         overlap=overlap(text, gradients.SCOPE) if text else None,
         loops=compiled_loops(text) if text else (),
-        others=cycles_outside(text),
+        others=cycles_outside_rounds(text),
         unread=unread,
     )
 

@@ -27,7 +27,8 @@ from ftmesh.collectives.gradients import (
 )
 from ftmesh.collectives.group_sum import ChipGroups
 from ftmesh.distributed.consensus import agreed_plan
-from ftmesh.distributed.process_group import ALONE, Cluster
+from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
+from ftmesh.elastic.precompile import cached_plan
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute.lowering import PALLAS, PPERMUTE
 from ftmesh.layout.batch_shares import BatchShares
@@ -78,7 +79,7 @@ class DataParallel(DeviceArrays):
         with_idle: bool = False,
         overlap: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
-        cluster: Cluster = ALONE,
+        group: ElasticGroup = SINGLE_PROCESS,
         keeps_state: bool = True,
         copies: bool = True,
         reduce_scatter: bool = False,
@@ -87,7 +88,7 @@ class DataParallel(DeviceArrays):
         """Plan sums over the live devices of `topology`.
 
         The ranks of a topology without devices are emulated on one device. A single chip needs no
-        plan. One process of `cluster` plans for all.
+        plan. One process of `group` plans for all.
 
         Args:
             topology: The mesh, with or without devices.
@@ -98,20 +99,20 @@ class DataParallel(DeviceArrays):
             with_idle: Keep the devices of failed chips in the program, idle.
             overlap: Sum gradients during the backward pass, `bucket_bytes` at a time.
             bucket_bytes: Size of a bucket with `overlap`.
-            cluster: The processes that own the devices.
+            group: The processes that own the devices.
             keeps_state: If hosts may be lost, do not donate the state to a step.
             copies: If hosts may be lost, keep a copy of each shard on another host.
             reduce_scatter: Gradients go to owners, so a plan must have a reduce-scatter; so it must
                 with `overlap`.
             executor: As for `ftmesh.plan`.
         """
-        cluster = cluster.on(topology, with_idle=with_idle)
+        group = group.for_topology(topology, with_idle=with_idle)
         ranks = Ranks(topology, with_idle)
         gradient_plan = small_plan = None
         if algorithm != PSUM and topology.num_live > 1:
             size = max(1, min(payload_bytes, bucket_bytes)) if overlap else payload_bytes
             gradient_plan = agreed_plan(
-                cluster,
+                group,
                 topology,
                 algorithm,
                 payload_bytes=size,
@@ -120,15 +121,16 @@ class DataParallel(DeviceArrays):
                 reduce_scatter=reduce_scatter
                 or overlap,  # so that trees are not planned for nothing
                 executor=PPERMUTE if overlap and executor == AUTO else executor,
+                planner=cached_plan,
             )
             small_plan = _small_plan(gradient_plan)
         mesh = topology.jax_mesh(axis_name, with_idle=with_idle) if topology.devices else None
-        is_elastic = cluster.line is not None
+        is_elastic = group.controller is not None
         return DataParallel(
             ranks,
             mesh,
             axis_name,
-            cluster,
+            group,
             plan=gradient_plan,
             small_plan=small_plan,
             overlap=overlap,
@@ -246,7 +248,7 @@ class DataParallel(DeviceArrays):
 
     def shares(self, global_batch: int) -> BatchShares:
         """Divide a batch among the ranks; idle ranks get padding only."""
-        return BatchShares.of(self.ranks, global_batch)
+        return BatchShares.for_ranks(self.ranks, global_batch)
 
     def groups(self, examples: int, global_batch: int) -> ChipGroups | None:
         """Group neighbouring chips that together have `examples` examples; None on one device."""

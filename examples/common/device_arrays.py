@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from ftmesh.distributed.process_group import ALONE, Cluster
-from ftmesh.distributed.wording import processes
+from ftmesh.distributed.process_group import format_processes
+from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
 from ftmesh.errors import ClusterError
 from ftmesh.layout.batch_shares import BatchShares
 from ftmesh.topology.devices import process_of
@@ -30,7 +30,7 @@ class DeviceArrays:
     ranks: Ranks
     mesh: Mesh | None
     axis_name: str = AXIS
-    cluster: Cluster = ALONE
+    group: ElasticGroup = SINGLE_PROCESS
 
     @property
     def num_ranks(self) -> int:
@@ -52,11 +52,11 @@ class DeviceArrays:
             return jax.device_put(tree)
         self._check_joined()
         host = jax.tree.map(np.asarray, tree)
-        if not self.cluster.is_alone:
+        if not self.group.is_single_process:
             crc = 0
             for leaf in jax.tree.leaves(host):
                 crc = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, crc)
-            self.cluster.agree({"the arrays placed on the devices": f"{crc:08x}"})
+            self.group.agree({"the arrays placed on the devices": f"{crc:08x}"})
         sharding = NamedSharding(self.mesh, spec)
 
         def put_leaf(leaf: Any) -> jax.Array:
@@ -114,14 +114,14 @@ class DeviceArrays:
         if self.mesh is None:
             return np.arange(self.num_ranks)
         devices = self.mesh.devices.flat
-        return np.flatnonzero([process_of(device) == self.cluster.process for device in devices])
+        return np.flatnonzero([process_of(device) == self.group.process for device in devices])
 
     def _check_joined(self) -> None:
-        """Raise if the mesh has devices of processes outside the cluster."""
+        """Raise if the mesh has devices of processes outside the group."""
         assert self.mesh is not None
-        others = {process_of(device) for device in self.mesh.devices.flat} - {*self.cluster.members}
+        others = {process_of(device) for device in self.mesh.devices.flat} - {*self.group.members}
         if others:
             raise ClusterError(
-                f"the mesh has devices of {processes(others)}, which this one has not joined: give "
-                "the cluster that ftmesh.distributed.initialize.join returns"
+                f"the mesh has devices of {format_processes(others)}, which are not in this one's "
+                "group: give the group that ftmesh.elastic.initialize returns"
             )

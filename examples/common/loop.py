@@ -28,11 +28,14 @@ from examples.common.step_commit import StepCommit
 from examples.common.trainer import State, Trainer
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.command_line import say
-from ftmesh.distributed.consensus import agree_on_program
-from ftmesh.distributed.consensus import compile_ahead as compile_program_ahead
-from ftmesh.distributed.process_group import ALONE, Cluster
-from ftmesh.elastic.peer_checkpoint import Memory, memory_on_line
-from ftmesh.elastic.precompile import SECONDS, prepare
+from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
+from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
+from ftmesh.elastic.precompile import (
+    CPU_SECONDS,
+    agreed_program,
+    compile_for,
+    prepare_for_host_loss,
+)
 from ftmesh.errors import CheckpointError
 from ftmesh.testing import fault_injection
 from ftmesh.topology.devices import process_of
@@ -61,7 +64,7 @@ class Job:
     train: Batches[Any]  # one per step
     validation: Batches[Any]
     finished: Callable[[State], None] = lambda state: None  # called with the last state
-    remake: Callable[..., Trainer] | None = None  # topology, cluster=... -> a trainer on it
+    remake: Callable[..., Trainer] | None = None  # topology, group=... -> a trainer on it
 
     @property
     def total_steps(self) -> int:
@@ -73,41 +76,43 @@ class Job:
         return (step - 1) * self.train.batch // self.train.num_examples + 1
 
 
-def start_log(args: argparse.Namespace, cluster: Cluster = ALONE) -> MLLog:
+def start_log(args: argparse.Namespace, group: ElasticGroup = SINGLE_PROCESS) -> MLLog:
     """Start the MLPerf log that `add_run` asks for; only the primary process writes it."""
-    append = args.resume or cluster.epoch > 1
-    log = MLLog(args.mllog if cluster.speaks else None, append=append)
+    append = args.resume or group.generation > 1
+    log = MLLog(args.mllog if group.is_primary else None, append=append)
     log.event("cache_clear", True)
     log.start("init")
     return log
 
 
 def open_data(
-    cluster: Cluster, train: Callable[[], Data], validation: Callable[[], Data]
+    group: ElasticGroup, train: Callable[[], Data], validation: Callable[[], Data]
 ) -> tuple[Data, Data]:
     """Open the training and validation data, and check that all processes have the same sizes.
 
     One process opens it first and leaves an index to the others.
     """
-    data = cluster.first(lambda: (train(), validation()), "open the data", limit=OPEN_TIMEOUT)
+    data = group.primary_first(
+        lambda: (train(), validation()), "open the data", timeout=OPEN_TIMEOUT
+    )
     sizes = {"examples for training": len(data[0]), "examples for validation": len(data[1])}
-    cluster.agree(sizes, limit=OPEN_TIMEOUT)  # on separate disks all of them scan
+    group.agree(sizes, timeout=OPEN_TIMEOUT)  # on separate disks all of them scan
     return data
 
 
 def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     """Train `job` with the arguments of `examples.common.arguments.add_run`."""
-    trainer, cluster = job.trainer, job.trainer.parallel.cluster
-    resumes = args.resume or cluster.epoch > 1
+    trainer, group = job.trainer, job.trainer.parallel.group
+    resumes = args.resume or group.generation > 1
     job.train.check_memory()
-    cluster.at("compile")
+    group.report_phase("compile")
     fault_injection.inject("compile")
     topology = trainer.parallel.ranks.topology
-    train_step = agree_on_program(cluster, STEP, trainer.step, trainer.inputs, topology)
+    train_step = agreed_program(group, STEP, trainer.step, trainer.inputs, topology)
     with ExitStack() as stack:
-        cluster.at("restore")
-        checkpoints = _open_checkpoints(cluster, args, stack) if args.checkpoint_dir else None
-        peer_checkpoint = _open_peer_checkpoint(cluster, stack)
+        group.report_phase("restore")
+        checkpoints = _open_checkpoints(group, args, stack) if args.checkpoint_dir else None
+        peer_checkpoint = _open_peer_checkpoint(group, stack)
         step_commit = StepCommit(
             trainer,
             peer_checkpoint,
@@ -118,12 +123,12 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
             is_saved=partial(_is_saved, job, args),
         )
         _warn_without_copies(trainer, args)
-        if cluster.epoch > 1:
+        if group.generation > 1:
             fault_injection.inject("recovery")
         done, state, source = restore_or_init(
             trainer, job.first, peer_checkpoint, checkpoints, resumes=resumes
         )
-        if done >= job.total_steps and cluster.epoch == 1:
+        if done >= job.total_steps and group.generation == 1:
             raise CheckpointError(
                 f"the checkpoint is of step {done}, and the run ends at step {job.total_steps}: "
                 "nothing is left to do; give more --steps to continue"
@@ -139,28 +144,28 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
         log.start("run")
         report = stack.enter_context(
             Report(
-                args.out if cluster.speaks else None,
+                args.out if group.is_primary else None,
                 total_steps=job.total_steps,
                 first_step=done,
                 unit=job.train.unit,
                 title=_title(job),
                 resume=resumes,
-                show=cluster.speaks,
-                eager=cluster.line is not None,
+                show=group.is_primary,
+                eager=group.controller is not None,
             )
         )
-        if cluster.epoch > 1:
+        if group.generation > 1:
             live = trainer.parallel.ranks.topology.num_live
-            report.epoch(done, cluster.epoch, live=live, source=source)
+            report.epoch(done, group.generation, live=live, source=source)
         batches = stack.enter_context(
             Reader(job.train, first_step=done, max_damaged=args.max_damaged)
         )
         step_commit.begin(done, state, source, partial(_report_step, job, report))
-        if cluster.line is not None:
+        if group.controller is not None:
             _prepare(job, topology, compile_ahead=args.compile_ahead)
         block = done + 1  # first step since the last evaluation
         reached = False
-        if cluster.epoch > 1 and done:  # the failure may have come before the step's checkpoint
+        if group.generation > 1 and done:  # the failure may have come before the step's checkpoint
             if checkpoints and _is_saved(job, args, done):
                 _save(trainer, checkpoints, done, state)
             if _is_evaluated(job, done):
@@ -168,10 +173,10 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
         for step in range(done + 1, job.total_steps + 1) if not reached else ():
             if step == block:
                 log.start("block", first_epoch_num=job.epoch(step), epoch_count=_epochs(job, step))
-            cluster.at("read", step)
+            group.report_phase("read", step)
             batch = trainer.parallel.feed(next(batches))
             fault_injection.inject("step", step)
-            cluster.at("step", step)
+            group.report_phase("step", step)
             state, loss = train_step(state, batch)
             fault_injection.inject("collective", step)
             state = apply_faults(step, state)
@@ -189,9 +194,9 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
                 break
         log.stop("run", status="success" if reached else "aborted")
         job.finished(state)
-    cluster.at("agree")
-    cluster.barrier("the end of the run", limit=SAVE_TIMEOUT)
-    if cluster.speaks:
+    group.report_phase("agree")
+    group.barrier("the end of the run", timeout=SAVE_TIMEOUT)
+    if group.is_primary:
         print(_summary(job, report))
     return report
 
@@ -206,23 +211,24 @@ def _prepare(job: Job, topology: Topology, *, compile_ahead: bool) -> None:
 
     Plans are needed by the primary process: the first one, or the second once that is lost.
     """
-    cluster, remake = job.trainer.parallel.cluster, job.remake
-    if remake is None or not (compile_ahead or cluster.process in cluster.members[:2]):
+    group, remake = job.trainer.parallel.group, job.remake
+    if remake is None or not (compile_ahead or group.process in group.members[:2]):
         return
 
     def prepare_for(left: Topology) -> None:
-        trainer = remake(left, cluster=replace(cluster, board=None))
-        if compile_ahead and cluster.process in {process_of(device) for device in left.devices}:
-            compile_program_ahead(STEP, trainer.step, trainer.inputs, left)
+        trainer = remake(left, group=replace(group, kv=None))
+        if compile_ahead and group.process in {process_of(device) for device in left.devices}:
+            compile_for(left, STEP, trainer.step, trainer.inputs)
 
-    prepare(topology, prepare_for, seconds=math.inf if compile_ahead else SECONDS)
+    cpu_seconds = math.inf if compile_ahead else CPU_SECONDS
+    prepare_for_host_loss(topology, prepare_for, cpu_seconds=cpu_seconds)
 
 
 def _warn_without_copies(trainer: Trainer, args: argparse.Namespace) -> None:
     """Warn that a lost host takes its shards of the state with it."""
     parallel = trainer.parallel
-    wants = parallel.cluster.line is not None and trainer.layouts and not args.no_copies
-    if wants and parallel.partners is None and parallel.cluster.speaks:
+    wants = parallel.group.controller is not None and trainer.layouts and not args.no_copies
+    if wants and parallel.partners is None and parallel.group.is_primary:
         say(
             "the optimizer's shards have no copies on other hosts, which have too few chips for "
             "them: if a host is lost, the run goes back to host memory (--copy-every) or to a "
@@ -230,36 +236,38 @@ def _warn_without_copies(trainer: Trainer, args: argparse.Namespace) -> None:
         )
 
 
-def _check_shared(cluster: Cluster, checkpoints: Checkpoints) -> None:
+def _check_shared(group: ElasticGroup, checkpoints: Checkpoints) -> None:
     """Raise unless all processes see the same folder: each writes a part of every checkpoint."""
-    if cluster.is_alone:
+    if group.is_single_process:
         return
     mark, token = checkpoints.folder / ".seen", uuid.uuid4().hex
-    if cluster.speaks:
+    if group.is_primary:
         mark.write_text(token)
-    token = cluster.broadcast(token, "the folder of checkpoints")
+    token = group.broadcast(token, "the folder of checkpoints")
     until = time.monotonic() + SEE_TIMEOUT
     while not (sees := mark.exists() and mark.read_text() == token) and time.monotonic() < until:
         time.sleep(SEE_INTERVAL)  # network file systems may show new files late
-    own = f"that of process {cluster.speaker}" if sees else "another"
-    cluster.agree({"the folder of checkpoints": own})
-    if cluster.speaks:
+    own = f"that of process {group.primary}" if sees else "another"
+    group.agree({"the folder of checkpoints": own})
+    if group.is_primary:
         mark.unlink()
 
 
-def _open_checkpoints(cluster: Cluster, args: argparse.Namespace, stack: ExitStack) -> Checkpoints:
+def _open_checkpoints(
+    group: ElasticGroup, args: argparse.Namespace, stack: ExitStack
+) -> Checkpoints:
     """Open the folder of checkpoints and check that all processes see it."""
     checkpoints = stack.enter_context(
         Checkpoints(
             args.checkpoint_dir,
             keep=args.keep,
-            resume=args.resume or cluster.epoch > 1,
-            process=cluster.process,
-            log=say if cluster.speaks else lambda line: None,
+            resume=args.resume or group.generation > 1,
+            process=group.process,
+            log=say if group.is_primary else lambda line: None,
         )
     )
-    cluster.before_leaving(checkpoints.finish)
-    _check_shared(cluster, checkpoints)
+    group.before_exit(checkpoints.finish)
+    _check_shared(group, checkpoints)
     return checkpoints
 
 
@@ -273,40 +281,40 @@ def _is_evaluated(job: Job, step: int) -> bool:
     return step == job.total_steps or step % job.steps_per_eval == 0
 
 
-def _open_peer_checkpoint(cluster: Cluster, stack: ExitStack) -> Memory | None:
+def _open_peer_checkpoint(group: ElasticGroup, stack: ExitStack) -> PeerCheckpoint | None:
     """Open the in-memory checkpoints, if there are peer stores."""
-    if cluster.line is None:
+    if group.controller is None:
         return None
-    peer_checkpoint = memory_on_line(cluster.process, cluster.epoch, say)
+    peer_checkpoint = PeerCheckpoint.from_environment(group.process, group.generation, say)
     if peer_checkpoint is not None:
         stack.enter_context(peer_checkpoint)
-        cluster.before_leaving(peer_checkpoint.finish)
+        group.before_exit(peer_checkpoint.finish)
     return peer_checkpoint
 
 
 def _save(trainer: Trainer, checkpoints: Checkpoints, step: int, state: State) -> None:
     """Start to write a checkpoint. A run under a controller survives a full disk."""
-    cluster = trainer.parallel.cluster
-    cluster.at("save", step)
-    if cluster.line is not None and checkpoints.latest_step == step:
+    group = trainer.parallel.group
+    group.report_phase("save", step)
+    if group.controller is not None and checkpoints.latest_step == step:
         return  # in an epoch before
     try:
         trainer.save(checkpoints, step, state)
     except CheckpointError as error:
-        if cluster.line is None:
+        if group.controller is None:
             raise
-        say(f"process {cluster.process}: {error}; continuing without this checkpoint")
+        say(f"process {group.process}: {error}; continuing without this checkpoint")
 
 
 def _evaluate(job: Job, state: State, step: int, report: Report, log: MLLog) -> bool:
     """Evaluate and report; return True if the target is reached."""
     report.settle()
-    job.trainer.parallel.cluster.at("evaluate", step)
+    job.trainer.parallel.group.report_phase("evaluate", step)
     fault_injection.inject("evaluate", step)
     epoch = job.epoch(step)
     with log.interval("eval", epoch_num=epoch):
         local = _accuracy(job, state)
-        accuracy: float = job.trainer.parallel.cluster.broadcast(local, "the accuracy")
+        accuracy: float = job.trainer.parallel.group.broadcast(local, "the accuracy")
         log.event("eval_accuracy", accuracy, epoch_num=epoch)
     report.evaluation(step, accuracy=accuracy)
     return accuracy >= job.target
@@ -348,7 +356,7 @@ def _epochs(job: Job, step: int) -> int:
 
 def _title(job: Job) -> str:
     parallel = job.trainer.parallel
-    on = f"{'at last ' if parallel.cluster.epoch > 1 else ''}on {parallel.ranks.topology}"
+    on = f"{'at last ' if parallel.group.generation > 1 else ''}on {parallel.ranks.topology}"
     return f"{job.benchmark}, batches of {job.train.batch} {job.train.unit}, {on}"
 
 

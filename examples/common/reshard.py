@@ -23,8 +23,8 @@ from ftmesh.checkpoint.reader import CheckpointReader
 from ftmesh.checkpoint.restore import restore_state
 from ftmesh.checkpoint.snapshot import PartnerCopies, Snapshotter
 from ftmesh.checkpoint.writer import MANIFEST_FILE, load_json, process_file_names, process_files
-from ftmesh.distributed.process_group import Cluster
-from ftmesh.elastic.peer_stores import Holders, Keepers
+from ftmesh.elastic.elastic_group import ElasticGroup
+from ftmesh.elastic.peer_store import Holders, PeerStores
 from ftmesh.errors import ClusterError, DamagedCheckpointError
 from ftmesh.topology.devices import process_of
 
@@ -32,12 +32,12 @@ TIMEOUT = 30.0  # seconds until all shards are published
 INTERVAL = 0.05
 
 
-def reshard_state(held: Any, trainer: Trainer, keepers: Keepers) -> State | None:
+def reshard_state(held: Any, trainer: Trainer, stores: PeerStores) -> State | None:
     """Move a held state to the devices of `trainer`; None, in all processes, if a part is lost."""
     before, now = held.trainer.parallel, trainer.parallel
     old_processes = {process_of(device) for device in before.live_devices}
     new_processes = {process_of(device) for device in now.live_devices or ()}
-    is_complete = _is_complete(held.trainer, _remaining(now.cluster))
+    is_complete = _is_complete(held.trainer, _remaining(now.group))
     if not new_processes <= old_processes or not is_complete:
         return None
 
@@ -46,8 +46,8 @@ def reshard_state(held: Any, trainer: Trainer, keepers: Keepers) -> State | None
 
     params, stats = local(held.state.params), _move_stats(held.state.stats, now)
     if held.trainer.layouts or trainer.layouts:
-        publish_shards(held, now.cluster, keepers)
-        optimizer = _collect_shards(held, trainer, keepers)
+        publish_shards(held, now.group, stores)
+        optimizer = _collect_shards(held, trainer, stores)
     else:
         optimizer = local(held.state.optimizer)
     return State(params, stats, optimizer, trainer.copies(optimizer))
@@ -65,64 +65,64 @@ def _is_complete(trainer: Trainer, remaining: set[int]) -> bool:
     )
 
 
-def publish_shards(held: Any, cluster: Cluster, keepers: Keepers) -> None:
+def publish_shards(held: Any, group: ElasticGroup, stores: PeerStores) -> None:
     """Put this process's shards of the optimizer's state, and its copies, into peer stores.
 
     A process that will stand by publishes its shards too.
     """
-    before, remaining = held.trainer.parallel, _remaining(cluster)
+    before, remaining = held.trainer.parallel, _remaining(group)
     if not _is_complete(held.trainer, remaining):
         return
     copies = None
     if before.partners is not None and held.trainer.layouts:
         copies = PartnerCopies(held.state.copies, before.partners)
     snapshotter = Snapshotter(
-        cluster.process,
+        group.process,
         devices=[device for device in before.live_devices if process_of(device) in remaining],
         layouts=held.trainer.layouts,
         copies=copies,
     )
     snapshot = snapshotter.snapshot(held.step, State((), (), held.state.optimizer))
-    if cluster.process in snapshot.manifest.processes:
-        files = process_files(snapshot.manifest, cluster.process, snapshot.pieces)
-        prefix = _prefix(cluster, held)
-        if not keepers.give({prefix + name: b"".join(content) for name, content in files}, 1):
+    if group.process in snapshot.manifest.processes:
+        files = process_files(snapshot.manifest, group.process, snapshot.pieces)
+        prefix = _prefix(group, held)
+        if not stores.put({prefix + name: b"".join(content) for name, content in files}, 1):
             raise ClusterError("no peer store accepts the shards of this process")
 
 
-def _collect_shards(held: Any, trainer: Trainer, keepers: Keepers) -> Any:
+def _collect_shards(held: Any, trainer: Trainer, stores: PeerStores) -> Any:
     """Return the optimizer's state in the new sharding, once all shards are published."""
-    cluster = trainer.parallel.cluster
-    prefix = _prefix(cluster, held)
+    group = trainer.parallel.group
+    prefix = _prefix(group, held)
     until = time.monotonic() + TIMEOUT
     while True:
-        holders = keepers.holders(prefix)
+        holders = stores.holders(prefix)
         try:
-            saved = CheckpointReader(_files(prefix, holders, keepers))
+            saved = CheckpointReader(_files(prefix, holders, stores))
             saved.check()
             break
         except DamagedCheckpointError as error:  # not all shards are published yet
             if time.monotonic() > until:
                 raise ClusterError(f"shards were missing after {TIMEOUT:g} s: {error}") from error
-            if cluster.line is not None:
-                cluster.line.check()
+            if group.controller is not None:
+                group.controller.check_generation()
             time.sleep(INTERVAL)
     like = trainer.saved._replace(params=(), stats=())
     state = restore_state(saved, like, trainer.layouts)
-    cluster.barrier("the new shards")
-    if cluster.speaks:
-        keepers.drop("carried/")  # also of generations that ended early
+    group.barrier("the new shards")
+    if group.is_primary:
+        stores.drop("carried/")  # also of generations that ended early
     return state.optimizer
 
 
-def _files(prefix: str, holders: Holders, keepers: Keepers) -> dict[str, bytes]:
+def _files(prefix: str, holders: Holders, stores: PeerStores) -> dict[str, bytes]:
     """Return the files of a state; raise DamagedCheckpointError while one is missing."""
 
     def get(names: list[str]) -> dict[str, bytes]:
         for name in names:
             if prefix + name not in holders:
                 raise DamagedCheckpointError(f"it has no {name}")
-        blobs = keepers.get([prefix + name for name in names], holders)
+        blobs = stores.get([prefix + name for name in names], holders)
         return {name: blob for name, blob in zip(names, blobs, strict=True) if blob is not None}
 
     files = get([MANIFEST_FILE])
@@ -134,14 +134,16 @@ def _files(prefix: str, holders: Holders, keepers: Keepers) -> dict[str, bytes]:
     )
 
 
-def _remaining(cluster: Cluster) -> set[int]:
+def _remaining(group: ElasticGroup) -> set[int]:
     """Return the processes that are left, including those that will stand by."""
-    return set(cluster.members) if cluster.line is None else set(cluster.line.news.members)
+    return (
+        set(group.members) if group.controller is None else set(group.controller.membership.members)
+    )
 
 
-def _prefix(cluster: Cluster, held: Any) -> str:
+def _prefix(group: ElasticGroup, held: Any) -> str:
     """Name the blobs by the generation of the held state: a standby may hold an older one."""
-    return f"carried/{cluster.epoch}-{held.epoch}/"
+    return f"carried/{group.generation}-{held.epoch}/"
 
 
 def _move_stats(stats: Any, now: DataParallel) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from examples.common.reshard import reshard_state
 from examples.common.trainer import State, Trainer
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.elastic.peer_checkpoint import Memory
+from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
 from ftmesh.errors import CheckpointNotFoundError
 
 Restored = tuple[int, State, str]  # number of steps done, state after them, source
@@ -20,7 +20,7 @@ Restored = tuple[int, State, str]  # number of steps done, state after them, sou
 def restore_or_init(
     trainer: Trainer,
     first: Callable[[], State],
-    peer_checkpoint: Memory | None,
+    peer_checkpoint: PeerCheckpoint | None,
     checkpoints: Checkpoints | None,
     *,
     resumes: bool,
@@ -30,10 +30,10 @@ def restore_or_init(
     Raises:
         CheckpointNotFoundError: If a run is to resume and there is no checkpoint.
     """
-    cluster = trainer.parallel.cluster
-    held = None if cluster.line is None else cluster.line.held
+    group = trainer.parallel.group
+    held = None if group.controller is None else group.controller.held_state
     if held is not None and peer_checkpoint is not None:
-        state = reshard_state(held, trainer, peer_checkpoint.keepers)
+        state = reshard_state(held, trainer, peer_checkpoint.stores)
         if state is not None:
             _forget(checkpoints, held.step)
             return held.step, state, "devices"
@@ -42,7 +42,7 @@ def restore_or_init(
         if restored is not None:
             _forget(checkpoints, restored[0])
             return restored
-        if cluster.epoch == 1 and checkpoints is not None:
+        if group.generation == 1 and checkpoints is not None:
             raise CheckpointNotFoundError(f"{checkpoints.folder} has no checkpoint to resume from")
     return 0, first(), "start"
 
@@ -54,13 +54,13 @@ def _forget(checkpoints: Checkpoints | None, done: int) -> None:
 
 
 def _restore_newest(
-    trainer: Trainer, peer_checkpoint: Memory | None, checkpoints: Checkpoints | None
+    trainer: Trainer, peer_checkpoint: PeerCheckpoint | None, checkpoints: Checkpoints | None
 ) -> Restored | None:
     """Restore the newest state; the primary process decides which store is tried first."""
     stores = {"host memory": peer_checkpoint, "checkpoint": checkpoints}
     steps = {source: (store and store.latest_step) or 0 for source, store in stores.items()}
     order = sorted(stores, key=lambda source: -steps[source])
-    for source in trainer.parallel.cluster.broadcast(order, "where to look for a state"):
+    for source in trainer.parallel.group.broadcast(order, "where to look for a state"):
         store = stores[source]
         restored = None if store is None else trainer.restore(store)
         if restored is not None:

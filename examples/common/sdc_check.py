@@ -43,24 +43,24 @@ class SdcCheck:
     def compare(self, step: int, state: State) -> None:
         """Quarantine chips whose parameters differ from those of the majority."""
         if self._topology.devices and self._topology.num_live > 1:
-            unhealthy = check_replicas(state.params, self._topology, cluster=self._parallel.cluster)
+            unhealthy = check_replicas(state.params, self._topology, group=self._parallel.group)
             if unhealthy:
                 self._quarantine(step, unhealthy)
 
     def examine(self, why: str) -> None:
         """Test all chips and links, and quarantine the unhealthy ones."""
-        cluster = self._parallel.cluster
-        cluster.at("examine")
-        findings = examine(self._topology, cluster=cluster, timeout=EXAMINE_TIMEOUT)
+        group = self._parallel.group
+        group.report_phase("examine")
+        findings = examine(self._topology, group=group, timeout=EXAMINE_TIMEOUT)
         if not findings.quarantined:
             return
         entries = "; ".join(map(str, findings.entries))
-        if cluster.line is None:
+        if group.controller is None:
             raise TrainingError(f"{why}, and {entries}: give --failed {findings.failed}")
-        cluster.line.mask(format_failed(findings.quarantined), f"{why}; {entries}")
+        group.controller.quarantine(format_failed(findings.quarantined), f"{why}; {entries}")
 
     def _quarantine(self, step: int, unhealthy: tuple[Any, ...]) -> None:
-        cluster = self._parallel.cluster
+        group = self._parallel.group
         if len(unhealthy) * 2 >= self._topology.num_live:
             raise TrainingError(
                 f"after step {step} no majority of the chips has the same parameters: go back to a "
@@ -68,9 +68,9 @@ class SdcCheck:
             )
         blocks = format_failed(unhealthy)
         why = f"its parameters differ from those of the other chips after step {step}"
-        if cluster.line is None:
+        if group.controller is None:
             raise TrainingError(f"chips {blocks}: {why}; give --failed {blocks}")
-        cluster.line.mask(blocks, why)
+        group.controller.quarantine(blocks, why)
 
 
 def apply_faults(step: int, state: State) -> State:

@@ -15,8 +15,8 @@ import jax
 from examples.common.sdc_check import SdcCheck
 from examples.common.trainer import State, Trainer
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.elastic.controller_client import Line, Paused
-from ftmesh.elastic.peer_checkpoint import Memory
+from ftmesh.elastic.controller_client import ControllerClient, Paused
+from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
 from ftmesh.errors import ArgumentError, CheckpointError
 from ftmesh.testing import fault_injection
 from ftmesh.topology.notation import format_failed
@@ -49,7 +49,7 @@ class StepCommit:
     def __init__(
         self,
         trainer: Trainer,
-        peer_checkpoint: Memory | None,
+        peer_checkpoint: PeerCheckpoint | None,
         checkpoints: Checkpoints | None,
         *,
         copy_every: int = 0,
@@ -57,7 +57,7 @@ class StepCommit:
         two_states: bool = False,
         is_saved: Callable[[int], bool],
     ) -> None:
-        self._trainer, self._line = trainer, trainer.parallel.cluster.line
+        self._trainer, self._controller = trainer, trainer.parallel.group.controller
         self._peer_checkpoint, self._checkpoints = peer_checkpoint, checkpoints
         self._copy_every, self._check_every = copy_every, check_every
         self._is_saved = is_saved
@@ -66,7 +66,7 @@ class StepCommit:
         self._runs_ahead = self._keeps_state and not two_states
         self._waiting: tuple[int, State, Any] | None = None
         is_repeatable = self._keeps_state or (peer_checkpoint and copy_every)
-        if self._line is not None and not is_repeatable:
+        if self._controller is not None and not is_repeatable:
             raise ArgumentError(
                 "a step with --donate cannot be repeated after a failure: give --copy-every, "
                 "to have a state in host memory to go back to"
@@ -77,24 +77,24 @@ class StepCommit:
     ) -> None:
         """Hold the state after step `done`; `report` is called with every step and its loss."""
         self._report = report
-        if self._line is None:
+        if self._controller is None:
             return
         jax.block_until_ready(state)
-        self._trainer.parallel.cluster.barrier("the state of a generation")  # all hold it, or none
+        self._trainer.parallel.group.barrier("the state of a generation")  # all hold it, or none
         self._hold(done, state)
         topology = self._trainer.parallel.ranks.topology
-        self._line.joined(
+        self._controller.report_joined(
             done,
             source=source,
             live=topology.num_live,
-            less=format_failed(topology.failed) if topology.failed else "",
+            failed=format_failed(topology.failed) if topology.failed else "",
         )
 
     def add(self, step: int, state: State, loss: Any) -> None:
         """Add a step that has been dispatched; the one before it is committed on return."""
         self.settle()
         self._waiting = step, state, loss
-        if self._line is None or not self._runs_ahead:
+        if self._controller is None or not self._runs_ahead:
             self.settle()
 
     def settle(self) -> None:
@@ -107,7 +107,7 @@ class StepCommit:
         checks = bool(self._check_every) and (
             copies or step % self._check_every == 0 or self._is_saved(step)
         )
-        if self._line is None:
+        if self._controller is None:
             if checks:
                 self._sdc_check.compare(step, state)
         elif (
@@ -116,11 +116,18 @@ class StepCommit:
             or self._is_saved(step)
             or (self._keeps_state and not self._check_every)
         ):
-            self._commit(self._line, step, state, loss, checks=checks, copies=copies)
+            self._commit(self._controller, step, state, loss, checks=checks, copies=copies)
         self._report(step, loss)
 
     def _commit(
-        self, line: Line, step: int, state: State, loss: Any, *, checks: bool, copies: bool
+        self,
+        controller: ControllerClient,
+        step: int,
+        state: State,
+        loss: Any,
+        *,
+        checks: bool,
+        copies: bool,
     ) -> None:
         jax.block_until_ready(loss)  # the state is ready then too: one program
         self._sdc_check.check_loss(step, loss)
@@ -134,7 +141,7 @@ class StepCommit:
                     "no host has memory for the state, so the step cannot be committed"
                 )
         fault_injection.inject("commit", step)
-        answer = line.commit(step)
+        answer = controller.commit(step)
         self._hold(step, state)
         if answer == "leave":
             self._save_and_leave(step, state)
@@ -143,22 +150,22 @@ class StepCommit:
             self._copy(step, state)
 
     def _hold(self, step: int, state: State) -> None:
-        assert self._line is not None
-        held = HeldState(step, state, self._trainer, self._line.news.epoch)
-        self._line.held = held if self._keeps_state else None
+        assert self._controller is not None
+        held = HeldState(step, state, self._trainer, self._controller.membership.generation)
+        self._controller.held_state = held if self._keeps_state else None
 
     def _copy(self, step: int, state: State) -> None:
-        assert self._line is not None
+        assert self._controller is not None
         assert self._peer_checkpoint is not None
-        self._line.at("save", step)
+        self._controller.report_phase("save", step)
         self._trainer.save(self._peer_checkpoint, step, state)
 
     def _save_and_leave(self, step: int, state: State) -> None:
         """Save the state for the processes that will be started next."""
-        assert self._line is not None
+        assert self._controller is not None
         store = self._peer_checkpoint or self._checkpoints
         if store is not None and store.latest_step != step:
-            self._line.at("save", step)
+            self._controller.report_phase("save", step)
             self._trainer.save(store, step, state)
             store.finish()
-        self._trainer.parallel.cluster.barrier("the state is saved")  # or nobody leaves
+        self._trainer.parallel.group.barrier("the state is saved")  # or nobody leaves

@@ -24,11 +24,11 @@ from examples.common.data_parallel import DataParallel
 from examples.common.device_arrays import REPLICATED, SHARDED
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.collectives.gradients import BUCKET_BYTES
-from ftmesh.distributed.process_group import ALONE, Cluster
-from ftmesh.elastic.peer_checkpoint import Memory
+from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
+from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
 from ftmesh.execute.lowering import PPERMUTE
 from ftmesh.layout.batch_shares import BatchShares
-from ftmesh.layout.owned_buckets import Owned
+from ftmesh.layout.owned_buckets import OwnedLayout
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.topology.topology import Topology
 
@@ -60,7 +60,7 @@ class StepOptions:
         topology: Topology,
         params: Any,
         wire_dtype: Any = jnp.float32,
-        cluster: Cluster = ALONE,
+        group: ElasticGroup = SINGLE_PROCESS,
     ) -> DataParallel:
         """Plan the sums of the gradients of `params`, which may be types."""
         itemsize = jnp.dtype(wire_dtype).itemsize
@@ -72,7 +72,7 @@ class StepOptions:
             with_idle=self.with_idle,
             overlap=self.overlap,
             bucket_bytes=self.bucket_bytes,
-            cluster=cluster,
+            group=group,
             keeps_state=self.keeps_state,
             copies=self.copies and self.sharded,
             reduce_scatter=self.sharded,
@@ -95,19 +95,19 @@ class Trainer:
     copies: Any  # optimizer state -> copies of it at partners
     inputs: tuple[State, Any]  # types and shardings of the arguments of `step`
     saved: State  # types and shardings of a checkpoint
-    layouts: tuple[Owned, ...] = ()  # of a sharded optimizer
+    layouts: tuple[OwnedLayout, ...] = ()  # of a sharded optimizer
 
-    def save(self, checkpoints: Checkpoints | Memory, step: int, state: State) -> None:
+    def save(self, checkpoints: Checkpoints | PeerCheckpoint, step: int, state: State) -> None:
         """Start to save a state, with the mean of its statistics."""
         mean = state._replace(stats=self.mean_stats(state.stats), copies=())
         devices = self.parallel.live_devices
         checkpoints.save(step, mean, layouts=self.layouts, devices=devices)
 
-    def restore(self, checkpoints: Checkpoints | Memory) -> tuple[int, State] | None:
+    def restore(self, checkpoints: Checkpoints | PeerCheckpoint) -> tuple[int, State] | None:
         """Return the step and state of the newest valid checkpoint, if any."""
 
         def agree(step: str) -> None:
-            self.parallel.cluster.agree({"the step to resume from": step})
+            self.parallel.group.agree({"the step to resume from": step})
 
         restored = checkpoints.restore(self.saved, layouts=self.layouts, agree=agree)
         if restored is None or not restored[0]:

@@ -1,9 +1,9 @@
-"""Measure how many images one core decodes and augments in a second.
+"""Measure how many images per second one core decodes and augments.
 
     python -m examples.resnet50.bench_data
     python -m examples.resnet50.bench_data --data /data/imagenet --json
 
-Without data, it makes JPEGs of the size that ImageNet's have: 500x375, about 100 kB.
+Without data, it makes JPEGs of ImageNet's typical size: 500x375, about 100 kB.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Rates:
 
 
 class SyntheticJpegs:
-    """Images with the large shapes and the fine grain that photographs have."""
+    """JPEGs with large shapes and fine grain, as photographs have."""
 
     def __init__(self, num_images: int = 16, width: int = 500, height: int = 375) -> None:
         rng = np.random.default_rng(0)
@@ -53,11 +53,11 @@ class SyntheticJpegs:
         return len(self._files)
 
     def name(self, index: int) -> str:
-        """The number is all it has."""
-        return f"made-up JPEG {index}"
+        """Name an image in messages."""
+        return f"synthetic JPEG {index}"
 
     def read(self, index: int) -> tuple[bytes | NDArray[np.uint8], int]:
-        """A JPEG; the label does not matter."""
+        """Return a JPEG and a label, which does not matter."""
         return self._files[index], 0
 
 
@@ -69,7 +69,10 @@ def measure_decoding(
     num_classes: int = 1000,
     progress: Tick = lambda seconds: None,
 ) -> Rates:
-    """Decode and augment on one core for `seconds` each way; `progress` is told of time gone by."""
+    """Decode on one core for `seconds`, with random and with centre crops.
+
+    `progress` is called with the seconds passed since the last call.
+    """
     rates = []
     for split, num_steps in (("train", 2**40), ("validation", None)):
         images: Images = SyntheticJpegs()
@@ -88,14 +91,14 @@ def measure_decoding(
 
 
 def main() -> None:
-    """Read the arguments, measure and print."""
+    """Parse the arguments, measure and print."""
     parser = Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", help="a folder of TFRecords or of image folders")
     parser.add_argument(
         "--size", type=whole_number(1, 4096), default=224, help="side of the crops (default: 224)"
     )
     parser.add_argument(
-        "--seconds", type=number(0.1), default=3.0, help="for each way (default: 3)"
+        "--seconds", type=number(0.1), default=3.0, help="per kind of crop (default: 3)"
     )
     parser.add_argument("--json", action="store_true", help="print the rates as JSON")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Measure the trainer's own step on the devices there are, and PyTorch's beside it.
+"""Measure a training step of ResNet-50 on the devices present, and PyTorch's for comparison.
 
     python -m examples.resnet50.bench_step --batch 256
     python -m examples.resnet50.bench_step --batch 256 --torch --json
@@ -19,15 +19,15 @@ import jax
 import numpy as np
 
 from examples.common.measure import RunSteps, measure, read_arguments, trainer_steps
-from examples.resnet50.batch import Batch
 from examples.resnet50.config import PRESETS
+from examples.resnet50.data import Batch
 from examples.resnet50.trainer import first_state, resnet50_trainer
 from ftmesh.command_line import Parser
 from ftmesh.topology.topology import Topology
 
 
 def our_steps(preset: str, batch: int) -> RunSteps:
-    """Steps of the trainer."""
+    """Return the steps of the trainer."""
     config = replace(PRESETS[preset], batch=batch)
     trainer = resnet50_trainer(config, Topology.from_devices(jax.devices()))
     rng, size = np.random.default_rng(0), config.image_size
@@ -40,7 +40,7 @@ def our_steps(preset: str, batch: int) -> RunSteps:
 
 
 def torch_steps(batch: int) -> RunSteps:
-    """Steps of torchvision's ResNet-50."""
+    """Return the steps of torchvision's ResNet-50."""
     import torch
     import torchvision
 
@@ -51,14 +51,14 @@ def torch_steps(batch: int) -> RunSteps:
     )
     images = torch.randn(batch, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
     labels = torch.arange(batch, device="cuda") % 1000
-    loss_of = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    loss_fn = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
     compiled = torch.compile(model)
 
     def run_steps(steps: int) -> None:
         for _ in range(steps):
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cuda", torch.bfloat16):
-                loss = loss_of(compiled(images), labels)
+                loss = loss_fn(compiled(images), labels)
             loss.backward()
             optimizer.step()
         torch.cuda.synchronize()
@@ -68,7 +68,7 @@ def torch_steps(batch: int) -> RunSteps:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = Parser(description="Measure the trainer's own step.")
+    parser = Parser(description="Measure a training step of ResNet-50.")
     args = read_arguments(parser, argv, PRESETS, preset="mlperf-4096", batch=256, steps=30)
     programs = {"ftmesh": our_steps(args.preset, args.batch)}
     if args.torch:

@@ -1,9 +1,9 @@
-"""Compile the whole step of ResNet-50 for TPUs that are not there.
+"""Compile the training step of ResNet-50 for TPUs without having any.
 
     python -m examples.resnet50.compile_step v6e:16x16 --failed 2x2@2,2 --preset mlperf-32768
 
-Needs libtpu, the TPU compiler, and no TPU. Says what each device must hold, and with `--overlap`
-how many permutations travel while convolutions are computed.
+Needs libtpu, the TPU compiler. Prints the memory per device, and with `--overlap` how many
+permutations overlap with convolutions.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ftmesh.topology.topology import Topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile from the command line; the exit status."""
+    """Compile from the command line; return the exit status."""
     parser = Parser(
         prog="python -m examples.resnet50.compile_step",
-        description="Compile the whole step of ResNet-50 for TPUs that are not there.",
+        description="Compile the training step of ResNet-50 for TPUs without having any.",
     )
 
-    def make(config: Config, topology: Topology, args: argparse.Namespace) -> Trainer:
+    def make_trainer(config: Config, topology: Topology, args: argparse.Namespace) -> Trainer:
         return resnet50_trainer(config, topology, step_options(args))
 
-    return start("resnet50", parser, PRESETS, make, argv)
+    return start("resnet50", parser, PRESETS, make_trainer, argv)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Presets: what a run of ResNet-50 is made of.
+"""Presets of ResNet-50.
 
     tiny          a small network on 12x12 images, for a laptop: some 200 steps, a minute or two
     mlperf-4096   ImageNet with the settings of MLPerf 0.7, closed division, by global batch;
-    mlperf-32768  each is to reach 75.9 % on the validation images
+    mlperf-32768  the target is 75.9 % on the validation images
     mlperf-65536
 
 Change a field with `dataclasses.replace(PRESETS["tiny"], batch=64)`.
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a run. What is not given is as MLPerf has it for ImageNet."""
+    """The settings of a run. Defaults are MLPerf's for ImageNet."""
 
-    batch: int  # of all chips together
+    batch: int  # global
     epochs: int
     warmup_epochs: float
     base_lr: float
@@ -32,7 +32,7 @@ class Config:
     lr_power: float = 2
     lars_epsilon: float = 0.0
     label_smoothing: float = 0.1
-    norm_group: int = 64  # examples that a batch norm takes its statistics over
+    norm_group: int = 64  # examples per batch norm group
     epochs_per_eval: int = 4
     target: float = 0.759
 
@@ -41,12 +41,12 @@ class Config:
     small_images: bool = False
     num_classes: int = 1000
     image_size: int = 224
-    train_images: int = 1_281_167  # of ImageNet; so many are made up where there is no data
+    train_images: int = 1_281_167  # of ImageNet; also the number of synthetic ones
     eval_images: int = 50_000
 
     @property
     def dtype(self) -> Any:
-        """What is computed in; parameters are float32."""
+        """Of activations; parameters are float32."""
         return jnp.float32 if self.small_images else jnp.bfloat16
 
     @property
@@ -61,11 +61,11 @@ class Config:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps over which the learning rate grows."""
+        """Steps of learning-rate warm-up."""
         return round(self.warmup_epochs * self.train_images / self.batch)
 
     def mlperf_settings(self) -> Mapping[str, Any]:
-        """What the log of an MLPerf run must say of these settings, by its keys."""
+        """Return the settings under the keys that MLPerf logs require."""
         return {
             "global_batch_size": self.batch,
             "opt_name": "lars",

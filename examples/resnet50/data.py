@@ -6,13 +6,13 @@
         for batch in reader:
             ...
 
-Pixels are bytes. The model's `normalise` turns them into floats on the device, which costs nothing
-there, and a quarter of the bytes travel.
+Pixels are uint8. The model's `normalise` turns them into floats on the device, so that a quarter
+of the bytes are sent there.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +20,21 @@ from numpy.typing import NDArray
 from examples.common import reader
 from examples.common.reader import Reader as Reader
 from examples.resnet50.augment import centre_crop, random_crop
-from examples.resnet50.batch import Batch
 from examples.resnet50.images import Images
 from ftmesh.errors import RecordError
 
 
-class Batches(reader.Batches[Batch]):
-    """The images of every batch, to be had by step in any order.
+class Batch(NamedTuple):
+    """Images with their labels. Padding is black, with label -1."""
 
-    The settings are those of `examples.common.reader.Batches`. Images are augmented in training, and
-    cropped at the centre in evaluation.
+    images: Any  # uint8: rows, height, width, 3
+    labels: Any  # int32
+
+
+class Batches(reader.Batches[Batch]):
+    """Batches of images, augmented in training and centre-cropped in evaluation.
+
+    `settings` are those of `examples.common.reader.Batches`.
     """
 
     unit = "images"
@@ -39,12 +44,12 @@ class Batches(reader.Batches[Batch]):
         self.images, self.size = images, size
 
     def padding(self, num_rows: int) -> Batch:
-        """Black images without a label."""
+        """Return black images with label -1."""
         images = np.zeros((num_rows, self.size, self.size, 3), np.uint8)
         return Batch(images, np.full(num_rows, -1, np.int32))
 
     def example(self, index: int, position: int) -> tuple[NDArray[np.uint8], int]:
-        """Pixels and their label."""
+        """Return the pixels and label of an image."""
         image, label = self.images.read(index)
         if not isinstance(image, bytes):
             return image, label
@@ -57,5 +62,5 @@ class Batches(reader.Batches[Batch]):
             raise RecordError(f"{self.name(index)}: {error}") from error
 
     def name(self, index: int) -> str:
-        """The image's own name."""
+        """Name an image in messages."""
         return self.images.name(index)

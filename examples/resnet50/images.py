@@ -1,8 +1,7 @@
-"""Where images come from: TFRecords of ImageNet, folders of image files, or nowhere.
+"""Sources of images: TFRecords of ImageNet, folders of image files, or synthetic images.
 
-A source has a length, and `read(index)` gives an image, undecoded where it is a file, and its label
-from 0 on. `open_images` looks at a folder and picks the source, and refuses what could not be
-trained on before anything runs.
+`open_images` picks the source and raises for data that cannot be trained on. A source has a length,
+and `read(index)` returns an image, undecoded if it is a file, and its label, from 0.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
 class Images(Protocol):
-    """What can be trained or evaluated on."""
+    """A source of images."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[bytes | NDArray[np.uint8], int]:
-        """An image, as a file or as pixels, and its label. Errors name the image."""
+        """Return an image, as a file or as pixels, and its label. Errors name the image."""
         ...
 
     def name(self, index: int) -> str:
-        """How to tell a person which image this is."""
+        """Name an image in messages."""
         ...
 
 
 class RecordImages:
-    """ImageNet as TFRecords, whose labels count from 1."""
+    """ImageNet as TFRecords, with labels from 1."""
 
     def __init__(self, folder: Path, split: str, num_classes: int, *, show: bool = False) -> None:
         self._records = Records(find_shards(folder, f"{split}-*"), show=show)
@@ -47,17 +46,17 @@ class RecordImages:
             try:
                 self.read(index)
             except RecordError:
-                continue  # to be counted when its turn comes
+                continue  # counted when the reader gets to it
 
     def __len__(self) -> int:
         return len(self._records)
 
     def name(self, index: int) -> str:
-        """File and record."""
+        """Return the file and record."""
         return self._records.name(index)
 
     def read(self, index: int) -> tuple[bytes, int]:
-        """A JPEG and its label."""
+        """Return a JPEG and its label."""
         example = self._records.example(index)
         try:
             (image,), (number,) = example["image/encoded"], example["image/class/label"]
@@ -76,40 +75,40 @@ class RecordImages:
 
 
 class FolderImages:
-    """A folder of image files per class, the classes numbered in the order of their names."""
+    """One folder of image files per class; classes are numbered in the order of their names."""
 
     def __init__(self, folder: Path, split: str, num_classes: int) -> None:
-        train, here = folder / "train", folder / split
-        if split == "validation" and not here.exists():
-            here = folder / "val"
-        classes = _folders(train)
+        train, own = folder / "train", folder / split
+        if split == "validation" and not own.exists():
+            own = folder / "val"
+        classes = _subfolders(train)
         if len(classes) > num_classes:
             raise DataError(
-                f"{train} has {len(classes)} folders, a class each; the model has only "
+                f"{train} has {len(classes)} folders, one per class; the model has only "
                 f"{num_classes} classes"
             )
-        unknown = [name for name in _folders(here) if name not in classes]
+        unknown = [name for name in _subfolders(own) if name not in classes]
         if unknown:
-            raise DataError(f"{here} has classes that {train} has not: {', '.join(unknown[:3])}")
+            raise DataError(f"{own} has classes missing from {train}: {', '.join(unknown[:3])}")
         files = [
             (str(path), label)
             for label, name in enumerate(classes)
-            for path in sorted((here / name).glob("*"))
+            for path in sorted((own / name).glob("*"))
             if path.suffix.lower() in SUFFIXES
         ]
         if not files:
-            raise DataError(f"the folders of {here} hold no images")
+            raise DataError(f"the folders of {own} hold no images")
         self._files = files
 
     def __len__(self) -> int:
         return len(self._files)
 
     def name(self, index: int) -> str:
-        """The file."""
+        """Return the path."""
         return self._files[index][0]
 
     def read(self, index: int) -> tuple[bytes, int]:
-        """An image file and its label."""
+        """Return an image file and its label."""
         path, label = self._files[index]
         try:
             return read_bounded(path, MAX_FILE_BYTES), label
@@ -118,23 +117,23 @@ class FolderImages:
 
 
 class SyntheticImages:
-    """Made-up images that can be learned: a pattern for each class, shifted, and much noise."""
+    """Synthetic images that can be learned: a shifted pattern per class, and noise."""
 
     def __init__(self, split: str, *, size: int, num_classes: int, num_images: int) -> None:
         self._split, self._num_images = ("train", "validation").index(split), num_images
         colours = np.random.default_rng(0).integers(0, 256, (num_classes, 4, 4, 3))
-        at = np.arange(size) * 4 // size
-        self._patterns = (colours[:, at[:, None], at] // 2).astype(np.uint8)
+        cell = np.arange(size) * 4 // size
+        self._patterns = (colours[:, cell[:, None], cell] // 2).astype(np.uint8)
 
     def __len__(self) -> int:
         return self._num_images
 
     def name(self, index: int) -> str:
-        """The number is all it has."""
+        """Name an image in messages."""
         return f"synthetic image {index}"
 
     def read(self, index: int) -> tuple[NDArray[np.uint8], int]:
-        """Pixels and their label."""
+        """Return the pixels and label of an image."""
         rng = np.random.default_rng([self._split, index])
         label = int(rng.integers(len(self._patterns)))
         pattern = np.roll(self._patterns[label], rng.integers(0, 1000, 2), axis=(0, 1))
@@ -150,11 +149,17 @@ def open_images(
     num_images: int,
     show: bool = False,
 ) -> Images:
-    """The images of a split, "train" or "validation".
+    """Open the images of a split, "train" or "validation".
 
-    A folder has either TFRecord shards, `train-*` and `validation-*`, or folders `train/` and
-    `validation/` (or `val/`) with a folder of images per class. Without one, `num_images` are
-    made up. With `show` there is a progress bar where records are indexed, at their first use.
+    Args:
+        folder: With TFRecord shards `train-*` and `validation-*`, or with folders `train/` and
+            `validation/` (or `val/`) that have one folder of images per class. None for
+            `num_images` synthetic images.
+        split: "train" or "validation".
+        size: Side of synthetic images.
+        num_classes: Classes of the model.
+        num_images: Number of synthetic images.
+        show: Show a progress bar while records are indexed, at their first use.
     """
     if folder is None:
         return SyntheticImages(split, size=size, num_classes=num_classes, num_images=num_images)
@@ -164,8 +169,7 @@ def open_images(
     return RecordImages(folder, split, num_classes, show=show)
 
 
-def _folders(folder: Path) -> list[str]:
-    """The names of the folders in a folder."""
+def _subfolders(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise DataNotFoundError(f"there is no folder {folder}")
     return sorted(path.name for path in folder.iterdir() if path.is_dir())

@@ -1,9 +1,8 @@
 """ResNet-50 v1.5: bottleneck blocks whose stride is in the 3x3 convolution, not in the first 1x1.
 
-Images are NHWC. Parameters are float32; what is computed, activations and convolutions, has
-`dtype`, bfloat16 unless told. Statistics of the norms and the logits are at least float32. Padding
-is explicit and symmetric: with "SAME" a stride of 2 would pad one side only, and weights trained
-elsewhere would not fit.
+Images are NHWC. Parameters are float32; activations and convolutions have `dtype`, by default
+bfloat16. Norm statistics and logits are at least float32. Padding is explicit and symmetric: with
+"SAME" a stride of 2 would pad one side only, and published weights would not fit.
 
     model = resnet50(num_classes=1000)
     variables = init(model, image_size=224, seed=0)
@@ -27,21 +26,18 @@ STDDEV = (58.395, 57.12, 57.375)
 
 KERNEL_INIT = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
-# Makes a norm layer from what nn.BatchNorm takes: use_running_average, momentum, epsilon, dtype,
-# scale_init and name. Group norms over neighbouring chips go in here.
+# Builds a norm layer from the arguments of nn.BatchNorm: use_running_average, momentum, epsilon,
+# dtype, scale_init and name. GroupBatchNorm fits too.
 Norm = Callable[..., nn.Module]
 
 
 def normalise(images: jax.Array, dtype: Any = jnp.bfloat16) -> jax.Array:
-    """Images of bytes as the network wants them.
-
-    Meant for the inside of the jitted step: as bytes, they reach the device four times as fast.
-    """
+    """Normalise uint8 images. Call it inside the jitted step, so that bytes go to the device."""
     return ((images.astype(jnp.float32) - jnp.array(MEAN)) / jnp.array(STDDEV)).astype(dtype)
 
 
 class Bottleneck(nn.Module):
-    """1x1 down to `width` channels, 3x3, 1x1 up to four times as many, and the way around them."""
+    """1x1 down to `width` channels, 3x3, 1x1 up to `4 * width`, and a shortcut."""
 
     width: int
     stride: int
@@ -50,14 +46,14 @@ class Bottleneck(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, **weights: jax.Array) -> jax.Array:
-        """Images of the same size, or of half the size where the stride is 2."""
+        """Return images of the same size, or of half the size if the stride is 2."""
         stride = (self.stride, self.stride)
         y = self.conv(self.width, (1, 1), name="conv1")(x)
         y = nn.relu(self.norm(name="norm1")(y, **weights))
         y = self.conv(self.width, (3, 3), stride, padding=1, name="conv2")(y)
         y = nn.relu(self.norm(name="norm2")(y, **weights))
         y = self.conv(4 * self.width, (1, 1), name="conv3")(y)
-        # Starts at zero: each block is at first the identity, and the network as if shallow.
+        # Scale starts at zero, so that each block starts as the identity.
         y = self.norm(name="norm3", scale_init=nn.initializers.zeros_init())(y, **weights)
         if x.shape != y.shape:
             x = self.conv(4 * self.width, (1, 1), stride, name="shortcut_conv")(x)
@@ -66,10 +62,10 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, stages of bottlenecks that each halve the image and double the width, and a head.
+    """A stem, stages of bottlenecks that halve the image and double the width, and a head.
 
-    The stem of large images divides their sides by 4; that of `small_images` leaves them. With
-    `blocked_stem` it is computed in the forms of `examples.resnet50.stem`, to the same result.
+    The stem divides the sides by 4, except for `small_images`. With `blocked_stem` it is computed
+    as in `examples.resnet50.stem`, with the same result.
     """
 
     num_classes: int
@@ -82,9 +78,9 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, *, train: bool, **weights: jax.Array) -> jax.Array:
-        """Logits of normalised images; with `train`, norms take statistics of the batch.
+        """Return the logits of normalised images; with `train`, norms use batch statistics.
 
-        ``weights=``, one for each image, is for norms that take it, such as `GroupBatchNorm`.
+        ``weights=``, one per image, is passed to norms that take it, such as `GroupBatchNorm`.
         """
         conv = partial(
             nn.Conv,
@@ -130,9 +126,9 @@ class ResNet(nn.Module):
 
 
 def init(model: ResNet, *, image_size: int, seed: int) -> Any:
-    """The variables to start from: the collections "params" and "batch_stats".
+    """Initialise the collections "params" and "batch_stats".
 
-    The generator is "rbg": XLA compiles it in a fifth of the time that the default one takes.
+    XLA compiles the "rbg" generator in a fifth of the default one's time.
     """
     image = jnp.zeros((1, image_size, image_size, 3))
     key = jax.random.key(seed, impl="rbg")

@@ -1,7 +1,7 @@
-"""The stem of ResNet-50 in other forms, of the same parameters and results, that are fast on GPUs.
+"""The stem of ResNet-50 in forms that are fast on GPUs, with the same parameters and results.
 
-For TPUs the plain forms are better by the estimates in compiled programs (of v6e): their compiler
-makes blocks of pixels by itself, and scatters well.
+On TPUs the plain forms are better, by the compiler's estimates for v6e: it blocks pixels by itself
+and scatters well.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-_NOWHERE = -9  # in place of a row or column of a window
+_NONE = -9  # in place of a row or column of a window
 
 
 class StemConv(nn.Module):
-    """A convolution of 7x7 with stride 2 and padding 3, done as one of 4x4 on blocks of 2x2 pixels.
+    """A 7x7 convolution with stride 2 and padding 3, computed as 4x4 on blocks of 2x2 pixels.
 
-    A block is one pixel of four times the channels. With zeros before its seven rows and columns,
-    the kernel covers four blocks in each direction, and its stride is one block.
+    A block is one pixel with four times the channels. Padded to 8x8 with zeros, the kernel covers
+    4x4 blocks, and its stride is one block.
     """
 
     features: int
@@ -29,7 +29,7 @@ class StemConv(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Images of half the size, rounded up."""
+        """Return images of half the size, rounded up."""
         channels = images.shape[-1]
         shape = (7, 7, channels, self.features)
         kernel = self.param("kernel", self.kernel_init, shape, jnp.float32).astype(self.dtype)
@@ -46,56 +46,56 @@ class StemConv(nn.Module):
 
 
 def max_pool(x: jax.Array) -> jax.Array:
-    """The maximum over 3x3 with stride 2 and padding 1."""
+    """Return the maximum over 3x3 with stride 2 and padding 1."""
     return nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
 
 
 def _pool_forward(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The maxima, and at which of the nine places of its window each is, the first of several."""
+    """Return the maxima, and the index of each in its window of nine; the first of several."""
     padded = jnp.pad(_even(x, -jnp.inf), ((0, 0), (1, 0), (1, 0), (0, 0)), constant_values=-jnp.inf)
     height, width = (-(-side // 2) for side in x.shape[1:3])
     best = padded[:, ::2, ::2][:, :height, :width]
-    place = jnp.zeros(best.shape, jnp.int8)
+    index = jnp.zeros(best.shape, jnp.int8)
     for k in range(1, 9):
-        at = padded[:, k // 3 :: 2, k % 3 :: 2][:, :height, :width]
-        place = jnp.where(at > best, jnp.int8(k), place)
-        best = jnp.maximum(best, at)
-    return best, (place, x[:0])
+        pixels = padded[:, k // 3 :: 2, k % 3 :: 2][:, :height, :width]
+        index = jnp.where(pixels > best, jnp.int8(k), index)
+        best = jnp.maximum(best, pixels)
+    return best, (index, x[:0])
 
 
-def _pool_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array]:
-    """Every pixel takes from the windows it is in: one or two in each direction."""
-    place, empty = kept
+def _pool_backward(residuals: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array]:
+    """Gather, for every pixel, from the windows it is in: one or two in each direction."""
+    index, empty = residuals
     height, width = 2 * grad.shape[1], 2 * grad.shape[2]
     # In the window of its own block a pixel is at 1 or 2; an odd one is at 0 of the next window.
     odd_row, odd_column = jnp.arange(height)[:, None, None] % 2, jnp.arange(width)[:, None] % 2
     total = jnp.zeros((), grad.dtype)
-    for down, row in ((0, 1 + odd_row), (1, jnp.where(odd_row, 0, _NOWHERE))):
-        for right, column in ((0, 1 + odd_column), (1, jnp.where(odd_column, 0, _NOWHERE))):
+    for down, row in ((0, 1 + odd_row), (1, jnp.where(odd_row, 0, _NONE))):
+        for right, column in ((0, 1 + odd_column), (1, jnp.where(odd_column, 0, _NONE))):
             ends = ((0, 0), (0, down), (0, right), (0, 0))
-            theirs = _repeated(jnp.pad(place, ends, constant_values=9)[:, down:, right:])
-            from_there = _repeated(jnp.pad(grad, ends)[:, down:, right:])
-            total += jnp.where(theirs == 3 * row + column, from_there, 0)
+            window_index = _repeated(jnp.pad(index, ends, constant_values=9)[:, down:, right:])
+            window_grad = _repeated(jnp.pad(grad, ends)[:, down:, right:])
+            total += jnp.where(window_index == 3 * row + column, window_grad, 0)
     return (total[:, : empty.shape[1], : empty.shape[2]],)
 
 
-# As `max_pool`, with a gradient that pixels gather, where windows would scatter it.
+# `max_pool` with a gradient that gathers by pixel instead of scattering by window.
 gathered_max_pool = jax.custom_vjp(max_pool)
 gathered_max_pool.defvjp(_pool_forward, _pool_backward)
 
 
-def _even(x: jax.Array, filled: float) -> jax.Array:
-    """Images with sides of even length."""
+def _even(x: jax.Array, fill: float) -> jax.Array:
+    """Pad the sides of images to even lengths."""
     ends = [(0, side % 2) for side in x.shape[1:3]]
-    return jnp.pad(x, ((0, 0), *ends, (0, 0)), constant_values=filled)
+    return jnp.pad(x, ((0, 0), *ends, (0, 0)), constant_values=fill)
 
 
 def _blocks(images: jax.Array) -> jax.Array:
-    """Blocks of 2x2 pixels: [image, row, column, row of the block, column of it, channel]."""
+    """Return 2x2 blocks: [image, block row, block column, row, column, channel]."""
     count, height, width, channels = images.shape
     return images.reshape(count, height // 2, 2, width // 2, 2, channels).swapaxes(2, 3)
 
 
 def _repeated(x: jax.Array) -> jax.Array:
-    """Every pixel as a block of 2x2."""
+    """Repeat every pixel as a block of 2x2."""
     return jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)

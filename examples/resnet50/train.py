@@ -1,10 +1,10 @@
-"""Train ResNet-50 on a mesh with failed chips, as MLPerf has it.
+"""Train MLPerf's ResNet-50 on a mesh with failed chips.
 
     python -m examples.resnet50.train --preset tiny --mesh 8x8 --failed 2x2@2,2
     python -m examples.resnet50.train --preset mlperf-32768 --data /data/imagenet \
         --checkpoint-dir /data/run1 --mllog run1.log
 
-`train` reads from top to bottom: the data, the trainer on the mesh, and the loop.
+`train` reads from top to bottom: data, trainer, loop.
 """
 
 from __future__ import annotations
@@ -23,46 +23,50 @@ from examples.resnet50.data import Batches
 from examples.resnet50.images import open_images
 from examples.resnet50.trainer import first_state, resnet50_trainer
 from ftmesh.command_line import Parser
-from ftmesh.distributed.process_group import ALONE, Cluster
+from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
 from ftmesh.topology.topology import Topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train from the command line; the exit status."""
+    """Train from the command line; return the exit status."""
     parser = Parser(
         prog="python -m examples.resnet50.train",
-        description="Train ResNet-50 on a mesh with failed chips, as MLPerf has it.",
+        description="Train MLPerf's ResNet-50 on a mesh with failed chips.",
     )
     return start("resnet50", parser, PRESETS, train, argv)
 
 
 def train(
-    config: Config, topology: Topology, args: argparse.Namespace, cluster: Cluster = ALONE
+    config: Config,
+    topology: Topology,
+    args: argparse.Namespace,
+    group: ElasticGroup = SINGLE_PROCESS,
 ) -> Report:
-    """The whole run, in one of the processes that take part in it."""
-    log = start_log(args, cluster)
+    """Train, as one process of `group`."""
+    log = start_log(args, group)
 
-    # The data. What is wrong with it is said before anything is compiled.
+    # Data: opened first, so that errors come before anything is compiled.
     open_split = partial(
         open_images,
         args.data,
         size=config.image_size,
         num_classes=config.num_classes,
-        show=cluster.speaks,
+        show=group.is_primary,
     )
     images, eval_images = open_data(
-        cluster,
+        group,
         partial(open_split, "train", num_images=config.train_images),
         partial(open_split, "validation", num_images=config.eval_images),
     )
     config = replace(config, train_images=len(images), eval_images=len(eval_images))
 
-    # The trainer, made for the mesh, and the rows of a batch that this process reads.
-    make = partial(resnet50_trainer, config, options=step_options(args))
-    trainer = make(topology, cluster=cluster)
+    # Trainer on the mesh, and the rows of a batch that this process reads.
+    make_trainer = partial(resnet50_trainer, config, options=step_options(args))
+    trainer = make_trainer(topology, group=group)
     rows = trainer.parallel.local_rows(trainer.shares)
-    batches_of = partial(Batches, size=config.image_size, batch=config.batch, rows=rows)
+    make_batches = partial(Batches, size=config.image_size, batch=config.batch, rows=rows)
 
+    # Loop.
     job = Job(
         benchmark="resnet",
         settings=config.mlperf_settings(),
@@ -70,9 +74,9 @@ def train(
         target=config.target,
         trainer=trainer,
         first=partial(first_state, config, trainer, seed=args.seed),
-        train=batches_of(images, num_steps=args.steps or config.total_steps, seed=args.seed),
-        validation=batches_of(eval_images),
-        remake=make,
+        train=make_batches(images, num_steps=args.steps or config.total_steps, seed=args.seed),
+        validation=make_batches(eval_images),
+        remake=make_trainer,
     )
     return run(job, args, log)
 

@@ -1,12 +1,12 @@
-"""Checks of a run in which things failed: it ended well, used each example once, and learned alike.
+"""Check a run under faults: it ended, used each example once, and learned the same weights.
 
-A run's folder has, when it has ended:
+A run leaves these files in its folder:
 
-    events.jsonl            what the launcher told
-    run/faults.jsonl        which planted faults struck, and when
-    run/used-2-0.jsonl      what process 0 read in epoch 2, step by step
+    events.jsonl            events of the launcher
+    run/faults.jsonl        which injected faults struck, and when
+    run/used-2-0.jsonl      what process 0 read in generation 2, by step
     out/weights.npz         the last weights
-    log                     what everybody said
+    log                     output of all processes
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-# Of a tensor's largest number. On another mesh sums are made in another order, in float32: weights
-# then differ by up to 3.3e-7 after 60 steps, 8.5e-7 after 600 and 1.7e-6 after 6000 (4x4 less a
-# quarter, a half and three quarters, and lax.psum, beside 4x4). Another example in place of one, in
-# the first step, the last or between, changes them by 1.1e-2 or more after 60 steps; after 6000,
-# where the rate is lower, by 2.1e-5 from the middle and 7e-4 from the end.
-CLOSE = 1e-5
+# Relative to a tensor's largest number. On another mesh float32 sums have another order: weights
+# differ by up to 3.3e-7 after 60 steps, 8.5e-7 after 600 and 1.7e-6 after 6000 (4x4 less a quarter,
+# a half and three quarters, and lax.psum, against 4x4). Replacing one example, in the first step,
+# the last or between, changes them by at least 1.1e-2 after 60 steps; after 6000, with a lower
+# learning rate, by 2.1e-5 from the middle and 7e-4 from the end.
+TOLERANCE = 1e-5
 
 Event = dict[str, Any]
 
@@ -34,14 +34,14 @@ class Run:
     """A run that has ended, by itself or not."""
 
     folder: Path
-    status: int | None  # None: its time was up
+    status: int | None  # None: timeout
     events: list[Event]
-    faults: list[Event]  # those that struck
-    planted: str = ""  # those that should have
+    faults: list[Event]  # that struck
+    planted: str = ""  # faults that should have struck
 
     @staticmethod
     def read(folder: Path, status: int | None, planted: str = "") -> Run:
-        """The run in a folder."""
+        """Read the run in a folder."""
         events = _lines(folder / "events.jsonl")
         struck = _lines(folder / "run" / "faults.jsonl")
         return Run(
@@ -52,69 +52,75 @@ class Run:
             planted=planted,
         )
 
-    def of(self, name: str) -> list[Event]:
-        """The events of a name."""
+    def named(self, name: str) -> list[Event]:
+        """Return the events of a name."""
         return [event for event in self.events if event["event"] == name]
 
     @property
     def mesh_changed(self) -> bool:
-        """Whether some epoch had other failed chips than the first."""
-        return len({str(event.get("failed") or "") for event in self.of("epoch")} | {""}) > 1
+        """True if a generation had other failed chips than the first."""
+        return len({str(event.get("failed") or "") for event in self.named("epoch")} | {""}) > 1
 
-    def epochs(self) -> list[tuple[int, int]]:
-        """Each epoch that committed a step, and the step it went on from; in order."""
-        went_on = {event["epoch"] for event in self.of("goes on")}
-        begun = {event["epoch"]: event["from_step"] for event in self.of("epoch")}
+    def generations(self) -> list[tuple[int, int]]:
+        """Return, in order, each generation that committed a step, and the step it started from."""
+        continued = {event["epoch"] for event in self.named("goes on")}
+        started = {event["epoch"]: event["from_step"] for event in self.named("epoch")}
         return sorted(
-            (epoch, step)
-            for epoch, step in {1: 0, **begun}.items()
-            if epoch in went_on or epoch == 1
+            (generation, step)
+            for generation, step in {1: 0, **started}.items()
+            if generation in continued or generation == 1
         )
 
 
 def check(
     run: Run, *, steps: int, num_examples: int, reference: Path | None, exact: bool = True
 ) -> list[str]:
-    """What is wrong with a run, a line for each thing; none where it is well.
+    """Return the errors of a run, one line each.
 
-    `reference` are the weights of an undisturbed run, on a pod like this one if they are `exact`.
+    Args:
+        run: The run.
+        steps: Number of steps it should have done.
+        num_examples: Number of examples it should have used.
+        reference: Weights of an undisturbed run.
+        exact: The reference is from a pod like this one, so weights must be equal if the mesh did
+            not change.
     """
-    wrong = list(_ended(run, steps))
-    if wrong:
-        return wrong  # the rest follows from that
-    wrong += _used_once(run, steps, num_examples)
+    errors = list(_check_ended(run, steps))
+    if errors:
+        return errors  # the rest would follow from them
+    errors += _check_used_once(run, steps, num_examples)
     if reference is not None:
-        wrong += _same_weights(run, reference, exact)
-    return wrong
+        errors += _check_weights(run, reference, exact)
+    return errors
 
 
-def _ended(run: Run, steps: int) -> Iterator[str]:
-    """It ended by itself, with status 0, after all steps."""
+def _check_ended(run: Run, steps: int) -> Iterator[str]:
+    """Check that it ended by itself, with status 0, after all steps."""
     if run.status is None:
         yield "it did not end within its limit"
     elif run.status:
         yield f"it ended with status {run.status}"
     else:
-        done = run.of("done")
+        done = run.named("done")
         if not done or done[-1]["status"] != 0:
             yield "its events do not say that it is done"
         elif done[-1]["steps"] != steps:
             yield f"it did {done[-1]['steps']} steps of {steps}"
 
 
-def _used_once(run: Run, steps: int, num_examples: int) -> Iterator[str]:
-    """Every example is used once in the steps that were committed.
+def _check_used_once(run: Run, steps: int, num_examples: int) -> Iterator[str]:
+    """Check that every example is used once in the committed steps.
 
-    Of a step that was committed in several epochs, the last counts.
+    Of a step committed in several generations, the last counts.
     """
     counts = np.zeros(num_examples, np.int64)
-    epochs = run.epochs()
-    read = {epoch: _read_in(run.folder / "run", epoch) for epoch, _ in epochs}
+    generations = run.generations()
+    used = {generation: _used_in(run.folder / "run", generation) for generation, _ in generations}
     for step in range(1, steps + 1):
-        epoch = max(epoch for epoch, first in epochs if first < step)
-        examples = read[epoch].get(step, [])
+        generation = max(generation for generation, first in generations if first < step)
+        examples = used[generation].get(step, [])
         if not examples:
-            yield f"nobody read anything for step {step} in epoch {epoch}"
+            yield f"no process read examples for step {step} in generation {generation}"
         np.add.at(counts, examples, 1)
     missing, doubled = np.flatnonzero(counts == 0), np.flatnonzero(counts > 1)
     if len(missing):
@@ -123,41 +129,43 @@ def _used_once(run: Run, steps: int, num_examples: int) -> Iterator[str]:
         yield f"{len(doubled)} examples were used more than once: {doubled[:5].tolist()}"
 
 
-def _read_in(folder: Path, epoch: int) -> dict[int, list[int]]:
-    """What all processes read in an epoch, by step; of what one read twice, the last."""
-    found: dict[int, list[int]] = {}
-    for file in folder.glob(f"used-{epoch}-*.jsonl"):
+def _used_in(folder: Path, generation: int) -> dict[int, list[int]]:
+    """Return the examples that all processes read, by step; of a step read twice, the last."""
+    used: dict[int, list[int]] = {}
+    for file in folder.glob(f"used-{generation}-*.jsonl"):
         own = {line["step"]: line["examples"] for line in _lines(file)}
         for step, examples in own.items():
-            found.setdefault(step, []).extend(examples)
-    return found
+            used.setdefault(step, []).extend(examples)
+    return used
 
 
-def _same_weights(run: Run, reference: Path, exact: bool) -> Iterator[str]:
-    """The last weights are those of an undisturbed run: to the bit, if the mesh did not change."""
+def _check_weights(run: Run, reference: Path, exact: bool) -> Iterator[str]:
+    """Check that the last weights are those of an undisturbed run."""
     file = run.folder / "out" / "weights.npz"
     if not file.exists():
         yield "it left no weights"
         return
-    off = difference(file, reference)
-    most = 0.0 if exact and not run.mesh_changed else CLOSE
-    if not off <= most:  # what is not a number is off, too
-        allowed = f"{most:g} are allowed" if most else "the mesh did not change: none may be"
-        yield f"its weights differ by {off:.2g} of their size from an undisturbed run's; {allowed}"
+    error = difference(file, reference)
+    allowed = 0.0 if exact and not run.mesh_changed else TOLERANCE
+    if not error <= allowed:  # NaN is an error too
+        rule = (
+            f"{allowed:g} is allowed" if allowed else "the mesh did not change, so none is allowed"
+        )
+        yield f"its weights differ by {error:.2g} from an undisturbed run's, relatively; {rule}"
 
 
 def difference(file: Path, reference: Path) -> float:
-    """The largest difference between two files of weights, by the largest number of each tensor."""
+    """Return the largest difference of two files of weights, relative to each tensor's maximum."""
     with np.load(file) as own, np.load(reference) as wanted:
-        off = [
+        errors = [
             np.max(np.abs(own[name] - wanted[name])) / np.max(np.abs(wanted[name]))
             for name in wanted.files
         ]
-    return float(np.max(off))  # which, unlike Python's, is nan where one is
+    return float(np.max(errors))  # NaN if one is, unlike Python's max
 
 
 def _lines(file: Path) -> list[Event]:
-    """The objects in a file, but for a line that its writer's death cut off."""
+    """Read a file of JSON lines, without a last line cut short."""
     if not file.exists():
         return []
     text = file.read_text()

@@ -1,10 +1,10 @@
-"""Train a network of two layers on made-up points: small, and whole as any other trainer.
+"""Train a small network on synthetic points: the smallest complete trainer.
 
     python -m examples.soak.train --steps 60 --emulate one --mesh 4x4 --failed 2x2@0,0 --out OUT
 
-There are as many points as the steps take, so that each is used once. What each process reads is
-written to ``used-EPOCH-PROCESS.jsonl``, in FTMESH_RUN_DIR or OUT, and the last weights to
-``weights.npz`` in OUT. `examples.soak.soak` trains this while things fail.
+There are as many points as the steps take, so each is used once. What each process reads is written
+to ``used-GENERATION-PROCESS.jsonl`` in FTMESH_RUN_DIR or OUT, and the last weights to
+``weights.npz`` in OUT. `examples.soak.soak` runs this under injected faults.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from examples.common.trainer import State, StepOptions, Trainer, make_trainer
 from examples.soak.points import CLASSES, SIZE, PointBatches, Points, used_file
 from ftmesh.collectives import BatchShares, weighted_sum
 from ftmesh.command_line import Parser
-from ftmesh.distributed.process_group import ALONE, Cluster
+from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
 from ftmesh.optim import lamb, matrix_mask
 from ftmesh.topology.topology import Topology
 
@@ -53,64 +53,67 @@ class Config:
 
 
 PRESETS = {"tiny": Config()}
-LONG = 600  # steps
+LONG = 600  # steps, from which on the learning rate is lower
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train from the command line; the exit status."""
+    """Train from the command line; return the exit status."""
     if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1)  # says where every thread is
+        faulthandler.register(signal.SIGUSR1)  # prints all stacks
     parser = Parser(
         prog="python -m examples.soak.train",
-        description="Train a network of two layers on made-up points, each used once.",
+        description="Train a small network on synthetic points, each used once.",
     )
     return start("soak", parser, PRESETS, train, argv)
 
 
 def train(
-    config: Config, topology: Topology, args: argparse.Namespace, cluster: Cluster = ALONE
+    config: Config,
+    topology: Topology,
+    args: argparse.Namespace,
+    group: ElasticGroup = SINGLE_PROCESS,
 ) -> Report:
-    """The whole run, in one of the processes that take part in it."""
-    log = start_log(args, cluster)
+    """Train, as one process of `group`."""
+    log = start_log(args, group)
     steps = args.steps or config.steps
     points, _ = open_data(
-        cluster, lambda: range(steps * config.batch), lambda: range(config.eval_points)
+        group, lambda: range(steps * config.batch), lambda: range(config.eval_points)
     )
 
-    make = partial(soak_trainer, config, options=step_options(args), steps=steps)
-    trainer = make(topology, cluster=cluster)
-    batches_of = partial(
+    remake = partial(soak_trainer, config, options=step_options(args), steps=steps)
+    trainer = remake(topology, group=group)
+    make_batches = partial(
         PointBatches, batch=config.batch, rows=trainer.parallel.local_rows(trainer.shares)
     )
     folder = os.environ.get("FTMESH_RUN_DIR") or args.out
-    used = used_file(folder, cluster.epoch, cluster.process) if folder else None
+    used = used_file(folder, group.generation, group.process) if folder else None
 
     job = Job(
         benchmark="soak",
         settings={},
         steps_per_eval=config.steps_per_eval,
-        target=2,  # never reached: all steps are done
+        target=2,  # never reached, so that all steps are done
         trainer=trainer,
         first=lambda: trainer.first(first_params(config, seed=args.seed), ()),
-        train=batches_of(len(points), used=used, num_steps=steps, seed=args.seed),
-        validation=batches_of(config.eval_points),
-        remake=make,
-        finished=partial(save_weights, Path(args.out)) if args.out and cluster.speaks else ignore,
+        train=make_batches(len(points), used=used, num_steps=steps, seed=args.seed),
+        validation=make_batches(config.eval_points),
+        remake=remake,
+        finished=partial(save_weights, Path(args.out)) if args.out and group.is_primary else ignore,
     )
     return run(job, args, log)
 
 
 def soak_trainer(
-    config: Config, topology: Topology, options: StepOptions, *, steps: int, cluster: Cluster
+    config: Config, topology: Topology, options: StepOptions, *, steps: int, group: ElasticGroup
 ) -> Trainer:
-    """All that is compiled for a run."""
+    """Build the trainer on the devices of `topology`."""
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first_params(config, seed=0)
     )
-    parallel = options.data_parallel(topology, params, jnp.float32, cluster)
+    parallel = options.data_parallel(topology, params, jnp.float32, group)
     shares = parallel.shares(config.batch)
-    # It stays up, so that the last example weighs as much as any; and it is the lower the longer
-    # the run, or rounding would grow to what examples do.
+    # Constant after the warm-up, so that the last example weighs as much as any; lower in long
+    # runs, or rounding errors would grow to the effect of an example.
     peak = config.base_lr * min(1, LONG / steps)
     warmup = min(5, steps // 2)
     lr_schedule = poly_decay(peak, warmup_steps=warmup, total_steps=steps, end=peak)
@@ -119,8 +122,8 @@ def soak_trainer(
         shares,
         types=(params, ()),
         row=Points(jax.ShapeDtypeStruct((SIZE,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)),
-        loss=partial(loss_of_rank, parallel, shares),
-        count_right=count_right_of_rank,
+        loss=partial(rank_loss, parallel, shares),
+        count_right=rank_count_right,
         transformation=lamb(
             lr_schedule, b1=0.5, eps=EPSILON, weight_decay=0.01, weight_decay_mask=matrix_mask
         ),
@@ -129,52 +132,52 @@ def soak_trainer(
     )
 
 
-# An update is a gradient by its size plus this. Were it tiny, a gradient of nothing but rounding
-# would move a weight as far as any other, and runs on two meshes would part.
+# Of LAMB. With a tiny one, a gradient that is only rounding error would move a weight as far as any
+# other, and runs on two meshes would diverge.
 EPSILON = 1e-3
 
 
 def first_params(config: Config, *, seed: int) -> dict[str, Any]:
-    """Random weights, without a device."""
-    chance = np.random.default_rng(seed)
+    """Return random weights, as NumPy arrays."""
+    rng = np.random.default_rng(seed)
     sizes = (SIZE, config.hidden, CLASSES)
     return {
         f"layer{number}": {
-            "w": (chance.normal(size=(before, after)) / np.sqrt(before)).astype(np.float32),
+            "w": (rng.normal(size=(before, after)) / np.sqrt(before)).astype(np.float32),
             "b": np.zeros(after, np.float32),
         }
         for number, (before, after) in enumerate(pairwise(sizes))
     }
 
 
-def logits_of(params: Any, x: jax.Array) -> jax.Array:
-    """The network."""
+def predict(params: Any, x: jax.Array) -> jax.Array:
+    """Return the logits of points."""
     first, second = params["layer0"], params["layer1"]
     return jnp.tanh(x @ first["w"] + first["b"]) @ second["w"] + second["b"]
 
 
-def loss_of_rank(
+def rank_loss(
     parallel: DataParallel, shares: BatchShares, params: Any, stats: Any, batch: Points
 ) -> tuple[jax.Array, Any]:
-    """A rank's part of the mean loss; of statistics the network has none."""
+    """Return a rank's term of the mean loss; the network has no statistics."""
     labels = jnp.maximum(batch.label, 0)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits_of(params, batch.x), labels)
-    return shares.part_of_mean(losses, is_point(batch)), stats
+    losses = optax.softmax_cross_entropy_with_integer_labels(predict(params, batch.x), labels)
+    return shares.mean_contribution(losses, point_weights(batch)), stats
 
 
-def count_right_of_rank(params: Any, stats: Any, batch: Points) -> tuple[jax.Array, jax.Array]:
-    """How many points of a rank are in the right class, and how many there are."""
-    right = jnp.argmax(logits_of(params, batch.x), axis=-1) == batch.label
-    return weighted_sum(right.astype(jnp.float32), is_point(batch)), is_point(batch).sum()
+def rank_count_right(params: Any, stats: Any, batch: Points) -> tuple[jax.Array, jax.Array]:
+    """Count the points of a rank that are classified correctly, and all of them."""
+    right = jnp.argmax(predict(params, batch.x), axis=-1) == batch.label
+    return weighted_sum(right.astype(jnp.float32), point_weights(batch)), point_weights(batch).sum()
 
 
-def is_point(batch: Points) -> jax.Array:
-    """1 for a point and 0 for padding."""
+def point_weights(batch: Points) -> jax.Array:
+    """Return 1 for a point and 0 for padding."""
     return (batch.label >= 0).astype(jnp.float32)
 
 
 def save_weights(folder: Path, state: State) -> None:
-    """Write the weights, which every device has, whole or not at all."""
+    """Write the weights, which are replicated, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
@@ -185,7 +188,7 @@ def save_weights(folder: Path, state: State) -> None:
 
 
 def ignore(state: State) -> None:
-    """What the processes that do not speak do with it."""
+    """Do nothing with the last state."""
 
 
 if __name__ == "__main__":

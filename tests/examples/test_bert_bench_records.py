@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from examples.bert.bench_records import BATCH, made_up, measure_records, measure_start
+from examples.bert.bench_records import BATCH, measure_records, measure_start, random_records
 from examples.common.records import write_records
 
 
 def test_a_start(tmp_path):
-    write_records(tmp_path / "train-00000-of-00001", made_up(2000, varied=True))
+    write_records(tmp_path / "train-00000-of-00001", random_records(2000, varied=True))
     began = time.time()
     figures = measure_start(tmp_path, began - 10)
     assert 10 < figures["from_start_s"] < 10 + time.time() - began
@@ -17,8 +17,8 @@ def test_a_start(tmp_path):
 
 
 def test_records_are_of_one_length_or_varied():
-    assert {len(record) for record in made_up(100, varied=False)} == {100}
-    assert {len(record) for record in made_up(100, varied=True)} == set(range(80, 101))
+    assert {len(record) for record in random_records(100, varied=False)} == {100}
+    assert {len(record) for record in random_records(100, varied=True)} == set(range(80, 101))
 
 
 @pytest.mark.slow

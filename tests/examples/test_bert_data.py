@@ -6,8 +6,8 @@ import pytest
 from examples.bert import text
 from examples.bert.config import PRESETS
 from examples.bert.data import Batches, Reader, open_sequences, unigram_accuracy
-from examples.bert.joining import join, pack
 from examples.bert.make_records import main, read_documents
+from examples.bert.pack_records import join, pack
 from examples.bert.pack_records import main as pack_main
 from examples.bert.sequences import encode_documents, make_sequences
 from examples.bert.wordpiece import SPECIAL, Vocabulary
@@ -16,7 +16,7 @@ from ftmesh.errors import DataError
 
 DOCUMENTS = text.synthetic_documents(60)
 LINES = [line for document in DOCUMENTS for line in document]
-WORDS = Vocabulary.of_words(LINES)
+WORDS = Vocabulary.from_words(LINES)
 SIZES = {"length": 32, "predictions": 5}
 
 
@@ -65,7 +65,7 @@ class TestText:
         assert 300_000 < path.stat().st_size < 500_000
         documents = read_documents(path)
         assert documents == text.synthetic_documents()
-        assert len(Vocabulary.of_words(line for document in documents for line in document)) < 200
+        assert len(Vocabulary.from_words(line for document in documents for line in document)) < 200
         assert documents != text.synthetic_documents(seed=1)
 
     def test_how_to_call_it(self, capsys):
@@ -75,9 +75,9 @@ class TestText:
 
 class TestVocabulary:
     def test_pieces(self, tmp_path):
-        made = Vocabulary.trained(LINES, 120)
+        made = Vocabulary.train(LINES, 120)
         assert len(made) <= 120
-        assert made == Vocabulary.trained(LINES, 120)
+        assert made == Vocabulary.train(LINES, 120)
         pieces = [made.pieces[number] for number in made.encode("Bakery")]
         assert "".join(piece.removeprefix("##") for piece in pieces) == "bakery"
         made.write(tmp_path / "vocab.txt")
@@ -92,7 +92,7 @@ class TestVocabulary:
         with pytest.raises(DataError, match=r"cannot read .*: No such file"):
             Vocabulary.read(tmp_path / "vocab.txt")
         (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\nthe\n")
-        with pytest.raises(DataError, match=r"vocab.txt is no vocabulary: .* lacks \[SEP\]"):
+        with pytest.raises(DataError, match=r"vocab.txt is not a vocabulary: .* lacks \[SEP\]"):
             Vocabulary.read(tmp_path / "vocab.txt")
 
 
@@ -172,7 +172,7 @@ class TestMakeRecords:
             open_sequences(out, split, vocabulary=256, num_sequences=0, **sizes)
             for split in ("train", "validation")
         )
-        assert f"{len(train)} sequences to train on and {len(validation)} for validation" in said
+        assert f"{len(train)} sequences for training and {len(validation)} for validation" in said
         assert len(train) > 10 * len(validation)
         batch, _ = Batches(train, batch=4, num_steps=1, **sizes)[0]
         assert (batch.targets >= 0).any(axis=1).all()
@@ -185,8 +185,8 @@ class TestMakeRecords:
         [
             (["nothing.txt"], "cannot read nothing.txt: No such file", 66),
             (["TEXT", "--every", "100"], "the text has 60 documents", 69),
-            (["TEXT", "--vocab", "BIG"], "has 305 pieces; the preset tiny has room for 256", 69),
-            (["TEXT", "--vocab", "TEXT"], "is no vocabulary", 69),
+            (["TEXT", "--vocab", "BIG"], "has 305 pieces; the preset tiny allows 256", 69),
+            (["TEXT", "--vocab", "TEXT"], "is not a vocabulary", 69),
             (["LINE"], "line 2 of", 69),
             (["WORD"], "a word of more than 1000 characters", 69),
             (["/dev/zero"], "cannot read /dev/zero: it is not a file", 69),
@@ -256,15 +256,15 @@ class TestRecords:
     @pytest.mark.parametrize(
         ("changes", "says"),
         [
-            ({"input_mask": None}, "has 0 numbers in input_mask, and not 8"),
-            ({"masked_lm_ids": [1]}, "has 1 numbers in masked_lm_ids, and not 2"),
+            ({"input_mask": None}, "has 0 numbers in input_mask, not 8"),
+            ({"masked_lm_ids": [1]}, "has 1 numbers in masked_lm_ids, not 2"),
             ({"input_ids": [10] * 8}, "has 10 to 10 in input_ids; the model has 0 to 9"),
             ({"masked_lm_positions": [8, 0]}, "has 0 to 8 in masked_lm_positions"),
             ({"segment_ids": [2] * 8}, "has 2 to 2 in segment_ids"),
             ({"input_mask": [0, 1] * 4}, "has an input_mask that does not number its sequences"),
             ({"input_mask": [1] * 4 + [2] * 4}, "has an input_mask that does not number"),
-            ({"next_sentence_labels": [1, 0]}, "has 2 sequences, and not 1 to 1: say --packed 2"),
-            ({"next_sentence_labels": None}, "has 0 sequences, and not 1 to 1"),
+            ({"next_sentence_labels": [1, 0]}, "has 2 sequences, not 1 to 1: give --packed 2"),
+            ({"next_sentence_labels": None}, "has 0 sequences, not 1 to 1"),
         ],
     )
     def test_other_records(self, tmp_path, changes, says):
@@ -344,7 +344,7 @@ class TestPacking:
         assert "give another folder" in capsys.readouterr().err
 
 
-def test_made_up_sequences():
+def test_synthetic_sequences():
     settings = {**SIZES, "vocabulary": 256}
     train, again, validation = (
         opened(None, split, **settings) for split in ("train", "train", "validation")
@@ -352,8 +352,8 @@ def test_made_up_sequences():
     assert len(train) == 20
     np.testing.assert_array_equal(train.read(7)["input_ids"], again.read(7)["input_ids"])
     assert (train.read(7)["input_ids"] != validation.read(7)["input_ids"]).any()
-    assert train.name(7) == "made-up sequence 7"
-    with pytest.raises(DataError, match=r"made-up text has \d+ words; the model has 99"):
+    assert train.name(7) == "synthetic sequence 7"
+    with pytest.raises(DataError, match=r"synthetic text has \d+ words; the model has 99"):
         opened(None, **{**settings, "vocabulary": 99})
 
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.bert.batch import Batch
+from examples.bert.data import Batch
 from examples.bert.model import Bert, bert_base, bert_large, bert_tiny, init, predict
 from examples.bert.published import from_published, published_name, read_published, to_published
-from examples.bert.steps import losses_of, weights_of
+from examples.bert.trainer import cross_entropies, loss_weights
 from ftmesh.collectives import weighted_sum
 from ftmesh.errors import DataError
 from tests.support import torch_bert as reference
@@ -60,11 +60,11 @@ def flax_results(**options):
             name: reference.weight(name, leaf.shape)
             for name, leaf in jax.eval_shape(to_published, shapes).items()
         }
-        masked, whole = weights_of(batch())
+        masked, whole = loss_weights(batch())
 
         def loss_of(params):
             logits = predict(model, params, *batch()[:4])
-            words, sentences = losses_of(logits, batch())
+            words, sentences = cross_entropies(logits, batch())
             loss = weighted_sum(words, masked) / masked.sum()
             return loss + weighted_sum(sentences, whole) / whole.sum(), logits
 
@@ -240,7 +240,7 @@ def test_arrays_of_another_model(tmp_path, change, says):
     arrays = to_published(tiny_params())
     change(arrays)
     np.savez(tmp_path / "bert.npz", **arrays)
-    with pytest.raises(DataError, match=f"bert.npz: these arrays are not of this model: {says}"):
+    with pytest.raises(DataError, match=f"bert.npz: these arrays do not fit this model: {says}"):
         read_published(tmp_path / "bert.npz", like=shapes_of(bert_tiny()))
 
 

@@ -194,10 +194,10 @@ class TestImages:
             opened(tmp_path / "nowhere")
 
     def test_folders_that_do_not_fit(self, folders):
-        with pytest.raises(DataError, match=r"has 5 folders, a class each; .* only 4 classes"):
+        with pytest.raises(DataError, match=r"has 5 folders, one per class; .* only 4 classes"):
             opened(folders, num_classes=4)
         (folders / "val" / "another").mkdir()
-        with pytest.raises(DataError, match=r"has classes that .*train has not: another"):
+        with pytest.raises(DataError, match=r"has classes missing from .*train: another"):
             opened(folders, "validation")
 
     def test_folders_without_images(self, tmp_path):

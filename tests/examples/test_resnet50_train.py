@@ -21,9 +21,8 @@ from examples.resnet50.config import PRESETS
 from examples.resnet50.data import Batches
 from examples.resnet50.images import open_images
 from examples.resnet50.model import init, normalise
-from examples.resnet50.steps import make_lr_schedule, make_model, make_transformation
 from examples.resnet50.train import main, train
-from examples.resnet50.trainer import resnet50_trainer
+from examples.resnet50.trainer import make_lr_schedule, make_model, make_optimizer, resnet50_trainer
 from ftmesh import FtmeshError, Topology
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.errors import TrainingError
@@ -167,7 +166,7 @@ def test_the_first_update_is_that_of_the_whole_batch_on_one_device(tmp_path):
 
     params = variables["params"]
     grads = jax.grad(loss_of)(params)
-    transformation = make_transformation(config, make_lr_schedule(config))
+    transformation = make_optimizer(config, make_lr_schedule(config))
     updates, _ = transformation.update(grads, transformation.init(params), params)
     plain = 0.0  # the largest gradient of those that have no layerwise rate
     for got, old, update, grad in zip(

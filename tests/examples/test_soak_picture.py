@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from examples.soak.picture import Trained, difference, draw
+from examples.soak.picture import FinishedRun, difference, draw
 from ftmesh.draw.plots import save
 
 
@@ -27,7 +27,7 @@ def trained(folder, *, lost):
         events = [{"event": "failed"}, {"event": "goes on", "seconds": 8.5}]
     for name, each in (("out/metrics.jsonl", lines), ("events.jsonl", events)):
         (folder / name).write_text("".join(f"{json.dumps(line)}\n" for line in each))
-    return Trained(folder)
+    return FinishedRun(folder)
 
 
 def test_the_pause_and_the_chips_are_in_it(tmp_path):

@@ -18,7 +18,7 @@ from examples.common.loop import Job
 from examples.common.reader import Batches
 from examples.common.trainer import StepOptions, make_trainer
 from ftmesh.collectives import BatchShares, weighted_sum
-from ftmesh.distributed.process_group import ALONE
+from ftmesh.elastic.elastic_group import SINGLE_PROCESS
 
 BATCH, SIZE, RATE = 24, 3, 0.25
 CLOSE = 0.02  # an error that counts as none
@@ -65,7 +65,7 @@ def loss_of_rank(parallel: DataParallel, shares: BatchShares, params, stats, bat
     losses = errors(params, batch) ** 2
     num_points = parallel.sum(batch.weights.sum())
     own = batch.weights @ batch.x / jnp.maximum(batch.weights.sum(), 1)
-    return shares.part_of_mean(losses, batch.weights, num_points), {"mean": own}
+    return shares.mean_contribution(losses, batch.weights, num_points), {"mean": own}
 
 
 def count_right_of_rank(params, stats, batch):
@@ -80,11 +80,11 @@ def linear_trainer(
     lr_schedule=lambda step: RATE,
     wire_dtype=None,
     kind=optax.sgd,
-    cluster=ALONE,
+    group=SINGLE_PROCESS,
 ):
     options = options or StepOptions()
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first())
-    parallel = options.data_parallel(topology, types[0], wire_dtype or np.float32, cluster)
+    parallel = options.data_parallel(topology, types[0], wire_dtype or np.float32, group)
     shares = parallel.shares(BATCH)
     one = jax.ShapeDtypeStruct((), np.float32)
     return make_trainer(

@@ -13,7 +13,7 @@ import pytest
 from examples.bert.compile_step import main as compile_bert
 from examples.bert.config import PRESETS as BERT_PRESETS
 from examples.bert.model import init as init_bert
-from examples.bert.steps import make_model as make_bert
+from examples.bert.trainer import make_model as make_bert
 from examples.common.compile_step import StepReport, compile_step
 from examples.common.trainer import StepOptions
 from examples.resnet50.compile_step import main as compile_resnet50

@@ -132,11 +132,11 @@ class TestRanks:
         assert (ranks.num_ranks, ranks.num_live) == (program.num_ranks, len(program.live))
 
     def test_shares_and_groups_of_a_topology(self):
-        assert BatchShares.of(SPLIT_IN_TWO, 12).counts().tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
-        assert BatchShares.of(TWO_ON_A_CHIP, 3).counts().tolist() == [2, 1]
+        assert BatchShares.for_ranks(SPLIT_IN_TWO, 12).counts().tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
+        assert BatchShares.for_ranks(TWO_ON_A_CHIP, 3).counts().tolist() == [2, 1]
         assert ChipGroups.of_size(SPLIT_IN_TWO, 10).ranks == (tuple(range(8)),)
         assert ChipGroups.of_size(TWO_ON_A_CHIP, 1).ranks == ((0, 1),)
-        assert BatchShares.of(Ranks(HOLE, with_idle=True), 12).counts().tolist() == [
+        assert BatchShares.for_ranks(Ranks(HOLE, with_idle=True), 12).counts().tolist() == [
             *(0, 0, 1, 1), *(0, 0, 1, 1), *(1, 1, 1, 1), *(1, 1, 1, 1),
         ]  # fmt: skip
 

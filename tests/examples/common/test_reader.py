@@ -64,7 +64,7 @@ def opened(folder):
 
 def processes(folder, division, batch, *, num_steps=None, with_idle=False):
     """The batches of each process, as `DataParallel.local_rows` has them read."""
-    positions = BatchShares.of(Ranks(TWELVE, with_idle), batch).positions()
+    positions = BatchShares.for_ranks(Ranks(TWELVE, with_idle), batch).positions()
     owners = np.array(DIVISIONS[division])
     if with_idle:  # the devices of failed chips are some process's, too
         owners = np.concatenate([owners, [0, 1, 2, 3]])
@@ -122,7 +122,7 @@ def test_in_evaluation(folder, division, batch, with_idle):
 
 
 def test_rows_stand_where_the_ranks_want_them(folder):
-    positions = BatchShares.of(TWELVE, 17).positions()
+    positions = BatchShares.for_ranks(TWELVE, 17).positions()
     whole = Batches(opened(folder), batch=17, num_steps=3, seed=5)[2][0].numbers
     for each, process in zip(
         processes(folder, "not contiguous", 17, num_steps=3), range(4), strict=True

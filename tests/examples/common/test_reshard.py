@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.elastic.peer_checkpoint import Memory
+from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
 from tests.support.peer_stores import SECRET, running
-from tests.support.shards import sharded_on, state_on, tensors_of
+from tests.support.shards import random_state, sharded_setup, tensor_bytes
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -20,13 +20,13 @@ WAY = ((16, 4), (14, 2), (12, 8), (8, 1), (12, 4), (14, 8), (16, 1), (8, 2), (16
 
 @pytest.fixture(scope="module")
 def meshes(quick_compiler):
-    return {live: sharded_on(failed) for live, failed in MESHES.items()}
+    return {live: sharded_setup(failed) for live, failed in MESHES.items()}
 
 
 @pytest.fixture(scope="module")
 def first(meshes):
-    state, _ = state_on(meshes[16])
-    return state, tensors_of(meshes[16], state)
+    state, _ = random_state(meshes[16])
+    return state, tensor_bytes(meshes[16], state)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def addresses():
 @pytest.fixture
 def in_memory(addresses):
     def store(process, epoch, process_of):
-        return Memory(
+        return PeerCheckpoint(
             addresses,
             host=process % HOSTS,
             secret=SECRET,
@@ -91,7 +91,7 @@ def test_there_and_back(where, meshes, first, request):
         state = restore(store, meshes[then], step)
         for leaf, like in zip(*map(jax.tree.leaves, (state, meshes[then].like)), strict=True):
             assert leaf.sharding == like.sharding
-        assert tensors_of(meshes[then], state) == wanted
+        assert tensor_bytes(meshes[then], state) == wanted
 
 
 @pytest.mark.parametrize("is_as_long", [False, True])
@@ -109,7 +109,7 @@ def test_a_torn_part_is_not_read(meshes, first, in_files, tmp_path, is_as_long):
     with Checkpoints(tmp_path, resume=True, process=0, log=lines.append) as kept:
         step, found = kept.restore({"optimizer": on.like}, layouts=on.layouts)
     assert step == 1
-    assert tensors_of(on, found["optimizer"]) == first[1]
+    assert tensor_bytes(on, found["optimizer"]) == first[1]
     assert [line.split(": ")[0] for line in lines] == [
         f"skipped the checkpoint of step 2 in {tmp_path}"
     ]
