@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.ring_rule import RingRule
 from ftmesh.schedule.schedule import SplitSchedule
-from ftmesh.schedule.transfers import Transfers, Ints, join, make_transfers
+from ftmesh.schedule.transfers import Transfers, Ints, join_transfers, make_transfers
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology
 
@@ -73,7 +73,7 @@ def reduce_scatter_lines(
                 count=size,
             )
         )
-    return join(columns), base + np.arange(length) * count
+    return join_transfers(columns), base + np.arange(length) * count
 
 
 def _per_row(values: ArrayLike, rows: Ints) -> Ints:
@@ -95,7 +95,7 @@ def bidirectional_rings(
     )
     owner = np.empty(len(ways) * live, np.int32)
     for way in ways:
-        owner[way.ends] = way.rings
+        owner[way.owned_chunks] = way.rings
     return mirrored_all_reduce(topology, algorithm, len(owner), [(name, ways)], owner)
 
 

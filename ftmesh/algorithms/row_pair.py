@@ -23,7 +23,7 @@ from ftmesh.algorithms.forwarding import Booking, Piece, book, form_groups
 from ftmesh.algorithms.building_blocks import mirrored_all_reduce, reduce_scatter_lines, reduce_scatter_rings
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
-from ftmesh.schedule.transfers import Transfers, join, make_transfers
+from ftmesh.schedule.transfers import Transfers, join_transfers, make_transfers
 from ftmesh.topology.graph import direction_lanes
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.routing import find_cycle
@@ -146,12 +146,12 @@ def _schedule(topology: Topology, pairs: PairRings) -> Schedule:
         owner[owned] = towers
     if pairs.bookings:
         first.append(_forwarding(topology, pairs, half_chunks))
-        columns = join(first)
+        columns = join_transfers(first)
         first = [columns.replace(lane=direction_lanes(topology, columns.src, columns.dst))]
     name = AXES[pairs.along]
-    halves = [(f"{name}-pair rings", join(first))]
+    halves = [(f"{name}-pair rings", join_transfers(first))]
     if num_rings > 1:
-        halves.append((f"across {name} pairs", join(second)))
+        halves.append((f"across {name} pairs", join_transfers(second)))
     return mirrored_all_reduce(topology, "row_pair", 2 * half_chunks, halves, owner)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from ftmesh.algorithms.building_blocks import mirrored_all_reduce, reduce_scatter_lines, reduce_scatter_rings
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
-from ftmesh.schedule.transfers import Transfers, Ints, join
+from ftmesh.schedule.transfers import Transfers, Ints, join_transfers
 from ftmesh.topology.topology import Topology
 
 
@@ -60,7 +60,7 @@ def build_schedule(topology: Topology) -> Schedule:
             phases[turn].append(columns)
             owned = _from_rows(ends, owned, turn)
         owner[owned] = grid
-    halves = [(_name(orders, turn), join(phase)) for turn, phase in enumerate(phases)]
+    halves = [(_name(orders, turn), join_transfers(phase)) for turn, phase in enumerate(phases)]
     return mirrored_all_reduce(topology, "two_dim", num_chunks, halves, owner)
 
 

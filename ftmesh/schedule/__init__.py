@@ -1,1 +1,1 @@
-"""Schedule: rounds of transfers as plain data; the proof that they are right; files of them."""
+"""Schedules: rounds of transfers as plain data, the proof that they are correct, and files."""

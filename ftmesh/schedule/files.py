@@ -1,10 +1,8 @@
-"""Schedule files: an ``.npz`` of plain integer columns that anyone can replay with NumPy.
+"""Reads and writes schedule files: ``.npz`` with integer columns that NumPy alone can replay.
 
 The columns ``round, lane, src, dst, chunk, count, op`` have one row per transfer, sorted by round,
-with nothing left to expand. Beside them: ``coords`` (rank to coord), ``owner`` (chunk to rank, or
+with all rules written out. Further arrays: ``coords`` (rank to coord), ``owner`` (chunk to rank, or
 -1), ``rounds_in_reduce_scatter``, and ``meta``, a JSON string.
-
-Meta: what a schedule file says in JSON beside its columns, and what is taken of that.
 """
 
 from __future__ import annotations
@@ -25,7 +23,8 @@ from ftmesh.errors import (
     ScheduleFileError,
     ScheduleNotFoundError,
 )
-from ftmesh.files import NotNpzError, Npz, write_atomic
+from ftmesh.files import write_atomic
+from ftmesh.npz import NotNpzError, NpzReader
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
 from ftmesh.schedule.transfers import COLUMN_NAMES, Transfers
@@ -35,47 +34,83 @@ from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes
 
+FORMAT = "ftmesh.schedule/1"
+RENAMED_ALGORITHMS = {"colours": "multi_ring", "line": "chain"}  # old name -> name
 MAX_BYTES = 2**31  # unpacked; a ring through 4,096 chips has half of it
 MAX_META_BYTES = 2**26
-_NUMBERS = (*COLUMN_NAMES, "coords", "owner", "rounds_in_reduce_scatter")
-_ARRAYS = (*_NUMBERS, "meta")
+MAX_MOVES = 2**31 - 1  # chunks moved in all; a file with more is damaged, or an attack
+MAX_NAME_LENGTH = 200  # characters
+_INTEGER_ARRAYS = (*COLUMN_NAMES, "coords", "owner", "rounds_in_reduce_scatter")
+_ARRAYS = (*_INTEGER_ARRAYS, "meta")
+
+MetaRule = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what it must be
 
 
-def dump(schedule: Schedule) -> bytes:
-    """What a file of `schedule` holds."""
+def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Write `schedule` to `path` atomically.
+
+    Raises:
+        ScheduleFileError: if the file cannot be written.
+    """
+    check_schedule(schedule)
+    try:
+        write_atomic(path, [dumps(schedule)])
+    except OSError as error:
+        raise ScheduleFileError(f"cannot write {path}: {error.strerror}") from error
+
+
+def load(path: str | os.PathLike[str] | bytes, *, verify: bool = True) -> Schedule:
+    """Read a schedule file and prove the schedule.
+
+    Args:
+        path: the file, or its bytes.
+        verify: whether to prove the schedule; see `ftmesh.verify`.
+
+    Raises:
+        ScheduleFileError: if the file cannot be read or is not a schedule file.
+        ScheduleError: if its rounds are invalid.
+        VerificationError: if it does not compute the sum.
+    """
+    if not isinstance(path, (str, os.PathLike, bytes)):
+        raise ArgumentError(f"load takes a path or bytes, not {path!r}")
+    try:
+        schedule = _build(_read(path))
+        if verify:
+            _verify(schedule)
+    except FtmeshError as error:
+        name = "the schedule" if isinstance(path, bytes) else path
+        is_usage = error.status == USAGE  # the file is wrong, not the call
+        kind = ScheduleFileError if is_usage else type(error)
+        raise kind(f"{name}: {error}") from error
+    return schedule
+
+
+def dumps(schedule: Schedule) -> bytes:
+    """Return the contents of a schedule file."""
     topology = schedule.topology
     meta: dict[str, Any] = {
         "format": FORMAT,
-        **_written(topology),
+        **_topology_meta(topology),
         "algorithm": schedule.algorithm,
         "num_chunks": schedule.num_chunks,
         "phases": [{"name": p.name, "rounds": p.num_rounds} for p in schedule.phases],
     }
     if isinstance(topology, TiledTopology):
-        meta |= {"tile": topology.tile, "chips": _written(topology.chips)}
+        meta |= {"tile": topology.tile, "chips": _topology_meta(topology.chips)}
     arrays: dict[str, Any] = dict(zip(COLUMN_NAMES, schedule.transfers, strict=True))
     arrays["coords"] = np.array(topology.coords, np.int32)
-    owner, half = np.full(schedule.num_chunks, -1, np.int32), 0
+    owner, rounds = np.full(schedule.num_chunks, -1, np.int32), 0
     if isinstance(schedule, SplitSchedule):
-        owner, half = schedule.owner, schedule.rounds_in_reduce_scatter
+        owner, rounds = schedule.owner, schedule.rounds_in_reduce_scatter
     arrays["owner"] = owner
-    arrays["rounds_in_reduce_scatter"] = np.int32(half)
+    arrays["rounds_in_reduce_scatter"] = np.int32(rounds)
     arrays["meta"] = np.array(json.dumps(meta))
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)
     return file.getvalue()
 
 
-def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write `schedule` to `path`, whole or not at all."""
-    check_schedule(schedule)
-    try:
-        write_atomic(path, [dump(schedule)])
-    except OSError as error:
-        raise ScheduleFileError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _written(topology: Topology) -> dict[str, Any]:
+def _topology_meta(topology: Topology) -> dict[str, Any]:
     return {
         "shape": topology.shape,
         "wrap": topology.wrap,
@@ -85,28 +120,12 @@ def _written(topology: Topology) -> dict[str, Any]:
     }
 
 
-def load(path: str | os.PathLike[str] | bytes, *, verify: bool = True) -> Schedule:
-    """Read a schedule file, or what one holds, and, unless told otherwise, prove it right."""
-    if not isinstance(path, (str, os.PathLike, bytes)):
-        raise ArgumentError(f"a schedule is loaded from a path or from bytes, not from {path!r}")
-    try:
-        arrays = _read(path)
-        schedule = _build(arrays)
-        if verify:
-            _verify(schedule)
-    except FtmeshError as error:
-        name = "the schedule" if isinstance(path, bytes) else path
-        kind = ScheduleFileError if error.status == USAGE else type(error)  # the file's, not ours
-        raise kind(f"{name}: {error}") from error
-    return schedule
-
-
 def _read(path: str | os.PathLike[str] | bytes) -> dict[str, NDArray[Any]]:
     try:
         if not isinstance(path, bytes) and os.path.exists(path) and not os.path.isfile(path):
             raise ScheduleFileError("is a folder" if os.path.isdir(path) else "is not a file")
-        with io.BytesIO(path) if isinstance(path, bytes) else open(path, "rb") as raw:
-            return _unpacked(raw)
+        with io.BytesIO(path) if isinstance(path, bytes) else open(path, "rb") as file:
+            return _unpack(file)
     except FileNotFoundError:
         raise ScheduleNotFoundError("there is no such file") from None
     except ScheduleFileError:
@@ -115,20 +134,20 @@ def _read(path: str | os.PathLike[str] | bytes) -> dict[str, NDArray[Any]]:
         raise ScheduleFileError(f"cannot be read: {error.strerror or error}") from error
     except NotNpzError as error:
         raise ScheduleFileError(
-            f"{error}, and a schedule never is; plan it again with 'ftmesh plan ... --out'"
+            f"{error}, so it is not a schedule file; write one with 'ftmesh plan ... --out'"
         ) from error
-    except Exception as error:  # zip, zlib and NumPy raise many kinds over damaged bytes
-        raise ScheduleFileError(f"is damaged or cut short ({error}); plan it again") from error
+    except Exception as error:  # zip, zlib and NumPy raise many types for damaged bytes
+        raise ScheduleFileError(f"is damaged or truncated ({error}); plan it again") from error
 
 
-def _unpacked(raw: IO[bytes]) -> dict[str, NDArray[Any]]:
-    """The arrays of a file, once their headers tell that they can be those of a schedule."""
-    with Npz(raw) as file:
-        headers = file.headers
+def _unpack(file: IO[bytes]) -> dict[str, NDArray[Any]]:
+    """Return the arrays, after checking from their headers that they can be a schedule."""
+    with NpzReader(file) as npz:
+        headers = npz.headers
         missing = [name for name in _ARRAYS if name not in headers]
         if missing:
             raise ScheduleFileError(f"has no {missing[0]!r}: it is not a schedule file")
-        for name in _NUMBERS:
+        for name in _INTEGER_ARRAYS:
             if headers[name].dtype != np.int32:
                 raise ScheduleFileError(f"column {name!r} is {headers[name].dtype}, not int32")
         if len({headers[name].shape for name in COLUMN_NAMES}) != 1:
@@ -136,37 +155,39 @@ def _unpacked(raw: IO[bytes]) -> dict[str, NDArray[Any]]:
         unpacked = sum(headers[name].num_bytes for name in _ARRAYS)
         if unpacked > MAX_BYTES or headers["meta"].num_bytes > MAX_META_BYTES:
             raise ScheduleFileError(
-                f"would unpack to {format_bytes(unpacked)}, {format_bytes(MAX_META_BYTES)} of them "
-                f"'meta' at most, and {format_bytes(MAX_BYTES)} are taken: it is no schedule file"
+                f"would unpack to {format_bytes(unpacked)}; at most {format_bytes(MAX_BYTES)} are "
+                f"accepted, and {format_bytes(MAX_META_BYTES)} for 'meta'"
             )
-        return {name: file.read(name) for name in _ARRAYS}
+        return {name: npz.read(name) for name in _ARRAYS}
 
 
 def _build(arrays: dict[str, NDArray[Any]]) -> Schedule:
-    meta = read_meta(arrays["meta"])
-    columns = Transfers(*(arrays[name] for name in COLUMN_NAMES))
-    _check_columns(columns, meta["num_chunks"], len(arrays["coords"]))
+    meta = _parse_meta(arrays["meta"])
+    transfers = Transfers(*(arrays[name] for name in COLUMN_NAMES))
+    _check_columns(transfers, meta["num_chunks"], len(arrays["coords"]))
     if arrays["rounds_in_reduce_scatter"].shape != ():
         raise ScheduleFileError("'rounds_in_reduce_scatter' must be a single number")
-    topology = _topology(meta)
+    topology = _build_topology(meta)
     if "tile" in meta:
-        tiles = TiledTopology.from_topology(_topology(checked(meta.get("chips"), MESH)), meta["tile"])
-        if _written(tiles) != _written(topology):
-            raise ScheduleFileError(f"'shape' and what has failed are not those of {tiles}")
+        chips = _build_topology(_check_meta(meta.get("chips"), _TOPOLOGY_RULES))
+        tiles = TiledTopology.from_topology(chips, meta["tile"])
+        if _topology_meta(tiles) != _topology_meta(topology):
+            raise ScheduleFileError(f"'shape' and the failures are not those of {tiles}")
         topology = tiles
     if arrays["coords"].tolist() != [list(coord) for coord in topology.coords]:
         raise ScheduleFileError(
             f"'coords' are not the live chips of {topology} in order, x fastest"
         )
-    half = int(arrays["rounds_in_reduce_scatter"])
-    owner = arrays["owner"]
-    phases = _phases(columns, meta["phases"] or _halves(columns, half))
-    if half == 0 and owner.shape == (meta["num_chunks"],) and (owner == -1).all():
-        return Schedule(topology, meta["algorithm"], meta["num_chunks"], phases)
-    return SplitSchedule(topology, meta["algorithm"], meta["num_chunks"], phases, owner, half)
+    rounds = int(arrays["rounds_in_reduce_scatter"])
+    owner, num_chunks = arrays["owner"], meta["num_chunks"]
+    phases = _build_phases(transfers, meta["phases"] or _default_phases(transfers, rounds))
+    algorithm = RENAMED_ALGORITHMS.get(meta["algorithm"], meta["algorithm"])
+    if rounds == 0 and owner.shape == (num_chunks,) and (owner == -1).all():
+        return Schedule(topology, algorithm, num_chunks, phases)
+    return SplitSchedule(topology, algorithm, num_chunks, phases, owner, rounds)
 
 
-def _topology(meta: dict[str, Any]) -> Topology:
+def _build_topology(meta: dict[str, Any]) -> Topology:
     return Topology(
         shape=parse_shape(meta["shape"]),
         wrap=tuple(meta["wrap"]),
@@ -176,86 +197,86 @@ def _topology(meta: dict[str, Any]) -> Topology:
     )
 
 
-def _check_columns(c: Transfers, num_chunks: int, num_ranks: int) -> None:
-    """Refuse columns that do not fit together, or ask for absurd amounts of work."""
-    lengths = {len(column) for column in c if column.ndim == 1}
-    if len(lengths) != 1 or any(column.ndim != 1 for column in c):
+def _check_columns(transfers: Transfers, num_chunks: int, num_ranks: int) -> None:
+    """Reject columns that do not fit together, or that ask for absurd amounts of work."""
+    t = transfers
+    lengths = {len(column) for column in t if column.ndim == 1}
+    if len(lengths) != 1 or any(column.ndim != 1 for column in t):
         raise ScheduleFileError("the columns differ in length")
     (rows,) = lengths
     if rows == 0:
         raise ScheduleFileError("there are no transfers")
-    if c.round[0] < 0 or (np.diff(c.round) < 0).any():
-        raise ScheduleFileError("the rows are not sorted by round, from 0 on")
-    for name, column in (("rounds", c.round), ("lanes", c.lane)):
+    if t.round[0] < 0 or (np.diff(t.round) < 0).any():
+        raise ScheduleFileError("the rows are not sorted by round, starting at 0")
+    for name, column in (("rounds", t.round), ("lanes", t.lane)):
         if column.max() >= rows:
             raise ScheduleFileError(f"{rows} transfers cannot fill {int(column.max()) + 1} {name}")
-    last = int((c.chunk.astype(np.int64) + c.count).max())
-    if last > num_chunks:
-        raise ScheduleFileError(f"a transfer moves chunk {last - 1} of {num_chunks}")
-    moved = int(c.count.sum(dtype=np.int64))
+    end = int((t.chunk.astype(np.int64) + t.count).max())
+    if end > num_chunks:
+        raise ScheduleFileError(f"a transfer moves chunk {end - 1} of {num_chunks}")
+    moved = int(t.count.sum(dtype=np.int64))
     if moved > MAX_MOVES:
-        raise ScheduleFileError(f"it moves {moved:,} chunks, more than the {MAX_MOVES:,} taken")
+        raise ScheduleFileError(f"it moves {moved:,} chunks; at most {MAX_MOVES:,} are accepted")
     if moved < num_chunks * num_ranks:
         raise ScheduleFileError(
-            f"it moves {moved:,} chunks, and {num_ranks} chips that are to receive each of "
-            f"{num_chunks:,} need {num_chunks * num_ranks:,} or more"
+            f"it moves {moved:,} chunks, but {num_ranks} chips that each receive {num_chunks:,} "
+            f"chunks need {num_chunks * num_ranks:,} or more"
         )
 
 
-def _halves(columns: Transfers, half: int) -> list[dict[str, Any]]:
-    """The phases of a file that does not name any: what comes before `half`, and the rest."""
-    rounds = int(columns.round.max(initial=-1)) + 1
-    parts = [("reduce-scatter", half), ("all-gather" if half else "all-reduce", rounds - half)]
-    return [{"name": name, "rounds": count} for name, count in parts if count]
+def _default_phases(transfers: Transfers, rounds_in_reduce_scatter: int) -> list[dict[str, Any]]:
+    """The phases of a file that does not list any."""
+    num_rounds = int(transfers.round.max(initial=-1)) + 1
+    last = "all-gather" if rounds_in_reduce_scatter else "all-reduce"
+    parts = [
+        ("reduce-scatter", rounds_in_reduce_scatter),
+        (last, num_rounds - rounds_in_reduce_scatter),
+    ]
+    return [{"name": name, "rounds": rounds} for name, rounds in parts if rounds]
 
 
-def _phases(columns: Transfers, named: list[dict[str, Any]]) -> tuple[Phase, ...]:
+def _build_phases(transfers: Transfers, entries: list[dict[str, Any]]) -> tuple[Phase, ...]:
     phases, start = [], 0
-    for entry in named:
+    for entry in entries:
         stop = start + entry["rounds"]
-        low, high = np.searchsorted(columns.round, [start, stop])
+        low, high = np.searchsorted(transfers.round, [start, stop])
         if low == high:
             raise ScheduleFileError(f"phase {entry['name']!r} has no transfers")
-        phase = Phase(entry["name"], columns.take(slice(low, high)).shifted(rounds=-start))
+        phase = Phase(entry["name"], transfers.take(slice(low, high)).shifted(rounds=-start))
         if phase.num_rounds != stop - start:
             raise ScheduleFileError(
                 f"round {stop - 1}, the last of {phase.name!r}, has no transfer"
             )
         phases.append(phase)
         start = stop
-    if start != int(columns.round.max(initial=-1)) + 1:
-        raise ScheduleFileError(f"the phases named in 'meta' end at round {start}, the rows do not")
+    if start != int(transfers.round.max(initial=-1)) + 1:
+        raise ScheduleFileError(f"the phases in 'meta' end at round {start}, the rows do not")
     return tuple(phases)
 
 
-FORMAT = "ftmesh.schedule/1"
-MAX_MOVES = 2**31 - 1  # chunks moved in all; more is a damaged file, or an attack
-LONGEST_NAME = 200  # characters
-
-Form = tuple[Callable[[Any], bool], str]  # whether a value has it, and what it is called
-
-
-def read_meta(array: NDArray[Any]) -> dict[str, Any]:
-    """What the array `meta` says, every entry of the form that it must have."""
+def _parse_meta(array: NDArray[Any]) -> dict[str, Any]:
+    """Return the array `meta` parsed and checked."""
     try:
         meta = json.loads(str(array))
     except (ValueError, RecursionError) as error:
         raise ScheduleFileError(f"'meta' is not JSON: {error}") from error
-    found = meta.get("format") if isinstance(meta, dict) else None
-    if found != FORMAT:
-        raise ScheduleFileError(f"is of format {found!r}; this ftmesh reads {FORMAT!r}")
-    return checked({"phases": [], **meta}, MESH | _SCHEDULE)
+    version = meta.get("format") if isinstance(meta, dict) else None
+    if version != FORMAT:
+        raise ScheduleFileError(f"has format {version!r}; this ftmesh reads {FORMAT!r}")
+    return _check_meta({"phases": [], **meta}, _TOPOLOGY_RULES | _SCHEDULE_RULES)
 
 
-def checked(meta: Any, wanted: dict[str, Form]) -> dict[str, Any]:
-    """`meta` with every entry that is `wanted`, of the form that it must have."""
-    found = {"devices_per_chip": 1, **(meta if isinstance(meta, dict) else {})}
-    for key, (fits, form) in wanted.items():
-        if key not in found:
+def _check_meta(meta: Any, rules: dict[str, MetaRule]) -> dict[str, Any]:
+    """Return `meta` with defaults, after checking the entries in `rules`."""
+    checked = {"devices_per_chip": 1, **(meta if isinstance(meta, dict) else {})}
+    for key, (is_valid, expected) in rules.items():
+        if key not in checked:
             raise ScheduleFileError(f"'meta' has no {key!r}")
-        if not fits(found[key]):
-            raise ScheduleFileError(f"'meta' has {key} {found[key]!r:.60}, which is not {form}")
-    return found
+        if not is_valid(checked[key]):
+            raise ScheduleFileError(
+                f"'meta' has {key} {checked[key]!r:.60}, which is not {expected}"
+            )
+    return checked
 
 
 def _is_count(value: Any) -> bool:
@@ -267,8 +288,8 @@ def _is_coord(value: Any) -> bool:
 
 
 def _is_name(value: Any) -> bool:
-    """What is printed as it is; a terminal may obey other characters."""
-    return isinstance(value, str) and value.isprintable() and len(value) <= LONGEST_NAME
+    """Names are printed, and a terminal may obey unprintable characters."""
+    return isinstance(value, str) and value.isprintable() and len(value) <= MAX_NAME_LENGTH
 
 
 def _is_phase(value: Any) -> bool:
@@ -277,11 +298,11 @@ def _is_phase(value: Any) -> bool:
     )
 
 
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
+def _list_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_valid, value))
 
 
-MESH: dict[str, Form] = {
+_TOPOLOGY_RULES: dict[str, MetaRule] = {
     "shape": (lambda v: _list_of(_is_count)(v) and len(v) > 0, "a list of sizes"),
     "wrap": (_list_of(lambda v: isinstance(v, bool)), "a list of true and false"),
     "failed": (_list_of(_is_coord), "a list of coords"),
@@ -291,7 +312,7 @@ MESH: dict[str, Form] = {
     ),
     "devices_per_chip": (lambda v: type(v) is int and v in (1, 2), "1 or 2"),
 }
-_SCHEDULE: dict[str, Form] = {
+_SCHEDULE_RULES: dict[str, MetaRule] = {
     "algorithm": (_is_name, "a name of printable characters"),
     "num_chunks": (_is_count, "a number of chunks"),
     "phases": (_list_of(_is_phase), "a list of names and numbers of rounds"),

@@ -1,7 +1,7 @@
-"""RankSchedule: phases and who plays them, whoever that is: what proofs are about.
+"""What is proved: phases over ranks, and the sums they must produce.
 
-The players of a schedule are the chips of its topology; those of a lowered program are devices, of
-which some may be idle.
+The ranks of a schedule are the chips of its topology. The ranks of a lowered program are devices,
+of which some may be idle. Both are proved as a `RankSchedule`.
 """
 
 from __future__ import annotations
@@ -14,93 +14,105 @@ import numpy as np
 
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
-from ftmesh.schedule.transfers import Transfers, Ints
+from ftmesh.schedule.transfers import Ints, Transfers
 
 
-class Rounds(Protocol):
-    """Consecutive rounds: a `Phase`, or what says the same of itself."""
+class PhaseLike(Protocol):
+    """The part of `Phase` that proofs read."""
 
     @property
     def name(self) -> str:
-        """What they are for."""
+        """What the phase does."""
 
     @property
     def num_rounds(self) -> int:
-        """How many there are."""
+        """Number of rounds."""
 
     def rounds(self) -> Iterator[Transfers]:
-        """The transfers of each round in turn."""
+        """Yield the transfers of each round in turn."""
 
     def transfers_of_chunk(self, chunk: int) -> Transfers:
-        """The transfers that move `chunk`, in a row each."""
+        """Return the transfers that move `chunk`."""
 
 
-R = TypeVar("R", bound=Rounds, covariant=True)
+P = TypeVar("P", bound=PhaseLike, covariant=True)
 
 
 @dataclass(frozen=True, eq=False)
-class RankSchedule(Generic[R]):
-    """Phases over ranks, and what they are to achieve.
+class RankSchedule(Generic[P]):
+    """Phases over ranks, and what they must achieve.
 
-    Every chunk of every rank is to end as the sum of what the `contributors` begin with. Where
-    there are halves, that sum is at the chunk's `owner` after the first `num_reduce_scatter_phases` phases.
+    Every chunk of every rank must end as the sum of what the `contributors` start with. If there is
+    a reduce-scatter, that sum is at the chunk's `owner` when it ends.
+
+    Args:
+        num_chunks: chunks of the payload.
+        phases: the phases, in order.
+        names: the name of each rank in messages.
+        contributors: the ranks whose values are summed.
+        num_reduce_scatter_phases: how many phases the reduce-scatter has; 0 if there is none.
+        owner: for each chunk, the rank that owns it; None if there is no reduce-scatter.
     """
 
     num_chunks: int
-    phases: tuple[R, ...]
-    names: tuple[str, ...]  # of the ranks, as errors call them
+    phases: tuple[P, ...]
+    names: tuple[str, ...]
     contributors: Ints
     num_reduce_scatter_phases: int = 0
     owner: Ints | None = None
 
     @staticmethod
     def from_schedule(schedule: Schedule) -> RankSchedule[Phase]:
-        """The script of a schedule, played by its live chips."""
+        """Return the phases of `schedule` over its live chips."""
         topology = schedule.topology
         names = tuple(f"{topology.noun} {coord}" for coord in topology.coords)
         everyone = np.arange(len(names), dtype=np.int32)
-        bare = RankSchedule(schedule.num_chunks, schedule.phases, names, everyone)
+        ranks = RankSchedule(schedule.num_chunks, schedule.phases, names, everyone)
         if not isinstance(schedule, SplitSchedule):
-            return bare
-        return replace(bare, num_reduce_scatter_phases=len(schedule.reduce_scatter), owner=schedule.owner)
+            return ranks
+        return replace(
+            ranks,
+            num_reduce_scatter_phases=len(schedule.reduce_scatter),
+            owner=schedule.owner,
+        )
 
     @property
     def num_ranks(self) -> int:
-        """Players."""
+        """Number of ranks, idle ones included."""
         return len(self.names)
 
     @property
-    def reduce_scatter(self) -> tuple[R, ...]:
-        """The phases of the first half; none where there are no halves."""
+    def reduce_scatter(self) -> tuple[P, ...]:
+        """The phases of the reduce-scatter; none if there is no reduce-scatter."""
         return self.phases[: self.num_reduce_scatter_phases]
 
     @property
-    def all_gather(self) -> tuple[R, ...]:
-        """The phases of the second half, or all."""
+    def all_gather(self) -> tuple[P, ...]:
+        """The phases of the all-gather; all phases if there is no reduce-scatter."""
         return self.phases[self.num_reduce_scatter_phases :]
 
     @property
     def rounds_in_reduce_scatter(self) -> int:
-        """Rounds of the first half."""
+        """Rounds of the reduce-scatter."""
         return sum(phase.num_rounds for phase in self.reduce_scatter)
 
-    def place_of(self, now: int) -> str:
-        """A round and its phase, in words."""
+    def describe_round(self, index: int) -> str:
+        """Return ``"round 3 (name of its phase)"``."""
         start = 0
         for phase in self.phases:
-            if now < start + phase.num_rounds:
-                return f"round {now} ({phase.name})"
+            if index < start + phase.num_rounds:
+                return f"round {index} ({phase.name})"
             start += phase.num_rounds
-        return f"round {now}"
+        return f"round {index}"
 
-    def transfers_of_chunk(self, chunk: int) -> Iterator[tuple[int, Transfers]]:
-        """The rounds in which `chunk` moves, and what moves it."""
+    def rounds_of_chunk(self, chunk: int) -> Iterator[tuple[int, Transfers]]:
+        """Yield the rounds that move `chunk`: the index, and the transfers that move it."""
         start = 0
         for phase in self.phases:
-            c = phase.transfers_of_chunk(chunk)
-            for now in np.unique(c.round).tolist():
-                yield start + now, c.take(c.round == now)
+            transfers = phase.transfers_of_chunk(chunk)
+            for index in np.unique(transfers.round).tolist():
+                yield start + index, transfers.take(transfers.round == index)
             start += phase.num_rounds
 
 
-AnyRankSchedule = RankSchedule[Any]  # for those who only look at rounds
+AnyRankSchedule = RankSchedule[Any]  # for functions that only read rounds

@@ -1,6 +1,6 @@
-"""Replay one chunk with whole numbers, and tell what became of each contribution.
+"""Replays one chunk with integer counts, and explains what happened to each contribution.
 
-Slow and exact: proofs call it for the chunks in which something looks wrong.
+Slow and exact. Proofs call it for chunks that look wrong, to write the error message.
 """
 
 from __future__ import annotations
@@ -13,110 +13,115 @@ from numpy.typing import NDArray
 from ftmesh.schedule.rank_schedule import AnyRankSchedule
 from ftmesh.schedule.transfers import ADD
 
-MANY = 2**31  # counts stop here: a contribution that is there so often never becomes right again
+MAX_COUNT = 2**31  # counts saturate here, far from 1
 
 Move = tuple[int, int, int]  # round, source, destination
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What every rank holds of one chunk after some rounds, and how it came about.
+    """What every rank holds of one chunk after some rounds.
 
-    ``counts[r, s]`` says how many times rank r holds the contribution of rank s.
+    Attributes:
+        counts: ``counts[r, s]`` is how often rank r holds the contribution of rank s.
+        last_move: contribution -> the last move that brought it to a new rank.
+        first_double: contribution -> the move that first made a count exceed 1.
     """
 
-    script: AnyRankSchedule
+    ranks: AnyRankSchedule
     chunk: int
     num_rounds: int
     counts: NDArray[np.int64]
-    travelled: dict[int, Move]  # contribution -> its last move
-    doubled: dict[int, Move]  # contribution -> the move that first doubled it
+    last_move: dict[int, Move]
+    first_double: dict[int, Move]
 
-    def complaint(self, rank: int) -> str | None:
-        """What is wrong with the sum at `rank`; None where each contribution is there once."""
-        names, expected = self.script.names, self.script.contributors
-        found = self.counts[rank, expected]
-        stray = np.setdiff1d(np.flatnonzero(self.counts[rank]), expected)
-        if (found == 1).all() and not len(stray):
+    def error_at(self, rank: int) -> str | None:
+        """Return what is wrong with the sum at `rank`; None if it has each contribution once."""
+        names, expected = self.ranks.names, self.ranks.contributors
+        counts = self.counts[rank, expected]
+        idle = np.setdiff1d(np.flatnonzero(self.counts[rank]), expected)
+        if (counts == 1).all() and not len(idle):
             return None
-        says = (
+        problems = []
+        if len(idle):
+            problems.append(f"the initial value of the idle {names[idle[0]]}")
+        doubled = expected[counts > 1].tolist()
+        if doubled:
+            worst = min(doubled, key=lambda s: self.first_double[s])
+            problems.append(
+                f"{len(doubled)} more than once, such as {names[worst]}'s "
+                f"{self.counts[rank, worst]} times "
+                f"(first doubled {self._describe(self.first_double[worst])})"
+            )
+        missing = expected[counts == 0].tolist()
+        if missing:
+            nearest = max(missing, key=lambda s: self.last_move.get(s, (-1, 0, 0)))
+            if nearest in self.last_move:
+                history = f"which last moved {self._describe(self.last_move[nearest])}"
+            else:
+                history = "which never left it"
+            problems.append(f"{len(missing)} missing, such as {names[nearest]}'s, {history}")
+        return (
             f"after round {self.num_rounds - 1}, chunk {self.chunk} at {names[rank]}: "
             f"expected each of {len(expected)} contributions exactly once, found "
+            + "; ".join(problems)
         )
-        parts = []
-        if len(stray):
-            parts.append(f"what the idle {names[stray[0]]} began with")
-        often = expected[found > 1].tolist()
-        if often:
-            worst = min(often, key=lambda s: self.doubled[s])
-            times = self.counts[rank, worst]
-            parts.append(
-                f"{len(often)} too often, such as {names[worst]}'s {times} times "
-                f"(first doubled {self._move(self.doubled[worst])})"
-            )
-        missing = expected[found == 0].tolist()
-        if missing:
-            nearest = max(missing, key=lambda s: self.travelled.get(s, (-1, 0, 0)))
-            if nearest in self.travelled:
-                how = f"which last travelled {self._move(self.travelled[nearest])}"
-            else:
-                how = "which never left it"
-            parts.append(f"{len(missing)} missing, such as {names[nearest]}'s, {how}")
-        return says + "; ".join(parts)
 
-    def _move(self, move: Move) -> str:
-        now, src, dst = move
-        return f"in round {now}, {self.script.names[src]} to {self.script.names[dst]}"
+    def _describe(self, move: Move) -> str:
+        index, src, dst = move
+        return f"in round {index}, {self.ranks.names[src]} to {self.ranks.names[dst]}"
 
 
-def replay(script: AnyRankSchedule, chunk: int, num_rounds: int) -> Replay:
+def replay(ranks: AnyRankSchedule, chunk: int, num_rounds: int) -> Replay:
     """Run the first `num_rounds` rounds for `chunk` alone."""
-    counts = np.eye(script.num_ranks, dtype=np.int64)
-    travelled: dict[int, Move] = {}
-    doubled: dict[int, Move] = {}
-    for now, this in script.transfers_of_chunk(chunk):
-        if now >= num_rounds:
+    counts = np.eye(ranks.num_ranks, dtype=np.int64)
+    last_move: dict[int, Move] = {}
+    first_double: dict[int, Move] = {}
+    for index, transfers in ranks.rounds_of_chunk(chunk):
+        if index >= num_rounds:
             break
-        read = counts[this.src]
-        for src, dst, op, value in zip(this.src, this.dst, this.op, read, strict=True):
+        read = counts[transfers.src]
+        for src, dst, op, value in zip(
+            transfers.src, transfers.dst, transfers.op, read, strict=True
+        ):
             before = counts[dst].copy()
-            counts[dst] = np.minimum(before + value, MANY) if op == ADD else value
-            move = (now, int(src), int(dst))
+            counts[dst] = np.minimum(before + value, MAX_COUNT) if op == ADD else value
+            move = (index, int(src), int(dst))
             for s in np.flatnonzero((before == 0) & (counts[dst] > 0)):
-                travelled[int(s)] = move
+                last_move[int(s)] = move
             for s in np.flatnonzero((counts[dst] > 1) & (counts[dst] > before)):
-                doubled.setdefault(int(s), move)
-    return Replay(script, chunk, num_rounds, counts, travelled, doubled)
+                first_double.setdefault(int(s), move)
+    return Replay(ranks, chunk, num_rounds, counts, last_move, first_double)
 
 
-def all_gather_error(script: AnyRankSchedule, chunk: int) -> str:
-    """Why the second half alone does not take `chunk` from its owner to every rank."""
-    assert script.owner is not None
-    owner = int(script.owner[chunk])
-    holds, spoilt = {owner}, {}
-    for now, this in script.transfers_of_chunk(chunk):
-        if now < script.rounds_in_reduce_scatter:
+def all_gather_error(ranks: AnyRankSchedule, chunk: int) -> str:
+    """Explain why the all-gather alone does not bring `chunk` from its owner to every rank."""
+    assert ranks.owner is not None
+    names, owner = ranks.names, int(ranks.owner[chunk])
+    holders, overwritten = {owner}, {}
+    for index, transfers in ranks.rounds_of_chunk(chunk):
+        if index < ranks.rounds_in_reduce_scatter:
             continue
-        held = frozenset(holds)
-        for src, dst, op in zip(*(c.tolist() for c in (this.src, this.dst, this.op)), strict=True):
-            if op != ADD and src in held:
-                holds.add(dst)
+        before = frozenset(holders)
+        columns = (transfers.src, transfers.dst, transfers.op)
+        for src, dst, op in zip(*(column.tolist() for column in columns), strict=True):
+            if op != ADD and src in before:
+                holders.add(dst)
             else:
-                holds.discard(dst)
-                spoilt[dst] = (now, src, dst, op)
-    rank = min(set(range(script.num_ranks)) - holds)
-    says = (
-        f"the all-gather half alone does not bring chunk {chunk} to {script.names[rank]}: it "
-        f"begins with that chunk at its owner, {script.names[owner]}, and with anything elsewhere; "
-        "expected copies of it at every rank, found "
+                holders.discard(dst)
+                overwritten[dst] = (index, src, dst, op)
+    rank = min(set(range(ranks.num_ranks)) - holders)
+    expected = (
+        f"the all-gather alone does not bring chunk {chunk} to {names[rank]}: it starts with the "
+        f"chunk at its owner, {names[owner]}, and any value elsewhere; expected copies at every "
+        "rank, found "
     )
-    if rank not in spoilt:
-        return says + "none there"
-    now, src, dst, op = spoilt[rank]
+    if rank not in overwritten:
+        return expected + "none there"
+    index, src, dst, op = overwritten[rank]
     seen = {rank}
-    while src in spoilt and spoilt[src][0] < now and src not in seen:  # back to the first fault
-        seen.add(src)
-        now, src, dst, op = spoilt[src]
-    verb = "adds to what is there" if op == ADD else "sends what it does not hold"
-    to = script.names[dst]
-    return f"{says}that in {script.place_of(now)} {script.names[src]} {verb}, to {to}"
+    while src in overwritten and overwritten[src][0] < index and src not in seen:
+        seen.add(src)  # go back to the first fault
+        index, src, dst, op = overwritten[src]
+    verb = "adds to what is there" if op == ADD else "sends a value it does not hold"
+    return f"{expected}that in {ranks.describe_round(index)} {names[src]} {verb}, to {names[dst]}"

@@ -1,7 +1,7 @@
-"""RingRule: chunks going round rings, kept as a rule and not as rows.
+"""Reduce-scatter and all-gather along rings, kept as a rule instead of rows.
 
-A ring of N chips has N - 1 rounds of N transfers. Written out they grow with the square of the
-mesh; the rule is one row of ranks. Rows are made when somebody asks, a round at a time or all.
+A ring of N chips has N - 1 rounds of N transfers. Written out, they grow with the square of the
+mesh; the rule is one row of ranks. Rows are made on demand, one round at a time or all.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from functools import cached_property
 
 import numpy as np
 
-from ftmesh.schedule.transfers import ADD, COPY, Transfers, Ints, make_transfers
+from ftmesh.schedule.transfers import ADD, COPY, Ints, Transfers, make_transfers
 
 
 @dataclass(frozen=True, eq=False)
 class RingRule:
-    """Rings of equal length in lockstep: in round s, place p passes on piece p - s, for adding.
+    """Rings of equal length in lockstep: in round s, slot p sends piece p - s, which is added.
 
-    ``rings[j, p]`` is the rank at place p of ring j, which works on the pieces of `count` chunks
-    from ``first_chunk[j]`` on, as many as it has places. With `mirrored` it all runs backwards in
-    time: results are copied the other way round, the last addition first.
+    Args:
+        rings: ``rings[j, p]`` is the rank in slot p of ring j.
+        first_chunk: the first chunk of each ring, which has as many pieces as slots.
+        lane: the lane of all its transfers.
+        count: chunks in a piece.
+        mirrored: run backwards in time: results are copied the other way, last addition first.
     """
 
     rings: Ints
@@ -34,18 +37,18 @@ class RingRule:
             values.flags.writeable = False
 
     @property
-    def num_places(self) -> int:
-        """Places in a ring, and pieces that go round it."""
+    def length(self) -> int:
+        """Slots in a ring, which is also the number of pieces."""
         return int(self.rings.shape[1])
 
     @property
     def num_rounds(self) -> int:
-        """Rounds until every piece has been at every place."""
-        return self.num_places - 1
+        """Rounds until every piece has visited every slot."""
+        return self.length - 1
 
     @property
     def op(self) -> int:
-        """What is done with what arrives."""
+        """`ADD`, or `COPY` if mirrored."""
         return COPY if self.mirrored else ADD
 
     @cached_property
@@ -55,39 +58,39 @@ class RingRule:
 
     @cached_property
     def dst(self) -> Ints:
-        """Whom each sends to."""
+        """The receiver of each of `src`."""
         return (self.rings if self.mirrored else self._next).ravel()
 
     @cached_property
     def _next(self) -> Ints:
         return np.roll(self.rings, -1, axis=1)
 
-    def chunks(self, now: int) -> Ints:
-        """The first chunk that each of `src` sends in round `now`."""
-        step = self.num_rounds - 1 - now if self.mirrored else now
-        place = np.arange(self.num_places, dtype=np.int32)
-        piece = (place - step) % self.num_places * self.count
+    @property
+    def owned_chunks(self) -> Ints:
+        """The first chunk that each slot ends with complete, shaped like `rings`."""
+        slot = np.arange(1, self.length + 1, dtype=np.int32)
+        piece = slot % self.length * self.count
+        return (self.first_chunk[:, None] + piece).astype(np.int32)
+
+    def chunks_in_round(self, index: int) -> Ints:
+        """Return the first chunk that each of `src` sends in round `index`."""
+        step = self.num_rounds - 1 - index if self.mirrored else index
+        slot = np.arange(self.length, dtype=np.int32)
+        piece = (slot - step) % self.length * self.count
         return (self.first_chunk[:, None] + piece).astype(np.int32).ravel()
 
-    def at(self, now: int) -> Transfers:
-        """The transfers of round `now`."""
+    def transfers_in_round(self, index: int) -> Transfers:
+        """Return the transfers of round `index`."""
         return make_transfers(
-            round=now,
+            round=index,
             lane=self.lane,
             src=self.src,
             dst=self.dst,
-            chunk=self.chunks(now),
+            chunk=self.chunks_in_round(index),
             count=self.count,
             op=self.op,
         )
 
-    @property
-    def ends(self) -> Ints:
-        """The first chunk of the piece that each place ends with complete, shaped like `rings`."""
-        place = np.arange(1, self.num_places + 1, dtype=np.int32)
-        piece = place % self.num_places * self.count
-        return (self.first_chunk[:, None] + piece).astype(np.int32)
-
     def mirror(self) -> RingRule:
-        """The same backwards in time."""
+        """Return the same rings backwards in time."""
         return replace(self, mirrored=not self.mirrored)

@@ -1,27 +1,24 @@
-"""Schedule: phases for one topology; with halves, where it has them.
+"""Schedules: the phases of an all-reduce on one topology.
 
-A `Schedule` is an all-reduce. A `SplitSchedule` is one that comes in two halves, so that it can be
-run as a reduce-scatter or as an all-gather too: those who need halves ask for that type.
-
-On chips: a phase over tiles as what the chips of those tiles do, all positions at once.
-
-Depth: the longest chain of additions, because a 16-bit partial sum is rounded at each.
+A `Schedule` is an all-reduce. A `SplitSchedule` consists of a reduce-scatter and an all-gather, so
+it can be run as either of these too.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 
 from ftmesh.errors import ArgumentError, ScheduleError
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.ring_rule import RingRule
-from ftmesh.schedule.transfers import ADD, Transfers, Ints, join, cell_moves, lane_slices
-from ftmesh.topology.routing import Route, together
+from ftmesh.schedule.transfers import ADD, Ints, Transfers, cell_moves, join_transfers, lane_slices
+from ftmesh.topology.routing import Route, deadlock_free_routes
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Link, Topology
 from ftmesh.units import format_bytes
@@ -29,7 +26,14 @@ from ftmesh.units import format_bytes
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Phases for one topology: what every planner returns and everything else reads."""
+    """An all-reduce as phases for one topology: what an algorithm builds.
+
+    Args:
+        topology: the chips; ranks are its live chips (or tiles).
+        algorithm: name of the algorithm that built it.
+        num_chunks: equal parts that the payload is cut into.
+        phases: the phases, in order.
+    """
 
     topology: Topology
     algorithm: str
@@ -40,7 +44,7 @@ class Schedule:
         if not self.phases:
             raise ScheduleError("a schedule needs at least one phase")
         for phase in self.phases:
-            rank, last = phase.most
+            rank, last = phase.extent
             if rank >= self.topology.num_live:
                 raise ScheduleError(
                     f"phase {phase.name!r} names rank {rank}, but {self.topology} has ranks 0 to "
@@ -54,29 +58,28 @@ class Schedule:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds in all phases together."""
+        """Number of rounds of all phases."""
         return sum(phase.num_rounds for phase in self.phases)
 
     @property
     def num_bytes(self) -> int:
-        """What it takes of memory: of its rows, where phases are not rules."""
-        rows = (phase.content for phase in self.phases if isinstance(phase.content, Transfers))
-        return sum(column.nbytes for columns in rows for column in columns)
+        """Memory of the transfers, not counting phases that are rules."""
+        contents = (phase.content for phase in self.phases)
+        transfers = (content for content in contents if isinstance(content, Transfers))
+        return sum(column.nbytes for columns in transfers for column in columns)
 
     @cached_property
     def transfers(self) -> Transfers:
-        """Every transfer, with rounds numbered through from the first phase to the last."""
+        """Every transfer, with rounds numbered through all phases."""
         parts, start = [], 0
         for phase in self.phases:
             parts.append(phase.transfers.shifted(rounds=start))
             start += phase.num_rounds
-        return join(parts)
+        return join_transfers(parts)
 
     @cached_property
     def on_chips(self) -> Schedule:
-        """What the chips do, on the links that there are: this, or where a rank is a tile, each
-        position's part of it, all at once.
-        """
+        """The schedule of the chips: this one, or if ranks are tiles, that of all positions."""
         tiles = self.topology
         if not isinstance(tiles, TiledTopology):
             return self
@@ -84,32 +87,32 @@ class Schedule:
             topology=tiles.chips,
             algorithm=self.algorithm,
             num_chunks=self.num_chunks * tiles.chips.devices_per_chip,
-            phases=tuple(on_chips(phase, tiles, self.num_chunks) for phase in self.phases),
+            phases=tuple(phase_on_chips(phase, tiles, self.num_chunks) for phase in self.phases),
         )
 
     @cached_property
     def routes(self) -> dict[tuple[int, int], Route]:
-        """The route of every pair of ranks that exchanges something, around the damage."""
+        """The route, around failures, of every pair of ranks with a transfer."""
         coords = self.topology.coords
         pairs = sorted({pair for phase in self.phases for pair in phase.pairs})
-        found = together(self.topology, ((coords[s], coords[d]) for s, d in pairs))
-        return dict(zip(pairs, found, strict=True))
+        routes = deadlock_free_routes(self.topology, ((coords[s], coords[d]) for s, d in pairs))
+        return dict(zip(pairs, routes, strict=True))
 
     @property
     def is_neighbour_only(self) -> bool:
-        """Whether every transfer is a single hop, so that no router decides anything."""
+        """Whether every transfer is a single hop, so that routing does not matter."""
         return all(len(route) == 2 for route in self.on_chips.routes.values())
 
     @cached_property
     def depth(self) -> int:
-        """The longest chain of additions that a value goes through: each may round it."""
+        """The longest chain of additions that a value goes through; each may round it."""
         return addition_depth(self.phases, self.topology.num_live, self.num_chunks)
 
     def link_loads(self, phase: Phase) -> dict[Link, int]:
-        """Chunks that cross each directed link between chips during `phase`."""
+        """Return the number of chunks that cross each directed link of chips during `phase`."""
         chips, tiles = self.on_chips, self.topology
         if isinstance(tiles, TiledTopology):
-            phase = on_chips(phase, tiles, self.num_chunks)
+            phase = phase_on_chips(phase, tiles, self.num_chunks)
         loads: dict[Link, int] = {}
         for pair, total in phase.traffic.items():
             for link in pairwise(chips.routes[pair]):
@@ -117,7 +120,11 @@ class Schedule:
         return loads
 
     def describe(self, payload_bytes: int | None = None) -> str:
-        """A line per phase; `payload_bytes` turns shares of the payload into bytes."""
+        """Return a summary with one line per phase.
+
+        Args:
+            payload_bytes: report link loads in bytes of this payload instead of as shares.
+        """
         hops = "neighbour-only" if self.is_neighbour_only else "with multi-hop routes"
         lines = [
             f"{self.algorithm} on {self.topology}: {self.topology.num_live} live "
@@ -137,7 +144,7 @@ class Schedule:
         return "\n".join(lines)
 
     def describe_round(self, index: int) -> str:
-        """Every transfer of round `index`, counted from the schedule's start."""
+        """Return the transfers of round `index`, counted from the start of the schedule."""
         if not 0 <= index < self.num_rounds:
             raise ScheduleError(
                 f"round {index} does not exist: rounds are 0 to {self.num_rounds - 1}"
@@ -147,12 +154,12 @@ class Schedule:
             if index < start + phase.num_rounds:
                 break
             start += phase.num_rounds
-        c = next(now for at, now in enumerate(phase.rounds()) if at == index - start)
-        lines = [f"round {index} ({phase.name}), {len(c.src)} transfers"]
-        for _, lane, src, dst, chunk, count, op in zip(*c, strict=True):
+        transfers = next(itertools.islice(phase.rounds(), index - start, None))
+        lines = [f"round {index} ({phase.name}), {len(transfers)} transfers"]
+        for _, lane, src, dst, chunk, count, op in zip(*transfers, strict=True):
             a, b = self.topology.coords[src], self.topology.coords[dst]
-            what = f"chunk {chunk}" if count == 1 else f"chunks {chunk}-{chunk + count - 1}"
-            lines.append(f"  lane {lane}: {a} -> {b}  {('add', 'copy')[op]} {what}")
+            chunks = f"chunk {chunk}" if count == 1 else f"chunks {chunk}-{chunk + count - 1}"
+            lines.append(f"  lane {lane}: {a} -> {b}  {('add', 'copy')[op]} {chunks}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -179,10 +186,11 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SplitSchedule(Schedule):
-    """A reduce-scatter, and an all-gather behind it; the two meet where a phase ends.
+    """An all-reduce that consists of a reduce-scatter and an all-gather.
 
-    `owner[c]` is the rank that holds chunk c complete after the first `rounds_in_reduce_scatter`
-    rounds, and that the rest of the rounds take it from.
+    Args:
+        owner: for each chunk, the rank that holds its sum after the reduce-scatter.
+        rounds_in_reduce_scatter: rounds of the reduce-scatter. A phase must end there.
     """
 
     owner: Ints
@@ -194,26 +202,26 @@ class SplitSchedule(Schedule):
         ends = np.cumsum([phase.num_rounds for phase in self.phases])[:-1].tolist()
         if self.rounds_in_reduce_scatter not in ends:
             raise ScheduleError(
-                f"the halves of a schedule meet where a phase ends, after "
-                f"{' or '.join(map(str, ends)) or 'none'} of {self.num_rounds} rounds, and "
-                f"rounds_in_reduce_scatter is {self.rounds_in_reduce_scatter}: part the phase "
-                "there, or make it a Schedule, which has no halves"
+                "the reduce-scatter must end where a phase ends, after "
+                f"{' or '.join(map(str, ends)) or 'none'} of {self.num_rounds} rounds, but "
+                f"rounds_in_reduce_scatter is {self.rounds_in_reduce_scatter}: split the phase "
+                "there, or use a Schedule, which is an all-reduce only"
             )
         self.owner.flags.writeable = False
 
     @cached_property
     def depth(self) -> int:
-        """The longest chain of additions: all of them are in the first half."""
+        """The longest chain of additions; all of them are in the reduce-scatter."""
         return addition_depth(self.reduce_scatter, self.topology.num_live, self.num_chunks)
 
     @property
     def reduce_scatter(self) -> tuple[Phase, ...]:
-        """The phases of the first half."""
+        """The phases of the reduce-scatter."""
         return self.phases[: self._num_reduce_scatter_phases]
 
     @property
     def all_gather(self) -> tuple[Phase, ...]:
-        """The phases of the second half."""
+        """The phases of the all-gather."""
         return self.phases[self._num_reduce_scatter_phases :]
 
     @cached_property
@@ -245,84 +253,81 @@ class SplitSchedule(Schedule):
             )
 
 
-def check_schedule(given: object) -> None:
-    """Refuse what is no schedule; mostly it is a plan, which has one."""
-    if not isinstance(given, Schedule):
+def check_schedule(value: object) -> None:
+    """Raise ArgumentError unless `value` is a schedule."""
+    if not isinstance(value, Schedule):
         raise ArgumentError(
-            f"this takes a schedule, and not a {type(given).__name__}: of a plan, plan.schedule"
+            f"expected a Schedule, not a {type(value).__name__}: for a plan, pass plan.schedule"
         )
 
 
-def on_chips(phase: Phase, tiles: TiledTopology, num_chunks: int) -> Phase:
-    """The phase as each position runs it: from chip to chip, at the same place in both tiles.
+def phase_on_chips(phase: Phase, tiles: TiledTopology, num_chunks: int) -> Phase:
+    """Return a phase over tiles as transfers between chips, for all positions at once.
 
-    Chips have the ranks of ``tiles.chips``. Each brings `num_chunks` chunks of its own; the second
-    core of a chip comes after the first, in its chunks and in its lanes.
+    Ranks are those of ``tiles.chips``. Each core has `num_chunks` chunks; the second core of a chip
+    has the chunks and the lanes after those of the first.
     """
     chips, cores = tiles.chip_ranks, range(tiles.chips.devices_per_chip)
-    above = max(phase.lanes) + 1
+    num_lanes = max(phase.lanes) + 1
     if isinstance(phase.content, Transfers):
-        rows = phase.content
-        each_position = product(cores, chips)
+        transfers = phase.content
         return Phase(
             phase.name,
-            join(
-                _rows(rows, ranks, core * num_chunks, core * above) for core, ranks in each_position
+            join_transfers(
+                transfers.replace(
+                    src=ranks[transfers.src],
+                    dst=ranks[transfers.dst],
+                    chunk=transfers.chunk + np.int32(core * num_chunks),
+                    lane=transfers.lane + np.int32(core * num_lanes),
+                )
+                for core, ranks in itertools.product(cores, chips)
             ),
         )
     return Phase(
         phase.name,
         tuple(
             RingRule(
-                rings=chips[:, each.rings].reshape(-1, each.num_places),
-                first_chunk=np.tile(each.first_chunk + np.int32(core * num_chunks), len(chips)),
-                lane=each.lane + core * above,
-                count=each.count,
-                mirrored=each.mirrored,
+                rings=chips[:, rule.rings].reshape(-1, rule.length),
+                first_chunk=np.tile(rule.first_chunk + np.int32(core * num_chunks), len(chips)),
+                lane=rule.lane + core * num_lanes,
+                count=rule.count,
+                mirrored=rule.mirrored,
             )
             for core in cores
-            for each in phase.content
+            for rule in phase.content
         ),
     )
 
 
-def _rows(c: Transfers, ranks: Ints, chunk: int, lane: int) -> Transfers:
-    return c.replace(
-        src=ranks[c.src],
-        dst=ranks[c.dst],
-        chunk=c.chunk + np.int32(chunk),
-        lane=c.lane + np.int32(lane),
-    )
-
-
 def addition_depth(phases: Iterable[Phase], num_ranks: int, num_chunks: int) -> int:
-    """The longest chain of additions that any value goes through in `phases`."""
+    """Return the longest chain of additions that any value goes through in `phases`."""
     phases = tuple(phases)
-    if len(phases) == 1 and _is_rings_apart(phases[0]):
+    if len(phases) == 1 and _has_independent_rings(phases[0]):
         return phases[0].num_rounds
-    small = sum(phase.num_rounds * len(phase.lanes) for phase in phases) < 2**16
-    deep = np.zeros(num_ranks * num_chunks, np.uint16 if small else np.int32)
-    for now in (cell_moves(c, num_chunks) for phase in phases for c in phase.rounds()):
-        cells = deep.reshape(-1, now.size)
-        read = cells[now.src]
-        for lane in lane_slices(now):
-            target, adds = now.dst[lane], now.adds[lane]
+    is_small = sum(phase.num_rounds * len(phase.lanes) for phase in phases) < 2**16
+    depth = np.zeros(num_ranks * num_chunks, np.uint16 if is_small else np.int32)
+    for transfers in (transfers for phase in phases for transfers in phase.rounds()):
+        moves = cell_moves(transfers, num_chunks)
+        cells = depth.reshape(-1, moves.size)
+        read = cells[moves.src]
+        for lane in lane_slices(moves):
+            target, adds = moves.dst[lane], moves.adds[lane]
             if adds.all():
                 cells[target] = np.maximum(cells[target], read[lane]) + 1
             else:
                 summed = np.maximum(cells[target], read[lane]) + 1
                 cells[target] = np.where(adds[:, None], summed, read[lane])
-    return int(deep.max())
+    return int(depth.max())
 
 
-def _is_rings_apart(phase: Phase) -> bool:
-    """Whether a phase is rings that sum, each on chunks of its own: every round adds once."""
+def _has_independent_rings(phase: Phase) -> bool:
+    """Whether a phase is rings that add, each to its own chunks: every round adds once."""
     if isinstance(phase.content, Transfers):
         return False
-    ends = [
-        (int(first), int(first) + each.num_places * each.count)
-        for each in phase.content
-        for first in each.first_chunk
-    ]
-    apart = all(end <= start for (_, end), (start, _) in pairwise(sorted(ends)))
-    return apart and all(each.op == ADD for each in phase.content)
+    ranges = sorted(
+        (int(first), int(first) + rule.length * rule.count)
+        for rule in phase.content
+        for first in rule.first_chunk
+    )
+    is_disjoint = all(end <= start for (_, end), (start, _) in pairwise(ranges))
+    return is_disjoint and all(rule.op == ADD for rule in phase.content)

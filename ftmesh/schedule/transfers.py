@@ -1,9 +1,7 @@
-"""Transfers: transfers side by side, as plain columns of integers.
+"""Transfers as columns of integers, one entry per transfer.
 
-A *transfer* moves a range of chunks from one rank to another, where it is added (`ADD`) or replaces
-what was there (`COPY`).
-
-CellMoves: a round as moves between cells, which is what proofs step through.
+A *transfer* moves a range of chunks from one rank to another, where it is added to what is there
+(`ADD`) or replaces it (`COPY`).
 """
 
 from __future__ import annotations
@@ -18,13 +16,23 @@ from numpy.typing import ArrayLike, NDArray
 
 Ints = NDArray[np.int32]
 ADD, COPY = 0, 1
-SPARSE = 8  # keys to a row from which on rows are sorted
 COLUMN_NAMES = ("round", "lane", "src", "dst", "chunk", "count", "op")
+MAX_KEYS_PER_ROW = 8  # above this, rows are sorted instead of looked up in a table
 
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """Transfers: entry i of every column belongs to transfer i."""
+    """Columns of equal length: entry i of each belongs to transfer i.
+
+    Attributes:
+        round: the round it happens in.
+        lane: the lane of that round; a lane is one ``ppermute``.
+        src: the rank that sends.
+        dst: the rank that receives.
+        chunk: the first chunk it moves.
+        count: how many chunks it moves.
+        op: `ADD` or `COPY`.
+    """
 
     round: Ints
     lane: Ints
@@ -41,20 +49,20 @@ class Transfers:
         return len(self.src)
 
     def freeze(self) -> None:
-        """Refuse changes from now on."""
+        """Make all columns read-only."""
         for column in self:
             column.flags.writeable = False
 
     def replace(self, **columns: Ints) -> Transfers:
-        """The same transfers with some columns exchanged."""
+        """Return the same transfers with some columns replaced."""
         return replace(self, **columns)
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> Transfers:
-        """The transfers at `index`."""
+        """Return the transfers at `index`."""
         return Transfers(*(column[index] for column in self))
 
     def expanded(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """One entry per chunk moved: the transfer it belongs to, and the chunk."""
+        """Return, for each chunk moved, the index of its transfer, and the chunk."""
         if (self.count == 1).all():
             return np.arange(len(self.count)), self.chunk.astype(np.intp)
         row = np.repeat(np.arange(len(self.count)), self.count)
@@ -62,22 +70,17 @@ class Transfers:
         return row, self.chunk[row] + np.arange(len(row)) - first[row]
 
     def shifted(self, *, rounds: int) -> Transfers:
-        """The same transfers, `rounds` rounds later."""
+        """Return the same transfers, `rounds` rounds later."""
         return self.replace(round=self.round + np.int32(rounds))
 
     def mirrored(self, last: int) -> Transfers:
-        """Backwards in time from round `last`: every addition becomes a copy the other way."""
+        """Return them backwards in time from round `last`, each as a copy the other way."""
         return self.replace(
             round=np.int32(last) - self.round,
             src=self.dst,
             dst=self.src,
             op=np.full_like(self.op, COPY),
         )
-
-
-def join(pieces: Iterable[Transfers]) -> Transfers:
-    """The transfers of all `pieces` together."""
-    return Transfers(*map(np.concatenate, zip(*pieces, strict=True)))
 
 
 def make_transfers(
@@ -90,83 +93,91 @@ def make_transfers(
     count: ArrayLike = 1,
     op: ArrayLike = ADD,
 ) -> Transfers:
-    """Transfers from values that broadcast against each other."""
-    full = np.broadcast_arrays(round, lane, src, dst, chunk, count, op)
-    return Transfers(*(np.ascontiguousarray(column, np.int32).ravel() for column in full))
+    """Return transfers from values that broadcast against each other; see `Transfers`."""
+    columns = np.broadcast_arrays(round, lane, src, dst, chunk, count, op)
+    return Transfers(*(np.ascontiguousarray(column, np.int32).ravel() for column in columns))
 
 
-def row_key(*parts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """One integer per row, equal for equal rows and sorted as they are; `parts` are the columns."""
-    key = parts[0].astype(np.int64)
-    for part in parts[1:]:
-        key *= int(part.max(initial=0)) + 1
-        key += part
-    return key
-
-
-def repeats(*parts: Ints) -> NDArray[np.bool_]:
-    """Which rows repeat an earlier one."""
-    key = row_key(*parts)
-    again = np.zeros(len(key), np.bool_)
-    table = _table(key)
-    if table is not None and np.count_nonzero(table >= 0) == len(key):
-        return again
-    order = np.argsort(key, kind="stable")
-    again[order[1:]] = key[order[1:]] == key[order[:-1]]
-    return again
-
-
-def sorting(*parts: Ints) -> NDArray[np.intp]:
-    """The order in which rows, all different, are sorted."""
-    key = row_key(*parts)
-    table = _table(key)
-    return np.argsort(key) if table is None else table[table >= 0].astype(np.intp)
-
-
-def _table(key: NDArray[np.int64]) -> NDArray[np.int32] | None:
-    """A row that has each key, or -1; None if keys are far apart, and such a table would be large.
-
-    That takes a fraction of the time of sorting.
-    """
-    size = int(key.max(initial=0)) + 1
-    if size > SPARSE * len(key) or key.min(initial=0) < 0:
-        return None
-    table = np.full(size, -1, np.int32)
-    table[key] = np.arange(len(key), dtype=np.int32)
-    return table
+def join_transfers(parts: Iterable[Transfers]) -> Transfers:
+    """Return all transfers of `parts`, concatenated."""
+    return Transfers(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 class CellMoves(NamedTuple):
-    """One round over cells: a cell is what a rank holds of `size` chunks that move together.
+    """One round as moves between cells; a cell is what a rank holds of `size` adjacent chunks.
 
-    Viewed with `size` columns, an array of ``[ranks * chunks]`` has a row for each cell.
+    An array of ``[ranks * chunks]``, reshaped to `size` columns, has one row per cell.
     """
 
     size: int
     lane: Ints
-    chunk: NDArray[np.intp]  # the first that each move carries
+    chunk: NDArray[np.intp]  # the first chunk of each move
     src: NDArray[np.intp]  # cells
     dst: NDArray[np.intp]
     adds: NDArray[np.bool_]
 
 
-def cell_moves(c: Transfers, num_chunks: int) -> CellMoves:
-    """The moves of a round; chunks that move together stay together where they can be numbered."""
-    size = int(c.count[0]) if len(c) else 1
-    together = (
-        num_chunks % size == 0 and bool((c.count == size).all()) and not (c.chunk % size).any()
+def cell_moves(transfers: Transfers, num_chunks: int) -> CellMoves:
+    """Return the moves of one round, with cells as large as its transfers allow."""
+    size = int(transfers.count[0]) if len(transfers) else 1
+    is_aligned = (
+        num_chunks % size == 0
+        and bool((transfers.count == size).all())
+        and not (transfers.chunk % size).any()
     )
-    adds = c.op == ADD
-    if together:
-        piece, per_rank = c.chunk // size, num_chunks // size
-        src, dst = (ranks.astype(np.intp) * per_rank + piece for ranks in (c.src, c.dst))
-        return CellMoves(size, c.lane, c.chunk.astype(np.intp), src, dst, adds)
-    row, chunk = c.expanded()
-    src, dst = (ranks[row].astype(np.intp) * num_chunks + chunk for ranks in (c.src, c.dst))
-    return CellMoves(1, c.lane[row], chunk, src, dst, adds[row])
+    adds = transfers.op == ADD
+    ends = transfers.src, transfers.dst
+    if is_aligned:
+        piece, per_rank = transfers.chunk // size, num_chunks // size
+        src, dst = (ranks.astype(np.intp) * per_rank + piece for ranks in ends)
+        return CellMoves(size, transfers.lane, transfers.chunk.astype(np.intp), src, dst, adds)
+    row, chunk = transfers.expanded()
+    src, dst = (ranks[row].astype(np.intp) * num_chunks + chunk for ranks in ends)
+    return CellMoves(1, transfers.lane[row], chunk, src, dst, adds[row])
 
 
-def lane_slices(now: CellMoves) -> list[slice]:
-    """The moves of each lane: within one, no two write the same cell."""
-    ends = np.flatnonzero(np.diff(now.lane)) + 1
-    return [slice(a, b) for a, b in pairwise([0, *ends.tolist(), len(now.lane)])]
+def lane_slices(moves: CellMoves) -> list[slice]:
+    """Return the moves of each lane; within a lane, no two write the same cell."""
+    ends = np.flatnonzero(np.diff(moves.lane)) + 1
+    return [slice(a, b) for a, b in pairwise([0, *ends.tolist(), len(moves.lane)])]
+
+
+def row_key(*columns: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return one integer per row, equal for equal rows and ordered like them."""
+    key = columns[0].astype(np.int64)
+    for column in columns[1:]:
+        key *= int(column.max(initial=0)) + 1
+        key += column
+    return key
+
+
+def repeated_rows(*columns: Ints) -> NDArray[np.bool_]:
+    """Return which rows repeat an earlier one."""
+    key = row_key(*columns)
+    is_repeat = np.zeros(len(key), np.bool_)
+    table = _row_of_key(key)
+    if table is not None and np.count_nonzero(table >= 0) == len(key):
+        return is_repeat
+    order = np.argsort(key, kind="stable")
+    is_repeat[order[1:]] = key[order[1:]] == key[order[:-1]]
+    return is_repeat
+
+
+def sort_order(*columns: Ints) -> NDArray[np.intp]:
+    """Return the indices that sort the rows, which must be distinct."""
+    key = row_key(*columns)
+    table = _row_of_key(key)
+    return np.argsort(key) if table is None else table[table >= 0].astype(np.intp)
+
+
+def _row_of_key(key: NDArray[np.int64]) -> NDArray[np.int32] | None:
+    """A table from key to a row that has it, or -1; None if keys are sparse.
+
+    Building it takes a fraction of the time of sorting.
+    """
+    size = int(key.max(initial=0)) + 1
+    if size > MAX_KEYS_PER_ROW * len(key) or key.min(initial=0) < 0:
+        return None
+    table = np.full(size, -1, np.int32)
+    table[key] = np.arange(len(key), dtype=np.int32)
+    return table

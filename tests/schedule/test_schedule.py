@@ -9,12 +9,12 @@ SQUARE = Topology.grid("2x2")
 
 
 def one_round(**columns):
-    given = {"round": 0, "lane": 0, "src": [0, 1], "dst": [1, 0], "chunk": [0, 1]}
-    return Phase("test", make_transfers(**(given | columns)))
+    swap = {"round": 0, "lane": 0, "src": [0, 1], "dst": [1, 0], "chunk": [0, 1]}
+    return Phase("test", make_transfers(**(swap | columns)))
 
 
-def schedule(**changes):
-    given = {
+def build(**changes):
+    fields = {
         "topology": SQUARE,
         "algorithm": "by hand",
         "num_chunks": 2,
@@ -22,7 +22,7 @@ def schedule(**changes):
         "owner": np.array([0, 1], np.int32),
         "rounds_in_reduce_scatter": 1,
     }
-    return SplitSchedule(**(given | changes))
+    return SplitSchedule(**(fields | changes))
 
 
 @pytest.mark.parametrize(
@@ -47,16 +47,16 @@ def schedule(**changes):
         ),
     ],
 )
-def test_an_invalid_round_cannot_be_built(columns, says):
+def test_invalid_rounds_raise(columns, says):
     with pytest.raises(ScheduleError, match=says):
         one_round(**columns)
 
 
-def test_additions_of_one_round_may_meet():
+def test_several_additions_to_one_chunk_in_a_round():
     assert one_round(lane=[0, 1], src=[0, 2], dst=[1, 1], chunk=5).num_rounds == 1
 
 
-def test_an_empty_phase_cannot_be_built():
+def test_an_empty_phase_raises():
     with pytest.raises(ScheduleError, match="'test' has no transfers"):
         one_round(src=[], dst=[], chunk=[])
 
@@ -73,25 +73,25 @@ def test_an_empty_phase_cannot_be_built():
         ({"owner": np.array([0], np.int32)}, "entry for each of 2 chunks; it has shape"),
         ({"owner": np.array([0, 4], np.int32)}, "values from 0 to 4"),
         ({"owner": np.array([0, -1], np.int32)}, "values from -1 to 0"),
-        ({"rounds_in_reduce_scatter": 0}, "after 1 of 2 rounds, and rounds_in.* is 0"),
-        ({"rounds_in_reduce_scatter": 2}, "after 1 of 2 rounds, and rounds_in.* is 2"),
+        ({"rounds_in_reduce_scatter": 0}, "after 1 of 2 rounds, but rounds_in.* is 0"),
+        ({"rounds_in_reduce_scatter": 2}, "after 1 of 2 rounds, but rounds_in.* is 2"),
         (
             {"phases": (one_round(round=[0, 1], op=[0, COPY]),)},
-            "meet where a phase ends, after none of 2 rounds, .* make it a Schedule",
+            "must end where a phase ends, after none of 2 rounds, .* use a Schedule",
         ),
     ],
 )
-def test_an_inconsistent_schedule_cannot_be_built(changes, says):
+def test_inconsistent_schedules_raise(changes, says):
     with pytest.raises(ScheduleError, match=says):
-        schedule(**changes)
+        build(**changes)
 
 
-def test_columns_cannot_be_changed():
-    made = ring.build_schedule(SQUARE)
+def test_transfers_and_owners_are_read_only():
+    schedule = ring.build_schedule(SQUARE)
     with pytest.raises(ValueError, match="read-only"):
-        made.phases[0].transfers.src[0] = 3
+        schedule.phases[0].transfers.src[0] = 3
     with pytest.raises(ValueError, match="read-only"):
-        made.owner[0] = 3
+        schedule.owner[0] = 3
 
 
 def test_the_mirror_of_a_phase_runs_backwards():
@@ -103,8 +103,8 @@ def test_the_mirror_of_a_phase_runs_backwards():
 
 
 def test_str_has_a_line_per_phase():
-    made = row_pair.build_schedule(Topology.grid("8x8", failed="2x2@2,2"))
-    assert str(made).splitlines() == [
+    schedule = row_pair.build_schedule(Topology.grid("8x8", failed="2x2@2,2"))
+    assert str(schedule).splitlines() == [
         "row_pair on 8x8 less 2x2@2,2: 60 live chips, 36 rounds, 96 chunks, with multi-hop routes",
         "  phase                                  rounds  lanes  chunks  busiest link carries",
         "  row-pair rings, reduce-scatter             16      4       3  0.4688 of the payload",
@@ -112,12 +112,12 @@ def test_str_has_a_line_per_phase():
         "  across row pairs, all-gather                2      4       1  0.1667 of the payload",
         "  row-pair rings, all-gather                 16      4       3  0.4688 of the payload",
     ]
-    assert "46.9 MB" in made.describe(100_000_000)
+    assert "46.9 MB" in schedule.describe(100_000_000)
 
 
-def test_a_round_on_request():
-    made = ring.build_schedule(SQUARE)
-    assert made.describe_round(0).splitlines() == [
+def test_describe_round():
+    schedule = ring.build_schedule(SQUARE)
+    assert schedule.describe_round(0).splitlines() == [
         "round 0 (Hamiltonian ring, reduce-scatter), 8 transfers",
         "  lane 0: (0, 0) -> (1, 0)  add chunk 0",
         "  lane 0: (1, 0) -> (1, 1)  add chunk 1",
@@ -129,19 +129,19 @@ def test_a_round_on_request():
         "  lane 1: (1, 1) -> (1, 0)  add chunk 5",
     ]
     with pytest.raises(ScheduleError, match="rounds are 0 to 5"):
-        made.describe_round(6)
+        schedule.describe_round(6)
 
 
 def test_link_loads_follow_routes():
     topo = Topology.from_drawing("...\n.X.\n...")
     over = Phase("over", make_transfers(round=0, lane=0, src=1, dst=6, chunk=0, count=3))
-    made = Schedule(topo, "by hand", 3, (over,))
+    schedule = Schedule(topo, "by hand", 3, (over,))
     assert topo.coords[6] == (1, 2)
-    assert made.link_loads(over) == {
+    assert schedule.link_loads(over) == {
         ((1, 0), (0, 0)): 3,
         ((0, 0), (0, 1)): 3,
         ((0, 1), (0, 2)): 3,
         ((0, 2), (1, 2)): 3,
     }
-    assert not made.is_neighbour_only
+    assert not schedule.is_neighbour_only
     assert ring.build_schedule(SQUARE).is_neighbour_only

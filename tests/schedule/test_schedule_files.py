@@ -1,4 +1,4 @@
-"""Schedule files: what is saved comes back, anyone can replay it, and damage is refused."""
+"""Schedule files: they round-trip, NumPy alone can replay them, and damaged ones are rejected."""
 
 import json
 import pickle
@@ -32,25 +32,33 @@ def rewrite(path, arrays):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_is_saved_comes_back(name, path):
-    others = {
+def test_save_and_load(name, path):
+    topologies = {
         "two_dim": Topology.grid("6x6", wrap=[True, False]),
         "chain": Topology.grid("8", wrap=True, failed="1@3"),
         "multi_ring": Topology.grid("3x3x4", wrap=True),
     }
-    schedule = ALGORITHMS[name].build_schedule(others.get(name, HOLE))
+    schedule = ALGORITHMS[name].build_schedule(topologies.get(name, HOLE))
     ftmesh.save(schedule, path)
     assert ftmesh.load(path) == schedule
     assert [p.name for p in path.parent.iterdir()] == ["plan.npz"]
 
 
-def test_failed_links_and_cores_come_back(path):
+@pytest.mark.parametrize(("old", "new"), [("colours", "multi_ring"), ("line", "chain")])
+def test_old_names_of_algorithms_are_read(old, new, path):
+    arrays = arrays_of(ring.build_schedule(HOLE), path)
+    meta = json.loads(str(arrays["meta"])) | {"algorithm": old}
+    rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
+    assert ftmesh.load(path).algorithm == new
+
+
+def test_failed_links_round_trip(path):
     topo = Topology((4, 4), (False, False), failed_links=frozenset({((0, 0), (1, 0))}))
     ftmesh.save(row_pair.build_schedule(topo), path)
     assert ftmesh.load(path).topology == topo
 
 
-def test_a_schedule_planned_on_devices_comes_back_without_them(path):
+def test_a_schedule_is_loaded_without_devices(path):
     topo = Topology.from_devices(list("abcdefghijklmnop"), shape="4x4", failed="2x2@0,0")
     schedule = row_pair.build_schedule(topo)
     ftmesh.save(schedule, path)
@@ -59,7 +67,7 @@ def test_a_schedule_planned_on_devices_comes_back_without_them(path):
     assert schedule != row_pair.build_schedule(Topology.grid("4x4", failed="2x2@0,0", wrap=True))
 
 
-def test_the_file_is_what_the_format_says(path):
+def test_the_columns_and_meta_of_the_format(path):
     schedule = row_pair.build_schedule(HOLE)
     arrays = arrays_of(schedule, path)
     meta = json.loads(str(arrays["meta"]))
@@ -77,31 +85,31 @@ def test_the_file_is_what_the_format_says(path):
     assert (np.diff(arrays["round"]) >= 0).all()
 
 
-@pytest.mark.parametrize("planner", [ring, row_pair])
-def test_anyone_can_replay_the_file_with_numpy(planner, path):
-    arrays = arrays_of(planner.plan(HOLE), path)
+@pytest.mark.parametrize("algorithm", [ring, row_pair])
+def test_numpy_alone_can_replay_the_file(algorithm, path):
+    arrays = arrays_of(algorithm.build_schedule(HOLE), path)
     num_chunks = json.loads(str(arrays["meta"]))["num_chunks"]
     ranks = len(arrays["coords"])
-    mine = np.random.default_rng(0).integers(0, 1000, (ranks, num_chunks))
-    held = mine.copy()
+    initial = np.random.default_rng(0).integers(0, 1000, (ranks, num_chunks))
+    held = initial.copy()
     rows = np.stack(
         [arrays[name] for name in ("round", "src", "dst", "chunk", "count", "op")], axis=1
     )
-    for now in range(rows[-1, 0] + 1):
-        if now == arrays["rounds_in_reduce_scatter"]:
+    for index in range(rows[-1, 0] + 1):
+        if index == arrays["rounds_in_reduce_scatter"]:
             chunk = np.arange(num_chunks)
-            assert (held[arrays["owner"], chunk] == mine.sum(axis=0)).all()
-        this = rows[rows[:, 0] == now]
-        read = [held[src, chunk : chunk + count].copy() for _, src, _, chunk, count, _ in this]
-        for (_, _, dst, chunk, count, op), value in zip(this, read, strict=True):
+            assert (held[arrays["owner"], chunk] == initial.sum(axis=0)).all()
+        current = rows[rows[:, 0] == index]
+        read = [held[src, chunk : chunk + count].copy() for _, src, _, chunk, count, _ in current]
+        for (_, _, dst, chunk, count, op), value in zip(current, read, strict=True):
             if op == 0:
                 held[dst, chunk : chunk + count] += value
             else:
                 held[dst, chunk : chunk + count] = value
-    assert (held == mine.sum(axis=0)).all()
+    assert (held == initial.sum(axis=0)).all()
 
 
-def test_a_file_that_names_no_phases_has_two_halves(path):
+def test_a_file_without_phases_gets_default_phases(path):
     schedule = ring.build_schedule(HOLE)
     arrays = arrays_of(schedule, path)
     meta = json.loads(str(arrays["meta"]))
@@ -113,42 +121,44 @@ def test_a_file_that_names_no_phases_has_two_halves(path):
 
 
 class TestDamagedFiles:
-    def refused(self, path, says, error=ScheduleFileError):
+    def check_rejected(self, path, says, error=ScheduleFileError):
         with pytest.raises(error, match=says) as caught:
             ftmesh.load(path)
         assert str(path) in str(caught.value)
 
     def test_missing(self, path):
-        self.refused(path, "no such file")
+        self.check_rejected(path, "no such file")
 
     @pytest.mark.parametrize("keep", [0.02, 0.5, 0.98])
     def test_truncated(self, path, keep):
         ftmesh.save(ring.build_schedule(HOLE), path)
-        whole = path.read_bytes()
-        path.write_bytes(whole[: int(keep * len(whole))])
-        self.refused(path, "damaged or cut short|not a plain .npz")
+        full = path.read_bytes()
+        path.write_bytes(full[: int(keep * len(full))])
+        self.check_rejected(path, "damaged or truncated|not a plain .npz")
 
     def test_a_flipped_byte(self, path):
         ftmesh.save(ring.build_schedule(HOLE), path)
         raw = bytearray(path.read_bytes())
         raw[len(raw) // 3] ^= 0xFF
         path.write_bytes(bytes(raw))
-        self.refused(path, "damaged|not")
+        self.check_rejected(path, "damaged|not")
 
     def test_pickled(self, path):
         path.write_bytes(pickle.dumps({"round": [1, 2, 3]}))
-        self.refused(path, "pickled")
+        self.check_rejected(path, "pickled")
 
     def test_pickled_inside(self, path):
         arrays = arrays_of(ring.build_schedule(HOLE), path)
         rewrite(path, arrays | {"owner": np.array([{}], object)})
-        self.refused(path, "pickled")
+        self.check_rejected(path, "pickled")
 
     def test_another_version(self, path):
         arrays = arrays_of(ring.build_schedule(HOLE), path)
         meta = json.loads(str(arrays["meta"])) | {"format": "ftmesh.schedule/2"}
         rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
-        self.refused(path, "format 'ftmesh.schedule/2'; this ftmesh reads 'ftmesh.schedule/1'")
+        self.check_rejected(
+            path, "format 'ftmesh.schedule/2'; this ftmesh reads 'ftmesh.schedule/1'"
+        )
 
     @pytest.mark.parametrize(
         ("change", "says"),
@@ -170,7 +180,7 @@ class TestDamagedFiles:
     )
     def test_inconsistent(self, path, change, says):
         rewrite(path, change(arrays_of(ring.build_schedule(HOLE), path)))
-        self.refused(path, says)
+        self.check_rejected(path, says)
 
     @pytest.mark.parametrize(
         ("key", "value"),
@@ -188,13 +198,13 @@ class TestDamagedFiles:
             ("devices_per_chip", -3),
         ],
     )
-    def test_nonsense_in_meta(self, path, key, value):
+    def test_bad_values_in_meta(self, path, key, value):
         arrays = arrays_of(ring.build_schedule(HOLE), path)
         meta = json.loads(str(arrays["meta"])) | {key: value}
         rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
-        self.refused(path, f"'meta' has {key} ")
+        self.check_rejected(path, f"'meta' has {key} ")
 
-    def test_a_failed_link_with_its_high_end_first_is_failed(self, path):
+    def test_a_failed_link_with_its_high_end_first(self, path):
         arrays = arrays_of(ring.build_schedule(HOLE), path)
         meta = json.loads(str(arrays["meta"])) | {"failed_links": [[[1, 0], [0, 0]]]}
         rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
@@ -207,36 +217,38 @@ class TestDamagedFiles:
         row = {"round": -1, "lane": 0, "src": 0, "dst": 1, "chunk": 0, "count": 1, "op": 1}
         more = {k: np.concatenate(([v], arrays[k])).astype(np.int32) for k, v in row.items()}
         rewrite(path, arrays | more)
-        self.refused(path, "not sorted by round, from 0 on")
+        self.check_rejected(path, "not sorted by round, starting at 0")
 
-    def test_more_chunks_than_its_rows_can_serve(self, path):
+    def test_more_chunks_than_the_rows_can_move(self, path):
         arrays = arrays_of(ring.build_schedule(HOLE), path)
         meta = json.loads(str(arrays["meta"])) | {"num_chunks": 60_000_000}
         rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
-        self.refused(path, "need 1,920,000,000 or more")
+        self.check_rejected(path, "need 1,920,000,000 or more")
 
-    def test_owners_without_a_half_to_own_after(self, path):
+    def test_owners_without_a_reduce_scatter(self, path):
         arrays = arrays_of(ring.build_schedule(HOLE), path)
         rewrite(path, arrays | {"rounds_in_reduce_scatter": np.int32(0)})
-        self.refused(path, "halves of a schedule meet where a phase ends.* is 0", ScheduleError)
+        self.check_rejected(
+            path, "reduce-scatter must end where a phase ends.* is 0", ScheduleError
+        )
 
     def test_a_single_array(self, tmp_path):
         np.save(tmp_path / "plan.npy", np.arange(3))
-        self.refused(tmp_path / "plan.npy", "single array")
+        self.check_rejected(tmp_path / "plan.npy", "single array")
 
     def test_an_invalid_round(self, path):
         arrays = arrays_of(ring.build_schedule(HOLE), path)
         rewrite(path, arrays | {"dst": arrays["src"]})
-        self.refused(path, "round 0, lane 0.*cannot send to itself", ScheduleError)
+        self.check_rejected(path, "round 0, lane 0.*cannot send to itself", ScheduleError)
 
     def test_a_wrong_sum(self, path):
         arrays = arrays_of(ring.build_schedule(HOLE), path)
         rewrite(path, arrays | {"op": np.zeros_like(arrays["op"])})
-        self.refused(path, "2 times", VerificationError)
+        self.check_rejected(path, "2 times", VerificationError)
         assert ftmesh.load(path, verify=False).num_chunks == 64
 
 
-def test_nothing_is_written_where_writing_fails(tmp_path):
+def test_save_leaves_nothing_if_writing_fails(tmp_path):
     with pytest.raises(ScheduleFileError, match="cannot write"):
         ftmesh.save(ring.build_schedule(HOLE), tmp_path / "nowhere" / "plan.npz")
     with pytest.raises(ScheduleFileError, match="it is not a file"):

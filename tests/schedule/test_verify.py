@@ -1,4 +1,4 @@
-"""Verification, fed planted faults: each must be caught, and the message must name the place."""
+"""Verification of broken schedules: each error is found, and the message names the place."""
 
 import numpy as np
 import pytest
@@ -18,17 +18,17 @@ from ftmesh.algorithms import ring, row_pair
 from ftmesh.schedule import set_proof
 from ftmesh.schedule.rank_schedule import RankSchedule
 from ftmesh.schedule.replay import replay
-from ftmesh.schedule.transfers import ADD, COPY, Transfers, join, make_transfers
+from ftmesh.schedule.transfers import ADD, COPY, Transfers, join_transfers, make_transfers
 from ftmesh.topology.routing import dimension_order
 
 TOPO = Topology.grid("6x6", failed="2x2@2,2")
 SCHEDULES = {"ring": ring.build_schedule(TOPO), "row_pair": row_pair.build_schedule(TOPO)}
 
 
-def rebuilt(schedule, phase, columns):
-    """The schedule with the transfers of one phase exchanged."""
+def with_transfers(schedule, phase, transfers):
+    """The schedule with the transfers of one phase replaced."""
     phases = list(schedule.phases)
-    phases[phase] = Phase(phases[phase].name, columns)
+    phases[phase] = Phase(phases[phase].name, transfers)
     return SplitSchedule(
         schedule.topology,
         schedule.algorithm,
@@ -39,15 +39,15 @@ def rebuilt(schedule, phase, columns):
     )
 
 
-def without(columns, index):
-    return columns.take(np.arange(len(columns.src)) != index)
+def without(transfers, index):
+    return transfers.take(np.arange(len(transfers)) != index)
 
 
-def changed(columns, index, **values):
-    copies = {name: getattr(columns, name).copy() for name in values}
+def changed(transfers, index, **values):
+    copies = {name: getattr(transfers, name).copy() for name in values}
     for name, value in values.items():
         copies[name][index] = value
-    return columns.replace(**copies)
+    return transfers.replace(**copies)
 
 
 @pytest.fixture(params=SCHEDULES)
@@ -55,7 +55,7 @@ def schedule(request):
     return SCHEDULES[request.param]
 
 
-def test_what_is_right_is_counted(schedule):
+def test_a_proof_counts(schedule):
     proof = verify(schedule)
     assert proof.num_ranks == 32
     assert proof.num_rounds == schedule.num_rounds
@@ -66,81 +66,83 @@ def test_what_is_right_is_counted(schedule):
 @pytest.mark.parametrize("phase", [0, -1])
 @pytest.mark.parametrize("where", [0, 0.3, 0.8])
 def test_a_dropped_transfer(schedule, phase, where):
-    columns = schedule.phases[phase].transfers
-    index = int(where * len(columns.src))
+    transfers = schedule.phases[phase].transfers
+    index = int(where * len(transfers))
     with pytest.raises(VerificationError) as caught:
-        verify(rebuilt(schedule, phase, without(columns, index)))
+        verify(with_transfers(schedule, phase, without(transfers, index)))
     says = str(caught.value)
-    assert f"chunk {columns.chunk[index]} at chip" in says
+    assert f"chunk {transfers.chunk[index]} at chip" in says
     assert "missing" in says
     assert "expected each of 32 contributions exactly once, found" in says
 
 
 def test_a_dropped_transfer_is_traced_to_its_round():
     schedule = SCHEDULES["ring"]
-    columns = schedule.phases[0].transfers
-    index = len(columns.src) // 2
-    at, chunk = columns.round[index], columns.chunk[index]
-    src = TOPO.coords[columns.src[index]]
+    transfers = schedule.phases[0].transfers
+    index = len(transfers) // 2
+    at, chunk = transfers.round[index], transfers.chunk[index]
+    src = TOPO.coords[transfers.src[index]]
     with pytest.raises(VerificationError) as caught:
-        verify(rebuilt(schedule, 0, without(columns, index)))
+        verify(with_transfers(schedule, 0, without(transfers, index)))
     says = str(caught.value)
     assert f"chunk {chunk} " in says
-    assert f"last travelled in round {at - 1}, chip" in says
+    assert f"last moved in round {at - 1}, chip" in says
     assert f"to chip {src}" in says
 
 
 def test_a_duplicated_addition(schedule):
-    columns = schedule.phases[0].transfers
-    index = len(columns.src) // 2
-    at, chunk = columns.round[index], columns.chunk[index]
-    twin = columns.take(np.array([index])).replace(lane=np.array([9], np.int32))
+    transfers = schedule.phases[0].transfers
+    index = len(transfers) // 2
+    at, chunk = transfers.round[index], transfers.chunk[index]
+    twin = transfers.take(np.array([index])).replace(lane=np.array([9], np.int32))
     with pytest.raises(VerificationError) as caught:
-        verify(rebuilt(schedule, 0, join([columns, twin])))
+        verify(with_transfers(schedule, 0, join_transfers([transfers, twin])))
     says = str(caught.value)
     assert f"chunk {chunk} at chip" in says
     assert "2 times" in says
-    assert f"first doubled in round {at}, chip {TOPO.coords[columns.src[index]]} to" in says
+    assert f"first doubled in round {at}, chip {TOPO.coords[transfers.src[index]]} to" in says
 
 
-def test_a_transfer_sent_to_the_wrong_chip(schedule):
-    columns = schedule.phases[0].transfers
-    index = len(columns.src) // 3
-    same = (columns.chunk == columns.chunk[index]) & (columns.round < columns.round[index])
-    behind = next(r for r in columns.src[same] if r not in (columns.src[index], columns.dst[index]))
-    astray = changed(columns, index, dst=behind, lane=9)
-    with pytest.raises(VerificationError, match=f"chunk {columns.chunk[index]} at chip"):
-        verify(rebuilt(schedule, 0, astray))
+def test_a_transfer_to_the_wrong_chip(schedule):
+    transfers = schedule.phases[0].transfers
+    index = len(transfers) // 3
+    same = (transfers.chunk == transfers.chunk[index]) & (transfers.round < transfers.round[index])
+    behind = next(
+        r for r in transfers.src[same] if r not in (transfers.src[index], transfers.dst[index])
+    )
+    misdirected = changed(transfers, index, dst=behind, lane=9)
+    with pytest.raises(VerificationError, match=f"chunk {transfers.chunk[index]} at chip"):
+        verify(with_transfers(schedule, 0, misdirected))
 
 
 def test_a_wrong_chunk(schedule):
-    columns = schedule.phases[0].transfers
-    index = len(columns.src) // 2
-    other = (columns.chunk[index] + columns.count[index]) % schedule.num_chunks
+    transfers = schedule.phases[0].transfers
+    index = len(transfers) // 2
+    other = (transfers.chunk[index] + transfers.count[index]) % schedule.num_chunks
     with pytest.raises(VerificationError, match="at chip"):
-        verify(rebuilt(schedule, 0, changed(columns, index, chunk=other)))
+        verify(with_transfers(schedule, 0, changed(transfers, index, chunk=other)))
 
 
 def test_an_addition_in_place_of_a_copy(schedule):
-    columns = schedule.phases[-1].transfers
+    transfers = schedule.phases[-1].transfers
     with pytest.raises(VerificationError, match="times"):
-        verify(rebuilt(schedule, -1, changed(columns, 5, op=ADD)))
+        verify(with_transfers(schedule, -1, changed(transfers, 5, op=ADD)))
 
 
 @pytest.mark.parametrize("phase", [0, -1])
 def test_swapped_rounds(schedule, phase):
-    columns = schedule.phases[phase].transfers
+    transfers = schedule.phases[phase].transfers
     swap = {4: 5, 5: 4}
-    round_ = np.array([swap.get(r, r) for r in columns.round.tolist()], np.int32)
+    round_ = np.array([swap.get(r, r) for r in transfers.round.tolist()], np.int32)
     with pytest.raises(VerificationError, match=r"after round .* at chip .* found"):
-        verify(rebuilt(schedule, phase, columns.replace(round=round_)))
+        verify(with_transfers(schedule, phase, transfers.replace(round=round_)))
 
 
-def test_two_writers_cannot_even_be_built(schedule):
-    columns = schedule.phases[-1].transfers
-    twin = columns.take(np.array([7])).replace(lane=np.array([9], np.int32))
-    with pytest.raises(ScheduleError, match=f"round {columns.round[7]}, lane .* same chunk"):
-        rebuilt(schedule, -1, join([columns, twin]))
+def test_two_writers_of_a_chunk_raise(schedule):
+    transfers = schedule.phases[-1].transfers
+    twin = transfers.take(np.array([7])).replace(lane=np.array([9], np.int32))
+    with pytest.raises(ScheduleError, match=f"round {transfers.round[7]}, lane .* same chunk"):
+        with_transfers(schedule, -1, join_transfers([transfers, twin]))
 
 
 def test_a_route_through_failed_chips():
@@ -151,7 +153,7 @@ def test_a_route_through_failed_chips():
     assert "round 12 (across row pairs, reduce-scatter), chunk " in says
     assert "from chip (2, 0) to chip (2, 4) crosses failed chip (2, 2)" in says
     assert "found (2, 0) -> (2, 1) -> (2, 2) -> (2, 3) -> (2, 4)" in says
-    verify(SCHEDULES["ring"], router=dimension_order)  # neighbour-only: no router is asked
+    verify(SCHEDULES["ring"], router=dimension_order)  # neighbour-only: the router is not used
 
 
 def test_a_failed_link():
@@ -165,16 +167,16 @@ def test_a_failed_link():
         verify(schedule, router=straight)
 
 
-def test_a_router_that_does_not_get_there():
+def test_a_router_with_wrong_routes():
     for lost in ((), ((0, 0),), ((0, 0), (1, 0))):
         with pytest.raises(VerificationError, match="expected a route from chip"):
             verify(SCHEDULES["ring"], router=lambda *_, lost=lost: lost)
 
 
-def test_counting_does_not_wrap_around():
+def test_counts_do_not_overflow():
     """A contribution doubled 64 times is not back at zero."""
     moves = [(0, 1, ADD), (1, 0, ADD)] * 40 + [(0, 1, COPY)]
-    with pytest.raises(VerificationError, match="too often"):
+    with pytest.raises(VerificationError, match="more than once"):
         verify(by_hand(*moves))
 
 
@@ -182,17 +184,17 @@ def test_routes_that_can_deadlock():
     corner = make_transfers(round=0, lane=0, src=[0, 1, 3, 2], dst=[3, 2, 0, 1], chunk=0)
     topo = Topology.grid("2x2")
     schedule = Schedule(topo, "x", 1, (Phase("turn", corner),))
-    ways = {
+    routes = {
         ((0, 0), (1, 1)): ((0, 0), (1, 0), (1, 1)),
         ((1, 0), (0, 1)): ((1, 0), (1, 1), (0, 1)),
         ((1, 1), (0, 0)): ((1, 1), (0, 1), (0, 0)),
         ((0, 1), (1, 0)): ((0, 1), (0, 0), (1, 0)),
     }
     with pytest.raises(VerificationError, match=r"can deadlock: .* found \(.*\)->"):
-        verify(schedule, router=lambda _, src, dst: ways[src, dst])
+        verify(schedule, router=lambda _, src, dst: routes[src, dst])
 
 
-def test_an_owner_that_does_not_have_its_chunk():
+def test_an_owner_without_its_chunk():
     schedule = SCHEDULES["ring"]
     owner = np.roll(schedule.owner, 1)
     wrong = SplitSchedule(TOPO, "ring", 64, schedule.phases, owner, 31)
@@ -203,28 +205,28 @@ def test_an_owner_that_does_not_have_its_chunk():
 def by_hand(*moves):
     """A schedule for two chips and one chunk: a (src, dst, op) per round."""
     src, dst, op = zip(*moves, strict=True)
-    columns = make_transfers(round=range(len(moves)), lane=0, src=src, dst=dst, chunk=0, op=op)
-    return Schedule(Topology.grid("2x1"), "x", 1, (Phase("p", columns),))
+    transfers = make_transfers(round=range(len(moves)), lane=0, src=src, dst=dst, chunk=0, op=op)
+    return Schedule(Topology.grid("2x1"), "x", 1, (Phase("p", transfers),))
 
 
-def test_a_sum_that_is_spoilt_is_wrong_and_one_that_is_mended_is_right():
-    """Chip 0 gets its own contribution back, twice over; a copy of the good sum mends that."""
+def test_a_wrong_sum_can_be_overwritten_by_a_correct_one():
+    """Chip 0 gets its own contribution twice; a copy of the correct sum fixes that."""
     verify(by_hand((0, 1, ADD), (1, 0, COPY)))
     with pytest.raises(VerificationError, match=r"2 times \(first doubled in round 1, chip \(1, 0"):
         verify(by_hand((0, 1, ADD), (1, 0, ADD)))
     verify(by_hand((0, 1, ADD), (1, 0, ADD), (1, 0, COPY)))
 
 
-def test_lanes_that_bring_the_same_chunk_to_the_same_chip():
-    """Both ends of a line of three send to the middle in one round, and get the sum in another."""
+def test_two_lanes_with_the_same_chunk_to_the_same_chip():
+    """Both ends of a line of three send to the middle in one round and get the sum in another."""
 
     def to_the_middle(*src):
         count = len(src)
-        columns = make_transfers(
+        transfers = make_transfers(
             round=[1] * count + [3, 3], lane=[*range(count), 0, 1], src=[*src, 1, 1],
             dst=[1] * count + [0, 2], chunk=0, op=[ADD] * count + [COPY] * 2,
         )  # fmt: skip
-        return Schedule(Topology.grid("3x1"), "x", 1, (Phase("p", columns),))
+        return Schedule(Topology.grid("3x1"), "x", 1, (Phase("p", transfers),))
 
     assert verify(to_the_middle(0, 2)).num_additions == 2
     for src in ((0, 2, 0), (0, 0, 2), (0, 0)):
@@ -232,34 +234,33 @@ def test_lanes_that_bring_the_same_chunk_to_the_same_chip():
             verify(to_the_middle(*src))
 
 
-def test_chunks_are_verified_in_turns_where_memory_is_short(monkeypatch):
+def test_chunks_are_verified_in_batches_if_memory_is_short(monkeypatch):
     seen = []
     monkeypatch.setattr(set_proof, "STATE_BYTES", 32 * 8 * 7)
-    whole = RankSchedule.from_schedule(Schedule(TOPO, "ring", 64, SCHEDULES["ring"].phases))  # without halves
-    set_proof.check_sets(whole, np.arange(64), lambda done, total: seen.append((done, total)))
-    assert seen == [(turn, 10) for turn in range(11)]
-    columns = SCHEDULES["ring"].phases[0].transfers
-    with pytest.raises(VerificationError, match=f"chunk {columns.chunk[100]} at chip"):
-        verify(rebuilt(SCHEDULES["ring"], 0, without(columns, 100)))
+    ranks = RankSchedule.from_schedule(Schedule(TOPO, "ring", 64, SCHEDULES["ring"].phases))
+    set_proof.check_sets(ranks, np.arange(64), lambda done, total: seen.append((done, total)))
+    assert seen == [(batch, 10) for batch in range(11)]
+    transfers = SCHEDULES["ring"].phases[0].transfers
+    with pytest.raises(VerificationError, match=f"chunk {transfers.chunk[100]} at chip"):
+        verify(with_transfers(SCHEDULES["ring"], 0, without(transfers, 100)))
 
 
 @st.composite
 def random_schedules(draw):
-    """Any valid rounds at all on three chips, most of them wrong as an all-reduce."""
+    """Any valid rounds on three chips; most are wrong as an all-reduce."""
     rounds = draw(st.integers(1, 5))
     rows = [
         (r, lane, src, (src + hop) % 3, 0, 1, draw(st.sampled_from([ADD, COPY])))
         for r in range(rounds)
         for lane, src, hop in [(0, draw(st.integers(0, 2)), draw(st.integers(1, 2)))]
     ]
-    columns = Transfers(*np.array(rows, np.int32).T)
+    transfers = Transfers(*np.array(rows, np.int32).T)
     topo = Topology.grid("3x1", wrap=True)
-    return Schedule(topo, "x", 1, (Phase("any", columns),))
+    return Schedule(topo, "x", 1, (Phase("any", transfers),))
 
 
 @given(random_schedules())
-def test_bits_and_whole_numbers_agree(schedule):
-    """The fast check accepts exactly what an exact replay finds complete."""
+def test_verify_and_replay_agree(schedule):
     exact = replay(RankSchedule.from_schedule(schedule), 0, schedule.num_rounds)
     if (exact.counts == 1).all():
         assert verify(schedule).num_ranks == 3

@@ -1,4 +1,4 @@
-"""Damaged meshes, and what every planner with halves promises on them."""
+"""Damaged meshes, and the checks that every algorithm with a reduce-scatter must pass."""
 
 import math
 from itertools import product
@@ -31,7 +31,7 @@ def slim_blocks(shape, *, step=2):
     ]
 
 
-def every_block(shape):
+def all_blocks(shape):
     """Every block, at every coordinate."""
     return [
         Block(size, corner)
@@ -41,7 +41,7 @@ def every_block(shape):
 
 
 def damaged(shape, *blocks):
-    """The topology, or None where the blocks leave nothing to sum or cut the mesh in two."""
+    """The topology; None if fewer than two chips are live or the mesh is disconnected."""
     failed = {coord for block in blocks for coord in block.coords()}
     if len(failed) >= math.prod(shape) - 1:
         return None
@@ -50,7 +50,7 @@ def damaged(shape, *blocks):
 
 
 def check(topo, algorithm):
-    """Plan and prove; also what every algorithm of this package has in common."""
+    """Build and prove a schedule, and check what all algorithms have in common."""
     schedule = registry.build_schedule(topo, algorithm)
     proof = verify(schedule)
     assert schedule.algorithm == algorithm

@@ -1,4 +1,4 @@
-"""Random tree schedules: every lane of them has transfers that add and transfers that copy."""
+"""Random tree schedules, whose lanes mix additions and copies."""
 
 import numpy as np
 
@@ -7,22 +7,22 @@ from ftmesh.schedule.transfers import ADD, COPY, make_transfers
 
 
 def tree_schedule(topology, num_chunks, *, seed=0):
-    """An all-reduce by a spanning tree for each chunk, each edge of it used once each way.
+    """An all-reduce with a random spanning tree per chunk, each edge used once each way.
 
-    A chip tells a neighbour in the tree its sum when all others there have told it theirs. That is
-    copied where the neighbour has told it already, and added where not, or where the two cross.
+    A chip sends its sum to a neighbour in the tree once all its other neighbours have sent theirs.
+    The sum is copied if the neighbour has sent already, else added.
     """
     rng = np.random.default_rng(seed)
-    waiting = {}  # the messages of each link: chunk -> those that must have been sent before
+    waiting = {}  # link -> chunk -> messages that must be sent before
     for chunk in range(num_chunks):
         edges = _spanning_tree(topology, rng)
-        beside = {rank: [v for u, v in edges if u == rank] for rank in range(topology.num_live)}
+        neighbours = {rank: [v for u, v in edges if u == rank] for rank in range(topology.num_live)}
         for u, v in edges:
-            before = [(chunk, w, u) for w in beside[u] if w != v]
+            before = [(chunk, w, u) for w in neighbours[u] if w != v]
             waiting.setdefault((u, v), {})[chunk] = before
     sent = {}  # chunk, source, destination -> round
     rows = []
-    for now in range(num_chunks * topology.num_live):
+    for index in range(num_chunks * topology.num_live):
         taken = []
         for (u, v), messages in waiting.items():
             ready = [c for c, before in messages.items() if all(m in sent for m in before)]
@@ -30,18 +30,18 @@ def tree_schedule(topology, num_chunks, *, seed=0):
                 taken.append((int(rng.choice(ready)), u, v))
         for chunk, u, v in taken:
             op = COPY if (chunk, v, u) in sent else ADD
-            rows.append((now, _lane(topology, u, v), u, v, chunk, op))
+            rows.append((index, _lane(topology, u, v), u, v, chunk, op))
             del waiting[u, v][chunk]
-        sent.update(dict.fromkeys(taken, now))
+        sent.update(dict.fromkeys(taken, index))
         if len(rows) == 2 * num_chunks * (topology.num_live - 1):
             break
     names = ("round", "lane", "src", "dst", "chunk", "op")
-    columns = make_transfers(**dict(zip(names, np.array(rows).T, strict=True)))
-    return Schedule(topology, "tree", num_chunks, (Phase("trees", columns),))
+    transfers = make_transfers(**dict(zip(names, np.array(rows).T, strict=True)))
+    return Schedule(topology, "tree", num_chunks, (Phase("trees", transfers),))
 
 
 def _spanning_tree(topology, rng):
-    """The edges of a random one, by rank, each way."""
+    """The edges of a random spanning tree, both ways, as ranks."""
     tree_of = {rank: {rank} for rank in range(topology.num_live)}
     links = [
         (rank, topology.rank(other))
@@ -59,7 +59,7 @@ def _spanning_tree(topology, rng):
 
 
 def _lane(topology, u, v):
-    """The direction of a link: two for each axis."""
+    """The direction of a link."""
     a, b = topology.coords[u], topology.coords[v]
     (axis,) = np.flatnonzero(np.array(a) != b)
     return 2 * axis + (a[axis] < b[axis])
