@@ -22,8 +22,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ftmesh.elastic.isolated_main import command
-from ftmesh.elastic.pod_environment import LOOPBACK
-from ftmesh.elastic.rpc import STALL_SECONDS, Channel, ChannelClosed, Listener, connect
+from ftmesh.elastic.rpc import (
+    LOOPBACK,
+    STALL_SECONDS,
+    Channel,
+    ChannelClosed,
+    Listener,
+    connect,
+)
 from ftmesh.errors import ClusterError
 
 CAPACITY = 1 << 32  # bytes

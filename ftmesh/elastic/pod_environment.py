@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ftmesh.elastic.rpc import LOOPBACK, free_port
 from ftmesh.errors import ArgumentError
 from ftmesh.topology.notation import Block, format_shape, parse_shape
 
-LOOPBACK = "127.0.0.1"
-PORTS = range(20_000, 30_000)  # below those that systems give to outgoing connections
 DEVICES_FLAG = "--xla_force_host_platform_device_count"
 MAX_HOSTS, MAX_DEVICES = 256, 4096
 
@@ -82,19 +79,6 @@ def environments(
     if mesh is not None:
         shared["FTMESH_MESH"] = mesh
     return [{**shared, "FTMESH_PROCESS_ID": str(i), **own} for i, own in enumerate(added)]
-
-
-def free_port() -> int:
-    """Return a free loopback port that the system gives to no outgoing connection."""
-    for _ in range(1000):
-        port = PORTS[secrets.randbelow(len(PORTS))]
-        with socket.socket() as probe:
-            try:
-                probe.bind((LOOPBACK, port))
-            except OSError:
-                continue
-            return port
-    raise ArgumentError(f"no port from {PORTS[0]} to {PORTS[-1]} is free at {LOOPBACK}")
 
 
 def _pod_variables(hosts: int, devices_per_host: int, flags: str) -> dict[str, str]:

@@ -28,9 +28,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ftmesh.elastic.pod_environment import LOOPBACK, free_port
 from ftmesh.errors import ArgumentError, ClusterError
 
+LOOPBACK = "127.0.0.1"
+PORTS = range(20_000, 30_000)  # below those that systems give to outgoing connections
 MAX_HEADER_BYTES = 1 << 20  # the JSON of a frame
 MAX_DATA_BYTES = 1 << 24
 STALL_SECONDS = 30.0  # without progress in the middle of a frame
@@ -270,6 +271,19 @@ class Listener:
     def _forget(self, stranger: socket.socket) -> None:
         with self._lock:
             self._strangers.pop(stranger, None)
+
+
+def free_port() -> int:
+    """Return a free loopback port that the system gives to no outgoing connection."""
+    for _ in range(1000):
+        port = PORTS[secrets.randbelow(len(PORTS))]
+        with socket.socket() as probe:
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+            return port
+    raise ArgumentError(f"no port from {PORTS[0]} to {PORTS[-1]} is free at {LOOPBACK}")
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 
 from ftmesh.elastic import coordination_service
 from ftmesh.elastic.peer_store import store_command
-from ftmesh.elastic.pod_environment import LOOPBACK, Environment, free_port
+from ftmesh.elastic.pod_environment import Environment
+from ftmesh.elastic.rpc import LOOPBACK, free_port
 from ftmesh.errors import ClusterError
 
 PORT_ATTEMPTS = 5  # to find a port for the service

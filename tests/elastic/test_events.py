@@ -1,4 +1,4 @@
-"""Events: a line for people, one of JSON for programs, and what failures have cost."""
+"""EventLog: a line for people, a line of JSON for programs, and what failures cost."""
 
 import json
 import threading
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ftmesh.elastic.events import Events, in_words
+from ftmesh.elastic.events import EventLog, describe_event
 
-EPOCH = {
+GENERATION = {
     "epoch": 3,
     "in_place": True,
     "hosts": [0, 1, 3],
@@ -34,9 +34,9 @@ def file(tmp_path):
 
 @pytest.fixture
 def events(lines, file):
-    found = Events(lines.append, file)
-    yield found
-    found.close()
+    log = EventLog(lines.append, file)
+    yield log
+    log.close()
 
 
 def read(file):
@@ -44,7 +44,7 @@ def read(file):
 
 
 @pytest.mark.parametrize(
-    ("event", "facts", "words"),
+    ("event", "facts", "text"),
     [
         ("started", {"epoch": 1, "hosts": [0, 1]}, ""),
         ("fault", {"text": "kill -9"}, ""),
@@ -53,35 +53,35 @@ def read(file):
             {"host": 2, "process": 1, "chips": "2x2@0,2", "how": "ended by SIGKILL"},
             "host 2 is lost (process 1, chips 2x2@0,2): it ended by SIGKILL",
         ),
-        ("epoch", {**EPOCH, "epoch": 1}, ""),
+        ("epoch", {**GENERATION, "epoch": 1}, ""),
         (
             "epoch",
-            EPOCH,
-            "epoch 3: goes on in place with 12 chips less 2x2@0,2, from step 19 by what the "
-            "devices hold; no steps to repeat",
+            GENERATION,
+            "generation 3: continues in place with 12 chips without 2x2@0,2, from step 19 by the "
+            "state on the devices; no steps to repeat",
         ),
         (
             "epoch",
-            {**EPOCH, "in_place": False, "failed": "", "source": "host memory", "repeated": 1},
-            "epoch 3: goes on in new processes with 12 chips, from step 19 by copies in the memory "
-            "of hosts; 1 step to repeat",
+            {**GENERATION, "in_place": False, "failed": "", "source": "host memory", "repeated": 1},
+            "generation 3: continues in new processes with 12 chips, from step 19 by the in-memory "
+            "checkpoint; 1 step to repeat",
         ),
         (
             "epoch",
-            {**EPOCH, "source": "checkpoint", "repeated": 4},
-            "epoch 3: goes on in place with 12 chips less 2x2@0,2, from step 19 by a checkpoint; 4 "
-            "steps to repeat",
+            {**GENERATION, "source": "checkpoint", "repeated": 4},
+            "generation 3: continues in place with 12 chips without 2x2@0,2, from step 19 by a "
+            "checkpoint; 4 steps to repeat",
         ),
         (
             "epoch",
-            {**EPOCH, "source": "start", "from_step": 0},
-            "epoch 3: goes on in place with 12 chips less 2x2@0,2, from step 0 by the beginning; "
-            "no steps to repeat",
+            {**GENERATION, "source": "start", "from_step": 0},
+            "generation 3: continues in place with 12 chips without 2x2@0,2, from step 0 by the "
+            "beginning; no steps to repeat",
         ),
         (
             "goes on",
             {"step": 20, "seconds": 6.21, "parts": {"noticed": 5.02, "first_step": 0.18}},
-            "step 20 is committed 6.2 s after that (noticed 5.0, first step 0.2)",
+            "step 20 committed 6.2 s after the failure (noticed 5.0, first step 0.2)",
         ),
         (
             "restart",
@@ -91,33 +91,33 @@ def read(file):
         (
             "masked",
             {"chips": "1x1@2,0", "why": "it computes wrong"},
-            "chips 1x1@2,0 are left out from now on: it computes wrong",
+            "chips 1x1@2,0 are quarantined: it computes wrong",
         ),
-        ("struck out", {"host": 2, "times": 3}, "host 2 has failed 3 times, and stays out"),
+        ("struck out", {"host": 2, "times": 3}, "host 2 has failed 3 times and is excluded"),
         ("gives up", {"why": "11 failures"}, "gives up: 11 failures"),
         ("done", {**DONE, "failures": 0}, ""),
         (
             "done",
             DONE,
-            "60 steps, 2 failures, 5.0 of 50.0 s lost to that: goodput 90.0%",
+            "60 steps, 2 failures, 5.0 of 50.0 s lost: goodput 90.0%",
         ),
         (
             "done",
             {**DONE, "failures": 1},
-            "60 steps, 1 failure, 5.0 of 50.0 s lost to that: goodput 90.0%",
+            "60 steps, 1 failure, 5.0 of 50.0 s lost: goodput 90.0%",
         ),
         (
             "done",
             {**DONE, "failures": 1, "steps": 0},
-            "1 failure in 50.0 s, and no steps that it was told of",
+            "1 failure in 50.0 s; no step was reported",
         ),
     ],
 )
-def test_in_words_and_in_a_file(event, facts, words, events, lines, file):
-    assert in_words(event, facts) == words
+def test_lines_for_people_and_in_a_file(event, facts, text, events, lines, file):
+    assert describe_event(event, facts) == text
     before = time.time()
-    events.say(event, **{"lost": 0.0, **facts})
-    assert lines == ([words] if words else [])
+    events.log(event, **{"lost": 0.0, **facts})
+    assert lines == ([text] if text else [])
     (line,) = read(file)
     assert line.pop("event") == event
     assert before - 1 < line.pop("time") < time.time() + 1
@@ -125,56 +125,56 @@ def test_in_words_and_in_a_file(event, facts, words, events, lines, file):
 
 
 def test_without_a_file(lines):
-    events = Events(lines.append)
-    events.say("gives up", why="nothing helps")
+    events = EventLog(lines.append)
+    events.log("gives up", why="nothing helps")
     events.close()
     assert lines == ["gives up: nothing helps"]
 
 
 def test_a_full_disk_does_not_end_a_run(lines):
-    events = Events(lines.append, Path("/dev/full"))
-    events.say("gives up", why="nothing helps")
+    events = EventLog(lines.append, Path("/dev/full"))
+    events.log("gives up", why="nothing helps")
     events.close()
     assert lines[0] == "gives up: nothing helps"
 
 
-def test_a_run_that_goes_on_appends_to_its_file(events, lines, file):
-    events.say("started", hosts=[0])
-    again = Events(lines.append, file)
-    again.say("started", hosts=[1])
-    again.close()
+def test_a_second_log_appends_to_the_file(events, lines, file):
+    events.log("started", hosts=[0])
+    second = EventLog(lines.append, file)
+    second.log("started", hosts=[1])
+    second.close()
     assert [line["hosts"] for line in read(file)] == [[0], [1]]
 
 
 class TestGoodput:
-    def test_of_what_was_lost(self, events, file):
+    def test_from_the_time_lost(self, events, file):
         events._started -= 100
         failed = {"host": 0, "process": 0, "chips": "", "how": "ended"}
         for lost in (10.0, 15.0):
-            events.say("failed", **failed)
-            events.say("goes on", step=1, seconds=1.0, lost=lost, parts={})
+            events.log("failed", **failed)
+            events.log("goes on", step=1, seconds=1.0, lost=lost, parts={})
         events.done(0, 60)
         done = read(file)[-1]
         assert (done["failures"], done["seconds_lost"], done["steps"]) == (2, 25.0, 60)
         assert done["seconds"] == pytest.approx(100, abs=5)
         assert done["goodput"] == pytest.approx(0.75, abs=0.02)
 
-    def test_of_a_run_in_which_nothing_fails(self, events, file):
+    def test_without_failures(self, events, file):
         events.done(0, 60)
         assert read(file)[-1]["goodput"] == 1
 
-    def test_it_is_not_less_than_nothing(self, events, file):
-        events.say("goes on", step=1, seconds=1.0, lost=1e6, parts={})
+    def test_it_is_not_negative(self, events, file):
+        events.log("goes on", step=1, seconds=1.0, lost=1e6, parts={})
         events.done(1, 1)
         assert read(file)[-1]["goodput"] == 0
 
 
-def test_lines_of_many_threads_are_whole(events, file):
-    def say(number):
+def test_lines_of_several_threads_are_complete(events, file):
+    def log(number):
         for _ in range(50):
-            events.say("started", hosts=[number] * 100)
+            events.log("started", hosts=[number] * 100)
 
-    threads = [threading.Thread(target=say, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=log, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,99 +1,99 @@
-"""Watching: how long each phase may take, and who is to blame when nothing goes on."""
+"""How long each phase may take, and who is to blame when there is no progress."""
 
 import math
 
 import pytest
 
 from ftmesh.elastic.heartbeats import (
-    PHASES,
-    RECENT,
-    SILENCE,
-    SLACK,
-    TIMES,
-    WAITING,
-    Deadlines,
-    Seen,
-    parse_limits,
+    PHASE_TIMEOUTS,
+    SILENCE_SECONDS,
+    SLACK_SECONDS,
+    SLOWDOWN,
+    STEPS_REMEMBERED,
+    WAITING_PHASES,
+    Activity,
+    ProgressMonitor,
+    parse_phase_timeouts,
 )
 from ftmesh.errors import ArgumentError
 
-LIMIT = 5.0
+TIMEOUT = 5.0
 
 
-def deadlines(**given):
-    """As after some steps of 0.1 seconds, with limits for a save and for the end of an epoch."""
-    found = Deadlines(LIMIT, {"save": 15.0, "over": 6.0, **given})
+def monitor(**given):
+    """A monitor after some steps of 0.1 seconds, with timeouts for "save" and "over"."""
+    result = ProgressMonitor(TIMEOUT, {"save": 15.0, "over": 6.0, **given})
     for _ in range(3):
-        found.took("step", 0.1)
-    return found
+        result.record("step", 0.1)
+    return result
 
 
-def seen(text):
-    """Processes as ``step 3 9, save 70``: what each does, for how long, and of which step."""
-    words = [[*each.split(), "0"][:3] for each in text.split(",")]
+def activities(text):
+    """Parse ``step 3 9, save 70``: what each worker does, for how long, and in which step."""
+    words = [[*part.split(), "0"][:3] for part in text.split(",")]
     return {
-        number: Seen(phase, float(seconds), int(step))
+        number: Activity(phase, float(seconds), int(step))
         for number, (phase, seconds, step) in enumerate(words)
     }
 
 
-class TestDeadlines:
-    @pytest.mark.parametrize("phase", PHASES)
-    def test_what_was_never_seen_has_a_limit_of_its_own(self, phase):
-        assert Deadlines(LIMIT).of(phase) == SLACK + PHASES[phase]
-        assert Deadlines(LIMIT, {phase: 7.0}).of(phase) == SLACK + 7
+class TestTimeouts:
+    @pytest.mark.parametrize("phase", PHASE_TIMEOUTS)
+    def test_the_timeout_of_a_phase_that_was_never_seen(self, phase):
+        assert ProgressMonitor(TIMEOUT).timeout(phase) == SLACK_SECONDS + PHASE_TIMEOUTS[phase]
+        assert ProgressMonitor(TIMEOUT, {phase: 7.0}).timeout(phase) == SLACK_SECONDS + 7
 
-    @pytest.mark.parametrize("phase", WAITING)
-    def test_who_waits_may_wait_for_ever(self, phase):
-        assert Deadlines(LIMIT).of(phase) == math.inf
+    @pytest.mark.parametrize("phase", WAITING_PHASES)
+    def test_waiting_has_no_timeout(self, phase):
+        assert ProgressMonitor(TIMEOUT).timeout(phase) == math.inf
 
-    def test_what_nobody_has_heard_of(self):
-        assert Deadlines(LIMIT).of("dance") == SLACK + LIMIT
+    def test_an_unknown_phase(self):
+        assert ProgressMonitor(TIMEOUT).timeout("dance") == SLACK_SECONDS + TIMEOUT
 
-    def test_what_is_given_counts_however_long_it_took(self):
-        found = deadlines(save=7.0)
-        found.took("save", 4.0)
-        assert found.of("save") == SLACK + 7
+    def test_a_given_timeout_is_not_learned(self):
+        after = monitor(save=7.0)
+        after.record("save", 4.0)
+        assert after.timeout("save") == SLACK_SECONDS + 7
 
-    def test_several_times_as_long_as_it_took_where_nothing_is_given(self):
-        found = Deadlines(LIMIT)
-        for seconds in (PHASES["save"], 1.0):
-            found.took("save", seconds)
-        assert found.of("save") == SLACK + LIMIT + TIMES * PHASES["save"]
+    def test_ten_times_the_longest(self):
+        after = ProgressMonitor(TIMEOUT)
+        for seconds in (PHASE_TIMEOUTS["save"], 1.0):
+            after.record("save", seconds)
+        assert after.timeout("save") == SLACK_SECONDS + TIMEOUT + SLOWDOWN * PHASE_TIMEOUTS["save"]
 
-    def test_but_no_less_than_at_first(self):
-        """A state of nothing is restored at once; the next one may be large."""
-        found = Deadlines(LIMIT)
-        found.took("restore", 0.1)
-        assert found.of("restore") == SLACK + PHASES["restore"]
+    def test_but_no_less_than_the_first_timeout(self):
+        """An empty state is restored at once; the next one may be large."""
+        after = ProgressMonitor(TIMEOUT)
+        after.record("restore", 0.1)
+        assert after.timeout("restore") == SLACK_SECONDS + PHASE_TIMEOUTS["restore"]
 
-    def test_the_usual_step(self):
-        found = deadlines(step=70.0)
-        found.took("step", 9.0)
-        assert found.usual_step == 0.1
-        assert found.of("step") == SLACK + LIMIT + TIMES * 0.1
+    def test_the_typical_step(self):
+        after = monitor(step=70.0)
+        after.record("step", 9.0)
+        assert after.typical_step == 0.1
+        assert after.timeout("step") == SLACK_SECONDS + TIMEOUT + SLOWDOWN * 0.1
 
-    def test_what_goes_by_the_steps(self):
-        assert deadlines().of("read") == deadlines().of("step")
-        assert deadlines(read=600.0).of("read") == SLACK + 600
+    def test_reading_goes_by_the_steps(self):
+        assert monitor().timeout("read") == monitor().timeout("step")
+        assert monitor(read=600.0).timeout("read") == SLACK_SECONDS + 600
 
-    def test_what_is_long_ago_counts_no_more(self):
-        found = Deadlines(LIMIT)
+    def test_old_durations_are_forgotten(self):
+        after = ProgressMonitor(TIMEOUT)
         for seconds in (100.0, 60.0):
-            for _ in range(RECENT):
-                found.took("step", 2.0)
-                found.took("save", seconds)
-        assert found.usual_step == 2.0
-        assert found.of("save") == SLACK + LIMIT + TIMES * 60
+            for _ in range(STEPS_REMEMBERED):
+                after.record("step", 2.0)
+                after.record("save", seconds)
+        assert after.typical_step == 2.0
+        assert after.timeout("save") == SLACK_SECONDS + TIMEOUT + SLOWDOWN * 60
 
-    def test_silence_is_longer_than_a_collective(self):
-        assert Deadlines(30.0).silence == SILENCE + 60
+    def test_the_silence_timeout_is_longer_than_a_collective(self):
+        assert ProgressMonitor(30.0).silence_timeout == SILENCE_SECONDS + 60
 
     def test_no_step_yet(self):
-        assert Deadlines(LIMIT).usual_step == 0
+        assert ProgressMonitor(TIMEOUT).typical_step == 0
 
 
-# The deadline of a step, and of reading, is 7 seconds; of a save 16; of a start 301.
+# The timeout of "step" and "read" is 7 seconds; of "save" 16; of "start" 301.
 @pytest.mark.parametrize(
     ("doing", "stuck"),
     [
@@ -102,32 +102,32 @@ class TestDeadlines:
         ("step 6.9, step 6.9, read 6.9", []),
         ("save 15, step 6, commit 20", []),
         ("start 300, agree 300", []),
-        # One that is late, and those that wait for it.
+        # One is late, and the others wait for it.
         ("step 8, step 8, read 8", [2]),
         ("commit 8, commit 8, read 8", [2]),
         ("step 8, step 8, save 17", [2]),
         ("agree 400, agree 400, start 302", [2]),
         ("commit 500, commit 500, over 8", [2]),
         ("step 8, commit 8, commit 8", [0]),
-        # In a step all wait for all: nobody but all of them.
+        # In a step all wait for all: all of them are stuck.
         ("step 8, step 8, step 8", [0, 1, 2]),
         ("step 8, step 6, step 8", [0, 2]),
-        # One is on its way to the step, and has its own deadline.
+        # One is on its way to the step, and has its own timeout.
         ("step 8, step 8, read 6", []),
         ("step 8, step 8, save 15", []),
         ("step 8, step 8, compile 90", []),
-        # Several that are late.
+        # Several are late.
         ("read 8, read 8, commit 1", [0, 1]),
         ("read 8, save 17, step 99", [0, 1]),
-        # All wait, for ever; that is not for this to see.
+        # All wait: the controller handles that.
         ("commit 999, commit 999, agree 999", []),
-        # A collective of a step has failed: whoever has not come to it has had its time.
+        # A collective of a step has failed: a worker that has not reached the step is late.
         ("failed 2 9, failed 2 9, read 6.5 9", [2]),
         ("failed 2 9, failed 2 9, save 6.5 8", [2]),
         ("failed 2 9, failed 2 9, save 5.5 8", []),
         ("failed 0.5 9, failed 0.5 9, save 6.5 8", []),
         ("failed 2 9, step 6.5 9, save 6.5 8", [2]),
-        # Whoever is in it may have been failed by the one that says so.
+        # A worker in that step may have been failed by the one that reports it.
         ("failed 2 9, commit 2 8, step 6.5 9", []),
         ("failed 2 9, commit 2 8, step 8 9", [2]),
         ("failed 2 9, evaluate 35 9, evaluate 35 9", []),
@@ -137,32 +137,34 @@ class TestDeadlines:
     ],
 )
 def test_who_is_stuck(doing, stuck):
-    assert sorted(deadlines().stuck(seen(doing))) == stuck
+    assert sorted(monitor().find_stuck(activities(doing))) == stuck
 
 
-@pytest.mark.parametrize("phase", WAITING)
-@pytest.mark.parametrize("other", [*WAITING, *PHASES])
-def test_one_that_waits_is_never_to_blame(phase, other):
-    assert 0 not in deadlines().stuck({0: Seen(phase, 1e9), 1: Seen(other, 1e9)})
+@pytest.mark.parametrize("phase", WAITING_PHASES)
+@pytest.mark.parametrize("other", [*WAITING_PHASES, *PHASE_TIMEOUTS])
+def test_a_waiting_worker_is_never_to_blame(phase, other):
+    assert 0 not in monitor().find_stuck({0: Activity(phase, 1e9), 1: Activity(other, 1e9)})
 
 
-def test_nobody_is_stuck_where_there_is_nobody():
-    assert deadlines().stuck({}) == set()
+def test_no_workers():
+    assert monitor().find_stuck({}) == set()
 
 
-class TestLimits:
-    def test_as_they_are_written(self):
-        assert parse_limits("") == {}
-        assert parse_limits("compile=60, save=0.5,") == {"compile": 60.0, "save": 0.5}
+class TestParsing:
+    def test_valid_timeouts(self):
+        assert parse_phase_timeouts("") == {}
+        assert parse_phase_timeouts("compile=60, save=0.5,") == {"compile": 60.0, "save": 0.5}
 
     @pytest.mark.parametrize(
         "text", ["compile", "compile=", "compile=soon", "compile=0", "save=-1", "save=nan", "x=1"]
     )
-    def test_what_is_none(self, text):
-        with pytest.raises(ArgumentError, match=f"'{text}' is no limit: give a phase of start"):
-            parse_limits(text)
+    def test_invalid_timeouts(self, text):
+        with pytest.raises(
+            ArgumentError, match=f"'{text}' is not a timeout: give a phase of start"
+        ):
+            parse_phase_timeouts(text)
 
-    @pytest.mark.parametrize("phase", WAITING)
-    def test_who_waits_has_none(self, phase):
-        with pytest.raises(ArgumentError, match="is no limit"):
-            parse_limits(f"{phase}=9")
+    @pytest.mark.parametrize("phase", WAITING_PHASES)
+    def test_waiting_phases_have_none(self, phase):
+        with pytest.raises(ArgumentError, match="is not a timeout"):
+            parse_phase_timeouts(f"{phase}=9")

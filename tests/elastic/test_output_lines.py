@@ -1,4 +1,4 @@
-"""Lines out of pieces, and how they are shown."""
+"""LineSplitter from pieces of output, and how they are printed."""
 
 import os
 import sys
@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from ftmesh.elastic import output_lines
-from ftmesh.elastic.output_lines import Lines, Printer
+from ftmesh.elastic.output_lines import LineSplitter, OutputPrinter
 
 
-def fed(*pieces):
-    lines = Lines()
-    return [lines.feed(piece) for piece in pieces]
+def feed_all(*pieces):
+    splitter = LineSplitter()
+    return [splitter.feed(piece) for piece in pieces]
 
 
 @pytest.mark.parametrize(
@@ -28,24 +28,24 @@ def fed(*pieces):
     ],
 )
 def test_lines(pieces, lines):
-    assert fed(*pieces) == lines
+    assert feed_all(*pieces) == lines
 
 
-def test_a_bar_that_goes_on_for_long_is_shown_now_and_then(monkeypatch):
+def test_a_long_progress_bar_is_shown_now_and_then(monkeypatch):
     now = 100.0
     monkeypatch.setattr(output_lines.time, "monotonic", lambda: now)
-    lines, shown = Lines(), []
+    splitter, shown = LineSplitter(), []
     for percent in range(100):
-        shown += lines.feed(f"\r{percent}%".encode())
+        shown += splitter.feed(f"\r{percent}%".encode())
         now += 0.5
-    assert shown == [b"19%", b"39%", b"59%", b"79%"]  # the last that is sure to be whole
-    assert lines.feed(b"\n") == [b"99%"]
+    assert shown == [b"19%", b"39%", b"59%", b"79%"]  # the last complete state
+    assert splitter.feed(b"\n") == [b"99%"]
 
 
-def test_long_lines_do_not_stay_in_memory(monkeypatch):
-    monkeypatch.setattr(output_lines, "LONGEST", 10)
-    assert fed(b"a" * 25, b"b\n") == [[b"a" * 10, b"a" * 10], [b"aaaaab"]]
-    bar = Lines()
+def test_long_lines_are_split(monkeypatch):
+    monkeypatch.setattr(output_lines, "MAX_LINE_BYTES", 10)
+    assert feed_all(b"a" * 25, b"b\n") == [[b"a" * 10, b"a" * 10], [b"aaaaab"]]
+    bar = LineSplitter()
     for _ in range(1000):
         assert bar.feed(b"\rstate") == []
     assert bar.feed(b"\n") == [b"state"]
@@ -66,6 +66,6 @@ def test_colours_on_a_terminal(monkeypatch, env, shown):
     master, slave = os.openpty()
     with open(slave, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
-        Printer(11, idle=lambda: None)(2, 1, b"step\n")
+        OutputPrinter(11, lambda: None)(2, 1, b"step\n")
         assert os.read(master, 100) == shown
     os.close(master)

@@ -1,4 +1,4 @@
-"""States in the memory of hosts: whole after a loss, the newest, never of two epochs."""
+"""In-memory checkpoints: complete after a loss, the newest, never of two generations."""
 
 import threading
 import time
@@ -9,12 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ftmesh.elastic.peer_checkpoint import Memory, Moment
-from ftmesh.elastic.peer_store import Blobs, Keeper, serve
+from ftmesh.elastic.peer_checkpoint import PeerCheckpoint, SavedStep
+from ftmesh.elastic.peer_store import BlobStore, PeerStore, serve
 from ftmesh.elastic.rpc import Listener
 from ftmesh.errors import CheckpointError, ClusterError, TrainingError
-from tests.support.known_state import assert_same_bits, held, parameters, remember
-from tests.support.peer_stores import SECRET, running
+from tests.support.known_state import (
+    assert_same_bits,
+    initial_state,
+    make_params,
+    storing_optimizer,
+)
+from tests.support.peer_stores import SECRET, running_stores
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -23,49 +28,49 @@ HOSTS = 4
 
 @pytest.fixture(scope="module")
 def sharded(quick_compiler):
-    return held("row_pair on devices", parameters(), remember())
+    return initial_state("row_pair on devices", make_params(), storing_optimizer())
 
 
 @pytest.fixture(scope="module")
 def started():
-    with running(HOSTS) as keepers:
-        yield keepers
+    with running_stores(HOSTS) as stores:
+        yield stores
 
 
 @pytest.fixture
-def keepers(started):
-    """Those of four hosts, that hold nothing."""
-    for keeper in started.values():
-        with keeper.ask() as ask:
+def stores(started):
+    """Empty stores of four hosts."""
+    for store in started.values():
+        with store.client() as ask:
             ask.drop("")
     return started
 
 
 @pytest.fixture
-def mortal():
-    """Those of four hosts, to be killed."""
-    with running(HOSTS) as keepers:
-        yield keepers
+def killable():
+    """Stores of four hosts that a test may kill."""
+    with running_stores(HOSTS) as stores:
+        yield stores
 
 
 class Pod:
-    """Several processes, one on each host, that have a state in common."""
+    """Processes that share a state, one on each host."""
 
-    def __init__(self, keepers, of, *, epoch=1, processes=HOSTS, **options):
-        self.state, self.layouts, self.devices = of
+    def __init__(self, stores, saved, *, generation=1, processes=HOSTS, **options):
+        self.state, self.layouts, self.devices = saved
         self.processes, self.lines = range(processes), []
-        place = {device: rank for rank, device in enumerate(of.devices or ())}
-        addresses = {host: keeper.address for host, keeper in keepers.items()}
-        self.memories = [
-            Memory(
+        ranks = {device: rank for rank, device in enumerate(saved.devices or ())}
+        addresses = {host: store.address for host, store in stores.items()}
+        self.checkpoints = [
+            PeerCheckpoint(
                 addresses,
                 host=process,
                 secret=SECRET,
                 process=process,
-                epoch=epoch,
-                process_of=lambda device: place[device] % processes,
+                generation=generation,
+                process_of=lambda device: ranks[device] % processes,
                 say=self.lines.append,
-                **{"limit": 10.0, **options},
+                **{"timeout": 10.0, **options},
             )
             for process in self.processes
         ]
@@ -74,302 +79,305 @@ class Pod:
         return self
 
     def __exit__(self, *error):
-        for memory in self.memories:
-            memory.close()
+        for checkpoint in self.checkpoints:
+            checkpoint.close()
 
-    def at(self, step):
+    def state_after(self, step):
         return {"optimizer": self.state, "step": np.int64(step)}
 
     def save(self, *steps, processes=None):
-        """The first process comes last, so that it finds everything there."""
+        """The first process saves last, so that it sees everything."""
         for step in steps:
             for process in reversed(self.processes if processes is None else processes):
-                self.memories[process].save(
-                    step, self.at(step), layouts=self.layouts, devices=self.devices
+                self.checkpoints[process].save(
+                    step, self.state_after(step), layouts=self.layouts, devices=self.devices
                 )
-                self.memories[process].finish()
+                self.checkpoints[process].finish()
 
     def restore(self, process=0):
-        found = self.memories[process].restore(self.at(0), layouts=self.layouts)
-        if found is None:
+        restored = self.checkpoints[process].restore(self.state_after(0), layouts=self.layouts)
+        if restored is None:
             return None
-        step, state = found
+        step, state = restored
         assert_same_bits(state["optimizer"], self.state)
         assert state["step"] == step
         return step
 
 
-def moments(keepers):
-    names = {name for keeper in keepers.values() for name in keeper.names("state/")}
-    return sorted({tuple(Moment.of(name)) for name in names})
+def saved_steps(stores):
+    names = {name for store in stores.values() for name in store.names("state/")}
+    return sorted({tuple(SavedStep.from_blob_name(name)) for name in names})
 
 
-def test_each_part_is_at_its_host_and_the_next(keepers, sharded):
-    with Pod(keepers, sharded) as pod:
+def test_a_part_is_at_its_host_and_the_next(stores, sharded):
+    with Pod(stores, sharded) as pod:
         pod.save(30)
     for host in range(HOSTS):
         parts = {host, (host - 1) % HOSTS}
         names = {f"state/1/30/{part}.{kind}" for part in parts for kind in ("bin", "json")}
         index = {"state/1/30/index.json"} if 0 in parts else set()
-        assert set(keepers[host].names()) == names | index
+        assert set(stores[host].names()) == names | index
     assert pod.lines == []
 
 
 @pytest.mark.parametrize("processes", [1, 3, 4])
-def test_what_four_have_saved_any_number_restores(keepers, sharded, processes):
-    with Pod(keepers, sharded) as pod:
+def test_any_number_of_processes_restores(stores, sharded, processes):
+    with Pod(stores, sharded) as pod:
         pod.save(30)
-    with Pod(keepers, sharded, epoch=2, processes=processes) as pod:
+    with Pod(stores, sharded, generation=2, processes=processes) as pod:
         assert [pod.restore(process) for process in pod.processes] == [30] * processes
         assert pod.lines == []
 
 
 @pytest.mark.slow
-def test_on_another_mesh(keepers, sharded):
-    with Pod(keepers, sharded) as pod:
+def test_on_another_mesh(stores, sharded):
+    with Pod(stores, sharded) as pod:
         pod.save(30)
-    whole = held("whole", parameters(), remember())
-    with Pod(keepers, whole, epoch=2, processes=1) as pod:
+    whole = initial_state("replicated", make_params(), storing_optimizer())
+    with Pod(stores, whole, generation=2, processes=1) as pod:
         assert pod.restore() == 30
 
 
-def test_nothing_is_none(keepers, sharded):
+def test_nothing_saved(stores, sharded):
     agreed = []
-    with Pod(keepers, sharded) as pod:
+    with Pod(stores, sharded) as pod:
         assert pod.restore() is None
-        assert pod.memories[0].restore(pod.at(0), agree=agreed.append) is None
+        assert pod.checkpoints[0].restore(pod.state_after(0), agree=agreed.append) is None
     assert agreed == ["none"]
 
 
-def test_one_of_another_model_is_refused(keepers, sharded):
-    with Pod(keepers, sharded) as pod:
+def test_another_model_is_rejected(stores, sharded):
+    with Pod(stores, sharded) as pod:
         pod.save(30)
         with pytest.raises(
-            CheckpointError, match="step 30 of epoch 1 in the memory of hosts is of another model"
+            CheckpointError,
+            match="step 30 of generation 1 in the memory of hosts is of another model",
         ):
-            pod.memories[0].restore({"step": np.int64(0)})
+            pod.checkpoints[0].restore({"step": np.int64(0)})
 
 
 class TestLoss:
-    def test_any_one_host_may_be_lost(self, mortal, sharded):
-        with Pod(mortal, sharded) as pod:
+    def test_one_lost_host(self, killable, sharded):
+        with Pod(killable, sharded) as pod:
             pod.save(10, 20)
-        mortal[2].kill()
-        with Pod(mortal, sharded, epoch=2, processes=3) as pod:
+        killable[2].kill()
+        with Pod(killable, sharded, generation=2, processes=3) as pod:
             assert [pod.restore(process) for process in pod.processes] == [20] * 3
             assert len(pod.lines) == 3
-            assert all("host 2 has no keeper any more: nothing" in line for line in pod.lines)
+            assert all("the peer store of host 2 is lost: nothing" in line for line in pod.lines)
             pod.lines.clear()
-            pod.save(30)  # the last process has host 2's, which is gone, for its own
+            pod.save(30)  # host 2 of the last process is gone
             assert pod.lines == []
-        mortal[0].kill()
-        with Pod(mortal, sharded, epoch=3, processes=1) as pod:
+        killable[0].kill()
+        with Pod(killable, sharded, generation=3, processes=1) as pod:
             assert pod.restore() == 30
 
-    def test_of_two_neighbours_nothing_is_whole(self, mortal, sharded):
-        with Pod(mortal, sharded) as pod:
+    def test_two_lost_neighbours(self, killable, sharded):
+        with Pod(killable, sharded) as pod:
             pod.save(10, 20)
-        mortal[1].kill()
-        mortal[2].kill()
-        with Pod(mortal, sharded, epoch=2, processes=2) as pod:
+        killable[1].kill()
+        killable[2].kill()
+        with Pod(killable, sharded, generation=2, processes=2) as pod:
             assert pod.restore() is None
             assert [line for line in pod.lines if "step 20" in line] == [
-                "passed over the checkpoint of step 20 of epoch 1 in the memory of hosts: it has "
+                "skipped the checkpoint of step 20 of generation 1 in the memory of hosts: it has "
                 "no 1.bin"
             ]
 
     @pytest.mark.slow
-    def test_two_copies_bear_two_losses(self, mortal, sharded):
-        with Pod(mortal, sharded, copies=2) as pod:
+    def test_two_copies_survive_two_losses(self, killable, sharded):
+        with Pod(killable, sharded, copies=2) as pod:
             pod.save(10)
-        mortal[1].kill()
-        mortal[2].kill()
-        with Pod(mortal, sharded, epoch=2, processes=2) as pod:
+        killable[1].kill()
+        killable[2].kill()
+        with Pod(killable, sharded, generation=2, processes=2) as pod:
             assert pod.restore() == 10
 
     @pytest.mark.slow
-    def test_one_that_is_stuck(self, mortal, sharded):
-        with Pod(mortal, sharded) as pod:
+    def test_a_stopped_store(self, killable, sharded):
+        with Pod(killable, sharded) as pod:
             pod.save(10)
-        mortal[3].stop()
+        killable[3].stop()
         begin = time.monotonic()
-        with Pod(mortal, sharded, epoch=2, processes=1, limit=3) as pod:
+        with Pod(killable, sharded, generation=2, processes=1, timeout=3) as pod:
             assert pod.restore() == 10
         assert time.monotonic() - begin < 30
 
-    def test_a_copy_that_is_lost_is_made_elsewhere(self, mortal, sharded):
-        mortal[1].kill()
-        with Pod(mortal, sharded, processes=1) as pod:
+    def test_a_copy_goes_to_the_next_host_that_is_left(self, killable, sharded):
+        killable[1].kill()
+        with Pod(killable, sharded, processes=1) as pod:
             pod.save(10)
             assert len(pod.lines) == 1
-        assert [host for host in (0, 2, 3) if mortal[host].names()] == [0, 2]
+        assert [host for host in (0, 2, 3) if killable[host].names()] == [0, 2]
 
-    def test_too_few_hosts_are_told(self, sharded):
-        with running(2) as keepers, Pod(keepers, sharded, processes=1) as pod:
-            keepers[0].kill()
+    def test_too_few_hosts_are_reported(self, sharded):
+        with running_stores(2) as stores, Pod(stores, sharded, processes=1) as pod:
+            stores[0].kill()
             pod.save(10)
             assert pod.lines[-1] == (
-                "process 0 has its part of step 10 of epoch 1 in the memory of 1 hosts, and not of "
-                "2"
+                "process 0 has its part of step 10 of generation 1 in the memory of 1 hosts "
+                "instead of 2"
             )
             assert pod.restore() == 10
 
 
-class TestWhatIsNotWhole:
-    def test_a_step_of_which_a_part_is_missing(self, keepers, sharded):
-        with Pod(keepers, sharded) as pod:
+class TestIncomplete:
+    def test_a_missing_part(self, stores, sharded):
+        with Pod(stores, sharded) as pod:
             pod.save(10)
             pod.save(20, processes=[0, 1, 3])
             assert pod.restore() == 10
             assert pod.lines == [
-                "passed over the checkpoint of step 20 of epoch 1 in the memory of hosts: it has "
+                "skipped the checkpoint of step 20 of generation 1 in the memory of hosts: it has "
                 "no 2.bin"
             ]
             pod.save(20, processes=[2])
             assert pod.restore() == 20
 
-    def test_a_step_without_its_index(self, keepers, sharded):
-        with Pod(keepers, sharded) as pod:
+    def test_a_missing_manifest(self, stores, sharded):
+        with Pod(stores, sharded) as pod:
             pod.save(10)
             pod.save(20, processes=[1, 2, 3])
             assert pod.restore() == 10
 
-    def test_another_epoch_does_not_complete_it(self, keepers, sharded):
-        with Pod(keepers, sharded) as pod:
+    def test_another_generation_does_not_complete_it(self, stores, sharded):
+        with Pod(stores, sharded) as pod:
             pod.save(10)
             pod.save(20, processes=[0, 1, 3])
-        with Pod(keepers, sharded, epoch=2) as pod:
+        with Pod(stores, sharded, generation=2) as pod:
             pod.save(20, processes=[2])
             assert pod.restore() == 10
 
-    def test_a_later_step_of_an_earlier_epoch(self, keepers, sharded):
-        """It was whole, and is one to go on from; where it was passed over, it is dropped."""
-        with Pod(keepers, sharded) as pod:
+    def test_a_later_step_of_an_earlier_generation(self, stores, sharded):
+        """If complete it is restored; if not it is dropped."""
+        with Pod(stores, sharded) as pod:
             pod.save(20, 25)
-        with Pod(keepers, sharded, epoch=2) as pod:
+        with Pod(stores, sharded, generation=2) as pod:
             pod.save(21)
             assert pod.restore() == 25
-        with keepers[3].ask() as third, keepers[0].ask() as first:
+        with stores[3].client() as third, stores[0].client() as first:
             third.drop("state/1/25/3")
             first.drop("state/1/25/3")
-        with Pod(keepers, sharded, epoch=3) as pod:
+        with Pod(stores, sharded, generation=3) as pod:
             assert [pod.restore(process) for process in pod.processes] == [21] * 4
-        assert moments(keepers) == [(21, 2)]
+        assert saved_steps(stores) == [(21, 2)]
 
-    def test_what_processes_do_not_agree_on_is_left_alone(self, keepers, sharded):
-        def disagree(found):
-            assert found == "10 of epoch 1, not 20 of epoch 1: it has no 2.bin"
+    def test_nothing_is_dropped_without_agreement(self, stores, sharded):
+        def disagree(summary):
+            assert summary == "10 of generation 1, not 20 of generation 1: it has no 2.bin"
             raise ClusterError("another has 20")
 
-        with Pod(keepers, sharded) as pod:
+        with Pod(stores, sharded) as pod:
             pod.save(10)
             pod.save(20, processes=[0, 1, 3])
-        with Pod(keepers, sharded, epoch=2) as pod:
+        with Pod(stores, sharded, generation=2) as pod:
             with pytest.raises(ClusterError, match="another has 20"):
-                pod.memories[0].restore(pod.at(0), layouts=pod.layouts, agree=disagree)
-            assert moments(keepers) == [(10, 1), (20, 1)]
+                pod.checkpoints[0].restore(pod.state_after(0), layouts=pod.layouts, agree=disagree)
+            assert saved_steps(stores) == [(10, 1), (20, 1)]
 
-    def test_the_same_step_again_takes_a_new_epoch(self, keepers, sharded):
-        with Pod(keepers, sharded) as pod:
+    def test_the_same_step_again_needs_a_new_generation(self, stores, sharded):
+        with Pod(stores, sharded) as pod:
             pod.save(10)
-            with pytest.raises(CheckpointError, match="10 is not after step 10, which epoch 1 has"):
+            with pytest.raises(
+                CheckpointError, match="10 is not after step 10, which generation 1 has"
+            ):
                 pod.save(10)
 
 
-class TestAFlippedByte:
+class TestFlippedByte:
     @pytest.fixture
-    def at_hand(self):
-        """Keepers in this process: their memory can be reached."""
-        blobs = {host: Blobs(1 << 30) for host in range(2)}
+    def local_stores(self):
+        """Stores in this process, whose memory a test can change."""
+        blobs = {host: BlobStore(1 << 30) for host in range(2)}
         with ExitStack() as stack:
             listeners = {
                 host: stack.enter_context(
                     Listener(
-                        lambda channel, held=held: serve(held, channel),
+                        lambda channel, own=own: serve(own, channel),
                         secret=SECRET,
-                        most_data=1 << 30,
+                        max_data=1 << 30,
                     )
                 )
-                for host, held in blobs.items()
+                for host, own in blobs.items()
             }
             yield blobs, listeners
 
     def flip(self, blobs, name):
-        data, crc32 = blobs._held[name]
-        blobs._held[name] = bytes([data[0] ^ 1]) + data[1:], crc32
+        data, crc32 = blobs._blobs[name]
+        blobs._blobs[name] = bytes([data[0] ^ 1]) + data[1:], crc32
 
-    def test_the_other_copy_is_taken(self, at_hand, sharded):
-        blobs, keepers = at_hand
-        with Pod(keepers, sharded, processes=2) as pod:
+    def test_the_other_copy_is_used(self, local_stores, sharded):
+        blobs, stores = local_stores
+        with Pod(stores, sharded, processes=2) as pod:
             pod.save(10)
             self.flip(blobs[0], "state/1/10/0.bin")
             assert pod.restore() == 10
             (line,) = pod.lines
-            assert "refuses: state/1/10/0.bin was damaged in its memory" in line
+            assert "rejects it: state/1/10/0.bin was damaged in memory" in line
 
-    def test_both_are_and_it_is_passed_over(self, at_hand, sharded):
-        blobs, keepers = at_hand
-        with Pod(keepers, sharded, processes=2) as pod:
+    def test_both_copies_are_damaged(self, local_stores, sharded):
+        blobs, stores = local_stores
+        with Pod(stores, sharded, processes=2) as pod:
             pod.save(10, 20)
             for host in range(2):
                 self.flip(blobs[host], "state/1/20/1.bin")
             assert pod.restore() == 10
-            assert pod.lines[-1].endswith("of hosts: no host gives its 1.bin")
+            assert pod.lines[-1].endswith("of hosts: no host returns its 1.bin")
 
-    def test_one_that_was_flipped_before_it_was_given(self, at_hand, sharded):
-        """The keeper's checksum is right, and the piece's own is not."""
-        _, keepers = at_hand
-        with Pod(keepers, sharded, processes=2) as pod:
+    def test_a_byte_flipped_before_it_was_put(self, local_stores, sharded):
+        """The store's checksum is right, and that of the piece is not."""
+        _, stores = local_stores
+        with Pod(stores, sharded, processes=2) as pod:
             pod.save(10, 20)
             for host in range(2):
-                with Keeper(keepers[host].address, SECRET, 10) as keeper:
-                    data = keeper.get("state/1/20/1.bin")
-                    keeper.put("state/1/20/1.bin", bytes([data[0] ^ 1]) + data[1:])
+                with PeerStore(stores[host].address, SECRET, 10) as store:
+                    data = store.get("state/1/20/1.bin")
+                    store.put("state/1/20/1.bin", bytes([data[0] ^ 1]) + data[1:])
             assert pod.restore() == 10
             assert pod.lines[-1].endswith("in 1.bin is damaged")
 
 
-def test_the_last_few_are_kept(keepers, sharded):
-    with Pod(keepers, sharded, keep=2) as pod:
+def test_old_checkpoints_are_dropped(stores, sharded):
+    with Pod(stores, sharded, keep=2) as pod:
         pod.save(10, 20, 30)
-        assert moments(keepers) == [(20, 1), (30, 1)]
+        assert saved_steps(stores) == [(20, 1), (30, 1)]
         pod.save(40, processes=[0, 1])
-        assert moments(keepers) == [(20, 1), (30, 1), (40, 1)]  # 40 is not whole
-    with Pod(keepers, sharded, keep=1, epoch=2, processes=3) as pod:
+        assert saved_steps(stores) == [(20, 1), (30, 1), (40, 1)]  # 40 is not complete
+    with Pod(stores, sharded, keep=1, generation=2, processes=3) as pod:
         pod.save(50)
-    assert moments(keepers) == [(50, 2)]  # of processes that are gone, too
+    assert saved_steps(stores) == [(50, 2)]  # those of lost processes too
 
 
-def test_a_keeper_without_room_is_told_and_training_goes_on(sharded):
-    with running(1, limit=1000) as keepers, Pod(keepers, sharded, processes=1) as pod:
+def test_a_full_store_is_reported(sharded):
+    with running_stores(1, capacity=1000) as stores, Pod(stores, sharded, processes=1) as pod:
         pod.save(10)
         assert "state/1/10/0.bin has" in pod.lines[0]
-        assert "of 1000 are free: drop some, or give the keeper more" in pod.lines[0]
-        assert pod.lines[1].endswith("in the memory of 0 hosts, and not of 1")
+        assert "of 1000 are free" in pod.lines[0]
+        assert pod.lines[1].endswith("in the memory of 0 hosts instead of 1")
         assert pod.restore() is None
 
 
-def test_a_state_that_is_not_finite_is_never_kept(keepers):
-    addresses = {host: keeper.address for host, keeper in keepers.items()}
-    with Memory(addresses, host=0, secret=SECRET, process=0) as memory:
+def test_a_state_that_is_not_finite_is_not_saved(stores):
+    addresses = {host: store.address for host, store in stores.items()}
+    with PeerCheckpoint(addresses, host=0, secret=SECRET, process=0) as checkpoint:
         with pytest.raises(TrainingError, match=r"after step 8 has .* not finite, in w"):
-            memory.save(8, {"w": jnp.array([1.0, jnp.nan])})
-        memory.save(8, {"w": jnp.array([1.0, 2.0])})
-        step, state = memory.restore({"w": jnp.zeros(2)})
+            checkpoint.save(8, {"w": jnp.array([1.0, jnp.nan])})
+        checkpoint.save(8, {"w": jnp.array([1.0, 2.0])})
+        step, state = checkpoint.restore({"w": jnp.zeros(2)})
     assert step == 8
     np.testing.assert_array_equal(state["w"], [1.0, 2.0])
 
 
-def test_a_save_waits_for_the_state_and_not_for_the_keepers(keepers, monkeypatch):
-    may_go, real = threading.Event(), Keeper.put
-    monkeypatch.setattr(Keeper, "put", lambda *blob: (may_go.wait(30), real(*blob))[1])
-    addresses = {host: keeper.address for host, keeper in keepers.items()}
-    with Memory(addresses, host=0, secret=SECRET, process=0) as memory:
+def test_a_save_does_not_wait_for_the_stores(stores, monkeypatch):
+    may_go, real = threading.Event(), PeerStore.put
+    monkeypatch.setattr(PeerStore, "put", lambda *blob: (may_go.wait(30), real(*blob))[1])
+    addresses = {host: store.address for host, store in stores.items()}
+    with PeerCheckpoint(addresses, host=0, secret=SECRET, process=0) as checkpoint:
         now = {"w": jnp.arange(3.0)}
-        memory.save(4, now)
-        assert moments(keepers) == []
+        checkpoint.save(4, now)
+        assert saved_steps(stores) == []
         jax.tree.map(lambda x: x.delete(), now)  # as the next step does
         may_go.set()
-        step, state = memory.restore({"w": jnp.zeros(3)})
+        step, state = checkpoint.restore({"w": jnp.zeros(3)})
     assert step == 4
     np.testing.assert_array_equal(state["w"], np.arange(3.0))

@@ -1,4 +1,4 @@
-"""Keepers hold what they were given, whole, and say no where they must."""
+"""Peer stores hold blobs intact, and reject what they must."""
 
 import contextlib
 import json
@@ -12,143 +12,141 @@ import zlib
 import pytest
 
 from ftmesh.elastic import isolated_main
-from ftmesh.elastic.peer_store import Blobs, Keeper, Refused, keeper_command, serve
+from ftmesh.elastic.peer_store import BlobStore, PeerStore, RequestRejected, serve, store_command
 from ftmesh.elastic.rpc import ChannelClosed, Listener, connect
 from ftmesh.errors import ClusterError
-from tests.support.peer_stores import SECRET, Running, running
+from tests.support.peer_stores import SECRET, StoreProcess, running_stores
 
-LIMIT = 10_000_000
+CAPACITY = 10_000_000
 
 
 @pytest.fixture(scope="module")
 def process():
-    with running(1, LIMIT) as keepers:
-        yield keepers[0]
+    with running_stores(1, CAPACITY) as stores:
+        yield stores[0]
 
 
 @pytest.fixture
-def keeper(process):
-    with process.ask() as keeper:
-        yield keeper
-        keeper.drop("")
+def store(process):
+    with process.client() as store:
+        yield store
+        store.drop("")
 
 
-class TestWhatItHolds:
+class TestBlobs:
     @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 10_000])
-    def test_what_was_put_is_got(self, keeper, data):
-        keeper.put("state/1/30/0.bin", data)
-        assert keeper.get("state/1/30/0.bin") == data
-        keeper.put("state/1/30/0.bin", memoryview(b"other"), zlib.crc32(b"other"))
-        assert keeper.get("state/1/30/0.bin") == b"other"
+    def test_put_and_get(self, store, data):
+        store.put("state/1/30/0.bin", data)
+        assert store.get("state/1/30/0.bin") == data
+        store.put("state/1/30/0.bin", memoryview(b"other"), zlib.crc32(b"other"))
+        assert store.get("state/1/30/0.bin") == b"other"
 
-    def test_names_and_dropping(self, keeper):
+    def test_names_and_drop(self, store):
         for name in ("a/2", "a/1", "b", "a-1"):
-            keeper.put(name, b"1")
-        assert keeper.names() == ["a-1", "a/1", "a/2", "b"]
-        assert keeper.names("a/") == ["a/1", "a/2"]
-        assert keeper.drop("a/") == 2
-        assert keeper.drop("a/") == 0
-        assert keeper.names() == ["a-1", "b"]
+            store.put(name, b"1")
+        assert store.names() == ["a-1", "a/1", "a/2", "b"]
+        assert store.names("a/") == ["a/1", "a/2"]
+        assert store.drop("a/") == 2
+        assert store.drop("a/") == 0
+        assert store.names() == ["a-1", "b"]
 
-    def test_what_it_has_not(self, keeper):
-        with pytest.raises(ClusterError, match=f"{keeper.address} refuses: it has no c"):
-            keeper.get("c")
-        assert keeper.names() == []  # and it can be asked on
+    def test_a_missing_blob(self, store):
+        with pytest.raises(ClusterError, match=f"{store.address} rejects it: there is no c"):
+            store.get("c")
+        assert store.names() == []  # it can still be used
 
     @pytest.mark.parametrize("name", ["", "../b", "a..b", "A", "a b", "a\nb", "a\0", "x" * 201])
-    def test_names_that_are_not_plain(self, keeper, name):
-        with pytest.raises(ClusterError, match="refuses"):
-            keeper.put(name, b"1")
+    def test_invalid_names(self, store, name):
+        with pytest.raises(ClusterError, match="rejects it"):
+            store.put(name, b"1")
         if name:
-            with pytest.raises(ClusterError, match="is no plain name"):
-                keeper.drop(name)
-        assert keeper.names() == []
+            with pytest.raises(ClusterError, match="is not a plain name"):
+                store.drop(name)
+        assert store.names() == []
 
-    def test_several_clients(self, process, keeper):
-        def work(number):
-            with process.ask() as own:
-                for turn in range(20):
-                    own.put(f"{number}/{turn % 3}", bytes([number]) * 10_000)
-                    assert own.get(f"{number}/{turn % 3}") == bytes([number]) * 10_000
+    def test_several_clients(self, process, store):
+        def use(number):
+            with process.client() as own:
+                for i in range(20):
+                    own.put(f"{number}/{i % 3}", bytes([number]) * 10_000)
+                    assert own.get(f"{number}/{i % 3}") == bytes([number]) * 10_000
             done.append(number)
 
         done = []
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert sorted(done) == [0, 1, 2, 3]
-        assert len(keeper.names()) == 12
+        assert len(store.names()) == 12
 
 
-class TestTheLimit:
-    def test_what_is_too_much_is_refused_before_it_is_sent(self, keeper):
-        keeper.put("a", bytes(LIMIT - 10))
-        with pytest.raises(
-            ClusterError, match=f"b has 11 bytes, and 10 of {LIMIT} are free: drop some"
-        ):
-            keeper.put("b", bytes(11))
-        keeper.put("b", bytes(10))
-        keeper.drop("a")
-        keeper.put("c", bytes(LIMIT - 10))
-        assert keeper.names() == ["b", "c"]
+class TestCapacity:
+    def test_a_blob_that_is_too_large_is_rejected_before_it_is_sent(self, store):
+        store.put("a", bytes(CAPACITY - 10))
+        with pytest.raises(ClusterError, match=f"b has 11 bytes, and 10 of {CAPACITY} are free"):
+            store.put("b", bytes(11))
+        store.put("b", bytes(10))
+        store.drop("a")
+        store.put("c", bytes(CAPACITY - 10))
+        assert store.names() == ["b", "c"]
 
-    def test_what_comes_to_nothing_gives_its_room_back(self, keeper):
+    def test_a_failed_put_releases_its_memory(self, store):
         for _ in range(3):
-            with pytest.raises(ClusterError, match="damaged on its way"):
-                keeper.put("a", bytes(LIMIT), crc32=1)
-        keeper.put("a", bytes(LIMIT))
-        assert keeper.drop("a") == 1
-        keeper.put("a", bytes(LIMIT))
+            with pytest.raises(ClusterError, match="damaged in transit"):
+                store.put("a", bytes(CAPACITY), crc32=1)
+        store.put("a", bytes(CAPACITY))
+        assert store.drop("a") == 1
+        store.put("a", bytes(CAPACITY))
 
-    def test_room_that_others_are_filling_is_not_free(self):
-        blobs = Blobs(10)
-        with blobs.room("a", 6):
-            with pytest.raises(Refused, match="4 of 10 are free"), blobs.room("b", 6):
+    def test_reserved_memory_is_not_free(self):
+        blobs = BlobStore(10)
+        with blobs.reserve("a", 6):
+            with pytest.raises(RequestRejected, match="4 of 10 are free"), blobs.reserve("b", 6):
                 pass
             blobs.put("a", b"123456", zlib.crc32(b"123456"))
-            with blobs.room("b", 4):
+            with blobs.reserve("b", 4):
                 blobs.put("b", b"1234", zlib.crc32(b"1234"))
-        with pytest.raises(Refused, match="0 of 10 are free"), blobs.room("c", 1):
+        with pytest.raises(RequestRejected, match="0 of 10 are free"), blobs.reserve("c", 1):
             pass
 
 
-class TestWhatIsDamaged:
-    def test_on_its_way_in(self, keeper):
-        keeper.put("a", b"old")
-        with pytest.raises(ClusterError, match="a was damaged on its way"):
-            keeper.put("a", b"new", crc32=zlib.crc32(b"mew"))
-        assert keeper.get("a") == b"old"
+class TestDamage:
+    def test_in_transit(self, store):
+        store.put("a", b"old")
+        with pytest.raises(ClusterError, match="a was damaged in transit"):
+            store.put("a", b"new", crc32=zlib.crc32(b"mew"))
+        assert store.get("a") == b"old"
 
-    def test_half_of_it(self, process, keeper):
-        """One who goes in the midst of giving leaves what there was."""
-        keeper.put("a", b"old")
+    def test_an_incomplete_put(self, process, store):
+        """A client that disconnects in the middle of a put leaves the old blob."""
+        store.put("a", b"old")
         channel = connect(process.address, SECRET, timeout=10)
         channel.send({"do": "put", "name": "a", "bytes": 10**6, "crc32": 0})
         assert channel.receive(10) == ({}, b"")
         channel._socket.sendall(b"\0\0\0\2" + (10**6).to_bytes(8, "big") + b"{}" + bytes(1000))
         channel.close()
         until = time.monotonic() + 10
-        while "b" not in keeper.names():  # nor is its room lost
-            with contextlib.suppress(Refused):
-                keeper.put("b", bytes(LIMIT - 3))
+        while "b" not in store.names():  # and its memory is released
+            with contextlib.suppress(RequestRejected):
+                store.put("b", bytes(CAPACITY - 3))
             assert time.monotonic() < until
-        assert keeper.get("a") == b"old"
+        assert store.get("a") == b"old"
 
-    def test_in_its_memory(self):
-        """A byte flips there: it is not given to anyone."""
-        blobs = Blobs(100)
-        with blobs.room("a", 3):
+    def test_in_memory(self):
+        """A byte flips: the blob is not returned."""
+        blobs = BlobStore(100)
+        with blobs.reserve("a", 3):
             blobs.put("a", b"abc", zlib.crc32(b"abc"))
-        blobs._held["a"] = b"abd", zlib.crc32(b"abc")
+        blobs._blobs["a"] = b"abd", zlib.crc32(b"abc")
         with (
             Listener(lambda channel: serve(blobs, channel), secret=SECRET) as listener,
-            Keeper(listener.address, SECRET, 10) as keeper,
+            PeerStore(listener.address, SECRET, 10) as store,
         ):
-            with pytest.raises(ClusterError, match="refuses: a was damaged in its memory"):
-                keeper.get("a")
-            assert keeper.names() == ["a"]
+            with pytest.raises(ClusterError, match="rejects it: a was damaged in memory"):
+                store.get("a")
+            assert store.names() == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -162,21 +160,21 @@ class TestWhatIsDamaged:
         {"do": "names"},
     ],
 )
-def test_questions_that_make_no_sense(process, keeper, message):
+def test_invalid_requests(process, store, message):
     with connect(process.address, SECRET, timeout=10) as channel:
         channel.send(message)
-        assert "refused" in channel.receive(10)[0]
+        assert "rejected" in channel.receive(10)[0]
         channel.send({"do": "names", "prefix": ""})
         assert json.loads(channel.receive(10)[1]) == []
 
 
-class TestItsProcess:
-    def test_it_starts_at_once_and_with_the_standard_library_alone(self):
-        run = keeper_command(10)
-        assert run[1:3] == ["-I", "-S"]  # nothing else could be imported
+class TestProcess:
+    def test_it_imports_only_the_standard_library(self):
+        command = store_command(10)
+        assert command[1:3] == ["-I", "-S"]  # nothing else could be imported
         begin = time.monotonic()
         done = subprocess.run(
-            [run[0], "-X", "importtime", *run[1:]],
+            [command[0], "-X", "importtime", *command[1:]],
             env={"FTMESH_SECRET": "a"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -189,32 +187,32 @@ class TestItsProcess:
         assert "ftmesh.elastic.rpc" in imported
         assert not {"numpy", "jax"} & set(imported)
 
-    def test_it_does_not_start_without_a_secret(self):
+    def test_it_needs_a_secret(self):
         done = subprocess.run(
-            keeper_command(), env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True
+            store_command(), env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
         assert done.returncode == 1
-        assert "a listener without a secret would let anyone in: give one" in done.stderr
+        assert "a listener without a secret would admit anyone: give one" in done.stderr
 
-    def test_it_ends_with_its_standard_input_and_not_with_a_terminal(self):
-        keeper = Running()
+    def test_it_ends_with_its_stdin_and_not_with_a_terminal(self):
+        store = StoreProcess()
         try:
-            for number in (signal.SIGINT, signal.SIGHUP):
-                os.kill(keeper.process.pid, number)
-            with keeper.ask() as client:
+            for signum in (signal.SIGINT, signal.SIGHUP):
+                os.kill(store.process.pid, signum)
+            with store.client() as client:
                 client.put("a", b"1")
-                keeper.process.stdin.close()
-                assert keeper.process.wait(10) == 0
-                with pytest.raises(ChannelClosed, match=keeper.address):
+                store.process.stdin.close()
+                assert store.process.wait(10) == 0
+                with pytest.raises(ChannelClosed, match=store.address):
                     client.get("a")
         finally:
-            keeper.process.stdout.close()
-            keeper.process.kill()
+            store.process.stdout.close()
+            store.process.kill()
 
-    def test_a_dead_one_is_told_quickly(self):
-        with running(1) as keepers, keepers[0].ask(timeout=60) as client:
+    def test_a_killed_store_is_noticed_quickly(self):
+        with running_stores(1) as stores, stores[0].client(timeout=60) as client:
             client.put("a", b"1")
-            keepers[0].kill()
+            stores[0].kill()
             begin = time.monotonic()
             with pytest.raises(ClusterError, match=client.address):
                 client.get("a")
@@ -222,19 +220,19 @@ class TestItsProcess:
                 client.put("a", b"1")
             assert time.monotonic() - begin < 5
 
-    def test_one_that_is_stuck_is_told_in_time(self):
-        with running(1) as keepers, keepers[0].ask(timeout=60) as client:
+    def test_a_stopped_store_is_noticed_in_time(self):
+        with running_stores(1) as stores, stores[0].client(timeout=60) as client:
             client.put("a", b"1")
-            keepers[0].stop()
+            stores[0].stop()
             client.timeout = 0.3
-            for ask in (client.names, lambda: client.put("b", bytes(10**8))):
+            for request in (client.names, lambda: client.put("b", bytes(10**8))):
                 with pytest.raises(ClusterError, match=client.address):
-                    ask()
+                    request()
 
     def test_a_stranger(self, process):
-        with pytest.raises(ClusterError, match="is no listener that knows the secret"):
-            Keeper(process.address, "guess", 10).names()
+        with pytest.raises(ClusterError, match="is not a listener that knows the secret"):
+            PeerStore(process.address, "guess", 10).names()
 
 
-def test_modules_alone_get_their_arguments():
+def test_the_command_of_an_isolated_module():
     assert isolated_main.command("a.b", "1")[-3:] == [isolated_main.__file__, "a.b", "1"]

@@ -1,4 +1,4 @@
-"""Plans made ahead: the quick ones first, within bounds of time and memory."""
+"""Plans for the loss of a host: the fast ones first, with limits on time and memory."""
 
 import time
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ class Device:
 
 
 @pytest.fixture(autouse=True)
-def nothing_made(monkeypatch):
-    monkeypatch.setattr(precompile, "_made", {})
+def empty_cache(monkeypatch):
+    monkeypatch.setattr(precompile, "_plans", {})
 
 
 def pod(shape, hosts):
-    """A mesh with a host of so many devices for each."""
-    every = [Device(number, host) for number, host in enumerate(hosts)]
-    return Topology.from_devices(every, shape=shape)
+    """A mesh; `hosts` has the host of each device."""
+    devices = [Device(number, host) for number, host in enumerate(hosts)]
+    return Topology.from_devices(devices, shape=shape)
 
 
 ODD = pod("4x4", [0, 1, 2, 2, 3, 1, 2, 2, 3, 4, 0, 5, 4, 4, 5, 5])  # host 0 is on a diagonal
@@ -39,59 +39,61 @@ def spin(seconds):
         pass
 
 
-def done(topology, do=lambda left: None, **options):
+def prepare_all(topology, do=lambda left: None, **options):
     seen = []
-    precompile.prepare(topology, lambda left: (seen.append(left), do(left)), **options).join()
+    precompile.prepare_for_host_loss(
+        topology, lambda left: (seen.append(left), do(left)), **options
+    ).join()
     return seen
 
 
-def test_what_is_quick_to_plan_goes_first():
-    seen = done(ODD)
+def test_fast_meshes_come_first():
+    seen = prepare_all(ODD)
     assert len(seen) == 6
-    quick = [precompile.planners.is_quick(left) for left in seen]
+    quick = [precompile.registry.has_fast_algorithm(left) for left in seen]
     assert quick == sorted(quick, reverse=True)
     assert quick.count(False) == 1
 
 
-def test_time_is_bounded_by_what_the_longest_took():
-    seen = done(ODD, lambda left: spin(SPIN), seconds=3.5 * SPIN)
+def test_the_processor_time_is_limited():
+    seen = prepare_all(ODD, lambda left: spin(SPIN), cpu_seconds=3.5 * SPIN)
     assert 1 <= len(seen) <= 3
-    assert len(done(ODD, lambda left: spin(SPIN))) == 6
+    assert len(prepare_all(ODD, lambda left: spin(SPIN))) == 6
 
 
-def test_what_cannot_be_planned_is_passed_over():
-    def refuse(left):
+def test_meshes_without_a_plan_are_skipped():
+    def fail(left):
         raise PlanError("no")
 
-    assert len(done(ODD, refuse)) == 6
+    assert len(prepare_all(ODD, fail)) == 6
 
 
-def test_plans_are_remembered_while_there_is_room(monkeypatch):
-    lefts = list(precompile.without_each_host(ODD))[:4]
+def test_plans_are_cached_up_to_a_limit(monkeypatch):
+    lefts = list(precompile.topologies_without_a_host(ODD))[:4]
     one, other = (precompile.plan(left, "flood").schedule for left in lefts[:2])
     assert one.num_bytes == 7 * 4 * 2 * one.num_chunks * (lefts[0].num_live - 1)  # seven columns
-    monkeypatch.setattr(precompile, "MOST_BYTES", one.num_bytes + other.num_bytes)
-    plans = [precompile.planned(left, "flood") for left in lefts]
-    assert len(precompile._made) == 2
-    again = [precompile.planned(left, "flood") for left in lefts]
+    monkeypatch.setattr(precompile, "MAX_CACHED_BYTES", one.num_bytes + other.num_bytes)
+    plans = [precompile.cached_plan(left, "flood") for left in lefts]
+    assert len(precompile._plans) == 2
+    again = [precompile.cached_plan(left, "flood") for left in lefts]
     assert [a is b for a, b in zip(plans, again, strict=True)] == [True, True, False, False]
     assert all(a.schedule == b.schedule for a, b in zip(plans, again, strict=True))
 
 
-def test_a_newer_mesh_ends_what_was_under_way():
+def test_a_newer_mesh_stops_the_thread():
     seen = []
 
     def do(left):
         seen.append(left)
         if len(seen) == 2:
-            precompile.prepare(ODD, lambda left: None).join()
+            precompile.prepare_for_host_loss(ODD, lambda left: None).join()
 
-    precompile.prepare(ODD, do).join()
+    precompile.prepare_for_host_loss(ODD, do).join()
     assert len(seen) == 2
 
 
-def test_the_same_chips_as_other_devices():
-    first = precompile.planned(cpu_grid("2x2"), "ring")
+def test_the_same_chips_with_other_devices():
+    first = precompile.cached_plan(cpu_grid("2x2"), "ring")
     others = Topology.grid("2x2")
-    assert precompile.planned(others, "ring").topology.devices == ()
-    assert precompile.planned(first.topology, "ring").topology.devices == first.topology.devices
+    assert precompile.cached_plan(others, "ring").topology.devices == ()
+    assert precompile.cached_plan(first.topology, "ring").topology.devices == first.topology.devices

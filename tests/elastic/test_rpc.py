@@ -1,4 +1,4 @@
-"""Channels: whole frames between those who know the secret; strangers disturb nobody."""
+"""Channels: frames between processes that know the secret; strangers disturb nobody."""
 
 import contextlib
 import gc
@@ -13,13 +13,14 @@ import pytest
 from ftmesh.elastic import rpc as module
 from ftmesh.elastic.rpc import (
     MAGIC,
-    MOST_HANDSHAKES,
-    NONCE,
-    PROOF,
+    MAX_HANDSHAKES,
+    NONCE_BYTES,
+    PROOF_BYTES,
     Channel,
     ChannelClosed,
     Listener,
     connect,
+    free_port,
     proof,
 )
 from ftmesh.errors import ArgumentError, FtmeshError
@@ -52,7 +53,7 @@ def pair():
     with socket.create_server(("127.0.0.1", 0)) as server:
         other = socket.create_connection(server.getsockname())
         taken, _ = server.accept()
-    with other, Channel(taken, most_data=100) as channel:
+    with other, Channel(taken, max_data=100) as channel:
         yield other, channel
 
 
@@ -61,8 +62,8 @@ def raw(listener):
     return socket.create_connection((host, int(port)), 10)
 
 
-def is_refused(connection):
-    """Whether the other end closes it, whatever it said before."""
+def is_closed(connection):
+    """Whether the other end closes the connection."""
     connection.settimeout(10)
     with contextlib.suppress(ConnectionResetError):
         while connection.recv(100):
@@ -77,21 +78,21 @@ def frame(header, data=b"", *, length=None, size=None):
 
 class TestFrames:
     @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 40_000])
-    def test_they_come_back_as_they_were_sent(self, good, data):
+    def test_round_trip(self, good, data):
         message = {"step": 3, "text": "κόσμος", "list": [1.5, None, {"a": True}]}
         good.send(message, data)
         assert good.receive(10) == (message, data)
         good.send({}, memoryview(data))
         assert good.receive() == ({}, data)
 
-    def test_none_where_none_begins_in_time(self, good):
+    def test_receive_times_out(self, good):
         begin = time.monotonic()
         assert good.receive(0.1) is None
         assert 0.09 < time.monotonic() - begin < 5
         assert good.receive(0) is None
 
-    def test_many_threads_send_whole_frames(self, good):
-        """Each frame is longer than what the system takes at once."""
+    def test_frames_of_several_threads_do_not_mix(self, good):
+        """Every frame is longer than the buffer of the socket."""
         body = {sender: bytes([sender]) * 3_000_000 for sender in range(4)}
         senders = [
             threading.Thread(target=good.send, args=({"from": sender}, data))
@@ -99,15 +100,17 @@ class TestFrames:
         ]
         for sender in senders:
             sender.start()
-        found = {message["from"]: data for message, data in (good.receive(10) for _ in body)}
-        assert found == body
+        received = {message["from"]: data for message, data in (good.receive(10) for _ in body)}
+        assert received == body
 
-    def test_what_is_too_long_is_not_sent(self, pair):
+    def test_a_frame_that_is_too_long_is_not_sent(self, pair):
         _, channel = pair
-        with pytest.raises(ArgumentError, match=r"101 bytes of data is too long: at most .* 100"):
+        with pytest.raises(
+            ArgumentError, match=r"101 bytes of data is too long for .*: at most .* 100"
+        ):
             channel.send({}, bytes(101))
         with pytest.raises(ArgumentError, match="is too long"):
-            channel.send({"text": "x" * module.MOST_HEADER})
+            channel.send({"text": "x" * module.MAX_HEADER_BYTES})
 
     @pytest.mark.parametrize(
         "sent",
@@ -123,30 +126,30 @@ class TestFrames:
             frame(b""),
         ],
     )
-    def test_what_is_no_frame_closes_the_channel(self, pair, sent):
+    def test_an_invalid_frame_closes_the_channel(self, pair, sent):
         other, channel = pair
         other.sendall(sent)
-        with pytest.raises(ChannelClosed, match="has sent what is no frame"):
+        with pytest.raises(ChannelClosed, match="has sent an invalid frame"):
             channel.receive(10)
-        assert is_refused(other)
+        assert is_closed(other)
         with pytest.raises(ChannelClosed):
             channel.receive(10)
         with pytest.raises(ChannelClosed):
             channel.send({})
 
-    def test_the_longest_that_is_taken(self, pair):
+    def test_the_longest_frame(self, pair):
         other, channel = pair
         other.sendall(frame(b'{"a": 1}', bytes(100)))
         assert channel.receive(10) == ({"a": 1}, bytes(100))
 
-    def test_half_a_frame_is_none(self, pair):
+    def test_half_a_frame(self, pair):
         other, channel = pair
         other.sendall(frame(b'{"a": 1}', b"data")[:-1])
         other.close()
         with pytest.raises(ChannelClosed, match="is gone: the connection was closed"):
             channel.receive(10)
 
-    def test_one_that_does_not_go_on(self):
+    def test_a_sender_that_stalls(self):
         with socket.create_server(("127.0.0.1", 0)) as server:
             other = socket.create_connection(server.getsockname())
             taken, _ = server.accept()
@@ -154,20 +157,20 @@ class TestFrames:
             other.sendall(b"\0\0")
             with pytest.raises(ChannelClosed, match="is gone: timed out"):
                 channel.receive()
-            assert is_refused(other)
+            assert is_closed(other)
 
-    def test_one_that_is_not_taken(self):
-        """The other end reads no more; the system holds some of it, and then no more."""
+    def test_a_receiver_that_stalls(self):
+        """The other end does not read, and the buffers fill up."""
         silent = threading.Event()
         with (
             Listener(lambda channel: (silent.wait(30), channel.close()), secret=SECRET) as deaf,
-            connect(deaf.address, SECRET, timeout=5, stall=0.2, most_data=10**9) as channel,
+            connect(deaf.address, SECRET, timeout=5, stall=0.2, max_data=10**9) as channel,
         ):
             with pytest.raises(ChannelClosed, match="took no message: timed out"):
                 channel.send({}, bytes(10**8))
             silent.set()
 
-    def test_a_close_wakes_who_waits(self, good):
+    def test_a_close_wakes_the_receiver(self, good):
         threading.Timer(0.1, good.close).start()
         with pytest.raises(ChannelClosed):
             good.receive(30)
@@ -177,7 +180,7 @@ class TestFrames:
             good.send({})
         good.close()
 
-    def test_a_close_wakes_who_sends(self):
+    def test_a_close_wakes_the_sender(self):
         done = threading.Event()
 
         def does_not_read(channel):
@@ -186,14 +189,14 @@ class TestFrames:
 
         with (
             Listener(does_not_read, secret=SECRET) as listener,
-            connect(listener.address, SECRET, timeout=10, most_data=10**9) as channel,
+            connect(listener.address, SECRET, timeout=10, max_data=10**9) as channel,
         ):
             threading.Timer(0.2, channel.close).start()
             with pytest.raises(ChannelClosed, match="took no message"):
                 channel.send({}, bytes(10**8))
             done.set()
 
-    def test_it_does_not_wait_to_fill_packets(self, good):
+    def test_socket_options(self, good):
         options = [
             good._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY),
             good._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
@@ -202,7 +205,7 @@ class TestFrames:
 
 
 class TestConnecting:
-    def test_nothing_there(self):
+    def test_nothing_answers(self):
         with Listener(echo, secret=SECRET) as listener:
             pass
         begin = time.monotonic()
@@ -210,18 +213,18 @@ class TestConnecting:
             connect(listener.address, SECRET, timeout=10)
         assert time.monotonic() - begin < 2
 
-    def test_one_that_knows_another_secret(self, listener):
-        with pytest.raises(OSError, match=f"{listener.address} is no listener that knows"):
+    def test_another_secret(self, listener):
+        with pytest.raises(OSError, match=f"{listener.address} is not a listener that knows"):
             connect(listener.address, "other", timeout=10)
 
-    def test_one_that_only_pretends_to_know(self):
-        """It lets everyone in, and says again what it was told."""
+    def test_a_listener_that_does_not_know_the_secret(self):
+        """It admits anyone, and sends back the proof it received."""
 
         def pretend(server):
             with server.accept()[0] as taken:
-                taken.sendall(MAGIC + bytes(NONCE))
-                said = taken.recv(len(MAGIC) + NONCE + PROOF, socket.MSG_WAITALL)
-                taken.sendall(said[-PROOF:])
+                taken.sendall(MAGIC + bytes(NONCE_BYTES))
+                said = taken.recv(len(MAGIC) + NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
+                taken.sendall(said[-PROOF_BYTES:])
                 taken.recv(1)
 
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -231,46 +234,46 @@ class TestConnecting:
                 connect(f"127.0.0.1:{server.getsockname()[1]}", SECRET, timeout=10)
             thread.join()
 
-    @pytest.mark.parametrize(("says", "why"), [(b"", "timed out"), (b"HTTP/1.1 400", "language")])
-    def test_one_that_is_something_else(self, says, why):
+    @pytest.mark.parametrize(("data", "error"), [(b"", "timed out"), (b"HTTP/1.1 400", "protocol")])
+    def test_another_protocol(self, data, error):
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"127.0.0.1:{server.getsockname()[1]}"
             held = []
 
             def answer():
                 held.append(server.accept()[0])
-                held[0].sendall(says)
+                held[0].sendall(data)
 
             other = threading.Thread(target=answer)
             other.start()
-            with pytest.raises(ChannelClosed, match=why):
-                connect(address, SECRET, timeout=10 if says else 0.5)
+            with pytest.raises(ChannelClosed, match=error):
+                connect(address, SECRET, timeout=10 if data else 0.5)
             other.join()
             held[0].close()
 
     @pytest.mark.parametrize(
         "address", ["", "here", ":", "127.0.0.1:x", "127.0.0.1", "h:٨", "h:123456"]
     )
-    def test_what_is_no_address(self, address):
-        with pytest.raises(ArgumentError, match="takes host:port and a secret"):
+    def test_invalid_addresses(self, address):
+        with pytest.raises(ArgumentError, match="give host:port and a secret"):
             connect(address, SECRET, timeout=1)
 
-    def test_a_port_that_none_has(self):
+    def test_an_invalid_port(self):
         with pytest.raises(ChannelClosed, match=r"nothing answers at 127\.0\.0\.1:99999"):
             connect("127.0.0.1:99999", SECRET, timeout=1)
 
-    def test_no_secret_is_none(self):
-        with pytest.raises(ArgumentError, match="would let anyone in"):
+    def test_a_secret_is_needed(self):
+        with pytest.raises(ArgumentError, match="would admit anyone"):
             Listener(echo, secret="")
         with pytest.raises(ArgumentError, match="and a secret"):
             connect("127.0.0.1:1", "", timeout=1)
 
 
 class TestStrangers:
-    """None of them is heard, and a good caller works meanwhile."""
+    """None is admitted, and a good caller works meanwhile."""
 
     @pytest.fixture(autouse=True)
-    def a_good_caller_works(self, good, listener):
+    def good_caller_still_works(self, good, listener):
         yield
         good.send({"still": "there"})
         assert good.receive(10) == ({"still": "there"}, b"")
@@ -284,77 +287,79 @@ class TestStrangers:
             b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
             bytes(72),
             b"\xff" * 1_000_000,
-            MAGIC + bytes(NONCE + PROOF),
-            MAGIC + bytes(NONCE) + frame(json.dumps({"a": 1}).encode()) * 10,
+            MAGIC + bytes(NONCE_BYTES + PROOF_BYTES),
+            MAGIC + bytes(NONCE_BYTES) + frame(json.dumps({"a": 1}).encode()) * 10,
         ],
     )
     def test_garbage(self, listener, says):
         with raw(listener) as stranger:
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(says)
-            assert is_refused(stranger)
+            assert is_closed(stranger)
 
-    @pytest.mark.parametrize("says", [b"", MAGIC, MAGIC + bytes(NONCE), MAGIC + bytes(NONCE + 31)])
-    def test_silence_and_half_a_handshake(self, listener, says, monkeypatch):
+    @pytest.mark.parametrize(
+        "says", [b"", MAGIC, MAGIC + bytes(NONCE_BYTES), MAGIC + bytes(NONCE_BYTES + 31)]
+    )
+    def test_an_incomplete_handshake(self, listener, says, monkeypatch):
         with monkeypatch.context() as soon, raw(listener) as stranger:
             soon.setattr(module, "HANDSHAKE_SECONDS", 0.2)
             stranger.sendall(says)
-            assert is_refused(stranger)
+            assert is_closed(stranger)
 
-    def test_a_byte_now_and_then(self, listener, monkeypatch):
-        """The handshake as a whole has its time, not each byte."""
+    def test_a_slow_handshake(self, listener, monkeypatch):
+        """The timeout is for the whole handshake, not for a byte."""
         with monkeypatch.context() as soon:
             soon.setattr(module, "HANDSHAKE_SECONDS", 0.3)
             with raw(listener) as stranger, contextlib.suppress(ConnectionError):
                 for byte in MAGIC * 9:
                     stranger.sendall(bytes([byte]))
                     time.sleep(0.05)
-                pytest.fail("it was heard to the end")
+                pytest.fail("the slow handshake was read to its end")
 
-    def test_a_handshake_played_again(self, listener):
+    def test_a_replayed_handshake(self, listener):
         with raw(listener) as first:
-            theirs = first.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL)[len(MAGIC) :]
-            ours = bytes(NONCE)
+            theirs = first.recv(len(MAGIC) + NONCE_BYTES, socket.MSG_WAITALL)[len(MAGIC) :]
+            ours = bytes(NONCE_BYTES)
             says = MAGIC + ours + proof(SECRET, b"caller", theirs, ours)
             first.sendall(says)
-            assert len(first.recv(PROOF, socket.MSG_WAITALL)) == PROOF
+            assert len(first.recv(PROOF_BYTES, socket.MSG_WAITALL)) == PROOF_BYTES
         with raw(listener) as again:
             again.sendall(says)
-            again.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL)
+            again.recv(len(MAGIC) + NONCE_BYTES, socket.MSG_WAITALL)
             with contextlib.suppress(ConnectionResetError):
-                assert again.recv(PROOF) == b""
+                assert again.recv(PROOF_BYTES) == b""
 
-    def test_the_listeners_own_proof(self, listener):
-        """What a listener says to one connection is of no use in another."""
+    def test_the_proof_of_the_other_role(self, listener):
+        """The proof of a listener is not accepted from a caller."""
         with raw(listener) as stranger:
-            theirs = stranger.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL)[len(MAGIC) :]
+            theirs = stranger.recv(len(MAGIC) + NONCE_BYTES, socket.MSG_WAITALL)[len(MAGIC) :]
             stranger.sendall(
-                MAGIC + bytes(NONCE) + proof(SECRET, b"listener", theirs, bytes(NONCE))
+                MAGIC + bytes(NONCE_BYTES) + proof(SECRET, b"listener", theirs, bytes(NONCE_BYTES))
             )
             with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(PROOF) == b""
+                assert stranger.recv(PROOF_BYTES) == b""
 
     def test_a_flood(self, listener, good, monkeypatch):
-        """The oldest go; who comes after them is let in, and threads are not piled up."""
-        monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 600)  # so that none goes by itself
+        """The oldest strangers are dropped, a late caller is admitted, and threads stay few."""
+        monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 600)  # so that none times out
         before = threading.active_count()
-        flood = [raw(listener) for _ in range(3 * MOST_HANDSHAKES)]
+        flood = [raw(listener) for _ in range(3 * MAX_HANDSHAKES)]
         with connect(listener.address, SECRET, timeout=10) as late:
             late.send({"late": 1})
             assert late.receive(10) == ({"late": 1}, b"")
-        assert is_refused(flood[0])
+        assert is_closed(flood[0])
         good.send({})
         assert good.receive(10) == ({}, b"")
-        wait_until(lambda: threading.active_count() - before <= MOST_HANDSHAKES + 3)
+        wait_until(lambda: threading.active_count() - before <= MAX_HANDSHAKES + 3)
         for stranger in flood:
             stranger.close()
 
 
 class TestListener:
-    def test_where_it_listens(self, listener):
+    def test_the_address(self, listener):
         host, port = listener.address.split(":")
         assert host == "127.0.0.1"
-        assert 20_000 <= int(port) < 30_000  # no caller of one that is gone is given its port
+        assert 20_000 <= int(port) < 30_000  # not given to outgoing connections
 
     def test_a_port_that_is_taken(self, listener):
         with pytest.raises(OSError, match="in use"):
@@ -371,7 +376,7 @@ class TestListener:
             channel.send({"a": 2})
             assert channel.receive(5) == ({"a": 2}, b"")
 
-    def test_channels_outlive_it(self):
+    def test_channels_outlive_the_listener(self):
         with (
             Listener(echo, secret=SECRET) as listener,
             connect(listener.address, SECRET, timeout=5) as channel,
@@ -383,7 +388,17 @@ class TestListener:
             assert channel.receive(5) == ({"a": 2}, b"")
 
     def test_nothing_stays_open(self):
-        """Python would warn of a socket that nobody closed, and warnings are errors here."""
+        """Python warns of a socket that is not closed, and warnings are errors here."""
         with Listener(echo, secret=SECRET) as listener, raw(listener):
             pass
         gc.collect()
+
+
+def test_a_port_in_use_is_not_returned(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        other = free_port()
+        monkeypatch.setattr(module, "PORTS", range(taken, taken + 1))
+        with pytest.raises(ArgumentError, match="no port from"):
+            free_port()
+    assert other != taken

@@ -1,44 +1,44 @@
-"""A steward that listens, and its processes as threads of a test would see them: lines to it."""
+"""A controller that listens, and workers that a test plays over real connections."""
 
 import os
 import time
 
-from ftmesh.elastic.controller import Steward
-from ftmesh.elastic.heartbeats import Deadlines
+from ftmesh.elastic.controller import Controller
+from ftmesh.elastic.heartbeats import ProgressMonitor
 from ftmesh.elastic.member import Member
 from ftmesh.elastic.rpc import ChannelClosed, Listener, connect
 
 SECRET = "5ec2e7"
-SOON = 10.0  # seconds for what takes none
+TIMEOUT = 10.0  # seconds for what should take none
 
 
-class Line:
-    """The other end of a process's line."""
+class FakeWorker:
+    """A worker's end of the control connection."""
 
-    def __init__(self, address, process, *, start=1, epoch=1, pid=None):
-        self.process, self.epoch = process, epoch
-        self.channel = connect(address, SECRET, timeout=SOON)
+    def __init__(self, address, process, *, start=1, generation=1, pid=None):
+        self.process, self.generation = process, generation
+        self.channel = connect(address, SECRET, timeout=TIMEOUT)
         self.channel.send({"hello": process, "pid": pid or os.getpid(), "start": start})
 
-    def say(self, data=b"", *, epoch=None, **message):
-        self.channel.send({"epoch": epoch or self.epoch, **message}, data)
+    def send(self, data=b"", *, generation=None, **message):
+        self.channel.send({"generation": generation or self.generation, **message}, data)
 
-    def hear(self, *keys):
-        """The next message, which has these keys; their values."""
-        found = self.channel.receive(SOON)
-        assert found is not None, "nothing was said"
-        message, _ = found
+    def receive(self, *keys):
+        """The values of `keys` in the next message, which must have them."""
+        frame = self.channel.receive(TIMEOUT)
+        assert frame is not None, "no message came"
+        message, _ = frame
         assert set(keys) <= set(message), message
         return tuple(message[key] for key in keys)
 
-    def has_nothing_to_hear(self):
-        """What was said before is heard by now: a note that is looked for comes back first."""
-        self.say(call=999, do="look", key="none")
-        return self.hear("reply") == (999,)
+    def has_no_messages(self):
+        """True if the reply to a request is the next message: earlier ones are handled by then."""
+        self.send(call=999, operation="try_get", key="none")
+        return self.receive("reply") == (999,)
 
     def is_closed(self):
         try:
-            while self.channel.receive(SOON) is not None:
+            while self.channel.receive(TIMEOUT) is not None:
                 pass
         except ChannelClosed:
             return True
@@ -47,86 +47,90 @@ class Line:
         return False
 
 
-class Stewarded:
-    """A steward with some processes, of which `lines` are those that have come."""
+class ControllerHarness:
+    """A controller with some workers; `workers` are those that have connected."""
 
-    def __init__(self, hosts=4, *, limit=0.1, start=1, given=None, **options):
-        self.events, self.stopped = [], []
-        self.deadlines = Deadlines(limit, given or {})
-        self.steward = Steward(
-            [Member(number, 10 + number, f"2x2@{2 * number},0") for number in range(hosts)],
-            epoch=start,
-            deadlines=self.deadlines,
-            say=lambda event, **facts: self.events.append({"event": event, **facts}),
-            stop=self.stopped.append,
+    def __init__(self, hosts=4, *, collective_timeout=0.1, start=1, phase_timeouts=None, **options):
+        self.events, self.killed = [], []
+        self.monitor = ProgressMonitor(collective_timeout, phase_timeouts or {})
+        self.controller = Controller(
+            [Member(process, 10 + process, f"2x2@{2 * process},0") for process in range(hosts)],
+            generation=start,
+            monitor=self.monitor,
+            log_event=lambda event, **facts: self.events.append({"event": event, **facts}),
+            kill=self.killed.append,
             **options,
         )
         self.start = start
-        self.listener = Listener(self.steward.serve, secret=SECRET)
-        self.lines = {}
+        self.listener = Listener(self.controller.serve, secret=SECRET)
+        self.workers = {}
 
-    def come(self, *processes):
-        """Have processes come, all where none are named."""
-        for process in processes or self.steward.everyone:
-            line = Line(self.listener.address, process, start=self.start, epoch=self.start)
-            assert line.hear("welcome", "masked") == (self.steward.epoch, self.steward.masked)
-            self.lines[process] = line
+    def connect(self, *processes):
+        """Connect the given workers, or all of them."""
+        for process in processes or self.controller.started:
+            worker = FakeWorker(
+                self.listener.address, process, start=self.start, generation=self.start
+            )
+            welcome = worker.receive("welcome", "quarantined")
+            assert welcome == (self.controller.generation, self.controller.quarantined)
+            self.workers[process] = worker
         return self
 
-    def joined(self, step=0, *, processes=None, **facts):
-        """Have processes join the epoch, from the state after a step."""
-        for process in self.lines if processes is None else processes:
-            self.lines[process].say(joined=step, **facts)
-        wait_until(lambda: not processes or self.steward.committed == step)
-        return self.settled()
+    def join(self, step=0, *, processes=None, **facts):
+        """Have workers join the generation from the state after `step`."""
+        for process in self.workers if processes is None else processes:
+            self.workers[process].send(joined=step, **facts)
+        wait_until(lambda: not processes or self.controller.committed == step)
+        return self.settle()
 
-    def settled(self):
-        """All that was said has been heard."""
-        for line in self.lines.values():
-            assert line.has_nothing_to_hear()
+    def settle(self):
+        """Return once all messages of the workers are handled."""
+        for worker in self.workers.values():
+            assert worker.has_no_messages()
         return self
 
     def commit(self, step, then="go on"):
-        """Have all vote for a step, and hear that it is committed."""
-        for line in self.lines.values():
-            line.say(ready=step)
-        for line in self.lines.values():
-            assert line.hear("commit", "then") == (step, then)
+        """Have all workers vote for a step and receive its commit."""
+        for worker in self.workers.values():
+            worker.send(ready=step)
+        for worker in self.workers.values():
+            assert worker.receive("commit", "then") == (step, then)
 
     def lose(self, process, how="ended by SIGKILL", status=137):
-        """A process ends; the others hear of the epoch, and are in it; what they hear."""
-        line = self.lines.pop(process)
-        self.steward.ended(process, how, status)
-        line.channel.close()
-        return self.heard_of_epoch()
+        """End a worker; the others enter the new generation, which is returned."""
+        worker = self.workers.pop(process)
+        self.controller.process_ended(process, how, status)
+        worker.channel.close()
+        return self.receive_generation()
 
-    def heard_of_epoch(self):
-        heard = {}
-        for number, line in self.lines.items():
-            heard[number] = line.hear("epoch", "members", "masked", "committed", "why")
-            line.epoch = heard[number][0]
-        (told,) = set(map(str, heard.values()))  # all hear the same
-        assert told
-        return next(iter(heard.values()))
+    def receive_generation(self):
+        """Have all workers enter the next generation; return its message, the same for all."""
+        messages = []
+        for worker in self.workers.values():
+            keys = ("generation", "members", "quarantined", "committed", "reason")
+            messages.append(worker.receive(*keys))
+            worker.generation = messages[-1][0]
+        assert all(message == messages[0] for message in messages)
+        return messages[0]
 
-    def tick_until(self, is_so):
-        until = time.monotonic() + SOON
-        while not is_so():
-            assert time.monotonic() < until, "time is up"
-            self.steward.tick()
+    def poll_until(self, condition):
+        deadline = time.monotonic() + TIMEOUT
+        while not condition():
+            assert time.monotonic() < deadline, "the timeout is over"
+            self.controller.poll()
             time.sleep(0.01)
 
-    def of(self, event):
-        return [each for each in self.events if each["event"] == event]
+    def events_named(self, name):
+        return [event for event in self.events if event["event"] == name]
 
     def close(self):
-        for line in self.lines.values():
-            line.channel.close()
+        for worker in self.workers.values():
+            worker.channel.close()
         self.listener.close()
 
 
-def wait_until(is_so):
-    until = time.monotonic() + SOON
-    while not is_so():
-        assert time.monotonic() < until, "time is up"
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, "the timeout is over"
         time.sleep(0.005)

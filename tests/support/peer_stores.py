@@ -1,33 +1,33 @@
-"""Keepers that run, for tests of what they hold."""
+"""Peer stores that run, for tests of what they hold."""
 
 import os
 import signal
 import subprocess
 from contextlib import contextmanager
 
-from ftmesh.elastic.peer_store import LIMIT, Keeper, keeper_command
+from ftmesh.elastic.peer_store import CAPACITY, PeerStore, store_command
 
 SECRET = "5ec2e7"
 
 
-class Running:
-    """A keeper's process."""
+class StoreProcess:
+    """The process of a peer store."""
 
-    def __init__(self, limit=LIMIT):
+    def __init__(self, capacity=CAPACITY):
         self.process = subprocess.Popen(
-            keeper_command(limit),
+            store_command(capacity),
             env={"FTMESH_SECRET": SECRET},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         self.address = self.process.stdout.readline().decode().strip()
 
-    def ask(self, timeout=10.0):
-        return Keeper(self.address, SECRET, timeout)
+    def client(self, timeout=10.0):
+        return PeerStore(self.address, SECRET, timeout)
 
     def names(self, prefix=""):
-        with self.ask() as keeper:
-            return keeper.names(prefix)
+        with self.client() as store:
+            return store.names(prefix)
 
     def kill(self):
         os.kill(self.process.pid, signal.SIGKILL)
@@ -35,7 +35,7 @@ class Running:
 
     def stop(self):
         os.kill(self.process.pid, signal.SIGSTOP)
-        os.waitpid(self.process.pid, os.WUNTRACED)  # until all its threads have
+        os.waitpid(self.process.pid, os.WUNTRACED)  # until all its threads have stopped
 
     def close(self):
         self.process.kill()
@@ -43,13 +43,13 @@ class Running:
 
 
 @contextmanager
-def running(number, limit=LIMIT):
-    """So many of them, by the numbers of their hosts."""
-    keepers = {}
+def running_stores(hosts, capacity=CAPACITY):
+    """A store for each of `hosts` hosts, by host."""
+    stores = {}
     try:
-        for host in range(number):
-            keepers[host] = Running(limit)
-        yield keepers
+        for host in range(hosts):
+            stores[host] = StoreProcess(capacity)
+        yield stores
     finally:
-        for keeper in keepers.values():
-            keeper.close()
+        for store in stores.values():
+            store.close()

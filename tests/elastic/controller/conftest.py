@@ -1,4 +1,4 @@
-"""A steward, and processes that have come to it; what takes a second takes a moment here."""
+"""Fixtures: a controller with connected workers, and short timeouts."""
 
 import signal
 import time
@@ -7,40 +7,40 @@ import pytest
 
 from ftmesh.elastic import controller as module
 from ftmesh.elastic import heartbeats
-from tests.support.controllers import Stewarded
+from tests.support.controllers import ControllerHarness
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    """What takes a second or so in a run takes a moment here."""
-    monkeypatch.setattr(module, "CLOSED", 0.3)
-    monkeypatch.setattr(heartbeats, "SLACK", 0.1)
-    monkeypatch.setattr(heartbeats, "TIMES", 0)  # so that a pause of this machine does not count
+def short_timeouts(monkeypatch):
+    """Shorten what takes a second in a run."""
+    monkeypatch.setattr(module, "CLOSED_SECONDS", 0.3)
+    monkeypatch.setattr(heartbeats, "SLACK_SECONDS", 0.1)
+    monkeypatch.setattr(heartbeats, "SLOWDOWN", 0)  # so that a pause of this machine does not count
 
 
 @pytest.fixture(autouse=True)
 def stacks():
-    """The times at which this process, which stands in for all, was asked where it is."""
-    asked = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: asked.append(time.monotonic()))
-    yield asked
-    signal.signal(signal.SIGUSR1, before)
+    """The times at which workers were asked for their stacks; this process stands in for all."""
+    times = []
+    old = signal.signal(signal.SIGUSR1, lambda *_: times.append(time.monotonic()))
+    yield times
+    signal.signal(signal.SIGUSR1, old)
 
 
 @pytest.fixture
 def make():
-    made = []
+    harnesses = []
 
-    def stewarded(*args, **options):
-        made.append(Stewarded(*args, **options))
-        return made[-1]
+    def make_harness(*args, **options):
+        harnesses.append(ControllerHarness(*args, **options))
+        return harnesses[-1]
 
-    yield stewarded
-    for each in made:
-        each.close()
+    yield make_harness
+    for harness in harnesses:
+        harness.close()
 
 
 @pytest.fixture
 def four(make):
-    """Four processes that are ready for the first step."""
-    return make().come().joined()
+    """A controller and four workers that are ready for the first step."""
+    return make().connect().join()

@@ -1,4 +1,4 @@
-"""The lines to the steward: notes, strangers, and what makes no sense."""
+"""Connections to the controller: the key-value store, strangers and invalid messages."""
 
 import contextlib
 import socket
@@ -6,41 +6,49 @@ from functools import partial
 
 import pytest
 
-from ftmesh.elastic.rpc import MAGIC, MOST_HANDSHAKES, NONCE, PROOF, ChannelClosed, connect, proof
-from tests.support.controllers import SECRET, SOON
+from ftmesh.elastic.rpc import (
+    MAGIC,
+    MAX_HANDSHAKES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    ChannelClosed,
+    connect,
+    proof,
+)
+from tests.support.controllers import SECRET, TIMEOUT
 
 
-class TestNotes:
-    def test_they_are_there_for_all(self, four):
-        four.lines[0].say(b"note", call=1, do="put", key="1/a")
-        assert four.lines[0].hear("reply", "is_new") == (1, True)
-        four.lines[3].say(call=5, do="get", key="1/a")
-        assert four.lines[3].channel.receive(SOON) == ({"reply": 5, "found": True}, b"note")
+class TestKvStore:
+    def test_entries_are_visible_to_all(self, four):
+        four.workers[0].send(b"value", call=1, operation="put", key="1/a")
+        assert four.workers[0].receive("reply", "is_new") == (1, True)
+        four.workers[3].send(call=5, operation="get", key="1/a")
+        assert four.workers[3].channel.receive(TIMEOUT) == ({"reply": 5, "exists": True}, b"value")
 
-    def test_those_of_an_epoch_go_with_it(self, four):
-        four.lines[0].say(b"note", call=1, do="put", key="a")
-        four.lines[0].hear("reply")
+    def test_entries_end_with_their_generation(self, four):
+        four.workers[0].send(b"value", call=1, operation="put", key="a")
+        four.workers[0].receive("reply")
         four.lose(3)
-        four.lines[1].say(call=2, do="look", key="a")
-        assert four.lines[1].hear("reply", "found") == (2, False)
+        four.workers[1].send(call=2, operation="try_get", key="a")
+        assert four.workers[1].receive("reply", "exists") == (2, False)
 
-    def test_an_event_of_a_process(self, four):
-        four.lines[1].say(say="examined", facts={"sick": []})
-        four.settled()
-        assert four.of("examined") == [{"event": "examined", "epoch": 1, "sick": []}]
-
-
-def raw(stewarded):
-    host, port = stewarded.listener.address.split(":")
-    return socket.create_connection((host, int(port)), SOON)
+    def test_a_worker_logs_an_event(self, four):
+        four.workers[1].send(event="examined", facts={"unhealthy": []})
+        four.settle()
+        assert four.events_named("examined") == [{"event": "examined", "epoch": 1, "unhealthy": []}]
 
 
-def claim(stewarded, **hello):
-    """One that knows the secret says who it is; whether it is sent away."""
-    channel = connect(stewarded.listener.address, SECRET, timeout=SOON)
+def raw(harness):
+    host, port = harness.listener.address.split(":")
+    return socket.create_connection((host, int(port)), TIMEOUT)
+
+
+def claim(harness, **hello):
+    """Whether the controller closes the connection of one that knows the secret."""
+    channel = connect(harness.listener.address, SECRET, timeout=TIMEOUT)
     try:
         channel.send(hello)
-        return channel.receive(SOON) is None
+        return channel.receive(TIMEOUT) is None
     except ChannelClosed:
         return True
     finally:
@@ -48,21 +56,21 @@ def claim(stewarded, **hello):
 
 
 class TestStrangers:
-    """Whatever they do, the run goes on, and no line is lost."""
+    """Whatever they do, the run continues, and no connection is lost."""
 
     @pytest.fixture(autouse=True)
-    def the_run_goes_on(self, four):
+    def run_continues(self, four):
         four.commit(1)
         yield
         four.commit(2)
-        four.steward.tick()
-        assert four.steward.verdict is None
-        assert (four.of("failed"), four.stopped) == ([], [])
-        assert sorted(four.steward.members) == [0, 1, 2, 3]
+        four.controller.poll()
+        assert four.controller.verdict is None
+        assert (four.events_named("failed"), four.killed) == ([], [])
+        assert sorted(four.controller.members) == [0, 1, 2, 3]
 
-    def test_one_of_another_secret(self, four):
-        with pytest.raises(ChannelClosed, match="is no listener that knows the secret"):
-            connect(four.listener.address, "another", timeout=SOON)
+    def test_another_secret(self, four):
+        with pytest.raises(ChannelClosed, match="is not a listener that knows the secret"):
+            connect(four.listener.address, "another", timeout=TIMEOUT)
 
     @pytest.mark.parametrize("says", [bytes(1000), b"GET / HTTP/1.1\r\n\r\n", MAGIC * 100])
     def test_garbage(self, four, says):
@@ -71,20 +79,20 @@ class TestStrangers:
             with contextlib.suppress(ConnectionResetError):
                 assert b"".join(iter(partial(stranger.recv, 1000), b"")).startswith(MAGIC)
 
-    def test_one_that_plays_a_handshake_again(self, four):
+    def test_a_replayed_handshake(self, four):
         with raw(four) as first:
-            theirs = first.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL)[len(MAGIC) :]
-            says = MAGIC + bytes(NONCE) + proof(SECRET, b"caller", theirs, bytes(NONCE))
+            theirs = first.recv(len(MAGIC) + NONCE_BYTES, socket.MSG_WAITALL)[len(MAGIC) :]
+            says = MAGIC + bytes(NONCE_BYTES) + proof(SECRET, b"caller", theirs, bytes(NONCE_BYTES))
             first.sendall(says)
-            assert len(first.recv(PROOF, socket.MSG_WAITALL)) == PROOF
+            assert len(first.recv(PROOF_BYTES, socket.MSG_WAITALL)) == PROOF_BYTES
         with raw(four) as again:
             again.sendall(says)
-            again.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL)
+            again.recv(len(MAGIC) + NONCE_BYTES, socket.MSG_WAITALL)
             with contextlib.suppress(ConnectionResetError):
-                assert again.recv(PROOF) == b""
+                assert again.recv(PROOF_BYTES) == b""
 
     def test_a_flood(self, four):
-        flood = [raw(four) for _ in range(2 * MOST_HANDSHAKES)]
+        flood = [raw(four) for _ in range(2 * MAX_HANDSHAKES)]
         four.commit(1)
         for stranger in flood:
             stranger.close()
@@ -92,58 +100,58 @@ class TestStrangers:
     @pytest.mark.parametrize(
         "hello",
         [
-            {"hello": 1, "pid": 1, "start": 1},  # it is there already
+            {"hello": 1, "pid": 1, "start": 1},  # it is connected already
             {"hello": 1, "pid": 1, "start": 2},
             {"hello": 9, "pid": 1, "start": 1},
             {"hello": -1, "pid": 1, "start": 1},
             {"hello": "you", "pid": 1, "start": 1},
             {"hello": float("inf"), "pid": 1, "start": 1},
             {"hello": None},
-            {"ready": 2, "epoch": 1},
+            {"ready": 2, "generation": 1},
             {},
         ],
     )
-    def test_one_that_knows_the_secret_and_claims_to_be_another(self, four, hello):
+    def test_an_invalid_hello(self, four, hello):
         assert claim(four, **hello)
 
 
-class TestNonsense:
-    """A process that says what makes no sense is taken for lost, and no more than that."""
+class TestInvalidMessages:
+    """A worker that sends an invalid message counts as lost; nothing else happens."""
 
     @pytest.mark.parametrize(
         "message",
         [
             {"ready": "soon"},
             {"ready": float("inf")},
-            {"at": "read"},
-            {"at": "read", "step": None},
+            {"phase": "read"},
+            {"phase": "read", "step": None},
             {"joined": 1, "parts": [1, 2]},
-            {"call": 1, "do": "burn", "key": "a"},
+            {"call": 1, "operation": "burn", "key": "a"},
             {"call": 1},
-            {"say": "failed", "facts": {"epoch": 3}},
-            {"say": "failed", "facts": 3},
-            {"epoch": "x", "ready": 1},
+            {"event": "failed", "facts": {"epoch": 3}},
+            {"event": "failed", "facts": 3},
+            {"generation": "x", "ready": 1},
         ],
     )
-    def test_it_is_lost(self, four, message):
+    def test_the_worker_counts_as_lost(self, four, message):
         four.commit(1)
-        four.lines[2].channel.send({"epoch": 1, **message})
-        assert four.lines.pop(2).is_closed()
-        four.tick_until(lambda: four.steward.epoch > 1)
-        assert four.heard_of_epoch()[:4] == (2, [0, 1, 3], "", 1)
-        four.joined(1).commit(2)
+        four.workers[2].channel.send({"generation": 1, **message})
+        assert four.workers.pop(2).is_closed()
+        four.poll_until(lambda: four.controller.generation > 1)
+        assert four.receive_generation()[:4] == (2, [0, 1, 3], "", 1)
+        four.join(1).commit(2)
 
-    def test_words_it_does_not_know_are_passed_over(self, four):
-        four.lines[2].say(hum=1)
-        four.settled().commit(1)
+    def test_unknown_messages_are_ignored(self, four):
+        four.workers[2].send(hum=1)
+        four.settle().commit(1)
 
-    def test_one_that_is_lost_is_not_heard(self, four):
+    def test_messages_of_a_lost_worker_are_ignored(self, four):
         four.commit(1)
-        line = four.lines.pop(2)
-        four.steward.ended(2, "ended by SIGKILL", 137)
-        four.heard_of_epoch()
-        line.say(epoch=2, ready=2)
-        line.say(epoch=2, restart="from the grave")
-        line.channel.close()
-        four.joined(1).commit(2)
-        assert four.steward.verdict is None
+        worker = four.workers.pop(2)
+        four.controller.process_ended(2, "ended by SIGKILL", 137)
+        four.receive_generation()
+        worker.send(generation=2, ready=2)
+        worker.send(generation=2, restart="from the grave")
+        worker.channel.close()
+        four.join(1).commit(2)
+        assert four.controller.verdict is None
