@@ -29,7 +29,7 @@ DIGITS = "9" * 5000
         ("plan 8x8 --failed 8x2@0,2", "32 chips around (0, 4), 16 chips around (0, 0)"),
         ("plan 1x8 --failed 1x1@0,3", "4 chips around (0, 4), 3 chips around (0, 0)"),
         ("plan 8 --failed-links 3-4", "4 chips around (0,), 4 chips around (4,)"),
-        ("plan 1x8 --algorithm ring", "of 2 chips or more each, not on 1x8; use line"),
+        ("plan 1x8 --algorithm ring", "of 2 chips or more each, not on 1x8; use chain"),
         ("plan 4x4 --failed 4x4@0,0", "all 16 chips of mesh 4x4 have failed"),
         ("plan 8by8", "'8by8' is not a mesh shape"),
         ("plan 8x8 --failed board", "'board' is not a block"),
@@ -57,7 +57,7 @@ DIGITS = "9" * 5000
             "plan 4x4x4 --algorithm row_pair",
             "2 chips or more each, not on 4x4x4; use two_dim or ring",
         ),
-        ("plan 9999x9999", "more than the 1,000,000 chips"),
+        ("plan 9999x9999", "has more than 1,000,000 chips"),
         ("plan 4x4 --failed-links 4,0-4,1", "is not a neighbour"),
         ("plan 4x4 --failed-links 0-1", "is not a neighbour"),
         ("draw --figure 11", "the paper has no figure 11"),
@@ -77,7 +77,7 @@ DIGITS = "9" * 5000
         ("draw 4x4 --phase -1", "-1 is not from 0 to"),
         ("advise 4x4 --seed -1", "-1 is not from 0 to 4,294,967,295"),
         ("advise 4x4 --runs 99999999999999", "is not a whole number from 1 to 10,000"),
-        ("advise 8x8 --mtbf 1min", "failures in all, and 100,000 are played at most"),
+        ("advise 8x8 --mtbf 1min", "failures in all, and at most 100,000 are simulated"),
         ("bench 4x4 --payloads 900TB", "would take about"),
         ("bench 4x4 --payloads 0", "each of --payloads must be a positive whole number, not 0"),
         ("bench 4x4 --payloads 4KB,,1MB", "'' is not a size"),
@@ -133,4 +133,4 @@ def test_damaged_file(run, tmp_path):
     status, _, error = run("verify", str(path))
     assert status == 69
     assert error.count("\n") == 1
-    assert "cut short" in error
+    assert "damaged or truncated" in error

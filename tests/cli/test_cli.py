@@ -72,10 +72,10 @@ def test_verify_a_file(run, tmp_path):
 
 def test_plan_explains_its_choice(run):
     text = run("plan", "8x8", "--failed", "2x2@2,2", "--payload", "10kB", "--explain")[1]
-    assert "row_pair on 8x8 less 2x2@2,2" in text
+    assert "tree on 8x8 less 2x2@2,2" in text
     assert "no all-reduce can take less than 7 us" in text
     slow = run("plan", "8x8", "--payload", "10MB", "--latency", "1ms", "--json")[1]
-    assert json.loads(slow)["algorithm"] == "two_dim"
+    assert json.loads(slow)["algorithm"] == "tree"
 
 
 def test_simulate_every_algorithm(run):
@@ -106,8 +106,8 @@ def test_simulate_as_json(run):
     assert ring["tacos_us"] == pytest.approx(2030)
     assert pairs["dataflow_us"] < pairs["time_us"] == pairs["synchronous_us"]
     assert sum(phase["time_us"] for phase in pairs["phases"]) == pytest.approx(pairs["time_us"])
-    (auto,) = json.loads(run("simulate", "8x8", "--algorithm", "auto", "--json")[1])
-    assert auto["algorithm"] == "two_dim"
+    (auto,) = json.loads(run("simulate", "4x4", "--algorithm", "auto", "--json")[1])
+    assert auto["algorithm"] == "tree"
 
 
 def test_simulate_one_algorithm_in_detail(run):
@@ -218,7 +218,7 @@ def test_python_m_ftmesh():
     done = subprocess.run(
         [sys.executable, "-m", "ftmesh", "plan", "4x4"], capture_output=True, text=True, check=True
     )
-    assert "two_dim on 4x4" in done.stdout
+    assert "tree on 4x4" in done.stdout
     done = subprocess.run(
         [sys.executable, "-m", "ftmesh", "plan", "4y4"], capture_output=True, text=True, check=False
     )

@@ -9,9 +9,10 @@ import pytest
 class TestLines:
     def test_plan_and_verify(self, run, tmp_path, mesh):
         out, svg = tmp_path / "a.npz", tmp_path / "a.svg"
-        status, text, _ = run("plan", mesh, "--explain", "--out", str(out), "--svg", str(svg))
+        files = ("--out", str(out), "--svg", str(svg))
+        status, text, _ = run("plan", mesh, "--algorithm", "chain", "--explain", *files)
         assert status == 0
-        assert f"line on {mesh}: 8 live chips, 14 rounds, 8 chunks, neighbour-only" in text
+        assert f"chain on {mesh}: 8 live chips, 14 rounds, 8 chunks, neighbour-only" in text
         assert svg.read_text().count('rx="5"') == 2 * 8  # a chip; a panel for each phase
         status, text, _ = run("verify", str(out))
         assert status == 0

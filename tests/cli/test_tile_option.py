@@ -22,10 +22,10 @@ def run(capsys):
 
 def test_plan(run, tmp_path):
     path = tmp_path / "tiles.npz"
-    status, text = run("plan", *MESH, "--out", str(path))
+    status, text = run("plan", *MESH, "--algorithm", "row_pair", "--out", str(path))
     assert status == 0
     assert "row_pair on 8x8 less 1x1@2,2 in 4x4 tiles of 2x2: 15 live tiles" in text
-    assert "4 positions to a tile, each with a payload of its own; all are summed at once" in text
+    assert "4 positions per tile, each with its own payload; all are summed at once" in text
     assert "1 of 16 tiles lost, with 3 live chips in them: tile (1, 1) to chips 1x1@2,2" in text
     assert "verified: 15 ranks, at each of 4 positions, hold every contribution" in text
     assert ftmesh.load(path).topology.num_positions == 4
@@ -49,9 +49,9 @@ def test_simulate(run):
     assert {result["algorithm"] for result in found} == {"row_pair", "tree"}
     (found,) = [result for result in found if result["algorithm"] == "row_pair"]
     assert found["limit_us"] == pytest.approx(1.2 * 2000)
-    plan = ftmesh.plan(
-        ftmesh.TiledTopology.from_topology(ftmesh.Topology.grid("8x8", failed="1x1@2,2"), "2x2")
-    )
+    chips = ftmesh.Topology.grid("8x8", failed="1x1@2,2")
+    topology = ftmesh.TiledTopology.from_topology(chips, "2x2")
+    plan = ftmesh.plan(topology, "row_pair")
     assert found["time_us"] == pytest.approx(1e6 * ftmesh.simulate(plan.schedule).seconds)
 
 
@@ -60,7 +60,7 @@ def test_limits_and_drawing(run):
     assert "tile (0, 0) hangs on 4 links shared by 4 positions" in text
     assert "1 of 16 tiles lost" in text
     assert json.loads(run("limits", *MESH, "--json")[1])["live"] == 15
-    _, text = run("draw", *MESH, "--phase", "0")
+    _, text = run("draw", *MESH, "--algorithm", "row_pair", "--phase", "0")
     assert text.splitlines()[0].startswith("row_pair on 8x8 less 1x1@2,2 in 4x4 tiles of 2x2:")
     assert len([line for line in text.splitlines() if line[:1].isdigit()]) == 4
 
