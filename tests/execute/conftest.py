@@ -1,4 +1,4 @@
-"""Settings for tests of the Pallas executor: kernels are interpreted, and races looked for."""
+"""Fixtures for tests of the Pallas executor: interpreted kernels, with race detection."""
 
 import jax
 import jax._src.callback
@@ -11,14 +11,14 @@ from ftmesh.execute import pallas
 
 @pytest.fixture
 def interpreted(monkeypatch, capfd):
-    """What the interpreter has said so far, as a function: of races, and of semaphores."""
+    """A function that returns what the interpreter has printed: races, and semaphores left over."""
 
     def call(*args, callback, **_):
         return jax.tree.map(np.asarray, callback(*args))
 
-    # As JAX has it, each argument of each step would be put on a device first.
+    # JAX's own puts every argument of every step on a device first.
     monkeypatch.setattr(jax._src.callback, "io_callback_impl", call)
-    # Copies share the entries of clocks that no device has, by chance: many, so that few do.
+    # Copies are hashed to clock entries that no device uses: with many entries, few collide.
     params = pltpu.InterpretParams(detect_races=True, vector_clock_size=512)
     monkeypatch.setattr(pallas, "INTERPRET", params)
     return lambda: capfd.readouterr().out
@@ -27,6 +27,6 @@ def interpreted(monkeypatch, capfd):
 @pytest.fixture
 def no_race(interpreted):
     yield
-    said = interpreted()
-    assert "RACE" not in said
-    assert "non-zero" not in said
+    output = interpreted()
+    assert "RACE" not in output
+    assert "non-zero" not in output

@@ -1,11 +1,11 @@
-"""The lines that instructions were made by, in the ways that compilers write them."""
+"""Source lines of instructions, in the forms in which compilers write them."""
 
 from pathlib import Path
 
 import pytest
 
 import ftmesh
-from ftmesh.execute.hlo_text import Frame, Instruction, Stacks, users_frame
+from ftmesh.execute.hlo_text import Instruction, SourceFrame, SourceStacks, user_frame
 
 TABLES = """\
 HloModule jit_step
@@ -34,31 +34,33 @@ FROM_ONE = (
 )
 
 
-def made_by(metadata):
+def instruction(metadata):
     return Instruction("all-reduce", "", metadata=metadata)
 
 
 @pytest.mark.parametrize("rows", [FROM_ZERO, FROM_ONE])
-def test_tables(rows):
-    stacks = Stacks(f"{TABLES}{rows}\n\nENTRY %main () -> f32[] {{\n}}\n")
-    found = stacks.of(made_by('op_name="psum" stack_frame_id=3}'))
-    assert [frame.line for frame in found] == [404, 11, 18]
-    assert str(users_frame(found)) == "/home/me/train.py:11"
-    assert [frame.line for frame in stacks.of(made_by("stack_frame_id=1}"))] == [18]
-    assert stacks.of(made_by("stack_frame_id=9}")) == ()
-    assert stacks.of(made_by("")) == ()
+def test_frames_from_tables(rows):
+    stacks = SourceStacks(f"{TABLES}{rows}\n\nENTRY %main () -> f32[] {{\n}}\n")
+    frames = stacks.frames_of(instruction('op_name="psum" stack_frame_id=3}'))
+    assert [frame.line for frame in frames] == [404, 11, 18]
+    assert str(user_frame(frames)) == "/home/me/train.py:11"
+    assert [frame.line for frame in stacks.frames_of(instruction("stack_frame_id=1}"))] == [18]
+    assert stacks.frames_of(instruction("stack_frame_id=9}")) == ()
+    assert stacks.frames_of(instruction("")) == ()
 
 
-def test_beside_the_instruction():
-    said = 'op_name="psum" source_file="/home/me/train.py" source_line=7 source_end_line=9}'
-    assert Stacks("HloModule x").of(made_by(said)) == (Frame("/home/me/train.py", 7),)
+def test_frames_next_to_the_instruction():
+    metadata = 'op_name="psum" source_file="/home/me/train.py" source_line=7 source_end_line=9}'
+    assert SourceStacks("HloModule x").frames_of(instruction(metadata)) == (
+        SourceFrame("/home/me/train.py", 7),
+    )
 
 
-def test_whose_a_frame_is():
-    ours = Frame(str(Path(ftmesh.__file__).parent / "collectives" / "all_reduce.py"), 3)
-    library = Frame("/env/site-packages/flax/linen/module.py", 5)
-    user = Frame("/home/me/train.py", 7)
-    assert users_frame([ours, library, user]) == user
-    assert users_frame([ours, library]) == library
-    assert users_frame([ours]) == ours
-    assert users_frame([]) is None
+def test_the_user_frame():
+    ours = SourceFrame(str(Path(ftmesh.__file__).parent / "collectives" / "all_reduce.py"), 3)
+    library = SourceFrame("/env/site-packages/flax/linen/module.py", 5)
+    user = SourceFrame("/home/me/train.py", 7)
+    assert user_frame([ours, library, user]) == user
+    assert user_frame([ours, library]) == library
+    assert user_frame([ours]) == ours
+    assert user_frame([]) is None

@@ -1,12 +1,11 @@
-"""Compiled programs, read back from their text."""
+"""Compiled programs parsed from their text."""
 
 import pytest
 
 from ftmesh import ArgumentError
-from ftmesh.execute.hlo_text import computations, members, num_bytes
+from ftmesh.execute.hlo_text import parse_computations, tuple_types, type_bytes
 
-# A kernel is called with what is printed over several lines, of which some begin as the end of a
-# computation does.
+# The arguments of a kernel span several lines, some of which begin like the end of a computation.
 KERNEL = """\
 HloModule jit_step
 
@@ -29,28 +28,28 @@ frontend_attributes={kernel_metadata={
 """
 
 
-def test_what_is_printed_over_several_lines():
-    found, entry = computations(KERNEL)
-    assert (entry, list(found)) == ("main", ["other", "main", "last"])
-    assert [one.opcode for one in found["main"]] == ["parameter", "custom-call", "all-reduce"]
-    _, kernel, after = found["main"]
-    assert (kernel.source, kernel.operands) == ("jit(step)/pallas_call", ["x"])
+def test_instructions_over_several_lines():
+    computations, entry = parse_computations(KERNEL)
+    assert (entry, list(computations)) == ("main", ["other", "main", "last"])
+    assert [i.opcode for i in computations["main"]] == ["parameter", "custom-call", "all-reduce"]
+    _, kernel, after = computations["main"]
+    assert (kernel.op_name, kernel.operands) == ("jit(step)/pallas_call", ["x"])
     assert kernel.config.endswith('backend_config={"id":"7"}')
     assert "stack_frame_id=15" in kernel.metadata
-    assert (after.source, after.operands) == ("jit(step)/psum", ["k"])
+    assert (after.op_name, after.operands) == ("jit(step)/psum", ["k"])
 
 
-def test_what_is_no_program():
+def test_text_that_is_not_a_program():
     with pytest.raises(ArgumentError, match="has no ENTRY"):
-        computations("a poem\nof two lines")
+        parse_computations("a poem\nof two lines")
 
 
 def test_types():
-    assert members("f32[2,3]{1,0}") == ["f32[2,3]{1,0}"]
-    assert members("(f32[2]{0:T(128)}, /*index=1*/(s8[4], u32[]))") == [
+    assert tuple_types("f32[2,3]{1,0}") == ["f32[2,3]{1,0}"]
+    assert tuple_types("(f32[2]{0:T(128)}, /*index=1*/(s8[4], u32[]))") == [
         "f32[2]{0:T(128)}",
         "(s8[4], u32[])",
     ]
     sizes = ["f32[2,3]{1,0}", "bf16[]", "pred[7]", "c64[2]", "s4[3]", "f8e4m3fn[5]", "token[]"]
-    assert [num_bytes(kind) for kind in sizes] == [24, 2, 7, 16, 2, 5, 0]
-    assert num_bytes("(f32[2]{0:T(128)}, (s8[4], u32[]))") == 16
+    assert [type_bytes(kind) for kind in sizes] == [24, 2, 7, 16, 2, 5, 0]
+    assert type_bytes("(f32[2]{0:T(128)}, (s8[4], u32[]))") == 16

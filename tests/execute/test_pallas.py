@@ -1,4 +1,4 @@
-"""The Pallas executor against the other one, bit for bit, with races looked for."""
+"""The Pallas executor against ppermute, bit for bit, with race detection."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,24 +13,24 @@ import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology, collectives
 from ftmesh.algorithms import registry, tree
 from ftmesh.execute import pallas
-from ftmesh.execute.context import OWN, Setting
+from ftmesh.execute.context import NO_CAST, ExecutionContext
 from ftmesh.execute.lowering import lower
-from ftmesh.execute.pallas_tables import PAGE, SLOTS, cuts
+from ftmesh.execute.pallas_tables import PAGE_ROUNDS, SLOTS, split_loops
 from ftmesh.schedule.transfers import ADD, COPY
 from ftmesh.testing import cpu_grid, on_one_device
 from tests.support.more import more
 from tests.support.on_devices import per_rank
 from tests.support.pallas_programs import (
     crossing_loop,
-    in_numpy,
-    on_devices,
-    program_of,
+    make_program,
     random_loop,
+    run_in_numpy,
+    run_on_devices,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compiler", "no_race")
 
-slow = pytest.mark.slow  # interpreted, every step of every rank is a call of Python
+slow = pytest.mark.slow  # every step of an interpreted rank is a call of Python
 CASES = [
     pytest.param(("ring", "4x4", "2x2@2,2"), marks=slow),
     pytest.param(("row_pair", "4x4", "2x2@2,2"), marks=slow),
@@ -47,10 +47,10 @@ CASES = [
 
 
 def both(plan, run, *args):
-    """What `run` gives on a plan with either executor: `run(plan, *args)`."""
+    """The results of `run(plan, *args)` with either executor."""
     return [
-        per_rank(each, lambda *args, each=each: run(each, *args), *args)
-        for each in (plan, replace(plan, executor="pallas"))
+        per_rank(chosen, lambda *args, chosen=chosen: run(chosen, *args), *args)
+        for chosen in (plan, replace(plan, executor="pallas"))
     ]
 
 
@@ -74,7 +74,7 @@ def test_sums_have_the_same_bits(case):
     one, other = both(plan, lambda plan, x: plan.psum(x, "data"), x)
     np.testing.assert_array_equal(one, other)
     assert (other == other[0]).all()
-    np.testing.assert_allclose(other[0], x.sum(axis=0), atol=1e-4)  # of 32 numbers near 1
+    np.testing.assert_allclose(other[0], x.sum(axis=0), atol=1e-4)  # 32 values near 1
 
 
 @slow
@@ -87,16 +87,6 @@ def test_integers_are_exact(algorithm):
 
 
 @slow
-def test_slabs_have_the_same_bits():
-    """The same kernel again and again, in a loop, and once more for what is left."""
-    plan = ftmesh.plan(cpu_grid("2x2"), "ring")
-    x = np.random.default_rng(0).normal(size=(4, 21, 128)).astype(np.float32)
-    one, other = both(plan, lambda plan, x: plan.pmean(x, "data", slab_bytes=4096), x)
-    np.testing.assert_array_equal(one, other)
-    np.testing.assert_allclose(other[0], x.mean(axis=0), atol=1e-6)
-
-
-@slow
 def test_a_kernel_sums_along_trees():
     plan = ftmesh.plan(cpu_grid("3x2"), "tree", payload_bytes=4096, executor="pallas")
     x = buffers(6, 8, np.int32, rows=1)  # of 4096 bytes
@@ -104,32 +94,32 @@ def test_a_kernel_sums_along_trees():
     np.testing.assert_array_equal(total, np.broadcast_to(x.sum(axis=0), x.shape))
 
 
-def on_trees(lag, num_chunks=6):
-    """The program of trees on a 3x2 for hops that take `lag` rounds more, and how it is cut."""
-    program = lower(tree.plan(Topology.grid("3x2"), num_chunks, lag=lag))
-    return program, cuts(program.loops, chunk_rows=8, tile=8, most=8)[0]
+def tree_program(lag, num_chunks=6):
+    """The program of trees on a 3x2 for hops that take `lag` more rounds, and how it is split."""
+    program = lower(tree.build_schedule(Topology.grid("3x2"), num_chunks, lag=lag))
+    return program, split_loops(program.loops, chunk_rows=8, tile=8, max_rows=8)[0]
 
 
 @pytest.mark.parametrize(("lag", "sent_ahead"), [(0, 0), (1, 1), (2, 2), (3, 3), (5, 3)])
-def test_rounds_go_ahead_of_each_other_as_far_as_a_plan_allows(lag, sent_ahead):
-    _, cut = on_trees(lag)
-    assert cut.apart[0] == min(lag + 1, SLOTS)
-    assert (cut.lag, cut.num) == (sent_ahead, 1)  # and what is sent ahead is a whole round
-    assert cut.apart[1] == 1  # sums of two children come one after the other
-    assert cut.fetch_lag == cut.lag
+def test_rounds_overlap_as_far_as_a_plan_allows(lag, sent_ahead):
+    _, split = tree_program(lag)
+    assert split.min_gap[0] == min(lag + 1, SLOTS)
+    assert (split.lag, split.num_pieces) == (sent_ahead, 1)  # a piece is a whole round
+    assert split.min_gap[1] == 1  # sums of two children arrive one after the other
+    assert split.fetch_lag == split.lag
 
 
 @slow
 @pytest.mark.parametrize("lag", [1, 3])
-def test_rounds_ahead_of_each_other_give_the_same_bits(lag):
-    program, _ = on_trees(lag, num_chunks=12)
-    assert program.loops[0].num_rounds > PAGE[0]
+def test_overlapping_rounds_give_the_same_bits(lag):
+    program, _ = tree_program(lag, num_chunks=12)
+    assert program.loops[0].num_rounds > PAGE_ROUNDS
     held = buffers_of(program, np.int32)
-    np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
+    np.testing.assert_array_equal(run_on_devices(program, held), run_in_numpy(program, held))
 
 
 def test_means_of_one_array_that_fills_its_chunks_have_the_same_bits():
-    plan = ftmesh.plan(cpu_grid("2x1"), "line")
+    plan = ftmesh.plan(cpu_grid("2x1"), "chain")
     x = buffers_of(plan.program)
     x[:, 0, 0, :3] = [[-0.0, np.inf, np.nan], [-0.0, 1, 1]]
     one, other = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
@@ -147,13 +137,13 @@ def test_means_of_one_array_that_fills_its_chunks_have_the_same_bits():
     ("executor", "name", "shapes", "is_computed"),
     [
         ("pallas", "pmean", [(2, 8, 128)], True),
-        ("pallas", "pmean", [(1, 8, 128), (1, 8, 128)], False),  # a pass over what lies there
-        ("pallas", "psum", [(2, 8, 128)], False),  # of which nothing is computed after
+        ("pallas", "pmean", [(1, 8, 128), (1, 8, 128)], False),  # packing computes it
+        ("pallas", "psum", [(2, 8, 128)], False),  # nothing is computed afterwards
         ("ppermute", "pmean", [(2, 8, 128)], False),
     ],
 )
-def test_what_is_meant_by_itself_is_computed_first(executor, name, shapes, is_computed):
-    plan = ftmesh.plan(cpu_grid("2x1"), "line", executor=executor)
+def test_a_mean_of_one_array_is_computed_first(executor, name, shapes, is_computed):
+    plan = ftmesh.plan(cpu_grid("2x1"), "chain", executor=executor)
     assert plan.program.num_chunks == 2
     run = jax.shard_map(
         lambda *x: getattr(plan, name)(x, "data"),
@@ -166,20 +156,19 @@ def test_what_is_meant_by_itself_is_computed_first(executor, name, shapes, is_co
     assert ("select_n" in text) == is_computed
 
 
-def test_means_of_16_bits_are_rounded_where_permutations_round_them():
-    plan = ftmesh.plan(cpu_grid("2x1"), "line")
+def test_16_bit_means_are_rounded_like_those_of_ppermute():
+    plan = ftmesh.plan(cpu_grid("2x1"), "chain")
     x = buffers_of(plan.program, jnp.bfloat16, rows=16)
     assert plan.partial_sum_dtype("bfloat16") == "bfloat16"
     one, other = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
     np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("slab_bytes", [None, 5000])
-def test_where_numbers_have_64_bits(slab_bytes):
-    plan = ftmesh.plan(cpu_grid("2x1"), "line")
+def test_with_64_bit_types_enabled():
+    plan = ftmesh.plan(cpu_grid("2x1"), "chain")
     x = buffers_of(plan.program)
     with jax.enable_x64(True):
-        one, other = both(plan, lambda plan, x: plan.pmean(x, "data", slab_bytes=slab_bytes), x)
+        one, other = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
     assert one.dtype == np.float32
     np.testing.assert_array_equal(one, other)
     np.testing.assert_allclose(one, np.broadcast_to(x.mean(axis=0), x.shape), rtol=1e-6)
@@ -188,29 +177,31 @@ def test_where_numbers_have_64_bits(slab_bytes):
 @slow
 def test_several_chunks_a_message():
     topology = cpu_grid("3x1")
-    plan = ftmesh.plan(topology, schedule=tree.plan(topology, 4, width=2), executor="pallas")
+    plan = ftmesh.Plan.from_schedule(
+        tree.build_schedule(topology, 4, width=2), topology, executor="pallas"
+    )
     x = buffers_of(plan.program, np.int32)
     total = per_rank(plan, lambda x: plan.psum(x, "data"), x)
     np.testing.assert_array_equal(total, np.broadcast_to(x.sum(axis=0), x.shape))
 
 
 @slow
-def test_halves_by_themselves():
+def test_reduce_scatter_and_all_gather():
     plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), "row_pair")
 
-    def halves(plan, x):
-        mine = collectives.reduce_to_owners(x, "data", plan=plan)
-        return mine, collectives.gather_from_owners(mine, "data", plan=plan, size=x.size)
+    def run(plan, x):
+        owned = collectives.reduce_to_owners(x, "data", plan=plan)
+        return owned, collectives.gather_from_owners(owned, "data", plan=plan, size=x.size)
 
     x = buffers_of(plan.program).reshape(12, -1)
-    (mine, every), (my, all_of_it) = both(plan, halves, x)
-    np.testing.assert_array_equal(mine, my)
-    np.testing.assert_array_equal(every, all_of_it)
-    np.testing.assert_allclose(every[0], x.sum(axis=0), atol=1e-4)
+    (owned, gathered), (pallas_owned, pallas_gathered) = both(plan, run, x)
+    np.testing.assert_array_equal(owned, pallas_owned)
+    np.testing.assert_array_equal(gathered, pallas_gathered)
+    np.testing.assert_allclose(gathered[0], x.sum(axis=0), atol=1e-4)
 
 
 @slow
-def test_idle_ranks_get_the_sum_and_add_nothing():
+def test_idle_ranks_receive_the_sum_and_contribute_nothing():
     plan = ftmesh.plan(cpu_grid("4x2", failed="2x2@2,0"), "ring", with_idle=True)
     x = buffers_of(plan.program, np.int32)
     one, other = both(plan, lambda plan, x: plan.psum(x, "data"), x)
@@ -219,19 +210,19 @@ def test_idle_ranks_get_the_sum_and_add_nothing():
 
 
 @slow
-def test_two_devices_on_a_chip():
-    schedule = registry.schedule(Topology.grid("2x1"), "line")
+def test_two_devices_per_chip():
+    schedule = registry.build_schedule(Topology.grid("2x1"), "chain")
     program = lower(schedule, devices_per_chip=2)
     x = buffers_of(program)
-    one, other = (on_devices(replace(program, executor=e), x) for e in ("ppermute", "pallas"))
+    one, other = (run_on_devices(replace(program, executor=e), x) for e in ("ppermute", "pallas"))
     np.testing.assert_array_equal(one, other)
     np.testing.assert_allclose(other[0], x.sum(axis=0), atol=1e-4)
 
 
 @slow
 def test_payloads_of_any_size_under_all_transformations():
-    """Of the smallest, chunks are less than a tile; batches lie behind the three dimensions."""
-    plan = ftmesh.plan(cpu_grid("2x1"), "line")
+    """The smallest chunks are less than a tile; batch dimensions follow the other three."""
+    plan = ftmesh.plan(cpu_grid("2x1"), "chain")
     x = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
 
     def run(plan, x):
@@ -244,7 +235,9 @@ def test_payloads_of_any_size_under_all_transformations():
 
 @slow
 def test_every_position_of_a_tile_sums_its_own():
-    plan = ftmesh.plan(cpu_grid("4x2"), "ring", tile="2x1", executor="pallas")
+    plan = ftmesh.plan(
+        ftmesh.TiledTopology.from_topology(cpu_grid("4x2"), "2x1"), "ring", executor="pallas"
+    )
     x = np.random.default_rng(0).integers(-99, 99, (4, 2, 7), np.int32)
 
     @jax.jit
@@ -258,36 +251,38 @@ def test_every_position_of_a_tile_sums_its_own():
     np.testing.assert_array_equal(total(x), np.broadcast_to(x.sum(axis=0), x.shape))
 
 
-# Rounds that sum nothing in particular
+# Random rounds
 
 SIZE = 3, 4  # ranks, chunks
 
 
 def test_all_reads_of_a_round_are_before_its_writes():
-    """What is sent is overwritten, by two lanes that add to one place; then transfers overlap."""
+    """What is sent is overwritten by two lanes that add to one chunk; then transfers overlap."""
     overlapping = random_loop(np.random.default_rng(0), SIZE, 3, (ADD, COPY), count=2, step=1)
     loops = crossing_loop(2), overlapping
-    assert [cut.shares for cut in cuts(loops, chunk_rows=8, tile=8, most=8)] == [True, True]
-    program, held = program_of(loops, SIZE), buffers(*SIZE, np.int32)
-    np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
+    assert [
+        split.shares_chunks for split in split_loops(loops, chunk_rows=8, tile=8, max_rows=8)
+    ] == [True, True]
+    program, held = make_program(loops, SIZE), buffers(*SIZE, np.int32)
+    np.testing.assert_array_equal(run_on_devices(program, held), run_in_numpy(program, held))
 
 
 @pytest.mark.slow
 def test_several_chunks_in_several_pieces_and_pages(monkeypatch):
-    """The last piece is shorter than the others, and is sent before the first one is there.
+    """The last piece is shorter than the others, and is sent before the first one has arrived.
 
-    What comes in the second loop is not sent on in its next round, so that goes ahead as well.
+    What arrives in the second loop is not sent on in the next round, so rounds overlap as well.
     """
-    monkeypatch.setattr(pallas, "PIECE_BYTES", 4 * 4096)
+    monkeypatch.setattr(pallas, "MAX_PIECE_BYTES", 4 * 4096)
     rng = np.random.default_rng(0)
     loops = random_loop(rng, SIZE, 19, (ADD,), count=2), random_loop(rng, SIZE, 3, (COPY,))
-    found = cuts(loops, chunk_rows=40, tile=8, most=32)
-    assert [(cut.num, cut.lag, cut.rows) for cut in found] == [
+    splits = split_loops(loops, chunk_rows=40, tile=8, max_rows=32)
+    assert [(split.num_pieces, split.lag, split.rows) for split in splits] == [
         (4, 3, ((24, 8),)),
         (3, 3, ((16, 8),)),
     ]
-    program, held = program_of(loops, SIZE), buffers(*SIZE, np.int32, rows=40)
-    np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
+    program, held = make_program(loops, SIZE), buffers(*SIZE, np.int32, rows=40)
+    np.testing.assert_array_equal(run_on_devices(program, held), run_in_numpy(program, held))
 
 
 @slow
@@ -297,44 +292,44 @@ def test_several_chunks_in_several_pieces_and_pages(monkeypatch):
 def test_random_rounds(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     size = int(rng.integers(2, 5)), int(rng.integers(4, 9))
-    monkeypatch.setattr(pallas, "PIECE_BYTES", int(rng.integers(1, 5)) * 4096)
+    monkeypatch.setattr(pallas, "MAX_PIECE_BYTES", int(rng.integers(1, 5)) * 4096)
     loops = []
     for _ in range(rng.integers(1, 4)):
         ops = rng.choice([ADD, COPY], rng.integers(1, 4)).tolist()
         count, num_rounds = (int(rng.integers(1, most)) for most in (4, 18))
         step = int(rng.choice([1, count, count]))
         loops.append(random_loop(rng, size, num_rounds, ops, count=count, step=step))
-    program = program_of(loops, size)
+    program = make_program(loops, size)
     held = buffers(*size, np.int32, rows=8 * int(rng.integers(1, 6)))
-    np.testing.assert_array_equal(on_devices(program, held), in_numpy(program, held))
+    np.testing.assert_array_equal(run_on_devices(program, held), run_in_numpy(program, held))
 
 
-# What it refuses
+# Errors
 
 
-def test_an_emulated_axis_has_no_devices():
+def test_an_emulated_axis():
     plan = ftmesh.plan(Topology.grid("2x2"), "ring", executor="pallas")
     with pytest.raises(CollectiveError, match="moves data between devices, and a vmap has one"):
         on_one_device(lambda x: plan.psum(x, "data"))(jnp.ones((4, 3)))
 
 
 @pytest.mark.parametrize("dtype", [np.complex64, np.int8])
-def test_numbers_that_the_kernel_cannot_add(dtype):
-    plan = ftmesh.plan(cpu_grid("2x1"), "line", executor="pallas")
+def test_unsupported_dtypes(dtype):
+    plan = ftmesh.plan(cpu_grid("2x1"), "chain", executor="pallas")
     with pytest.raises(
         CollectiveError, match=rf"does not add {np.dtype(dtype).name}, only float32"
     ):
         per_rank(plan, lambda x: plan.psum(x, "data"), np.ones((2, 3), dtype))
 
 
-def test_transfers_that_overlap_must_fit_as_they_are(monkeypatch):
-    monkeypatch.setattr(pallas, "VMEM_BYTES", 10 * 4096)
+def test_overlapping_transfers_that_do_not_fit(monkeypatch):
+    monkeypatch.setattr(pallas, "MAX_VMEM_BYTES", 10 * 4096)
     loop = random_loop(np.random.default_rng(0), SIZE, 3, (ADD, COPY), count=2, step=1)
     with pytest.raises(CollectiveError, match="sum in smaller buckets"):
-        on_devices(program_of([loop], SIZE), buffers(*SIZE, np.int32))
+        run_on_devices(make_program([loop], SIZE), buffers(*SIZE, np.int32))
 
 
-def test_more_rows_than_can_be_counted_are_refused():
+def test_too_many_rows():
     plan = ftmesh.plan(cpu_grid("2x2"), "ring", executor="pallas")
     total = jax.shard_map(
         lambda x: plan.psum(x, "data"),
@@ -346,8 +341,10 @@ def test_more_rows_than_can_be_counted_are_refused():
         jax.jit(total).lower(jax.ShapeDtypeStruct((4 * 2**38,), np.float32))
 
 
-def test_executors_have_names():
-    with pytest.raises(ArgumentError, match="one of auto, ppermute, pallas, not 'tpu'"):
+def test_an_unknown_executor():
+    with pytest.raises(
+        ArgumentError, match="one of auto, ppermute, ppermute_unrolled, pallas, not 'tpu'"
+    ):
         ftmesh.plan(Topology.grid("2x2"), executor="tpu")
 
 
@@ -355,12 +352,12 @@ def test_executors_have_names():
     ("kind", "says"),
     [
         ({"platform": "tpu", "device_kind": "TPU v3"}, r"does not run on TPU v3.*'ppermute'"),
-        ({"platform": "cpu"}, r"takes all devices in one process, .*'ppermute'"),
+        ({"platform": "cpu"}, r"needs all devices in one process, .*'ppermute'"),
     ],
 )
-def test_devices_that_it_does_not_run_on(kind, says):
+def test_unsupported_devices(kind, says):
     devices = tuple(SimpleNamespace(process_index=i, **kind) for i in range(3))
-    program = replace(program_of([crossing_loop(1)], SIZE), devices=devices)
-    setting = Setting("data", SIZE, OWN, emulated=False)
+    program = replace(make_program([crossing_loop(1)], SIZE), devices=devices)
+    context = ExecutionContext("data", SIZE, NO_CAST, emulated=False)
     with pytest.raises(CollectiveError, match=says):
-        pallas.run_loops(jnp.ones((4, 8, 128)), program.loops, program, setting)
+        pallas.run_loops(jnp.ones((4, 8, 128)), program.loops, program, context)

@@ -1,4 +1,4 @@
-"""Whether the devices of a mesh are those of a plan: along one axis, and along one of several."""
+"""The check that a mesh has the devices of a plan in order, along one axis or one of several."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ftmesh import CollectiveError
-from ftmesh.execute.context import check_devices
-from tests.support.on_devices import planned
+from ftmesh.execute.context import check_mesh_devices
+from tests.support.on_devices import plan_on_cpu
 
 
 @dataclass(frozen=True)
 class Chip:
-    """A device as a TPU's says where it is."""
+    """A device with the coordinates that a TPU's has."""
 
     coords: tuple[int, ...]
     slice_index: int = 0
@@ -33,24 +33,24 @@ def check(*lines, expected=PLANE):
     devices = np.empty((len(lines[0]), len(lines)), object)
     for i, line in enumerate(lines):
         devices[:, i] = line
-    check_devices(devices, ("data", "model"), "data", expected)
+    check_mesh_devices(devices, ("data", "model"), "data", expected)
 
 
 class TestLines:
-    def test_one_is_the_plans_and_the_others_lie_alike(self):
+    def test_one_line_is_the_plans_and_the_others_have_its_shape(self):
         check(PLANE)
         check(PLANE, above(PLANE, 1), above(PLANE, 2))
         check(above(PLANE, 1), PLANE)
         check(PLANE, [Chip(chip.coords, slice_index=1) for chip in PLANE])
 
-    def test_an_order_of_its_own(self):
+    def test_another_order(self):
         other = [PLANE[i] for i in (0, 2, 1, 3)]
         with pytest.raises(CollectiveError, match=r"rank 1 should be .*1, 0, 0.* and is .*0, 1, 0"):
             check(other, above(PLANE, 1))
         with pytest.raises(CollectiveError, match=r"has several lines of devices.*\(0, 1, 1\)"):
             check(PLANE, above(other, 1))
 
-    def test_none_is_the_plans(self):
+    def test_no_line_is_the_plans(self):
         with pytest.raises(CollectiveError, match="the plan is for other devices"):
             check(above(PLANE, 1), above(PLANE, 2))
 
@@ -59,26 +59,26 @@ class TestLines:
         with pytest.raises(CollectiveError, match="has several lines of devices"):
             check(PLANE, torn)
 
-    def test_a_plan_of_several_lines_needs_them_all(self):
-        """As on tiles, which have one for each position; there may be more of them elsewhere."""
+    def test_a_plan_with_several_lines_needs_all_of_them(self):
+        """A plan on tiles has one line per position; the mesh may have more."""
         first, second = (above(PLANE, z) for z in (0, 1))
         lines = np.empty((len(PLANE), 3), object)
         lines[:, 0], lines[:, 1], lines[:, 2] = second, above(PLANE, 2), first
-        check_devices(lines, ("data", "model"), "data", first, second)
+        check_mesh_devices(lines, ("data", "model"), "data", first, second)
         with pytest.raises(CollectiveError, match=r"rank 0 should be .*\(0, 0, 1\).* and is "):
-            check_devices(lines[:, 1:], ("data", "model"), "data", first, second)
+            check_mesh_devices(lines[:, 1:], ("data", "model"), "data", first, second)
         lines[2:, 0] = second[:1:-1]
         with pytest.raises(CollectiveError, match=r"rank 2 should be .* make the mesh with plan"):
-            check_devices(lines, ("data", "model"), "data", first, second)
+            check_mesh_devices(lines, ("data", "model"), "data", first, second)
 
-    def test_nothing_is_known(self):
+    def test_unknown_devices_are_not_checked(self):
         check(above(PLANE, 1), expected=())
-        check_devices(np.array(PLANE), ("other",), "data", PLANE)  # the axis is a vmap's
+        check_mesh_devices(np.array(PLANE), ("other",), "data", PLANE)  # the axis is that of a vmap
 
 
 @pytest.fixture
 def plan():
-    return planned("ring", "2x2", "")
+    return plan_on_cpu("ring", "2x2", "")
 
 
 def run(plan, mesh, axis_names=("data",)):
@@ -104,8 +104,8 @@ class TestMeshes:
             with pytest.raises(CollectiveError, match=r"rank 0 should be .* and is "):
                 run(plan, self.grid([[4, 5, 6, 7], [8, 9, 10, 11]]), axis_names)
 
-    def test_an_abstract_mesh_where_one_has_been_set(self, plan):
-        """JAX knows the devices when it lowers, if not when it traces."""
+    def test_an_abstract_mesh_with_a_mesh_set(self, plan):
+        """JAX knows the devices when it lowers, not when it traces."""
         devices = np.array(jax.devices())
         right, wrong = (Mesh(devices[order], "data") for order in ([0, 1, 2, 3], [1, 0, 2, 3]))
         for mesh in (None, right.abstract_mesh):

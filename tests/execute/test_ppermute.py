@@ -1,4 +1,4 @@
-"""The executor against NumPy, round by round, from a schedule file."""
+"""The ppermute executor against NumPy, round by round, from a schedule file."""
 
 import jax
 import numpy as np
@@ -7,9 +7,9 @@ import pytest
 import ftmesh
 from ftmesh import Topology
 from ftmesh.algorithms import registry, tree
-from ftmesh.execute.context import OWN, Setting
+from ftmesh.execute.context import NO_CAST, ExecutionContext
 from ftmesh.execute.lowering import lower
-from ftmesh.execute.ppermute import on_rank, run_loop
+from ftmesh.execute.ppermute import rounds_on_rank, run_loop
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -17,7 +17,7 @@ HOLE = Topology.grid("6x6", failed="2x2@2,2")
 
 
 def numpy_rounds(path, held):
-    """The buffers of all ranks after each round of a schedule file, by thirty lines of NumPy."""
+    """The buffers of all ranks after each round of a schedule file, replayed with NumPy."""
     with np.load(path) as file:
         names = ("round", "src", "dst", "chunk", "count", "op")
         rows = np.stack([file[name] for name in names], axis=1)
@@ -35,12 +35,12 @@ def numpy_rounds(path, held):
 )
 def test_every_round_leaves_what_the_file_says(algorithm, tmp_path):
     if algorithm == "wide tree":
-        schedule = tree.plan(HOLE, 24, width=3)
+        schedule = tree.build_schedule(HOLE, 24, width=3)
     else:
-        schedule = registry.schedule(HOLE, algorithm)
+        schedule = registry.build_schedule(HOLE, algorithm)
     ftmesh.save(schedule, tmp_path / "plan.npz")
     program = lower(ftmesh.load(tmp_path / "plan.npz"))
-    setting = Setting("rank", program.num_ranks, OWN, emulated=True)
+    context = ExecutionContext("rank", program.num_ranks, NO_CAST, emulated=True)
     held = np.random.default_rng(0).integers(0, 1000, (32, program.num_chunks, 1, 2), np.int32)
     expected = numpy_rounds(tmp_path / "plan.npz", held.copy())
     for loop in program.loops:
@@ -48,13 +48,13 @@ def test_every_round_leaves_what_the_file_says(algorithm, tmp_path):
         @jax.jit
         def one_round(held, now, loop=loop):
             def run(x):
-                return on_rank(loop, setting)[1](x, now, 1)
+                return rounds_on_rank(loop, context)[1](x, now, 1)
 
             return jax.vmap(run, axis_name="rank")(held)
 
         @jax.jit
         def all_rounds(held, loop=loop):
-            return jax.vmap(lambda x: run_loop(x, loop, setting), axis_name="rank")(held)
+            return jax.vmap(lambda x: run_loop(x, loop, context), axis_name="rank")(held)
 
         after = held
         for now in range(loop.num_rounds):
@@ -68,10 +68,11 @@ def test_every_round_leaves_what_the_file_says(algorithm, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
-def test_rounds_written_out_do_what_loops_do(algorithm):
+def test_unrolled_rounds_do_what_loops_do(algorithm):
     topology = Topology.grid("4x4", failed="2x2@0,0")
     looped, unrolled = (
-        ftmesh.plan(topology, algorithm, unrolled=unrolled) for unrolled in (False, True)
+        ftmesh.plan(topology, algorithm, executor=name)
+        for name in ("ppermute", "ppermute_unrolled")
     )
     x = np.random.default_rng(0).normal(size=(12, 50)).astype(np.float32)
 

@@ -1,18 +1,18 @@
-"""The forms in which compilers write who takes part in a collective."""
+"""The forms in which compilers write replica groups."""
 
 import pytest
 
 from ftmesh import ArgumentError
-from ftmesh.execute.hlo_text import groups_of
+from ftmesh.execute.hlo_text import parse_replica_groups
 
 GLOBAL = "use_global_device_ids=true"
 FORMS = {
     "listed": (f"all-reduce(%x), channel_id=1, replica_groups={{{{0,1}},{{2,3}}}}, {GLOBAL}", 4,
                [[0, 1], [2, 3]]),
-    "of unlike sizes": ("all-reduce(%x), replica_groups={{0,1,2},{3}}, to_apply=%add", 4,
+    "of different sizes": ("all-reduce(%x), replica_groups={{0,1,2},{3}}, to_apply=%add", 4,
                         [[0, 1, 2], [3]]),
-    "everyone": ("all-reduce(%x), replica_groups={}, to_apply=%add", 3, [[0, 1, 2]]),
-    "not said": ("all-reduce(%x), to_apply=%add", 3, [[0, 1, 2]]),
+    "all devices": ("all-reduce(%x), replica_groups={}, to_apply=%add", 3, [[0, 1, 2]]),
+    "not stated": ("all-reduce(%x), to_apply=%add", 3, [[0, 1, 2]]),
     "all partitions of a replica": ("all-reduce(%x), channel_id=1, replica_groups={{0}}", 4,
                                     [[0, 1, 2, 3]]),
     "partitions": ("all-to-all(%x), channel_id=1, replica_groups={{0,1},{2,3}}", 4,
@@ -43,9 +43,9 @@ FORMS = {
 
 @pytest.mark.parametrize(("text", "num_devices", "groups"), FORMS.values(), ids=FORMS)
 def test_forms(text, num_devices, groups):
-    assert [group.tolist() for group in groups_of(text, num_devices)] == groups
+    assert [group.tolist() for group in parse_replica_groups(text, num_devices)] == groups
 
 
-def test_a_form_that_is_not_known():
-    with pytest.raises(ArgumentError, match=r"not known here: ring\(4\)"):
-        groups_of("all-reduce(%x), replica_groups=ring(4), to_apply=%add", 4)
+def test_an_unknown_form():
+    with pytest.raises(ArgumentError, match=r"in an unknown form: ring\(4\)"):
+        parse_replica_groups("all-reduce(%x), replica_groups=ring(4), to_apply=%add", 4)

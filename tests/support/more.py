@@ -1,4 +1,4 @@
-"""What takes minutes and is run where it is asked for: ``FTMESH_MORE=1 scripts/test --all``."""
+"""Tests that take minutes, run on request: ``FTMESH_MORE=1 scripts/test --all``."""
 
 import os
 

@@ -1,16 +1,16 @@
-"""Lowered programs, and what they are made of, run with NumPy: a second opinion on what they do."""
+"""Run lowered programs and phases with NumPy, as a reference."""
 
 from ftmesh.execute.check_lowered import LoopRounds
 from ftmesh.schedule.transfers import COPY
 
 
 def run(program, buffers):
-    """Every rank's buffer after the program: all reads of a round before its writes."""
+    """Run a program on every rank's buffer: all reads of a round come before its writes."""
     return run_phases(map(LoopRounds, program.loops), buffers)
 
 
 def run_phases(phases, buffers):
-    """The same after phases, by whoever is on them."""
+    """Run phases on every rank's buffer."""
     for phase in phases:
         for c in phase.rounds():
             where = list(zip(c.src, c.chunk, c.count, strict=True))

@@ -1,4 +1,4 @@
-"""A kernel with a fault, run for some seconds: ``python pallas_fault.py "a credit too few"``."""
+"""Run a kernel with a planted fault: ``python pallas_fault.py "a missing credit"``."""
 
 import os
 import sys
@@ -11,25 +11,26 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 
-from ftmesh.execute.pallas_lanes import OneLane
+from ftmesh.execute.pallas_lanes import KernelLane
 from ftmesh.execute.pallas_tables import SLOTS
-from tests.support.pallas_programs import crossing_loop, on_devices, program_of
+from tests.support.pallas_programs import crossing_loop, make_program, run_on_devices
 
-SECONDS, SOUND_SECONDS, WAITS_FOR_EVER = 20, 200, 3  # a sound one takes three
+TIMEOUT, CORRECT_TIMEOUT = 20, 200  # seconds; a correct kernel takes three
+HANGS = 3  # exit status
 
-grant, wait_came = OneLane.grant, OneLane.wait_came
+grant_credit, wait_arrived = KernelLane.grant_credit, KernelLane.wait_arrived
 
 
 def plant(fault):
-    if fault == "a credit too few":
-        OneLane.grant = lambda self, number: grant(self, number - (number == SLOTS))
-    elif fault == "a wait too many":
-        OneLane.wait_came = lambda self, piece: (wait_came(self, piece), wait_came(self, piece))
+    if fault == "a missing credit":
+        KernelLane.grant_credit = lambda self, n: grant_credit(self, n - (n == SLOTS))
+    elif fault == "an extra wait":
+        KernelLane.wait_arrived = lambda self, p: (wait_arrived(self, p), wait_arrived(self, p))
 
 
 def run():
     held = np.ones((2, 1, 8, 128), np.int32)
-    on_devices(program_of([crossing_loop(6, num_ranks=2, lanes=(1,))], (2, 1)), held)
+    run_on_devices(make_program([crossing_loop(6, num_ranks=2, lanes=(1,))], (2, 1)), held)
     os._exit(0)
 
 
@@ -37,5 +38,5 @@ if __name__ == "__main__":
     plant(sys.argv[1])
     jax.config.update("jax_disable_most_optimizations", True)
     threading.Thread(target=run).start()
-    threading.Event().wait(SOUND_SECONDS if sys.argv[1] == "nothing" else SECONDS)
-    os._exit(WAITS_FOR_EVER)
+    threading.Event().wait(CORRECT_TIMEOUT if sys.argv[1] == "none" else TIMEOUT)
+    os._exit(HANGS)

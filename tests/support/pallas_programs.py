@@ -1,4 +1,4 @@
-"""Programs made of random transfers, which sum nothing in particular, for executors to agree on."""
+"""Programs of random transfers, on which executors must agree."""
 
 import jax
 import numpy as np
@@ -7,14 +7,14 @@ from jax.sharding import Mesh
 from ftmesh.execute import primitives
 from ftmesh.execute.lowering import IDLE, MIXED, Lane, Loop, Program, Table
 from ftmesh.schedule.transfers import ADD
-from tests.support.on_devices import EACH
+from tests.support.on_devices import PER_RANK
 
 
 def crossing_loop(num_rounds, op=ADD, *, num_ranks=3, lanes=(1, -1)):
-    """Everyone sends its first chunk to others, and adds theirs to it, lane by lane."""
-    everyone = np.arange(num_ranks, dtype=np.int32)
-    chunks = Table.of(np.zeros((num_ranks, num_rounds), np.int32))
-    sources = [np.roll(everyone, step) for step in lanes]
+    """Every rank sends its first chunk to others, and adds theirs to it, lane by lane."""
+    ranks = np.arange(num_ranks, dtype=np.int32)
+    chunks = Table.from_entries(np.zeros((num_ranks, num_rounds), np.int32))
+    sources = [np.roll(ranks, step) for step in lanes]
     return Loop(
         "crossing",
         num_rounds,
@@ -32,13 +32,13 @@ def crossing_loop(num_rounds, op=ADD, *, num_ranks=3, lanes=(1, -1)):
     )
 
 
-def random_loop(rng, program, num_rounds, ops, *, count=1, step=None):
-    """Lanes with random partners, some of them none, that send random chunks or none."""
+def random_loop(rng, size, num_rounds, ops, *, count=1, step=None):
+    """Lanes with random partners or none, that send random chunks or none."""
     lanes = []
-    num_ranks, num_chunks = program
+    num_ranks, num_chunks = size
     for op in ops:
-        number = rng.integers(num_ranks // 2, num_ranks + 1)
-        senders, receivers = (rng.permutation(num_ranks)[:number] for _ in range(2))
+        num_pairs = rng.integers(num_ranks // 2, num_ranks + 1)
+        senders, receivers = (rng.permutation(num_ranks)[:num_pairs] for _ in range(2))
         source = np.full(num_ranks, -1, np.int32)
         source[receivers] = senders
         chunks = rng.choice(
@@ -49,17 +49,19 @@ def random_loop(rng, program, num_rounds, ops, *, count=1, step=None):
         chunks[rng.random(chunks.shape) < 0.2] = IDLE
         chunks[np.setdiff1d(np.arange(num_ranks), senders)] = IDLE
         pairs = tuple(zip(senders.tolist(), receivers.tolist(), strict=True))
-        lanes.append(Lane(pairs, source, count, op, Table.of(chunks.astype(np.int32)), False))
+        lanes.append(
+            Lane(pairs, source, count, op, Table.from_entries(chunks.astype(np.int32)), False)
+        )
     return Loop("random", num_rounds, tuple(lanes))
 
 
-def program_of(loops, program):
-    num_ranks, num_chunks = program
+def make_program(loops, size):
+    num_ranks, num_chunks = size
     return Program(
         num_ranks=num_ranks,
         num_chunks=num_chunks,
-        scatter=(),
-        gather=tuple(loops),
+        reduce_scatter=(),
+        all_gather=tuple(loops),
         owner=None,
         depth=1,
         live=np.arange(num_ranks, dtype=np.int32),
@@ -68,17 +70,17 @@ def program_of(loops, program):
     )
 
 
-def in_numpy(program, held):
-    """The buffers of all ranks after all rounds: all reads of a round, then its writes by lane."""
+def run_in_numpy(program, held):
+    """Run a program on all ranks' buffers: all reads of a round, then its writes by lane."""
     held = held.copy()
     for loop in program.loops:
         for now in range(loop.num_rounds):
             read = []
             for lane in loop.lanes:
-                numbers = lane.send.at(now)
+                entries = lane.send.entries_in(now)
                 for src, dst in lane.permutation:
-                    if (number := numbers[src]) != IDLE:
-                        chunk, op = divmod(number, 2) if lane.op == MIXED else (number, lane.op)
+                    if (entry := entries[src]) != IDLE:
+                        chunk, op = divmod(entry, 2) if lane.op == MIXED else (entry, lane.op)
                         rows = slice(chunk, chunk + lane.count)
                         read.append((op, dst, rows, held[src, rows].copy()))
             for op, dst, rows, value in read:
@@ -86,11 +88,13 @@ def in_numpy(program, held):
     return held
 
 
-def on_devices(program, held):
-    """The same by the executor of the program, a device for each rank."""
+def run_on_devices(program, held):
+    """Run a program with its executor, one device per rank."""
     mesh = Mesh(np.array(jax.devices()[: program.num_ranks]), "data")
 
     def body(x):
-        return primitives.sum_varying(x[0], axis_name="data", program=program)[None]
+        return primitives.all_reduce_varying(x[0], axis_name="data", program=program)[None]
 
-    return np.asarray(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=EACH, out_specs=EACH))(held))
+    return np.asarray(
+        jax.jit(jax.shard_map(body, mesh=mesh, in_specs=PER_RANK, out_specs=PER_RANK))(held)
+    )

@@ -1,23 +1,16 @@
-"""Reading the text of compiled programs, and reports on them."""
+"""Loops in the text of compiled programs, and reports on them."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import ftmesh
 from ftmesh import ArgumentError
 from ftmesh.testing import cpu_grid
-from ftmesh.tpu.compile_report import (
-    CompiledLoop,
-    CompileReport,
-    compile_report,
-    compiled_loops,
-    strategy,
-)
-from tests.support.on_devices import planned
+from ftmesh.tpu.compile_report import CompileReport, compile_report, strategy
+from ftmesh.tpu.compiled_rounds import CompiledLoop, compiled_loops
+from tests.support.on_devices import plan_on_cpu
 from tests.support.reporting import report_for, tree
 
 PROGRAM = """\
@@ -70,7 +63,7 @@ def program(*inside, before=()):
 @pytest.mark.parametrize(
     ("ops", "in_flight"),
     [
-        (["start 0", "done 0", "start 1", "done 1"], 1),  # one waits for the other
+        (["start 0", "done 0", "start 1", "done 1"], 1),  # one after the other
         (["start 0", "start 1", "done 0", "done 1"], 2),
         (["start 0", "start 1", "done 1", "start 2", "done 0", "done 2"], 2),
         (["start 0", "start 1", "start 2", "start 3", *(f"done {i}" for i in range(4))], 4),
@@ -82,13 +75,13 @@ def test_permutations_in_flight(ops, in_flight):
     assert f"{in_flight} in flight at once" in str(loop)
 
 
-def test_synchronous_permutations_are_said_to_be():
+def test_synchronous_permutations():
     (loop,) = compiled_loops(program("plain 0", "plain 1"), ["around"])
     assert loop == CompiledLoop("around", 2, 1, synchronous=True)
-    assert str(loop) == "around: 2 permutations a round, synchronous here"
+    assert str(loop) == "around: 2 permutations per round, synchronous"
 
 
-def test_permutations_outside_loops_count_on_their_own_and_names_need_to_match():
+def test_permutations_outside_loops_count_as_a_loop():
     text = program("start 0", "start 1", "done 0", "done 1", before=["start 9", "done 9"])
     loops = compiled_loops(text, ["between cores", "around"])
     assert [(loop.name, loop.permutations) for loop in loops] == [
@@ -98,7 +91,7 @@ def test_permutations_outside_loops_count_on_their_own_and_names_need_to_match()
     assert [loop.name for loop in compiled_loops(text, ["around"])] == ["loop 0", "loop 1"]
 
 
-def test_loops_without_permutations_and_computations_that_do_not_run_are_left_out():
+def test_loops_without_permutations_do_not_count():
     assert compiled_loops(program(), []) == ()
 
 
@@ -110,7 +103,7 @@ def test_permutations_in_called_computations_belong_to_the_caller():
     assert loop.permutations == 2
 
 
-def test_text_that_is_no_program_is_refused():
+def test_text_that_is_not_a_program():
     with pytest.raises(ArgumentError, match="no ENTRY"):
         compiled_loops("HloModule empty", [])
 
@@ -126,30 +119,30 @@ CPU_GRID = "cpu_grid('4x4', failed='2x2@0,0')"
 
 
 def test_a_report_for_cpu_devices():
-    found = report_for("100_000", CPU_GRID)
-    assert (found["accepted"], found["platform"], found["num_devices"]) == (True, "cpu", 12)
-    assert [loop["name"] for loop in found["loops"]] == [
+    report = report_for("100_000", CPU_GRID)
+    assert (report["accepted"], report["platform"], report["num_devices"]) == (True, "cpu", 12)
+    assert [loop["name"] for loop in report["loops"]] == [
         "row-pair rings, reduce-scatter", "row-pair rings, all-gather",
     ]  # fmt: skip
-    assert all(loop["permutations"] == 4 and loop["synchronous"] for loop in found["loops"])
-    assert found["temporary_ratio"] == found["temporary_bytes"] / 100_000
+    assert all(loop["permutations"] == 4 and loop["synchronous"] for loop in report["loops"])
+    assert report["temporary_ratio"] == report["temporary_bytes"] / 100_000
 
 
 @pytest.mark.slow
 def test_a_report_for_a_pytree():
     shapes = {"loss": (), "conv": (3, 3, 64, 64), "bias": (64,)}
-    found = report_for(tree(shapes.values()), CPU_GRID)
-    assert (found["accepted"], found["payload_bytes"]) == (True, 4 * (1 + 36_864 + 64))
+    report = report_for(tree(shapes.values()), CPU_GRID)
+    assert (report["accepted"], report["payload_bytes"]) == (True, 4 * (1 + 36_864 + 64))
 
 
 @pytest.mark.parametrize("payload", [0, [], {"a": jax.ShapeDtypeStruct((0, 3), "float32")}])
-def test_a_payload_of_nothing_is_refused(payload):
+def test_an_empty_payload_is_rejected(payload):
     with pytest.raises(ArgumentError, match="there is nothing to sum"):
-        compile_report(planned("ring", "2x2", None), payload)
+        compile_report(plan_on_cpu("ring", "2x2", None), payload)
 
 
-def test_what_runs_is_named():
-    plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"))
+def test_the_algorithm_that_runs_is_reported():
+    plan = ftmesh.plan(cpu_grid("2x2"))
     runs = plan.for_payload(400)
     assert runs.algorithm != plan.algorithm
     report = compile_report(plan, 400)
@@ -157,15 +150,8 @@ def test_what_runs_is_named():
     assert [loop.name for loop in report.loops] == [loop.name for loop in runs.program.loops]
 
 
-def test_slabs_of_16_bits_count_as_they_are_added():
-    plan = planned("line", "2x1", None)
-    half = partial(compile_report, plan, 100_000, dtype=jnp.bfloat16)
-    assert half(slab_bytes=150_000).slab_bytes == 150_000
-    assert half(slab_bytes=200_000).slab_bytes is None
-
-
-def test_of_a_program_that_cannot_be_printed_the_rest_is_reported(unprinted):
-    report = compile_report(planned("ring", "2x2", None), 64)
+def test_a_program_that_cannot_be_printed(unprinted):
+    report = compile_report(plan_on_cpu("ring", "2x2", None), 64)
     assert report.accepted
     assert report.program_bytes + report.temporary_bytes > 0
     assert (report.loops, report.packing) == ((), None)
@@ -174,7 +160,7 @@ def test_of_a_program_that_cannot_be_printed_the_rest_is_reported(unprinted):
         assert line.startswith(f"this JAX cannot print what was compiled ({unprinted})")
 
 
-def test_a_report_reads_well():
+def test_the_text_of_a_report():
     report = CompileReport(
         platform="TPU v6 lite",
         mesh="16x16 less 2x2@2,2",
@@ -193,11 +179,11 @@ def test_a_report_reads_well():
         "ring on 16x16 less 2x2@2,2, 252 devices of TPU v6 lite: accepted",
         "  compiled in 2.5 s to 900 kB",
         "  102 MB of temporary memory, 1.02 times the payload",
-        "  ring: 2 permutations a round, 2 in flight at once",
+        "  ring: 2 permutations per round, 2 in flight at once",
         "  lax.psum on the same devices: StrategyRing{colors:1 phases:1}",
     ]
-    refused = replace(report, refusal="the program should include all slice devices")
-    assert "\n  a plan with idle devices (with_idle, --idle) may be taken\n" in str(refused)
+    rejected = replace(report, refusal="the program should include all slice devices")
+    assert "\n  a plan with idle devices (with_idle, --idle) may be accepted\n" in str(rejected)
     assert "idle" not in str(replace(report, refusal="RESOURCE_EXHAUSTED: Ran out of memory"))
     kernel = replace(report, executor="pallas", loops=())
     assert str(kernel).startswith("ring in a Pallas kernel on 16x16 less 2x2@2,2, 252 devices")

@@ -1,4 +1,4 @@
-"""Compiler options, slices to compile for, and what the command refuses."""
+"""Compiler options, slices to compile for, and bad input of the command."""
 
 import re
 
@@ -17,7 +17,7 @@ ASYNC = {"xla_enable_async_collective_permute": "true"}
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch):
+def without_libtpu_arguments(monkeypatch):
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
 
 
@@ -38,49 +38,42 @@ def test_compiler_options(platform, options):
     assert extra == ({("xla_tpu_use_aggressive_scheduling", "true")} if is_tpu else set())
 
 
-def test_more_of_vmem_is_for_those_that_have_it():
-    more = ftmesh.compiler_options("TPU v6 lite", in_vmem=True)
-    assert more == {**FOUR, VMEM: "16384"}
-    for platform in ("v5e", "TPU v5", "v3", "cpu"):
-        with pytest.raises(ArgumentError, match="in_vmem is for v6e, not for"):
-            ftmesh.compiler_options(platform, in_vmem=True)
-
-
-def test_what_libtpu_is_told_of_in_the_environment_stays(monkeypatch):
+def test_libtpu_arguments_in_the_environment_win(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_other=1 --{VMEM}=98304")
     assert ftmesh.compiler_options("v6e") == FOUR
-    assert ftmesh.compiler_options("v6e", in_vmem=True) == {**FOUR, VMEM: "16384"}
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{VMEM}_of_others=1 --{next(iter(FOUR))}=2")
     assert ftmesh.compiler_options("v6e") == V6E  # a plan needs all of its permutations at once
 
 
 @pytest.mark.parametrize("platform", ["banana", "", "tpu", "vx"])
-def test_an_unknown_platform_is_refused(platform):
+def test_an_unknown_platform_is_rejected(platform):
     with pytest.raises(ArgumentError, match=r"is not known: give one of v2, v3, .*v6e, tpu7x, cpu"):
         ftmesh.compiler_options(platform)
 
 
 @pytest.mark.parametrize("platform", ["TPU v98 lite", "tpu97x", "v96e:4x4"])
-def test_a_tpu_newer_than_the_options_gets_none_and_a_warning_once(platform):
-    with pytest.warns(TopologyWarning, match=re.escape(repr(platform))) as said:
-        assert [ftmesh.compiler_options(platform, overlap=yes) for yes in (True, False)] == [{}, {}]
-    assert len(said) == 1
+def test_a_newer_tpu_gets_no_options_and_one_warning(platform):
+    with pytest.warns(TopologyWarning, match=re.escape(repr(platform))) as warned:
+        assert [
+            ftmesh.compiler_options(platform, overlap=overlap) for overlap in (True, False)
+        ] == [{}, {}]
+    assert len(warned) == 1
     assert ftmesh.compiler_options(platform) == {}
 
 
-def test_options_are_a_fresh_value():
+def test_options_are_a_fresh_dict():
     ftmesh.compiler_options("v6e").clear()
     assert ftmesh.compiler_options("v6e")
 
 
-def test_missing_libtpu_is_said_with_the_remedy(monkeypatch):
+def test_missing_libtpu(monkeypatch):
     monkeypatch.setattr(slices, "has_libtpu", lambda: False)
     with pytest.raises(FtmeshError, match=r"pip install libtpu \(x86_64 Linux only\)"):
         slices.tpu_devices("v6e:16x16")
 
 
 @pytest.mark.parametrize("name", ["", "v6e", "16x16", "v6e:16by16", "v6e:999x999", "v6e:4x4 "])
-def test_what_is_no_slice_is_refused_before_anything_is_loaded(name):
+def test_a_bad_slice_is_rejected_before_anything_is_loaded(name):
     with pytest.raises(TopologyError, match=r"is not a TPU slice.*v6e:16x16"):
         slices.tpu_devices(name)
 
@@ -95,8 +88,6 @@ def test_what_is_no_slice_is_refused_before_anything_is_loaded(name):
         ("compile v6e:16x16 --algorithm fastest", "invalid choice: 'fastest'"),
         ("compile v6e:16x16 --executor mine", "invalid choice: 'mine'"),
         ("compile v6e:16x16 --executor pallas --fit", "leave --executor out"),
-        ("compile v6e:16x16 --slab 5MB --fit", "leave --slab out"),
-        ("compile v6e:16x16 --slab 0", "--slab must be a positive whole number"),
         ("compile", "the following arguments are required: SLICE"),
     ],
 )

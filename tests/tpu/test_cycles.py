@@ -1,4 +1,4 @@
-"""What a compiled program does beside its permutations, read from its text, and fitted."""
+"""Cycles of compiled programs besides their permutations, and fits to them."""
 
 import re
 
@@ -10,15 +10,15 @@ from ftmesh.tpu.compile_report import CompileReport
 from ftmesh.tpu.compiled_rounds import (
     CompiledLoop,
     compiled_loops,
-    cycles_of_all,
-    cycles_outside,
-    loop_lines,
+    cycles_outside_rounds,
+    describe_loops,
+    total_cycles,
 )
-from ftmesh.tpu.cycles import Cycles, RoundCycles, stretches
-from ftmesh.tpu.device_model_fit import fit
+from ftmesh.tpu.cycles import Cycles, RoundCycles, segments
+from ftmesh.tpu.device_model_fit import fit_device_model
 from ftmesh.units import format_bytes
 
-# As the TPU compiler writes them, with fewer instructions: a round that was unrolled into the main
+# What the TPU compiler writes, with fewer instructions: a round that was unrolled into the main
 # computation, a loop of two permutations with a tuple for its state, and one with a loop in it.
 TEXT = """\
 HloModule jit_step, is_scheduled=true
@@ -44,9 +44,9 @@ CYCLES(2592)
 channel_id=1, source_target_pairs={{0,1},{1,0}}, SCOPE(ppermute)
   %s.2 = (CHUNK, CHUNK, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%out.2), \
 channel_id=2, source_target_pairs={{0,1},{1,0}}, SCOPE(ppermute)
-  %beside.1 = f32[8,128]{1,0} copy(%out.2), CYCLES(300)
+  %overlapped.1 = f32[8,128]{1,0} copy(%out.2), CYCLES(300)
   %d.1 = CHUNK collective-permute-done(%s.1), SCOPE(ppermute)
-  %beside.2 = f32[8,128]{1,0} copy(%out.2), CYCLES(40)
+  %overlapped.2 = f32[8,128]{1,0} copy(%out.2), CYCLES(40)
   %d.2 = CHUNK collective-permute-done(%s.2), SCOPE(ppermute)
   %new.1 = f32[8,8,128]{2,1,0:T(8,128)} fusion(%buffer.1, %d.1), kind=kLoop, calls=%fused.1, \
 SCOPE(update), CYCLES(2617)
@@ -108,7 +108,7 @@ CHUNK = 8 * 128 * 4  # bytes
 
 
 def program(inner=3, outer=None):
-    """The program, in which the compiler says how often a loop and the one around it run."""
+    """The program, in which the compiler may state the trip counts of two nested loops."""
     text = TEXT.replace("CHUNK", "f32[1,8,128]{2,1,0:T(8,128)S(1)}")
     for name, count in (("INNER", inner), ("OUTER", outer)):
         said = f', backend_config={{"known_trip_count":{{"n":"{count}"}}}}' if count else ""
@@ -126,76 +126,76 @@ def program(inner=3, outer=None):
 
 
 def loop(name, rounds, lanes):
-    """A planned loop, as far as it matters here."""
+    """A planned loop without its lanes."""
     return Loop(name, rounds, (None,) * lanes)
 
 
 PLANNED = [loop("between cores", 1, 1), loop("around", 32, 2), loop("across", 6, 1)]
-NAMES = [each.name for each in PLANNED]
+NAMES = [planned.name for planned in PLANNED]
 
 
-def test_cycles_of_every_loop():
+def test_cycles_of_all_loops():
     between, around, across = compiled_loops(program(), planned=PLANNED)
-    # What was unrolled is told by its scope, not from reading tables and packing beside it.
+    # An unrolled round is what is in its scope, without the reading of tables and the packing.
     assert between == CompiledLoop(
         "between cores", 1, 1, False, RoundCycles(1000 + 3000, 0, (), 1, CHUNK)
     )
-    # The condition says how many rounds.
+    # The number of rounds is that of the loop condition.
     exposed, hidden = 2120 + 2592 + 2617, 300 + 40
     assert around == CompiledLoop(
         "around", 2, 2, False, RoundCycles(exposed, hidden, (), 32, 2 * CHUNK)
     )
-    # The plan does, and a loop in it runs three times a round.
+    # It is the plan's, and an inner loop runs three times per round.
     assert across == CompiledLoop(
         "across", 1, 1, True, RoundCycles(3 * 100 + 11 + 22, 0, (), 6, CHUNK)
     )
 
 
 @pytest.mark.parametrize(
-    ("what", "instead", "rounds"),
+    ("old", "new", "rounds"),
     [
         ("%zero = s32[]{:T(128)} constant(0)", "%zero = s32[]{:T(128)} constant(10)", 22),
         ("tuple(%zero, %whole, %ready)", "tuple(%copied, %whole, %ready)", 32),
         ("constant(1)\n", "constant(5)\n", 7),
         ("add(%i.1, %one.1)", "add(%one.1, %i.1)", 32),
-        ("add(%i.1, %one.1)", "add(%i.1, %chunk.1)", None),  # as the data say
+        ("add(%i.1, %one.1)", "add(%i.1, %chunk.1)", None),  # depends on data
         ("tuple(%zero, %whole, %ready)", "tuple(%rank, %whole, %ready)", None),
         ("direction=LT", "direction=NE", None),
         ("ROOT %go.2", "ROOT %wanted = pred[] and(%go.2, %go.2)\n  %go.2", None),
     ],
 )
-def test_a_loop_runs_as_often_as_it_counts(what, instead, rounds):
+def test_trip_counts(old, new, rounds):
     copied = "  %copied = s32[]{:T(128)} copy(%zero)\n  %init ="
     text = program().replace("  %init =", copied)
-    assert what in text
-    _, around, _ = compiled_loops(text.replace(what, instead), NAMES)
+    assert old in text
+    _, around, _ = compiled_loops(text.replace(old, new), NAMES)
     assert around.cycles.rounds == rounds
 
 
-def test_permutations_in_a_loop_of_somebody_else_have_what_is_in_their_scope():
+def test_permutations_in_a_users_loop_own_what_is_in_their_scope():
     loop = '%body.1, metadata={op_name="jit(step)/shard_map/ftmesh.all_reduce/'
     assert loop in program()
     text = program().replace(loop, loop.replace("ftmesh.all_reduce/", ""))
     _, around, _ = compiled_loops(text, NAMES)
     assert around.cycles == RoundCycles(2120 + 2592 + 2617, 0, (), 32, 2 * CHUNK)
-    assert cycles_outside(text).total == cycles_outside(program()).total + 32 * 340
+    assert cycles_outside_rounds(text).total == cycles_outside_rounds(program()).total + 32 * 340
 
 
-def test_those_of_nobody_in_particular_have_their_loop():
+def test_permutations_without_a_scope_own_their_loop():
     text = program().replace("ftmesh.all_reduce/", "")
     between, around, _ = compiled_loops(text, NAMES)
-    assert between.cycles.total == 0  # nothing tells what belongs to it
+    assert between.cycles.total == 0  # what belongs to it is not known
     assert around.cycles.total == 7669
 
 
-def test_what_is_outside_of_rounds():
-    assert cycles_outside(program()) == Cycles(624_612 + 2122 + 265_871)
+def test_cycles_outside_rounds():
+    assert cycles_outside_rounds(program()) == Cycles(624_612 + 2122 + 265_871)
 
 
-class TestRoundsAndTurns:
-    """A turn of a compiled loop may be several rounds, and some come after it."""
+class TestRoundsAndIterations:
+    """An iteration of a compiled loop may run several rounds, and some run after the loop."""
 
-    def test_several_rounds_a_turn(self):
+    def test_several_rounds_per_iteration(self):
         planned = [PLANNED[0], loop("around", 64, 1), loop("across", 3, 2)]
         _, around, across = compiled_loops(program(outer=6), planned=planned)
         assert around == CompiledLoop(
@@ -210,41 +210,34 @@ class TestRoundsAndTurns:
         assert around.cycles.total == pytest.approx((32 * 7669 + 6 * 333) / 70, abs=1)
         assert around.cycles.sent_bytes == CHUNK
 
-    def test_loops_that_cannot_be_told_apart(self):
+    def test_loops_that_cannot_be_distinguished(self):
         planned = [loop("between", 1, 1), loop("first", 16, 2), loop("second", 8, 4), PLANNED[2]]
         _, both, _ = compiled_loops(program(outer=6), planned=planned)
         assert (both.name, both.cycles.rounds) == ("first and second", 24)
 
-    def test_a_loop_whose_chunks_travel_in_halves_has_twice_the_permutations(self):
-        planned = [PLANNED[0], loop("around", 32, 1), PLANNED[2]]
-        _, around, across = compiled_loops(program(outer=6), planned=planned)
-        assert (around.name, around.permutations, around.cycles.rounds) == ("around", 2, 32)
-        assert (across.permutations, across.cycles.rounds) == (1, 6)
-
-    def test_loops_that_run_for_one_dtype_and_then_for_another(self):
-        """And not in halves, though there are twice as many permutations."""
+    def test_loops_that_run_once_for_each_dtype(self):
         again = "  %p.8 = f32[1,8,128]{2,1,0} collective-permute(%half)"
         text = program(outer=64).replace("  %loop.5 =", f"{again}\n  %loop.5 =")
-        found = compiled_loops(text, planned=[loop("there", 1, 1), loop("back", 32, 2)])
-        assert [(each.name, each.permutations, each.cycles.rounds) for each in found] == [
+        loops = compiled_loops(text, planned=[loop("there", 1, 1), loop("back", 32, 2)])
+        assert [(each.name, each.permutations, each.cycles.rounds) for each in loops] == [
             ("there", 1, 1), ("back", 2, 32), ("there", 1, 1), ("back", 2, 32),
         ]  # fmt: skip
 
-    def test_the_plan_of_another_program_says_nothing(self):
+    def test_the_plan_of_another_program_is_ignored(self):
         planned = [PLANNED[0], loop("around", 33, 2), PLANNED[2]]
-        found = compiled_loops(program(outer=6), planned=planned)
-        assert [(each.name, each.cycles.rounds) for each in found] == [
+        loops = compiled_loops(program(outer=6), planned=planned)
+        assert [(each.name, each.cycles.rounds) for each in loops] == [
             ("loop 0", 1), ("loop 1", 32), ("loop 2", 6),
         ]  # fmt: skip
 
-    def test_nobody_may_know(self):
+    def test_an_unknown_number_of_rounds(self):
         *_, across = compiled_loops(program(), NAMES)
         assert across.cycles.rounds is None
-        assert "how many rounds is not known" in str(across.cycles)
-        assert cycles_of_all([across]) == Cycles(333, 0, (("while", 0),))
+        assert "unknown number of rounds" in str(across.cycles)
+        assert total_cycles([across]) == Cycles(333, 0, (("while", 0),))
 
-    def test_nobody_may_know_of_a_loop_of_somebody_else(self):
-        """What it does beside the permutations is then counted once, and that is said."""
+    def test_an_unknown_trip_count_of_a_users_loop(self):
+        """What it does besides the permutations is counted once, and reported as unknown."""
 
         def outside(**counts):
             text = re.sub(
@@ -252,7 +245,7 @@ class TestRoundsAndTurns:
             )
             plain = "collective-permute(%sent.5)"
             assert plain in text
-            return cycles_outside(
+            return cycles_outside_rounds(
                 text.replace(plain, f'{plain}, metadata={{op_name="ftmesh.psum/ppermute"}}')
             )
 
@@ -261,32 +254,32 @@ class TestRoundsAndTurns:
         assert outside() == Cycles(without + 333, 0, (("while", 0),))
 
 
-def test_they_read_well():
-    lines = loop_lines(compiled_loops(program(outer=6), NAMES))
+def test_the_text_of_loops():
+    lines = describe_loops(compiled_loops(program(outer=6), NAMES))
     assert lines[2:4] == [
-        "  around: 2 permutations a round, 2 in flight at once",
-        "    7,669 cycles a round beside the permutations, 340 of them hidden; 32 rounds",
+        "  around: 2 permutations per round, 2 in flight at once",
+        "    7,669 cycles per round besides the permutations, 340 of them hidden; 32 rounds",
     ]
     total = 4000 + 32 * 7669 + 6 * 333
     assert lines[-1] == (
-        f"  {total:,} cycles in all rounds beside permutations, {32 * 340:,} hidden, "
-        "as the compiler estimates"
+        f"  {total:,} cycles in all rounds besides permutations, {32 * 340:,} hidden, "
+        "by the compiler's estimates"
     )
 
 
 class TestPlantedFaults:
-    """An instruction that takes time and has no estimate is named, wherever it is."""
+    """An instruction that takes time and has no estimate is reported."""
 
     @pytest.mark.parametrize(
         ("line", "number"),
-        [("%new.1 =", 1), ("%beside.1 =", 1), ("%add.3 =", 2), ("%whole =", 0)],
+        [("%new.1 =", 1), ("%overlapped.1 =", 1), ("%add.3 =", 2), ("%whole =", 0)],
     )
     def test_in_a_loop(self, line, number):
         lines = program().splitlines()
         (at,) = [i for i, each in enumerate(lines) if line in each]
         lines[at] = lines[at].partition(", backend_config")[0]
         loops = compiled_loops("\n".join(lines), NAMES)
-        opcode = {"%beside.1 =": "copy", "%add.3 =": "add"}.get(line, "fusion")
+        opcode = {"%overlapped.1 =": "copy", "%add.3 =": "add"}.get(line, "fusion")
         size = CHUNK if opcode == "copy" else 8 * CHUNK
         assert [each.cycles.unknown for each in loops] == [
             ((opcode, size),) if i == number else () for i in range(3)
@@ -296,31 +289,31 @@ class TestPlantedFaults:
 
     def test_outside(self):
         text = program().replace('"estimated_cycles":"624612"', "")
-        assert cycles_outside(text) == Cycles(2122 + 265_871, 0, (("pad", 8 * CHUNK),))
+        assert cycles_outside_rounds(text) == Cycles(2122 + 265_871, 0, (("pad", 8 * CHUNK),))
 
-    def test_a_loop_inside_a_round_that_nobody_counted(self):
+    def test_an_inner_loop_with_an_unknown_trip_count(self):
         *_, across = compiled_loops(program(inner=None), NAMES)
         assert (across.cycles.total, across.cycles.unknown) == (100 + 11 + 22, (("while", 0),))
 
-    def test_a_program_without_estimates_says_nothing(self):
+    def test_a_program_without_estimates(self):
         text = program().replace("estimated_cycles", "size")
         assert {each.cycles for each in compiled_loops(text, NAMES)} == {None}
-        assert cycles_outside(text) is None
+        assert cycles_outside_rounds(text) is None
 
 
-def test_numbers_of_one_element_and_what_copies_by_itself_are_free():
-    first, *_ = stretches(program())
+def test_scalars_and_asynchronous_copies_are_free():
+    first, *_ = segments(program())
     named = {each.name: each for each in first.instructions}
     assert named["prefetch"].opcode == "copy-start"
-    assert first.others.unknown == ()
+    assert first.other_cycles.unknown == ()
 
 
 @pytest.mark.parametrize(("target", "is_free"), [("AllocateBuffer", True), ("SortOfSums", False)])
-def test_a_buffer_costs_nothing_to_allocate(target, is_free):
+def test_allocating_a_buffer_is_free(target, is_free):
     call = f'f32[8192]{{0}} custom-call(), custom_call_target="{target}"'
     text = program().replace("  %packed =", f"  %more = {call}\n  %packed =")
     unknown = () if is_free else (("custom-call", 4 * 8192),)
-    assert cycles_outside(text).unknown == unknown
+    assert cycles_outside_rounds(text).unknown == unknown
 
 
 # Fitting ----------------------------------------------------------------------------------------
@@ -337,10 +330,10 @@ def report(rounds, *, payload=1_000_000, packing=9000):
     )
 
 
-def test_a_line_is_found_again():
+def test_an_exact_model_is_recovered():
     sizes = [(lanes, sent) for lanes in (1, 2, 4) for sent in (10_000, 300_000, 8_000_000)]
     exact = [(lanes, sent, round(700 + 2100 * lanes + 0.004 * sent)) for lanes, sent in sizes]
-    found = fit([report(exact[:5]), report(exact[5:], payload=10**7, packing=90_000)])
+    found = fit_device_model([report(exact[:5]), report(exact[5:], payload=10**7, packing=90_000)])
     assert found.per_round == pytest.approx(700, rel=0.01)
     assert found.per_lane == pytest.approx(2100, rel=0.01)
     assert found.per_byte == pytest.approx(0.004, rel=0.01)
@@ -348,10 +341,10 @@ def test_a_line_is_found_again():
     assert found.worst_error < 1e-3
 
 
-def test_nothing_costs_less_than_nothing():
+def test_no_parameter_is_negative():
     # With 7,000 a lane and 0.0025 a byte, a round would cost -8,000.
     rounds = [(2, 400_000, 7000), (2, 800_000, 8000), (4, 400_000, 21_000)]
-    found = fit([report(rounds)])
+    found = fit_device_model([report(rounds)])
     assert (found.per_round, found.per_byte) == (0.0, 0.0)
     lanes = [lanes for lanes, _, _ in rounds]
     cycles = [each for _, _, each in rounds]
@@ -359,15 +352,15 @@ def test_nothing_costs_less_than_nothing():
     assert found.per_lane == pytest.approx(best)
 
 
-def test_a_fit_shows_how_far_it_is_off():
-    found = fit([report([(2, 400_000, 10_000), (2, 400_000, 12_000)])])
-    # Both have the same lanes and bytes; they count as 10 and 12.
+def test_a_fit_reports_its_errors():
+    found = fit_device_model([report([(2, 400_000, 10_000), (2, 400_000, 12_000)])])
+    # Both have the same lanes and bytes; their weights are 10 and 12.
     assert found.worst_error == pytest.approx(1 / 11)
     lines = str(found).splitlines()
     assert lines[1].split()[-5:] == ["2", "400", "kB", "10,000", "10,909"]
-    assert lines[-1].endswith("at most 9% off")
+    assert lines[-1].endswith("errors up to 9%")
 
 
-def test_there_is_something_to_fit():
+def test_nothing_to_fit():
     with pytest.raises(ArgumentError, match="no estimates to fit"):
-        fit([report([])])
+        fit_device_model([report([])])

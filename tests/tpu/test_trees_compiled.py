@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of trees, on slices with holes of every kind."""
+"""Trees compiled for damaged TPU slices."""
 
 import pytest
 
@@ -19,7 +19,7 @@ CHIPS_AND_LINKS = (
 
 
 def compiled(name, algorithm, *options):
-    """The report of the command for 100 MB, in a process of its own."""
+    """The report of the command for 100 MB, from a process of its own."""
     report = in_a_process(
         "-m", "ftmesh", "compile", name, "--algorithm", algorithm, "--json", *options
     )
@@ -28,7 +28,7 @@ def compiled(name, algorithm, *options):
 
 
 def all_cycles(report):
-    """Those of rounds and of packing, hidden or not."""
+    """The cycles of rounds and of packing."""
     return report["cycles"] + report["packing"]["exposed"] + report["packing"]["hidden"]
 
 
@@ -45,9 +45,7 @@ def test_all_links_of_a_chip_at_once(name, options, devices, links):
     (trees,) = (loop for loop in report["loops"] if loop["name"] == "packed trees")
     assert report["num_devices"] == devices
     assert trees["in_flight"] == links
-    streams = 2 if name.startswith("v4") else 1
-    assert trees["permutations"] == streams * links
-    assert bool(trees["cycles"]["hidden"]) == (streams == 2)
+    assert trees["permutations"] == links
     assert not trees["synchronous"]
     assert report["temporary_ratio"] <= 1.1
     assert report["compile_seconds"] < 30
@@ -57,8 +55,8 @@ def test_all_links_of_a_chip_at_once(name, options, devices, links):
     ("name", "options"),
     [("v6e:16x16", HOLE), pytest.param("v3:32x32", ("--failed", "4x2@14,14"), marks=more)],
 )
-def test_programs_hardly_larger_than_those_of_rings(name, options):
-    tree, row_pair = (compiled(name, each, *options) for each in ("tree", "row_pair"))
+def test_programs_are_little_larger_than_those_of_rings(name, options):
+    tree, row_pair = (compiled(name, algorithm, *options) for algorithm in ("tree", "row_pair"))
     assert tree["program_bytes"] <= 1.2 * row_pair["program_bytes"]
     assert tree["temporary_ratio"] <= row_pair["temporary_ratio"]
     assert all_cycles(tree) <= all_cycles(row_pair)
@@ -72,7 +70,7 @@ def test_programs_hardly_larger_than_those_of_rings(name, options):
         ("v5p:4x4x8", ("--failed", "2x2x1@0,0,0")),
     ],
 )
-def test_by_one_kernel(name, options):
+def test_in_a_kernel(name, options):
     report = compiled(name, "tree", *options, "--executor", "pallas")
     assert report["loops"] == []  # of permutations
     assert report["temporary_ratio"] <= 1.1
