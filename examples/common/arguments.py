@@ -15,6 +15,7 @@ from examples.common.reader import MAX_DAMAGED
 from examples.common.reshard import publish_shards
 from examples.common.trainer import StepOptions
 from ftmesh import command_line
+from ftmesh.algorithms.registry import current_name
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.command_line import MAX_SEED, number, run_command, whole_number
 from ftmesh.distributed.consensus import agree_on_code, agree_on_mesh
@@ -144,6 +145,7 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     )
     parser.add_argument(
         "--algorithm",
+        type=current_name,
         choices=(*ALGORITHMS, PSUM),
         default="auto",
         help="how gradients are summed: auto, the fastest by simulation; psum, lax.psum without a "

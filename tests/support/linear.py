@@ -1,6 +1,6 @@
-"""A linear model that trains in a second, through all that trainers share.
+"""A linear model that trains in a second, with the framework of all trainers.
 
-Plain gradient descent: an update is as large as the gradient is, so that a wrong factor shows.
+It uses plain gradient descent: updates are proportional to gradients, so that a wrong factor shows.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from ftmesh.collectives import BatchShares, weighted_sum
 from ftmesh.elastic.elastic_group import SINGLE_PROCESS
 
 BATCH, SIZE, RATE = 24, 3, 0.25
-CLOSE = 0.02  # an error that counts as none
+CLOSE = 0.02  # errors below are right answers
 TRUE = np.array([1.0, -2.0, 3.0])
 
 
@@ -32,7 +32,7 @@ class Points(NamedTuple):
 
 
 class PointBatches(Batches[Points]):
-    """Points on a plane; every value of the step `nan_at`, counted from 1, is not a number."""
+    """Points on a plane; all values of the step `nan_at`, counted from 1, are NaN."""
 
     unit = "points"
 
@@ -43,9 +43,9 @@ class PointBatches(Batches[Points]):
     def padding(self, num_rows):
         return Points(np.zeros((num_rows, SIZE)), np.zeros(num_rows), np.zeros(num_rows))
 
-    def example(self, index, place):
+    def example(self, index, position):
         x = np.random.default_rng(index).normal(size=SIZE)
-        return x, np.nan if self.nan_at == place // self.batch + 1 else x @ TRUE, 1.0
+        return x, np.nan if self.nan_at == position // self.batch + 1 else x @ TRUE, 1.0
 
     def name(self, index):
         return f"point {index}"
@@ -61,14 +61,14 @@ def errors(params, batch):
     return batch.x @ params["w"] + params["b"] - batch.y
 
 
-def loss_of_rank(parallel: DataParallel, shares: BatchShares, params, stats, batch):
+def rank_loss(parallel: DataParallel, shares: BatchShares, params, stats, batch):
     losses = errors(params, batch) ** 2
     num_points = parallel.sum(batch.weights.sum())
     own = batch.weights @ batch.x / jnp.maximum(batch.weights.sum(), 1)
     return shares.mean_contribution(losses, batch.weights, num_points), {"mean": own}
 
 
-def count_right_of_rank(params, stats, batch):
+def rank_count_right(params, stats, batch):
     right = (jnp.abs(errors(params, batch)) < CLOSE).astype(jnp.float32)
     return weighted_sum(right, batch.weights), batch.weights.sum()
 
@@ -86,14 +86,14 @@ def linear_trainer(
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first())
     parallel = options.data_parallel(topology, types[0], wire_dtype or np.float32, group)
     shares = parallel.shares(BATCH)
-    one = jax.ShapeDtypeStruct((), np.float32)
+    scalar = jax.ShapeDtypeStruct((), np.float32)
     return make_trainer(
         parallel,
         shares,
         types=types,
-        row=Points(jax.ShapeDtypeStruct((SIZE,), np.float32), one, one),
-        loss=partial(loss_of_rank, parallel, shares),
-        count_right=count_right_of_rank,
+        row=Points(jax.ShapeDtypeStruct((SIZE,), np.float32), scalar, scalar),
+        loss=partial(rank_loss, parallel, shares),
+        count_right=rank_count_right,
         transformation=kind(lr_schedule),
         lr_schedule=lr_schedule,
         sharded=options.sharded,
@@ -126,13 +126,13 @@ def arguments(*argv):
 
 
 def descent(steps):
-    """The weights after so many steps on whole batches, in float64: those of NumPy alone."""
+    """The weights after `steps` steps on whole batches, in float64, computed by NumPy."""
     (params, _), losses = first(), []
     batches = PointBatches(batch=BATCH, num_steps=steps)
     for step in range(steps):
         x, y, _ = batches[step][0]
-        off = x @ params["w"] + params["b"] - y
-        losses.append(np.mean(off**2))
-        grads = {"w": 2 * off @ x / len(x), "b": 2 * off.mean()}
+        error = x @ params["w"] + params["b"] - y
+        losses.append(np.mean(error**2))
+        grads = {"w": 2 * error @ x / len(x), "b": 2 * error.mean()}
         params = {name: params[name] - RATE * grads[name] for name in params}
     return params, losses

@@ -11,12 +11,12 @@ from examples.common import record_index
 from examples.common.record_index import load_index
 from examples.common.records import Records
 from examples.common.shard_index import FileStamp, ShardIndex, checksum
-from tests.support.indexed import EVERY, made, read, three
+from tests.support.indexed import RECORDS, read_all, write_shards, write_three_shards
 
 
 @pytest.fixture
 def shards(tmp_path):
-    return three(tmp_path)
+    return write_three_shards(tmp_path)
 
 
 class TestDamage:
@@ -24,13 +24,13 @@ class TestDamage:
 
     def change(self, shards, change):
         """Have an index file, and change its bytes."""
-        read(shards)
+        read_all(shards)
         file = shards[0].parent / ".train.ftmesh-index"
         file.write_bytes(change(file.read_bytes()))
 
     def assert_noticed(self, shards, caplog):
         caplog.clear()
-        assert read(shards) == EVERY
+        assert read_all(shards) == RECORDS
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
         (line,) = caplog.messages
         assert "\n" not in line
@@ -38,20 +38,20 @@ class TestDamage:
         return line
 
     def test_a_flipped_bit_anywhere(self, shards, caplog):
-        read(shards)
+        read_all(shards)
         file = shards[0].parent / ".train.ftmesh-index"
         sound = file.read_bytes()
         padding = range(len(sound) - 12, len(sound) - 8)  # behind three records, before two
         for at in range(0, len(sound), 3):
             file.write_bytes(bytes([*sound[:at], sound[at] ^ 1 << at % 8, *sound[at + 1 :]]))
             if at in padding:
-                assert read(shards) == EVERY
+                assert read_all(shards) == RECORDS
             else:
                 self.assert_noticed(shards, caplog)
 
     def test_the_place_of_the_record_behind(self, tmp_path, caplog):
-        paths = made(tmp_path, [b"%03d" % i for i in range(100)])
-        expected = read(paths)
+        paths = write_shards(tmp_path, [b"%03d" % i for i in range(100)])
+        expected = read_all(paths)
         file = tmp_path / ".train.ftmesh-index"
         starts = np.arange(100, dtype="<u4") * 19
         behind = np.minimum(starts + 19, starts[-1])  # there are records, all but the last
@@ -124,7 +124,7 @@ class TestDamage:
         ],
     )
     def test_sound_in_itself_and_wrong(self, shards, begins, caplog):
-        read(shards)
+        read_all(shards)
         file = shards[0].parent / ".train.ftmesh-index"
         lying = ShardIndex.from_starts(FileStamp.from_path(shards[0]), np.array(begins, np.int64))
         record_index.write_index(file, {**load_index(file), shards[0].name: lying})

@@ -1,23 +1,22 @@
-"""One process on a line to a steward: its steps count, a sick chip is left out, and it goes on."""
+"""A single process with a controller: it commits steps, drops an unhealthy chip, and continues."""
 
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from ftmesh.elastic.controller_kv import ControllerKvClient
 
 from examples.common.loop import run, start_log
 from examples.common.step_commit import StepCommit
 from examples.common.trainer import StepOptions
-from ftmesh.elastic import controller_client as line_module
+from ftmesh.elastic import controller_client
 from ftmesh.elastic.controller_client import ControllerClient, Paused
-from ftmesh.elastic.elastic_group import ElasticGroup, run_generations
+from ftmesh.elastic.elastic_group import ControllerKvClient, ElasticGroup, run_generations
 from ftmesh.elastic.rpc import ChannelClosed
 from ftmesh.errors import ArgumentError, ClusterError, PlanError
 from ftmesh.testing import cpu_grid
-from tests.support.controllers import SOON, ControllerHarness, wait_until
+from tests.support.controllers import TIMEOUT, ControllerHarness, wait_until
 from tests.support.linear import arguments, descent, linear_job, linear_trainer
-from tests.support.peer_stores import SECRET, running
+from tests.support.peer_stores import SECRET, running_stores
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -25,136 +24,141 @@ STEPS = 6
 
 
 @pytest.fixture
-def keepers(monkeypatch):
-    with running(2) as started:
-        told = ",".join(f"{host}={keeper.address}" for host, keeper in started.items())
-        monkeypatch.setenv("FTMESH_KEEPERS", told)
+def peer_stores(monkeypatch):
+    with running_stores(2) as stores:
+        addresses = ",".join(f"{host}={store.address}" for host, store in stores.items())
+        monkeypatch.setenv("FTMESH_KEEPERS", addresses)
         monkeypatch.setenv("FTMESH_SECRET", SECRET)
         monkeypatch.setenv("FTMESH_HOST", "0")
-        yield started
+        yield stores
 
 
 @contextmanager
-def on_line(**options):
-    """A steward, and a process that has come to it."""
-    stewarded = ControllerHarness(hosts=1, **options)
-    address, start = stewarded.listener.address, stewarded.start
+def connected(**options):
+    """A controller, and the group of a process that has connected to it."""
+    harness = ControllerHarness(hosts=1, **options)
 
-    def over(why):
-        line._has_left = True
-        raise ChannelClosed(why)
+    def on_end(reason):
+        client._has_left = True
+        raise ChannelClosed(reason)
 
-    line = ControllerClient.to(address, SECRET, 0, start, 1, limit=SOON, end=over)
+    client = ControllerClient.connect(
+        harness.listener.address, SECRET, 0, harness.start, 1, timeout=TIMEOUT, on_end=on_end
+    )
     try:
-        yield stewarded, ElasticGroup(board=ControllerKvClient(line), line=line, limit=SOON)
+        yield (
+            harness,
+            ElasticGroup(kv=ControllerKvClient(client), controller=client, timeout=TIMEOUT),
+        )
     finally:
-        line._has_left = True  # what ends now is the test
-        line._channel.close()
-        line._thread.join()
-        stewarded.close()
+        client._has_left = True
+        client._channel.close()
+        client._thread.join()
+        harness.close()
 
 
 def train(group, *argv):
-    """The last state, through epochs."""
-    args, last = arguments(*argv), []
+    """Train through all generations; return the last state."""
+    args, states = arguments(*argv), []
 
-    def body(group):
+    def train_generation(group):
         topology = group.live_topology(cpu_grid("2x2"))
         options = StepOptions(keeps_state=not args.donate)
         trainer = linear_trainer(topology, options, group=group.for_topology(topology))
         job = linear_job(trainer, steps=STEPS)
-        object.__setattr__(job, "finished", last.append)
+        object.__setattr__(job, "finished", states.append)
         run(job, args, start_log(args, group))
 
-    run_generations(group, body)
-    return last[-1]
+    run_generations(group, train_generation)
+    return states[-1]
 
 
 def assert_descended(state):
-    for name, wanted in descent(STEPS)[0].items():
-        np.testing.assert_allclose(state.params[name], wanted, rtol=1e-5)
+    for name, expected in descent(STEPS)[0].items():
+        np.testing.assert_allclose(state.params[name], expected, rtol=1e-5)
 
 
-def facts(stewarded):
+def generation_facts(harness):
     names = ("epoch", "live", "source", "from_step", "repeated")
-    return [tuple(event[name] for name in names) for event in stewarded.of("epoch")]
+    return [tuple(event[name] for name in names) for event in harness.events_named("epoch")]
 
 
 @pytest.mark.slow
-def test_a_chip_that_computes_wrong_is_left_out(keepers, monkeypatch):
-    """The step in which it differs does not count, and is done again by the others."""
+def test_a_chip_that_computes_wrong_is_quarantined(peer_stores, monkeypatch):
+    """The step in which it differs is not committed, and is repeated by the others."""
     monkeypatch.setenv("FTMESH_FAULTS", "wrong@0:4")
-    with on_line() as (stewarded, group):
+    with connected() as (harness, group):
         assert_descended(train(group, "--check-every", "1"))
-        assert facts(stewarded) == [(1, 4, "start", 0, 0), (2, 3, "devices", 3, 0)]
-        (masked,) = stewarded.of("masked")
-        assert (masked["chips"], masked["epoch"]) == ("1x1@0,0", 1)
-        assert stewarded.steward.committed == group.controller.held_state.step == STEPS
+        assert generation_facts(harness) == [(1, 4, "start", 0, 0), (2, 3, "devices", 3, 0)]
+        (quarantined,) = harness.events_named("masked")
+        assert (quarantined["chips"], quarantined["epoch"]) == ("1x1@0,0", 1)
+        assert harness.controller.committed == group.controller.held_state.step == STEPS
 
 
 @pytest.mark.slow
-def test_a_pause_puts_the_state_down_for_those_who_come_next(keepers):
-    with on_line() as (stewarded, group):
-        stewarded.steward.pause("a host comes back")
+def test_a_pause_saves_the_state_for_the_next_start(peer_stores):
+    with connected() as (harness, group):
+        harness.controller.pause("a host comes back")
         with pytest.raises(Paused):
             train(group)
-        assert stewarded.steward.committed == 1
-    with on_line(start=2, highest=1) as (stewarded, group):
+        assert harness.controller.committed == 1
+    with connected(start=2, highest_step=1) as (harness, group):
         state = train(group)
-        assert facts(stewarded) == [(2, 4, "host memory", 1, 0)]
+        assert generation_facts(harness) == [(2, 4, "host memory", 1, 0)]
     assert_descended(state)
 
 
-class TestWhereAStepTakesOverTheStateBeforeIt:
-    def test_it_needs_copies(self):
-        with on_line() as (_, group):
+class TestDonatedStates:
+    def test_need_copies(self):
+        with connected() as (_, group):
             trainer = linear_trainer(cpu_grid("2x1"), StepOptions(keeps_state=False), group=group)
             with pytest.raises(ArgumentError, match="give --copy-every"):
                 StepCommit(trainer, None, None, is_saved=lambda step: False)
 
     @pytest.mark.slow
-    def test_only_steps_that_are_copied_count(self, keepers, monkeypatch):
-        counted = []
-        with on_line() as (_, group):
+    def test_only_copied_steps_are_committed(self, peer_stores, monkeypatch):
+        committed = []
+        with connected() as (_, group):
             commit = group.controller.commit
             monkeypatch.setattr(
-                group.controller, "commit", lambda s: (counted.append(s), commit(s))[1]
+                group.controller, "commit", lambda step: (committed.append(step), commit(step))[1]
             )
             assert_descended(train(group, "--donate", "--copy-every", "2"))
-            assert counted == [2, 4, 6]
+            assert committed == [2, 4, 6]
             assert group.controller.held_state is None
-        names = keepers[0].names("state/1/")
+        names = peer_stores[0].names("state/1/")
         assert {name.split("/")[2] for name in names} >= {"4", "6"}
 
 
 class TestNoPlan:
-    def test_for_what_is_left_all_are_started_anew(self, monkeypatch):
-        def body(group):
+    def test_for_the_chips_left_restarts_all_processes(self, monkeypatch):
+        def train_generation(group):
             if group.generation == 1:
                 group.controller.report_joined(0)
-                group.controller.quarantine("1x1@0,0", "it is sick")
-            monkeypatch.setattr(line_module, "LAST_WORD", 0.05)  # the process would be ended
+                group.controller.quarantine("1x1@0,0", "it is unhealthy")
+            # The process would be ended by now.
+            monkeypatch.setattr(controller_client, "DECISION_TIMEOUT", 0.05)
             raise PlanError("there is none")
 
-        with on_line() as (stewarded, group):
-            with pytest.raises(ClusterError, match="no word from the steward"):
-                run_generations(group, body)
-            wait_until(lambda: stewarded.steward.verdict)
-            verdict = stewarded.steward.verdict
-            assert verdict.what == "restart"
-            assert verdict.why.endswith("no plan for what is left: there is none")
-            assert stewarded.of("failed") == []
+        with connected() as (harness, group):
+            with pytest.raises(ClusterError, match="no decision from the controller"):
+                run_generations(group, train_generation)
+            wait_until(lambda: harness.controller.verdict)
+            verdict = harness.controller.verdict
+            assert verdict.action == "restart"
+            assert verdict.reason.endswith("no plan for the chips that are left: there is none")
+            assert harness.events_named("failed") == []
 
-    def test_for_what_a_run_begins_with_is_an_error(self):
-        def body(group):
+    def test_for_the_first_generation_is_an_error(self):
+        def train_generation(group):
             raise PlanError("there is none")
 
-        with on_line() as (stewarded, group), pytest.raises(PlanError):
-            run_generations(group, body)
-        assert stewarded.steward.verdict is None
+        with connected() as (harness, group), pytest.raises(PlanError):
+            run_generations(group, train_generation)
+        assert harness.controller.verdict is None
 
 
-def test_those_who_are_started_anew_hear_of_masks():
-    with on_line(start=3, masked="1x1@1,1") as (_, group):
-        assert (group.generation, group.controller.start) == (3, 3)
+def test_a_restarted_process_knows_the_quarantined_chips():
+    with connected(start=3, quarantined="1x1@1,1") as (_, group):
+        assert (group.generation, group.controller.first_generation) == (3, 3)
         assert sorted(group.live_topology(cpu_grid("2x2")).failed) == [(1, 1)]

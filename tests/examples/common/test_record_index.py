@@ -16,12 +16,12 @@ from examples.common.record_index import index_file
 from examples.common.records import OpenFile, Records, find_shards, write_records
 from examples.common.shard_index import BLOCK, ShardIndex, frame_head
 from ftmesh.errors import DataError
-from tests.support.indexed import EVERY, framed, made, read, three
+from tests.support.indexed import RECORDS, framed, read_all, write_shards, write_three_shards
 
 
 @pytest.fixture
 def shards(tmp_path):
-    return three(tmp_path)
+    return write_three_shards(tmp_path)
 
 
 @pytest.fixture
@@ -39,15 +39,15 @@ def scans(monkeypatch):
 
 class TestKept:
     def test_beside_the_files_and_then_nothing_is_scanned(self, shards, scans):
-        assert read(shards) == EVERY
+        assert read_all(shards) == RECORDS
         assert sorted(scans) == [path.name for path in shards]
         assert (shards[0].parent / ".train.ftmesh-index").is_file()
         scans.clear()
-        assert read(shards) == EVERY
+        assert read_all(shards) == RECORDS
         assert scans == []
 
     def test_loading_opens_no_other_file(self, shards, monkeypatch):
-        read(shards)
+        read_all(shards)
         opened, really_open = [], Path.open
 
         def spy(path, *args, **kwargs):
@@ -59,7 +59,7 @@ class TestKept:
         assert opened == [".train.ftmesh-index"]
 
     def test_four_bytes_a_record(self, tmp_path):
-        paths = made(tmp_path, [bytes(i % 50) for i in range(20_000)])
+        paths = write_shards(tmp_path, [bytes(i % 50) for i in range(20_000)])
         records = Records(paths)
         assert (tmp_path / ".train.ftmesh-index").stat().st_size < 4.05 * 20_000
         for i in (0, 1, BLOCK - 1, BLOCK, 19_999):
@@ -72,11 +72,11 @@ class TestKept:
         assert scans == ["one"] * 3
 
     def test_not_kept_where_not_wanted(self, shards):
-        assert read(shards, keep=False) == EVERY
+        assert read_all(shards, keep=False) == RECORDS
         assert set(shards[0].parent.iterdir()) == set(shards)
 
     def test_it_is_no_shard(self, tmp_path, shards):
-        read(shards)
+        read_all(shards)
         assert find_shards(tmp_path, "*") == shards
 
 
@@ -96,10 +96,10 @@ class TestNames:
         assert index_file(Path("data"), names) == Path("data") / name
 
     def test_two_splits_in_a_folder(self, tmp_path, shards, scans):
-        others = made(tmp_path, [b"other"], split="validation")
+        others = write_shards(tmp_path, [b"other"], split="validation")
         for _ in range(2):
-            assert read(others) == [b"other"]
-            assert read(shards) == EVERY
+            assert read_all(others) == [b"other"]
+            assert read_all(shards) == RECORDS
         assert len(scans) == 4
 
     def test_parts_of_a_set_share_its_index(self, shards, scans):
@@ -111,8 +111,8 @@ class TestNames:
         paths = []
         for name in ("a", "b"):
             (tmp_path / name).mkdir()
-            paths += made(tmp_path / name, [name.encode()])
-        assert [read(paths), read(paths[::-1])] == [[b"a", b"b"], [b"b", b"a"]]
+            paths += write_shards(tmp_path / name, [name.encode()])
+        assert [read_all(paths), read_all(paths[::-1])] == [[b"a", b"b"], [b"b", b"a"]]
         assert len(scans) == 2
 
 
@@ -135,39 +135,39 @@ class TestChanges:
         ],
     )
     def test_only_what_changed_is_scanned_again(self, shards, records, scans):
-        read(shards)
+        read_all(shards)
         scans.clear()
         self.replaced(shards[2], records)
         for _ in range(2):
-            assert read(shards) == [*EVERY[:3], *records]
+            assert read_all(shards) == [*RECORDS[:3], *records]
         assert scans == [shards[2].name]
 
     def test_touched(self, shards, scans):
-        read(shards)
+        read_all(shards)
         scans.clear()
         os.utime(shards[0], ns=(10**18, 10**18))
         for _ in range(2):
-            assert read(shards) == EVERY
+            assert read_all(shards) == RECORDS
         assert scans == [shards[0].name]
 
     def test_added_and_removed(self, tmp_path, scans):
-        paths = made(tmp_path, [b"1"], [b"2"], [b"3"])
-        assert read(paths[:2]) == [b"1", b"2"]
-        assert read(paths) == [b"1", b"2", b"3"]
+        paths = write_shards(tmp_path, [b"1"], [b"2"], [b"3"])
+        assert read_all(paths[:2]) == [b"1", b"2"]
+        assert read_all(paths) == [b"1", b"2", b"3"]
         assert len(scans) == 3
         paths[0].unlink()
-        assert read(paths[1:]) == [b"2", b"3"]
+        assert read_all(paths[1:]) == [b"2", b"3"]
         assert len(scans) == 3
         with pytest.raises(DataError, match="cannot read"):
             Records(paths)
 
     def test_our_own_writer_leaves_no_index_of_what_was_there(self, tmp_path, shards):
-        others = made(tmp_path, [b"other"], split="validation")
-        read(shards), read(others)
+        others = write_shards(tmp_path, [b"other"], split="validation")
+        read_all(shards), read_all(others)
         write_records(shards[2], [b"new"])
         assert not (tmp_path / ".train.ftmesh-index").exists()
         assert (tmp_path / ".validation.ftmesh-index").exists()
-        assert read(shards) == [*EVERY[:3], b"new"]
+        assert read_all(shards) == [*RECORDS[:3], b"new"]
 
     def test_while_it_is_read(self, shards, caplog):
         records = Records(shards)
@@ -184,12 +184,12 @@ class TestWhereItCannotBeKept:
     def test_a_folder_in_its_place(self, shards, caplog):
         (shards[0].parent / ".train.ftmesh-index").mkdir()
         for _ in range(2):
-            assert read(shards) == EVERY
+            assert read_all(shards) == RECORDS
         assert f"could not write the index {shards[0].parent}/.train.ftmesh-index" in caplog.text
         assert os.strerror(errno.EISDIR) in caplog.text
 
     def test_no_room(self, tmp_path, caplog):
-        paths = made(tmp_path, [b""] * 5000)
+        paths = write_shards(tmp_path, [b""] * 5000)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
         try:
@@ -208,41 +208,43 @@ class TestWhereItCannotBeKept:
         for path in (left, recent):
             path.touch()
         os.utime(left, (1, 1))
-        read(shards)
+        read_all(shards)
         assert not left.exists()
         assert recent.exists()
 
 
 def test_many_build_at_once(tmp_path):
-    paths = made(tmp_path, *([b"%d" % (100 * shard + i) for i in range(50)] for shard in range(8)))
+    paths = write_shards(
+        tmp_path, *([b"%d" % (100 * shard + i) for i in range(50)] for shard in range(8))
+    )
     expected = [b"%d" % (100 * shard + i) for shard in range(8) for i in range(50)]
     start = threading.Barrier(6)
 
     def build(_):
         start.wait()
-        return read(paths)
+        return read_all(paths)
 
     with ThreadPoolExecutor(6) as threads:
         assert list(threads.map(build, range(6))) == [expected] * 6
-    assert read(paths) == expected
+    assert read_all(paths) == expected
     assert set(tmp_path.iterdir()) == {*paths, tmp_path / ".train.ftmesh-index"}
 
 
 class TestReading:
     def test_a_copy_in_another_process(self, shards):
         records = pickle.loads(pickle.dumps(Records(shards)))
-        assert [records[i] for i in range(5)] == EVERY
+        assert [records[i] for i in range(5)] == RECORDS
         assert all(shard.is_mapped for shard in records._shards)
 
     def test_a_copy_takes_along_what_is_not_kept(self, shards, scans):
         whole = Records(shards, keep=False)
         scans.clear()
         records = pickle.loads(pickle.dumps(whole))
-        assert [records[i] for i in range(5)] == EVERY
+        assert [records[i] for i in range(5)] == RECORDS
         assert scans == []
 
     def test_a_copy_is_small(self, tmp_path):
-        paths = made(tmp_path, [b"x"] * 50_000)
+        paths = write_shards(tmp_path, [b"x"] * 50_000)
         assert len(pickle.dumps(Records(paths))) < 1000
 
     def test_a_copy_of_other_files(self, shards):
@@ -252,7 +254,9 @@ class TestReading:
             pickle.loads(copy)
 
     def test_by_many_threads_with_few_files_open(self, tmp_path):
-        paths = made(tmp_path, *([b"%d-%d" % (shard, i) for i in range(20)] for shard in range(9)))
+        paths = write_shards(
+            tmp_path, *([b"%d-%d" % (shard, i) for i in range(20)] for shard in range(9))
+        )
         records = Records(paths)
         records._files = lru_cache(2)(OpenFile)
         before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
@@ -264,7 +268,7 @@ class TestReading:
             assert len(os.listdir("/proc/self/fd")) <= before + 2
 
     def test_a_sample_of_the_shards(self, tmp_path):
-        records = Records(made(tmp_path, *([b"1", b"2"] for _ in range(100)), []))
+        records = Records(write_shards(tmp_path, *([b"1", b"2"] for _ in range(100)), []))
         assert records.first_of_shards(4) == [0, 66, 132, 198]
         assert len(records.first_of_shards()) == 64
         assert len(records.first_of_shards(1000)) == 100

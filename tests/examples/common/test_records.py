@@ -142,7 +142,7 @@ class TestExamples:
         assert parse_example(wire)["x"] == [3]
 
     def test_not_an_example(self):
-        with pytest.raises(RecordError, match=r"this is no tf\.train\.Example"):
+        with pytest.raises(RecordError, match=r"not a tf\.train\.Example"):
             parse_example(b"\xff\xd8\xff\xe0 a bare JPEG")
 
 

@@ -1,4 +1,4 @@
-"""A state that moves: among 16, 14, 12 and 8 chips, and 1 to 8 processes, and back, to the bit."""
+"""A sharded state moves between 16, 14, 12 and 8 chips and 1 to 8 processes, bit for bit."""
 
 import os
 
@@ -7,15 +7,15 @@ import pytest
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
-from tests.support.peer_stores import SECRET, running
+from tests.support.peer_stores import SECRET, running_stores
 from tests.support.shards import random_state, sharded_setup, tensor_bytes
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-HOSTS = 4  # that have keepers
+HOSTS = 4  # with peer stores
 MESHES = {16: "", 14: "2x1@2,3", 12: "2x2@2,2", 8: "4x2@0,2"}
-# Live chips and processes: every mesh, and every number, after others that are larger and smaller.
-WAY = ((16, 4), (14, 2), (12, 8), (8, 1), (12, 4), (14, 8), (16, 1), (8, 2), (16, 8), (16, 4))
+# Live chips and processes: every value comes after larger and after smaller ones.
+LAYOUTS = ((16, 4), (14, 2), (12, 8), (8, 1), (12, 4), (14, 8), (16, 1), (8, 2), (16, 8), (16, 4))
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +31,19 @@ def first(meshes):
 
 @pytest.fixture(scope="module")
 def addresses():
-    with running(HOSTS) as keepers:
-        yield {host: keeper.address for host, keeper in keepers.items()}
+    with running_stores(HOSTS) as stores:
+        yield {host: store.address for host, store in stores.items()}
 
 
 @pytest.fixture
 def in_memory(addresses):
-    def store(process, epoch, process_of):
+    def store(process, generation, process_of):
         return PeerCheckpoint(
             addresses,
             host=process % HOSTS,
             secret=SECRET,
             process=process,
-            epoch=epoch,
+            generation=generation,
             process_of=process_of,
             say=pytest.fail,
         )
@@ -53,7 +53,7 @@ def in_memory(addresses):
 
 @pytest.fixture
 def in_files(tmp_path):
-    def store(process, epoch, process_of):
+    def store(process, generation, process_of):
         return Checkpoints(
             tmp_path, resume=True, process=process, process_of=process_of, log=pytest.fail
         )
@@ -62,41 +62,41 @@ def in_files(tmp_path):
 
 
 def save(store, on, state, step, processes):
-    """Each process its part; the first comes last, and finds all others there."""
-    place = {device: rank for rank, device in enumerate(on.devices)}
-    each = -(-len(place) // processes)
+    """Save the part of each process, process 0 last."""
+    rank_of = {device: rank for rank, device in enumerate(on.devices)}
+    per_process = -(-len(rank_of) // processes)
 
     def process_of(device):
-        return place[device] // each
+        return rank_of[device] // per_process
 
     for process in reversed(range(process_of(on.devices[-1]) + 1)):
-        with store(process, step, process_of) as kept:
-            kept.save(step, {"optimizer": state}, layouts=on.layouts, devices=on.devices)
+        with store(process, step, process_of) as checkpoints:
+            checkpoints.save(step, {"optimizer": state}, layouts=on.layouts, devices=on.devices)
 
 
 def restore(store, on, step):
-    with store(0, step + 1, lambda device: 0) as kept:
-        found, state = kept.restore({"optimizer": on.like}, layouts=on.layouts)
-    assert found == step
+    with store(0, step + 1, lambda device: 0) as checkpoints:
+        restored_step, state = checkpoints.restore({"optimizer": on.like}, layouts=on.layouts)
+    assert restored_step == step
     return state["optimizer"]
 
 
 @pytest.mark.parametrize("where", ["in_memory", "in_files"])
-def test_there_and_back(where, meshes, first, request):
+def test_every_move_and_back(where, meshes, first, request):
     store = request.getfixturevalue(where)
-    state, wanted = first
-    ways = list(zip(WAY, [*WAY[1:], WAY[0]], strict=True))
-    for step, ((live, processes), (then, _)) in enumerate(ways, start=1):
+    state, expected = first
+    moves = list(zip(LAYOUTS, [*LAYOUTS[1:], LAYOUTS[0]], strict=True))
+    for step, ((live, processes), (then, _)) in enumerate(moves, start=1):
         save(store, meshes[live], state, step, processes)
         state = restore(store, meshes[then], step)
         for leaf, like in zip(*map(jax.tree.leaves, (state, meshes[then].like)), strict=True):
             assert leaf.sharding == like.sharding
-        assert tensor_bytes(meshes[then], state) == wanted
+        assert tensor_bytes(meshes[then], state) == expected
 
 
 @pytest.mark.parametrize("is_as_long", [False, True])
 def test_a_torn_part_is_not_read(meshes, first, in_files, tmp_path, is_as_long):
-    """Of two checkpoints the newer has half a file, or nothing in half of it: the older is read."""
+    """The newer of two checkpoints has half a file, or zeros in half of it: the older is read."""
     on, lines = meshes[12], []
     state = first[0]
     save(in_files, meshes[16], state, 1, 4)
@@ -106,10 +106,10 @@ def test_a_torn_part_is_not_read(meshes, first, in_files, tmp_path, is_as_long):
     os.truncate(part, size // 2)
     if is_as_long:
         os.truncate(part, size)  # with zeros, as after a power cut
-    with Checkpoints(tmp_path, resume=True, process=0, log=lines.append) as kept:
-        step, found = kept.restore({"optimizer": on.like}, layouts=on.layouts)
+    with Checkpoints(tmp_path, resume=True, process=0, log=lines.append) as checkpoints:
+        step, restored = checkpoints.restore({"optimizer": on.like}, layouts=on.layouts)
     assert step == 1
-    assert tensor_bytes(on, found["optimizer"]) == first[1]
+    assert tensor_bytes(on, restored["optimizer"]) == first[1]
     assert [line.split(": ")[0] for line in lines] == [
         f"skipped the checkpoint of step 2 in {tmp_path}"
     ]

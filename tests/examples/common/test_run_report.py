@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from examples.common.report import (
-    EVALUATIONS,
-    LOSS,
+    EVALUATION_COLOURS,
+    LOSS_COLOUR,
     Report,
     metrics_lines,
     plot_run,
@@ -111,9 +111,9 @@ def test_losses_and_accuracies_have_colours_of_their_own(tmp_path):
     with_a_failure(tmp_path)
     picture = (tmp_path / "run.svg").read_text()
     lines = re.findall(r'<g id="line2d_\d+">\s*<path d="M[^"]*" [^>]*stroke: (#\w+)', picture)
-    assert lines.count(LOSS) == 1
-    assert lines.count(EVALUATIONS[0]) >= 1
-    assert len({LOSS, *EVALUATIONS}) == 1 + len(EVALUATIONS)
+    assert lines.count(LOSS_COLOUR) == 1
+    assert lines.count(EVALUATION_COLOURS[0]) >= 1
+    assert len({LOSS_COLOUR, *EVALUATION_COLOURS}) == 1 + len(EVALUATION_COLOURS)
 
 
 def test_a_loss_that_is_there_is_looked_at_at_once_by_one_that_may_be_lost(tmp_path):

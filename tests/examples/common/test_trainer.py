@@ -1,4 +1,4 @@
-"""Whole steps of a trainer beside plain descent in NumPy, on every kind of sums."""
+"""Steps of a trainer against gradient descent in NumPy, with every kind of sum."""
 
 import re
 
@@ -32,23 +32,23 @@ DEVICES = cpu_grid("4x4", failed="2x2@0,0")
 CASES = {
     "sharded": (HOLE, {}),
     "sharded on devices": (DEVICES, {"algorithm": "row_pair"}),
-    "whole": (HOLE, {"algorithm": "ring", "sharded": False}),
+    "replicated": (HOLE, {"algorithm": "ring", "sharded": False}),
     "overlap": (HOLE, {"overlap": True, "bucket_bytes": 8}),
-    "whole overlap": (HOLE, {"overlap": True, "sharded": False}),
+    "replicated overlap": (HOLE, {"overlap": True, "sharded": False}),
     "psum": (HOLE, {"algorithm": "psum"}),
     "psum idle": (HOLE, {"algorithm": "psum", "with_idle": True}),
     "psum idle on devices": (DEVICES, {"algorithm": "psum", "with_idle": True}),
     "idle": (HOLE, {"with_idle": True}),
     "idle on devices": (DEVICES, {"with_idle": True}),
-    "whole idle on devices": (DEVICES, {"with_idle": True, "sharded": False}),
+    "replicated idle on devices": (DEVICES, {"with_idle": True, "sharded": False}),
     "two in a line": (cpu_grid("2x1"), {"algorithm": "psum"}),
-    "two halves": (Topology.from_drawing("..X..\n..X.."), {"algorithm": "psum"}),
+    "disconnected": (Topology.from_drawing("..X..\n..X.."), {"algorithm": "psum"}),
     "two on a chip": (Topology((1,), (False,), devices_per_chip=2), {}),
     "one": (cpu_grid("1x1"), {}),
 }
 
 
-QUICK = {"sharded on devices", "whole", "psum", "idle", "one"}
+QUICK = {"sharded on devices", "replicated", "psum", "idle", "one"}
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ QUICK = {"sharded on devices", "whole", "psum", "idle", "one"}
         for name, case in CASES.items()
     ],
 )
-def test_three_steps_are_those_of_plain_descent(topology, options, tmp_path):
-    """In float32, whose rounding at 6e-8 grows little in three steps."""
+def test_three_steps_match_gradient_descent(topology, options, tmp_path):
+    """In float32, whose rounding error of 6e-8 grows little in three steps."""
     trainer = linear_trainer(topology, StepOptions(**options))
     state, losses = trainer.first(*first()), []
     rows = trainer.parallel.local_rows(trainer.shares)
@@ -68,31 +68,31 @@ def test_three_steps_are_those_of_plain_descent(topology, options, tmp_path):
         batch = batches[step][0]
         state, loss = trainer.step(state, trainer.parallel.feed(batch))
         losses.append(float(loss))
-    params, wanted = descent(3)
-    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    params, expected = descent(3)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for name in params:
         np.testing.assert_allclose(state.params[name], params[name], rtol=1e-5)
-    # Every live rank has the mean of its own points; what is saved is the mean of those.
-    points, there = batch.x.reshape(trainer.parallel.num_ranks, -1, 3), batch.weights
+    # Every live rank has the mean of its own points; the mean of those is saved.
+    points, weights = batch.x.reshape(trainer.parallel.num_ranks, -1, 3), batch.weights
     live = trainer.parallel.ranks.live
-    own = points.sum(axis=1)[live] / there.reshape(len(points), -1).sum(axis=1)[live, None]
+    own = points.sum(axis=1)[live] / weights.reshape(len(points), -1).sum(axis=1)[live, None]
     with Checkpoints(tmp_path) as checkpoints:
         trainer.save(checkpoints, 3, state)
-        step, again = trainer.restore(checkpoints)
+        step, restored = trainer.restore(checkpoints)
     assert step == 3
-    assert again.stats["mean"].shape == (trainer.parallel.num_ranks, 3)
+    assert restored.stats["mean"].shape == (trainer.parallel.num_ranks, 3)
     for rank in live:
-        mean = again.stats["mean"][rank]
+        mean = restored.stats["mean"][rank]
         np.testing.assert_allclose(mean, own.mean(axis=0), rtol=1e-5, atol=1e-6)
-    for got, wanted in zip(*map(jax.tree.leaves, (again, state)), strict=True):
-        assert got.shape == wanted.shape
-        assert got.sharding == wanted.sharding
-    assert_same_bits(again.params, state.params)
-    assert_same_bits(again.optimizer, state.optimizer)
+    for leaf, saved in zip(*map(jax.tree.leaves, (restored, state)), strict=True):
+        assert leaf.shape == saved.shape
+        assert leaf.sharding == saved.sharding
+    assert_same_bits(restored.params, state.params)
+    assert_same_bits(restored.optimizer, state.optimizer)
 
 
-def test_points_that_are_left_out_count_for_nothing():
-    """The mean is over those that there are: with half of the weights 0 it is not half as large."""
+def test_points_of_weight_zero_do_not_count():
+    """With half of the weights 0, the mean loss is not half as large."""
     trainer = linear_trainer(HOLE)
     (batch, _) = PointBatches(batch=24, num_steps=1)[0]
     batch.weights[::2] = 0
@@ -100,7 +100,7 @@ def test_points_that_are_left_out_count_for_nothing():
     assert float(loss) == pytest.approx(np.mean((0.5 - batch.y[1::2]) ** 2), rel=1e-5)
 
 
-def test_a_run_counts_every_answer_of_the_validation_data():
+def test_a_run_evaluates_all_of_the_validation_data():
     job = linear_job(linear_trainer(HOLE), steps=8, steps_per_eval=4)
     report = run(job, arguments(), start_log(arguments()))
     params, losses = descent(8)
@@ -114,14 +114,14 @@ def test_a_run_counts_every_answer_of_the_validation_data():
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize(("wire_dtype", "kinds"), [("bfloat16", {"bf16", "f32"}), (None, {"f32"})])
-def test_gradients_travel_in_the_dtype_asked_for(sharded, wire_dtype, kinds):
-    """Losses, counts and new weights travel in their own.
+def test_gradients_are_sent_in_the_wire_dtype(sharded, wire_dtype, kinds):
+    """Losses, counts and new weights are sent in their own dtype.
 
-    So do partial sums, which are all that travels of a gradient whose mean stays with its owner,
-    where they are many additions deep; among four chips they are not.
+    Partial sums of many additions are too; those of four chips, with a sharded optimizer, are not.
     """
     topology = cpu_grid("2x2") if sharded else DEVICES
-    trainer = linear_trainer(topology, StepOptions(sharded=sharded), wire_dtype=wire_dtype)
+    options = StepOptions(algorithm="row_pair" if not sharded else "ring", sharded=sharded)
+    trainer = linear_trainer(topology, options, wire_dtype=wire_dtype)
     text = trainer.step.lower(*trainer.inputs).as_text()
     assert set(re.findall(r"collective_permute.*-> tensor<\w*x(\w+)>", text)) == kinds
 
@@ -129,16 +129,16 @@ def test_gradients_travel_in_the_dtype_asked_for(sharded, wire_dtype, kinds):
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"overlap": True, "sharded": False}, marks=pytest.mark.slow)],
-    ids=["sharded", "whole overlap"],
+    ids=["sharded", "replicated overlap"],
 )
-def test_every_collective_of_a_step_is_the_plans(options):
+def test_every_collective_of_a_step_is_on_the_plan(options):
     trainer = linear_trainer(DEVICES, StepOptions(**options))
     program = trainer.step.lower(*trainer.inputs).compile()
     assert "collective-permute" in program.as_text()
     ftmesh.audit(program, "data").require_none()
 
 
-def test_the_sums_of_jax_are_found_in_a_step():
+def test_the_audit_finds_psum_in_a_step():
     trainer = linear_trainer(DEVICES, StepOptions(algorithm="psum"))
     with pytest.raises(CollectiveError, match=r"all-reduce of .* along data, from"):
         ftmesh.audit(trainer.step.lower(*trainer.inputs), "data").require_none()
