@@ -1,1 +1,1 @@
-"""One file for each all-reduce algorithm, and what they share. Knows nothing of JAX."""
+"""All-reduce algorithms: one module each, and what they share. Needs no JAX."""

@@ -1,4 +1,4 @@
-"""What the planners share: reduce-scatter along rings and lines, and all-reduces made from it."""
+"""What algorithms share: reduce-scatters along rings and lines, and all-reduces made of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.ring_rule import RingRule
 from ftmesh.schedule.schedule import SplitSchedule
-from ftmesh.schedule.transfers import Transfers, Ints, join_transfers, make_transfers
+from ftmesh.schedule.transfers import Ints, Transfers, join_transfers, make_transfers
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology
 
@@ -18,103 +18,126 @@ from ftmesh.topology.topology import Topology
 def reduce_scatter_rings(
     rings: ArrayLike, *, lane: int, first_chunk: ArrayLike, count: int = 1, rounds_per_step: int = 1
 ) -> tuple[Transfers, Ints]:
-    """Reduce-scatter along rings of equal length, all at once; and the chunk each place ends with.
+    """Reduce-scatter along rings of equal length, all at once.
 
-    ``rings[j, p]`` is the rank at place p of ring j. Ring j works on ``length * count`` chunks from
-    ``first_chunk[j]`` on, in pieces of `count`: in step s, place p sends piece p - s to place
-    p + 1, which adds it. After ``length - 1`` steps place p holds piece p + 1 complete; the first
-    chunk of that piece is the second result, shaped like `rings`. A step may be spread over
-    several rounds, each moving an equal part of the piece.
+    In step s, slot p sends piece p - s to slot p + 1, which adds it. After ``length - 1`` steps
+    slot p holds the sum of piece p + 1.
+
+    Args:
+        rings: ``rings[j, p]`` is the rank in slot p of ring j.
+        lane: the lane of all transfers.
+        first_chunk: the first chunk of each ring, or of all; a ring has ``length * count`` chunks.
+        count: chunks in a piece.
+        rounds_per_step: rounds that each step is spread over, each moving an equal part of a piece.
+
+    Returns:
+        The transfers, and the first chunk that each slot ends with, shaped like `rings`.
     """
-    order = np.asarray(rings, np.int32)
-    length = order.shape[1]
-    base = _per_row(first_chunk, order)
-    place = np.arange(length)
+    ranks = np.asarray(rings, np.int32)
+    length = ranks.shape[1]
+    base = _per_row(first_chunk, ranks)
+    slot = np.arange(length)
     step = np.arange(length - 1)[:, None, None, None]
     part = np.arange(rounds_per_step)[:, None, None]
     size = count // rounds_per_step
-    columns = make_transfers(
+    transfers = make_transfers(
         round=step * rounds_per_step + part,
         lane=lane,
-        src=order,
-        dst=np.roll(order, -1, axis=1),
-        chunk=base + (place - step) % length * count + part * size,
+        src=ranks,
+        dst=np.roll(ranks, -1, axis=1),
+        chunk=base + (slot - step) % length * count + part * size,
         count=size,
     )
-    return columns, base + (place + 1) % length * count
+    return transfers, base + (slot + 1) % length * count
 
 
 def reduce_scatter_lines(
     lines: ArrayLike, *, lane: int, first_chunk: ArrayLike, count: int = 1, rounds_per_step: int = 1
 ) -> tuple[Transfers, Ints]:
-    """The same along lines: sums flow from both ends to the place that is to own them.
+    """Reduce-scatter along lines of equal length: sums flow from both ends to their owner.
 
-    Place p ends with piece p. What has the farthest to go leaves first, so that after
-    ``length - 1`` steps everything has arrived, over single hops, and no hop is used twice in a
-    round. Takes two lanes, `lane` upwards and ``lane + 1`` downwards.
+    Slot p ends with the sum of piece p. The pieces with the farthest to go leave first, so that
+    everything arrives after ``length - 1`` steps of single hops, and no link is used twice in a
+    round.
+
+    Args:
+        lines: ``lines[j, p]`` is the rank in slot p of line j.
+        lane: the lane of transfers up the line; ``lane + 1`` is that of transfers down.
+        first_chunk: the first chunk of each line, or of all; a line has ``length * count`` chunks.
+        count: chunks in a piece.
+        rounds_per_step: rounds that each step is spread over, each moving an equal part of a piece.
+
+    Returns:
+        The transfers, and the first chunk that each slot ends with, shaped like `lines`.
     """
-    order = np.asarray(lines, np.int32)
-    length = order.shape[1]
-    base = _per_row(first_chunk, order)
+    ranks = np.asarray(lines, np.int32)
+    length = ranks.shape[1]
+    base = _per_row(first_chunk, ranks)
     part = np.arange(rounds_per_step)[:, None, None]
     size = count // rounds_per_step
-    place, goal = np.triu_indices(length, k=1)
-    columns = []
-    for downwards in (0, 1):
-        along = order[:, ::-1] if downwards else order
-        piece = length - 1 - goal if downwards else goal
-        columns.append(
+    slot, owner = np.triu_indices(length, k=1)
+    directions = []
+    for is_down in (0, 1):
+        line = ranks[:, ::-1] if is_down else ranks
+        piece = length - 1 - owner if is_down else owner
+        directions.append(
             make_transfers(
-                round=(length - 1 - goal + place) * rounds_per_step + part,
-                lane=lane + downwards,
-                src=along[:, place],
-                dst=along[:, place + 1],
+                round=(length - 1 - owner + slot) * rounds_per_step + part,
+                lane=lane + is_down,
+                src=line[:, slot],
+                dst=line[:, slot + 1],
                 chunk=base + piece * count + part * size,
                 count=size,
             )
         )
-    return join_transfers(columns), base + np.arange(length) * count
-
-
-def _per_row(values: ArrayLike, rows: Ints) -> Ints:
-    return np.broadcast_to(np.asarray(values, np.int32), rows.shape[:1])[:, None]
+    return join_transfers(directions), base + np.arange(length) * count
 
 
 def bidirectional_rings(
-    topology: Topology, walks: Sequence[list[Coord]], *, algorithm: str, name: str
+    topology: Topology, circuits: Sequence[list[Coord]], *, algorithm: str, name: str
 ) -> SplitSchedule:
-    """Equal parts of the payload each way round closed walks, each of which is over all live chips.
+    """Return an all-reduce along closed circuits, with equal parts of the payload each way round.
 
-    No two walks may share a link.
+    Args:
+        topology: the mesh.
+        circuits: closed walks over all live chips; no two may share a link.
+        algorithm: name of the algorithm.
+        name: name of the phases.
     """
     live = topology.num_live
-    rings = [np.array([[topology.rank(coord) for coord in walk]], np.int32) for walk in walks]
-    ways = tuple(
-        RingRule(np.ascontiguousarray(way), np.array([lane * live], np.int32), lane)
-        for lane, way in enumerate(way for ring in rings for way in (ring, ring[:, ::-1]))
+    rings = [np.array([[topology.rank(coord) for coord in walk]], np.int32) for walk in circuits]
+    directed = [ring for both in rings for ring in (both, both[:, ::-1])]
+    rules = tuple(
+        RingRule(np.ascontiguousarray(ring), np.array([lane * live], np.int32), lane)
+        for lane, ring in enumerate(directed)
     )
-    owner = np.empty(len(ways) * live, np.int32)
-    for way in ways:
-        owner[way.owned_chunks] = way.rings
-    return mirrored_all_reduce(topology, algorithm, len(owner), [(name, ways)], owner)
+    owner = np.empty(len(rules) * live, np.int32)
+    for rule in rules:
+        owner[rule.owned_chunks] = rule.rings
+    return mirrored_all_reduce(topology, algorithm, len(owner), [(name, rules)], owner)
 
 
 def mirrored_all_reduce(
     topology: Topology,
     algorithm: str,
     num_chunks: int,
-    halves: Sequence[tuple[str, Transfers | tuple[RingRule, ...]]],
+    phases: Sequence[tuple[str, Transfers | tuple[RingRule, ...]]],
     owner: Ints,
 ) -> SplitSchedule:
-    """The schedule that runs reduce-scatter phases, then their mirror images as all-gather.
+    """Return the schedule of a reduce-scatter followed by its mirror image as all-gather.
 
-    `halves` are named without their purpose, first to last: ``("row rings", columns)``; rings in
-    lockstep may stay a rule.
+    Args:
+        topology: the mesh.
+        algorithm: name of the algorithm.
+        num_chunks: parts that the payload is cut into.
+        phases: name and content of each reduce-scatter phase; the names of the schedule's phases
+            get ", reduce-scatter" or ", all-gather" appended.
+        owner: for each chunk, the rank that has its sum after the reduce-scatter.
     """
-    scatter = [Phase(f"{name}, reduce-scatter", what) for name, what in halves]
+    scatter = [Phase(f"{name}, reduce-scatter", content) for name, content in phases]
     gather = [
         phase.mirrored(f"{name}, all-gather")
-        for phase, (name, _) in zip(reversed(scatter), reversed(halves), strict=True)
+        for phase, (name, _) in zip(reversed(scatter), reversed(phases), strict=True)
     ]
     return SplitSchedule(
         topology=topology,
@@ -124,3 +147,7 @@ def mirrored_all_reduce(
         owner=owner,
         rounds_in_reduce_scatter=sum(phase.num_rounds for phase in scatter),
     )
+
+
+def _per_row(values: ArrayLike, rows: Ints) -> Ints:
+    return np.broadcast_to(np.asarray(values, np.int32), rows.shape[:1])[:, None]

@@ -1,12 +1,12 @@
-"""Circuits: closed walks through every chip, joined from short ones at squares of links.
+"""Joins short closed walks into Hamiltonian circuits by swapping cables at squares.
 
-Cables have a colour, or are free. Those of a colour form closed walks, which together visit every
-chip. Where two opposite sides of a square have one colour, and the other two another or none, the
-pairs may be swapped: every chip keeps two cables of each colour. If the sides were of two walks,
-these become one. If they were of one, it stays whole where it ran along both in the same direction,
-and falls in two where it did not. So swaps are looked for that leave fewer walks, until there is
-one of each colour. That there always are enough is not proved; on tori of all sides that were tried
-there are.
+Each cable belongs to one circuit-to-be, its *colour*, or is free. The cables of a colour form
+closed walks that together visit every chip. Where two opposite sides of a square have one colour
+and the other two have another or none, the pairs can be swapped: every chip keeps two cables of
+each colour. If the two sides were on different walks, these become one walk. If they were on the
+same walk, it stays whole if it ran along both sides in the same direction, and splits if not. The
+search makes swaps that leave fewer walks until each colour has one. It is not proved that there
+always are enough swaps; on tori of all sizes that were tried there are.
 """
 
 from __future__ import annotations
@@ -21,63 +21,70 @@ from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Link, Topology
 
 FREE = -1
-STIRRED = 8  # swaps at once, where none is better than another
-TRIES = 400  # how often that is done before giving up; a torus of 4x64 takes 168
+RANDOM_SWAPS = 8  # swaps at once when no swap leaves fewer walks
+MAX_TRIES = 400  # how often that is done before giving up; a torus of 4x64 takes 168
 
-Corners = tuple[Coord, Coord, Coord, Coord]  # in the order of a walk round
+Corners = tuple[Coord, Coord, Coord, Coord]  # in the order of a walk around the square
 
 
 class _Square(NamedTuple):
-    """Four chips, and the numbers of the cables from each to the next."""
+    """Four chips, and the index of the cable from each to the next."""
 
     corners: Corners
     sides: tuple[int, ...]
 
 
 def join_circuits(
-    topology: Topology, colours: Iterable[Iterable[Link]], *, tries: int = TRIES
+    topology: Topology, colours: Iterable[Iterable[Link]], *, max_tries: int = MAX_TRIES
 ) -> list[list[Coord]]:
-    """A closed walk through all live chips for each of `multi_ring`, no two of which share a cable.
+    """Return a circuit through all live chips for each colour; no two share a cable.
 
-    The cables of a colour must form closed walks that together visit every live chip.
+    Args:
+        topology: the mesh.
+        colours: the cables of each colour, which must form closed walks that together visit every
+            live chip.
+        max_tries: random changes before giving up.
+
+    Raises:
+        PlanError: if the walks cannot be joined.
 
     >>> torus = Topology.grid("3x4", wrap=True)
-    >>> [len(walk) for walk in join_circuits(torus, [along(torus, axis) for axis in (0, 1)])]
+    >>> [len(walk) for walk in join_circuits(torus, [axis_links(torus, axis) for axis in (0, 1)])]
     [12, 12]
     """
-    joining = _Joining(topology, [_Walks(topology, links) for links in colours], tries)
-    joining.join()
-    return [walks.in_order() for walks in joining.walks]
+    search = _SwapSearch(topology, [_Walks(topology, links) for links in colours], max_tries)
+    search.run()
+    return [walks.in_order() for walks in search.walks]
 
 
-def along(topology: Topology, axis: int) -> list[Link]:
-    """The links that lead up along an axis; where it wraps, over the edge as well."""
-    ahead = ((a, _ahead(topology, a, axis)) for a in topology.coords)
-    return [(a, b) for a, b in ahead if topology.is_link(a, b)]
+def axis_links(topology: Topology, axis: int) -> list[Link]:
+    """Return the live links that lead up `axis`, the wrapping ones included."""
+    links = ((a, _next_along(topology, a, axis)) for a in topology.coords)
+    return [(a, b) for a, b in links if topology.is_link(a, b)]
 
 
 def wrapping_axes(topology: Topology) -> list[int]:
-    """The axes along which chips form rings: those that wrap, of three chips or more."""
-    sides = zip(topology.shape, topology.wrap, strict=True)
-    return [axis for axis, (size, wraps) in enumerate(sides) if wraps and size > 2]
+    """Return the axes that wrap and have three chips or more."""
+    axes = zip(topology.shape, topology.wrap, strict=True)
+    return [axis for axis, (size, wraps) in enumerate(axes) if wraps and size > 2]
 
 
 class _Walks:
     """The closed walks of one colour, numbered."""
 
     def __init__(self, topology: Topology, links: Iterable[Link]) -> None:
-        self.beside: dict[Coord, list[Coord]] = {coord: [] for coord in topology.coords}
+        self.neighbours: dict[Coord, list[Coord]] = {coord: [] for coord in topology.coords}
         for a, b in links:
-            self.beside[a].append(b)
-            self.beside[b].append(a)
-        self._look()
+            self.neighbours[a].append(b)
+            self.neighbours[b].append(a)
+        self._traverse()
 
-    def _look(self) -> None:
-        """Go along every walk: which chips are on it, and in which direction it runs."""
+    def _traverse(self) -> None:
+        """Follow every walk to find its chips and their order."""
         self.number: dict[Coord, int] = {}
         self.next: dict[Coord, Coord] = {}
         self.members: list[list[Coord]] = []
-        for start in self.beside:
+        for start in self.neighbours:
             if start in self.number:
                 continue
             members = []
@@ -85,134 +92,137 @@ class _Walks:
             while here not in self.number:
                 self.number[here] = len(self.members)
                 members.append(here)
-                one, other = self.beside[here]
-                before, here = here, other if one == before else one
+                a, b = self.neighbours[here]
+                before, here = here, b if a == before else a
                 self.next[before] = here
             self.members.append(members)
         self.count = len(self.members)
         self._is_in_order = True
 
     def in_order(self) -> list[Coord]:
-        """The chips of the first walk as it goes."""
+        """The chips of the first walk, in order."""
         if not self._is_in_order:
-            self._look()
+            self._traverse()
         return self.members[0]
 
     def joins(self, a: Coord, b: Coord, c: Coord, d: Coord) -> bool:
-        """Whether giving a-b and c-d for b-c and d-a makes one walk of two."""
+        """Whether swapping a-b and c-d for b-c and d-a joins two walks."""
         return self.number[a] != self.number[d]
 
-    def more(self, a: Coord, b: Coord, c: Coord, d: Coord) -> int:
-        """How many more walks there are if a-b and c-d are given for b-c and d-a."""
+    def added_walks(self, a: Coord, b: Coord, c: Coord, d: Coord) -> int:
+        """How many walks swapping a-b and c-d for b-c and d-a adds: -1, 0 or 1."""
         if self.joins(a, b, c, d):
             return -1
         if not self._is_in_order:
-            self._look()
+            self._traverse()
         return 0 if (self.next[a] == b) == (self.next[d] == c) else 1
 
     def swap(self, a: Coord, b: Coord, c: Coord, d: Coord) -> None:
-        """Give a-b and c-d for b-c and d-a."""
+        """Swap a-b and c-d for b-c and d-a."""
         joins = self.joins(a, b, c, d)
         for chip, old, new in ((a, b, d), (b, a, c), (c, d, b), (d, c, a)):
-            beside = self.beside[chip]
-            beside[beside.index(old)] = new
+            ends = self.neighbours[chip]
+            ends[ends.index(old)] = new
         if not joins:
-            self._look()
+            self._traverse()
             return
-        few, many = sorted((self.number[a], self.number[d]), key=lambda n: len(self.members[n]))
-        self.number.update(dict.fromkeys(self.members[few], many))
-        self.members[many] += self.members[few]
+        small, large = sorted((self.number[a], self.number[d]), key=lambda n: len(self.members[n]))
+        self.number.update(dict.fromkeys(self.members[small], large))
+        self.members[large] += self.members[small]
         self.count -= 1
         self._is_in_order = False
 
 
-class _Joining:
-    """A mesh whose cables have colours, and the search for swaps."""
+class _SwapSearch:
+    """Searches for swaps that leave one walk of each colour."""
 
-    def __init__(self, topology: Topology, walks: list[_Walks], tries: int) -> None:
+    def __init__(self, topology: Topology, walks: list[_Walks], max_tries: int) -> None:
         self.noun = topology.noun
         self.walks = walks
-        number: dict[Link, int] = {}
+        cable: dict[Link, int] = {}
         for a, b in topology.links:
-            number[a, b] = number.get((b, a), len(number))
-        self.colour = [FREE] * len(number)
-        for colour, each in enumerate(walks):
-            for link in ((a, b) for a, beside in each.beside.items() for b in beside):
-                self.colour[number[link]] = colour
+            cable[a, b] = cable.get((b, a), len(cable))
+        self.colour = [FREE] * len(cable)
+        for colour, own in enumerate(walks):
+            for link in ((a, b) for a, ends in own.neighbours.items() for b in ends):
+                self.colour[cable[link]] = colour
         self.squares = [
-            _Square(corners, tuple(number[side] for side in pairwise([*corners, corners[0]])))
+            _Square(corners, tuple(cable[side] for side in pairwise([*corners, corners[0]])))
             for corners in _corners(topology)
         ]
-        self.tries = tries
-        self.pick = random.Random(0)
+        self.tries_left = max_tries
+        self.rng = random.Random(0)
 
     @property
-    def _too_many(self) -> int:
+    def _num_excess(self) -> int:
         return sum(walks.count - 1 for walks in self.walks)
 
-    def join(self) -> None:
-        """Swap until there is one walk of each colour."""
-        while before := self._too_many:
-            for is_better in (self._joins, lambda square: self._more(square) < 0):
+    def run(self) -> None:
+        """Swap until each colour has one walk."""
+        while before := self._num_excess:
+            for is_better in (self._joins, lambda square: self._added_walks(square) < 0):
                 for square in self.squares:
                     if is_better(square):
                         self._swap(square)
-            if self._too_many == before:
-                self._stir()
+            if self._num_excess == before:
+                self._swap_at_random()
 
-    def _stir(self) -> None:
-        """Make some swaps that leave as many walks: there may be better ones behind them."""
-        self.tries -= 1
-        able = [square for square in self.squares if self._more(square) == 0]
-        if not able or self.tries < 0:
+    def _swap_at_random(self) -> None:
+        """Make swaps that leave as many walks, since better swaps may follow."""
+        self.tries_left -= 1
+        neutral = [square for square in self.squares if self._added_walks(square) == 0]
+        if not neutral or self.tries_left < 0:
             raise PlanError(
                 f"its circuits are joined from shorter ones at squares of four {self.noun}s, and "
-                f"{self._too_many + len(self.walks)} are left that no square joins"
+                f"{self._num_excess + len(self.walks)} are left that no square joins"
             )
-        for square in self.pick.sample(able, min(len(able), STIRRED)):
-            if self._more(square) == 0:
+        for square in self.rng.sample(neutral, min(len(neutral), RANDOM_SWAPS)):
+            if self._added_walks(square) == 0:
                 self._swap(square)
 
-    def _parts(self, square: _Square) -> list[tuple[int, Corners]]:
-        """The two colours of a square, each with its sides first; none where sides do not pair."""
-        one, other, same, too = (self.colour[side] for side in square.sides)
-        if (one, other) != (same, too) or one == other:
+    def _colour_corners(self, square: _Square) -> list[tuple[int, Corners]]:
+        """The two colours of a square, each with its own sides first; none if it cannot swap."""
+        first, second, third, fourth = (self.colour[side] for side in square.sides)
+        if (first, second) != (third, fourth) or first == second:
             return []
         a, b, c, d = square.corners
-        return [(one, square.corners), (other, (b, c, d, a))]
+        return [(first, square.corners), (second, (b, c, d, a))]
 
     def _joins(self, square: _Square) -> bool:
-        """Whether a swap joins two walks of each colour of a square."""
-        parts = self._parts(square)
-        coloured = [(colour, corners) for colour, corners in parts if colour != FREE]
-        return bool(parts) and all(self.walks[colour].joins(*c) for colour, c in coloured)
+        """Whether a swap joins two walks of each colour of the square."""
+        both = self._colour_corners(square)
+        return bool(both) and all(
+            self.walks[colour].joins(*corners) for colour, corners in both if colour != FREE
+        )
 
-    def _more(self, square: _Square) -> int:
-        """How many more walks a swap leaves; too many where there is none to be had."""
-        parts = self._parts(square)
-        coloured = [(colour, corners) for colour, corners in parts if colour != FREE]
-        return sum(self.walks[colour].more(*c) for colour, c in coloured) if parts else 3
+    def _added_walks(self, square: _Square) -> int:
+        """How many walks a swap adds; 3, which is more than any swap, if it cannot swap."""
+        both = self._colour_corners(square)
+        added = (
+            self.walks[colour].added_walks(*corners) for colour, corners in both if colour != FREE
+        )
+        return sum(added) if both else 3
 
     def _swap(self, square: _Square) -> None:
-        for colour, corners in self._parts(square):
+        for colour, corners in self._colour_corners(square):
             if colour != FREE:
                 self.walks[colour].swap(*corners)
-        one, other, _, _ = (self.colour[side] for side in square.sides)
-        for side, colour in zip(square.sides, (other, one, other, one), strict=True):
+        first, second, _, _ = (self.colour[side] for side in square.sides)
+        for side, colour in zip(square.sides, (second, first, second, first), strict=True):
             self.colour[side] = colour
 
 
 def _corners(topology: Topology) -> Iterator[Corners]:
-    """The chips of every square of live links; rings of four chips are not taken for squares."""
+    """The corners of every square of live links; rings of four chips do not count as squares."""
     for a in topology.coords:
         for i, j in combinations(range(len(topology.shape)), 2):
-            b, d = _ahead(topology, a, i), _ahead(topology, a, j)
-            c = _ahead(topology, b, j)
+            b, d = _next_along(topology, a, i), _next_along(topology, a, j)
+            c = _next_along(topology, b, j)
             if all(topology.is_link(*side) for side in ((a, b), (b, c), (c, d), (d, a))):
                 yield a, b, c, d
 
 
-def _ahead(topology: Topology, coord: Coord, axis: int) -> Coord:
-    """The place next along an axis; from the last, the first."""
-    place = (coord[axis] + 1) % topology.shape[axis]
-    return (*coord[:axis], place, *coord[axis + 1 :])
+def _next_along(topology: Topology, coord: Coord, axis: int) -> Coord:
+    """The next coord along `axis`, modulo its size."""
+    index = (coord[axis] + 1) % topology.shape[axis]
+    return (*coord[:axis], index, *coord[axis + 1 :])

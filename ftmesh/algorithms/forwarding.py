@@ -1,13 +1,12 @@
-"""How chips that are on no full ring get their contributions onto one, in time.
+"""Forwards the contributions of chips that are not on a full ring to chips that are.
 
-The paper's yellow chips. They stand in small groups, 2x2 where the damage is even, and have exits:
-links to chips on a full ring. Think of the gather half, which is easier to see: a ring chip gets
-each piece of the result in a known round, and from then on may hand it across an exit; a group
-spreads it over its own links until every chip has it. Run backwards, the same transfers sum
-the group's contributions on their way to the ring, each before the ring moves on.
+These are the yellow chips of the paper. They form small groups, 2x2 where the damage is even, with
+links (*exits*) to chips on a full ring. Everything here describes the all-gather: a ring chip gets
+each piece of the result in a known round and can then send it across an exit, and the group spreads
+it over its own links. Run backwards, the same transfers sum the contributions of the group on their
+way to the ring, each before the ring needs it.
 
-Each chip receives each piece once and no link carries two pieces in one round. Everything here is
-in coords.
+Each chip receives each piece once, and no link carries two pieces in one round. Chips are coords.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Link, Topology
 
 Piece = tuple[int, int]  # which half of the payload, and which piece of that half
-Arrival = Callable[[Coord, Piece], int]  # the first round in which a ring chip can hand it on
+Arrival = Callable[[Coord, Piece], int]  # the first round in which a ring chip can send a piece
 
-RELUCTANCES = (3, math.inf)  # see `_spread`; the second is tried where the first is late
+SECOND_EXIT_COSTS = (3, math.inf)  # rounds, see `_spread`; the second is tried if the first is late
 
 
 class Booking(NamedTuple):
-    """One transfer of the gather half: `piece` crosses `link` in `round`."""
+    """One transfer of the all-gather: `piece` crosses `link` in `round`."""
 
     round: int
     link: Link
@@ -38,29 +37,29 @@ class Booking(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Connected chips off the rings, and the links that lead to them from ring chips."""
+    """Connected chips that are not on rings, and the links to them from ring chips."""
 
     chips: frozenset[Coord]
     exits: tuple[Link, ...]
 
 
-def form_groups(topology: Topology, loose: Collection[Coord], *, across: int) -> list[Group]:
-    """Cut the `loose` chips into groups.
+def form_groups(topology: Topology, off_ring: Collection[Coord], *, across: int) -> list[Group]:
+    """Divide the chips that are not on rings into groups.
 
-    Runs of loose chips along the axis `across`, which crosses the rings, stay together, and two
-    equal runs side by side make one group: a 2x2 block where a single pair of rings is broken.
+    Runs of such chips along the axis `across`, which crosses the rings, stay together, and two
+    equal neighbouring runs form one group: a 2x2 block where a single pair of rows is broken.
     """
-    runs = _runs(topology, loose, across)
+    runs = _runs(topology, off_ring, across)
     groups: list[Group] = []
     taken: set[Coord] = set()
     for run in runs:
         if run[0] in taken:
             continue
-        beside = [_moved(coord, 1 - across, +1) for coord in run]
-        whole = all(topology.is_link(a, b) for a, b in zip(run, beside, strict=True))
-        chips = {*run, *beside} if whole and beside in runs else set(run)
+        next_run = [_moved(coord, 1 - across, +1) for coord in run]
+        is_linked = all(topology.is_link(a, b) for a, b in zip(run, next_run, strict=True))
+        chips = {*run, *next_run} if is_linked and next_run in runs else set(run)
         taken |= chips
-        exits = ((b, a) for a in sorted(chips) for b in topology.neighbours(a) if b not in loose)
+        exits = ((b, a) for a in sorted(chips) for b in topology.neighbours(a) if b not in off_ring)
         groups.append(Group(frozenset(chips), tuple(exits)))
     return groups
 
@@ -68,33 +67,40 @@ def form_groups(topology: Topology, loose: Collection[Coord], *, across: int) ->
 def book(
     topology: Topology, groups: list[Group], pieces: Collection[Piece], arrival: Arrival, *, by: int
 ) -> list[Booking]:
-    """Bookings that bring every piece to every chip of every group, before round `by` if possible.
+    """Return bookings that bring every piece to every chip of every group.
 
-    A group that cannot make it alone is joined with those beside it and booked again.
+    A group that takes too long is merged with its neighbouring groups and booked again.
+
+    Args:
+        topology: the mesh.
+        groups: the groups, see `form_groups`.
+        pieces: the pieces to bring.
+        arrival: tells from which round on a ring chip can send a piece.
+        by: the round before which everything should be there.
     """
     waiting = list(groups)
     booked: list[tuple[Group, list[Booking]]] = []
     while waiting:
         group = waiting.pop()
-        for reluctance in RELUCTANCES:
-            bookings = _spread(topology, group, pieces, arrival, reluctance)
+        for exit_cost in SECOND_EXIT_COSTS:
+            bookings = _spread(topology, group, pieces, arrival, exit_cost)
             in_time = group.exits and max(booking.round for booking in bookings) < by
             if in_time:
                 break
         if not in_time:
             reach = {b for a in group.chips for b in topology.neighbours(a)} - group.chips
-            beside = [other for other in waiting if other.chips & reach]
-            beside += [other for other, _ in booked if other.chips & reach]
-            if beside:
-                waiting = [other for other in waiting if other not in beside]
-                booked = [(other, done) for other, done in booked if other not in beside]
-                waiting.append(_union([group, *beside]))
+            adjacent = [other for other in waiting if other.chips & reach]
+            adjacent += [other for other, _ in booked if other.chips & reach]
+            if adjacent:
+                waiting = [other for other in waiting if other not in adjacent]
+                booked = [(other, done) for other, done in booked if other not in adjacent]
+                waiting.append(_merge([group, *adjacent]))
                 continue
         booked.append((group, bookings))
     return [booking for _, bookings in booked for booking in bookings]
 
 
-def _union(groups: list[Group]) -> Group:
+def _merge(groups: list[Group]) -> Group:
     return Group(
         chips=frozenset(chip for group in groups for chip in group.chips),
         exits=tuple(link for group in groups for link in group.exits),
@@ -106,12 +112,12 @@ def _spread(
     group: Group,
     pieces: Collection[Piece],
     arrival: Arrival,
-    reluctance: float,
+    exit_cost: float,
 ) -> list[Booking]:
-    """Book the links of `group`; pieces that the ring has last choose first, for they are urgent.
+    """Book the links of `group`, starting with the pieces that the ring gets last.
 
-    A piece enters by the exit that is free first, and by another only where that saves more than
-    `reluctance` rounds: exits are scarce, and what has entered can be passed on inside.
+    A piece enters by the exit that is free first, and by a second one only if that saves more than
+    `exit_cost` rounds: exits are scarce, and inside the group the piece can be passed on.
     """
     busy: defaultdict[Link, set[int]] = defaultdict(set)
     inside = {a: [b for b in topology.neighbours(a) if b in group.chips] for a in group.chips}
@@ -129,7 +135,7 @@ def _spread(
     for piece in sorted(pieces, key=urgency):
         entries = sorted((free(link, arrival(link[0], piece)), link) for link in group.exits)
         queue = [
-            (start + reluctance * (i > 0), start, link) for i, (start, link) in enumerate(entries)
+            (start + exit_cost * (i > 0), start, link) for i, (start, link) in enumerate(entries)
         ]
         reached: set[Coord] = set()
         while queue:
@@ -151,10 +157,10 @@ def _moved(coord: Coord, axis: int, step: int) -> Coord:
     return (*coord[:axis], coord[axis] + step, *coord[axis + 1 :])
 
 
-def _runs(topology: Topology, loose: Collection[Coord], across: int) -> list[list[Coord]]:
-    """Unbroken runs of loose chips along the axis `across`, in the order of their place."""
+def _runs(topology: Topology, off_ring: Collection[Coord], across: int) -> list[list[Coord]]:
+    """Unbroken runs of chips along the axis `across`, in order of their coords."""
     runs: list[list[Coord]] = []
-    for coord in sorted(loose, key=lambda c: (c[1 - across], c[across])):
+    for coord in sorted(off_ring, key=lambda c: (c[1 - across], c[across])):
         before = _moved(coord, across, -1)
         if runs and runs[-1][-1] == before and topology.is_link(before, coord):
             runs[-1].append(coord)

@@ -1,13 +1,8 @@
-"""LeafChips: chips that hang on one link, and those beyond them, which can be fed apart from others.
+"""Leaf chips: chips with one link, and chains of chips that end in one.
 
-All that a pendant gives and gets crosses one link. It can be kept out of what the others do: its
-value goes to its neighbour before they begin, and the sum comes back when they have ended. Along a
-chain of pendants both travel in pieces, so that its links work at the same time.
-
->>> from ftmesh.topology.topology import Topology
->>> pendants = LeafChips.from_graph(LinkGraph.from_topology(Topology.grid("4x3", failed="1x2@1,0")))
->>> pendants.rank.tolist(), pendants.height.tolist(), pendants.others.tolist()
-([0, 3, 6, 7], [0, 1, 2, 3], [1, 2, 4, 5, 8, 9])
+Everything a leaf chip sends and receives crosses one link. So it can be handled apart from the
+others: its value goes to its neighbour before they start, and the sum comes back after they end.
+Along a chain of leaf chips both travel in pieces, so that its links work at the same time.
 """
 
 from __future__ import annotations
@@ -17,61 +12,74 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ftmesh.schedule.transfers import Transfers, Ints, make_transfers
+from ftmesh.schedule.transfers import Ints, Transfers, make_transfers
 from ftmesh.topology.graph import LinkGraph
 
 
 @dataclass(frozen=True, eq=False)
 class LeafChips:
-    """Those of a graph, each before the one it hangs on."""
+    """The leaf chips of a graph, each before its parent.
+
+    Attributes:
+        graph: the graph.
+        rank: the ranks of the leaf chips.
+        link: the link from each to its parent, the chip it is attached to.
+        height: the length of the longest chain of leaf chips beyond each.
+
+    >>> from ftmesh.topology.topology import Topology
+    >>> graph = LinkGraph.from_topology(Topology.grid("4x3", failed="1x2@1,0"))
+    >>> leaves = LeafChips.from_graph(graph)
+    >>> leaves.rank.tolist(), leaves.height.tolist(), leaves.core_ranks.tolist()
+    ([0, 3, 6, 7], [0, 1, 2, 3], [1, 2, 4, 5, 8, 9])
+    """
 
     graph: LinkGraph
     rank: Ints
-    link: Ints  # to whom it hangs on
-    height: Ints  # of the longest chain beyond it
+    link: Ints
+    height: Ints
 
     @staticmethod
     def from_graph(graph: LinkGraph) -> LeafChips:
-        """Take away chips with one link, until no chip that is left has so few."""
-        beside = [dict(links) for links in graph.neighbours]
+        """Remove chips with one link until no remaining chip has only one."""
+        neighbours = [dict(links) for links in graph.neighbours]
         height = [0] * graph.num_ranks
-        left = [rank for rank, links in enumerate(beside) if len(links) == 1]
-        found = []
-        while left:
-            rank = left.pop(0)
-            if not beside[rank]:
-                continue  # the last one: what hangs together by single links hangs on it
-            ((other, link),) = beside[rank].items()
-            found.append((rank, link, height[rank]))
-            height[other] = max(height[other], height[rank] + 1)
-            del beside[other][rank]
-            if len(beside[other]) == 1:
-                left.append(other)
-        return LeafChips(graph, *np.array(found, np.int32).reshape(-1, 3).T)
+        queue = [rank for rank, links in enumerate(neighbours) if len(links) == 1]
+        leaves = []
+        while queue:
+            rank = queue.pop(0)
+            if not neighbours[rank]:
+                continue  # the last chip of a tree is no leaf
+            ((parent, link),) = neighbours[rank].items()
+            leaves.append((rank, link, height[rank]))
+            height[parent] = max(height[parent], height[rank] + 1)
+            del neighbours[parent][rank]
+            if len(neighbours[parent]) == 1:
+                queue.append(parent)
+        return LeafChips(graph, *np.array(leaves, np.int32).reshape(-1, 3).T)
 
     @property
-    def others(self) -> Ints:
-        """The ranks that are left."""
+    def core_ranks(self) -> Ints:
+        """The ranks that are not leaf chips."""
         return np.setdiff1d(np.arange(self.graph.num_ranks, dtype=np.int32), self.rank)
 
     @property
-    def graph_of_others(self) -> LinkGraph:
-        """What is left, its ranks numbered anew."""
-        graph = self.graph
-        number = np.full(graph.num_ranks, -1, np.int32)
-        number[self.others] = np.arange(len(self.others))
-        source, target = number[graph.source], number[graph.target]
+    def core_graph(self) -> LinkGraph:
+        """The graph without leaf chips, with ranks renumbered in the order of `core_ranks`."""
+        graph, core = self.graph, self.core_ranks
+        new_rank = np.full(graph.num_ranks, -1, np.int32)
+        new_rank[core] = np.arange(len(core))
+        source, target = new_rank[graph.source], new_rank[graph.target]
         stays = (source >= 0) & (target >= 0)
-        return LinkGraph(len(self.others), source[stays], target[stays], graph.lane[stays])
+        return LinkGraph(len(core), source[stays], target[stays], graph.lane[stays])
 
-    def fed(self, num_chunks: int) -> Transfers:
-        """The transfers that bring the values of pendants to the others; mirrored, the sums back.
+    def transfers_to_core(self, num_chunks: int) -> Transfers:
+        """Return the transfers that add the values of leaf chips to the core.
 
-        In one piece where nothing hangs on a pendant; or in as many as trees would have chunks,
-        if they were as deep as the longest chain.
+        The payload travels in one piece if there are no chains of leaf chips. Else it travels in
+        as many as a tree as deep as the longest chain would have chunks.
         """
-        highest = int(self.height.max())
-        wanted = num_chunks * math.sqrt(highest / max(1, self.graph.diameter))
+        longest = int(self.height.max())
+        wanted = num_chunks * math.sqrt(longest / max(1, self.graph.diameter))
         pieces = max(n for n in range(1, num_chunks + 1) if num_chunks % n == 0 and n <= 1 + wanted)
         piece = np.arange(pieces)[:, None]
         return make_transfers(

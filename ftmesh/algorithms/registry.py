@@ -1,8 +1,8 @@
-"""The algorithms: one file each, from a topology to a schedule, knowing nothing of JAX.
+"""The algorithms by name, and which of them work on a mesh.
 
-A planner is a module with a function ``plan(topology)``, which returns a schedule or raises a
-`PlanError` that says in a sentence why the algorithm cannot serve that mesh. One of `CHUNKED_BY_PAYLOAD`
-takes the number of chunks, too.
+An algorithm is a module with a function ``build_schedule(topology)``. It returns a schedule, or
+raises a `PlanError` that says in one sentence why the algorithm does not work on that mesh. Those
+in `CHUNKED_BY_PAYLOAD` also take the number of chunks.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from typing import Protocol
 
 from ftmesh.algorithms import chain, flood, multi_ring, ring, row_pair, tree, two_dim
 from ftmesh.errors import PlanError
+from ftmesh.schedule.files import RENAMED_ALGORITHMS
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.topology.notation import format_failed
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes
 
 
-class Planner(Protocol):
-    """What each algorithm's module offers."""
+class Algorithm(Protocol):
+    """What the module of an algorithm provides."""
 
     def build_schedule(self, topology: Topology) -> Schedule:
-        """A schedule for `topology`, or a `PlanError` that says why not."""
+        """Return a schedule for `topology`, or raise a `PlanError` that says why not."""
 
 
-ALGORITHMS: dict[str, Planner] = {
+ALGORITHMS: dict[str, Algorithm] = {
     "two_dim": two_dim,
     "row_pair": row_pair,
     "ring": ring,
@@ -33,85 +34,87 @@ ALGORITHMS: dict[str, Planner] = {
     "flood": flood,
     "tree": tree,
 }
-FALLBACKS = ("flood",)  # serves every mesh that is not cut, and takes longer to plan
-CHUNKED_BY_PAYLOAD = ("tree",)  # serves every such mesh, too, and has no halves
-TORUS_ONLY = ("multi_ring",)  # not worth a word on a mesh that is none
-RINGS = ("ring", "row_pair")  # use two links of a chip at a time
+FALLBACKS = ("flood",)  # work on every connected mesh, but take longer to build
+CHUNKED_BY_PAYLOAD = ("tree",)  # work on every connected mesh, without a reduce-scatter
+TORUS_ONLY = ("multi_ring",)  # not mentioned on meshes that do not wrap
+RING_ALGORITHMS = ("ring", "row_pair")  # use two links of a chip at a time
 MAX_RANKS = 16_384
 _BYTES_PER_PAIR = 112  # of ranks: four transfers of a ring, seven columns of four bytes each
+
+
+def current_name(algorithm: str) -> str:
+    """Return the name that `algorithm` has today; old names are still accepted.
+
+    >>> current_name("colours"), current_name("ring")
+    ('multi_ring', 'ring')
+    """
+    return RENAMED_ALGORITHMS.get(algorithm, algorithm)
 
 
 def build_schedule(
     topology: Topology, algorithm: str, num_chunks: int | None = None, *, lag: int = 0
 ) -> Schedule:
-    """The schedule of `algorithm`, or a `PlanError` that says why not and which one can.
+    """Build the schedule of `algorithm` for `topology`.
 
-    The payload is cut into `num_chunks`, and links are `lag` rounds late, for algorithms that ask.
+    Args:
+        topology: the mesh.
+        algorithm: one of `ALGORITHMS`, or an old name of one.
+        num_chunks: parts that the payload is cut into, for `CHUNKED_BY_PAYLOAD`.
+        lag: extra rounds that a transfer is under way, for `CHUNKED_BY_PAYLOAD`.
+
+    Raises:
+        PlanError: if the algorithm does not work on this mesh; says why, and which ones do.
     """
-    if algorithm not in ALGORITHMS:
-        raise PlanError(f"there is no algorithm {algorithm!r}: choose from {', '.join(ALGORITHMS)}")
+    name = current_name(algorithm)
+    if name not in ALGORITHMS:
+        raise PlanError(f"there is no algorithm {name!r}: choose from {', '.join(ALGORITHMS)}")
     check_connected(topology)
-    found = _outcome(topology, algorithm, num_chunks, lag)
-    if isinstance(found, Schedule):
-        return found
-    able = [name for name, other in _quick(topology).items() if isinstance(other, Schedule)]
-    able = able or [*FALLBACKS, *CHUNKED_BY_PAYLOAD]
-    raise PlanError(f"{algorithm} cannot run on {topology}: {found}; use {' or '.join(able)}")
+    outcome = _try_algorithm(topology, name, num_chunks, lag)
+    if isinstance(outcome, Schedule):
+        return outcome
+    working = [name for name, other in _try_fast(topology).items() if isinstance(other, Schedule)]
+    working = working or [*FALLBACKS, *CHUNKED_BY_PAYLOAD]
+    raise PlanError(f"{name} cannot run on {topology}: {outcome}; use {' or '.join(working)}")
 
 
 def try_algorithms(topology: Topology) -> dict[str, Schedule | PlanError]:
-    """What the algorithms make of `topology`: schedules, one or more, or reasons.
+    """Return, by name, the schedules of the algorithms on `topology`, or their errors.
 
-    Those of `CHUNKED_BY_PAYLOAD` ask for a payload; those of `FALLBACKS` are left out where another has
-    made a schedule with halves. Where every chip has three links or more, those of `RINGS` are not
-    enough for that.
+    `CHUNKED_BY_PAYLOAD` are left out, since they need a payload. `FALLBACKS` are left out if
+    another algorithm has a reduce-scatter; where every chip has three links or more,
+    `RING_ALGORITHMS` do not count for that.
+
+    Raises:
+        PlanError: if no algorithm can work on this mesh.
     """
     check_connected(topology)
-    found = _quick(topology)
-    able = {name for name, outcome in found.items() if isinstance(outcome, SplitSchedule)}
+    outcomes = _try_fast(topology)
+    split = {name for name, outcome in outcomes.items() if isinstance(outcome, SplitSchedule)}
     if all(len(topology.neighbours(coord)) > 2 for coord in topology.coords):
-        able.difference_update(RINGS)
-    if not able:
-        found |= {name: _outcome(topology, name) for name in FALLBACKS}
-    return found
+        split.difference_update(RING_ALGORITHMS)
+    if not split:
+        outcomes |= {name: _try_algorithm(topology, name) for name in FALLBACKS}
+    return outcomes
 
 
 def has_fast_algorithm(topology: Topology) -> bool:
-    """Whether an algorithm serves `topology` that is planned in next to no time."""
-    return any(isinstance(outcome, Schedule) for outcome in _quick(topology).values())
-
-
-def _quick(topology: Topology) -> dict[str, Schedule | PlanError]:
-    left_out = {*FALLBACKS, *CHUNKED_BY_PAYLOAD}
-    if not any(topology.wrap):
-        left_out.update(TORUS_ONLY)
-    return {name: _outcome(topology, name) for name in ALGORITHMS if name not in left_out}
-
-
-def _outcome(
-    topology: Topology, algorithm: str, num_chunks: int | None = None, lag: int = 0
-) -> Schedule | PlanError:
-    try:
-        if algorithm in CHUNKED_BY_PAYLOAD and num_chunks is not None:
-            return tree.build_schedule(topology, num_chunks, lag=lag)
-        return ALGORITHMS[algorithm].build_schedule(topology)
-    except PlanError as error:
-        return error
+    """Return whether an algorithm that is built in almost no time works on `topology`."""
+    return any(isinstance(outcome, Schedule) for outcome in _try_fast(topology).values())
 
 
 def check_size(topology: Topology) -> None:
-    """Refuse a mesh that is too large to be planned for, with what that would take."""
+    """Raise PlanError if `topology` has more than `MAX_RANKS` ranks."""
     if topology.num_live > MAX_RANKS:
         needed = _BYTES_PER_PAIR * topology.num_live**2
         raise PlanError(
-            f"{topology} has {topology.num_live:,} live {topology.noun}s, and a schedule through "
-            f"all of them would take some {format_bytes(needed)}: plan for {MAX_RANKS:,} at most, "
-            "or in tiles"
+            f"{topology} has {topology.num_live:,} live {topology.noun}s, and a schedule for all "
+            f"of them would take about {format_bytes(needed)}: the limit is {MAX_RANKS:,}; use "
+            "tiles"
         )
 
 
 def check_connected(topology: Topology) -> None:
-    """Refuse what no algorithm could serve."""
+    """Raise PlanError if no algorithm can work: too large, a single chip, or disconnected."""
     check_size(topology)
     if topology.num_live < 2:
         raise PlanError(f"{topology} has a single live {topology.noun}: there is nothing to sum")
@@ -125,9 +128,27 @@ def check_connected(topology: Topology) -> None:
 
 
 def _largest_part(topology: Topology) -> str:
-    """How to go on with most chips, in words."""
+    """How to go on with the largest part."""
     if topology.physical is not topology:
-        return ""  # tiles cannot be named as chips are
+        return ""  # tiles cannot be named as failed chips
     others = {chip for part in topology.components()[1:] for chip in part}
     failed = format_failed(topology.failed | others)
-    return f", the largest part what failed={failed!r} leaves"
+    return f"; failed={failed!r} leaves the largest part"
+
+
+def _try_fast(topology: Topology) -> dict[str, Schedule | PlanError]:
+    skipped = {*FALLBACKS, *CHUNKED_BY_PAYLOAD}
+    if not any(topology.wrap):
+        skipped.update(TORUS_ONLY)
+    return {name: _try_algorithm(topology, name) for name in ALGORITHMS if name not in skipped}
+
+
+def _try_algorithm(
+    topology: Topology, algorithm: str, num_chunks: int | None = None, lag: int = 0
+) -> Schedule | PlanError:
+    try:
+        if algorithm in CHUNKED_BY_PAYLOAD and num_chunks is not None:
+            return tree.build_schedule(topology, num_chunks, lag=lag)
+        return ALGORITHMS[algorithm].build_schedule(topology)
+    except PlanError as error:
+        return error

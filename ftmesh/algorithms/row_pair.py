@@ -1,15 +1,16 @@
-"""`row_pair`: rings of two rows, then sums over the same place in every pair.
+"""`row_pair`: rings of two rows, then sums over the same slot of every pair.
 
-The paper's figures 6 and 7, and 9 and 10 where chips have failed. Each pair of rows is one ring; no
-two rings share a link, and each runs in both directions, with half of the payload each way. A pair
-that damage has broken is left out: its live chips sum among neighbours and forward to the full
-rings beside them (`ftmesh.algorithms.forwarding`), while those run. The second phase joins the full
-rings from pair to pair, over hops of two rows; where damage is in the way, hops go around it. Where
-the axis across the pairs wraps, each place's chips form a ring; where it does not, sums flow along
-the line to their owners from both ends, since a ring would have to fold back over its own links.
+The paper's figures 6 and 7, and 9 and 10 where chips have failed. Each pair of rows is one ring. No
+two rings share a link, and each runs in both directions with half of the payload each way. A pair
+that is broken by failures has no ring: its live chips sum among neighbours and forward to the full
+rings next to them (`ftmesh.algorithms.forwarding`) while those run.
 
-The rings may lie along x or along y, whichever needs fewer rounds; where ranks are tiles of chips,
-whose hops are longer one way than the other and share links, whichever keeps links less busy.
+The second phase sums over the full rings, pair to pair, with hops of two rows that go around
+failures. If the axis across the pairs wraps, the chips of a slot form a ring. If it does not, sums
+flow along a line to their owners from both ends, since a ring would use its own links twice.
+
+The rings lie along x or along y, whichever takes fewer rounds. If ranks are tiles, whose hops are
+longer one way than the other and share links, it is whichever has the lower link load.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from itertools import pairwise, product
 
 import numpy as np
 
+from ftmesh.algorithms.building_blocks import (
+    mirrored_all_reduce,
+    reduce_scatter_lines,
+    reduce_scatter_rings,
+)
 from ftmesh.algorithms.forwarding import Booking, Piece, book, form_groups
-from ftmesh.algorithms.building_blocks import mirrored_all_reduce, reduce_scatter_lines, reduce_scatter_rings
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Transfers, join_transfers, make_transfers
@@ -30,12 +35,18 @@ from ftmesh.topology.routing import find_cycle
 from ftmesh.topology.topology import Topology
 
 AXES = ("row", "column")
-MAX_HEAD_START = 8  # rounds; a group of forwarding chips that needs more is joined with others
+MAX_HEAD_START = 8  # rounds; a group of forwarding chips that needs more is merged with others
 
 
 @dataclass(frozen=True)
 class PairRings:
-    """The full rings of one orientation: ``rings[i][p]`` is the chip at place p of full pair i."""
+    """The full rings of one orientation, and the forwarding to them.
+
+    Attributes:
+        along: the axis that the rows lie along.
+        rings: ``rings[i][p]`` is the chip in slot p of full pair i.
+        bookings: the forwarding of the other chips.
+    """
 
     along: int
     rings: list[list[Coord]]
@@ -43,50 +54,49 @@ class PairRings:
 
     @property
     def ring_rounds(self) -> int:
-        """Rounds that a reduce-scatter along the rings takes by itself."""
+        """Rounds of a reduce-scatter along the rings alone."""
         return len(self.rings[0]) - 1
 
     @property
     def first_rounds(self) -> int:
-        """Rounds of the first phase; what exceeds `ring_rounds` is the forwarding's head start."""
+        """Rounds of the first phase; those beyond `ring_rounds` are a head start for forwarding."""
         return max([self.ring_rounds, *(booking.round + 1 for booking in self.bookings)])
 
     @property
     def num_rounds(self) -> int:
-        """Rounds of the reduce-scatter half."""
+        """Rounds of the reduce-scatter."""
         return self.first_rounds + len(self.rings) - 1
 
 
 def build_schedule(topology: Topology) -> Schedule:
-    """The schedule with the fewest rounds over both orientations, or on tiles the least load."""
+    """Return the schedule of the orientation with fewer rounds, or on tiles with less load."""
     if len(topology.shape) != 2 or min(topology.shape) < 2:
         raise PlanError(
-            f"it works on meshes of two axes, of 2 {topology.noun}s or more each, not on "
-            f"{topology.name}"
+            f"it needs two axes, of 2 {topology.noun}s or more each, not {topology.name}"
         )
-    choices, reasons = [], []
+    orientations, reasons = [], []
     for along in (0, 1):
         try:
-            choices.append(_pairs(topology, along))
+            orientations.append(_find_pairs(topology, along))
         except PlanError as error:
             reasons.append(str(error))
-    able = []
-    for pairs in sorted(choices, key=lambda pairs: (pairs.num_rounds, pairs.along)):
-        schedule = _schedule(topology, pairs)
+    schedules = []
+    for pairs in sorted(orientations, key=lambda pairs: (pairs.num_rounds, pairs.along)):
+        schedule = _pair_schedule(topology, pairs)
         if find_cycle(schedule.on_chips.routes.values()):
             name = AXES[pairs.along]
             reasons.append(f"hops across its {name} pairs could deadlock in their detours")
             continue
         if topology.num_positions == 1:
             return schedule
-        able.append(schedule)
-    if not able:
+        schedules.append(schedule)
+    if not schedules:
         raise PlanError(" and ".join(reasons))
-    return min(able, key=_load)
+    return min(schedules, key=_load)
 
 
 def _load(schedule: Schedule) -> float:
-    """The share of the payload that the busiest link of each phase carries, phase after phase."""
+    """The share of the payload that the busiest link of each phase carries, over all phases."""
     busiest = (max(schedule.link_loads(phase).values()) for phase in schedule.phases)
     return sum(busiest) / schedule.num_chunks
 
@@ -96,11 +106,11 @@ def _full_rings(topology: Topology, along: int) -> list[list[Coord]]:
     length, across = topology.shape[along], topology.shape[1 - along]
     name = AXES[along]
     if across % 2:
-        raise PlanError(f"its {across} {name}s do not make pairs")
+        raise PlanError(f"its {across} {name}s do not form pairs")
     rings = []
     for low in range(0, across, 2):
         flat = [(u, low) for u in range(length)] + [(u, low + 1) for u in reversed(range(length))]
-        ring: list[Coord] = [place[:: 1 - 2 * along] for place in flat]
+        ring: list[Coord] = [coord[:: 1 - 2 * along] for coord in flat]
         if all(topology.is_link(a, b) for a, b in pairwise([*ring, ring[0]])):
             rings.append(ring)
     if not rings:
@@ -108,26 +118,24 @@ def _full_rings(topology: Topology, along: int) -> list[list[Coord]]:
     return rings
 
 
-def _pairs(topology: Topology, along: int) -> PairRings:
-    """Full rings of one orientation, and the forwarding that brings everyone else onto them."""
+def _find_pairs(topology: Topology, along: int) -> PairRings:
     rings = _full_rings(topology, along)
     length = len(rings[0])
-    place = {coord: p for ring in rings for p, coord in enumerate(ring)}
-    loose = {coord for coord in topology.coords if coord not in place}
+    slot = {coord: p for ring in rings for p, coord in enumerate(ring)}
+    off_ring = {coord for coord in topology.coords if coord not in slot}
 
     def arrival(chip: Coord, piece: Piece) -> int:
         half, index = piece
-        here = length - 1 - place[chip] if half else place[chip]
-        return length - 1 - (here - index) % length
+        position = length - 1 - slot[chip] if half else slot[chip]
+        return length - 1 - (position - index) % length
 
-    groups = form_groups(topology, loose, across=1 - along)
+    groups = form_groups(topology, off_ring, across=1 - along)
     pieces = list(product((0, 1), range(length)))
-    return PairRings(
-        along, rings, book(topology, groups, pieces, arrival, by=length - 1 + MAX_HEAD_START)
-    )
+    bookings = book(topology, groups, pieces, arrival, by=length - 1 + MAX_HEAD_START)
+    return PairRings(along, rings, bookings)
 
 
-def _schedule(topology: Topology, pairs: PairRings) -> Schedule:
+def _pair_schedule(topology: Topology, pairs: PairRings) -> Schedule:
     rings = np.array([[topology.rank(coord) for coord in ring] for ring in pairs.rings], np.int32)
     num_rings, length = rings.shape
     half_chunks = length * num_rings
@@ -135,35 +143,40 @@ def _schedule(topology: Topology, pairs: PairRings) -> Schedule:
     owner = np.empty(2 * half_chunks, np.int32)
     first, second = [], []
     for half, direction in enumerate((+1, -1)):
-        places = rings[:, ::direction]
-        columns, owned = reduce_scatter_rings(
-            places, lane=half, first_chunk=half * half_chunks, count=num_rings
+        directed = rings[:, ::direction]
+        transfers, owned = reduce_scatter_rings(
+            directed, lane=half, first_chunk=half * half_chunks, count=num_rings
         )
-        first.append(columns.shifted(rounds=pairs.first_rounds - pairs.ring_rounds))
-        towers = places[::direction].T
-        columns, owned = across(towers, lane=2 * half, first_chunk=owned[0])
-        second.append(columns)
-        owner[owned] = towers
+        first.append(transfers.shifted(rounds=pairs.first_rounds - pairs.ring_rounds))
+        by_slot = directed[::direction].T
+        transfers, owned = across(by_slot, lane=2 * half, first_chunk=owned[0])
+        second.append(transfers)
+        owner[owned] = by_slot
     if pairs.bookings:
-        first.append(_forwarding(topology, pairs, half_chunks))
-        columns = join_transfers(first)
-        first = [columns.replace(lane=direction_lanes(topology, columns.src, columns.dst))]
+        first.append(_forwarding_transfers(topology, pairs, half_chunks))
+        transfers = join_transfers(first)
+        first = [transfers.replace(lane=direction_lanes(topology, transfers.src, transfers.dst))]
     name = AXES[pairs.along]
-    halves = [(f"{name}-pair rings", join_transfers(first))]
+    phases = [(f"{name}-pair rings", join_transfers(first))]
     if num_rings > 1:
-        halves.append((f"across {name} pairs", join_transfers(second)))
-    return mirrored_all_reduce(topology, "row_pair", 2 * half_chunks, halves, owner)
+        phases.append((f"across {name} pairs", join_transfers(second)))
+    return mirrored_all_reduce(topology, "row_pair", 2 * half_chunks, phases, owner)
 
 
-def _forwarding(topology: Topology, pairs: PairRings, half_chunks: int) -> Transfers:
-    """The bookings of all groups as transfers, to be given lanes."""
+def _forwarding_transfers(topology: Topology, pairs: PairRings, half_chunks: int) -> Transfers:
+    """The bookings of all groups as transfers, without lanes."""
     size = len(pairs.rings)
     last = pairs.first_rounds - 1
     rows = [
         (last - b.round, topology.rank(b.link[1]), topology.rank(b.link[0]), *b.piece)
         for b in pairs.bookings
     ]
-    when, src, dst, half, index = np.array(rows).T
+    round_index, src, dst, half, index = np.array(rows).T
     return make_transfers(
-        round=when, lane=0, src=src, dst=dst, chunk=half * half_chunks + index * size, count=size
+        round=round_index,
+        lane=0,
+        src=src,
+        dst=dst,
+        chunk=half * half_chunks + index * size,
+        count=size,
     )

@@ -1,14 +1,14 @@
-"""Messages: which chunk each link carries in which round, where chunks are summed along trees.
+"""Decides in which round each link carries each chunk, where chunks are summed along trees.
 
-Each chunk has a spanning tree, and every edge of it carries one message each way. That from u to v
-is ready when u has heard from all its *other* neighbours in the tree. So nobody is the root: sums
-meet where they happen to, and spread from there. The same holds backwards in time. That is how a
-good order is found: serve messages so that they are as late as they can be in reversed time, and
-then, forward again, in the order that this gave.
+Each chunk has a spanning tree, and every edge of it carries one message each way. The message from
+u to v is ready when u has received from all its *other* neighbours in the tree. So there is no
+root: sums meet wherever they happen to, and results spread from there. The same holds backwards in
+time, and this is how a good order is found: send messages as late as possible in reversed time, and
+then, forwards again, in the order that this gave.
 
-Where rounds do not wait for each other, a message may be under way for longer than it keeps its
-link. With a *lag* of so many rounds it is heard that much later. What it would answer then waits
-for it: a message is added or copied, which must not depend on who was quicker.
+If rounds do not wait for each other, a message may be under way for longer than it occupies its
+link. With a *lag*, it arrives that many rounds late. The message that it would answer waits for it,
+since whether a message is added or copied must not depend on which was faster.
 """
 
 from __future__ import annotations
@@ -21,139 +21,145 @@ from numpy.typing import NDArray
 from ftmesh.schedule.transfers import Ints
 from ftmesh.topology.graph import LinkGraph
 
-NONE = -1  # the round of a message that there is not
+NO_ROUND = -1  # of a message that does not exist
 
-Rounds = NDArray[np.int32]  # [link, chunk]
+MessageRounds = NDArray[np.int32]  # [link, chunk]
 Index = NDArray[np.intp]
-Ready = tuple[Index, Index]  # links, and a chunk for each
+Messages = tuple[Index, Index]  # links, and a chunk for each
 
 
 def order_messages(
-    graph: LinkGraph, trees: Ints, num_chunks: int, *, turns: int = 2, width: int = 1, lag: int = 0
-) -> Rounds:
-    """The round in which each link carries each chunk; in as few rounds as are found.
+    graph: LinkGraph, trees: Ints, num_chunks: int, *, passes: int = 2, width: int = 1, lag: int = 0
+) -> MessageRounds:
+    """Return the round in which each link carries each chunk, with as few rounds as are found.
 
-    Chunks go along `trees`, as `ftmesh.algorithms.spanning_trees.grow_trees` makes them, in turn. The order is
-    turned backwards and forward again so many times. A link carries up to `width` chunks a round,
-    and what it carries is heard `lag` rounds late.
+    Args:
+        graph: the links.
+        trees: see `ftmesh.algorithms.spanning_trees.grow_trees`; chunks take them in turn.
+        num_chunks: number of chunks.
+        passes: how often messages are reordered backwards and forwards.
+        width: chunks that a link carries per round.
+        lag: extra rounds that a message is under way.
     """
-    links = _links_of(graph, trees)
-    back = np.arange(graph.num_links) ^ 1
+    tree_links = _tree_links(graph, trees)
+    reverse = np.arange(graph.num_links) ^ 1
 
-    def served(priority: NDArray[np.integer]) -> Rounds:
-        return _one_by_one(_Heard(graph, links, num_chunks), priority, width, lag)
+    def send(priority: NDArray[np.integer]) -> MessageRounds:
+        return _send_by_priority(_Inbox(graph, tree_links, num_chunks), priority, width, lag)
 
-    to_go = (1 + lag) * (1 + _at_once(_Heard(graph, links, len(trees)))[back])
+    to_go = (1 + lag) * (1 + _send_unlimited(_Inbox(graph, tree_links, len(trees)))[reverse])
     chunks = np.arange(num_chunks)
-    found = best = served(chunks // width - 2 * to_go[:, chunks % len(trees)])
-    for _ in range(turns):
-        mirrored = served(-found[back])
-        late = np.where(mirrored == NONE, NONE, mirrored.max() - mirrored)[back]
-        found = served(late)
-        best = min(best, late, found, key=np.max)
+    rounds = best = send(chunks // width - 2 * to_go[:, chunks % len(trees)])
+    for _ in range(passes):
+        backwards = send(-rounds[reverse])
+        late = np.where(backwards == NO_ROUND, NO_ROUND, backwards.max() - backwards)[reverse]
+        rounds = send(late)
+        best = min(best, late, rounds, key=np.max)
     return best
 
 
-def _links_of(graph: LinkGraph, trees: Ints) -> Index:
-    """``[tree, rank, place]``: the links that lead from a rank to its neighbours in a tree."""
-    tree, rank = np.nonzero(trees != NONE)
+def _tree_links(graph: LinkGraph, trees: Ints) -> Index:
+    """``[tree, rank, slot]``: the links from a rank to its neighbours in a tree, or -1."""
+    tree, rank = np.nonzero(trees != NO_ROUND)
     down = trees[tree, rank].astype(np.intp)
     link = np.concatenate([down, down ^ 1])
     cell = np.tile(tree, 2) * graph.num_ranks + graph.source[link]
     order = np.lexsort((link, cell))
     cell, link = cell[order], link[order]
-    place = np.arange(len(cell)) - np.searchsorted(cell, cell)
-    found = np.full((trees.size, int(place.max()) + 1), NONE, np.intp)
-    found[cell, place] = link
-    return found.reshape(*trees.shape, -1)
+    slot = np.arange(len(cell)) - np.searchsorted(cell, cell)
+    links = np.full((trees.size, int(slot.max()) + 1), NO_ROUND, np.intp)
+    links[cell, slot] = link
+    return links.reshape(*trees.shape, -1)
 
 
-class _Heard:
-    """What each rank has heard from its neighbours in the tree of each chunk.
+class _Inbox:
+    """What each rank has received from its neighbours in the tree of each chunk.
 
-    A cell is a rank's part in a chunk: how many neighbours it is still to hear from, and the sum of
-    the links that lead to these. Where one is left, that sum is the link that leads there.
+    A cell is a (rank, chunk). It has the number of neighbours that it has not yet received from,
+    and the sum of the links to them. If one is left, that sum is the link to it.
     """
 
-    def __init__(self, graph: LinkGraph, links: Index, num_chunks: int) -> None:
-        self.graph, self.num_chunks, self._links = graph, num_chunks, links
-        tree = np.arange(num_chunks) % len(links)
-        is_used = links != NONE
-        self._left = is_used.sum(axis=2, dtype=np.int8).T[:, tree].ravel()
-        self._sum = np.where(is_used, links, 0).sum(axis=2).T[:, tree].ravel()
-        self.num_messages = int(self._left.sum(dtype=np.int64))
+    def __init__(self, graph: LinkGraph, tree_links: Index, num_chunks: int) -> None:
+        self.graph, self.num_chunks, self._tree_links = graph, num_chunks, tree_links
+        tree = np.arange(num_chunks) % len(tree_links)
+        is_used = tree_links != NO_ROUND
+        self._num_left = is_used.sum(axis=2, dtype=np.int8).T[:, tree].ravel()
+        self._link_sum = np.where(is_used, tree_links, 0).sum(axis=2).T[:, tree].ravel()
+        self.num_messages = int(self._num_left.sum(dtype=np.int64))
 
-    def first(self) -> Ready:
-        """The messages that are ready at the beginning: those of leaves."""
-        return self._last_ones(np.flatnonzero(self._left == 1))
+    def initial(self) -> Messages:
+        """The messages that are ready at the start: those of leaves."""
+        return self._to_last_neighbour(np.flatnonzero(self._num_left == 1))
 
-    def hear(self, link: Index, chunk: Index) -> tuple[Ready, Ready]:
-        """Let messages arrive; what is ready by that, some of it twice.
+    def receive(self, link: Index, chunk: Index) -> tuple[Messages, Messages]:
+        """Deliver messages, and return those that become ready, some of them twice.
 
-        Messages to the one neighbour that is left, and those of ranks that have heard from all, of
-        which one may have been ready before.
+        These are messages to the one neighbour that is left, and messages of ranks that have
+        received from all, of which one may have been ready before.
         """
         rank = self.graph.target[link]
         cell = rank * np.intp(self.num_chunks) + chunk
-        np.subtract.at(self._left, cell, np.int8(1))
-        np.subtract.at(self._sum, cell, link ^ 1)
-        after = self._left[cell]
-        done = np.flatnonzero(after == 0)
-        every = self._links[chunk[done] % len(self._links), rank[done]]
-        row, place = np.nonzero(every != NONE)
-        return self._last_ones(cell[after == 1]), (every[row, place], chunk[done[row]])
+        np.subtract.at(self._num_left, cell, np.int8(1))
+        np.subtract.at(self._link_sum, cell, link ^ 1)
+        num_left = self._num_left[cell]
+        done = np.flatnonzero(num_left == 0)
+        links = self._tree_links[chunk[done] % len(self._tree_links), rank[done]]
+        row, slot = np.nonzero(links != NO_ROUND)
+        return self._to_last_neighbour(cell[num_left == 1]), (links[row, slot], chunk[done[row]])
 
-    def _last_ones(self, cell: Index) -> Ready:
-        return self._sum[cell], cell % self.num_chunks
+    def _to_last_neighbour(self, cell: Index) -> Messages:
+        return self._link_sum[cell], cell % self.num_chunks
 
 
-def _at_once(heard: _Heard) -> Rounds:
-    """The rounds of messages if a link could carry any number of them in one."""
-    found = np.full((heard.graph.num_links, heard.num_chunks), NONE, np.int32)
-    every = found.ravel()
-    link, chunk = heard.first()
-    now = 0
+def _send_unlimited(inbox: _Inbox) -> MessageRounds:
+    """The rounds of messages if a link could carry any number of them per round."""
+    rounds = np.full((inbox.graph.num_links, inbox.num_chunks), NO_ROUND, np.int32)
+    flat = rounds.ravel()
+    link, chunk = inbox.initial()
+    index = 0
     while len(link):
-        message = np.unique(link * heard.num_chunks + chunk)
-        message = message[every[message] == NONE]
-        every[message] = now
-        last, rest = heard.hear(*np.divmod(message, heard.num_chunks))
+        message = np.unique(link * inbox.num_chunks + chunk)
+        message = message[flat[message] == NO_ROUND]
+        flat[message] = index
+        last, rest = inbox.receive(*np.divmod(message, inbox.num_chunks))
         link, chunk = map(np.concatenate, zip(last, rest, strict=True))
-        now += 1
-    return found
+        index += 1
+    return rounds
 
 
-def _one_by_one(heard: _Heard, priority: NDArray[np.integer], width: int, lag: int) -> Rounds:
-    """So many messages a link and round: of those that are ready, the ones with least priority.
+def _send_by_priority(
+    inbox: _Inbox, priority: NDArray[np.integer], width: int, lag: int
+) -> MessageRounds:
+    """The rounds if each link sends, per round, the `width` ready messages of lowest priority.
 
-    What is ready is a bit of a link, the bits in the order of priorities.
+    Ready messages are bits of a link, in the order of priorities.
     """
-    order = np.argsort(_short(priority), axis=1, kind="stable")
-    place = np.empty(order.shape, np.int32)
-    np.put_along_axis(place, order, np.arange(heard.num_chunks, dtype=np.int32)[None], axis=1)
+    order = np.argsort(_narrowed(priority), axis=1, kind="stable")
+    slot = np.empty(order.shape, np.int32)
+    np.put_along_axis(slot, order, np.arange(inbox.num_chunks, dtype=np.int32)[None], axis=1)
     num_links = len(order)
-    ready = np.zeros((num_links, -(-heard.num_chunks // 64)), np.uint64)
-    found = np.full((num_links, heard.num_chunks), NONE, np.int32)
+    ready = np.zeros((num_links, -(-inbox.num_chunks // 64)), np.uint64)
+    rounds = np.full((num_links, inbox.num_chunks), NO_ROUND, np.int32)
     rows, one = np.arange(num_links), np.uint64(1)
-    under_way: deque[Ready] = deque([(rows[:0], rows[:0])] * lag)
+    in_flight: deque[Messages] = deque([(rows[:0], rows[:0])] * lag)
 
-    def note(link: Index, chunk: Index) -> None:
-        at = place[link, chunk]
+    def mark_ready(link: Index, chunk: Index) -> None:
+        at = slot[link, chunk]
         np.bitwise_or.at(ready, (link, at >> 6), one << (at & 63).astype(np.uint64))
 
-    def note_heard(link: Index, chunk: Index) -> None:
-        last, rest = heard.hear(link, chunk)
-        for some, wait_for in ((last, 1), (rest, 0)):  # an answer to what is under way waits
-            is_new = found[some[0] ^ wait_for, some[1]] == NONE
-            note(some[0][is_new], some[1][is_new])
+    def receive(link: Index, chunk: Index) -> None:
+        last, rest = inbox.receive(link, chunk)
+        for messages, is_answer in ((last, 1), (rest, 0)):  # an answer waits for what is in flight
+            is_new = rounds[messages[0] ^ is_answer, messages[1]] == NO_ROUND
+            mark_ready(messages[0][is_new], messages[1][is_new])
 
     def hold_back(link: Index, chunk: Index) -> None:
-        is_new = found[link, chunk] == NONE
+        is_new = rounds[link, chunk] == NO_ROUND
         link, chunk = link[is_new], chunk[is_new]
-        at = place[link, chunk]
+        at = slot[link, chunk]
         np.bitwise_and.at(ready, (link, at >> 6), ~(one << (at & 63).astype(np.uint64)))
 
-    def take() -> Ready:
+    def take() -> Messages:
         word = (ready != 0).argmax(axis=1)
         bits = ready[rows, word]
         link = np.flatnonzero(bits)
@@ -162,22 +168,22 @@ def _one_by_one(heard: _Heard, priority: NDArray[np.integer], width: int, lag: i
         ready[link, word] = bits ^ lowest
         return link, order[link, 64 * word + np.bitwise_count(lowest - one)]
 
-    note(*heard.first())
-    left, now = heard.num_messages, 0
-    while left:
+    mark_ready(*inbox.initial())
+    num_left, index = inbox.num_messages, 0
+    while num_left:
         taken = [take() for _ in range(width)]
         link, chunk = map(np.concatenate, zip(*taken, strict=True))
-        found[link, chunk] = now
+        rounds[link, chunk] = index
         if lag:
             hold_back(link ^ 1, chunk)
-        under_way.append((link, chunk))
-        note_heard(*under_way.popleft())
-        left -= len(link)
-        now += 1
-    return found
+        in_flight.append((link, chunk))
+        receive(*in_flight.popleft())
+        num_left -= len(link)
+        index += 1
+    return rounds
 
 
-def _short(numbers: NDArray[np.integer]) -> NDArray[np.integer]:
-    """The same in 16 bits where they fit, as those are sorted fastest."""
-    fits = np.iinfo(np.int16).min <= numbers.min() and numbers.max() <= np.iinfo(np.int16).max
-    return numbers.astype(np.int16) if fits else numbers
+def _narrowed(values: NDArray[np.integer]) -> NDArray[np.integer]:
+    """The same in 16 bits if they fit, since those sort fastest."""
+    fits = np.iinfo(np.int16).min <= values.min() and values.max() <= np.iinfo(np.int16).max
+    return values.astype(np.int16) if fits else values
