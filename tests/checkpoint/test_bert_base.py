@@ -18,7 +18,7 @@ from ftmesh.checkpoint import snapshot
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.layout.sharded_state import Slot
 from ftmesh.testing import cpu_grid
-from tests.support.device_memory import Watch
+from tests.support.device_memory import PeakMemory
 from tests.support.more import more
 
 BASE = PRESETS["base"]
@@ -85,13 +85,13 @@ def test_from_60_ranks_to_others_bit_for_bit(tmp_path, monkeypatch):
     state = {"params": params, "optimizer": random_like(types)}
     assert sum(x.size for x in jax.tree.leaves(params)) > 109e6
 
-    watch = Watch()
-    monkeypatch.setattr(snapshot, "_copy_to_host", watch.after(snapshot._copy_to_host))
+    peak = PeakMemory()
+    monkeypatch.setattr(snapshot, "_copy_to_host", peak.wrap(snapshot._copy_to_host))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(5, state, layouts=[layout], devices=sixty.live_devices)
-    watch.look()
-    assert len(watch.before) == 60
-    assert watch.growth <= 1.2
+    peak.update()
+    assert len(peak.before) == 60
+    assert peak.growth <= 1.2
 
     expected = assemble(state["optimizer"], layout)
     assert len(expected) == 2 * len(jax.tree.leaves(params)) + 2

@@ -9,7 +9,7 @@ from ftmesh.checkpoint import snapshot
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.errors import TrainingError
 from tests.support.checkpointing import flip_bit, saved_steps, small_state
-from tests.support.device_memory import Watch
+from tests.support.device_memory import PeakMemory
 from tests.support.known_state import (
     assert_same_bits,
     initial_state,
@@ -116,12 +116,12 @@ class TestTwoProcesses:
 class TestMemory:
     def growth(self, sharded, folder, monkeypatch, copy):
         """Return how much the memory of a device grows while a state is copied to the host."""
-        watch = Watch()
-        monkeypatch.setattr(snapshot, "_copy_to_host", watch.after(copy))
+        peak = PeakMemory()
+        monkeypatch.setattr(snapshot, "_copy_to_host", peak.wrap(copy))
         with Checkpoints(folder) as checkpoints:
             checkpoints.save(1, sharded.state, layouts=sharded.layouts, devices=sharded.devices)
-        watch.look()
-        return watch.growth
+        peak.update()
+        return peak.growth
 
     def test_saving_allocates_nothing_on_devices(self, sharded, tmp_path, monkeypatch):
         assert self.growth(sharded, tmp_path, monkeypatch, snapshot._copy_to_host) <= 1.2

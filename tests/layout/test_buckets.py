@@ -1,4 +1,4 @@
-"""Packing: whatever goes into a buffer comes out again, in few buffers and whole chunks."""
+"""Packing of leaves into buckets, and the order of elements."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftmesh.layout.buckets import Packing, chunk_shape, make_buckets, pack, unpack
-from ftmesh.layout.element_order import WIDTH, flat, shaped
+from ftmesh.layout.element_order import WIDTH, from_tile_order, to_tile_order
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -40,11 +40,11 @@ def numbered(shapes):
 @settings(max_examples=12)
 @given(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5), st.integers(1, 40))
 @pytest.mark.slow
-def test_what_is_packed_comes_out_again(shapes, num_chunks):
+def test_unpack_returns_what_was_packed(shapes, num_chunks):
     leaves = numbered(shapes)
     buffer = pack(leaves, num_chunks)
     assert buffer.shape[0] == num_chunks
-    packing = Packing.of(shapes, num_chunks, 4)
+    packing = Packing.for_shapes(shapes, num_chunks, 4)
     assert buffer.shape == packing.shape
     assert all(start % packing.width == 0 for start in packing.starts)
     for leaf, back in zip(leaves, unpack(buffer, shapes), strict=True):
@@ -52,7 +52,7 @@ def test_what_is_packed_comes_out_again(shapes, num_chunks):
 
 
 def test_matrices_travel_tile_by_tile():
-    """The order in which a TPU keeps them: 8 rows of 128, then the 128 columns beside those."""
+    """The order of a TPU's memory: 8 rows of 128 columns, then the next 128 columns."""
     (matrix,) = numbered([(8, 256)])
     flat = pack([matrix], 1).reshape(-1)
     np.testing.assert_array_equal(flat[:1024].reshape(8, 128), matrix[:, :128])
@@ -61,7 +61,7 @@ def test_matrices_travel_tile_by_tile():
 
 @pytest.mark.parametrize("shape", [(128, 8), (1, 128, 8), (128, 1, 8), (1, 1, 128, 8)])
 def test_an_axis_that_fills_tiles_travels_innermost(shape):
-    """As a TPU keeps it, wherever it is: the other axes would leave tiles half empty."""
+    """As in a TPU's memory: with another axis innermost, tiles would be half empty."""
     (array,) = numbered([shape])
     np.testing.assert_array_equal(pack([array], 1).reshape(8, 128), array.reshape(128, 8).T)
 
@@ -82,7 +82,7 @@ def test_chunks_are_rows_of_128_in_whole_tiles_once_they_are_large(size, chunks,
     assert shape[1] <= WIDTH
 
 
-def test_buckets_keep_dtypes_apart_and_to_their_size():
+def test_buckets_separate_dtypes_and_limit_sizes():
     f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
     leaves = [jnp.zeros(n) for n in (10, 10, 0, 300, 10)]
     dtypes = [f32, i32, f32, f32, f32]
@@ -100,11 +100,11 @@ def test_leaves_that_fill_tiles_come_first_in_a_bucket():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_numpy_puts_elements_into_the_same_order(shape):
+def test_numpy_gives_the_same_order(shape):
     (array,) = numbered([shape])
-    on_host = np.concatenate(flat(np.asarray(array)))
-    np.testing.assert_array_equal(on_host, jnp.concatenate(flat(array)))
-    np.testing.assert_array_equal(shaped(on_host, shape), array)
+    on_host = np.concatenate(to_tile_order(np.asarray(array)))
+    np.testing.assert_array_equal(on_host, jnp.concatenate(to_tile_order(array)))
+    np.testing.assert_array_equal(from_tile_order(on_host, shape), array)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64"])
@@ -112,17 +112,17 @@ def test_rows_beyond_whole_tiles_keep_their_bits(dtype):
     array = np.random.default_rng(0).integers(0, 2, (22, 256)).astype(dtype)
     if dtype in ("float32", "bfloat16"):
         array[:, :3] = [-0.0, np.nan, np.inf]
-    parts = flat(jnp.asarray(array))
+    parts = to_tile_order(jnp.asarray(array))
     assert [part.size for part in parts] == [16 * 256, 6 * 256]
     assert {part.dtype for part in parts} == {jnp.dtype(dtype)}
-    back = shaped(jnp.concatenate(parts), array.shape)
+    back = from_tile_order(jnp.concatenate(parts), array.shape)
     assert back.dtype == dtype
     assert np.asarray(back).tobytes() == array.tobytes()
 
 
-def test_every_leaf_begins_with_a_row_and_little_is_padding():
+def test_every_leaf_starts_at_a_row_with_little_padding():
     shapes = [(1000,), (3,), (128, 128), (31,), ()]
     for chunks, shape in ((4, (4, 35, 128)), (400, (400, 1, 44)), (20_000, (20_000, 1, 1))):
-        packing = Packing.of(shapes, chunks, 1024)
+        packing = Packing.for_shapes(shapes, chunks, 1024)
         assert packing.shape == shape
         assert all(start % packing.width == 0 for start in packing.starts)

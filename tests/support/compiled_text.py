@@ -1,10 +1,10 @@
-"""What collectives a compiled program has: their kinds, devices and sizes, read off its text."""
+"""The collectives in the text of a compiled program: kinds, devices and sizes."""
 
 import re
 from math import prod
 from typing import NamedTuple
 
-from ftmesh.execute.hlo_text import groups_of
+from ftmesh.execute.hlo_text import parse_replica_groups
 
 LINE = re.compile(
     r"= (?P<result>\(.*?\)|\S+) "
@@ -20,33 +20,33 @@ class Collective(NamedTuple):
     line: str
 
     def is_along(self, axis, shape):
-        """Whether it moves anything along an axis of a mesh whose devices are numbered in order."""
-        groups = groups_of(self.line, prod(shape.values()))
+        """True if it moves data along an axis of a mesh whose devices are numbered in order."""
+        groups = parse_replica_groups(self.line, prod(shape.values()))
         steps = [prod(list(shape.values())[i + 1 :]) for i in range(len(shape))]
-        places = [
+        coords = [
             {device // step % size for device in group}
             for group in groups
             for (name, size), step in zip(shape.items(), steps, strict=True)
             if name == axis
         ]
-        return any(len(place) > 1 for place in places)
+        return any(len(values) > 1 for values in coords)
 
 
 def collectives(compiled):
-    """Every collective of a compiled program, those with several results too."""
-    found = []
+    """All collectives of a compiled program, including those with several results."""
+    result = []
     for line in compiled.as_text().splitlines():
         if match := LINE.search(line):
             arrays = ARRAY.findall(match["result"])
             elements = sum(prod(map(int, dims.split(","))) if dims else 1 for _, dims in arrays)
-            found.append(Collective(match["kind"], elements, line.strip()))
-    return found
+            result.append(Collective(match["kind"], elements, line.strip()))
+    return result
 
 
 def moved(compiled, axis, shape):
-    """The sizes of permutations along an axis, in elements; one in a loop counts once."""
+    """The elements of each permutation along an axis; one in a loop counts once."""
     return [
-        each.elements
-        for each in collectives(compiled)
-        if each.kind == "collective-permute" and each.is_along(axis, shape)
+        collective.elements
+        for collective in collectives(compiled)
+        if collective.kind == "collective-permute" and collective.is_along(axis, shape)
     ]

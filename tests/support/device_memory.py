@@ -1,34 +1,34 @@
-"""How much memory arrays take on devices, and how much more while something is done."""
+"""Memory of arrays on devices, and its peak."""
 
 import jax
 
 
 def device_bytes():
-    """What live arrays take, by device; memory that several arrays share counts once."""
+    """Bytes of live arrays by device; memory that several arrays share counts once."""
     seen: dict[int, dict[int, int]] = {}
     for array in jax.live_arrays():
         for shard in array.addressable_shards:
-            there = seen.setdefault(shard.device.id, {})
-            there[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+            buffers = seen.setdefault(shard.device.id, {})
+            buffers[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
     return {device: sum(sizes.values()) for device, sizes in seen.items()}
 
 
-class Watch:
-    """The most that any device has held, beside what it held when this was made."""
+class PeakMemory:
+    """The largest growth of any device's memory since creation, as a ratio."""
 
     def __init__(self):
         self.before, self.growth = device_bytes(), 1.0
 
-    def look(self):
+    def update(self):
         for device, size in device_bytes().items():
             self.growth = max(self.growth, size / (self.before.get(device) or 1))
 
-    def after(self, function):
-        """The same function; a look is taken while what it has used and made is still there."""
+    def wrap(self, function):
+        """Wrap a function to measure while its arguments and result are alive."""
 
-        def watched(*args):
+        def measured(*args):
             result = function(*args)
-            self.look()
+            self.update()
             return result
 
-        return watched
+        return measured

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ftmesh.tpu import slices
-from tests.support.reporting import in_a_process, report_for, tree
+from tests.support.reporting import report_for, run_json, tree_source
 
 needs_libtpu = pytest.mark.skipif(
     not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
@@ -17,7 +17,7 @@ LANES = {"ring": 2, "row_pair": 4}
 
 def compile_for(name, failed, algorithm, *options):
     """The report of the command, from a process of its own."""
-    return in_a_process(
+    return run_json(
         "-m", "ftmesh", "compile", name, "--failed", failed, "--algorithm", algorithm,
         "--payload", "100MB", "--json", *options,
     )  # fmt: skip
@@ -54,9 +54,7 @@ def test_two_cores_per_chip(name, failed, devices, algorithm):
 @needs_libtpu
 @pytest.mark.slow
 def test_a_device_model_is_fitted():
-    fit = in_a_process(
-        "-m", "ftmesh", "compile", "v6e:4x4", "--failed", "2x2@0,0", "--fit", "--json"
-    )
+    fit = run_json("-m", "ftmesh", "compile", "v6e:4x4", "--failed", "2x2@0,0", "--fit", "--json")
     assert {compiled["lanes"] for compiled in fit["rounds"]} == {2, 4}
     assert fit["per_round"] + 2 * fit["per_lane"] > 1000
     assert 1e-4 < fit["per_byte"] < 0.1
@@ -79,7 +77,7 @@ def resnet50():
 @needs_libtpu
 def test_the_gradients_of_a_model_need_little_temporary_memory():
     devices = "ftmesh.Topology.from_devices(tpu_devices('v6e:4x4'), failed='2x2@0,0')"
-    report = report_for(tree(resnet50()), devices)
+    report = report_for(tree_source(resnet50()), devices)
     assert report["accepted"], report["refusal"]
     assert report["payload_bytes"] == 102_228_128
     assert report["temporary_ratio"] < 1.3
@@ -163,7 +161,7 @@ print(json.dumps(found))
 @needs_libtpu
 def test_a_sharded_update_neither_pads_nor_slices():
     """For a leaf that does not fill its tiles, either would take a TPU twice as long as a copy."""
-    cycles = in_a_process("-c", SHARDED_UPDATE)
+    cycles = run_json("-c", SHARDED_UPDATE)
     assert len(cycles["AllocateBuffer"]) == 1
     assert "broadcast" not in cycles
     assert "slice" not in cycles

@@ -11,7 +11,7 @@ from ftmesh.testing import cpu_grid
 from ftmesh.tpu.compile_report import CompileReport, compile_report, strategy
 from ftmesh.tpu.compiled_rounds import CompiledLoop, compiled_loops
 from tests.support.on_devices import plan_on_cpu
-from tests.support.reporting import report_for, tree
+from tests.support.reporting import report_for, tree_source
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true
@@ -131,7 +131,7 @@ def test_a_report_for_cpu_devices():
 @pytest.mark.slow
 def test_a_report_for_a_pytree():
     shapes = {"loss": (), "conv": (3, 3, 64, 64), "bias": (64,)}
-    report = report_for(tree(shapes.values()), CPU_GRID)
+    report = report_for(tree_source(shapes.values()), CPU_GRID)
     assert (report["accepted"], report["payload_bytes"]) == (True, 4 * (1 + 36_864 + 64))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ftmesh.tpu import slices
-from tests.support.reporting import in_a_process
+from tests.support.reporting import run_json
 
 pytestmark = pytest.mark.skipif(
     not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
@@ -24,7 +24,7 @@ def compile_for(name, failed, algorithm, *options, payload=100_000_000):
         f"report = compile_report(plan, payload)\n"
         "print(json.dumps(report.as_dict()))"
     )
-    return in_a_process("-c", code)
+    return run_json("-c", code)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ print(json.dumps(sizes))
 @pytest.mark.parametrize("bits", [32, 64])
 def test_all_dtypes(bits):
     """Also with 64-bit types enabled: the kernel has none."""
-    sizes = in_a_process("-c", DTYPES, str(bits))
+    sizes = run_json("-c", DTYPES, str(bits))
     assert list(sizes) == ["float32", "bfloat16", "float16", "int32", "bool"]
     assert min(sizes.values()) > 0
 
@@ -120,7 +120,7 @@ print(json.dumps({
 
 
 def compile_between_other_work(name, payload):
-    return in_a_process("-c", BETWEEN_OTHER_WORK, name, HOLE, "ring", str(payload))
+    return run_json("-c", BETWEEN_OTHER_WORK, name, HOLE, "ring", str(payload))
 
 
 @pytest.mark.slow
@@ -187,9 +187,9 @@ def test_a_kernel_that_communicates_cannot_alias_a_result():
 
     If the compiler lifts it, this test fails.
     """
-    assert in_a_process("-c", BARRIER_KERNEL, "writes") == 0
-    assert in_a_process("-c", BARRIER_KERNEL, "barrier") == 0
-    assert in_a_process("-c", BARRIER_KERNEL, "barrier", "writes") == 1
+    assert run_json("-c", BARRIER_KERNEL, "writes") == 0
+    assert run_json("-c", BARRIER_KERNEL, "barrier") == 0
+    assert run_json("-c", BARRIER_KERNEL, "barrier", "writes") == 1
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 
 from ftmesh.tpu import slices
 from tests.support.more import more
-from tests.support.reporting import in_a_process
+from tests.support.reporting import run_json
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,9 +20,7 @@ CHIPS_AND_LINKS = (
 
 def compiled(name, algorithm, *options):
     """The report of the command for 100 MB, from a process of its own."""
-    report = in_a_process(
-        "-m", "ftmesh", "compile", name, "--algorithm", algorithm, "--json", *options
-    )
+    report = run_json("-m", "ftmesh", "compile", name, "--algorithm", algorithm, "--json", *options)
     assert report["accepted"], report["refusal"]
     return report
 
