@@ -172,8 +172,8 @@ def unbounded_arguments(source):
 
 
 def test_every_numeric_argument_has_bounds():
-    found = {path: list(unbounded_arguments(path.read_text())) for path in SOURCES}
-    assert not any(found.values()), found
+    unbounded = {path: list(unbounded_arguments(path.read_text())) for path in SOURCES}
+    assert not any(unbounded.values()), unbounded
 
 
 def test_unbounded_argument_is_detected():

@@ -12,7 +12,7 @@ from ftmesh import Topology
 from ftmesh.algorithms import registry
 from ftmesh.cost.links import NETWORKS
 from ftmesh.draw import draw_svg, figure
-from ftmesh.elastic.events import in_words
+from ftmesh.elastic.events import describe_event
 from ftmesh.planning import advise, paper_tables
 from tests.support.pages import PAGES
 
@@ -85,8 +85,9 @@ def test_events_are_quoted_as_printed():
     lost = {"host": 2, "process": 2, "chips": "2x2@0,2", "how": "ended by SIGKILL"}
     epoch = {"epoch": 2, "in_place": True, "live": 12, "failed": "2x2@0,2", "from_step": 47}
     text = " ".join(README.split())
-    assert f"ftmesh: {in_words('failed', lost)} " in text
-    assert f"ftmesh: {in_words('epoch', {**epoch, 'source': 'devices', 'repeated': 0})} " in text
+    assert f"ftmesh: {describe_event('failed', lost)} " in text
+    epoch |= {"source": "devices", "repeated": 0}
+    assert f"ftmesh: {describe_event('epoch', epoch)} " in text
 
 
 def test_every_package_and_script_is_mentioned():

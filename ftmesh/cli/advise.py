@@ -121,23 +121,23 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
         progress=partial(Progress(), what="runs"),
     )
-    hurt = bool(damaged.failed or damaged.failed_links)
-    now = advise.compare_for_damage(job, damaged) if hurt else None
+    is_damaged = bool(damaged.failed or damaged.failed_links)
+    now = advise.compare_for_damage(job, damaged) if is_damaged else None
     wires = None
-    if hurt and job.network.device_model:
+    if is_damaged and job.network.device_model:
         wires = advise.compare_for_damage(replace(job, network=job.network.wires_only), damaged)
-    hanging = advise.compare_leaf_chips(job, damaged) if hurt else None
+    leaf_costs = advise.compare_leaf_chips(job, damaged) if is_damaged else None
     if args.plot:
         from ftmesh.draw import plots
 
         plots.save(plots.where_time_goes(outcomes, job), args.plot)
     if args.json:
-        print(json.dumps(_as_dict(job, outcomes, now, wires, hanging), indent=2))
+        print(json.dumps(_as_dict(job, outcomes, now, wires, leaf_costs), indent=2))
         return
     print(_table(job, outcomes, horizon))
-    print(textwrap.fill(_sentence(outcomes, now, wires), 100))
-    if hanging:
-        print(textwrap.fill(_about(*hanging), 100))
+    print(textwrap.fill(_advice(outcomes, now, wires), 100))
+    if leaf_costs:
+        print(textwrap.fill(_leaf_chip_advice(*leaf_costs), 100))
     print("\nThe model:")
     for text in advise.ASSUMPTIONS:
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
@@ -145,13 +145,13 @@ def run(args: argparse.Namespace) -> None:
         print(f"wrote {args.plot}")
 
 
-def _training_job(args: argparse.Namespace, whole: Topology) -> TrainingJob:
+def _training_job(args: argparse.Namespace, full_mesh: Topology) -> TrainingJob:
     spares = args.spares
     if spares is None:
-        shortest = min(whole.shape) if len(whole.shape) > 1 else 1
+        shortest = min(full_mesh.shape) if len(full_mesh.shape) > 1 else 1
         spares = -(-shortest // advise.BOARD)
     return TrainingJob(
-        topology=whole,
+        topology=full_mesh,
         mtbf=parse_time(args.mtbf),
         repair_time=parse_time(args.repair),
         checkpoint_interval=parse_time(args.checkpoint),
@@ -192,7 +192,7 @@ def _table(job: TrainingJob, outcomes: dict[str, list[Outcome]], horizon: float)
     return "\n".join(lines)
 
 
-def _sentence(
+def _advice(
     outcomes: dict[str, list[Outcome]], now: DamageComparison | None, wires: DamageComparison | None
 ) -> str:
     if now is None:
@@ -215,23 +215,24 @@ def _sentence(
             "short to be worth a restart."
         )
     other = sub_mesh if now.best == around else around
-    alone = f" ({wires.speeds[now.best]:.1%} on the wires alone)" if wires else ""
+    wires_speed = f" ({wires.speeds[now.best]:.1%} on the wires alone)" if wires else ""
     return (
-        f"Advice for {now.topology}: {verb}, at {now.speeds[now.best]:.1%} of full speed{alone}. "
-        f"In the {format_time(now.repair_time)} until the repair this does {hours[now.best]} of "
-        f"full-mesh work, restart included; '{other}' would do {hours[other]} and waiting none."
+        f"Advice for {now.topology}: {verb}, at {now.speeds[now.best]:.1%} of full speed"
+        f"{wires_speed}. In the {format_time(now.repair_time)} until the repair this does "
+        f"{hours[now.best]} of full-mesh work, restart included; '{other}' would do "
+        f"{hours[other]} and waiting none."
     )
 
 
-def _about(hanging: LeafChipCosts, compute: float) -> str:
+def _leaf_chip_advice(leaf_costs: LeafChipCosts, compute: float) -> str:
     """Recommend what to do with chips that are connected by one link."""
-    steps = hanging.step_seconds(compute)
-    best = hanging.best(compute)
+    steps = leaf_costs.step_seconds(compute)
+    best = leaf_costs.best(compute)
     todo = "use all live chips"
     if best == IDLE:
-        todo = f"plan with --failed {format_failed(hanging.idle_topology.failed)!r}"
+        todo = f"plan with --failed {format_failed(leaf_costs.idle_topology.failed)!r}"
     return (
-        f"Of these, {hanging}. With the computation, a step takes "
+        f"Of these, {leaf_costs}. With the computation, a step takes "
         + ", ".join(f"{format_time(seconds)} {name}" for name, seconds in steps.items())
         + f": {todo}."
     )
@@ -242,7 +243,7 @@ def _as_dict(
     outcomes: dict[str, list[Outcome]],
     now: DamageComparison | None,
     wires: DamageComparison | None,
-    hanging: tuple[LeafChipCosts, float] | None,
+    leaf_costs: tuple[LeafChipCosts, float] | None,
 ) -> dict[str, object]:
     return {
         "mesh": job.topology.name,
@@ -266,11 +267,11 @@ def _as_dict(
             "full_mesh_seconds": now.done,
         },
         "pendants": None
-        if hanging is None
+        if leaf_costs is None
         else {
-            "chips": [list(chip) for chip in hanging[0].leaf_chips],
-            "all_reduce_seconds": hanging[0].seconds,
-            "step_seconds": hanging[0].step_seconds(hanging[1]),
-            "best": hanging[0].best(hanging[1]),
+            "chips": [list(chip) for chip in leaf_costs[0].leaf_chips],
+            "all_reduce_seconds": leaf_costs[0].seconds,
+            "step_seconds": leaf_costs[0].step_seconds(leaf_costs[1]),
+            "best": leaf_costs[0].best(leaf_costs[1]),
         },
     }

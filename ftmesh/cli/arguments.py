@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ftmesh.algorithms import registry
+from ftmesh.algorithms.registry import current_name
 from ftmesh.command_line import say
 from ftmesh.cost.links import DEFAULT, NETWORKS, Network, parse_network
 from ftmesh.errors import ArgumentError
@@ -66,6 +67,7 @@ def add_algorithm(parser: argparse.ArgumentParser) -> None:
     """Add --algorithm."""
     parser.add_argument(
         "--algorithm",
+        type=current_name,
         choices=ALGORITHMS,
         default="auto",
         help="all-reduce algorithm; auto is the fastest of the others by simulation (default: "

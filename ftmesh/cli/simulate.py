@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from ftmesh.algorithms import registry
+from ftmesh.algorithms.registry import current_name
 from ftmesh.cli.arguments import (
     Stages,
     add_mesh,
@@ -48,6 +49,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_tile(parser)
     parser.add_argument(
         "--algorithm",
+        type=current_name,
         choices=(ALL, *ALGORITHMS),
         default=ALL,
         help="one algorithm, in detail, or all that work on the mesh (default: all)",
@@ -116,12 +118,12 @@ def run(args: argparse.Namespace) -> None:
         fastest = simulations[0][args.mode]
         print(fastest)
         print(f"  {fastest.seconds / limit:.2f} times the limit, {format_time(limit)}")
-    hanging = stages.run(
+    leaf_costs = stages.run(
         "looking for chips on one link",
         lambda: leaf_chip_costs(topology, payload_bytes, network, args.mode),
     )
-    if hanging:
-        print(f"  {hanging}")
+    if leaf_costs:
+        print(f"  {leaf_costs}")
     if args.optimizer:
         print(
             stages.run(

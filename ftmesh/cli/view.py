@@ -7,6 +7,7 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
+from ftmesh.algorithms.registry import current_name
 from ftmesh.cli.arguments import (
     Stages,
     add_mesh,
@@ -22,8 +23,8 @@ from ftmesh.planning.selection import ALGORITHMS, AUTO
 from ftmesh.schedule.files import load
 from ftmesh.topology.topology import Topology
 from ftmesh.units import parse_bytes
-from ftmesh.view.page import page
-from ftmesh.view.scene import ALL, scene, scene_of
+from ftmesh.view.page import render_page
+from ftmesh.view.scene import ALL, build_scene, build_schedule_scene
 
 DEFAULT_OUT = "view.html"
 MAX_PORT = 65535
@@ -45,6 +46,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_mesh(parser)
     parser.add_argument(
         "--algorithm",
+        type=current_name,
         choices=(ALL, *ALGORITHMS),
         help="schedules to show (default: all that work; with --serve auto, and others when "
         "selected)",
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
     if args.serve is not None:
         _serve(args, scenes[0])
         return
-    write_text(out, page(scenes, options=_options(args)))
+    write_text(out, render_page(scenes, options=_options(args)))
     first = scenes[0]
     number = sum("schedule" in entry for entry in first["algorithms"])
     print(f"{first['mesh']['name']}: {first['shown']} is shown first, of {number} that work")
@@ -109,13 +111,15 @@ def _from_file(args: argparse.Namespace) -> dict[str, Any]:
     if has_options or args.devices > 1:
         raise ArgumentError(f"{args.mesh} already describes its mesh: leave out the other options")
     schedule = load(args.mesh)
-    return scene_of(schedule, payload_bytes=parse_bytes(args.payload), on=network_of(args))
+    return build_schedule_scene(
+        schedule, payload_bytes=parse_bytes(args.payload), network=network_of(args)
+    )
 
 
 def _serve(args: argparse.Namespace, first: dict[str, Any]) -> None:
     from ftmesh.view.server import Server  # http.server is slow to import
 
-    server = Server(first, on=network_of(args), options=_options(args), port=args.serve)
+    server = Server(first, network=network_of(args), options=_options(args), port=args.serve)
     print(f"{server.address}\nopen this address in a browser; press Ctrl-C to stop", flush=True)
     try:
         server.run()
@@ -125,7 +129,7 @@ def _serve(args: argparse.Namespace, first: dict[str, Any]) -> None:
 
 def _scene(args: argparse.Namespace, topology: Topology, algorithm: str) -> dict[str, Any]:
     payload_bytes = parse_bytes(args.payload)
-    return scene(topology, algorithm, payload_bytes=payload_bytes, on=network_of(args))
+    return build_scene(topology, algorithm, payload_bytes=payload_bytes, network=network_of(args))
 
 
 def _losses(args: argparse.Namespace, topology: Topology) -> list[dict[str, Any]]:

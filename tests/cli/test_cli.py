@@ -39,13 +39,13 @@ def test_plan_as_json(run):
         "64MB",
         "--json",
     )
-    found = json.loads(text)
+    data = json.loads(text)
     assert status == 0
-    assert found["algorithm"] == "row_pair"
-    assert (found["live"], found["rounds"], found["verified"]) == (248, 76, True)
-    assert found["payload_bytes"] == 64_000_000
-    assert [phase["rounds"] for phase in found["phases"]] == [32, 6, 6, 32]
-    assert found["phases"][0]["busiest_link_bytes"] == pytest.approx(64e6 * 31 / 64)
+    assert data["algorithm"] == "row_pair"
+    assert (data["live"], data["rounds"], data["verified"]) == (248, 76, True)
+    assert data["payload_bytes"] == 64_000_000
+    assert [phase["rounds"] for phase in data["phases"]] == [32, 6, 6, 32]
+    assert data["phases"][0]["busiest_link_bytes"] == pytest.approx(64e6 * 31 / 64)
 
 
 def test_failed_chips_from_the_environment(run, monkeypatch):
@@ -144,9 +144,9 @@ def test_advise(run):
     assert "route around the damage and continue on all 60 live chips" in " ".join(text.split())
     assert run(*ADVISE)[1] == text  # the seed determines it
     assert run(*ADVISE, "--seed", "1")[1] != text
-    found = json.loads(run(*ADVISE, "--json")[1])
-    assert found["at_hand"]["best"] == "fault-tolerant"
-    assert [answer["answer"] for answer in found["answers"]] == [
+    data = json.loads(run(*ADVISE, "--json")[1])
+    assert data["at_hand"]["best"] == "fault-tolerant"
+    assert [answer["answer"] for answer in data["answers"]] == [
         "wait for repair", "largest sub-mesh", "hot spares", "fault-tolerant",
     ]  # fmt: skip
 

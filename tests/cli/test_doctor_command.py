@@ -44,10 +44,10 @@ def test_findings_are_drawn_and_end_with_the_option(run, monkeypatch):
 
 def test_healthy_mesh(run):
     status, out, _ = run("--emulate", "--mesh", "2x1", "--json")
-    found = json.loads(out)
+    data = json.loads(out)
     assert status == 0
-    assert found.pop("seconds") > 0
-    assert found == {
+    assert data.pop("seconds") > 0
+    assert data == {
         "mesh": "2x1",
         "live": 2,
         "links": 1,

@@ -31,29 +31,29 @@ class TestLines:
         status, text, _ = run(
             "simulate", mesh, "--link", "100GB/s", "--latency", "1us", "--payload", "8MB", "--json"
         )
-        tree, found = json.loads(text)
+        tree, data = json.loads(text)
         assert status == 0
-        assert (found["algorithm"], found["rounds"]) == ("chain", 14)
-        assert (tree["algorithm"], tree["limit_us"]) == ("tree", found["limit_us"])
-        assert tree["time_us"] < found["time_us"]
-        assert found["time_us"] == pytest.approx(14 * (1 + 10))  # of 1 MB, 10 us on a link
-        assert found["limit_us"] == pytest.approx(80)
+        assert (data["algorithm"], data["rounds"]) == ("chain", 14)
+        assert (tree["algorithm"], tree["limit_us"]) == ("tree", data["limit_us"])
+        assert tree["time_us"] < data["time_us"]
+        assert data["time_us"] == pytest.approx(14 * (1 + 10))  # of 1 MB, 10 us on a link
+        assert data["limit_us"] == pytest.approx(80)
         heat = tmp_path / "heat.svg"
         assert run("simulate", mesh, "--algorithm", "chain", "--heat-map", str(heat))[0] == 0
         assert heat.stat().st_size > 1000
 
     def test_limits(self, run, mesh):
         status, text, _ = run("limits", mesh, "--json")
-        found = json.loads(text)
+        data = json.loads(text)
         assert status == 0
-        assert (found["live"], found["links"], found["diameter"]) == (8, 7, 7)
-        assert (found["all_gather_share"], found["all_reduce_share"]) == ("7/8", "1")
+        assert (data["live"], data["links"], data["diameter"]) == (8, 7, 7)
+        assert (data["all_gather_share"], data["all_reduce_share"]) == ("7/8", "1")
 
     def test_advise(self, run, mesh):
         status, text, _ = run("advise", mesh, "--runs", "1", "--json")
-        found = json.loads(text)
+        data = json.loads(text)
         assert status == 0
-        assert (found["boards"], found["spares"]) == (4, 1)
+        assert (data["boards"], data["spares"]) == (4, 1)
         block = {"1x8": "1x2@0,0", "8x1": "2x1@0,0", "8": "2@0"}[mesh]
         status, text, _ = run("advise", mesh, "--runs", "1", "--failed", block, "--json")
         assert status == 0

@@ -20,8 +20,8 @@ def test_plan_and_verify(run, tmp_path):
 
 
 def test_simulate_and_limits(run):
-    found = json.loads(run("simulate", *MESH, "--payload", "1MB", "--json")[1])
-    costs = {result["algorithm"]: result for result in found if "time_us" in result}
+    data = json.loads(run("simulate", *MESH, "--payload", "1MB", "--json")[1])
+    costs = {result["algorithm"]: result for result in data if "time_us" in result}
     assert {"tree", "flood"} <= set(costs)
     assert all(cost["time_us"] >= cost["limit_us"] > 0 for cost in costs.values())
     limits = json.loads(run("limits", *MESH, "--json")[1])
@@ -30,9 +30,9 @@ def test_simulate_and_limits(run):
 
 def test_advise(run):
     often = ["--runs", "1", "--horizon", "10d", "--payload", "1MB", "--json"]
-    found = json.loads(run("advise", *MESH, *often)[1])
-    assert found["boards"] == 8
-    assert found["at_hand"]["best"] == "fault-tolerant"
+    data = json.loads(run("advise", *MESH, *often)[1])
+    assert data["boards"] == 8
+    assert data["at_hand"]["best"] == "fault-tolerant"
 
 
 @pytest.mark.parametrize(

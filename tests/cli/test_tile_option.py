@@ -33,26 +33,26 @@ def test_plan(run, tmp_path):
 
 
 def test_plan_as_json(run):
-    found = json.loads(run("plan", *MESH, "--json")[1])
-    assert (found["mesh"], found["failed"], found["live"]) == ("8x8", [[2, 2]], 15)
-    assert (found["tile"], found["positions"], found["wasted"]) == ([2, 2], 4, 3)
-    assert found["failed_tiles"] == [[1, 1]]
-    whole = json.loads(run("plan", *MESH[:3], "--json")[1])
-    assert (whole["live"], "tile" in whole) == (63, False)
+    data = json.loads(run("plan", *MESH, "--json")[1])
+    assert (data["mesh"], data["failed"], data["live"]) == ("8x8", [[2, 2]], 15)
+    assert (data["tile"], data["positions"], data["wasted"]) == ([2, 2], 4, 3)
+    assert data["failed_tiles"] == [[1, 1]]
+    untiled = json.loads(run("plan", *MESH[:3], "--json")[1])
+    assert (untiled["live"], "tile" in untiled) == (63, False)
 
 
 def test_simulate(run):
     _, text = run("simulate", *MESH)
     assert "100 MB on 8x8 less 1x1@2,2 in 4x4 tiles of 2x2, links of 50 GB/s" in text
     assert "1 of 16 tiles lost" in text
-    found = json.loads(run("simulate", *MESH, "--json")[1])
-    assert {result["algorithm"] for result in found} == {"row_pair", "tree"}
-    (found,) = [result for result in found if result["algorithm"] == "row_pair"]
-    assert found["limit_us"] == pytest.approx(1.2 * 2000)
+    data = json.loads(run("simulate", *MESH, "--json")[1])
+    assert {result["algorithm"] for result in data} == {"row_pair", "tree"}
+    (data,) = [result for result in data if result["algorithm"] == "row_pair"]
+    assert data["limit_us"] == pytest.approx(1.2 * 2000)
     chips = ftmesh.Topology.grid("8x8", failed="1x1@2,2")
     topology = ftmesh.TiledTopology.from_topology(chips, "2x2")
     plan = ftmesh.plan(topology, "row_pair")
-    assert found["time_us"] == pytest.approx(1e6 * ftmesh.simulate(plan.schedule).seconds)
+    assert data["time_us"] == pytest.approx(1e6 * ftmesh.simulate(plan.schedule).seconds)
 
 
 def test_limits_and_drawing(run):

@@ -39,8 +39,8 @@ def examined(mesh):
 @pytest.mark.slow
 def test_healthy_mesh(examined):
     seen = []
-    found = examined("", timeout=LONG, progress=lambda *args: seen.append(args))
-    assert str(found) == "all 16 chips and 24 links are healthy"
+    findings = examined("", timeout=LONG, progress=lambda *args: seen.append(args))
+    assert str(findings) == "all 16 chips and 24 links are healthy"
     assert seen[0] == (0, 26, "testing which chips respond")
     assert seen[-1] == (26, 26, "")
     for _ in range(3):
@@ -50,15 +50,15 @@ def test_healthy_mesh(examined):
 
 @pytest.mark.slow
 def test_all_kinds_at_once(examined):
-    found = examined("wrong@1,2;slow@0,3;silent@2,2;link-wrong@0,0-1,0;link-slow@3,1-3,0")
-    assert [(entry.kind, entry.chips) for entry in found.entries] == [
+    findings = examined("wrong@1,2;slow@0,3;silent@2,2;link-wrong@0,0-1,0;link-slow@3,1-3,0")
+    assert [(entry.kind, entry.chips) for entry in findings.entries] == [
         ("slow", ((0, 3),)),
         ("wrong", ((1, 2),)),
         ("silent", ((2, 2),)),
         ("wrong", ((0, 0), (1, 0))),
         ("slow", ((3, 0), (3, 1))),
     ]
-    slow, chip, silent, link, slow_link = found.entries
+    slow, chip, silent, link, slow_link = findings.entries
     assert chip.detail == (
         "float32 in 4 of 4 runs, bfloat16 in 4 of 4 runs, integers in 4 of 4 runs"
     )
@@ -66,25 +66,25 @@ def test_all_kinds_at_once(examined):
     assert link.detail == "1 wrong word from 0,0 to 1,0"
     assert slow.seconds > 0.3 > 3 * slow.usual
     assert slow_link.seconds > 0.2 > 3 * slow_link.usual
-    assert found.failed == "1x1@0,0;2x1@1,2"
-    assert not found.untried
+    assert findings.failed == "1x1@0,0;2x1@1,2"
+    assert not findings.untried
 
 
 def test_silent_link_blocks_the_test_of_other_links(examined):
-    found = examined("link-silent@1,1-1,2")
-    assert found.links("silent") == (((1, 1), (1, 2)),)
-    assert found.failed == "1x1@1,2"
-    assert found.chips("wrong", "silent", "slow") == ()
-    assert 0 < len(found.untried) < 24
-    assert "links were not tested" in str(found)
+    findings = examined("link-silent@1,1-1,2")
+    assert findings.links("silent") == (((1, 1), (1, 2)),)
+    assert findings.failed == "1x1@1,2"
+    assert findings.chips("wrong", "silent", "slow") == ()
+    assert 0 < len(findings.untried) < 24
+    assert "links were not tested" in str(findings)
 
 
 @pytest.mark.slow
 def test_one_silent_link_of_many_tested_together(examined):
-    found = examined("link-silent@0,1-0,0", TOGETHER)
-    assert ((0, 0), (0, 1)) in found.links("silent")
-    assert found.quarantined == frozenset()  # it may be any of them
-    assert "--one-by-one" in str(found)
+    findings = examined("link-silent@0,1-0,0", TOGETHER)
+    assert ((0, 0), (0, 1)) in findings.links("silent")
+    assert findings.quarantined == frozenset()  # it may be any of them
+    assert "--one-by-one" in str(findings)
 
 
 @pytest.mark.slow
@@ -97,28 +97,28 @@ def test_released_links_stay_responsive(examined):
 
 @pytest.mark.slow
 def test_wrong_and_slow_links_of_many_tested_together(examined):
-    found = examined("link-wrong@3,1-3,2;link-slow@0,0-1,0", TOGETHER, timeout=LONG)
-    assert found.links("wrong") == (((3, 1), (3, 2)),)
-    assert found.links("slow") == (((0, 0), (1, 0)),)
+    findings = examined("link-wrong@3,1-3,2;link-slow@0,0-1,0", TOGETHER, timeout=LONG)
+    assert findings.links("wrong") == (((3, 1), (3, 2)),)
+    assert findings.links("slow") == (((0, 0), (1, 0)),)
 
 
 @pytest.mark.slow
 def test_chip_that_responds_but_does_not_compute(examined, mesh, monkeypatch):
     monkeypatch.setattr(UnhealthySpec, "delay", UnhealthySpec.silence)  # instead of slow
     monkeypatch.setattr(UnhealthySpec, "silence", lambda spec, x, index: x)
-    found = examined("silent@2,1", replace(SMALL, num_words=1 << 11))
-    assert found.chips("silent") == ((2, 1),)
-    assert found.entries[0].detail == "responds, but computed nothing within 5 s"
-    assert len(found.untried) == 20  # all links of the others
+    findings = examined("silent@2,1", replace(SMALL, num_words=1 << 11))
+    assert findings.chips("silent") == ((2, 1),)
+    assert findings.entries[0].detail == "responds, but computed nothing within 5 s"
+    assert len(findings.untried) == 20  # all links of the others
 
 
 @pytest.mark.slow
 def test_failed_chips_are_not_tested(examined):
     topology = cpu_grid("4x4", failed="2x2@1,1")
-    found = examined("wrong@0,0", topology=topology, timeout=LONG)
-    assert found.failed == "1x1@0,0;2x2@1,1"
-    assert found.num_links == 12
-    assert found.damaged_topology.drawing() == "X...\n.XX.\n.XX.\n...."
+    findings = examined("wrong@0,0", topology=topology, timeout=LONG)
+    assert findings.failed == "1x1@0,0;2x2@1,1"
+    assert findings.num_links == 12
+    assert findings.damaged_topology.drawing() == "X...\n.XX.\n.XX.\n...."
 
 
 @pytest.mark.slow

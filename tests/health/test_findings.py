@@ -24,20 +24,20 @@ def test_healthy_mesh():
 
 
 def test_wrong_and_silent_chips_are_excluded_and_slow_ones_are_not():
-    found = findings(
+    result = findings(
         Finding("wrong", ((1, 2),), "float32 in 6 of 6 runs"),
         Finding("silent", ((2, 2),), "no answer within 60 s"),
         Finding.slow(((0, 0),), 0.5, 0.1),
     )
-    assert found.failed == "2x1@1,2;1x1@3,3"
-    assert found.chips("slow") == ((0, 0),)
-    assert str(found).splitlines() == [
+    assert result.failed == "2x1@1,2;1x1@3,3"
+    assert result.chips("slow") == ((0, 0),)
+    assert str(result).splitlines() == [
         "chip 1,2 is wrong: float32 in 6 of 6 runs",
         "chip 2,2 is silent: no answer within 60 s",
         "chip 0,0 is slow: 500 ms; others take 100 ms",
         "--failed '2x1@1,2;1x1@3,3'",
     ]
-    assert found.damaged_topology.drawing() == "....\n....\n.XX.\n...X"
+    assert result.damaged_topology.drawing() == "....\n....\n.XX.\n...X"
 
 
 def test_a_bad_link_excludes_the_end_with_fewer_links():
@@ -51,7 +51,7 @@ def test_a_bad_link_excludes_the_end_with_fewer_links():
 def test_links_can_be_excluded_without_their_chips():
     """Links of bad chips go with them, and uncertain links stay in."""
     topology = Topology.grid("4x4x2", failed="1x1x1@3,3,0", failed_links="0,3,0-0,3,1")
-    found = findings(
+    result = findings(
         Finding("wrong", ((1, 1, 1),), "float32 in 6 of 6 runs"),
         link("wrong", (1, 0, 1), (1, 1, 1)),
         link("silent", (2, 0, 0), (2, 0, 1)),
@@ -59,21 +59,21 @@ def test_links_can_be_excluded_without_their_chips():
         topology=topology,
     )
     assert (
-        found.link_exclusions
-        == found.to_json()["links_alone"]
+        result.link_exclusions
+        == result.to_json()["links_alone"]
         == {
             "failed": "1x1x1@3,3,0;1x1x1@1,1,1",
             "failed_links": "0,3,0-0,3,1;2,0,0-2,0,1",
         }
     )
-    lines = str(found).splitlines()
+    lines = str(result).splitlines()
     assert lines[-2] == (
         "to keep both ends of a bad link: --failed '1x1x1@3,3,0;1x1x1@1,1,1' "
         "--failed-links '0,3,0-0,3,1;2,0,0-2,0,1'; otherwise:"
     )
     assert lines[-1].startswith("--failed '")
-    alone = Topology.grid("4x4x2", **found.link_exclusions)
-    assert (alone.num_live, len(alone.failed_links)) == (30, 2)
+    damaged = Topology.grid("4x4x2", **result.link_exclusions)
+    assert (damaged.num_live, len(damaged.failed_links)) == (30, 2)
     assert findings(Finding("wrong", ((1, 2),), "no data arrived")).link_exclusions is None
 
 
@@ -89,11 +89,11 @@ def test_links_of_an_excluded_chip_exclude_nothing_more():
 
 def test_uncertain_findings_exclude_nothing():
     unsure = [link("silent", (x, 0), (x + 1, 0), is_sure=False) for x in (0, 2)]
-    found = findings(*unsure, untried=(((0, 0), (0, 1)),))
-    assert found.quarantined == frozenset()
-    assert not found.is_healthy
-    assert "--one-by-one" in str(found)
-    assert "1 of 22 links were not tested" in str(found)
+    result = findings(*unsure, untried=(((0, 0), (0, 1)),))
+    assert result.quarantined == frozenset()
+    assert not result.is_healthy
+    assert "--one-by-one" in str(result)
+    assert "1 of 22 links were not tested" in str(result)
 
 
 def test_untested_links_are_not_healthy():
