@@ -120,7 +120,7 @@ def test_gradients_are_sent_in_the_wire_dtype(sharded, wire_dtype, kinds):
     Partial sums of many additions are too; those of four chips, with a sharded optimizer, are not.
     """
     topology = cpu_grid("2x2") if sharded else DEVICES
-    options = StepOptions(algorithm="row_pair" if not sharded else "ring", sharded=sharded)
+    options = StepOptions(algorithm="auto" if sharded else "row_pair", sharded=sharded)
     trainer = linear_trainer(topology, options, wire_dtype=wire_dtype)
     text = trainer.step.lower(*trainer.inputs).as_text()
     assert set(re.findall(r"collective_permute.*-> tensor<\w*x(\w+)>", text)) == kinds
