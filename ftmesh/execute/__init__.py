@@ -1,1 +1,1 @@
-"""Execute: a schedule lowered to small tables, and run inside a jitted step."""
+"""Lower a schedule to small tables, and run it inside a jitted step."""

@@ -1,1 +1,1 @@
-"""Layout: pytrees as flat buckets of equal chunks, and back."""
+"""Pack pytrees into buckets of equal chunks, split batches, and unpack."""

@@ -108,9 +108,9 @@ class OwnedLayout:
         order = range(len(types)) if order is None else order
         sharded = [i for i in order if types[i].ndim and types[i].size]
         sharded_types = [types[i] for i in sharded]
-        made = make_buckets(sharded_types, [t.dtype for t in sharded_types], bucket_bytes)
+        unordered = make_buckets(sharded_types, [t.dtype for t in sharded_types], bucket_bytes)
         buckets = []
-        for bucket in sorted(made, key=lambda bucket: max(bucket.members)):
+        for bucket in sorted(unordered, key=lambda bucket: max(bucket.members)):
             members = tuple(sharded[i] for i in bucket.members)
             shapes = [types[i].shape for i in members]
             packing = Packing.for_shapes(shapes, num_chunks, bucket.kind.itemsize)

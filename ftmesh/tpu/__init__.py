@@ -1,1 +1,1 @@
-"""TPU: what the compiler is told, and what it makes of programs; no TPU is needed."""
+"""Compile plans for TPUs, and report on the compiled programs; no TPU is needed."""

@@ -57,11 +57,11 @@ def compiled_loops(
     """Find the loops with permutations, in order; permutations outside loops count as a loop too.
 
     An iteration of a loop may run several rounds, with the last ones after the loop; a short loop
-    is unrolled, and may not be told from the next.
+    is unrolled, and may not be distinguishable from the next.
 
     Args:
         text: The compiled program.
-        names: Names for the loops that are found, used if there are as many.
+        names: Names for the loops, used if there are as many as loops.
         planned: The loops of the plan, which say what a round is. If none are given, or they are
             those of another program, an iteration counts as a round.
     """
