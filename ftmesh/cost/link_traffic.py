@@ -62,7 +62,7 @@ class PhaseTraffic:
         self.num_rounds = phase.num_rounds
         self.times = phase.num_rounds if is_merged else 1
         self.transfers = phase.first_round if is_merged else phase.transfers
-        self.bounds = np.array([0, len(self.transfers)]) if is_merged else phase.bounds
+        self.bounds = np.array([0, len(self.transfers)]) if is_merged else phase.round_bounds
         routes = [link_ids(*pair) for pair in phase.pairs]
         hops = np.array([len(route) for route in routes])
         self._route = np.full((len(routes), hops.max()), -1)

@@ -47,7 +47,6 @@ CHUNKS_PER_HOP = 2  # in dataflow, those that a link carries in the time of a ho
 # Chips times chunks up to which trees are planned:
 DATAFLOW_WORK = 500_000  # for dataflow
 KERNEL_WORK = 130_000  # for a kernel, whose tables must stay small
-AUTO_WORK = 700_000  # for ``auto`` with a device model: about 15 s
 
 
 @dataclass(frozen=True)
@@ -195,11 +194,6 @@ def best_num_chunks(topology: Topology, payload_bytes: int, network: Network) ->
     if round_seconds * most**2 <= seconds:
         return most
     return min(most, _rounded(math.sqrt(seconds / round_seconds)))
-
-
-def plans_quickly(topology: Topology, payload_bytes: int, network: Network) -> bool:
-    """Whether trees for a payload are planned in seconds and their tables are of moderate size."""
-    return topology.num_live * best_num_chunks(topology, payload_bytes, network) <= AUTO_WORK
 
 
 def tree_lower_bound(topology: Topology, payload_bytes: int, network: Network) -> float:

@@ -67,7 +67,7 @@ def leaf_chip_costs(
     if isinstance(topology, TiledTopology) or len(topology.components()) > 1:
         return None
     leaves = LeafChips.from_graph(LinkGraph.from_topology(topology))
-    if not len(leaves.rank) or len(leaves.others) == 1:
+    if not len(leaves.rank) or len(leaves.core_ranks) == 1:
         return None
     leaf_chips = tuple(topology.coords[rank] for rank in sorted(leaves.rank.tolist()))
     without = topology.with_failed(leaf_chips)
@@ -75,7 +75,7 @@ def leaf_chip_costs(
     schedules = {
         IN_TREES: schedule_for(topology, "tree", payload_bytes, network, mode),
         FED: tree.build_schedule(
-            topology, by.num_chunks, width=by.width, balance=by.balance, feeding=True
+            topology, by.num_chunks, width=by.width, balance=by.balance, leaves_apart=True
         ),
         IDLE: schedule_for(without, "tree", payload_bytes, network, mode),
     }

@@ -1,4 +1,4 @@
-"""What a kernel for all rounds would take, by its model, and who runs a plan by that."""
+"""The modelled time of a kernel for all rounds, and when a plan uses it."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,42 +33,46 @@ def tpus(kind, shape=(4, 4)):
     )  # fmt: skip
 
 
-def test_the_slower_of_wires_and_memory_and_packing():
+def test_the_slower_of_wires_and_memory_plus_packing():
     """On a ring every chip sends both halves once, adds one and copies the other."""
-    ring, on = registry.schedule(HOLE, "ring"), NETWORKS["v6e"]
-    wires = Simulator(ring).seconds(PAYLOAD, on.wires, DATAFLOW)
-    packing = on.device_model.packing * PAYLOAD / on.device_model.clock
-    assert kernel_seconds(ring, PAYLOAD, on) == pytest.approx(wires + packing)
+    ring, network = registry.build_schedule(HOLE, "ring"), NETWORKS["v6e"]
+    wires = Simulator(ring).seconds(PAYLOAD, network.wires_only, DATAFLOW)
+    packing = network.device_model.packing * PAYLOAD / network.device_model.clock
+    assert kernel_seconds(ring, PAYLOAD, network) == pytest.approx(wires + packing)
     moved = (2 + 2 + 1) * 251 / 252 * PAYLOAD
-    slow = replace(on, memory=1e10)
+    slow = replace(network, memory_bandwidth=1e10)
     assert kernel_seconds(ring, PAYLOAD, slow) == pytest.approx(moved / 1e10 + packing)
     cores = replace(slow, device_model=replace(slow.device_model, devices=2))
     halves = 2.5 * PAYLOAD / 1e10
     assert kernel_seconds(ring, PAYLOAD, cores) == pytest.approx(moved / 1e10 + halves + packing)
 
 
-def test_partial_sums_that_travel_as_something_wider():
-    """Of a ring half of the rounds carry them, along trees all; packing goes with what results."""
-    on = replace(NETWORKS["v6e"], device_model=replace(NETWORKS["v6e"].device_model, packing=0))
+def test_partial_sums_in_a_wider_dtype():
+    """Half of the rounds of a ring carry them, and all along trees; packing goes by results."""
+    network = replace(
+        NETWORKS["v6e"], device_model=replace(NETWORKS["v6e"].device_model, packing=0)
+    )
     for algorithm, times in (("ring", 1.5), ("tree", 2)):
-        schedule = registry.schedule(HOLE, algorithm)
-        narrow = kernel_seconds(schedule, PAYLOAD, on, "bfloat16")
-        one, two = (kernel_seconds(schedule, size, on) for size in (PAYLOAD, 2 * PAYLOAD))
+        schedule = registry.build_schedule(HOLE, algorithm)
+        narrow = kernel_seconds(schedule, PAYLOAD, network, "bfloat16")
+        one, two = (kernel_seconds(schedule, size, network) for size in (PAYLOAD, 2 * PAYLOAD))
         assert narrow == pytest.approx((2 - times) * one + (times - 1) * two)
 
 
-def test_devices_that_are_alone_on_their_chips_exchange_nothing():
-    slow = replace(NETWORKS["v4"], memory=1e10)
-    alone, unknown = (registry.schedule(each, "ring") for each in (tpus("TPU v4"), GRID))
+def test_single_devices_on_chips_exchange_nothing():
+    slow = replace(NETWORKS["v4"], memory_bandwidth=1e10)
+    alone, unknown = (registry.build_schedule(each, "ring") for each in (tpus("TPU v4"), GRID))
     halves = 2.5 * PAYLOAD / 1e10
     found = kernel_seconds(alone, PAYLOAD, slow)
     assert kernel_seconds(unknown, PAYLOAD, slow) == pytest.approx(found + halves)
 
 
-@pytest.mark.parametrize("on", [DEFAULT, NETWORKS["v3"], NETWORKS["v7x"], NETWORKS["v6e"].wires])
-def test_what_has_no_kernel_or_no_price(on):
-    with pytest.raises(ArgumentError, match="known for TPU v4, v5p and v6e alone"):
-        kernel_seconds(registry.schedule(HOLE, "ring"), PAYLOAD, on)
+@pytest.mark.parametrize(
+    "network", [DEFAULT, NETWORKS["v3"], NETWORKS["v7x"], NETWORKS["v6e"].wires_only]
+)
+def test_networks_without_a_kernel(network):
+    with pytest.raises(ArgumentError, match="known only for TPU v4, v5p and v6e"):
+        kernel_seconds(registry.build_schedule(HOLE, "ring"), PAYLOAD, network)
 
 
 class TestAuto:
@@ -77,7 +81,7 @@ class TestAuto:
         [("TPU v6 lite", "pallas"), ("TPU v5", "pallas"), ("TPU v3", "ppermute"),
          ("TPU v5 lite", "ppermute"), ("TPU7x", "ppermute"), ("TPU v9", "ppermute")],
     )  # fmt: skip
-    def test_what_takes_less_where_both_have_a_price(self, kind, executor):
+    def test_the_faster_executor(self, kind, executor):
         topology = tpus(kind)
         plan = ftmesh.plan(topology, executor="auto")
         assert plan.executor == executor
@@ -87,30 +91,33 @@ class TestAuto:
         )  # fmt: skip
         assert plan.network == alike.network
 
-    def test_a_kernel_that_memory_holds_up_is_not_taken(self):
-        slow = replace(NETWORKS["v6e"], memory=1e10)
+    def test_no_kernel_with_slow_memory(self):
+        slow = replace(NETWORKS["v6e"], memory_bandwidth=1e10)
         assert ftmesh.plan(tpus("TPU v6 lite"), link=slow, executor="auto").executor == "ppermute"
 
-    def test_links_of_other_tpus_bring_no_kernel_nor_does_memory_that_nobody_knows(self):
+    def test_no_kernel_on_other_tpus_or_with_unknown_memory(self):
         v3, v6e = tpus("TPU v3"), tpus("TPU v6 lite")
         assert ftmesh.plan(v3, link="v6e", executor="auto").executor == "ppermute"
-        unknown = replace(NETWORKS["v6e"], memory=None)
+        unknown = replace(NETWORKS["v6e"], memory_bandwidth=None)
         assert ftmesh.plan(v6e, link=unknown, executor="auto").executor == "ppermute"
 
-    def test_what_is_written_out_or_no_tpu_has_permutations(self):
+    def test_no_kernel_unrolled_or_off_tpus(self):
         tpu = tpus("TPU v6 lite")
-        assert ftmesh.plan(tpu, executor="auto", unrolled=True).executor == "ppermute"
+        assert ftmesh.plan(tpu, executor="auto").unrolled_variant.executor == "ppermute_unrolled"
         on_cpu = ftmesh.plan(cpu_grid("2x2"), link="v6e", executor="auto")
         assert on_cpu.executor == "ppermute"
         assert ftmesh.plan(Topology.grid("4x4"), link="v6e", executor="auto").executor == "ppermute"
 
-    def test_tiles_and_schedules_that_were_given(self):
+    def test_tiles_and_given_schedules(self):
         tpu = tpus("TPU v6 lite")
-        assert ftmesh.plan(tpu, tile="2x1", executor="auto").topology.num_live == 8
-        given = registry.schedule(tpu, "ring")
-        plan = ftmesh.plan(tpu, schedule=given, executor="auto")
+        tiles = ftmesh.TiledTopology.from_topology(tpu, "2x1")
+        assert ftmesh.plan(tiles, executor="auto").topology.num_live == 8
+        given = registry.build_schedule(tpu, "ring")
+        plan = ftmesh.Plan.from_schedule(given)
         assert (plan.algorithm, plan.is_given) == ("ring", True)
 
-    def test_other_words_are_refused(self):
-        with pytest.raises(ArgumentError, match="one of auto, ppermute, pallas, not 'mosaic'"):
+    def test_unknown_executors_are_rejected(self):
+        with pytest.raises(
+            ArgumentError, match="one of auto, ppermute, ppermute_unrolled, pallas, not 'mosaic'"
+        ):
             ftmesh.plan(HOLE, executor="mosaic")

@@ -35,7 +35,7 @@ def test_the_report_shows_where_the_damage_hurts(run):
   |
   . . . . . .
   . . . . . .
-o alone"""
+o one chip"""
         in text
     )
     assert "at least, for 100 MB over links of 50 GB/s each way, 0.5 us a hop:" in text
@@ -83,7 +83,7 @@ bottleneck of all-reduce:
     |
   . .
   . .
-o alone"""
+o one chip   a, . groups of chips"""
         in text
     )
 

@@ -1,11 +1,17 @@
-"""What is known of floating-point formats without JAX, against JAX, and the bound for sums."""
+"""Floating-point formats compared with those of JAX, and the dtype of partial sums."""
 
 import jax.numpy as jnp
 import pytest
 
 from ftmesh import ArgumentError, Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost.wire_precision import FLOAT_FORMATS, accumulation_dtype, partial_sum_dtype, wire_dtype_name, worst_error
+from ftmesh.cost.wire_precision import (
+    FLOAT_FORMATS,
+    accumulation_dtype,
+    partial_sum_dtype,
+    wire_dtype_name,
+    worst_error,
+)
 
 
 @pytest.mark.parametrize("name", FLOAT_FORMATS)
@@ -16,7 +22,7 @@ def test_formats_are_those_of_jax(name):
     assert FLOAT_FORMATS[name].exponent_bits == about.nexp
 
 
-def test_what_numbers_are_added_in():
+def test_accumulation_dtype():
     assert [accumulation_dtype(name) for name in FLOAT_FORMATS] == ["float64", *["float32"] * 6]
 
 
@@ -31,7 +37,7 @@ def test_what_numbers_are_added_in():
         ("float8_e4m3fn", 1, "float32"),
     ],
 )
-def test_in_what_partial_sums_travel(wire, depth, partials):
+def test_partial_sum_dtype(wire, depth, partials):
     assert partial_sum_dtype(wire, depth=depth) == partials
 
 
@@ -43,6 +49,6 @@ def test_the_bound_is_the_worst_case():
 
 
 @pytest.mark.parametrize("name", ["float64", "int8", "bf16", "", None])
-def test_what_cannot_travel(name):
+def test_dtypes_that_cannot_travel(name):
     with pytest.raises(ArgumentError, match="a floating dtype of at most 32 bits, one of float32"):
         wire_dtype_name(name)

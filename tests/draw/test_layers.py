@@ -56,7 +56,7 @@ o live   → arrives   ↗ to the next layer   ↙ to the layer before
 
 
 @pytest.mark.parametrize("shape", ["8", "4x4", "4x4x8", "2x3x5", "16x16x16", "30x2x3"])
-def test_every_chip_has_a_place_of_its_own_on_the_page(shape):
+def test_every_chip_has_its_own_position(shape):
     topo = Topology.grid(shape)
     places = [position(topo, coord) for coord in topo.all_coords()]
     assert len(set(places)) == topo.num_chips
@@ -114,7 +114,7 @@ def test_the_command_draws_one_way_of_one_circuit(capsys):
     assert title.endswith("2 circuits, reduce-scatter, lane 2")
     assert 9 < sum(line.count(arrow) for line in lines for arrow in "←→↑↓") < 18  # some twice
     assert main(["draw", "3x3", "--lane", "2"]) == 2
-    assert "--lane counts within a phase" in capsys.readouterr().err
+    assert "--lane is counted within a phase" in capsys.readouterr().err
 
 
 def test_the_command_draws_layers(capsys, tmp_path):

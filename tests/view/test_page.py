@@ -1,4 +1,4 @@
-"""The page is one file that asks for nothing, and the command writes it."""
+"""The page is one self-contained file, and the command writes it."""
 
 import base64
 import hashlib
@@ -23,7 +23,7 @@ def html():
     return render_page([build_scene(Topology.grid("4x4", failed="2x2@0,0"))], options="--tpu v3")
 
 
-def held(html):
+def data_of(html):
     return json.loads(re.search(r'id="scenes">(.*?)</script>', html)[1])
 
 
@@ -34,7 +34,7 @@ def test_it_loads_nothing(html):
     assert not re.search(r"@import|url\(|import\(|^import |eval\(|innerHTML", html, re.MULTILINE)
 
 
-def test_its_policy_lets_this_program_run_and_no_other(html):
+def test_content_policy_allows_only_its_own_scripts(html):
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', html)[1]
     assert "default-src 'none'" in policy
     assert "connect-src 'none'" in policy
@@ -47,17 +47,17 @@ def test_its_policy_lets_this_program_run_and_no_other(html):
     assert "connect-src 'self'" in render_page([], plans_at="plan")
 
 
-def test_it_holds_its_scenes(html):
-    found = held(html)
+def test_it_contains_its_scenes(html):
+    found = data_of(html)
     assert [one["mesh"]["name"] for one in found["scenes"]] == ["4x4 less 2x2@0,0"]
     assert (found["options"], found["plans_at"]) == ("--tpu v3", None)
 
 
-def test_no_text_ends_the_scenes_early():
-    made = build_scene(Topology.grid("4x4"))
-    made["limit_why"] = "</script><script>alert(1)</script><!--"
-    found = held(render_page([made]))
-    assert found["scenes"][0]["limit_why"] == made["limit_why"]
+def test_scenes_cannot_end_the_script():
+    scene = build_scene(Topology.grid("4x4"))
+    scene["limit_why"] = "</script><script>alert(1)</script><!--"
+    found = data_of(render_page([scene]))
+    assert found["scenes"][0]["limit_why"] == scene["limit_why"]
 
 
 def test_every_script_is_used_and_small():
@@ -76,9 +76,9 @@ def test_the_command_writes_the_page(tmp_path, capsys):
     options = "--failed 2x2@2,0 --payload 1MB --link 10GB/s --out"
     assert main(["view", "6x4", *options.split(), str(out)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("6x4 less 2x2@2,0: ring is shown first, of 4 that work")
+    assert text.startswith("6x4 less 2x2@2,0: tree is shown first, of 4 that work")
     assert text.endswith(f"wrote {out}\n")
-    found = held(out.read_text())
+    found = data_of(out.read_text())
     assert len(found["scenes"]) == 1
     assert found["options"] == "--link 10GB/s"
     assert "links of 10 GB/s" in found["scenes"][0]["network"]
@@ -90,24 +90,24 @@ def test_a_saved_schedule_is_shown(tmp_path, capsys):
     save(replace(schedule, algorithm="my own"), file)
     assert main(["view", str(file), "--payload", "1MB", "--out", str(out)]) == 0
     assert "4x4 less 2x2@0,0: my own is shown first, of 1" in capsys.readouterr().out
-    (found,) = held(out.read_text())["scenes"]
+    (found,) = data_of(out.read_text())["scenes"]
     assert (found["auto"], found["shown"]) == (None, "my own")
     mine = found["algorithms"][-1]
     assert (mine["algorithm"], mine["rounds"]) == ("my own", schedule.num_rounds)
     assert main(["view", str(file), "--wrap", "x", "--out", str(out)]) == 2
-    assert "leave the other options away" in capsys.readouterr().err
+    assert "leave out the other options" in capsys.readouterr().err
     save(
         registry.build_schedule(TiledTopology.from_topology(Topology.grid("4x4"), "2x1"), "ring"),
         file,
     )
     assert main(["view", str(file), "--out", str(out)]) == 2
-    assert "the page shows chips" in capsys.readouterr().err
+    assert "the page cannot show tiles" in capsys.readouterr().err
 
 
-def test_a_small_mesh_comes_with_the_loss_of_every_chip(tmp_path):
+def test_a_small_mesh_includes_the_loss_of_every_chip(tmp_path):
     out = tmp_path / "view.html"
     assert main(["view", "2x2", "--algorithm", "auto", "--devices", "2", "--out", str(out)]) == 0
-    found = held(out.read_text())["scenes"]
+    found = data_of(out.read_text())["scenes"]
     assert [one["mesh"]["failed"] for one in found] == [
         [], [[0, 0]], [[1, 0]], [[0, 1]], [[1, 1]],
     ]  # fmt: skip
@@ -128,8 +128,8 @@ def test_a_small_mesh_comes_with_the_loss_of_every_chip(tmp_path):
 )
 def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, argv, says):
     monkeypatch.chdir(tmp_path)
-    is_refused = says in ("cut into 2 parts", "use row_pair or ring", "nothing to sum")
-    assert main(argv.split()) == (69 if is_refused else 2)
+    is_plan_error = says in ("cut into 2 parts", "use row_pair or ring", "nothing to sum")
+    assert main(argv.split()) == (69 if is_plan_error else 2)
     out, error = capsys.readouterr()
     assert says in error
     assert (out, error.count("\n")) == ("", 1)
