@@ -1,5 +1,4 @@
 import inspect
-from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,16 +40,16 @@ def test_a_payload_is_a_number_and_has_bounds(payload, says):
     [
         (lambda plan: ftmesh.plan("8x8"), r"for a topology, and not for '8x8': .*Topology\.grid"),
         (lambda plan: ftmesh.plan(None), "for a topology"),
-        (lambda plan: ftmesh.save(plan, "a.npz"), r"not a Plan: of a plan, plan\.schedule"),
+        (lambda plan: ftmesh.save(plan, "a.npz"), r"not a Plan: for a plan, pass plan\.schedule"),
         (lambda plan: ftmesh.save(None, "a.npz"), "not a NoneType"),
-        (lambda plan: ftmesh.verify(plan), r"of a plan, plan\.schedule"),
-        (lambda plan: ftmesh.simulate(plan), r"of a plan, plan\.schedule"),
-        (lambda plan: ftmesh.load(None), "from a path or from bytes, not from None"),
-        (lambda plan: ftmesh.load(0), "from a path or from bytes, not from 0"),
-        (lambda plan: Topology.grid("4x4", failed=5), "or listed, and not 5"),
+        (lambda plan: ftmesh.verify(plan), r"pass plan\.schedule"),
+        (lambda plan: ftmesh.simulate(plan), r"pass plan\.schedule"),
+        (lambda plan: ftmesh.load(None), "takes a path or bytes, not None"),
+        (lambda plan: ftmesh.load(0), "takes a path or bytes, not 0"),
+        (lambda plan: Topology.grid("4x4", failed=5), "or a list of coords, not 5"),
         (lambda plan: Topology.from_drawing(5), "a drawing is text"),
         (lambda plan: ftmesh.plan(TOPO, link="50Gb/s"), "reads as bits"),
-        (lambda plan: ftmesh.plan(Topology.grid("200x200")), "would take some 179.2 GB"),
+        (lambda plan: ftmesh.plan(Topology.grid("200x200")), "would take about 179.2 GB"),
         (lambda plan: ftmesh.psum(1.0, "data", plan=plan.schedule), "not a SplitSchedule: give"),
         (lambda plan: ftmesh.psum(1.0, "data", plan=None), "not a NoneType: give plan="),
     ],
@@ -70,7 +69,7 @@ def test_a_schedule_that_was_planned_before():
     plan = ftmesh.Plan.from_schedule(schedule)
     assert (plan.algorithm, plan.is_given, plan.is_auto) == ("ring", True, False)
     assert plan.proof == ftmesh.verify(schedule)
-    with pytest.raises(ftmesh.ArgumentError, match="the schedule is for .*: plan it again"):
+    with pytest.raises(ftmesh.ArgumentError, match=r"the schedule is for .*: plan it again"):
         ftmesh.Plan.from_schedule(schedule, Topology.grid("8x8"))
     with pytest.raises(ftmesh.ArgumentError, match="executor must be one of ppermute"):
         ftmesh.Plan.from_schedule(schedule, executor="auto")
@@ -78,8 +77,8 @@ def test_a_schedule_that_was_planned_before():
 
 def test_a_wrong_schedule_is_not_a_plan():
     schedule = ftmesh.plan(TOPO, "ring").schedule
-    short = replace(schedule, phases=schedule.phases[:1])
-    with pytest.raises(ftmesh.FtmeshError):
+    short = ftmesh.Schedule(TOPO, "ring", schedule.num_chunks, schedule.phases[:1])
+    with pytest.raises(ftmesh.VerificationError):
         ftmesh.Plan.from_schedule(short)
 
 
@@ -108,11 +107,7 @@ class TestTrees:
         assert plan.with_reduce_scatter.with_reduce_scatter is plan.with_reduce_scatter
         assert plan.with_reduce_scatter.proof is not None
         whole = ftmesh.plan(Topology.grid("4x4"), "tree")
-        assert (
-            whole.with_reduce_scatter.algorithm
-            == whole.with_reduce_scatter.explain().algorithm
-            != "flood"
-        )
+        assert whole.with_reduce_scatter.algorithm == "two_dim"
 
 
 class TestOtherSizes:
@@ -152,7 +147,7 @@ class TestOtherSizes:
             )
 
     def test_each_tells_of_the_size_and_dtype_that_it_was_asked_for(self):
-        plan = ftmesh.plan(TOPO, payload_bytes=100_000_000)
+        plan = ftmesh.plan(TOPO, payload_bytes=100_000_000, executor="ppermute_unrolled")
         narrow, wide = plan.for_payload(60, wire_dtype="bfloat16"), plan.for_payload(4000)
         assert (narrow.payload_bytes, narrow.wire_dtype) == (64, "bfloat16")
         assert (wide.payload_bytes, wide.wire_dtype) == (4096, "float32")
@@ -181,7 +176,7 @@ def test_a_plan_says_in_what_partial_sums_travel():
         "bound",
         "  partial sums of float16 travel as float32, which has the range for them",
     ]
-    with pytest.raises(ftmesh.ArgumentError, match="the name of a floating dtype"):
+    with pytest.raises(ftmesh.ArgumentError, match="must be a floating dtype"):
         deep.partial_sum_dtype("int8")
 
 
@@ -205,7 +200,7 @@ def test_a_dtype_or_its_name():
     assert ftmesh.plan(TOPO, wire_dtype=jnp.bfloat16).wire_dtype == "bfloat16"
     assert ftmesh.plan(TOPO).partial_sum_dtype(jnp.float16) == "float32"
     for wrong in (object(), int, "int8", jnp.int8, float):
-        with pytest.raises(ftmesh.ArgumentError, match="the name of a floating dtype"):
+        with pytest.raises(ftmesh.ArgumentError, match="must be a floating dtype"):
             ftmesh.plan(TOPO, wire_dtype=wrong)
 
 
