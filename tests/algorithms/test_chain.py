@@ -1,4 +1,4 @@
-"""Chips in a line: what `line` promises beyond the suite over every planner."""
+"""`chain` on chips in a line."""
 
 from fractions import Fraction
 
@@ -11,7 +11,7 @@ from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import SplitSchedule
 
 
-def proved(topo):
+def check(topo):
     schedule = registry.build_schedule(topo, "chain")
     verify(schedule)
     assert schedule.is_neighbour_only
@@ -20,18 +20,18 @@ def proved(topo):
 
 @pytest.mark.parametrize("chips", [2, 3, 8, 13])
 @pytest.mark.parametrize("shape", ["{}", "1x{}", "{}x1"])
-def test_an_open_line_takes_a_round_less_than_chips_for_each_half(shape, chips):
-    schedule = proved(Topology.grid(shape.format(chips)))
+def test_an_open_line_takes_one_round_less_than_chips_for_each_part(shape, chips):
+    schedule = check(Topology.grid(shape.format(chips)))
     assert [phase.num_rounds for phase in schedule.phases] == [chips - 1] * 2
     assert schedule.rounds_in_reduce_scatter == chips - 1
     assert schedule.owner.tolist() == list(range(chips))
 
 
 @pytest.mark.parametrize("chips", [2, 3, 8, 13])
-def test_an_open_line_is_at_the_limit_of_each_half(chips):
-    """The chip at an end has one link, over which all but its own share must leave or come."""
+def test_an_open_line_meets_the_lower_bound(chips):
+    """The chip at an end has one link, which everything but its own share must cross."""
     topo = Topology.grid((chips,))
-    schedule = proved(topo)
+    schedule = check(topo)
     for phase in schedule.phases:
         busiest = max(schedule.link_loads(phase).values())
         assert Fraction(busiest, schedule.num_chunks) == Fraction(chips - 1, chips)
@@ -39,7 +39,7 @@ def test_an_open_line_is_at_the_limit_of_each_half(chips):
 
 
 def test_both_directions_of_every_link_are_used_from_the_first_round():
-    schedule = proved(Topology.grid("4"))
+    schedule = check(Topology.grid("4"))
     assert schedule.describe_round(0).splitlines()[1:] == [
         "  lane 0: (0,) -> (1,)  add chunk 3",
         "  lane 1: (3,) -> (2,)  add chunk 0",
@@ -52,8 +52,8 @@ def test_both_directions_of_every_link_are_used_from_the_first_round():
 
 
 @pytest.mark.parametrize("chips", [3, 8, 13])
-def test_a_line_that_closes_runs_both_ways_with_half_of_the_payload_each(chips):
-    schedule = proved(Topology.grid((1, chips), wrap=True))
+def test_a_closed_line_sends_half_of_the_payload_each_way(chips):
+    schedule = check(Topology.grid((1, chips), wrap=True))
     assert [phase.num_rounds for phase in schedule.phases] == [chips - 1] * 2
     for phase in schedule.phases:
         loads = schedule.link_loads(phase)
@@ -62,40 +62,40 @@ def test_a_line_that_closes_runs_both_ways_with_half_of_the_payload_each(chips):
     assert schedule.num_chunks == 2 * chips
 
 
-def test_two_chips_have_one_cable_whether_they_wrap_or_not():
-    assert proved(Topology.grid("2", wrap=True)).num_rounds == 2
+def test_two_chips_that_wrap_have_one_cable():
+    assert check(Topology.grid("2", wrap=True)).num_rounds == 2
 
 
 @pytest.mark.parametrize("damage", [{"failed": "1@3"}, {"failed_links": "3-4"}])
-def test_a_closed_line_with_one_fault_is_an_open_one_in_the_order_of_the_walk(damage):
+def test_a_closed_line_with_one_failure_is_an_open_line(damage):
     topo = Topology.grid("8", wrap=True, **damage)
     order = [3, 2, 1, 0, 7, 6, 5, 4] if "failed_links" in damage else [2, 1, 0, 7, 6, 5, 4]
-    assert chain.walk(topo) == [(x,) for x in order]
-    schedule = proved(topo)
+    assert chain.line_order(topo) == [(x,) for x in order]
+    schedule = check(topo)
     assert schedule.num_rounds == 2 * (len(order) - 1)
-    assert [topo.coords[rank] for rank in schedule.owner] == chain.walk(topo)
+    assert [topo.coords[rank] for rank in schedule.owner] == chain.line_order(topo)
 
 
-def test_damage_may_leave_a_line_of_any_mesh():
+def test_lines_left_by_damage_on_any_mesh():
     bent = Topology.from_drawing("""
         ...X
         .X..
         .XX.
     """)
-    assert chain.walk(bent) == [
+    assert chain.line_order(bent) == [
         (0, 2), (0, 1), (0, 0), (1, 0), (2, 0), (2, 1), (3, 1), (3, 2),
     ]  # fmt: skip
-    assert proved(bent).phases[0].name == "line, reduce-scatter"
+    assert check(bent).phases[0].name == "chain, reduce-scatter"
     around_a_hole = Topology.from_drawing("""
         ...
         .X.
         ...
     """)
-    assert proved(around_a_hole).phases[0].name == "two-way ring, reduce-scatter"
+    assert check(around_a_hole).phases[0].name == "two-way ring, reduce-scatter"
 
 
-def test_auto_takes_it():
-    assert ftmesh.plan(Topology.grid("1x8")).algorithm == "chain"
+def test_auto_chooses_it():
+    assert ftmesh.plan(Topology.grid("1x8"), reduce_scatter=True).algorithm == "chain"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_auto_takes_it():
         (Topology.grid("1"), "single live chip"),
     ],
 )
-def test_a_broken_line_is_refused_and_its_parts_are_named(topo, says):
+def test_the_error_for_a_broken_line_names_its_parts(topo, says):
     with pytest.raises(PlanError, match=says):
         registry.build_schedule(topo, "chain")
 
@@ -118,24 +118,24 @@ def test_a_broken_line_is_refused_and_its_parts_are_named(topo, says):
 @pytest.mark.parametrize(
     ("topo", "says"),
     [
-        (Topology.grid("3x3"), r"two neighbours at most, and chip \(1, 0\) has 3"),
+        (Topology.grid("3x3"), r"at most two neighbours, and chip \(1, 0\) has 3"),
         (Topology.grid("8", failed="1@3"), "its line ends after 3 of 7 chips"),
         (Topology.grid("1"), "nothing to sum"),
     ],
 )
-def test_the_planner_alone_refuses_what_is_not_a_line(topo, says):
+def test_meshes_that_are_not_a_line_raise(topo, says):
     with pytest.raises(PlanError, match=says):
         chain.build_schedule(topo)
 
 
-def test_a_round_that_is_left_out_is_found():
-    good = proved(Topology.grid("1x5"))
-    columns = good.phases[0].transfers
+def test_a_missing_round_is_found():
+    good = check(Topology.grid("1x5"))
+    transfers = good.phases[0].transfers
     broken = SplitSchedule(
         topology=good.topology,
         algorithm="chain",
         num_chunks=good.num_chunks,
-        phases=(Phase("chain", columns.take(columns.round != 1)), good.phases[1]),
+        phases=(Phase("chain", transfers.take(transfers.round != 1)), good.phases[1]),
         owner=good.owner,
         rounds_in_reduce_scatter=good.rounds_in_reduce_scatter,
     )

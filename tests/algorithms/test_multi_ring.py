@@ -1,4 +1,4 @@
-"""Several circuits at once: what `multi_ring` promises on tori, and how circuits are joined."""
+"""`multi_ring` on tori, and how circuits are joined."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -10,13 +10,13 @@ import pytest
 import ftmesh
 from ftmesh import PlanError, Topology, verify
 from ftmesh.algorithms import multi_ring, registry
-from ftmesh.algorithms.circuits import along, join_circuits, wrapping_axes
 from ftmesh.algorithms.building_blocks import bidirectional_rings
+from ftmesh.algorithms.circuits import axis_links, join_circuits, wrapping_axes
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import addition_depth
 
 TORI = [*product(range(3, 8), repeat=2), (4, 13), (3, 20), (3, 3, 3), (3, 4, 5), (4, 4, 8)]
-PARTLY = [  # an axis of two chips, or open
+PARTIAL_TORI = [  # with an axis of two chips, or one that does not wrap
     ("2x4x4", True, 2),
     ("3x4x2", True, 2),
     ("5x3x3", (True, True, False), 2),
@@ -31,7 +31,7 @@ def cables(walk):
 @pytest.mark.parametrize("shape", TORI, ids=str)
 def test_circuits_of_a_torus_use_every_cable_once(shape):
     topo = Topology.grid(shape, wrap=True)
-    walks = join_circuits(topo, [along(topo, axis) for axis in range(len(shape))])
+    walks = join_circuits(topo, [axis_links(topo, axis) for axis in range(len(shape))])
     for walk in walks:
         assert sorted(walk) == sorted(topo.coords)
     assert sum(len(cables(walk)) for walk in walks) == len(topo.links) // 2
@@ -39,7 +39,7 @@ def test_circuits_of_a_torus_use_every_cable_once(shape):
 
 
 @pytest.mark.parametrize("shape", ["3x3", "4x6", "5x7", "4x4x4", "3x4x3"])
-def test_every_link_works_in_every_round(shape):
+def test_every_link_is_used_in_every_round(shape):
     topo = Topology.grid(shape, wrap=True)
     schedule = registry.build_schedule(topo, "multi_ring")
     verify(schedule)
@@ -49,12 +49,12 @@ def test_every_link_works_in_every_round(shape):
         loads = schedule.link_loads(phase)
         assert set(loads) == set(topo.links)
         assert set(loads.values()) == {topo.num_live - 1}
-    halves = ftmesh.limits(topo).all_gather
-    assert Fraction(topo.num_live - 1, schedule.num_chunks) == halves
-    assert ftmesh.limits(topo).all_reduce == 2 * halves
+    bound = ftmesh.limits(topo).all_gather
+    assert Fraction(topo.num_live - 1, schedule.num_chunks) == bound
+    assert ftmesh.limits(topo).all_reduce == 2 * bound
 
 
-@pytest.mark.parametrize(("shape", "wrap", "count"), PARTLY)
+@pytest.mark.parametrize(("shape", "wrap", "count"), PARTIAL_TORI)
 def test_axes_without_rings_add_no_circuit(shape, wrap, count):
     topo = Topology.grid(shape, wrap=wrap)
     schedule = registry.build_schedule(topo, "multi_ring")
@@ -76,55 +76,64 @@ def test_axes_without_rings_add_no_circuit(shape, wrap, count):
     ],
     ids=str,
 )
-def test_what_it_cannot_do_it_refuses(topo, says):
+def test_meshes_it_does_not_work_on_raise(topo, says):
     with pytest.raises(PlanError, match=says):
         multi_ring.build_schedule(topo)
 
 
-def test_circuits_that_no_square_joins_are_refused():
-    """Two rings whose chips have no more than one cable in common."""
+def test_circuits_that_no_square_joins_raise():
+    """Two rings with a single cable between them."""
     topo = Topology.grid("3x2", wrap=True, failed_links="0,0-0,1;1,0-1,1")
     with pytest.raises(PlanError, match="squares of four chips, and 2 are left"):
-        join_circuits(topo, [along(topo, 0)])
+        join_circuits(topo, [axis_links(topo, 0)])
 
 
-def test_circuits_that_visit_a_chip_twice_are_found():
+def test_a_circuit_that_visits_a_chip_twice_raises():
     topo = Topology.grid("3x3", wrap=True)
-    (walk, _) = join_circuits(topo, [along(topo, axis) for axis in (0, 1)])
+    (walk, _) = join_circuits(topo, [axis_links(topo, axis) for axis in (0, 1)])
     broken = [*walk[:4], walk[2], *walk[5:]]
     with pytest.raises(ftmesh.ScheduleError, match="a rank is on it twice"):
         bidirectional_rings(topo, [broken], algorithm="multi_ring", name="broken")
 
 
-def test_a_circuit_that_jumps_or_crosses_a_failed_link_is_told():
+def test_a_circuit_with_a_jump_or_a_failed_link_is_not_neighbour_only():
     topo = Topology.grid("3x3", wrap=True)
-    walk = join_circuits(topo, [along(topo, 0)])[0]
+    walk = join_circuits(topo, [axis_links(topo, 0)])[0]
     jumps = [walk[2], walk[1], walk[0], *walk[3:]]
-    less = Topology.grid("3x3", failed_links=[walk[:2]], wrap=True)
-    for mesh, chips in ((topo, jumps), (less, walk)):
+    damaged = Topology.grid("3x3", failed_links=[walk[:2]], wrap=True)
+    for mesh, chips in ((topo, jumps), (damaged, walk)):
         proof = verify(bidirectional_rings(mesh, [chips], algorithm="ring", name="broken"))
         assert not proof.is_neighbour_only
-    assert verify(bidirectional_rings(topo, [walk], algorithm="ring", name="whole")).is_neighbour_only
+    assert verify(
+        bidirectional_rings(topo, [walk], algorithm="ring", name="whole")
+    ).is_neighbour_only
 
 
-def test_auto_takes_what_a_payload_is_fastest_by():
-    small, square, long = (Topology.grid(shape, wrap=True) for shape in ("4x4", "8x8", "4x16"))
-    assert ftmesh.plan(small, payload_bytes=10**4).algorithm == "two_dim"
-    assert ftmesh.plan(square, payload_bytes=10**9).algorithm == "two_dim"
-    assert ftmesh.plan(long, payload_bytes=10**9).algorithm == "multi_ring"
-    assert ftmesh.plan(long, payload_bytes=10**6).algorithm == "row_pair"
+@pytest.mark.parametrize(
+    ("shape", "payload_bytes", "algorithm"),
+    [
+        ("4x4", 10**4, "two_dim"),
+        ("8x8", 10**9, "two_dim"),
+        ("4x16", 10**9, "multi_ring"),
+        ("4x16", 10**6, "row_pair"),
+    ],
+)
+def test_auto_chooses_the_fastest_with_a_reduce_scatter(shape, payload_bytes, algorithm):
+    topo = Topology.grid(shape, wrap=True)
+    plan = ftmesh.plan(topo, payload_bytes=payload_bytes, reduce_scatter=True)
+    assert plan.algorithm == algorithm
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "multi_ring"])
-def test_the_depth_of_rings_is_that_of_their_rows(algorithm):
+def test_the_depth_of_ring_rules_is_that_of_their_transfers(algorithm):
     schedule = registry.build_schedule(Topology.grid("3x4", wrap=True), algorithm)
     (phase,) = schedule.reduce_scatter
     rows = Phase(phase.name, phase.transfers)
     assert addition_depth([phase], 12, schedule.num_chunks) == 11
     assert addition_depth([rows], 12, schedule.num_chunks) == 11
     twice = Phase("twice", (phase.content[0], replace(phase.content[1], first_chunk=np.int32([1]))))
-    written = Phase("twice", twice.transfers)
-    assert addition_depth([twice], 12, 24) == addition_depth([written], 12, 24) == 13
+    same = Phase("twice", twice.transfers)
+    assert addition_depth([twice], 12, 24) == addition_depth([same], 12, 24) == 13
 
 
 def test_tiles_of_a_torus():

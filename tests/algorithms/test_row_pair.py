@@ -1,4 +1,4 @@
-"""Row pairs: what a block costs them, who owns nothing, and where they turn to columns."""
+"""`row_pair`: rounds that a failed block costs, owners, and column pairs."""
 
 from itertools import product
 
@@ -20,8 +20,8 @@ def undamaged_rounds(shape):
     return row_pair.build_schedule(Topology.grid(shape)).num_rounds
 
 
-def has_pocket(topo):
-    """Whether some chips hang on the rest by a single link, which every sum would have to cross."""
+def has_bridge(topo):
+    """Whether removing a single link disconnects the mesh."""
     return any(
         len(Topology.grid(topo.shape, failed=topo.failed, failed_links=[link]).components()) > 1
         for link in topo.links
@@ -33,7 +33,7 @@ class TestRowPair:
     @pytest.mark.slow
     @pytest.mark.parametrize("size", [(2, 2), (4, 2), (2, 4), (8, 2), (2, 12)], ids=str)
     def test_one_even_block_costs_at_most_16_rounds_on_16x16(self, size):
-        """And no link carries two pieces in a round of the first phase, wherever the block is."""
+        """And no link carries two pieces in a round of the first phase."""
         full = undamaged_rounds("16x16")
         corners = list(product(range(0, 17 - size[0], 2), range(0, 17 - size[1], 2)))
         for x, y in {*corners[::3], corners[-1]}:
@@ -57,12 +57,12 @@ class TestRowPair:
         for block in ("2x2@3,2", "4x2@5,6", "2x2@7,7", "2x4@3,9", "2x2@0,5", "4x2@3,1", "2x2@14,7"):
             assert check(Topology.grid("16x16", failed=block), "row_pair").num_rounds <= full + 16
 
-    def test_the_paper_meshes_cost_no_round_more(self):
+    def test_the_meshes_of_the_paper_take_no_extra_round(self):
         for shape, block in (("16x32", "4x2@6,14"), ("32x32", "4x2@14,14")):
             damaged = row_pair.build_schedule(Topology.grid(shape, failed=block))
             assert damaged.num_rounds == undamaged_rounds(shape)
 
-    def test_it_turns_to_columns_where_that_fits_the_damage(self):
+    def test_it_uses_column_pairs_if_these_fit_the_damage(self):
         wide = row_pair.build_schedule(Topology.grid("16x16", failed="8x2@4,4"))
         tall = row_pair.build_schedule(Topology.grid("16x16", failed="2x8@4,4"))
         assert wide.phases[0].name.startswith("row-pair")
@@ -74,22 +74,23 @@ class TestRowPair:
         owners = {topo.coords[rank] for rank in row_pair.build_schedule(topo).owner}
         assert owners == {coord for coord in topo.coords if coord[1] not in (2, 3)}
 
-    def test_yellow_chips_work_in_2x2_blocks_beside_an_even_hole(self):
+    def test_off_ring_chips_form_2x2_blocks_next_to_an_even_hole(self):
         topo = Topology.grid("8x8", failed="2x2@2,2")
-        pairs = [(topo.coords[s], topo.coords[d]) for s, d in row_pair.build_schedule(topo).phases[0].pairs]
-        yellow = [(a, b) for a, b in pairs if a[1] in (2, 3) and b[1] in (2, 3)]
-        assert {(a[0] // 2, b[0] // 2) for a, b in yellow} == {(0, 0), (2, 2), (3, 3)}
+        phase = row_pair.build_schedule(topo).phases[0]
+        pairs = [(topo.coords[s], topo.coords[d]) for s, d in phase.pairs]
+        off_ring = [(a, b) for a, b in pairs if a[1] in (2, 3) and b[1] in (2, 3)]
+        assert {(a[0] // 2, b[0] // 2) for a, b in off_ring} == {(0, 0), (2, 2), (3, 3)}
 
-    def test_a_block_that_leaves_a_pocket_is_bound_by_the_pockets_one_link(self):
-        """Every piece of the payload must leave by that link, one a round."""
+    def test_a_pocket_is_bound_by_its_one_link(self):
+        """Every piece of the payload must leave over that link, one per round."""
         topo = Topology.grid("16x16", failed="2x2@0,1")
-        assert has_pocket(topo)
+        assert has_bridge(topo)
         first = check(topo, "row_pair").phases[0]
         num_pieces = 2 * 32
         assert num_pieces <= first.num_rounds <= num_pieces + 8
 
-    def test_refuses_where_no_pair_is_whole(self):
+    def test_raises_if_no_pair_is_whole(self):
         with pytest.raises(PlanError, match="no pair of rows is whole and no pair of columns"):
             row_pair.build_schedule(Topology.from_drawing("X...\n....\n..X.\n...."))
-        with pytest.raises(PlanError, match="its 5 rows do not make pairs"):
+        with pytest.raises(PlanError, match="its 5 rows do not form pairs"):
             row_pair.build_schedule(Topology.grid("5x5"))

@@ -1,4 +1,4 @@
-"""Rows and columns at once: both halves of the payload, and thirds on three axes."""
+"""`two_dim`: halves of the payload on two axes, thirds on three."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.support.proving import check
 
 
 class TestTwoDim:
-    def test_both_halves_move_pieces_of_one_size_on_the_paper_mesh(self):
+    def test_both_halves_move_pieces_of_one_size_on_the_mesh_of_the_paper(self):
         schedule = two_dim.build_schedule(Topology.grid("16x32"))
         assert set(schedule.phases[0].transfers.count.tolist()) == {16}
         assert schedule.num_rounds == 4 * 31
@@ -21,7 +21,7 @@ class TestTwoDim:
         assert schedule.is_neighbour_only
         assert len(set(schedule.owner.tolist())) == schedule.topology.num_live
 
-    def test_on_three_axes_that_wrap_both_directions_of_every_link_work_all_the_time(self):
+    def test_every_link_is_used_both_ways_in_every_round_on_a_3d_torus(self):
         schedule = two_dim.build_schedule(Topology.grid("4x4x4", wrap=True))
         assert [phase.num_rounds for phase in schedule.reduce_scatter] == [3, 3, 3]
         for phase, chunks in zip(schedule.reduce_scatter, (16, 4, 1), strict=True):
@@ -29,15 +29,15 @@ class TestTwoDim:
             assert set(loads) == set(schedule.topology.links)
             assert set(loads.values()) == {3 * chunks}
         assert [phase.name for phase in schedule.reduce_scatter] == [
-            f"{turn}, reduce-scatter"
-            for turn in ("x, y and z first", "y, z and x next", "z, x and y last")
+            f"{name}, reduce-scatter"
+            for name in ("x, y and z first", "y, z and x next", "z, x and y last")
         ]
 
-    def test_pieces_are_of_one_size_where_a_side_is_twice_another(self):
+    def test_pieces_have_one_size_if_a_side_is_twice_another(self):
         schedule = two_dim.build_schedule(Topology.grid("4x4x8", wrap=True))
         assert [phase.counts for phase in schedule.reduce_scatter] == [[16], [4], [1]]
         assert schedule.num_rounds == 6 * 7
 
-    def test_damage_is_refused(self):
+    def test_damage_raises(self):
         with pytest.raises(PlanError, match="every row and column whole"):
             two_dim.build_schedule(Topology.grid("8x8", failed="2x2@2,2"))
