@@ -240,7 +240,7 @@ def test_arrays_of_another_model(tmp_path, change, says):
     arrays = to_published(tiny_params())
     change(arrays)
     np.savez(tmp_path / "bert.npz", **arrays)
-    with pytest.raises(DataError, match=f"bert.npz: these arrays do not fit this model: {says}"):
+    with pytest.raises(DataError, match=f"bert.npz: the arrays do not fit this model: {says}"):
         read_published(tmp_path / "bert.npz", like=shapes_of(bert_tiny()))
 
 

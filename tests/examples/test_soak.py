@@ -258,7 +258,7 @@ class TestRunning:
 
 @pytest.mark.parametrize(
     ("argv", "says"),
-    [(["--faults", "burn@1"], "'burn@1' is no fault"), (["--out", "."], "is not empty")],
+    [(["--faults", "burn@1"], "'burn@1' is not a fault"), (["--out", "."], "is not empty")],
 )
 def test_bad_arguments(argv, says, capsys):
     assert soak.main(argv) == 2
