@@ -21,9 +21,8 @@ PACKAGES = {
     "examples.common": ROOT / "examples" / "common",
 }
 IN_SECONDS = re.compile(r"SECONDS|HEARTBEAT|SHUTDOWN|LIMIT|GRACE|PATIENCE|TIMEOUT|WAIT|INTERVAL")
-NO_TIMEOUTS = {  # bytes, bytes per second, and a fraction
-    "elastic.peer_store.LIMIT",
-    "elastic.peer_store.SLOWEST",
+NO_TIMEOUTS = {  # bytes per second, and a fraction
+    "elastic.peer_store.MIN_CHECKSUM_RATE",
     "examples.common.reader.MAX_DAMAGED",
 }
 CALLS = {"sleep", "wait", "wait_for", "join", "settimeout", "receive", "within", "Timer"}
@@ -115,6 +114,6 @@ def test_options_in_the_table_exist(command, capsys):
 def test_options_of_elastic_runs_are_documented(capsys):
     with pytest.raises(SystemExit):
         main(["launch", "--help"])
-    options = capsys.readouterr().out.split("through failures:")[1].split("exit status")[0]
+    options = capsys.readouterr().out.split("fault tolerance:")[1].split("exit status")[0]
     for option in re.findall(r"^  (--[\w-]+)", options, re.MULTILINE):
         assert option in TEXT, option
