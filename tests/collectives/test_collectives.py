@@ -340,7 +340,9 @@ class TestIdle:
     def test_missing_devices_raise(self):
         topo = Topology.from_devices(jax.devices()[:16], shape="4x4", failed="2x2@0,0")
         half = ftmesh.Topology(topo.shape, topo.wrap, topo.failed, devices=topo.devices)
-        with pytest.raises(ftmesh.TopologyError, match="0 of 16 devices of 4x4 are there"):
+        with pytest.raises(
+            ftmesh.TopologyError, match="needs every device of 4x4, and only 0 of 16"
+        ):
             half.jax_mesh("data", with_idle=True)
 
 

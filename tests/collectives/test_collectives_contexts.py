@@ -159,7 +159,7 @@ class TestBadCalls:
 
     def test_axis_index_groups_and_several_axes(self, twelve):
         with pytest.raises(CollectiveError, match="has no axis_index_groups"):
-            twelve.psum(jnp.ones(3), "data", axis_index_groups=[[0, 1], [2, 3]])
+            ftmesh.psum(jnp.ones(3), "data", axis_index_groups=[[0, 1], [2, 3]], plan=twelve)
         with pytest.raises(CollectiveError, match="one axis, not \\('data', 'model'\\)"):
             twelve.psum(jnp.ones(3), ("data", "model"))
 

@@ -152,7 +152,7 @@ def called(module, case):
 
 
 def kind(leaf):
-    """What a leaf is, to a person and to JAX."""
+    """The Python type of a leaf, and its type for JAX."""
     is_number = isinstance(leaf, (bool, int, float, complex))
     aval = jax.typeof(leaf)
     varying = getattr(getattr(aval, "mat", None), "varying", frozenset())
@@ -160,16 +160,16 @@ def kind(leaf):
 
 
 def kinds(where, body, x):
-    """What comes out at a rank, as it is known while it is traced."""
-    result = []
+    """The kinds of the results of a rank, while it is traced."""
+    traced = []
 
-    def noted(x):
+    def record(x):
         result = body(x)
-        result.append(jax.tree.map(kind, result))
+        traced.append(jax.tree.map(kind, result))
         return result
 
-    jax.eval_shape(where(noted), x)
-    return result[0]
+    jax.eval_shape(where(record), x)
+    return traced[0]
 
 
 @pytest.mark.parametrize("where", WHERE)

@@ -109,9 +109,9 @@ class TestMeshes:
         for names in ("data", ("data",), ("data", "a", "b", "c")):
             with pytest.raises(ArgumentError, match="give two names, as"):
                 small.jax_mesh(names)
-        with pytest.raises(ArgumentError, match="not along 'batch'"):
+        with pytest.raises(ArgumentError, match=r"along must be one of the axes .* not 'batch'"):
             small.jax_mesh(AXES, along="batch")
-        with pytest.raises(ArgumentError, match="plan with tile='2x1' for a model axis"):
+        with pytest.raises(ArgumentError, match="'2x1'\\) for a model axis"):
             cpu_grid("4x4").jax_mesh(AXES)
         with pytest.raises(TopologyError, match="4x4 was not built from devices"):
             ftmesh.plan(ftmesh.TiledTopology.from_topology(Topology.grid("4x4"), "2x2")).jax_mesh(

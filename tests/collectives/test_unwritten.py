@@ -124,11 +124,11 @@ def test_idle_ranks_have_zeros(poison):
 
 
 def test_poison_is_visible(poison):
-    """As these tests would, if an all-gather left something out."""
+    """These tests would fail if an all-gather left something out."""
     plan = plan_on_cpu("ring", "4x4", "2x2@2,2")
     program = plan.with_reduce_scatter.program
     shorter = tuple(replace(loop, num_rounds=loop.num_rounds - 1) for loop in program.all_gather)
-    plan.with_reduce_scatter.__dict__["program"] = replace(program, gather=shorter)
+    plan.with_reduce_scatter.__dict__["program"] = replace(program, all_gather=shorter)
     x = np.ones((12, 4096), np.float32)
 
     def both(x):
