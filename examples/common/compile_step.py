@@ -37,7 +37,7 @@ from ftmesh.tpu.slices import tpu_devices
 from ftmesh.units import format_bytes
 
 
-class RefusedError(FtmeshError):
+class CompilerError(FtmeshError):
     """The compiler rejects a program."""
 
 
@@ -97,7 +97,7 @@ def compile_step(trainer: Trainer) -> StepReport:
 
     Raises:
         ArgumentError: If the trainer's ranks are emulated.
-        RefusedError: If the compiler rejects the program.
+        CompilerError: If the compiler rejects the program.
     """
     parallel = trainer.parallel
     if parallel.mesh is None:
@@ -107,7 +107,7 @@ def compile_step(trainer: Trainer) -> StepReport:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        raise RefusedError(f"the compiler says: {' '.join(str(error).split())[:600]}") from error
+        raise CompilerError(f"the compiler says: {' '.join(str(error).split())[:600]}") from error
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     text = unread = ""

@@ -156,7 +156,7 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
         )
         if group.generation > 1:
             live = trainer.parallel.ranks.topology.num_live
-            report.epoch(done, group.generation, live=live, source=source)
+            report.generation(done, group.generation, live=live, source=source)
         batches = stack.enter_context(
             Reader(job.train, first_step=done, max_damaged=args.max_damaged)
         )

@@ -102,7 +102,7 @@ class Report:
             self._progress.print(f"after step {step}: {results}")
         self._last = time.perf_counter()
 
-    def epoch(self, step: int, number: int, *, live: int, source: str) -> None:
+    def generation(self, step: int, number: int, *, live: int, source: str) -> None:
         """Report a new generation: `live` chips continue from the state after `step`.
 
         `number` is the generation's; `source` is where the state came from.

@@ -189,7 +189,7 @@ it ends by itself with status 0, every example was used exactly once in the comm
 last weights are those of an undisturbed run, bit for bit if the mesh did not change.
 
 Each run has one to three faults, drawn by its own seed: processes that are killed, stopped, stuck,
-that hold the interpreter or raise an error; a host with its keeper, all workers, the coordination
+that hold the interpreter or raise an error; a host with its peer store, all workers, the coordination
 service; slow steps, a torn checkpoint, a full disk; at the start, while compiling, before a step,
 in the middle of it, before its commit, in a checkpoint, in an evaluation, in a recovery.""",
         epilog="""\

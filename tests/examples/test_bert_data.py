@@ -68,7 +68,7 @@ class TestText:
         assert len(Vocabulary.from_words(line for document in documents for line in document)) < 200
         assert documents != text.synthetic_documents(seed=1)
 
-    def test_how_to_call_it(self, capsys):
+    def test_usage(self, capsys):
         assert text.main([]) == 2
         assert "FILE" in capsys.readouterr().err
 
@@ -88,7 +88,7 @@ class TestVocabulary:
         numbers = WORDS.encode("The baker !")
         assert numbers == [WORDS.number("the"), WORDS.number("baker"), WORDS.number("[UNK]")]
 
-    def test_what_is_none(self, tmp_path):
+    def test_not_a_vocabulary(self, tmp_path):
         with pytest.raises(DataError, match=r"cannot read .*: No such file"):
             Vocabulary.read(tmp_path / "vocab.txt")
         (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\nthe\n")
@@ -193,7 +193,7 @@ class TestMakeRecords:
             (["TEXT", "--shards", "2"], "already has train-00000-of-00004, and 2 shards", 69),
         ],
     )
-    def test_bad_input_is_refused_in_a_line(self, tmp_path, village, capsys, argv, says, status):
+    def test_bad_input_is_a_one_line_error(self, tmp_path, village, capsys, argv, says, status):
         big = tmp_path / "vocab.txt"
         Vocabulary((*SPECIAL, *map(str, range(300)))).write(big)
         line, word = tmp_path / "line.txt", tmp_path / "word.txt"
@@ -221,7 +221,7 @@ class TestRecords:
         np.testing.assert_array_equal(batch.is_random, [[1], [1], [1], [-1]])
         assert (damaged == -1).all()
 
-    def test_resumed_in_the_middle_with_other_rows(self, records):
+    def test_resumed_with_other_rows(self, records):
         settings = {"length": 8, "predictions": 2, "batch": 4, "num_steps": 6, "seed": 3}
         whole = Batches(opened(records), **settings)
         part = Batches(opened(records), rows=[2, 3, -1], **settings)
@@ -267,12 +267,12 @@ class TestRecords:
             ({"next_sentence_labels": None}, "has 0 sequences, not 1 to 1"),
         ],
     )
-    def test_other_records(self, tmp_path, changes, says):
+    def test_records_that_do_not_fit(self, tmp_path, changes, says):
         write_records(tmp_path / "train-00000-of-00001", [make_example(features(**changes))])
         with pytest.raises(DataError, match=f"record 0 {says}"):
             opened(tmp_path)
 
-    def test_nothing_there(self, tmp_path):
+    def test_missing_data(self, tmp_path):
         with pytest.raises(DataError, match=r"no file in .* matches 'train-"):
             opened(tmp_path)
         with pytest.raises(DataError, match="there is no folder"):
@@ -283,7 +283,7 @@ class TestRecords:
 
 
 class TestPacking:
-    def test_rows_are_filled_and_not_more(self):
+    def test_rows_are_filled_within_limits(self):
         rng = np.random.default_rng(0)
         lengths, predictions = rng.integers(3, 24, 500), rng.integers(1, 6, 500)
         rows = pack(lengths, predictions, length=32, most_predictions=7, most=3)

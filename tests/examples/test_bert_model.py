@@ -91,7 +91,7 @@ def attention(request, monkeypatch):
     return request.param
 
 
-def test_as_torch_had_it(attention):
+def test_matches_the_stored_torch_reference(attention):
     tolerance = TOLERANCES[attention]
     how = {"remat": True} if attention == "library" else {"unrolled": True}
     ours = summary(flax_results(**how))
@@ -107,7 +107,7 @@ def test_as_torch_had_it(attention):
             assert_near(mine, other, tolerance, max(norm, least))
 
 
-def test_as_torch_has_it(monkeypatch):
+def test_matches_torch(monkeypatch):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     monkeypatch.setattr(jax.nn, "dot_product_attention", exact_attention)
@@ -136,7 +136,7 @@ def test_size(make, tensors, size):
     assert {leaf.dtype for leaf in params} == {jnp.dtype("float32")}
 
 
-def test_depth_does_not_make_the_program_longer():
+def test_depth_does_not_grow_the_program():
     def lines(num_layers):
         model = bert_tiny(num_layers=num_layers)
         scan = jax.make_jaxpr(lambda p: model.apply(p, *batch()[:4]))
@@ -163,7 +163,7 @@ def test_tiny_in_bfloat16():
     np.testing.assert_allclose(words, exact, atol=0.05 * np.abs(exact).max())
 
 
-def test_what_lies_behind_the_end_of_a_sequence_changes_nothing():
+def test_padding_does_not_matter():
     apply = jax.jit(predict, static_argnums=0)
     model = bert_tiny(dtype=jnp.float32)
     tokens, segments, lengths, positions, *_ = batch()
@@ -175,7 +175,7 @@ def test_what_lies_behind_the_end_of_a_sequence_changes_nothing():
     assert np.isfinite(empty).all()
 
 
-def test_sequences_in_one_row_do_not_see_each_other():
+def test_packed_sequences_do_not_attend_to_each_other():
     apply = jax.jit(predict, static_argnums=0)
     model = bert_tiny(dtype=jnp.float32)
     tokens, segments, lengths, positions, *_ = batch()
@@ -217,7 +217,7 @@ def test_published_names():
     ]
 
 
-def test_there_and_back(tmp_path):
+def test_round_trip(tmp_path):
     arrays = to_published(tiny_params())
     assert len(arrays) == 46
     assert arrays["cls/seq_relationship/output_weights"].shape == (2, 48)

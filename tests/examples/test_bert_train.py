@@ -64,7 +64,7 @@ def exact(quick_compiler, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_sharded_lamb_on_our_sums_has_the_losses_of_whole_lamb_on_psum(exact):
+def test_sharded_lamb_on_a_plan_matches_replicated_lamb_on_psum(exact):
     # Same sequences, weights and chips; only the order of additions differs, in sums and in norms.
     # Rounding at 6e-8 is grown by Adam, which divides by roots of squares that are near zero at
     # first, and by twenty steps.
@@ -77,7 +77,7 @@ def test_sharded_lamb_on_our_sums_has_the_losses_of_whole_lamb_on_psum(exact):
 
 
 @pytest.mark.slow
-def test_sums_in_the_backward_pass_change_little(exact):
+def test_overlap_changes_the_losses_little(exact):
     """Only the order of additions, and so the losses no more than on psum."""
     overlap = ("--overlap", "--bucket", "100kB", "--unrolled", "--whole-optimizer")
     other = losses("--wire-dtype", "float32", "--steps", "4", *overlap)
@@ -85,7 +85,7 @@ def test_sums_in_the_backward_pass_change_little(exact):
 
 
 @pytest.mark.slow
-def test_half_the_bytes_on_the_wire_change_little(exact):
+def test_bfloat16_on_the_wire_changes_the_losses_little(exact):
     # With the state shared out, only partial sums travel, which on this mesh are too deep for that.
     half = losses("--steps", "7", "--whole-optimizer")
     assert all(half[step] != exact[0].losses[step] for step in range(4, 8))
@@ -94,7 +94,7 @@ def test_half_the_bytes_on_the_wire_change_little(exact):
         assert loss == pytest.approx(exact[0].losses[step], rel=2e-3)
 
 
-def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(exact, tmp_path):
+def test_an_interrupted_run_resumes_with_the_same_losses(exact, tmp_path):
     saved = ["--wire-dtype", "float32", "--checkpoint-dir", str(tmp_path), "--checkpoint-every"]
     first, second = losses(*saved, "2", "--steps", "3"), losses(*saved, "9", "--resume")
     assert list(first) == [1, 2, 3]
@@ -104,14 +104,14 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(exact, tmp_path
 
 
 @pytest.mark.slow
-def test_idle_devices_change_nothing(exact):
+def test_idle_devices_do_not_change_the_losses(exact):
     exactly = ("--wire-dtype", "float32", "--steps", "3", "--idle")
     found = losses(*exactly, topology=cpu_grid("4x4", failed="2x2@0,0"))
     np.testing.assert_allclose(list(found.values()), list(exact[0].losses.values())[:3], rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_the_moments_are_those_of_the_whole_batch_on_one_device(tmp_path):
+def test_the_moments_match_one_device(tmp_path):
     """LAMB's steps do not care how large a gradient is; its moments do.
 
     In float32, whose rounding is 6e-8 of what is added up, of which little may be left where it
@@ -168,7 +168,7 @@ def test_the_log_lacks_nothing_but_accuracy(exact):
 
 
 @pytest.mark.slow
-def test_rows_with_room_for_two_sequences_and_one_in_them(exact):
+def test_rows_for_two_sequences_with_one_in_them(exact):
     found = losses("--steps", "2", "--wire-dtype", "float32", "--packed", "2")
     for step, loss in found.items():
         assert loss == pytest.approx(exact[0].losses[step], rel=1e-5)
@@ -184,7 +184,7 @@ def test_starting_from_published_arrays(tmp_path, capsys):
     assert "always predicting the commonest word has accuracy" in capsys.readouterr().out
 
 
-def test_presets_are_as_mlperf_has_them():
+def test_presets_match_mlperf():
     settings = PRESETS["mlperf-8192"].mlperf_settings()
     assert settings["opt_base_learning_rate"] == 0.00288293
     assert settings["opt_learning_rate_training_steps"] == 560
@@ -214,7 +214,7 @@ def test_presets_are_as_mlperf_has_them():
         (["--checkpoint-dir", "FILE"], "Not a directory", 2),
     ],
 )
-def test_bad_input_is_refused_in_a_line_before_the_first_step(tmp_path, capsys, argv, says, status):
+def test_bad_input_is_a_one_line_error_before_the_first_step(tmp_path, capsys, argv, says, status):
     write_records(tmp_path / "train-00000-of-00001", [make_example({"input_ids": [1] * 9})])
     mesh = ["--emulate", "one", "--mesh", "4x4", "--failed", "2x2@0,0"]
     names = {"FOLDER": str(tmp_path), "FILE": str(tmp_path / "train-00000-of-00001")}
@@ -235,7 +235,7 @@ def test_bad_input_is_refused_in_a_line_before_the_first_step(tmp_path, capsys, 
         (["--max-damaged", "1"], "'1' is not a number from 0 to 0.999"),
     ],
 )
-def test_numbers_out_of_bounds_are_refused_in_a_line(capsys, argv, says):
+def test_numbers_out_of_range_are_one_line_errors(capsys, argv, says):
     with pytest.raises(SystemExit, match="2"):
         main(argv)
     error = capsys.readouterr().err

@@ -26,7 +26,7 @@ def losses(trainer, *argv, **smaller):
 
 
 @more
-def test_resnet50_with_a_whole_optimizer_and_sums_in_the_backward_pass():
+def test_resnet50_with_a_replicated_optimizer_and_overlap():
     how = ("--whole-optimizer", "--overlap", "--bucket", "10kB")
     small = {"stage_sizes": (1,), "width": 4, "image_size": 8, "norm_group": 12}
     one, other = (

@@ -108,7 +108,7 @@ class TestAugmentation:
         assert random_crop(data, 16, np.random.default_rng(0)).shape == (16, 16, 3)
         assert centre_crop(data, 16).shape == (16, 16, 3)
 
-    def test_the_centre(self):
+    def test_centre_crop(self):
         image = gradient(512, 384)
         plain = image.resize((341, 256), Image.Resampling.BILINEAR)
         plain = np.asarray(plain.crop((58, 16, 282, 240)), int)
@@ -130,7 +130,7 @@ class TestAugmentation:
         assert np.abs(crops[0].astype(int) - crops[1]).max() <= 6
 
     @pytest.mark.parametrize(("mode", "kind"), [("L", "JPEG"), ("CMYK", "JPEG"), ("P", "PNG")])
-    def test_all_become_red_green_and_blue(self, mode, kind):
+    def test_all_modes_become_rgb(self, mode, kind):
         data = encoded(Image.new("RGB", (30, 30), (90, 90, 90)).convert(mode), kind)
         np.testing.assert_allclose(centre_crop(data, 8), 90, atol=4)
 
@@ -177,7 +177,7 @@ class TestImages:
             (example(0, **{"image/class/label": [1, 2]}), "must have one"),
         ],
     )
-    def test_other_records(self, records, record, says):
+    def test_records_that_do_not_fit(self, records, record, says):
         write_records(records / "train-00000-of-00003", [record])
         with pytest.raises(DataError, match=says):
             opened(records)
@@ -187,7 +187,7 @@ class TestImages:
         with pytest.raises(DataError, match="hold no records"):
             opened(tmp_path)
 
-    def test_nothing_there(self, tmp_path):
+    def test_missing_data(self, tmp_path):
         with pytest.raises(DataError, match=r"no file in .* matches"):
             opened(tmp_path)
         with pytest.raises(DataError, match="there is no folder"):
@@ -222,7 +222,7 @@ class TestBatches:
         batches = Batches(images, size=8, num_steps=len(steps), **settings)
         return np.concatenate([batches[step][0].labels for step in steps])
 
-    def test_every_epoch_has_each_image_once_in_another_order(self, records):
+    def test_every_epoch_has_each_image_once_in_a_new_order(self, records):
         images = opened(records)
         stream = self.labels(images, range(23), batch=5)  # 115 images: five epochs
         epochs = stream.reshape(5, 23)
@@ -230,7 +230,7 @@ class TestBatches:
             assert sorted(epoch) == sorted(np.arange(23) % CLASSES)
         assert len({tuple(epoch) for epoch in epochs}) == 5
 
-    def test_the_order_depends_on_the_seed_and_not_on_the_batch(self, records):
+    def test_the_order_depends_on_the_seed_not_on_the_batch_size(self, records):
         images = opened(records)
         by_5 = self.labels(images, range(12), batch=5)
         np.testing.assert_array_equal(by_5, self.labels(images, range(5), batch=12))
@@ -271,7 +271,7 @@ class TestBatches:
 
 class TestReader:
     @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-    def test_resumed_in_the_middle(self, records, workers):
+    def test_resumed(self, records, workers):
         batches = Batches(opened(records), size=8, batch=6, num_steps=9)
         with Reader(batches, first_step=5, num_threads=2, num_workers=workers) as reader:
             read = list(reader)
@@ -306,13 +306,13 @@ class TestReader:
         assert "record 3: the image does not decode" in reader.skipped[3]
         assert caplog.text.count("left out") == 2
 
-    def test_too_many_of_them(self, damaged):
+    def test_too_many_damaged_records(self, damaged):
         with Reader(damaged, max_skipped=1) as reader:
             next(reader)
             with pytest.raises(DataError, match=r"2 images are damaged, and at most 1 .* record 3"):
                 next(reader)
 
-    def test_one_is_counted_once(self, records):
+    def test_a_damaged_record_is_counted_once(self, records):
         raw = bytearray((records / "train-00000-of-00003").read_bytes())
         raw[100] ^= 1
         (records / "train-00000-of-00003").write_bytes(bytes(raw))
@@ -320,7 +320,7 @@ class TestReader:
             assert [int((batch.labels == -1).sum()) for batch in read] == [1, 1, 1]
             assert len(read.skipped) == 1
 
-    def test_a_wrong_label_stops_it(self, records):
+    def test_a_wrong_label_is_an_error(self, records):
         path = records / "validation-00000-of-00001"
         write_records(path, [example(0), example(0, **{"image/class/label": [9]})])
         batches = Batches(opened(records, "validation"), size=8, batch=2)
@@ -328,7 +328,7 @@ class TestReader:
             next(reader)
 
 
-def test_measuring(records):
+def test_decoding_rates(records):
     rates = measure_decoding(str(records), size=16, seconds=0.05, num_classes=CLASSES)
     assert rates.train > 0
     assert rates.evaluation > 0
@@ -348,13 +348,13 @@ def png(width, height):
 @pytest.mark.parametrize(
     "size", [(30_000, 30_000), (9_000, 9_000), (2**31 - 1, 1), (10_000, 9_500)]
 )
-def test_an_image_that_is_too_large_is_a_damaged_one(size):
+def test_an_image_that_is_too_large_counts_as_damaged(size):
     for crop in (lambda data: centre_crop(data, 8), lambda data: random_crop(data, 8, RNG)):
         with pytest.raises(RecordError, match=r"an image of|not an image that Pillow can read"):
             crop(png(*size))
 
 
-def test_damaged_bytes_of_images_are_nothing_worse():
+def test_damaged_images_raise_record_errors_only():
     """Whatever Pillow makes of them."""
     for kind in ("PNG", "JPEG", "BMP", "WEBP"):
         whole = encoded(gradient(20, 16), kind)

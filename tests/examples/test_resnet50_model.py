@@ -66,7 +66,7 @@ def assert_near(ours, theirs, scale=None):
 
 
 @pytest.mark.slow
-def test_as_torch_had_it():
+def test_matches_the_stored_torch_reference():
     ours = reference.summary(flax_results())
     with np.load(FILE) as theirs:
         assert list(ours["names"]) == list(theirs["names"])
@@ -79,7 +79,7 @@ def test_as_torch_had_it():
             assert_near(mine, other, norm)
 
 
-def test_as_torch_has_it():
+def test_matches_torch():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     ours, theirs = flax_results(), reference.torch_results()

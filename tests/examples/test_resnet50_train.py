@@ -58,7 +58,7 @@ def losses(*argv, config=SMALL, topology=HOLE):
 
 
 @pytest.mark.slow
-def test_the_losses_are_those_of_psum_on_the_same_chips():
+def test_losses_match_psum_on_the_same_chips():
     # Same examples, weights and chips; only the order of additions differs. Rounding at 6e-8, grown
     # by some fifty steps of a network that is far from its end.
     topology = Topology.grid("8x8", failed="2x2@2,2")
@@ -79,7 +79,7 @@ def whole(quick_compiler):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(whole, tmp_path):
+def test_an_interrupted_run_resumes_with_the_same_losses(whole, tmp_path):
     saved = ["--checkpoint-dir", str(tmp_path / "c"), "--checkpoint-every", "2"]
     out = ["--out", str(tmp_path)]
     losses("--steps", "4", *saved, *out)
@@ -92,7 +92,7 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_had_not_been(whole, tmp_path
 
 @more
 @pytest.mark.slow
-def test_sums_in_the_backward_pass_change_nothing(whole):
+def test_overlap_does_not_change_the_losses(whole):
     other = losses("--steps", "4", "--overlap", "--bucket", "10kB")
     np.testing.assert_allclose(list(other.values()), list(whole.values())[:4], rtol=1e-5)
 
@@ -111,7 +111,7 @@ def test_psum_needs_no_plan():
 
 @more
 @pytest.mark.slow
-def test_idle_devices_change_nothing(whole):
+def test_idle_devices_do_not_change_the_losses(whole):
     found = losses("--steps", "3", "--idle", topology=cpu_grid("4x4", failed="2x2@0,0"))
     np.testing.assert_allclose(list(found.values()), list(whole.values())[:3], rtol=1e-5)
 
@@ -136,7 +136,7 @@ def test_a_state_that_is_not_finite_is_not_saved(whole, tmp_path, monkeypatch):
 
 @more
 @pytest.mark.slow
-def test_the_first_update_is_that_of_the_whole_batch_on_one_device(tmp_path):
+def test_the_first_update_matches_one_device(tmp_path):
     """Momentum and parameters after a step; those without a layerwise rate are as the gradient is.
 
     With norms over the whole batch, one device computes the same but for rounding: 6e-8 of what is
@@ -187,7 +187,7 @@ def test_the_first_update_is_that_of_the_whole_batch_on_one_device(tmp_path):
         (("--overlap", "--algorithm", "psum"), "lax.psum does not"),
     ],
 )
-def test_buckets_that_cannot_be(argv, message):
+def test_bad_buckets(argv, message):
     with pytest.raises(FtmeshError, match=message):
         losses("--steps", "1", *argv)
 
@@ -250,7 +250,7 @@ def complaints(log):
         ("algorithm", "two_dim cannot run on 4x4 less 2x2@0,0"),
     ],
 )
-def test_bad_input_is_refused_in_a_line_before_the_first_step(tmp_path, capsys, spoil, says):
+def test_bad_input_is_a_one_line_error_before_the_first_step(tmp_path, capsys, spoil, says):
     write_shards(tmp_path, labels=12 if spoil == "label" else 10)
     argv = ["--emulate", "one", "--steps", "1"]
     if spoil != "mesh":

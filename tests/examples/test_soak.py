@@ -80,17 +80,17 @@ def change(file, old, new):
     file.write_text(text.replace(old, new))
 
 
-def test_a_run_that_is_well(folder):
+def test_a_good_run(folder):
     assert found(folder) == []
 
 
-def test_a_line_that_a_death_cut_off_is_passed_over(folder):
+def test_a_line_cut_short_is_skipped(folder):
     with (folder / "run" / "used-1-1.jsonl").open("a") as file:
         file.write('{"step": 6, "exa')
     assert found(folder) == []
 
 
-class TestWhatIsWrong:
+class TestErrors:
     def test_a_status(self, folder):
         assert found(folder, status=1) == ["it ended with status 1"]
 
@@ -105,7 +105,7 @@ class TestWhatIsWrong:
         write_lines(folder / "events.jsonl", [*EVENTS[:-1], {**EVENTS[-1], "steps": 5}])
         assert found(folder) == ["it did 5 steps of 6"]
 
-    def test_an_example_that_is_doubled_and_one_that_is_missing(self, folder):
+    def test_an_example_used_twice_and_one_missing(self, folder):
         file = folder / "run" / "used-3-0.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         missing, lines[-1]["examples"][0] = lines[-1]["examples"][0], lines[0]["examples"][0]
@@ -115,12 +115,12 @@ class TestWhatIsWrong:
             f"1 examples were used more than once: [{lines[0]['examples'][0]}]",
         ]
 
-    def test_a_process_that_read_for_another_one_too(self, folder):
+    def test_a_process_that_read_the_examples_of_another(self, folder):
         shutil.copy(folder / "run" / "used-1-0.jsonl", folder / "run" / "used-1-2.jsonl")
         (wrong,) = found(folder)
         assert wrong.startswith("4 examples were used more than once")
 
-    def test_a_step_that_nobody_read(self, folder):
+    def test_a_step_without_examples(self, folder):
         for process in (0, 1):
             write_lines(folder / "run" / f"used-1-{process}.jsonl", [])
         wrong = found(folder)
@@ -139,7 +139,7 @@ class TestWhatIsWrong:
         assert (wrong == []) == is_well
         assert is_well or "from an undisturbed run's" in wrong[0]
 
-    def test_a_bit_where_the_mesh_did_not_change(self, folder):
+    def test_one_bit_if_the_mesh_did_not_change(self, folder):
         write_lines(
             folder / "events.jsonl",
             [{**each, "failed": ""} if each["event"] == "epoch" else each for each in EVENTS],
@@ -156,19 +156,19 @@ class TestWhatIsWrong:
 
 
 class TestTable:
-    def test_what_followed_a_fault(self, folder):
+    def test_recoveries(self, folder):
         kill, slow = find_recoveries(Run.read(folder, 0, "kill@1:4:collective;slow@0:2"))
         assert (kill.kind, kill.moment, kill.how) == ("kill", "collective", "in place")
         assert (kill.seconds, kill.repeated) == (3.0, 1)
         assert (slow.kind, slow.how, slow.seconds) == ("slow", "silent", None)
 
-    def test_a_run_that_never_goes_on_and_one_that_does_not_stop(self, folder):
+    def test_a_run_that_ends_and_one_that_is_not_interrupted(self, folder):
         write_lines(folder / "events.jsonl", EVENTS[:2])
         assert [each.how for each in find_recoveries(Run.read(folder, 1))] == ["ended"]
         write_lines(folder / "events.jsonl", [EVENTS[0], EVENTS[-1]])
         assert [each.how for each in find_recoveries(Run.read(folder, 0))] == ["ran on"]
 
-    def test_another_fault_before_it_goes_on(self, folder):
+    def test_another_fault_before_the_recovery(self, folder):
         fault = Run.read(folder, 0).faults[0]
         second = {**fault, "kind": "stuck", "time": fault["time"] + 1}
         write_lines(folder / "run" / "faults.jsonl", [fault, second])
@@ -214,9 +214,9 @@ print(os.environ.get("FTMESH_FAULTS"), flush=True)
 """
 
 
-class TestRunning:
+class TestPod:
     @pytest.mark.slow
-    def test_a_hang_shows_where_and_is_ended(self, tmp_path, monkeypatch):
+    def test_a_hang_dumps_stacks_and_is_killed(self, tmp_path, monkeypatch):
         monkeypatch.setenv("FTMESH_RUN_DIR", str(tmp_path / "a" / "run"))
 
         class Hangs(StandIn):
@@ -249,7 +249,7 @@ class TestRunning:
 
     @more
     @pytest.mark.slow
-    def test_one_process_to_compare_with(self, tmp_path):
+    def test_one_process_for_comparison(self, tmp_path):
         alone = Pod(hosts=4, steps=6, failures=1).train_alone(tmp_path / "alone")
         argv = ["--emulate", "one", "--mesh", "4x4", "--failed", "2x2@0,0", "--steps", "6"]
         assert train.main([*argv, "--out", str(tmp_path)]) == 0
@@ -300,7 +300,7 @@ class TestTrainer:
             moved = train.first_params(train.PRESETS["tiny"], seed=0)["layer0"]["w"]
             assert np.abs(one["layer0.w"] - moved).max() > 0.01
 
-    def test_it_goes_on_from_a_checkpoint(self, whole, tmp_path, monkeypatch):
+    def test_it_resumes_from_a_checkpoint(self, whole, tmp_path, monkeypatch):
         saved = ("--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "2")
         monkeypatch.setenv("FTMESH_RUN_DIR", str(tmp_path / "run"))
         trained(tmp_path, *saved)

@@ -30,7 +30,7 @@ def trained(folder, *, lost):
     return FinishedRun(folder)
 
 
-def test_the_pause_and_the_chips_are_in_it(tmp_path):
+def test_the_plot_has_the_pause_and_the_chips(tmp_path):
     calm, lost = (trained(tmp_path / str(each), lost=each) for each in (False, True))
     assert lost.pause == 8.5
     assert lost.seconds == {1: 0, 2: 0.5, 3: 1, 4: 9.5, 5: 10, 6: 10.5}
@@ -40,7 +40,7 @@ def test_the_pause_and_the_chips_are_in_it(tmp_path):
     assert {"12 chips", "8.5 s, then 12 chips", "undisturbed", "with a host lost"} <= set(texts)
 
 
-def test_losses_that_differ_and_steps_without_one_are_told():
+def test_difference_of_losses():
     assert difference({1: 2.0, 2: 1.0}, {1: 2.0, 2: 1.5}) == 0.5
     with pytest.raises(SystemExit, match=r"lacks the losses of steps \[2\]"):
         difference({1: 2.0, 2: 1.0}, {1: 2.0})

@@ -33,7 +33,7 @@ SMALL = replace(PRESETS["tiny"], batch=24, stage_sizes=(1,), width=4, image_size
 
 
 @pytest.mark.slow
-def test_a_share_of_the_state_is_less_than_the_whole():
+def test_a_sharded_state_takes_less_memory():
     topology = cpu_grid("4x4", failed="2x2@0,0")
     trainers = [
         resnet50_trainer(SMALL, topology, StepOptions(sharded=sharded)) for sharded in (True, False)
@@ -54,7 +54,7 @@ def test_a_share_of_the_state_is_less_than_the_whole():
     assert json.loads(json.dumps(whole.as_dict()))["device_bytes"] == whole.device_bytes
 
 
-def test_a_step_says_what_its_sums_cost_beside_the_permutations():
+def test_the_report_has_the_cycles_of_sums():
     rounds = [
         RoundCycles(1000, 50, (), 10, 4096),
         RoundCycles(200, 0, (("sort", 64),), 5, 64),
@@ -80,7 +80,7 @@ def test_a_step_says_what_its_sums_cost_beside_the_permutations():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unprinted")
-def test_what_a_step_needs_is_said_where_its_program_cannot_be_printed():
+def test_the_report_of_a_program_that_cannot_be_printed():
     report = compile_step(resnet50_trainer(SMALL, cpu_grid("2x2")))
     assert report.temporary_bytes > 0
     assert (report.overlap, report.loops) == (None, ())
@@ -125,7 +125,7 @@ def report_of(example, *argv):
 @pytest.mark.parametrize(
     ("optimizer", "least"), [((), 16), pytest.param(("--whole-optimizer",), 24, marks=more)]
 )
-def test_permutations_travel_while_convolutions_are_computed(optimizer, least):
+def test_permutations_overlap_with_convolutions(optimizer, least):
     damaged = ("v6e:4x4", "--failed", "2x2@0,0", "--algorithm", "ring", "--preset", "tiny")
     report = report_of("resnet50", *damaged, "--overlap", "--bucket", "12kB", *optimizer)
     assert report["num_devices"] == 12

@@ -49,7 +49,7 @@ class TestDamage:
             else:
                 self.assert_noticed(shards, caplog)
 
-    def test_the_place_of_the_record_behind(self, tmp_path, caplog):
+    def test_the_start_of_the_next_record(self, tmp_path, caplog):
         paths = write_shards(tmp_path, [b"%03d" % i for i in range(100)])
         expected = read_all(paths)
         file = tmp_path / ".train.ftmesh-index"
@@ -101,7 +101,7 @@ class TestDamage:
             ),
         ],
     )
-    def test_made_up_with_a_checksum_that_is_right(self, shards, names, caplog):
+    def test_wrong_contents_with_a_right_checksum(self, shards, names, caplog):
         known = struct.pack("<IQQ", 0, len(names), 0) + names
         raw = record_index._FORMAT.ljust(24, b"\0") + struct.pack("<I", checksum(known)) + known
         self.change(shards, lambda _: raw)
@@ -123,7 +123,7 @@ class TestDamage:
             [5, 17, 33],
         ],
     )
-    def test_sound_in_itself_and_wrong(self, shards, begins, caplog):
+    def test_a_consistent_index_that_is_wrong(self, shards, begins, caplog):
         read_all(shards)
         file = shards[0].parent / ".train.ftmesh-index"
         lying = ShardIndex.from_starts(FileStamp.from_path(shards[0]), np.array(begins, np.int64))

@@ -51,7 +51,7 @@ class TestLarge:
             records = Records([path])
             assert records._shards[0].is_mapped
 
-    def test_large_records_are_not_read_through(self, tmp_path):
+    def test_large_records_are_skipped(self, tmp_path):
         path = tmp_path / "train-00000-of-00001"
         self.sparse(path, [100_000] * 100 + [50] * 10_000 + [3_000_000] * 5)
         passed = []

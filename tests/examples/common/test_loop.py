@@ -69,7 +69,7 @@ def watched(monkeypatch):
     return replace(trainer, step=step), looks
 
 
-def test_between_two_steps_only_the_loss_of_the_one_before_is_looked_at(watched):
+def test_between_two_steps_only_the_previous_loss_is_read(watched):
     trainer, looks = watched
     trained(linear_job(trainer, steps=6))
     between = [(started, step) for started, step in looks if 1 <= started < 6]
@@ -78,7 +78,7 @@ def test_between_two_steps_only_the_loss_of_the_one_before_is_looked_at(watched)
     assert (6, 6) in looks
 
 
-def test_the_rates_of_the_log_are_those_of_the_steps(watched, tmp_path):
+def test_logged_learning_rates_match_the_steps(watched, tmp_path):
     trainer, _ = watched
     trained(linear_job(trainer, steps=4), "--out", str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -105,13 +105,13 @@ def with_moments(quick_compiler):
     return trainers, trained(linear_job(trainers["whole"], steps=8)).losses
 
 
-class TestGoingOn:
+class TestResume:
     """From a checkpoint, on other chips and with another kind of optimizer."""
 
     def argv(self, folder, *more):
         return ("--checkpoint-dir", str(folder), "--checkpoint-every", "2", *more)
 
-    def test_losses_are_those_of_one_run(self, with_moments, tmp_path):
+    def test_losses_match_one_run(self, with_moments, tmp_path):
         trainers, wanted = with_moments
         found = dict(trained(linear_job(trainers["sharded"], steps=2), *self.argv(tmp_path)).losses)
         for steps, name in ((4, "whole"), (8, "sharded")):
@@ -120,7 +120,7 @@ class TestGoingOn:
         assert list(found) == list(range(1, 9))
         np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-5)
 
-    def test_the_last_is_torn(self, with_moments, tmp_path, capsys):
+    def test_a_torn_last_checkpoint(self, with_moments, tmp_path, capsys):
         trainers, wanted = with_moments
         trained(linear_job(trainers["sharded"], steps=5), *self.argv(tmp_path))
         os.truncate(tmp_path / "5" / "0.bin", 100)
@@ -131,13 +131,13 @@ class TestGoingOn:
         said = capsys.readouterr().err
         assert f"skipped the checkpoint of step 5 in {tmp_path}: its 0.bin has 100 by" in said
 
-    def test_nothing_sound(self, with_moments, tmp_path):
+    def test_no_valid_checkpoint(self, with_moments, tmp_path):
         (tmp_path / "5").mkdir()
         job = linear_job(with_moments[0]["whole"], steps=6)
         with pytest.raises(CheckpointError, match="has no checkpoint to resume from"):
             trained(job, *self.argv(tmp_path, "--resume"))
 
-    def test_a_folder_that_is_a_file_is_told_before_the_first_step(self, with_moments, tmp_path):
+    def test_a_folder_that_is_a_file_is_an_early_error(self, with_moments, tmp_path):
         (tmp_path / "file").touch()
         job = linear_job(replace(with_moments[0]["whole"], step=None), steps=6)
         with pytest.raises(
@@ -146,7 +146,7 @@ class TestGoingOn:
             trained(job, *self.argv(tmp_path / "file"))
 
 
-class TestWhatIsNotFinite:
+class TestNotFinite:
     """A run that goes wrong stops with its step, and goes on from the last good checkpoint."""
 
     def stopped(self, folder, job, says):
@@ -173,7 +173,7 @@ class TestWhatIsNotFinite:
         self.goes_on(tmp_path, trainer)
 
     @pytest.mark.slow
-    def test_a_state_that_comes_with_a_good_loss(self, trainer, tmp_path):
+    def test_a_state_with_a_good_loss(self, trainer, tmp_path):
         def lr_schedule(step):
             return jnp.where(step == 3, jnp.inf, RATE)
 

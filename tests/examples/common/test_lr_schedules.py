@@ -24,7 +24,7 @@ def optax_decay(peak, warmup_steps, total_steps, end=1e-4, power=2):
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_they_are_those_of_optax(settings):
+def test_schedules_match_optax(settings):
     """To float32's rounding, of a few operations on numbers no larger than the peak."""
     steps = np.arange(settings["total_steps"] + 3)
     lr_schedule, theirs = poly_decay(**settings), optax_decay(**settings)
@@ -35,7 +35,7 @@ def test_they_are_those_of_optax(settings):
     np.testing.assert_allclose([lr_schedule(int(step)) for step in steps], wanted, **tolerance)
 
 
-def test_a_plain_step_has_a_plain_rate(monkeypatch):
+def test_a_python_number_gives_a_python_number(monkeypatch):
     lr_schedule = poly_decay(8.0, warmup_steps=2, total_steps=6)
     for name in ("where", "clip", "asarray"):
         monkeypatch.delattr(jnp, name)

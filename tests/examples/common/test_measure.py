@@ -13,7 +13,7 @@ from ftmesh.errors import TrainingError
 from tests.support.linear import PointBatches, first, linear_trainer
 
 
-def test_the_best_of_some_turns_counts(monkeypatch):
+def test_the_best_repeat_counts(monkeypatch):
     clock = iter(np.cumsum([0, 4, 0, 2, 0, 8, 0, 1]))  # durations of the repeats
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     done = []
@@ -22,7 +22,7 @@ def test_the_best_of_some_turns_counts(monkeypatch):
     assert done == [("a", 5), "b", ("a", 2), "b", ("a", 2), "b"]
 
 
-def test_turns_of_a_trainer_go_on_from_one_another():
+def test_steps_of_a_trainer_continue():
     trainer = linear_trainer(Topology.grid("1x1"))
     state = trainer.first(*first())
     trainer_steps(trainer, state, PointBatches(batch=24, num_steps=1)[0][0])(2)
@@ -34,7 +34,7 @@ def test_turns_of_a_trainer_go_on_from_one_another():
 
 @pytest.mark.parametrize("example", ["bert", "resnet50"])
 @pytest.mark.slow
-def test_beside_torch_jax_takes_the_memory_it_needs(example):
+def test_with_torch_jax_does_not_preallocate(example):
     """The option is set before JAX looks at its devices, which is when it is read."""
     code = f"""if True:
         import os, sys
@@ -52,6 +52,6 @@ def test_beside_torch_jax_takes_the_memory_it_needs(example):
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == says
 
 
-def test_arguments_have_the_defaults_of_an_example():
+def test_default_arguments():
     args = read_arguments(argparse.ArgumentParser(), [], ["a", "b"], preset="b", batch=3, steps=4)
     assert (args.preset, args.batch, args.steps, args.torch, args.json) == ("b", 3, 4, False, False)

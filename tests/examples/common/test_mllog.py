@@ -89,7 +89,7 @@ class TestLines:
             "metadata": {"epoch_num": 4},
         }
 
-    def test_an_interval_that_fails_does_not_stop(self, tmp_path):
+    def test_an_interval_that_raises_has_no_end(self, tmp_path):
         log = MLLog(tmp_path / "log")
         with log.interval("epoch", epoch_num=1):
             pass
@@ -101,7 +101,7 @@ class TestLines:
             ("epoch_start", "INTERVAL_START"),
         ]
 
-    def test_a_second_run_starts_anew_or_goes_on(self, tmp_path):
+    def test_a_second_run_overwrites_or_appends(self, tmp_path):
         for append, count in ((False, 1), (True, 2), (False, 1)):
             MLLog(tmp_path / "log", append=append).event("cache_clear", True)
             assert len(lines(tmp_path / "log")) == count

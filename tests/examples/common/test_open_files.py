@@ -28,12 +28,12 @@ def test_any_bytes(path, at_once, monkeypatch):
     assert file.read(5, 5) == file.read(100, 120) == b""
 
 
-def test_where_there_is_no_pread(path, monkeypatch):
+def test_without_pread(path, monkeypatch):
     monkeypatch.delattr(os, "pread")
     assert OpenFile(path).read(90, 95) == bytes(range(90, 95))
 
 
-def test_closed_when_no_one_holds_it(path):
+def test_closed_when_garbage_collected(path):
     file = OpenFile(path)
     handle = file._handle
     os.fstat(handle)
@@ -42,12 +42,12 @@ def test_closed_when_no_one_holds_it(path):
         os.fstat(handle)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         OpenFile(tmp_path / "nothing")
 
 
-def test_nothing_is_said_when_a_process_ends(path):
+def test_no_output_at_exit(path):
     code = (
         "import sys\n"
         "from examples.common.records import OpenFile\n"
@@ -64,5 +64,5 @@ def test_nothing_is_said_when_a_process_ends(path):
     assert (done.stdout, done.stderr) == ("10\n", "")
 
 
-def test_a_part_of_what_the_system_allows():
+def test_max_open_files():
     assert 16 <= max_open_files() <= 4096

@@ -121,7 +121,7 @@ def test_in_evaluation(folder, division, batch, with_idle):
     assert sorted(number for step in steps for number in step) == list(range(102))
 
 
-def test_rows_stand_where_the_ranks_want_them(folder):
+def test_rows_are_in_the_order_of_ranks(folder):
     positions = BatchShares.for_ranks(TWELVE, 17).positions()
     whole = Batches(opened(folder), batch=17, num_steps=3, seed=5)[2][0].numbers
     for each, process in zip(
@@ -178,7 +178,7 @@ class TestDamagedExamples:
         read.close()
 
     @pytest.mark.parametrize("num_steps", [1, 3])
-    def test_all_of_the_few_that_a_short_run_sees(self, batches, num_steps):
+    def test_all_of_a_short_run(self, batches, num_steps):
         made = batches(1000, range(1000), batch=2, num_steps=num_steps)
         with (
             pytest.raises(DataError, match=f"all of the first {2 * num_steps} examples are damag"),
@@ -210,7 +210,7 @@ class TestDamagedExamples:
             list(reader)
 
 
-def test_a_batch_that_has_no_room_is_refused(folder):
+def test_a_batch_that_does_not_fit_in_memory(folder):
     Batches(opened(folder), batch=10, num_steps=1).check_memory()
     large = Batches(opened(folder), batch=10, num_steps=1)
     large.padding = lambda num_rows: Batch(np.broadcast_to(np.zeros(1), (num_rows, 2**50)))

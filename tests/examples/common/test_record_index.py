@@ -37,8 +37,8 @@ def scans(monkeypatch):
     return names
 
 
-class TestKept:
-    def test_beside_the_files_and_then_nothing_is_scanned(self, shards, scans):
+class TestIndexFile:
+    def test_is_next_to_the_files_and_saves_scans(self, shards, scans):
         assert read_all(shards) == RECORDS
         assert sorted(scans) == [path.name for path in shards]
         assert (shards[0].parent / ".train.ftmesh-index").is_file()
@@ -58,24 +58,24 @@ class TestKept:
         assert len(Records(shards)) == 5
         assert opened == [".train.ftmesh-index"]
 
-    def test_four_bytes_a_record(self, tmp_path):
+    def test_four_bytes_per_record(self, tmp_path):
         paths = write_shards(tmp_path, [bytes(i % 50) for i in range(20_000)])
         records = Records(paths)
         assert (tmp_path / ".train.ftmesh-index").stat().st_size < 4.05 * 20_000
         for i in (0, 1, BLOCK - 1, BLOCK, 19_999):
             assert records[i] == bytes(i % 50)
 
-    def test_a_file_just_written_may_be_so_again(self, tmp_path, scans):
+    def test_the_index_of_a_file_just_written_is_not_trusted(self, tmp_path, scans):
         for record in (b"ab", b"cd", b"ef"):
             (tmp_path / "one").write_bytes(frame_head(2) + record + bytes(4))
             Records([tmp_path / "one"])
         assert scans == ["one"] * 3
 
-    def test_not_kept_where_not_wanted(self, shards):
+    def test_not_written_with_keep_false(self, shards):
         assert read_all(shards, keep=False) == RECORDS
         assert set(shards[0].parent.iterdir()) == set(shards)
 
-    def test_it_is_no_shard(self, tmp_path, shards):
+    def test_is_not_taken_for_a_shard(self, tmp_path, shards):
         read_all(shards)
         assert find_shards(tmp_path, "*") == shards
 
@@ -92,7 +92,7 @@ class TestNames:
             (["a.tfrecord", "b.tfrecord"], ".ftmesh-index"),
         ],
     )
-    def test_by_how_the_files_begin(self, names, name):
+    def test_common_prefix(self, names, name):
         assert index_file(Path("data"), names) == Path("data") / name
 
     def test_two_splits_in_a_folder(self, tmp_path, shards, scans):
@@ -161,7 +161,7 @@ class TestChanges:
         with pytest.raises(DataError, match="cannot read"):
             Records(paths)
 
-    def test_our_own_writer_leaves_no_index_of_what_was_there(self, tmp_path, shards):
+    def test_write_records_removes_the_old_index(self, tmp_path, shards):
         others = write_shards(tmp_path, [b"other"], split="validation")
         read_all(shards), read_all(others)
         write_records(shards[2], [b"new"])
@@ -180,8 +180,8 @@ class TestChanges:
             records[4]
 
 
-class TestWhereItCannotBeKept:
-    def test_a_folder_in_its_place(self, shards, caplog):
+class TestFailedWrites:
+    def test_a_folder_of_the_same_name(self, shards, caplog):
         (shards[0].parent / ".train.ftmesh-index").mkdir()
         for _ in range(2):
             assert read_all(shards) == RECORDS
@@ -202,7 +202,7 @@ class TestWhereItCannotBeKept:
         assert [records[i] for i in (0, 4999)] == [b"", b""]
         assert list(tmp_path.iterdir()) == paths  # nothing is left of it
 
-    def test_what_a_killed_process_left_is_removed(self, tmp_path, shards):
+    def test_abandoned_temporary_files_are_removed(self, tmp_path, shards):
         left = tmp_path / "..train.ftmesh-index.host-1-1.begun"
         recent = tmp_path / "..train.ftmesh-index.host-2-1.begun"
         for path in (left, recent):
@@ -213,7 +213,7 @@ class TestWhereItCannotBeKept:
         assert recent.exists()
 
 
-def test_many_build_at_once(tmp_path):
+def test_concurrent_builds(tmp_path):
     paths = write_shards(
         tmp_path, *([b"%d" % (100 * shard + i) for i in range(50)] for shard in range(8))
     )
@@ -236,7 +236,7 @@ class TestReading:
         assert [records[i] for i in range(5)] == RECORDS
         assert all(shard.is_mapped for shard in records._shards)
 
-    def test_a_copy_takes_along_what_is_not_kept(self, shards, scans):
+    def test_a_copy_without_an_index_file_has_the_index(self, shards, scans):
         whole = Records(shards, keep=False)
         scans.clear()
         records = pickle.loads(pickle.dumps(whole))
@@ -274,7 +274,7 @@ class TestReading:
         assert len(records.first_of_shards(1000)) == 100
 
 
-def test_progress_is_on_a_terminal_where_wanted(shards, capsys, monkeypatch):
+def test_progress_bar_on_a_terminal(shards, capsys, monkeypatch):
     Records(shards, keep=False, show=True)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, then

@@ -95,7 +95,7 @@ class TestShards:
         with pytest.raises(DataError, match="lacks 1 of 00003 shards: train-00001-of-00003"):
             find_shards(tmp_path, "train-*")
 
-    def test_a_name_that_promises_more_than_there_can_be(self, tmp_path):
+    def test_a_name_with_a_huge_number_of_shards(self, tmp_path):
         (tmp_path / "train-00000-of-99999999999").touch()
         start = time.process_time()
         with pytest.raises(DataError, match=r"lacks 99999999999 of 99999999999 shards: train-0000"):
@@ -120,7 +120,7 @@ class TestShards:
 
 
 class TestExamples:
-    def test_there_and_back(self):
+    def test_round_trip(self):
         features = {
             "image/encoded": [b"\xff\xd8jpeg"],
             "image/class/label": [1000],
@@ -146,7 +146,7 @@ class TestExamples:
             parse_example(b"\xff\xd8\xff\xe0 a bare JPEG")
 
 
-def test_a_shard_that_could_not_be_written_leaves_what_was_there(tmp_path):
+def test_a_failed_write_keeps_the_old_shard(tmp_path):
     path = tmp_path / "train-00000-of-00001"
     write_records(path, [b"old"])
 

@@ -18,7 +18,7 @@ from examples.common.report import (
 from ftmesh.errors import TrainingError
 
 
-def test_metrics_are_lines_of_json_and_a_plot(tmp_path):
+def test_metrics_and_plot(tmp_path):
     with Report(tmp_path, total_steps=3, unit="images") as report:
         for step in (1, 2, 3):
             report.step(step, jnp.float32(4.0 / step), examples=8, lr=0.5)
@@ -32,7 +32,7 @@ def test_metrics_are_lines_of_json_and_a_plot(tmp_path):
     assert (tmp_path / "run.svg").read_text().startswith("<?xml")
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_with_its_step(tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
     def run():
         with Report(tmp_path, total_steps=9) as report:
             for step in range(1, 10):
@@ -43,12 +43,12 @@ def test_a_loss_that_is_not_a_number_ends_the_run_with_its_step(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl")[0][1] == 1.0
 
 
-def test_the_loss_of_the_last_step_counts_too(tmp_path):
+def test_the_loss_of_the_last_step_is_written(tmp_path):
     with pytest.raises(TrainingError, match="step 1 is inf"), Report(None, total_steps=1) as report:
         report.step(1, jnp.inf, examples=1)
 
 
-def test_a_run_that_is_resumed_goes_on_in_the_same_file(tmp_path):
+def test_a_resumed_run_appends(tmp_path):
     for first, resume in ((1, False), (3, True)):
         with Report(tmp_path, total_steps=4, first_step=first - 1, resume=resume) as report:
             for step in range(first, first + 2):
@@ -58,7 +58,7 @@ def test_a_run_that_is_resumed_goes_on_in_the_same_file(tmp_path):
 
 
 @pytest.mark.parametrize("left", ['{"step": 2, "lo', '{"step": 2, "loss": 2.0}'])
-def test_a_line_that_a_kill_has_cut_spoils_no_other(left, tmp_path):
+def test_a_line_cut_short_does_not_damage_the_next(left, tmp_path):
     path = tmp_path / "metrics.jsonl"
     with Report(tmp_path, total_steps=3) as report:
         report.step(1, 1.0, examples=1)
@@ -72,7 +72,7 @@ def test_a_line_that_a_kill_has_cut_spoils_no_other(left, tmp_path):
     assert plot_run(path, tmp_path / "again.svg")
 
 
-def test_what_is_no_line_of_metrics_is_skipped(tmp_path):
+def test_other_lines_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'\n7\n[1]\n{"loss": 1}\n\xff\xfe{\n{"step": 4, "loss": 0.5}')
     assert list(metrics_lines(path)) == [{"step": 4, "loss": 0.5}]
@@ -84,14 +84,14 @@ def with_a_failure(folder):
         for step in range(1, 6):
             report.step(step, 1 / step, examples=1)
     with Report(folder, total_steps=8, title="soak on 4x4", resume=True) as report:
-        report.epoch(4, 2, live=12, source="devices")
+        report.generation(4, 2, live=12, source="devices")
         for step in range(5, 9):
             report.step(step, 2 / step, examples=1)
         report.evaluation(8, accuracy=0.5)
     return folder / "metrics.jsonl"
 
 
-def test_an_epoch_after_the_first_has_a_line(tmp_path):
+def test_a_generation_after_the_first_has_a_line(tmp_path):
     path = with_a_failure(tmp_path)
     (found,) = read_generations(path)
     assert found.pop("time") > 0
@@ -101,13 +101,13 @@ def test_an_epoch_after_the_first_has_a_line(tmp_path):
     assert evaluations == {8: {"accuracy": 0.5}}
 
 
-def test_the_picture_says_what_was_trained_and_how_many_chips_went_on(tmp_path):
+def test_the_plot_has_a_title_and_the_number_of_chips(tmp_path):
     with_a_failure(tmp_path)
     texts = re.findall(r"<!-- (.*) -->", (tmp_path / "run.svg").read_text())
     assert {"soak on 4x4", "12 chips", "loss", "accuracy"} <= set(texts)
 
 
-def test_losses_and_accuracies_have_colours_of_their_own(tmp_path):
+def test_losses_and_accuracies_have_different_colours(tmp_path):
     with_a_failure(tmp_path)
     picture = (tmp_path / "run.svg").read_text()
     lines = re.findall(r'<g id="line2d_\d+">\s*<path d="M[^"]*" [^>]*stroke: (#\w+)', picture)
@@ -116,7 +116,7 @@ def test_losses_and_accuracies_have_colours_of_their_own(tmp_path):
     assert len({LOSS_COLOUR, *EVALUATION_COLOURS}) == 1 + len(EVALUATION_COLOURS)
 
 
-def test_a_loss_that_is_there_is_looked_at_at_once_by_one_that_may_be_lost(tmp_path):
+def test_an_eager_report_reads_a_ready_loss_at_once(tmp_path):
     with Report(tmp_path, total_steps=2, eager=True) as report:
         report.step(1, jnp.float32(1.0).block_until_ready(), examples=1)
         assert read_metrics(tmp_path / "metrics.jsonl")[0] == {1: 1.0}

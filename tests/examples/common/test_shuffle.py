@@ -15,7 +15,7 @@ def epochs(num_examples, number, seed=0):
     return shuffled(places, num_examples, seed=seed).reshape(number, num_examples)
 
 
-def test_each_example_once_for_every_number_of_them():
+def test_each_example_once_for_every_size():
     for number in range(1, 2001):
         order = shuffled(np.arange(number), number, seed=number)
         assert (np.bincount(order, minlength=number) == 1).all(), number
@@ -25,7 +25,7 @@ def test_each_example_once_for_every_number_of_them():
     "number",
     [1 << 20, 1_281_167, pytest.param(10_000_000, marks=pytest.mark.slow)],
 )
-def test_each_example_once_of_many(number):
+def test_each_example_once_in_a_large_set(number):
     seen = np.zeros(number, bool)
     for start in range(0, number, 1 << 16):
         seen[shuffled(np.arange(start, min(start + (1 << 16), number)), number, seed=0)] = True
@@ -43,7 +43,7 @@ def test_beyond_four_billion(number):
     assert ((counts - 10_000) ** 2 / 10_000).sum() < 27.9
 
 
-def test_a_place_does_not_depend_on_the_others_asked_for():
+def test_a_position_does_not_depend_on_the_others():
     places = np.arange(3 * 1000)
     whole = shuffled(places, 1000, seed=4)
     some = np.random.default_rng(0).permutation(places)[:500]
@@ -51,7 +51,7 @@ def test_a_place_does_not_depend_on_the_others_asked_for():
     assert shuffled(places[:0], 1000, seed=4).size == 0
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_epochs_and_seeds_have_different_orders():
     first = epochs(1000, 3, seed=0)
     others = np.concatenate([first[1:], epochs(1000, 3, seed=1), epochs(1000, 3, seed=-1)])
     for other in others:  # two random orders agree at one place, and hardly ever at eight
@@ -59,7 +59,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     np.testing.assert_array_equal(first, epochs(1000, 3, seed=0))
 
 
-def test_all_orders_of_four_are_as_frequent_as_each_other():
+def test_all_orders_of_four_are_equally_frequent():
     orders = np.concatenate([epochs(4, 240, seed) for seed in range(20)])
     counts = Counter(map(tuple, orders.tolist()))
     assert set(counts) == set(permutations(range(4)))
@@ -82,7 +82,7 @@ def test_well_mixed(number):
     assert abs((orders == places).sum(axis=1).mean() - 1) < 4 / np.sqrt(len(orders))
 
 
-def test_the_orders_are_these():
+def test_known_orders():
     # Runs are resumed in them: whoever changes one changes what an old run would have seen next.
     assert epochs(7, 3, seed=0).tolist() == [
         [1, 0, 2, 3, 6, 5, 4],
