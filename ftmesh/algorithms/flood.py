@@ -117,7 +117,7 @@ def flood(sources: Ints, share: int, lookahead: int, attempt: int = 0) -> Gather
     Args:
         sources: see `ftmesh.topology.graph.lane_sources`.
         share: chunks of each chip.
-        lookahead: links prefer chunks that no chip up to so many hops ahead has.
+        lookahead: links prefer chunks that no chip within this many hops ahead has.
         attempt: seed of the pseudo-random choices.
     """
     held = _own_chunks(sources.shape[1], share)
