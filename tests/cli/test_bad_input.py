@@ -64,7 +64,7 @@ DIGITS = "9" * 5000
         ("draw 8x8 --phase 9", "phase 9 does not exist"),
         ("draw 8x8 --round 1", "give --phase too"),
         ("plan 1000x1000", "1,000,000 live chips, and a schedule through all of them would take"),
-        ("limits 1000x1000", "would take some 112 TB: plan for 16,384 at most"),
+        ("limits 1000x1000", "would take about 112 TB: the limit is 16,384"),
         ("plan 4x4 --link 50Gb/s", "'50Gb/s' reads as bits per second: write bytes"),
         ("plan 4x4 --link 50gb/s", "'50gb/s' reads as bits per second"),
         ("plan 4x4 --payload 100Mb", "'100Mb' reads as bits"),
