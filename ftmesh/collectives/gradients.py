@@ -127,6 +127,11 @@ def reduce_in_backward(
     def forward(bucketed: dict[int, Any], slots: list[list[Any]]) -> tuple[dict[int, Any], None]:
         return identity({i: leaf.value for i, leaf in bucketed.items()}, slots), None
 
+    def store(slot_grads: list[list[Any]], filled: list[tuple[int, int]], grads: list[Any]) -> None:
+        for (index, slot), grad in zip(filled, grads, strict=True):
+            is_varying = varies[index][slot]
+            slot_grads[index][slot] = _compat.as_varying(grad, axis_name) if is_varying else grad
+
     def backward(_: None, grads: dict[int, Any]) -> tuple[None, list[list[Any]]]:
         by_bucket = [[_none_if_zero(grads[i]) for i in bucket] for bucket in buckets]
         slot_grads: list[list[Any]] = [[None] * len(bucket) for bucket in slots]
@@ -149,11 +154,6 @@ def reduce_in_backward(
             previous = [grad for grad in reduced if grad is not None]
         store(slot_grads, filled, previous)
         return None, slot_grads
-
-    def store(slot_grads: list[list[Any]], filled: list[tuple[int, int]], grads: list[Any]) -> None:
-        for (index, slot), grad in zip(filled, grads, strict=True):
-            is_varying = varies[index][slot]
-            slot_grads[index][slot] = _compat.as_varying(grad, axis_name) if is_varying else grad
 
     marked = jax.custom_vjp(identity)
     marked.defvjp(forward, backward, symbolic_zeros=True)

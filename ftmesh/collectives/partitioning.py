@@ -110,10 +110,10 @@ def gather_spec(axis: int, *, tiled: bool) -> SpecChange:
         ndim = len(before) if tiled else len(before) + 1
         if not -ndim <= axis < ndim:
             return spec, spec
-        dimension = axis % ndim
+        index = axis % ndim
         if tiled:
-            before[dimension] = None
-        after = before if tiled else [*before[:dimension], None, *before[dimension:]]
+            before[index] = None
+        after = before if tiled else [*before[:index], None, *before[index:]]
         return PartitionSpec(*before), PartitionSpec(*after)
 
     return change
