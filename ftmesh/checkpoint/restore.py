@@ -27,8 +27,7 @@ from ftmesh.checkpoint.tensor_names import (
 )
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.layout.element_order import to_tile_order
-from ftmesh.layout.owned_buckets import OwnedBucket, OwnedLayout
-from ftmesh.layout.sharded_state import Slot
+from ftmesh.layout.owned_buckets import OwnedBucket, OwnedLayout, Slot
 
 Window = tuple[slice, ...]  # of an array
 Step = TypeVar("Step")

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from ftmesh.errors import ArgumentError
-from ftmesh.layout.owned_buckets import OwnedLayout
-from ftmesh.layout.sharded_state import ShardedState, Slot
+from ftmesh.layout.owned_buckets import OwnedLayout, ShardedState, Slot
 
 Path = tuple[Any, ...]
 

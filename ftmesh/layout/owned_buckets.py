@@ -3,6 +3,9 @@
 A rank holds one array ``[rows, width]`` per bucket: its chunks, stacked. Each row belongs to one
 leaf, or to none. All ranks hold arrays of one shape: a rank that owns fewer chunks than others, as
 chips off the main rings do, holds zeros in their place.
+
+`ftmesh.optim` computes with sharded states and `ftmesh.checkpoint` saves them; holding one needs
+neither optax nor Flax.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -137,3 +140,29 @@ class OwnedLayout:
         leaves = [(t.shape, str(t.dtype)) for t in self.types]
         buckets = [(b.members, b.packing.shape, b.owned.tolist()) for b in self.buckets]
         return hashlib.sha256(repr((leaves, buckets)).encode()).hexdigest()[:16]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Slot:
+    """Stands in a state's tree for the tensor of parameter `leaf`, stored in `rows[row]`."""
+
+    row: int
+    leaf: int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ShardedState:
+    """An optax state with its large tensors replaced by slots.
+
+    Attributes:
+        inner: The state's tree as optax builds it, with a `Slot` for every sharded tensor.
+        rows: One tuple per kind of tensor, such as the first moments of all parameters. It has one
+            array per bucket, or None where the bucket holds no tensor of that kind.
+        owners: The fingerprint of the layout, which identifies who owns what.
+    """
+
+    inner: Any
+    rows: tuple[tuple[jax.Array | None, ...], ...]
+    owners: str = field(metadata={"static": True})

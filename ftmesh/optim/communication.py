@@ -31,7 +31,7 @@ from ftmesh.collectives.reduce_scatter import (
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
-from ftmesh.layout.owned_buckets import Owned, OwnedBucket
+from ftmesh.layout.owned_buckets import OwnedBucket, OwnedLayout
 from ftmesh.optim.state import OwnedTree
 
 Reduce = Literal["mean", "sum", "none"]
@@ -53,7 +53,7 @@ class Communication:
         if self.reduce not in ("mean", "sum", "none"):
             raise ArgumentError(f"reduce must be 'mean', 'sum' or 'none', not {self.reduce!r}")
 
-    def take_owned(self, tree: PyTree, layout: Owned) -> OwnedTree:
+    def take_owned(self, tree: PyTree, layout: OwnedLayout) -> OwnedTree:
         """Return what this rank owns of arrays that all ranks have."""
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
@@ -63,9 +63,11 @@ class Communication:
             chunks = take_owned_chunks(buffer, self.axis_name, self.plan.program)
             return chunks.reshape(bucket.shape)
 
-        return OwnedTree([take(b) for b in layout.buckets], {i: leaves[i] for i in layout.whole})
+        return OwnedTree(
+            [take(b) for b in layout.buckets], {i: leaves[i] for i in layout.replicated}
+        )
 
-    def reduce_scatter(self, grads: PyTree, layout: Owned, tree: Any) -> OwnedTree:
+    def reduce_scatter(self, grads: PyTree, layout: OwnedLayout, tree: Any) -> OwnedTree:
         """Reduce gradients and return what this rank owns of the result.
 
         Args:
@@ -96,7 +98,7 @@ class Communication:
         ]
         return join_groups(results, layout)
 
-    def reduce_group(self, layout: Owned, index: int, grads: list[Any]) -> list[jax.Array]:
+    def reduce_group(self, layout: OwnedLayout, index: int, grads: list[Any]) -> list[jax.Array]:
         """Reduce one of `reduction_groups`; a gradient that is None counts as zeros."""
         types = [layout.types[i] for i in reduction_groups(layout)[index]]
         arrays = [
@@ -120,16 +122,16 @@ class Communication:
         )
         return [chunks.reshape(bucket.shape)]
 
-    def gradient_slots(self, leaves: list[jax.Array], layout: Owned) -> list[list[jax.Array]]:
+    def gradient_slots(self, leaves: list[jax.Array], layout: OwnedLayout) -> list[list[jax.Array]]:
         """Return arrays of the types that `reduce_group` returns for the gradients of `leaves`."""
         slots = []
         for bucket in layout.buckets:
             first = _to_common_dtype([leaves[i] for i in bucket.members])[0]
             zeros = jnp.zeros(bucket.shape, first.dtype)
             slots.append([_compat.varying_like(_compat.as_varying(zeros, self.axis_name), first)])
-        return [*slots, [leaves[i] for i in layout.whole]]
+        return [*slots, [leaves[i] for i in layout.replicated]]
 
-    def all_gather(self, owned: OwnedTree, layout: Owned) -> list[jax.Array]:
+    def all_gather(self, owned: OwnedTree, layout: OwnedLayout) -> list[jax.Array]:
         """Return all leaves, replicated, from what every rank owns of them."""
         leaves = dict(owned.replicated)
         for bucket, rows in zip(layout.buckets, owned.rows, strict=True):
@@ -158,15 +160,17 @@ class Communication:
         return varying == {False}
 
 
-def reduction_groups(layout: Owned) -> list[tuple[int, ...]]:
+def reduction_groups(layout: OwnedLayout) -> list[tuple[int, ...]]:
     """Return the leaves that are reduced together: those of each bucket, then the replicated."""
-    return [*(bucket.members for bucket in layout.buckets), layout.whole]
+    return [*(bucket.members for bucket in layout.buckets), layout.replicated]
 
 
-def join_groups(results: Sequence[list[jax.Array]], layout: Owned) -> OwnedTree:
+def join_groups(results: Sequence[list[jax.Array]], layout: OwnedLayout) -> OwnedTree:
     """Return the results of `Communication.reduce_group` for all groups as a tree."""
     *rows, replicated = results
-    return OwnedTree([row for (row,) in rows], dict(zip(layout.whole, replicated, strict=True)))
+    return OwnedTree(
+        [row for (row,) in rows], dict(zip(layout.replicated, replicated, strict=True))
+    )
 
 
 def _to_common_dtype(arrays: list[jax.Array]) -> list[jax.Array]:

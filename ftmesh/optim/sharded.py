@@ -37,8 +37,7 @@ from ftmesh.collectives.partitioning import REPLICATED
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
-from ftmesh.layout.owned_buckets import Owned
-from ftmesh.layout.sharded_state import ShardedState, Slot
+from ftmesh.layout.owned_buckets import OwnedLayout, ShardedState, Slot
 from ftmesh.optim.communication import (
     Communication,
     MeshPlacement,
@@ -162,7 +161,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         """
         return self.ops.shard_state(state, params)
 
-    def layout(self, params: PyTree) -> Owned:
+    def layout(self, params: PyTree) -> OwnedLayout:
         """Return the buckets that hold the leaves of `params`, and the owners of their chunks.
 
         Args:
@@ -269,12 +268,8 @@ class OptimizerOps:
             ops = replace(self, comm=replace(self.comm, reduce="none"))  # they are replicated
             return ops.update(updates, state, params, **extra_args)
 
-        in_specs = (
-            param_specs,
-            state_specs,
-            REPLICATED if params is None else param_specs,
-            REPLICATED,
-        )
+        given_specs = REPLICATED if params is None else param_specs
+        in_specs = (param_specs, state_specs, given_specs, REPLICATED)
         mapped = self.placement.run(update, like, in_specs, (param_specs, state_specs))
         result: tuple[PyTree, ShardedState] = mapped(updates, state, params, extra_args)
         return result
@@ -282,7 +277,6 @@ class OptimizerOps:
     def value_and_grad(
         self, loss: Callable[..., Any], *, has_aux: bool = False
     ) -> Callable[..., Any]:
-        """See `ShardedOptimizer`."""
         if not self.overlap:
             local: Callable[..., Any] = local_value_and_grad(
                 loss, self.comm.axis_name, has_aux=has_aux
@@ -308,7 +302,6 @@ class OptimizerOps:
         return run
 
     def specs(self, params: PyTree) -> ShardedState:
-        """See `ShardedOptimizer`."""
         layout, form = self.layout(params), self.form(params)
         leaves = [x if isinstance(x, Slot) else REPLICATED for x in form.leaves]
         split = PartitionSpec((self.comm.axis_name, *self.placement.other_axes(params)))
@@ -318,29 +311,28 @@ class OptimizerOps:
         )
         return ShardedState(form.tree.unflatten(leaves), rows, layout.fingerprint)
 
-    def layout(self, params: PyTree) -> Owned:
-        """See `ShardedOptimizer`."""
+    def layout(self, params: PyTree) -> OwnedLayout:
         types, program = self.placement.local_types(params), self.comm.plan.program
         order = self.order
         if order is None and self.overlap:
             order = range(len(types))[::-1]  # the gradients of the last leaves come first
         if order is not None:
             check_order(order, len(types))
-        return Owned.of(types, program.owned_chunks, program.num_chunks, self.bucket_bytes, order)
+        return OwnedLayout.build(
+            types, program.owned_chunks, program.num_chunks, self.bucket_bytes, order
+        )
 
     def form(self, params: PyTree) -> StateForm:
-        """See `ShardedOptimizer`."""
         types, tree = self.placement.global_types(params), jax.tree.structure(params)
         return state_form(self.transformation.init, self.layout(params), types, tree)
 
     def gather_state(self, state: ShardedState, params: PyTree) -> PyTree:
-        """See `ShardedOptimizer`."""
         if not self.placement.is_bound:
             specs = (self.specs(params), self.placement.param_specs(params))
             return self.placement.run(self.gather_state, params, specs, REPLICATED)(state, params)
         layout, form = self.layout(params), self.form(params)
         _check_owners(state, layout)
-        scalars = {i: jnp.zeros((), layout.types[i].dtype) for i in layout.whole}
+        scalars = {i: jnp.zeros((), layout.types[i].dtype) for i in layout.replicated}
         rows = [
             self.comm.all_gather(OwnedTree(row, scalars), layout)
             for row in dense_rows(state, layout)
@@ -351,7 +343,6 @@ class OptimizerOps:
         )
 
     def shard_state(self, state: PyTree, params: PyTree) -> ShardedState:
-        """See `ShardedOptimizer`."""
         if not self.placement.is_bound:
             in_specs = (REPLICATED, self.placement.param_specs(params))
             shard = self.placement.run(self.shard_state, params, in_specs, self.specs(params))
@@ -377,7 +368,7 @@ class OptimizerOps:
         )
         return ShardedState(form.tree.unflatten(inner), rows, layout.fingerprint)
 
-    def _evaluator(self, layout: Owned, params: PyTree) -> ShardEvaluator:
+    def _evaluator(self, layout: OwnedLayout, params: PyTree) -> ShardEvaluator:
         def sum_over_ranks(vectors: list[jax.Array]) -> list[jax.Array]:
             other_axes = self.placement.other_axes(params)
             known = {self.comm.axis_name, *other_axes}
@@ -396,7 +387,7 @@ class OptimizerOps:
         return ShardEvaluator(layout, self.placement.global_types(params), rows, sum_over_ranks)
 
 
-def _check_owners(state: Any, layout: Owned) -> None:
+def _check_owners(state: Any, layout: OwnedLayout) -> None:
     if not isinstance(state, ShardedState) or state.owners != layout.fingerprint:
         raise ArgumentError(
             "this state is not sharded for the owners of this plan, or is of other parameters: "

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ftmesh.execute.types import PyTree
-from ftmesh.layout.owned_buckets import Owned, Rows
-from ftmesh.layout.sharded_state import ShardedState, Slot
+from ftmesh.layout.owned_buckets import OwnedLayout, OwnedRows, ShardedState, Slot
 from ftmesh.optim.elementwise.evaluate import GraphEvaluator, SumOverRanks
 from ftmesh.optim.elementwise.graph import Constant, Kind, OpGraph, Value
 from ftmesh.optim.elementwise.trace import GraphBuilder, NotShardableError
@@ -38,14 +37,14 @@ class StateForm:
     dtypes: tuple[Any, ...]
     types: tuple[Any, ...]
 
-    def buckets(self, layout: Owned, row: int) -> tuple[bool, ...]:
+    def buckets(self, layout: OwnedLayout, row: int) -> tuple[bool, ...]:
         """Return which buckets contain a slot of `row`."""
         leaves = {leaf.leaf for leaf in self.leaves if isinstance(leaf, Slot) and leaf.row == row}
         return tuple(not leaves.isdisjoint(bucket.members) for bucket in layout.buckets)
 
 
 def state_form(
-    init: Callable[[Any], Any], layout: Owned, types: Sequence[Any], tree: Any
+    init: Callable[[Any], Any], layout: OwnedLayout, types: Sequence[Any], tree: Any
 ) -> StateForm:
     """Find which leaves of the state that `init` returns belong to which parameter.
 
@@ -57,7 +56,7 @@ def state_form(
     """
     marked = [
         jax.ShapeDtypeStruct((*(1 for _ in t.shape[1:]), _FIRST_LENGTH + i), t.dtype)
-        if i in layout.home
+        if i in layout.location
         else t
         for i, t in enumerate(types)
     ]
@@ -69,7 +68,7 @@ def state_form(
             "a tensor. Give masks as pytrees of booleans, or as functions of names or of the "
             "number of dimensions"
         )
-    param_of = {marked[i].shape: i for i in layout.home}
+    param_of = {marked[i].shape: i for i in layout.location}
     rows: dict[tuple[int, Any], int] = {}
     counts: dict[tuple[int, Any], int] = {}
     slots: list[Any] = []
@@ -93,7 +92,7 @@ def state_form(
 _FIRST_LENGTH = 1_000_003  # longer than the dimensions that an optimizer names itself
 
 
-def dense_rows(state: ShardedState, layout: Owned) -> list[list[jax.Array]]:
+def dense_rows(state: ShardedState, layout: OwnedLayout) -> list[list[jax.Array]]:
     """Return the arrays of every row, with zeros for the buckets that have none."""
     return [
         [
@@ -121,7 +120,7 @@ class OwnedTree:
     rows: list[jax.Array]
     replicated: dict[int, Any]
 
-    def dtypes(self, layout: Owned) -> dict[int, Any]:
+    def dtypes(self, layout: OwnedLayout) -> dict[int, Any]:
         """Return the dtype of every leaf."""
         dtypes = {i: x.dtype for i, x in self.replicated.items()}
         for bucket, row in zip(layout.buckets, self.rows, strict=True):
@@ -141,9 +140,9 @@ class ShardEvaluator:
 
     def __init__(
         self,
-        layout: Owned,
+        layout: OwnedLayout,
         types: Sequence[Any],
-        rows: Sequence[Rows],
+        rows: Sequence[OwnedRows],
         sum_over_ranks: SumOverRanks,
     ) -> None:
         self.layout = layout
@@ -156,7 +155,7 @@ class ShardEvaluator:
         elements = self._graph.node(Constant(name, tree.rows), kind=Kind.PER_ELEMENT)
         return [
             Value(elements, type_.shape, leaf)
-            if leaf in self.layout.home
+            if leaf in self.layout.location
             else self._input((name, leaf), tree.replicated[leaf])
             for leaf, type_ in enumerate(self.types)
         ]
@@ -198,7 +197,7 @@ class ShardEvaluator:
                 _check_leaf(values[leaf], leaf)
             dtype = jnp.result_type(*(dtypes[leaf] for leaf in bucket.members))
             rows.append(self._evaluator.bucket(i, [values[m] for m in bucket.members], dtype))
-        return OwnedTree(rows, {i: self._array(values[i]) for i in self.layout.whole})
+        return OwnedTree(rows, {i: self._array(values[i]) for i in self.layout.replicated})
 
     def output_state(self, form: StateForm, values: Sequence[Value]) -> ShardedState:
         """Return a state of that form, given a value for each leaf."""

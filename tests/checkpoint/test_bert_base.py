@@ -16,7 +16,7 @@ from examples.common.data_parallel import DataParallel
 from examples.common.device_arrays import REPLICATED
 from ftmesh.checkpoint import snapshot
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.layout.sharded_state import Slot
+from ftmesh.layout.owned_buckets import Slot
 from ftmesh.testing import cpu_grid
 from tests.support.device_memory import PeakMemory
 from tests.support.more import more

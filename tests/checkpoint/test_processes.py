@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.elastic.pod_environment import free_port
+from ftmesh.elastic.rpc import free_port
 from tests.support.known_state import assert_same_bits, make_params, storing_optimizer
 
 HERE = Path(__file__).parent

@@ -169,7 +169,7 @@ def test_weights_that_are_sharded_along_another_axis(six, name):
 
 def test_a_mesh_with_another_axis_needs_specs(six):
     plan, mesh = six
-    with pytest.raises(ArgumentError, match="nothing says how weights lie along them"):
+    with pytest.raises(ArgumentError, match="are sharded along them is not known here"):
         plan.shard(optax.sgd(0.1), mesh=mesh).init(WIDE)
 
 

@@ -16,7 +16,7 @@ from ftmesh import ArgumentError, CollectiveError, Topology
 from ftmesh.optim import ShardedOptimizer, lamb, lars
 from ftmesh.optim.communication import Communication
 from ftmesh.testing import cpu_grid, on_one_device
-from tests.support.on_devices import without_halves
+from tests.support.on_devices import without_reduce_scatter
 from tests.support.updates import (
     OPTIMIZERS,
     PARAMS,
@@ -176,7 +176,7 @@ def test_norms_take_one_small_all_reduce(damaged, name, sums):
         )
     )
     assert text.count("ftmesh_all_reduce[") == sums
-    assert text.count("ftmesh_reduce_scatter[") == text.count("ftmesh_gather_invariant[") == 1
+    assert text.count("ftmesh_reduce_scatter[") == text.count("ftmesh_all_gather_invariant[") == 1
 
 
 def test_padding_does_not_enter_norms(twelve):
@@ -287,8 +287,8 @@ class TestErrors:
                 step(state)
 
     def test_a_schedule_without_owners(self, twelve):
-        nobody = dataclasses.replace(twelve, schedule=without_halves(twelve.schedule))
-        with pytest.raises(CollectiveError, match="'row_pair' has no reduce-scatter half, so nobo"):
+        nobody = dataclasses.replace(twelve, schedule=without_reduce_scatter(twelve.schedule))
+        with pytest.raises(CollectiveError, match="'row_pair' has no reduce-scatter phase, so no"):
             ShardedOptimizer(optax.adam(0.1), nobody, "data")
 
     def test_other_gradients_than_parameters(self, even):

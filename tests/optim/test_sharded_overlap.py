@@ -211,4 +211,4 @@ def test_buckets_are_smaller_with_overlap(even, overlap, buckets):
     )
     text = str(jax.make_jaxpr(step)(params))
     assert text.count("ftmesh_reduce_scatter[") == buckets
-    assert text.count("ftmesh_gather_invariant[") == buckets
+    assert text.count("ftmesh_all_gather_invariant[") == buckets

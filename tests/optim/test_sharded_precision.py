@@ -9,10 +9,10 @@ import pytest
 from ftmesh.optim import ShardedOptimizer
 from ftmesh.testing import on_one_device
 from tests.support.roundings import (
-    HALVES,
+    HALF_PRECISION,
     LARGE,
-    assert_right,
-    draws,
+    assert_accurate,
+    sample_inputs,
     exact_means,
     large_plan,
     lax_means,
@@ -33,8 +33,8 @@ def apply_sgd(means, dtype):
 def test_a_step_of_sgd(shape, failed, algorithm):
     plan = large_plan(shape, failed, algorithm)
     ranks = plan.program.num_ranks
-    narrow = {name: draws(ranks, dtype) for name, dtype in HALVES.items()}
-    wide = draws(ranks, np.float32)
+    narrow = {name: sample_inputs(ranks, dtype) for name, dtype in HALF_PRECISION.items()}
+    wide = sample_inputs(ranks, np.float32)
 
     def step(grads, **options):
         optimizer = ShardedOptimizer(SGD, plan, "data", **options)
@@ -44,12 +44,12 @@ def test_a_step_of_sgd(shape, failed, algorithm):
 
     @on_one_device
     def steps(narrow, wide):
-        return step(narrow), {name: step(wide, wire_dtype=HALVES[name]) for name in HALVES}
+        return step(narrow), {name: step(wide, wire_dtype=HALF_PRECISION[name]) for name in HALF_PRECISION}
 
     results = jax.device_get(steps(narrow, wide))
     assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves(results)), "ranks differ"
     from_narrow, narrow_wire = jax.tree.map(lambda leaf: leaf[0], results)
-    for name, dtype in HALVES.items():
+    for name, dtype in HALF_PRECISION.items():
         assert (from_narrow[name]["ones"] == 0.5).all()
         assert (narrow_wire[name]["ones"] == 0.5).all()
         for got, given, kind in (
@@ -58,7 +58,7 @@ def test_a_step_of_sgd(shape, failed, algorithm):
         ):
             exact = {key: 1 - mean / 2 for key, mean in exact_means(given).items()}
             assert got["ones"].dtype == kind
-            assert_right(got, exact, apply_sgd(lax_means(given, dtype), kind))
+            assert_accurate(got, exact, apply_sgd(lax_means(given, dtype), kind))
 
 
 def test_accumulate_dtype_bfloat16():

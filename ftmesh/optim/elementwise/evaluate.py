@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from ftmesh.execute import _compat
-from ftmesh.layout.owned_buckets import Owned, Rows
+from ftmesh.layout.owned_buckets import OwnedLayout, OwnedRows
 from ftmesh.optim.elementwise.graph import (
     Apply,
     BranchResult,
@@ -39,7 +39,9 @@ class GraphEvaluator:
     all sums of a level.
     """
 
-    def __init__(self, layout: Owned, rows: Sequence[Rows], sum_over_ranks: SumOverRanks) -> None:
+    def __init__(
+        self, layout: OwnedLayout, rows: Sequence[OwnedRows], sum_over_ranks: SumOverRanks
+    ) -> None:
         self.layout, self.rows, self.sum_over_ranks = layout, rows, sum_over_ranks
         self._values: dict[Node, Any] = {}
 
