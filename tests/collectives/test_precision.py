@@ -18,10 +18,10 @@ from ftmesh.execute.context import WireDtypes
 from ftmesh.testing import on_one_device
 from tests.support.on_devices import per_rank, plan_on_cpu, without_reduce_scatter
 from tests.support.roundings import (
-    HALVES,
+    HALF_PRECISION,
     LARGE,
-    assert_right,
-    draws,
+    assert_accurate,
+    sample_inputs,
     exact_means,
     large_plan,
     lax_means,
@@ -44,26 +44,26 @@ def dtypes_sent(plan, run, dtype):
 def test_bfloat16_means_of_hundreds_of_ranks(shape, failed, algorithm):
     plan = large_plan(shape, failed, algorithm)
     ranks = plan.program.num_ranks
-    narrow = {name: draws(ranks, dtype) for name, dtype in HALVES.items()}
-    wide = draws(ranks, np.float32)
+    narrow = {name: sample_inputs(ranks, dtype) for name, dtype in HALF_PRECISION.items()}
+    wide = sample_inputs(ranks, np.float32)
 
     @on_one_device
     def means(narrow, wide):
         return plan.pmean(narrow, "data"), {
-            name: plan.pmean(wide, "data", wire_dtype=dtype) for name, dtype in HALVES.items()
+            name: plan.pmean(wide, "data", wire_dtype=dtype) for name, dtype in HALF_PRECISION.items()
         }
 
     result = jax.device_get(means(narrow, wide))
     assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves(result)), "ranks differ"
     of_halves, on_the_wire = jax.tree.map(lambda leaf: leaf[0], result)
-    for name, dtype in HALVES.items():
+    for name, dtype in HALF_PRECISION.items():
         assert of_halves[name]["ones"].dtype == dtype
         assert on_the_wire[name]["ones"].dtype == np.float32
         assert (of_halves[name]["ones"] == 1).all()
         assert (on_the_wire[name]["ones"] == 1).all()
         given = narrow[name]
-        assert_right(of_halves[name], exact_means(given), lax_means(given, dtype))
-        assert_right(on_the_wire[name], exact_means(wide), lax_means(wide, dtype))
+        assert_accurate(of_halves[name], exact_means(given), lax_means(given, dtype))
+        assert_accurate(on_the_wire[name], exact_means(wide), lax_means(wide, dtype))
 
 
 def test_accumulate_in_bfloat16_if_asked():

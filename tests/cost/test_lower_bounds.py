@@ -1,4 +1,4 @@
-"""Limits against brute force, against the published table, and against their own proofs."""
+"""Lower bounds compared with brute force, the published table and their own proofs."""
 
 import itertools
 import random
@@ -21,22 +21,22 @@ from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.topology.topology import Topology
 
 
-def recount(found):
-    """Check the proofs that limits carry, link by link."""
-    topology = found.topology
-    cables = {frozenset(link) for link in topology.links}
-    assert found.links == len(cables)
-    part_of = {chip: number for number, part in enumerate(found.partition) for chip in part}
+def check_proofs(bounds):
+    """Check the proofs of lower bounds, link by link."""
+    topology = bounds.topology
+    pairs_of_chips = {frozenset(link) for link in topology.links}
+    assert bounds.links == len(pairs_of_chips)
+    part_of = {chip: number for number, part in enumerate(bounds.partition) for chip in part}
     assert sorted(part_of) == sorted(topology.coords)
-    assert sum(map(len, found.partition)) == found.live
-    between = sum(len({part_of[chip] for chip in cable}) == 2 for cable in cables)
-    assert found.all_reduce * between == len(found.partition) - 1
-    assert found.strength * (len(found.partition) - 1) == between
-    cut = set(found.cut)
+    assert sum(map(len, bounds.partition)) == bounds.live
+    between = sum(len({part_of[chip] for chip in pair}) == 2 for pair in pairs_of_chips)
+    assert bounds.all_reduce * between == len(bounds.partition) - 1
+    assert bounds.strength * (len(bounds.partition) - 1) == between
+    cut = set(bounds.cut)
     assert set() < cut < set(topology.coords)
-    leaving = sum(len(cable & cut) == 1 for cable in cables)
-    assert found.all_gather * leaving * found.live == found.live - len(cut)
-    return found
+    leaving = sum(len(pair & cut) == 1 for pair in pairs_of_chips)
+    assert bounds.all_gather * leaving * bounds.live == bounds.live - len(cut)
+    return bounds
 
 
 @cache
@@ -74,8 +74,8 @@ def small_meshes(draw):
     shape = draw(st.sampled_from(["3x3", "2x4", "2x2x2", "9", "4x2", "1x6"]))
     whole = Topology.grid(shape, failed="", wrap=draw(st.booleans()))
     failed = draw(st.sets(st.sampled_from(whole.coords), max_size=len(whole.coords) - 2))
-    cables = sorted({tuple(sorted(link)) for link in whole.links})
-    failed_links = draw(st.sets(st.sampled_from(cables), max_size=3))
+    pairs_of_chips = sorted({tuple(sorted(link)) for link in whole.links})
+    failed_links = draw(st.sets(st.sampled_from(pairs_of_chips), max_size=3))
     broken = replace(whole, failed=frozenset(failed), failed_links=frozenset(failed_links))
     largest = broken.components()[0]
     return replace(broken, failed=frozenset(whole.coords) - set(largest))
@@ -83,15 +83,15 @@ def small_meshes(draw):
 
 @settings(max_examples=150)
 @given(small_meshes())
-def test_no_partition_and_no_cut_of_a_small_mesh_is_tighter(topology):
-    found = limits(topology)
-    if found.live == 1:
-        assert (found.all_gather, found.all_reduce, found.strength) == (0, 0, None)
+def test_small_meshes_by_brute_force(topology):
+    bounds = limits(topology)
+    if bounds.live == 1:
+        assert (bounds.all_gather, bounds.all_reduce, bounds.strength) == (0, 0, None)
         return
-    recount(found)
+    check_proofs(bounds)
     edges = edges_of(topology)
-    assert found.strength == brute_strength(found.live, edges)
-    assert found.all_gather * found.live == brute_cut(found.live, edges)
+    assert bounds.strength == brute_strength(bounds.live, edges)
+    assert bounds.all_gather * bounds.live == brute_cut(bounds.live, edges)
 
 
 @st.composite
@@ -105,7 +105,7 @@ def graphs(draw):
 
 @settings(max_examples=150)
 @given(graphs())
-def test_nor_of_any_other_graph(graph):
+def test_small_graphs_by_brute_force(graph):
     count, edges = graph
     parts = weakest_partition(count, edges)
     between = sum(parts[a] != parts[b] for a, b in edges)
@@ -127,20 +127,20 @@ def test_nor_of_any_other_graph(graph):
     ],
 )
 def test_the_published_table(mesh, failed, live, links, strength, all_gather, all_reduce, diameter):
-    found = recount(limits(Topology.grid(mesh, failed=failed)))
-    assert (found.live, found.links, found.diameter) == (live, links, diameter)
-    assert round(float(found.strength), 3) == strength
-    assert round(float(found.all_gather), 4) == all_gather
-    assert round(float(found.all_reduce), 4) == all_reduce
+    bounds = check_proofs(limits(Topology.grid(mesh, failed=failed)))
+    assert (bounds.live, bounds.links, bounds.diameter) == (live, links, diameter)
+    assert round(float(bounds.strength), 3) == strength
+    assert round(float(bounds.all_gather), 4) == all_gather
+    assert round(float(bounds.all_reduce), 4) == all_reduce
 
 
-def packed(count, edges, strength):
-    """What Cunningham's greedy method packs into the edges, by a flow for every edge.
+def pack_trees(count, edges, strength):
+    """The weight that Cunningham's greedy method packs into the edges, by a flow for every edge.
 
     Weights of at most the denominator of `strength`, of which no set A of vertices holds more than
     its numerator times (|A| - 1). Strength is no less exactly if the whole graph holds as much.
     """
-    purse, price = strength.numerator, strength.denominator
+    per_vertex, per_edge = strength.numerator, strength.denominator
     weights = np.zeros(len(edges), np.int32)
     names = np.arange(count, count + len(edges))
     source, sink = count + len(edges), count + len(edges) + 1
@@ -148,13 +148,13 @@ def packed(count, edges, strength):
     rows = [np.full(len(edges), source), names, names, np.arange(count)]
     columns = [names, *ends, np.full(count, sink)]
     for number, edge in enumerate(edges):
-        room = np.full(count, purse, np.int32)
+        room = np.full(count, per_vertex, np.int32)
         room[list(edge)] = 0
         amounts = np.concatenate([weights, weights, weights, room])
         places = (np.concatenate(rows), np.concatenate(columns))
         network = csr_array((amounts, places), shape=(sink + 1, sink + 1))
-        free = purse - weights.sum() + maximum_flow(network, source, sink).flow_value
-        weights[number] = min(price, free)
+        free = per_vertex - weights.sum() + maximum_flow(network, source, sink).flow_value
+        weights[number] = min(per_edge, free)
     return weights.sum()
 
 
@@ -162,12 +162,14 @@ def damaged_at_random(seed):
     """Most of a mesh or torus from which chips and links have gone."""
     rng = np.random.default_rng(seed)
     whole = Topology.grid(("8x8", "6x9", "3x4x5")[seed % 3], failed="", wrap=seed % 2 == 1)
-    cables = sorted({tuple(sorted(link)) for link in whole.links})
+    pairs_of_chips = sorted({tuple(sorted(link)) for link in whole.links})
     failed = rng.choice(whole.num_live, seed, replace=False)
     broken = replace(
         whole,
         failed=frozenset(whole.coords[rank] for rank in failed),
-        failed_links=frozenset(cables[i] for i in rng.choice(len(cables), seed, replace=False)),
+        failed_links=frozenset(
+            pairs_of_chips[i] for i in rng.choice(len(pairs_of_chips), seed, replace=False)
+        ),
     )
     return replace(broken, failed=frozenset(whole.coords) - set(broken.components()[0]))
 
@@ -185,74 +187,74 @@ def damaged_at_random(seed):
     ids=str,
 )
 def test_flows_confirm_the_strength_of_meshes_too_large_for_brute_force(topology):
-    found = recount(limits(topology))
-    joins, edges = found.live - 1, edges_of(topology)
-    assert packed(found.live, edges, found.strength) == found.strength.numerator * joins
-    higher = found.strength + Fraction(1, 1000)
-    assert packed(found.live, edges, higher) < higher.numerator * joins
+    bounds = check_proofs(limits(topology))
+    joins, edges = bounds.live - 1, edges_of(topology)
+    assert pack_trees(bounds.live, edges, bounds.strength) == bounds.strength.numerator * joins
+    higher = bounds.strength + Fraction(1, 1000)
+    assert pack_trees(bounds.live, edges, higher) < higher.numerator * joins
 
 
-def clumpy_graph(seed):
-    """A graph with dense clumps, which are merged one after another."""
+def clustered_graph(seed):
+    """A graph with dense clusters, which are merged one after another."""
     rng = random.Random(seed)
     count = rng.randint(8, 14)
-    clump = [rng.randrange(1 + count // 4) for _ in range(count)]
+    cluster = [rng.randrange(1 + count // 4) for _ in range(count)]
     edges = [(rng.randrange(vertex), vertex) for vertex in range(1, count)]
     pairs = list(itertools.combinations(range(count), 2))
-    weights = [1 + 7 * (clump[a] == clump[b]) for a, b in pairs]
+    weights = [1 + 7 * (cluster[a] == cluster[b]) for a, b in pairs]
     edges += rng.choices(pairs, weights, k=rng.randint(count, 3 * count))
     rng.shuffle(edges)
     return count, edges
 
 
 @pytest.mark.parametrize("seed", range(40, 55))
-def test_flows_confirm_the_strength_of_graphs_with_clumps(seed):
-    count, edges = clumpy_graph(seed)
+def test_flows_confirm_the_strength_of_clustered_graphs(seed):
+    count, edges = clustered_graph(seed)
     parts = weakest_partition(count, edges)
     strength = Fraction(sum(parts[a] != parts[b] for a, b in edges), max(parts))
-    assert packed(count, edges, strength) == strength.numerator * (count - 1)
+    assert pack_trees(count, edges, strength) == strength.numerator * (count - 1)
 
 
-def test_on_a_torus_a_scatter_and_a_gather_lose_nothing():
-    found = recount(limits(Topology.grid("8x8", failed="", wrap=True)))
-    assert found.all_gather == Fraction(63, 4 * 64)
-    assert found.all_reduce == 2 * found.all_gather
-    assert found.diameter == 8
+def test_on_a_torus_reduce_scatter_and_all_gather_reach_the_bound():
+    bounds = check_proofs(limits(Topology.grid("8x8", failed="", wrap=True)))
+    assert bounds.all_gather == Fraction(63, 4 * 64)
+    assert bounds.all_reduce == 2 * bounds.all_gather
+    assert bounds.diameter == 8
 
 
 def test_three_axes():
-    found = recount(limits(Topology.grid("4x4x4", failed="2x1x2@1,0,1")))
-    assert (found.live, found.links, found.strength) == (60, 128, 2)
-    assert found.cut == ((0, 0, 0),)
-    assert len(found.partition) == 13
-    assert recount(limits(Topology.grid("4x4x4", failed="", wrap=True))).diameter == 6
+    bounds = check_proofs(limits(Topology.grid("4x4x4", failed="2x1x2@1,0,1")))
+    assert (bounds.live, bounds.links, bounds.strength) == (60, 128, 2)
+    assert bounds.cut == ((0, 0, 0),)
+    assert len(bounds.partition) == 13
+    assert check_proofs(limits(Topology.grid("4x4x4", failed="", wrap=True))).diameter == 6
 
 
 def test_failed_links_make_bottlenecks_too():
     topology = Topology.grid("6x6", failed="", failed_links="0,0-1,0;1,3-2,3")
-    found = recount(limits(topology))
-    assert (found.cut, found.strength) == (((0, 0),), 1)
-    assert found.why_all_gather == "chip (0, 0) hangs on 1 link"
-    assert found.why_all_reduce == "chip (0, 0) alone, the other 35 together: 1 link for 1 join"
+    bounds = check_proofs(limits(topology))
+    assert (bounds.cut, bounds.strength) == (((0, 0),), 1)
+    assert bounds.why_all_gather == "chip (0, 0) hangs on 1 link"
+    assert bounds.why_all_reduce == "chip (0, 0) alone, the other 35 together: 1 link for 1 join"
 
 
-def test_half_a_mesh_can_hang_on_one_link():
-    found = recount(limits(Topology.grid("8x8", failed="1x7@4,0")))
-    assert found.why_all_gather == "the 24 chips 3x8@5,0 hang on 1 link"
-    assert found.why_all_reduce == (
+def test_half_a_mesh_on_one_link():
+    bounds = check_proofs(limits(Topology.grid("8x8", failed="1x7@4,0")))
+    assert bounds.why_all_gather == "the 24 chips 3x8@5,0 hang on 1 link"
+    assert bounds.why_all_reduce == (
         "the 24 chips 3x8@5,0 together, chip (4, 7) alone, the other 32 together: "
         "2 links for 2 joins"
     )
-    assert found.all_gather == Fraction(33, 57)
+    assert bounds.all_gather == Fraction(33, 57)
 
 
-def test_a_scattered_bottleneck_is_told_by_its_box():
+def test_a_scattered_bottleneck_is_described_by_its_box():
     topology = Topology.from_drawing("""
         .X.X.X.X.X.
         ...........
         ...........""")
-    found = recount(limits(topology))
-    assert found.why_all_reduce == (
+    bounds = check_proofs(limits(topology))
+    assert bounds.why_all_reduce == (
         "the 6 chips between (0, 0) and (10, 0) each for itself, the other 22 together: "
         "6 links for 6 joins"
     )
@@ -260,41 +262,41 @@ def test_a_scattered_bottleneck_is_told_by_its_box():
 
 @pytest.mark.parametrize("shape", ["1", "1x1", "1x1x1"])
 def test_a_single_chip_needs_no_time(shape):
-    found = limits(Topology.grid(shape, failed=""))
-    assert (found.live, found.links, found.diameter, found.cut) == (1, 0, 0, ())
-    assert found.strength is None
-    assert found.all_gather_seconds(1e8, 50e9) == 0
-    assert found.all_reduce_seconds(1e8, Network(50e9, 1e-6, overhead=1e-6)) == 0
-    assert "a single chip has it all" in str(found)
+    bounds = limits(Topology.grid(shape, failed=""))
+    assert (bounds.live, bounds.links, bounds.diameter, bounds.cut) == (1, 0, 0, ())
+    assert bounds.strength is None
+    assert bounds.all_gather_seconds(1e8, 50e9) == 0
+    assert bounds.all_reduce_seconds(1e8, Network(50e9, 1e-6, overhead=1e-6)) == 0
+    assert "a single chip has it all" in str(bounds)
 
 
 def test_two_chips_swap_half_or_all():
-    found = recount(limits(Topology.grid("2", failed="")))
-    assert (found.all_gather, found.all_reduce, found.diameter) == (Fraction(1, 2), 1, 1)
+    bounds = check_proofs(limits(Topology.grid("2", failed="")))
+    assert (bounds.all_gather, bounds.all_reduce, bounds.diameter) == (Fraction(1, 2), 1, 1)
 
 
-def test_parts_that_no_link_joins_are_named():
+def test_disconnected_parts_are_named():
     with pytest.raises(TopologyError, match=r"2 parts .* 32 chips around \(0, 4\), 16 chips"):
         limits(Topology.grid("8x8", failed="8x2@0,2"))
 
 
-def test_seconds_are_those_of_the_slower_of_bytes_and_hops():
-    found = limits(Topology.grid("16x32", failed="4x2@2,2"))
-    assert found.all_reduce_seconds(1e8, 50e9) == pytest.approx(1e8 / 1.625 / 50e9)
-    assert found.all_gather_seconds(1e8, 50e9) == pytest.approx(1e8 * 503 / 504 / 2 / 50e9)
+def test_the_slower_of_bandwidth_and_latency():
+    bounds = limits(Topology.grid("16x32", failed="4x2@2,2"))
+    assert bounds.all_reduce_seconds(1e8, 50e9) == pytest.approx(1e8 / 1.625 / 50e9)
+    assert bounds.all_gather_seconds(1e8, 50e9) == pytest.approx(1e8 * 503 / 504 / 2 / 50e9)
     slow = Network(50e9, latency=1e-3, overhead=1e-4)
-    assert found.all_reduce_seconds(1e8, slow) == pytest.approx(46e-3 + 1e-4)
-    assert found.all_reduce_seconds(1e12, slow) == found.all_reduce_seconds(1e12, 50e9)
+    assert bounds.all_reduce_seconds(1e8, slow) == pytest.approx(46e-3 + 1e-4)
+    assert bounds.all_reduce_seconds(1e12, slow) == bounds.all_reduce_seconds(1e12, 50e9)
     with pytest.raises(ArgumentError, match="bandwidth must be above 0"):
-        found.all_reduce_seconds(1e8, 0)
+        bounds.all_reduce_seconds(1e8, 0)
     for wrong in (True, 10**400):
         with pytest.raises(ArgumentError, match="positive whole number"):
-            found.all_reduce_seconds(wrong, 50e9)
+            bounds.all_reduce_seconds(wrong, 50e9)
 
 
 @pytest.mark.parametrize("failed", ["", "2x3@1,1", "1x7@4,0;1x1@0,4"])
 @pytest.mark.parametrize("wrap", [False, True])
-def test_the_diameter_is_that_of_a_plain_search(failed, wrap):
+def test_diameter_by_breadth_first_search(failed, wrap):
     topology = Topology.grid("8x8", failed=failed, wrap=wrap)
     furthest = 0
     for start in topology.coords:
@@ -308,7 +310,7 @@ def test_the_diameter_is_that_of_a_plain_search(failed, wrap):
     assert limits(topology).diameter == furthest
 
 
-def test_distances_found_in_turns_are_the_same(monkeypatch):
+def test_distances_computed_in_batches(monkeypatch):
     topology = Topology.grid("7x9", failed="2x3@1,1")
     whole = limits(topology)
     monkeypatch.setattr(import_module("ftmesh.cost.lower_bounds"), "_SOURCES", 8)
@@ -318,19 +320,19 @@ def test_distances_found_in_turns_are_the_same(monkeypatch):
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda found: replace(found, partition=found.partition[:-1]),
-        lambda found: replace(found, partition=(*found.partition, found.partition[-1])),
-        lambda found: replace(
-            found, partition=(found.partition[0] + found.partition[1], *found.partition[2:])
+        lambda bounds: replace(bounds, partition=bounds.partition[:-1]),
+        lambda bounds: replace(bounds, partition=(*bounds.partition, bounds.partition[-1])),
+        lambda bounds: replace(
+            bounds, partition=(bounds.partition[0] + bounds.partition[1], *bounds.partition[2:])
         ),
-        lambda found: replace(found, all_reduce=found.all_reduce * Fraction(17, 16)),
-        lambda found: replace(found, cut=((3, 0),)),
-        lambda found: replace(found, cut=()),
-        lambda found: replace(found, all_gather=found.all_gather / 2),
-        lambda found: replace(found, links=found.links + 1),
+        lambda bounds: replace(bounds, all_reduce=bounds.all_reduce * Fraction(17, 16)),
+        lambda bounds: replace(bounds, cut=((3, 0),)),
+        lambda bounds: replace(bounds, cut=()),
+        lambda bounds: replace(bounds, all_gather=bounds.all_gather / 2),
+        lambda bounds: replace(bounds, links=bounds.links + 1),
     ],
 )
-def test_a_proof_that_does_not_hold_is_noticed(wrong):
-    found = recount(limits(Topology.grid("8x8", failed="2x2@2,2")))
+def test_wrong_proofs_are_noticed(wrong):
+    bounds = check_proofs(limits(Topology.grid("8x8", failed="2x2@2,2")))
     with pytest.raises(AssertionError):
-        recount(wrong(found))
+        check_proofs(wrong(bounds))

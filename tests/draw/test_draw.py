@@ -104,7 +104,7 @@ o live   → arrives
 """,
         )
 
-    def test_messages_that_chips_pass_on(self):
+    def test_messages_that_chips_forward(self):
         topology = Topology.from_drawing("....\n.XX.\n.XX.\n....")
         self.check(
             routes_panel(topology, [around_failures(topology, (1, 0), (2, 3))], title="around"),
@@ -122,7 +122,7 @@ o live   X failed   → arrives   ⇢ passes on
 """,
         )
 
-    def test_ways_that_differ_on_one_link(self):
+    def test_stopping_and_passing_on_one_link(self):
         across, down = grid("6x1"), grid("1x4")
         self.check(
             routes_panel(across, folded(across, [(x, 0) for x in range(6)]), title="folded"),
@@ -236,7 +236,7 @@ class TestPanels:
         assert len(one) == 36
         assert {route[::-1] for route in one} == other
 
-    def test_rings_side_by_side_differ_in_colour(self):
+    def test_adjacent_rings_differ_in_colour(self):
         schedule = row_pair.build_schedule(grid("6x8"))
         colour = {
             coord: arrow.colour
@@ -288,7 +288,7 @@ class TestPanels:
             with pytest.raises(TopologyError, match=r"no neighbour of \(0, 0, 0\) on 4x4x4"):
                 Panel(grid("4x4x4"), "", (Arrow(((0, 0, 0), b)),))
 
-    def test_unknown_phases_and_rounds_are_refused(self):
+    def test_unknown_phases_and_rounds_are_rejected(self):
         schedule = chips_off_the_ring()
         with pytest.raises(ScheduleError, match="phase 2 does not exist"):
             phase_panel(schedule, 2)
@@ -308,7 +308,7 @@ class TestSvg:
             found[name] = found.get(name, 0) + len(group.findall(f"{SVG}{tag}"))
         return root, found
 
-    def test_every_chip_and_every_arrow_is_there(self, schedule):
+    def test_every_chip_and_arrow_is_drawn(self, schedule):
         panels = schedule_panels(schedule)
         root, found = self.count(panels)
         topology = schedule.topology
@@ -335,6 +335,6 @@ class TestSvg:
         page = draw_svg([routes_panel(grid("2x2"), [])], title="two by two")
         assert ElementTree.fromstring(page).find(f"{SVG}title").text == "two by two"
 
-    def test_no_panel_is_refused(self):
+    def test_at_least_one_panel(self):
         with pytest.raises(ScheduleError, match="at least one panel"):
             draw_svg([])

@@ -67,7 +67,7 @@ class TestTracks:
 
 class TestFigures:
     @pytest.mark.parametrize("number", range(1, 11))
-    def test_both_ways_to_draw_take_every_figure(self, number):
+    def test_text_and_svg_of_every_figure(self, number):
         panels = figure(number)
         ElementTree.fromstring(draw_svg(panels))
         for panel in panels:

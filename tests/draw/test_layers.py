@@ -32,7 +32,7 @@ o live   X failed   ╳ failed link   → arrives   ↗ to the next layer   ↙ 
     )
 
 
-def test_layers_stand_in_rows_and_go_over_edges():
+def test_layers_in_rows_and_wrap_links():
     topo = Topology.grid("3x2x10", wrap=(True, False, True))
     routes = [((2, 0, 0), (0, 0, 0)), ((1, 1, 0), (1, 1, 9)), ((0, 0, 5), (0, 0, 6), (1, 0, 6))]
     assert (
@@ -65,9 +65,9 @@ def test_every_chip_has_its_own_position(shape):
     assert len(layer_origins(topo)) == (topo.shape[2] if len(topo.shape) > 2 else 1)
 
 
-@pytest.mark.parametrize("planner", [ring, two_dim, multi_ring])
-def test_every_arrow_is_drawn_and_to_a_layer_in_two_pieces(planner):
-    schedule = planner.build_schedule(Topology.grid("3x4x3", wrap=True))
+@pytest.mark.parametrize("algorithm", [ring, two_dim, multi_ring])
+def test_every_arrow_is_drawn_and_to_a_layer_in_two_pieces(algorithm):
+    schedule = algorithm.build_schedule(Topology.grid("3x4x3", wrap=True))
     panel = phase_panel(schedule, 0)
     root = ElementTree.fromstring(draw_svg([panel]))
     arrows = [g for g in root.iter(f"{SVG}g") if g.get("class") == "arrows"]
@@ -85,7 +85,7 @@ def test_every_arrow_is_drawn_and_to_a_layer_in_two_pieces(planner):
     assert names == ["z = 0", "z = 1", "z = 2"]
 
 
-def test_failed_chips_and_links_are_drawn_and_told():
+def test_failed_chips_and_links_are_drawn_and_explained():
     root = ElementTree.fromstring(draw_svg([routes_panel(DAMAGED, [])]))
     failed = [g for g in root.iter(f"{SVG}g") if g.get("class") == "failed"]
     assert len(failed[0].findall(f"{SVG}rect")) == 4
@@ -95,9 +95,9 @@ def test_failed_chips_and_links_are_drawn_and_told():
     assert entries[-4:] == ["live chip", "failed", "failed link", "up to the next layer"]
 
 
-@pytest.mark.parametrize("planner", [two_dim, multi_ring])
-def test_thirds_of_the_payload_differ_in_colour(planner):
-    schedule = planner.build_schedule(Topology.grid("3x3x3", wrap=True))
+@pytest.mark.parametrize("algorithm", [two_dim, multi_ring])
+def test_thirds_of_the_payload_differ_in_colour(algorithm):
+    schedule = algorithm.build_schedule(Topology.grid("3x3x3", wrap=True))
     panel = phase_panel(schedule, 0)
     assert [colour for colour, _ in panel.legend] == ["red", "blue", "green"]
     cables = {}
@@ -106,7 +106,7 @@ def test_thirds_of_the_payload_differ_in_colour(planner):
     assert [len(cables[colour]) for colour in ("red", "blue", "green")] == [27, 27, 27]
 
 
-def test_the_command_draws_one_way_of_one_circuit(capsys):
+def test_the_command_draws_one_lane(capsys):
     main(
         ["draw", "3x3", "--wrap", "xy", "--algorithm", "multi_ring", "--phase", "0", "--lane", "2"]
     )

@@ -1,4 +1,4 @@
-"""A real browser, headless, driven over a pipe with the DevTools protocol; nothing to install.
+"""A headless browser, driven over a pipe with the DevTools protocol.
 
 Messages are JSON, ended by a zero byte, on file descriptors 3 and 4 of the browser.
 """
@@ -12,16 +12,16 @@ import subprocess
 import time
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-SECONDS = 60  # for any one answer
+TIMEOUT = 60  # seconds for a response
 
 
-def find():
-    """The browser's program, or None."""
+def find_browser():
+    """Return the path of an installed browser, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
-    """One page; what it logs and what goes wrong in it is kept in `complaints`."""
+    """A browser with one page; `errors` has its warnings, errors and exceptions."""
 
     def __init__(self, folder, *, size=(1280, 900)):
         to_browser, self._write = os.pipe()
@@ -33,10 +33,18 @@ class Browser:
             f"--window-size={size[0]},{size[1]}",
         ]  # fmt: skip
         if os.geteuid() == 0:
-            options.append("--no-sandbox")  # which root cannot have
+            options.append("--no-sandbox")  # not available to root
         ends = (to_browser, from_browser)
         self._process = subprocess.Popen(
-            ["bash", "-c", 'exec "${@:3}" 3<&$1 4>&$2', "bash", *map(str, ends), find(), *options],
+            [
+                "bash",
+                "-c",
+                'exec "${@:3}" 3<&$1 4>&$2',
+                "bash",
+                *map(str, ends),
+                find_browser(),
+                *options,
+            ],
             pass_fds=ends,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -44,7 +52,7 @@ class Browser:
         for end in ends:
             os.close(end)
         self._number, self._left, self._session = 0, b"", None
-        self.complaints = []
+        self.errors = []
         try:
             self._attach()
             self.resize(*size)
@@ -66,12 +74,12 @@ class Browser:
         os.close(self._read)
 
     def _receive(self):
-        until = time.monotonic() + SECONDS
+        until = time.monotonic() + TIMEOUT
         while b"\0" not in self._left:
             ready, _, _ = select.select([self._read], [], [], max(0, until - time.monotonic()))
             part = os.read(self._read, 1 << 20) if ready else b""
             if not part:
-                raise TimeoutError("the browser does not answer, or has ended")
+                raise TimeoutError("the browser does not respond, or has exited")
             self._left += part
         message, _, self._left = self._left.partition(b"\0")
         return json.loads(message)
@@ -88,56 +96,56 @@ class Browser:
                 if "error" in answer:
                     raise RuntimeError(f"{method}: {answer['error']}")
                 return answer["result"]
-            self._heard(answer)
+            self._handle_event(answer)
 
-    def _heard(self, event):
+    def _handle_event(self, event):
         method, params = event.get("method"), event.get("params", {})
         if method == "Runtime.exceptionThrown":
-            self.complaints.append(params["exceptionDetails"])
+            self.errors.append(params["exceptionDetails"])
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
-            self.complaints.append(params["args"])
+            self.errors.append(params["args"])
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
-            self.complaints.append(params["entry"])
+            self.errors.append(params["entry"])
 
     def open(self, address):
         self._call("Page.navigate", url=address)
         self.wait("window.ftmesh && ftmesh.state().rounds > 0")
 
-    def ask(self, code):
-        """The value of some JavaScript."""
+    def evaluate(self, code):
+        """Return the value of a JavaScript expression."""
         found = self._call("Runtime.evaluate", expression=code, returnByValue=True)
         if "exceptionDetails" in found:
             raise AssertionError(f"{code}: {found['exceptionDetails']}")
         return found["result"].get("value")
 
-    def wait(self, code, seconds=SECONDS):
-        """Until some JavaScript is true."""
+    def wait(self, code, seconds=TIMEOUT):
+        """Wait until a JavaScript expression is true."""
         until = time.monotonic() + seconds
-        while not self.ask(f"Boolean({code})"):
+        while not self.evaluate(f"Boolean({code})"):
             assert time.monotonic() < until, f"not after {seconds} s: {code}"
             time.sleep(0.02)
 
     def state(self):
-        return self.ask("ftmesh.state()")
+        return self.evaluate("ftmesh.state()")
 
     def text(self, selector):
-        return self.ask(f"document.querySelector({selector!r}).innerText")
+        return self.evaluate(f"document.querySelector({selector!r}).innerText")
 
     def click(self, x, y):
         for kind in ("mousePressed", "mouseReleased"):
             self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def click_chip(self, *coord):
-        self.click(*self.ask(f"ftmesh.chip({', '.join(map(str, coord))})"))
+        self.click(*self.evaluate(f"ftmesh.chip({', '.join(map(str, coord))})"))
 
     def click_link(self, a, b):
-        self.click(*self.ask(f"ftmesh.link({[*a]}, {[*b]})"))
+        self.click(*self.evaluate(f"ftmesh.link({[*a]}, {[*b]})"))
 
     def click_on(self, selector):
         box = f"document.querySelector({selector!r}).getBoundingClientRect()"
-        self.ask(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
+        self.evaluate(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
         self.click(
-            *self.ask(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({box})")
+            *self.evaluate(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({box})")
         )
 
     def press(self, key, shift=False):
@@ -161,7 +169,7 @@ class Browser:
         feature = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[feature])
 
-    def picture(self, path):
-        """Write what is seen to a PNG."""
+    def screenshot(self, path):
+        """Write a screenshot as PNG."""
         shot = self._call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(shot["data"]))

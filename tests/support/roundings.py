@@ -1,4 +1,4 @@
-"""Numbers of 16 bits at the scale where sums break, and how far a mean of them may be off."""
+"""16-bit numbers at the scale where sums lose precision, and the allowed error of their mean."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ import ftmesh
 from ftmesh import Topology
 from tests.support.more import more
 
-HALVES = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": jnp.dtype(np.float16)}
+HALF_PRECISION = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": jnp.dtype(np.float16)}
 LARGE = [
     ("16x32", "4x2@6,14", "ring"),
     pytest.param("16x32", "4x2@6,14", "row_pair", marks=pytest.mark.slow),
@@ -17,10 +17,10 @@ LARGE = [
 
 
 def large_plan(shape, failed, algorithm):
-    return ftmesh.plan(Topology.grid(shape, failed=failed), algorithm, verify=False)
+    return ftmesh.plan(Topology.grid(shape, failed=failed), algorithm)
 
 
-def draws(num_ranks, dtype):
+def sample_inputs(num_ranks, dtype):
     """Ones, positive numbers, and gradients whose mean is a twentieth of their spread."""
     rng = np.random.default_rng(0)
     return {
@@ -30,22 +30,22 @@ def draws(num_ranks, dtype):
     }
 
 
-def exact_means(draws):
-    return {name: x.astype(np.float64).mean(axis=0) for name, x in draws.items()}
+def exact_means(inputs):
+    return {name: x.astype(np.float64).mean(axis=0) for name, x in inputs.items()}
 
 
-def lax_means(draws, dtype):
-    """What XLA's all-reduce makes of them on a CPU: a sum in float32, rounded, then divided.
+def lax_means(inputs, dtype):
+    """The means by XLA's all-reduce on a CPU: a sum in float32, rounded, then divided.
 
     It promotes sums of 16 bits to float32. Under vmap, where a sum is no all-reduce, it rounds some
     of the partial sums too, which would be an easier reference.
     """
-    sums = {name: x.astype(np.float32).sum(axis=0).astype(dtype) for name, x in draws.items()}
-    return {name: total / np.asarray(len(draws[name]), dtype) for name, total in sums.items()}
+    sums = {name: x.astype(np.float32).sum(axis=0).astype(dtype) for name, x in inputs.items()}
+    return {name: total / np.asarray(len(inputs[name]), dtype) for name, total in sums.items()}
 
 
-def assert_right(got, exact, reference):
-    """Within a hundredth for numbers of one sign; as right as lax for those of both."""
+def assert_accurate(got, exact, reference):
+    """Within 1 % for numbers of one sign; as accurate as lax for those of both."""
     for name in ("ones", "positive"):
         np.testing.assert_allclose(got[name].astype(np.float64), exact[name], rtol=0.01)
     ours, theirs = (

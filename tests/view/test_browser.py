@@ -25,16 +25,16 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    made = chromium.Browser(tmp_path_factory.mktemp("browser"))
-    yield made
-    made.close()
+    result = chromium.Browser(tmp_path_factory.mktemp("browser"))
+    yield result
+    result.close()
 
 
 @pytest.fixture(autouse=True)
-def no_complaint(browser):
-    browser.complaints.clear()
+def no_errors(browser):
+    browser.errors.clear()
     yield
-    assert browser.complaints == []
+    assert browser.errors == []
     assert browser.state()["errors"] == 0
 
 
@@ -61,7 +61,7 @@ def opened(browser, tmp_path):
 
 
 def change(browser, selector, value):
-    browser.ask(
+    browser.evaluate(
         f"(node => {{ node.value = {value!r}; node.dispatchEvent(new Event('input'));"
         " node.dispatchEvent(new Event('change')); })"
         f"(document.querySelector({selector!r}))"
@@ -85,9 +85,9 @@ def test_a_failed_chip_is_planned_for_and_played_to_the_end(browser):
         browser.click_chip(2, 4)
         settled(browser, "8x8 less 1x1@2,4")
         found = browser.state()
-        made = build_scene(Topology.grid("8x8", failed="1x1@2,4"))
-        assert found["algorithm"] == made["auto"]
-        written = next(one["schedule"] for one in made["algorithms"] if "schedule" in one)
+        result = build_scene(Topology.grid("8x8", failed="1x1@2,4"))
+        assert found["algorithm"] == result["auto"]
+        written = next(one["schedule"] for one in result["algorithms"] if "schedule" in one)
         assert found["cells"] == 63 * written["num_chunks"]
         assert found["busiest_share"] == pytest.approx(written["busiest_share"])
         assert found["complete"] == 0
@@ -96,20 +96,22 @@ def test_a_failed_chip_is_planned_for_and_played_to_the_end(browser):
         assert browser.text("#verdict") == (
             "Complete: all 63 live chips hold the full sum of every chunk."
         )
-        assert "Complete: all 63" in browser.ask("document.querySelector('#status').textContent")
+        assert "Complete: all 63" in browser.evaluate(
+            "document.querySelector('#status').textContent"
+        )
 
 
-def test_links_fail_by_clicking_and_come_back(browser):
+def test_clicking_fails_and_restores_links(browser):
     with served(Topology.grid("4x4"), payload_bytes=10_000) as address:
         browser.open(address)
         browser.click_link((1, 1), (2, 1))
         settled(browser, "4x4 less links 1,1-2,1")
-        assert browser.ask("document.querySelector('#in-links').value") == "1,1-2,1"
+        assert browser.evaluate("document.querySelector('#in-links').value") == "1,1-2,1"
         browser.click_link((2, 1), (1, 1))
         settled(browser, "4x4")
 
 
-def test_of_clicks_in_a_row_the_last_counts(browser):
+def test_the_last_of_several_clicks_counts(browser):
     with served(Topology.grid("5x5"), payload_bytes=10_000) as address:
         browser.open(address)
         for chip in ((1, 1), (2, 3), (1, 1), (4, 4)):
@@ -122,7 +124,7 @@ def test_of_clicks_in_a_row_the_last_counts(browser):
         assert not browser.state()["is_draft"]
 
 
-def test_refusals_are_the_planners_own_and_the_plan_is_still_there(browser):
+def test_plan_errors_are_shown_and_keep_the_plan(browser):
     with served(Topology.grid("4x4"), payload_bytes=10_000) as address:
         browser.open(address)
         change(browser, "#in-failed", "1x4@1,0")
@@ -134,12 +136,12 @@ def test_refusals_are_the_planners_own_and_the_plan_is_still_there(browser):
         browser.click_on("#back")
         browser.wait("document.querySelector('#notice').hidden")
         assert browser.state()["mesh"] == "4x4"
-        (noted,) = browser.complaints  # the browser's own note of the refused request
+        (noted,) = browser.errors  # the browser's own note of the refused request
         assert "status of 400" in noted["text"]
-        browser.complaints.clear()
+        browser.errors.clear()
 
 
-def test_an_algorithm_and_a_payload_are_picked(browser):
+def test_selecting_an_algorithm_and_a_payload(browser):
     with served(Topology.grid("4x4")) as address:
         browser.open(address)
         browser.click_on("input[value=tree]")
@@ -147,22 +149,22 @@ def test_an_algorithm_and_a_payload_are_picked(browser):
         rounds = browser.state()["rounds"]
         change(browser, "#payload", 3)
         browser.wait(f"ftmesh.state().rounds < {rounds}")  # cut into fewer chunks
-        made = build_scene(Topology.grid("4x4"), "tree", payload_bytes=22_494)
+        result = build_scene(Topology.grid("4x4"), "tree", payload_bytes=22_494)
         assert browser.text("#payload-text") == "22.5 kB"
-        (tree,) = (one for one in made["algorithms"] if one["algorithm"] == "tree")
+        (tree,) = (one for one in result["algorithms"] if one["algorithm"] == "tree")
         assert browser.state()["rounds"] == tree["rounds"]
         play(browser)
         assert browser.text("#verdict").startswith("Complete")
 
 
-def test_a_file_tells_the_command_for_what_it_does_not_hold(browser, opened):
+def test_a_file_shows_the_command_for_other_plans(browser, opened):
     opened(build_scene(Topology.grid("8x8", failed="2x2@2,2")))
     chips = {(2, 2), (3, 2), (2, 3), (3, 3)}
     for chip in ((7, 7), (4, 2), (4, 3)):
         browser.click_chip(*chip)
         chips.add(chip)
     blocks = format_failed(chips)
-    assert browser.ask("document.querySelector('#in-failed').value") == blocks
+    assert browser.evaluate("document.querySelector('#in-failed').value") == blocks
     assert browser.text("#command") == f"ftmesh view 8x8 --failed '{blocks}' --out view.html"
     assert browser.state()["is_draft"]
     browser.click_on("#play")
@@ -171,7 +173,7 @@ def test_a_file_tells_the_command_for_what_it_does_not_hold(browser, opened):
     browser.wait("!ftmesh.state().is_draft")
 
 
-def test_a_file_shows_the_other_plans_that_it_holds(browser, opened):
+def test_a_file_shows_its_other_plans(browser, opened):
     grid = Topology.grid("4x4")
     opened(build_scene(grid), build_scene(grid.with_failed([(1, 1)])))
     browser.click_chip(1, 1)
@@ -182,10 +184,12 @@ def test_a_file_shows_the_other_plans_that_it_holds(browser, opened):
     settled(browser, "4x4")
 
 
-def test_a_schedule_of_ones_own_is_played(browser, opened):
+def test_a_custom_schedule_is_played(browser, opened):
     schedule = registry.build_schedule(Topology.grid("4x4"), "ring")
     opened(build_schedule_scene(replace(schedule, algorithm="mine")))
-    assert browser.ask("document.querySelector('input[name=algorithm]:checked').value") == "mine"
+    assert (
+        browser.evaluate("document.querySelector('input[name=algorithm]:checked').value") == "mine"
+    )
     play(browser)
     assert browser.text("#verdict").startswith("Complete")
     browser.click_on("input[value=auto]")
@@ -204,24 +208,24 @@ def test_a_schedule_of_ones_own_is_played(browser, opened):
     ids=str,
 )
 def test_layers_wrap_links_and_lines_are_played(browser, opened, topology):
-    made = build_scene(topology, payload_bytes=100_000)
-    made["mesh"]["devices_per_chip"] = 2
-    opened(made)
+    result = build_scene(topology, payload_bytes=100_000)
+    result["mesh"]["devices_per_chip"] = 2
+    opened(result)
     assert "Two devices" in browser.text("#devices")
     play(browser)
     found = browser.state()
     assert found["complete"] == found["cells"] > 0
     a, b = topology.links[-1]
     browser.click_link(a, b)
-    failed = browser.ask("document.querySelector('#in-links').value")
+    failed = browser.evaluate("document.querySelector('#in-links').value")
     ends = sorted(",".join(map(str, end)) for end in (a, b))
     assert sorted(failed.split("-")) == ends
 
 
 def three_in_a_line(*moves):
     """A scene of three chips that do these moves, (source, destination, op), a round each."""
-    made = build_scene(Topology.grid("3"), "chain")
-    (line,) = (one for one in made["algorithms"] if "schedule" in one)
+    result = build_scene(Topology.grid("3"), "chain")
+    (line,) = (one for one in result["algorithms"] if "schedule" in one)
     pairs = [(0, 1), (1, 0), (1, 2), (2, 1)]
     phase = {
         "name": "planted",
@@ -241,7 +245,7 @@ def three_in_a_line(*moves):
         "hops": pack([1] * 4),
         "phases": [phase],
     }
-    return made
+    return result
 
 
 WHOLE = [(0, 1, 0), (2, 1, 0), (1, 0, 1), (1, 2, 1)]
@@ -257,7 +261,7 @@ WHOLE = [(0, 1, 0), (2, 1, 0), (1, 0, 1), (1, 2, 1)]
         ([(0, 1, 1), *WHOLE[1:]], 0),  # copied where it should be added
     ],
 )
-def test_the_page_counts_by_itself(browser, opened, moves, complete):
+def test_the_page_counts_sums_itself(browser, opened, moves, complete):
     opened(three_in_a_line(*moves))
     browser.click_on("#last")
     found = browser.state()
@@ -267,13 +271,13 @@ def test_the_page_counts_by_itself(browser, opened, moves, complete):
 
 def test_everything_can_be_done_from_the_keyboard(browser, opened):
     opened(build_scene(Topology.grid("4x4")))
-    browser.ask("document.querySelector('#mesh').focus()")
+    browser.evaluate("document.querySelector('#mesh').focus()")
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         browser.press(key)
     pointed = "document.querySelector('#status').textContent"
-    assert browser.ask(pointed).startswith("Chip 1,1, rank 5: 0 of 32 chunks complete.")
+    assert browser.evaluate(pointed).startswith("Chip 1,1, rank 5: 0 of 32 chunks complete.")
     browser.press("ArrowRight", shift=True)
-    assert browser.ask("document.querySelector('#in-links').value") == "1,1-2,1"
+    assert browser.evaluate("document.querySelector('#in-links').value") == "1,1-2,1"
     browser.press("ArrowRight", shift=True)
     browser.press(" ")
     assert "--failed 1x1@1,1 " in browser.text("#command")
@@ -294,10 +298,12 @@ def test_every_control_has_a_name(browser, opened):
     assert all(names)
 
 
-def test_rounds_are_stepped_through_and_told(browser, opened):
-    made = build_scene(Topology.grid("4x4"), "ring")
-    opened(made)
-    assert browser.ask("document.querySelector('input[name=algorithm]:checked').value") == "ring"
+def test_rounds_are_stepped_through_and_announced(browser, opened):
+    result = build_scene(Topology.grid("4x4"), "ring")
+    opened(result)
+    assert (
+        browser.evaluate("document.querySelector('input[name=algorithm]:checked').value") == "ring"
+    )
     browser.click_on("#on-one")
     assert browser.text("#round") == "Round 1 of 30"
     browser.click_on("#last")
@@ -315,12 +321,12 @@ def test_light_and_dark(browser, opened):
     opened(build_scene(Topology.grid("4x4")))
     ground = "getComputedStyle(document.body).backgroundColor"
     browser.dark()
-    dark = browser.ask(ground)
+    dark = browser.evaluate(ground)
     browser.dark(False)
-    light = browser.ask(ground)
+    light = browser.evaluate(ground)
     assert dark != light
     browser.click_on("#theme")
-    assert browser.ask(ground) == dark
+    assert browser.evaluate(ground) == dark
 
 
 def frames_of_a_thousand_chips(browser, opened, name, chunks):
@@ -330,7 +336,7 @@ def frames_of_a_thousand_chips(browser, opened, name, chunks):
     play(browser, 20)
     found = browser.state()
     assert found["complete"] == found["cells"] == 1016 * chunks
-    frames = browser.ask("ftmesh.frames()")
+    frames = browser.evaluate("ftmesh.frames()")
     assert frames["number"] > 60
     return frames
 
@@ -340,7 +346,7 @@ LARGE = pytest.mark.parametrize(("name", "chunks"), [("row_pair", 1920), ("ring"
 
 @pytest.mark.slow
 @LARGE
-def test_a_thousand_chips_play_where_much_else_is_done(browser, opened, name, chunks):
+def test_a_thousand_chips_play_on_a_busy_machine(browser, opened, name, chunks):
     frames = frames_of_a_thousand_chips(browser, opened, name, chunks)
     assert frames["quick_work_ms"] < 16  # of a tenth of them
     assert frames["quick_apart_ms"] < 34  # thirty frames a second
