@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ftmesh.distributed import join
+from ftmesh.distributed import initialize
 from ftmesh.distributed.consensus import agreed_topology
 from ftmesh.health.doctor import examine
 from ftmesh.health.probe_programs import Probes
@@ -16,8 +16,8 @@ from ftmesh.testing.unhealthy import UnhealthySpec
 
 
 def main():
-    with join(limit=60) as cluster:
-        topology = agreed_topology(cluster)
+    with initialize(timeout=60) as group:
+        topology = agreed_topology(group)
         unhealthy = UnhealthySpec.parse("wrong@3,1;link-wrong@1,0-1,1;link-wrong@2,1-3,1", topology)
         probes = Probes(
             matrix_size=16,
@@ -26,15 +26,15 @@ def main():
             repeats=3,
             unhealthy=unhealthy,
         )
-        found = examine(topology, cluster=cluster, probes=probes)
+        found = examine(topology, group=group, probes=probes)
         sharding = NamedSharding(topology.jax_mesh("data"), P())
-        own = [d for d in topology.devices if d.process_index == cluster.process]
+        own = [d for d in topology.devices if d.process_index == group.process]
         ranks = [topology.devices.index(device) for device in own]
         copies = [
             jax.device_put(np.arange(9) + (r == 6), d) for r, d in zip(ranks, own, strict=True)
         ]
         array = jax.make_array_from_single_device_arrays((9,), sharding, copies)
-        differ = check_replicas([array], topology, cluster=cluster)
+        differ = check_replicas([array], topology, group=group)
         told = {**found.to_json(), "seconds": 0, "differ": differ}
         print(json.dumps(told), flush=True)
 

@@ -1,8 +1,8 @@
-"""Train the linear model of `linear` as one of several processes.
+"""Train the linear model of `tests.support.linear` as one of several processes.
 
     python linear_train.py ARGUMENTS OF A TRAINER
 
-What goes wrong in a process is told by its variable TROUBLE, as is whether chips are WATCHED.
+The variable TROUBLE says what goes wrong in a process; WATCHED prints the devices it used.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import optax
 
 from examples.common.arguments import start, step_options
 from examples.common.loop import Job, open_data, run, start_log
-from ftmesh.distributed.process_group import ALONE
+from ftmesh.elastic.elastic_group import SINGLE_PROCESS
 from ftmesh.errors import DataError
 from tests.support.linear import BATCH, PointBatches, first, linear_trainer
-from tests.support.watching import Watching
+from tests.support.watching import DeviceWatcher
 
 TROUBLE = os.environ.get("TROUBLE")
 
@@ -31,7 +31,7 @@ class Config:
 
 
 class TroubledBatches(PointBatches):
-    """One of the rows that this process reads is no point, from the second batch on."""
+    """A row that this process reads is damaged, from the second batch on."""
 
     def example(self, index, place):
         if TROUBLE == "bad record" and place >= self.batch:
@@ -39,16 +39,16 @@ class TroubledBatches(PointBatches):
         return super().example(index, place)
 
 
-def train(config, topology, args, cluster=ALONE):
-    log = start_log(args, cluster)
-    open_data(cluster, lambda: range(47 if TROUBLE == "less data" else 48), lambda: range(48))
+def train(config, topology, args, group=SINGLE_PROCESS):
+    log = start_log(args, group)
+    open_data(group, lambda: range(47 if TROUBLE == "less data" else 48), lambda: range(48))
     rate = 0.125 if TROUBLE == "another program" else 0.25
     trainer = linear_trainer(
         topology,
         step_options(args),
         lr_schedule=lambda step: rate,
         kind=optax.adam,
-        cluster=cluster,
+        group=group,
     )
     rows = trainer.parallel.local_rows(trainer.shares)
     batches = partial(TroubledBatches, batch=config.batch, rows=rows)
@@ -73,7 +73,7 @@ def train(config, topology, args, cluster=ALONE):
 def main():
     if TROUBLE == "late":
         sys.exit(0)
-    with Watching() as watching:
+    with DeviceWatcher() as watching:
         status = start("linear", argparse.ArgumentParser(), {"tiny": Config()}, train, None)
     if "WATCHED" in os.environ:
         print("used:", json.dumps(sorted(watching.used)), flush=True)

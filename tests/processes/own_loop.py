@@ -7,7 +7,7 @@ import time
 
 import jax
 
-from ftmesh.distributed import join
+from ftmesh.distributed import initialize
 
 
 def main(what, who):
@@ -15,11 +15,11 @@ def main(what, who):
         number = int(os.environ["FTMESH_NUM_PROCESSES"])
         me = int(os.environ["FTMESH_PROCESS_ID"])
         jax.distributed.initialize(os.environ["FTMESH_COORDINATOR"], number, me)
-    cluster = join(limit=60)
-    wrong = what if cluster.process == who else ""
+    group = initialize(timeout=60)
+    wrong = what if group.process == who else ""
     if wrong == "raises before the block":
         raise ValueError("outside")
-    with cluster:
+    with group:
         if wrong == "leaves early":
             sys.exit(3)
         if wrong == "says a word":
@@ -35,12 +35,12 @@ def main(what, who):
         elif what == "is done before the others":
             time.sleep(2)
         elif what == "is interrupted twice":
-            if cluster.process == who:
+            if group.process == who:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.1)
         elif what != "joins twice":
-            cluster.barrier("a place that one of us never comes to", limit=60)
-    print("well", flush=True)
+            group.barrier("a place that one of us never comes to", timeout=60)
+    print("done", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The doctor on two hosts: both find the same, on chips and links of either, and between them."""
+"""The health check on two hosts: the same findings for chips and links of and between both."""
 
 import json
 import sys
@@ -12,13 +12,13 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.slow
-def test_both_find_the_same():
+def test_both_hosts_have_the_same_findings():
     command = [sys.executable, str(Path(__file__).parent / "examined.py")]
-    done = run_pod(command, 2, 4, "4x2", env={"PYTHONPATH": str(ROOT)}, timeout=120)
-    assert [each.status for each in done] == [0, 0], [each.stderr for each in done]
-    first, second = (json.loads(each.stdout.splitlines()[-1]) for each in done)
+    results = run_pod(command, 2, 4, "4x2", env={"PYTHONPATH": str(ROOT)}, timeout=120)
+    assert [result.status for result in results] == [0, 0], [result.stderr for result in results]
+    first, second = (json.loads(result.stdout.splitlines()[-1]) for result in results)
     assert first == second
-    assert [(one["kind"], one["chips"]) for one in first["found"]] == [
+    assert [(entry["kind"], entry["chips"]) for entry in first["found"]] == [
         ("wrong", [[3, 1]]),
         ("wrong", [[1, 0], [1, 1]]),
         ("wrong", [[2, 1], [3, 1]]),

@@ -1,4 +1,4 @@
-"""The launcher: which pods it refuses, and that JAX sums over those it starts."""
+"""``ftmesh launch``: arguments it rejects, and a pod over which JAX sums."""
 
 import os
 
@@ -14,7 +14,7 @@ MAPPED = "0000000000000000FFFF0000"  # IPv4 in IPv6
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--hosts 0 --devices-per-host 1 -- true", "0 hosts of 1 devices make no pod"),
+        ("--hosts 0 --devices-per-host 1 -- true", "a pod of 0 hosts with 1 devices"),
         ("--hosts 999999 --devices-per-host 1 -- true", "too many for one machine"),
         ("--hosts 2 --devices-per-host 999999 --failures 1 --mesh 4x4 -- true", "too many for one"),
         ("--hosts 2 --devices-per-host 2 --mesh 3x3 -- true", "mesh 3x3 has 9 chips"),
@@ -48,7 +48,7 @@ MAPPED = "0000000000000000FFFF0000"  # IPv4 in IPv6
         ("--hosts 2 --devices-per-host 2 --failures 1 --strikes 0 true", "0 is not from 1"),
         (
             "--hosts 2 --devices-per-host 2 --mesh 2x2 --failures 1 --limits compile=inf true",
-            "'compile=inf' is no limit",
+            "'compile=inf' is not a timeout",
         ),
         ("-- true", "required: --hosts, --devices-per-host"),
     ],
@@ -63,7 +63,7 @@ def test_bad_arguments(arguments, message, capsys):
     assert message in err
 
 
-def test_a_command_that_is_none_leaves_no_file(tmp_path):
+def test_an_invalid_command_leaves_no_file(tmp_path):
     events = tmp_path / "events.jsonl"
     pod = ["--hosts", "2", "--devices-per-host", "2", "--mesh", "2x2", "--failures", "1"]
     assert main(["launch", *pod, "--events", str(events), "--", "/no/such"]) == 2
@@ -94,7 +94,7 @@ def test_outputs_that_cannot_be_written(tmp_path, monkeypatch, capsys, option, p
     out, err = capsys.readouterr()
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder", "pipe"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "pipe"]
 
 
 @pytest.mark.skipif(not LINUX, reason="reads /proc")

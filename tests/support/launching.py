@@ -1,4 +1,4 @@
-"""Pods of small programs, started as users do, and what tells that none of them lives."""
+"""Pods of small programs, started as users do, and pipes that show which of them live."""
 
 import os
 import select
@@ -11,26 +11,26 @@ from pathlib import Path
 
 import ftmesh
 
-SECONDS = 20  # for what takes a fraction of one
+TIMEOUT = 20  # seconds, for what takes a fraction of one
 LINUX = sys.platform == "linux"
 HEAD = """
 import os, signal, sys
 me = int(os.environ["FTMESH_PROCESS_ID"])
 def wait():
-    signal.alarm(40)  # where a fault keeps it alive
+    signal.alarm(40)  # in case a fault keeps it alive
     while True:
         signal.pause()
 """
 
 
 def program(text):
-    """A small Python program, which has its number, `me`, and can `wait` for ever."""
+    """A small Python program; `me` is its process index and `wait()` waits for ever."""
     return [sys.executable, "-S", "-c", HEAD + textwrap.dedent(text)]
 
 
 @contextmanager
 def python(*arguments):
-    """A Python that finds this ftmesh, in a process group of its own, as a shell would start it."""
+    """Python with this ftmesh, in a process group of its own, as a shell starts it."""
     with subprocess.Popen(
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": str(Path(ftmesh.__file__).parent.parent)},
@@ -46,51 +46,51 @@ def python(*arguments):
 
 
 def launcher(*arguments):
-    """The command as users start it."""
+    """``ftmesh launch`` as users start it."""
     return python("-m", "ftmesh", "launch", *arguments)
 
 
 def next_line(started):
     """The next line of a launcher's stdout."""
-    assert select.select([started.stdout], [], [], SECONDS)[0], "nothing was written"
+    assert select.select([started.stdout], [], [], TIMEOUT)[0], "nothing was written"
     return started.stdout.readline()
 
 
 def launch(*arguments):
-    """Its status, stdout and stderr."""
+    """Run ``ftmesh launch``; return its status, stdout and stderr."""
     with launcher(*arguments) as started:
-        out, err = started.communicate(timeout=SECONDS)
+        out, err = started.communicate(timeout=TIMEOUT)
     return started.returncode, out, err
 
 
-class Heard:
-    """What a pod's processes have written so far."""
+class OutputCollector:
+    """Collects the output of a pod's processes."""
 
     def __init__(self):
         self.text = defaultdict(bytes)
 
-    def __call__(self, process, stream, piece):
-        self.text[process] += piece
+    def __call__(self, process, stream, data):
+        self.text[process] += data
 
     def has(self, word, *processes):
         return lambda: all(word in self.text[process] for process in processes)
 
 
-class Living:
-    """The reader of a pipe that processes hold open while they live."""
+class FifoReader:
+    """Reads a named pipe that processes hold open while they live."""
 
     def __init__(self, path):
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
     def wait_for(self, number):
-        """Until so many bytes have come: each process that holds the pipe writes one."""
+        """Wait for `number` bytes: each process that holds the pipe writes one."""
         while number:
-            assert select.select([self._fd], [], [], SECONDS)[0], "nobody wrote"
+            assert select.select([self._fd], [], [], TIMEOUT)[0], "no process wrote"
             number -= len(os.read(self._fd, number) or b"")
 
-    def are_gone(self):
-        """Whether the last of them ends before long."""
-        ready = select.select([self._fd], [], [], SECONDS)[0]
+    def all_exited(self):
+        """Whether the last process that holds the pipe exits soon."""
+        ready = select.select([self._fd], [], [], TIMEOUT)[0]
         return bool(ready) and os.read(self._fd, 1) == b""
 
     def close(self):
@@ -98,11 +98,11 @@ class Living:
 
 
 def stubborn_family(fifo):
-    """A process and one of its own, both deaf to what can be ignored, both holding `fifo`."""
+    """A process and its child, which ignore signals and hold `fifo` open."""
     return program(
         f"""
-        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-            signal.signal(each, signal.SIG_IGN)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+            signal.signal(signum, signal.SIG_IGN)
         os.fork()
         os.write(os.open({str(fifo)!r}, os.O_WRONLY), b"1")
         wait()"""

@@ -1,7 +1,7 @@
-"""Watching: which devices a process has programs compiled for, and arrays put on.
+"""Records on which devices a process compiles programs and puts arrays.
 
-Nothing runs on a device for which nothing is compiled, be it asked for by a user, by ftmesh or in
-the depths of a library: all go through one function of JAX.
+Nothing runs on a device for which nothing is compiled; all compilation goes through one function
+of JAX.
 """
 
 from unittest.mock import patch
@@ -13,38 +13,38 @@ from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
 
 
-class Watching:
-    """`used` are the places of all such devices among JAX's."""
+class DeviceWatcher:
+    """`used` has the indices of these devices in `jax.devices()`."""
 
     def __init__(self):
         self.used = set()
         self._patches = []
 
     def __enter__(self):
-        def compiling(backend, computation, devices, *args, **options):
-            self._note(np.asarray(devices).flat)
+        def compile_and_record(backend, computation, devices, *args, **options):
+            self._record(np.asarray(devices).flat)
             return compile_(backend, computation, devices, *args, **options)
 
-        def putting(put):
-            def noting(aval, sharding, arrays, devices, *args, **options):
-                self._note(devices)
+        def recording(put):
+            def put_and_record(aval, sharding, arrays, devices, *args, **options):
+                self._record(devices)
                 return put(aval, sharding, arrays, devices, *args, **options)
 
-            return noting
+            return put_and_record
 
         compile_ = compiler.compile_or_get_cached
-        self._patches = [patch.object(compiler, "compile_or_get_cached", compiling)]
+        self._patches = [patch.object(compiler, "compile_or_get_cached", compile_and_record)]
         for module in (pxla, xla_client):
-            there = module.batched_device_put
-            self._patches.append(patch.object(module, "batched_device_put", putting(there)))
-        for each in self._patches:
-            each.start()
+            original = module.batched_device_put
+            self._patches.append(patch.object(module, "batched_device_put", recording(original)))
+        for patched in self._patches:
+            patched.start()
         return self
 
     def __exit__(self, *error):
-        for each in self._patches:
-            each.stop()
+        for patched in self._patches:
+            patched.stop()
 
-    def _note(self, devices):
-        places = {device: place for place, device in enumerate(jax.devices())}
-        self.used |= {places[device] for device in devices if isinstance(device, jax.Device)}
+    def _record(self, devices):
+        indices = {device: index for index, device in enumerate(jax.devices())}
+        self.used |= {indices[device] for device in devices if isinstance(device, jax.Device)}
