@@ -164,8 +164,8 @@ def test_a_lane_that_is_always_full_shares_a_slot():
     loop = lower(schedule).loops[0]
     assert [lane.is_full for lane in loop.lanes] == [True, False]
     assert ChunkTable.from_loop(loop).num_slots == 1
-    found, expected = sums(schedule)
-    np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
+    result, expected = sums(schedule)
+    np.testing.assert_array_equal(result, np.broadcast_to(expected, result.shape))
 
 
 @more
@@ -185,8 +185,8 @@ def test_a_star_of_many_lanes():
         for rank in range(1, num_ranks)
     ]
     phases = (Phase("in", join_transfers(into)), Phase("out", join_transfers(out)))
-    found, expected = sums(Schedule(Topology.grid("34x1"), "star", num_chunks, phases))
-    np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
+    result, expected = sums(Schedule(Topology.grid("34x1"), "star", num_chunks, phases))
+    np.testing.assert_array_equal(result, np.broadcast_to(expected, result.shape))
 
 
 @pytest.mark.parametrize("where", [0, 1])

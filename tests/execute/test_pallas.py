@@ -71,10 +71,10 @@ def test_sums_have_the_same_bits(case):
     algorithm, shape, failed = case
     plan = ftmesh.plan(cpu_grid(shape, failed=failed), algorithm)
     x = buffers_of(plan.program)
-    one, other = both(plan, lambda plan, x: plan.psum(x, "data"), x)
-    np.testing.assert_array_equal(one, other)
-    assert (other == other[0]).all()
-    np.testing.assert_allclose(other[0], x.sum(axis=0), atol=1e-4)  # 32 values near 1
+    ppermute, kernel = both(plan, lambda plan, x: plan.psum(x, "data"), x)
+    np.testing.assert_array_equal(ppermute, kernel)
+    assert (kernel == kernel[0]).all()
+    np.testing.assert_allclose(kernel[0], x.sum(axis=0), atol=1e-4)  # 32 values near 1
 
 
 @slow
@@ -122,9 +122,9 @@ def test_means_of_one_array_that_fills_its_chunks_have_the_same_bits():
     plan = ftmesh.plan(cpu_grid("2x1"), "chain")
     x = buffers_of(plan.program)
     x[:, 0, 0, :3] = [[-0.0, np.inf, np.nan], [-0.0, 1, 1]]
-    one, other = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
-    assert one.tobytes() == other.tobytes()
-    np.testing.assert_array_equal(other[0], (x[0] + x[1]) / 2)
+    ppermute, kernel = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
+    assert ppermute.tobytes() == kernel.tobytes()
+    np.testing.assert_array_equal(kernel[0], (x[0] + x[1]) / 2)
 
     def slope(plan, x):
         return jax.grad(lambda x: 3 * plan.pmean(x, "data").sum())(x)
@@ -160,18 +160,18 @@ def test_16_bit_means_are_rounded_like_those_of_ppermute():
     plan = ftmesh.plan(cpu_grid("2x1"), "chain")
     x = buffers_of(plan.program, jnp.bfloat16, rows=16)
     assert plan.partial_sum_dtype("bfloat16") == "bfloat16"
-    one, other = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
-    np.testing.assert_array_equal(one, other)
+    ppermute, kernel = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
+    np.testing.assert_array_equal(ppermute, kernel)
 
 
 def test_with_64_bit_types_enabled():
     plan = ftmesh.plan(cpu_grid("2x1"), "chain")
     x = buffers_of(plan.program)
     with jax.enable_x64(True):
-        one, other = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
-    assert one.dtype == np.float32
-    np.testing.assert_array_equal(one, other)
-    np.testing.assert_allclose(one, np.broadcast_to(x.mean(axis=0), x.shape), rtol=1e-6)
+        ppermute, kernel = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
+    assert ppermute.dtype == np.float32
+    np.testing.assert_array_equal(ppermute, kernel)
+    np.testing.assert_allclose(ppermute, np.broadcast_to(x.mean(axis=0), x.shape), rtol=1e-6)
 
 
 @slow
@@ -204,9 +204,9 @@ def test_reduce_scatter_and_all_gather():
 def test_idle_ranks_receive_the_sum_and_contribute_nothing():
     plan = ftmesh.plan(cpu_grid("4x2", failed="2x2@2,0"), "ring", with_idle=True)
     x = buffers_of(plan.program, np.int32)
-    one, other = both(plan, lambda plan, x: plan.psum(x, "data"), x)
-    np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(other[0], x[plan.program.live].sum(axis=0))
+    ppermute, kernel = both(plan, lambda plan, x: plan.psum(x, "data"), x)
+    np.testing.assert_array_equal(ppermute, kernel)
+    np.testing.assert_array_equal(kernel[0], x[plan.program.live].sum(axis=0))
 
 
 @slow
@@ -214,9 +214,11 @@ def test_two_devices_per_chip():
     schedule = registry.build_schedule(Topology.grid("2x1"), "chain")
     program = lower(schedule, devices_per_chip=2)
     x = buffers_of(program)
-    one, other = (run_on_devices(replace(program, executor=e), x) for e in ("ppermute", "pallas"))
-    np.testing.assert_array_equal(one, other)
-    np.testing.assert_allclose(other[0], x.sum(axis=0), atol=1e-4)
+    ppermute, kernel = (
+        run_on_devices(replace(program, executor=e), x) for e in ("ppermute", "pallas")
+    )
+    np.testing.assert_array_equal(ppermute, kernel)
+    np.testing.assert_allclose(kernel[0], x.sum(axis=0), atol=1e-4)
 
 
 @slow
@@ -229,8 +231,8 @@ def test_payloads_of_any_size_under_all_transformations():
         value = jax.vmap(lambda x: plan.psum(jnp.sin(x), "data"), in_axes=1)(x)
         return value, jax.grad(lambda x: plan.pmean(x * x, "data").sum())(x)
 
-    for one, other in zip(*both(plan, run, x), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for ppermute, kernel in zip(*both(plan, run, x), strict=True):
+        np.testing.assert_array_equal(ppermute, kernel)
 
 
 @slow

@@ -100,7 +100,7 @@ def test_pieces_fill_a_transfer(rows, max_rows, expected):
 def test_the_kernel_for_tpus_does_not_grow_with_the_rounds(monkeypatch):
     monkeypatch.setattr(pallas, "is_interpreted", lambda program: False)
 
-    def text(shape):
+    def lowered_text(shape):
         plan = ftmesh.plan(cpu_grid(shape), "ring", executor="pallas")
         mesh = plan.jax_mesh("data")
         run = jax.shard_map(
@@ -109,8 +109,8 @@ def test_the_kernel_for_tpus_does_not_grow_with_the_rounds(monkeypatch):
         x = jax.ShapeDtypeStruct((mesh.size * 1_000_000,), np.float32)
         return jax.jit(run).trace(x).lower(lowering_platforms=("tpu",)).as_text()
 
-    small, large = text("4x4"), text("8x8")
+    small, large = lowered_text("4x4"), lowered_text("8x8")
     assert small.count("tpu_custom_call") == large.count("tpu_custom_call") == 1
-    kernel = [next(line for line in each.splitlines() if "tpu_custom_call" in line)
-              for each in (small, large)]  # fmt: skip
+    kernel = [next(line for line in text.splitlines() if "tpu_custom_call" in line)
+              for text in (small, large)]  # fmt: skip
     assert len(kernel[1]) < 1.02 * len(kernel[0])

@@ -146,14 +146,14 @@ ranks = NamedSharding(plan.jax_mesh("data"), P())
 held = [jax.ShapeDtypeStruct(shape, "float32", sharding=ranks) for shape in shapes]
 run = jax.shard_map(step, mesh=ranks.mesh, in_specs=P(), out_specs=P(), check_vma=False)
 text = jax.jit(run).lower(*held).compile(compiler_options=ftmesh.compiler_options("v6e")).as_text()
-known, entry = parse_computations(text)
-found = {}
-for each in known[entry]:
-    if type_bytes(each.type) > 10**8:
-        target = re.search('target="(AllocateBuffer)"', each.config)
-        cycles = found.setdefault(target[1] if target else each.opcode, [])
-        cycles.append(estimate(each).total)
-print(json.dumps(found))
+computations, entry = parse_computations(text)
+cycles = {}
+for i in computations[entry]:
+    if type_bytes(i.type) > 10**8:
+        target = re.search('target="(AllocateBuffer)"', i.config)
+        key = target[1] if target else i.opcode
+        cycles.setdefault(key, []).append(estimate(i).total)
+print(json.dumps(cycles))
 """
 
 

@@ -111,16 +111,16 @@ def program(inner=3, outer=None):
     """The program, in which the compiler may state the trip counts of two nested loops."""
     text = TEXT.replace("CHUNK", "f32[1,8,128]{2,1,0:T(8,128)S(1)}")
     for name, count in (("INNER", inner), ("OUTER", outer)):
-        said = f', backend_config={{"known_trip_count":{{"n":"{count}"}}}}' if count else ""
-        text = text.replace(name, said)
+        config = f', backend_config={{"known_trip_count":{{"n":"{count}"}}}}' if count else ""
+        text = text.replace(name, config)
     scopes = {
         "SCOPE": "ftmesh.all_reduce/while/body/eval_jaxpr/",
         "OWN": "ftmesh.all_reduce/",
         "OUTSIDE": "",
     }
     for name, scope in scopes.items():
-        made = rf'metadata={{op_name="jit(step)/shard_map/{scope}\1" stack_frame_id=2}}'
-        text = re.sub(rf"\b{name}\((\w+)\)", made, text)
+        metadata = rf'metadata={{op_name="jit(step)/shard_map/{scope}\1" stack_frame_id=2}}'
+        text = re.sub(rf"\b{name}\((\w+)\)", metadata, text)
     config = r'backend_config={"flag_configs":[],"window_config":{"estimated_cycles":"\1"}}'
     return re.sub(r"\bCYCLES\((\d+)\)", config, text)
 
@@ -219,14 +219,14 @@ class TestRoundsAndIterations:
         again = "  %p.8 = f32[1,8,128]{2,1,0} collective-permute(%half)"
         text = program(outer=64).replace("  %loop.5 =", f"{again}\n  %loop.5 =")
         loops = compiled_loops(text, planned=[loop("there", 1, 1), loop("back", 32, 2)])
-        assert [(each.name, each.permutations, each.cycles.rounds) for each in loops] == [
+        assert [(x.name, x.permutations, x.cycles.rounds) for x in loops] == [
             ("there", 1, 1), ("back", 2, 32), ("there", 1, 1), ("back", 2, 32),
         ]  # fmt: skip
 
     def test_the_plan_of_another_program_is_ignored(self):
         planned = [PLANNED[0], loop("around", 33, 2), PLANNED[2]]
         loops = compiled_loops(program(outer=6), planned=planned)
-        assert [(each.name, each.cycles.rounds) for each in loops] == [
+        assert [(x.name, x.cycles.rounds) for x in loops] == [
             ("loop 0", 1), ("loop 1", 32), ("loop 2", 6),
         ]  # fmt: skip
 
@@ -276,16 +276,16 @@ class TestPlantedFaults:
     )
     def test_in_a_loop(self, line, number):
         lines = program().splitlines()
-        (at,) = [i for i, each in enumerate(lines) if line in each]
-        lines[at] = lines[at].partition(", backend_config")[0]
+        (index,) = [i for i, text in enumerate(lines) if line in text]
+        lines[index] = lines[index].partition(", backend_config")[0]
         loops = compiled_loops("\n".join(lines), NAMES)
         opcode = {"%overlapped.1 =": "copy", "%add.3 =": "add"}.get(line, "fusion")
         size = CHUNK if opcode == "copy" else 8 * CHUNK
-        assert [each.cycles.unknown for each in loops] == [
+        assert [x.cycles.unknown for x in loops] == [
             ((opcode, size),) if i == number else () for i in range(3)
         ]
-        said = f"; without an estimate: 1 {opcode} of {format_bytes(size)}"
-        assert str(loops[number].cycles).endswith(said)
+        unknown = f"; without an estimate: 1 {opcode} of {format_bytes(size)}"
+        assert str(loops[number].cycles).endswith(unknown)
 
     def test_outside(self):
         text = program().replace('"estimated_cycles":"624612"', "")
@@ -297,13 +297,13 @@ class TestPlantedFaults:
 
     def test_a_program_without_estimates(self):
         text = program().replace("estimated_cycles", "size")
-        assert {each.cycles for each in compiled_loops(text, NAMES)} == {None}
+        assert {x.cycles for x in compiled_loops(text, NAMES)} == {None}
         assert cycles_outside_rounds(text) is None
 
 
 def test_scalars_and_asynchronous_copies_are_free():
     first, *_ = segments(program())
-    named = {each.name: each for each in first.instructions}
+    named = {i.name: i for i in first.instructions}
     assert named["prefetch"].opcode == "copy-start"
     assert first.other_cycles.unknown == ()
 
@@ -333,30 +333,30 @@ def report(rounds, *, payload=1_000_000, packing=9000):
 def test_an_exact_model_is_recovered():
     sizes = [(lanes, sent) for lanes in (1, 2, 4) for sent in (10_000, 300_000, 8_000_000)]
     exact = [(lanes, sent, round(700 + 2100 * lanes + 0.004 * sent)) for lanes, sent in sizes]
-    found = fit_device_model([report(exact[:5]), report(exact[5:], payload=10**7, packing=90_000)])
-    assert found.per_round == pytest.approx(700, rel=0.01)
-    assert found.per_lane == pytest.approx(2100, rel=0.01)
-    assert found.per_byte == pytest.approx(0.004, rel=0.01)
-    assert found.packing == pytest.approx(0.009)
-    assert found.worst_error < 1e-3
+    fit = fit_device_model([report(exact[:5]), report(exact[5:], payload=10**7, packing=90_000)])
+    assert fit.per_round == pytest.approx(700, rel=0.01)
+    assert fit.per_lane == pytest.approx(2100, rel=0.01)
+    assert fit.per_byte == pytest.approx(0.004, rel=0.01)
+    assert fit.packing == pytest.approx(0.009)
+    assert fit.worst_error < 1e-3
 
 
 def test_no_parameter_is_negative():
     # With 7,000 a lane and 0.0025 a byte, a round would cost -8,000.
     rounds = [(2, 400_000, 7000), (2, 800_000, 8000), (4, 400_000, 21_000)]
-    found = fit_device_model([report(rounds)])
-    assert (found.per_round, found.per_byte) == (0.0, 0.0)
+    fit = fit_device_model([report(rounds)])
+    assert (fit.per_round, fit.per_byte) == (0.0, 0.0)
     lanes = [lanes for lanes, _, _ in rounds]
-    cycles = [each for _, _, each in rounds]
-    best = sum(lanes) / sum(n * n / each for n, each in zip(lanes, cycles, strict=True))
-    assert found.per_lane == pytest.approx(best)
+    cycles = [c for _, _, c in rounds]
+    best = sum(lanes) / sum(n * n / c for n, c in zip(lanes, cycles, strict=True))
+    assert fit.per_lane == pytest.approx(best)
 
 
 def test_a_fit_reports_its_errors():
-    found = fit_device_model([report([(2, 400_000, 10_000), (2, 400_000, 12_000)])])
+    fit = fit_device_model([report([(2, 400_000, 10_000), (2, 400_000, 12_000)])])
     # Both have the same lanes and bytes; their weights are 10 and 12.
-    assert found.worst_error == pytest.approx(1 / 11)
-    lines = str(found).splitlines()
+    assert fit.worst_error == pytest.approx(1 / 11)
+    lines = str(fit).splitlines()
     assert lines[1].split()[-5:] == ["2", "400", "kB", "10,000", "10,909"]
     assert lines[-1].endswith("errors up to 9%")
 
