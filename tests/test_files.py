@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and what cannot be written is known before."""
+"""Files are written atomically, and outputs are checked before work."""
 
 import os
 import stat
@@ -22,7 +22,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_there_stays_until_all_is_written(tmp_path):
+def test_the_old_content_stays_until_the_new_is_complete(tmp_path):
     path = tmp_path / "a.svg"
     write_text(path, "old")
     seen = []
@@ -37,18 +37,18 @@ def test_what_is_there_stays_until_all_is_written(tmp_path):
     assert names(tmp_path) == ["a.svg"]
 
 
-@pytest.mark.parametrize("kind", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_what_fails_leaves_nothing_behind(tmp_path, kind):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failed_write_changes_nothing(tmp_path, error):
     path = tmp_path / "a"
     write_text(path, "old")
 
     def parts():
         yield b"new"
-        raise kind
+        raise error
 
-    with pytest.raises(type(kind)) as caught:
+    with pytest.raises(type(error)) as caught:
         write_atomic(path, parts())
-    if isinstance(kind, OSError):
+    if isinstance(error, OSError):
         assert caught.value.filename == str(path)
     assert path.read_text() == "old"
     assert names(tmp_path) == ["a"]
@@ -65,7 +65,7 @@ def test_many_writers_of_one_file(tmp_path):
     assert names(tmp_path) == ["a"]
 
 
-def test_links_are_followed_and_permissions_are_the_usual(tmp_path):
+def test_links_are_followed_and_permissions_are_the_default(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "there")
     write_text(tmp_path / "link", "x")
     assert (tmp_path / "link").is_symlink()
@@ -76,7 +76,7 @@ def test_links_are_followed_and_permissions_are_the_usual(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o666, 0o444, 0o755])
-def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path, mode):
+def test_a_replaced_file_keeps_its_permissions(tmp_path, mode):
     path = tmp_path / "a"
     path.write_text("old")
     path.chmod(mode)
@@ -93,22 +93,22 @@ def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path, mode):
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
-def test_a_new_file_has_what_the_mask_leaves(tmp_path, mask):
-    before = os.umask(mask)
+def test_a_new_file_follows_the_umask(tmp_path, mask):
+    old_mask = os.umask(mask)
     try:
         write_text(tmp_path / "a", "x")
     finally:
-        os.umask(before)
+        os.umask(old_mask)
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~mask
 
 
-def test_names_as_long_as_can_be(tmp_path):
+def test_the_longest_names(tmp_path):
     write_text(tmp_path / ("é" * 127), "x")
     assert len(names(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("other", ["a", "./a", "b/../a", "link"])
-def test_one_file_is_not_two_outputs_whatever_it_is_called(tmp_path, monkeypatch, other):
+def test_one_file_cannot_be_two_outputs(tmp_path, monkeypatch, other):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "b").mkdir()
     (tmp_path / "link").symlink_to("a")
@@ -118,7 +118,7 @@ def test_one_file_is_not_two_outputs_whatever_it_is_called(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("path", "says"),
+    ("path", "message"),
     [
         ("no/a", "there is no folder"),
         ("file/a", "there is no folder"),
@@ -128,17 +128,17 @@ def test_one_file_is_not_two_outputs_whatever_it_is_called(tmp_path, monkeypatch
         ("x" * 300, "too long"),
     ],
 )
-def test_targets_that_cannot_be_written(tmp_path, monkeypatch, path, says):
+def test_outputs_that_cannot_be_written(tmp_path, monkeypatch, path, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ArgumentError, match=says):
+    with pytest.raises(ArgumentError, match=message):
         check_output_files(path)
     assert names(tmp_path) == ["file", "folder", "pipe"]
 
 
-def test_folders_that_can_and_cannot_be_made(tmp_path):
+def test_output_folders(tmp_path):
     (tmp_path / "file").touch()
     check_output_folder(tmp_path / "new" / "newer")
     check_output_folder(None)
@@ -148,7 +148,7 @@ def test_folders_that_can_and_cannot_be_made(tmp_path):
     assert names(tmp_path) == ["file"]
 
 
-def test_what_is_no_file_or_too_long_is_not_read(tmp_path):
+def test_read_bounded(tmp_path):
     (tmp_path / "a").write_bytes(b"123")
     assert read_bounded(tmp_path / "a", 3) == b"123"
     with pytest.raises(OSError, match="longer than 2 bytes"):

@@ -1,4 +1,4 @@
-"""Arrays of .npz files by their headers first: nothing large is unpacked, and no object ever."""
+"""Unpacking .npz files is bounded by their headers, and objects are never unpickled."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from ftmesh.npz import NotNpzError, NpzReader
 
 
 def member(shape, dtype="<i4", data=b"", header=None):
-    """A .npy as it would be written, whatever it says of itself."""
+    """Return the bytes of an .npy file with any header and any data."""
     text = header or str({"descr": dtype, "fortran_order": False, "shape": shape})
     text = text.encode() + b"\n"
     return b"\x93NUMPY\x02\x00" + len(text).to_bytes(4, "little") + text + data
@@ -26,35 +26,35 @@ def member(shape, dtype="<i4", data=b"", header=None):
 
 def archive(**members):
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archived:
         for name, content in members.items():
-            made.writestr(f"{name}.npy", content)
+            archived.writestr(f"{name}.npy", content)
     file.seek(0)
     return file
 
 
-def test_what_numpy_writes_is_read():
+def test_files_of_numpy_are_read():
     arrays = {
         "a": np.arange(6).reshape(2, 3),
         "f": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        "none": np.zeros((0, 3)),
-        "one": np.float32(2.5),
+        "empty": np.zeros((0, 3)),
+        "scalar": np.float32(2.5),
         "text": np.array("é"),
     }
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)
     file.seek(0)
-    with NpzReader(file) as found:
-        assert {name: header.shape for name, header in found.headers.items()} == {
+    with NpzReader(file) as reader:
+        assert {name: header.shape for name, header in reader.headers.items()} == {
             name: np.shape(array) for name, array in arrays.items()
         }
         for name, array in arrays.items():
-            np.testing.assert_array_equal(found.read(name), array)
-            assert found.read(name).dtype == np.asarray(array).dtype
+            np.testing.assert_array_equal(reader.read(name), array)
+            assert reader.read(name).dtype == np.asarray(array).dtype
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (member((2,), data=b"1234"), "differs from its header"),
         (member((2,), data=b"123456789"), "differs from its header"),
@@ -67,24 +67,24 @@ def test_what_numpy_writes_is_read():
         (b"nothing", "magic"),
     ],
 )
-def test_members_that_are_not_what_they_say(content, says):
-    with NpzReader(archive(a=content)) as found, pytest.raises(ValueError, match=says):
-        found.read("a")
+def test_members_that_contradict_their_headers(content, message):
+    with NpzReader(archive(a=content)) as reader, pytest.raises(ValueError, match=message):
+        reader.read("a")
 
 
 def test_objects_are_never_unpickled():
     with (
         pytest.raises(NotNpzError, match="pickled"),
-        NpzReader(archive(a=member((1,), "|O"))) as found,
+        NpzReader(archive(a=member((1,), "|O"))) as reader,
     ):
-        found.headers  # noqa: B018
+        reader.headers  # noqa: B018
     with pytest.raises(NotNpzError, match="pickled"):
         NpzReader(io.BytesIO(pickle.dumps([1])))
 
 
 @pytest.fixture
 def bomb(tmp_path):
-    """A schedule file of some kilobytes that would unpack to a thousand times as much."""
+    """A schedule file that would unpack to a thousand times its size."""
     ftmesh.save(ring.build_schedule(ftmesh.Topology.grid("4x4")), tmp_path / "a.npz")
     with np.load(tmp_path / "a.npz") as file:
         arrays = dict(file)
@@ -92,9 +92,9 @@ def bomb(tmp_path):
     def make(name):
         path = tmp_path / f"{name}.npz"
         zeros = bytes(2**22)
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archived:
             for key, array in arrays.items():
-                with made.open(f"{key}.npy", "w", force_zip64=True) as target:
+                with archived.open(f"{key}.npy", "w", force_zip64=True) as target:
                     if key == name:
                         target.write(member((2**24,), "<U1" if name == "meta" else "<i4"))
                         for _ in range(16):
@@ -107,30 +107,30 @@ def bomb(tmp_path):
 
 
 @pytest.mark.parametrize("packing", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_what_is_packed_in_ways_that_have_no_bound_is_not_unpacked(tmp_path, packing):
-    with zipfile.ZipFile(tmp_path / "a.npz", "w", packing) as made:
-        made.writestr("meta.npy", member((3,), "<U1") + bytes(12))
+def test_other_compressions_are_not_unpacked(tmp_path, packing):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", packing) as archived:
+        archived.writestr("meta.npy", member((3,), "<U1") + bytes(12))
     with pytest.raises(ScheduleFileError, match="has a compression that NumPy does not use"):
         ftmesh.load(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [("owner", "would unpack to 67.1"), ("meta", "would unpack to 67.1"), ("src", "differ in")],
 )
-def test_a_small_file_that_would_unpack_to_much_is_refused_unread(bomb, monkeypatch, name, says):
+def test_a_zip_bomb_is_rejected_by_its_headers(bomb, monkeypatch, name, message):
     monkeypatch.setattr("ftmesh.schedule.files.MAX_BYTES", 2**22)
     path = bomb(name)
     assert path.stat().st_size < 100_000
     tracemalloc.start()
-    with pytest.raises(ScheduleFileError, match=says):
+    with pytest.raises(ScheduleFileError, match=message):
         ftmesh.load(path)
-    _, most = tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most < 2**20
+    assert peak < 2**20
 
 
-def test_control_characters_in_meta_do_not_reach_the_terminal(tmp_path):
+def test_control_characters_are_not_printed(tmp_path):
     path = tmp_path / "a.npz"
     ftmesh.save(ring.build_schedule(ftmesh.Topology.grid("4x4")), path)
     with np.load(path) as file:
@@ -147,7 +147,7 @@ def test_control_characters_in_meta_do_not_reach_the_terminal(tmp_path):
         ftmesh.load(path)
 
 
-def test_no_permission_is_no_damage(tmp_path, monkeypatch):
+def test_a_missing_permission_is_not_damage(tmp_path, monkeypatch):
     path = tmp_path / "a.npz"
     ftmesh.save(ring.build_schedule(ftmesh.Topology.grid("4x4")), path)
 
@@ -159,16 +159,16 @@ def test_no_permission_is_no_damage(tmp_path, monkeypatch):
         ftmesh.load(path)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_a_pipe_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    found = []
+    loaded = []
 
     def load():
         with pytest.raises(ScheduleFileError, match="is not a file"):
             ftmesh.load(tmp_path / "pipe")
-        found.append(True)
+        loaded.append(True)
 
     thread = threading.Thread(target=load, daemon=True)
     thread.start()
     thread.join(10)
-    assert found
+    assert loaded
