@@ -17,9 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ftmesh.collectives.operands import (
+    Precision,
+    as_numbers,
+    as_operand,
+    check_call,
+    choose_precision,
+    is_constant,
+)
 from ftmesh.collectives.partitioning import map_local_shards
-from ftmesh.collectives.precision import Precision, choose_precision
-from ftmesh.collectives.validation import as_numbers, as_operand, check_call, is_constant
 from ftmesh.execute import _compat, primitives
 from ftmesh.execute.lowering import PALLAS, Program
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
@@ -50,7 +56,7 @@ def psum(
         axis_index_groups: Not supported. Plan for a smaller topology instead.
         plan: The plan whose routes are taken.
         wire_dtype: The dtype in which sums are sent, the leaf's own by default. Partial sums are
-            sent in it too if the plan is shallow enough; see `ftmesh.collectives.precision`.
+            sent in it too if the plan is shallow enough; see `ftmesh.collectives.operands`.
         accumulate_dtype: The dtype in which floating-point leaves are added. By default float32
             for leaves of 16 bits or fewer, and their own dtype for others.
         bucket_bytes: The largest bucket. A larger leaf gets a bucket of its own.

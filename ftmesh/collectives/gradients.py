@@ -28,8 +28,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
 from ftmesh.collectives.all_reduce import pmean
-from ftmesh.collectives.precision import choose_precision
-from ftmesh.collectives.validation import as_numbers
+from ftmesh.collectives.operands import as_numbers, choose_precision
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree

@@ -17,9 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ftmesh.collectives.operands import (
+    Precision,
+    as_numbers,
+    as_operand,
+    check_call,
+    choose_precision,
+)
 from ftmesh.collectives.partitioning import gather_spec, map_local_shards, scatter_spec
-from ftmesh.collectives.precision import Precision, choose_precision
-from ftmesh.collectives.validation import as_numbers, as_operand, check_call
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat, primitives
 from ftmesh.execute.lowering import Program

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError
 from ftmesh.collectives import with_mean_gradients
-from ftmesh.collectives.precision import Precision, choose_precision
+from ftmesh.collectives.operands import Precision, choose_precision
 from ftmesh.execute.context import WireDtypes
 from ftmesh.testing import on_one_device
 from tests.support.on_devices import per_rank, plan_on_cpu, without_reduce_scatter
@@ -21,10 +21,10 @@ from tests.support.roundings import (
     HALF_PRECISION,
     LARGE,
     assert_accurate,
-    sample_inputs,
     exact_means,
     large_plan,
     lax_means,
+    sample_inputs,
 )
 
 F32, BF16, F16 = map(jnp.dtype, (np.float32, jnp.bfloat16, np.float16))
@@ -50,7 +50,8 @@ def test_bfloat16_means_of_hundreds_of_ranks(shape, failed, algorithm):
     @on_one_device
     def means(narrow, wide):
         return plan.pmean(narrow, "data"), {
-            name: plan.pmean(wide, "data", wire_dtype=dtype) for name, dtype in HALF_PRECISION.items()
+            name: plan.pmean(wide, "data", wire_dtype=dtype)
+            for name, dtype in HALF_PRECISION.items()
         }
 
     result = jax.device_get(means(narrow, wide))
