@@ -35,7 +35,7 @@ def order_messages(
 
     Args:
         graph: the links.
-        trees: see `ftmesh.algorithms.spanning_trees.grow_trees`; chunks take them in turn.
+        trees: see `ftmesh.algorithms.tree.grow_trees`; chunks take them in turn.
         num_chunks: number of chunks.
         passes: how often messages are reordered backwards and forwards.
         width: chunks that a link carries per round.

@@ -55,7 +55,7 @@ class Chunking:
 
     num_chunks: int
     width: int
-    balance: float  # see `ftmesh.algorithms.spanning_trees`
+    balance: float  # see `ftmesh.algorithms.tree`
 
 
 def schedule_for(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ftmesh import PlanError, Topology, simulate, verify
 from ftmesh.algorithms import registry, tree
-from ftmesh.algorithms.spanning_trees import grow_trees
+from ftmesh.algorithms.tree import grow_trees
 from ftmesh.algorithms.tree_rounds import NO_ROUND, order_messages
 from ftmesh.schedule.schedule import SplitSchedule
 from ftmesh.schedule.transfers import ADD, COPY
