@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 worst = max(worst, difference)
                 print(
                     f"{model:9} {hosts} hosts x {DEVICES // hosts} devices, then "
-                    f"{NEXT_HOSTS[hosts]}: {MESH} less {failed or 'nothing':8} losses differ by {difference:.1e}, "
-                    f"{time.monotonic() - start:.0f} s",
+                    f"{NEXT_HOSTS[hosts]}: {MESH} less {failed or 'nothing':8} losses "
+                    f"differ by {difference:.1e}, {time.monotonic() - start:.0f} s",
                     flush=True,
                 )
     return int(worst > TOLERANCE)
