@@ -12,10 +12,10 @@ from tests.support.roundings import (
     HALF_PRECISION,
     LARGE,
     assert_accurate,
-    sample_inputs,
     exact_means,
     large_plan,
     lax_means,
+    sample_inputs,
 )
 
 SGD = optax.sgd(0.5)

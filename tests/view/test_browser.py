@@ -18,7 +18,7 @@ from tests.support import browser as chromium
 from tests.support.more import more
 
 pytestmark = pytest.mark.skipif(
-    chromium.find() is None,
+    chromium.find_browser() is None,
     reason=f"no browser is installed: none of {', '.join(chromium.NAMES)} (Debian: chromium)",
 )
 
