@@ -131,7 +131,7 @@ class Checkpoints:
         like: Any,
         *,
         layouts: Sequence[OwnedLayout] = (),
-        agree: Callable[[str], None] = lambda found: None,
+        agree: Callable[[str], None] = lambda result: None,
     ) -> tuple[int, Any]:
         """Restore the last complete checkpoint, and discard what is newer.
 
