@@ -19,8 +19,8 @@ from ftmesh.algorithms.registry import current_name
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.command_line import MAX_SEED, number, run_command, whole_number
 from ftmesh.distributed.consensus import agree_on_code, agree_on_mesh
-from ftmesh.distributed.initialize import MAX_TIMEOUT
 from ftmesh.distributed.process_group import TIMEOUT
+from ftmesh.distributed.startup import MAX_TIMEOUT
 from ftmesh.elastic.controller_client import ControllerClient, Paused
 from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup, initialize, run_generations
 from ftmesh.elastic.peer_checkpoint import PeerCheckpoint

@@ -1,4 +1,4 @@
-"""The measurement of indexing measures what it says, on a few records."""
+"""The benchmark of record indexes, on a few records."""
 
 import time
 

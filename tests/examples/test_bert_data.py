@@ -1,4 +1,4 @@
-"""Text into records, and records into batches: what is masked, in which order, what is refused."""
+"""BERT's data: text to records, records to batches, and errors."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def sequences(**changes):
 
 
 def features(**changes):
-    """A record that is right but for the changes."""
+    """A valid record with some changes."""
     made = {
         "input_ids": [2, 7, 4, 3, 9, 3, 0, 0],
         "input_mask": [1, 1, 1, 1, 1, 1, 0, 0],
@@ -47,7 +47,7 @@ def opened(folder, split="train", **changes):
 
 @pytest.fixture
 def records(tmp_path):
-    """Seven sequences to train on in two shards, each told by its second token; three to test."""
+    """Seven training sequences in two shards, numbered by their second token; three to validate."""
     for split, shards in (("train", [range(4), range(4, 7)]), ("validation", [range(3)])):
         for shard, numbers in enumerate(shards):
             made = [
@@ -133,7 +133,7 @@ class TestSequences:
         assert 0.45 < is_random < 0.65  # a passage of one sentence has none that follows
 
     def test_every_sentence_is_in_one(self):
-        """Where nothing is cut, the first passages and those that follow make up the text."""
+        """If nothing is cut, the first passages and the following ones make up the text."""
         documents = [[[5], [6], [7], [8]], [[9], [10], [11]]]
         rng = np.random.default_rng(0)
         made = list(make_sequences(documents, WORDS, length=64, predictions=1, rng=rng))
@@ -181,7 +181,7 @@ class TestMakeRecords:
         assert before == [Records(find_shards(out, "train-*"))[i] for i in range(3)]
 
     @pytest.mark.parametrize(
-        ("argv", "says", "status"),
+        ("argv", "message", "status"),
         [
             (["nothing.txt"], "cannot read nothing.txt: No such file", 66),
             (["TEXT", "--every", "100"], "the text has 60 documents", 69),
@@ -193,7 +193,7 @@ class TestMakeRecords:
             (["TEXT", "--shards", "2"], "already has train-00000-of-00004, and 2 shards", 69),
         ],
     )
-    def test_bad_input_is_a_one_line_error(self, tmp_path, village, capsys, argv, says, status):
+    def test_bad_input_is_a_one_line_error(self, tmp_path, village, capsys, argv, message, status):
         big = tmp_path / "vocab.txt"
         Vocabulary((*SPECIAL, *map(str, range(300)))).write(big)
         line, word = tmp_path / "line.txt", tmp_path / "word.txt"
@@ -206,7 +206,7 @@ class TestMakeRecords:
         argv = [names.get(word, word) for word in argv]
         assert main([*argv, "--out", str(tmp_path / "out")]) == status
         error = capsys.readouterr().err
-        assert says in error
+        assert message in error
         assert error.count("\n") == 1
 
 
@@ -254,7 +254,7 @@ class TestRecords:
         assert "record 0: the data does not match its checksum" in caplog.text
 
     @pytest.mark.parametrize(
-        ("changes", "says"),
+        ("changes", "message"),
         [
             ({"input_mask": None}, "has 0 numbers in input_mask, not 8"),
             ({"masked_lm_ids": [1]}, "has 1 numbers in masked_lm_ids, not 2"),
@@ -267,9 +267,9 @@ class TestRecords:
             ({"next_sentence_labels": None}, "has 0 sequences, not 1 to 1"),
         ],
     )
-    def test_records_that_do_not_fit(self, tmp_path, changes, says):
+    def test_records_that_do_not_fit(self, tmp_path, changes, message):
         write_records(tmp_path / "train-00000-of-00001", [make_example(features(**changes))])
-        with pytest.raises(DataError, match=f"record 0 {says}"):
+        with pytest.raises(DataError, match=f"record 0 {message}"):
             opened(tmp_path)
 
     def test_missing_data(self, tmp_path):

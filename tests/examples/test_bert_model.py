@@ -28,7 +28,7 @@ TOLERANCES = {"exact": 1e-12, "library": 1e-6}
 
 
 def exact_attention(query, key, value, *, key_value_seq_lengths, implementation):
-    """Attention without a rounding to float32."""
+    """Attention without rounding to float32."""
     logits = jnp.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(key.shape[-1])
     seen = jnp.arange(key.shape[1]) < key_value_seq_lengths[:, None, None, None]
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, where=seen), value)
@@ -79,7 +79,7 @@ def flax_results(**options):
 
 
 def assert_near(ours, theirs, tolerance, scale=None):
-    """Equal within the tolerance times the size of the array, or of what it was taken from."""
+    """Equal within the tolerance times the largest value of the array, or of its source."""
     scale = np.abs(theirs).max() if scale is None else scale
     assert np.abs(np.asarray(ours) - theirs).max() <= tolerance * scale
 
@@ -227,7 +227,7 @@ def test_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda arrays: arrays.pop("bert/pooler/dense/bias"), "it has no bert/pooler/dense/bias"),
         (
@@ -236,11 +236,11 @@ def test_round_trip(tmp_path):
         ),
     ],
 )
-def test_arrays_of_another_model(tmp_path, change, says):
+def test_arrays_of_another_model(tmp_path, change, message):
     arrays = to_published(tiny_params())
     change(arrays)
     np.savez(tmp_path / "bert.npz", **arrays)
-    with pytest.raises(DataError, match=f"bert.npz: the arrays do not fit this model: {says}"):
+    with pytest.raises(DataError, match=f"bert.npz: the arrays do not fit this model: {message}"):
         read_published(tmp_path / "bert.npz", like=shapes_of(bert_tiny()))
 
 

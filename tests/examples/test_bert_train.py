@@ -1,4 +1,4 @@
-"""The BERT trainer, smaller than its tiny preset: losses, resuming, logs, and what it refuses."""
+"""The BERT trainer, smaller than its tiny preset: losses, resuming, logs and errors."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ HOLE = Topology.grid("4x4", failed="2x2@0,0")
 
 @pytest.fixture(scope="module", autouse=True)
 def trainers_made_once():
-    """Runs with the same settings have the same trainer, and need not trace it again."""
+    """Share trainers between runs with the same settings, to trace them once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("examples.bert.train.bert_trainer", cache(bert_trainer))
         yield
@@ -58,7 +58,7 @@ def losses(*argv, **settings):
 
 @pytest.fixture(scope="module")
 def exact(quick_compiler, tmp_path_factory):
-    """A run in float32 throughout: its report, and its log."""
+    """A run in float32: its report and its log."""
     log = tmp_path_factory.mktemp("exact") / "run.log"
     return run("--wire-dtype", "float32", "--mllog", str(log)), log
 
@@ -78,7 +78,7 @@ def test_sharded_lamb_on_a_plan_matches_replicated_lamb_on_psum(exact):
 
 @pytest.mark.slow
 def test_overlap_changes_the_losses_little(exact):
-    """Only the order of additions, and so the losses no more than on psum."""
+    """Only the order of additions changes."""
     overlap = ("--overlap", "--bucket", "100kB", "--unrolled", "--whole-optimizer")
     other = losses("--wire-dtype", "float32", "--steps", "4", *overlap)
     np.testing.assert_allclose(list(other.values()), list(exact[0].losses.values())[:4], rtol=1e-4)
@@ -112,7 +112,7 @@ def test_idle_devices_do_not_change_the_losses(exact):
 
 @pytest.mark.slow
 def test_the_moments_match_one_device(tmp_path):
-    """LAMB's steps do not care how large a gradient is; its moments do.
+    """LAMB's updates do not depend on the scale of a gradient; its moments do.
 
     In float32, whose rounding is 6e-8 of what is added up, of which little may be left where it
     cancels.
@@ -201,7 +201,7 @@ def test_presets_match_mlperf():
 
 
 @pytest.mark.parametrize(
-    ("argv", "says", "status"),
+    ("argv", "message", "status"),
     [
         (["--data", "FOLDER"], "has 9 numbers in input_ids, not 32", 69),
         (["--data", "no-such-folder"], "there is no folder no-such-folder", 66),
@@ -214,7 +214,7 @@ def test_presets_match_mlperf():
         (["--checkpoint-dir", "FILE"], "Not a directory", 2),
     ],
 )
-def test_bad_input_is_a_one_line_error_before_the_first_step(tmp_path, capsys, argv, says, status):
+def test_bad_input_is_an_early_one_line_error(tmp_path, capsys, argv, message, status):
     write_records(tmp_path / "train-00000-of-00001", [make_example({"input_ids": [1] * 9})])
     mesh = ["--emulate", "one", "--mesh", "4x4", "--failed", "2x2@0,0"]
     names = {"FOLDER": str(tmp_path), "FILE": str(tmp_path / "train-00000-of-00001")}
@@ -222,12 +222,12 @@ def test_bad_input_is_a_one_line_error_before_the_first_step(tmp_path, capsys, a
     assert main([*mesh, *argv]) == status
     error = capsys.readouterr().err
     assert error.startswith("bert: ")
-    assert says in error
+    assert message in error
     assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         (["--seed", "-1"], "-1 is not from 0 to 4,294,967,295"),
         (["--batch", "1000000000000"], "is not a whole number from 1 to 16,777,216"),
@@ -235,9 +235,9 @@ def test_bad_input_is_a_one_line_error_before_the_first_step(tmp_path, capsys, a
         (["--max-damaged", "1"], "'1' is not a number from 0 to 0.999"),
     ],
 )
-def test_numbers_out_of_range_are_one_line_errors(capsys, argv, says):
+def test_numbers_out_of_range_are_one_line_errors(capsys, argv, message):
     with pytest.raises(SystemExit, match="2"):
         main(argv)
     error = capsys.readouterr().err
-    assert says in error
+    assert message in error
     assert error.count("\n") == 1

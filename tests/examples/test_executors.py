@@ -1,4 +1,4 @@
-"""Both trainers with the Pallas executor, interpreted: the same losses, to the bit."""
+"""Both trainers with the interpreted Pallas executor: the same losses, bit for bit."""
 
 import argparse
 from dataclasses import replace
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
 
 def losses(trainer, *argv, **smaller):
-    """Of three steps on four chips; the rest is as the tiny preset has it."""
+    """The losses of three steps of the tiny preset on four chips."""
     parser = argparse.ArgumentParser()
     if trainer is bert:
         bert.add_bert(parser)

@@ -1,4 +1,4 @@
-"""Reading images: what the network sees, in which order, and what is refused."""
+"""ResNet-50's data: crops, order of examples, and errors."""
 
 import contextlib
 import io
@@ -47,7 +47,7 @@ def example(label, **changes):
 
 @pytest.fixture
 def records(tmp_path):
-    """A folder with 23 training images in three shards, and 7 to validate on in one."""
+    """A folder with 23 training images in three shards, and 7 validation images in one."""
     labels = np.arange(23) % CLASSES
     for shard in range(3):
         mine = [example(label) for label in labels[shard::3]]
@@ -59,7 +59,7 @@ def records(tmp_path):
 
 @pytest.fixture
 def folders(tmp_path):
-    """The same as image files: a class per folder."""
+    """The same images as files, one folder per class."""
     for split, number in (("train", 23), ("val", 7)):
         for index in range(number):
             label = index % CLASSES
@@ -74,7 +74,7 @@ def opened(folder, split="train", num_classes=CLASSES):
 
 
 def assert_colours(batch):
-    """Every row shows the colour of its label; JPEG may change it a little."""
+    """Every row has the colour of its label, up to JPEG's losses."""
     seen = batch.labels >= 0
     middle = batch.images[seen].mean(axis=(1, 2))
     np.testing.assert_allclose(middle, np.array(COLOURS)[batch.labels[seen]], atol=6)
@@ -135,15 +135,15 @@ class TestAugmentation:
         np.testing.assert_allclose(centre_crop(data, 8), 90, atol=4)
 
     @pytest.mark.parametrize(
-        ("damage", "says"),
+        ("damage", "message"),
         [
             (lambda data: data[:-200], "does not decode.*truncated"),
             (lambda data: b"", "not an image"),
             (lambda data: b"GIF?" + data, "not an image"),
         ],
     )
-    def test_a_damaged_image(self, damage, says):
-        with pytest.raises(RecordError, match=says):
+    def test_a_damaged_image(self, damage, message):
+        with pytest.raises(RecordError, match=message):
             centre_crop(damage(encoded(gradient(400, 300))), 16)
 
 
@@ -170,16 +170,16 @@ class TestImages:
             Batches(opened(records, "validation"), size=8, batch=2)[0]
 
     @pytest.mark.parametrize(
-        ("record", "says"),
+        ("record", "message"),
         [
             (make_example({"jpeg": [b"x"]}), "must have one image/encoded .* it has jpeg"),
             (make_example({}), "it has no features"),
             (example(0, **{"image/class/label": [1, 2]}), "must have one"),
         ],
     )
-    def test_records_that_do_not_fit(self, records, record, says):
+    def test_records_that_do_not_fit(self, records, record, message):
         write_records(records / "train-00000-of-00003", [record])
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=message):
             opened(records)
 
     def test_no_records(self, tmp_path):
@@ -335,7 +335,7 @@ def test_decoding_rates(records):
 
 
 def png(width, height):
-    """A PNG that says it is of this size, in a hundred bytes."""
+    """A PNG of a hundred bytes whose header claims this size."""
     head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
     parts = (
@@ -355,7 +355,7 @@ def test_an_image_that_is_too_large_counts_as_damaged(size):
 
 
 def test_damaged_images_raise_record_errors_only():
-    """Whatever Pillow makes of them."""
+    """Whatever Pillow raises."""
     for kind in ("PNG", "JPEG", "BMP", "WEBP"):
         whole = encoded(gradient(20, 16), kind)
         for _ in range(150):

@@ -60,7 +60,7 @@ def flax_results():
 
 
 def assert_near(ours, theirs, scale=None):
-    """Equal within the tolerance times the size of the array, or of what it was taken from."""
+    """Equal within the tolerance times the largest value of the array, or of its source."""
     scale = np.abs(theirs).max() if scale is None else scale
     assert np.abs(np.asarray(ours) - theirs).max() <= TOLERANCE * scale
 
@@ -98,7 +98,7 @@ def test_size():
 
 
 class TestBlockedStem:
-    """Other ways to the same numbers."""
+    """The blocked stem computes the same numbers."""
 
     @pytest.mark.slow
     def test_the_network_is_the_same(self):
@@ -133,7 +133,7 @@ class TestBlockedStem:
 
     @pytest.mark.parametrize("side", [8, 9])
     def test_pool_with_ties(self, side):
-        """Whole numbers, of which a window has the greatest more than once."""
+        """Integers, so that windows have several maxima."""
         rng = np.random.default_rng(2)
         x = rng.integers(-2, 3, (2, side, side, 3)).astype(np.float32)
         half = -(-side // 2)

@@ -1,4 +1,4 @@
-"""The ResNet-50 trainer, its tiny preset: losses, resuming, logs, and what it refuses."""
+"""The ResNet-50 trainer with its tiny preset: losses, resuming, logs and errors."""
 
 import argparse
 import io
@@ -41,7 +41,7 @@ HOLE = Topology.grid("4x4", failed="2x2@0,0")
 
 @pytest.fixture(scope="module", autouse=True)
 def trainers_made_once():
-    """Runs with the same settings have the same trainer, and need not trace it again."""
+    """Share trainers between runs with the same settings, to trace them once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("examples.resnet50.train.resnet50_trainer", cache(resnet50_trainer))
         yield
@@ -74,7 +74,7 @@ def test_losses_match_psum_on_the_same_chips():
 
 @pytest.fixture(scope="module")
 def whole(quick_compiler):
-    """The losses of six steps in one go."""
+    """The losses of six uninterrupted steps."""
     return losses("--steps", "6")
 
 
@@ -99,7 +99,7 @@ def test_overlap_does_not_change_the_losses(whole):
 
 @pytest.mark.slow
 def test_psum_needs_no_plan():
-    """On two chips in a line and on a single one, with norms over the whole batch: the same."""
+    """The same losses on two chips and on one, with norms over the whole batch."""
     config = replace(SMALL, norm_group=SMALL.batch)
     two, one = (
         losses("--steps", "3", "--algorithm", "psum", config=config, topology=Topology.grid(mesh))
@@ -118,7 +118,7 @@ def test_idle_devices_do_not_change_the_losses(whole):
 
 @pytest.mark.slow
 def test_a_state_that_is_not_finite_is_not_saved(whole, tmp_path, monkeypatch):
-    """The rate of step 4 is infinite: its loss is good still, and its state is not."""
+    """The learning rate of step 4 is infinite: its loss is finite, and its state is not."""
     saved = ["--steps", "6", "--checkpoint-dir", str(tmp_path), "--checkpoint-every", "2"]
     with monkeypatch.context() as patch:
         real = make_lr_schedule(SMALL)
@@ -137,7 +137,7 @@ def test_a_state_that_is_not_finite_is_not_saved(whole, tmp_path, monkeypatch):
 @more
 @pytest.mark.slow
 def test_the_first_update_matches_one_device(tmp_path):
-    """Momentum and parameters after a step; those without a layerwise rate are as the gradient is.
+    """Momentum and parameters after a step; those without a layerwise rate follow the gradient.
 
     With norms over the whole batch, one device computes the same but for rounding: 6e-8 of what is
     added up, of which little may be left where it cancels.
@@ -203,7 +203,7 @@ def jpeg(seed, size=20):
 
 
 def write_shards(folder, *, labels=10, spoil=0):
-    """Two shards of training images and one of validation images, the first few spoiled."""
+    """Two shards of training images and one of validation images; the first few are damaged."""
     for split, shards in (("train", 2), ("validation", 1)):
         for shard in range(shards):
             records = []
@@ -230,7 +230,7 @@ def test_training_on_records_leaves_damaged_images_out_and_writes_a_log(tmp_path
 
 
 def complaints(log):
-    """What MLPerf's own checker says of a log."""
+    """The output of MLPerf's compliance checker for a log."""
     from mlperf_logging.compliance_checker import mlp_compliance
 
     checker = mlp_compliance.make_checker("training", "0.7.0", False, False)
@@ -239,7 +239,7 @@ def complaints(log):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "message"),
     [
         ("shard", "train-00001-of-00002"),
         ("label", "labels of 10 classes go from 1 to 10"),
@@ -250,7 +250,7 @@ def complaints(log):
         ("algorithm", "two_dim cannot run on 4x4 less 2x2@0,0"),
     ],
 )
-def test_bad_input_is_a_one_line_error_before_the_first_step(tmp_path, capsys, spoil, says):
+def test_bad_input_is_an_early_one_line_error(tmp_path, capsys, spoil, message):
     write_shards(tmp_path, labels=12 if spoil == "label" else 10)
     argv = ["--emulate", "one", "--steps", "1"]
     if spoil != "mesh":
@@ -268,5 +268,5 @@ def test_bad_input_is_a_one_line_error_before_the_first_step(tmp_path, capsys, s
     assert main(argv) == {"shard": 69, "label": 69, "folder": 66, "algorithm": 69}.get(spoil, 2)
     error = capsys.readouterr().err
     assert error.startswith("resnet50: ")
-    assert says in error
+    assert message in error
     assert error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The soak: its trainer, the checks of a run, each with a fault in it, and the table."""
+"""The soak: its trainer, the checks of a run, and the table of recoveries."""
 
 import io
 import json
@@ -46,7 +46,7 @@ EVENTS = [
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run by two processes; in epoch 2 nobody committed; in 3, of one, step 3 was done again."""
+    """A run of two processes; generation 2 committed nothing; 3, with one, repeated step 3."""
     write_lines(tmp_path / "events.jsonl", EVENTS)
     write_lines(tmp_path / "run" / "faults.jsonl", [event(110.0, "fault", 1, **FAULT)])
     examples = np.random.default_rng(0).permutation(NUMBER).reshape(STEPS, BATCH).tolist()
@@ -188,14 +188,14 @@ class TestTable:
 
 
 def _as_text(found):
-    """The cells of each line of a table."""
+    """The cells of a table, by row."""
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(recovery_table(found))
     return {line[:16].strip(): line[16:].split() for line in console.export_text().splitlines()}
 
 
 class StandIn(Pod):
-    """In place of the launcher: a program that is noted as a worker of the run."""
+    """Replaces the launcher by a program that is recorded as a worker of the run."""
 
     program = ""
 
@@ -257,12 +257,12 @@ class TestPod:
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [(["--faults", "burn@1"], "'burn@1' is not a fault"), (["--out", "."], "is not empty")],
 )
-def test_bad_arguments(argv, says, capsys):
+def test_bad_arguments(argv, message, capsys):
     assert soak.main(argv) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def trained(folder, *argv):
@@ -273,7 +273,7 @@ def trained(folder, *argv):
 
 @pytest.fixture(scope="module", autouse=True)
 def trainers_made_once():
-    """Runs with the same settings have the same trainer, and need not trace it again."""
+    """Share trainers between runs with the same settings, to trace them once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("examples.soak.train.soak_trainer", cache(train.soak_trainer))
         yield

@@ -1,4 +1,4 @@
-"""The picture of a run that loses a host, beside one that does not."""
+"""The plot of a run that loses a host next to one that does not."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from ftmesh.draw.plots import save
 
 
 def trained(folder, *, lost):
-    """Six steps, half a second each, on 16 chips, or on 12 from the fourth on and 8 s later."""
+    """Six steps of half a second on 16 chips, or on 12 from the fourth on, 8 s later."""
     (folder / "out").mkdir(parents=True)
     lines = [
         {

@@ -1,4 +1,4 @@
-"""The same BERT in torch, as `transformers` has it: what the Flax model is compared with.
+"""The same BERT in torch, from `transformers`, as a reference for the Flax model.
 
 Weights and sequences are made here from their names, without torch or JAX, by integer arithmetic
 that gives the same bits everywhere. Arrays have the names and the layout they were published with:
@@ -17,7 +17,7 @@ IS_RANDOM = np.array([0, 1, 1], np.int32)
 
 
 def tokens():
-    """Any but 0, which gets no gradient as a token in torch."""
+    """Token ids without 0, which gets no gradient in torch."""
     return uniform("tokens", (3, 16), 1, SIZES["vocabulary"]).astype(np.int32)
 
 
@@ -26,7 +26,7 @@ def segments():
 
 
 def weight(name, shape):
-    """A parameter of some ordinary size."""
+    """A parameter of ordinary magnitude."""
     if name.endswith("gamma"):
         return uniform(name, shape, 0.5, 1.5)
     bound = np.sqrt(3 / shape[0]) if name.endswith("kernel") else 0.5

@@ -1,4 +1,4 @@
-"""The same ResNet-50 in torch, as `transformers` has it: what the Flax model is compared with.
+"""The same ResNet-50 in torch, from `transformers`, as a reference for the Flax model.
 
 Weights, images and labels are made here from their names, without torch or JAX, by integer
 arithmetic that gives the same bits everywhere. Arrays are named and laid out as in the Flax model:
@@ -26,7 +26,7 @@ def images():
 
 
 def weight(name, shape):
-    """A parameter or a running statistic of some ordinary size."""
+    """A parameter or running statistic of ordinary magnitude."""
     kind = name.rpartition("/")[2]
     if kind == "kernel":
         bound = np.sqrt(6 / np.prod(shape[:-1]))
@@ -96,7 +96,7 @@ def torch_results():
 
 
 def summary(results):
-    """The same with, for each gradient, its norm and a few entries: small enough to keep."""
+    """Replace each gradient by its norm and a few entries, small enough to store."""
     gradients = results["gradients"]
     names = sorted(gradients)
     places = [np.linspace(0, gradients[name].size - 1, NUM_ENTRIES).astype(int) for name in names]

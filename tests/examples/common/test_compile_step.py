@@ -1,4 +1,4 @@
-"""Whole steps of the trainers, compiled for devices that are there and for some that are not."""
+"""Training steps compiled for devices present, and for TPUs that are not."""
 
 import json
 import os

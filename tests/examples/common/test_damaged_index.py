@@ -1,4 +1,4 @@
-"""An index of records is never believed where it does not fit."""
+"""A damaged or wrong index of records is detected."""
 
 import json
 import logging
@@ -20,10 +20,10 @@ def shards(tmp_path):
 
 
 class TestDamage:
-    """Whatever the index file holds, records are the right ones, and what is wrong is said."""
+    """Whatever the index file holds, the right records are read, with a warning."""
 
     def change(self, shards, change):
-        """Have an index file, and change its bytes."""
+        """Write an index file, and change its bytes."""
         read_all(shards)
         file = shards[0].parent / ".train.ftmesh-index"
         file.write_bytes(change(file.read_bytes()))

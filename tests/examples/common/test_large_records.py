@@ -1,4 +1,4 @@
-"""The index of records that are large, and of files beyond four gibibytes."""
+"""The index of large records, and of files beyond 4 GiB."""
 
 import os
 import struct
@@ -13,13 +13,13 @@ from tests.support.indexed import age
 
 
 def bytes_read():
-    """By this process, since it began; nothing where the system does not tell."""
+    """Bytes read by this process so far; 0 where the system does not tell."""
     counts = Path("/proc/self/io")
     return int(counts.read_text().split()[1]) if counts.exists() else 0
 
 
 class TestLarge:
-    """Files with holes, of which no one reads the large records."""
+    """Sparse files, whose large records are not read."""
 
     def sparse(self, path, lengths):
         with path.open("wb") as file:

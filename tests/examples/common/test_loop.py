@@ -1,4 +1,4 @@
-"""The loop: when the host looks at the device, and what is never saved."""
+"""The loop: when the host waits for the device, resuming, and what is never saved."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def trained(job, *argv):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """A trainer, and a list of what the host waits for between its steps.
+    """A trainer, and a list of what the host waits for between steps.
 
     An entry is the number of steps that were started, and the step whose loss was looked at; None
     for any other value of a device.
@@ -95,7 +95,7 @@ def test_logged_learning_rates_match_the_steps(watched, tmp_path):
 
 @pytest.fixture(scope="module")
 def with_moments(quick_compiler):
-    """Trainers with moments, and the losses of a run that is not interrupted."""
+    """Trainers with moments, and the losses of an uninterrupted run."""
     trainers = {
         "sharded": linear_trainer(Topology.grid("2x1"), kind=optax.adam),
         "whole": linear_trainer(
@@ -106,7 +106,7 @@ def with_moments(quick_compiler):
 
 
 class TestResume:
-    """From a checkpoint, on other chips and with another kind of optimizer."""
+    """From a checkpoint, on other chips and with the optimizer sharded or replicated."""
 
     def argv(self, folder, *more):
         return ("--checkpoint-dir", str(folder), "--checkpoint-every", "2", *more)
@@ -147,10 +147,10 @@ class TestResume:
 
 
 class TestNotFinite:
-    """A run that goes wrong stops with its step, and goes on from the last good checkpoint."""
+    """A run that diverges stops at the step, and resumes from the last good checkpoint."""
 
-    def stopped(self, folder, job, says):
-        with pytest.raises(TrainingError, match=says):
+    def stopped(self, folder, job, message):
+        with pytest.raises(TrainingError, match=message):
             trained(job, "--checkpoint-dir", str(folder), "--checkpoint-every", "2")
         with Checkpoints(folder, resume=True) as checkpoints:
             assert checkpoints.latest_step == 2
@@ -178,7 +178,7 @@ class TestNotFinite:
             return jnp.where(step == 3, jnp.inf, RATE)
 
         job = linear_job(linear_trainer(HOLE, lr_schedule=lr_schedule), steps=6)
-        self.stopped(tmp_path, job, "the state after step 4 has numbers that are not finite")
+        self.stopped(tmp_path, job, "the state after step 4 has values that are not finite")
         self.goes_on(tmp_path, trainer)
 
     def test_the_last_step(self, trainer, tmp_path):

@@ -1,4 +1,4 @@
-"""Learning rates: those of optax, on the device and, for logs, without one."""
+"""Learning-rate schedules match optax, with and without a device."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def optax_decay(peak, warmup_steps, total_steps, end=1e-4, power=2):
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_schedules_match_optax(settings):
-    """To float32's rounding, of a few operations on numbers no larger than the peak."""
+    """Up to float32's rounding in a few operations on numbers up to the peak."""
     steps = np.arange(settings["total_steps"] + 3)
     lr_schedule, theirs = poly_decay(**settings), optax_decay(**settings)
     wanted = [float(theirs(step)) for step in steps]

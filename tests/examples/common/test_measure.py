@@ -35,7 +35,7 @@ def test_steps_of_a_trainer_continue():
 @pytest.mark.parametrize("example", ["bert", "resnet50"])
 @pytest.mark.slow
 def test_with_torch_jax_does_not_preallocate(example):
-    """The option is set before JAX looks at its devices, which is when it is read."""
+    """The option must be set before JAX looks at its devices."""
     code = f"""if True:
         import os, sys
         from jax._src import xla_bridge
@@ -47,9 +47,9 @@ def test_with_torch_jax_does_not_preallocate(example):
         bench_step.our_steps = stop
         bench_step.main(sys.argv[1:])
     """
-    for argv, says in ((["--torch"], "false\nFalse\n"), ([], "None\nFalse\n")):
+    for argv, output in ((["--torch"], "false\nFalse\n"), ([], "None\nFalse\n")):
         command = [sys.executable, "-c", code, *argv]
-        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == says
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == output
 
 
 def test_default_arguments():

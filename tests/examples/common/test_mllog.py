@@ -1,4 +1,4 @@
-"""MLPerf logs: the lines, and what MLPerf's own checker says of a run's."""
+"""MLPerf logs: their lines, and MLPerf's compliance checker."""
 
 import dataclasses
 import json

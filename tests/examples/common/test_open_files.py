@@ -1,4 +1,4 @@
-"""Files that stay open: read at any place, closed when no one holds them, quiet at the end."""
+"""Open files: random access, closing, and silence at exit."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Reading: processes share the examples of every batch, and read no others."""
+"""The reader: processes share the examples of every batch."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
 
 class Batches(reader.Batches[Batch]):
-    """Records that are numbers; those that were read are counted."""
+    """Records that are numbers; counts what is read."""
 
     def __init__(self, records, **settings):
         super().__init__(len(records), **settings)
@@ -63,7 +63,7 @@ def opened(folder):
 
 
 def processes(folder, division, batch, *, num_steps=None, with_idle=False):
-    """The batches of each process, as `DataParallel.local_rows` has them read."""
+    """The batches of each process, with the rows of `DataParallel.local_rows`."""
     positions = BatchShares.for_ranks(Ranks(TWELVE, with_idle), batch).positions()
     owners = np.array(DIVISIONS[division])
     if with_idle:  # the devices of failed chips are some process's, too
@@ -82,7 +82,7 @@ def processes(folder, division, batch, *, num_steps=None, with_idle=False):
 
 
 def read_step(ours, step):
-    """What the processes read for a step, all together."""
+    """What all processes read for a step."""
     for each in ours:
         each.read.clear()
         ((numbers,), damaged) = each[step]
@@ -153,11 +153,11 @@ def test_an_epoch_of_fewer_examples_than_a_batch(folder):
 
 
 class TestDamagedExamples:
-    """They are left out as long as they are a small part of all, and never all of them."""
+    """They are left out while they are few."""
 
     @pytest.fixture
     def batches(self, tmp_path):
-        """Of so many examples, those of which a bit is flipped."""
+        """A data set of `number` examples, some with a flipped bit."""
 
         def make(num_examples, damaged, **settings):
             path = tmp_path / "train-00000-of-00001"

@@ -1,4 +1,4 @@
-"""The index of records: built once, kept, shared, and renewed where files change."""
+"""The index of records: built once, stored, shared, and updated when files change."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ def shards(tmp_path):
 
 @pytest.fixture
 def scans(monkeypatch):
-    """The files that are scanned, by name."""
+    """The names of the files that are scanned."""
     names, scan = [], ShardIndex.scan
 
     def scanned(path, *args):
@@ -118,7 +118,7 @@ class TestNames:
 
 class TestChanges:
     def replaced(self, path, records):
-        """Write a file as others do, who know of no index, and have it bear the same times."""
+        """Write a file without touching the index, with the same times."""
         before = path.stat()
         path.write_bytes(framed(records))
         while path.stat().st_ctime_ns == before.st_ctime_ns or path.stat().st_mtime_ns != (

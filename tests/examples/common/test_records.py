@@ -1,4 +1,4 @@
-"""TFRecords: written, read at random, and refused where they are damaged."""
+"""TFRecords: writing, random access, and damage."""
 
 import struct
 import time

@@ -1,4 +1,4 @@
-"""What a run tells: metrics, the plot, and the end of one whose loss is not a number."""
+"""The report of a run: metrics, the plot, and a loss that is not finite."""
 
 import json
 import re
@@ -79,7 +79,7 @@ def test_other_lines_are_skipped(tmp_path):
 
 
 def with_a_failure(folder):
-    """Steps 1 to 5 on 16 chips, of which the last counts no more, and 5 to 8 on 12."""
+    """Steps 1 to 5 on 16 chips, the last of them repeated, and 5 to 8 on 12."""
     with Report(folder, total_steps=8) as report:
         for step in range(1, 6):
             report.step(step, 1 / step, examples=1)

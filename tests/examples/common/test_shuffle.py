@@ -1,4 +1,4 @@
-"""Shuffling: every epoch has each example once, in an order that looks like no order."""
+"""The shuffle: every epoch has each example once, in a random order."""
 
 from collections import Counter
 from itertools import permutations
@@ -10,7 +10,7 @@ from examples.common.reader import shuffled
 
 
 def epochs(num_examples, number, seed=0):
-    """The orders of some epochs, a row each."""
+    """The orders of some epochs, one row each."""
     places = np.arange(num_examples * number)
     return shuffled(places, num_examples, seed=seed).reshape(number, num_examples)
 
@@ -71,8 +71,8 @@ def test_all_orders_of_four_are_equally_frequent():
 def test_well_mixed(number):
     orders = epochs(number, 200_000 // number)
     places = np.arange(number)
-    # Where an example stands says nothing of which it is: a correlation of 0, with a deviation of
-    # one over the root of how many there are.
+    # Positions and examples are uncorrelated: 0 on average, with a standard deviation of
+    # 1 over the root of their number.
     centred = (orders - orders.mean()) * (places - places.mean())
     correlation = centred.mean() / places.var()
     assert abs(correlation) < 4 / np.sqrt(orders.size)
