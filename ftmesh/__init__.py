@@ -23,7 +23,7 @@ from ftmesh.errors import ScheduleFileError as ScheduleFileError
 from ftmesh.errors import TopologyError as TopologyError
 from ftmesh.errors import TopologyWarning as TopologyWarning
 from ftmesh.errors import VerificationError as VerificationError
-from ftmesh.optional_deps import later
+from ftmesh.optional_deps import lazy_attributes
 from ftmesh.planning.make_plan import plan as plan
 from ftmesh.planning.plan import Plan as Plan
 from ftmesh.schedule.files import load as load
@@ -102,7 +102,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # to type checkers, a name that does not exist is an error
-    __getattr__ = later(__name__, _WITH_JAX)
+    __getattr__ = lazy_attributes(__name__, _WITH_JAX)
 
 
 def __dir__() -> list[str]:

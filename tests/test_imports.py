@@ -18,6 +18,7 @@ PACKAGES = [
     "optional_deps",
     "units",
     "files",
+    "npz",
     "command_line",
     "memory_limits",
     "topology",

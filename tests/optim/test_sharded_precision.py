@@ -44,7 +44,9 @@ def test_a_step_of_sgd(shape, failed, algorithm):
 
     @on_one_device
     def steps(narrow, wide):
-        return step(narrow), {name: step(wide, wire_dtype=HALF_PRECISION[name]) for name in HALF_PRECISION}
+        return step(narrow), {
+            name: step(wide, wire_dtype=HALF_PRECISION[name]) for name in HALF_PRECISION
+        }
 
     results = jax.device_get(steps(narrow, wide))
     assert all((leaf == leaf[:1]).all() for leaf in jax.tree.leaves(results)), "ranks differ"
