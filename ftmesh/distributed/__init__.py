@@ -2,5 +2,5 @@
 
 from ftmesh.distributed.consensus import agree_on_mesh as agree_on_mesh
 from ftmesh.distributed.consensus import agreed_plan as agreed_plan
-from ftmesh.distributed.initialize import initialize as initialize
 from ftmesh.distributed.process_group import ProcessGroup as ProcessGroup
+from ftmesh.distributed.startup import initialize as initialize

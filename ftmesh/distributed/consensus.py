@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-import ftmesh
 from ftmesh.cost.links import Network
 from ftmesh.distributed.process_group import ProcessGroup
 from ftmesh.execute.lowering import PPERMUTE
@@ -39,10 +38,9 @@ def agree_on_code(group: ProcessGroup) -> None:
     libtpu_args = " ".join(sorted(os.environ.get("LIBTPU_INIT_ARGS", "").split()))
     group.agree(
         {
-            "the version of ftmesh": ftmesh.__version__,
             "the version of JAX": f"{jax.__version__} with jaxlib {jax.lib.__version__}",
             "the version of Python": ".".join(platform.python_version_tuple()[:2]),
-            "the source of ftmesh": source_digest(Path(ftmesh.__file__).parent),
+            "the source of ftmesh": source_digest(Path(__file__).parent.parent),
             "LIBTPU_INIT_ARGS": libtpu_args or "nothing",
         }
     )

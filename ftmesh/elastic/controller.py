@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ftmesh.elastic.events import Recovery
-from ftmesh.elastic.heartbeats import WAITING_PHASES, ProgressMonitor
+from ftmesh.elastic.heartbeats import WAITING_PHASES, Member, ProgressMonitor, Verdict
 from ftmesh.elastic.kv_store import KvStore
-from ftmesh.elastic.member import Member, Verdict
 from ftmesh.elastic.rpc import Channel, ChannelClosed
 from ftmesh.errors import NOT_FOUND, UNAVAILABLE, USAGE, VERIFICATION_FAILED
 

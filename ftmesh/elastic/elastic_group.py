@@ -22,17 +22,17 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import jax
 
-from ftmesh.distributed.initialize import (
+from ftmesh.distributed.kv_client import KvClient
+from ftmesh.distributed.process_group import TIMEOUT, ProcessGroup
+from ftmesh.distributed.shutdown import GRACE_SECONDS, Shutdown, run_with_timeout
+from ftmesh.distributed.startup import (
     CONTROLLER_ADDRESS,
     check_timeout,
     find_processes,
     process_logger,
     split_address,
 )
-from ftmesh.distributed.initialize import initialize as initialize_group
-from ftmesh.distributed.kv_client import KvClient
-from ftmesh.distributed.process_group import TIMEOUT, ProcessGroup
-from ftmesh.distributed.shutdown import GRACE_SECONDS, Shutdown, run_with_timeout
+from ftmesh.distributed.startup import initialize as initialize_group
 from ftmesh.elastic.controller_client import (
     RESTART_STATUS,
     ControllerClient,

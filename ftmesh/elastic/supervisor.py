@@ -17,15 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftmesh.elastic.child_process import ChildProcess
+from ftmesh.elastic.child_process import ChildProcess, CoordinationService, PeerStoreProcesses
 from ftmesh.elastic.controller import Controller
 from ftmesh.elastic.events import EventLog, Recovery
-from ftmesh.elastic.heartbeats import ProgressMonitor
+from ftmesh.elastic.heartbeats import Member, ProgressMonitor, Verdict
 from ftmesh.elastic.local_pod import TIMED_OUT, OnOutput, Pod
-from ftmesh.elastic.member import Member, Verdict
 from ftmesh.elastic.pod_environment import HostLayout
 from ftmesh.elastic.rpc import Listener
-from ftmesh.elastic.sidecars import CoordinationService, PeerStoreProcesses
 
 POLL_SECONDS = 0.1
 END_SECONDS = 2.0  # for workers to exit before they are killed

@@ -9,9 +9,9 @@ import pytest
 import ftmesh
 from ftmesh import Topology
 from ftmesh.distributed.consensus import agree_on_mesh, agreed_plan
-from ftmesh.distributed.initialize import initialize
 from ftmesh.distributed.kv_client import KvClient
 from ftmesh.distributed.process_group import SINGLE_PROCESS
+from ftmesh.distributed.startup import initialize
 from ftmesh.errors import ArgumentError, ClusterError
 from tests.support.pods import process_groups, run_in_all
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ftmesh.distributed.initialize import call_roll
+from ftmesh.distributed.startup import call_roll
 from ftmesh.elastic.rpc import free_port
 from ftmesh.errors import ArgumentError, ClusterError
 

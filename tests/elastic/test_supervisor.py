@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ftmesh.elastic import sidecars
+from ftmesh.elastic import child_process
 from ftmesh.elastic import supervisor as module
 from ftmesh.elastic.events import EventLog
 from ftmesh.elastic.local_pod import TIMED_OUT
@@ -265,10 +265,10 @@ def test_the_coordination_service_is_restarted(run):
 def test_a_port_that_is_taken_meanwhile(monkeypatch):
     pids = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ports = iter([taken.getsockname()[1], sidecars.free_port()])
-        monkeypatch.setattr(sidecars, "free_port", lambda: next(ports))
+        ports = iter([taken.getsockname()[1], child_process.free_port()])
+        monkeypatch.setattr(child_process, "free_port", lambda: next(ports))
         with closing(
-            sidecars.CoordinationService(1, {}, lambda kind, host, pid: pids.append(pid))
+            child_process.CoordinationService(1, {}, lambda kind, host, pid: pids.append(pid))
         ) as service:
             assert not service.address.endswith(f":{taken.getsockname()[1]}")
             assert pids == [service.pid]

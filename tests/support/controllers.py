@@ -4,8 +4,7 @@ import os
 import time
 
 from ftmesh.elastic.controller import Controller
-from ftmesh.elastic.heartbeats import ProgressMonitor
-from ftmesh.elastic.member import Member
+from ftmesh.elastic.heartbeats import Member, ProgressMonitor
 from ftmesh.elastic.rpc import ChannelClosed, Listener, connect
 
 SECRET = "5ec2e7"

@@ -6,7 +6,7 @@ import pytest
 
 from ftmesh.elastic import controller as module
 from ftmesh.elastic.events import Recovery
-from ftmesh.elastic.member import Verdict
+from ftmesh.elastic.heartbeats import Verdict
 from tests.support.controllers import TIMEOUT, wait_until
 
 
