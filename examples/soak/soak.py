@@ -189,9 +189,9 @@ it ends by itself with status 0, every example was used exactly once in the comm
 last weights are those of an undisturbed run, bit for bit if the mesh did not change.
 
 Each run has one to three faults, drawn by its own seed: processes that are killed, stopped, stuck,
-that hold the interpreter or raise an error; a host with its peer store, all workers, the coordination
-service; slow steps, a torn checkpoint, a full disk; at the start, while compiling, before a step,
-in the middle of it, before its commit, in a checkpoint, in an evaluation, in a recovery.""",
+that hold the interpreter or raise an error; a host with its peer store, all workers, the
+coordination service; slow steps, a torn checkpoint, a full disk; at the start, while compiling,
+before a step, in it, before its commit, in a checkpoint, an evaluation, a recovery.""",
         epilog="""\
 exit status: 0 if all runs pass, 1 if one fails (its folder is kept, and named), 2 for bad
 arguments.
