@@ -59,8 +59,8 @@ def build_scene(
         ArgumentError: The mesh has more than `MAX_CHIPS` chips.
         PlanError: The algorithm cannot serve the mesh, or none can.
 
-    >>> result = build_scene(Topology.grid("8x8", failed="2x2@2,2"))
-    >>> result["auto"], [a["rounds"] for a in result["algorithms"] if "schedule" in a]
+    >>> result = build_scene(Topology.grid("8x8", failed="2x2@2,2"), "ring")
+    >>> result["shown"], [a["rounds"] for a in result["algorithms"] if "schedule" in a]
     ('ring', [118])
     """
     check_fits(topology.shape)
