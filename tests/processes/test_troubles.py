@@ -101,7 +101,7 @@ def test_a_full_disk_in_one_process(tmp_path, who):
 @pytest.mark.slow
 def test_different_weights_and_data():
     lines, statuses = run_with_trouble("--steps", "2", trouble="other weights")
-    assert_all_print("what is put on the devices: process 0 has", lines, statuses)
+    assert_all_print("the arrays placed on the devices: process 0 has", lines, statuses)
     lines, statuses = run_with_trouble("--steps", "2", trouble="less data")
     assert_all_print("examples for training: process 0 has 48; process 1 has 47", lines, statuses)
 
