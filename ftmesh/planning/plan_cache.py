@@ -21,12 +21,13 @@ from pathlib import Path
 from ftmesh.cost.links import Network
 from ftmesh.errors import FtmeshError
 from ftmesh.files import write_atomic
-from ftmesh.schedule.files import dump, load
+from ftmesh.schedule.files import dumps, load
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.topology import Topology
 
 CACHE_VARIABLE = "FTMESH_CACHE_DIR"
 SLOW_SECONDS = 0.5  # what is planned faster is not worth a file
+LARGE = 2_000  # chips from which planning takes long enough to say so
 MAX_BYTES = 512 * 2**20  # of all files; the oldest go first
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,12 @@ def load_or_plan(
     schedule = _read(path, topology)
     if schedule is not None:
         return schedule
-    _log.info("planning %s on %s", options, topology)
+    if topology.num_live > LARGE:
+        _log.warning(
+            "planning trees for %s takes a minute or more; the plan is then kept in %s",
+            topology,
+            folder,
+        )
     start = time.monotonic()
     schedule = make()
     if time.monotonic() - start > SLOW_SECONDS:
@@ -112,7 +118,7 @@ def _write(path: Path, schedule: Schedule) -> None:
     """Write a schedule, and delete the oldest files beyond `MAX_BYTES`; a full disk is ignored."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, [dump(schedule)])
+        write_atomic(path, [dumps(schedule)])
         files = sorted(
             (
                 (file.stat().st_mtime, file.stat().st_size, file)

@@ -96,3 +96,14 @@ def test_a_folder_that_cannot_be_written_is_ignored(calls, monkeypatch, tmp_path
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(plan_cache.CACHE_VARIABLE, str(tmp_path / "file"))
     assert load_or_plan(calls).num_chunks == 8
+
+
+def test_a_long_wait_is_announced(calls, caplog, monkeypatch):
+    load_or_plan(calls)
+    assert not caplog.records
+    monkeypatch.setattr(plan_cache, "LARGE", 10)
+    load_or_plan(calls)
+    assert not caplog.records, "it is read from the cache"
+    load_or_plan(calls, num_chunks=9)
+    (record,) = caplog.records
+    assert "planning trees for 4x4 less 1x1@1,1 takes a minute or more" in record.getMessage()
