@@ -20,7 +20,7 @@ from ftmesh.elastic.events import EventLog
 from ftmesh.elastic.local_pod import TIMED_OUT
 from ftmesh.elastic.pod_environment import HostLayout
 from ftmesh.elastic.supervisor import Policy, Supervisor
-from ftmesh.testing.fault_actions import recorded_processes
+from ftmesh.testing.fault_injection import recorded_processes
 
 TIMEOUT = 30  # seconds for what takes two or three
 LINUX = sys.platform == "linux"

@@ -15,7 +15,7 @@ import ftmesh
 from examples.soak.checks import TOLERANCE, Run, check, difference
 from examples.soak.pod import FAST_COMPILE, LIMITS, MESH, PHASE_LIMIT, Pod, phase_limits
 from examples.soak.train import PRESETS
-from ftmesh.testing.fault_actions import recorded_processes
+from ftmesh.testing.fault_injection import recorded_processes
 from ftmesh.testing.fault_spec import draw_faults
 from ftmesh.topology.backup_ranks import backup_ranks
 from ftmesh.topology.topology import Topology
@@ -185,7 +185,7 @@ def test_wrong_stuck_and_blocked_workers(undisturbed, tmp_path):
         assert lost["how"].startswith("is stuck: alive, and ")
         assert f"s in phase {lost['phase']!r} of step {lost['step']}" in lost["how"]
         stacks = (tmp_path / "run" / f"stacks-1-{host}.txt").read_text()
-        assert "fault_actions.py" in stacks
+        assert "fault_injection.py" in stacks
     assert generations(run, "live", "repeated") == [(16, 0), (15, 0), (12, 0), (8, 0)]
     assert all(event["in_place"] for event in run.named("epoch")[1:])
     log = (tmp_path / "log").read_text()
