@@ -2,7 +2,7 @@
 
 Between two permutations a device slices what it sends, adds what it received and computes the next
 indices. The TPU compiler estimates the cycles of each of these instructions. A `DeviceModel` is a
-line fitted to such estimates for one TPU generation (`ftmesh compile SLICE --fit`); the constants
+line fitted to such estimates for one TPU generation (`scripts/fit_device_model`); the constants
 are in `ftmesh.cost.links`.
 
 >>> device_model = DeviceModel(6000, 1000, 0.001, packing=0.01, clock=1e9)
@@ -43,23 +43,18 @@ class DeviceModel:
     ``per_round + lanes * per_lane + num_bytes * per_byte``. The `devices` of a chip share its
     payload: they exchange their halves before the first round and after the last.
 
-    Attributes:
-        per_round: Cycles per round.
-        per_lane: Cycles per permutation.
-        per_byte: Cycles per byte sent.
-        packing: Cycles per byte of the payload, to pack it and to unpack the sum.
-        clock: Cycles per second.
-        devices: Devices on a chip, 1 or 2.
-        source: Where the numbers come from.
+    >>> device_model = DeviceModel(6000, 1000, 0.001, packing=0.01, clock=1e9)
+    >>> round(1e6 * device_model.round_seconds(lanes=2, num_bytes=1_000_000), 3)
+    9.0
     """
 
     per_round: float
     per_lane: float
     per_byte: float
-    packing: float
-    clock: float
-    devices: int = 1
-    source: str = "as given"
+    packing: float  # per byte of the payload, to pack it and to unpack the sum
+    clock: float  # cycles per second
+    devices: int = 1  # on a chip, 1 or 2
+    source: str = "as given"  # where the numbers come from
 
     def __post_init__(self) -> None:
         for name in ("per_round", "per_lane", "per_byte", "packing"):
@@ -94,26 +89,19 @@ class DeviceModel:
         return packing + 2 * EXCHANGE_ROUNDS * self.round_seconds(lanes=1, num_bytes=num_bytes)
 
     def lower_bound_seconds(self, payload_bytes: float) -> float:
-        """Least time of any all-reduce if rounds and wires cost nothing.
-
-        Each chip has to send its part of every sum once.
-        """
+        """Least time of any all-reduce without rounds and wires: a chip sends each sum once."""
         sending = payload_bytes / self.devices * self.per_byte / self.clock
         return sending + self.setup_seconds(payload_bytes)
 
     def schedule_seconds(
         self, schedule: Schedule, payload_bytes: float
     ) -> tuple[list[float], float]:
-        """Return the device time of one round of each phase, and `setup_seconds`.
-
-        All rounds of a phase cost a device the same.
-        """
+        """Return the device time of a round of each phase, and `setup_seconds`."""
         model = self.for_topology(schedule.topology)
         chunk_bytes = payload_bytes / schedule.num_chunks / model.devices
-        loads = map(round_load, schedule.phases)
         rounds = [
             model.round_seconds(lanes=load.lanes, num_bytes=load.chunks * chunk_bytes)
-            for load in loads
+            for load in map(round_load, schedule.phases)
         ]
         return rounds, model.setup_seconds(payload_bytes)
 

@@ -3,12 +3,6 @@
 The parameters of TPU generations are published figures, each with its source. Nobody publishes the
 latency of a hop, so one figure stands for all generations. Some generations also have a
 `DeviceModel`: what ftmesh's rounds cost their devices, as estimated by the TPU compiler.
-`Network.wires_only` leaves that out.
-
->>> NETWORKS["v3"].bandwidth
-82000000000.0
->>> parse_network("100GB/s").latency == DEFAULT.latency
-True
 """
 
 from __future__ import annotations
@@ -29,24 +23,15 @@ class Network:
     A transfer of b bytes over h free hops takes ``overhead + h * latency + b / bandwidth``: its
     head moves on after `latency` seconds at each hop, and every link on the way is busy while its
     bytes pass.
-
-    Attributes:
-        bandwidth: Bytes per second of a link, each way.
-        latency: Seconds per hop.
-        overhead: Seconds at the sender, per transfer.
-        source: Where the numbers come from.
-        device_model: What a round costs the devices, or None to count the wires alone.
-        memory_bandwidth: Bytes per second between a chip and its memory, if known.
-        has_kernel: Whether the Pallas kernel has been compiled for such chips.
     """
 
-    bandwidth: float
-    latency: float
-    overhead: float = 0.0
-    source: str = "as given"
-    device_model: DeviceModel | None = None
-    memory_bandwidth: float | None = None
-    has_kernel: bool = False
+    bandwidth: float  # bytes per second of a link, each way
+    latency: float  # seconds per hop
+    overhead: float = 0.0  # seconds at the sender, per transfer
+    source: str = "as given"  # where the numbers come from
+    device_model: DeviceModel | None = None  # what a round costs the devices; None: wires alone
+    memory_bandwidth: float | None = None  # bytes per second between a chip and its memory
+    has_kernel: bool = False  # whether the Pallas kernel has been compiled for such chips
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
@@ -78,101 +63,60 @@ _HOP = 1e-6
 _CACM = "Jouppi et al., A Domain-Specific Supercomputer (CACM 2020)"
 _CLOUD = "cloud.google.com/tpu/docs, system architecture"
 
-# Fitted by `ftmesh compile SLICE --failed BLOCKS --fit` to all rounds of `ring` and `row_pair` for
+# Fitted by `scripts/fit_device_model SLICE` to all rounds of `ring` and `row_pair` for
 # 10 and 100 MB of float32, on v3:16x32 less 4x2@6,14, on v5e:16x16 (--idle) and v6e:16x16 less
 # 2x2@2,2, and on v4:4x4x1 and v5p:4x4x1 less 2x2@0,0; on v6e with
 # LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=32768, so that 100 MB are in HBM, as in a step
 # that needs VMEM for other things.
 _ESTIMATED = "as estimated by the TPU compiler, libtpu 0.0.48.1, not measured"
-_CLOCK = f"clock not published; from the TFLOP/s of {_CLOUD} with"
+_PRODUCTS = (
+    f"{_ESTIMATED}; clock not published; from the TFLOP/s of {_CLOUD} with products per cycle:"
+)
 _V3 = DeviceModel(
-    0, 389.1, 0.01115, packing=0.009243, clock=940e6, devices=2,
-    source=f"{_ESTIMATED}; 940 MHz: {_CACM}",
-)  # fmt: skip
+    0, 389.1, 0.01115, 0.009243, clock=940e6, devices=2, source=f"{_ESTIMATED}; 940 MHz: {_CACM}"
+)
 _V4 = DeviceModel(
-    3231, 0, 0.01179, packing=0.009023, clock=1.05e9, devices=2,
-    source=f"{_ESTIMATED}; {_CLOCK} 8 products of 128x128 per cycle",
-)  # fmt: skip
+    3231, 0, 0.01179, 0.009023, clock=1.05e9, devices=2, source=f"{_PRODUCTS} 8 of 128x128"
+)
 _V5E = DeviceModel(
-    1863, 1722, 0.007561, packing=0.007367, clock=1.5e9,
-    source=f"{_ESTIMATED}; {_CLOCK} 4 products of 128x128 per cycle",
-)  # fmt: skip
+    1863, 1722, 0.007561, 0.007367, clock=1.5e9, source=f"{_PRODUCTS} 4 of 128x128"
+)
 _V5P = DeviceModel(
-    2738, 1311, 0.003125, packing=0.003693, clock=1.75e9,
-    source=f"{_ESTIMATED}; {_CLOCK} 8 products of 128x128 per cycle",
-)  # fmt: skip
+    2738, 1311, 0.003125, 0.003693, clock=1.75e9, source=f"{_PRODUCTS} 8 of 128x128"
+)
 _V6E = DeviceModel(
-    3303, 1450, 0.003501, packing=0.005579, clock=1.75e9,
-    source=f"{_ESTIMATED}; {_CLOCK} 4 products of 256x256 per cycle",
-)  # fmt: skip
+    3303, 1450, 0.003501, 0.005579, clock=1.75e9, source=f"{_PRODUCTS} 4 of 256x256"
+)
+
+_V2_LINKS = f"496 Gbit/s a link each way: {_CACM}"
+_V3_LINKS = f"656 Gbit/s a link each way: {_CACM}"
+_V4_LINKS = "50 GB/s a link: Jouppi et al., TPU v4 (ISCA 2023)"
+_V5E_LINKS = f"400 GB/s a chip, both ways, over 4 links: {_CLOUD}"
+_V6E_LINKS = f"3200 Gbit/s a chip, each way, over 4 links: {_CLOUD}"
+_SIX_LINKS = f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}"  # v5p and v7x
 
 #: Published figures of TPU generations, by name.
 NETWORKS = {
-    "v2": Network(
-        62e9, _HOP, source=f"496 Gbit/s a link each way: {_CACM}", memory_bandwidth=700e9
-    ),
-    "v3": Network(
-        82e9,
-        _HOP,
-        source=f"656 Gbit/s a link each way: {_CACM}",
-        device_model=_V3,
-        memory_bandwidth=900e9,
-    ),
-    "v4": Network(
-        50e9,
-        _HOP,
-        source="50 GB/s a link: Jouppi et al., TPU v4 (ISCA 2023)",
-        device_model=_V4,
-        memory_bandwidth=1.2e12,
-        has_kernel=True,
-    ),
-    "v5e": Network(
-        50e9,
-        _HOP,
-        source=f"400 GB/s a chip, both ways, over 4 links: {_CLOUD}",
-        device_model=_V5E,
-        memory_bandwidth=819e9,
-    ),
-    "v5p": Network(
-        100e9,
-        _HOP,
-        source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}",
-        device_model=_V5P,
-        memory_bandwidth=2.765e12,
-        has_kernel=True,
-    ),
-    "v6e": Network(
-        100e9,
-        _HOP,
-        source=f"3200 Gbit/s a chip, each way, over 4 links: {_CLOUD}",
-        device_model=_V6E,
-        memory_bandwidth=1.64e12,
-        has_kernel=True,
-    ),
-    "v7x": Network(
-        100e9,
-        _HOP,
-        source=f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}",
-        memory_bandwidth=7.38e12,
-        has_kernel=True,
-    ),
+    "v2": Network(62e9, _HOP, 0.0, _V2_LINKS, None, 700e9),
+    "v3": Network(82e9, _HOP, 0.0, _V3_LINKS, _V3, 900e9),
+    "v4": Network(50e9, _HOP, 0.0, _V4_LINKS, _V4, 1.2e12, has_kernel=True),
+    "v5e": Network(50e9, _HOP, 0.0, _V5E_LINKS, _V5E, 819e9),
+    "v5p": Network(100e9, _HOP, 0.0, _SIX_LINKS, _V5P, 2.765e12, has_kernel=True),
+    "v6e": Network(100e9, _HOP, 0.0, _V6E_LINKS, _V6E, 1.64e12, has_kernel=True),
+    "v7x": Network(100e9, _HOP, 0.0, _SIX_LINKS, None, 7.38e12, has_kernel=True),
 }
-
-_KINDS = {
-    "TPU v2": "v2",
-    "TPU v3": "v3",
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU7x": "v7x",
-}  # by device_kind in JAX
+_BY_DEVICE_KIND = {f"TPU {kind}": NETWORKS[kind] for kind in ("v2", "v3", "v4")} | {
+    "TPU v5 lite": NETWORKS["v5e"],
+    "TPU v5": NETWORKS["v5p"],
+    "TPU v6 lite": NETWORKS["v6e"],
+    "TPU7x": NETWORKS["v7x"],
+}
 
 
 def network_for(topology: Topology) -> Network:
     """Return the network of the TPUs of `topology`, or `DEFAULT` if they are of no known kind."""
-    kinds = {str(getattr(device, "device_kind", "")) for device in topology.devices[:1]}
-    return next((NETWORKS[_KINDS[kind]] for kind in kinds if kind in _KINDS), DEFAULT)
+    kind = getattr(topology.devices[0], "device_kind", "") if topology.devices else ""
+    return _BY_DEVICE_KIND.get(str(kind), DEFAULT)
 
 
 def parse_network(
@@ -185,9 +129,8 @@ def parse_network(
     Args:
         link: A network, the name of a TPU generation, or a rate: bytes per second, or text such as
             ``"50GB/s"``. Only generations come with a device model.
-        latency: Seconds per hop, or text such as ``"0.5us"``. By default that of `link`, or of
-            `DEFAULT` if `link` is a rate.
-        overhead: Seconds per transfer at the sender; defaults as for `latency`.
+        latency, overhead: Seconds per hop, and per transfer at the sender, or text such as
+            ``"0.5us"``. By default those of `link`, or of `DEFAULT` if `link` is a rate.
     """
     if isinstance(link, Network):
         base = link

@@ -23,8 +23,14 @@ from typing import Any
 
 from jax import lax
 
-from ftmesh.execute.pallas_lanes import KernelLane, PieceTransfer
-from ftmesh.execute.pallas_rank import KernelRank, KernelSpec, unless, when
+from ftmesh.execute.pallas_rank import (
+    KernelLane,
+    KernelRank,
+    KernelSpec,
+    PieceTransfer,
+    unless,
+    when,
+)
 from ftmesh.execute.pallas_tables import RECEIVE, SEND, SLOTS, PieceSplit
 from ftmesh.schedule.transfers import COPY
 

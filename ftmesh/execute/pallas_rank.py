@@ -1,10 +1,11 @@
-"""One rank of the Pallas executor: the kernel's parameters, memory, barrier and table pages."""
+"""One rank of the Pallas executor: its memory, barrier and table pages, and its lanes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,9 +13,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ftmesh.execute.pallas_tables import PAGE_ROUNDS, SLOTS, PieceSplit
+from ftmesh.execute.lowering import MIXED, Lane
+from ftmesh.execute.pallas_tables import (
+    DESTINATION,
+    LANE_WORDS,
+    PAGE_ROUNDS,
+    RECEIVE,
+    SLOTS,
+    SOURCE,
+    PieceSplit,
+)
+from ftmesh.schedule.transfers import ADD, COPY
 
 WIDTH = 128  # elements of a row
+ROWS_PER_ITERATION = 256  # of the loop that adds or casts rows
 SENT, ARRIVED, FETCHED, WRITTEN = range(NUM_EVENTS := 4)  # semaphores of a slot
 
 
@@ -92,17 +104,13 @@ class KernelRank:
         for i in range(self.spec.num_partners):
             partner = self.header[i]
             num_partners += (partner >= 0).astype(jnp.int32)
-
             when(partner >= 0)(partial(self.signal, barrier, 1, partner))
-
         pl.semaphore_wait(barrier, num_partners)
 
     def signal(self, semaphore: Any, number: int, partner: Any) -> None:
-        """Signal the semaphore of a partner."""
         pl.semaphore_signal(semaphore, number, device_id={self.spec.axis_name: partner})
 
     def start_page_fetch(self, number: Any) -> None:
-        """Start to fetch a page of the table."""
         pltpu.make_async_copy(
             self.pages.at[number], self.page.at[lax.rem(number, 2)], self.page_arrived
         ).start()
@@ -117,15 +125,221 @@ class KernelRank:
             return
         steps_per_page = PAGE_ROUNDS * split.num_pieces
         number, position = lax.div(step, steps_per_page), lax.rem(step, steps_per_page)
-
-        @when((position == 0) & (number > 0))
-        def _() -> None:
-            self.wait_for_page()
+        when((position == 0) & (number > 0))(self.wait_for_page)
 
         # Until then, arrivals of earlier rounds are looked up in the previous page.
         @when((position == split.rounds_behind * split.num_pieces) & (number + 1 < split.num_pages))
         def _() -> None:
             self.start_page_fetch(split.first_page + number + 1)
+
+
+class KernelLane:
+    """A lane of a loop, as one rank sees it.
+
+    `index` counts the lanes of the loop, `number` those of all loops.
+    """
+
+    def __init__(self, rank: KernelRank, split: PieceSplit, index: int, number: int) -> None:
+        self.rank, self.split, self.index, self.number = rank, split, index, number
+        self.spec = rank.spec
+        self.lane: Lane = split.loop.lanes[index]
+        first = self.spec.num_partners + LANE_WORDS * number
+        self.destination = rank.header[first + DESTINATION]
+        self.source = rank.header[first + SOURCE]
+
+    def transfer(self, step: Any, word: int) -> PieceTransfer:
+        """What the rank sends or receives in a step."""
+        now = lax.div(step, self.split.num_pieces)
+        page = lax.rem(self.split.first_page + lax.div(now, PAGE_ROUNDS), 2)
+        entry = self.rank.page[page, lax.rem(now, PAGE_ROUNDS), 2 * self.index + word]
+        return PieceTransfer(self, entry, lax.rem(step, self.split.num_pieces), word == RECEIVE)
+
+    # Credits
+
+    def grant_credit(self, number: int) -> None:
+        """Tell the source, if there is one, that `number` more slots are free."""
+
+        @when(True if self.lane.is_full else self.source >= 0)
+        def _() -> None:
+            self.rank.signal(self.rank.credits.at[self.number], number, self.source)
+
+    def take_credit(self, number: int) -> None:
+        """Wait until `number` slots of the destination, if there is one, are free."""
+
+        @when(True if self.lane.is_full else self.destination >= 0)
+        def _() -> None:
+            pl.semaphore_wait(self.rank.credits.at[self.number], number)
+
+    # Pieces
+
+    def stage(self, piece: KernelPiece) -> None:
+        """Start to fetch a piece that is cast before it is sent."""
+        staged = self.rank.staged.at[self.index, pl.ds(0, piece.size)]
+        pltpu.make_async_copy(piece.rows, staged, piece.semaphore(SENT)).start()
+
+    def send(self, piece: KernelPiece) -> None:
+        """Send a piece once the destination has a free slot."""
+        source = piece.rows
+        if self.spec.is_cast:
+            staged = self.rank.staged.at[self.index, pl.ds(0, piece.size)]
+            wait(staged, piece.semaphore(SENT))
+            source = piece.slot_of(self.rank.out)
+
+            def cast_rows(rows: Any) -> None:
+                source[rows] = staged[rows].astype(self.spec.wire)
+
+            for_rows(piece.size, cast_rows)
+        self.take_credit(1)
+        pltpu.make_async_remote_copy(
+            src_ref=source,
+            dst_ref=piece.slot_of(self.rank.arrived),
+            send_sem=piece.semaphore(SENT),
+            recv_sem=piece.semaphore(ARRIVED),
+            device_id={self.spec.axis_name: self.destination},
+        ).start()
+
+    def wait_sent(self, piece: KernelPiece) -> None:
+        wait(piece.slot_of(self.rank.arrived), piece.semaphore(SENT))
+
+    def wait_arrived(self, piece: KernelPiece) -> None:
+        wait(piece.slot_of(self.rank.arrived), piece.semaphore(ARRIVED))
+
+    def fetch(self, piece: KernelPiece) -> None:
+        """Start to fetch the rows that a piece is added to, if it is added."""
+        if piece.is_added:
+            own = piece.slot_of(self.rank.own)
+            pltpu.make_async_copy(piece.rows, own, piece.semaphore(FETCHED)).start()
+
+    def receive(self, piece: KernelPiece) -> None:
+        """Add or copy a piece that arrives, and start to write the result."""
+        arrived, own = piece.slot_of(self.rank.arrived), piece.slot_of(self.rank.own)
+        if piece.is_added:
+            wait(own, piece.semaphore(FETCHED))
+        self.wait_arrived(piece)
+        if piece.is_added or self.spec.is_cast:
+            self.combine(piece)
+            self.grant_credit(1)
+            pltpu.make_async_copy(own, piece.rows, piece.semaphore(WRITTEN)).start()
+        else:
+            pltpu.make_async_copy(arrived, piece.rows, piece.semaphore(WRITTEN)).start()
+
+    def fetch_and_receive(self, piece: KernelPiece) -> None:
+        """`receive` for a piece that had to wait for other lanes."""
+        self.fetch(piece)
+        self.receive(piece)
+
+    def combine(self, piece: KernelPiece) -> None:
+        """Add what arrived to the fetched rows, or cast it into their place."""
+        arrived, own = piece.slot_of(self.rank.arrived), piece.slot_of(self.rank.own)
+
+        def combine_rows(rows: Any) -> None:
+            x = arrived[rows].astype(self.spec.dtype)
+            own[rows] = add(own[rows], x) if piece.is_added else x
+
+        for_rows(piece.size, combine_rows)
+
+    def wait_written(self, piece: KernelPiece) -> None:
+        is_own = piece.is_added or self.spec.is_cast
+        memory = self.rank.own if is_own else self.rank.arrived
+        wait(piece.slot_of(memory), piece.semaphore(WRITTEN))
+        if not is_own:
+            self.grant_credit(1)
+
+
+@dataclass(frozen=True)
+class PieceTransfer:
+    """What a rank sends or receives on a lane in a step, if anything: a piece of some chunks."""
+
+    lane: KernelLane
+    word: Any  # of the table
+    number: Any  # of the piece
+    is_received: bool
+
+    @property
+    def chunk(self) -> Any:
+        """The first chunk."""
+        entry = lax.div(self.word, SLOTS)
+        return lax.div(entry, 2) if self.lane.lane.op == MIXED else entry
+
+    def overlaps(self, other: PieceTransfer) -> Any:
+        """Whether both happen and have a chunk in common."""
+        ahead = self.chunk - other.chunk
+        overlap = (ahead < other.lane.lane.count) & (-ahead < self.lane.lane.count)
+        return (self.word >= 0) & (other.word >= 0) & overlap
+
+    def apply(self, act: Callable[[KernelPiece], None]) -> None:
+        """Apply a function to the piece, if there is one.
+
+        A shorter last piece has code of its own, and so have added and copied pieces on a mixed
+        lane.
+        """
+        lane, split = self.lane, self.lane.split
+        size, last_size = split.rows[lane.index]
+        slot = lax.rem(self.word + self.number, SLOTS)
+        ops: dict[int, Any] = {lane.lane.op: True}
+        if lane.lane.op == MIXED and self.is_received:
+            op = lax.rem(lax.div(self.word, SLOTS), 2)
+            ops = {ADD: op == ADD, COPY: op == COPY}
+        start = self.chunk * lane.spec.chunk_rows + self.number * size
+        start = pl.multiple_of(start, lane.spec.tile)
+        is_last = self.number == split.num_pieces - 1
+        sizes = {size: True} if last_size == size else {size: ~is_last, last_size: is_last}
+
+        @when(True if lane.lane.is_full else self.word >= 0)
+        def _() -> None:
+            for (rows, has_rows), (op, is_op) in product(sizes.items(), ops.items()):
+                act_on_piece = partial(act, KernelPiece(lane, start, rows, slot, op == ADD))
+                when(has_rows)(partial(when(is_op), act_on_piece))
+
+
+@dataclass(frozen=True)
+class KernelPiece:
+    """Rows of the buffer that are sent or received, and their slot."""
+
+    lane: KernelLane
+    start: Any
+    size: int
+    slot: Any
+    is_added: bool
+
+    @property
+    def rows(self) -> Any:
+        return self.lane.rank.buffer.at[pl.ds(self.start, self.size)]
+
+    def slot_of(self, memory: Any) -> Any:
+        """As many rows of the piece's slot in `memory`."""
+        return memory.at[self.lane.index, self.slot, pl.ds(0, self.size)]
+
+    def semaphore(self, event: int) -> Any:
+        """The semaphore of an event of the slot."""
+        return self.lane.rank.done.at[event, self.lane.index, self.slot]
+
+
+def wait(memory: Any, semaphore: Any) -> None:
+    """Wait for a copy of as many bytes as `memory` has."""
+    pltpu.make_async_copy(memory, memory, semaphore).wait()
+
+
+def add(x: Any, y: Any) -> Any:
+    """Add; 16-bit values by way of float32, which rounds alike and every chip supports."""
+    if x.dtype.itemsize < 4:
+        return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
+    return x + y
+
+
+def for_rows(size: int, act: Callable[[Any], None]) -> None:
+    """Apply a function to all rows of a piece, `ROWS_PER_ITERATION` at a time."""
+    num_iterations, rest = divmod(size, ROWS_PER_ITERATION)
+
+    def body(i: Any, carry: Any) -> Any:
+        start = pl.multiple_of(i * ROWS_PER_ITERATION, ROWS_PER_ITERATION)
+        act(pl.ds(start, ROWS_PER_ITERATION))
+        return carry
+
+    if num_iterations:
+        lax.fori_loop(0, num_iterations, body, 0)
+    if rest:
+        act(pl.ds(num_iterations * ROWS_PER_ITERATION, rest))
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:

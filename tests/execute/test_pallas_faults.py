@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ftmesh.execute import pallas_kernel, pallas_tables
 from ftmesh.execute.lowering import MIXED
-from ftmesh.execute.pallas_lanes import KernelLane
+from ftmesh.execute.pallas_rank import KernelLane
 from ftmesh.execute.pallas_tables import SLOTS
 from ftmesh.schedule.transfers import COPY
 from tests.support.pallas_programs import crossing_loop, make_program, run_in_numpy, run_on_devices

@@ -11,7 +11,7 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 
-from ftmesh.execute.pallas_lanes import KernelLane
+from ftmesh.execute.pallas_rank import KernelLane
 from ftmesh.execute.pallas_tables import SLOTS
 from tests.support.pallas_programs import crossing_loop, make_program, run_on_devices
 

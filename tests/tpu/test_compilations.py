@@ -51,16 +51,6 @@ def test_two_cores_per_chip(name, failed, devices, algorithm):
     assert report["lax_psum"] == "StrategyRing{colors:1 phases:1}"
 
 
-@needs_libtpu
-@pytest.mark.slow
-def test_a_device_model_is_fitted():
-    fit = run_json("-m", "ftmesh", "compile", "v6e:4x4", "--failed", "2x2@0,0", "--fit", "--json")
-    assert {compiled["lanes"] for compiled in fit["rounds"]} == {2, 4}
-    assert fit["per_round"] + 2 * fit["per_lane"] > 1000
-    assert 1e-4 < fit["per_byte"] < 0.1
-    assert 1e-4 < fit["packing"] < 0.1
-
-
 def resnet50():
     """The shapes of the parameters of a ResNet-50."""
     shapes, inputs = [(7, 7, 3, 64), (64,), (64,)], 64

@@ -87,7 +87,6 @@ def test_a_bad_slice_is_rejected_before_anything_is_loaded(name):
         ("compile v6e:16x16 --payload much", "'much' is not a size"),
         ("compile v6e:16x16 --algorithm fastest", "invalid choice: 'fastest'"),
         ("compile v6e:16x16 --executor mine", "invalid choice: 'mine'"),
-        ("compile v6e:16x16 --executor pallas --fit", "leave --executor out"),
         ("compile", "the following arguments are required: SLICE"),
     ],
 )

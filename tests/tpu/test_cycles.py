@@ -1,12 +1,10 @@
-"""Cycles of compiled programs besides their permutations, and fits to them."""
+"""Cycles of compiled programs besides their permutations."""
 
 import re
 
 import pytest
 
-from ftmesh import ArgumentError
 from ftmesh.execute.lowering import Loop
-from ftmesh.tpu.compile_report import CompileReport
 from ftmesh.tpu.compiled_rounds import (
     CompiledLoop,
     compiled_loops,
@@ -15,7 +13,6 @@ from ftmesh.tpu.compiled_rounds import (
     total_cycles,
 )
 from ftmesh.tpu.cycles import Cycles, RoundCycles, segments
-from ftmesh.tpu.device_model_fit import fit_device_model
 from ftmesh.units import format_bytes
 
 # What the TPU compiler writes, with fewer instructions: a round that was unrolled into the main
@@ -314,53 +311,3 @@ def test_allocating_a_buffer_is_free(target, is_free):
     text = program().replace("  %packed =", f"  %more = {call}\n  %packed =")
     unknown = () if is_free else (("custom-call", 4 * 8192),)
     assert cycles_outside_rounds(text).unknown == unknown
-
-
-# Fitting ----------------------------------------------------------------------------------------
-
-
-def report(rounds, *, payload=1_000_000, packing=9000):
-    """A report of loops of (lanes, bytes, cycles)."""
-    loops = tuple(
-        CompiledLoop(f"loop {i}", lanes, lanes, False, RoundCycles(cycles, 0, (), 5, sent))
-        for i, (lanes, sent, cycles) in enumerate(rounds)
-    )
-    return CompileReport(
-        "TPU v6 lite", "4x4", "ring", 16, False, payload, "", 0.0, 0, 0, loops, "", Cycles(packing)
-    )
-
-
-def test_an_exact_model_is_recovered():
-    sizes = [(lanes, sent) for lanes in (1, 2, 4) for sent in (10_000, 300_000, 8_000_000)]
-    exact = [(lanes, sent, round(700 + 2100 * lanes + 0.004 * sent)) for lanes, sent in sizes]
-    fit = fit_device_model([report(exact[:5]), report(exact[5:], payload=10**7, packing=90_000)])
-    assert fit.per_round == pytest.approx(700, rel=0.01)
-    assert fit.per_lane == pytest.approx(2100, rel=0.01)
-    assert fit.per_byte == pytest.approx(0.004, rel=0.01)
-    assert fit.packing == pytest.approx(0.009)
-    assert fit.worst_error < 1e-3
-
-
-def test_no_parameter_is_negative():
-    # With 7,000 a lane and 0.0025 a byte, a round would cost -8,000.
-    rounds = [(2, 400_000, 7000), (2, 800_000, 8000), (4, 400_000, 21_000)]
-    fit = fit_device_model([report(rounds)])
-    assert (fit.per_round, fit.per_byte) == (0.0, 0.0)
-    lanes = [lanes for lanes, _, _ in rounds]
-    cycles = [c for _, _, c in rounds]
-    best = sum(lanes) / sum(n * n / c for n, c in zip(lanes, cycles, strict=True))
-    assert fit.per_lane == pytest.approx(best)
-
-
-def test_a_fit_reports_its_errors():
-    fit = fit_device_model([report([(2, 400_000, 10_000), (2, 400_000, 12_000)])])
-    # Both have the same lanes and bytes; their weights are 10 and 12.
-    assert fit.worst_error == pytest.approx(1 / 11)
-    lines = str(fit).splitlines()
-    assert lines[1].split()[-5:] == ["2", "400", "kB", "10,000", "10,909"]
-    assert lines[-1].endswith("errors up to 9%")
-
-
-def test_nothing_to_fit():
-    with pytest.raises(ArgumentError, match="no estimates to fit"):
-        fit_device_model([report([])])
