@@ -13,7 +13,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from ftmesh.errors import NOT_FOUND, UNAVAILABLE, FtmeshError
 from ftmesh.optional_deps import missing_extra
@@ -54,9 +54,8 @@ def whole_number(least: int, most: int = MAX_COUNT) -> Callable[[str], int]:
     def parse(text: str) -> int:
         digits = text.strip()
         if len(digits) > len(str(most)) + 1 or not re.fullmatch(r"[+-]?[0-9]+", digits):
-            raise argparse.ArgumentTypeError(
-                f"{text!r:.40} is not a whole number from {least:,} to {most:,}"
-            )
+            message = f"{text!r:.40} is not a whole number from {least:,} to {most:,}"
+            raise argparse.ArgumentTypeError(message)
         if not least <= int(digits) <= most:
             raise argparse.ArgumentTypeError(f"{digits} is not from {least:,} to {most:,}")
         return int(digits)
@@ -70,9 +69,8 @@ def number(least: float, most: float = 1e6) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = float(text) if _NUMBER.fullmatch(text.strip()) else math.nan
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"{text!r:.40} is not a number from {least:,g} to {most:,g}"
-            )
+            message = f"{text!r:.40} is not a number from {least:,g} to {most:,g}"
+            raise argparse.ArgumentTypeError(message)
         return value
 
     return parse
@@ -80,34 +78,26 @@ def number(least: float, most: float = 1e6) -> Callable[[str], float]:
 
 def add_process_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add --coordinator, --num-processes and --process-id, for runs with several processes."""
-    group = parser.add_argument_group(
-        "several processes",
-        "one per host; not needed on Cloud TPU, Slurm and GKE, nor under 'ftmesh launch'",
-    )
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    group.add_argument(
-        "--num-processes", type=whole_number(1), metavar="N", help="number of processes"
-    )
-    group.add_argument(
-        "--process-id", type=whole_number(0), metavar="I", help="id of this process, from 0"
-    )
+    text = "one per host; not needed on Cloud TPU, Slurm and GKE, nor under 'ftmesh launch'"
+    group = parser.add_argument_group("several processes", text)
+    add = group.add_argument
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    add("--num-processes", type=whole_number(1), metavar="N", help="number of processes")
+    add("--process-id", type=whole_number(0), metavar="I", help="id of this process, from 0")
     return group
 
 
 def run_command(
     name: str, work: Callable[[], int | None], *, interrupted: str = "interrupted"
 ) -> int:
-    """Run a command and report errors in one line on stderr.
+    """Run a command, report errors in one line on stderr, and return the exit status.
 
     Args:
         name: The name of the command, which starts every error line.
         work: The whole command; returns its exit status, or None for 0.
         interrupted: What to print on Ctrl-C.
-
-    Returns:
-        The exit status, as `EXIT_STATUS_HELP` lists them.
     """
-    if _is_closed(sys.stdout):
+    if sys.stdout is None:  # the shell has closed it
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         status = work() or 0
@@ -143,21 +133,14 @@ def one_line(text: str) -> str:
     """
     line = " ".join(text.split())
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    if len(safe) <= _MAX_LINE:
-        return safe
     half = _MAX_LINE // 2
-    return f"{safe[:half]} ... {safe[-half:]}"
+    return safe if len(safe) <= _MAX_LINE else f"{safe[:half]} ... {safe[-half:]}"
 
 
 def say(text: str) -> None:
     """Print one line on stderr, unless that is closed."""
-    if not _is_closed(sys.stderr):
+    if sys.stderr is not None:
         print(one_line(text), file=sys.stderr, flush=True)
-
-
-def _is_closed(stream: TextIO | None) -> bool:
-    """True if a shell has closed the stream: Python then sets it to None."""
-    return stream is None
 
 
 def _report(name: str, text: str, status: int) -> int:
@@ -167,9 +150,8 @@ def _report(name: str, text: str, status: int) -> int:
 
 def _report_bug(name: str) -> int:
     traceback.print_exc()
-    return _report(
-        name, "this is a bug in ftmesh: please report it, with the command and the lines above", BUG
-    )
+    text = "this is a bug in ftmesh: please report it, with the command and the lines above"
+    return _report(name, text, BUG)
 
 
 def _flush_stdout() -> None:

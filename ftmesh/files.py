@@ -91,9 +91,8 @@ def check_output_files(*paths: str | os.PathLike[str] | None) -> None:
     """Raise ArgumentError unless all `paths` can be written and are different files."""
     given = {Path(path): Path(os.path.realpath(path)) for path in paths if path is not None}
     if len({*given.values()}) < sum(path is not None for path in paths):
-        raise ArgumentError(
-            f"{next(iter(given))} cannot be two outputs at once: give each a name of its own"
-        )
+        first = next(iter(given))
+        raise ArgumentError(f"{first} cannot be two outputs at once: give each a name of its own")
     for path, real in given.items():
         folder = real.parent
         try:

@@ -14,18 +14,13 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def free_memory() -> int | None:
     """Return the bytes that this process may still use, or None if that is unknown."""
-    limits = [_available_memory(), _cgroup_memory(), _address_space()]
+    available = _read_field(_MEMINFO, "MemAvailable:")
+    limits = [available and available * 1024, _cgroup_memory(), _address_space()]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_memory(task: str, num_bytes: float, advice: str) -> None:
-    """Raise ArgumentError if `task` needs more memory than is free.
-
-    Args:
-        task: What needs the memory: the subject of the message.
-        num_bytes: How much it needs.
-        advice: What to do instead: the end of the message.
-    """
+    """Raise ArgumentError, which ends with `advice`, if `task` needs more memory than is free."""
     free = free_memory()
     if free is not None and num_bytes > free:
         raise ArgumentError(
@@ -34,11 +29,11 @@ def check_memory(task: str, num_bytes: float, advice: str) -> None:
         )
 
 
-def _available_memory() -> int | None:
+def _read_field(file: Path, name: str) -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in _MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        for line in file.read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1])
     return None
 
 
@@ -47,18 +42,10 @@ def _cgroup_memory() -> int | None:
     with contextlib.suppress(OSError, ValueError):
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit != "max":
-            used = int((_CGROUP / "memory.current").read_text()) - _cgroup_file_cache()
-            return max(0, int(limit) - used)
+            used = int((_CGROUP / "memory.current").read_text())
+            reclaimable = _read_field(_CGROUP / "memory.stat", "inactive_file ") or 0
+            return max(0, int(limit) - used + reclaimable)
     return None
-
-
-def _cgroup_file_cache() -> int:
-    """The part of a container's memory that the kernel reclaims when it is needed."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in (_CGROUP / "memory.stat").read_text().splitlines():
-            if line.startswith("inactive_file "):
-                return int(line.split()[1])
-    return 0
 
 
 def _address_space() -> int | None:

@@ -1,9 +1,4 @@
-"""Reads .npz files from others safely: headers first, bounded sizes, nothing unpickled.
-
-with NpzReader(file) as arrays:
-    if arrays.headers["x"].shape == (3, 5):
-        x = arrays.read("x")
-"""
+"""Reads .npz files from others safely: headers first, bounded sizes, nothing unpickled."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ import math
 import zipfile
 from collections.abc import Mapping
 from functools import cached_property
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
@@ -78,10 +73,8 @@ class NpzReader:
             raw = member.read(header.num_bytes)
             if len(raw) < header.num_bytes:
                 raise ValueError(f"the length of {name!r} differs from its header")
-        flat: NDArray[Any] = np.frombuffer(raw, header.dtype)
-        return (
-            flat.reshape(header.shape[::-1]).T if header.is_fortran else flat.reshape(header.shape)
-        )
+        order: Literal["F", "C"] = "F" if header.is_fortran else "C"
+        return np.frombuffer(raw, header.dtype).reshape(header.shape, order=order)
 
     def _header(self, name: str) -> NpyHeader:
         if self._zip.getinfo(name).compress_type not in _COMPRESSION:

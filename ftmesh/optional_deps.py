@@ -42,11 +42,9 @@ def missing_extra(error: ModuleNotFoundError) -> MissingExtraError | None:
 
 
 def lazy_attributes(module: str, sources: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for `module` that imports names when they are first used.
+    """Return a `__getattr__` for `module` that imports each name of `sources` when first used.
 
-    Args:
-        module: The name of the module.
-        sources: The module that each name is imported from.
+    The values of `sources` are the modules that the names come from.
     """
 
     def get(name: str) -> Any:

@@ -72,9 +72,8 @@ def parse_time(text: str) -> float:
         )
     seconds = float(match[1]) * _SECONDS[match[2]]
     if seconds > _MAX_SECONDS:
-        raise ArgumentError(
-            f"{text!r:.40} is more than {format_time(_MAX_SECONDS)}, the longest time allowed"
-        )
+        limit = format_time(_MAX_SECONDS)
+        raise ArgumentError(f"{text!r:.40} is more than {limit}, the longest time allowed")
     return seconds
 
 
@@ -84,13 +83,10 @@ def format_bytes(amount: float) -> str:
     >>> format_bytes(48_437_500)
     '48.4 MB'
     """
-    for unit in ("B", "kB", "MB"):
-        if amount < 999.5:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    for unit in ("GB", "TB"):
-        if amount < 9999.5:
-            return f"{amount:.4g} {unit}"
+    digits = {"B": 3, "kB": 3, "MB": 3, "GB": 4, "TB": 4}
+    for unit, precision in digits.items():
+        if amount < 10**precision - 0.5:
+            return f"{amount:.{precision}g} {unit}"
         amount /= 1000
     return f"{amount:.4g} PB"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from examples.common.report import metrics_lines
 from examples.soak.checks import Run
-from ftmesh.testing.fault_actions import recorded_processes
+from ftmesh.testing.fault_injection import recorded_processes
 from ftmesh.testing.fault_spec import Fault
 
 MESH, DEVICES = "4x4", 16

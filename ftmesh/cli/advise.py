@@ -9,26 +9,11 @@ import textwrap
 from dataclasses import replace
 from functools import partial
 
-from ftmesh.cli.arguments import (
-    Progress,
-    add_mesh,
-    add_network,
-    add_payload,
-    network_of,
-    topology_of,
-)
+from ftmesh.cli import arguments
 from ftmesh.command_line import MAX_SEED, whole_number
 from ftmesh.files import check_output_files
 from ftmesh.planning import advise
-from ftmesh.planning.advise import (
-    DamageComparison,
-    LargestSubMesh,
-    Outcome,
-    RouteAround,
-    TrainingJob,
-    WaitForRepair,
-)
-from ftmesh.planning.leaf_chips import IDLE, LeafChipCosts
+from ftmesh.planning.advise import IDLE, DamageComparison, LeafChipCosts, Outcome, TrainingJob
 from ftmesh.topology.notation import format_failed
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time, parse_bytes, parse_time
@@ -49,77 +34,35 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="example: ftmesh advise 16x32 --failed 4x2@6,14 --mtbf 3000d --repair 8h "
         "--checkpoint 30min --step 43ms --payload 102MB --tpu v3",
     )
-    add_mesh(parser)
-    parser.add_argument(
-        "--mtbf",
-        metavar="TIME",
-        default="3000d",
-        help="mean time between failures of one board of 2x2 chips (default: 3000d)",
-    )
-    parser.add_argument(
-        "--repair", metavar="TIME", default="8h", help="time to repair a board (default: 8h)"
-    )
-    parser.add_argument(
-        "--checkpoint",
-        metavar="TIME",
-        default="30min",
-        help="time between checkpoints (default: 30min)",
-    )
-    parser.add_argument(
-        "--restart",
-        metavar="TIME",
-        default="10min",
-        help="time to restart after a failure, or to return to more chips (default: 10min)",
-    )
-    parser.add_argument(
-        "--step",
-        metavar="TIME",
-        default="50ms",
-        help="time of a training step on the full mesh, all-reduce included (default: 50ms)",
-    )
-    add_payload(parser)
-    add_network(parser)
-    parser.add_argument(
-        "--spares",
-        type=whole_number(0, MAX_SPARES),
-        metavar="N",
-        help="spare boards to keep, and pay for (default: as many as fit along the shortest side)",
-    )
-    parser.add_argument(
-        "--horizon", metavar="TIME", default="365d", help="simulated time per run (default: 365d)"
-    )
-    parser.add_argument(
-        "--runs",
-        type=whole_number(1, MAX_RUNS),
-        default=20,
-        metavar="N",
-        help="number of simulated runs (default: 20)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=whole_number(0, MAX_SEED),
-        default=0,
-        metavar="N",
-        help="random seed of the failures (default: 0)",
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", help="plot where the time goes (needs matplotlib)"
-    )
+    arguments.add_mesh(parser)
+    for name, default, text in (
+        ("--mtbf", "3000d", "mean time between failures of one board of 2x2 chips"),
+        ("--repair", "8h", "time to repair a board"),
+        ("--checkpoint", "30min", "time between checkpoints"),
+        ("--restart", "10min", "time to restart after a failure, or to return to more chips"),
+        ("--step", "50ms", "time of a training step on the full mesh, all-reduce included"),
+        ("--horizon", "365d", "simulated time per run"),
+    ):
+        arguments.add_option(parser, name, "TIME", text, default)
+    arguments.add_payload(parser)
+    arguments.add_network(parser)
+    spares = "spare boards to keep, and pay for (default: as many as fit along the shortest side)"
+    arguments.add_option(parser, "--spares", "N", spares, type=whole_number(0, MAX_SPARES))
+    arguments.add_option(parser, "--runs", "N", "simulated runs", 20, whole_number(1, MAX_RUNS))
+    seed = "random seed of the failures"
+    arguments.add_option(parser, "--seed", "N", seed, 0, whole_number(0, MAX_SEED))
+    arguments.add_option(parser, "--plot", "FILE", "plot where the time goes (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
     """Simulate, and print the table and the recommendation."""
     check_output_files(args.plot)
-    damaged = topology_of(args)
+    damaged = arguments.topology_of(args)
     job = _training_job(args, replace(damaged, failed=frozenset(), failed_links=frozenset()))
-    horizon = parse_time(args.horizon)
+    horizon, progress = parse_time(args.horizon), partial(arguments.Progress(), what="runs")
     outcomes = advise.simulate_strategies(
-        job,
-        horizon=horizon,
-        runs=args.runs,
-        seed=args.seed,
-        progress=partial(Progress(), what="runs"),
+        job, horizon=horizon, runs=args.runs, seed=args.seed, progress=progress
     )
     is_damaged = bool(damaged.failed or damaged.failed_links)
     now = advise.compare_for_damage(job, damaged) if is_damaged else None
@@ -159,7 +102,7 @@ def _training_job(args: argparse.Namespace, full_mesh: Topology) -> TrainingJob:
         payload_bytes=parse_bytes(args.payload),
         restart_time=parse_time(args.restart),
         num_spares=spares,
-        network=network_of(args),
+        network=arguments.network_of(args),
     )
 
 
@@ -178,8 +121,7 @@ def _table(job: TrainingJob, outcomes: dict[str, list[Outcome]], horizon: float)
         f"  {'strategy':<18}{'goodput':>9}{'+-':>8}{'per chip paid':>15}{'fewer chips':>13}"
         f"{'lost work':>13}{'restarting':>12}{'waiting':>9}",
     ]
-    ranked = sorted(outcomes.items(), key=lambda item: -_mean(item[1], "trained"))
-    for name, results in ranked:
+    for name, results in sorted(outcomes.items(), key=lambda item: -_mean(item[1], "trained")):
         goodputs = [result.trained for result in results]
         error = statistics.stdev(goodputs) / runs**0.5 if runs > 1 else 0.0
         label = f"{name} ({job.num_spares})" if results[0].paid > 1 else name
@@ -203,7 +145,10 @@ def _advice(
         )
     box = now.topology.largest_rectangle()
     hours = {name: format_time(done) for name, done in now.done.items()}
-    wait, sub_mesh, around = WaitForRepair.name, LargestSubMesh.name, RouteAround.name
+    wait, sub_mesh, around = (
+        strategy.name
+        for strategy in (advise.WaitForRepair, advise.LargestSubMesh, advise.RouteAround)
+    )
     verb = {
         wait: "wait for the repair",
         sub_mesh: f"continue on the sub-mesh {box}",
@@ -225,7 +170,6 @@ def _advice(
 
 
 def _leaf_chip_advice(leaf_costs: LeafChipCosts, compute: float) -> str:
-    """Recommend what to do with chips that are connected by one link."""
     steps = leaf_costs.step_seconds(compute)
     best = leaf_costs.best(compute)
     todo = "use all live chips"
@@ -245,6 +189,22 @@ def _as_dict(
     wires: DamageComparison | None,
     leaf_costs: tuple[LeafChipCosts, float] | None,
 ) -> dict[str, object]:
+    at_hand = pendants = None
+    if now is not None:
+        at_hand = {
+            "best": now.best,
+            "speeds": now.speeds,
+            "wires_speeds": (wires or now).speeds,
+            "full_mesh_seconds": now.done,
+        }
+    if leaf_costs is not None:
+        costs, compute = leaf_costs
+        pendants = {
+            "chips": [list(chip) for chip in costs.leaf_chips],
+            "all_reduce_seconds": costs.seconds,
+            "step_seconds": costs.step_seconds(compute),
+            "best": costs.best(compute),
+        }
     return {
         "mesh": job.topology.name,
         "boards": len(job.boards),
@@ -258,20 +218,6 @@ def _as_dict(
             }
             for name, results in outcomes.items()
         ],
-        "at_hand": None
-        if now is None
-        else {
-            "best": now.best,
-            "speeds": now.speeds,
-            "wires_speeds": (wires or now).speeds,
-            "full_mesh_seconds": now.done,
-        },
-        "pendants": None
-        if leaf_costs is None
-        else {
-            "chips": [list(chip) for chip in leaf_costs[0].leaf_chips],
-            "all_reduce_seconds": leaf_costs[0].seconds,
-            "step_seconds": leaf_costs[0].step_seconds(leaf_costs[1]),
-            "best": leaf_costs[0].best(leaf_costs[1]),
-        },
+        "at_hand": at_hand,
+        "pendants": pendants,
     }

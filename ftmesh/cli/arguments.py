@@ -23,6 +23,21 @@ from ftmesh.topology.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate
 
 T = TypeVar("T")
+_CLEAR = "\r\033[K"  # the line of a terminal
+
+
+def add_option(
+    parser: argparse.ArgumentParser,
+    name: str,
+    metavar: str,
+    text: str,
+    default: Any = None,
+    type: Callable[[str], Any] = str,
+) -> None:
+    """Add an option that takes a value, with its default in the help text."""
+    if default not in (None, ""):
+        text += f" (default: {default})"
+    parser.add_argument(name, metavar=metavar, type=type, default=default, help=text)
 
 
 def add_mesh(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
@@ -34,30 +49,24 @@ def add_mesh(parser: argparse.ArgumentParser, *, optional: bool = False) -> None
         help="mesh shape, x first, such as 16x32 or 4x4x8",
     )
     add_damage(parser)
-    parser.add_argument(
-        "--wrap", metavar="AXES", default="", help="axes that wrap around: 'x', 'xyz'"
-    )
+    add_option(parser, "--wrap", "AXES", "axes that wrap around: 'x', 'xyz'", "")
 
 
 def add_damage(parser: argparse.ArgumentParser) -> None:
     """Add --failed and --failed-links."""
-    parser.add_argument(
-        "--failed",
-        metavar="BLOCKS",
-        help="failed chips, as blocks: '4x2@6,14' or '2x2@2,2;2x2@8,4', in 3D '2x2x1@0,0,4' "
-        "(default: the environment variable FTMESH_FAILED)",
-    )
-    parser.add_argument(
-        "--failed-links", metavar="LINKS", default="", help="failed links: '3,2-4,2;0,0-0,1'"
-    )
+    blocks = "'4x2@6,14' or '2x2@2,2;2x2@8,4', in 3D '2x2x1@0,0,4'"
+    default = "(default: the environment variable FTMESH_FAILED)"
+    add_option(parser, "--failed", "BLOCKS", f"failed chips, as blocks: {blocks} {default}")
+    add_option(parser, "--failed-links", "LINKS", "failed links: '3,2-4,2;0,0-0,1'", "")
 
 
 def add_tile(parser: argparse.ArgumentParser) -> None:
     """Add --tile."""
-    parser.add_argument(
+    add_option(
+        parser,
         "--tile",
-        metavar="SHAPE",
-        help="divide the mesh into tiles of this shape, such as 2x2; a tile is one rank, for "
+        "SHAPE",
+        "divide the mesh into tiles of this shape, such as 2x2; a tile is one rank, for "
         "example a model-parallel group, and fails with any of its chips (default: every chip is "
         "a rank)",
     )
@@ -88,12 +97,8 @@ def add_executor(parser: argparse.ArgumentParser) -> None:
 
 def add_payload(parser: argparse.ArgumentParser) -> None:
     """Add --payload."""
-    parser.add_argument(
-        "--payload",
-        metavar="SIZE",
-        default="100MB",
-        help="bytes to sum on every chip, such as 100MB or 64KiB (default: 100MB)",
-    )
+    text = "bytes to sum on every chip, such as 100MB or 64KiB"
+    add_option(parser, "--payload", "SIZE", text, "100MB")
 
 
 def add_network(parser: argparse.ArgumentParser) -> None:
@@ -104,19 +109,11 @@ def add_network(parser: argparse.ArgumentParser) -> None:
         help="use the published link rate of a TPU generation, 1us per hop, and the cost of "
         "ftmesh's executor on it, where known",
     )
-    parser.add_argument(
-        "--link",
-        metavar="RATE",
-        help=f"bytes per second of a link, each way (default: {format_rate(DEFAULT.bandwidth)})",
-    )
-    parser.add_argument(
-        "--latency",
-        metavar="TIME",
-        help=f"latency per hop (default: {format_time(DEFAULT.latency)})",
-    )
-    parser.add_argument(
-        "--overhead", metavar="TIME", help="time per transfer at the sender (default: none)"
-    )
+    rate, latency = format_rate(DEFAULT.bandwidth), format_time(DEFAULT.latency)
+    text = f"bytes per second of a link, each way (default: {rate})"
+    add_option(parser, "--link", "RATE", text)
+    add_option(parser, "--latency", "TIME", f"latency per hop (default: {latency})")
+    add_option(parser, "--overhead", "TIME", "time per transfer at the sender (default: none)")
     parser.add_argument(
         "--wires-only", action="store_true", help="ignore the cost of the executor on --tpu"
     )
@@ -137,15 +134,10 @@ def topology_of(args: argparse.Namespace) -> Topology:
     unknown = sorted(set(args.wrap) - set(axes))
     if unknown:
         raise ArgumentError(f"--wrap {args.wrap}: mesh {args.mesh} has no axis {unknown[0]!r}")
-    failed = args.failed
+    failed, wrap = args.failed, [axis in args.wrap for axis in axes]
     if failed is None:
         failed = environment_failed_chips(CoordFrame.for_grid(shape))
-    chips = Topology.grid(
-        args.mesh,
-        failed=failed,
-        failed_links=args.failed_links,
-        wrap=[axis in args.wrap for axis in axes],
-    )
+    chips = Topology.grid(args.mesh, failed=failed, failed_links=args.failed_links, wrap=wrap)
     tile = getattr(args, "tile", None)
     topology = chips if tile is None else TiledTopology.from_topology(chips, tile)
     registry.check_size(topology)
@@ -154,8 +146,8 @@ def topology_of(args: argparse.Namespace) -> Topology:
 
 def mesh_summary(topology: Topology) -> dict[str, Any]:
     """Describe a mesh as JSON values; `live` counts ranks, which may be tiles."""
-    chips = {"mesh": topology.physical.name, "failed": sorted(topology.physical.failed)}
-    summary: dict[str, Any] = {**chips, "live": topology.num_live}
+    chips = topology.physical
+    summary = {"mesh": chips.name, "failed": sorted(chips.failed), "live": topology.num_live}
     if isinstance(topology, TiledTopology):
         summary |= {
             "tile": topology.tile,
@@ -183,7 +175,7 @@ class Stages:
         finally:
             self.seconds[name] = time.perf_counter() - start
             if shown:
-                print("\r\033[K", end="", file=sys.stderr, flush=True)
+                print(_CLEAR, end="", file=sys.stderr, flush=True)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
@@ -204,10 +196,8 @@ class Progress:
         if sys.stderr.isatty():
             filled = 30 * done // total
             bar = "#" * filled + "." * (30 - filled)
-            end = "\r\033[K" if done == total else ""
-            print(
-                f"\r\033[K[{bar}] {done}/{total} {what}{end}", end="", file=sys.stderr, flush=True
-            )
+            line = f"{_CLEAR}[{bar}] {done}/{total} {what}{_CLEAR * (done == total)}"
+            print(line, end="", file=sys.stderr, flush=True)
         elif done < total and time.monotonic() - self._last_line >= self.INTERVAL:
             self._last_line = time.monotonic()
             say(f"{done}/{total} {what}")

@@ -10,7 +10,7 @@ import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from ftmesh.cli.arguments import Progress
+from ftmesh.cli.arguments import Progress, add_option
 from ftmesh.command_line import add_process_arguments, number
 from ftmesh.draw import Panel, draw_text
 from ftmesh.draw.panel import page_size
@@ -37,25 +37,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "healthy; 1, something is unhealthy; 2, bad arguments. To try it out, "
         "FTMESH_SICK='wrong@1,2;link-slow@0,0-1,0' makes chips or links wrong, slow or silent.",
     )
-    parser.add_argument(
-        "--mesh", metavar="SHAPE", help="mesh shape, x first (default: that of the devices)"
-    )
-    parser.add_argument(
-        "--failed",
-        metavar="BLOCKS",
-        help="chips not to test: '4x2@6,14' (default: the environment variable FTMESH_FAILED)",
-    )
-    parser.add_argument(
-        "--failed-links",
-        metavar="LINKS",
-        default="",
-        help="links not to test: '3,2-4,2;0,0-0,1'",
-    )
-    parser.add_argument(
-        "--emulate",
-        action="store_true",
-        help="test emulated CPU devices instead of chips; needs --mesh",
-    )
+    failed = "chips not to test: '4x2@6,14' (default: the environment variable FTMESH_FAILED)"
+    add_option(parser, "--mesh", "SHAPE", "mesh shape, x first (default: that of the devices)")
+    add_option(parser, "--failed", "BLOCKS", failed)
+    add_option(parser, "--failed-links", "LINKS", "links not to test: '3,2-4,2;0,0-0,1'", "")
+    emulate = "test emulated CPU devices instead of chips; needs --mesh"
+    parser.add_argument("--emulate", action="store_true", help=emulate)
     parser.add_argument(
         "--timeout",
         "--limit",
@@ -65,13 +52,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="SECONDS",
         help="a chip or link that takes longer to respond is silent (default: 60)",
     )
-    parser.add_argument(
-        "--slow",
-        type=number(1.001),
-        default=3.0,
-        metavar="FACTOR",
-        help="one that takes FACTOR times the median of its peers is slow (default: 3)",
-    )
+    slow = "one that takes FACTOR times the median of its peers is slow"
+    add_option(parser, "--slow", "FACTOR", slow, 3.0, number(1.001))
     parser.add_argument(
         "--one-by-one",
         action="store_true",

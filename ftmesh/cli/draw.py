@@ -6,7 +6,7 @@ import argparse
 import sys
 
 import ftmesh
-from ftmesh.cli.arguments import add_algorithm, add_mesh, add_tile, topology_of
+from ftmesh.cli.arguments import add_algorithm, add_mesh, add_option, add_tile, topology_of
 from ftmesh.command_line import whole_number
 from ftmesh.draw import Panel, draw_svg, draw_text, figure, phase_panel, schedule_panels
 from ftmesh.errors import ArgumentError
@@ -26,31 +26,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_mesh(parser, optional=True)
     add_tile(parser)
     add_algorithm(parser)
-    parser.add_argument(
-        "--phase", type=whole_number(0), metavar="K", help="only phase K, counted from 0"
-    )
-    parser.add_argument(
-        "--round", type=whole_number(0), metavar="R", help="only round R of phase K"
-    )
-    parser.add_argument(
-        "--lane",
-        type=whole_number(0),
-        metavar="L",
-        help="only lane L of phase K: one direction of one of its rings",
-    )
-    parser.add_argument(
-        "--half",
-        type=whole_number(0, 1),
-        choices=(0, 1),
-        help="only one half of the payload: one direction of a ring",
-    )
-    parser.add_argument(
-        "--figure",
-        type=whole_number(0),
-        metavar="N",
-        help="figure N of Kumar and Jouppi (2020), 1 to 10",
-    )
-    parser.add_argument("--svg", metavar="FILE.svg", help="write an SVG instead of text")
+    for name, metavar, text in (
+        ("--phase", "K", "only phase K, counted from 0"),
+        ("--round", "R", "only round R of phase K"),
+        ("--lane", "L", "only lane L of phase K: one direction of one of its rings"),
+        ("--figure", "N", "figure N of Kumar and Jouppi (2020), 1 to 10"),
+    ):
+        add_option(parser, name, metavar, text, type=whole_number(0))
+    half = "only one half of the payload: one direction of a ring"
+    parser.add_argument("--half", type=whole_number(0, 1), choices=(0, 1), help=half)
+    add_option(parser, "--svg", "FILE.svg", "write an SVG instead of text")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -7,16 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ftmesh.cli.arguments import (
-    Stages,
-    add_mesh,
-    add_network,
-    add_payload,
-    add_tile,
-    mesh_summary,
-    network_of,
-    topology_of,
-)
+from ftmesh.cli import arguments
 from ftmesh.cost.links import Network
 from ftmesh.cost.lower_bounds import Limits, limits
 from ftmesh.cost.references import reference_times
@@ -36,18 +27,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "could take on a mesh, exactly, and show the chips and links that are the bottleneck.",
         epilog="example: ftmesh limits 16x32 --failed 4x2@2,2 --payload 100MB --link 50GB/s",
     )
-    add_mesh(parser)
-    add_tile(parser)
-    add_payload(parser)
-    add_network(parser)
+    arguments.add_mesh(parser)
+    arguments.add_tile(parser)
+    arguments.add_payload(parser)
+    arguments.add_network(parser)
     parser.add_argument("--json", action="store_true", help="print the limits as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
     """Compute the limits and print them."""
-    topology, network = topology_of(args), network_of(args)
+    topology, network = arguments.topology_of(args), arguments.network_of(args)
     payload_bytes = parse_bytes(args.payload)
-    stages = Stages()
+    stages = arguments.Stages()
     bounds = stages.run("finding the limits", lambda: limits(topology))
     times = stages.run("bounding rounds", lambda: _times(bounds, payload_bytes, network))
     if args.json:
@@ -103,7 +94,7 @@ def _format_us(microseconds: float | None) -> str:
 def summary(bounds: Limits, times: dict[str, float | None]) -> dict[str, Any]:
     """Describe the limits as JSON values."""
     return {
-        **mesh_summary(bounds.topology),
+        **arguments.mesh_summary(bounds.topology),
         "links": bounds.links,
         "strength": None if bounds.strength is None else float(bounds.strength),
         **times,

@@ -10,39 +10,17 @@ import io
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import ftmesh
-from ftmesh.cli import (
-    advise,
-    bench,
-    compile,
-    doctor,
-    draw,
-    launch,
-    limits,
-    paper,
-    plan,
-    simulate,
-    verify,
-    view,
-)
 from ftmesh.command_line import EXIT_STATUS_HELP, Parser, run_command, say
 
-COMMANDS = {
-    "plan": plan,
-    "verify": verify,
-    "draw": draw,
-    "simulate": simulate,
-    "limits": limits,
-    "paper": paper,
-    "advise": advise,
-    "compile": compile,
-    "bench": bench,
-    "doctor": doctor,
-    "launch": launch,
-    "view": view,
-}
+_NAMES = (
+    "plan", "verify", "draw", "simulate", "limits", "paper", "advise", "compile", "bench",
+    "doctor", "launch", "view",
+)  # fmt: skip
+COMMANDS = {name: import_module(f"ftmesh.cli.{name}") for name in _NAMES}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -117,7 +117,7 @@ def _as_run(
             f"{_pick(ours, 'dataflow').ratio:>10.2f}{format_time(result.full):>18}"
             f"{format_time(result.damaged):>9}"
         )
-    return "\n".join([*lines, f"  executor: {device_model}"])
+    return "\n".join([*lines, f"  devices: {device_model}"])
 
 
 def _best(best: dict[PaperRun, FastestRun]) -> str:

@@ -7,17 +7,7 @@ import json
 from typing import Any
 
 import ftmesh
-from ftmesh.cli.arguments import (
-    Stages,
-    add_algorithm,
-    add_mesh,
-    add_network,
-    add_payload,
-    add_tile,
-    mesh_summary,
-    network_of,
-    topology_of,
-)
+from ftmesh.cli import arguments
 from ftmesh.command_line import whole_number
 from ftmesh.draw import draw_svg, schedule_panels
 from ftmesh.files import check_output_files, write_text
@@ -34,35 +24,31 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Plan an all-reduce on a mesh, prove it correct, and describe it.",
         epilog="example: ftmesh plan 16x32 --failed 4x2@6,14 --out plan.npz --svg plan.svg",
     )
-    add_mesh(parser)
-    add_tile(parser)
-    add_algorithm(parser)
-    add_payload(parser)
-    add_network(parser)
+    arguments.add_mesh(parser)
+    arguments.add_tile(parser)
+    arguments.add_algorithm(parser)
+    arguments.add_payload(parser)
+    arguments.add_network(parser)
     parser.add_argument(
         "--explain", action="store_true", help="also show what every algorithm would cost"
     )
     parser.add_argument("--out", metavar="FILE.npz", help="save the schedule")
     parser.add_argument("--svg", metavar="FILE.svg", help="draw the phases as SVG")
-    parser.add_argument(
-        "--round", type=whole_number(0), metavar="R", help="also list the transfers of round R"
-    )
+    text = "also list the transfers of round R"
+    arguments.add_option(parser, "--round", "R", text, type=whole_number(0))
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run(args: argparse.Namespace) -> None:
     """Plan, verify, and write the outputs."""
     check_output_files(args.out, args.svg)
-    topology = topology_of(args)
+    topology = arguments.topology_of(args)
     payload_bytes = parse_bytes(args.payload)
-    stages = Stages()
+    stages = arguments.Stages()
     plan = stages.run(
         "planning and proving",
         lambda: ftmesh.plan(
-            topology,
-            args.algorithm,
-            payload_bytes=payload_bytes,
-            link=network_of(args),
+            topology, args.algorithm, payload_bytes=payload_bytes, link=arguments.network_of(args)
         ),
     )
     round_text = None if args.round is None else plan.schedule.describe_round(args.round)
@@ -91,7 +77,7 @@ def summary(plan: Plan) -> dict[str, Any]:
     schedule = plan.schedule
     return {
         "algorithm": plan.algorithm,
-        **mesh_summary(plan.topology),
+        **arguments.mesh_summary(plan.topology),
         "payload_bytes": plan.payload_bytes,
         "rounds": schedule.num_rounds,
         "rounds_in_reduce_scatter": (

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from typing import Any
 
 from ftmesh.algorithms import registry
 from ftmesh.algorithms.registry import current_name
-from ftmesh.cli.arguments import (
-    Stages,
-    add_mesh,
-    add_network,
-    add_payload,
-    add_tile,
-    network_of,
-    topology_of,
-)
+from ftmesh.cli import arguments
 from ftmesh.cost.links import Network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.references import ReferenceTimes, reference_times
 from ftmesh.cost.simulate import MODES, Simulation, Simulator
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.files import check_output_files
+from ftmesh.planning.advise import leaf_chip_costs
 from ftmesh.planning.chunking import schedule_for
-from ftmesh.planning.leaf_chips import leaf_chip_costs
 from ftmesh.planning.optimizer_cost import MEMORY_TRAFFIC, known_memory_bandwidth, optimizer_costs
 from ftmesh.planning.selection import ALGORITHMS, AUTO, select_algorithm
 from ftmesh.schedule.schedule import Schedule
@@ -45,8 +38,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "included, and the time on the wires alone is shown as well. Nothing is run on devices.",
         epilog="example: ftmesh simulate 32x32 --failed 4x2@14,14 --algorithm all --tpu v3",
     )
-    add_mesh(parser)
-    add_tile(parser)
+    arguments.add_mesh(parser)
+    arguments.add_tile(parser)
     parser.add_argument(
         "--algorithm",
         type=current_name,
@@ -54,8 +47,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         default=ALL,
         help="one algorithm, in detail, or all that work on the mesh (default: all)",
     )
-    add_payload(parser)
-    add_network(parser)
+    arguments.add_payload(parser)
+    arguments.add_network(parser)
     parser.add_argument(
         "--mode",
         choices=MODES,
@@ -77,22 +70,20 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> None:
     """Plan, simulate, and print the costs."""
     check_output_files(args.plot, args.heat_map)
-    topology, network = topology_of(args), network_of(args)
+    topology, network = arguments.topology_of(args), arguments.network_of(args)
     payload_bytes = parse_bytes(args.payload)
     if args.optimizer:
         known_memory_bandwidth(network)
         if args.json:
             raise ArgumentError("--optimizer has no JSON output: give --optimizer or --json")
-    stages = Stages()
+    stages = arguments.Stages()
     schedules, errors = stages.run("planning", lambda: _schedules(args, topology, network))
     simulators = {name: Simulator(schedule) for name, schedule in schedules.items()}
-    simulations = stages.run(
-        "simulating",
-        lambda: [
-            {mode: simulator.run(payload_bytes, network, mode) for mode in MODES}
-            for simulator in simulators.values()
-        ],
-    )
+
+    def simulate(simulator: Simulator) -> dict[str, Simulation]:
+        return {mode: simulator.run(payload_bytes, network, mode) for mode in MODES}
+
+    simulations = stages.run("simulating", lambda: [*map(simulate, simulators.values())])
     simulations.sort(key=lambda by_mode: by_mode[args.mode].seconds)
     references = stages.run(
         "finding the limits", lambda: reference_times(limits(topology), payload_bytes, network)
@@ -106,11 +97,8 @@ def run(args: argparse.Namespace) -> None:
         if args.heat_map:
             plots.save(plots.link_loads(simulations[0][args.mode]), args.heat_map)
     if args.json:
-        print(
-            json.dumps(
-                [summary(by_mode, args.mode, references) for by_mode in simulations], indent=2
-            )
-        )
+        summaries = [summary(by_mode, args.mode, references) for by_mode in simulations]
+        print(json.dumps(summaries, indent=2))
         return
     if args.algorithm == ALL:
         print(_table(simulations, errors, args.mode, references))
@@ -118,19 +106,13 @@ def run(args: argparse.Namespace) -> None:
         fastest = simulations[0][args.mode]
         print(fastest)
         print(f"  {fastest.seconds / limit:.2f} times the limit, {format_time(limit)}")
-    leaf_costs = stages.run(
-        "looking for chips on one link",
-        lambda: leaf_chip_costs(topology, payload_bytes, network, args.mode),
-    )
+    find_leaf_chips = partial(leaf_chip_costs, topology, payload_bytes, network, args.mode)
+    leaf_costs = stages.run("looking for chips on one link", find_leaf_chips)
     if leaf_costs:
         print(f"  {leaf_costs}")
     if args.optimizer:
-        print(
-            stages.run(
-                "updating",
-                lambda: optimizer_costs(topology, payload_bytes, network, args.optimizer),
-            )
-        )
+        update = partial(optimizer_costs, topology, payload_bytes, network, args.optimizer)
+        print(stages.run("updating", update))
     if isinstance(topology, TiledTopology):
         print(topology.describe())
     print(stages)

@@ -39,9 +39,8 @@ def run(args: argparse.Namespace) -> None:
     stages = Stages()
     schedule = stages.run("loading", lambda: ftmesh.load(args.file, verify=False))
     try:
-        proof = stages.run(
-            "verifying", lambda: ftmesh.verify(schedule, router=ROUTERS[args.router])
-        )
+        router = ROUTERS[args.router]
+        proof = stages.run("verifying", lambda: ftmesh.verify(schedule, router=router))
     except VerificationError as error:
         raise VerificationError(f"{args.file}: {error}") from error
     print(json.dumps(asdict(proof), indent=2) if args.json else f"{schedule}\n{proof}\n{stages}")

@@ -8,14 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ftmesh.algorithms.registry import current_name
-from ftmesh.cli.arguments import (
-    Stages,
-    add_mesh,
-    add_network,
-    add_payload,
-    network_of,
-    topology_of,
-)
+from ftmesh.cli import arguments
 from ftmesh.command_line import whole_number
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.files import check_output_files, write_text
@@ -43,7 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         epilog="examples: ftmesh view 8x8 --failed 2x2@2,2 --out view.html; ftmesh view 8x8 "
         "--serve",
     )
-    add_mesh(parser)
+    arguments.add_mesh(parser)
     parser.add_argument(
         "--algorithm",
         type=current_name,
@@ -51,18 +44,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="schedules to show (default: all that work; with --serve auto, and others when "
         "selected)",
     )
-    add_payload(parser)
-    add_network(parser)
+    arguments.add_payload(parser)
+    arguments.add_network(parser)
+    devices = "devices per chip (default: 1)"
     parser.add_argument(
-        "--devices",
-        type=whole_number(1, 2),
-        choices=(1, 2),
-        default=1,
-        help="devices per chip (default: 1)",
+        "--devices", type=whole_number(1, 2), choices=(1, 2), default=1, help=devices
     )
-    parser.add_argument(
-        "--out", metavar="FILE.html", help=f"the file to write (default: {DEFAULT_OUT})"
-    )
+    out = f"the file to write (default: {DEFAULT_OUT})"
+    arguments.add_option(parser, "--out", "FILE.html", out)
     parser.add_argument(
         "--serve",
         metavar="PORT",
@@ -80,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     out = args.out or DEFAULT_OUT
     if args.serve is None:
         check_output_files(out)
-    stages = Stages()
+    stages = arguments.Stages()
     if args.mesh.endswith(".npz"):
         scenes = [stages.run("loading", lambda: _from_file(args))]
     else:
@@ -96,9 +85,9 @@ def run(args: argparse.Namespace) -> None:
     print(f"wrote {out}")
 
 
-def _planned(args: argparse.Namespace, stages: Stages) -> list[dict[str, Any]]:
+def _planned(args: argparse.Namespace, stages: arguments.Stages) -> list[dict[str, Any]]:
     """Build the scene of the mesh; for a file and a small mesh, also those with one chip less."""
-    topology = replace(topology_of(args), devices_per_chip=args.devices)
+    topology = replace(arguments.topology_of(args), devices_per_chip=args.devices)
     algorithm = args.algorithm or (ALL if args.serve is None else AUTO)
     scenes = [stages.run("planning", lambda: _scene(args, topology, algorithm))]
     if args.serve is None and topology.num_live <= MAX_CHIPS_WITH_LOSSES:
@@ -110,16 +99,14 @@ def _from_file(args: argparse.Namespace) -> dict[str, Any]:
     has_options = args.failed or args.failed_links or args.wrap or args.algorithm
     if has_options or args.devices > 1:
         raise ArgumentError(f"{args.mesh} already describes its mesh: leave out the other options")
-    schedule = load(args.mesh)
-    return build_schedule_scene(
-        schedule, payload_bytes=parse_bytes(args.payload), network=network_of(args)
-    )
+    return build_schedule_scene(load(args.mesh), **_costs(args))
 
 
 def _serve(args: argparse.Namespace, first: dict[str, Any]) -> None:
     from ftmesh.view.server import Server  # http.server is slow to import
 
-    server = Server(first, network=network_of(args), options=_options(args), port=args.serve)
+    network = arguments.network_of(args)
+    server = Server(first, network=network, options=_options(args), port=args.serve)
     print(f"{server.address}\nopen this address in a browser; press Ctrl-C to stop", flush=True)
     try:
         server.run()
@@ -128,8 +115,11 @@ def _serve(args: argparse.Namespace, first: dict[str, Any]) -> None:
 
 
 def _scene(args: argparse.Namespace, topology: Topology, algorithm: str) -> dict[str, Any]:
-    payload_bytes = parse_bytes(args.payload)
-    return build_scene(topology, algorithm, payload_bytes=payload_bytes, network=network_of(args))
+    return build_scene(topology, algorithm, **_costs(args))
+
+
+def _costs(args: argparse.Namespace) -> dict[str, Any]:
+    return {"payload_bytes": parse_bytes(args.payload), "network": arguments.network_of(args)}
 
 
 def _losses(args: argparse.Namespace, topology: Topology) -> list[dict[str, Any]]:

@@ -1,8 +1,5 @@
 """Examines a mesh: every chip computes a known result, every link carries a known pattern.
 
-    findings = examine(Topology.from_devices(jax.devices()))
-    print(findings)
-
 Chips that do not respond at all are left out of the later tests. A program that never ends blocks
 its process; the links that process would have tested next are reported as untried.
 """
@@ -34,13 +31,11 @@ def examine(
     probes: Probes | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Findings:
-    """Test every live chip and link of a mesh.
-
-    All processes of `group` must call this, and all get the same findings.
+    """Test every live chip and link of a mesh with devices.
 
     Args:
-        topology: A mesh with devices.
-        group: The processes that take part.
+        topology: The mesh.
+        group: The processes that take part. All must call this, and all get the same findings.
         timeout: What does not respond within this many seconds, compilation excluded, is silent.
         slow: What takes more than `slow` times the median of its peers, in every repetition, is
             slow.

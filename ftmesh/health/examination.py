@@ -6,10 +6,11 @@ the same conclusions from it, so that they agree on what to test next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from ftmesh.distributed.process_group import ProcessGroup
 from ftmesh.health.findings import Finding
@@ -18,9 +19,11 @@ from ftmesh.topology.devices import process_of
 from ftmesh.topology.notation import Coord, Link
 from ftmesh.topology.topology import Topology
 
+K = TypeVar("K", bound=Hashable)
 Progress = Callable[[int, int, str], None]
 
 NUM_RETESTS = 2  # how often what seems slow is measured again
+_MIN_PEERS = 2  # to compare a time with
 
 
 @dataclass
@@ -78,10 +81,7 @@ class Examination:
     def run_repeatedly(
         self, program: Callable[[], Any], devices: Sequence[Any]
     ) -> dict[Any, list[DeviceResult]]:
-        """Run a program several times, and collect the results of this process's devices.
-
-        Stops after the first run that not all of `devices` finish.
-        """
+        """Run a program several times, or until not all devices of this process finish."""
         num_local = sum(map(self.is_local, devices))
         results: dict[Any, list[DeviceResult]] = {}
         for _ in range(1 + self.probes.repeats):
@@ -103,3 +103,32 @@ class Examination:
         if coord not in self.silent:
             self.silent.add(coord)
             self.findings.append(Finding("silent", (coord,), detail))
+
+
+def find_slow(
+    seconds: Mapping[K, float],
+    kinds: Mapping[K, Hashable],
+    *,
+    slow: float,
+    margin: float,
+    among: Iterable[K] | None = None,
+) -> dict[K, float]:
+    """Return the keys that took much longer than their peers, with the median of those peers.
+
+    The peers of a key are the other keys of its kind that are not in `among`, if that is given:
+    then only its keys are judged. A key with fewer than two peers is not judged. A slow one takes
+    more than `slow` times the median of its peers, and at least `margin` seconds more.
+
+    >>> find_slow({"a": 1.0, "b": 1.1, "c": 4.0}, dict.fromkeys("abc"), slow=3, margin=0.1)
+    {'c': 1.05}
+    """
+    judged = set(seconds if among is None else among)
+    outliers = {}
+    for key in judged & set(seconds):
+        others = [other for other in seconds if other != key and kinds[other] == kinds[key]]
+        peers = [seconds[other] for other in others if among is None or other not in judged]
+        if len(peers) >= _MIN_PEERS:
+            usual = statistics.median(peers)
+            if seconds[key] > max(slow * usual, usual + margin):
+                outliers[key] = usual
+    return outliers

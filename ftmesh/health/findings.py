@@ -1,9 +1,4 @@
-"""What an examination found: which chips and links are wrong, silent or slow.
-
-print(findings)         # a line per finding; the last line is --failed 1x1@1,2
-findings.failed         # "1x1@1,2"
-findings.to_json()
-"""
+"""What an examination found: which chips and links are wrong, silent or slow."""
 
 from __future__ import annotations
 
@@ -24,7 +19,6 @@ class Finding:
     """One unhealthy chip, or one unhealthy link between two chips.
 
     Attributes:
-        kind: ``"wrong"``, ``"silent"`` or ``"slow"``.
         chips: The chip, or the two ends of the link.
         detail: What was observed, in words.
         seconds: How long a slow one took.
@@ -57,10 +51,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Findings:
-    """The result of examining a mesh.
+    """The result of examining a mesh. As text: a line per finding, and ``--failed`` last.
 
     Attributes:
-        topology: The mesh that was examined.
         entries: One `Finding` per unhealthy chip or link.
         num_links: How many links there are.
         untried: Links that could not be tested.
@@ -173,19 +166,13 @@ class Findings:
         exclusions = self.link_exclusions
         if exclusions:
             flags = {"failed": "--failed", "failed_links": "--failed-links"}
-            options = (
-                f"{flags[key]} {quoted(value)}" for key, value in exclusions.items() if value
-            )
+            options = (f"{flags[key]} {_quote(text)}" for key, text in exclusions.items() if text)
             lines.append(f"to keep both ends of a bad link: {' '.join(options)}; otherwise:")
         if self.quarantined:
-            lines.append(f"--failed {quoted(self.failed)}")
+            lines.append(f"--failed {_quote(self.failed)}")
         return "\n".join(lines)
 
 
-def quoted(blocks: str) -> str:
-    """Quote blocks for a shell.
-
-    >>> quoted("1x1@1,2"), quoted("1x1@1,2;1x1@3,3")
-    ('1x1@1,2', "'1x1@1,2;1x1@3,3'")
-    """
+def _quote(blocks: str) -> str:
+    """Quote blocks for a shell."""
     return f"'{blocks}'" if ";" in blocks else blocks

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ftmesh.health.examination import NUM_RETESTS, Examination
+from ftmesh.health.examination import NUM_RETESTS, Examination, find_slow
 from ftmesh.health.findings import Finding
-from ftmesh.health.outliers import find_outliers, find_slow
 from ftmesh.health.probe_programs import (
     DTYPES,
     DeviceResult,
@@ -17,6 +16,7 @@ from ftmesh.health.probe_programs import (
     median_seconds,
     response_program,
 )
+from ftmesh.health.replica_check import find_outliers
 from ftmesh.topology.devices import platform_of
 
 _INTEGERS = "integers"
@@ -77,12 +77,8 @@ def check_results(exam: Examination) -> None:
 
 
 def _compute(exam: Examination) -> list[_Computed]:
-    """Run the compute program on all devices that respond."""
-    devices = tuple(
-        device
-        for device, chip in exam.chip_of.items()
-        if exam.is_local(device) and chip not in exam.silent
-    )
+    responsive = (device for device, chip in exam.chip_of.items() if chip not in exam.silent)
+    devices = tuple(filter(exam.is_local, responsive))
     indices = tuple(map(exam.device_index, devices))
     results: dict[Any, list[DeviceResult]] = {}
     if devices:
@@ -91,7 +87,7 @@ def _compute(exam: Examination) -> list[_Computed]:
     rows = []
     for device, index in zip(devices, indices, strict=True):
         runs = results.get(device, [])
-        values = [run.error or run.values for run in runs]
+        values = [run.error if run.value is None else run.value.tolist() for run in runs]
         core = exam.devices_of[exam.chip_of[device]].index(device)
         rows.append([index, core, platform_of(device), values, median_seconds(runs)])
     return [_Computed(*row) for row in exam.gather(rows, "what chips compute")]

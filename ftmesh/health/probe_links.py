@@ -8,9 +8,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ftmesh.health.examination import NUM_RETESTS, Examination
+from ftmesh.health.examination import NUM_RETESTS, Examination, find_slow
 from ftmesh.health.findings import Finding
-from ftmesh.health.outliers import find_slow
 from ftmesh.health.probe_programs import DeviceResult, link_program, median_seconds
 from ftmesh.topology.notation import Link, format_coord
 from ftmesh.topology.topology import Topology

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -100,15 +100,11 @@ class Probes:
         return int(digest_words(words))
 
     def exchange(self, x: Any, ends: Any, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-        """Send `x` over a link and back, on a device.
+        """Send this chip's pattern `x` over a link and back, on a device.
 
-        Args:
-            x: The pattern of this chip.
-            ends: The grid index of this chip and of the other end; -1 if there is none.
-            pairs: The permutation, by positions along the mesh axis.
-
-        Returns:
-            The other chip's pattern, and this chip's own after it came back.
+        `ends` are the grid indices of this chip and of the other end, -1 if there is none; `pairs`
+        are positions along the mesh axis. Returns the other chip's pattern, and this chip's own
+        after it came back.
         """
 
         def send(x: Any) -> Any:
@@ -124,10 +120,8 @@ class Probes:
     def count_wrong(self, index: int, other: int, received: NDArray[Any]) -> tuple[int, int]:
         """Count the words of the other chip, and own words that came back, that are wrong."""
         there, back = received
-        return (
-            int(np.count_nonzero(there != self.pattern(other))),
-            int(np.count_nonzero(back != self.pattern(index))),
-        )
+        num_wrong = np.count_nonzero(there != self.pattern(other))
+        return int(num_wrong), int(np.count_nonzero(back != self.pattern(index)))
 
     def pattern(self, index: int) -> NDArray[np.uint32]:
         """The pattern that this chip sends, different for every chip."""
@@ -177,9 +171,8 @@ def link_program(
     for a, b in permutation:
         ends[a, 1] = indices[b]
     patterns = np.stack([probes.pattern(index) for index in indices])
-    return _map_over_devices(
-        devices, lambda x, ends: probes.exchange(x, ends, permutation), patterns, ends
-    )
+    exchange = partial(probes.exchange, pairs=permutation)
+    return _map_over_devices(devices, exchange, patterns, ends)
 
 
 def _map_over_devices(
@@ -218,11 +211,6 @@ class DeviceResult(NamedTuple):
     seconds: float
     error: str = ""
 
-    @property
-    def values(self) -> list[Any]:
-        """The value as a list, for other processes."""
-        return [] if self.value is None else list(self.value.tolist())
-
 
 def run_program(program: Callable[[], jax.Array], timeout: float) -> dict[Any, DeviceResult]:
     """Run a program; return the results of this process's devices that finish in time."""
@@ -237,8 +225,13 @@ def run_program(program: Callable[[], jax.Array], timeout: float) -> dict[Any, D
     while pending and time.perf_counter() - start < timeout:
         for device, data in [*pending.items()]:
             if data.is_ready():
-                results[device] = _read(data, time.perf_counter() - start)
                 del pending[device]
+                seconds = time.perf_counter() - start
+                try:
+                    results[device] = DeviceResult(np.asarray(data)[0], seconds)
+                except jax.errors.JaxRuntimeError as error:
+                    message = " ".join(str(error).split())[:200]
+                    results[device] = DeviceResult(None, seconds, message)
         time.sleep(_POLL_SECONDS)
     return results
 
@@ -269,10 +262,3 @@ def median_seconds(results: Sequence[DeviceResult]) -> float | None:
     """The median time, without the first run, which transfers the inputs."""
     times = [result.seconds for result in results[1:] or results]
     return statistics.median(times) if times else None
-
-
-def _read(data: jax.Array, seconds: float) -> DeviceResult:
-    try:
-        return DeviceResult(np.asarray(data)[0], seconds)
-    except jax.errors.JaxRuntimeError as error:
-        return DeviceResult(None, seconds, " ".join(str(error).split())[:200])

@@ -1,15 +1,15 @@
 """Checks that replicated arrays are bitwise the same on every chip.
 
-    check_replicas(state.params, topology, group=group)  # () if all are equal
-
 Each device computes a 32-bit digest of its own copy, and only that leaves the device. Equal arrays
 have equal digests; a difference in a single element always changes the digest.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ftmesh.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from ftmesh.errors import ArgumentError, TopologyError
-from ftmesh.health.outliers import find_outliers
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology
+
+K = TypeVar("K", bound=Hashable)
 
 _MULTIPLIERS = np.uint32(2654435761), np.uint32(2246822519)  # odd
 _UINTS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -63,14 +64,24 @@ def check_replicas(
     }
     group = group.for_topology(topology)
     by_process = group.gather([*local.items()], "digests of replicated arrays", timeout=timeout)
-    outliers = find_outliers(
-        {index: value for rows in by_process.values() for index, value in rows}
-    )
+    outliers = find_outliers(dict(row for rows in by_process.values() for row in rows))
     return tuple(dict.fromkeys(coords[index // per_chip] for index in sorted(outliers)))
 
 
+def find_outliers(values: Mapping[K, Hashable]) -> list[K]:
+    """Return the keys whose value is not the most common one; all keys if there is a tie.
+
+    >>> find_outliers({"a": 1, "b": 2, "c": 1}), find_outliers({"a": 1, "b": 2})
+    (['b'], ['a', 'b'])
+    """
+    counts = Counter(values.values()).most_common(2)
+    if len(counts) < 2:
+        return []
+    (common, count), (_, second_count) = counts
+    return [key for key, value in values.items() if value != common or count == second_count]
+
+
 def _common_mesh(arrays: list[Any]) -> Mesh:
-    """The mesh that all arrays are replicated over."""
     for array in arrays:
         sharding = getattr(array, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not sharding.is_fully_replicated:
@@ -87,16 +98,13 @@ def _common_mesh(arrays: list[Any]) -> Mesh:
 
 @lru_cache(maxsize=16)
 def _program(mesh: Mesh) -> Any:
-    """Build the program that returns the digest of every device's own copy."""
-    return jax.jit(
-        jax.shard_map(
-            lambda arrays: digest_tree(arrays)[None],
-            mesh=mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(mesh.axis_names),
-            check_vma=False,
-        )
-    )
+    """Build the program that returns the digest of every device's own copies."""
+
+    def digest_all(arrays: list[Any]) -> jax.Array:
+        return _sum_of_hashes(jnp, jnp.stack([digest(array) for array in arrays]))[None]
+
+    specs: Any = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(mesh.axis_names)}
+    return jax.jit(jax.shard_map(digest_all, mesh=mesh, **specs, check_vma=False))
 
 
 def digest(array: Any) -> jax.Array:
@@ -107,12 +115,6 @@ def digest(array: Any) -> jax.Array:
 def digest_words(words: Any) -> np.uint32:
     """Compute the digest of a NumPy array of uint32."""
     return np.uint32(_sum_of_hashes(np, words))
-
-
-def digest_tree(tree: Any) -> jax.Array:
-    """Compute one digest of all arrays of a tree."""
-    leaves = [digest(leaf) for leaf in jax.tree.leaves(tree)]
-    return _sum_of_hashes(jnp, jnp.stack(leaves)) if leaves else jnp.zeros((), jnp.uint32)
 
 
 def _as_words(array: Any) -> Any:

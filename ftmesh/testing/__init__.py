@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from ftmesh.testing.emulation import request_cpu_devices as request_cpu_devices
     from ftmesh.testing.emulation import shard_map_on_one_device as shard_map_on_one_device
 
-_EMULATION = ("cpu_grid", "on_one_device", "request_cpu_devices", "shard_map_on_one_device")
-
-__all__ = list(_EMULATION)
+__all__ = ["cpu_grid", "on_one_device", "request_cpu_devices", "shard_map_on_one_device"]
 
 if not TYPE_CHECKING:  # so that type checkers report names that do not exist
     __getattr__ = lazy_attributes(__name__, dict.fromkeys(__all__, "ftmesh.testing.emulation"))

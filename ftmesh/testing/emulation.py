@@ -35,8 +35,7 @@ def cpu_grid(
 
     Args:
         shape: The mesh, such as ``"8x8"``; failed chips get a device too.
-        failed: Failed chips, as for `Topology.from_devices`.
-        failed_links: Failed links, as for `Topology.from_devices`.
+        failed, failed_links: As for `Topology.from_devices`.
         wrap: Which axes wrap around.
         threads_per_device: Create this many CPU devices, hence threads, for each chip. Interpreted
             Pallas kernels that overlap other collectives need several.
@@ -86,14 +85,8 @@ def request_cpu_devices(count: int) -> None:
 def on_one_device(function: Callable[..., Any], axis_name: str = "data") -> Callable[..., Any]:
     """Run `function` for all ranks at once on one device.
 
-    Much faster than emulated devices for a thousand ranks and small payloads.
-
-    Args:
-        function: What every rank runs, with `axis_name` bound.
-        axis_name: The name of the axis of ranks.
-
-    Returns:
-        A jitted function whose arguments and results have a leading dimension of ranks.
+    Much faster than emulated devices for a thousand ranks and small payloads. The arguments and
+    results of the jitted function that is returned have a leading dimension of ranks.
 
     >>> import ftmesh, jax.numpy as jnp
     >>> plan = ftmesh.plan(ftmesh.Topology.grid("4x4", failed="2x2@0,0"))
@@ -117,10 +110,8 @@ def shard_map_on_one_device(
     def all_ranks(*args: Any) -> Any:
         shards = _map_specs(partial(_split, num_ranks, axis_name), in_specs, args)
         axes = _map_specs(lambda spec, _: 0 if axis_name in spec else None, in_specs, args)
-        results = jax.vmap(function, in_axes=axes, axis_name=axis_name, axis_size=num_ranks)(
-            *shards
-        )
-        return _map_specs(partial(_join, axis_name), out_specs, results)
+        run = jax.vmap(function, in_axes=axes, axis_name=axis_name, axis_size=num_ranks)
+        return _map_specs(partial(_join, axis_name), out_specs, run(*shards))
 
     return all_ranks
 

@@ -1,8 +1,6 @@
 """Injects the faults of FTMESH_FAULTS into a run.
 
-A training loop says where it is, and a fault for that process, moment and step fires there:
-
-    fault_injection.inject("step", 30)
+A training loop calls ``inject("step", 30)``, and a fault for that process, moment and step fires.
 
 A fault fires once in a run, also if processes are restarted: marker files in the folder
 FTMESH_RUN_DIR record it. Without that variable it fires once in a process. Without FTMESH_FAULTS
@@ -11,16 +9,20 @@ nothing happens. `ftmesh.testing.fault_spec` describes the text form.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
+import signal
+import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from ftmesh.testing.fault_actions import perform, truncate_to_half, write_until_full
 from ftmesh.testing.fault_spec import ANY_PROCESS, STEPLESS_MOMENTS, Fault, parse_faults
 
 VARIABLE, RUN_DIR = "FTMESH_FAULTS", "FTMESH_RUN_DIR"
@@ -52,11 +54,9 @@ _MOMENT_DESCRIPTIONS = {
 
 
 def inject(moment: str, step: int = 0) -> None:
-    """Fire the faults that FTMESH_FAULTS has for this process here.
+    """Fire the faults that FTMESH_FAULTS has for this process, moment and step.
 
-    Args:
-        moment: Where the training loop is: one of `ftmesh.testing.fault_spec.MOMENTS`.
-        step: The training step; ignored at ``start``, ``compile`` and ``recovery``.
+    The step is ignored at ``start``, ``compile`` and ``recovery``.
     """
     if VARIABLE in os.environ:
         _injector().inject(moment, step)
@@ -84,11 +84,8 @@ class FaultInjector:
     def __init__(self, text: str, *, host: int, hosts: int = 1, run_dir: Path | None) -> None:
         self.host, self.run_dir = host, run_dir
         self.start_time, faults = _load_or_record(text, hosts, run_dir)
-        self.pending = {
-            index: fault
-            for index, fault in enumerate(faults)
-            if fault.process in (host, ANY_PROCESS)
-        }
+        numbered = enumerate(faults)
+        self.pending = {i: fault for i, fault in numbered if fault.process in (host, ANY_PROCESS)}
         self._lasting: dict[str, tuple[Fault, int]] = {}  # by kind: the fault, the step it ends at
         self._lock = threading.Lock()
 
@@ -119,31 +116,26 @@ class FaultInjector:
         """Return the pieces, or the first of them and then an OSError."""
         for index, fault in self._due("checkpoint", step):
             if fault.kind == "full" and self._claim(index, fault, step):
-                return write_until_full(pieces, file)
+                return _write_until_full(pieces, file)
         return pieces
 
     def after_write(self, step: int, file: Path) -> None:
         """Truncate the file and end the process if a `torn` fault is due."""
         for index, fault in self._due("checkpoint", step):
             if fault.kind == "torn" and self._claim(index, fault, step):
-                truncate_to_half(file)
+                os.truncate(file, file.stat().st_size // 2)
                 perform("kill", self.host, self.run_dir)
 
     def _due(self, moment: str, step: int) -> list[tuple[int, Fault]]:
-        if not self.pending:
-            return []
-        seconds = time.time() - self.start_time
-        return [
-            (index, fault)
-            for index, fault in list(self.pending.items())  # a timer's thread may remove some
-            if fault.moment == moment and self._is_time(fault, step, seconds)
-        ]
+        def is_due(fault: Fault) -> bool:
+            if fault.moment != moment:
+                return False
+            if fault.after is not None:
+                return time.time() - self.start_time >= fault.after
+            return moment in STEPLESS_MOMENTS or step >= fault.step
 
-    @staticmethod
-    def _is_time(fault: Fault, step: int, seconds: float) -> bool:
-        if fault.after is not None:
-            return seconds >= fault.after
-        return fault.moment in STEPLESS_MOMENTS or step >= fault.step
+        pending = list(self.pending.items())  # a timer's thread may remove some
+        return [(index, fault) for index, fault in pending if is_due(fault)]
 
     def _in_force(self, kind: str, step: int) -> Fault | None:
         fault, end = self._lasting.get(kind, (None, 0))
@@ -163,12 +155,9 @@ class FaultInjector:
             self.pending.pop(index, None)
             if self.run_dir is not None:
                 try:
-                    marker = os.open(
-                        self.run_dir / f"fault-{index}", os.O_CREAT | os.O_EXCL | os.O_WRONLY
-                    )
+                    (self.run_dir / f"fault-{index}").touch(exist_ok=False)
                 except FileExistsError:
                     return False
-                os.close(marker)
         description = _DESCRIPTIONS[fault.kind].format(host=self.host)
         text = f"{description} at step {step}, {_MOMENT_DESCRIPTIONS[fault.moment]}"
         os.write(2, f"fault: {text}\n".encode())
@@ -219,3 +208,98 @@ def _injector() -> FaultInjector:
 @lru_cache
 def _cached_injector(text: str, host: int, hosts: int, run_dir: str) -> FaultInjector:
     return FaultInjector(text, host=host, hosts=hosts, run_dir=Path(run_dir) if run_dir else None)
+
+
+# What the faults do ------------------------------------------------------------------------------
+
+
+class InjectedError(RuntimeError):
+    """What the fault `raise` raises. ftmesh does not expect it anywhere."""
+
+
+def perform(kind: str, host: int, run_dir: Path | None) -> None:
+    """Perform a fault of this kind in host `host`. Most kinds do not return."""
+    pid = os.getpid()
+    match kind:
+        case "kill":
+            os.kill(pid, signal.SIGKILL)
+        case "stop":
+            os.kill(pid, signal.SIGSTOP)
+        case "segv":
+            import resource  # not available on every system
+
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump
+            os.kill(pid, signal.SIGSEGV)
+            time.sleep(60)  # another thread may receive the signal
+        case "hold":
+            _hold_interpreter()
+        case "stuck":
+            while True:
+                time.sleep(3600)
+        case "raise":
+            raise InjectedError(f"a fault was injected here, in host {host}")
+        case "keeper":
+            _kill_processes(run_dir, "keeper", host)
+            os.kill(pid, signal.SIGKILL)
+        case "service":
+            _kill_processes(run_dir, "service")
+        case "all":
+            _kill_processes(run_dir, "worker")
+            os.kill(pid, signal.SIGKILL)
+
+
+def _hold_interpreter() -> NoReturn:
+    """Block in C with the interpreter lock held, and all signals masked."""
+    pause = ctypes.PyDLL(None).pause
+
+    def hold() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while True:
+            pause()
+
+    threading.Thread(target=hold, daemon=True).start()
+    while True:
+        time.sleep(1)  # never returns
+
+
+def _kill_processes(run_dir: Path | None, kind: str, host: int | None = None) -> None:
+    """Kill the other processes of the run of one kind, of one host or all."""
+    recorded = [process for process in recorded_processes(run_dir) if process["kind"] == kind]
+    targets = [process for process in recorded if host in (None, process["host"])]
+    if not targets:
+        # A raw write: Python's own stderr may be blocked.
+        os.write(2, b"fault: FTMESH_RUN_DIR/pids has no such process of this run\n")
+    for process in targets:
+        if process["pid"] != os.getpid():
+            os.kill(process["pid"], signal.SIGKILL)
+
+
+def recorded_processes(run_dir: Path | None) -> list[dict[str, Any]]:
+    """List the live processes that the launcher has recorded in ``pids/*.json``.
+
+    Each has a kind ("worker", "keeper" or "service"), host and pid.
+    """
+    files = [] if run_dir is None else sorted((run_dir / "pids").glob("*.json"))
+    processes = [json.loads(file.read_text()) for file in files]
+    return [process for process in processes if _belongs_to_run(process["pid"], run_dir)]
+
+
+def _belongs_to_run(pid: int, run_dir: Path | None) -> bool:
+    """Check a process's environment, on Linux: its pid may have been reused."""
+    if not sys.platform.startswith("linux"):
+        return True
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return run_dir is not None and any(
+        os.path.realpath(os.fsdecode(value)) == os.path.realpath(run_dir)
+        for name, _, value in (variable.partition(b"=") for variable in variables)
+        if name == RUN_DIR.encode()
+    )
+
+
+def _write_until_full(pieces: Iterable[Any], file: Path) -> Iterator[Any]:
+    """Yield the first piece, then raise the OSError of a full disk."""
+    yield from islice(pieces, 1)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))

@@ -36,15 +36,8 @@ from ftmesh.errors import ArgumentError
 
 FATAL_KINDS = ("kill", "stop", "segv", "hold", "keeper", "service", "all")
 MOMENTS = (
-    "start",
-    "compile",
-    "step",
-    "collective",
-    "commit",
-    "checkpoint",
-    "evaluate",
-    "recovery",
-)
+    "start", "compile", "step", "collective", "commit", "checkpoint", "evaluate", "recovery",
+)  # fmt: skip
 STEPLESS_MOMENTS = ("start", "compile", "recovery")
 # The moments each kind allows. The default is "step" where that is allowed, else the first.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -60,39 +53,29 @@ EXAMPLES = "kill@2:30, stop@0:12:collective, kill@*:t=120, slow@1:30,0.5,20 or r
 _INT = r"[0-9]{1,9}"
 _DECIMAL = rf"{_INT}(\.{_INT})?"
 _FORMAT = re.compile(
-    rf"(?P<kind>[a-z]+)@(?P<process>{_INT}|\*):(?P<when>{_INT}|t={_DECIMAL})"
+    rf"(?P<kind>[a-z]+)@(?P<process>{_INT}|\*):((?P<step>{_INT})|t=(?P<after>{_DECIMAL}))"
     rf"(:(?P<moment>[a-z]+))?(,(?P<seconds>{_DECIMAL}))?(,(?P<num_steps>{_INT}))?"
 )
 _RANDOM = re.compile(rf"random:(?P<seed>{_INT})(:(?P<count>[1-9][0-9]{{0,2}}))?")
-_SECONDS = {"slow": 0.5}  # added to each step
+_SECONDS, _NUM_STEPS = {"slow": 0.5}, {"slow": 10}  # defaults
 _COLLECTIVE_DELAY = 0.003  # seconds after dispatch
-_NUM_STEPS = {"slow": 10}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """A fault that fires once in a run, at the first chance from its step or time on.
 
-    Args:
-        kind: One of `KINDS`.
-        process: The process to hit, or `ANY_PROCESS`.
-        step: The first step at which it may fire.
-        after: Seconds since the start of the run, instead of a step.
-        moment: One of `MOMENTS`.
-        seconds: How much slower a step gets, or the delay into the collective.
-        num_steps: How many steps are slow or wrong.
-
     Raises:
         ArgumentError: The kind is unknown, or cannot happen at that moment.
     """
 
-    kind: str
-    process: int
+    kind: str  # one of `KINDS`
+    process: int  # or `ANY_PROCESS`
     step: int = 0
-    after: float | None = None
-    moment: str = ""
-    seconds: float = 0.0
-    num_steps: int = 0
+    after: float | None = None  # seconds since the start of the run, instead of a step
+    moment: str = ""  # one of `MOMENTS`
+    seconds: float = 0.0  # how much slower a step gets, or the delay into the collective
+    num_steps: int = 0  # that are slow or wrong
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -118,15 +101,7 @@ class Fault:
 
 
 def parse_faults(text: str, *, hosts: int = 1, steps: int = 40) -> list[Fault]:
-    """Parse the text form of faults.
-
-    Args:
-        text: Faults joined by ``;``.
-        hosts: Number of hosts that random faults choose from.
-        steps: Last step that random faults choose from.
-
-    Raises:
-        ArgumentError: The text has another form.
+    """Parse the text form; random faults choose from `hosts` hosts and steps 1 to `steps`.
 
     >>> [str(fault) for fault in parse_faults("kill@2:30; torn@*:t=9")]
     ['kill@2:30:step,0.003,1', 'torn@*:t=9:checkpoint,0.003,1']
@@ -143,18 +118,16 @@ def parse_faults(text: str, *, hosts: int = 1, steps: int = 40) -> list[Fault]:
                 f"{part!r:.60} is not a fault: the form is KIND@PROCESS:STEP[:MOMENT][,SECONDS"
                 f"[,STEPS]], as in {EXAMPLES}"
             )
-        when = match["when"]
-        faults.append(
-            Fault(
-                kind=match["kind"],
-                process=ANY_PROCESS if match["process"] == "*" else int(match["process"]),
-                step=0 if when.startswith("t=") else int(when),
-                after=float(when[2:]) if when.startswith("t=") else None,
-                moment=match["moment"] or "",
-                seconds=float(match["seconds"] or 0),
-                num_steps=int(match["num_steps"] or 0),
-            )
+        fault = Fault(
+            kind=match["kind"],
+            process=ANY_PROCESS if match["process"] == "*" else int(match["process"]),
+            step=int(match["step"] or 0),
+            after=float(match["after"]) if match["after"] else None,
+            moment=match["moment"] or "",
+            seconds=float(match["seconds"] or 0),
+            num_steps=int(match["num_steps"] or 0),
         )
+        faults.append(fault)
     return faults
 
 
@@ -170,14 +143,9 @@ def draw_faults(
     for index in range(count or rng.randint(1, 3)):
         kind = rng.choice(tuple(KINDS))
         moment = rng.choice([m for m in KINDS[kind] if index or m != "recovery"])
-        faults.append(
-            Fault(
-                kind=kind,
-                process=rng.randrange(hosts),
-                step=0 if moment in STEPLESS_MOMENTS else rng.randint(1, steps),
-                moment=moment,
-            )
-        )
+        process = rng.randrange(hosts)
+        step = 0 if moment in STEPLESS_MOMENTS else rng.randint(1, steps)
+        faults.append(Fault(kind=kind, process=process, step=step, moment=moment))
     return faults
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,12 +46,7 @@ class UnhealthySpec:
 
     @staticmethod
     def parse(text: str, topology: Topology) -> UnhealthySpec:
-        """Parse the text form, such as ``wrong@1,2;link-silent@0,0-1,0``.
-
-        Raises:
-            ArgumentError: The text has another form, or a link is not on the mesh.
-            TopologyError: A chip is not on the mesh, or has failed.
-        """
+        """Parse the text form, such as ``wrong@1,2;link-silent@0,0-1,0``."""
         fields: dict[str, set[Any]] = {}
         for part in filter(None, (part.strip() for part in text.split(";"))):
             name, _, where = part.partition("@")
@@ -84,16 +80,9 @@ class UnhealthySpec:
         def between(links: _Links) -> _Links:
             return frozenset(ends for ends in links if chips.issuperset(ends))
 
-        silent, silent_links = self.silent & chips, between(self.silent_links)
-        return UnhealthySpec(
-            self.wrong & chips,
-            self.slow & chips,
-            silent,
-            between(self.wrong_links),
-            between(self.slow_links),
-            silent_links,
-            self.released if silent or silent_links else None,
-        )
+        links = (between(self.wrong_links), between(self.slow_links), between(self.silent_links))
+        spec = UnhealthySpec(self.wrong & chips, self.slow & chips, self.silent & chips, *links)
+        return replace(spec, released=self.released) if spec.silent or spec.silent_links else spec
 
     # Inside a program. `index` is the grid index of the chip that runs it. ---------------------
 
@@ -103,7 +92,8 @@ class UnhealthySpec:
 
     def delay(self, x: Any, index: Any) -> Any:
         """Return `x`; on a slow chip, late."""
-        return _wait_if(_contains(self.slow, index), _sleep(SLOW_CHIP), x) if self.slow else x
+        wait = partial(time.sleep, SLOW_CHIP)
+        return _wait_if(_contains(self.slow, index), wait, x) if self.slow else x
 
     def corrupt(self, x: Any, index: Any) -> Any:
         """Return `x`; on a chip that computes wrongly, with a bit flipped."""
@@ -125,16 +115,18 @@ class UnhealthySpec:
 
     def apply_to_link(self, x: Any, source: Any, index: Any) -> Any:
         """Return `x` as it arrives over the link from chip `source` to chip `index`."""
-        waits = ((self.slow_links, _sleep(SLOW_LINK)), (self.silent_links, self._block))
+        waits = (
+            (self.slow_links, partial(time.sleep, SLOW_LINK)),
+            (self.silent_links, self._block),
+        )
         for links, wait in waits:
             if links:
                 x = _wait_if(_contains_link(links, source, index), wait, x)
         links = self.wrong_links
         return jnp.where(_contains_link(links, source, index), _flip_bit(x), x) if links else x
 
-    def _block(self, x: Any) -> Any:
+    def _block(self) -> None:
         (self.released or threading.Event()).wait()
-        return x
 
 
 HEALTHY = UnhealthySpec()
@@ -142,10 +134,7 @@ _released = threading.Event()  # shared by all specs parsed until `release_silen
 
 
 def release_silent() -> None:
-    """Make all silent chips and links answer from now on, so that this process can continue.
-
-    Specs parsed later are silent again.
-    """
+    """Make the silent chips and links of all specs parsed so far answer from now on."""
     global _released
     _released.set()
     _released = threading.Event()
@@ -165,21 +154,17 @@ def _contains_link(links: _Links, source: Any, index: Any) -> Any:
     return jnp.any((ends[:, 0] == source) & (ends[:, 1] == index))
 
 
-def _wait_if(condition: Any, wait: Callable[[Any], Any], x: Any) -> Any:
+def _wait_if(condition: Any, wait: Callable[[], object], x: Any) -> Any:
     """Return `x`, after the host has waited where `condition` holds."""
 
-    def call_host(x: Any) -> Any:
-        return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-    return lax.cond(condition, call_host, lambda x: x, x)
-
-
-def _sleep(seconds: float) -> Callable[[Any], Any]:
-    def sleep(x: Any) -> Any:
-        time.sleep(seconds)
+    def wait_and_return(x: Any) -> Any:
+        wait()
         return x
 
-    return sleep
+    def call_host(x: Any) -> Any:
+        return jax.pure_callback(wait_and_return, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    return lax.cond(condition, call_host, lambda x: x, x)
 
 
 def _flip_bit(x: Any) -> Any:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ftmesh.health.outliers import find_outliers, find_slow
+from ftmesh.health.examination import find_slow
+from ftmesh.health.replica_check import find_outliers
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.errors import CheckpointError
 from ftmesh.testing import fault_injection
-from ftmesh.testing.fault_actions import recorded_processes
+from ftmesh.testing.fault_injection import recorded_processes
 
 ROOT = Path(__file__).parents[2]
 STEPS = """\

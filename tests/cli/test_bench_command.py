@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from ftmesh.cli.bench import format_timings, run_benchmark
 from ftmesh.cli.main import main
 from ftmesh.testing import cpu_grid
-from ftmesh.testing.benchmark import format_timings, run_benchmark
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
