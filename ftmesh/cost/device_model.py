@@ -1,13 +1,8 @@
-"""What devices do in a round besides moving data: slice, add, pack.
+"""What devices do in a round besides moving data: slice, add, pack, compute the next indices.
 
-Between two permutations a device slices what it sends, adds what it received and computes the next
-indices. The TPU compiler estimates the cycles of each of these instructions. A `DeviceModel` is a
-line fitted to such estimates for one TPU generation (`scripts/fit_device_model`); the constants
-are in `ftmesh.cost.links`.
-
->>> device_model = DeviceModel(6000, 1000, 0.001, packing=0.01, clock=1e9)
->>> round(1e6 * device_model.round_seconds(lanes=2, num_bytes=1_000_000), 3)
-9.0
+A `DeviceModel` is a line fitted to the cycles that the TPU compiler estimates for these
+instructions (`scripts/fit_device_model`); the constants of TPU generations are in
+`ftmesh.cost.links`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """The time of an all-reduce whose rounds all run in one Pallas kernel, by a model.
 
-The compiler estimates cycles of permutations, not of kernels, and nobody has measured this kernel.
-So the model counts only what the kernel cannot avoid: its wires, on which nothing waits for a round
-to end, and its memory traffic. For every byte that it sends a chip reads one; for every byte that
-it receives it writes one, and reads one if it adds. Both go on at once, so the slower counts.
-Packing and unpacking come on top, as without a kernel. The time to start a copy or wait for one is
-unknown, and is counted as part of the latency of a hop.
+Nobody has measured this kernel, and the compiler estimates none. So the model counts only what the
+kernel cannot avoid: its wires, on which nothing waits for a round to end, or its memory traffic,
+whichever is slower; and packing, as without a kernel. A chip reads a byte for every one that it
+sends; for every one that it receives it writes a byte, and reads one if it adds. The time to start
+a copy or wait for one is unknown, and is counted as part of the latency of a hop.
 """
 
 from __future__ import annotations
@@ -25,13 +24,10 @@ from ftmesh.topology.topology import Topology
 def kernel_seconds(
     schedule: Schedule, payload_bytes: int, network: Network, wire_dtype: str = "float32"
 ) -> float:
-    """Estimate the time of `schedule` in the Pallas kernel.
+    """Estimate the time of `schedule` in the Pallas kernel, on the network of TPU v4, v5p or v6e.
 
     If partial sums travel in a wider dtype than `wire_dtype`, the reduce-scatter carries that, or
     all rounds do if the schedule is no reduce-scatter followed by an all-gather.
-
-    Raises:
-        ArgumentError: The network is not that of TPU v4, v5p or v6e.
 
     >>> import ftmesh
     >>> from ftmesh.cost.links import NETWORKS

@@ -32,10 +32,8 @@ class LinkQueues:
     def send(self, ready: Floats, busy: Floats, waves: Waves) -> tuple[Floats, Floats]:
         """Return when transfers have left their sources, and when they have arrived.
 
-        Args:
-            ready: When each transfer may start.
-            busy: How long each transfer occupies a link.
-            waves: In order of service; no link occurs twice in a wave.
+        Each may start at its `ready` time and keeps a link for its `busy` time. Waves are served in
+        order; no link occurs twice in one.
         """
         head = ready + self.network.overhead
         left = np.zeros_like(head)  # 0 until a transfer has taken its first link
@@ -75,8 +73,10 @@ class PhaseTraffic:
     def waves(self) -> list[Waves]:
         """The waves of each round, as `LinkQueues.send` takes them."""
         links = self._route[self._pair]
-        if links.shape[1] == 1 and not self._shares_link(links[:, 0]):
-            return [[(slice(None), links[a:b, 0])] for a, b in pairwise(self.bounds)]
+        if links.shape[1] == 1:
+            key = np.sort(row_key(self.transfers.round, links[:, 0]))
+            if (key[1:] != key[:-1]).all():  # no link is used twice in a round
+                return [[(slice(None), links[a:b, 0])] for a, b in pairwise(self.bounds)]
         waves: list[Waves] = []
         for a, b in pairwise(self.bounds):
             waves.append([])
@@ -87,11 +87,6 @@ class PhaseTraffic:
                     waves[-1].append((waiting[first], hop[waiting[first]]))
                     waiting = np.delete(waiting, first)
         return waves
-
-    def _shares_link(self, link: Index) -> bool:
-        """Whether some link is used twice in a round."""
-        key = np.sort(row_key(self.transfers.round, link))
-        return bool((key[1:] == key[:-1]).any())
 
     def rounds(self, chunk_seconds: float) -> Iterator[tuple[slice, Floats, Waves]]:
         """For each round: its transfers, how long each occupies a link, and its waves."""
@@ -109,11 +104,7 @@ def run_synchronous(
 ) -> list[tuple[float, float]]:
     """Run each round on idle links and then on the devices; return the span of each phase.
 
-    Args:
-        phases: The phases, one after the other.
-        queues: The links.
-        chunk_seconds: How long a chunk occupies a link.
-        round_seconds: The device time of a round, by phase; None for none.
+    A chunk occupies a link for `chunk_seconds`; `round_seconds` is device time per round, by phase.
     """
     durations = []
     for number, phase in enumerate(phases):

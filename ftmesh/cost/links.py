@@ -78,15 +78,9 @@ _V3 = DeviceModel(
 _V4 = DeviceModel(
     3231, 0, 0.01179, 0.009023, clock=1.05e9, devices=2, source=f"{_PRODUCTS} 8 of 128x128"
 )
-_V5E = DeviceModel(
-    1863, 1722, 0.007561, 0.007367, clock=1.5e9, source=f"{_PRODUCTS} 4 of 128x128"
-)
-_V5P = DeviceModel(
-    2738, 1311, 0.003125, 0.003693, clock=1.75e9, source=f"{_PRODUCTS} 8 of 128x128"
-)
-_V6E = DeviceModel(
-    3303, 1450, 0.003501, 0.005579, clock=1.75e9, source=f"{_PRODUCTS} 4 of 256x256"
-)
+_V5E = DeviceModel(1863, 1722, 0.007561, 0.007367, clock=1.5e9, source=f"{_PRODUCTS} 4 of 128x128")
+_V5P = DeviceModel(2738, 1311, 0.003125, 0.003693, clock=1.75e9, source=f"{_PRODUCTS} 8 of 128x128")
+_V6E = DeviceModel(3303, 1450, 0.003501, 0.005579, clock=1.75e9, source=f"{_PRODUCTS} 4 of 256x256")
 
 _V2_LINKS = f"496 Gbit/s a link each way: {_CACM}"
 _V3_LINKS = f"656 Gbit/s a link each way: {_CACM}"
@@ -96,7 +90,7 @@ _V6E_LINKS = f"3200 Gbit/s a chip, each way, over 4 links: {_CLOUD}"
 _SIX_LINKS = f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}"  # v5p and v7x
 
 #: Published figures of TPU generations, by name.
-NETWORKS = {
+NETWORKS = {  # bandwidth, latency, overhead, source, device model, memory bandwidth
     "v2": Network(62e9, _HOP, 0.0, _V2_LINKS, None, 700e9),
     "v3": Network(82e9, _HOP, 0.0, _V3_LINKS, _V3, 900e9),
     "v4": Network(50e9, _HOP, 0.0, _V4_LINKS, _V4, 1.2e12, has_kernel=True),

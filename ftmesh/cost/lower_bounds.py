@@ -47,24 +47,15 @@ _MAX_BLOCKS = 4  # blocks that are listed; of more, the box around them
 
 @dataclass(frozen=True)
 class Limits:
-    """Exact lower bounds of a mesh, with the parts of it that prove them.
-
-    Attributes:
-        links: Number of links.
-        all_gather: Share of the payload that some link must carry, each way.
-        cut: The chips that prove it: everything else must reach them over too few links.
-        all_reduce: The same share for an all-reduce.
-        partition: The parts that prove it, the largest first.
-        diameter: Hops between the two chips furthest apart.
-    """
+    """Exact lower bounds of a mesh, with the parts of it that prove them."""
 
     topology: Topology
-    links: int
-    all_gather: Fraction
-    cut: tuple[Coord, ...]
-    all_reduce: Fraction
-    partition: tuple[tuple[Coord, ...], ...]
-    diameter: int
+    links: int  # how many there are
+    all_gather: Fraction  # share of the payload that some link must carry, each way
+    cut: tuple[Coord, ...]  # the chips that prove it: few links lead to them
+    all_reduce: Fraction  # the same share for an all-reduce
+    partition: tuple[tuple[Coord, ...], ...]  # the parts that prove it, the largest first
+    diameter: int  # hops between the two chips furthest apart
 
     @property
     def live(self) -> int:
@@ -79,9 +70,7 @@ class Limits:
     def all_gather_seconds(self, payload_bytes: float, link: Network | float) -> float:
         """The least time of an all-gather, or of a reduce-scatter, of `payload_bytes` in all.
 
-        Args:
-            payload_bytes: Bytes of the whole payload.
-            link: A rate in bytes per second each way, or a network, whose latency counts too.
+        `link` is a rate in bytes per second each way, or a network, whose latency counts too.
         """
         return self._seconds(self.all_gather, payload_bytes, link)
 
@@ -130,27 +119,34 @@ class Limits:
         return f"{', '.join(where)}: {links} for {_count(len(others), 'join')}"
 
     def _chips(self, chips: Iterable[Coord]) -> str:
-        return _chips(chips, self.topology.noun)
+        """Chips in words: by name, in blocks, or by the box around them."""
+        coords, noun = sorted(chips), self.topology.noun
+        if len(coords) == 1:
+            return f"{noun} {coords[0]}"
+        blocks = format_failed(coords)
+        if blocks.count(";") >= _MAX_BLOCKS:
+            low, high = (tuple(map(end, zip(*coords, strict=True))) for end in (min, max))
+            blocks = f"between {low} and {high}"
+        return f"the {len(coords)} {noun}s {blocks}"
 
     def _links(self, number: int) -> str:
         positions = self.topology.num_positions
-        return _count(number, "link") + (
-            f" shared by {positions} positions" if positions > 1 else ""
-        )
+        shared = f" shared by {positions} positions" if positions > 1 else ""
+        return _count(number, "link") + shared
 
     def __str__(self) -> str:
         strength = f" (strength {float(self.strength):.3f})" if self.strength else ""
-        return "\n".join(
-            [
-                f"{self.topology}: {_count(self.live, f'live {self.topology.noun}')}, "
-                f"{_count(self.links, 'link')}, {_count(self.diameter, 'hop')} across",
-                f"  all-gather: the busiest link carries at least {_share(self.all_gather)}",
-                f"    {self.why_all_gather}",
-                f"  all-reduce: the busiest link carries at least {_share(self.all_reduce)}"
-                + strength,
-                f"    {self.why_all_reduce}",
-            ]
+        gathered, reduced = float(self.all_gather), float(self.all_reduce)
+        lines = (
+            f"{self.topology}: {_count(self.live, f'live {self.topology.noun}')}, "
+            f"{_count(self.links, 'link')}, {_count(self.diameter, 'hop')} across",
+            f"  all-gather: the busiest link carries at least {gathered:.4f} of the payload",
+            f"    {self.why_all_gather}",
+            f"  all-reduce: the busiest link carries at least {reduced:.4f} of the payload"
+            f"{strength}",
+            f"    {self.why_all_reduce}",
         )
+        return "\n".join(lines)
 
 
 def limits(topology: Topology) -> Limits:
@@ -174,15 +170,8 @@ def limits(topology: Topology) -> Limits:
         all_gather = topology.num_positions * outside / _links_around(topology, cut)
         joins = topology.num_positions * (len(partition) - 1)
         all_reduce = Fraction(joins, _links_between(topology, partition))
-    return Limits(
-        topology=topology,
-        links=len(edges),
-        all_gather=all_gather,
-        cut=cut,
-        all_reduce=all_reduce,
-        partition=partition,
-        diameter=_diameter(topology),
-    )
+    diameter = _diameter(topology)
+    return Limits(topology, len(edges), all_gather, cut, all_reduce, partition, diameter)
 
 
 def _check_connected(topology: Topology) -> None:
@@ -245,22 +234,6 @@ def _spread(topology: Topology, ranks: NDArray[np.integer]) -> int:
             hops += 1
         diameter = max(diameter, hops)
     return diameter
-
-
-def _chips(chips: Iterable[Coord], noun: str) -> str:
-    """Chips in words: by name, in blocks, or by the box around them."""
-    coords = sorted(chips)
-    if len(coords) == 1:
-        return f"{noun} {coords[0]}"
-    blocks = format_failed(coords)
-    if blocks.count(";") >= _MAX_BLOCKS:
-        low, high = (tuple(map(end, zip(*coords, strict=True))) for end in (min, max))
-        blocks = f"between {low} and {high}"
-    return f"the {len(coords)} {noun}s {blocks}"
-
-
-def _share(share: Fraction) -> str:
-    return f"{float(share):.4f} of the payload"
 
 
 def _count(number: int, noun: str) -> str:

@@ -5,10 +5,8 @@ connected, and edges may be parallel. All arithmetic is in integers. `ftmesh.cos
 what these mean for a mesh.
 
 >>> square_with_a_tail = [(0, 1), (1, 2), (2, 3), (3, 0), (3, 4)]
->>> weakest_partition(5, square_with_a_tail)
-[0, 0, 0, 0, 1]
->>> tightest_cut(5, square_with_a_tail)
-[4]
+>>> weakest_partition(5, square_with_a_tail), tightest_cut(5, square_with_a_tail)
+([0, 0, 0, 0, 1], [4])
 """
 
 from __future__ import annotations

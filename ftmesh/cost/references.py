@@ -15,8 +15,6 @@ counted as twice that. The figures are what the release reports on links of 50 G
   no all-reduce can take less than 1.08 ms
   ring, two_dim, row_pair: Kumar and Jouppi (2020); others, and bounds: ftmesh
   TACOS x2: twice the all-gather of its public release (Won et al., MICRO 2024)
->>> tacos_seconds(Topology.grid("16x32", failed="4x2@6,14"), 100_000_000, DEFAULT)
-0.002252
 """
 
 from __future__ import annotations
@@ -49,18 +47,11 @@ _TACOS_MICROSECONDS = {
 
 @dataclass(frozen=True)
 class ReferenceTimes:
-    """Reference times in seconds; None where unknown.
+    """Reference times in seconds; None where unknown."""
 
-    Attributes:
-        lower_bound: The least time on the wires of any all-reduce.
-        rounds_bound: The same in rounds in which a link carries one chunk.
-        tree_bound: The same for sums along trees.
-        tacos: The figure of TACOS.
-    """
-
-    lower_bound: float
-    rounds_bound: float | None = None
-    tree_bound: float | None = None
+    lower_bound: float  # the least time on the wires of any all-reduce
+    rounds_bound: float | None = None  # the same in rounds in which a link carries one chunk
+    tree_bound: float | None = None  # the same for sums along trees
     tacos: float | None = None
 
     def as_json(self) -> dict[str, float | None]:

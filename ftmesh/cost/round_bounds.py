@@ -45,7 +45,6 @@ CHUNK_COUNTS = tuple(2**n for n in range(13))  # for which the best sets are sea
 MANY_CHUNKS = 100_000
 MAX_CAPACITY = 2**29  # below which the sum of all integer capacities of a flow is kept
 
-Floats = NDArray[np.float64]
 Line = tuple[float, float]  # rounds for no chunk, and for each chunk
 
 
@@ -62,11 +61,8 @@ class RoundBound:
     def best_num_chunks(self, round_seconds: float, payload_seconds: float) -> float:
         """The number of chunks for which all rounds together take least time.
 
-        The time is convex in the number, and least where that of one line is or where two meet.
-
-        Args:
-            round_seconds: The fixed time of a round.
-            payload_seconds: The time of the whole payload on a link.
+        A round has a fixed time, and the payload its time on a link. The time is convex in the
+        number, and least where that of one line is or where two meet.
         """
         if not round_seconds:
             return math.inf
@@ -181,8 +177,9 @@ class _Cuts:
 
         num, hops = self.graph.num_ranks, np.minimum(self.hops, rounds / 2)
         idle = hops[self.source]  # if its target is in the set, and its source is not
-        pays = (rounds + idle[_reverse(idle)] - idle) / 2
-        apart = (rounds - idle - idle[_reverse(idle)]) / 2
+        back = idle[np.arange(len(idle)) ^ 1]  # of the link in the other direction
+        pays = (rounds + back - idle) / 2
+        apart = (rounds - idle - back) / 2
         gain = num_chunks - np.bincount(self.target, pays, num)
         scale = MAX_CAPACITY / (abs(gain).sum() + num_chunks * num)
         gain[self.far] = -2 * num_chunks * num
@@ -199,13 +196,7 @@ class _Cuts:
         return reached[:num]
 
 
-def _reverse(links: Floats) -> NDArray[np.intp]:
-    """The index of each link in the other direction."""
-    return np.arange(len(links)) ^ 1
-
-
-def _distances(graph: LinkGraph, start: int) -> Floats:
-    """Hops from one chip to each."""
+def _distances(graph: LinkGraph, start: int) -> NDArray[np.float64]:
     hops = np.full(graph.num_ranks, -1.0)
     hops[start] = 0
     front = [start]

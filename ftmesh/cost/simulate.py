@@ -48,7 +48,6 @@ from ftmesh.cost.links import DEFAULT, Network, parse_network
 from ftmesh.cost.wire_precision import partial_sum_scale
 from ftmesh.errors import ArgumentError
 from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
-from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Link
 from ftmesh.units import check_bytes, format_bytes, format_time
 
@@ -74,28 +73,19 @@ class PhaseCost:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """The simulated cost of a schedule; times in seconds.
-
-    Attributes:
-        seconds: Time of the whole collective.
-        wires_seconds: The same without the device model.
-        setup_seconds: Device time before and after all rounds, such as packing.
-        link_bytes: The bytes that each link carries.
-        lost_to_latency: How much sooner it would end without latency and overhead.
-        lost_to_contention: How much sooner it would end if no transfer waited for a link.
-    """
+    """The simulated cost of a schedule; times in seconds."""
 
     schedule: Schedule
     payload_bytes: int
     network: Network
     mode: str
-    seconds: float
-    wires_seconds: float
-    setup_seconds: float
+    seconds: float  # of the whole collective
+    wires_seconds: float  # the same without the device model
+    setup_seconds: float  # device time before and after all rounds, such as packing
     phases: tuple[PhaseCost, ...]
-    link_bytes: dict[Link, float]
-    lost_to_latency: float
-    lost_to_contention: float
+    link_bytes: dict[Link, float]  # the bytes that each link carries
+    lost_to_latency: float  # how much sooner it would end without latency and overhead
+    lost_to_contention: float  # how much sooner it would end if no transfer waited for a link
 
     @property
     def utilisation(self) -> float:
@@ -131,12 +121,10 @@ class Simulation:
             f"{format_time(self.lost_to_contention)}"
         )
         if self.network.device_model:
-            lines += [
-                self.device_model_line,
-                f"  on the wires alone: {format_time(self.wires_seconds)}",
-            ]
-        busiest = ", ".join(f"{_format(a)} to {_format(b)}" for (a, b), _ in self.busiest_links())
-        return "\n".join([*lines, f"  busiest links: {busiest}"])
+            wires = f"  on the wires alone: {format_time(self.wires_seconds)}"
+            lines += [self.device_model_line, wires]
+        ends = ([",".join(map(str, end)) for end in link] for link, _ in self.busiest_links())
+        return "\n".join([*lines, f"  busiest links: {', '.join(map(' to '.join, ends))}"])
 
 
 def simulate(
@@ -151,11 +139,10 @@ def simulate(
     """Simulate `schedule` for a payload.
 
     Args:
-        schedule: What to simulate.
         payload_bytes: Bytes that each chip contributes.
         link: A `Network`, a TPU generation such as ``"v5e"``, or a rate such as ``"50GB/s"``.
-        latency: Seconds per hop, or text such as ``"0.5us"``; by default that of `link`.
-        overhead: Seconds per transfer at the sender; by default that of `link`.
+        latency, overhead: Seconds per hop, and per transfer at the sender, or text such as
+            ``"0.5us"``; by default those of `link`.
         mode: ``"synchronous"`` or ``"dataflow"``.
 
     >>> import ftmesh
@@ -176,24 +163,25 @@ class Simulator:
         self._link_ids = {link: i for i, link in enumerate(schedule.topology.physical.links)}
 
     def run(
-        self,
-        payload_bytes: int = 100_000_000,
-        network: Network = DEFAULT,
-        mode: str = SYNCHRONOUS,
+        self, payload_bytes: int = 100_000_000, network: Network = DEFAULT, mode: str = SYNCHRONOUS
     ) -> Simulation:
         """Simulate a payload, with utilisation, link loads and where time is lost."""
         seconds, spans = self._spans(payload_bytes, network, mode)
         setup = self._device_seconds(payload_bytes, network)[1]
         chunk_bytes = payload_bytes / self.schedule.num_chunks
-        loads = [
-            {link: chunks * chunk_bytes for link, chunks in self.schedule.link_loads(phase).items()}
-            for phase in self.schedule.phases
-        ]
         capacity = len(self._link_ids) * network.bandwidth
-        total: dict[Link, float] = {}
-        for load in loads:
-            for link, amount in load.items():
-                total[link] = total.get(link, 0.0) + amount
+        link_bytes: dict[Link, float] = {}
+        phases = []
+        for phase, (start, end) in zip(self.schedule.phases, spans, strict=True):
+            loads = self.schedule.link_loads(phase).items()
+            carried = {link: chunks * chunk_bytes for link, chunks in loads}
+            utilisation = sum(carried.values()) / (capacity * (end - start))
+            busiest = max(carried.values())
+            phases.append(PhaseCost(phase.name, phase.num_rounds, start, end, utilisation, busiest))
+            for link, num_bytes in carried.items():
+                link_bytes[link] = link_bytes.get(link, 0.0) + num_bytes
+        has_model = network.device_model is not None
+        wires = self.seconds(payload_bytes, network.wires_only, mode) if has_model else seconds
         no_latency = replace(network, latency=0.0, overhead=0.0)
         return Simulation(
             schedule=self.schedule,
@@ -201,33 +189,16 @@ class Simulator:
             network=network,
             mode=mode,
             seconds=seconds,
-            wires_seconds=self.seconds(payload_bytes, network.wires_only, mode)
-            if network.device_model
-            else seconds,
+            wires_seconds=wires,
             setup_seconds=setup,
-            phases=tuple(
-                PhaseCost(
-                    name=phase.name,
-                    rounds=phase.num_rounds,
-                    start=start,
-                    end=end,
-                    utilisation=sum(load.values()) / (capacity * (end - start)),
-                    busiest_link_bytes=max(load.values()),
-                )
-                for phase, load, (start, end) in zip(
-                    self.schedule.phases, loads, spans, strict=True
-                )
-            ),
-            link_bytes=total,
+            phases=tuple(phases),
+            link_bytes=link_bytes,
             lost_to_latency=seconds - self._spans(payload_bytes, no_latency, mode)[0],
             lost_to_contention=seconds - self._spans(payload_bytes, network, mode, queue=False)[0],
         )
 
     def seconds(
-        self,
-        payload_bytes: int = 100_000_000,
-        network: Network = DEFAULT,
-        mode: str = SYNCHRONOUS,
+        self, payload_bytes: int = 100_000_000, network: Network = DEFAULT, mode: str = SYNCHRONOUS
     ) -> float:
         """The simulated time alone."""
         return self._spans(payload_bytes, network, mode)[0]
@@ -257,10 +228,7 @@ class Simulator:
     def phase_ends(
         self, payload_bytes: int = 100_000_000, network: Network = DEFAULT
     ) -> tuple[float, list[float]]:
-        """The time in all, and when each phase ends; in synchronous rounds.
-
-        Device time before and after all rounds counts only in the first.
-        """
+        """The time in all, and when each phase ends, without setup; in synchronous rounds."""
         seconds, spans = self._spans(payload_bytes, network, SYNCHRONOUS)
         return seconds, [end for _, end in spans]
 
@@ -300,7 +268,3 @@ class Simulator:
         if network.device_model is None:
             return None, 0.0
         return network.device_model.schedule_seconds(self.schedule, payload_bytes)
-
-
-def _format(coord: Coord) -> str:
-    return ",".join(map(str, coord))

@@ -16,8 +16,7 @@ Dtypes go by name here: planning does not import JAX.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +26,7 @@ from ftmesh.schedule.schedule import Schedule, SplitSchedule
 LARGEST_ERROR = 0.01  # of a sum of numbers of one sign, in the worst case
 
 
-@dataclass(frozen=True)
-class FloatFormat:
+class FloatFormat(NamedTuple):
     """A floating-point format."""
 
     num_bytes: int
@@ -49,11 +47,7 @@ WIRE_DTYPES = tuple(name for name, kind in FLOAT_FORMATS.items() if kind.num_byt
 
 
 def wire_dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype, or of its name, in which a payload may travel.
-
-    Raises:
-        ArgumentError: It is none of `WIRE_DTYPES`.
-    """
+    """Return the name of a dtype, or of its name; raise ArgumentError unless in `WIRE_DTYPES`."""
     name = dtype
     if not isinstance(dtype, str):
         try:

@@ -49,8 +49,9 @@ def arrow_paths(panel: Panel) -> list[str]:
         else:
             alone = users[frozenset(links[0])] == 1
             door = track = 0.0 if alone else _SIDE * (slot + 1)
-        pieces = _pieces(panel.topology, routes[index], door=door, track=track)
-        paths[index] = "".join(map(_rounded, [*pieces[:-1], _shortened(pieces[-1])]))
+        *pieces, last = _pieces(panel.topology, routes[index], door=door, track=track)
+        last[-1] = _towards(last[-1], last[-2], HEAD)  # shortened by the arrowhead
+        paths[index] = "".join(map(_rounded, [*pieces, last]))
     return [paths[index] for index in range(len(routes))]
 
 
@@ -98,12 +99,6 @@ def _at(topology: Topology, coord: Coord, step: Direction, along: float, right: 
     x, y = position(topology, coord)
     dx, dy = step
     return (x * PITCH + along * dx - right * dy, y * PITCH + along * dy + right * dx)
-
-
-def _shortened(points: list[Point]) -> list[Point]:
-    """The line, shortened by its arrowhead."""
-    *rest, before, tip = points
-    return [*rest, before, _towards(tip, before, HEAD)]
 
 
 def _towards(start: Point, goal: Point, distance: float) -> Point:

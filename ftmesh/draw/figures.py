@@ -1,8 +1,4 @@
-"""The paper's figures 1 to 10, drawn from the routes and schedules of ftmesh.
-
->>> [panel.title for panel in figure(8)]
-['ring on 8x8 less 2x2@2,2: Hamiltonian ring, reduce-scatter']
-"""
+"""The paper's figures 1 to 10, drawn from the routes and schedules of ftmesh."""
 
 from __future__ import annotations
 
@@ -27,8 +23,8 @@ def figure(number: int) -> list[Panel]:
 
     Of rings in both directions, the one with the first half of the payload is drawn.
 
-    Raises:
-        ScheduleError: The paper has no figure of that number.
+    >>> [panel.title for panel in figure(8)]
+    ['ring on 8x8 less 2x2@2,2: Hamiltonian ring, reduce-scatter']
     """
     if number not in FIGURES:
         raise ScheduleError(f"the paper has no figure {number}: choose from 1 to {max(FIGURES)}")

@@ -2,7 +2,7 @@
 
 A `Panel` is a topology with arrows on it. `routes_panel` makes one from routes, `phase_panel` from
 a phase of a schedule (or one of its rounds, lanes or halves of the payload), `schedule_panels` one
-for each phase. Chips come from the topology and arrows from routes; nothing is placed by hand.
+for each phase. Chips come from the topology and arrows from routes.
 
 >>> from ftmesh.topology.routing import dimension_order
 >>> topo = Topology.grid("4x4")
@@ -54,12 +54,10 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Panel:
-    """A mesh with arrows, a title and a legend.
+    """A mesh with arrows, a title and a legend of colours with their meanings.
 
-    Attributes:
-        off_ring: Live chips drawn yellow: they pass their share to a neighbour on a full ring and
-            own no chunk themselves.
-        legend: Colours with their meanings.
+    Chips `off_ring` are drawn yellow: they pass their share to a neighbour on a full ring and own
+    no chunk themselves.
     """
 
     topology: Topology
@@ -112,54 +110,41 @@ def phase_panel(
     rings, or else the rings.
 
     Args:
-        schedule: The schedule.
-        index: Which of its phases.
+        index: Which of the phases.
         round: Only this round, counted within the phase.
         lane: Only this lane.
         half: Only this half of the payload; one direction of a ring that runs in both.
         title: By default the algorithm, the mesh and the phase.
-
-    Raises:
-        ScheduleError: There is no such phase, round or lane.
     """
-    if not 0 <= index < len(schedule.phases):
-        raise ScheduleError(
-            f"phase {index} does not exist: {schedule.algorithm} on {schedule.topology} has "
-            f"phases 0 to {len(schedule.phases) - 1}"
-        )
+    name = f"{schedule.algorithm} on {schedule.topology}"
+    _check_exists("phase", index, len(schedule.phases) - 1, name)
     phase = schedule.phases[index]
-    if round is not None and not 0 <= round < phase.num_rounds:
-        raise ScheduleError(
-            f"round {round} does not exist: phase {index}, {phase.name!r}, has rounds 0 to "
-            f"{phase.num_rounds - 1}"
-        )
-    if lane is not None and not 0 <= lane <= phase.lanes[-1]:
-        raise ScheduleError(
-            f"lane {lane} does not exist: phase {index}, {phase.name!r}, has lanes 0 to "
-            f"{phase.lanes[-1]}"
-        )
+    _check_exists("round", round, phase.num_rounds - 1, f"phase {index}, {phase.name!r},")
+    _check_exists("lane", lane, phase.lanes[-1], f"phase {index}, {phase.name!r},")
     transfers = phase.transfers
     shown = np.ones(len(transfers.src), np.bool_)
-    for wanted, column in (
-        (round, transfers.round),
-        (lane, transfers.lane),
-        (half, _half(schedule, transfers)),
-    ):
+    columns = transfers.round, transfers.lane, _part(schedule, transfers)
+    for wanted, column in zip((round, lane, half), columns, strict=True):
         if wanted is not None:
             shown &= column == wanted
     off_ring = off_ring_chips(schedule)
     colour, legend = _colouring(schedule, phase, off_ring)
     chosen = transfers.take(shown)
-    columns = map(_to_ints, (chosen.src, chosen.dst, _half(schedule, chosen)))
-    sends = sorted(set(zip(*columns, strict=True)))
+    ends = map(_to_ints, (chosen.src, chosen.dst, _part(schedule, chosen)))
+    sends = sorted(set(zip(*ends, strict=True)))
     arrows = dict.fromkeys(
         Arrow(schedule.routes[src, dst], colour(src, dst, part)) for src, dst, part in sends
     )
     if title is None:
-        title = f"{schedule.algorithm} on {schedule.topology}: {phase.name}"
+        title = f"{name}: {phase.name}"
         title += "" if round is None else f", round {round}"
         title += "" if lane is None else f", lane {lane}"
     return Panel(schedule.topology, title, tuple(arrows), off_ring, legend)
+
+
+def _check_exists(kind: str, number: int | None, last: int, owner: str) -> None:
+    if number is not None and not 0 <= number <= last:
+        raise ScheduleError(f"{kind} {number} does not exist: {owner} has {kind}s 0 to {last}")
 
 
 def schedule_panels(schedule: Schedule, *, half: Literal[0, 1] | None = None) -> list[Panel]:
@@ -201,7 +186,7 @@ def _colouring(
             ("green", "last third of the payload"),
         )
     first, second = (
-        _components(transfers.take(_half(schedule, transfers) == half)) for half in (0, 1)
+        _components(transfers.take(_part(schedule, transfers) == half)) for half in (0, 1)
     )
     if first and second and first != second:
         by_half: tuple[Colour, ...] = ("red", "blue")
@@ -213,12 +198,7 @@ def _colouring(
     return lambda src, dst, half: by_ring[src], ()
 
 
-def _half(schedule: Schedule, transfers: Transfers) -> np.ndarray:
-    """0 for transfers whose first chunk is in the first half of the payload, else 1."""
-    return _part(schedule, transfers, 2)
-
-
-def _part(schedule: Schedule, transfers: Transfers, num_parts: int) -> np.ndarray:
+def _part(schedule: Schedule, transfers: Transfers, num_parts: int = 2) -> np.ndarray:
     """Which of `num_parts` equal parts of the payload has the first chunk of each transfer."""
     return num_parts * transfers.chunk // schedule.num_chunks
 

@@ -1,7 +1,6 @@
-"""Plots of simulations, with matplotlib: time by payload, link loads, scaling, goodput.
+"""Plots of simulations: time by payload, link loads, scaling, goodput.
 
-matplotlib is an extra: ``pip install 'ftmesh[plots]'``. Every plot names the links that were
-simulated.
+They need matplotlib, ``pip install 'ftmesh[plots]'``, and name the links that were simulated.
 """
 
 from __future__ import annotations
@@ -41,12 +40,7 @@ COLOURS = {
 }
 SCALED = ("ring", "two_dim", "row_pair", "tree")  # on square meshes
 MAX_TREE_CHIPS = 1024  # trees take minutes to plan beyond
-LOWER_BOUND = {
-    "color": "black",
-    "linestyle": "--",
-    "linewidth": 1,
-    "label": "lower bound of any all-reduce",
-}
+LOWER_BOUND = {"color": "black", "ls": "--", "lw": 1, "label": "lower bound of any all-reduce"}
 SHARES = {
     "trained": ("trained", "#009e73"),
     "slower": ("lost to fewer chips", "#56b4e9"),
@@ -79,9 +73,8 @@ def time_against_payload(simulators: Mapping[str, Simulator], network: Network =
     for name, simulator in simulators.items():
         times = [1e6 * simulator.seconds(int(size), network) for size in payloads]
         axes.plot(payloads, times, color=COLOURS.get(simulator.schedule.algorithm), label=name)
-    axes.plot(
-        payloads, [1e6 * least.all_reduce_seconds(int(m), network) for m in payloads], **LOWER_BOUND
-    )
+    bounds = [1e6 * least.all_reduce_seconds(int(size), network) for size in payloads]
+    axes.plot(payloads, bounds, **LOWER_BOUND)
     axes.set(xscale="log", yscale="log", xlabel="payload, bytes", ylabel="time, us")
     return _finish(figure, axes)
 
@@ -110,19 +103,10 @@ def scaling(sides: Sequence[int], payload_bytes: int, network: Network = DEFAULT
                     line.append((side, 1e6 * seconds))
         for name, line in lines.items():
             if line:
-                axes.plot(
-                    *zip(*line, strict=True),
-                    style,
-                    marker="o",
-                    markersize=3,
-                    color=COLOURS[name],
-                    label=None if failed else name,
-                )
-    axes.plot(
-        sides,
-        [1e6 * bounds.all_reduce_seconds(payload_bytes, network) for bounds in least],
-        **LOWER_BOUND,
-    )
+                look = {"color": COLOURS[name], "label": None if failed else name}
+                axes.plot(*zip(*line, strict=True), style, marker="o", markersize=3, **look)
+    bounds = [1e6 * limit.all_reduce_seconds(payload_bytes, network) for limit in least]
+    axes.plot(sides, bounds, **LOWER_BOUND)
     axes.set(xscale="log", xlabel="chips along a side", ylabel="time, us", ylim=0)
     axes.set_xticks(sides, labels=[str(side) for side in sides])
     axes.minorticks_off()
@@ -137,11 +121,10 @@ def _seconds(topology: Topology, name: str, payload_bytes: int, network: Network
     if name in CHUNKED_BY_PAYLOAD and topology.num_live > MAX_TREE_CHIPS:
         return None
     try:
-        return Simulator(schedule_for(topology, name, payload_bytes, network)).seconds(
-            payload_bytes, network
-        )
+        schedule = schedule_for(topology, name, payload_bytes, network)
     except PlanError:
         return None
+    return Simulator(schedule).seconds(payload_bytes, network)
 
 
 def link_loads(simulation: Simulation) -> Figure:

@@ -2,11 +2,6 @@
 
 The page is white, so that it is readable on light and dark backgrounds. The same panels give the
 same bytes.
-
->>> from ftmesh.draw.panel import routes_panel
->>> from ftmesh.topology.topology import Topology
->>> draw_svg([routes_panel(Topology.grid("4x4"), [])]).startswith("<svg")
-True
 """
 
 from __future__ import annotations
@@ -52,9 +47,8 @@ _LEGEND_LINE, _LEGEND_GAP = 28.0, 26.0
 def draw_svg(panels: Sequence[Panel], *, title: str | None = None) -> str:
     """Draw panels in rows of up to four, with a legend.
 
-    Args:
-        panels: At least one. The part of a panel's title after a colon gets its own line.
-        title: For screen readers; by default the titles of the panels.
+    The part of a panel's title after a colon gets its own line. The `title` of the page is for
+    screen readers; by default it is the titles of the panels.
     """
     if not panels:
         raise ScheduleError("an SVG page needs at least one panel")

@@ -68,11 +68,7 @@ def draw_text(panel: Panel, *, colour: bool = False) -> str:
     """Draw a panel as text, x across and y down.
 
     ``→`` points at the chip where a message stops, ``⇢`` at a chip that passes it on. If a link has
-    both in one direction, only the stop is shown.
-
-    Args:
-        panel: What to draw.
-        colour: Whether to add terminal colour codes.
+    both in one direction, only the stop is shown. `colour` adds terminal colour codes.
     """
     topology = panel.topology
     canvas = dict(_links(panel))
@@ -108,10 +104,8 @@ def _links(panel: Panel) -> Iterator[tuple[Position, Ink]]:
             step = direction(panel.topology, a, b)
             stops = b == arrow.route[-1]
             if changes_layer(step):
-                yield (
-                    _to_layer(panel, a, step),
-                    ((_STOPS if stops else _PASSES)[step], arrow.colour),
-                )
+                glyph = (_STOPS if stops else _PASSES)[step]
+                yield _to_layer(panel, a, step), (glyph, arrow.colour)
                 continue
             for gap in gaps(panel.topology, a, b):
                 on_link = traffic.setdefault((gap, step[0] != 0), {})

@@ -5,13 +5,9 @@ with the largest whole sub-mesh, keep spare boards, or route around the hole. Ea
 against the same failures. *Goodput* is the training done, as a share of what the full mesh would do
 without failures. The model is that of `ASSUMPTIONS`; `ftmesh.planning.job_model` has the machine.
 
->>> job = TrainingJob(
-...     Topology.grid("4x4"), mtbf=8e6, repair_time=3e4, checkpoint_interval=3600.0, step_time=0.02
-... )
->>> sorted(LargestSubMesh(job).run_mode(frozenset({3})).boards)
-[0, 2]
->>> sorted(RouteAround(job).run_mode(frozenset({3})).boards)
-[0, 1, 2]
+Leaf chips have one link, which all of their data crosses, so no all-reduce with them can take less
+than a link takes for the payload. *Along the trees*, like any other chip, they come near that.
+*Fed* before and after, they take that time twice. *Idle*, they cost what they would have computed.
 """
 
 from __future__ import annotations
@@ -22,13 +18,20 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from ftmesh.algorithms import tree
+from ftmesh.algorithms.leaf_chips import LeafChips
+from ftmesh.cost.links import Network
+from ftmesh.cost.simulate import SYNCHRONOUS, Simulator
 from ftmesh.errors import ArgumentError, PlanError
+from ftmesh.planning.chunking import candidate_chunkings, schedule_for
 from ftmesh.planning.job_model import BOARD as BOARD
 from ftmesh.planning.job_model import Boards, box_topology
 from ftmesh.planning.job_model import TrainingJob as TrainingJob
-from ftmesh.planning.leaf_chips import LeafChipCosts, leaf_chip_costs
-from ftmesh.topology.notation import Coord
+from ftmesh.topology.graph import LinkGraph
+from ftmesh.topology.notation import Coord, format_failed
+from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
+from ftmesh.units import format_time
 
 SAMPLES, FEW = 4, 2  # damages simulated for each number of failed boards up to a few; then one
 MAX_FAILURES = 100_000  # simulated in all
@@ -84,7 +87,6 @@ class LargestSubMesh(WaitForRepair):
         self._speeds: dict[Coord, float] = {}  # by the size of the rectangle
 
     def run_mode(self, failed: Boards) -> RunMode:
-        """How the job runs with `failed` boards."""
         if not failed:
             return super().run_mode(failed)
         if len(failed) == self.num_boards:
@@ -104,8 +106,7 @@ class HotSpares(WaitForRepair):
         super().__init__(job)
         self.num_boards += job.num_spares
 
-    def run_mode(self, failed: Boards) -> RunMode:
-        """How the job runs with `failed` boards; the spares have the last numbers."""
+    def run_mode(self, failed: Boards) -> RunMode:  # spares have the last numbers
         live = [board for board in range(self.num_boards) if board not in failed]
         used = frozenset(live[: len(self.job.boards)])
         return RunMode(1.0 if len(used) == len(self.job.boards) else 0.0, used)
@@ -121,7 +122,6 @@ class RouteAround(LargestSubMesh):
         self._samples: dict[tuple[int, int], float] = {}
 
     def run_mode(self, failed: Boards) -> RunMode:
-        """How the job runs with `failed` boards."""
         if not failed or len(failed) == self.num_boards:
             return super().run_mode(failed)
         number = len(failed)
@@ -138,7 +138,6 @@ STRATEGIES = (WaitForRepair, LargestSubMesh, HotSpares, RouteAround)
 
 
 def _speed_or_zero(job: TrainingJob, topology: Topology) -> float:
-    """The speed on `topology`, or 0 if no algorithm can serve it."""
     try:
         return job.relative_speed(topology)
     except PlanError:
@@ -172,27 +171,17 @@ class Outcome:
 
 
 def simulate_strategies(
-    job: TrainingJob,
-    *,
-    horizon: float,
-    runs: int,
-    seed: int = 0,
-    progress: Progress | None = None,
+    job: TrainingJob, *, horizon: float, runs: int, seed: int = 0, progress: Progress | None = None
 ) -> dict[str, list[Outcome]]:
     """Simulate every strategy over the same histories of failures.
 
     Args:
         job: The machine and the job. Without spares, `HotSpares` is left out.
-        horizon: Seconds of a history.
-        runs: Number of histories.
-        seed: Of the random failures.
+        horizon: Seconds of a history, in which there are at most `MAX_FAILURES` over all runs.
         progress: Called with the work done and the work in all.
 
     Returns:
         The outcomes of all runs, by the name of the strategy.
-
-    Raises:
-        ArgumentError: There would be more than `MAX_FAILURES`.
     """
     if runs < 1 or horizon <= 0:
         raise ArgumentError("runs must be 1 or more, and horizon above 0 seconds")
@@ -278,19 +267,12 @@ def _account(outcome: Outcome, mode: RunMode, start: float, running: float, end:
 
 @dataclass(frozen=True)
 class DamageComparison:
-    """What each strategy makes of one damage until its repair.
-
-    Attributes:
-        topology: The damaged mesh.
-        repair_time: Seconds until the repair.
-        speeds: Relative speeds, by the name of the strategy.
-        done: Training done until the repair, in seconds of the full mesh.
-    """
+    """What each strategy makes of one damage until its repair, by the name of the strategy."""
 
     topology: Topology
     repair_time: float
-    speeds: dict[str, float]
-    done: dict[str, float]
+    speeds: dict[str, float]  # relative to the full mesh
+    done: dict[str, float]  # training until the repair, in seconds of the full mesh
 
     @property
     def best(self) -> str:
@@ -314,11 +296,71 @@ def compare_for_damage(job: TrainingJob, damaged: Topology) -> DamageComparison:
     return DamageComparison(damaged, job.repair_time, speeds, done)
 
 
-def compare_leaf_chips(job: TrainingJob, damaged: Topology) -> tuple[LeafChipCosts, float] | None:
-    """The costs of chips of `damaged` on a single link, and the compute time of a step in seconds.
+# Leaf chips -------------------------------------------------------------------------------------
 
-    None if there is no such chip.
-    """
+IN_TREES, FED, IDLE = "along the trees", "fed before and after", "idle"
+
+
+@dataclass(frozen=True)
+class LeafChipCosts:
+    """The times in seconds of an all-reduce with leaf chips `IN_TREES`, `FED` and `IDLE`."""
+
+    topology: Topology
+    leaf_chips: tuple[Coord, ...]
+    seconds: dict[str, float]
+
+    @property
+    def idle_topology(self) -> Topology:
+        """The mesh in which the leaf chips are idle."""
+        return self.topology.with_failed(self.leaf_chips)
+
+    def step_seconds(self, compute: float) -> dict[str, float]:
+        """The time of a training step in each case, if it computes for `compute` on all chips."""
+        more = self.topology.num_live / self.idle_topology.num_live
+        return {
+            name: compute * (more if name == IDLE else 1.0) + seconds
+            for name, seconds in self.seconds.items()
+        }
+
+    def best(self, compute: float) -> str:
+        """The case with the shortest step."""
+        steps = self.step_seconds(compute)
+        return min(steps, key=lambda name: steps[name])
+
+    def __str__(self) -> str:
+        verb = "has" if len(self.leaf_chips) == 1 else "have"
+        costs = ", ".join(f"{format_time(time)} {name}" for name, time in self.seconds.items())
+        return f"{format_failed(self.leaf_chips)} {verb} one link; an all-reduce takes {costs}"
+
+
+def leaf_chip_costs(
+    topology: Topology, payload_bytes: int, network: Network, mode: str = SYNCHRONOUS
+) -> LeafChipCosts | None:
+    """Simulate the cases; None if there are no leaf chips, or if all chips are."""
+    if isinstance(topology, TiledTopology) or len(topology.components()) > 1:
+        return None
+    leaves = LeafChips.from_graph(LinkGraph.from_topology(topology))
+    if not len(leaves.rank) or len(leaves.core_ranks) == 1:
+        return None
+    leaf_chips = tuple(topology.coords[rank] for rank in sorted(leaves.rank.tolist()))
+    without = topology.with_failed(leaf_chips)
+    by, *_ = candidate_chunkings(without, payload_bytes, network)
+    schedules = {
+        IN_TREES: schedule_for(topology, "tree", payload_bytes, network, mode),
+        FED: tree.build_schedule(
+            topology, by.num_chunks, width=by.width, balance=by.balance, leaves_apart=True
+        ),
+        IDLE: schedule_for(without, "tree", payload_bytes, network, mode),
+    }
+    seconds = {
+        name: Simulator(schedule).seconds(payload_bytes, network, mode)
+        for name, schedule in schedules.items()
+    }
+    return LeafChipCosts(topology, leaf_chips, seconds)
+
+
+def compare_leaf_chips(job: TrainingJob, damaged: Topology) -> tuple[LeafChipCosts, float] | None:
+    """The costs of leaf chips of `damaged`, if any, and the compute time of a step in seconds."""
     costs = leaf_chip_costs(damaged, job.payload_bytes, job.network)
     compute = job.step_time - job.full_all_reduce_seconds
     compute *= damaged.num_chips / damaged.num_live

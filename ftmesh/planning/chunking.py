@@ -4,16 +4,14 @@ More chunks take more rounds, each of which costs its latency; fewer leave links
 first chunks spread and the last ones gather. Along trees, k chunks take about ``a + b k`` rounds: b
 is the lower bound of the mesh (`ftmesh.cost.lower_bounds`), and a grows with its diameter. The time
 is least where ``k`` is the root of ``a / b`` times the payload, in units of the bytes that travel
-in the fixed time of a round. It is flat there, and some numbers of chunks or balances of links
-happen to do better than their neighbours, so several are planned if that takes little time.
+in the fixed time of a round. It is flat there, so several numbers of chunks and balances of links
+are planned if that takes little time.
 
-Several chunks per message do better still on the wires: finer chunks leave less idle, and rounds
-take no longer. With a device model they do take longer, so this is only for the wires alone, and
-for meshes that are planned in little time; on tori it helps small payloads only.
+On the wires alone several chunks per message do better still: finer chunks leave less idle, and
+rounds take no longer. With a device model they do; and on tori it helps small payloads only.
 
-In dataflow nothing waits for a round to end, and links go on while earlier chunks are on their way.
-Chunks are then small enough that a link carries two of them in the time of a hop, and trees are
-planned with that lag.
+In dataflow nothing waits for a round to end. Chunks are then small enough that a link carries two
+of them in the time of a hop, and trees are planned with that lag.
 """
 
 from __future__ import annotations
@@ -69,16 +67,8 @@ def schedule_for(
 ) -> Schedule:
     """Plan the schedule of `algorithm` for a payload. What takes long to plan is cached.
 
-    Args:
-        topology: The mesh.
-        algorithm: One of `ftmesh.algorithms.registry`.
-        payload_bytes: Bytes that each chip contributes.
-        network: Its links, for algorithms that choose the number of chunks.
-        mode: The clock by which the schedule will run; see `ftmesh.cost.simulate`.
-        max_work: Chips times chunks up to which trees are planned for dataflow.
-
-    Raises:
-        PlanError: The algorithm cannot serve the mesh; the message says why and which one can.
+    The network matters to algorithms that choose the number of chunks, and so does the clock by
+    which the schedule will run, `mode`; `max_work` is chips times chunks, for dataflow.
     """
     if algorithm not in registry.CHUNKED_BY_PAYLOAD:
         return registry.build_schedule(topology, algorithm)
@@ -197,10 +187,7 @@ def best_num_chunks(topology: Topology, payload_bytes: int, network: Network) ->
 
 
 def tree_lower_bound(topology: Topology, payload_bytes: int, network: Network) -> float:
-    """The least time in seconds of any plan along trees, found without planning.
-
-    Tiles are taken as chips, so their bound is lower than it need be.
-    """
+    """The least time of any plan along trees, found without planning; too low for tiles."""
     round_seconds, byte_seconds = _round_cost(topology, network)
     payload_seconds = payload_bytes * byte_seconds
     bound = _round_bound(topology.without_devices())
@@ -228,7 +215,7 @@ def _expected_rounds(topology: Topology) -> tuple[float, float]:
 
 
 def _as_chips(topology: Topology) -> Topology:
-    """The topology with tiles taken as chips, which makes no difference to rounds."""
+    """Tiles as chips, which makes no difference to rounds."""
     return Topology(topology.shape, topology.wrap, topology.failed, topology.failed_links)
 
 

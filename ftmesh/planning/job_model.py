@@ -3,10 +3,8 @@
 >>> job = TrainingJob(
 ...     Topology.grid("4x4"), mtbf=8e6, repair_time=3e4, checkpoint_interval=3600.0, step_time=0.02
 ... )
->>> [str(board) for board in job.boards]
-['2x2@0,0', '2x2@2,0', '2x2@0,2', '2x2@2,2']
->>> str(job.largest_box(frozenset({3}))[0])
-'2x4@0,0'
+>>> [str(board) for board in job.boards], str(job.largest_box(frozenset({3}))[0])
+(['2x2@0,0', '2x2@2,0', '2x2@0,2', '2x2@2,2'], '2x4@0,0')
 """
 
 from __future__ import annotations
@@ -34,28 +32,16 @@ Boards = frozenset[int]
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A machine and a job on it; times in seconds.
+    """A machine and a job on it; times in seconds."""
 
-    Attributes:
-        topology: The undamaged mesh.
-        mtbf: Mean time between failures of one board.
-        repair_time: From the failure of a board to its return.
-        checkpoint_interval: Time between checkpoints.
-        step_time: A training step on the full mesh, with its all-reduce.
-        payload_bytes: Bytes of the all-reduce of a step.
-        restart_time: Time to restart after a failure, or to return to more chips.
-        num_spares: Spare boards that are kept.
-        network: The links of the mesh.
-    """
-
-    topology: Topology
-    mtbf: float
-    repair_time: float
+    topology: Topology  # undamaged
+    mtbf: float  # mean time between failures of one board
+    repair_time: float  # from the failure of a board to its return
     checkpoint_interval: float
-    step_time: float
-    payload_bytes: int = 100_000_000
-    restart_time: float = 600.0
-    num_spares: int = 0
+    step_time: float  # on the full mesh, with its all-reduce
+    payload_bytes: int = 100_000_000  # of the all-reduce of a step
+    restart_time: float = 600.0  # after a failure, or to return to more chips
+    num_spares: int = 0  # spare boards
     network: Network = DEFAULT
 
     def __post_init__(self) -> None:
@@ -74,10 +60,7 @@ class TrainingJob:
 
     @cached_property
     def boards(self) -> list[Block]:
-        """The 2x2 blocks at even coordinates, smaller at the edge of a mesh with odd sides.
-
-        On three axes a board lies within a layer: 2x2x1.
-        """
+        """The 2x2 blocks at even coordinates, smaller at the edge of a mesh with odd sides."""
         sides = list(zip(self.topology.shape, SIDES, strict=False))
         corners = itertools.product(*(range(0, n, board) for n, board in reversed(sides)))
         return [
@@ -95,7 +78,11 @@ class TrainingJob:
         The order is that of `Topology.largest_rectangle`.
         """
         spans = [
-            [(low, min(high, n) - low) for low in range(0, n, side) for high in _ends(low, n, side)]
+            [
+                (low, min(high, n) - low)  # the last board may be cut off
+                for low in range(0, n, side)
+                for high in range(low + side, n + side, side)
+            ]
             for n, side in zip(self.topology.shape, SIDES, strict=False)
         ]
         boxes = [Block(*reversed([*zip(*box, strict=True)])) for box in itertools.product(*spans)]
@@ -115,11 +102,7 @@ class TrainingJob:
         return self.all_reduce_seconds(self.topology)
 
     def all_reduce_seconds(self, topology: Topology) -> float:
-        """The time of the fastest all-reduce on `topology`.
-
-        Raises:
-            PlanError: No algorithm can serve it.
-        """
+        """The time of the fastest all-reduce; raises PlanError if no algorithm can serve."""
         if topology.num_live == 1:
             return 0.0
         times = []
@@ -152,11 +135,6 @@ def box_topology(topology: Topology, box: Block) -> Topology:
     sides = zip(topology.wrap, is_cut, box.size, topology.shape, strict=True)
     wrap = [wraps and not cut and size == length for wraps, cut, size, length in sides]
     return Topology.grid(box.size, failed="", wrap=wrap)
-
-
-def _ends(start: int, length: int, side: int) -> range:
-    """Where a row of boards that begins at `start` may end; the last board may be cut off."""
-    return range(start + side, length + side, side)
 
 
 def _corners(box: Block) -> Iterator[Coord]:

@@ -74,9 +74,20 @@ def plan(
     links = network_for(topology) if link is None else parse_network(link)
 
     def make(executor: str) -> Plan:
-        return _make_plan(
-            topology, algorithm, payload_bytes, wire, links, with_idle, reduce_scatter, executor
+        network = links.wires_only if executor == PALLAS else links  # see `cost.kernel_model`
+        name = algorithm
+        if algorithm == AUTO:
+            split = reduce_scatter or executor == PPERMUTE_UNROLLED
+            chosen = select_algorithm(topology, payload_bytes, network, wire, reduce_scatter=split)
+            name = chosen.algorithm
+        schedule = make_schedule(topology, name, payload_bytes, wire, network, executor=executor)
+        proof, is_auto = verify(schedule), algorithm == AUTO
+        made = Plan(
+            schedule, payload_bytes, proof, with_idle, network, wire, executor, is_auto=is_auto
         )
+        if with_idle:
+            _ = made.program  # raises PlanError for idle chips that nothing can be sent to
+        return made
 
     if executor != AUTO:
         return make(executor)
@@ -86,42 +97,3 @@ def plan(
     kernel = make(PALLAS)
     is_faster = kernel_is_faster(permuted.schedule, kernel.schedule, payload_bytes, links, wire)
     return kernel if is_faster else permuted
-
-
-def _make_plan(
-    topology: Topology,
-    algorithm: str,
-    payload_bytes: int,
-    wire_dtype: str,
-    network: Network,
-    with_idle: bool,
-    reduce_scatter: bool,
-    executor: str,
-) -> Plan:
-    is_auto = algorithm == AUTO
-    if executor == PALLAS:
-        network = network.wires_only  # a kernel's own costs are in `cost.kernel_model`
-    if is_auto:
-        algorithm = select_algorithm(
-            topology,
-            payload_bytes,
-            network,
-            wire_dtype,
-            reduce_scatter=reduce_scatter or executor == PPERMUTE_UNROLLED,
-        ).algorithm
-    schedule = make_schedule(
-        topology, algorithm, payload_bytes, wire_dtype, network, executor=executor
-    )
-    made = Plan(
-        schedule,
-        payload_bytes,
-        verify(schedule),
-        with_idle,
-        network,
-        wire_dtype,
-        executor,
-        is_auto=is_auto,
-    )
-    if with_idle:
-        _ = made.program  # raises PlanError for idle chips that nothing can be sent to
-    return made

@@ -73,14 +73,7 @@ def optimizer_costs(
 ) -> OptimizerCosts:
     """Compare sharded and replicated optimizer state, each with its fastest algorithm.
 
-    Args:
-        topology: The mesh.
-        payload_bytes: Bytes of the gradients in float32.
-        network: Links and memory bandwidth, as ``ftmesh.cost.links.NETWORKS["v5e"]``.
-        optimizer: One of `MEMORY_TRAFFIC`.
-
-    Raises:
-        ArgumentError: The optimizer is unknown, or the memory bandwidth is.
+    The gradients are `payload_bytes` of float32; `optimizer` is one of `MEMORY_TRAFFIC`.
     """
     if optimizer not in MEMORY_TRAFFIC:
         raise ArgumentError(
@@ -90,23 +83,14 @@ def optimizer_costs(
     split = select_algorithm(topology, payload_bytes, network, reduce_scatter=True).algorithm
     schedule = schedule_for(topology, split, payload_bytes, network)
     reduced = select_algorithm(topology, payload_bytes, network, with_trees=True).candidates[0]
-    return OptimizerCosts(
-        sharded=UpdateCost(
-            split,
-            Simulator(schedule).seconds(payload_bytes, network),
-            update / topology.num_live,
-        ),
-        replicated=UpdateCost(reduced.algorithm, reduced.seconds, update),
-        num_ranks=topology.num_live,
-    )
+    communication = Simulator(schedule).seconds(payload_bytes, network)
+    sharded = UpdateCost(split, communication, update / topology.num_live)
+    replicated = UpdateCost(reduced.algorithm, reduced.seconds, update)
+    return OptimizerCosts(sharded, replicated, topology.num_live)
 
 
 def known_memory_bandwidth(network: Network) -> float:
-    """The memory bandwidth of a chip of `network`.
-
-    Raises:
-        ArgumentError: It is not known.
-    """
+    """The memory bandwidth of a chip of `network`; raises ArgumentError if it is not known."""
     if network.memory_bandwidth is None:
         raise ArgumentError(
             "the time of an update depends on the memory bandwidth of the chip, which is not known "

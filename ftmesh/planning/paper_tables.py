@@ -44,9 +44,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class PaperRun:
-    """A row of the paper's tables: shares of the step, and times of the whole training in
-    minutes.
-    """
+    """A row of the paper's tables, with shares of the step and times of the whole training."""
 
     benchmark: str
     mesh: str
@@ -68,9 +66,8 @@ class PaperRun:
     def ratio_range(self) -> tuple[float, float]:
         """The ratios that round to the shares as printed, two digits each."""
         f, g = self.full_share, self.damaged_share
-        return _ratio(f + _half_digit(f), g - _half_digit(g)), _ratio(
-            f - _half_digit(f), g + _half_digit(g)
-        )
+        df, dg = _half_digit(f), _half_digit(g)
+        return _ratio(f + df, g - dg), _ratio(f - df, g + dg)
 
     @property
     def topologies(self) -> tuple[Topology, Topology]:
@@ -131,10 +128,8 @@ def simulate_runs(
     device_model: DeviceModel | None = None,
 ) -> dict[PaperRun, list[SimulatedRun]]:
     """Simulate every run of the paper, for each mode and each link rate."""
-    return {
-        run: [_simulate(run, rate, mode, device_model) for mode in modes for rate in rates]
-        for run in RUNS
-    }
+    cases = [(rate, mode, device_model) for mode in modes for rate in rates]
+    return {run: [_simulate(run, *case) for case in cases] for run in RUNS}
 
 
 @cache
@@ -145,11 +140,7 @@ def _simulate(
     whole, damaged_mesh = run.topologies
     full, damaged, undamaged = (
         _simulator(topology, algorithm).seconds(run.payload_bytes, network, mode)
-        for topology, algorithm in [
-            (whole, FULL),
-            (damaged_mesh, DAMAGED),
-            (whole, DAMAGED),
-        ]
+        for topology, algorithm in ((whole, FULL), (damaged_mesh, DAMAGED), (whole, DAMAGED))
     )
     return SimulatedRun(run, network, mode, full, damaged, undamaged)
 

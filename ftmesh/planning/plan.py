@@ -106,16 +106,10 @@ class Plan:
         check_executor(executor, EXECUTORS)
         schedule = replace(schedule, topology=topology)
         links = network_for(topology) if link is None else parse_network(link)
-        return Plan(
-            schedule,
-            check_bytes(payload_bytes),
-            verify(schedule),
-            with_idle,
-            links.wires_only if executor == PALLAS else links,
-            wire_dtype_name(wire_dtype),
-            executor,
-            is_given=True,
-        )
+        links = links.wires_only if executor == PALLAS else links
+        size, wire = check_bytes(payload_bytes), wire_dtype_name(wire_dtype)
+        proof = verify(schedule)
+        return Plan(schedule, size, proof, with_idle, links, wire, executor, is_given=True)
 
     @property
     def topology(self) -> Topology:
@@ -134,9 +128,7 @@ class Plan:
         if first is not self:
             return first.program
         program = lower(
-            self.schedule,
-            devices_per_chip=self.topology.devices_per_chip,
-            with_idle=self.with_idle,
+            self.schedule, devices_per_chip=self.topology.devices_per_chip, with_idle=self.with_idle
         )
         is_unrolled = self.executor == PPERMUTE_UNROLLED
         executor = PPERMUTE if is_unrolled else self.executor
@@ -170,8 +162,8 @@ class Plan:
         is_split = isinstance(self.schedule, SplitSchedule)
         if is_split or not (self.is_auto or self._depends_on_size):
             return self
-        selection = self._select(self.payload_bytes, self.wire_dtype, reduce_scatter=True)
-        return self._sibling(selection.algorithm, self.payload_bytes, self.wire_dtype)
+        payload = self.payload_bytes, self.wire_dtype
+        return self._sibling(self._select(*payload, reduce_scatter=True).algorithm, *payload)
 
     @cached_property
     def unrolled_variant(self) -> Plan:
@@ -192,13 +184,9 @@ class Plan:
     def _select(
         self, size: int, wire: str, *, reduce_scatter: bool = False, with_trees: bool = False
     ) -> Selection:
+        split = reduce_scatter or self.executor == PPERMUTE_UNROLLED
         return select_algorithm(
-            self.topology,
-            size,
-            self.network,
-            wire,
-            reduce_scatter=reduce_scatter or self.executor == PPERMUTE_UNROLLED,
-            with_trees=with_trees,
+            self.topology, size, self.network, wire, reduce_scatter=split, with_trees=with_trees
         )
 
     @property

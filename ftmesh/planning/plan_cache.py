@@ -38,11 +38,7 @@ def load_or_plan(
 ) -> Schedule:
     """Return the cached schedule for these arguments, or `make` it and cache it if that was slow.
 
-    Args:
-        make: Plans the schedule.
-        topology: The chips; devices do not matter.
-        network: The links that the schedule is chosen for.
-        options: Everything else that `make` depends on: algorithm, payload, mode.
+    `options` are all else that `make` depends on. The devices of `topology` do not matter.
     """
     folder = cache_folder()
     if folder is None:
@@ -77,17 +73,9 @@ def cache_folder() -> Path | None:
 
 
 def _key(topology: Topology, network: Network, options: tuple[object, ...]) -> str:
-    facts = (
-        _source_digest(),
-        str(topology),
-        topology.shape,
-        topology.wrap,
-        sorted(topology.failed),
-        sorted(topology.failed_links),
-        topology.devices_per_chip,
-        network,
-        options,
-    )
+    damage = sorted(topology.failed), sorted(topology.failed_links)
+    mesh = str(topology), topology.shape, topology.wrap, damage, topology.devices_per_chip
+    facts = _source_digest(), mesh, network, options
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
@@ -119,16 +107,10 @@ def _write(path: Path, schedule: Schedule) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, [dumps(schedule)])
-        files = sorted(
-            (
-                (file.stat().st_mtime, file.stat().st_size, file)
-                for file in path.parent.glob("*.npz")
-            ),
-            reverse=True,
-        )
+        newest = sorted(path.parent.glob("*.npz"), key=lambda f: f.stat().st_mtime, reverse=True)
         total = 0
-        for _, size, file in files:
-            total += size
+        for file in newest:
+            total += file.stat().st_size
             if total > MAX_BYTES:
                 file.unlink(missing_ok=True)
     except OSError as error:

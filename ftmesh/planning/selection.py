@@ -96,7 +96,7 @@ class Selection:
                 + f"  {candidate.partial_sum_dtype}" * is_narrow
             )
         if device_model:
-            lines.append(f"  executor: {device_model}")
+            lines.append(f"  devices: {device_model}")
         return "\n".join([*lines, f"  no all-reduce can take less than {format_time(least)}"])
 
 
@@ -112,11 +112,8 @@ def select_algorithm(
     """Cost the algorithms that can serve `topology`, in synchronous rounds; remember the result.
 
     Args:
-        topology: The chips, and what has failed.
         payload_bytes: Bytes in `wire_dtype`. Where partial sums may not travel in that dtype (see
             `ftmesh.cost.wire_precision`), the reduce-scatter carries more and costs more.
-        network: The links, with a device model or without.
-        wire_dtype: The dtype in which the payload travels.
         reduce_scatter: Compare only algorithms with a reduce-scatter and an all-gather phase.
         with_trees: Plan trees even where they cannot be the cheapest, to show their cost.
 
@@ -157,10 +154,7 @@ def _select(
                 candidates.append(Candidate(name, rejection=why))
     ranked = _ranked(candidates)
     if ranked[0].rejection:
-        reasons = [
-            f"{candidate.algorithm} cannot run on {topology}: {candidate.rejection}"
-            for candidate in ranked
-        ]
+        reasons = [f"{one.algorithm} cannot run on {topology}: {one.rejection}" for one in ranked]
         rest = f"the largest whole sub-mesh is {topology.largest_rectangle()}"
         raise PlanError("; ".join([*reasons, rest]))
     return Selection(topology, payload_bytes, network, ranked, wire_dtype)
@@ -182,16 +176,12 @@ def _simulators(topology: Topology) -> dict[str, Simulator | str]:
 def _cost(simulator: Simulator, payload_bytes: int, network: Network, wire_dtype: str) -> Candidate:
     """Simulate a schedule for a payload whose partial sums travel in the dtype they need."""
     schedule = simulator.schedule
+    seconds = simulator.wire_dtype_seconds(payload_bytes, network, wire_dtype)
     wires = None
     if network.device_model:
         wires = simulator.wire_dtype_seconds(payload_bytes, network.wires_only, wire_dtype)
-    return Candidate(
-        algorithm=schedule.algorithm,
-        rounds=schedule.num_rounds,
-        seconds=simulator.wire_dtype_seconds(payload_bytes, network, wire_dtype),
-        partial_sum_dtype=schedule_partial_dtype(schedule, wire_dtype),
-        wires_seconds=wires,
-    )
+    partials = schedule_partial_dtype(schedule, wire_dtype)
+    return Candidate(schedule.algorithm, schedule.num_rounds, seconds, "", partials, wires)
 
 
 def make_schedule(
@@ -242,10 +232,7 @@ def _cached_tree(
 
 
 def carried_bytes(algorithm: str, payload_bytes: int, wire_dtype: str) -> int:
-    """Return the bytes that an algorithm splits into chunks.
-
-    Trees carry partial sums and results alike, in the dtype in which they are added.
-    """
+    """The bytes that an algorithm splits; trees carry all in the dtype in which it is added."""
     if algorithm not in registry.CHUNKED_BY_PAYLOAD:
         return payload_bytes
     added = FLOAT_FORMATS[accumulation_dtype(wire_dtype)].num_bytes

@@ -10,21 +10,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-SCRIPTS = (
-    "words.js",
-    "unpack.js",
-    "sums.js",
-    "places.js",
-    "colours.js",
-    "filling.js",
-    "paint.js",
-    "chart.js",
-    "player.js",
-    "panel.js",
-    "main.js",
-    "asking.js",
-    "events.js",
-)
+_NAMES = "words unpack sums places colours filling paint chart player panel main asking events"
+SCRIPTS = tuple(f"{name}.js" for name in _NAMES.split())
 
 
 def render_page(
@@ -40,16 +27,10 @@ def render_page(
     style = _asset("view.css")
     script = "\n".join(_asset(name) for name in SCRIPTS)
     data = {"scenes": list(scenes), "options": options, "plans_at": plans_at}
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            f"style-src {_hash(style)}",
-            f"script-src {_hash(script)}",
-            f"connect-src {'self' if plans_at else 'none'!r}",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
+        f"connect-src {'self' if plans_at else 'none'!r}; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
     )
     parts = {
         "policy": policy,

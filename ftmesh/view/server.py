@@ -46,6 +46,7 @@ _FIELDS = {
     "payload_bytes": int,
 }
 _LONG_NUMBER = re.compile(r"[0-9]{7}")
+_NO_PAGE = "there is no such page: use the address that was printed"
 
 
 class Server:
@@ -53,13 +54,9 @@ class Server:
 
     Args:
         first: The scene that is shown first; see `ftmesh.view.scene`.
-        network: The links to plan for.
         options: Command line options about links; see `ftmesh.view.page.render_page`.
         port: Port on loopback; 0 for any that is free.
         timeout: Seconds within which a request must arrive.
-
-    Raises:
-        ArgumentError: The port cannot be used.
     """
 
     def __init__(
@@ -89,7 +86,6 @@ class Server:
 
     @property
     def port(self) -> int:
-        """The port on which it listens."""
         return int(self._http.server_address[1])
 
     @property
@@ -107,19 +103,11 @@ class Server:
         self._http.server_close()
 
     def plan_scene(self, request: Any) -> dict[str, Any]:
-        """Plan the scene that the JSON of a request describes.
-
-        Raises:
-            FtmeshError: The request is wrong, or cannot be planned.
-        """
-        topology, fields = _parse_request(request)
+        """Plan the scene that the JSON of a request describes."""
+        topology = _parse_request(request)
+        size, algorithm = request["payload_bytes"], request["algorithm"]
         with self._planning:
-            return build_scene(
-                topology,
-                fields["algorithm"],
-                payload_bytes=fields["payload_bytes"],
-                network=self._network,
-            )
+            return build_scene(topology, algorithm, payload_bytes=size, network=self._network)
 
 
 class _Http(ThreadingHTTPServer):
@@ -138,11 +126,9 @@ class _DeadlineReader(io.RawIOBase):
         self._connection, self.deadline = connection, time.monotonic()
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read what arrives before the deadline."""
         left, usual = self.deadline - time.monotonic(), self._connection.gettimeout()
         if left <= 0:
             raise TimeoutError
@@ -179,18 +165,14 @@ class _Handler(BaseHTTPRequestHandler):
             if self.path == f"/{self.owner._token}/":
                 self._send(HTTPStatus.OK, self.owner._page, "text/html; charset=utf-8")
             else:
-                self._reject(
-                    HTTPStatus.NOT_FOUND, "there is no such page: use the address that was printed"
-                )
+                self._reject(HTTPStatus.NOT_FOUND, _NO_PAGE)
 
     def do_POST(self) -> None:
         """Plan, and send the scene."""
         if not self._is_ours():
             return
         if self.path != f"/{self.owner._token}/plan":
-            self._reject(
-                HTTPStatus.NOT_FOUND, "there is no such page: use the address that was printed"
-            )
+            self._reject(HTTPStatus.NOT_FOUND, _NO_PAGE)
             return
         body = self._body()
         if body is None:
@@ -222,17 +204,13 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         kind = self.headers.get("Content-Type", "").partition(";")[0].strip()
         if kind != "application/json":
-            self._reject(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-                "the content type of a request must be application/json",
-            )
+            why = "the content type of a request must be application/json"
+            self._reject(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)
         elif not (length.isascii() and length.isdigit()):
             self._reject(HTTPStatus.LENGTH_REQUIRED, "a request needs a Content-Length")
         elif len(length) > 9 or int(length) > MAX_REQUEST_BYTES:
-            self._reject(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"a request has at most {MAX_REQUEST_BYTES:,} bytes",
-            )
+            why = f"a request has at most {MAX_REQUEST_BYTES:,} bytes"
+            self._reject(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
         else:
             try:
                 return self.rfile.read(int(length))
@@ -283,8 +261,8 @@ def _check_unique(name: str, words: list[str]) -> None:
         raise ArgumentError(f"{name} has {repeated!r:.60} more than once")
 
 
-def _parse_request(request: Any) -> tuple[Topology, dict[str, Any]]:
-    """Check the names and types of the fields of a request; return its mesh and the fields."""
+def _parse_request(request: Any) -> Topology:
+    """Check the fields of a request; return its mesh, whose size is checked before its damage."""
     if not isinstance(request, dict) or set(request) != set(_FIELDS):
         raise ArgumentError(f"a request must have exactly the fields {', '.join(_FIELDS)}")
     for name, kind in _FIELDS.items():
@@ -293,11 +271,6 @@ def _parse_request(request: Any) -> tuple[Topology, dict[str, Any]]:
     if request["algorithm"] == ALL:
         raise ArgumentError("a request must name one algorithm")
     check_bytes(request["payload_bytes"])
-    return _topology(request), request
-
-
-def _topology(request: dict[str, Any]) -> Topology:
-    """The mesh that a request describes; its size is checked before its damage."""
     texts = [value for value in request.values() if isinstance(value, str)]
     if any(_LONG_NUMBER.search(text) for text in texts):
         raise ArgumentError("numbers in a request have at most six digits")
@@ -313,10 +286,7 @@ def _topology(request: dict[str, Any]) -> Topology:
         raise ArgumentError(f"wrap must be some of the axes {axes!r} of mesh {request['mesh']}")
     if request["devices_per_chip"] not in (1, 2):
         raise ArgumentError("devices_per_chip must be 1 or 2")
-    topology = Topology.grid(
-        shape,
-        failed=request["failed"],
-        failed_links=request["failed_links"],
-        wrap=[axis in request["wrap"] for axis in axes],
-    )
+    failed, failed_links = request["failed"], request["failed_links"]
+    wrap = [axis in request["wrap"] for axis in axes]
+    topology = Topology.grid(shape, failed=failed, failed_links=failed_links, wrap=wrap)
     return replace(topology, devices_per_chip=request["devices_per_chip"])

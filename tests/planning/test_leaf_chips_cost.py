@@ -7,8 +7,14 @@ import pytest
 from ftmesh import Topology
 from ftmesh.cli.main import main
 from ftmesh.cost.links import DEFAULT
-from ftmesh.planning.advise import TrainingJob, compare_leaf_chips
-from ftmesh.planning.leaf_chips import FED, IDLE, IN_TREES, leaf_chip_costs
+from ftmesh.planning.advise import (
+    FED,
+    IDLE,
+    IN_TREES,
+    TrainingJob,
+    compare_leaf_chips,
+    leaf_chip_costs,
+)
 
 WITH_LEAF = Topology.grid("6x6", failed="1x1@1,0")
 LINK = 100.0  # microseconds that a link takes for 5 MB

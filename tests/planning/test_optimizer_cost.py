@@ -12,7 +12,7 @@ from ftmesh.errors import ArgumentError
 from ftmesh.planning.optimizer_cost import MEMORY_TRAFFIC, optimizer_costs
 from ftmesh.topology.topology import Topology
 
-HOLE = Topology.grid("8x8", failed="2x2@2,2")
+HOLE = Topology.grid("4x8", failed="2x2@2,2")
 FAST = replace(DEFAULT, memory_bandwidth=1e12)
 
 
@@ -21,11 +21,11 @@ def test_both_costs_are_communication_and_an_update():
     ring = Simulator(registry.build_schedule(HOLE, "ring"))
     assert costs.sharded.algorithm == "ring"
     assert costs.sharded.communication == pytest.approx(ring.seconds(100_000_000, FAST))
-    assert costs.sharded.update == pytest.approx(7e8 / 1e12 / 60)
+    assert costs.sharded.update == pytest.approx(7e8 / 1e12 / 28)
     assert costs.replicated.algorithm == "tree"
-    assert costs.replicated.communication < 1385e-6
+    assert costs.replicated.communication < 1550e-6
     assert costs.replicated.update == pytest.approx(7e8 / 1e12)
-    assert str(costs).splitlines()[1].startswith("  replicated state: 2.05 ms by tree")
+    assert str(costs).splitlines()[1].startswith("  replicated state: 2.21 ms by tree")
 
 
 @pytest.mark.parametrize(

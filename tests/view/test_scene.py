@@ -14,8 +14,7 @@ from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.planning.chunking import schedule_for
 from ftmesh.planning.selection import select_algorithm
 from ftmesh.topology.topology import Topology
-from ftmesh.view.encoding import pack, unpack
-from ftmesh.view.scene import MAX_CHIPS, build_scene
+from ftmesh.view.scene import MAX_CHIPS, build_scene, pack, unpack
 
 ANY_MESH = {"flood", "tree"}  # what these serve
 DAMAGED = Topology.grid("6x4", failed="2x2@2,0")
