@@ -64,7 +64,7 @@ ALSO_WITHOUT_JAX = {
 # Beyond NumPy, JAX and the standard library.
 EXTRAS = {
     "matplotlib": {"draw.plots"},
-    "scipy": {"topology.backup_ranks", "cost.round_bounds"},  # which JAX brings
+    "scipy": {"topology.ranks", "cost.round_bounds"},  # which JAX brings
     "jaxlib": {"elastic.coordination_service"},  # alone, so that it starts at once
     "optax": {"optim", "planning.plan"},  # the latter for types
     "flax": {"nn"},

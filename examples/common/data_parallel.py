@@ -38,9 +38,8 @@ from ftmesh.planning.make_plan import plan
 from ftmesh.planning.plan import Plan
 from ftmesh.planning.selection import AUTO
 from ftmesh.testing import shard_map_on_one_device
-from ftmesh.topology.backup_ranks import backup_ranks
 from ftmesh.topology.devices import platform_of, process_of
-from ftmesh.topology.ranks import Ranks
+from ftmesh.topology.ranks import Ranks, backup_ranks
 from ftmesh.topology.topology import Topology
 from ftmesh.tpu.compiler_options import compiler_options
 

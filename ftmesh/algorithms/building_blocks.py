@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.ring_rule import RingRule
@@ -33,13 +33,10 @@ def reduce_scatter_rings(
     Returns:
         The transfers, and the first chunk that each slot ends with, shaped like `rings`.
     """
-    ranks = np.asarray(rings, np.int32)
+    ranks, base, part, size = _prepare(rings, first_chunk, count, rounds_per_step)
     length = ranks.shape[1]
-    base = _per_row(first_chunk, ranks)
     slot = np.arange(length)
     step = np.arange(length - 1)[:, None, None, None]
-    part = np.arange(rounds_per_step)[:, None, None]
-    size = count // rounds_per_step
     transfers = make_transfers(
         round=step * rounds_per_step + part,
         lane=lane,
@@ -58,23 +55,11 @@ def reduce_scatter_lines(
 
     Slot p ends with the sum of piece p. The pieces with the farthest to go leave first, so that
     everything arrives after ``length - 1`` steps of single hops, and no link is used twice in a
-    round.
-
-    Args:
-        lines: ``lines[j, p]`` is the rank in slot p of line j.
-        lane: the lane of transfers up the line; ``lane + 1`` is that of transfers down.
-        first_chunk: the first chunk of each line, or of all; a line has ``length * count`` chunks.
-        count: chunks in a piece.
-        rounds_per_step: rounds that each step is spread over, each moving an equal part of a piece.
-
-    Returns:
-        The transfers, and the first chunk that each slot ends with, shaped like `lines`.
+    round. Parameters and results are those of `reduce_scatter_rings`; `lane` is for transfers up
+    the line, and ``lane + 1`` for those down.
     """
-    ranks = np.asarray(lines, np.int32)
+    ranks, base, part, size = _prepare(lines, first_chunk, count, rounds_per_step)
     length = ranks.shape[1]
-    base = _per_row(first_chunk, ranks)
-    part = np.arange(rounds_per_step)[:, None, None]
-    size = count // rounds_per_step
     slot, owner = np.triu_indices(length, k=1)
     directions = []
     for is_down in (0, 1):
@@ -98,11 +83,7 @@ def bidirectional_rings(
 ) -> SplitSchedule:
     """Return an all-reduce along closed circuits, with equal parts of the payload each way round.
 
-    Args:
-        topology: the mesh.
-        circuits: closed walks over all live chips; no two may share a link.
-        algorithm: name of the algorithm.
-        name: name of the phases.
+    Each circuit visits all live chips, and no two share a link. `name` is that of the phases.
     """
     live = topology.num_live
     rings = [np.array([[topology.rank(coord) for coord in walk]], np.int32) for walk in circuits]
@@ -126,13 +107,8 @@ def mirrored_all_reduce(
 ) -> SplitSchedule:
     """Return the schedule of a reduce-scatter followed by its mirror image as all-gather.
 
-    Args:
-        topology: the mesh.
-        algorithm: name of the algorithm.
-        num_chunks: parts that the payload is cut into.
-        phases: name and content of each reduce-scatter phase; the names of the schedule's phases
-            get ", reduce-scatter" or ", all-gather" appended.
-        owner: for each chunk, the rank that has its sum after the reduce-scatter.
+    `phases` has the name and the content of each phase of the reduce-scatter, and `owner` the rank
+    that has the sum of each chunk after it.
     """
     scatter = [Phase(f"{name}, reduce-scatter", content) for name, content in phases]
     gather = [
@@ -149,5 +125,10 @@ def mirrored_all_reduce(
     )
 
 
-def _per_row(values: ArrayLike, rows: Ints) -> Ints:
-    return np.broadcast_to(np.asarray(values, np.int32), rows.shape[:1])[:, None]
+def _prepare(
+    rows: ArrayLike, first_chunk: ArrayLike, count: int, rounds_per_step: int
+) -> tuple[Ints, Ints, NDArray[np.intp], int]:
+    """The ranks, the first chunk of each row, the parts of a step, and chunks in a part."""
+    ranks = np.asarray(rows, np.int32)
+    base = np.broadcast_to(np.asarray(first_chunk, np.int32), ranks.shape[:1])[:, None]
+    return ranks, base, np.arange(rounds_per_step)[:, None, None], count // rounds_per_step

@@ -28,10 +28,8 @@ Corners = tuple[Coord, Coord, Coord, Coord]  # in the order of a walk around the
 
 
 class _Square(NamedTuple):
-    """Four chips, and the index of the cable from each to the next."""
-
     corners: Corners
-    sides: tuple[int, ...]
+    sides: tuple[int, ...]  # the index of the cable from each corner to the next
 
 
 def join_circuits(
@@ -39,14 +37,8 @@ def join_circuits(
 ) -> list[list[Coord]]:
     """Return a circuit through all live chips for each colour; no two share a cable.
 
-    Args:
-        topology: the mesh.
-        colours: the cables of each colour, which must form closed walks that together visit every
-            live chip.
-        max_tries: random changes before giving up.
-
-    Raises:
-        PlanError: if the walks cannot be joined.
+    `colours` has the cables of each colour, which must form closed walks that together visit every
+    live chip. Raises a `PlanError` after `max_tries` random changes.
 
     >>> torus = Topology.grid("3x4", wrap=True)
     >>> [len(walk) for walk in join_circuits(torus, [axis_links(torus, axis) for axis in (0, 1)])]
@@ -80,7 +72,6 @@ class _Walks:
         self._traverse()
 
     def _traverse(self) -> None:
-        """Follow every walk to find its chips and their order."""
         self.number: dict[Coord, int] = {}
         self.next: dict[Coord, Coord] = {}
         self.members: list[list[Coord]] = []
@@ -100,7 +91,6 @@ class _Walks:
         self._is_in_order = True
 
     def in_order(self) -> list[Coord]:
-        """The chips of the first walk, in order."""
         if not self._is_in_order:
             self._traverse()
         return self.members[0]
@@ -118,7 +108,6 @@ class _Walks:
         return 0 if (self.next[a] == b) == (self.next[d] == c) else 1
 
     def swap(self, a: Coord, b: Coord, c: Coord, d: Coord) -> None:
-        """Swap a-b and c-d for b-c and d-a."""
         joins = self.joins(a, b, c, d)
         for chip, old, new in ((a, b, d), (b, a, c), (c, d, b), (d, c, a)):
             ends = self.neighbours[chip]
@@ -134,8 +123,6 @@ class _Walks:
 
 
 class _SwapSearch:
-    """Searches for swaps that leave one walk of each colour."""
-
     def __init__(self, topology: Topology, walks: list[_Walks], max_tries: int) -> None:
         self.noun = topology.noun
         self.walks = walks
@@ -158,7 +145,6 @@ class _SwapSearch:
         return sum(walks.count - 1 for walks in self.walks)
 
     def run(self) -> None:
-        """Swap until each colour has one walk."""
         while before := self._num_excess:
             for is_better in (self._joins, lambda square: self._added_walks(square) < 0):
                 for square in self.squares:
@@ -223,6 +209,5 @@ def _corners(topology: Topology) -> Iterator[Corners]:
 
 
 def _next_along(topology: Topology, coord: Coord, axis: int) -> Coord:
-    """The next coord along `axis`, modulo its size."""
     index = (coord[axis] + 1) % topology.shape[axis]
     return (*coord[:axis], index, *coord[axis + 1 :])

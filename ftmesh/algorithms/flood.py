@@ -52,7 +52,6 @@ class Gather(NamedTuple):
 
     @property
     def num_rounds(self) -> int:
-        """Number of rounds."""
         return int(self.round[-1]) + 1
 
 
@@ -114,11 +113,7 @@ def _shortest_flood(sources: Ints, share: int) -> Gather:
 def flood(sources: Ints, share: int, lookahead: int, attempt: int = 0) -> Gather:
     """Spread `share` chunks of every chip to all chips.
 
-    Args:
-        sources: see `ftmesh.topology.graph.lane_sources`.
-        share: chunks of each chip.
-        lookahead: links prefer chunks that no chip within this many hops ahead has.
-        attempt: seed of the pseudo-random choices.
+    Links prefer chunks that no chip within `lookahead` hops has. `attempt` seeds the other choices.
     """
     held = _own_chunks(sources.shape[1], share)
     index = sources.astype(np.intp)

@@ -69,14 +69,7 @@ def book(
 ) -> list[Booking]:
     """Return bookings that bring every piece to every chip of every group.
 
-    A group that takes too long is merged with its neighbouring groups and booked again.
-
-    Args:
-        topology: the mesh.
-        groups: the groups, see `form_groups`.
-        pieces: the pieces to bring.
-        arrival: tells from which round on a ring chip can send a piece.
-        by: the round before which everything should be there.
+    A group that is not done before round `by` is merged with its neighbours and booked again.
     """
     waiting = list(groups)
     booked: list[tuple[Group, list[Booking]]] = []
@@ -108,11 +101,7 @@ def _merge(groups: list[Group]) -> Group:
 
 
 def _spread(
-    topology: Topology,
-    group: Group,
-    pieces: Collection[Piece],
-    arrival: Arrival,
-    exit_cost: float,
+    topology: Topology, group: Group, pieces: Collection[Piece], arrival: Arrival, exit_cost: float
 ) -> list[Booking]:
     """Book the links of `group`, starting with the pieces that the ring gets last.
 

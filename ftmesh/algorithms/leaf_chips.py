@@ -18,13 +18,7 @@ from ftmesh.topology.graph import LinkGraph
 
 @dataclass(frozen=True, eq=False)
 class LeafChips:
-    """The leaf chips of a graph, each before its parent.
-
-    Attributes:
-        graph: the graph.
-        rank: the ranks of the leaf chips.
-        link: the link from each to its parent, the chip it is attached to.
-        height: the length of the longest chain of leaf chips beyond each.
+    """The leaf chips of a graph, each before its parent: the chip that it is attached to.
 
     >>> from ftmesh.topology.topology import Topology
     >>> graph = LinkGraph.from_topology(Topology.grid("4x3", failed="1x2@1,0"))
@@ -35,8 +29,8 @@ class LeafChips:
 
     graph: LinkGraph
     rank: Ints
-    link: Ints
-    height: Ints
+    link: Ints  # from each to its parent
+    height: Ints  # the length of the longest chain of leaf chips beyond each
 
     @staticmethod
     def from_graph(graph: LinkGraph) -> LeafChips:

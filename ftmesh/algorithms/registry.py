@@ -43,27 +43,17 @@ _BYTES_PER_PAIR = 112  # of ranks: four transfers of a ring, seven columns of fo
 
 
 def current_name(algorithm: str) -> str:
-    """Return the name that `algorithm` has today; old names are still accepted.
-
-    >>> current_name("colours"), current_name("ring")
-    ('multi_ring', 'ring')
-    """
+    """Return the name that `algorithm` has today; old names are still accepted."""
     return RENAMED_ALGORITHMS.get(algorithm, algorithm)
 
 
 def build_schedule(
     topology: Topology, algorithm: str, num_chunks: int | None = None, *, lag: int = 0
 ) -> Schedule:
-    """Build the schedule of `algorithm` for `topology`.
+    """Build the schedule of `algorithm`; raises a `PlanError` if it does not work on this mesh.
 
-    Args:
-        topology: the mesh.
-        algorithm: one of `ALGORITHMS`, or an old name of one.
-        num_chunks: parts that the payload is cut into, for `CHUNKED_BY_PAYLOAD`.
-        lag: extra rounds that a transfer is under way, for `CHUNKED_BY_PAYLOAD`.
-
-    Raises:
-        PlanError: if the algorithm does not work on this mesh; says why, and which ones do.
+    For `CHUNKED_BY_PAYLOAD`, `num_chunks` is the parts that the payload is cut into, and `lag` the
+    extra rounds that a transfer is under way.
     """
     name = current_name(algorithm)
     if name not in ALGORITHMS:
@@ -82,10 +72,7 @@ def try_algorithms(topology: Topology) -> dict[str, Schedule | PlanError]:
 
     `CHUNKED_BY_PAYLOAD` are left out, since they need a payload. `FALLBACKS` are left out if
     another algorithm has a reduce-scatter; where every chip has three links or more,
-    `RING_ALGORITHMS` do not count for that.
-
-    Raises:
-        PlanError: if no algorithm can work on this mesh.
+    `RING_ALGORITHMS` do not count for that. Raises a `PlanError` if none can work on this mesh.
     """
     check_connected(topology)
     outcomes = _try_fast(topology)
@@ -121,19 +108,14 @@ def check_connected(topology: Topology) -> None:
     parts = topology.components()
     if len(parts) > 1:
         sizes = ", ".join(f"{len(part)} {topology.noun}s around {part[0]}" for part in parts)
+        remedy = ""
+        if topology.physical is topology:  # tiles cannot be named as failed chips
+            failed = format_failed(topology.failed.union(*parts[1:]))
+            remedy = f"; failed={failed!r} leaves the largest part"
         raise PlanError(
             f"{topology} is cut into {len(parts)} parts that no link joins: {sizes}; "
-            f"the largest whole sub-mesh is {topology.largest_rectangle()}{_largest_part(topology)}"
+            f"the largest whole sub-mesh is {topology.largest_rectangle()}{remedy}"
         )
-
-
-def _largest_part(topology: Topology) -> str:
-    """How to go on with the largest part."""
-    if topology.physical is not topology:
-        return ""  # tiles cannot be named as failed chips
-    others = {chip for part in topology.components()[1:] for chip in part}
-    failed = format_failed(topology.failed | others)
-    return f"; failed={failed!r} leaves the largest part"
 
 
 def _try_fast(topology: Topology) -> dict[str, Schedule | PlanError]:

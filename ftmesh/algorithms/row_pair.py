@@ -40,17 +40,11 @@ MAX_HEAD_START = 8  # rounds; a group of forwarding chips that needs more is mer
 
 @dataclass(frozen=True)
 class PairRings:
-    """The full rings of one orientation, and the forwarding to them.
+    """The full rings of one orientation, and the forwarding to them."""
 
-    Attributes:
-        along: the axis that the rows lie along.
-        rings: ``rings[i][p]`` is the chip in slot p of full pair i.
-        bookings: the forwarding of the other chips.
-    """
-
-    along: int
-    rings: list[list[Coord]]
-    bookings: list[Booking]
+    along: int  # the axis that the rows lie along
+    rings: list[list[Coord]]  # [i][p] is the chip in slot p of full pair i
+    bookings: list[Booking]  # the forwarding of the other chips
 
     @property
     def ring_rounds(self) -> int:
@@ -165,18 +159,11 @@ def _pair_schedule(topology: Topology, pairs: PairRings) -> Schedule:
 
 def _forwarding_transfers(topology: Topology, pairs: PairRings, half_chunks: int) -> Transfers:
     """The bookings of all groups as transfers, without lanes."""
-    size = len(pairs.rings)
-    last = pairs.first_rounds - 1
+    size, last = len(pairs.rings), pairs.first_rounds - 1
     rows = [
         (last - b.round, topology.rank(b.link[1]), topology.rank(b.link[0]), *b.piece)
         for b in pairs.bookings
     ]
     round_index, src, dst, half, index = np.array(rows).T
-    return make_transfers(
-        round=round_index,
-        lane=0,
-        src=src,
-        dst=dst,
-        chunk=half * half_chunks + index * size,
-        count=size,
-    )
+    chunk = half * half_chunks + index * size
+    return make_transfers(round=round_index, lane=0, src=src, dst=dst, chunk=chunk, count=size)

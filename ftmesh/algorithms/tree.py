@@ -58,8 +58,7 @@ def build_schedule(
         topology: the mesh.
         num_chunks: parts that the payload is cut into.
         width: chunks that a link carries per round, each in its own lane.
-        balance: see `grow_trees`. Default: several are tried, on
-            large meshes one.
+        balance: see `grow_trees`. Default: several are tried, on large meshes one.
         lag: extra rounds that a transfer is under way while its link goes on, for an executor
             without barriers.
         leaves_apart: keep leaf chips out of the trees: their values are added before the trees
@@ -132,12 +131,8 @@ def grow_trees(
 ) -> Ints:
     """Return spanning trees: ``[tree, rank]`` is the link from the parent to the rank, -1 at roots.
 
-    Args:
-        graph: the links.
-        num_trees: number of trees.
-        num_chunks: number of chunks that all trees together will carry.
-        balance: cost of using a link once more than the others, in hops per chunk of a tree.
-        lag: extra rounds that a transfer is under way.
+    `num_chunks` are carried by all trees together. `balance` is the cost of using a link once more
+    than the others, in hops per chunk of a tree.
     """
     chunks_per_tree = num_chunks / num_trees
     rounds_per_hop = 1 + lag

@@ -33,13 +33,8 @@ def order_messages(
 ) -> MessageRounds:
     """Return the round in which each link carries each chunk, with as few rounds as are found.
 
-    Args:
-        graph: the links.
-        trees: see `ftmesh.algorithms.tree.grow_trees`; chunks take them in turn.
-        num_chunks: number of chunks.
-        passes: how often messages are reordered backwards and forwards.
-        width: chunks that a link carries per round.
-        lag: extra rounds that a message is under way.
+    Chunks take the `trees` (see `ftmesh.algorithms.tree.grow_trees`) in turn. Messages are
+    reordered backwards and forwards `passes` times. A link carries `width` chunks per round.
     """
     tree_links = _tree_links(graph, trees)
     reverse = np.arange(graph.num_links) ^ 1

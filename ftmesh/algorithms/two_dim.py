@@ -73,12 +73,11 @@ def _piece_size(topology: Topology, axes: list[int]) -> int:
 
 
 def _rows(grid: Ints, axis: int) -> Ints:
-    """The lines of a grid along an axis."""
     return np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis])
 
 
 def _from_rows(rows: Ints, like: Ints, axis: int) -> Ints:
-    """The grid shaped like `like` whose lines along an axis are `rows`."""
+    """The inverse of `_rows`: a grid shaped like `like`."""
     return np.moveaxis(rows.reshape(np.moveaxis(like, axis, -1).shape), -1, axis)
 
 

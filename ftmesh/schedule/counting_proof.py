@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.schedule.rank_schedule import AnyRankSchedule
-from ftmesh.schedule.transfers import ADD, CellMoves, Ints, cell_moves, lane_slices
+from ftmesh.schedule.transfers import ADD, Ints, cell_moves, lane_slices
 
 Flags = NDArray[np.bool_]
 
@@ -48,10 +48,8 @@ def uncounted_chunks(ranks: AnyRankSchedule) -> NDArray[np.intp]:
                 wrong[lane] = cells[moves.src[lane]].any(axis=1)
                 cells[moves.src[lane]] = True
             wrong |= cells[moves.dst].any(axis=1)
-            if wrong.any():
-                _mark(unproved, moves, wrong)
-            if not moves.adds.all():
-                _mark(unproved, moves, ~moves.adds)
+            wrong |= ~moves.adds
+            unproved[moves.chunk[wrong][:, None] + np.arange(moves.size)] = True
     expected = np.repeat(contributes[:, None], num_chunks, axis=1)
     expected[ranks.owner, np.arange(num_chunks)] = False
     unproved |= (sent.reshape(num_ranks, num_chunks) != expected).any(axis=0)
@@ -82,10 +80,7 @@ def ungathered_chunks(ranks: AnyRankSchedule) -> NDArray[np.intp]:
     for phase in ranks.all_gather:
         for moves in (cell_moves(transfers, num_chunks) for transfers in phase.rounds()):
             cells = flat.reshape(-1, moves.size)
-            arriving = cells[moves.src]
-            if moves.adds.any():
-                arriving[moves.adds] = False
-            cells[moves.dst] = arriving
+            cells[moves.dst] = cells[moves.src] & ~moves.adds[:, None]
     return np.flatnonzero(~holds.all(axis=0))
 
 
@@ -125,8 +120,3 @@ def _by_chunk(ranks: AnyRankSchedule) -> tuple[Ints, ...]:
         columns = chunk, t.src[row], t.dst[row], np.full(len(row), index), (t.op == ADD)[row]
         parts.append(np.stack(columns).astype(np.int32))
     return tuple(np.concatenate(parts, axis=1))
-
-
-def _mark(chunks: Flags, moves: CellMoves, selected: Flags) -> None:
-    for offset in range(moves.size):
-        chunks[moves.chunk[selected] + offset] = True

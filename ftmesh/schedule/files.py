@@ -47,11 +47,7 @@ MetaRule = tuple[Callable[[Any], bool], str]  # whether a value is valid, and wh
 
 
 def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write `schedule` to `path` atomically.
-
-    Raises:
-        ScheduleFileError: if the file cannot be written.
-    """
+    """Write `schedule` to `path` atomically; raises `ScheduleFileError` if that fails."""
     check_schedule(schedule)
     try:
         write_atomic(path, [dumps(schedule)])
@@ -97,15 +93,12 @@ def dumps(schedule: Schedule) -> bytes:
     }
     if isinstance(topology, TiledTopology):
         meta |= {"tile": topology.tile, "chips": _topology_meta(topology.chips)}
-    arrays: dict[str, Any] = dict(zip(COLUMN_NAMES, schedule.transfers, strict=True))
-    arrays["coords"] = np.array(topology.coords, np.int32)
     owner, rounds = np.full(schedule.num_chunks, -1, np.int32), 0
     if isinstance(schedule, SplitSchedule):
         owner, rounds = schedule.owner, schedule.rounds_in_reduce_scatter
-    arrays["owner"] = owner
-    arrays["rounds_in_reduce_scatter"] = np.int32(rounds)
-    arrays["meta"] = np.array(json.dumps(meta))
+    further = np.array(topology.coords, np.int32), owner, np.int32(rounds), json.dumps(meta)
     file = io.BytesIO()
+    arrays: dict[str, Any] = dict(zip(_ARRAYS, (*schedule.transfers, *further), strict=True))
     np.savez_compressed(file, **arrays)
     return file.getvalue()
 
@@ -141,7 +134,7 @@ def _read(path: str | os.PathLike[str] | bytes) -> dict[str, NDArray[Any]]:
 
 
 def _unpack(file: IO[bytes]) -> dict[str, NDArray[Any]]:
-    """Return the arrays, after checking from their headers that they can be a schedule."""
+    """The arrays, after checking from their headers that they can be a schedule."""
     with NpzReader(file) as npz:
         headers = npz.headers
         missing = [name for name in _ARRAYS if name not in headers]
@@ -255,7 +248,6 @@ def _build_phases(transfers: Transfers, entries: list[dict[str, Any]]) -> tuple[
 
 
 def _parse_meta(array: NDArray[Any]) -> dict[str, Any]:
-    """Return the array `meta` parsed and checked."""
     try:
         meta = json.loads(str(array))
     except (ValueError, RecursionError) as error:
@@ -267,7 +259,7 @@ def _parse_meta(array: NDArray[Any]) -> dict[str, Any]:
 
 
 def _check_meta(meta: Any, rules: dict[str, MetaRule]) -> dict[str, Any]:
-    """Return `meta` with defaults, after checking the entries in `rules`."""
+    """`meta` with defaults, after checking the entries in `rules`."""
     checked = {"devices_per_chip": 1, **(meta if isinstance(meta, dict) else {})}
     for key, (is_valid, expected) in rules.items():
         if key not in checked:

@@ -31,14 +31,7 @@ from ftmesh.schedule.transfers import (
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """Rounds of transfers, numbered from 0.
-
-    Args:
-        name: what the phase does, for people.
-        content: the transfers, or rings in lockstep, which stay a rule.
-
-    Raises:
-        ScheduleError: if the transfers are not valid rounds and lanes.
+    """Rounds of transfers, numbered from 0; invalid ones raise a `ScheduleError`.
 
     >>> from ftmesh.schedule.transfers import make_transfers
     >>> swap = make_transfers(round=0, lane=0, src=[0, 1], dst=[1, 0], chunk=[0, 1])
@@ -47,7 +40,7 @@ class Phase:
     """
 
     name: str
-    content: Transfers | tuple[RingRule, ...]
+    content: Transfers | tuple[RingRule, ...]  # rings in lockstep stay a rule
 
     def __post_init__(self) -> None:
         if isinstance(self.content, Transfers):
@@ -77,10 +70,8 @@ class Phase:
 
     @property
     def num_transfers(self) -> int:
-        """Number of transfers."""
-        if isinstance(self.content, Transfers):
-            return len(self.content)
-        return len(self.first_round) * self.num_rounds
+        transfers, times = self._distinct_rounds
+        return len(transfers) * times
 
     def rounds(self) -> Iterator[Transfers]:
         """Yield the transfers of each round in turn; a round may be empty."""
@@ -108,7 +99,7 @@ class Phase:
     @property
     def _first_unsorted(self) -> Transfers:
         assert not isinstance(self.content, Transfers)
-        return join_transfers(rule.transfers_in_round(0) for rule in self.content)
+        return join_transfers(rule.first_round() for rule in self.content)
 
     @cached_property
     def _ring_order(self) -> NDArray[np.intp]:
@@ -117,7 +108,7 @@ class Phase:
 
     @property
     def _distinct_rounds(self) -> tuple[Transfers, int]:
-        """Transfers that have every pair of ranks, and how often the phase repeats them."""
+        """Transfers that have every pair of ranks and every chunk, and how often they repeat."""
         if isinstance(self.content, Transfers):
             return self.content, 1
         return self.first_round, self.num_rounds
@@ -141,35 +132,24 @@ class Phase:
     @cached_property
     def lanes(self) -> list[int]:
         """The lanes that are used."""
-        if isinstance(self.content, Transfers):
-            return list(np.unique(self.content.lane).tolist())
-        return sorted({rule.lane for rule in self.content})
+        return list(np.unique(self._distinct_rounds[0].lane).tolist())
 
     @cached_property
     def counts(self) -> list[int]:
         """The distinct numbers of chunks that transfers move."""
-        if isinstance(self.content, Transfers):
-            return list(np.unique(self.content.count).tolist())
-        return sorted({rule.count for rule in self.content})
+        return list(np.unique(self._distinct_rounds[0].count).tolist())
 
     def chunks_moved(self, op: int) -> int:
         """Return the number of chunks that are added (`ADD`) or copied (`COPY`)."""
-        if isinstance(self.content, Transfers):
-            return int(self.content.count[self.content.op == op].sum(dtype=np.int64))
-        rules = (rule for rule in self.content if rule.op == op)
-        return sum(rule.num_rounds * rule.rings.size * rule.count for rule in rules)
+        transfers, times = self._distinct_rounds
+        return times * int(transfers.count[transfers.op == op].sum(dtype=np.int64))
 
     @property
     def extent(self) -> tuple[int, int]:
         """The highest rank, and the end of the highest chunk."""
-        if isinstance(self.content, Transfers):
-            t = self.content
-            rank = max(int(t.src.max()), int(t.dst.max()))
-            return rank, int((t.chunk.astype(np.int64) + t.count).max())
-        return (
-            max(int(rule.rings.max()) for rule in self.content),
-            max(int(_chunk_ranges(rule)[1].max()) for rule in self.content),
-        )
+        t, _ = self._distinct_rounds
+        rank = max(int(t.src.max()), int(t.dst.max()))
+        return rank, int((t.chunk.astype(np.int64) + t.count).max())
 
     def transfers_of_chunk(self, chunk: int) -> Transfers:
         """Return the transfers that move `chunk`."""

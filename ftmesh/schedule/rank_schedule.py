@@ -21,18 +21,14 @@ class PhaseLike(Protocol):
     """The part of `Phase` that proofs read."""
 
     @property
-    def name(self) -> str:
-        """What the phase does."""
+    def name(self) -> str: ...
 
     @property
-    def num_rounds(self) -> int:
-        """Number of rounds."""
+    def num_rounds(self) -> int: ...
 
-    def rounds(self) -> Iterator[Transfers]:
-        """Yield the transfers of each round in turn."""
+    def rounds(self) -> Iterator[Transfers]: ...
 
-    def transfers_of_chunk(self, chunk: int) -> Transfers:
-        """Return the transfers that move `chunk`."""
+    def transfers_of_chunk(self, chunk: int) -> Transfers: ...
 
 
 P = TypeVar("P", bound=PhaseLike, covariant=True)
@@ -44,19 +40,11 @@ class RankSchedule(Generic[P]):
 
     Every chunk of every rank must end as the sum of what the `contributors` start with. If there is
     a reduce-scatter, that sum is at the chunk's `owner` when it ends.
-
-    Args:
-        num_chunks: chunks of the payload.
-        phases: the phases, in order.
-        names: the name of each rank in messages.
-        contributors: the ranks whose values are summed.
-        num_reduce_scatter_phases: how many phases the reduce-scatter has; 0 if there is none.
-        owner: for each chunk, the rank that owns it; None if there is no reduce-scatter.
     """
 
     num_chunks: int
     phases: tuple[P, ...]
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the ranks, in messages
     contributors: Ints
     num_reduce_scatter_phases: int = 0
     owner: Ints | None = None
@@ -70,20 +58,15 @@ class RankSchedule(Generic[P]):
         ranks = RankSchedule(schedule.num_chunks, schedule.phases, names, everyone)
         if not isinstance(schedule, SplitSchedule):
             return ranks
-        return replace(
-            ranks,
-            num_reduce_scatter_phases=len(schedule.reduce_scatter),
-            owner=schedule.owner,
-        )
+        num_phases = len(schedule.reduce_scatter)
+        return replace(ranks, num_reduce_scatter_phases=num_phases, owner=schedule.owner)
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks, idle ones included."""
         return len(self.names)
 
     @property
     def reduce_scatter(self) -> tuple[P, ...]:
-        """The phases of the reduce-scatter; none if there is no reduce-scatter."""
         return self.phases[: self.num_reduce_scatter_phases]
 
     @property
@@ -93,7 +76,6 @@ class RankSchedule(Generic[P]):
 
     @property
     def rounds_in_reduce_scatter(self) -> int:
-        """Rounds of the reduce-scatter."""
         return sum(phase.num_rounds for phase in self.reduce_scatter)
 
     def describe_round(self, index: int) -> str:

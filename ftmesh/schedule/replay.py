@@ -81,9 +81,8 @@ def replay(ranks: AnyRankSchedule, chunk: int, num_rounds: int) -> Replay:
         if index >= num_rounds:
             break
         read = counts[transfers.src]
-        for src, dst, op, value in zip(
-            transfers.src, transfers.dst, transfers.op, read, strict=True
-        ):
+        columns = transfers.src, transfers.dst, transfers.op, read
+        for src, dst, op, value in zip(*columns, strict=True):
             before = counts[dst].copy()
             counts[dst] = np.minimum(before + value, MAX_COUNT) if op == ADD else value
             move = (index, int(src), int(dst))

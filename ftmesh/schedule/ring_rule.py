@@ -18,18 +18,13 @@ from ftmesh.schedule.transfers import ADD, COPY, Ints, Transfers, make_transfers
 class RingRule:
     """Rings of equal length in lockstep: in round s, slot p sends piece p - s, which is added.
 
-    Args:
-        rings: ``rings[j, p]`` is the rank in slot p of ring j.
-        first_chunk: the first chunk of each ring, which has as many pieces as slots.
-        lane: the lane of all its transfers.
-        count: chunks in a piece.
-        mirrored: run backwards in time: results are copied the other way, last addition first.
+    Mirrored rings run backwards in time: results are copied the other way, last addition first.
     """
 
-    rings: Ints
-    first_chunk: Ints
+    rings: Ints  # [j, p] is the rank in slot p of ring j
+    first_chunk: Ints  # of each ring, which has as many pieces as slots
     lane: int
-    count: int = 1
+    count: int = 1  # chunks in a piece
     mirrored: bool = False
 
     def __post_init__(self) -> None:
@@ -54,42 +49,32 @@ class RingRule:
     @cached_property
     def src(self) -> Ints:
         """The ranks that send, the same in every round."""
-        return (self._next if self.mirrored else self.rings).ravel()
+        return (np.roll(self.rings, -1, axis=1) if self.mirrored else self.rings).ravel()
 
     @cached_property
     def dst(self) -> Ints:
         """The receiver of each of `src`."""
-        return (self.rings if self.mirrored else self._next).ravel()
-
-    @cached_property
-    def _next(self) -> Ints:
-        return np.roll(self.rings, -1, axis=1)
+        return (self.rings if self.mirrored else np.roll(self.rings, -1, axis=1)).ravel()
 
     @property
     def owned_chunks(self) -> Ints:
         """The first chunk that each slot ends with complete, shaped like `rings`."""
-        slot = np.arange(1, self.length + 1, dtype=np.int32)
-        piece = slot % self.length * self.count
-        return (self.first_chunk[:, None] + piece).astype(np.int32)
+        return self._chunks(1)
 
     def chunks_in_round(self, index: int) -> Ints:
         """Return the first chunk that each of `src` sends in round `index`."""
         step = self.num_rounds - 1 - index if self.mirrored else index
-        slot = np.arange(self.length, dtype=np.int32)
-        piece = (slot - step) % self.length * self.count
-        return (self.first_chunk[:, None] + piece).astype(np.int32).ravel()
+        return self._chunks(-step).ravel()
 
-    def transfers_in_round(self, index: int) -> Transfers:
-        """Return the transfers of round `index`."""
-        return make_transfers(
-            round=index,
-            lane=self.lane,
-            src=self.src,
-            dst=self.dst,
-            chunk=self.chunks_in_round(index),
-            count=self.count,
-            op=self.op,
-        )
+    def _chunks(self, offset: int) -> Ints:
+        """The first chunk of the piece `offset` after that of each slot."""
+        piece = np.arange(offset, offset + self.length) % self.length * self.count
+        return (self.first_chunk[:, None] + piece).astype(np.int32)
+
+    def first_round(self) -> Transfers:
+        """Return the transfers of round 0."""
+        ends = {"src": self.src, "dst": self.dst, "chunk": self.chunks_in_round(0)}
+        return make_transfers(round=0, lane=self.lane, **ends, count=self.count, op=self.op)
 
     def mirror(self) -> RingRule:
         """Return the same rings backwards in time."""

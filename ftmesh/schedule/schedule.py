@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -16,7 +16,6 @@ import numpy as np
 
 from ftmesh.errors import ArgumentError, ScheduleError
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.ring_rule import RingRule
 from ftmesh.schedule.transfers import ADD, Ints, Transfers, cell_moves, join_transfers, lane_slices
 from ftmesh.topology.routing import Route, deadlock_free_routes
 from ftmesh.topology.tiles import TiledTopology
@@ -28,11 +27,8 @@ from ftmesh.units import format_bytes
 class Schedule:
     """An all-reduce as phases for one topology: what an algorithm builds.
 
-    Args:
-        topology: the chips; ranks are its live chips (or tiles).
-        algorithm: name of the algorithm that built it.
-        num_chunks: equal parts that the payload is cut into.
-        phases: the phases, in order.
+    Ranks are the live chips (or tiles) of `topology`. The payload is cut into `num_chunks` equal
+    parts.
     """
 
     topology: Topology
@@ -58,7 +54,6 @@ class Schedule:
 
     @property
     def num_rounds(self) -> int:
-        """Number of rounds of all phases."""
         return sum(phase.num_rounds for phase in self.phases)
 
     @property
@@ -120,16 +115,11 @@ class Schedule:
         return loads
 
     def describe(self, payload_bytes: int | None = None) -> str:
-        """Return a summary with one line per phase.
-
-        Args:
-            payload_bytes: report link loads in bytes of this payload instead of as shares.
-        """
+        """Return a summary, a line per phase, with link loads in bytes if a payload is given."""
         hops = "neighbour-only" if self.is_neighbour_only else "with multi-hop routes"
         lines = [
             f"{self.algorithm} on {self.topology}: {self.topology.num_live} live "
-            f"{self.topology.noun}s, "
-            f"{self.num_rounds} rounds, {self.num_chunks} chunks, {hops}",
+            f"{self.topology.noun}s, {self.num_rounds} rounds, {self.num_chunks} chunks, {hops}",
             f"  {'phase':<38}{'rounds':>7}{'lanes':>7}{'chunks':>8}  busiest link carries",
         ]
         for phase in self.phases:
@@ -198,7 +188,17 @@ class SplitSchedule(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_owners()
+        if self.owner.shape != (self.num_chunks,):
+            raise ScheduleError(
+                f"owner must have an entry for each of {self.num_chunks} chunks; it has shape "
+                f"{self.owner.shape}"
+            )
+        low, high = int(self.owner.min()), int(self.owner.max())
+        if low < 0 or high >= self.topology.num_live:
+            raise ScheduleError(
+                f"owner must give ranks below {self.topology.num_live}; it has values from "
+                f"{low} to {high}"
+            )
         ends = np.cumsum([phase.num_rounds for phase in self.phases])[:-1].tolist()
         if self.rounds_in_reduce_scatter not in ends:
             raise ScheduleError(
@@ -239,19 +239,6 @@ class SplitSchedule(Schedule):
 
     __hash__ = None
 
-    def _check_owners(self) -> None:
-        if self.owner.shape != (self.num_chunks,):
-            raise ScheduleError(
-                f"owner must have an entry for each of {self.num_chunks} chunks; it has shape "
-                f"{self.owner.shape}"
-            )
-        low, high = int(self.owner.min()), int(self.owner.max())
-        if low < 0 or high >= self.topology.num_live:
-            raise ScheduleError(
-                f"owner must give ranks below {self.topology.num_live}; it has values from "
-                f"{low} to {high}"
-            )
-
 
 def check_schedule(value: object) -> None:
     """Raise ArgumentError unless `value` is a schedule."""
@@ -271,32 +258,26 @@ def phase_on_chips(phase: Phase, tiles: TiledTopology, num_chunks: int) -> Phase
     num_lanes = max(phase.lanes) + 1
     if isinstance(phase.content, Transfers):
         transfers = phase.content
-        return Phase(
-            phase.name,
-            join_transfers(
-                transfers.replace(
-                    src=ranks[transfers.src],
-                    dst=ranks[transfers.dst],
-                    chunk=transfers.chunk + np.int32(core * num_chunks),
-                    lane=transfers.lane + np.int32(core * num_lanes),
-                )
-                for core, ranks in itertools.product(cores, chips)
-            ),
-        )
-    return Phase(
-        phase.name,
-        tuple(
-            RingRule(
-                rings=chips[:, rule.rings].reshape(-1, rule.length),
-                first_chunk=np.tile(rule.first_chunk + np.int32(core * num_chunks), len(chips)),
-                lane=rule.lane + core * num_lanes,
-                count=rule.count,
-                mirrored=rule.mirrored,
+        parts = (
+            transfers.replace(
+                src=ranks[transfers.src],
+                dst=ranks[transfers.dst],
+                chunk=transfers.chunk + np.int32(core * num_chunks),
+                lane=transfers.lane + np.int32(core * num_lanes),
             )
-            for core in cores
-            for rule in phase.content
-        ),
+            for core, ranks in itertools.product(cores, chips)
+        )
+        return Phase(phase.name, join_transfers(parts))
+    rules = (
+        replace(
+            rule,
+            rings=chips[:, rule.rings].reshape(-1, rule.length),
+            first_chunk=np.tile(rule.first_chunk + np.int32(core * num_chunks), len(chips)),
+            lane=rule.lane + core * num_lanes,
+        )
+        for core, rule in itertools.product(cores, phase.content)
     )
+    return Phase(phase.name, tuple(rules))
 
 
 def addition_depth(phases: Iterable[Phase], num_ranks: int, num_chunks: int) -> int:
@@ -312,11 +293,8 @@ def addition_depth(phases: Iterable[Phase], num_ranks: int, num_chunks: int) -> 
         read = cells[moves.src]
         for lane in lane_slices(moves):
             target, adds = moves.dst[lane], moves.adds[lane]
-            if adds.all():
-                cells[target] = np.maximum(cells[target], read[lane]) + 1
-            else:
-                summed = np.maximum(cells[target], read[lane]) + 1
-                cells[target] = np.where(adds[:, None], summed, read[lane])
+            summed = np.maximum(cells[target], read[lane]) + 1
+            cells[target] = summed if adds.all() else np.where(adds[:, None], summed, read[lane])
     return int(depth.max())
 
 

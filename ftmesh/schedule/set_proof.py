@@ -27,23 +27,16 @@ Progress = Callable[[int, int], None]
 def check_sets(ranks: AnyRankSchedule, chunks: Chunks, progress: Progress | None = None) -> None:
     """Prove the sums of `chunks`: at owners after the reduce-scatter, at every rank in the end.
 
-    Args:
-        ranks: the phases to prove.
-        chunks: the chunks to prove.
-        progress: called with batches done and batches in all.
-
-    Raises:
-        VerificationError: if a sum is wrong.
+    `progress` is called with the batches of chunks that are done, and their number.
     """
+    report = progress or (lambda done, total: None)
     per_chunk = ranks.num_ranks * 8 * -(-ranks.num_ranks // 64)
     size = max(1, STATE_BYTES // per_chunk)
     batches = [chunks[low : low + size] for low in range(0, len(chunks), size)]
     for index, batch in enumerate(batches):
-        if progress:
-            progress(index, len(batches))
+        report(index, len(batches))
         _check_batch(ranks, batch)
-    if progress:
-        progress(len(batches), len(batches))
+    report(len(batches), len(batches))
 
 
 def _check_batch(ranks: AnyRankSchedule, chunks: Chunks) -> None:
@@ -87,10 +80,8 @@ def _moves_of_batch(moves: CellMoves, num_chunks: int, slot: Chunks, num_slots: 
 def _recount(ranks: AnyRankSchedule, chunk: int, num_rounds: int, holders: list[int]) -> None:
     """Raise unless each of `holders` has every contribution to `chunk` once."""
     exact = replay(ranks, chunk, num_rounds)
-    for rank in holders:
-        error = exact.error_at(rank)
-        if error:
-            raise VerificationError(error)
+    for error in filter(None, map(exact.error_at, holders)):
+        raise VerificationError(error)
 
 
 def _single_bits(num_ranks: int) -> Bits:

@@ -22,25 +22,15 @@ MAX_KEYS_PER_ROW = 8  # above this, rows are sorted instead of looked up in a ta
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
-    """Columns of equal length: entry i of each belongs to transfer i.
-
-    Attributes:
-        round: the round it happens in.
-        lane: the lane of that round; a lane is one ``ppermute``.
-        src: the rank that sends.
-        dst: the rank that receives.
-        chunk: the first chunk it moves.
-        count: how many chunks it moves.
-        op: `ADD` or `COPY`.
-    """
+    """Columns of equal length: entry i of each belongs to transfer i."""
 
     round: Ints
-    lane: Ints
-    src: Ints
+    lane: Ints  # of the round; a lane is one ``ppermute``
+    src: Ints  # the rank that sends
     dst: Ints
-    chunk: Ints
-    count: Ints
-    op: Ints
+    chunk: Ints  # the first that it moves
+    count: Ints  # how many chunks it moves
+    op: Ints  # `ADD` or `COPY`
 
     def __iter__(self) -> Iterator[Ints]:
         return (getattr(self, name) for name in COLUMN_NAMES)
@@ -75,11 +65,9 @@ class Transfers:
 
     def mirrored(self, last: int) -> Transfers:
         """Return them backwards in time from round `last`, each as a copy the other way."""
+        copies = np.full_like(self.op, COPY)
         return self.replace(
-            round=np.int32(last) - self.round,
-            src=self.dst,
-            dst=self.src,
-            op=np.full_like(self.op, COPY),
+            round=np.int32(last) - self.round, src=self.dst, dst=self.src, op=copies
         )
 
 

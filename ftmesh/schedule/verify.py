@@ -51,7 +51,6 @@ class Proof:
 
     @property
     def is_neighbour_only(self) -> bool:
-        """Whether every transfer was a single hop."""
         return self.longest_route == 1
 
     def __str__(self) -> str:
@@ -169,12 +168,10 @@ def _check_routes(schedule: Schedule, router: Router) -> list[Route]:
                     f"expected live chips and links only, found {_path(route)}"
                 )
         start += phase.num_rounds
-    cycle = find_cycle(routes.values())
-    if cycle:
-        links = ", ".join(f"{a}->{b}" for a, b in cycle)
+    if cycle := find_cycle(routes.values()):
         raise VerificationError(
             "routes can deadlock: expected no cycle of links that wait for each other, found "
-            f"{links}"
+            + ", ".join(f"{a}->{b}" for a, b in cycle)
         )
     return list(routes.values())
 

@@ -1,7 +1,7 @@
 """Turns what a user says has failed into chips and links of a grid.
 
-This is where ``"2x2@2,2"`` becomes coords. Users name chips by the coords of their devices, which
-need not start at zero and may have axes of size 1 that the grid drops. `CoordFrame` converts.
+Users name chips by the coords of their devices, which need not start at zero and may have axes of
+size 1 that the grid drops. `CoordFrame` converts them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,7 @@ FAILED_VARIABLE = "FTMESH_FAILED"
 
 @dataclass(frozen=True)
 class CoordFrame:
-    """Maps the coords of devices to the coords of a grid.
-
-    Coords may be written with all axes of the devices or with only those the grid keeps.
-
-    Args:
-        shape: shape of the grid.
-        low: device coords of the grid's lowest chip.
-        kept: the device axes that the grid keeps.
+    """Maps the coords of devices, with all axes or only those the grid keeps, to grid coords.
 
     >>> frame = CoordFrame((4, 4), low=(4, 2, 0), kept=(0, 1))
     >>> frame.locate((5, 2)), frame.locate((5, 2, 0)), frame.locate((3, 2))
@@ -44,8 +37,8 @@ class CoordFrame:
     """
 
     shape: Coord
-    low: Coord
-    kept: tuple[int, ...]
+    low: Coord  # device coords of the grid's lowest chip
+    kept: tuple[int, ...]  # the device axes that the grid keeps
 
     @classmethod
     def for_grid(cls, shape: str | Sequence[int]) -> CoordFrame:
@@ -58,10 +51,8 @@ class CoordFrame:
         low, high = self.corners(len(coord))
         if not all(a <= c <= b for a, c, b in zip(low, coord, high, strict=True)):
             return None
-        offsets = {
-            axis: c - self.low[axis] for axis, c in zip(self.axes(len(coord)), coord, strict=True)
-        }
-        return tuple(offsets[axis] for axis in self.kept)
+        axes = self.axes(len(coord))
+        return tuple(coord[axes.index(axis)] - self.low[axis] for axis in self.kept)
 
     def accepts(self, num_axes: int) -> bool:
         """Return whether coords may be written with `num_axes` axes."""
@@ -80,20 +71,14 @@ class CoordFrame:
 
 
 def failed_chips(failed: Failed, frame: CoordFrame) -> frozenset[Coord]:
-    """Return the grid coords of the chips that `failed` names.
+    """Return the grid coords of the chips that `failed` names, and raise if some lie beyond it.
 
-    Args:
-        failed: blocks such as ``"2x2@2,2;4x2@6,14"``, or a list of coords. None is no failure.
-        frame: the grid, and how its coords are written.
-
-    Raises:
-        TopologyError: if `failed` goes below zero or beyond the highest chip. Chips below the
-            lowest have no device, so they are unused anyway and are skipped.
+    Chips below the lowest have no device, so they are unused anyway and are skipped.
     """
     blocks = parse_blocks("" if failed is None else failed)
     for block in blocks:
         _check_inside(f"block {block}", block.corner, block.top, frame=frame)
-    return _grid_coords(filter(None, (_part_inside(block, frame) for block in blocks)), frame)
+    return _grid_coords(blocks, frame)
 
 
 def failed_links(links: Iterable[Link], frame: CoordFrame) -> frozenset[Link]:
@@ -111,22 +96,18 @@ def environment_failed_chips(frame: CoordFrame) -> frozenset[Coord]:
     """Return the grid coords of the chips that the variable ``FTMESH_FAILED`` names.
 
     The variable describes this machine, and the grid may be another one. So chips outside the grid
-    are skipped with a `TopologyWarning`.
-
-    Raises:
-        TopologyError: if the variable cannot be parsed, or names every chip of the grid.
+    are skipped with a `TopologyWarning`. That all chips of the grid have failed is an error.
     """
     try:
         blocks = parse_blocks(os.environ.get(FAILED_VARIABLE, ""))
     except TopologyError as error:
         raise TopologyError(f"the environment variable {FAILED_VARIABLE}: {error}") from None
-    inside: list[Block] = []
+    accepted = [block for block in blocks if frame.accepts(len(block.corner))]
+    chips = _grid_coords(accepted, frame)
     outside: list[Block] = []
     for block in blocks:
-        part = _part_inside(block, frame) if frame.accepts(len(block.corner)) else None
-        inside += [] if part is None else [part]
+        part = _part_inside(block, frame) if block in accepted else None
         outside += [block] if part is None else _difference(block, part)
-    chips = _grid_coords(inside, frame)
     remedy = "if this mesh is not this machine's, pass failed= (failed='' for no failures)"
     if len(chips) == math.prod(frame.shape):
         raise TopologyError(
@@ -144,18 +125,13 @@ def environment_failed_chips(frame: CoordFrame) -> frozenset[Coord]:
 
 
 def _grid_coords(blocks: Iterable[Block], frame: CoordFrame) -> frozenset[Coord]:
-    """The grid coords of the chips of blocks that are inside the grid."""
-    coords: set[Coord] = set()
-    for block in blocks:
-        num_axes = len(block.corner)
-        low, axes = frame.corners(num_axes)[0], frame.axes(num_axes)
-        kept = [axes.index(axis) for axis in frame.kept]
-        coords.update(tuple(coord[i] - low[i] for i in kept) for coord in block.coords())
-    return frozenset(coords)
+    """The grid coords of the chips of blocks, without those outside the grid."""
+    parts = filter(None, (_part_inside(block, frame) for block in blocks))
+    chips = (frame.locate(coord) for part in parts for coord in part.coords())
+    return frozenset(chip for chip in chips if chip is not None)
 
 
 def _part_inside(block: Block, frame: CoordFrame) -> Block | None:
-    """The part of a block that is on the grid."""
     low, high = frame.corners(len(block.corner))
     return _box(tuple(map(max, block.corner, low)), tuple(map(min, block.top, high)))
 
@@ -164,9 +140,8 @@ def _difference(block: Block, inner: Block) -> Iterator[Block]:
     """The rest of `block` without `inner`, as blocks."""
     low, high = block.corner, block.top
     for axis, (first, last) in enumerate(zip(inner.corner, inner.top, strict=True)):
-        below = _box(low, _with_axis(high, axis, first - 1))
-        above = _box(_with_axis(low, axis, last + 1), high)
-        yield from filter(None, (below, above))
+        below, above = _with_axis(high, axis, first - 1), _with_axis(low, axis, last + 1)
+        yield from filter(None, (_box(low, below), _box(above, high)))
         low, high = _with_axis(low, axis, first), _with_axis(high, axis, last)
 
 

@@ -32,12 +32,7 @@ class DeviceLayout(NamedTuple):
 
 
 def read_layout(devices: Iterable[Any], shape: Coord | None) -> DeviceLayout:
-    """Return where `devices` are on a grid.
-
-    Args:
-        devices: the devices, each once.
-        shape: shape of the grid; see `ftmesh.Topology.from_devices` for the default.
-    """
+    """Return where `devices` are on a grid; see `ftmesh.Topology.from_devices`."""
     devices = list(devices.flat if isinstance(devices, np.ndarray) else devices)
     if not devices:
         raise TopologyError("no devices were given")
@@ -61,30 +56,25 @@ def platform_of(device: Any) -> str:
 
 def process_of(device: Any) -> int:
     """Return the index of the process that has `device`."""
-    index: int = device.process_index
-    return index
-
-
-def near_square(count: int) -> Coord:
-    """Return the factor pair of `count` nearest to a square, the smaller first."""
-    low = max(n for n in range(1, math.isqrt(count) + 1) if count % n == 0)
-    return low, count // low
+    return int(device.process_index)
 
 
 def _layout_by_order(devices: Sequence[Any], shape: Coord | None) -> DeviceLayout:
     layout = _layout_from_environment(devices, shape)
     if layout is not None:
         return layout
-    shape = shape or _shape_from_environment(len(devices)) or near_square(len(devices))
+    shape = shape or _shape_from_environment(len(devices)) or _near_square(len(devices))
     if math.prod(shape) != len(devices):
         raise TopologyError(
             f"{len(devices)} devices without coords cannot fill mesh {format_shape(shape)}, "
             f"which has {math.prod(shape)} chips: give one device for every chip, failed ones too"
         )
-    devices_at = {
-        coord: (device,) for coord, device in zip(_all_coords(shape), devices, strict=True)
-    }
-    return DeviceLayout(CoordFrame.for_grid(shape), devices_at, frozenset(), 1)
+    return _one_per_chip(shape, _all_coords(shape), devices)
+
+
+def _near_square(count: int) -> Coord:
+    low = max(n for n in range(1, math.isqrt(count) + 1) if count % n == 0)
+    return low, count // low
 
 
 def _shape_from_environment(count: int) -> Coord | None:
@@ -109,9 +99,12 @@ def _layout_from_environment(devices: Sequence[Any], shape: Coord | None) -> Dev
         raise TopologyError(f"the environment variable {BLOCKS_VARIABLE}: {error}") from error
     if len(coords) != len(devices) or shape not in (None, full):
         return None
-    ordered = sorted(devices, key=process_of)
-    devices_at = {coord: (device,) for coord, device in zip(coords, ordered, strict=True)}
-    return DeviceLayout(CoordFrame.for_grid(full), devices_at, _missing(full, devices_at), 1)
+    return _one_per_chip(full, coords, sorted(devices, key=process_of))
+
+
+def _one_per_chip(shape: Coord, coords: list[Coord], devices: Sequence[Any]) -> DeviceLayout:
+    devices_at = {coord: (device,) for coord, device in zip(coords, devices, strict=True)}
+    return DeviceLayout(CoordFrame.for_grid(shape), devices_at, _missing(shape, devices_at), 1)
 
 
 def _layout_by_coords(devices: Sequence[Any], shape: Coord | None) -> DeviceLayout:

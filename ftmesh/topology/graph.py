@@ -41,9 +41,8 @@ class LinkGraph:
         links = [link for a, b in pairs for link in ((a, b), (b, a))]
         ends = np.array([[topology.rank(chip) for chip in link] for link in links], np.int32)
         source, target = ends.reshape(-1, 2).T
-        return LinkGraph(
-            topology.num_live, source, target, direction_lanes(topology, source, target)
-        )
+        lane = direction_lanes(topology, source, target)
+        return LinkGraph(topology.num_live, source, target, lane)
 
     @property
     def num_links(self) -> int:
@@ -54,8 +53,8 @@ class LinkGraph:
     def neighbours(self) -> list[list[tuple[int, int]]]:
         """The neighbours of each rank, each with the link that leads to it."""
         neighbours: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
-        for link, (a, b) in enumerate(zip(self.source.tolist(), self.target.tolist(), strict=True)):
-            neighbours[a].append((b, link))
+        for link, rank in enumerate(self.source.tolist()):
+            neighbours[rank].append((int(self.target[link]), link))
         return neighbours
 
     @cached_property
@@ -87,17 +86,13 @@ def direction_lanes(topology: Topology, src: Ints, dst: Ints) -> Ints:
     """
     coords = np.array(topology.coords)
     step = coords[dst] - coords[src]
-    over_edge = abs(step) > 1
-    downwards = np.where(over_edge, step > 0, step < 0).any(axis=1)
-    axis = (step != 0).argmax(axis=1)
-    lanes: Ints = (2 * axis + downwards).astype(np.int32)
+    downwards = np.where(abs(step) > 1, step > 0, step < 0).any(axis=1)
+    lanes: Ints = (2 * (step != 0).argmax(axis=1) + downwards).astype(np.int32)
     return lanes
 
 
 def lane_sources(topology: Topology) -> Ints:
-    """Return the rank that sends to each rank on each lane, ``[lane, rank]``.
-
-    Where a lane has no link to a rank, the entry is `num_live`, which is not a rank.
+    """Return the rank that sends to each rank, ``[lane, rank]``; `num_live` where none does.
 
     >>> lane_sources(Topology.grid("3")).tolist()
     [[3, 0, 1], [1, 2, 3]]

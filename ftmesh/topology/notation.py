@@ -110,14 +110,14 @@ def parse_link(text: str) -> Link:
     match = _LINK.fullmatch(text)
     if not match:
         raise TopologyError(f"{text!r:.60} is not a link: write two coords, as in '3,2-4,2'")
-    return _parse_coord(match[1]), _parse_coord(match[2])
+    return parse_coord(match[1]), parse_coord(match[2])
 
 
 def parse_coord(text: str) -> Coord:
     """Return ``6,14`` as ``(6, 14)``."""
     if not _COORD.fullmatch(text):
         raise TopologyError(f"{text!r:.60} is not a coord: write it as in '6,14', x first")
-    return _parse_coord(text)
+    return tuple(int(n) for n in text.split(","))
 
 
 def parse_drawing(drawing: str) -> tuple[Coord, frozenset[Coord]]:
@@ -163,8 +163,9 @@ def format_failed(failed: Iterable[Coord]) -> str:
         corner = min(remaining, key=lambda coord: coord[::-1])
         size = [1] * len(corner)
         for axis in range(len(corner)):
-            while remaining.issuperset(Block(_grown(size, axis), corner).coords()):
+            while remaining.issuperset(Block(tuple(size), corner).coords()):
                 size[axis] += 1
+            size[axis] -= 1
         blocks.append(Block(tuple(size), corner))
         remaining.difference_update(blocks[-1].coords())
     return ";".join(map(str, blocks))
@@ -175,14 +176,6 @@ def _integers(values: Iterable[Any]) -> Coord:
         return tuple(operator.index(n) for n in values)
     except TypeError:
         raise TopologyError(f"{values!r} is not a list of integers, such as (6, 14)") from None
-
-
-def _grown(size: Sequence[int], axis: int) -> Coord:
-    return tuple(n + (i == axis) for i, n in enumerate(size))
-
-
-def _parse_coord(text: str) -> Coord:
-    return tuple(int(n) for n in text.split(","))
 
 
 def _single(coord: Sequence[int]) -> Block:
@@ -197,7 +190,7 @@ def _parse_block(text: str) -> Block:
             f"{text!r:.60} is not a block: write WxH@x,y, size first and then the low corner, "
             "as in '4x2@6,14', or on three axes WxHxD@x,y,z; join several with ';'"
         )
-    return _check_block(Block(parse_shape(match[1]), _parse_coord(match[2])))
+    return _check_block(Block(parse_shape(match[1]), parse_coord(match[2])))
 
 
 def _distinct(items: Iterable[Block]) -> list[Block]:

@@ -1,7 +1,8 @@
-"""How the devices of a topology are numbered along the mesh axis of ranks."""
+"""The ranks of a topology: their numbers along the mesh axis, and a backup for each."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,28 +11,25 @@ from numpy.typing import NDArray
 
 from ftmesh.topology.topology import Topology
 
+_SAME_HOST = 1_000_000  # hops: more than any route has
+
 
 class HasTopology(Protocol):
     """What runs on the devices of a topology, such as a plan."""
 
     @property
-    def topology(self) -> Topology:
-        """The chips."""
-        ...
+    def topology(self) -> Topology: ...
 
     @property
-    def with_idle(self) -> bool:
-        """Whether the devices of failed chips are on the axis too."""
-        ...
+    def with_idle(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Ranks:
     """The ranks of a mesh axis, in the order of `Topology.jax_mesh`.
 
-    Args:
-        topology: the chips; ranks are their devices, chip by chip.
-        with_idle: whether the devices of failed chips have ranks too, in grid order.
+    Ranks are the devices of live chips, chip by chip. With `with_idle`, those of failed chips have
+    ranks too, and all are in grid order.
 
     >>> ranks = Ranks(Topology.grid("2x2", failed="1x1@0,0"), with_idle=True)
     >>> ranks.num_ranks, ranks.live.tolist()
@@ -49,9 +47,8 @@ class Ranks:
     @property
     def num_ranks(self) -> int:
         """Number of ranks, including those of idle devices."""
-        topology = self.topology
-        chips = topology.num_chips if self.with_idle else topology.num_live
-        return chips * topology.devices_per_chip
+        chips = self.topology.num_chips if self.with_idle else self.topology.num_live
+        return chips * self.topology.devices_per_chip
 
     @property
     def num_live(self) -> int:
@@ -68,3 +65,25 @@ class Ranks:
         devices = np.arange(topology.devices_per_chip)
         live: NDArray[np.int32] = chips[:, None] * topology.devices_per_chip + devices
         return live.reshape(-1).astype(np.int32)
+
+
+def backup_ranks(topology: Topology, hosts: Sequence[int]) -> NDArray[np.int64] | None:
+    """Return a backup rank for each rank: on another host, no two alike, fewest hops in all.
+
+    `hosts` has the host of each rank. Distances ignore failures. Returns None if there is no such
+    assignment: with one host, or where one host has more than half of the chips.
+
+    >>> backup_ranks(Topology.grid("2x1"), [0, 1]).tolist()
+    [1, 0]
+    """
+    from scipy.optimize import linear_sum_assignment  # a dependency of JAX
+
+    coords = np.repeat(np.array(topology.coords), topology.devices_per_chip, axis=0)
+    offsets = np.abs(coords[:, None] - coords[None])
+    sizes = np.array(topology.shape)
+    offsets = np.where(topology.wrap, np.minimum(offsets, sizes - offsets), offsets)
+    host = np.array(hosts)
+    hops = np.where(host[:, None] == host[None], _SAME_HOST, offsets.sum(-1))
+    _, assignment = linear_sum_assignment(hops)
+    backups: NDArray[np.int64] = assignment.astype(np.int64)
+    return None if (host[backups] == host).any() else backups

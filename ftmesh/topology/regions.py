@@ -53,11 +53,10 @@ def largest_box(shape: Coord, failed: Iterable[Coord], failed_links: Iterable[Li
     )
     for size in by_size:
         bad = _box_sums(sums[0], size)
+        corners = tuple(slice(0, n) for n in bad.shape)
         for axis, link_sums in enumerate(sums[1:]):
             inner = tuple(n - (i == axis) for i, n in enumerate(size))
-            if min(inner) > 0:
-                corners = tuple(slice(0, n) for n in bad.shape)
-                bad = bad + _box_sums(link_sums, inner)[corners]
+            bad = bad + _box_sums(link_sums, inner)[corners]
         free = np.argwhere(bad == 0)
         if len(free):
             corner = min((tuple(int(n) for n in c) for c in free), key=lambda c: c[::-1])
@@ -66,14 +65,7 @@ def largest_box(shape: Coord, failed: Iterable[Coord], failed_links: Iterable[Li
 
 
 def squarest_tile(shape: Coord, size: int) -> Coord:
-    """Return the sides of the squarest box of `size` chips that tiles the grid.
-
-    Raises:
-        TopologyError: if no box of `size` chips does.
-
-    >>> squarest_tile((4, 6), 6)
-    (2, 3)
-    """
+    """Return the sides of the squarest box of `size` chips that tiles the grid."""
     tiles = [
         tile
         for tile in itertools.product(*(range(1, n + 1) for n in shape))

@@ -46,24 +46,11 @@ def around_failures(
 ) -> Route:
     """Return the dimension-order route if it is live, else the shortest live one of fewest turns.
 
-    Ties go to the lower coords, so the route depends only on the topology and the two chips.
+    Ties go to the lower coords, so the route depends only on the topology and the two chips. A
+    detour takes all its steps in the direction `first` before any other, so that all detours pass
+    the failures on the same side. Raises a `RoutingError` if no live route exists.
 
-    Args:
-        topology: the mesh.
-        src: coord of the sender.
-        dst: coord of the receiver.
-        first: direction in which a detour takes all its steps before any other, so that all
-            detours pass the failures on the same side.
-
-    Raises:
-        RoutingError: if no live route exists.
-
-    >>> topo = Topology.from_drawing('''
-    ... .....
-    ... .XX..
-    ... .XX..
-    ... .....''')
-    >>> around_failures(topo, (2, 0), (2, 3))
+    >>> around_failures(Topology.grid("5x4", failed="2x2@1,1"), (2, 0), (2, 3))
     ((2, 0), (3, 0), (3, 1), (3, 2), (3, 3), (2, 3))
     """
     direct = dimension_order(topology, src, dst)
@@ -108,7 +95,10 @@ def _shortest(topology: Topology, src: Coord, dst: Coord, first: Direction | Non
         done.add((here, heading, in_first))
         for there in topology.neighbours(here):
             axis = _axis(here, there)
-            is_first = first == (axis, _step(here[axis], there[axis]))
+            step = there[axis] - here[axis]
+            if abs(step) > 1:  # over the edge: the direction of the walk that goes on
+                step = -step
+            is_first = first == (axis, 1 if step > 0 else -1)
             if is_first and not in_first:
                 continue
             if (there, axis, is_first) not in done:
@@ -116,12 +106,6 @@ def _shortest(topology: Topology, src: Coord, dst: Coord, first: Direction | Non
                 at_least = len(route) + _distance(topology, there, dst)
                 heapq.heappush(queue, (at_least, turned, (*route, there), axis, is_first))
     raise RoutingError(f"no live route leads from chip {src} to chip {dst} on {topology}")
-
-
-def _step(here: int, there: int) -> int:
-    """1 for a step up the axis, -1 for down; over the edge the sign of the walk that goes on."""
-    is_up = there > here
-    return 1 if is_up == (abs(there - here) == 1) else -1
 
 
 def _axis(a: Coord, b: Coord) -> int:

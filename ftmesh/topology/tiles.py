@@ -82,21 +82,14 @@ chips 1x1@4,2
                 "smaller tiles"
             )
         bare = Topology(tiling.shape, tuple(topology.wrap[axis] for axis in tiling.axes), failed)
-        live = bare.coords
+        live, every = tiling.chips_of(bare.coords), tiling.chips_of(bare.all_coords())
         return cls(
             shape=bare.shape,
             wrap=bare.wrap,
             failed=failed,
             failed_links=frozenset(_failed_tile_links(topology, tiling, bare)),
-            devices=_devices_by_tile(
-                topology, topology.devices, topology.coords, tiling.chips_of(live)
-            ),
-            all_devices=_devices_by_tile(
-                topology,
-                topology.all_devices,
-                topology.all_coords(),
-                tiling.chips_of(bare.all_coords()),
-            ),
+            devices=_reordered(topology, topology.devices, topology.coords, live),
+            all_devices=_reordered(topology, topology.all_devices, topology.all_coords(), every),
             chips=topology,
             tile=sides,
         )
@@ -115,12 +108,10 @@ chips 1x1@4,2
 
     @property
     def num_positions(self) -> int:
-        """Number of devices of a tile."""
         return math.prod(self.sides)
 
     @property
     def physical(self) -> Topology:
-        """The topology of chips and links that transfers travel over."""
         return self.chips
 
     def chips_of(self, coords: Iterable[Coord]) -> list[Coord]:
@@ -215,7 +206,7 @@ class _Tiling(NamedTuple):
         return chips
 
 
-def _devices_by_tile(
+def _reordered(
     topology: Topology, devices: Sequence[Any], chips: Iterable[Coord], ordered: Iterable[Coord]
 ) -> tuple[Any, ...]:
     """The devices of `chips`, in the order of `ordered`; unchanged if some are missing."""
@@ -229,8 +220,7 @@ def _devices_by_tile(
 def _failed_tile_links(topology: Topology, tiling: _Tiling, tiles: Topology) -> Iterator[Link]:
     """The links between tiles that some position cannot use because a link of chips has failed.
 
-    Straight routes between counterparts in two neighbouring tiles use all links of that direction
-    inside either tile, and those between the two.
+    Straight routes between two tiles use all links of that direction inside and between them.
     """
     for a, b in topology.failed_links:
         along = next(axis for axis in range(len(a)) if a[axis] != b[axis])

@@ -16,7 +16,6 @@ from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.topology import damage, regions
 from ftmesh.topology.damage import CoordFrame
 from ftmesh.topology.devices import read_layout
-from ftmesh.topology.jax_mesh import build_jax_mesh
 from ftmesh.topology.notation import (
     Block,
     Coord,
@@ -81,8 +80,7 @@ class Topology:
         links = {(min(a, b), max(a, b)) for a, b in self.failed_links}
         object.__setattr__(self, "failed_links", frozenset(links))
         for a, b in sorted(links):
-            on_grid = self._is_on_grid(a) and self._is_on_grid(b)
-            if not on_grid or b not in self._grid_neighbours(a):
+            if not self._is_on_grid(a) or b not in self._grid_neighbours(a):
                 raise TopologyError(
                     f"failed link {a}-{b}: {b} is not a neighbour of {a} on mesh {self.name}"
                 )
@@ -143,7 +141,7 @@ class Topology:
             wrap: whether axes wrap; one value for all axes or one for each.
         """
         layout = read_layout(devices, None if shape is None else parse_shape(shape))
-        frame = layout.frame
+        frame, at = layout.frame, layout.devices_at
         if failed is None:
             failed_chips = damage.environment_failed_chips(frame)
         else:
@@ -155,7 +153,6 @@ class Topology:
             failed_links=damage.failed_links(parse_links(failed_links), frame),
             devices_per_chip=layout.devices_per_chip,
         )
-        at = layout.devices_at
         live = tuple(device for coord in bare.coords for device in at[coord])
         every = tuple(device for coord in bare.all_coords() for device in at.get(coord, ()))
         return replace(bare, devices=live, all_devices=every)
@@ -207,11 +204,7 @@ class Topology:
         return (tuple(reversed(c)) for c in itertools.product(*axes))
 
     def rank(self, coord: Sequence[int]) -> int:
-        """Return the rank of the live chip at `coord`.
-
-        Raises:
-            TopologyError: if the chip has failed or is not on the mesh.
-        """
+        """Return the rank of the live chip at `coord`, or raise a `TopologyError`."""
         rank = self._ranks.get(tuple(coord))
         if rank is None:
             state = "has failed" if self._is_on_grid(tuple(coord)) else "is not on the mesh"
@@ -305,7 +298,7 @@ class Topology:
         return list(coords)
 
     def _position_shape(self, axis_names: tuple[str, ...]) -> Coord:
-        """The sizes of the mesh axes other than that of ranks."""
+        """The sizes of the JAX mesh axes other than that of ranks."""
         if len(axis_names) != 1:
             raise ArgumentError(
                 f"{self} has one axis of ranks, not {axis_names}: give one name, or use "
@@ -326,10 +319,8 @@ class Topology:
     def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Return ranks in groups of `size` neighbouring chips: equal, squarish boxes of the grid.
 
-        A failed chip leaves its group smaller; a box with no live chip gives no group.
-
-        Raises:
-            TopologyError: if the grid cannot be cut into equal boxes of `size` chips.
+        A failed chip leaves its group smaller; a box with no live chip gives no group. Raises a
+        `TopologyError` if the grid cannot be cut into such boxes.
         """
         tile = regions.squarest_tile(self.shape, size)
         groups: dict[Coord, list[int]] = {}
@@ -341,13 +332,9 @@ class Topology:
     # JAX ------------------------------------------------------------------------------------
 
     def jax_mesh(
-        self,
-        axis_name: str | Sequence[str],
-        *,
-        along: str | None = None,
-        with_idle: bool = False,
+        self, axis_name: str | Sequence[str], *, along: str | None = None, with_idle: bool = False
     ) -> jax.sharding.Mesh:
-        """Return a ``jax.sharding.Mesh`` with the live devices, by rank, along one axis.
+        """Return a ``jax.sharding.Mesh`` with the live devices, by rank, along one flat axis.
 
         Args:
             axis_name: name of the axis of ranks. A `TiledTopology` takes several names, such as
@@ -361,6 +348,8 @@ class Topology:
             TopologyError: if the topology was not built from devices, or `with_idle` is set and
                 some devices of the grid are missing.
         """
+        import jax
+
         names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
         shape = self._position_shape(names)
         if not self.devices:
@@ -368,6 +357,9 @@ class Topology:
                 f"{self.physical} was not built from devices: use "
                 "Topology.from_devices(jax.devices(), ...)"
             )
+        rank_axis = names[0] if along is None else along
+        if rank_axis not in names:
+            raise ArgumentError(f"along must be one of the axes {names}, not {along!r}")
         devices = self.all_devices if with_idle else self.devices
         num_ranks = (self.num_chips if with_idle else self.num_live) * self.devices_per_chip
         needed = num_ranks * self.num_positions
@@ -376,8 +368,8 @@ class Topology:
                 f"with_idle needs every device of {self.name}, and only {len(devices)} of {needed} "
                 "are there"
             )
-        by_rank = np.array(devices).reshape(num_ranks, -1)
-        return build_jax_mesh(self._by_position(by_rank, shape), names, along)
+        grid = self._by_position(np.array(devices).reshape(num_ranks, -1), shape)
+        return jax.sharding.Mesh(np.moveaxis(grid, 0, names.index(rank_axis)), names)
 
     # Text -----------------------------------------------------------------------------------
 

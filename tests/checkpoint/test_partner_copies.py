@@ -6,7 +6,7 @@ import pytest
 
 from ftmesh.checkpoint.snapshot import PartnerCopies
 from ftmesh.errors import DamagedCheckpointError
-from ftmesh.topology.backup_ranks import backup_ranks
+from ftmesh.topology.ranks import backup_ranks
 from ftmesh.topology.topology import Topology
 from tests.support.shards import (
     random_state,

@@ -17,7 +17,7 @@ from examples.soak.pod import FAST_COMPILE, LIMITS, MESH, PHASE_LIMIT, Pod, phas
 from examples.soak.train import PRESETS
 from ftmesh.testing.fault_injection import recorded_processes
 from ftmesh.testing.fault_spec import draw_faults
-from ftmesh.topology.backup_ranks import backup_ranks
+from ftmesh.topology.ranks import backup_ranks
 from ftmesh.topology.topology import Topology
 from tests.support.more import more
 

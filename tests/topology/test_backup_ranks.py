@@ -5,7 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from ftmesh.topology.backup_ranks import backup_ranks
+from ftmesh.topology.ranks import backup_ranks
 from ftmesh.topology.topology import Topology
 
 
