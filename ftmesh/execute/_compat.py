@@ -8,6 +8,7 @@ ftmesh's collectives are primitives of their own, with rules for types, derivati
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import jax
@@ -60,30 +61,29 @@ def as_varying(x: Any, axis_name: AxisName) -> Any:
 
 def varying_like(x: Any, other: Any) -> Any:
     """Type `x` as varying over all axes that `other` varies over."""
-    for axis_name in sorted(varying_axes(other) - varying_axes(x), key=str):
-        x = to_varying(x, axis_name)
-    return x
+    return _varying_over(x, varying_axes(other) - varying_axes(x))
 
 
 def zeros_like_psum(x: Any, axis_name: AxisName) -> Any:
     """Zeros with the type of ``lax.psum(x, axis_name)``."""
     zeros = weak_like_psum(jax.numpy.zeros(x.shape, x.dtype), x, axis_name)
-    for other in sorted(varying_axes(x) - {axis_name}, key=str):
-        zeros = to_varying(zeros, other)
-    return zeros
+    return _varying_over(zeros, varying_axes(x) - {axis_name})
 
 
 def zeros_of_aval(aval: Any, dtype: Any) -> Any:
     """Zeros in `dtype` with the shape and the varying axes of a type."""
-    zeros = jax.numpy.zeros(aval.shape, dtype)
-    for axis_name in sorted(_varying(aval), key=str):
-        zeros = to_varying(zeros, axis_name)
-    return zeros
+    return _varying_over(jax.numpy.zeros(aval.shape, dtype), _varying(aval))
 
 
 def axis_exists(axis_name: AxisName) -> bool:
     """True if `axis_name` is bound here, by shard_map, pmap or vmap."""
     return bool(core.get_axis_env().axis_exists(axis_name))
+
+
+def _varying_over(x: Any, axis_names: frozenset[AxisName]) -> Any:
+    for axis_name in sorted(axis_names, key=str):
+        x = to_varying(x, axis_name)
+    return x
 
 
 def _varying(aval: Any) -> frozenset[AxisName]:
@@ -146,10 +146,8 @@ def linear_collective(
         transpose_of_invariant: If given, the result is typed as the same along the axis, where that
             is checked. Then so is its cotangent, and this is the transpose, which must vary.
         makes_varying: The argument is typed as the same along the axis, and the result as varying.
-        check_mesh: ``check_mesh(mesh, axis_name=..., **params)`` raises if the primitive must not
-            run on the devices of a mesh.
-        is_interpreted: ``is_interpreted(**params)`` is True if `run` calls back to Python at run
-            time.
+        check_mesh: Called with the mesh and the params; raises if the primitive must not run there.
+        is_interpreted: Called with the params; True if `run` calls back to Python at run time.
     """
     primitive = Primitive(f"ftmesh_{name}")
     makes_invariant = transpose_of_invariant is not None
@@ -175,10 +173,7 @@ def linear_collective(
             return primitive.bind(x, axis_name=axis_name, **params), x.ndim - 1
         if dim is None:
             x, dim = jax.numpy.broadcast_to(x, (axis_data.size, *x.shape)), 0
-
-        def emulated_rank(x: Any) -> Any:
-            return run(x, axis_name=axis_name, emulated=True, **params)
-
+        emulated_rank = partial(run, axis_name=axis_name, emulated=True, **params)
         return jax.vmap(emulated_rank, in_axes=dim, axis_name=axis_name)(x), 0
 
     def transpose_rule(cotangent: Any, x: Any, *, axis_name: AxisName, **params: Any) -> Any:
@@ -220,16 +215,8 @@ def _barrier_except_zeros(values: Any) -> list[Any]:
     return [value if type(value) is ad.Zero else next(passed) for value in values]
 
 
-def _barrier_jvp(primals: Any, tangents: Any) -> Any:
-    return barrier(primals), _barrier_except_zeros(tangents)
-
-
-def _barrier_transpose(cotangents: Any, *_: Any) -> Any:
-    return _barrier_except_zeros(cotangents)
-
-
-ad.primitive_jvps[_barrier] = _barrier_jvp
-ad.primitive_transposes[_barrier] = _barrier_transpose
+ad.primitive_jvps[_barrier] = lambda xs, tangents: (barrier(xs), _barrier_except_zeros(tangents))
+ad.primitive_transposes[_barrier] = lambda cotangents, *_: _barrier_except_zeros(cotangents)
 
 
 # The distributed runtime ------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def read_back(program: Program) -> RankSchedule[LoopRounds]:
     """Turn a program back into rounds of transfers between its ranks."""
     return RankSchedule(
         num_chunks=program.num_chunks,
-        phases=tuple(map(LoopRounds, program.loops)),
+        phases=tuple(LoopRounds(x.name, x.num_rounds, x.lanes) for x in program.loops),
         names=program.names,
         contributors=program.live,
         num_reduce_scatter_phases=len(program.reduce_scatter),
@@ -86,40 +86,27 @@ def read_back(program: Program) -> RankSchedule[LoopRounds]:
 
 
 @dataclass(frozen=True, eq=False)
-class LoopRounds:
+class LoopRounds(Loop):
     """A loop as rounds of transfers."""
-
-    loop: Loop
-
-    @property
-    def name(self) -> str:
-        """The name of the phase that the loop was lowered from."""
-        return self.loop.name
-
-    @property
-    def num_rounds(self) -> int:
-        """The number of rounds."""
-        return self.loop.num_rounds
 
     def rounds(self) -> Iterator[Transfers]:
         """The transfers of each round in order; a round may be empty."""
-        ends = [np.array(lane.permutation, np.int32).T for lane in self.loop.lanes]
-        for now in range(self.loop.num_rounds):
+        ends = [np.array(lane.permutation, np.int32).T for lane in self.lanes]
+        for now in range(self.num_rounds):
             pieces = []
-            for number, (lane, (src, dst)) in enumerate(zip(self.loop.lanes, ends, strict=True)):
-                sent = lane.send.entries_in(now)[src]
-                sends = sent != IDLE
-                pieces.append(
-                    make_transfers(
-                        round=now,
-                        lane=number,
-                        src=src[sends],
-                        dst=dst[sends],
-                        chunk=lane.chunk_ids(sent[sends]),
-                        count=lane.count,
-                        op=lane.ops(sent[sends]),
-                    )
+            for number, (lane, (src, dst)) in enumerate(zip(self.lanes, ends, strict=True)):
+                entries = lane.send.entries_in(now)[src]
+                sends = entries != IDLE
+                sent = make_transfers(
+                    round=now,
+                    lane=number,
+                    src=src[sends],
+                    dst=dst[sends],
+                    chunk=lane.chunk_ids(entries[sends]),
+                    count=lane.count,
+                    op=lane.ops(entries[sends]),
                 )
+                pieces.append(sent)
             yield join_transfers(pieces)
 
     def transfers_of_chunk(self, chunk: int) -> Transfers:

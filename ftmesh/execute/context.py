@@ -17,8 +17,6 @@ from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat
 from ftmesh.execute.lowering import Permutation, Program
 
-Devices = NDArray[np.object_]
-
 
 @dataclass(frozen=True)
 class WireDtypes:
@@ -79,21 +77,20 @@ def complete_permutation(permutation: Permutation, num_ranks: int) -> Permutatio
 
 
 def check_mesh_devices(
-    devices: Devices, axis_names: Sequence[Any], axis_name: Any, *expected: Sequence[Any]
+    devices: NDArray[np.object_],
+    axis_names: Sequence[Any],
+    axis_name: Any,
+    *expected: Sequence[Any],
 ) -> None:
     """Check that the plan's devices stand along a mesh axis in rank order.
 
     A program knows ranks only: on other devices, or in another order, it would still sum correctly,
     but over links that the plan does not use.
 
-    Args:
-        devices: The devices of the mesh.
-        axis_names: The axes of the mesh.
-        axis_name: The axis that the plan runs along. Nothing is checked if the mesh has no such
-            axis.
-        expected: The plan's devices by rank: one line, or one per position of a tile. The mesh may
-            have more lines along the axis; those must have the same shape elsewhere, which is
-            checked if devices have coordinates. Nothing is checked if the lines are empty.
+    `expected` are the plan's devices by rank: one line, or one per position of a tile. The mesh may
+    have more lines along the axis; those must have the same shape elsewhere, which is checked if
+    devices have coordinates. Nothing is checked if the lines are empty, or the mesh has no such
+    axis.
 
     Raises:
         CollectiveError: A device is not where the plan has it.

@@ -9,6 +9,7 @@ devices end with the same values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from ftmesh.algorithms.forwarding import Group, book
 from ftmesh.errors import PlanError
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.rank_schedule import RankSchedule
-from ftmesh.schedule.ring_rule import RingRule
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.transfers import ADD, COPY, Ints, Transfers, join_transfers, make_transfers
 from ftmesh.topology.notation import Coord
@@ -64,13 +64,7 @@ def _renumber(phase: Phase, position: Ints) -> Phase:
     if isinstance(phase.content, Transfers):
         c = phase.content
         return Phase(phase.name, c.replace(src=position[c.src], dst=position[c.dst]))
-    return Phase(
-        phase.name,
-        tuple(
-            RingRule(position[r.rings], r.first_chunk, r.lane, r.count, r.mirrored)
-            for r in phase.content
-        ),
-    )
+    return Phase(phase.name, tuple(replace(r, rings=position[r.rings]) for r in phase.content))
 
 
 # Idle chips -------------------------------------------------------------------------------------
@@ -100,14 +94,9 @@ def _with_deliveries(
     bookings = book(full, _idle_groups(full, topology.failed), pieces, arrival, by=_NEVER)
     rows = [(b.round, *map(full.grid_index, b.link), b.piece[1]) for b in bookings]
     when, src, dst, piece = np.array(sorted(rows), np.int32).T
+    lane = _free_lanes(last, zip(src.tolist(), dst.tolist(), strict=True))
     deliveries = make_transfers(
-        round=when,
-        lane=_free_lanes(last, zip(src.tolist(), dst.tolist(), strict=True)),
-        src=src,
-        dst=dst,
-        chunk=piece * size,
-        count=size,
-        op=COPY,
+        round=when, lane=lane, src=src, dst=dst, chunk=piece * size, count=size, op=COPY
     )
     during = when < last.num_rounds
     result = [*before, Phase(last.name, join_transfers([last.transfers, deliveries.take(during)]))]
@@ -235,16 +224,9 @@ def _on_both_cores(phase: Phase, num_chunks: int) -> Phase:
             for core in (0, 1)
         )
         return Phase(phase.name, join_transfers(both))
-    return Phase(
-        phase.name,
-        tuple(
-            RingRule(
-                np.concatenate([2 * r.rings, 2 * r.rings + 1]).astype(np.int32),
-                np.concatenate([r.first_chunk, r.first_chunk + num_chunks]).astype(np.int32),
-                r.lane,
-                r.count,
-                r.mirrored,
-            )
-            for r in phase.content
-        ),
-    )
+    rules = []
+    for rule in phase.content:
+        rings = np.concatenate([2 * rule.rings, 2 * rule.rings + 1]).astype(np.int32)
+        first = np.concatenate([rule.first_chunk, rule.first_chunk + num_chunks]).astype(np.int32)
+        rules.append(replace(rule, rings=rings, first_chunk=first))
+    return Phase(phase.name, tuple(rules))

@@ -165,16 +165,6 @@ class SourceFrame:
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
 
-    @property
-    def is_ftmesh(self) -> bool:
-        """True if the file is part of ftmesh."""
-        return Path(self.file).is_relative_to(PACKAGE)
-
-    @property
-    def is_installed(self) -> bool:
-        """True if the file belongs to an installed library."""
-        return not {"site-packages", "dist-packages"}.isdisjoint(Path(self.file).parts)
-
 
 class SourceStacks:
     """The Python stacks of the instructions of a compiled program.
@@ -216,8 +206,9 @@ class SourceStacks:
 
 def user_frame(frames: Sequence[SourceFrame]) -> SourceFrame | None:
     """The innermost frame of the user's code: not ftmesh's, nor a library's if there are others."""
-    foreign = [frame for frame in frames if not frame.is_ftmesh]
-    own = [frame for frame in foreign if not frame.is_installed]
+    libraries = {"site-packages", "dist-packages"}
+    foreign = [frame for frame in frames if not Path(frame.file).is_relative_to(PACKAGE)]
+    own = [frame for frame in foreign if libraries.isdisjoint(Path(frame.file).parts)]
     return next(iter([*own, *foreign, *frames]), None)
 
 
@@ -241,7 +232,6 @@ def parse_replica_groups(text: str, num_devices: int) -> list[Ids]:
     >>> [group.tolist() for group in groups]
     [[0, 2, 4], [1, 3, 5]]
     """
-    all_devices = np.arange(num_devices)
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}(?!,\{)", text):
         return _listed_groups(pairs[1])
     written = re.search(r"replica_groups=(.*)", text)
@@ -249,7 +239,7 @@ def parse_replica_groups(text: str, num_devices: int) -> list[Ids]:
     takes_replicas = re.match(r"(all-reduce|all-gather|reduce-scatter)\b", text)
     names_replicas = "channel_id=" in text and "use_global_device_ids=true" not in text
     if not written or written[1].startswith("{}") or (takes_replicas and names_replicas):
-        return [all_devices]
+        return [np.arange(num_devices)]
     if listed := re.match(r"\{(\{.*?\})\}", written[1]):
         return _listed_groups(listed[1])
     if iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", written[1]):

@@ -18,9 +18,8 @@ import numpy as np
 from ftmesh.errors import ScheduleError
 from ftmesh.execute.device_schedule import schedule_for_devices
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.ring_rule import RingRule
 from ftmesh.schedule.schedule import Schedule
-from ftmesh.schedule.transfers import Ints, Transfers, row_key
+from ftmesh.schedule.transfers import Ints, RingRule, Transfers, row_key
 
 Permutation = tuple[tuple[int, int], ...]
 PPERMUTE, PPERMUTE_UNROLLED, PALLAS = EXECUTORS = ("ppermute", "ppermute_unrolled", "pallas")
@@ -179,7 +178,6 @@ class Program:
 
     @property
     def loops(self) -> tuple[Loop, ...]:
-        """All loops, in order."""
         return self.reduce_scatter + self.all_gather
 
 
@@ -213,7 +211,6 @@ def _lower_phase(phase: Phase, num_ranks: int) -> Loop:
 
 
 def _lane_from_rings(rings: RingRule, num_ranks: int) -> Lane:
-    """Lower rings in lockstep: they are a rule already."""
     source = np.full(num_ranks, -1, np.int32)
     source[rings.dst] = rings.src
     first, position = np.zeros((2, num_ranks), np.int32)

@@ -60,11 +60,10 @@ def run_loops(
             f"the Pallas executor counts rows of {WIDTH} elements in 32 bits, and this buffer has "
             f"{rows:,}: sum in smaller buckets, or {REMEDY}"
         )
+    max_rows = _max_rows(loops, buffer, tile)
     spec = KernelSpec(
         axis_name=context.axis_name,
-        splits=split_loops(
-            loops, chunk_rows=chunk_rows, tile=tile, max_rows=_max_rows(loops, buffer, tile)
-        ),
+        splits=split_loops(loops, chunk_rows=chunk_rows, tile=tile, max_rows=max_rows),
         chunk_rows=chunk_rows,
         tile=tile,
         dtype=buffer.dtype,
@@ -91,7 +90,6 @@ def _call_kernel(
     header = jnp.asarray(rank_headers(loops, program.num_ranks))[lax.axis_index(spec.axis_name)]
     pages = rank_pages(spec.splits, header, spec.num_partners)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-
     return pl.pallas_call(
         partial(kernel, spec),
         out_shape=jax.ShapeDtypeStruct(buffer.shape, buffer.dtype),
@@ -114,7 +112,6 @@ def is_interpreted(program: Program) -> bool:
 
 
 def _check_devices(program: Program, emulated: bool) -> None:
-    """Raise CollectiveError if the kernel cannot run on the devices."""
     if emulated:
         raise CollectiveError(
             "the Pallas executor moves data between devices, and a vmap has one: use shard_map "
@@ -133,7 +130,6 @@ def _check_devices(program: Program, emulated: bool) -> None:
 
 
 def _check_dtypes(dtype: Any, wire: Any, loops: tuple[Loop, ...]) -> None:
-    """Raise CollectiveError if the kernel cannot add or cast the dtypes."""
     adds = any(lane.op != COPY for loop in loops for lane in loop.lanes)
     for kind in (dtype, wire):
         if kind.name not in SUMMABLE_DTYPES and (adds or wire != dtype or kind.itemsize > 4):

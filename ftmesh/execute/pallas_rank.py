@@ -49,12 +49,10 @@ class KernelSpec:
 
     @property
     def num_lanes(self) -> int:
-        """The most lanes of a loop."""
         return max(len(split.loop.lanes) for split in self.splits)
 
     @property
     def piece_rows(self) -> int:
-        """The rows of the longest piece."""
         return max(rows for split in self.splits for sizes in split.rows for rows in sizes)
 
     @property
@@ -98,7 +96,6 @@ class KernelRank:
     credits: Any  # semaphores of lanes
 
     def barrier(self) -> None:
-        """Wait until all partners have started."""
         barrier = pltpu.get_barrier_semaphore()
         num_partners = jnp.int32(0)
         for i in range(self.spec.num_partners):
@@ -116,7 +113,6 @@ class KernelRank:
         ).start()
 
     def wait_for_page(self) -> None:
-        """Wait for the page that was fetched last."""
         pltpu.make_async_copy(self.pages.at[0], self.page.at[0], self.page_arrived).wait()
 
     def advance_page(self, split: PieceSplit, step: Any) -> None:
@@ -134,10 +130,7 @@ class KernelRank:
 
 
 class KernelLane:
-    """A lane of a loop, as one rank sees it.
-
-    `index` counts the lanes of the loop, `number` those of all loops.
-    """
+    """A lane as one rank sees it; `index` counts the lanes of the loop, `number` of all loops."""
 
     def __init__(self, rank: KernelRank, split: PieceSplit, index: int, number: int) -> None:
         self.rank, self.split, self.index, self.number = rank, split, index, number
@@ -257,7 +250,6 @@ class PieceTransfer:
 
     @property
     def chunk(self) -> Any:
-        """The first chunk."""
         entry = lax.div(self.word, SLOTS)
         return lax.div(entry, 2) if self.lane.lane.op == MIXED else entry
 
@@ -311,7 +303,6 @@ class KernelPiece:
         return memory.at[self.lane.index, self.slot, pl.ds(0, self.size)]
 
     def semaphore(self, event: int) -> Any:
-        """The semaphore of an event of the slot."""
         return self.lane.rank.done.at[event, self.lane.index, self.slot]
 
 

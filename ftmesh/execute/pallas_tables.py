@@ -31,28 +31,17 @@ RECEIVES_NOTHING = np.zeros(5, np.int32)  # words of a lane on which a rank rece
 
 @dataclass(frozen=True, eq=False)
 class PieceSplit:
-    """A loop, and how its transfers are split: into `num_pieces`, the last of which may be shorter.
-
-    Attributes:
-        loop: The loop.
-        num_pieces: Pieces of a transfer.
-        rows: For each lane, the rows of a piece and of the last piece.
-        shares_chunks: Lanes may write to one chunk in one round, and must wait for each other.
-        min_gap: The fewest rounds after its arrival until a chunk is sent on, and until it is added
-            to.
-        first_page: The loop's first page of the table.
-    """
+    """A loop whose transfers are split into `num_pieces`, the last of which may be shorter."""
 
     loop: Loop
     num_pieces: int
-    rows: tuple[tuple[int, int], ...]
-    shares_chunks: bool
-    min_gap: tuple[int, int]
-    first_page: int
+    rows: tuple[tuple[int, int], ...]  # by lane: of a piece, and of the last piece
+    shares_chunks: bool  # lanes may write to one chunk in one round, and must wait for each other
+    min_gap: tuple[int, int]  # rounds from a chunk's arrival until it is sent on, and added to
+    first_page: int  # of the loop in the table
 
     @property
     def is_mixed(self) -> bool:
-        """True if operations differ within a lane."""
         return any(lane.op == MIXED for lane in self.loop.lanes)
 
     @property
@@ -72,7 +61,6 @@ class PieceSplit:
 
     @property
     def num_pages(self) -> int:
-        """The loop's pages of the table."""
         return -(-self.loop.num_rounds // PAGE_ROUNDS)
 
 
@@ -93,9 +81,8 @@ def split_loops(
             num_pieces = -(-rows[0] // piece)
             sizes = ((piece, rows[0] - (num_pieces - 1) * piece),) * len(rows)
         first_page = splits[-1].first_page + splits[-1].num_pages if splits else 0
-        splits.append(
-            PieceSplit(loop, num_pieces, sizes, shares_chunks, _min_gap(loop), first_page)
-        )
+        gap = _min_gap(loop)
+        splits.append(PieceSplit(loop, num_pieces, sizes, shares_chunks, gap, first_page))
     return tuple(splits)
 
 
@@ -127,10 +114,7 @@ def _overlaps(loop: Loop) -> tuple[bool, bool]:
 
 @lru_cache(maxsize=64)
 def _min_gap(loop: Loop) -> tuple[int, int]:
-    """The fewest rounds from a chunk's arrival until it is sent on, and until it is added to.
-
-    `SLOTS` stands for that many or more.
-    """
+    """`PieceSplit.min_gap`, the fewest; `SLOTS` stands for that many or more."""
     sent = [lane.chunk_ids(lane.send.entries(loop.num_rounds)) for lane in loop.lanes]
     received = [lane.received_entries(loop.num_rounds) for lane in loop.lanes]
     lanes = list(zip(loop.lanes, sent, received, strict=True))
@@ -216,11 +200,9 @@ def rank_pages(splits: tuple[PieceSplit, ...], header: jax.Array, num_partners: 
     for split in splits:
         lanes, words = words[: len(split.loop.lanes)], words[len(split.loop.lanes) :]
         rounds = _round_words(split, lanes[:, 2:].reshape(-1, 2, len(RECEIVES_NOTHING)))
-        padding = (
-            (0, split.num_pages * PAGE_ROUNDS - split.loop.num_rounds),
-            (0, width - rounds.shape[1]),
-        )
-        pages.append(jnp.pad(rounds, padding).reshape(-1, PAGE_ROUNDS, width))
+        missing = split.num_pages * PAGE_ROUNDS - split.loop.num_rounds, width - rounds.shape[1]
+        padded = jnp.pad(rounds, [(0, missing[0]), (0, missing[1])])
+        pages.append(padded.reshape(-1, PAGE_ROUNDS, width))
     return jnp.concatenate(pages)
 
 
@@ -233,10 +215,10 @@ def _round_words(split: PieceSplit, lane_words: jax.Array) -> jax.Array:
     loop = split.loop
     now = np.arange(loop.num_rounds, dtype=np.int32)
     tables = [i for i, lane in enumerate(loop.lanes) if isinstance(lane.send, Table)]
-    rows = (
-        _table_words(split)[lane_words[np.array(tables), :, 3]].astype(np.int32) if tables else ()
-    )
-    table_rows = dict(zip(tables, rows, strict=True))
+    table_rows = {}
+    if tables:
+        rows = _table_words(split)[lane_words[np.array(tables), :, 3]].astype(np.int32)
+        table_rows = dict(zip(tables, rows, strict=True))
     words = []
     for i, lane in enumerate(loop.lanes):
         begin, end, first, position, step = (lane_words[i, :, word, None] for word in range(5))

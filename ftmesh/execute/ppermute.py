@@ -25,7 +25,6 @@ RunRounds = Callable[[jax.Array, Any, int], jax.Array]  # buffer, first round, n
 def run_loops(
     buffer: jax.Array, loops: tuple[Loop, ...], program: Program, context: ExecutionContext
 ) -> jax.Array:
-    """Run loops of a program on one rank's buffer."""
     for loop in loops:
         buffer = run_loop(buffer, loop, context, unrolled=program.unrolled)
     return buffer
@@ -34,7 +33,6 @@ def run_loops(
 def run_loop(
     buffer: jax.Array, loop: Loop, context: ExecutionContext, *, unrolled: bool = False
 ) -> jax.Array:
-    """Run all rounds of a loop on one rank's buffer."""
     at_once, run = rounds_on_rank(loop, context)
     if unrolled:
         for first in range(0, loop.num_rounds, at_once):
@@ -111,7 +109,6 @@ class _RankLane:
         return x if dtype is None else x.astype(dtype)
 
     def permute(self, x: jax.Array) -> jax.Array:
-        """What the rank receives when every rank sends its `x`."""
         return lax.ppermute(x, self.context.axis_name, self.permutation)
 
 

@@ -6,13 +6,12 @@ names. A buffer has shape ``[chunks, rows, width]``, followed by any batch dimen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
 
 from ftmesh.execute import _compat, ppermute
 from ftmesh.execute.context import (
@@ -36,12 +35,7 @@ def all_reduce(
 ) -> jax.Array:
     """Sum the buffers of all live ranks; the result is typed as the same on all ranks.
 
-    Args:
-        buffer: The buffer of this rank.
-        axis_name: The mesh axis of the program's ranks.
-        program: The lowered plan.
-        wire: The dtypes in which chunks travel.
-        divisor: Divide the sum by this before it is rounded to the dtype of results.
+    The sum is divided by `divisor` before it is rounded to the dtype of results.
     """
     return _all_reduce.bind(
         buffer, axis_name=axis_name, program=program, wire=wire, divisor=divisor
@@ -62,17 +56,10 @@ def all_reduce_varying(
     )
 
 
-def all_reduce_transpose(
-    buffer: jax.Array,
-    *,
-    axis_name: Any,
-    program: Program,
-    wire: WireDtypes = NO_CAST,
-    divisor: int | None = None,
-) -> jax.Array:
+def all_reduce_transpose(buffer: jax.Array, *, axis_name: Any, program: Program) -> jax.Array:
     """Type what all ranks share as varying over ranks, with zeros on idle ranks."""
     return _all_reduce_transpose.bind(
-        buffer, axis_name=axis_name, program=program, wire=wire, divisor=divisor
+        buffer, axis_name=axis_name, program=program, wire=NO_CAST, divisor=None
     )
 
 
@@ -197,36 +184,12 @@ def _transpose_all_gather(
     return reduce_scatter(total, axis_name=axis_name, program=program, **params)
 
 
-def _collective(
-    name: str,
-    run: Callable[..., Any],
-    transpose: Callable[..., Any],
-    transpose_of_invariant: Callable[..., Any] | None = None,
-) -> Primitive:
-    return _compat.linear_collective(
-        name,
-        run,
-        transpose,
-        transpose_of_invariant,
-        check_mesh=_check_mesh,
-        is_interpreted=is_interpreted,
-    )
-
-
-_all_reduce_transpose = _compat.linear_collective(
-    "all_reduce_transpose",
-    _run_all_reduce_transpose,
-    all_reduce,
-    makes_varying=True,
-    check_mesh=_check_mesh,
+_collective = partial(
+    _compat.linear_collective, check_mesh=_check_mesh, is_interpreted=is_interpreted
 )
-_all_gather_transpose = _compat.linear_collective(
-    "all_gather_transpose",
-    lambda x, **_: x,
-    all_gather_invariant,
-    makes_varying=True,
-    check_mesh=_check_mesh,
-)
+_spread = partial(_compat.linear_collective, makes_varying=True, check_mesh=_check_mesh)
+_all_reduce_transpose = _spread("all_reduce_transpose", _run_all_reduce_transpose, all_reduce)
+_all_gather_transpose = _spread("all_gather_transpose", lambda x, **_: x, all_gather_invariant)
 _all_reduce = _collective(
     "all_reduce", _run_all_reduce, _transpose_all_reduce, _all_reduce_transpose.bind
 )

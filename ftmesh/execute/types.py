@@ -21,27 +21,21 @@ class PlanLike(HasTopology, Protocol):
     @property
     def algorithm(self) -> str:
         """The name of the algorithm, for errors."""
-        ...
 
     @property
     def program(self) -> Program:
         """The schedule as an executor runs it."""
-        ...
 
     @property
     def with_reduce_scatter(self) -> PlanLike:
         """The plan itself, or an equivalent one whose schedule has a reduce-scatter phase."""
-        ...
 
     @property
     def unrolled_variant(self) -> PlanLike:
         """An equivalent plan whose rounds are unrolled, so that other work can overlap them."""
-        ...
 
     def for_payload(self, num_bytes: int, *, wire_dtype: str | None = None) -> PlanLike:
         """The plan to use for a payload of this size and dtype."""
-        ...
 
     def jax_mesh(self, axis_name: str | Sequence[str]) -> Any:
         """The ``jax.sharding.Mesh`` whose axis the collectives run along."""
-        ...

@@ -1,13 +1,4 @@
-"""Report how a TPU compiler compiles a plan.
-
-    devices = tpu_devices("v6e:16x16")
-    topo = ftmesh.Topology.from_devices(devices, failed="2x2@2,2")
-    print(compile_report(ftmesh.plan(topo), 100_000_000))
-
-The report says whether the compiler accepts the program, how much memory it needs, whether the
-permutations of a round run at once, and what a round costs besides them; all read from the compiled
-text.
-"""
+"""Report how a TPU compiler compiles a plan: memory, permutations in flight, other cycles."""
 
 from __future__ import annotations
 
@@ -114,11 +105,9 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
     """Compile `pmean` of a donated payload on the plan's devices, and report the result.
 
     Args:
-        plan: The plan. Its devices may be compile-only, as those of `tpu_devices`.
-        payload: A number of bytes, for a vector of that size; or a pytree of arrays or
-            `jax.ShapeDtypeStruct`, such as the gradients of a model. The plan's own number of bytes
-            by default.
-        dtype: The dtype of the vector.
+        plan: Its devices may be compile-only, as those of `tpu_devices`.
+        payload: The bytes of a vector of `dtype`, by default those of the plan; or a pytree of
+            arrays or `jax.ShapeDtypeStruct`, such as the gradients of a model.
 
     Raises:
         ArgumentError: The payload is empty.
@@ -138,10 +127,7 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
     psum, psum_error = _compile(lambda x: lax.psum(x, "data"), payload, mesh, {})
     start = time.perf_counter()
     compiled, refusal = _compile(
-        lambda x: collectives.pmean(x, "data", plan=plan),
-        payload,
-        mesh,
-        compiler_options(platform),
+        lambda x: collectives.pmean(x, "data", plan=plan), payload, mesh, compiler_options(platform)
     )
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis() if compiled else None
@@ -158,7 +144,7 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
         compile_seconds=seconds,
         program_bytes=memory.generated_code_size_in_bytes if memory else 0,
         temporary_bytes=memory.temp_size_in_bytes if memory else 0,
-        loops=compiled_loops(text, planned=used.program.loops) if text else (),
+        loops=compiled_loops(text, used.program.loops) if text else (),
         lax_psum=strategy(psum_text) if psum_text else psum_unread or f"rejected: {psum_error}",
         packing=cycles_outside_rounds(text),
         executor=used.program.executor,
@@ -186,7 +172,6 @@ def _compile(
 
 
 def _text(program: Any) -> tuple[str, str]:
-    """The text of a program, if there is one, and why it cannot be printed."""
     try:
         return program_text(program) if program else "", ""
     except UnreadableError as error:

@@ -29,21 +29,13 @@ _Match = tuple[str, list[Segment], int]  # names of planned loops, their segment
 
 @dataclass(frozen=True)
 class CompiledLoop:
-    """The permutations of one round of a compiled loop.
+    """The permutations of one round of a compiled loop."""
 
-    Attributes:
-        name: The name of the planned loop.
-        permutations: Permutations per round.
-        in_flight: How many of them start before the program waits for the first.
-        synchronous: The compiler keeps them synchronous: nothing else happens meanwhile.
-        cycles: Cycles besides the permutations, if the compiler estimates them.
-    """
-
-    name: str
-    permutations: int
-    in_flight: int
-    synchronous: bool
-    cycles: RoundCycles | None = None
+    name: str  # of the planned loop
+    permutations: int  # per round
+    in_flight: int  # how many of them start before the program waits for the first
+    synchronous: bool  # the compiler keeps them synchronous: nothing else happens meanwhile
+    cycles: RoundCycles | None = None  # besides the permutations, if the compiler estimates them
 
     def __str__(self) -> str:
         permutations = f"{self.permutations} permutation{'s' * (self.permutations > 1)} per round"
@@ -51,29 +43,20 @@ class CompiledLoop:
         return f"{self.name}: {permutations}, {how}"
 
 
-def compiled_loops(
-    text: str, names: Sequence[str] = (), planned: Sequence[Loop] = ()
-) -> tuple[CompiledLoop, ...]:
+def compiled_loops(text: str, planned: Sequence[Loop] = ()) -> tuple[CompiledLoop, ...]:
     """Find the loops with permutations, in order; permutations outside loops count as a loop too.
 
     An iteration of a loop may run several rounds, with the last ones after the loop; a short loop
-    is unrolled, and may not be distinguishable from the next.
-
-    Args:
-        text: The compiled program.
-        names: Names for the loops, used if there are as many as loops.
-        planned: The loops of the plan, which say what a round is. If none are given, or they are
-            those of another program, an iteration counts as a round.
+    is unrolled, and may not be distinguishable from the next. The `planned` loops say what a round
+    is. If none are given, or they are those of another program, an iteration counts as a round.
     """
     with_permutations = [segment for segment in segments(text) if segment.permutations]
     estimated = has_estimates(text)
     if matches := _match_plan(with_permutations, planned):
         return tuple(_loop(*match, estimated) for match in matches)
-    if len(with_permutations) != len(names):
-        names = [f"loop {i}" for i in range(len(with_permutations))]
     return tuple(
-        _loop(name, [segment], segment.rounds, estimated)
-        for name, segment in zip(names, with_permutations, strict=True)
+        _loop(f"loop {i}", [segment], segment.rounds, estimated)
+        for i, segment in enumerate(with_permutations)
     )
 
 
@@ -114,7 +97,6 @@ def _match_loops(compiled: Sequence[Segment], planned: Sequence[Loop]) -> list[_
 
 
 def _loop(name: str, some: Sequence[Segment], rounds: int | None, estimated: bool) -> CompiledLoop:
-    """The loop of some segments that together run `rounds` rounds."""
     opcodes = [i.opcode for i in some[0].instructions]
     start, done = f"{PERMUTE}-start", f"{PERMUTE}-done"
     first_done = opcodes.index(done) if done in opcodes else len(opcodes)
@@ -129,10 +111,9 @@ def _loop(name: str, some: Sequence[Segment], rounds: int | None, estimated: boo
 
 
 def _mean_round(some: Sequence[Segment], rounds: int | None) -> RoundCycles:
-    cycles = [segment.round_cycles for segment in some]
+    cycles, times = [segment.round_cycles for segment in some], rounds or 1
     total = sum((c * (c.rounds or 1) for c in cycles), Cycles())
     sent = sum(c.sent_bytes * (c.rounds or 1) for c in cycles)
-    times = rounds or 1
     return RoundCycles(
         exposed=round(total.exposed / times),
         hidden=round(total.hidden / times),
@@ -175,19 +156,12 @@ def describe_loops(loops: Sequence[CompiledLoop]) -> list[str]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Permutations outside loops, all convolutions, and which of them overlap.
-
-    Attributes:
-        permutations: Asynchronous permutations.
-        beside_convolutions: How many of them have a convolution between start and end.
-        convolutions: All convolutions.
-        beside_permutations: How many of them start while a permutation is in flight.
-    """
+    """Asynchronous permutations outside loops, all convolutions, and which of them overlap."""
 
     permutations: int
-    beside_convolutions: int
+    beside_convolutions: int  # permutations with a convolution between start and end
     convolutions: int
-    beside_permutations: int
+    beside_permutations: int  # convolutions that start while a permutation is in flight
 
     def __str__(self) -> str:
         return (
@@ -200,9 +174,7 @@ class Overlap:
 def overlap(text: str, scope: str = "") -> Overlap:
     """Find what overlaps in the entry computation of a compiled program.
 
-    Args:
-        text: The compiled program.
-        scope: Count only permutations under this `jax.named_scope`.
+    Only permutations under the `jax.named_scope` called `scope` count, if one is given.
     """
     in_scope = re.compile(rf"(?<!\w){re.escape(scope)}(?!\w)" if scope else "")
     computations, entry = parse_computations(text)

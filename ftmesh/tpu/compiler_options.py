@@ -24,25 +24,13 @@ _SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
 _VMEM = {"v6e": {_SCOPED_VMEM: str(30 * 1024)}}
 _LIBTPU_ARGUMENTS = "LIBTPU_INIT_ARGS"  # options for all programs of a process
 _OPTIONS: dict[str, dict[str, str]] = {
-    "v2": _ASYNC,
-    "v3": _ASYNC,
-    "v4": _SIX,
-    "v5e": {},
-    "v5p": _SIX,
-    "v6e": _FOUR,
-    "7x": _SIX,
-    "cpu": {},
-    "gpu": {},
-}
+    "v2": _ASYNC, "v3": _ASYNC, "v4": _SIX, "v5e": {}, "v5p": _SIX, "v6e": _FOUR, "7x": _SIX,
+    "cpu": {}, "gpu": {},
+}  # fmt: skip
 _ALIASES = {
-    "v5lite": "v5e",
-    "v5litepod": "v5e",
-    "v5": "v5p",
-    "v6lite": "v6e",
-    "v7x": "7x",
-    "cuda": "gpu",
-    "rocm": "gpu",
-}
+    "v5lite": "v5e", "v5litepod": "v5e", "v5": "v5p", "v6lite": "v6e", "v7x": "7x",
+    "cuda": "gpu", "rocm": "gpu",
+}  # fmt: skip
 
 
 def compiler_options(platform: str, *, overlap: bool = False) -> dict[str, str]:

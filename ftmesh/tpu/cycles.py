@@ -32,12 +32,9 @@ _FREE_TARGETS = 'custom_call_target="(AllocateBuffer|ConcatBitcast)"'
 
 @dataclass(frozen=True)
 class Cycles:
-    """Cycles of some instructions.
+    """Cycles of some instructions: outside permutations, and while one is in flight.
 
-    Attributes:
-        exposed: Cycles outside permutations.
-        hidden: Cycles while a permutation is in flight.
-        unknown: Opcode and result bytes of each instruction that takes time but has no estimate.
+    `unknown` has opcode and result bytes of each instruction that takes time without an estimate.
     """
 
     exposed: int = 0
@@ -51,9 +48,7 @@ class Cycles:
 
     def __add__(self, other: Cycles) -> Cycles:
         return Cycles(
-            self.exposed + other.exposed,
-            self.hidden + other.hidden,
-            self.unknown + other.unknown,
+            self.exposed + other.exposed, self.hidden + other.hidden, self.unknown + other.unknown
         )
 
     def __mul__(self, times: int) -> Cycles:
@@ -102,8 +97,7 @@ class RoundCycles(Cycles):
 class Segment:
     """Instructions that run one after another: the body of a loop, or what is between loops.
 
-    It includes the computations that they call. A loop without permutations counts as what it
-    costs.
+    It includes the computations they call. A loop without permutations counts as what it costs.
     """
 
     is_loop: bool = False
@@ -240,7 +234,9 @@ def trip_count(loop: Instruction, caller: str, computations: Computations) -> in
         {i.name: i for i in computations.get(name, ())}
         for name in (caller, *(part[1] if part else "" for part in called))
     )
-    test, after = _root(condition), _root(body)
+    test, after = (
+        next((i for i in part.values() if i.is_root), None) for part in (condition, body)
+    )
     if not test or test.opcode != "compare" or "direction=LT" not in test.text:
         return None
     counter, end = (_original(name, condition) for name in test.operands)
@@ -262,10 +258,6 @@ def _step(following: Instruction | None, index: int | None, body: _Body) -> int 
     if index not in [_integer(r"get-tuple-element\(.*\), index=", term) for term in terms]:
         return None
     return next((step for step in steps if step is not None), None)
-
-
-def _root(body: _Body) -> Instruction | None:
-    return next((i for i in body.values() if i.is_root), None)
 
 
 def _member(state: Instruction | None, index: int | None) -> str:

@@ -22,7 +22,7 @@ MESHES = {
 
 
 def all_transfers(loop):
-    return join_transfers(LoopRounds(loop).rounds())
+    return join_transfers(LoopRounds(**vars(loop)).rounds())
 
 
 def rows(columns):

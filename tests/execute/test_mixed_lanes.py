@@ -78,7 +78,7 @@ def test_one_mixed_lane_for_each_direction(case):
     names = ("round", "lane", "src", "dst", "chunk", "op")
     actual, expected = (
         sorted(zip(*(getattr(c, name).tolist() for name in names), strict=True))
-        for c in (join_transfers(LoopRounds(loop).rounds()), phase.transfers)
+        for c in (join_transfers(LoopRounds(**vars(loop)).rounds()), phase.transfers)
     )
     assert actual == expected
 

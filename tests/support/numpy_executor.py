@@ -6,7 +6,7 @@ from ftmesh.schedule.transfers import COPY
 
 def run(program, buffers):
     """Run a program on every rank's buffer: all reads of a round come before its writes."""
-    return run_phases(map(LoopRounds, program.loops), buffers)
+    return run_phases((LoopRounds(**vars(loop)) for loop in program.loops), buffers)
 
 
 def run_phases(phases, buffers):

@@ -70,42 +70,38 @@ def program(*inside, before=()):
     ],
 )
 def test_permutations_in_flight(ops, in_flight):
-    (loop,) = compiled_loops(program(*ops), ["around"])
-    assert loop == CompiledLoop("around", len(ops) // 2, in_flight, synchronous=False)
+    (loop,) = compiled_loops(program(*ops))
+    assert loop == CompiledLoop("loop 0", len(ops) // 2, in_flight, synchronous=False)
     assert f"{in_flight} in flight at once" in str(loop)
 
 
 def test_synchronous_permutations():
-    (loop,) = compiled_loops(program("plain 0", "plain 1"), ["around"])
-    assert loop == CompiledLoop("around", 2, 1, synchronous=True)
-    assert str(loop) == "around: 2 permutations per round, synchronous"
+    (loop,) = compiled_loops(program("plain 0", "plain 1"))
+    assert loop == CompiledLoop("loop 0", 2, 1, synchronous=True)
+    assert str(loop) == "loop 0: 2 permutations per round, synchronous"
 
 
 def test_permutations_outside_loops_count_as_a_loop():
     text = program("start 0", "start 1", "done 0", "done 1", before=["start 9", "done 9"])
-    loops = compiled_loops(text, ["between cores", "around"])
-    assert [(loop.name, loop.permutations) for loop in loops] == [
-        ("between cores", 1),
-        ("around", 2),
-    ]
-    assert [loop.name for loop in compiled_loops(text, ["around"])] == ["loop 0", "loop 1"]
+    loops = compiled_loops(text)
+    assert [(loop.name, loop.permutations) for loop in loops] == [("loop 0", 1), ("loop 1", 2)]
 
 
 def test_loops_without_permutations_do_not_count():
-    assert compiled_loops(program(), []) == ()
+    assert compiled_loops(program()) == ()
 
 
 def test_permutations_in_called_computations_belong_to_the_caller():
     text = program("start 0", "done 0").replace(
         "  ROOT %next", "  %c = f32[] call(%x), to_apply=%other\n  ROOT %next"
     )
-    (loop,) = compiled_loops(text, ["around"])
+    (loop,) = compiled_loops(text)
     assert loop.permutations == 2
 
 
 def test_text_that_is_not_a_program():
     with pytest.raises(ArgumentError, match="no ENTRY"):
-        compiled_loops("HloModule empty", [])
+        compiled_loops("HloModule empty")
 
 
 def test_the_compilers_strategy():

@@ -128,11 +128,10 @@ def loop(name, rounds, lanes):
 
 
 PLANNED = [loop("between cores", 1, 1), loop("around", 32, 2), loop("across", 6, 1)]
-NAMES = [planned.name for planned in PLANNED]
 
 
 def test_cycles_of_all_loops():
-    between, around, across = compiled_loops(program(), planned=PLANNED)
+    between, around, across = compiled_loops(program(), PLANNED)
     # An unrolled round is what is in its scope, without the reading of tables and the packing.
     assert between == CompiledLoop(
         "between cores", 1, 1, False, RoundCycles(1000 + 3000, 0, (), 1, CHUNK)
@@ -165,7 +164,7 @@ def test_trip_counts(old, new, rounds):
     copied = "  %copied = s32[]{:T(128)} copy(%zero)\n  %init ="
     text = program().replace("  %init =", copied)
     assert old in text
-    _, around, _ = compiled_loops(text.replace(old, new), NAMES)
+    _, around, _ = compiled_loops(text.replace(old, new))
     assert around.cycles.rounds == rounds
 
 
@@ -173,14 +172,14 @@ def test_permutations_in_a_users_loop_own_what_is_in_their_scope():
     loop = '%body.1, metadata={op_name="jit(step)/shard_map/ftmesh.all_reduce/'
     assert loop in program()
     text = program().replace(loop, loop.replace("ftmesh.all_reduce/", ""))
-    _, around, _ = compiled_loops(text, NAMES)
+    _, around, _ = compiled_loops(text)
     assert around.cycles == RoundCycles(2120 + 2592 + 2617, 0, (), 32, 2 * CHUNK)
     assert cycles_outside_rounds(text).total == cycles_outside_rounds(program()).total + 32 * 340
 
 
 def test_permutations_without_a_scope_own_their_loop():
     text = program().replace("ftmesh.all_reduce/", "")
-    between, around, _ = compiled_loops(text, NAMES)
+    between, around, _ = compiled_loops(text)
     assert between.cycles.total == 0  # what belongs to it is not known
     assert around.cycles.total == 7669
 
@@ -194,7 +193,7 @@ class TestRoundsAndIterations:
 
     def test_several_rounds_per_iteration(self):
         planned = [PLANNED[0], loop("around", 64, 1), loop("across", 3, 2)]
-        _, around, across = compiled_loops(program(outer=6), planned=planned)
+        _, around, across = compiled_loops(program(outer=6), planned)
         assert around == CompiledLoop(
             "around", 1, 2, False, RoundCycles(round(7329 / 2), 170, (), 64, CHUNK)
         )
@@ -202,33 +201,33 @@ class TestRoundsAndIterations:
 
     def test_the_last_rounds_of_a_loop_are_after_it(self):
         planned = [PLANNED[0], loop("around", 70, 1)]
-        _, around = compiled_loops(program(outer=6), planned=planned)
+        _, around = compiled_loops(program(outer=6), planned)
         assert around.name == "around"
         assert around.cycles.total == pytest.approx((32 * 7669 + 6 * 333) / 70, abs=1)
         assert around.cycles.sent_bytes == CHUNK
 
     def test_loops_that_cannot_be_distinguished(self):
         planned = [loop("between", 1, 1), loop("first", 16, 2), loop("second", 8, 4), PLANNED[2]]
-        _, both, _ = compiled_loops(program(outer=6), planned=planned)
+        _, both, _ = compiled_loops(program(outer=6), planned)
         assert (both.name, both.cycles.rounds) == ("first and second", 24)
 
     def test_loops_that_run_once_for_each_dtype(self):
         again = "  %p.8 = f32[1,8,128]{2,1,0} collective-permute(%half)"
         text = program(outer=64).replace("  %loop.5 =", f"{again}\n  %loop.5 =")
-        loops = compiled_loops(text, planned=[loop("there", 1, 1), loop("back", 32, 2)])
+        loops = compiled_loops(text, [loop("there", 1, 1), loop("back", 32, 2)])
         assert [(x.name, x.permutations, x.cycles.rounds) for x in loops] == [
             ("there", 1, 1), ("back", 2, 32), ("there", 1, 1), ("back", 2, 32),
         ]  # fmt: skip
 
     def test_the_plan_of_another_program_is_ignored(self):
         planned = [PLANNED[0], loop("around", 33, 2), PLANNED[2]]
-        loops = compiled_loops(program(outer=6), planned=planned)
+        loops = compiled_loops(program(outer=6), planned)
         assert [(x.name, x.cycles.rounds) for x in loops] == [
             ("loop 0", 1), ("loop 1", 32), ("loop 2", 6),
         ]  # fmt: skip
 
     def test_an_unknown_number_of_rounds(self):
-        *_, across = compiled_loops(program(), NAMES)
+        *_, across = compiled_loops(program())
         assert across.cycles.rounds is None
         assert "unknown number of rounds" in str(across.cycles)
         assert total_cycles([across]) == Cycles(333, 0, (("while", 0),))
@@ -252,9 +251,9 @@ class TestRoundsAndIterations:
 
 
 def test_the_text_of_loops():
-    lines = describe_loops(compiled_loops(program(outer=6), NAMES))
+    lines = describe_loops(compiled_loops(program(outer=6)))
     assert lines[2:4] == [
-        "  around: 2 permutations per round, 2 in flight at once",
+        "  loop 1: 2 permutations per round, 2 in flight at once",
         "    7,669 cycles per round besides the permutations, 340 of them hidden; 32 rounds",
     ]
     total = 4000 + 32 * 7669 + 6 * 333
@@ -275,7 +274,7 @@ class TestPlantedFaults:
         lines = program().splitlines()
         (index,) = [i for i, text in enumerate(lines) if line in text]
         lines[index] = lines[index].partition(", backend_config")[0]
-        loops = compiled_loops("\n".join(lines), NAMES)
+        loops = compiled_loops("\n".join(lines))
         opcode = {"%overlapped.1 =": "copy", "%add.3 =": "add"}.get(line, "fusion")
         size = CHUNK if opcode == "copy" else 8 * CHUNK
         assert [x.cycles.unknown for x in loops] == [
@@ -289,12 +288,12 @@ class TestPlantedFaults:
         assert cycles_outside_rounds(text) == Cycles(2122 + 265_871, 0, (("pad", 8 * CHUNK),))
 
     def test_an_inner_loop_with_an_unknown_trip_count(self):
-        *_, across = compiled_loops(program(inner=None), NAMES)
+        *_, across = compiled_loops(program(inner=None))
         assert (across.cycles.total, across.cycles.unknown) == (100 + 11 + 22, (("while", 0),))
 
     def test_a_program_without_estimates(self):
         text = program().replace("estimated_cycles", "size")
-        assert {x.cycles for x in compiled_loops(text, NAMES)} == {None}
+        assert {x.cycles for x in compiled_loops(text)} == {None}
         assert cycles_outside_rounds(text) is None
 
 
