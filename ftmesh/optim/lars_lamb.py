@@ -38,11 +38,11 @@ def lars(
 
     Args:
         learning_rate: A number, or a learning-rate schedule.
-        weight_decay: The factor of the weight decay.
+        weight_decay: The factor ``decay``.
         weight_decay_mask: Which tensors to decay, as in optax: booleans in a pytree like the
             parameters or a prefix of it, or a function from parameters to that. `matrix_mask`
             leaves out biases and the scales of norms.
-        trust_coefficient: The factor of the trust ratio.
+        trust_coefficient: The factor of the ratio.
         trust_ratio_mask: Which tensors to scale by their ratio; the default is `weight_decay_mask`.
         momentum: The factor of the momentum.
         nesterov: Whether to use Nesterov momentum.
@@ -78,20 +78,18 @@ def lamb(
 
     Args:
         learning_rate: A number, or a learning-rate schedule.
-        b1: The decay of Adam's first moment.
-        b2: The decay of Adam's second moment.
-        eps: Adam's epsilon.
-        weight_decay: The factor of the weight decay.
-        weight_decay_mask: Which tensors to decay, as for `lars`.
-        trust_ratio_mask: Which tensors to scale, as for `lars`.
+        b1, b2, eps: As for Adam.
+        weight_decay, weight_decay_mask, trust_ratio_mask: As for `lars`.
     """
-
-    def ratio(update_norm: Any, norm: Any, decay: float) -> Any:
-        return norm / update_norm
-
     return optax.chain(
         optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
-        _scale_by_ratio(ratio, weight_decay, weight_decay_mask, trust_ratio_mask, decay_first=True),
+        _scale_by_ratio(
+            lambda update_norm, norm, decay: norm / update_norm,
+            weight_decay,
+            weight_decay_mask,
+            trust_ratio_mask,
+            decay_first=True,
+        ),
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -155,6 +153,5 @@ def _scale_by_ratio(
 
 
 def _full_mask(mask: Mask, params: PyTree) -> PyTree:
-    """Return a boolean for each parameter."""
     mask = mask(params) if callable(mask) else mask
     return jax.tree.map(lambda on, part: jax.tree.map(lambda _: bool(on), part), mask, params)

@@ -14,7 +14,7 @@ the state, about one part in as many as there are owners.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,8 +45,9 @@ from ftmesh.optim.communication import (
     join_groups,
     reduction_groups,
 )
-from ftmesh.optim.elementwise.trace import NotShardableError
-from ftmesh.optim.state import OwnedTree, ShardEvaluator, StateForm, dense_rows, state_form
+from ftmesh.optim.evaluate import ShardEvaluator
+from ftmesh.optim.op_graph import NotShardableError
+from ftmesh.optim.state import OwnedTree, StateForm, dense_rows, state_form
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -82,7 +83,12 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         mesh: The mesh, if it is not the plan's own, set by `jax.set_mesh` or that of the arguments.
     """
 
-    ops: OptimizerOps
+    transformation: optax.GradientTransformation
+    comm: Communication
+    placement: MeshPlacement
+    bucket_bytes: int
+    overlap: bool
+    order: Sequence[int] | None
 
     def __new__(
         cls,
@@ -100,7 +106,6 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         specs: Specs = None,
         mesh: jax.sharding.Mesh | None = None,
     ) -> ShardedOptimizer:
-        """See the class."""
         if bucket_bytes is None:
             bucket_bytes = BUCKET_BYTES if overlap else collectives.BUCKET_BYTES
         comm = Communication(
@@ -111,10 +116,14 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
             accumulate_dtype,
             reduce,
         )
-        placement = MeshPlacement(plan, axis_name, specs, mesh)
-        ops = OptimizerOps(transformation, comm, placement, bucket_bytes, overlap, order)
-        optimizer: ShardedOptimizer = super().__new__(cls, ops.init, ops.update)
-        optimizer.ops = ops
+        optimizer: ShardedOptimizer = super().__new__(
+            cls,
+            lambda params: optimizer._init(params),
+            lambda *args, **extra_args: optimizer._update(*args, **extra_args),
+        )
+        optimizer.transformation, optimizer.comm = transformation, comm
+        optimizer.placement = MeshPlacement(plan, axis_name, specs, mesh)
+        optimizer.bucket_bytes, optimizer.overlap, optimizer.order = bucket_bytes, overlap, order
         return optimizer
 
     def value_and_grad(
@@ -122,161 +131,10 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
     ) -> Callable[..., Any]:
         """Differentiate `loss` at this rank, as `jax.value_and_grad` does.
 
-        Args:
-            loss: A function of the parameters and any other arguments.
-            has_aux: Whether `loss` returns a pair of the loss and auxiliary outputs.
-
         Returns:
             A function that returns the loss of this rank and gradients for `update`: with `overlap`
             this rank's rows of `ReducedGradients`, otherwise the gradients of this rank alone.
         """
-        return self.ops.value_and_grad(loss, has_aux=has_aux)
-
-    def specs(self, params: PyTree) -> ShardedState:
-        """Return the `PartitionSpec` of every leaf of the state, for shard_map.
-
-        Args:
-            params: The parameters, or their types.
-        """
-        return self.ops.specs(params)
-
-    def gather_state(self, state: ShardedState, params: PyTree) -> PyTree:
-        """Return the state as the transformation alone would have it, replicated.
-
-        Use it to continue with another plan, which has other owners; see `shard_state`.
-        Checkpoints do not need it.
-
-        Args:
-            state: A state of this optimizer.
-            params: The parameters.
-        """
-        return self.ops.gather_state(state, params)
-
-    def shard_state(self, state: PyTree, params: PyTree) -> ShardedState:
-        """Shard a replicated state: the inverse of `gather_state`.
-
-        Args:
-            state: A state of the transformation alone.
-            params: The parameters.
-        """
-        return self.ops.shard_state(state, params)
-
-    def layout(self, params: PyTree) -> OwnedLayout:
-        """Return the buckets that hold the leaves of `params`, and the owners of their chunks.
-
-        Args:
-            params: The parameters, or their types.
-        """
-        return self.ops.layout(params)
-
-    def form(self, params: PyTree) -> StateForm:
-        """Return the structure of the state, with a slot for every sharded tensor.
-
-        Args:
-            params: The parameters, or their types.
-        """
-        return self.ops.form(params)
-
-
-@dataclass(frozen=True, eq=False)
-class OptimizerOps:
-    """The implementation of `ShardedOptimizer`, whose methods these are.
-
-    An optax transformation is a tuple of `init` and `update`; this has their state.
-    """
-
-    transformation: optax.GradientTransformation
-    comm: Communication
-    placement: MeshPlacement
-    bucket_bytes: int
-    overlap: bool
-    order: Sequence[int] | None
-
-    def init(self, params: PyTree) -> ShardedState:
-        """Return the first state: this rank's where the axis is bound, else a global one."""
-        if not self.placement.is_bound:
-            in_specs = (self.placement.param_specs(params),)
-            init = self.placement.run(self.init, params, in_specs, self.specs(params))
-            state: ShardedState = init(params)
-            return state
-        layout, tree = self.layout(params), jax.tree.structure(params)
-        evaluator = self._evaluator(layout, params)
-        jaxpr = jax.make_jaxpr(self.transformation.init)(tree.unflatten(evaluator.types))
-        inputs = evaluator.input_tree("params", self.comm.take_owned(params, layout))
-        return evaluator.output_state(self.form(params), evaluator.run(jaxpr, inputs))
-
-    def update(
-        self, updates: PyTree, state: ShardedState, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, ShardedState]:
-        """Return replicated updates and the new state.
-
-        Args:
-            updates: Gradients: a rank's own or `ReducedGradients` where the axis is bound, else
-                global ones.
-            state: A state of this optimizer.
-            params: The parameters, if the transformation needs them.
-            **extra_args: Passed to the transformation; the same at all ranks.
-        """
-        if not self.placement.is_bound:
-            return self._update_global(updates, state, params, extra_args)
-        like = updates if params is None else params
-        layout, tree, form = self.layout(like), jax.tree.structure(like), self.form(like)
-        axis_name = self.comm.axis_name
-        if any(axis_name in _compat.varying_axes(x) for x in jax.tree.leaves(extra_args)):
-            raise ArgumentError(
-                f"extra arguments must be the same at all ranks, and some of {sorted(extra_args)} "
-                "differ: average them first, with plan.pmean"
-            )
-        _check_owners(state, layout)
-        evaluator = self._evaluator(layout, like)
-        grads = self.comm.reduce_scatter(updates, layout, tree)
-        inputs = evaluator.input_tree("grads", grads) + evaluator.input_state(state, form)
-        dtypes = grads.dtypes(layout)
-        types = [
-            tree.unflatten(
-                [jax.ShapeDtypeStruct(t.shape, dtypes[i]) for i, t in enumerate(evaluator.types)]
-            ),
-            form.tree.unflatten(form.types),
-        ]
-        if params is not None:
-            inputs += evaluator.input_tree("params", self.comm.take_owned(params, layout))
-            types.append(tree.unflatten(evaluator.types))
-        transform = optax.with_extra_args_support(self.transformation).update
-        jaxpr, (out, _) = jax.make_jaxpr(
-            lambda *args: transform(*args, **extra_args), return_shape=True
-        )(*types)
-        if jax.tree.structure(out) != tree:
-            raise NotShardableError(
-                "this optimizer cannot be sharded: its updates have another structure than the "
-                "parameters"
-            )
-        values = evaluator.run(jaxpr, inputs)
-        owned = evaluator.output_tree(
-            values[: tree.num_leaves], [x.dtype for x in jax.tree.leaves(out)]
-        )
-        new_updates = tree.unflatten(self.comm.all_gather(owned, layout))
-        return new_updates, evaluator.output_state(form, values[tree.num_leaves :])
-
-    def _update_global(
-        self, updates: PyTree, state: ShardedState, params: PyTree, extra_args: dict[str, Any]
-    ) -> tuple[PyTree, ShardedState]:
-        like = updates if params is None else params
-        param_specs, state_specs = self.placement.param_specs(like), self.specs(like)
-        _check_owners(state, self.layout(like))
-
-        def update(updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]) -> Any:
-            ops = replace(self, comm=replace(self.comm, reduce="none"))  # they are replicated
-            return ops.update(updates, state, params, **extra_args)
-
-        given_specs = REPLICATED if params is None else param_specs
-        in_specs = (param_specs, state_specs, given_specs, REPLICATED)
-        mapped = self.placement.run(update, like, in_specs, (param_specs, state_specs))
-        result: tuple[PyTree, ShardedState] = mapped(updates, state, params, extra_args)
-        return result
-
-    def value_and_grad(
-        self, loss: Callable[..., Any], *, has_aux: bool = False
-    ) -> Callable[..., Any]:
         if not self.overlap:
             local: Callable[..., Any] = local_value_and_grad(
                 loss, self.comm.axis_name, has_aux=has_aux
@@ -302,6 +160,11 @@ class OptimizerOps:
         return run
 
     def specs(self, params: PyTree) -> ShardedState:
+        """Return the `PartitionSpec` of every leaf of the state, for shard_map.
+
+        Args:
+            params: The parameters, or their types.
+        """
         layout, form = self.layout(params), self.form(params)
         leaves = [x if isinstance(x, Slot) else REPLICATED for x in form.leaves]
         split = PartitionSpec((self.comm.axis_name, *self.placement.other_axes(params)))
@@ -311,22 +174,12 @@ class OptimizerOps:
         )
         return ShardedState(form.tree.unflatten(leaves), rows, layout.fingerprint)
 
-    def layout(self, params: PyTree) -> OwnedLayout:
-        types, program = self.placement.local_types(params), self.comm.plan.program
-        order = self.order
-        if order is None and self.overlap:
-            order = range(len(types))[::-1]  # the gradients of the last leaves come first
-        if order is not None:
-            check_order(order, len(types))
-        return OwnedLayout.build(
-            types, program.owned_chunks, program.num_chunks, self.bucket_bytes, order
-        )
-
-    def form(self, params: PyTree) -> StateForm:
-        types, tree = self.placement.global_types(params), jax.tree.structure(params)
-        return state_form(self.transformation.init, self.layout(params), types, tree)
-
     def gather_state(self, state: ShardedState, params: PyTree) -> PyTree:
+        """Return the state as the transformation alone would have it, replicated.
+
+        Use it to continue with another plan, which has other owners; see `shard_state`.
+        Checkpoints do not need it.
+        """
         if not self.placement.is_bound:
             specs = (self.specs(params), self.placement.param_specs(params))
             return self.placement.run(self.gather_state, params, specs, REPLICATED)(state, params)
@@ -343,6 +196,7 @@ class OptimizerOps:
         )
 
     def shard_state(self, state: PyTree, params: PyTree) -> ShardedState:
+        """Shard a replicated state: the inverse of `gather_state`."""
         if not self.placement.is_bound:
             in_specs = (REPLICATED, self.placement.param_specs(params))
             shard = self.placement.run(self.shard_state, params, in_specs, self.specs(params))
@@ -367,6 +221,95 @@ class OptimizerOps:
             for i, row in enumerate(tensors)
         )
         return ShardedState(form.tree.unflatten(inner), rows, layout.fingerprint)
+
+    def layout(self, params: PyTree) -> OwnedLayout:
+        """Return the buckets that hold the leaves of `params`, and the owners of their chunks."""
+        types, program = self.placement.local_types(params), self.comm.plan.program
+        order = self.order
+        if order is None and self.overlap:
+            order = range(len(types))[::-1]  # the gradients of the last leaves come first
+        if order is not None:
+            check_order(order, len(types))
+        return OwnedLayout.build(
+            types, program.owned_chunks, program.num_chunks, self.bucket_bytes, order
+        )
+
+    def form(self, params: PyTree) -> StateForm:
+        """Return the structure of the state, with a slot for every sharded tensor."""
+        types, tree = self.placement.global_types(params), jax.tree.structure(params)
+        return state_form(self.transformation.init, self.layout(params), types, tree)
+
+    def _init(self, params: PyTree) -> Any:
+        """Return the first state: this rank's where the axis is bound, else a global one."""
+        if not self.placement.is_bound:
+            in_specs = (self.placement.param_specs(params),)
+            return self.placement.run(self._init, params, in_specs, self.specs(params))(params)
+        layout, tree = self.layout(params), jax.tree.structure(params)
+        evaluator = self._evaluator(layout, params)
+        jaxpr = jax.make_jaxpr(self.transformation.init)(tree.unflatten(evaluator.types))
+        inputs = evaluator.input_tree("params", self.comm.take_owned(params, layout))
+        return evaluator.output_state(self.form(params), evaluator.run(jaxpr, inputs))
+
+    def _update(self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any) -> Any:
+        """Return replicated updates and the new state.
+
+        `updates` are gradients: a rank's own or `ReducedGradients` where the axis is bound, else
+        global ones.
+        """
+        if self.placement.is_bound:
+            return self._update_rank(self.comm, updates, state, params, extra_args)
+        like = updates if params is None else params
+        param_specs, state_specs = self.placement.param_specs(like), self.specs(like)
+        _check_owners(state, self.layout(like))
+        comm = replace(self.comm, reduce="none")  # global gradients are the same at all ranks
+        given_specs = REPLICATED if params is None else param_specs
+        in_specs = (param_specs, state_specs, given_specs, REPLICATED)
+
+        def update(*args: Any) -> Any:
+            return self._update_rank(comm, *args)
+
+        mapped = self.placement.run(update, like, in_specs, (param_specs, state_specs))
+        return mapped(updates, state, params, extra_args)
+
+    def _update_rank(
+        self, comm: Communication, updates: PyTree, state: Any, params: PyTree, extra_args: Any
+    ) -> tuple[PyTree, ShardedState]:
+        like = updates if params is None else params
+        layout, tree, form = self.layout(like), jax.tree.structure(like), self.form(like)
+        if any(comm.axis_name in _compat.varying_axes(x) for x in jax.tree.leaves(extra_args)):
+            raise ArgumentError(
+                f"extra arguments must be the same at all ranks, and some of {sorted(extra_args)} "
+                "differ: average them first, with plan.pmean"
+            )
+        _check_owners(state, layout)
+        evaluator = self._evaluator(layout, like)
+        grads = comm.reduce_scatter(updates, layout, tree)
+        inputs = evaluator.input_tree("grads", grads) + evaluator.input_state(state, form)
+        dtypes = grads.dtypes(layout)
+        types = [
+            tree.unflatten(
+                [jax.ShapeDtypeStruct(t.shape, dtypes[i]) for i, t in enumerate(evaluator.types)]
+            ),
+            form.tree.unflatten(form.types),
+        ]
+        if params is not None:
+            inputs += evaluator.input_tree("params", comm.take_owned(params, layout))
+            types.append(tree.unflatten(evaluator.types))
+        transform = optax.with_extra_args_support(self.transformation).update
+        jaxpr, (out, _) = jax.make_jaxpr(
+            lambda *args: transform(*args, **extra_args), return_shape=True
+        )(*types)
+        if jax.tree.structure(out) != tree:
+            raise NotShardableError(
+                "this optimizer cannot be sharded: its updates have another structure than the "
+                "parameters"
+            )
+        values = evaluator.run(jaxpr, inputs)
+        owned = evaluator.output_tree(
+            values[: tree.num_leaves], [x.dtype for x in jax.tree.leaves(out)]
+        )
+        new_updates = tree.unflatten(comm.all_gather(owned, layout))
+        return new_updates, evaluator.output_state(form, values[tree.num_leaves :])
 
     def _evaluator(self, layout: OwnedLayout, params: PyTree) -> ShardEvaluator:
         def sum_over_ranks(vectors: list[jax.Array]) -> list[jax.Array]:

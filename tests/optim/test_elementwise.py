@@ -9,9 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from ftmesh.optim import NotShardableError, clip_by_global_norm, lamb, lars
-from ftmesh.optim.communication import Communication, MeshPlacement
-from ftmesh.optim.sharded import OptimizerOps
+from ftmesh.optim import NotShardableError, ShardedOptimizer, clip_by_global_norm, lamb, lars
+from ftmesh.optim.communication import Communication
 from tests.support.updates import assert_close, gradients, take_rank, train_unsharded
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -45,14 +44,10 @@ def single_rank_optimizer(transformation):
     plan = SimpleNamespace(
         program=SimpleNamespace(owned_chunks=chunks, num_chunks=5, owner=chunks[0])
     )
-    return OptimizerOps(
-        transformation,
-        SingleRank(plan, plan, "data", reduce="none"),
-        MeshPlacement(plan, "data"),
-        bucket_bytes=200,
-        overlap=False,
-        order=None,
-    )
+    plan.with_reduce_scatter = plan
+    optimizer = ShardedOptimizer(transformation, plan, bucket_bytes=200)
+    optimizer.comm = SingleRank(plan, plan, "data", reduce="none")
+    return optimizer
 
 
 def params_after(transformation, steps=2):

@@ -282,7 +282,7 @@ class TestErrors:
             return jax.eval_shape(run, gradients(SMALL_PARAMS, 12, 0))
 
         step(ours.init)
-        for state in (other.init, ours.ops.transformation.init):
+        for state in (other.init, ours.transformation.init):
             with pytest.raises(ArgumentError, match="not sharded for the owners of this plan"):
                 step(state)
 

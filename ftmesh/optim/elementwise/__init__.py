@@ -1,1 +1,0 @@
-"""Runs functions of full tensors on shards of them: trace, then graph, then evaluate."""
