@@ -1,7 +1,4 @@
-"""How commands begin and end: numeric arguments within bounds, one-line errors, exit statuses.
-
-Every error a user can cause is one line and an exit status of its own. A traceback is a bug.
-"""
+"""Bounds for numeric arguments, errors in one line, and exit statuses; a traceback is a bug."""
 
 from __future__ import annotations
 

@@ -21,10 +21,8 @@ def write_atomic(path: str | os.PathLike[str], parts: Iterable[Any]) -> None:
     """Write `parts`, which are bytes, to `path`, so that it has all of them or none.
 
     They are written to a temporary file in the same folder, so several writers of one file do not
-    disturb each other: the last one wins. A file that is replaced keeps its permissions.
-
-    Raises:
-        OSError: The file cannot be written; `filename` is `path`.
+    disturb each other: the last one wins. A file that is replaced keeps its permissions. An OSError
+    has `path` as its `filename`.
     """
     path = Path(os.path.realpath(path))
     try:
@@ -54,11 +52,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def read_bounded(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        OSError: It cannot be read, is not a regular file, or is longer than `max_bytes`.
-    """
+    """Return a file's content; raise OSError unless it is a regular file of at most `max_bytes`."""
     with open(path, "rb", opener=open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a file", str(path))
@@ -106,10 +100,7 @@ def check_output_files(*paths: str | os.PathLike[str] | None) -> None:
 
 
 def check_output_folder(folder: str | os.PathLike[str] | None) -> None:
-    """Raise ArgumentError unless `folder` is None or files can be written to it.
-
-    It need not exist: then the nearest folder above it must be writable.
-    """
+    """Raise ArgumentError unless `folder`, or the nearest existing one above it, is writable."""
     if not folder:
         return
     existing = Path(os.path.realpath(folder))

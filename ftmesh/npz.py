@@ -33,16 +33,11 @@ class NpyHeader(NamedTuple):
 
 
 class NotNpzError(ValueError):
-    """A file is not an .npz of plain arrays."""
+    """A file is not an .npz of plain arrays: it is something else, or has pickled objects."""
 
 
 class NpzReader:
-    """An open .npz file.
-
-    Raises:
-        NotNpzError: The file is something else, or has pickled objects.
-        ValueError: An array is not what its header says.
-    """
+    """An open .npz file; raises ValueError if an array is not what its header says."""
 
     def __init__(self, file: IO[bytes]) -> None:
         start = file.read(len(npy.MAGIC_PREFIX))

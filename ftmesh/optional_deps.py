@@ -20,13 +20,7 @@ EXTRAS = {
 
 
 def require(module: str, extra: str, *packages: str) -> None:
-    """Raise MissingExtraError if one of `packages`, which `module` imports, is not installed.
-
-    >>> require("ftmesh.draw", "plots", "json", "no_such_package")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-        ...
-    ftmesh.errors.MissingExtraError: ftmesh.draw needs no_such_package, ...
-    """
+    """Raise MissingExtraError if one of `packages`, which `module` imports, is not installed."""
     missing = [name for name in packages if not _is_installed(name)]
     if missing:
         raise _missing_extra(module, extra, missing)
@@ -42,10 +36,7 @@ def missing_extra(error: ModuleNotFoundError) -> MissingExtraError | None:
 
 
 def lazy_attributes(module: str, sources: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for `module` that imports each name of `sources` when first used.
-
-    The values of `sources` are the modules that the names come from.
-    """
+    """Return a `__getattr__` for `module` that imports names from their `sources` when used."""
 
     def get(name: str) -> Any:
         if name in sources:

@@ -56,10 +56,8 @@ def parse_rate(text: str) -> float:
     if not slash or per != "s" or not _BYTES.fullmatch(size):
         raise ArgumentError(f"{text!r:.40} is not a rate: write bytes per second, as in '50GB/s'")
     if size.endswith("b"):
-        raise ArgumentError(
-            f"{text!r} reads as bits per second: write bytes, with a capital B, as in '50GB/s' "
-            "(8 bits are a byte)"
-        )
+        rule = "write bytes with a capital B, as in '50GB/s' (8 bits are a byte)"
+        raise ArgumentError(f"{text!r} reads as bits per second: {rule}")
     return float(parse_bytes(size))
 
 
@@ -67,9 +65,8 @@ def parse_time(text: str) -> float:
     """Return ``"0.5us"`` as seconds. Units are ns, us, ms, s, min, h, d and w."""
     match = _TIME.fullmatch(text.strip())
     if not match:
-        raise ArgumentError(
-            f"{text!r:.40} is not a time: write a number and a unit, as in '0.5us', '50ms' or '8h'"
-        )
+        rule = "write a number and a unit, as in '0.5us', '50ms' or '8h'"
+        raise ArgumentError(f"{text!r:.40} is not a time: {rule}")
     seconds = float(match[1]) * _SECONDS[match[2]]
     if seconds > _MAX_SECONDS:
         limit = format_time(_MAX_SECONDS)

@@ -19,7 +19,7 @@ from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time, parse_bytes, parse_time
 
 MAX_RUNS, MAX_SPARES = 10_000, 100_000
-SHARES = ("trained", "slower", "thrown_away", "restarting", "waiting")
+COLUMNS = {"per_chip": 15, "slower": 13, "thrown_away": 13, "restarting": 12, "waiting": 9}
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -89,10 +89,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _training_job(args: argparse.Namespace, full_mesh: Topology) -> TrainingJob:
-    spares = args.spares
-    if spares is None:
-        shortest = min(full_mesh.shape) if len(full_mesh.shape) > 1 else 1
-        spares = -(-shortest // advise.BOARD)
+    shortest = min(full_mesh.shape) if len(full_mesh.shape) > 1 else 1
+    spares = -(-shortest // advise.BOARD) if args.spares is None else args.spares
     return TrainingJob(
         topology=full_mesh,
         mtbf=parse_time(args.mtbf),
@@ -125,11 +123,9 @@ def _table(job: TrainingJob, outcomes: dict[str, list[Outcome]], horizon: float)
         goodputs = [result.trained for result in results]
         error = statistics.stdev(goodputs) / runs**0.5 if runs > 1 else 0.0
         label = f"{name} ({job.num_spares})" if results[0].paid > 1 else name
+        means = (f"{_mean(results, name):>{width}.4f}" for name, width in COLUMNS.items())
         lines.append(
-            f"  {label:<18}{_mean(results, 'trained'):>9.4f}{error:>8.4f}"
-            f"{_mean(results, 'per_chip'):>15.4f}{_mean(results, 'slower'):>13.4f}"
-            f"{_mean(results, 'thrown_away'):>13.4f}{_mean(results, 'restarting'):>12.4f}"
-            f"{_mean(results, 'waiting'):>9.4f}"
+            f"  {label:<18}{statistics.fmean(goodputs):>9.4f}{error:>8.4f}{''.join(means)}"
         )
     return "\n".join(lines)
 
@@ -143,26 +139,21 @@ def _advice(
             f"Advice: over time, '{best}' does the most work per chip paid for: "
             f"{_mean(outcomes[best], 'per_chip'):.1%} of the maximum."
         )
-    box = now.topology.largest_rectangle()
+    wait, around = advise.WaitForRepair.name, advise.RouteAround.name
+    sub_mesh = advise.LargestSubMesh.name
     hours = {name: format_time(done) for name, done in now.done.items()}
-    wait, sub_mesh, around = (
-        strategy.name
-        for strategy in (advise.WaitForRepair, advise.LargestSubMesh, advise.RouteAround)
-    )
-    verb = {
-        wait: "wait for the repair",
-        sub_mesh: f"continue on the sub-mesh {box}",
-        around: f"route around the damage and continue on all {now.topology.num_live} live chips",
-    }[now.best]
     if now.best == wait:
         return (
-            f"Advice for {now.topology}: {verb}; it takes {format_time(now.repair_time)}, too "
-            "short to be worth a restart."
+            f"Advice for {now.topology}: wait for the repair; it takes "
+            f"{format_time(now.repair_time)}, too short to be worth a restart."
         )
+    todo = f"continue on the sub-mesh {now.topology.largest_rectangle()}"
+    if now.best == around:
+        todo = f"route around the damage and continue on all {now.topology.num_live} live chips"
     other = sub_mesh if now.best == around else around
     wires_speed = f" ({wires.speeds[now.best]:.1%} on the wires alone)" if wires else ""
     return (
-        f"Advice for {now.topology}: {verb}, at {now.speeds[now.best]:.1%} of full speed"
+        f"Advice for {now.topology}: {todo}, at {now.speeds[now.best]:.1%} of full speed"
         f"{wires_speed}. In the {format_time(now.repair_time)} until the repair this does "
         f"{hours[now.best]} of full-mesh work, restart included; '{other}' would do "
         f"{hours[other]} and waiting none."
@@ -213,8 +204,8 @@ def _as_dict(
             {
                 "answer": name,
                 "goodput": _mean(results, "trained"),
-                "per_chip": _mean(results, "per_chip"),
-                **{share: _mean(results, share) for share in SHARES},
+                "trained": _mean(results, "trained"),
+                **{share: _mean(results, share) for share in COLUMNS},
             }
             for name, results in outcomes.items()
         ],

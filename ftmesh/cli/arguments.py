@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ftmesh.algorithms import registry
 from ftmesh.algorithms.registry import current_name
@@ -22,17 +22,13 @@ from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _CLEAR = "\r\033[K"  # the line of a terminal
 
 
 def add_option(
-    parser: argparse.ArgumentParser,
-    name: str,
-    metavar: str,
-    text: str,
-    default: Any = None,
-    type: Callable[[str], Any] = str,
+    parser: ArgumentParser, name: str, metavar: str, text: str, default: Any = None, type: Any = str
 ) -> None:
     """Add an option that takes a value, with its default in the help text."""
     if default not in (None, ""):
@@ -40,19 +36,15 @@ def add_option(
     parser.add_argument(name, metavar=metavar, type=type, default=default, help=text)
 
 
-def add_mesh(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+def add_mesh(parser: ArgumentParser, *, optional: bool = False) -> None:
     """Add MESH, --failed, --failed-links and --wrap."""
-    parser.add_argument(
-        "mesh",
-        metavar="MESH",
-        nargs="?" if optional else None,
-        help="mesh shape, x first, such as 16x32 or 4x4x8",
-    )
+    text = "mesh shape, x first, such as 16x32 or 4x4x8"
+    parser.add_argument("mesh", metavar="MESH", nargs="?" if optional else None, help=text)
     add_damage(parser)
     add_option(parser, "--wrap", "AXES", "axes that wrap around: 'x', 'xyz'", "")
 
 
-def add_damage(parser: argparse.ArgumentParser) -> None:
+def add_damage(parser: ArgumentParser) -> None:
     """Add --failed and --failed-links."""
     blocks = "'4x2@6,14' or '2x2@2,2;2x2@8,4', in 3D '2x2x1@0,0,4'"
     default = "(default: the environment variable FTMESH_FAILED)"
@@ -60,31 +52,28 @@ def add_damage(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--failed-links", "LINKS", "failed links: '3,2-4,2;0,0-0,1'", "")
 
 
-def add_tile(parser: argparse.ArgumentParser) -> None:
+def add_tile(parser: ArgumentParser) -> None:
     """Add --tile."""
-    add_option(
-        parser,
-        "--tile",
-        "SHAPE",
-        "divide the mesh into tiles of this shape, such as 2x2; a tile is one rank, for "
-        "example a model-parallel group, and fails with any of its chips (default: every chip is "
-        "a rank)",
+    text = (
+        "divide the mesh into tiles of this shape, such as 2x2; a tile is one rank, for example a "
+        "model-parallel group, and fails with any of its chips (default: every chip is a rank)"
     )
+    add_option(parser, "--tile", "SHAPE", text)
 
 
-def add_algorithm(parser: argparse.ArgumentParser) -> None:
+def add_algorithm(
+    parser: ArgumentParser,
+    text: str = "all-reduce algorithm; auto, the default, is the fastest of them by simulation",
+    choices: tuple[str, ...] = ALGORITHMS,
+    default: str | None = AUTO,
+) -> None:
     """Add --algorithm."""
     parser.add_argument(
-        "--algorithm",
-        type=current_name,
-        choices=ALGORITHMS,
-        default="auto",
-        help="all-reduce algorithm; auto is the fastest of the others by simulation (default: "
-        "auto)",
+        "--algorithm", type=current_name, choices=choices, default=default, help=text
     )
 
 
-def add_executor(parser: argparse.ArgumentParser) -> None:
+def add_executor(parser: ArgumentParser) -> None:
     """Add --executor."""
     parser.add_argument(
         "--executor",
@@ -95,13 +84,13 @@ def add_executor(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_payload(parser: argparse.ArgumentParser) -> None:
+def add_payload(parser: ArgumentParser) -> None:
     """Add --payload."""
     text = "bytes to sum on every chip, such as 100MB or 64KiB"
     add_option(parser, "--payload", "SIZE", text, "100MB")
 
 
-def add_network(parser: argparse.ArgumentParser) -> None:
+def add_network(parser: ArgumentParser) -> None:
     """Add --tpu, --link, --latency, --overhead and --wires-only."""
     parser.add_argument(
         "--tpu",
@@ -114,12 +103,10 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--link", "RATE", text)
     add_option(parser, "--latency", "TIME", f"latency per hop (default: {latency})")
     add_option(parser, "--overhead", "TIME", "time per transfer at the sender (default: none)")
-    parser.add_argument(
-        "--wires-only", action="store_true", help="ignore the cost of the executor on --tpu"
-    )
+    parser.add_argument("--wires-only", action="store_true", help="ignore the executor's cost")
 
 
-def network_of(args: argparse.Namespace) -> Network:
+def network_of(args: Namespace) -> Network:
     """Build the network from the arguments of `add_network`."""
     base = parse_network(args.tpu or DEFAULT, args.latency, args.overhead)
     if args.link:
@@ -127,7 +114,7 @@ def network_of(args: argparse.Namespace) -> Network:
     return base.wires_only if args.wires_only else base
 
 
-def topology_of(args: argparse.Namespace) -> Topology:
+def topology_of(args: Namespace) -> Topology:
     """Build the topology from the arguments of `add_mesh` and `add_tile`."""
     shape = parse_shape(args.mesh)
     axes = "xyz"[: len(shape)]
@@ -164,14 +151,14 @@ class Stages:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def run(self, name: str, work: Callable[[], T]) -> T:
-        """Run `work` as the stage `name`."""
+    def run(self, name: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `work` as the stage `name`."""
         shown = sys.stderr is not None and sys.stderr.isatty()
         if shown:
             print(f"{name} ...", end="", file=sys.stderr, flush=True)
         start = time.perf_counter()
         try:
-            return work()
+            return work(*args, **kwargs)
         finally:
             self.seconds[name] = time.perf_counter() - start
             if shown:

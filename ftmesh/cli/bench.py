@@ -1,8 +1,4 @@
-"""``ftmesh bench``: time the algorithms against `lax.psum` on emulated devices.
-
-Emulated devices share a few cores and their memory, so this measures the programs, not a network.
-Compare the ratios.
-"""
+"""``ftmesh bench``: time the algorithms against `lax.psum` on emulated devices."""
 
 from __future__ import annotations
 
@@ -81,11 +77,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_benchmark(
-    topology: Topology,
-    payloads: Sequence[int],
-    *,
-    repeats: int,
-    progress: Callable[[int, int, str], None],
+    topology: Topology, payloads: Sequence[int], *, repeats: int, progress: Callable[..., None]
 ) -> list[Timing]:
     """Time every algorithm that fits `topology`, and `lax.psum`, at every payload."""
     import jax

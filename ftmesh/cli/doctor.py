@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ftmesh.cli.arguments import Progress, add_option
@@ -43,23 +44,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_option(parser, "--failed-links", "LINKS", "links not to test: '3,2-4,2;0,0-0,1'", "")
     emulate = "test emulated CPU devices instead of chips; needs --mesh"
     parser.add_argument("--emulate", action="store_true", help=emulate)
+    timeout = "a chip or link that takes longer to respond is silent (default: 60)"
     parser.add_argument(
-        "--timeout",
-        "--limit",
-        dest="timeout",
-        type=number(0.001),
-        default=60.0,
-        metavar="SECONDS",
-        help="a chip or link that takes longer to respond is silent (default: 60)",
+        "--timeout", "--limit", type=number(0.001), default=60.0, metavar="SECONDS", help=timeout
     )
     slow = "one that takes FACTOR times the median of its peers is slow"
     add_option(parser, "--slow", "FACTOR", slow, 3.0, number(1.001))
-    parser.add_argument(
-        "--one-by-one",
-        action="store_true",
-        help="test each link by itself, also if a process has more than 128: slower, but can tell "
-        "which link is silent",
+    one_by_one = (
+        "test each link by itself, also if a process has more than 128: slower, but can tell which "
+        "link is silent"
     )
+    parser.add_argument("--one-by-one", action="store_true", help=one_by_one)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     add_process_arguments(parser)
 
@@ -105,15 +100,10 @@ def _topology(args: argparse.Namespace, group: ProcessGroup) -> Topology:
 
 
 def _examine(args: argparse.Namespace, topology: Topology, group: ProcessGroup) -> Findings:
-    from dataclasses import replace
-
     from ftmesh.health.doctor import examine
     from ftmesh.health.probe_programs import Probes
-    from ftmesh.testing.unhealthy import UnhealthySpec
-    from ftmesh.topology.devices import platform_of
 
-    unhealthy = UnhealthySpec.from_environment(topology)
-    probes = Probes.for_platform(platform_of(topology.devices[0]), unhealthy)
+    probes = Probes.for_topology(topology)
     if args.one_by_one:
         probes = replace(probes, max_single_links=sys.maxsize)
     options: dict[str, Any] = {"progress": Progress()} if group.is_primary else {}
@@ -133,6 +123,6 @@ def _print(findings: Findings, *, as_json: bool) -> None:
 
 def _exit_now(status: int) -> None:
     """Exit without JAX's cleanup."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)

@@ -69,9 +69,8 @@ def _panels(args: argparse.Namespace) -> list[Panel]:
             raise ArgumentError(f"--{option} is counted within a phase: give --phase too")
     if args.mesh.endswith(".npz"):
         if describes_mesh:
-            raise ArgumentError(
-                f"{args.mesh} already describes its mesh: leave out the other options"
-            )
+            rule = "leave out the other options"
+            raise ArgumentError(f"{args.mesh} already describes its mesh: {rule}")
         schedule = ftmesh.load(args.mesh)
     else:
         schedule = ftmesh.plan(topology_of(args), args.algorithm).schedule

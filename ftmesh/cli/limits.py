@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> None:
     topology, network = arguments.topology_of(args), arguments.network_of(args)
     payload_bytes = parse_bytes(args.payload)
     stages = arguments.Stages()
-    bounds = stages.run("finding the limits", lambda: limits(topology))
-    times = stages.run("bounding rounds", lambda: _times(bounds, payload_bytes, network))
+    bounds = stages.run("finding the limits", limits, topology)
+    times = stages.run("bounding rounds", _times, bounds, payload_bytes, network)
     if args.json:
         print(json.dumps(summary(bounds, times), indent=2))
         return
@@ -76,10 +76,8 @@ def _times(bounds: Limits, payload_bytes: int, network: Network) -> dict[str, fl
     }
     if not isinstance(bounds.topology, TiledTopology):
         references = reference_times(bounds, payload_bytes, network)
-        seconds |= {
-            "all_reduce_rounds_us": references.rounds_bound,
-            "all_reduce_trees_us": references.tree_bound,
-        }
+        seconds["all_reduce_rounds_us"] = references.rounds_bound
+        seconds["all_reduce_trees_us"] = references.tree_bound
     if network.device_model:
         seconds["executor_floor_us"] = network.device_model.lower_bound_seconds(payload_bytes)
     return {name: None if s is None else 1e6 * s for name, s in seconds.items()}
@@ -149,10 +147,8 @@ def drawing(topology: Topology, groups: Sequence[Sequence[Coord]]) -> str:
 
 def _next_coords(topology: Topology, chip: Coord) -> list[Coord]:
     """The coords after `chip` along x and y, around the edge if the axis is longer than 2."""
-    coords = []
-    for axis, size in enumerate(topology.shape):
-        coord = list(chip)
-        if coord[axis] + 1 < size or size > 2:
-            coord[axis] = (coord[axis] + 1) % size
-        coords.append(tuple(coord))
-    return coords
+    x, y = (
+        i if i + 1 == size <= 2 else (i + 1) % size
+        for i, size in zip(chip, topology.shape, strict=True)
+    )
+    return [(x, chip[1]), (chip[0], y)]

@@ -1,7 +1,4 @@
-"""The command line: ``ftmesh plan 16x32 --failed 4x2@6,14``.
-
-User errors are one line and an exit status, see `ftmesh.command_line`. A traceback is a bug.
-"""
+"""The command line: ``ftmesh plan 16x32 --failed 4x2@6,14``."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 import ftmesh
 from ftmesh.command_line import EXIT_STATUS_HELP, Parser, run_command, say
@@ -49,11 +45,6 @@ def _run(args: argparse.Namespace) -> int | None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals without arrows
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        warnings.showwarning = lambda message, *_, **__: say(f"ftmesh: warning: {message}")
         status: int | None = COMMANDS[args.command].run(args)
     return status
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Print a warning as one line, without its place in the code."""
-    say(f"ftmesh: warning: {message}")

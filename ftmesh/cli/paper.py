@@ -38,11 +38,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> None:
     """Simulate the paper's runs and print the comparison."""
     stages = Stages()
-    simulated = stages.run("simulating", paper_tables.simulate_runs)
-    device_model = NETWORKS["v3"].device_model
-    as_run = stages.run(
-        "with the executor", lambda: paper_tables.simulate_runs(device_model=device_model)
-    )
+    simulate, device_model = paper_tables.simulate_runs, NETWORKS["v3"].device_model
+    simulated = stages.run("simulating", simulate)
+    as_run = stages.run("with the executor", simulate, device_model=device_model)
     best = stages.run(
         "planning trees", lambda: {row: paper_tables.fastest_run(row) for row in paper_tables.RUNS}
     )
@@ -100,7 +98,6 @@ def _overheads(simulated: dict[PaperRun, list[SimulatedRun]]) -> str:
 def _as_run(
     simulated: dict[PaperRun, list[SimulatedRun]], as_run: dict[PaperRun, list[SimulatedRun]]
 ) -> str:
-    """The same ratios with the cost of ftmesh's executor."""
     device_model = next(iter(as_run.values()))[0].network.device_model
     lines = [
         "The same with the costs of ftmesh's executor, by the TPU compiler's estimates",
@@ -121,19 +118,15 @@ def _as_run(
 
 
 def _best(best: dict[PaperRun, FastestRun]) -> str:
-    """The fastest all-reduces and their ratios."""
     lines = [
         "The fastest algorithm on each mesh, on the wires alone",
         f"  {'ratios':<27}{'paper':>6}{'best':>7}{'full mesh':>22}{'damaged mesh':>22}",
     ]
     for row, result in best.items():
-        full, damaged = (
-            f"{choice.algorithm}, {format_time(choice.seconds)}"
-            for choice in (result.full, result.damaged)
-        )
-        lines.append(
-            f"  {_name(row):<27}{row.ratio:>6.2f}{result.ratio:>7.2f}{full:>22}{damaged:>22}"
-        )
+        line = f"  {_name(row):<27}{row.ratio:>6.2f}{result.ratio:>7.2f}"
+        for choice in (result.full, result.damaged):
+            line += f"{f'{choice.algorithm}, {format_time(choice.seconds)}':>22}"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -151,14 +144,8 @@ def _as_dict(
         "mesh": row.mesh,
         "failed": row.failed,
         "payload_bytes": row.payload_bytes,
-        "paper": {
-            "ratio": row.ratio,
-            "ratio_low": low,
-            "ratio_high": high,
-            "full_share": row.full_share,
-            "damaged_share": row.damaged_share,
-            "efficiency": row.efficiency,
-        },
+        "paper": {"ratio": row.ratio, "ratio_low": low, "ratio_high": high}
+        | {name: getattr(row, name) for name in ("full_share", "damaged_share", "efficiency")},
         "ours": [_times(result) for result in ours],
         "ours_as_run": [_times(result) for result in as_run],
         "best": {

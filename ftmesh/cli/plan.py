@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from typing import Any
 
 import ftmesh
@@ -12,7 +13,6 @@ from ftmesh.command_line import whole_number
 from ftmesh.draw import draw_svg, schedule_panels
 from ftmesh.files import check_output_files, write_text
 from ftmesh.planning.plan import Plan
-from ftmesh.schedule.schedule import SplitSchedule
 from ftmesh.units import parse_bytes
 
 
@@ -29,9 +29,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     arguments.add_algorithm(parser)
     arguments.add_payload(parser)
     arguments.add_network(parser)
-    parser.add_argument(
-        "--explain", action="store_true", help="also show what every algorithm would cost"
-    )
+    parser.add_argument("--explain", action="store_true", help="also show what all algorithms cost")
     parser.add_argument("--out", metavar="FILE.npz", help="save the schedule")
     parser.add_argument("--svg", metavar="FILE.svg", help="draw the phases as SVG")
     text = "also list the transfers of round R"
@@ -42,20 +40,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> None:
     """Plan, verify, and write the outputs."""
     check_output_files(args.out, args.svg)
-    topology = arguments.topology_of(args)
+    topology, network = arguments.topology_of(args), arguments.network_of(args)
     payload_bytes = parse_bytes(args.payload)
     stages = arguments.Stages()
-    plan = stages.run(
-        "planning and proving",
-        lambda: ftmesh.plan(
-            topology, args.algorithm, payload_bytes=payload_bytes, link=arguments.network_of(args)
-        ),
-    )
+    make_plan = partial(ftmesh.plan, payload_bytes=payload_bytes, link=network)
+    plan = stages.run("planning and proving", make_plan, topology, args.algorithm)
     round_text = None if args.round is None else plan.schedule.describe_round(args.round)
     if args.svg:
         drawing = stages.run("drawing", lambda: draw_svg(schedule_panels(plan.schedule)))
     if args.out:
-        stages.run("saving", lambda: ftmesh.save(plan.schedule, args.out))
+        stages.run("saving", ftmesh.save, plan.schedule, args.out)
     if args.svg:
         write_text(args.svg, drawing)
     if args.json:
@@ -80,9 +74,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         **arguments.mesh_summary(plan.topology),
         "payload_bytes": plan.payload_bytes,
         "rounds": schedule.num_rounds,
-        "rounds_in_reduce_scatter": (
-            schedule.rounds_in_reduce_scatter if isinstance(schedule, SplitSchedule) else 0
-        ),
+        "rounds_in_reduce_scatter": getattr(schedule, "rounds_in_reduce_scatter", 0),
         "chunks": schedule.num_chunks,
         "neighbour_only": schedule.is_neighbour_only,
         "verified": plan.proof is not None,

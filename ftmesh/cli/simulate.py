@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from functools import partial
 from typing import Any
 
 from ftmesh.algorithms import registry
-from ftmesh.algorithms.registry import current_name
 from ftmesh.cli import arguments
 from ftmesh.cost.links import Network
 from ftmesh.cost.lower_bounds import limits
@@ -40,13 +38,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     arguments.add_mesh(parser)
     arguments.add_tile(parser)
-    parser.add_argument(
-        "--algorithm",
-        type=current_name,
-        choices=(ALL, *ALGORITHMS),
-        default=ALL,
-        help="one algorithm, in detail, or all that work on the mesh (default: all)",
-    )
+    text = "one algorithm, in detail, or all that work on the mesh (default: all)"
+    arguments.add_algorithm(parser, text, (ALL, *ALGORITHMS), ALL)
     arguments.add_payload(parser)
     arguments.add_network(parser)
     parser.add_argument(
@@ -77,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
         if args.json:
             raise ArgumentError("--optimizer has no JSON output: give --optimizer or --json")
     stages = arguments.Stages()
-    schedules, errors = stages.run("planning", lambda: _schedules(args, topology, network))
+    schedules, errors = stages.run("planning", _schedules, args, topology, network)
     simulators = {name: Simulator(schedule) for name, schedule in schedules.items()}
 
     def simulate(simulator: Simulator) -> dict[str, Simulation]:
@@ -88,7 +81,6 @@ def run(args: argparse.Namespace) -> None:
     references = stages.run(
         "finding the limits", lambda: reference_times(limits(topology), payload_bytes, network)
     )
-    limit = references.lower_bound
     if args.plot or args.heat_map:
         from ftmesh.draw import plots
 
@@ -103,16 +95,15 @@ def run(args: argparse.Namespace) -> None:
     if args.algorithm == ALL:
         print(_table(simulations, errors, args.mode, references))
     else:
-        fastest = simulations[0][args.mode]
+        fastest, limit = simulations[0][args.mode], references.lower_bound
         print(fastest)
         print(f"  {fastest.seconds / limit:.2f} times the limit, {format_time(limit)}")
-    find_leaf_chips = partial(leaf_chip_costs, topology, payload_bytes, network, args.mode)
-    leaf_costs = stages.run("looking for chips on one link", find_leaf_chips)
+    job = (topology, payload_bytes, network)
+    leaf_costs = stages.run("looking for chips on one link", leaf_chip_costs, *job, args.mode)
     if leaf_costs:
         print(f"  {leaf_costs}")
     if args.optimizer:
-        update = partial(optimizer_costs, topology, payload_bytes, network, args.optimizer)
-        print(stages.run("updating", update))
+        print(stages.run("updating", optimizer_costs, *job, args.optimizer))
     if isinstance(topology, TiledTopology):
         print(topology.describe())
     print(stages)
@@ -132,10 +123,8 @@ def _schedules(
     outcomes = registry.try_algorithms(topology)
     for name in registry.CHUNKED_BY_PAYLOAD:
         outcomes[name] = schedule_for(topology, name, payload_bytes, network, args.mode)
-    return (
-        {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Schedule)},
-        {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, PlanError)},
-    )
+    schedules = {name: x for name, x in outcomes.items() if isinstance(x, Schedule)}
+    return schedules, {name: x for name, x in outcomes.items() if isinstance(x, PlanError)}
 
 
 def _table(

@@ -37,10 +37,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> None:
     """Load and verify the schedule."""
     stages = Stages()
-    schedule = stages.run("loading", lambda: ftmesh.load(args.file, verify=False))
+    schedule = stages.run("loading", ftmesh.load, args.file, verify=False)
     try:
-        router = ROUTERS[args.router]
-        proof = stages.run("verifying", lambda: ftmesh.verify(schedule, router=router))
+        proof = stages.run("verifying", ftmesh.verify, schedule, router=ROUTERS[args.router])
     except VerificationError as error:
         raise VerificationError(f"{args.file}: {error}") from error
     print(json.dumps(asdict(proof), indent=2) if args.json else f"{schedule}\n{proof}\n{stages}")

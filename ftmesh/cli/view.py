@@ -7,7 +7,6 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-from ftmesh.algorithms.registry import current_name
 from ftmesh.cli import arguments
 from ftmesh.command_line import whole_number
 from ftmesh.errors import ArgumentError, PlanError
@@ -37,29 +36,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--serve",
     )
     arguments.add_mesh(parser)
-    parser.add_argument(
-        "--algorithm",
-        type=current_name,
-        choices=(ALL, *ALGORITHMS),
-        help="schedules to show (default: all that work; with --serve auto, and others when "
-        "selected)",
-    )
+    text = "schedules to show (default: all that work; with --serve auto, and others when selected)"
+    arguments.add_algorithm(parser, text, (ALL, *ALGORITHMS), None)
     arguments.add_payload(parser)
     arguments.add_network(parser)
-    devices = "devices per chip (default: 1)"
-    parser.add_argument(
-        "--devices", type=whole_number(1, 2), choices=(1, 2), default=1, help=devices
-    )
+    devices = "devices per chip, 1 or 2"
+    arguments.add_option(parser, "--devices", "N", devices, 1, whole_number(1, 2))
     out = f"the file to write (default: {DEFAULT_OUT})"
     arguments.add_option(parser, "--out", "FILE.html", out)
-    parser.add_argument(
-        "--serve",
-        metavar="PORT",
-        nargs="?",
-        type=whole_number(0, MAX_PORT),
-        const=0,
-        help="serve the page on 127.0.0.1 until interrupted, on this port or a free one",
-    )
+    port = whole_number(0, MAX_PORT)
+    text = "serve the page on 127.0.0.1 until interrupted, on this port or a free one"
+    parser.add_argument("--serve", metavar="PORT", nargs="?", type=port, const=0, help=text)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -71,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
         check_output_files(out)
     stages = arguments.Stages()
     if args.mesh.endswith(".npz"):
-        scenes = [stages.run("loading", lambda: _from_file(args))]
+        scenes = [stages.run("loading", _from_file, args)]
     else:
         scenes = _planned(args, stages)
     if args.serve is not None:
@@ -81,17 +68,16 @@ def run(args: argparse.Namespace) -> None:
     first = scenes[0]
     number = sum("schedule" in entry for entry in first["algorithms"])
     print(f"{first['mesh']['name']}: {first['shown']} is shown first, of {number} that work")
-    print(stages)
-    print(f"wrote {out}")
+    print(f"{stages}\nwrote {out}")
 
 
 def _planned(args: argparse.Namespace, stages: arguments.Stages) -> list[dict[str, Any]]:
     """Build the scene of the mesh; for a file and a small mesh, also those with one chip less."""
     topology = replace(arguments.topology_of(args), devices_per_chip=args.devices)
     algorithm = args.algorithm or (ALL if args.serve is None else AUTO)
-    scenes = [stages.run("planning", lambda: _scene(args, topology, algorithm))]
+    scenes = [stages.run("planning", _scene, args, topology, algorithm)]
     if args.serve is None and topology.num_live <= MAX_CHIPS_WITH_LOSSES:
-        scenes += stages.run("planning for lost chips", lambda: _losses(args, topology))
+        scenes += stages.run("planning for lost chips", _losses, args, topology)
     return scenes
 
 

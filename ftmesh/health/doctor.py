@@ -15,8 +15,6 @@ from ftmesh.health.findings import Findings
 from ftmesh.health.probe_chips import check_responses, check_results
 from ftmesh.health.probe_links import check_links, undirected_links
 from ftmesh.health.probe_programs import Probes
-from ftmesh.testing.unhealthy import UnhealthySpec
-from ftmesh.topology.devices import platform_of
 from ftmesh.topology.topology import Topology
 
 TIMEOUT = 60.0  # seconds for a chip or a link to respond
@@ -50,14 +48,11 @@ def examine(
     if not topology.devices:
         raise TopologyError(f"{topology} has no devices to test: use Topology.from_devices")
     if not timeout > 0 or not slow > 1:
-        raise ArgumentError(
-            f"timeout={timeout:g} and slow={slow:g}: give a timeout of more than 0 seconds and a "
-            "factor of more than 1"
-        )
+        rule = "give a timeout of more than 0 seconds and a factor of more than 1"
+        raise ArgumentError(f"timeout={timeout:g} and slow={slow:g}: {rule}")
     start = time.monotonic()
     if probes is None:
-        unhealthy = UnhealthySpec.from_environment(topology)
-        probes = Probes.for_platform(platform_of(topology.devices[0]), unhealthy)
+        probes = Probes.for_topology(topology)
     exam = Examination(topology, group.for_topology(topology), probes, timeout, slow)
     links = undirected_links(topology)
     num_steps = len(links) + 2

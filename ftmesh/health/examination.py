@@ -40,11 +40,6 @@ class Examination:
     silent: set[Coord] = field(default_factory=set)
     blocked: set[int] = field(default_factory=set)  # processes with a program that never ends
 
-    @property
-    def within_timeout(self) -> str:
-        """The timeout in words."""
-        return f"within {self.timeout:g} s"
-
     @cached_property
     def chip_of(self) -> dict[Any, Coord]:
         """The chip of each device."""

@@ -16,22 +16,14 @@ Kind = Literal["wrong", "silent", "slow"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One unhealthy chip, or one unhealthy link between two chips.
-
-    Attributes:
-        chips: The chip, or the two ends of the link.
-        detail: What was observed, in words.
-        seconds: How long a slow one took.
-        usual: The median time of its peers.
-        is_sure: False if it could also be another link that was tested with this one.
-    """
+    """One unhealthy chip, or one unhealthy link between two chips."""
 
     kind: Kind
-    chips: tuple[Coord, ...]
-    detail: str
-    seconds: float | None = None
-    usual: float | None = None
-    is_sure: bool = True
+    chips: tuple[Coord, ...]  # the chip, or the two ends of the link
+    detail: str  # what was observed
+    seconds: float | None = None  # how long a slow one took
+    usual: float | None = None  # the median time of its peers
+    is_sure: bool = True  # False: it could also be another link that was tested with this one
 
     @staticmethod
     def slow(chips: tuple[Coord, ...], seconds: float, usual: float) -> Finding:
@@ -39,14 +31,9 @@ class Finding:
         detail = f"{format_time(seconds)}; others take {format_time(usual)}"
         return Finding("slow", chips, detail, seconds, usual)
 
-    @property
-    def name(self) -> str:
-        """``chip 1,2`` or ``link 0,0-1,0``."""
-        noun = "chip" if len(self.chips) == 1 else "link"
-        return f"{noun} {'-'.join(map(format_coord, self.chips))}"
-
     def __str__(self) -> str:
-        return f"{self.name} is {self.kind}: {self.detail}"
+        noun = "chip" if len(self.chips) == 1 else "link"
+        return f"{noun} {'-'.join(map(format_coord, self.chips))} is {self.kind}: {self.detail}"
 
 
 @dataclass(frozen=True)

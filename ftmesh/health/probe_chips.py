@@ -48,7 +48,7 @@ def check_responses(exam: Examination) -> None:
     rows = [[exam.device_index(device), _problem(responses.get(device))] for device in programs]
     for index, problem in exam.gather(rows, "which chips respond"):
         if problem is not None:
-            exam.add_silent(exam.coord_at[index], problem or f"no answer {exam.within_timeout}")
+            exam.add_silent(exam.coord_at[index], problem or f"no answer within {exam.timeout:g} s")
 
 
 def _problem(response: Any) -> str | None:
@@ -64,7 +64,7 @@ def check_results(exam: Examination) -> None:
     for row in rows:
         if not row.results:
             coord = exam.coord_at[row.chip_index]
-            exam.add_silent(coord, f"responds, but computed nothing {exam.within_timeout}")
+            exam.add_silent(coord, f"responds, but computed nothing within {exam.timeout:g} s")
             exam.blocked |= exam.processes_of([coord])
     _find_wrong(exam, [row for row in rows if row.results])
     slow = _find_slow(exam, rows)

@@ -89,7 +89,7 @@ def _test(exam: Examination, links: Sequence[Link], one_by_one: bool) -> dict[Li
     silent = {links[row.position] for row in rows if row.seconds is None}
     for link in sorted(silent):
         is_sure = one_by_one or len(silent) == 1
-        detail = f"no data arrived {exam.within_timeout}"
+        detail = f"no data arrived within {exam.timeout:g} s"
         if not is_sure:
             detail += f", over this link or another of the {len(silent)} tested together"
         exam.findings.append(Finding("silent", link, detail, is_sure=is_sure))

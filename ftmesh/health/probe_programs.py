@@ -1,7 +1,7 @@
 """The programs that test chips and links, and running them with a timeout.
 
-A chip computes chains of matrix products in the dtypes of training, and integers over a few MB of
-memory, and returns a digest. A link carries a pattern there and back.
+A chip returns digests of chains of matrix products, in the dtypes of training, and of integers over
+a few MB of memory. A link carries a pattern there and back.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 from ftmesh.health.replica_check import digest, digest_words
 from ftmesh.testing.unhealthy import HEALTHY, UnhealthySpec
+from ftmesh.topology.devices import platform_of
+from ftmesh.topology.topology import Topology
 
 K = TypeVar("K", bound=Hashable)
 
@@ -37,35 +39,25 @@ _POLL_SECONDS = 0.0002
 class Probes:
     """How much the tests compute and transfer, and how often.
 
-    The defaults suit emulated chips. `for_platform` has larger sizes for real ones: there a program
+    The defaults suit emulated chips. `for_topology` has larger sizes for real ones: there a program
     must run long enough that the time the host adds does not matter.
-
-    Attributes:
-        matrix_size: Rows and columns of the matrices.
-        num_products: Matrix products in a chain.
-        num_words: Memory that the integer test fills, in words of 4 bytes.
-        pattern_words: Words that a link carries.
-        round_trips: How often they go there and back.
-        repeats: Runs after the first.
-        slow_margin: Seconds by which a chip or link must exceed its peers to be slow.
-        max_single_links: Test links one by one if no process has more links than this.
-        unhealthy: Faults to emulate, for tests of the doctor.
     """
 
-    matrix_size: int = 128
-    num_products: int = 4
-    num_words: int = 1 << 19
-    pattern_words: int = 1 << 14
-    round_trips: int = 1
-    repeats: int = 5
-    slow_margin: float = 0.05
-    max_single_links: int = 128
-    unhealthy: UnhealthySpec = HEALTHY
+    matrix_size: int = 128  # rows and columns
+    num_products: int = 4  # of matrices, in a chain
+    num_words: int = 1 << 19  # memory that the integer test fills, in words of 4 bytes
+    pattern_words: int = 1 << 14  # that a link carries
+    round_trips: int = 1  # how often they go there and back
+    repeats: int = 5  # runs after the first
+    slow_margin: float = 0.05  # seconds by which a chip or link must exceed its peers to be slow
+    max_single_links: int = 128  # if no process has more links, they are tested one by one
+    unhealthy: UnhealthySpec = HEALTHY  # faults to emulate, for tests of the doctor
 
     @staticmethod
-    def for_platform(platform: str, unhealthy: UnhealthySpec = HEALTHY) -> Probes:
-        """The probes for devices of a platform."""
-        if platform == "cpu":
+    def for_topology(topology: Topology) -> Probes:
+        """The probes for the devices of a mesh, with the emulated faults of ``FTMESH_SICK``."""
+        unhealthy = UnhealthySpec.from_environment(topology)
+        if platform_of(topology.devices[0]) == "cpu":
             return Probes(unhealthy=unhealthy)
         return Probes(2048, 256, 1 << 24, 1 << 20, 64, slow_margin=0.005, unhealthy=unhealthy)
 
@@ -74,10 +66,8 @@ class Probes:
         return replace(self, unhealthy=self.unhealthy.restricted_to(indices))
 
     def compute(self, index: Any, seed: Any) -> jax.Array:
-        """Compute, on a device, a digest for each of `DTYPES` and one for integers.
-
-        `seed` is an argument so that the compiler cannot compute the results in advance.
-        """
+        """Compute, on a device, a digest for each of `DTYPES` and one for integers."""
+        # The seed is an argument so that the compiler cannot compute the results in advance.
         size = self.matrix_size
         start = (jnp.arange(size**2, dtype=jnp.uint32) + seed) * np.uint32(2654435761) >> 24
         first = (start.astype(jnp.float32) / 256 - 0.5).reshape(size, size)
@@ -162,10 +152,7 @@ def link_program(
     indices: tuple[int, ...],
     pairs: tuple[tuple[int, int], ...],
 ) -> Callable[[], jax.Array]:
-    """Build a program in which pairs of devices run `Probes.exchange` at the same time.
-
-    `pairs` are positions in `devices`.
-    """
+    """Build a program in which pairs of devices, by position, exchange patterns at once."""
     permutation = [*pairs, *((b, a) for a, b in pairs)]
     ends = np.array([[index, -1] for index in indices], np.int32)
     for a, b in permutation:
@@ -237,10 +224,7 @@ def run_program(program: Callable[[], jax.Array], timeout: float) -> dict[Any, D
 
 
 def call_all(functions: Mapping[K, Callable[[], Any]], timeout: float) -> dict[K, Any]:
-    """Call functions in threads; return what those that finish in time return or raise.
-
-    The threads of the others end with the process.
-    """
+    """Call functions in threads; return what those that finish in time return or raise."""
     results: dict[K, Any] = {}
 
     def call(name: K, function: Callable[[], Any]) -> None:

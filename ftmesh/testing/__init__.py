@@ -1,7 +1,4 @@
-"""For tests: emulated devices, and faults to inject into a run.
-
-`ftmesh.testing.emulation` imports JAX, so its names are loaded on first use.
-"""
+"""For tests: emulated devices, which load JAX on first use, and faults to inject into a run."""
 
 from typing import TYPE_CHECKING
 

@@ -54,10 +54,7 @@ _MOMENT_DESCRIPTIONS = {
 
 
 def inject(moment: str, step: int = 0) -> None:
-    """Fire the faults that FTMESH_FAULTS has for this process, moment and step.
-
-    The step is ignored at ``start``, ``compile`` and ``recovery``.
-    """
+    """Fire the faults that FTMESH_FAULTS has for this process, moment and step."""
     if VARIABLE in os.environ:
         _injector().inject(moment, step)
 
@@ -275,10 +272,7 @@ def _kill_processes(run_dir: Path | None, kind: str, host: int | None = None) ->
 
 
 def recorded_processes(run_dir: Path | None) -> list[dict[str, Any]]:
-    """List the live processes that the launcher has recorded in ``pids/*.json``.
-
-    Each has a kind ("worker", "keeper" or "service"), host and pid.
-    """
+    """List the live processes of a run: their kind (worker, keeper or service), host and pid."""
     files = [] if run_dir is None else sorted((run_dir / "pids").glob("*.json"))
     processes = [json.loads(file.read_text()) for file in files]
     return [process for process in processes if _belongs_to_run(process["pid"], run_dir)]

@@ -134,14 +134,12 @@ def parse_faults(text: str, *, hosts: int = 1, steps: int = 40) -> list[Fault]:
 def draw_faults(
     seed: int, count: int | None = None, *, hosts: int = 1, steps: int = 40
 ) -> list[Fault]:
-    """Draw `count` faults at random, by default one to three; the same seed draws the same.
-
-    The first fault never waits for a recovery, since only a fault causes one.
-    """
+    """Draw `count` faults at random, by default one to three."""
     rng = random.Random(seed)
     faults: list[Fault] = []
     for index in range(count or rng.randint(1, 3)):
         kind = rng.choice(tuple(KINDS))
+        # Only a fault causes a recovery, so the first fault cannot wait for one.
         moment = rng.choice([m for m in KINDS[kind] if index or m != "recovery"])
         process = rng.randrange(hosts)
         step = 0 if moment in STEPLESS_MOMENTS else rng.randint(1, steps)
@@ -150,12 +148,9 @@ def draw_faults(
 
 
 def draw_timed_faults(seed: int, interval: float, seconds: float) -> list[Fault]:
-    """Draw a fault every `interval` seconds of a run of `seconds`, for any process.
-
-    Only kinds that force a recovery are drawn.
-    """
+    """Draw a fault every `interval` seconds of a run of `seconds`, for any process."""
     rng = random.Random(seed)
-    kinds = [*FATAL_KINDS, "stuck", "raise"]
+    kinds = [*FATAL_KINDS, "stuck", "raise"]  # those that force a recovery
     return [
         Fault(kind=rng.choice(kinds), process=ANY_PROCESS, after=interval * index)
         for index in range(1, int(seconds / interval) + 1)

@@ -88,30 +88,16 @@ class UnhealthySpec:
 
     def silence(self, x: Any, index: Any) -> Any:
         """Return `x`; on a silent chip, never."""
-        return _wait_if(_contains(self.silent, index), self._block, x) if self.silent else x
+        return _wait_if(_is_in(self.silent, index), self._block, x) if self.silent else x
 
     def delay(self, x: Any, index: Any) -> Any:
         """Return `x`; on a slow chip, late."""
         wait = partial(time.sleep, SLOW_CHIP)
-        return _wait_if(_contains(self.slow, index), wait, x) if self.slow else x
+        return _wait_if(_is_in(self.slow, index), wait, x) if self.slow else x
 
     def corrupt(self, x: Any, index: Any) -> Any:
         """Return `x`; on a chip that computes wrongly, with a bit flipped."""
-        return jnp.where(_contains(self.wrong, index), _flip_bit(x), x) if self.wrong else x
-
-    def apply_to_tree(self, tree: Any, topology: Topology, axis_name: str) -> Any:
-        """Apply this chip's faults to the first array of a tree.
-
-        Use it in a training step on what a chip computes by itself: gradients or parameters.
-        """
-        leaves, treedef = jax.tree.flatten(tree)
-        if self == HEALTHY or not leaves:
-            return tree
-        indices = [topology.grid_index(coord) for coord in topology.coords]
-        index_of_rank = np.repeat(np.array(indices, np.int32), topology.devices_per_chip)
-        index = jnp.asarray(index_of_rank)[lax.axis_index(axis_name)]
-        first = self.corrupt(self.delay(self.silence(leaves[0], index), index), index)
-        return jax.tree.unflatten(treedef, [first, *leaves[1:]])
+        return jnp.where(_is_in(self.wrong, index), _flip_bit(x), x) if self.wrong else x
 
     def apply_to_link(self, x: Any, source: Any, index: Any) -> Any:
         """Return `x` as it arrives over the link from chip `source` to chip `index`."""
@@ -121,9 +107,9 @@ class UnhealthySpec:
         )
         for links, wait in waits:
             if links:
-                x = _wait_if(_contains_link(links, source, index), wait, x)
+                x = _wait_if(_is_in(links, source, index), wait, x)
         links = self.wrong_links
-        return jnp.where(_contains_link(links, source, index), _flip_bit(x), x) if links else x
+        return jnp.where(_is_in(links, source, index), _flip_bit(x), x) if links else x
 
     def _block(self) -> None:
         (self.released or threading.Event()).wait()
@@ -145,13 +131,10 @@ def _live_index(topology: Topology, coord: Coord) -> int:
     return topology.grid_index(coord)
 
 
-def _contains(indices: frozenset[int], index: Any) -> Any:
-    return jnp.isin(index, np.array(sorted(indices), np.int32))
-
-
-def _contains_link(links: _Links, source: Any, index: Any) -> Any:
-    ends = np.array(sorted(links), np.int32)
-    return jnp.any((ends[:, 0] == source) & (ends[:, 1] == index))
+def _is_in(members: frozenset[Any], *indices: Any) -> Any:
+    """Whether a chip, by its index, or a link, by those of its ends, is one of the members."""
+    rows = np.array(sorted(members), np.int32).reshape(len(members), -1)
+    return jnp.any(jnp.all(rows == jnp.stack(indices), axis=1))
 
 
 def _wait_if(condition: Any, wait: Callable[[], object], x: Any) -> Any:
