@@ -1,7 +1,6 @@
 """Consensus: one mesh, one plan and one program in all processes of a run.
 
-Processes that run different programs wait for each other for ever. So they compare what they have
-before they compute anything together, and one of them plans for all.
+Processes that run different programs would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def agree_on_code(group: ProcessGroup) -> None:
         {
             "the version of JAX": f"{jax.__version__} with jaxlib {jax.lib.__version__}",
             "the version of Python": ".".join(platform.python_version_tuple()[:2]),
-            "the source of ftmesh": source_digest(Path(__file__).parent.parent),
+            "the source of ftmesh": _source_digest(Path(__file__).parent.parent),
             "LIBTPU_INIT_ARGS": libtpu_args or "nothing",
         }
     )
@@ -91,18 +90,11 @@ def agreed_plan(
 ) -> Plan:
     """Plan in the primary process and return the same plan in all members.
 
-    The arguments after `group` are those of `ftmesh.plan`, and must be the same in all members.
+    All other arguments are those of `ftmesh.plan`, and must be the same in all members.
 
     Args:
         group: The processes, as `ProcessGroup.for_topology` returns them.
-        topology: The mesh to plan for.
-        algorithm: Name of an algorithm, or "auto".
-        payload_bytes: Size of the payload.
-        wire_dtype: Dtype in which it travels.
-        link: Bandwidth and latency of the links; the TPU's if not given.
-        with_idle: The mesh axis also has the devices of failed chips.
         reduce_scatter: "auto" chooses among algorithms with a reduce-scatter phase.
-        executor: What runs the schedule, or "auto".
         planner: Called in place of `ftmesh.plan`, for one that caches plans.
 
     Raises:
@@ -134,20 +126,7 @@ def agreed_plan(
 def agree_on_program(
     group: ProcessGroup, name: str, jitted: Any, inputs: Sequence[Any]
 ) -> jax.stages.Lowered:
-    """Lower `jitted` for `inputs` and check that all processes have the same program.
-
-    Args:
-        group: The processes.
-        name: What the program is, for messages.
-        jitted: A jitted function.
-        inputs: Its arguments, or their shapes and dtypes.
-
-    Returns:
-        The lowered program.
-
-    Raises:
-        ClusterError: Two processes have different programs.
-    """
+    """Lower `jitted` for `inputs`; raise ClusterError unless all processes have that program."""
     lowered: jax.stages.Lowered = jitted.lower(*inputs)
     if not group.is_single_process:
         group.agree({name: program_digest(lowered)})
@@ -160,20 +139,14 @@ def program_digest(lowered: jax.stages.Lowered) -> str:
 
 
 def digest(*data: Any) -> str:
-    """Return a short hash of bytes or arrays.
-
-    >>> digest(b"sched", b"ule")
-    '5f72005e81c4ecbd'
-    """
+    """Return a short hash of bytes or arrays."""
     sha256 = hashlib.sha256()
     for part in data:
         sha256.update(part)
     return sha256.hexdigest()[:16]
 
 
-def source_digest(package: Path) -> str:
-    """Return a short hash of all Python files of a package."""
-    sha256 = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        sha256.update(f"{path.relative_to(package).as_posix()}\n".encode() + path.read_bytes())
-    return sha256.hexdigest()[:16]
+def _source_digest(package: Path) -> str:
+    files = sorted(package.rglob("*.py"))
+    names = [f"{file.relative_to(package).as_posix()}\n".encode() for file in files]
+    return digest(*(name + file.read_bytes() for name, file in zip(names, files, strict=True)))

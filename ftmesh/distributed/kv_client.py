@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,13 +13,10 @@ _ROOT = "ftmesh"
 
 
 class KvClient:
-    """A process's access to the key-value store of its group.
+    """A process's access to the key-value store of its group, by JAX's client of its service.
 
     A key is written once. Keys carry a counter per name, so all processes must use names in the
     same order.
-
-    Args:
-        client: JAX's client of the coordination service.
     """
 
     def __init__(self, client: Any) -> None:
@@ -32,33 +30,22 @@ class KvClient:
 
     def put(self, key: str, value: bytes) -> bool:
         """Write an entry. Returns False, and keeps the old value, if the key exists."""
-        try:
+        with _Suppress("ALREADY_EXISTS"):
             self._client.key_value_set_bytes(key, value)
-        except jax.errors.JaxRuntimeError as error:
-            if "ALREADY_EXISTS" in str(error):
-                return False
-            raise
-        return True
+            return True
+        return False
 
     def get(self, key: str, timeout: float) -> bytes | None:
         """Wait up to `timeout` seconds for an entry. Returns None if it does not appear."""
-        try:
-            value: bytes = self._client.blocking_key_value_get_bytes(key, _milliseconds(timeout))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                return None
-            raise
-        return value
+        with _Suppress("DEADLINE_EXCEEDED"):
+            return bytes(self._client.blocking_key_value_get_bytes(key, _milliseconds(timeout)))
+        return None
 
     def try_get(self, key: str) -> bytes | None:
         """Return an entry, or None if it is not there yet."""
-        try:
-            value: bytes = self._client.key_value_try_get_bytes(key)
-        except jax.errors.JaxRuntimeError as error:
-            if "NOT_FOUND" in str(error):
-                return None
-            raise
-        return value
+        with _Suppress("NOT_FOUND"):
+            return bytes(self._client.key_value_try_get_bytes(key))
+        return None
 
     def get_by_process(self, key: str) -> dict[int, bytes]:
         """Return the entries that processes have written as ``key/PROCESS``."""
@@ -67,13 +54,23 @@ class KvClient:
 
     def barrier(self, key: str, processes: Iterable[int], timeout: float) -> bool:
         """Wait for all of `processes`. Returns False if they do not arrive within `timeout`."""
-        try:
+        with _Suppress("DEADLINE_EXCEEDED"):
             self._client.wait_at_barrier(key, _milliseconds(timeout), list(processes))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                return False
-            raise
-        return True
+            return True
+        return False
+
+
+@dataclass(frozen=True)
+class _Suppress:
+    """Suppresses an error of JAX's service with this status."""
+
+    status: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        return isinstance(error, jax.errors.JaxRuntimeError) and self.status in str(error)
 
 
 def _milliseconds(seconds: float) -> int:

@@ -7,8 +7,7 @@
         if group.is_primary:
             print("printed once, by one process")
 
-Everything goes through a key-value store on the hosts, not over the chips, and has a timeout. A
-single process agrees with itself and waits for nobody.
+Everything goes through a key-value store on the hosts, not over the chips, and has a timeout.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 from ftmesh.distributed.kv_client import KvClient
@@ -182,17 +180,10 @@ class ProcessGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.shutdown is None:
-            return
-        if error is None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.shutdown is not None and error is None:
             self.shutdown.leave()
-        else:
+        elif self.shutdown is not None and error is not None:
             self.shutdown.fail(error)
 
     def _key(self, kv: KvClient, name: str) -> str:
@@ -208,7 +199,6 @@ class ProcessGroup:
     def _exchange(
         self, kv: KvClient, key: str, value: bytes, purpose: str, timeout: float | None
     ) -> None:
-        """Write this process's entry and wait for those of all members."""
         timeout = self.timeout if timeout is None else timeout
         kv.put(f"{key}/{self.process}", value)
         if not kv.barrier(f"{key}-meet", self.members, timeout):
@@ -265,11 +255,6 @@ def find_difference(facts_by_process: Mapping[int, Mapping[str, str]]) -> str | 
 
 
 def _first_few(names: Iterable[str]) -> str:
-    """Join names for a message.
-
-    >>> _first_few(["seed", "mesh", "rate", "steps"])
-    'seed, mesh and 2 more'
-    """
     words = list(names)
     if len(words) <= 3:
         return ", ".join(words)
@@ -278,6 +263,4 @@ def _first_few(names: Iterable[str]) -> str:
 
 def _clipped(value: str) -> str:
     value = " ".join(value.split())
-    if len(value) <= _MAX_VALUE_CHARS:
-        return value
-    return f"{value[: _MAX_VALUE_CHARS - 3]}..."
+    return value if len(value) <= _MAX_VALUE_CHARS else f"{value[: _MAX_VALUE_CHARS - 3]}..."

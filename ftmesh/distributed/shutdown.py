@@ -2,9 +2,8 @@
 
 A thread that waits for a chip cannot be interrupted. So a watcher thread in each process polls the
 key-value store for the entry of a process that has failed, prints its reason and ends its own
-process; it also handles signals while the main thread is busy. The thread that takes the exit lock
-ends the process. A failed process exits once the others have read why. Process 0 runs the
-coordination service and exits last.
+process; it also handles signals while the main thread is busy. A failed process exits once the
+others have read why. Process 0 runs the coordination service and exits last.
 """
 
 from __future__ import annotations
@@ -82,10 +81,7 @@ class Shutdown:
     # Orderly exit -----------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Wait until all processes are done, then disconnect.
-
-        That may take as long as the run. A failure elsewhere still ends this process.
-        """
+        """Wait until all processes are done, then disconnect. A failure still ends this process."""
         self._kv.put(f"{_DONE}/{self._process}", b"")
         while len(self._kv.get_by_process(_DONE)) < self._num_processes:
             time.sleep(POLL_SECONDS)
@@ -93,7 +89,6 @@ class Shutdown:
         self._disconnect()
 
     def _stop_watching(self) -> None:
-        """Stop the watcher and restore the signal handlers."""
         self._claim_exit()
         self._stopped.set()
         atexit.unregister(self._at_exit)
@@ -136,7 +131,6 @@ class Shutdown:
         self._exit(status, {"process": self._process, "reason": reason, "status": status})
 
     def _follow(self, abort: Any) -> NoReturn:
-        """Exit after the process that failed."""
         self._log(f"process {abort['process']}: {abort['reason']}")
         self._exit(abort["status"], abort)
 
@@ -238,8 +232,7 @@ class Shutdown:
         if not self._stopped.is_set():
             error = getattr(sys, "last_value", None)
             self._claim_exit()
-            reason, status = ("exited before the end", 1) if error is None else describe(error)
-            self._lead(reason, status)
+            self._lead(*(("exited before the end", 1) if error is None else describe(error)))
 
 
 def describe(error: BaseException) -> tuple[str, int]:

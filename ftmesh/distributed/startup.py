@@ -8,8 +8,8 @@ launch``, which sets ``FTMESH_COORDINATOR``, ``FTMESH_NUM_PROCESSES`` and ``FTME
 Without any of these the process runs alone.
 
 Before JAX's coordination service starts, all processes report to process 0 at the same address
-(`call_roll`). JAX's service does not say which process is missing, and ends the others with a stack
-trace; here every process learns who is missing, or that two have the same index.
+(`call_roll`), and learn who is missing or that two have the same index. JAX's service would end
+them with a stack trace, and not say who is missing.
 """
 
 from __future__ import annotations
@@ -110,14 +110,9 @@ def initialize(
 
 
 def _joined_group(process: int, num_processes: int, timeout: float, name: str) -> ProcessGroup:
-    kv = KvClient(_compat.coordination_client())
-    shutdown = Shutdown(
-        kv,
-        process,
-        num_processes,
-        log=process_logger(name, process),
-        disconnect=jax.distributed.shutdown,
-    )
+    kv, log = KvClient(_compat.coordination_client()), process_logger(name, process)
+    disconnect = jax.distributed.shutdown
+    shutdown = Shutdown(kv, process, num_processes, log=log, disconnect=disconnect)
     members = tuple(range(num_processes))
     return ProcessGroup(process, num_processes, timeout, members, kv=kv, shutdown=shutdown.start())
 
@@ -125,9 +120,7 @@ def _joined_group(process: int, num_processes: int, timeout: float, name: str) -
 def check_timeout(timeout: float) -> None:
     """Raise ArgumentError for a timeout that is not a sensible number of seconds."""
     if not 0 < timeout <= MAX_TIMEOUT:
-        raise ArgumentError(
-            f"a timeout of {timeout} seconds: give more than 0, up to {MAX_TIMEOUT:g}"
-        )
+        raise ArgumentError(f"a timeout of {timeout} s: give more than 0, up to {MAX_TIMEOUT:g}")
 
 
 def process_logger(name: str, process: int) -> Callable[[str], None]:
@@ -176,11 +169,7 @@ def _integer(given: int | None, variable: str) -> int | None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split an address such as ``10.0.0.1:8476`` or ``[::1]:8476`` into host and port.
-
-    >>> split_address("[::]:80")
-    ('::', 80)
-    """
+    """Split an address such as ``10.0.0.1:8476`` or ``[::1]:8476`` into host and port."""
     host, _, port = address.rpartition(":")
     is_host = bool(host) and (":" not in host or (host[0], host[-1]) == ("[", "]"))
     is_port = re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536
@@ -218,14 +207,7 @@ def _exit_after(timeout: float, log: Callable[[str], None]) -> Iterator[None]:
 
 
 def call_roll(address: str, process: int, num_processes: int, *, bind: str, timeout: float) -> None:
-    """Return once all processes are there.
-
-    Args:
-        address: Where processes reach process 0.
-        process: Index of this process.
-        num_processes: How many it was given.
-        bind: Where process 0 listens.
-        timeout: Seconds to wait.
+    """Return once all processes have reached process 0 at `address`; it listens at `bind`.
 
     Raises:
         ClusterError: In every process, if one is missing or two have the same index.
@@ -278,9 +260,8 @@ def _server(bind: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, dualstack_ipv6=dual_stack)
     except OSError as error:
-        raise ClusterError(
-            f"process 0 cannot listen at {bind}: {error.strerror}; give another port"
-        ) from error
+        problem = f"process 0 cannot listen at {bind}: {error.strerror}; give another port"
+        raise ClusterError(problem) from error
 
 
 def _check_report(arrived: set[int], process: int, total: int, num_processes: int) -> str | None:

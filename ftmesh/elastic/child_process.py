@@ -1,8 +1,4 @@
-"""The processes that a launcher starts: workers, the reaper and sidecars.
-
-Sidecars, JAX's coordination service and a peer store for each host, exit when their stdin closes,
-however the launcher ends.
-"""
+"""The processes that a launcher starts: workers, the reaper and sidecars."""
 
 from __future__ import annotations
 
@@ -22,6 +18,7 @@ from ftmesh.errors import ClusterError
 
 READ_BYTES = 65_536
 RECHECK_SECONDS = 0.01  # after a kill
+POLL_SECONDS = 0.05  # for changes that no file descriptor reports
 PORT_ATTEMPTS = 5  # to find a port for the service
 SIDECAR_EXIT_SECONDS = 1.0  # before a sidecar is killed
 
@@ -44,8 +41,7 @@ class ChildProcess:
     def __init__(
         self, number: int, command: Sequence[str], env: Environment, *, kill_after: float
     ) -> None:
-        self.number = number
-        self._kill_after = kill_after
+        self.number, self._kill_after = number, kill_after
         self.status: int | None = None
         self.sent_signal: signal.Signals | None = None
         self.is_gone = False
@@ -102,15 +98,13 @@ class ChildProcess:
             self.end(signal.SIGTERM)  # for the processes it left behind
         return has_exited
 
-    def needs_polling(self) -> bool:
-        """Return whether no file descriptor reports the next change."""
-        return not self.is_gone and (self.status is not None or self.exit_fd is None)
-
-    def seconds_to_kill(self) -> float:
-        """Return how long until `kill_if_due` has something to do."""
-        return (
-            float("inf") if self.is_gone else max(self._kill_at - time.monotonic(), RECHECK_SECONDS)
-        )
+    def seconds_to_poll(self) -> float:
+        """Return how long no call of `poll` or `kill_if_due` is needed unless `exit_fd` says so."""
+        if self.is_gone:
+            return float("inf")
+        to_kill = max(self._kill_at - time.monotonic(), RECHECK_SECONDS)
+        has_event = self.status is None and self.exit_fd is not None
+        return to_kill if has_event else min(to_kill, POLL_SECONDS)
 
     def read(self, stream: int) -> bytes | None:
         """Return the next output of a stream: empty at its end, None if there is none yet."""
@@ -144,6 +138,9 @@ class Reaper:
             bufsize=0,
         )
 
+        assert self._popen.stdin is not None
+        self._stdin = self._popen.stdin
+
     def watch(self, process: ChildProcess) -> None:
         """Watch a process."""
         self._send(f"+{process.pid}\n")
@@ -154,18 +151,16 @@ class Reaper:
 
     def close(self) -> None:
         """Have it kill what it still watches, and wait for that."""
-        assert self._popen.stdin is not None
-        self._popen.stdin.close()
+        self._stdin.close()
         self._popen.wait()
 
     def _send(self, line: str) -> None:
-        assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the reaper was killed: continue without
-            self._popen.stdin.write(line.encode())
+            self._stdin.write(line.encode())
 
 
 class Sidecar:
-    """A process that prints a line when it is up."""
+    """A process that prints a line when it is up, and exits when its stdin closes."""
 
     def __init__(self, command: list[str], env: Environment) -> None:
         self._popen = subprocess.Popen(
@@ -177,12 +172,14 @@ class Sidecar:
             text=True,
             start_new_session=True,
         )
+        self.pid = self._popen.pid
+        assert self._popen.stdin is not None
         assert self._popen.stdout is not None
-        self.first_line = self._popen.stdout.readline().strip()
+        self._stdin, self._stdout = self._popen.stdin, self._popen.stdout
+        self.first_line = self._stdout.readline().strip()
         if not self.first_line:
             self.close()
             raise ClusterError(f"{command[1]} exited before it was up")
-        self.pid = self._popen.pid
 
     @property
     def has_exited(self) -> bool:
@@ -191,16 +188,14 @@ class Sidecar:
 
     def close(self) -> None:
         """End the process."""
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
         with contextlib.suppress(OSError):
-            self._popen.stdin.close()
+            self._stdin.close()
         try:
             self._popen.wait(SIDECAR_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
-        self._popen.stdout.close()
+        self._stdout.close()
 
 
 class CoordinationService(Sidecar):
@@ -209,9 +204,9 @@ class CoordinationService(Sidecar):
     def __init__(self, num_processes: int, env: Environment, record_pid: RecordPid) -> None:
         for attempts_left in reversed(range(PORT_ATTEMPTS)):
             self.address = f"{LOOPBACK}:{free_port()}"
-            program = coordination_service.__file__
+            command = [sys.executable, coordination_service.__file__, self.address]
             try:
-                super().__init__([sys.executable, program, self.address, str(num_processes)], env)
+                super().__init__([*command, str(num_processes)], env)
                 break
             except ClusterError:  # another process took the port
                 if not attempts_left:
@@ -239,9 +234,8 @@ class PeerStoreProcesses:
     @property
     def addresses(self) -> str:
         """Their addresses, as in ``0=127.0.0.1:2000,1=...``."""
-        return ",".join(
-            f"{host}={store.first_line}" for host, store in sorted(self._stores.items())
-        )
+        stores = sorted(self._stores.items())
+        return ",".join(f"{host}={store.first_line}" for host, store in stores)
 
     def close(self) -> None:
         """End all stores."""

@@ -12,8 +12,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
+from ftmesh.elastic.controller_client import Membership
 from ftmesh.elastic.events import Recovery
 from ftmesh.elastic.heartbeats import WAITING_PHASES, Member, ProgressMonitor, Verdict
 from ftmesh.elastic.kv_store import KvStore
@@ -28,12 +30,9 @@ LogEvent = Callable[..., None]
 
 
 class Controller:
-    """The controller of one start of the workers.
+    """The controller of one start of the workers, which begins `generation`.
 
     Args:
-        members: The workers.
-        generation: Number of the generation that this start begins.
-        monitor: Timeouts of phases.
         log_event: Called with an event's name and facts.
         kill: Called with the index of a process to kill.
         in_place: Survivors continue in their processes, once all have joined.
@@ -80,16 +79,12 @@ class Controller:
         """Handle the connection of one worker, in a thread of its own."""
         member = None
         try:
-            while True:
-                frame = channel.receive()
-                if frame is None:
-                    continue
-                message, data = frame
+            while frame := channel.receive():
                 with self._lock:
                     if member is None:
-                        member = self._greet(channel, message)
+                        member = self._greet(channel, frame[0])
                     elif member.process in self.members or member.has_left:
-                        self._handle(member, message, data)
+                        self._handle(member, *frame)
         except (ChannelClosed, AttributeError, KeyError, OverflowError, TypeError, ValueError):
             pass  # the worker is gone, or sends nonsense
         finally:
@@ -128,7 +123,12 @@ class Controller:
             self._ready.setdefault(step, set()).add(member.process)
             self._commit_if_all(step)
         elif "joined" in message:
-            self._join(member, int(message["joined"]), message)
+            step = int(message["joined"])
+            self._joined.add(member.process)
+            self.recovery.record(message.get("parts", {}))
+            self._enter(member, "read", step)
+            self._last_join = step, message
+            self._begin_if_all()
         elif "failed" in message:
             member.error = str(message["failed"])
             self._enter(member, "failed", member.step)
@@ -144,8 +144,6 @@ class Controller:
             self._begin_if_all()  # the others may be ready already
             for step in sorted(self._ready):
                 self._commit_if_all(step)
-        elif "event" in message:
-            self._log_event(str(message["event"]), epoch=self.generation, **message["facts"])
 
     def _enter(self, member: Member, phase: str, step: int, ago: float = 0.0) -> None:
         other_phases = [other.phase for other in self.members.values() if other is not member]
@@ -184,14 +182,6 @@ class Controller:
         elif recovery.last_commit is not None:
             self._monitor.record("step", now - recovery.last_commit)
         recovery.last_commit = now
-
-    def _join(self, member: Member, step: int, facts: dict[str, Any]) -> None:
-        """Note that a worker is ready for the first step after `step`."""
-        self._joined.add(member.process)
-        self.recovery.record(facts.get("parts", {}))
-        self._enter(member, "read", step)
-        self._last_join = step, facts
-        self._begin_if_all()
 
     def _begin_if_all(self) -> None:
         if self._joined and self._joined >= self._training:
@@ -349,19 +339,13 @@ class Controller:
         self._joined.clear()
         self._kv = KvStore()
         self.recovery.begin(noticed_after)
+        members = tuple(sorted(self.members))
+        generation = Membership(self.generation, members, self.quarantined, self.committed, reason)
         for member in self.members.values():
             member.error, member.is_idle = "", False
             if member.phase in (*WAITING_PHASES, "read", "step"):
                 self._enter(member, "over", member.step)
-            member.send(
-                {
-                    "generation": self.generation,
-                    "members": sorted(self.members),
-                    "quarantined": self.quarantined,
-                    "committed": self.committed,
-                    "reason": reason,
-                }
-            )
+            member.send(asdict(generation))
 
     # The end ----------------------------------------------------------------------------------
 
@@ -385,10 +369,9 @@ class Controller:
         member.has_left = True
         self._enter(member, "leave", member.step)
         if all(self.members[process].has_left for process in self._training):
-            if self.verdict is None:
-                if self._told_to_leave:
-                    self.verdict = Verdict("restart", self._pause_reason or "", is_orderly=True)
-                else:
-                    self.verdict = Verdict("end", "", is_orderly=True)
+            if self.verdict is None and self._told_to_leave:
+                self.verdict = Verdict("restart", self._pause_reason or "", is_orderly=True)
+            elif self.verdict is None:
+                self.verdict = Verdict("end", "", is_orderly=True)
             for other in self.members.values():
                 other.send({"left": True})

@@ -22,12 +22,8 @@ RESTART_STATUS = 75  # exit status of a worker that is to be started again
 HEARTBEAT_SECONDS = 0.2
 DECISION_TIMEOUT = 7200.0  # seconds for the controller to decide what a failed collective means
 _PHASES_OF_EVERY_STEP = ("read", "step")
-_RECOVERY_PARTS = {  # names of phases in the "goes on" event
-    "agree": "agreed",
-    "plan": "planned",
-    "compile": "compiled",
-    "restore": "restored",
-}
+# Names of phases in the "goes on" event.
+_PARTS = {"agree": "agreed", "plan": "planned", "compile": "compiled", "restore": "restored"}
 
 
 class Paused(Exception):  # noqa: N818
@@ -131,10 +127,10 @@ class ControllerClient:
     def report_joined(
         self, step: int, *, source: str = "start", live: int = 0, failed: str = ""
     ) -> None:
-        """Report that this worker is ready for the first step of the generation.
+        """Report that this worker starts from the state after `step`.
 
         Args:
-            step: The step whose state it starts from.
+            step: The last step that is not repeated.
             source: Where the state came from: "devices", "host memory", "checkpoint", "start".
             live: Number of live chips.
             failed: The failed chips, as blocks.
@@ -143,7 +139,7 @@ class ControllerClient:
         with self._changed:
             self._committed = step
         self._enter("read", step)
-        parts = {name: self._phase_seconds.get(p, 0.0) for p, name in _RECOVERY_PARTS.items()}
+        parts = {name: self._phase_seconds.get(p, 0.0) for p, name in _PARTS.items()}
         self._send(
             {"joined": step, "parts": parts, "source": source, "live": live, "failed_chips": failed}
         )
@@ -172,10 +168,6 @@ class ControllerClient:
     def report_exit(self, reason: str) -> None:
         """Report that this worker is about to exit because of an error."""
         self._send({"exiting": reason[:500]})
-
-    def log_event(self, event: str, **facts: Any) -> None:
-        """Have the launcher log an event."""
-        self._send({"event": event, "facts": facts})
 
     def stand_by(self) -> None:
         """Wait for the end or the next generation: no chip of this worker is in the program."""
@@ -225,16 +217,15 @@ class ControllerClient:
         return self.membership
 
     def _enter(self, phase: str, step: int = 0) -> None:
-        now = time.monotonic()
-        last = self._phase[0]
+        now, last = time.monotonic(), self._phase[0]
         self._phase_seconds[last] = self._phase_seconds.get(last, 0.0) + now - self._since
         self._phase, self._since = (phase, step), now
 
     def _heartbeat(self) -> None:
         with self._reporting:
-            (phase, step), since = self._phase, self._since
+            phase, step = self._phase
             if phase and phase != "commit":
-                self._send({"phase": phase, "step": step, "for": time.monotonic() - since})
+                self._send({"phase": phase, "step": step, "for": time.monotonic() - self._since})
             else:
                 self._send({"heartbeat": True})
 
@@ -264,10 +255,8 @@ class ControllerClient:
 
     def _listen(self) -> None:
         try:
-            while True:
-                frame = self._channel.receive()
-                if frame is not None:
-                    self._handle(*frame)
+            while frame := self._channel.receive():
+                self._handle(*frame)
         except ChannelClosed:
             if not self._has_left:
                 self._on_end("the controller is gone")
@@ -281,13 +270,7 @@ class ControllerClient:
             elif "commit" in message:
                 self._committed, self._then = int(message["commit"]), str(message["then"])
             elif "generation" in message:
-                self._next = Membership(
-                    int(message["generation"]),
-                    tuple(map(int, message["members"])),
-                    str(message["quarantined"]),
-                    int(message["committed"]),
-                    str(message["reason"]),
-                )
+                self._next = Membership(**{**message, "members": tuple(message["members"])})
             elif "left" in message:
                 self._has_left = True
             self._changed.notify_all()

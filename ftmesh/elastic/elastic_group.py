@@ -3,9 +3,9 @@
     with elastic.initialize() as group:
         run_generations(group, train)
 
-Under ``ftmesh launch --failures`` a controller decides who takes part. When a worker is lost it
-starts a new generation with the others, and `run_generations` calls `train` again with that group.
-Without a controller an `ElasticGroup` is a plain `ProcessGroup` in its first generation.
+Under ``ftmesh launch --failures`` a controller starts a new generation when a worker is lost, and
+`run_generations` calls `train` again with the group of the others. Without a controller an
+`ElasticGroup` is a plain `ProcessGroup` in its first generation.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ from ftmesh.distributed.startup import (
     split_address,
 )
 from ftmesh.distributed.startup import initialize as initialize_group
-from ftmesh.elastic.controller_client import (
-    RESTART_STATUS,
-    ControllerClient,
-    GenerationChanged,
-)
+from ftmesh.elastic.controller_client import RESTART_STATUS, ControllerClient, GenerationChanged
 from ftmesh.errors import CheckpointError, ClusterError, PlanError, TrainingError
 from ftmesh.execute import _compat
 from ftmesh.topology.devices import process_of
@@ -54,13 +50,9 @@ RESTART_GRACE_SECONDS = 1.5  # for the callbacks of `before_exit` when all are r
 
 @dataclass(frozen=True)
 class ElasticGroup(ProcessGroup):
-    """A `ProcessGroup` whose workers may be lost.
+    """A `ProcessGroup` whose workers may be lost."""
 
-    Attributes:
-        controller: Connection to the controller; None if nothing may be lost.
-    """
-
-    controller: ControllerClient | None = None
+    controller: ControllerClient | None = None  # None if nothing may be lost
 
     @property
     def generation(self) -> int:
@@ -68,11 +60,9 @@ class ElasticGroup(ProcessGroup):
         return 1 if self.controller is None else self.controller.membership.generation
 
     def report_phase(self, phase: str, step: int = 0) -> None:
-        """Tell the controller what this worker does from now on.
+        """Tell the controller what this worker does from now on, for `step`.
 
-        Args:
-            phase: A key of `ftmesh.elastic.heartbeats.PHASE_TIMEOUTS`, or "agree".
-            step: The step it belongs to.
+        Phases are "agree" and the keys of `ftmesh.elastic.heartbeats.PHASE_TIMEOUTS`.
 
         Raises:
             GenerationChanged: A new generation has begun.
@@ -119,15 +109,7 @@ def initialize(
 ) -> ElasticGroup:
     """Join the other processes, and the controller if ``ftmesh launch --failures`` started this.
 
-    Args:
-        coordinator_address: As for `ftmesh.distributed.initialize`.
-        num_processes: As there.
-        process_id: As there.
-        timeout: As there.
-        name: As there.
-
-    Returns:
-        The group. Use it in a ``with`` block.
+    The arguments are those of `ftmesh.distributed.initialize`. Use the group in a ``with`` block.
     """
     controller_address = os.environ.get(CONTROLLER_ADDRESS)
     if controller_address and _compat.coordination_client() is None:
@@ -144,7 +126,7 @@ def initialize(
 
 
 def run_generations(group: ElasticGroup, train: Callable[[ElasticGroup], T]) -> T:
-    """Call `train(group)` until it returns, again in every new generation.
+    """Call `train(group)`, again in every new generation; return what it returns in the end.
 
     A failed collective is reported to the controller, which finds out who caused it. If there is no
     plan for the chips that are left, all workers are restarted: lost hosts may come back. A
@@ -153,9 +135,6 @@ def run_generations(group: ElasticGroup, train: Callable[[ElasticGroup], T]) -> 
     Args:
         group: The group that `initialize` returned.
         train: Trains with the members of the group it is given, to the end of the run.
-
-    Returns:
-        What `train` returns.
     """
     while True:
         controller = group.controller

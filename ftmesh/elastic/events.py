@@ -22,12 +22,7 @@ _SOURCES = {
 
 
 class EventLog:
-    """Writes events for people and for programs, and counts failures.
-
-    Args:
-        say: Called with a line for each event that concerns a person.
-        path: File to which a JSON line is appended for every event.
-    """
+    """Counts failures and writes events: by `say` for people, as JSON lines to the file `path`."""
 
     def __init__(self, say: Callable[[str], None], path: Path | None = None) -> None:
         self._say = say
@@ -48,8 +43,7 @@ class EventLog:
                 line = {"time": round(time.time(), 3), "event": event, **facts}
                 with contextlib.suppress(OSError):  # a full disk must not end the run
                     print(json.dumps(line), file=self._file, flush=True)
-            text = describe_event(event, facts)
-            if text:
+            if text := describe_event(event, facts):
                 self._say(text)
 
     def done(self, status: int, steps: int) -> None:
@@ -84,11 +78,7 @@ def _open_for_append(path: Path) -> TextIO:
 
 
 def describe_event(event: str, facts: dict[str, Any]) -> str:
-    """Return the line that a person reads; empty for events that concern programs only.
-
-    >>> describe_event("restart", {"why": "host 2 is lost", "seconds": 1.0, "hosts": [0, 1, 3]})
-    'restarts with hosts 0, 1, 3 in 1 s: host 2 is lost'
-    """
+    """Return the line that a person reads; empty for events that concern programs only."""
     if event == "failed":
         return (
             f"host {facts['host']} is lost (process {facts['process']}, chips {facts['chips']}): "
@@ -104,12 +94,9 @@ def describe_event(event: str, facts: dict[str, Any]) -> str:
             f"step{'s' * (repeated != 1)} to repeat"
         )
     if event == "goes on":
-        parts = ", ".join(
-            f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in facts["parts"].items()
-        )
-        return (
-            f"step {facts['step']} committed {facts['seconds']:.1f} s after the failure ({parts})"
-        )
+        parts = ", ".join(f"{k.replace('_', ' ')} {s:.1f}" for k, s in facts["parts"].items())
+        seconds = f"{facts['seconds']:.1f} s"
+        return f"step {facts['step']} committed {seconds} after the failure ({parts})"
     if event == "restart":
         hosts = ", ".join(map(str, facts["hosts"]))
         return f"restarts with hosts {hosts} in {facts['seconds']:g} s: {facts['why']}"
@@ -131,16 +118,11 @@ def describe_event(event: str, facts: dict[str, Any]) -> str:
 
 
 class Recovery:
-    """A clock that runs from a failure to the next committed step.
-
-    Attributes:
-        failed_at: When it started; None if it does not run.
-        last_commit: When the last step was committed, also in an earlier generation.
-        repeated_steps: Steps to repeat.
-    """
+    """A clock that runs from a failure to the next committed step."""
 
     def __init__(self, failed_at: float | None = None, last_commit: float | None = None) -> None:
-        self.failed_at, self.last_commit = failed_at, last_commit
+        self.failed_at = failed_at  # None if it does not run
+        self.last_commit = last_commit  # also in an earlier generation
         self.repeated_steps = 0
         self._parts: dict[str, float] = {}
 

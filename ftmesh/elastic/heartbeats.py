@@ -104,10 +104,8 @@ class Verdict:
 class ProgressMonitor:
     """How long each phase may take, and who is stuck.
 
-    Attributes:
-        collective_timeout: Seconds after which a collective fails.
-        phase_timeouts: Seconds by phase. Without one, `PHASE_TIMEOUTS` or ten times the longest
-            that the phase took. Once a step was seen, steps have ten times their median.
+    A phase that is not in `phase_timeouts` has the seconds in `PHASE_TIMEOUTS` or ten times the
+    longest that it took. Once a step was seen, steps have ten times their median.
     """
 
     collective_timeout: float
@@ -147,29 +145,20 @@ class ProgressMonitor:
         Inside a step nobody can see who waits for whom. So a worker that is late in a step is not
         to blame while another is late elsewhere or has not reached the step. Once a collective of a
         step has failed, a worker that has not reached that step is late.
-
-        >>> monitor = ProgressMonitor(collective_timeout=5)
-        >>> monitor.find_stuck(
-        ...     {0: Activity("step", 3, 9), 1: Activity("save", 7, 8), 2: Activity("failed", 2, 9)}
-        ... )
-        {1}
         """
         late = {p for p, a in activities.items() if a.seconds > self.timeout(a.phase)}
-        failed_steps = [
-            activity.step
-            for activity in activities.values()
-            if activity.phase == "failed" and activity.seconds > SLACK_SECONDS
-        ]
+        failed = [a for a in activities.values() if a.phase == "failed"]
+        failed_steps = [a.step for a in failed if a.seconds > SLACK_SECONDS]
         if failed_steps:
             late |= {
                 process
-                for process, activity in activities.items()
-                if activity.phase not in WAITING_PHASES
-                and activity.seconds > self.collective_timeout + SLACK_SECONDS
-                and (activity.step, activity.phase != "read") < (max(failed_steps), True)
+                for process, a in activities.items()
+                if a.phase not in WAITING_PHASES
+                and a.seconds > self.collective_timeout + SLACK_SECONDS
+                and (a.step, a.phase != "read") < (max(failed_steps), True)
             }
         in_step = {process for process in late if activities[process].phase == "step"}
-        if late - in_step:
+        if late > in_step:
             return late - in_step
         if any(a.phase not in (*WAITING_PHASES, "step") for a in activities.values()):
             return set()  # one is on its way to the step, and has its own timeout

@@ -9,16 +9,14 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
-from ftmesh.elastic.child_process import ChildProcess, Reaper
+from ftmesh.elastic.child_process import POLL_SECONDS, ChildProcess, Reaper
 from ftmesh.elastic.pod_environment import Environment, environments
 from ftmesh.errors import ArgumentError
 
 GRACE_SECONDS = 30.0  # for the others to exit after one has failed
 KILL_SECONDS = 15.0  # from SIGTERM to SIGKILL: trainers finish a checkpoint
 TIMED_OUT = 124  # exit status, as of timeout(1)
-POLL_SECONDS = 0.05  # for changes that no file descriptor reports
 MAX_READS = 64  # after a process has exited: another may hold its pipe and go on writing
 
 OnOutput = Callable[[int, int, bytes], None]
@@ -43,7 +41,7 @@ def run_pod(
     grace: float = GRACE_SECONDS,
     timeout: float = 120.0,
 ) -> list[ProcessResult]:
-    r"""Run a command as a pod to its end.
+    r"""Run a command as a pod to its end, and return the result of each process.
 
     Args:
         command: What each process runs.
@@ -54,9 +52,6 @@ def run_pod(
         grace: Seconds for the others to exit after one has failed.
         timeout: Seconds for the whole run.
 
-    Returns:
-        The result of each process.
-
     Raises:
         TimeoutError: The run took longer than `timeout`.
 
@@ -65,16 +60,11 @@ def run_pod(
     """
     output = [[bytearray(), bytearray()] for _ in range(hosts)]
 
-    def collect(process: int, stream: int, data: bytes) -> None:
+    def keep(process: int, stream: int, data: bytes) -> None:
         output[process][stream - 1] += data
 
     with Pod(
-        command,
-        hosts=hosts,
-        devices_per_host=devices_per_host,
-        mesh=mesh,
-        env=env,
-        on_output=collect,
+        command, hosts=hosts, devices_per_host=devices_per_host, mesh=mesh, env=env, on_output=keep
     ) as pod:
         pod.run(grace=grace, timeout=timeout)
     results = [
@@ -95,20 +85,11 @@ class Pod:
     process, even by SIGKILL.
 
     Args:
-        command: What each process runs.
-        hosts: Number of processes.
-        devices_per_host: CPU devices of each.
-        mesh: Shape of all devices together.
-        env: Variables to add, for all processes or one mapping for each.
+        command, hosts, devices_per_host, mesh, env: As for `run_pod`.
         flags: XLA flags to add.
         on_output: Called with the index of a process, 1 for stdout or 2 for stderr, and data, which
             is empty at the end.
         kill_after: Seconds from SIGTERM to SIGKILL.
-
-    >>> with Pod(["true"], hosts=2, devices_per_host=4) as pod:
-    ...     pod.run()
-    >>> [process.status for process in pod.processes]
-    [0, 0]
     """
 
     def __init__(
@@ -126,11 +107,9 @@ class Pod:
         if os.name != "posix":
             raise ArgumentError("a pod of processes needs Linux or macOS")
         self._environments = environments(hosts, devices_per_host, mesh=mesh, env=env, flags=flags)
-        self._command = list(command)
-        self._kill_after = kill_after
+        self._command, self._kill_after = list(command), kill_after
         for environment in self._environments:
             check_command(self._command, environment.get("PATH"))
-        self.coordinator = self._environments[0]["FTMESH_COORDINATOR"]
         self.processes: list[ChildProcess] = []
         self.first_failed: ChildProcess | None = None
         self.timed_out = False
@@ -140,19 +119,10 @@ class Pod:
         self._reaper: Reaper | None = None
         self._selector = selectors.DefaultSelector()
 
-    def __enter__(self) -> Pod:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def start(self) -> None:
+    def __enter__(self) -> Pod:
         """Start all processes, or none."""
         try:
             self._reaper = Reaper()
@@ -160,7 +130,10 @@ class Pod:
                 process = ChildProcess(number, self._command, env, kill_after=self._kill_after)
                 self.processes.append(process)
                 self._reaper.watch(process)
-                self._register(process)
+                for stream, file in process.streams.items():
+                    self._selector.register(file, selectors.EVENT_READ, (process, stream))
+                if process.exit_fd is not None:
+                    self._selector.register(process.exit_fd, selectors.EVENT_READ, (process, 0))
             if self._is_ending:  # a signal came meanwhile
                 self.kill()
             else:
@@ -169,6 +142,7 @@ class Pod:
         except BaseException:
             self.close()
             raise
+        return self
 
     @property
     def is_running(self) -> bool:
@@ -191,12 +165,10 @@ class Pod:
         timeout: float | None = None,
         on_failure: Callable[[ChildProcess], None] | None = None,
     ) -> None:
-        """Pass output on until all processes have exited.
+        """Pass output on until all processes have exited, within `timeout` seconds.
 
-        Args:
-            grace: Seconds for the others to exit after one has failed.
-            timeout: Seconds for all.
-            on_failure: Called with the first process that fails while others run.
+        The first that fails while others run is passed to `on_failure`; the others have `grace`
+        seconds to exit.
         """
         if timeout is not None:
             self._end_at = time.monotonic() + timeout
@@ -223,9 +195,7 @@ class Pod:
 
     def poll(self, seconds: float) -> list[ChildProcess]:
         """Pass output on for at most `seconds`; return the processes that have exited."""
-        seconds = min([seconds, *(process.seconds_to_kill() for process in self.processes)])
-        if any(process.needs_polling() for process in self.processes):
-            seconds = min(seconds, POLL_SECONDS)
+        seconds = min([seconds, *(process.seconds_to_poll() for process in self.processes)])
         exited = []
         for key, _ in self._selector.select(max(seconds, 0)):
             process, stream = key.data
@@ -265,12 +235,6 @@ class Pod:
         self._selector.close()
         if self._reaper is not None:
             self._reaper.close()
-
-    def _register(self, process: ChildProcess) -> None:
-        for stream, file in process.streams.items():
-            self._selector.register(file, selectors.EVENT_READ, (process, stream))
-        if process.exit_fd is not None:
-            self._selector.register(process.exit_fd, selectors.EVENT_READ, (process, 0))
 
     def _forward(self, process: ChildProcess, stream: int) -> bool:
         """Pass output on; return whether there may be more."""

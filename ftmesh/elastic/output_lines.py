@@ -9,7 +9,7 @@ import select
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TextIO
 
 MAX_LINE_BYTES = 1 << 20  # a longer line is split
@@ -29,10 +29,8 @@ _GLOO_FRAGMENTS = re.compile(
 class OutputPrinter:
     """Writes the lines of processes to stdout and stderr, as in ``[2] step 10``.
 
-    Args:
-        num_processes: How many there are. On a terminal, each has a colour.
-        while_blocked: Called repeatedly while nobody reads the output, so that processes can be
-            ended nevertheless.
+    `while_blocked` is called repeatedly while nobody reads the output, so that processes can be
+    ended nevertheless. On a terminal, each process has a colour.
     """
 
     def __init__(self, num_processes: int, while_blocked: Callable[[], object]) -> None:
@@ -40,9 +38,8 @@ class OutputPrinter:
         self._while_blocked = while_blocked
         self._files: dict[int, TextIO] = {1: sys.stdout, 2: sys.stderr}
         self._splitters: defaultdict[tuple[int, int], LineSplitter] = defaultdict(LineSplitter)
-        self._has_colour = {
-            stream: wants_colours(file, os.environ) for stream, file in self._files.items()
-        }
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        self._has_colour = {s: file.isatty() and not plain for s, file in self._files.items()}
 
     def __call__(self, process: int, stream: int, data: bytes) -> None:
         """Take output that a process wrote to its stdout (1) or stderr (2)."""
@@ -95,11 +92,6 @@ class LineSplitter:
             rest = rest[MAX_LINE_BYTES:]
         self._rest = rest
         return lines
-
-
-def wants_colours(file: TextIO, env: Mapping[str, str]) -> bool:
-    """Return whether to print colours to `file`."""
-    return file.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb"
 
 
 def without_gloo(lines: list[bytes]) -> list[bytes]:

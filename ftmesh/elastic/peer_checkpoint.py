@@ -1,11 +1,5 @@
 """PeerCheckpoint: checkpoints in the memory of hosts, for the time when some hosts are lost.
 
-    checkpoint = PeerCheckpoint(addresses, host=1, secret=secret, process=1, generation=2)
-    restored = checkpoint.restore(state, layouts=layouts)  # (step, state), or None
-    ...
-    checkpoint.save(step, state, layouts=layouts)
-    checkpoint.close()
-
 Each process puts its part of a checkpoint into the peer store of its own host and of the `copies`
 hosts after it. That many hosts may be lost at once, and more unless they are neighbours. A blob is
 named ``state/GENERATION/STEP/FILE``, so that no generation completes a checkpoint of another. A
@@ -89,9 +83,7 @@ class PeerCheckpoint:
         self.host, self.process, self.generation = host, process, generation
         self.copies, self.keep = copies, keep
         self._process_of, self._say = process_of, say or command_line.say
-        self.stores = PeerStores(
-            addresses, host=host, secret=secret, timeout=timeout, say=self._say
-        )
+        self.stores = PeerStores(addresses, host, secret, timeout, self._say)
         self._last_step = -1
         self._saving: Future[int] | None = None
         self._thread = ThreadPoolExecutor(1, "peer checkpoint")
@@ -104,9 +96,9 @@ class PeerCheckpoint:
         text = os.environ.get("FTMESH_KEEPERS")
         if not text:
             return None
-        addresses = dict(part.split("=", 1) for part in text.split(","))
+        entries = (entry.split("=", 1) for entry in text.split(","))
         return PeerCheckpoint(
-            {int(host): address for host, address in addresses.items()},
+            {int(host): address for host, address in entries},
             host=int(os.environ["FTMESH_HOST"]),
             secret=os.environ["FTMESH_SECRET"],
             process=process,
@@ -127,8 +119,7 @@ class PeerCheckpoint:
         Args:
             step: Later than the last one of this generation.
             state: A pytree of arrays.
-            layouts: Of sharded optimizer states, as for `ftmesh.checkpoint`.
-            devices: The devices in the program, as for `ftmesh.checkpoint`.
+            layouts, devices: As for `ftmesh.checkpoint`.
         """
         self.finish()
         if step <= self._last_step:
@@ -148,7 +139,7 @@ class PeerCheckpoint:
         layouts: Sequence[OwnedLayout] = (),
         agree: Callable[[str], None] = lambda summary: None,
     ) -> tuple[int, Any] | None:
-        """Restore the newest complete checkpoint.
+        """Return step and state of the newest complete checkpoint; None if there is none.
 
         Later checkpoints of earlier generations are dropped: nobody may continue from them.
 
@@ -156,17 +147,12 @@ class PeerCheckpoint:
             like: A state with the shapes, dtypes and shardings to restore to.
             layouts: Of sharded optimizer states.
             agree: Called with a summary, to check that all processes found the same.
-
-        Returns:
-            Its step and state; None if no checkpoint is complete.
         """
         self.finish()
         holders, saved_steps = self._saved_steps()
         restored = restore_newest(
             saved_steps,
-            lambda saved: CheckpointReader(
-                self._files(saved, self._names(saved, holders), holders)
-            ),
+            lambda s: CheckpointReader(self._files(s, self._names(s, holders), holders)),
             like,
             layouts=layouts,
             location="the memory of hosts",
@@ -256,9 +242,8 @@ class PeerCheckpoint:
             if saved.prefix + name not in holders:
                 raise DamagedCheckpointError(f"it has no {name}")
         blobs = self.stores.get([saved.prefix + name for name in names], holders)
-        files = {}
-        for name, blob in zip(names, blobs, strict=True):
-            if blob is None:
+        files = {n: blob for n, blob in zip(names, blobs, strict=True) if blob is not None}
+        for name in names:
+            if name not in files:
                 raise DamagedCheckpointError(f"no host returns its {name}")
-            files[name] = blob
         return files

@@ -21,15 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from ftmesh.elastic.isolated_main import command
-from ftmesh.elastic.rpc import (
-    LOOPBACK,
-    STALL_SECONDS,
-    Channel,
-    ChannelClosed,
-    Listener,
-    connect,
-)
+from ftmesh.elastic.rpc import LOOPBACK, STALL_SECONDS, Channel, ChannelClosed, Listener, connect
 from ftmesh.errors import ClusterError
 
 CAPACITY = 1 << 32  # bytes
@@ -38,6 +30,15 @@ MIN_CHECKSUM_RATE = 1e8  # bytes per second that a store checks at least
 MAX_THREADS = 16  # that ask stores at once
 MAX_NAME_CHARS = 200
 _NAME = re.compile(rf"[a-z0-9./-]{{0,{MAX_NAME_CHARS}}}")
+
+# With an empty package `ftmesh`, whose modules would import JAX, a store starts at once.
+_PROGRAM = """
+import sys, types
+package = sys.modules["ftmesh"] = types.ModuleType("ftmesh")
+package.__path__ = sys.argv[2:]
+from ftmesh.elastic import peer_store
+peer_store.main()
+"""
 
 T = TypeVar("T")
 Holders = Mapping[str, Sequence[int]]  # blob name -> hosts that hold it
@@ -50,20 +51,13 @@ class RequestRejected(ClusterError):  # noqa: N818
 class PeerStores:
     """The peer stores of all hosts, some of which may be gone.
 
-    A store that does not answer is not asked again.
-
-    Args:
-        addresses: Address of the store of each host.
-        host: The host of this process. Its store comes first, then those after it.
-        secret: What all processes of the run know.
-        timeout: Seconds for a store to answer.
-        say: Called with a line for each store that is lost or rejects a request.
+    The store of this host comes first, then those after it. One that does not answer within
+    `timeout` seconds is not asked again; `say` is called if it is lost or rejects a request.
     """
 
     def __init__(
         self,
         addresses: Mapping[int, str],
-        *,
         host: int,
         secret: str,
         timeout: float,
@@ -175,9 +169,7 @@ class PeerStore:
             header, _ = self._receive(channel)
             _, data = self._receive(channel, header["bytes"])
         if zlib.crc32(data) != header["crc32"]:
-            raise ClusterError(
-                f"{name} from the peer store at {self.address} was damaged in transit"
-            )
+            raise ClusterError(f"{name} of the peer store at {self.address} was damaged in transit")
         return data
 
     def names(self, prefix: str = "") -> list[str]:
@@ -223,13 +215,9 @@ class PeerStore:
         seconds = self.timeout + checked_bytes / MIN_CHECKSUM_RATE
         frame = channel.receive(seconds)
         if frame is None:
-            raise ClusterError(
-                f"the peer store at {self.address} has not answered for {seconds:.3g} s"
-            )
-        if "rejected" in frame[0]:
-            raise RequestRejected(
-                f"the peer store at {self.address} rejects it: {frame[0]['rejected']}"
-            )
+            raise ClusterError(f"no answer of the peer store at {self.address} for {seconds:.3g} s")
+        if (why := frame[0].get("rejected")) is not None:
+            raise RequestRejected(f"the peer store at {self.address} rejects it: {why}")
         return frame
 
 
@@ -238,7 +226,8 @@ class PeerStore:
 
 def store_command(capacity: int = CAPACITY) -> list[str]:
     """Return the command that runs a store; it needs ``FTMESH_SECRET`` in its environment."""
-    return command("ftmesh.elastic.peer_store", str(capacity))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(capacity), package]
 
 
 def main() -> None:
@@ -296,11 +285,7 @@ def _answer(blobs: BlobStore, channel: Channel, message: dict[str, Any]) -> None
 
 
 class BlobStore:
-    """The blobs of a store, with their checksums. Thread-safe.
-
-    Args:
-        capacity: Bytes of all blobs together, with those being received.
-    """
+    """The blobs of a store, with their checksums: `capacity` bytes at most. Thread-safe."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -54,15 +54,7 @@ def environments(
     env: Environment | Sequence[Environment] | None = None,
     flags: str = "",
 ) -> list[dict[str, str]]:
-    """Return the environment of each process of a pod.
-
-    Args:
-        hosts: Number of processes.
-        devices_per_host: CPU devices of each.
-        mesh: Shape of all devices together, for ``FTMESH_MESH``.
-        env: Variables to add, for all processes or one mapping for each.
-        flags: XLA flags to add.
-    """
+    """Return the environment of each process of a pod, with `env` and the XLA flags `flags`."""
     check_pod(hosts, devices_per_host)
     num_devices = hosts * devices_per_host
     if mesh is not None and math.prod(parse_shape(mesh)) != num_devices:
@@ -119,13 +111,7 @@ class HostLayout:
 
     @staticmethod
     def create(mesh: str, host_shape: str | None, hosts: int, devices_per_host: int) -> HostLayout:
-        """Lay hosts out one after another, x first.
-
-        Args:
-            mesh: Shape of the mesh.
-            host_shape: Block of a host, as in "2x2"; rows of the mesh if None.
-            hosts: Number of hosts.
-            devices_per_host: Devices of each.
+        """Lay hosts out one after another, x first; each has rows of the mesh without `host_shape`.
 
         Raises:
             ArgumentError: The blocks do not fill the mesh.

@@ -2,7 +2,7 @@
 
 A thread plans for the loss of each single host while the training runs. Plans along a ring take no
 time and little memory, and come first; others may take seconds and tens of megabytes each, so there
-is a limit on processor time and on memory. What is missing when it is needed is planned then.
+is a limit on processor time and on memory.
 """
 
 from __future__ import annotations
@@ -49,16 +49,8 @@ def agreed_program(
 ) -> Any:
     """Check that `jitted` is the same program in all processes, and return what to call.
 
-    Args:
-        group: The processes.
-        name: What the program is.
-        jitted: A jitted function.
-        inputs: Its arguments, or their shapes and dtypes.
-        topology: The mesh it runs on.
-
-    Returns:
-        `jitted`; where workers may be lost, the program that `compile_for` compiled ahead of time,
-        or one that is compiled now.
+    Where workers may be lost, that is the program that `compile_for` compiled ahead of time, or one
+    that is compiled now.
     """
     if group.is_single_process:
         return jitted
@@ -79,27 +71,20 @@ def compile_for(topology: Topology, name: str, jitted: Any, inputs: Sequence[Any
 
 
 def prepare_for_host_loss(
-    topology: Topology,
-    prepare: Callable[[Topology], Any],
-    *,
-    cpu_seconds: float = CPU_SECONDS,
+    topology: Topology, prepare: Callable[[Topology], Any], *, cpu_seconds: float = CPU_SECONDS
 ) -> threading.Thread:
     """Call `prepare` in a thread with what is left of `topology` when each host is lost.
 
-    Args:
-        topology: The mesh of the run.
-        prepare: Plans or compiles for a mesh. Its `FtmeshError`s are ignored.
-        cpu_seconds: Processor time for all calls. No call is begun that would likely exceed it.
-
-    Returns:
-        The thread. A later call of this function stops it.
+    Its `FtmeshError`s are ignored. No call is begun that would likely exceed `cpu_seconds` of
+    processor time for all. A later call of this function stops the thread.
     """
     _latest[0] += 1
     own = _latest[0]
 
     def run() -> None:
         begin, longest = time.thread_time(), 0.0
-        for left in _fast_first(topologies_without_a_host(topology)):
+        topologies = topologies_without_a_host(topology)
+        for left in sorted(topologies, key=lambda left: not registry.has_fast_algorithm(left)):
             before = time.thread_time()
             if own != _latest[0] or before - begin + longest > cpu_seconds:
                 return
@@ -122,14 +107,3 @@ def topologies_without_a_host(topology: Topology) -> Iterator[Topology]:
         if len(lost) < topology.num_live:
             left = topology.with_failed(lost)
             yield left.with_failed(coord for part in left.components()[1:] for coord in part)
-
-
-def _fast_first(topologies: Iterator[Topology]) -> Iterator[Topology]:
-    """Yield the meshes that are fast to plan for, then the others."""
-    slow = []
-    for topology in topologies:
-        if registry.has_fast_algorithm(topology):
-            yield topology
-        else:
-            slow.append(topology)
-    yield from slow

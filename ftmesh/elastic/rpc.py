@@ -54,16 +54,12 @@ class ChannelClosed(ClusterError, ConnectionError):  # noqa: N818
 class Channel:
     """A connection after the handshake. Any thread may send and close; one thread receives.
 
-    Args:
-        connection: The socket.
-        max_data: Most bytes of data in a frame.
-        stall: Seconds without progress in the middle of a frame after which the channel breaks.
+    It breaks after `stall` seconds without progress in the middle of a frame.
     """
 
     def __init__(
         self,
         connection: socket.socket,
-        *,
         max_data: int = MAX_DATA_BYTES,
         stall: float = STALL_SECONDS,
     ) -> None:
@@ -99,11 +95,7 @@ class Channel:
                 raise self._broken(f"took no message: {error}") from error
 
     def receive(self, timeout: float | None = None) -> tuple[dict[str, Any], bytes] | None:
-        """Return the next frame; None if none begins within `timeout` seconds.
-
-        Raises:
-            ChannelClosed: The other end is gone, stalls, or sends something that is not a frame.
-        """
+        """Return the next frame; None if none begins within `timeout` seconds."""
         with self._receiving:
             try:
                 if not self._is_readable(timeout):
@@ -189,12 +181,7 @@ def connect(
 class Listener:
     """Accepts connections from processes that know the secret.
 
-    Args:
-        on_channel: Called with each channel, in a thread of its own; it closes the channel.
-        secret: What all processes of the run know.
-        host: Where to listen.
-        port: Where to listen; 0 for a free port.
-        max_data: Most bytes of data in a frame.
+    `on_channel` is called with each channel, in a thread of its own, and closes the channel.
     """
 
     def __init__(
@@ -287,7 +274,7 @@ def free_port() -> int:
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:
-    """Listen; on a free port that the system gives to no outgoing connection.
+    """Listen, by default on a port that the system gives to no outgoing connection.
 
     Otherwise a caller of a listener that is gone could be connected to itself or another program.
     """

@@ -127,13 +127,8 @@ class Supervisor:
                     break
                 status = 0
                 delay = min(self._policy.backoff * 2 ** max(fruitless - 1, 0), MAX_BACKOFF)
-                self._events.log(
-                    "restart",
-                    epoch=self._generation,
-                    why=verdict.reason,
-                    seconds=delay,
-                    hosts=self._good_hosts(),
-                )
+                facts = {"seconds": delay, "hosts": self._good_hosts()}
+                self._events.log("restart", epoch=self._generation, why=verdict.reason, **facts)
                 self._sleep(delay)
                 if self._signals:
                     break
@@ -156,10 +151,7 @@ class Supervisor:
             self._pod.enforce()
 
     def _good_hosts(self) -> list[int]:
-        return [host for host in self._hosts if not self._is_excluded(host)]
-
-    def _is_excluded(self, host: int) -> bool:
-        return self._strikes[host] >= self._policy.strikes
+        return [host for host in self._hosts if self._strikes[host] < self._policy.strikes]
 
     def _reason_to_give_up(self, verdict: Verdict, fruitless: int) -> str:
         """Return why another start would not help; empty if it may."""
@@ -238,7 +230,6 @@ class Supervisor:
         return controller, status
 
     def _watch(self, pod: Pod, controller: Controller, service: CoordinationService) -> None:
-        """Poll everything until there is a verdict."""
         while controller.verdict is None and not self._signals:
             exited = pod.poll(POLL_SECONDS)
             if service.has_exited:
@@ -274,10 +265,9 @@ class Supervisor:
     def _log_event(self, event: str, **facts: Any) -> None:
         self._events.log(event, **facts)
         if event == "failed":
-            host = facts["host"]
+            host, times = facts["host"], self._policy.strikes
             self._strikes[host] += 1
-            if self._is_excluded(host):
-                times = self._policy.strikes
+            if self._strikes[host] >= times:
                 self._events.log("struck out", epoch=facts["epoch"], host=host, times=times)
 
     def _record_pid(self, kind: str, host: int, pid: int) -> None:
@@ -290,8 +280,7 @@ class Supervisor:
 def _start_failure(pod: Pod, controller: Controller) -> str:
     """Return how all workers of the first start ended if the command itself cannot run.
 
-    They exited by themselves with the same status before any of them joined: a missing module, or
-    an error in the program. Another start would not help.
+    They exited by themselves with the same status before any of them joined: a missing module.
     """
     if controller.first_generation != 1 or any(m.channel for m in controller.started.values()):
         return ""

@@ -229,7 +229,7 @@ def test_devices_of_other_processes_without_initialize():
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 1e10])
 def test_invalid_timeouts(timeout):
-    with pytest.raises(ArgumentError, match=r"a timeout of .* seconds: give more than 0"):
+    with pytest.raises(ArgumentError, match=r"a timeout of .* s: give more than 0"):
         initialize(timeout=timeout)
 
 

@@ -11,7 +11,6 @@ import zlib
 
 import pytest
 
-from ftmesh.elastic import isolated_main
 from ftmesh.elastic.peer_store import BlobStore, PeerStore, RequestRejected, serve, store_command
 from ftmesh.elastic.rpc import ChannelClosed, Listener, connect
 from ftmesh.errors import ClusterError
@@ -232,7 +231,3 @@ class TestProcess:
     def test_a_stranger(self, process):
         with pytest.raises(ClusterError, match="is not a listener that knows the secret"):
             PeerStore(process.address, "guess", 10).names()
-
-
-def test_the_command_of_an_isolated_module():
-    assert isolated_main.command("a.b", "1")[-3:] == [isolated_main.__file__, "a.b", "1"]

@@ -32,11 +32,6 @@ class TestKvStore:
         four.workers[1].send(call=2, operation="try_get", key="a")
         assert four.workers[1].receive("reply", "exists") == (2, False)
 
-    def test_a_worker_logs_an_event(self, four):
-        four.workers[1].send(event="examined", facts={"unhealthy": []})
-        four.settle()
-        assert four.events_named("examined") == [{"event": "examined", "epoch": 1, "unhealthy": []}]
-
 
 def raw(harness):
     host, port = harness.listener.address.split(":")
@@ -128,8 +123,6 @@ class TestInvalidMessages:
             {"joined": 1, "parts": [1, 2]},
             {"call": 1, "operation": "burn", "key": "a"},
             {"call": 1},
-            {"event": "failed", "facts": {"epoch": 3}},
-            {"event": "failed", "facts": 3},
             {"generation": "x", "ready": 1},
         ],
     )
