@@ -14,7 +14,7 @@ import numpy as np
 from ftmesh.errors import VerificationError
 from ftmesh.execute.chunk_tables import ChunkTable
 from ftmesh.execute.lowering import IDLE, Loop, Program, Rule
-from ftmesh.schedule.rank_schedule import RankSchedule
+from ftmesh.schedule.schedule import RankSchedule
 from ftmesh.schedule.transfers import Transfers, join_transfers, make_transfers
 from ftmesh.schedule.verify import prove
 

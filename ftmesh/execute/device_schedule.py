@@ -16,8 +16,7 @@ import numpy as np
 from ftmesh.algorithms.forwarding import Group, book
 from ftmesh.errors import PlanError
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.rank_schedule import RankSchedule
-from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.schedule.schedule import RankSchedule, Schedule, SplitSchedule
 from ftmesh.schedule.transfers import ADD, COPY, Ints, Transfers, join_transfers, make_transfers
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology

@@ -147,8 +147,6 @@ class KernelLane:
         entry = self.rank.page[page, lax.rem(now, PAGE_ROUNDS), 2 * self.index + word]
         return PieceTransfer(self, entry, lax.rem(step, self.split.num_pieces), word == RECEIVE)
 
-    # Credits
-
     def grant_credit(self, number: int) -> None:
         """Tell the source, if there is one, that `number` more slots are free."""
 
@@ -162,8 +160,6 @@ class KernelLane:
         @when(True if self.lane.is_full else self.destination >= 0)
         def _() -> None:
             pl.semaphore_wait(self.rank.credits.at[self.number], number)
-
-    # Pieces
 
     def stage(self, piece: KernelPiece) -> None:
         """Start to fetch a piece that is cast before it is sent."""

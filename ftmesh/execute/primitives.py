@@ -162,25 +162,19 @@ def _run_all_reduce_transpose(
     return zero_if_idle(_divide(wide, divisor).astype(x.dtype), axis_name, program)
 
 
-def _transpose_all_reduce(
-    cotangent: Any, *, axis_name: Any, program: Program, **params: Any
-) -> Any:
-    total = add_from_idle(cotangent, axis_name, program)
+def _transpose_all_reduce(ct: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
+    total = add_from_idle(ct, axis_name, program)
     sums = _all_reduce_varying.bind(total, axis_name=axis_name, program=program, **params)
     return zero_if_idle(sums, axis_name, program)
 
 
-def _transpose_reduce_scatter(
-    cotangent: Any, *, axis_name: Any, program: Program, **params: Any
-) -> Any:
-    gathered = all_gather(cotangent, axis_name=axis_name, program=program, **params)
+def _transpose_reduce_scatter(ct: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
+    gathered = all_gather(ct, axis_name=axis_name, program=program, **params)
     return zero_if_idle(gathered, axis_name, program)
 
 
-def _transpose_all_gather(
-    cotangent: Any, *, axis_name: Any, program: Program, **params: Any
-) -> Any:
-    total = add_from_idle(cotangent, axis_name, program)
+def _transpose_all_gather(ct: Any, *, axis_name: Any, program: Program, **params: Any) -> Any:
+    total = add_from_idle(ct, axis_name, program)
     return reduce_scatter(total, axis_name=axis_name, program=program, **params)
 
 

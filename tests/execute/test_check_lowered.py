@@ -11,7 +11,7 @@ from ftmesh.algorithms import registry
 from ftmesh.execute.check_lowered import check_program
 from ftmesh.execute.lowering import IDLE, Rule, Table, lower
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.rank_schedule import RankSchedule
+from ftmesh.schedule.schedule import RankSchedule
 from ftmesh.schedule.transfers import COPY, make_transfers
 from ftmesh.schedule.verify import prove
 from tests.support.numpy_executor import run

@@ -13,9 +13,9 @@ from ftmesh import Phase, Schedule, Topology
 from ftmesh.algorithms import registry
 from ftmesh.errors import VerificationError
 from ftmesh.execute import check_lowered, primitives
-from ftmesh.execute.chunk_lookup import round_lookup
 from ftmesh.execute.chunk_tables import ChunkTable, _merge_into_slots
 from ftmesh.execute.lowering import IDLE, Rule, lower
+from ftmesh.execute.ppermute import round_lookup
 from ftmesh.schedule.transfers import ADD, COPY, join_transfers, make_transfers
 from tests.support.more import more
 
