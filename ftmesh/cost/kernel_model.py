@@ -48,18 +48,6 @@ def kernel_seconds(
     return sum(times) / len(times) + network.device_model.packing_seconds(result_bytes)
 
 
-def kernel_is_faster(
-    schedule: Schedule,
-    kernel_schedule: Schedule,
-    payload_bytes: int,
-    network: Network,
-    wire_dtype: str,
-) -> bool:
-    """Whether `kernel_schedule` in a kernel takes less time than `schedule` in permutations."""
-    seconds = Simulator(schedule).wire_dtype_seconds(payload_bytes, network, wire_dtype)
-    return kernel_seconds(kernel_schedule, payload_bytes, network, wire_dtype) < seconds
-
-
 def supports_kernel(topology: Topology, network: Network) -> bool:
     """Whether `topology` has TPUs that run the kernel, and `network` has the costs of both."""
     platforms = {str(getattr(device, "platform", "")) for device in topology.devices}

@@ -23,15 +23,23 @@ class Network:
     A transfer of b bytes over h free hops takes ``overhead + h * latency + b / bandwidth``: its
     head moves on after `latency` seconds at each hop, and every link on the way is busy while its
     bytes pass.
+
+    Attributes:
+        bandwidth: Bytes per second of a link, each way.
+        latency, overhead: Seconds per hop, and per transfer at the sender.
+        source: Where the numbers come from.
+        device_model: What a round costs the devices, or None to count the wires alone.
+        memory_bandwidth: Bytes per second between a chip and its memory, if known.
+        has_kernel: Whether the Pallas kernel has been compiled for such chips.
     """
 
-    bandwidth: float  # bytes per second of a link, each way
-    latency: float  # seconds per hop
-    overhead: float = 0.0  # seconds at the sender, per transfer
-    source: str = "as given"  # where the numbers come from
-    device_model: DeviceModel | None = None  # what a round costs the devices; None: wires alone
-    memory_bandwidth: float | None = None  # bytes per second between a chip and its memory
-    has_kernel: bool = False  # whether the Pallas kernel has been compiled for such chips
+    bandwidth: float
+    latency: float
+    overhead: float = 0.0
+    source: str = "as given"
+    device_model: DeviceModel | None = None
+    memory_bandwidth: float | None = None
+    has_kernel: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):

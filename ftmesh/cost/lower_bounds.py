@@ -47,15 +47,23 @@ _MAX_BLOCKS = 4  # blocks that are listed; of more, the box around them
 
 @dataclass(frozen=True)
 class Limits:
-    """Exact lower bounds of a mesh, with the parts of it that prove them."""
+    """Exact lower bounds of a mesh, with the parts of it that prove them.
+
+    Attributes:
+        links: Number of links.
+        all_gather, all_reduce: Share of the payload that some link must carry, each way.
+        cut: What proves the first: chips that everything else must reach over too few links.
+        partition: What proves the second: parts of the mesh, the largest first.
+        diameter: Hops between the two chips furthest apart.
+    """
 
     topology: Topology
-    links: int  # how many there are
-    all_gather: Fraction  # share of the payload that some link must carry, each way
-    cut: tuple[Coord, ...]  # the chips that prove it: few links lead to them
-    all_reduce: Fraction  # the same share for an all-reduce
-    partition: tuple[tuple[Coord, ...], ...]  # the parts that prove it, the largest first
-    diameter: int  # hops between the two chips furthest apart
+    links: int
+    all_gather: Fraction
+    cut: tuple[Coord, ...]
+    all_reduce: Fraction
+    partition: tuple[tuple[Coord, ...], ...]
+    diameter: int
 
     @property
     def live(self) -> int:
@@ -89,10 +97,8 @@ class Limits:
         if isinstance(payload_bytes, int):
             check_bytes(payload_bytes)
         network = link if isinstance(link, Network) else Network(float(link), latency=0.0)
-        return max(
-            float(share) * payload_bytes / network.bandwidth,
-            self.latency_seconds(network.latency, network.overhead),
-        )
+        latency = self.latency_seconds(network.latency, network.overhead)
+        return max(float(share) * payload_bytes / network.bandwidth, latency)
 
     @property
     def why_all_gather(self) -> str:

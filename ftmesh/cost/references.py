@@ -76,11 +76,9 @@ class ReferenceTimes:
                 f"  in rounds in which a link carries one chunk, at least "
                 f"{format_time(self.rounds_bound)}{trees}"
             )
-        lines += [
-            f"  no all-reduce can take less than {format_time(self.lower_bound)}",
-            f"  {ALGORITHM_SOURCES}",
-        ]
-        return "\n".join([*lines, *[f"  {TACOS_SOURCE}"] * (self.tacos is not None)])
+        lines.append(f"  no all-reduce can take less than {format_time(self.lower_bound)}")
+        sources = [f"  {ALGORITHM_SOURCES}", f"  {TACOS_SOURCE}"]
+        return "\n".join([*lines, *sources[: 1 if self.tacos is None else 2]])
 
 
 def reference_times(bounds: Limits, payload_bytes: int, network: Network) -> ReferenceTimes:

@@ -73,19 +73,27 @@ class PhaseCost:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """The simulated cost of a schedule; times in seconds."""
+    """The simulated cost of a schedule; times in seconds.
+
+    Attributes:
+        seconds, wires_seconds: Time of the whole collective, with and without the device model.
+        setup_seconds: Device time before and after all rounds, such as packing.
+        link_bytes: The bytes that each link carries.
+        lost_to_latency: How much sooner it would end without latency and overhead.
+        lost_to_contention: How much sooner it would end if no transfer waited for a link.
+    """
 
     schedule: Schedule
     payload_bytes: int
     network: Network
     mode: str
-    seconds: float  # of the whole collective
-    wires_seconds: float  # the same without the device model
-    setup_seconds: float  # device time before and after all rounds, such as packing
+    seconds: float
+    wires_seconds: float
+    setup_seconds: float
     phases: tuple[PhaseCost, ...]
-    link_bytes: dict[Link, float]  # the bytes that each link carries
-    lost_to_latency: float  # how much sooner it would end without latency and overhead
-    lost_to_contention: float  # how much sooner it would end if no transfer waited for a link
+    link_bytes: dict[Link, float]
+    lost_to_latency: float
+    lost_to_contention: float
 
     @property
     def utilisation(self) -> float:
@@ -212,22 +220,15 @@ class Simulator:
         _, all_gather = self.split_seconds(payload_bytes, network)
         return reduce_scatter + all_gather
 
-    def split_seconds(
-        self, payload_bytes: int = 100_000_000, network: Network = DEFAULT
-    ) -> tuple[float, float]:
-        """The times of the reduce-scatter and of the all-gather, in synchronous rounds.
-
-        If the schedule does not have the two, all of its time is in the first.
-        """
+    def split_seconds(self, payload_bytes: int, network: Network = DEFAULT) -> tuple[float, float]:
+        """The times of reduce-scatter and all-gather, in synchronous rounds; else all and 0."""
         seconds, spans = self._spans(payload_bytes, network, SYNCHRONOUS)
         if not isinstance(self.schedule, SplitSchedule):
             return seconds, 0.0
         _, reduced = spans[len(self.schedule.reduce_scatter) - 1]
         return reduced, seconds - reduced
 
-    def phase_ends(
-        self, payload_bytes: int = 100_000_000, network: Network = DEFAULT
-    ) -> tuple[float, list[float]]:
+    def phase_ends(self, payload_bytes: int, network: Network) -> tuple[float, list[float]]:
         """The time in all, and when each phase ends, without setup; in synchronous rounds."""
         seconds, spans = self._spans(payload_bytes, network, SYNCHRONOUS)
         return seconds, [end for _, end in spans]

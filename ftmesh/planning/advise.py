@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from ftmesh.algorithms import tree
-from ftmesh.algorithms.leaf_chips import LeafChips
+from ftmesh.algorithms.tree import LeafChips
 from ftmesh.cost.links import Network
 from ftmesh.cost.simulate import SYNCHRONOUS, Simulator
 from ftmesh.errors import ArgumentError, PlanError

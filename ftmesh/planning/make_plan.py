@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ftmesh.cost.kernel_model import kernel_is_faster, supports_kernel
+from ftmesh.cost.kernel_model import kernel_seconds, supports_kernel
 from ftmesh.cost.links import Network, network_for, parse_network
+from ftmesh.cost.simulate import Simulator
 from ftmesh.cost.wire_precision import wire_dtype_name
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE, PPERMUTE_UNROLLED
@@ -95,5 +96,6 @@ def plan(
     if not supports_kernel(topology, links):
         return permuted
     kernel = make(PALLAS)
-    is_faster = kernel_is_faster(permuted.schedule, kernel.schedule, payload_bytes, links, wire)
+    seconds = Simulator(permuted.schedule).wire_dtype_seconds(payload_bytes, links, wire)
+    is_faster = kernel_seconds(kernel.schedule, payload_bytes, links, wire) < seconds
     return kernel if is_faster else permuted

@@ -2,9 +2,6 @@
 
 Trees serve every mesh but take a second or more to plan on hundreds of chips. A lower bound tells
 beforehand where they cannot win; where they can, they are planned, and kept in the plan cache.
-
->>> select_algorithm(Topology.grid("8x8", failed="2x2@2,2"), 1_000_000).algorithm
-'tree'
 """
 
 from __future__ import annotations
@@ -39,17 +36,14 @@ ALGORITHMS = (AUTO, *registry.ALGORITHMS)
 
 @dataclass(frozen=True)
 class Candidate:
-    """An algorithm and its simulated time, or the reason why it cannot serve.
-
-    Where the network has a device model, `wires_seconds` is the time on the links alone.
-    """
+    """An algorithm and its simulated time, or the reason why it cannot serve."""
 
     algorithm: str
     rounds: int = 0
     seconds: float = math.inf
     rejection: str = ""
     partial_sum_dtype: str = "float32"
-    wires_seconds: float | None = None
+    wires_seconds: float | None = None  # on the links alone, if the network has a device model
 
 
 @dataclass(frozen=True)

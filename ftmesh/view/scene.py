@@ -27,6 +27,7 @@ import base64
 import math
 import zlib
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -75,15 +76,10 @@ def build_scene(
     check_fits(topology.shape)
     auto = select_algorithm(topology, payload_bytes, network).algorithm
     outcomes = _outcomes(topology, algorithm, auto, payload_bytes, network)
-    payloads = _payloads(payload_bytes)
-    costs = _costs(outcomes, payloads, network)
-    shown = {AUTO: [auto], ALL: list(costs)}.get(algorithm, [algorithm])
-    return {
-        **_common_fields(topology, payload_bytes, payloads, network),
-        "auto": auto,
-        "shown": auto if algorithm == ALL else shown[0],
-        "algorithms": _entries(outcomes, costs, shown),
-    }
+    first = auto if algorithm in (AUTO, ALL) else algorithm
+    included = list(outcomes) if algorithm == ALL else [first]
+    choice = {"auto": auto, "shown": first}
+    return _scene(topology, outcomes, included, payload_bytes, network, choice)
 
 
 def build_schedule_scene(
@@ -96,19 +92,36 @@ def build_schedule_scene(
             f"{schedule.topology.chips}: use 'ftmesh draw'"
         )
     check_fits(schedule.topology.shape)
-    outcomes: dict[str, Schedule | PlanError] = {schedule.algorithm: schedule}
-    payloads = _payloads(payload_bytes)
-    return {
-        **_common_fields(schedule.topology, payload_bytes, payloads, network),
-        "auto": None,
-        "shown": schedule.algorithm,
-        "algorithms": _entries(outcomes, _costs(outcomes, payloads, network), [schedule.algorithm]),
-    }
+    name = schedule.algorithm
+    choice = {"auto": None, "shown": name}
+    return _scene(schedule.topology, {name: schedule}, [name], payload_bytes, network, choice)
 
 
-def _common_fields(
-    topology: Topology, payload_bytes: int, payloads: list[int], network: Network
+def _scene(
+    topology: Topology,
+    outcomes: Mapping[str, Schedule | PlanError],
+    included: list[str],
+    payload_bytes: int,
+    network: Network,
+    choice: Mapping[str, str | None],
 ) -> dict[str, Any]:
+    """The scene with the costs of all `outcomes`, and the schedules of those `included`."""
+    low, high, number = _PAYLOADS
+    evenly = np.geomspace(low, high, number).round().astype(np.int64).tolist()
+    payloads = sorted({*evenly, payload_bytes})
+    entries = []
+    for name in dict.fromkeys([*registry.ALGORITHMS, *outcomes]):
+        if name in registry.TORUS_ONLY and name not in outcomes:
+            continue  # the mesh is no torus
+        outcome = outcomes.get(name)
+        entry: dict[str, Any] = {"algorithm": name}
+        if isinstance(outcome, PlanError):
+            entry["refusal"] = str(outcome)
+        elif outcome is not None:
+            entry |= _cost(outcome, payloads, network)
+            if name in included:
+                entry["schedule"] = _encode_schedule(outcome)
+        entries.append(entry)
     bounds = limits(topology)
     return {
         "format": FORMAT,
@@ -125,26 +138,9 @@ def _common_fields(
         "payloads": payloads,
         "limit_us": [_us(bounds.all_reduce_seconds(size, network)) for size in payloads],
         "limit_why": bounds.why_all_reduce,
+        **choice,
+        "algorithms": entries,
     }
-
-
-def _entries(
-    outcomes: dict[str, Schedule | PlanError], costs: dict[str, Any], shown: list[str]
-) -> list[dict[str, Any]]:
-    entries = []
-    for name in dict.fromkeys([*registry.ALGORITHMS, *outcomes]):
-        if name in registry.TORUS_ONLY and name not in outcomes:
-            continue  # the mesh is no torus
-        outcome = outcomes.get(name)
-        entry: dict[str, Any] = {"algorithm": name}
-        if isinstance(outcome, PlanError):
-            entry["refusal"] = str(outcome)
-        elif outcome is not None:
-            entry |= costs[name]
-            if name in shown:
-                entry["schedule"] = _verified(outcome)
-        entries.append(entry)
-    return entries
 
 
 def check_fits(shape: Coord) -> None:
@@ -172,22 +168,6 @@ def _outcomes(
     return outcomes
 
 
-def _payloads(payload_bytes: int) -> list[int]:
-    low, high, number = _PAYLOADS
-    evenly = np.geomspace(low, high, number).round().astype(np.int64).tolist()
-    return sorted({*evenly, payload_bytes})
-
-
-def _costs(
-    outcomes: dict[str, Schedule | PlanError], payloads: list[int], network: Network
-) -> dict[str, dict[str, Any]]:
-    return {
-        name: _cost(outcome, payloads, network)
-        for name, outcome in outcomes.items()
-        if isinstance(outcome, Schedule)
-    }
-
-
 def _cost(schedule: Schedule, payloads: list[int], network: Network) -> dict[str, Any]:
     simulator = Simulator(schedule)
     times = [simulator.phase_ends(size, network) for size in payloads]
@@ -203,7 +183,7 @@ def _us(seconds: float) -> float:
     return float(f"{1e6 * seconds:.6g}")
 
 
-def _verified(schedule: Schedule) -> dict[str, Any]:
+def _encode_schedule(schedule: Schedule) -> dict[str, Any]:
     proof = verify(schedule)
     topology = schedule.topology
     pairs = sorted(schedule.routes)

@@ -72,15 +72,9 @@ class Server:
         self._network = network
         self._planning = threading.Lock()
         self._page = render_page([first], options=options, plans_at="plan").encode()
-        server = self
-
-        class Handler(_Handler):
-            owner = server
-
-        Handler.timeout = timeout
-
+        handler = type("Handler", (_Handler,), {"owner": self, "timeout": timeout})
         try:
-            self._http = _Http((HOST, port), Handler)
+            self._http = _Http((HOST, port), handler)
         except (OSError, OverflowError) as error:
             raise ArgumentError(f"cannot serve on port {port} of {HOST}: {error}") from None
 
