@@ -8,6 +8,7 @@ ftmesh's collectives are primitives of their own, with rules for types, derivati
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -49,14 +50,9 @@ def varying_axes(x: Any) -> frozenset[AxisName]:
     return _varying(jax.typeof(x))
 
 
-def to_varying(x: Any, axis_name: AxisName) -> Any:
-    """Type `x` as varying over `axis_name`."""
-    return lax.pcast(x, axis_name, to="varying")
-
-
 def as_varying(x: Any, axis_name: AxisName) -> Any:
     """Type `x` as varying over `axis_name`, if that is checked and not so already."""
-    return to_varying(x, axis_name) if checks_vma() and axis_name not in varying_axes(x) else x
+    return _varying_over(x, {axis_name} - varying_axes(x)) if checks_vma() else x
 
 
 def varying_like(x: Any, other: Any) -> Any:
@@ -80,9 +76,9 @@ def axis_exists(axis_name: AxisName) -> bool:
     return bool(core.get_axis_env().axis_exists(axis_name))
 
 
-def _varying_over(x: Any, axis_names: frozenset[AxisName]) -> Any:
+def _varying_over(x: Any, axis_names: AbstractSet[AxisName]) -> Any:
     for axis_name in sorted(axis_names, key=str):
-        x = to_varying(x, axis_name)
+        x = lax.pcast(x, axis_name, to="varying")
     return x
 
 

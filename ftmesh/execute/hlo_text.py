@@ -87,7 +87,6 @@ def parse_computations(text: str) -> tuple[Computations, str]:
 
 
 def _instruction(line: str) -> Instruction | None:
-    """The instruction of a line; None if there is none."""
     assignment = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)", line)
     kind, rest = _split_type(assignment[2]) if assignment else ("", "")
     opcode = re.match(r"([a-z][\w-]*)\(", rest)

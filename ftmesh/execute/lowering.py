@@ -269,9 +269,7 @@ def _lane(transfers: Transfers, num_ranks: int, num_rounds: int) -> Lane:
         count=count,
         op=op,
         send=rule or Table.from_entries(entries),
-        is_full=bool((source >= 0).all())
-        and rule is not None
-        and rule.is_always_active(num_rounds),
+        is_full=bool(rule and rule.is_always_active(num_rounds) and (source >= 0).all()),
     )
 
 

@@ -139,14 +139,6 @@ def _min_gap(loop: Loop) -> tuple[int, int]:
     return int(to_send), int(to_add)
 
 
-def _destination(lane: Lane) -> Ints:
-    """Rank -> the rank it sends to, or -1: the inverse of `Lane.source`."""
-    destination = np.full(len(lane.source), -1, np.int32)
-    receivers = np.flatnonzero(lane.source >= 0)
-    destination[lane.source[receivers]] = receivers
-    return destination
-
-
 @lru_cache(maxsize=64)
 def partner_table(loops: tuple[Loop, ...], num_ranks: int) -> Ints:
     """For each rank the ranks it communicates with, in ascending order, padded with -1."""
@@ -172,10 +164,11 @@ def rank_headers(loops: tuple[Loop, ...], num_ranks: int) -> Ints:
     for loop in loops:
         row = 0
         for lane in loop.lanes:
-            columns += [_destination(lane)[:, None], lane.source[:, None]]
+            destination, is_receiver = np.full(num_ranks, -1, np.int32), lane.source >= 0
+            destination[lane.source[is_receiver]] = np.flatnonzero(is_receiver)
             words = _send_words(lane.send, row)
-            received = np.where(lane.source[:, None] >= 0, words[lane.source], RECEIVES_NOTHING)
-            columns += [words, received]
+            received = np.where(is_receiver[:, None], words[lane.source], RECEIVES_NOTHING)
+            columns += [destination[:, None], lane.source[:, None], words, received]
             row += len(lane.send.rows) if isinstance(lane.send, Table) else 0
     return np.concatenate(columns, axis=1, dtype=np.int32)
 

@@ -228,7 +228,6 @@ def _constant(table: NDArray[np.integer]) -> jax.Array:
 
 
 def _read(table: ChunkTable, rank: Any) -> RoundLookup:
-    """Read all chunks from the rows of a table."""
     mine = _entries(table, rank)
     lanes, slots, bits = table.num_lanes, table.num_slots, table.num_lane_bits
 

@@ -180,8 +180,7 @@ def _text(program: Any) -> tuple[str, str]:
 
 def strategy(text: str) -> str:
     """The all-reduce strategy of a compiled program, in the compiler's words."""
-    detailed = re.search(r"(Strategy\w+\{colors:\d+ phases:\d+)", text)
-    if detailed:
+    if detailed := re.search(r"(Strategy\w+\{colors:\d+ phases:\d+)", text):
         return f"{detailed[1]}}}"
     named = re.search(r'"strategy":"([^"]+)"', text)
     return named[1] if named else "strategy not stated"

@@ -194,7 +194,6 @@ def overlap(text: str, scope: str = "") -> Overlap:
 
 
 def _convolves(instruction: Instruction, computations: Computations) -> bool:
-    """True if an instruction is a convolution, or calls one."""
     return instruction.opcode == "convolution" or any(
         _convolves(inner, computations)
         for called in instruction.calls

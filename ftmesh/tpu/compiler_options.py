@@ -22,7 +22,6 @@ _OVERLAP = {"xla_tpu_use_aggressive_scheduling": "true"}
 # leaves 98 of 128 MiB, so that 100 MB stay there with the padding of their chunks.
 _SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
 _VMEM = {"v6e": {_SCOPED_VMEM: str(30 * 1024)}}
-_LIBTPU_ARGUMENTS = "LIBTPU_INIT_ARGS"  # options for all programs of a process
 _OPTIONS: dict[str, dict[str, str]] = {
     "v2": _ASYNC, "v3": _ASYNC, "v4": _SIX, "v5e": {}, "v5p": _SIX, "v6e": _FOUR, "7x": _SIX,
     "cpu": {}, "gpu": {},
@@ -67,7 +66,7 @@ def compiler_options(platform: str, *, overlap: bool = False) -> dict[str, str]:
             raise ArgumentError(f"platform {platform!r} is not known: give one of {known}")
         _warn_unknown(str(platform))
         return {}
-    is_set = re.search(rf"\b{_SCOPED_VMEM}\b", os.environ.get(_LIBTPU_ARGUMENTS, ""))
+    is_set = re.search(rf"\b{_SCOPED_VMEM}\b", os.environ.get("LIBTPU_INIT_ARGS", ""))
     vmem = {} if is_set else _VMEM.get(name, {})
     scheduling = _OVERLAP if overlap and name not in ("cpu", "gpu") else {}
     return {**options, **scheduling, **vmem}
