@@ -18,11 +18,16 @@ from jax.sharding import NamedSharding
 from examples.common.data_parallel import DataParallel
 from examples.common.device_arrays import SHARDED
 from examples.common.trainer import State, Trainer
+from ftmesh.checkpoint.files import (
+    MANIFEST_FILE,
+    CheckpointReader,
+    load_json,
+    process_file_names,
+    process_files,
+)
 from ftmesh.checkpoint.manifest import Manifest
-from ftmesh.checkpoint.reader import CheckpointReader
 from ftmesh.checkpoint.restore import restore_state
 from ftmesh.checkpoint.snapshot import PartnerCopies, Snapshotter
-from ftmesh.checkpoint.writer import MANIFEST_FILE, load_json, process_file_names, process_files
 from ftmesh.elastic.elastic_group import ElasticGroup
 from ftmesh.elastic.peer_store import Holders, PeerStores
 from ftmesh.errors import ClusterError, DamagedCheckpointError

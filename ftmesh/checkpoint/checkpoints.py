@@ -25,10 +25,9 @@ from typing import Any
 import jax
 
 from ftmesh import command_line
-from ftmesh.checkpoint.reader import CheckpointReader
+from ftmesh.checkpoint.files import MANIFEST_FILE, CheckpointReader, process_file_names, write_part
 from ftmesh.checkpoint.restore import restore_newest
 from ftmesh.checkpoint.snapshot import Snapshot, Snapshotter
-from ftmesh.checkpoint.writer import MANIFEST_FILE, process_file_names, write_part
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.layout.owned_buckets import OwnedLayout
 from ftmesh.testing import fault_injection

@@ -16,6 +16,7 @@ pieces: all chunks of a buffer that a rank owns, in ascending order, or a replic
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,7 +55,6 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -72,17 +72,16 @@ class Buffer:
 
     @property
     def chunk_size(self) -> int:
-        """The number of elements of a chunk."""
         return self.rows * self.width
 
     @cached_property
     def chunk_locations(self) -> tuple[tuple[int, int], ...]:
         """For each chunk its owner, and how many of that owner's chunks precede it."""
-        counts: dict[int, int] = {}
+        counts: Counter[int] = Counter()
         locations = []
         for rank in self.owner:
-            locations.append((rank, counts.get(rank, 0)))
-            counts[rank] = counts.get(rank, 0) + 1
+            locations.append((rank, counts[rank]))
+            counts[rank] += 1
         return tuple(locations)
 
 
@@ -104,17 +103,15 @@ class Manifest:
         """The size in bytes of every piece."""
         sizes: dict[Piece, int] = {}
         for number, buffer in enumerate(self.buffers):
-            for rank in buffer.owner:
-                piece = Piece("buffer", number, rank)
+            for rank, count in Counter(buffer.owner).items():
                 size = buffer.chunk_size * buffer.dtype.itemsize
-                sizes[piece] = sizes.get(piece, 0) + size
+                sizes[Piece("buffer", number, rank)] = count * size
         for number, tensor in enumerate(self.tensors):
             if tensor.buffer is None:
                 sizes[Piece("tensor", number)] = tensor.size * tensor.dtype.itemsize
         return sizes
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of the file; `from_json` reads it."""
         tables = list(dict.fromkeys(buffer.owner for buffer in self.buffers))
         return {
             "format": FORMAT,
@@ -132,23 +129,15 @@ class Manifest:
                 for buffer in self.buffers
             ],
             "tensors": [
-                {"name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
-                | (
-                    {}
-                    if tensor.buffer is None
-                    else {"buffer": tensor.buffer, "start": tensor.start}
-                )
-                for tensor in self.tensors
+                {"name": t.name, "dtype": t.dtype.name, "shape": list(t.shape)}
+                | ({} if t.buffer is None else {"buffer": t.buffer, "start": t.start})
+                for t in self.tensors
             ],
         }
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Manifest:
-        """Build a manifest from the content of its file.
-
-        Raises:
-            DamagedCheckpointError: An entry is missing, malformed or contradicts another.
-        """
+        """Build a manifest from its file; raise DamagedCheckpointError if entries are wrong."""
         try:
             tables = [tuple(map(_parse_count, table)) for table in content["owners"]]
             manifest = Manifest(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.checkpoint.reader import CheckpointReader
+from ftmesh.checkpoint.files import CheckpointReader
 from ftmesh.checkpoint.tensor_names import (
     ShardedPart,
     describe_tensors,
@@ -43,22 +43,10 @@ def restore_newest(
     log: Callable[[str], None],
     agree: Callable[[str], None],
 ) -> tuple[Step, Any] | None:
-    """Restore the first of `steps` that is complete and undamaged.
+    """Restore the first of `steps` that is complete and undamaged, or return None.
 
-    Args:
-        steps: The checkpoints to try, the newest first.
-        open_step: Opens one of them.
-        like: A state of arrays or types; the result has its tree, dtypes and shardings.
-        layouts: The layouts of sharded states in `like`.
-        location: Where the checkpoints are, for messages.
-        log: Called with a line for every damaged checkpoint that is skipped.
-        agree: Called with what was found; it raises unless all processes found the same.
-
-    Returns:
-        The step and the state, or None if no checkpoint is complete.
-
-    Raises:
-        CheckpointError: A checkpoint is of another model or optimizer.
+    `location` is where the checkpoints are, for messages. The other arguments and errors are those
+    of `Checkpoints` and `Checkpoints.restore`.
     """
     skipped = ""
     for step in steps:
@@ -99,11 +87,6 @@ def restore_state(saved: CheckpointReader, like: Any, layouts: Sequence[OwnedLay
     """Return the state in a checkpoint, laid out on devices as `like` is.
 
     Both must have tensors of the same names and types: compare `describe_tensors` first.
-
-    Args:
-        saved: The checkpoint.
-        like: A state of arrays or types.
-        layouts: The layouts of sharded states in `like`.
     """
 
     def restore(path: Any, leaf: Any) -> Any:
@@ -125,14 +108,12 @@ def _restore_sharded(saved: CheckpointReader, target: ShardedPart) -> Any:
             inner.append(_restore_leaf(saved, name, leaf))
     rows = []
     for row, arrays in enumerate(target.state.rows):
-        restored: list[Any] = []
-        for bucket, array in zip(target.layout.buckets, arrays, strict=True):
-            if array is None:
-                restored.append(None)
-                continue
-            members = [names.get((row, leaf)) for leaf in bucket.members]
-            chunks = _read_chunks(saved, bucket, members, array.dtype)
-            restored.append(_place_like(array, partial(_owned_rows, bucket, chunks)))
+        restored: list[Any] = list(arrays)
+        for i, (bucket, array) in enumerate(zip(target.layout.buckets, arrays, strict=True)):
+            if array is not None:
+                members = [names.get((row, leaf)) for leaf in bucket.members]
+                chunks = _read_chunks(saved, bucket, members, array.dtype)
+                restored[i] = _place_like(array, partial(_owned_rows, bucket, chunks))
         rows.append(tuple(restored))
     tree = jax.tree.structure(target.state.inner, is_leaf=is_slot)
     return replace(target.state, inner=tree.unflatten(inner), rows=tuple(rows))
@@ -141,7 +122,6 @@ def _restore_sharded(saved: CheckpointReader, target: ShardedPart) -> Any:
 def _read_chunks(
     saved: CheckpointReader, bucket: OwnedBucket, names: Sequence[str | None], dtype: Any
 ) -> NDArray[Any]:
-    """Return the chunks of a bucket with the named tensors in it."""
     packing = bucket.packing
     vector = np.zeros(math.prod(packing.shape), dtype)
     for name, start in zip(names, packing.starts, strict=False):
@@ -173,10 +153,10 @@ def _restore_leaf(saved: CheckpointReader, name: str, like: Any) -> Any:
 
 def _place_like(like: Any, read: Callable[[Window], NDArray[Any]]) -> Any:
     """Return an array with the sharding of `like`; NumPy's for a NumPy array or a number."""
+    everything = tuple(slice(None) for _ in np.shape(like))
     if not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
-        return read(tuple(slice(None) for _ in np.shape(like)))
+        return read(everything)
     sharding = getattr(like, "sharding", None)
     if sharding is None or not getattr(like, "committed", True):
-        return jnp.asarray(read(tuple(slice(None) for _ in np.shape(like))))
-    array: jax.Array = jax.make_array_from_callback(np.shape(like), sharding, read)
-    return array
+        return jnp.asarray(read(everything))
+    return jax.make_array_from_callback(np.shape(like), sharding, read)

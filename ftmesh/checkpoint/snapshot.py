@@ -39,7 +39,6 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """The size of this process's pieces."""
         return sum(array.nbytes for _, array in self.pieces)
 
 
@@ -52,27 +51,18 @@ class PartnerCopies:
 
     @property
     def buffers(self) -> list[jax.Array]:
-        """The arrays of all rows, in order."""
         return [array for arrays in self.rows for array in arrays if array is not None]
 
 
 @dataclass(frozen=True)
 class Snapshotter:
-    """Takes snapshots for one process.
-
-    Attributes:
-        process: The process.
-        process_of: Returns the process of a device.
-        devices: The devices whose values count; by default all that a state is on.
-        layouts: The layouts of sharded states.
-        copies: Where to take what other devices own from.
-    """
+    """Takes snapshots for one process."""
 
     process: int
     process_of: Callable[[Any], int] = process_of
-    devices: Sequence[Any] | None = None
-    layouts: Sequence[OwnedLayout] = ()
-    copies: PartnerCopies | None = None
+    devices: Sequence[Any] | None = None  # whose values count; by default all that a state is on
+    layouts: Sequence[OwnedLayout] = ()  # of sharded states
+    copies: PartnerCopies | None = None  # where to take what other devices own from
 
     def snapshot(self, step: int, state: Any) -> Snapshot:
         """Copy the state after `step`, once it has been computed."""
@@ -84,13 +74,8 @@ class Snapshotter:
                 inventory.add(*part)
         check_unique(tensor.name for tensor in inventory.tensors)
         first = self._first_process(state)
-        holders = [
-            self._holders(number, array, bucket)
-            for number, (array, bucket) in enumerate(inventory.buffers)
-        ]
-        writers = {
-            self.process_of(device) for holder in holders for device, _, _ in holder.values()
-        }
+        holders = [self._holders(i, *buffer) for i, buffer in enumerate(inventory.buffers)]
+        writers = {self.process_of(device) for x in holders for device, _, _ in x.values()}
         manifest = Manifest(
             step,
             (first, *sorted(writers - {first})),
@@ -111,13 +96,9 @@ class Snapshotter:
         return Snapshot(manifest, _copy_to_host(sources))
 
     def finite_snapshot(self, step: int, state: Any) -> Snapshot:
-        """Copy the state after `step`.
-
-        Raises:
-            TrainingError: The state has values that are not finite.
-        """
+        """Copy the state after `step`; raise TrainingError if it has values that are not finite."""
         snapshot = self.snapshot(step, state)
-        name = first_not_finite(snapshot)
+        name = _first_not_finite(snapshot)
         if name is not None:
             raise TrainingError(
                 f"the state after step {step} has values that are not finite, in {name}, and is "
@@ -129,10 +110,7 @@ class Snapshotter:
     def _holders(
         self, number: int, array: jax.Array, bucket: OwnedBucket
     ) -> dict[int, tuple[Any, jax.Array, int]]:
-        """For each rank that owns chunks: a device that has them, in which array, at which row.
-
-        For a rank whose device does not count, these are its partner's device and its copies.
-        """
+        """For each rank that owns chunks: a device that has them, in which array, at which row."""
         devices = _device_of_rank(array, bucket)
         holders = {}
         for rank, (device, row) in devices.items():
@@ -140,7 +118,7 @@ class Snapshotter:
                 continue
             holders[rank] = device, array, row
             if self.copies is not None and self.devices is not None and device not in self.devices:
-                device, row = devices[self.copies.partners[rank]]
+                device, row = devices[self.copies.partners[rank]]  # has a copy
                 holders[rank] = device, self.copies.buffers[number], row
         return holders
 
@@ -190,7 +168,7 @@ class _Inventory:
             if not is_slot(leaf):
                 self.add(name, leaf)
                 continue
-            shape, dtype = part.slot_type(leaf)
+            shape, dtype = part.type_of(leaf)
             i, member = part.layout.location[leaf.leaf]
             start = part.layout.buckets[i].packing.starts[member]
             self.tensors.append(Tensor(name, dtype, shape, numbers[leaf.row, i], start))
@@ -232,18 +210,16 @@ def _copy_to_host(sources: list[tuple[Piece, Any, slice]]) -> list[tuple[Piece, 
     for piece, array, rows in sources:
         values = np.asarray(array)
         part = values[rows] if piece.kind == "buffer" else values
-        copies.append((piece, part if _is_copied_by_numpy(array) else part.copy()))
+        is_copy = (  # np.asarray copies arrays in device memory
+            isinstance(array, jax.Array)
+            and array.sharding.memory_kind == "device"
+            and all(device.platform != "cpu" for device in array.sharding.device_set)
+        )
+        copies.append((piece, part if is_copy else part.copy()))
     return copies
 
 
-def _is_copied_by_numpy(array: Any) -> bool:
-    """Return whether an array is in device memory, so that np.asarray copies it."""
-    if not isinstance(array, jax.Array) or array.sharding.memory_kind != "device":
-        return False
-    return all(device.platform != "cpu" for device in array.sharding.device_set)
-
-
-def first_not_finite(snapshot: Snapshot) -> str | None:
+def _first_not_finite(snapshot: Snapshot) -> str | None:
     """Return the name of the first tensor with values that are not finite, or None.
 
     A scalar may be infinite: optimizers keep such, as the best loss before the first. Padding does
@@ -258,29 +234,18 @@ def first_not_finite(snapshot: Snapshot) -> str | None:
         if bad.size == 0:
             continue
         if piece.kind == "tensor":
-            tensor = manifest.tensors[piece.number]
-            if _is_invalid(tensor, values):
+            parts = [(manifest.tensors[piece.number], bad)]
+        else:
+            buffer = manifest.buffers[piece.number]
+            chunk, offset = np.divmod(bad, buffer.chunk_size)
+            chunks = np.flatnonzero(np.array(buffer.owner) == piece.rank)
+            positions = chunks[chunk] * buffer.chunk_size + offset
+            parts = [
+                (t, bad[(positions >= t.start) & (positions < t.start + t.size)])
+                for t in manifest.tensors
+                if t.buffer == piece.number
+            ]
+        for tensor, own in parts:
+            if own.size and (tensor.size > 1 or np.isnan(values[own]).any()):
                 return tensor.name
-            continue
-        positions = _buffer_positions(manifest, piece, bad)
-        for tensor in manifest.tensors:
-            if tensor.buffer == piece.number:
-                is_own = (positions >= tensor.start) & (positions < tensor.start + tensor.size)
-                if is_own.any() and _is_invalid(tensor, values[bad[is_own]]):
-                    return tensor.name
     return None
-
-
-def _is_invalid(tensor: Tensor, values: NDArray[Any]) -> bool:
-    """Return whether a tensor may not have these values, some of which are not finite."""
-    return tensor.size > 1 or bool(np.isnan(values).any())
-
-
-def _buffer_positions(
-    manifest: Manifest, piece: Piece, elements: NDArray[np.intp]
-) -> NDArray[np.intp]:
-    """Return the positions in its buffer of elements of a piece."""
-    buffer = manifest.buffers[piece.number]
-    chunks = np.flatnonzero(np.array(buffer.owner) == piece.rank)
-    starts: NDArray[np.intp] = chunks[elements // buffer.chunk_size] * buffer.chunk_size
-    return starts + elements % buffer.chunk_size

@@ -43,15 +43,17 @@ class ShardedPart:
         leaves = jax.tree_util.tree_leaves_with_path(self.state.inner, is_leaf=is_slot)
         return [(path_name((*self.path, *path)), leaf) for path, leaf in leaves]
 
-    def slot_type(self, slot: Slot) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Return shape and dtype of the tensor in a slot."""
-        bucket, _ = self.layout.location[slot.leaf]
-        array = self.state.rows[slot.row][bucket]
+    def type_of(self, leaf: Slot | Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Return shape and dtype of the tensor in a slot, or of a replicated array."""
+        if not isinstance(leaf, Slot):
+            return shape_and_dtype(leaf)
+        bucket, _ = self.layout.location[leaf.leaf]
+        array = self.state.rows[leaf.row][bucket]
         if array is None:
             raise ArgumentError(
-                f"row {slot.row} of a sharded state has no array for bucket {bucket}"
+                f"row {leaf.row} of a sharded state has no array for bucket {bucket}"
             )
-        return self.layout.types[slot.leaf].shape, np.dtype(array.dtype)
+        return self.layout.types[leaf.leaf].shape, np.dtype(array.dtype)
 
 
 def split_state(state: Any, layouts: Sequence[OwnedLayout]) -> list[ShardedPart | tuple[str, Any]]:
@@ -65,15 +67,13 @@ def split_state(state: Any, layouts: Sequence[OwnedLayout]) -> list[ShardedPart 
 
 def describe_tensors(state: Any, layouts: Sequence[OwnedLayout] = ()) -> dict[str, str]:
     """Return dtype and shape of every tensor as text, as `Manifest.describe_tensors` does."""
-    descriptions: dict[str, str] = {}
+    types: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
     for part in split_state(state, layouts):
-        for name, leaf in part.leaves if isinstance(part, ShardedPart) else [part]:
-            if isinstance(leaf, Slot) and isinstance(part, ShardedPart):
-                shape, dtype = part.slot_type(leaf)
-            else:
-                shape, dtype = shape_and_dtype(leaf)
-            descriptions[name] = f"{dtype}{list(shape)}"
-    return descriptions
+        if isinstance(part, ShardedPart):
+            types |= {name: part.type_of(leaf) for name, leaf in part.leaves}
+        else:
+            types[part[0]] = shape_and_dtype(part[1])
+    return {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in types.items()}
 
 
 def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -93,21 +93,17 @@ def check_unique(names: Iterable[str]) -> None:
 
 
 def path_name(path: Path) -> str:
-    """Return a path through a tree as a name."""
     name: str = jax.tree_util.keystr(path, simple=True, separator="/")
     return name
 
 
 def is_sharded(leaf: Any) -> bool:
-    """Return whether `leaf` is a sharded state."""
     return isinstance(leaf, ShardedState)
 
 
 def is_slot(leaf: Any) -> bool:
-    """Return whether `leaf` stands for a tensor of a sharded state."""
     return isinstance(leaf, Slot)
 
 
 def is_key(leaf: Any) -> bool:
-    """Return whether `leaf` is a random key."""
     return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -14,11 +14,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ftmesh import command_line
+from ftmesh.checkpoint.files import (
+    MANIFEST_FILE,
+    CheckpointReader,
+    load_json,
+    process_file_names,
+    process_files,
+)
 from ftmesh.checkpoint.manifest import Manifest
-from ftmesh.checkpoint.reader import CheckpointReader
 from ftmesh.checkpoint.restore import restore_newest
 from ftmesh.checkpoint.snapshot import Snapshot, Snapshotter
-from ftmesh.checkpoint.writer import MANIFEST_FILE, load_json, process_file_names, process_files
 from ftmesh.elastic.peer_store import Holders, PeerStores
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.layout.owned_buckets import OwnedLayout
@@ -55,9 +60,8 @@ class PeerCheckpoint:
 
     Args:
         addresses: Address of the peer store of each host.
-        host: The host of this process.
+        host, process: Those of this process.
         secret: What all processes of the run know.
-        process: Index of this process.
         generation: The current generation.
         copies: On how many other hosts each part is kept.
         keep: How many complete checkpoints are kept.

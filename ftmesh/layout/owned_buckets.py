@@ -3,9 +3,6 @@
 A rank holds one array ``[rows, width]`` per bucket: its chunks, stacked. Each row belongs to one
 leaf, or to none. All ranks hold arrays of one shape: a rank that owns fewer chunks than others, as
 chips off the main rings do, holds zeros in their place.
-
-`ftmesh.optim` computes with sharded states and `ftmesh.checkpoint` saves them; holding one needs
-neither optax nor Flax.
 """
 
 from __future__ import annotations
@@ -29,32 +26,26 @@ from ftmesh.schedule.transfers import Ints
 
 @dataclass(frozen=True, eq=False)
 class OwnedBucket:
-    """The indices of leaves in one buffer, and the chunks that each rank owns.
-
-    Rows of `owned` that are shorter than others are padded with `num_chunks`.
-    """
+    """The indices of leaves in one buffer, and the chunks that each rank owns."""
 
     members: tuple[int, ...]
     dtype: Any
     packing: Packing
-    owned: Ints
+    owned: Ints  # rows that are shorter than others are padded with `num_chunks`
 
     @property
     def num_rows(self) -> int:
-        """The rows of a rank."""
         return int(self.owned.shape[1]) * self.packing.rows
 
     @property
     def shape(self) -> Shape:
-        """The shape of the array of a rank."""
         return self.num_rows, self.packing.width
 
     def rows(self, axis_name: Any) -> OwnedRows:
         """The rows of the calling rank."""
         mine = jnp.asarray(self.owned)[lax.axis_index(axis_name)]
         row = (mine[:, None] * self.packing.rows + jnp.arange(self.packing.rows)).reshape(-1)
-        width = self.packing.width
-        starts = np.array(self.packing.starts) // width
+        width, starts = self.packing.width, np.array(self.packing.starts) // self.packing.width
         is_beyond = row[:, None] >= jnp.asarray(starts[1:], row.dtype)
         member = jnp.minimum(is_beyond.sum(1, dtype=np.int32), len(self.members) - 1)
         sizes = jnp.asarray([math.prod(shape) for shape in self.packing.shapes], np.int32)
@@ -98,20 +89,15 @@ class OwnedLayout:
         bucket_bytes: int,
         order: Sequence[int] | None = None,
     ) -> OwnedLayout:
-        """Put leaves into buckets of up to `bucket_bytes`, in `order`.
+        """Put leaves, or their types, into buckets of up to `bucket_bytes`.
 
-        Args:
-            leaves: The arrays, or their types.
-            owned: The chunks of each rank; see `OwnedBucket`.
-            num_chunks: The chunks of a bucket.
-            bucket_bytes: The size of a bucket.
-            order: The indices of leaves in the order in which buckets are filled.
+        Buckets are filled with the leaves of the indices in `order`. For `owned` see `OwnedBucket`.
         """
         types = tuple(jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in leaves)
         order = range(len(types)) if order is None else order
         sharded = [i for i in order if types[i].ndim and types[i].size]
-        sharded_types = [types[i] for i in sharded]
-        unordered = make_buckets(sharded_types, [t.dtype for t in sharded_types], bucket_bytes)
+        dtypes = [types[i].dtype for i in sharded]
+        unordered = make_buckets([types[i] for i in sharded], dtypes, bucket_bytes)
         buckets = []
         for bucket in sorted(unordered, key=lambda bucket: max(bucket.members)):
             members = tuple(sharded[i] for i in bucket.members)

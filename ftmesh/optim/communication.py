@@ -32,7 +32,7 @@ from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
 from ftmesh.layout.owned_buckets import OwnedBucket, OwnedLayout
-from ftmesh.optim.state import OwnedTree
+from ftmesh.optim.evaluate import OwnedTree
 
 Reduce = Literal["mean", "sum", "none"]
 
@@ -68,12 +68,9 @@ class Communication:
         )
 
     def reduce_scatter(self, grads: PyTree, layout: OwnedLayout, tree: Any) -> OwnedTree:
-        """Reduce gradients and return what this rank owns of the result.
+        """Reduce gradients, if they are not yet, and return what this rank owns of the result.
 
-        Args:
-            grads: This rank's gradients, or `ReducedGradients`.
-            layout: Where the leaves of the parameters are stored.
-            tree: The tree of the parameters, which gradients must have too.
+        `tree` is that of the parameters, which gradients must have too.
         """
         if isinstance(grads, ReducedGradients):
             if grads.owners == layout.fingerprint:
@@ -92,10 +89,8 @@ class Communication:
         if self.reduce == "none" or self._are_reduced(leaves):
             return self.take_owned(grads, layout)
         leaves = [_compat.as_varying(leaf, self.axis_name) for leaf in leaves]
-        results = [
-            self.reduce_group(layout, i, [leaves[leaf] for leaf in group])
-            for i, group in enumerate(reduction_groups(layout))
-        ]
+        groups = enumerate(reduction_groups(layout))
+        results = [self.reduce_group(layout, i, [leaves[x] for x in group]) for i, group in groups]
         return join_groups(results, layout)
 
     def reduce_group(self, layout: OwnedLayout, index: int, grads: list[Any]) -> list[jax.Array]:
@@ -242,22 +237,19 @@ class MeshPlacement:
                 NamedSharding(context.mesh, spec).shard_shape(shape)
                 for spec, shape in zip(specs, shapes, strict=True)
             ]
-        return [
-            jax.ShapeDtypeStruct(shape, leaf.dtype)
-            for shape, leaf in zip(shapes, leaves, strict=True)
-        ]
+        return [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, leaves, strict=True)]
 
     def global_types(self, params: PyTree) -> list[jax.ShapeDtypeStruct]:
         """Return the types of the full tensors, which other axes may shard."""
-        types = [
-            jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params)
-        ]
-        if not self.is_bound:
-            return types
-        return [
-            jax.ShapeDtypeStruct(_global_shape(type_.shape, spec, self.axis_name), type_.dtype)
-            for type_, spec in zip(types, self._flat_specs(params), strict=True)
-        ]
+
+        def global_type(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            shape = list(jnp.shape(leaf))
+            for i, entry in enumerate(spec if self.is_bound else ()):
+                sizes = [lax.axis_size(x) for x in entry_axes(entry) if x != self.axis_name]
+                shape[i] *= math.prod(sizes)
+            return jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(leaf))
+
+        return list(map(global_type, jax.tree.leaves(params), self._flat_specs(params)))
 
     def other_axes(self, params: PyTree) -> dict[Any, list[bool]]:
         """Return the other axes that shard parameters and, for each, which leaves it shards."""
@@ -265,21 +257,9 @@ class MeshPlacement:
             {name for entry in spec for name in entry_axes(entry)} - {self.axis_name}
             for spec in self._flat_specs(params)
         ]
-        return {
-            name: [name in names for names in axes] for name in sorted(set().union(*axes), key=str)
-        }
+        names = sorted(set().union(*axes), key=str)
+        return {name: [name in sharding for sharding in axes] for name in names}
 
     def _flat_specs(self, params: PyTree) -> list[PartitionSpec]:
         specs: list[PartitionSpec] = jax.tree.leaves(self.param_specs(params), is_leaf=is_spec)
         return specs
-
-
-def _global_shape(
-    shape: tuple[int, ...], spec: PartitionSpec, axis_name: AxisName
-) -> tuple[int, ...]:
-    """Return the shape of a tensor, given that of one device's shard."""
-    parts = [
-        [lax.axis_size(name) for name in entry_axes(entry) if name != axis_name] for entry in spec
-    ]
-    sizes = [math.prod(part) for part in parts] + [1] * (len(shape) - len(parts))
-    return tuple(length * size for length, size in zip(shape, sizes, strict=True))

@@ -244,10 +244,7 @@ class OpGraph:
         return Value(node, shape, leaf, is_uniform)
 
     def _detach_other_leaves(self, name: str, inputs: list[Value]) -> list[Value]:
-        """Turn numbers of other leaves into global scalars where several leaves meet.
-
-        This happens in a running sum over the norms of all leaves.
-        """
+        """Turn numbers of other leaves into global scalars, as in a running sum of all norms."""
         main = {x.leaf for x in inputs if x.node.kind == Kind.PER_ELEMENT}
         is_sum = name == "add" and any(x.leaf is None and x.node.mixes_leaves for x in inputs)
         if not main and not is_sum and len({x.leaf for x in inputs} - {None}) < 2:

@@ -45,9 +45,8 @@ from ftmesh.optim.communication import (
     join_groups,
     reduction_groups,
 )
-from ftmesh.optim.evaluate import ShardEvaluator
+from ftmesh.optim.evaluate import OwnedTree, ShardEvaluator, StateForm, dense_rows, state_form
 from ftmesh.optim.op_graph import NotShardableError
-from ftmesh.optim.state import OwnedTree, StateForm, dense_rows, state_form
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -108,7 +107,13 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
     ) -> ShardedOptimizer:
         if bucket_bytes is None:
             bucket_bytes = BUCKET_BYTES if overlap else collectives.BUCKET_BYTES
-        comm = Communication(
+        optimizer: ShardedOptimizer = super().__new__(
+            cls,
+            lambda params: optimizer._init(params),
+            lambda *args, **extra_args: optimizer._update(*args, **extra_args),
+        )
+        optimizer.transformation = transformation
+        optimizer.comm = Communication(
             plan.with_reduce_scatter,
             norm_plan or plan,
             axis_name,
@@ -116,12 +121,6 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
             accumulate_dtype,
             reduce,
         )
-        optimizer: ShardedOptimizer = super().__new__(
-            cls,
-            lambda params: optimizer._init(params),
-            lambda *args, **extra_args: optimizer._update(*args, **extra_args),
-        )
-        optimizer.transformation, optimizer.comm = transformation, comm
         optimizer.placement = MeshPlacement(plan, axis_name, specs, mesh)
         optimizer.bucket_bytes, optimizer.overlap, optimizer.order = bucket_bytes, overlap, order
         return optimizer
@@ -136,9 +135,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
             this rank's rows of `ReducedGradients`, otherwise the gradients of this rank alone.
         """
         if not self.overlap:
-            local: Callable[..., Any] = local_value_and_grad(
-                loss, self.comm.axis_name, has_aux=has_aux
-            )
+            axis_name = self.comm.axis_name
+            local: Callable[..., Any] = local_value_and_grad(loss, axis_name, has_aux=has_aux)
             return local
         # Nothing overlaps with a loop, so the rounds are unrolled.
         comm = replace(self.comm, plan=self.comm.plan.unrolled_variant)
@@ -162,8 +160,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
     def specs(self, params: PyTree) -> ShardedState:
         """Return the `PartitionSpec` of every leaf of the state, for shard_map.
 
-        Args:
-            params: The parameters, or their types.
+        For this, `layout` and `form` the types of the parameters are enough.
         """
         layout, form = self.layout(params), self.form(params)
         leaves = [x if isinstance(x, Slot) else REPLICATED for x in form.leaves]
@@ -207,20 +204,14 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         tensors = [[x.astype(dtype) for x in zeros] for dtype in form.dtypes]
         inner: list[Any] = []
         for slot, leaf in zip(form.leaves, jax.tree.leaves(state), strict=True):
-            is_slot = isinstance(slot, Slot)
-            if is_slot:
+            if isinstance(slot, Slot):
                 tensors[slot.row][slot.leaf] = leaf
-            inner.append(slot if is_slot else leaf)
-        rows = tuple(
-            tuple(
-                x if has_slot else None
-                for x, has_slot in zip(
-                    self.comm.take_owned(row, layout).rows, form.buckets(layout, i), strict=True
-                )
-            )
-            for i, row in enumerate(tensors)
-        )
-        return ShardedState(form.tree.unflatten(inner), rows, layout.fingerprint)
+            inner.append(slot if isinstance(slot, Slot) else leaf)
+        rows = []
+        for i, row in enumerate(tensors):
+            owned, has_slots = self.comm.take_owned(row, layout).rows, form.buckets(layout, i)
+            rows.append(tuple(x if y else None for x, y in zip(owned, has_slots, strict=True)))
+        return ShardedState(form.tree.unflatten(inner), tuple(rows), layout.fingerprint)
 
     def layout(self, params: PyTree) -> OwnedLayout:
         """Return the buckets that hold the leaves of `params`, and the owners of their chunks."""
@@ -251,11 +242,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         return evaluator.output_state(self.form(params), evaluator.run(jaxpr, inputs))
 
     def _update(self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any) -> Any:
-        """Return replicated updates and the new state.
-
-        `updates` are gradients: a rank's own or `ReducedGradients` where the axis is bound, else
-        global ones.
-        """
+        """Return replicated updates and the new state, given gradients or `ReducedGradients`."""
         if self.placement.is_bound:
             return self._update_rank(self.comm, updates, state, params, extra_args)
         like = updates if params is None else params

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ftmesh.checkpoint.files import CheckpointReader, dump_json, load_json, write_part
 from ftmesh.checkpoint.manifest import Buffer, Manifest, Piece, Tensor
-from ftmesh.checkpoint.reader import CheckpointReader
-from ftmesh.checkpoint.writer import dump_json, load_json, write_part
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 
 F32 = np.dtype(np.float32)

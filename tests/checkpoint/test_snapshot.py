@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ftmesh.checkpoint.reader import CheckpointReader
+from ftmesh.checkpoint.files import CheckpointReader, write_part
 from ftmesh.checkpoint.restore import restore_state
 from ftmesh.checkpoint.snapshot import Snapshotter
 from ftmesh.checkpoint.tensor_names import describe_tensors
-from ftmesh.checkpoint.writer import write_part
 from ftmesh.errors import ArgumentError
 from tests.support.known_state import (
     PLACEMENTS,

@@ -1,9 +1,18 @@
-"""Reads the tensors of a checkpoint, whichever processes wrote them."""
+"""The files of a checkpoint: each process writes its own, and any process reads all.
+
+    30/index.json    the manifest; the first process writes it
+    30/4.bin         the pieces of process 4, back to back
+    30/4.json        offset, size and checksum of each of them
+
+A checkpoint is complete once its manifest is there and the files of every process that the
+manifest names: no process waits for another.
+"""
 
 from __future__ import annotations
 
+import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from io import SEEK_END, BytesIO, FileIO
 from pathlib import Path
@@ -14,15 +23,92 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.checkpoint.manifest import FORMAT, Manifest, Piece
-from ftmesh.checkpoint.writer import MANIFEST_FILE, load_json, manifest_checksum, process_file_names
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.files import open_nonblocking
+from ftmesh.files import open_nonblocking, sync_folder, write_atomic
 from ftmesh.layout.element_order import from_tile_order
 
+MANIFEST_FILE = "index.json"
 MAX_LIST_BYTES = 2**28  # of a manifest, or a list of pieces
 _BLOCK_BYTES = 16 * 2**20
 
 Files = Path | Mapping[str, bytes]  # a folder, or contents by file name
+Pieces = Iterable[tuple[Piece, NDArray[Any]]]
+
+
+def process_file_names(process: int) -> tuple[str, str]:
+    """Return the names of a process's file of pieces and of the list of them."""
+    return f"{process:d}.bin", f"{process:d}.json"
+
+
+def write_part(folder: Path, manifest: Manifest, process: int, pieces: Pieces) -> None:
+    """Write the pieces of a process; the first process of the manifest writes that too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sync_folder(folder.parent)
+    for name, content in process_files(manifest, process, pieces):
+        write_atomic(folder / name, content)
+
+
+def process_files(
+    manifest: Manifest, process: int, pieces: Pieces
+) -> Iterator[tuple[str, Iterable[Any]]]:
+    """Yield names and contents of a process's files, in the order to write them.
+
+    Consume the content of a file before asking for the next, which has its checksums.
+    """
+    data_name, list_name = process_file_names(process)
+    entries: list[dict[str, Any]] = []
+    yield data_name, _piece_bytes(pieces, entries)
+    content = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "process": process,
+        "index": manifest_checksum(manifest),
+        "bytes": sum(entry["bytes"] for entry in entries),
+        "pieces": entries,
+    }
+    yield list_name, [dump_json(content).encode()]
+    if process == manifest.processes[0]:
+        yield MANIFEST_FILE, [dump_json(manifest.to_json()).encode()]
+
+
+def manifest_checksum(manifest: Manifest) -> int:
+    """Return the checksum by which files name the manifest that they belong to."""
+    return zlib.crc32(dump_json(manifest.to_json()).encode())
+
+
+def _piece_bytes(pieces: Pieces, entries: list[dict[str, Any]]) -> Iterator[memoryview]:
+    """Yield the bytes of every piece, and append its entry in the list of pieces."""
+    offset = 0
+    for piece, array in pieces:
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        entry = {"tensor": piece.number}
+        if piece.kind == "buffer":
+            entry = {"buffer": piece.number, "rank": piece.rank}
+        entries.append(
+            {**entry, "offset": offset, "bytes": raw.size, "crc32": zlib.crc32(raw.data)}
+        )
+        offset += raw.size
+        yield raw.data
+
+
+def dump_json(content: dict[str, Any]) -> str:
+    """Return `content` as JSON that ends with a checksum of itself."""
+    text = json.dumps(content, separators=(",", ":"))
+    return f'{text[:-1]},"crc32":{zlib.crc32(text.encode())}}}\n'
+
+
+def load_json(raw: bytes, name: str) -> dict[str, Any]:
+    """Parse what `dump_json` returned; raise DamagedCheckpointError if it differs by a byte."""
+    try:
+        text = raw.decode()
+        content = json.loads(text)
+        if isinstance(content, dict):
+            content.pop("crc32", None)
+            if content and dump_json(content) == text:
+                return content
+    except (ValueError, RecursionError):
+        pass
+    raise DamagedCheckpointError(f"its {name} is damaged")
 
 
 class PieceLocation(NamedTuple):
@@ -40,9 +126,6 @@ class CheckpointReader:
         with CheckpointReader(folder) as saved:
             saved.check()
             weights = saved.tensor("params/w")
-
-    Args:
-        files: The folder of the checkpoint, or a mapping from file names to contents.
 
     Raises:
         DamagedCheckpointError: A file is missing, malformed or of the wrong length.
@@ -67,11 +150,7 @@ class CheckpointReader:
         self._closing.close()
 
     def check(self) -> None:
-        """Read everything once and compare checksums.
-
-        Raises:
-            DamagedCheckpointError: A checksum differs.
-        """
+        """Read everything once; raise DamagedCheckpointError if a checksum differs."""
         block = np.empty(_BLOCK_BYTES, np.uint8)
         for piece, location in self._locations.items():
             checksum = 0
@@ -155,10 +234,7 @@ def _locate_pieces(files: Files, manifest: Manifest) -> dict[Piece, PieceLocatio
 
 
 def _add_pieces(
-    locations: dict[Piece, PieceLocation],
-    process: int,
-    entries: Any,
-    sizes: Mapping[Piece, int],
+    locations: dict[Piece, PieceLocation], process: int, entries: Any, sizes: Mapping[Piece, int]
 ) -> int:
     """Add the pieces of a process, which must be back to back, and return where the last ends."""
     end = 0
