@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ftmesh.errors import PlanError
 from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.ring_rule import RingRule
 from ftmesh.schedule.schedule import SplitSchedule
-from ftmesh.schedule.transfers import Ints, Transfers, join_transfers, make_transfers
+from ftmesh.schedule.transfers import Ints, RingRule, Transfers, join_transfers, make_transfers
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Topology
 
@@ -23,15 +23,14 @@ def reduce_scatter_rings(
     In step s, slot p sends piece p - s to slot p + 1, which adds it. After ``length - 1`` steps
     slot p holds the sum of piece p + 1.
 
+    Returns the transfers, and the first chunk that each slot ends with, shaped like `rings`.
+
     Args:
         rings: ``rings[j, p]`` is the rank in slot p of ring j.
         lane: the lane of all transfers.
         first_chunk: the first chunk of each ring, or of all; a ring has ``length * count`` chunks.
         count: chunks in a piece.
         rounds_per_step: rounds that each step is spread over, each moving an equal part of a piece.
-
-    Returns:
-        The transfers, and the first chunk that each slot ends with, shaped like `rings`.
     """
     ranks, base, part, size = _prepare(rings, first_chunk, count, rounds_per_step)
     length = ranks.shape[1]
@@ -76,6 +75,14 @@ def reduce_scatter_lines(
             )
         )
     return join_transfers(directions), base + np.arange(length) * count
+
+
+def check_one_part(topology: Topology) -> None:
+    """Raise PlanError unless there are two live chips or more, all joined by links."""
+    if topology.num_live < 2:
+        raise PlanError(f"a single {topology.noun} has nothing to sum")
+    if len(topology.components()) > 1:
+        raise PlanError(f"no link joins some of its {topology.noun}s to the others")
 
 
 def bidirectional_rings(

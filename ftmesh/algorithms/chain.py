@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ftmesh.algorithms.building_blocks import (
-    bidirectional_rings,
-    mirrored_all_reduce,
-    reduce_scatter_lines,
-)
+from ftmesh.algorithms import building_blocks as blocks
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.notation import Coord
@@ -26,19 +22,15 @@ def build_schedule(topology: Topology) -> Schedule:
         raise PlanError(f"a single {topology.noun} has nothing to sum")
     chips = line_order(topology)
     if len(topology.neighbours(chips[0])) == 2:
-        return bidirectional_rings(topology, [chips], algorithm="chain", name="two-way ring")
+        return blocks.bidirectional_rings(topology, [chips], algorithm="chain", name="two-way ring")
     ranks = np.array([[topology.rank(coord) for coord in chips]], np.int32)
-    transfers, _ = reduce_scatter_lines(ranks, lane=0, first_chunk=0)
+    transfers, _ = blocks.reduce_scatter_lines(ranks, lane=0, first_chunk=0)
     phases = [("chain", transfers)]
-    return mirrored_all_reduce(topology, "chain", len(chips), phases, owner=ranks[0])
+    return blocks.mirrored_all_reduce(topology, "chain", len(chips), phases, owner=ranks[0])
 
 
 def line_order(topology: Topology) -> list[Coord]:
-    """Return the live chips in order, from the end with the lower rank; if closed, from rank 0.
-
-    >>> line_order(Topology.grid("6", failed="1@2", wrap=True))
-    [(1,), (0,), (5,), (4,), (3,)]
-    """
+    """Return the live chips in order, from the end with the lower rank; if closed, from rank 0."""
     noun = topology.noun
     branching = [coord for coord in topology.coords if len(topology.neighbours(coord)) > 2]
     if branching:

@@ -2,11 +2,10 @@
 
 Each cable belongs to one circuit-to-be, its *colour*, or is free. The cables of a colour form
 closed walks that together visit every chip. Where two opposite sides of a square have one colour
-and the other two have another or none, the pairs can be swapped: every chip keeps two cables of
-each colour. If the two sides were on different walks, these become one walk. If they were on the
-same walk, it stays whole if it ran along both sides in the same direction, and splits if not. The
-search makes swaps that leave fewer walks until each colour has one. It is not proved that there
-always are enough swaps; on tori of all sizes that were tried there are.
+and the other two have another or none, the pairs can be swapped. If the two sides were on different
+walks, these become one. If they were on the same walk, it stays whole if it ran along both in the
+same direction, and splits if not. The search makes swaps that leave fewer walks until each colour
+has one. That there always are enough swaps is not proved; on all tori that were tried there are.
 """
 
 from __future__ import annotations
@@ -39,10 +38,6 @@ def join_circuits(
 
     `colours` has the cables of each colour, which must form closed walks that together visit every
     live chip. Raises a `PlanError` after `max_tries` random changes.
-
-    >>> torus = Topology.grid("3x4", wrap=True)
-    >>> [len(walk) for walk in join_circuits(torus, [axis_links(torus, axis) for axis in (0, 1)])]
-    [12, 12]
     """
     search = _SwapSearch(topology, [_Walks(topology, links) for links in colours], max_tries)
     search.run()
@@ -62,8 +57,6 @@ def wrapping_axes(topology: Topology) -> list[int]:
 
 
 class _Walks:
-    """The closed walks of one colour, numbered."""
-
     def __init__(self, topology: Topology, links: Iterable[Link]) -> None:
         self.neighbours: dict[Coord, list[Coord]] = {coord: [] for coord in topology.coords}
         for a, b in links:
@@ -91,8 +84,7 @@ class _Walks:
         self._is_in_order = True
 
     def in_order(self) -> list[Coord]:
-        if not self._is_in_order:
-            self._traverse()
+        self._traverse()
         return self.members[0]
 
     def joins(self, a: Coord, b: Coord, c: Coord, d: Coord) -> bool:
@@ -175,7 +167,6 @@ class _SwapSearch:
         return [(first, square.corners), (second, (b, c, d, a))]
 
     def _joins(self, square: _Square) -> bool:
-        """Whether a swap joins two walks of each colour of the square."""
         both = self._colour_corners(square)
         return bool(both) and all(
             self.walks[colour].joins(*corners) for colour, corners in both if colour != FREE

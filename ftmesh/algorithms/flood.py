@@ -1,11 +1,9 @@
 """`flood`: in every round each link brings a chip a chunk that it lacks, until all have all.
 
-Beyond the paper. It works on every connected mesh: chips and links may have failed anywhere, on one
-to three axes, with or without wrapping. Each live chip owns an equal share of the chunks.
-
-The flood is the all-gather. A chunk reaches every chip once, so its transfers form a tree that
-grows from its owner. Run backwards, contributions flow along the same trees to the owners and are
-summed on the way.
+Beyond the paper. It works on every connected mesh, and each live chip owns an equal share of the
+chunks. The flood is the all-gather. A chunk reaches every chip once, so its transfers form a tree
+that grows from its owner. Run backwards, contributions flow along the same trees to the owners and
+are summed on the way.
 
 The lower bound is the chip with the fewest links, which must receive everything over them: none of
 its links may idle in any round. So a link prefers chunks that no chip one hop ahead has, since no
@@ -24,8 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.algorithms.building_blocks import mirrored_all_reduce
-from ftmesh.errors import PlanError
+from ftmesh.algorithms.building_blocks import check_one_part, mirrored_all_reduce
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Ints, make_transfers
 from ftmesh.topology.graph import lane_sources
@@ -57,10 +54,7 @@ class Gather(NamedTuple):
 
 def build_schedule(topology: Topology) -> Schedule:
     """Return the schedule: a flood from all chips at once, and before it the same backwards."""
-    if topology.num_live < 2:
-        raise PlanError(f"a single {topology.noun} has nothing to sum")
-    if len(topology.components()) > 1:
-        raise PlanError(f"no link joins some of its {topology.noun}s to the others")
+    check_one_part(topology)
     sources = lane_sources(topology)
     share = chunks_per_chip(sources)
     gather = _shortest_flood(sources, share)
@@ -76,11 +70,7 @@ def build_schedule(topology: Topology) -> Schedule:
 
 
 def chunks_per_chip(sources: Ints) -> int:
-    """Return the fewest chunks per chip that fill whole rounds with little waste.
-
-    >>> [chunks_per_chip(lane_sources(Topology.grid(shape))) for shape in ("2x2", "3x3", "8x8")]
-    [2, 1, 1]
-    """
+    """Return the fewest chunks per chip that fill whole rounds with little waste."""
     share = 1
     while min_rounds(sources, share) > MAX_WASTE * share * _chunks_per_link(sources):
         share += 1
@@ -181,17 +171,11 @@ def _held_ahead(
     known = np.broadcast_to(held, (len(sources), *held.shape))
     ahead = []
     for _ in range(lookahead):
-        known = _one_hop_further(held, sources, known)
+        neighbour = np.stack([known[lane ^ 1, source] for lane, source in enumerate(sources)])
+        known = np.zeros(known.shape, np.uint64)
+        known[:, :-1] = _all_other_lanes(neighbour) | held[:-1]
         ahead.append(known[:, rank])
     return ahead
-
-
-def _one_hop_further(held: Sets, sources: Index, known: Sets) -> Sets:
-    """Extend what is known ahead of each chip, for each lane, by one hop."""
-    further = np.zeros(known.shape, np.uint64)
-    neighbour = np.stack([known[lane ^ 1, rank] for lane, rank in enumerate(sources)])
-    further[:, :-1] = _all_other_lanes(neighbour) | held[:-1]
-    return further
 
 
 def _all_other_lanes(sets: Sets) -> Sets:

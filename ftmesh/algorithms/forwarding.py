@@ -3,10 +3,8 @@
 These are the yellow chips of the paper. They form small groups, 2x2 where the damage is even, with
 links (*exits*) to chips on a full ring. Everything here describes the all-gather: a ring chip gets
 each piece of the result in a known round and can then send it across an exit, and the group spreads
-it over its own links. Run backwards, the same transfers sum the contributions of the group on their
-way to the ring, each before the ring needs it.
-
-Each chip receives each piece once, and no link carries two pieces in one round. Chips are coords.
+it over its own links, each of which carries one piece per round. Run backwards, the same transfers
+sum the contributions of the group on their way to the ring, each before the ring needs it.
 """
 
 from __future__ import annotations
@@ -87,17 +85,13 @@ def book(
             if adjacent:
                 waiting = [other for other in waiting if other not in adjacent]
                 booked = [(other, done) for other, done in booked if other not in adjacent]
-                waiting.append(_merge([group, *adjacent]))
+                merged = [group, *adjacent]
+                chips = frozenset(chip for part in merged for chip in part.chips)
+                exits = tuple(link for part in merged for link in part.exits)
+                waiting.append(Group(chips, exits))
                 continue
         booked.append((group, bookings))
     return [booking for _, bookings in booked for booking in bookings]
-
-
-def _merge(groups: list[Group]) -> Group:
-    return Group(
-        chips=frozenset(chip for group in groups for chip in group.chips),
-        exits=tuple(link for group in groups for link in group.exits),
-    )
 
 
 def _spread(

@@ -1,9 +1,8 @@
 """`multi_ring`: several edge-disjoint rings through every chip of a torus, at once.
 
-A chip of a torus of k axes has 2k links: k Hamiltonian circuits, each run in both directions, use
-all of them in every round. Each of the 2k directions carries an equal part of the payload. The
-rings along each axis are joined to one circuit (`ftmesh.algorithms.circuits`). An axis that does
-not wrap, or has two chips, adds no circuit; the circuits of the others pass along it.
+On k axes, k Hamiltonian circuits, each run in both directions with an equal part of the payload,
+use all 2k links of every chip in every round. The rings along each axis are joined to one circuit.
+An axis that does not wrap, or has two chips, adds none; the circuits of the others pass along it.
 """
 
 from __future__ import annotations

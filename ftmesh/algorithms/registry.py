@@ -19,8 +19,6 @@ from ftmesh.units import format_bytes
 
 
 class Algorithm(Protocol):
-    """What the module of an algorithm provides."""
-
     def build_schedule(self, topology: Topology) -> Schedule:
         """Return a schedule for `topology`, or raise a `PlanError` that says why not."""
 
@@ -90,7 +88,6 @@ def has_fast_algorithm(topology: Topology) -> bool:
 
 
 def check_size(topology: Topology) -> None:
-    """Raise PlanError if `topology` has more than `MAX_RANKS` ranks."""
     if topology.num_live > MAX_RANKS:
         needed = _BYTES_PER_PAIR * topology.num_live**2
         raise PlanError(

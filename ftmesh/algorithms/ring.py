@@ -6,10 +6,9 @@ comb visits every chip once: out and back along the teeth, and home along the ou
 failed squares break a tooth, its far part is joined to a neighbouring row instead, and the walk
 folds around the hole.
 
-On three axes, and on a torus where this does not work, the circuit is joined from short ones
-(`ftmesh.algorithms.circuits`). A row that closes over the edge is a ring. Two neighbouring rows are
-a circuit (a *strip*) wherever both are live, for two chips or more. If these together visit every
-live chip, they can be joined at squares. Rows may lie along any axis, and pair along any other.
+On three axes, and on a torus where this does not work, the circuit is joined at squares from short
+ones that together visit every live chip: rows that close over the edge, and *strips* of two
+neighbouring rows, wherever both are live. Rows may lie along any axis, and pair along any other.
 """
 
 from __future__ import annotations

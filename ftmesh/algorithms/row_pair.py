@@ -1,9 +1,9 @@
 """`row_pair`: rings of two rows, then sums over the same slot of every pair.
 
-The paper's figures 6 and 7, and 9 and 10 where chips have failed. Each pair of rows is one ring. No
-two rings share a link, and each runs in both directions with half of the payload each way. A pair
-that is broken by failures has no ring: its live chips sum among neighbours and forward to the full
-rings next to them (`ftmesh.algorithms.forwarding`) while those run.
+The paper's figures 6 and 7, and 9 and 10 where chips have failed. Each pair of rows is one ring,
+run in both directions with half of the payload each way. A pair that is broken by failures has no
+ring: its live chips sum among neighbours and forward to the full rings next to them
+(`ftmesh.algorithms.forwarding`) while those run.
 
 The second phase sums over the full rings, pair to pair, with hops of two rows that go around
 failures. If the axis across the pairs wraps, the chips of a slot form a ring. If it does not, sums
@@ -20,11 +20,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from ftmesh.algorithms.building_blocks import (
-    mirrored_all_reduce,
-    reduce_scatter_lines,
-    reduce_scatter_rings,
-)
+from ftmesh.algorithms import building_blocks as blocks
 from ftmesh.algorithms.forwarding import Booking, Piece, book, form_groups
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
@@ -47,18 +43,12 @@ class PairRings:
     bookings: list[Booking]  # the forwarding of the other chips
 
     @property
-    def ring_rounds(self) -> int:
-        """Rounds of a reduce-scatter along the rings alone."""
-        return len(self.rings[0]) - 1
-
-    @property
     def first_rounds(self) -> int:
-        """Rounds of the first phase; those beyond `ring_rounds` are a head start for forwarding."""
-        return max([self.ring_rounds, *(booking.round + 1 for booking in self.bookings)])
+        """Rounds of the first phase; those beyond the rings' are a head start for forwarding."""
+        return max([len(self.rings[0]) - 1, *(booking.round + 1 for booking in self.bookings)])
 
     @property
     def num_rounds(self) -> int:
-        """Rounds of the reduce-scatter."""
         return self.first_rounds + len(self.rings) - 1
 
 
@@ -90,7 +80,6 @@ def build_schedule(topology: Topology) -> Schedule:
 
 
 def _load(schedule: Schedule) -> float:
-    """The share of the payload that the busiest link of each phase carries, over all phases."""
     busiest = (max(schedule.link_loads(phase).values()) for phase in schedule.phases)
     return sum(busiest) / schedule.num_chunks
 
@@ -133,15 +122,16 @@ def _pair_schedule(topology: Topology, pairs: PairRings) -> Schedule:
     rings = np.array([[topology.rank(coord) for coord in ring] for ring in pairs.rings], np.int32)
     num_rings, length = rings.shape
     half_chunks = length * num_rings
-    across = reduce_scatter_rings if topology.wrap[1 - pairs.along] else reduce_scatter_lines
+    wraps = topology.wrap[1 - pairs.along]
+    across = blocks.reduce_scatter_rings if wraps else blocks.reduce_scatter_lines
     owner = np.empty(2 * half_chunks, np.int32)
     first, second = [], []
     for half, direction in enumerate((+1, -1)):
         directed = rings[:, ::direction]
-        transfers, owned = reduce_scatter_rings(
+        transfers, owned = blocks.reduce_scatter_rings(
             directed, lane=half, first_chunk=half * half_chunks, count=num_rings
         )
-        first.append(transfers.shifted(rounds=pairs.first_rounds - pairs.ring_rounds))
+        first.append(transfers.shifted(rounds=pairs.first_rounds - (length - 1)))
         by_slot = directed[::direction].T
         transfers, owned = across(by_slot, lane=2 * half, first_chunk=owned[0])
         second.append(transfers)
@@ -154,7 +144,7 @@ def _pair_schedule(topology: Topology, pairs: PairRings) -> Schedule:
     phases = [(f"{name}-pair rings", join_transfers(first))]
     if num_rings > 1:
         phases.append((f"across {name} pairs", join_transfers(second)))
-    return mirrored_all_reduce(topology, "row_pair", 2 * half_chunks, phases, owner)
+    return blocks.mirrored_all_reduce(topology, "row_pair", 2 * half_chunks, phases, owner)
 
 
 def _forwarding_transfers(topology: Topology, pairs: PairRings, half_chunks: int) -> Transfers:

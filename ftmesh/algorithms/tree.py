@@ -2,12 +2,10 @@
 
 Beyond the paper, and close to what the links allow. Each chunk is summed along a spanning tree of
 the live chips that uses every edge once each way (`ftmesh.algorithms.tree_rounds`). Sums and
-results travel at the same time, so links are busy from the start to the end. In return there is no
-reduce-scatter, and nobody owns a chunk. A message that answers an earlier one is the result, and is
-copied; other messages are added.
-
-The best number of chunks depends on the payload: few for a small one, since every round has a
-latency, and many for a large one, since the first and the last rounds leave links idle.
+results travel at the same time; in return there is no reduce-scatter, and nobody owns a chunk. A
+message that answers an earlier one is the result, and is copied; other messages are added. Small
+payloads need few chunks, since every round has a latency, and large ones many, since the first and
+the last rounds leave links idle.
 
 Trees are grown one after the other, each from a chip near the middle. The chip with the lowest cost
 is attached next: one near the root, over a link that few trees have used. In addition:
@@ -21,11 +19,13 @@ is attached next: one near the root, over a link that few trees have used. In ad
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
 
-from ftmesh.algorithms.leaf_chips import LeafChips
+from ftmesh.algorithms.building_blocks import check_one_part
 from ftmesh.algorithms.tree_rounds import NO_ROUND, Index, MessageRounds, order_messages
 from ftmesh.errors import PlanError
 from ftmesh.schedule.phase import Phase
@@ -59,19 +59,14 @@ def build_schedule(
         num_chunks: parts that the payload is cut into.
         width: chunks that a link carries per round, each in its own lane.
         balance: see `grow_trees`. Default: several are tried, on large meshes one.
-        lag: extra rounds that a transfer is under way while its link goes on, for an executor
-            without barriers.
-        leaves_apart: keep leaf chips out of the trees: their values are added before the trees
-            start, and they get the results after these end (`ftmesh.algorithms.leaf_chips`).
+        lag: extra rounds that a transfer is under way, for an executor without barriers.
+        leaves_apart: keep leaf chips out of the trees, see `LeafChips`.
     """
     if num_chunks < 1:
         raise PlanError(f"num_chunks must be 1 or more, not {num_chunks}")
     if lag < 0:
         raise PlanError(f"lag must be a number of rounds, not {lag}")
-    if topology.num_live < 2:
-        raise PlanError(f"a single {topology.noun} has nothing to sum")
-    if len(topology.components()) > 1:
-        raise PlanError(f"no link joins some of its {topology.noun}s to the others")
+    check_one_part(topology)
     graph = LinkGraph.from_topology(topology)
     if not leaves_apart:
         trees = Phase("packed trees", _tree_transfers(graph, num_chunks, width, balance, lag))
@@ -93,9 +88,15 @@ def build_schedule(
 def _tree_transfers(
     graph: LinkGraph, num_chunks: int, width: int, balance: float | None, lag: int
 ) -> Transfers:
-    tries = BALANCES[: max(1, MAX_WORK // (graph.num_ranks * num_chunks))]
-    balances = tries if balance is None else (balance,)
-    rounds = min((_message_rounds(graph, num_chunks, width, b, lag) for b in balances), key=np.max)
+    work, num_trees = graph.num_ranks * num_chunks, min(MAX_TREES, num_chunks)
+    passes = 1 if work > LARGE else 2
+
+    def order(balance: float) -> MessageRounds:
+        trees = grow_trees(graph, num_trees, num_chunks / width, balance=balance, lag=lag)
+        return order_messages(graph, trees, num_chunks, passes=passes, width=width, lag=lag)
+
+    balances = BALANCES[: max(1, MAX_WORK // work)] if balance is None else (balance,)
+    rounds = min(map(order, balances), key=np.max)
     link, chunk = np.nonzero(rounds != NO_ROUND)
     sent, answered = rounds[link, chunk], rounds[link ^ 1, chunk]
     return make_transfers(
@@ -106,15 +107,6 @@ def _tree_transfers(
         chunk=chunk,
         op=np.where(answered < sent, COPY, ADD),
     )
-
-
-def _message_rounds(
-    graph: LinkGraph, num_chunks: int, width: int, balance: float, lag: int
-) -> MessageRounds:
-    num_trees = min(MAX_TREES, num_chunks)
-    trees = grow_trees(graph, num_trees, num_chunks / width, balance=balance, lag=lag)
-    passes = 1 if graph.num_ranks * num_chunks > LARGE else 2
-    return order_messages(graph, trees, num_chunks, passes=passes, width=width, lag=lag)
 
 
 def _slot_in_round(link: Index, sent: Ints) -> Index:
@@ -194,3 +186,69 @@ def _grow_tree(
         depth[rank], parents[rank] = depth[parent] + 1, link
         changed = [parent, rank] if is_leaf[parent] else [rank]
         is_leaf[parent] = False
+
+
+@dataclass(frozen=True, eq=False)
+class LeafChips:
+    """Chips with one link, and chains of chips that end in one, each before its parent.
+
+    They can be handled apart from the others: their values go to the parent before these start, and
+    the sum comes back after they end. Along a chain both travel in pieces, so all its links work.
+    """
+
+    graph: LinkGraph
+    rank: Ints
+    link: Ints  # from each to its parent
+    height: Ints  # the length of the longest chain of leaf chips beyond each
+
+    @staticmethod
+    def from_graph(graph: LinkGraph) -> LeafChips:
+        """Remove chips with one link until no remaining chip has only one."""
+        neighbours = [dict(links) for links in graph.neighbours]
+        height = [0] * graph.num_ranks
+        queue = [rank for rank, links in enumerate(neighbours) if len(links) == 1]
+        leaves = []
+        while queue:
+            rank = queue.pop(0)
+            if not neighbours[rank]:
+                continue  # the last chip of a tree is no leaf
+            ((parent, link),) = neighbours[rank].items()
+            leaves.append((rank, link, height[rank]))
+            height[parent] = max(height[parent], height[rank] + 1)
+            del neighbours[parent][rank]
+            if len(neighbours[parent]) == 1:
+                queue.append(parent)
+        return LeafChips(graph, *np.array(leaves, np.int32).reshape(-1, 3).T)
+
+    @property
+    def core_ranks(self) -> Ints:
+        return np.setdiff1d(np.arange(self.graph.num_ranks, dtype=np.int32), self.rank)
+
+    @property
+    def core_graph(self) -> LinkGraph:
+        """The graph without leaf chips, with ranks renumbered in the order of `core_ranks`."""
+        graph, core = self.graph, self.core_ranks
+        new_rank = np.full(graph.num_ranks, -1, np.int32)
+        new_rank[core] = np.arange(len(core))
+        source, target = new_rank[graph.source], new_rank[graph.target]
+        stays = (source >= 0) & (target >= 0)
+        return LinkGraph(len(core), source[stays], target[stays], graph.lane[stays])
+
+    def transfers_to_core(self, num_chunks: int) -> Transfers:
+        """Return the transfers that add the values of leaf chips to the core.
+
+        The payload travels in one piece if there are no chains of leaf chips. Else it travels in
+        as many as a tree as deep as the longest chain would have chunks.
+        """
+        longest = int(self.height.max())
+        wanted = num_chunks * math.sqrt(longest / max(1, self.graph.diameter))
+        pieces = max(n for n in range(1, num_chunks + 1) if num_chunks % n == 0 and n <= 1 + wanted)
+        piece = np.arange(pieces)[:, None]
+        return make_transfers(
+            round=self.height + piece,
+            lane=self.graph.lane[self.link],
+            src=self.rank,
+            dst=self.graph.target[self.link],
+            chunk=piece * (num_chunks // pieces),
+            count=num_chunks // pieces,
+        )

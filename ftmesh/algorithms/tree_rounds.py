@@ -6,9 +6,8 @@ root: sums meet wherever they happen to, and results spread from there. The same
 time, and this is how a good order is found: send messages as late as possible in reversed time, and
 then, forwards again, in the order that this gave.
 
-If rounds do not wait for each other, a message may be under way for longer than it occupies its
-link. With a *lag*, it arrives that many rounds late. The message that it would answer waits for it,
-since whether a message is added or copied must not depend on which was faster.
+With a *lag*, a message arrives that many rounds late. The message that it would answer waits for
+it, since whether a message is added or copied must not depend on which was faster.
 """
 
 from __future__ import annotations
@@ -87,10 +86,9 @@ class _Inbox:
         return self._to_last_neighbour(np.flatnonzero(self._num_left == 1))
 
     def receive(self, link: Index, chunk: Index) -> tuple[Messages, Messages]:
-        """Deliver messages, and return those that become ready, some of them twice.
+        """Deliver messages, and return those that become ready.
 
-        These are messages to the one neighbour that is left, and messages of ranks that have
-        received from all, of which one may have been ready before.
+        To the last neighbour; and from ranks that have received from all, one maybe not new.
         """
         rank = self.graph.target[link]
         cell = rank * np.intp(self.num_chunks) + chunk

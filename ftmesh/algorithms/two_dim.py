@@ -3,8 +3,7 @@
 The paper's figures 4 and 5. On three axes it is thirds, each starting with another axis. Along an
 axis that wraps, rows (or columns) are rings, and half of each part runs backwards, so that both
 directions of every link are used. Along an axis that does not, a ring would use its own links
-twice, with hops of two. Instead sums flow along the line to their owners from both ends, in as many
-rounds of single hops.
+twice. Instead sums flow along the line to their owners from both ends, in as many rounds.
 """
 
 from __future__ import annotations
@@ -14,11 +13,7 @@ from itertools import product
 
 import numpy as np
 
-from ftmesh.algorithms.building_blocks import (
-    mirrored_all_reduce,
-    reduce_scatter_lines,
-    reduce_scatter_rings,
-)
+from ftmesh.algorithms import building_blocks as blocks
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Ints, Transfers, join_transfers
@@ -52,7 +47,9 @@ def build_schedule(topology: Topology) -> Schedule:
         for stage, axis in enumerate(axes):
             smallest = min(_piece_size(topology, order[: stage + 1]) for order in orders)
             size = _piece_size(topology, axes[: stage + 1])
-            reduce_scatter = reduce_scatter_rings if topology.wrap[axis] else reduce_scatter_lines
+            reduce_scatter = (
+                blocks.reduce_scatter_rings if topology.wrap[axis] else blocks.reduce_scatter_lines
+            )
             transfers, ends = reduce_scatter(
                 _rows(grid, stage),
                 lane=2 * part,
@@ -64,7 +61,7 @@ def build_schedule(topology: Topology) -> Schedule:
             owned = _from_rows(ends, owned, stage)
         owner[owned] = grid
     phases = [(_name(orders, stage), join_transfers(parts)) for stage, parts in enumerate(stages)]
-    return mirrored_all_reduce(topology, "two_dim", num_chunks, phases, owner)
+    return blocks.mirrored_all_reduce(topology, "two_dim", num_chunks, phases, owner)
 
 
 def _piece_size(topology: Topology, axes: list[int]) -> int:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.schedule.rank_schedule import AnyRankSchedule
+from ftmesh.schedule.schedule import AnyRankSchedule
 from ftmesh.schedule.transfers import ADD, Ints, cell_moves, lane_slices
 
 Flags = NDArray[np.bool_]

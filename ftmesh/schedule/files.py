@@ -1,9 +1,4 @@
-"""Reads and writes schedule files: ``.npz`` with integer columns that NumPy alone can replay.
-
-The columns ``round, lane, src, dst, chunk, count, op`` have one row per transfer, sorted by round,
-with all rules written out. Further arrays: ``coords`` (rank to coord), ``owner`` (chunk to rank, or
--1), ``rounds_in_reduce_scatter``, and ``meta``, a JSON string.
-"""
+"""Reads and writes schedule files (docs/files.md): columns that NumPy alone can replay."""
 
 from __future__ import annotations
 
@@ -82,7 +77,6 @@ def load(path: str | os.PathLike[str] | bytes, *, verify: bool = True) -> Schedu
 
 
 def dumps(schedule: Schedule) -> bytes:
-    """Return the contents of a schedule file."""
     topology = schedule.topology
     meta: dict[str, Any] = {
         "format": FORMAT,
@@ -143,7 +137,8 @@ def _unpack(file: IO[bytes]) -> dict[str, NDArray[Any]]:
         for name in _INTEGER_ARRAYS:
             if headers[name].dtype != np.int32:
                 raise ScheduleFileError(f"column {name!r} is {headers[name].dtype}, not int32")
-        if len({headers[name].shape for name in COLUMN_NAMES}) != 1:
+        shapes = {headers[name].shape for name in COLUMN_NAMES}
+        if len(shapes) != 1 or len(shapes.pop()) != 1:
             raise ScheduleFileError("the columns differ in length")
         unpacked = sum(headers[name].num_bytes for name in _ARRAYS)
         if unpacked > MAX_BYTES or headers["meta"].num_bytes > MAX_META_BYTES:
@@ -193,10 +188,7 @@ def _build_topology(meta: dict[str, Any]) -> Topology:
 def _check_columns(transfers: Transfers, num_chunks: int, num_ranks: int) -> None:
     """Reject columns that do not fit together, or that ask for absurd amounts of work."""
     t = transfers
-    lengths = {len(column) for column in t if column.ndim == 1}
-    if len(lengths) != 1 or any(column.ndim != 1 for column in t):
-        raise ScheduleFileError("the columns differ in length")
-    (rows,) = lengths
+    rows = len(t)
     if rows == 0:
         raise ScheduleFileError("there are no transfers")
     if t.round[0] < 0 or (np.diff(t.round) < 0).any():
@@ -221,11 +213,9 @@ def _default_phases(transfers: Transfers, rounds_in_reduce_scatter: int) -> list
     """The phases of a file that does not list any."""
     num_rounds = int(transfers.round.max(initial=-1)) + 1
     last = "all-gather" if rounds_in_reduce_scatter else "all-reduce"
-    parts = [
-        ("reduce-scatter", rounds_in_reduce_scatter),
-        (last, num_rounds - rounds_in_reduce_scatter),
-    ]
-    return [{"name": name, "rounds": rounds} for name, rounds in parts if rounds]
+    rounds = {"reduce-scatter": rounds_in_reduce_scatter}
+    rounds[last] = num_rounds - rounds_in_reduce_scatter
+    return [{"name": name, "rounds": number} for name, number in rounds.items() if number]
 
 
 def _build_phases(transfers: Transfers, entries: list[dict[str, Any]]) -> tuple[Phase, ...]:
@@ -285,9 +275,8 @@ def _is_name(value: Any) -> bool:
 
 
 def _is_phase(value: Any) -> bool:
-    return (
-        isinstance(value, dict) and _is_name(value.get("name")) and _is_count(value.get("rounds"))
-    )
+    entry = value if isinstance(value, dict) else {}
+    return _is_name(entry.get("name")) and _is_count(entry.get("rounds"))
 
 
 def _list_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -1,26 +1,26 @@
 """Phases: consecutive rounds with one purpose.
 
 The transfers of a *round* happen together: all reads before all writes. A *lane* is a set of
-transfers of one round with distinct sources and distinct destinations: one ``ppermute``. `Phase`
-checks this when it is built, so an invalid round cannot exist.
+transfers of one round with distinct sources and distinct destinations: one ``ppermute``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import ScheduleError
-from ftmesh.schedule.ring_rule import RingRule
 from ftmesh.schedule.transfers import (
     ADD,
     COPY,
     Ints,
+    RingRule,
     Transfers,
     join_transfers,
     repeated_rows,
@@ -31,13 +31,7 @@ from ftmesh.schedule.transfers import (
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """Rounds of transfers, numbered from 0; invalid ones raise a `ScheduleError`.
-
-    >>> from ftmesh.schedule.transfers import make_transfers
-    >>> swap = make_transfers(round=0, lane=0, src=[0, 1], dst=[1, 0], chunk=[0, 1])
-    >>> Phase("swap", swap).num_rounds
-    1
-    """
+    """Rounds of transfers, numbered from 0; invalid ones raise a `ScheduleError`."""
 
     name: str
     content: Transfers | tuple[RingRule, ...]  # rings in lockstep stay a rule
@@ -131,7 +125,6 @@ class Phase:
 
     @cached_property
     def lanes(self) -> list[int]:
-        """The lanes that are used."""
         return list(np.unique(self._distinct_rounds[0].lane).tolist())
 
     @cached_property
@@ -152,7 +145,6 @@ class Phase:
         return rank, int((t.chunk.astype(np.int64) + t.count).max())
 
     def transfers_of_chunk(self, chunk: int) -> Transfers:
-        """Return the transfers that move `chunk`."""
         parts = [self.content] if isinstance(self.content, Transfers) else self.rounds()
         return join_transfers(
             part.take((part.chunk <= chunk) & (chunk - part.chunk < part.count)) for part in parts
@@ -168,7 +160,6 @@ class Phase:
         return Phase(name, tuple(rule.mirror() for rule in self.content))
 
     def is_same(self, other: Phase) -> bool:
-        """Return whether both have the same name and the same transfers."""
         return (
             self.name == other.name
             and self.num_rounds == other.num_rounds
@@ -178,6 +169,31 @@ class Phase:
                 for mine, theirs in zip(self.rounds(), other.rounds(), strict=True)
             )
         )
+
+
+class PhaseLike(Protocol):
+    """The part of `Phase` that proofs read."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_rounds(self) -> int: ...
+
+    def rounds(self) -> Iterator[Transfers]: ...
+
+    def transfers_of_chunk(self, chunk: int) -> Transfers: ...
+
+
+P = TypeVar("P", bound=PhaseLike)
+
+
+def with_starts(phases: Iterable[P]) -> Iterator[tuple[int, P]]:
+    """Yield each phase with the round that it starts in."""
+    start = 0
+    for phase in phases:
+        yield start, phase
+        start += phase.num_rounds
 
 
 def _chunk_ranges(rule: RingRule) -> tuple[Ints, Ints]:

@@ -1,26 +1,30 @@
 """Schedules: the phases of an all-reduce on one topology.
 
 A `Schedule` is an all-reduce. A `SplitSchedule` consists of a reduce-scatter and an all-gather, so
-it can be run as either of these too.
+it can be run as either of these too. Both are proved as a `RankSchedule`, and so is a lowered
+program, whose ranks are devices, of which some may be idle.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from ftmesh.errors import ArgumentError, ScheduleError
-from ftmesh.schedule.phase import Phase
+from ftmesh.schedule.phase import Phase, PhaseLike, with_starts
 from ftmesh.schedule.transfers import ADD, Ints, Transfers, cell_moves, join_transfers, lane_slices
 from ftmesh.topology.routing import Route, deadlock_free_routes
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Link, Topology
 from ftmesh.units import format_bytes
+
+P = TypeVar("P", bound=PhaseLike, covariant=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +70,8 @@ class Schedule:
     @cached_property
     def transfers(self) -> Transfers:
         """Every transfer, with rounds numbered through all phases."""
-        parts, start = [], 0
-        for phase in self.phases:
-            parts.append(phase.transfers.shifted(rounds=start))
-            start += phase.num_rounds
-        return join_transfers(parts)
+        starts = with_starts(self.phases)
+        return join_transfers(phase.transfers.shifted(rounds=start) for start, phase in starts)
 
     @cached_property
     def on_chips(self) -> Schedule:
@@ -139,11 +140,7 @@ class Schedule:
             raise ScheduleError(
                 f"round {index} does not exist: rounds are 0 to {self.num_rounds - 1}"
             )
-        start = 0
-        for phase in self.phases:
-            if index < start + phase.num_rounds:
-                break
-            start += phase.num_rounds
+        start, phase = [item for item in with_starts(self.phases) if item[0] <= index][-1]
         transfers = next(itertools.islice(phase.rounds(), index - start, None))
         lines = [f"round {index} ({phase.name}), {len(transfers)} transfers"]
         for _, lane, src, dst, chunk, count, op in zip(*transfers, strict=True):
@@ -176,15 +173,10 @@ class Schedule:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SplitSchedule(Schedule):
-    """An all-reduce that consists of a reduce-scatter and an all-gather.
+    """An all-reduce that consists of a reduce-scatter and an all-gather."""
 
-    Args:
-        owner: for each chunk, the rank that holds its sum after the reduce-scatter.
-        rounds_in_reduce_scatter: rounds of the reduce-scatter. A phase must end there.
-    """
-
-    owner: Ints
-    rounds_in_reduce_scatter: int
+    owner: Ints  # for each chunk, the rank that holds its sum after the reduce-scatter
+    rounds_in_reduce_scatter: int  # a phase must end there
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,12 +208,10 @@ class SplitSchedule(Schedule):
 
     @property
     def reduce_scatter(self) -> tuple[Phase, ...]:
-        """The phases of the reduce-scatter."""
         return self.phases[: self._num_reduce_scatter_phases]
 
     @property
     def all_gather(self) -> tuple[Phase, ...]:
-        """The phases of the all-gather."""
         return self.phases[self._num_reduce_scatter_phases :]
 
     @cached_property
@@ -240,8 +230,57 @@ class SplitSchedule(Schedule):
     __hash__ = None
 
 
+@dataclass(frozen=True, eq=False)
+class RankSchedule(Generic[P]):
+    """Phases over ranks, and what they must achieve.
+
+    Every chunk of every rank must end as the sum of what the `contributors` start with. If there is
+    a reduce-scatter, that sum is at the chunk's `owner` when it ends.
+    """
+
+    num_chunks: int
+    phases: tuple[P, ...]
+    names: tuple[str, ...]  # of the ranks, in messages
+    contributors: Ints
+    num_reduce_scatter_phases: int = 0
+    owner: Ints | None = None
+
+    @staticmethod
+    def from_schedule(schedule: Schedule) -> RankSchedule[Phase]:
+        topology = schedule.topology
+        names = tuple(f"{topology.noun} {coord}" for coord in topology.coords)
+        everyone = np.arange(len(names), dtype=np.int32)
+        ranks = RankSchedule(schedule.num_chunks, schedule.phases, names, everyone)
+        if not isinstance(schedule, SplitSchedule):
+            return ranks
+        num_phases = len(schedule.reduce_scatter)
+        return replace(ranks, num_reduce_scatter_phases=num_phases, owner=schedule.owner)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.names)
+
+    @property
+    def reduce_scatter(self) -> tuple[P, ...]:
+        return self.phases[: self.num_reduce_scatter_phases]
+
+    @property
+    def all_gather(self) -> tuple[P, ...]:
+        """The phases of the all-gather; all phases if there is no reduce-scatter."""
+        return self.phases[self.num_reduce_scatter_phases :]
+
+    def rounds_of_chunk(self, chunk: int) -> Iterator[tuple[int, Transfers]]:
+        """Yield the rounds that move `chunk`: the index, and the transfers that move it."""
+        for start, phase in with_starts(self.phases):
+            transfers = phase.transfers_of_chunk(chunk)
+            for index in np.unique(transfers.round).tolist():
+                yield start + index, transfers.take(transfers.round == index)
+
+
+AnyRankSchedule = RankSchedule[Any]  # for functions that only read rounds
+
+
 def check_schedule(value: object) -> None:
-    """Raise ArgumentError unless `value` is a schedule."""
     if not isinstance(value, Schedule):
         raise ArgumentError(
             f"expected a Schedule, not a {type(value).__name__}: for a plan, pass plan.schedule"

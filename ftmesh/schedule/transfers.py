@@ -1,13 +1,15 @@
 """Transfers as columns of integers, one entry per transfer.
 
 A *transfer* moves a range of chunks from one rank to another, where it is added to what is there
-(`ADD`) or replaces it (`COPY`).
+(`ADD`) or replaces it (`COPY`). Transfers along rings can stay a rule: a ring of N chips has N - 1
+rounds of N transfers, and written out, they grow with the square of the mesh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,16 +41,13 @@ class Transfers:
         return len(self.src)
 
     def freeze(self) -> None:
-        """Make all columns read-only."""
         for column in self:
             column.flags.writeable = False
 
     def replace(self, **columns: Ints) -> Transfers:
-        """Return the same transfers with some columns replaced."""
         return replace(self, **columns)
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> Transfers:
-        """Return the transfers at `index`."""
         return Transfers(*(column[index] for column in self))
 
     def expanded(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -60,7 +59,6 @@ class Transfers:
         return row, self.chunk[row] + np.arange(len(row)) - first[row]
 
     def shifted(self, *, rounds: int) -> Transfers:
-        """Return the same transfers, `rounds` rounds later."""
         return self.replace(round=self.round + np.int32(rounds))
 
     def mirrored(self, last: int) -> Transfers:
@@ -87,8 +85,71 @@ def make_transfers(
 
 
 def join_transfers(parts: Iterable[Transfers]) -> Transfers:
-    """Return all transfers of `parts`, concatenated."""
     return Transfers(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class RingRule:
+    """Rings of equal length in lockstep: in round s, slot p sends piece p - s, which is added.
+
+    Mirrored rings run backwards in time: results are copied the other way, last addition first.
+    """
+
+    rings: Ints  # [j, p] is the rank in slot p of ring j
+    first_chunk: Ints  # of each ring, which has as many pieces as slots
+    lane: int
+    count: int = 1  # chunks in a piece
+    mirrored: bool = False
+
+    def __post_init__(self) -> None:
+        for values in (self.rings, self.first_chunk):
+            values.flags.writeable = False
+
+    @property
+    def length(self) -> int:
+        """Slots in a ring, which is also the number of pieces."""
+        return int(self.rings.shape[1])
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds until every piece has visited every slot."""
+        return self.length - 1
+
+    @property
+    def op(self) -> int:
+        return COPY if self.mirrored else ADD
+
+    @cached_property
+    def src(self) -> Ints:
+        """The ranks that send, the same in every round."""
+        return (np.roll(self.rings, -1, axis=1) if self.mirrored else self.rings).ravel()
+
+    @cached_property
+    def dst(self) -> Ints:
+        return (self.rings if self.mirrored else np.roll(self.rings, -1, axis=1)).ravel()
+
+    @property
+    def owned_chunks(self) -> Ints:
+        """The first chunk that each slot ends with complete, shaped like `rings`."""
+        return self._chunks(1)
+
+    def chunks_in_round(self, index: int) -> Ints:
+        """Return the first chunk that each of `src` sends in round `index`."""
+        step = self.num_rounds - 1 - index if self.mirrored else index
+        return self._chunks(-step).ravel()
+
+    def _chunks(self, offset: int) -> Ints:
+        """The first chunk of the piece `offset` after that of each slot."""
+        piece = np.arange(offset, offset + self.length) % self.length * self.count
+        return (self.first_chunk[:, None] + piece).astype(np.int32)
+
+    def first_round(self) -> Transfers:
+        ends = {"src": self.src, "dst": self.dst, "chunk": self.chunks_in_round(0)}
+        return make_transfers(round=0, lane=self.lane, **ends, count=self.count, op=self.op)
+
+    def mirror(self) -> RingRule:
+        """Return the same rings backwards in time."""
+        return replace(self, mirrored=not self.mirrored)
 
 
 class CellMoves(NamedTuple):
@@ -159,10 +220,7 @@ def sort_order(*columns: Ints) -> NDArray[np.intp]:
 
 
 def _row_of_key(key: NDArray[np.int64]) -> NDArray[np.int32] | None:
-    """A table from key to a row that has it, or -1; None if keys are sparse.
-
-    Building it takes a fraction of the time of sorting.
-    """
+    """A table from key to a row that has it, or -1; faster than sorting. None if too sparse."""
     size = int(key.max(initial=0)) + 1
     if size > MAX_KEYS_PER_ROW * len(key) or key.min(initial=0) < 0:
         return None

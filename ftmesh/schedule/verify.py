@@ -2,29 +2,29 @@
 
 A `SplitSchedule` is three programs: all-reduce, reduce-scatter and all-gather. The all-gather is
 proved from each chunk at its owner and any value elsewhere; together with the reduce-scatter, that
-proves all three. Chunks of the usual form are proved by counting
-(`ftmesh.schedule.counting_proof`), all others with sets of contributions
-(`ftmesh.schedule.set_proof`).
-
-If ranks are tiles, each position is proved by itself, from the transfers between chips. That finds
-transfers that lead to another position or to a chip of no tile.
+proves all three. Chunks of the usual form are proved by counting, all others with sets of
+contributions. If ranks are tiles, each position is proved by itself, from the transfers of chips.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 
 import numpy as np
 
 from ftmesh.errors import VerificationError
 from ftmesh.schedule.counting_proof import uncounted_chunks, ungathered_chunks, unspanned_chunks
-from ftmesh.schedule.phase import Phase
-from ftmesh.schedule.rank_schedule import AnyRankSchedule, RankSchedule
-from ftmesh.schedule.replay import all_gather_error
-from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
-from ftmesh.schedule.set_proof import Progress, check_sets
+from ftmesh.schedule.phase import Phase, with_starts
+from ftmesh.schedule.schedule import (
+    AnyRankSchedule,
+    RankSchedule,
+    Schedule,
+    SplitSchedule,
+    check_schedule,
+)
+from ftmesh.schedule.set_proof import Progress, all_gather_error, check_sets
 from ftmesh.schedule.transfers import ADD, COPY, Ints, Transfers
 from ftmesh.topology.routing import Route, Router, around_failures, find_cycle
 from ftmesh.topology.tiles import TiledTopology
@@ -146,8 +146,7 @@ def _check_routes(schedule: Schedule, router: Router) -> list[Route]:
         routes = schedule.routes
     else:
         routes = {(s, d): router(topology, coords[s], coords[d]) for s, d in schedule.routes}
-    start = 0
-    for phase in schedule.phases:
+    for start, phase in with_starts(schedule.phases):
         for src, dst in phase.pairs:
             route = routes[src, dst]
             if len(route) < 2 or (route[0], route[-1]) != (coords[src], coords[dst]):
@@ -167,7 +166,6 @@ def _check_routes(schedule: Schedule, router: Router) -> list[Route]:
                     f"route from chip {coords[src]} to chip {coords[dst]} crosses {obstacle}; "
                     f"expected live chips and links only, found {_path(route)}"
                 )
-        start += phase.num_rounds
     if cycle := find_cycle(routes.values()):
         raise VerificationError(
             "routes can deadlock: expected no cycle of links that wait for each other, found "
@@ -183,28 +181,22 @@ def _path(route: Route) -> str:
 def rank_schedules(schedule: Schedule) -> Iterator[AnyRankSchedule]:
     """Yield what to prove: one rank schedule, or one for each position of a tile."""
     tiles = schedule.topology
+    whole: AnyRankSchedule = RankSchedule.from_schedule(schedule)
     if not isinstance(tiles, TiledTopology):
-        yield RankSchedule.from_schedule(schedule)
+        yield whole
         return
-    phases = schedule.on_chips.phases
+    phases, num_chunks = schedule.on_chips.phases, schedule.num_chunks
     for phase in phases:
         _check_ends(phase, tiles)
-    split = schedule if isinstance(schedule, SplitSchedule) else None
-    for core in range(tiles.chips.devices_per_chip):
-        for ranks in tiles.chip_ranks:
-            tile = np.full(tiles.chips.num_live, -1, np.int32)
-            tile[ranks] = np.arange(len(ranks))
-            first = core * schedule.num_chunks
-            yield RankSchedule(
-                num_chunks=schedule.num_chunks,
-                phases=tuple(
-                    _PositionPhase(phase, tile, first, schedule.num_chunks) for phase in phases
-                ),
-                names=tuple(f"chip {tiles.chips.coords[rank]}" for rank in ranks),
-                contributors=np.arange(len(ranks), dtype=np.int32),
-                num_reduce_scatter_phases=len(split.reduce_scatter) if split else 0,
-                owner=split.owner if split else None,
-            )
+    for core, ranks in product(range(tiles.chips.devices_per_chip), tiles.chip_ranks):
+        tile = np.full(tiles.chips.num_live, -1, np.int32)
+        tile[ranks] = np.arange(len(ranks))
+        first = core * num_chunks
+        yield replace(
+            whole,
+            phases=tuple(_PositionPhase(phase, tile, first, num_chunks) for phase in phases),
+            names=tuple(f"chip {tiles.chips.coords[rank]}" for rank in ranks),
+        )
 
 
 def _check_ends(phase: Phase, tiles: TiledTopology) -> None:

@@ -13,16 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ftmesh.errors import TopologyError, TopologyWarning
-from ftmesh.topology.notation import (
-    Block,
-    Coord,
-    Failed,
-    Link,
-    format_coord,
-    format_shape,
-    parse_blocks,
-    parse_shape,
-)
+from ftmesh.topology import notation
+from ftmesh.topology.notation import Block, Coord, Failed, Link
 
 FAILED_VARIABLE = "FTMESH_FAILED"
 
@@ -42,8 +34,7 @@ class CoordFrame:
 
     @classmethod
     def for_grid(cls, shape: str | Sequence[int]) -> CoordFrame:
-        """Return the frame of a grid whose coords start at zero and keep all axes."""
-        sizes = parse_shape(shape)
+        sizes = notation.parse_shape(shape)
         return cls(sizes, (0,) * len(sizes), tuple(range(len(sizes))))
 
     def locate(self, coord: Coord) -> Coord | None:
@@ -55,7 +46,6 @@ class CoordFrame:
         return tuple(coord[axes.index(axis)] - self.low[axis] for axis in self.kept)
 
     def accepts(self, num_axes: int) -> bool:
-        """Return whether coords may be written with `num_axes` axes."""
         return num_axes == len(self.kept) or max(self.kept) < num_axes <= len(self.low)
 
     def corners(self, num_axes: int) -> tuple[Coord, Coord]:
@@ -75,7 +65,7 @@ def failed_chips(failed: Failed, frame: CoordFrame) -> frozenset[Coord]:
 
     Chips below the lowest have no device, so they are unused anyway and are skipped.
     """
-    blocks = parse_blocks("" if failed is None else failed)
+    blocks = notation.parse_blocks("" if failed is None else failed)
     for block in blocks:
         _check_inside(f"block {block}", block.corner, block.top, frame=frame)
     return _grid_coords(blocks, frame)
@@ -83,13 +73,11 @@ def failed_chips(failed: Failed, frame: CoordFrame) -> frozenset[Coord]:
 
 def failed_links(links: Iterable[Link], frame: CoordFrame) -> frozenset[Link]:
     """Return `links` in grid coords, by the rules of `failed_chips`."""
-    grid_links = set()
+    grid_links = []
     for a, b in links:
-        _check_inside(f"failed link {format_coord(a)}-{format_coord(b)}", a, b, frame=frame)
-        start, end = frame.locate(a), frame.locate(b)
-        if start is not None and end is not None:
-            grid_links.add((start, end))
-    return frozenset(grid_links)
+        _check_inside(f"failed link {notation.format_links([(a, b)])}", a, b, frame=frame)
+        grid_links.append((frame.locate(a), frame.locate(b)))
+    return frozenset((a, b) for a, b in grid_links if a is not None and b is not None)
 
 
 def environment_failed_chips(frame: CoordFrame) -> frozenset[Coord]:
@@ -99,7 +87,7 @@ def environment_failed_chips(frame: CoordFrame) -> frozenset[Coord]:
     are skipped with a `TopologyWarning`. That all chips of the grid have failed is an error.
     """
     try:
-        blocks = parse_blocks(os.environ.get(FAILED_VARIABLE, ""))
+        blocks = notation.parse_blocks(os.environ.get(FAILED_VARIABLE, ""))
     except TopologyError as error:
         raise TopologyError(f"the environment variable {FAILED_VARIABLE}: {error}") from None
     accepted = [block for block in blocks if frame.accepts(len(block.corner))]
@@ -158,9 +146,8 @@ def _check_inside(name: str, *ends: Coord, frame: CoordFrame) -> None:
     """Raise unless all `ends` are at zero or above, and at most the highest chip."""
     num_axes = len(ends[0])
     if not frame.accepts(num_axes) or any(len(end) != num_axes for end in ends):
-        raise TopologyError(
-            f"{name} does not have the {len(frame.kept)} axes of mesh {format_shape(frame.shape)}"
-        )
+        mesh = notation.format_shape(frame.shape)
+        raise TopologyError(f"{name} does not have the {len(frame.kept)} axes of mesh {mesh}")
     _, high = frame.corners(num_axes)
     for end in ends:
         if not all(0 <= c <= limit for c, limit in zip(end, high, strict=True)):
@@ -168,5 +155,5 @@ def _check_inside(name: str, *ends: Coord, frame: CoordFrame) -> None:
 
 
 def _span(frame: CoordFrame, num_axes: int) -> str:
-    low, high = map(format_coord, frame.corners(num_axes))
-    return f"{format_shape(frame.shape)}, whose chips are {low} to {high}"
+    low, high = map(notation.format_coord, frame.corners(num_axes))
+    return f"{notation.format_shape(frame.shape)}, whose chips are {low} to {high}"

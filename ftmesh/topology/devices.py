@@ -1,8 +1,4 @@
-"""Places JAX devices on a grid of chips, without importing JAX.
-
-TPU devices, attached or compile-only, have ``coords`` and ``core_on_chip``. CPU and GPU devices do
-not; they fill a grid row by row.
-"""
+"""Places JAX devices on a grid, without importing JAX: TPUs by coords, others row by row."""
 
 from __future__ import annotations
 
@@ -23,8 +19,6 @@ BLOCKS_VARIABLE = "FTMESH_BLOCKS"  # the block of that mesh that each process ha
 
 
 class DeviceLayout(NamedTuple):
-    """The grid, the devices of each chip, and the chips without devices."""
-
     frame: CoordFrame
     devices_at: dict[Coord, tuple[Any, ...]]
     missing: frozenset[Coord]
@@ -55,7 +49,6 @@ def platform_of(device: Any) -> str:
 
 
 def process_of(device: Any) -> int:
-    """Return the index of the process that has `device`."""
     return int(device.process_index)
 
 
@@ -120,7 +113,7 @@ def _layout_by_coords(devices: Sequence[Any], shape: Coord | None) -> DeviceLayo
                 f"two devices, {other} and {device}, claim core {core} of the chip at "
                 f"{device_coord}: pass each device once"
             )
-    frame = _bounding_box(list(cores_at)) if shape is None else _stated_box(list(cores_at), shape)
+    frame = _frame(list(cores_at), shape)
     per_chip = max(len(cores) for cores in cores_at.values())
     devices_at = {}
     for device_coord, cores in cores_at.items():
@@ -142,24 +135,19 @@ def _layout_by_coords(devices: Sequence[Any], shape: Coord | None) -> DeviceLayo
     return DeviceLayout(frame, devices_at, _missing(frame.shape, devices_at), per_chip)
 
 
-def _bounding_box(coords: Sequence[Coord]) -> CoordFrame:
-    """The smallest box around `coords`, without axes of size 1."""
-    low, high = (tuple(map(end, zip(*coords, strict=True))) for end in (min, max))
-    return _without_flat_axes(low, tuple(b - a + 1 for a, b in zip(low, high, strict=True)))
-
-
-def _stated_box(coords: Sequence[Coord], shape: Coord) -> CoordFrame:
-    """The box of `shape` from zero; axes beyond those of `shape` have size 1."""
+def _frame(coords: Sequence[Coord], shape: Coord | None) -> CoordFrame:
+    """The box of `shape` from zero, or the smallest around `coords`, without axes of size 1."""
     num_axes = len(coords[0])
-    if len(shape) > num_axes:
+    if shape is None:
+        low, high = (tuple(map(end, zip(*coords, strict=True))) for end in (min, max))
+        shape = tuple(b - a + 1 for a, b in zip(low, high, strict=True))
+    elif len(shape) <= num_axes:
+        low, shape = (0,) * num_axes, shape + (1,) * (num_axes - len(shape))
+    else:
         raise TopologyError(
             f"shape {format_shape(shape)} has more axes than the devices' coords, such as "
             f"{coords[0]}"
         )
-    return _without_flat_axes((0,) * num_axes, shape + (1,) * (num_axes - len(shape)))
-
-
-def _without_flat_axes(low: Coord, shape: Coord) -> CoordFrame:
     kept = tuple(axis for axis, size in enumerate(shape) if size > 1) or (0,)
     return CoordFrame(tuple(shape[axis] for axis in kept), low, kept)
 

@@ -20,14 +20,7 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class LinkGraph:
-    """Directed links between ranks. Link ``i ^ 1`` is the reverse of link `i`.
-
-    >>> graph = LinkGraph.from_topology(Topology.grid("2x2"))
-    >>> graph.num_ranks, graph.num_links, graph.eccentricity.tolist()
-    (4, 8, [2, 2, 2, 2])
-    >>> [(int(graph.source[link]), int(graph.target[link])) for link in (2, 3)]
-    [(0, 2), (2, 0)]
-    """
+    """Directed links between ranks. Link ``i ^ 1`` is the reverse of link `i`."""
 
     num_ranks: int
     source: Ints
@@ -36,7 +29,6 @@ class LinkGraph:
 
     @staticmethod
     def from_topology(topology: Topology) -> LinkGraph:
-        """Return the graph of the live chips of `topology`."""
         pairs = [(a, b) for a, b in topology.links if topology.rank(a) < topology.rank(b)]
         links = [link for a, b in pairs for link in ((a, b), (b, a))]
         ends = np.array([[topology.rank(chip) for chip in link] for link in links], np.int32)
@@ -60,13 +52,10 @@ class LinkGraph:
     @cached_property
     def eccentricity(self) -> Ints:
         """For each rank, the hops to the rank farthest from it."""
-        words = -(-self.num_ranks // 64)
-        rank = np.arange(self.num_ranks)
-        reach = np.zeros((self.num_ranks, words), np.uint64)
-        reach[rank, rank // 64] = np.uint64(1) << (rank % 64).astype(np.uint64)
+        reach = single_bits(self.num_ranks)
         full = np.bitwise_or.reduce(reach, axis=0)
         order = np.argsort(self.source, kind="stable")
-        first = np.searchsorted(self.source[order], rank)
+        first = np.searchsorted(self.source[order], np.arange(self.num_ranks))
         hops = np.zeros(self.num_ranks, np.int32)
         while (incomplete := (reach != full).any(axis=1)).any():
             hops += incomplete
@@ -75,15 +64,19 @@ class LinkGraph:
 
     @property
     def diameter(self) -> int:
-        """Hops between the two ranks that are farthest apart."""
         return int(self.eccentricity.max())
 
 
-def direction_lanes(topology: Topology, src: Ints, dst: Ints) -> Ints:
-    """Return the lane of each hop between neighbouring ranks.
+def single_bits(num_ranks: int) -> NDArray[np.uint64]:
+    """Return sets of ranks, 64 to a word: row r has only rank r."""
+    bits = np.zeros((num_ranks, -(-num_ranks // 64)), np.uint64)
+    rank = np.arange(num_ranks)
+    bits[rank, rank // 64] = np.uint64(1) << (rank % 64).astype(np.uint64)
+    return bits
 
-    A hop over the wrapping edge has the direction of the walk that continues over it.
-    """
+
+def direction_lanes(topology: Topology, src: Ints, dst: Ints) -> Ints:
+    """Return the lane of each hop between neighbours; over the edge, that of the walk going on."""
     coords = np.array(topology.coords)
     step = coords[dst] - coords[src]
     downwards = np.where(abs(step) > 1, step > 0, step < 0).any(axis=1)
@@ -92,15 +85,8 @@ def direction_lanes(topology: Topology, src: Ints, dst: Ints) -> Ints:
 
 
 def lane_sources(topology: Topology) -> Ints:
-    """Return the rank that sends to each rank, ``[lane, rank]``; `num_live` where none does.
-
-    >>> lane_sources(Topology.grid("3")).tolist()
-    [[3, 0, 1], [1, 2, 3]]
-    """
-    live = topology.num_live
-    sources = np.full((2 * len(topology.shape), live), live, np.int32)
-    if topology.links:
-        ends = [[topology.rank(a), topology.rank(b)] for a, b in topology.links]
-        src, dst = np.array(ends, np.int32).T
-        sources[direction_lanes(topology, src, dst), dst] = src
+    """Return the rank that sends to each rank, ``[lane, rank]``; `num_live` where none does."""
+    graph = LinkGraph.from_topology(topology)
+    sources = np.full((2 * len(topology.shape), graph.num_ranks), graph.num_ranks, np.int32)
+    sources[graph.lane, graph.target] = graph.source
     return sources

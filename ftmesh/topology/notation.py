@@ -25,11 +25,7 @@ MAX_CHIPS = 1_000_000
 
 
 class Block(NamedTuple):
-    """A box of chips: its size along each axis and its low corner.
-
-    >>> str(Block((4, 2), (6, 14)))
-    '4x2@6,14'
-    """
+    """A box of chips, written ``4x2@6,14``: its size along each axis and its low corner."""
 
     size: Coord
     corner: Coord
@@ -39,7 +35,6 @@ class Block(NamedTuple):
 
     @property
     def top(self) -> Coord:
-        """The coord of the high corner."""
         return tuple(c + s - 1 for c, s in zip(self.corner, self.size, strict=True))
 
     def coords(self) -> list[Coord]:
@@ -111,6 +106,11 @@ def parse_link(text: str) -> Link:
     if not match:
         raise TopologyError(f"{text!r:.60} is not a link: write two coords, as in '3,2-4,2'")
     return parse_coord(match[1]), parse_coord(match[2])
+
+
+def format_links(links: Iterable[Link]) -> str:
+    """Return links as `parse_links` reads them."""
+    return ";".join(f"{format_coord(a)}-{format_coord(b)}" for a, b in sorted(links))
 
 
 def parse_coord(text: str) -> Coord:

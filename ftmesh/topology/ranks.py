@@ -30,10 +30,6 @@ class Ranks:
 
     Ranks are the devices of live chips, chip by chip. With `with_idle`, those of failed chips have
     ranks too, and all are in grid order.
-
-    >>> ranks = Ranks(Topology.grid("2x2", failed="1x1@0,0"), with_idle=True)
-    >>> ranks.num_ranks, ranks.live.tolist()
-    (4, [1, 2, 3])
     """
 
     topology: Topology
@@ -41,18 +37,15 @@ class Ranks:
 
     @staticmethod
     def from_plan(plan: HasTopology | Topology) -> Ranks:
-        """Return the ranks of a plan, or of the live devices of a topology."""
         return Ranks(plan) if isinstance(plan, Topology) else Ranks(plan.topology, plan.with_idle)
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks, including those of idle devices."""
         chips = self.topology.num_chips if self.with_idle else self.topology.num_live
         return chips * self.topology.devices_per_chip
 
     @property
     def num_live(self) -> int:
-        """Number of ranks that take part."""
         return self.topology.num_live * self.topology.devices_per_chip
 
     @property
@@ -72,9 +65,6 @@ def backup_ranks(topology: Topology, hosts: Sequence[int]) -> NDArray[np.int64] 
 
     `hosts` has the host of each rank. Distances ignore failures. Returns None if there is no such
     assignment: with one host, or where one host has more than half of the chips.
-
-    >>> backup_ranks(Topology.grid("2x1"), [0, 1]).tolist()
-    [1, 0]
     """
     from scipy.optimize import linear_sum_assignment  # a dependency of JAX
 
@@ -84,6 +74,5 @@ def backup_ranks(topology: Topology, hosts: Sequence[int]) -> NDArray[np.int64] 
     offsets = np.where(topology.wrap, np.minimum(offsets, sizes - offsets), offsets)
     host = np.array(hosts)
     hops = np.where(host[:, None] == host[None], _SAME_HOST, offsets.sum(-1))
-    _, assignment = linear_sum_assignment(hops)
-    backups: NDArray[np.int64] = assignment.astype(np.int64)
+    backups: NDArray[np.int64] = linear_sum_assignment(hops)[1].astype(np.int64)
     return None if (host[backups] == host).any() else backups

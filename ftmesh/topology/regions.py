@@ -34,9 +34,6 @@ def largest_box(shape: Coord, failed: Iterable[Coord], failed_links: Iterable[Li
     """Return the largest box without a failed chip or link.
 
     Ties go to the squarest, then to the lowest corner. Links have their lower end first.
-
-    >>> largest_box((4, 4), [(1, 1)], [])
-    Block(size=(2, 4), corner=(2, 0))
     """
     bad_chips = np.zeros(shape, np.int64)
     for coord in failed:

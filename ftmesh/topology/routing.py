@@ -1,8 +1,7 @@
 """Finds the links that a transfer crosses when its ends are not neighbours.
 
 `dimension_order` is how an undamaged TPU mesh routes (the paper's figure 1), `around_failures` how
-a router routes that knows of the failures (figure 2). `find_cycle` tells whether a set of routes
-can deadlock, and `deadlock_free_routes` looks for a set that cannot.
+a router routes that knows of the failures (figure 2).
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ Channel = tuple[Link, bool]  # a link, and whether the route has crossed the edg
 
 
 def dimension_order(topology: Topology, src: Coord, dst: Coord) -> Route:
-    """Return the route along x, then y, then z, ignoring failures.
-
-    On an axis that wraps it goes the shorter way.
+    """Return the route along x, then y, then z, the shorter way round, ignoring failures.
 
     >>> dimension_order(Topology.grid("4x4"), (0, 0), (2, 1))
     ((0, 0), (1, 0), (2, 0), (2, 1))
@@ -109,16 +106,13 @@ def _shortest(topology: Topology, src: Coord, dst: Coord, first: Direction | Non
 
 
 def _axis(a: Coord, b: Coord) -> int:
-    """The axis along which neighbours `a` and `b` differ."""
     return next(i for i, (p, q) in enumerate(zip(a, b, strict=True)) if p != q)
 
 
 def _distance(topology: Topology, a: Coord, b: Coord) -> int:
-    """Hops between two chips on the undamaged mesh."""
-    total = 0
-    for p, q, size, wraps in zip(a, b, topology.shape, topology.wrap, strict=True):
-        total += min(abs(p - q), size - abs(p - q)) if wraps else abs(p - q)
-    return total
+    gaps = (abs(p - q) for p, q in zip(a, b, strict=True))
+    axes = zip(gaps, topology.shape, topology.wrap, strict=True)
+    return sum(min(gap, size - gap) if wraps else gap for gap, size, wraps in axes)
 
 
 def find_cycle(routes: Iterable[Route]) -> tuple[Link, ...]:

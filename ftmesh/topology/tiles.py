@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,15 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError, TopologyError
-from ftmesh.topology.notation import (
-    Block,
-    Coord,
-    Link,
-    format_coord,
-    format_failed,
-    format_shape,
-    parse_shape,
-)
+from ftmesh.topology import notation
+from ftmesh.topology.notation import Block, Coord, Link
 from ftmesh.topology.topology import Topology
 
 
@@ -64,22 +58,20 @@ chips 1x1@4,2
             topology: the chips; not tiled yet.
             tile: chips along each axis, as ``"2x1"``. Each must divide the axis.
         """
-        sides = parse_shape(tile)
+        sides = notation.parse_shape(tile)
+        name, num_axes = notation.format_shape(sides), len(topology.shape)
         if isinstance(topology, TiledTopology):
             raise TopologyError(f"{topology} is tiled already: pass its topology of chips")
-        if len(sides) != len(topology.shape) or any(
-            n % t for n, t in zip(topology.shape, sides, strict=True)
-        ):
+        if len(sides) != num_axes or any(map(operator.mod, topology.shape, sides)):
             raise TopologyError(
-                f"mesh {topology.name} cannot be cut into tiles of {format_shape(sides)}: give "
-                f"each of its {len(topology.shape)} axes a side that divides it"
+                f"mesh {topology.name} cannot be cut into tiles of {name}: give each of its "
+                f"{num_axes} axes a side that divides it"
             )
         tiling = _Tiling.from_topology(topology, sides)
         failed = frozenset(map(tiling.tile_of, topology.failed))
         if len(failed) == math.prod(tiling.shape):
             raise TopologyError(
-                f"every tile of {format_shape(sides)} has a failed chip on {topology}: take "
-                "smaller tiles"
+                f"every tile of {name} has a failed chip on {topology}: take smaller tiles"
             )
         bare = Topology(tiling.shape, tuple(topology.wrap[axis] for axis in tiling.axes), failed)
         live, every = tiling.chips_of(bare.coords), tiling.chips_of(bare.all_coords())
@@ -95,7 +87,6 @@ chips 1x1@4,2
         )
 
     def without_devices(self) -> TiledTopology:
-        """Return the tiles alone, which is what a schedule is built for."""
         return TiledTopology.from_topology(self.chips.without_devices(), self.tile)
 
     # Positions ------------------------------------------------------------------------------
@@ -115,7 +106,6 @@ chips 1x1@4,2
         return self.chips
 
     def chips_of(self, coords: Iterable[Coord]) -> list[Coord]:
-        """Return the chips of the tiles at `coords`, tile by tile."""
         return _Tiling.from_topology(self.chips, self.tile).chips_of(coords)
 
     @cached_property
@@ -154,13 +144,13 @@ chips 1x1@4,2
         """A sentence that says which tiles were lost to which chips."""
         if not self.failed:
             return f"all {self.num_chips} tiles are live"
-        why = "; ".join(
-            f"tile {tile} to chips {format_failed(self.chips.failed & {*self.chips_of([tile])})}"
-            for tile in sorted(self.failed)
-        )
+        reasons = []
+        for tile in sorted(self.failed):
+            chips = self.chips.failed.intersection(self.chips_of([tile]))
+            reasons.append(f"tile {tile} to chips {notation.format_failed(chips)}")
         return (
             f"{len(self.failed)} of {self.num_chips} tiles lost, with {self.num_wasted} live chips "
-            f"in them: {why}"
+            f"in them: {'; '.join(reasons)}"
         )
 
     def describe(self) -> str:
@@ -171,12 +161,12 @@ chips 1x1@4,2
             f"  {self.losses}",
         ]
         if self.failed_links:
-            links = (f"{format_coord(a)}-{format_coord(b)}" for a, b in sorted(self.failed_links))
-            lines.append(f"  links between tiles that some position cannot use: {';'.join(links)}")
+            links = notation.format_links(self.failed_links)
+            lines.append(f"  links between tiles that some position cannot use: {links}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        return f"{self.chips} in {self.name} tiles of {format_shape(self.tile)}"
+        return f"{self.chips} in {self.name} tiles of {notation.format_shape(self.tile)}"
 
 
 class _Tiling(NamedTuple):

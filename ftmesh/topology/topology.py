@@ -13,22 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError, TopologyError
-from ftmesh.topology import damage, regions
+from ftmesh.topology import damage, notation, regions
 from ftmesh.topology.damage import CoordFrame
 from ftmesh.topology.devices import read_layout
-from ftmesh.topology.notation import (
-    Block,
-    Coord,
-    Failed,
-    format_coord,
-    format_drawing,
-    format_failed,
-    format_shape,
-    parse_drawing,
-    parse_links,
-    parse_shape,
-    parse_wrap,
-)
+from ftmesh.topology.notation import Block, Coord, Failed
 from ftmesh.topology.notation import Link as Link
 
 if TYPE_CHECKING:
@@ -107,12 +95,12 @@ class Topology:
             failed_links: failed links, as ``"3,2-4,2;0,0-0,1"`` or a list of pairs of coords.
             wrap: whether axes wrap; one value for all axes or one for each.
         """
-        sizes = parse_shape(shape)
+        sizes = notation.parse_shape(shape)
         return cls(
             shape=sizes,
-            wrap=parse_wrap(wrap, sizes),
+            wrap=notation.parse_wrap(wrap, sizes),
             failed=damage.failed_chips(failed, CoordFrame.for_grid(sizes)),
-            failed_links=parse_links(failed_links),
+            failed_links=notation.parse_links(failed_links),
         )
 
     @classmethod
@@ -140,7 +128,7 @@ class Topology:
             failed_links: failed links, in the same coords.
             wrap: whether axes wrap; one value for all axes or one for each.
         """
-        layout = read_layout(devices, None if shape is None else parse_shape(shape))
+        layout = read_layout(devices, None if shape is None else notation.parse_shape(shape))
         frame, at = layout.frame, layout.devices_at
         if failed is None:
             failed_chips = damage.environment_failed_chips(frame)
@@ -148,9 +136,9 @@ class Topology:
             failed_chips = damage.failed_chips(failed, frame)
         bare = cls(
             shape=frame.shape,
-            wrap=parse_wrap(wrap, frame.shape),
+            wrap=notation.parse_wrap(wrap, frame.shape),
             failed=layout.missing | failed_chips,
-            failed_links=damage.failed_links(parse_links(failed_links), frame),
+            failed_links=damage.failed_links(notation.parse_links(failed_links), frame),
             devices_per_chip=layout.devices_per_chip,
         )
         live = tuple(device for coord in bare.coords for device in at[coord])
@@ -160,8 +148,8 @@ class Topology:
     @classmethod
     def from_drawing(cls, drawing: str, *, wrap: bool | Sequence[bool] = False) -> Topology:
         """Return a 2-D mesh from a picture: ``.`` live, ``X`` failed, x across, y down."""
-        shape, failed = parse_drawing(drawing)
-        return cls(shape=shape, wrap=parse_wrap(wrap, shape), failed=failed)
+        shape, failed = notation.parse_drawing(drawing)
+        return cls(shape=shape, wrap=notation.parse_wrap(wrap, shape), failed=failed)
 
     def without_devices(self) -> Topology:
         """Return the grid alone, which is what a schedule is built for."""
@@ -181,7 +169,7 @@ class Topology:
     @property
     def name(self) -> str:
         """The shape as text: ``16x32``."""
-        return format_shape(self.shape)
+        return notation.format_shape(self.shape)
 
     @property
     def num_chips(self) -> int:
@@ -375,7 +363,7 @@ class Topology:
 
     def drawing(self) -> str:
         """Return the picture that `from_drawing` reads; a mesh of one axis is one row."""
-        return format_drawing(self.shape, self.failed)
+        return notation.format_drawing(self.shape, self.failed)
 
     def __str__(self) -> str:
         text = self.name
@@ -383,8 +371,7 @@ class Topology:
             axes = "".join("xyz"[i] for i, wraps in enumerate(self.wrap) if wraps)
             text += f" (wrapping in {axes})"
         if self.failed:
-            text += f" less {format_failed(self.failed)}"
+            text += f" less {notation.format_failed(self.failed)}"
         if self.failed_links:
-            links = (f"{format_coord(a)}-{format_coord(b)}" for a, b in sorted(self.failed_links))
-            text += f" less links {';'.join(links)}"
+            text += f" less links {notation.format_links(self.failed_links)}"
         return text

@@ -5,7 +5,7 @@ import pytest
 
 from ftmesh import PlanError, Topology, verify
 from ftmesh.algorithms import tree
-from ftmesh.algorithms.leaf_chips import LeafChips
+from ftmesh.algorithms.tree import LeafChips
 from ftmesh.schedule.transfers import ADD, COPY
 from ftmesh.topology.graph import LinkGraph
 

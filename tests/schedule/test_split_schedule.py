@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 from ftmesh import Phase, Schedule, SplitSchedule, Topology, VerificationError, verify
 from ftmesh.algorithms import registry, ring, row_pair, two_dim
 from ftmesh.schedule.counting_proof import uncounted_chunks, ungathered_chunks
-from ftmesh.schedule.rank_schedule import RankSchedule
-from ftmesh.schedule.replay import replay
-from ftmesh.schedule.ring_rule import RingRule
-from ftmesh.schedule.set_proof import check_sets
-from ftmesh.schedule.transfers import ADD, COPY, join_transfers, make_transfers
+from ftmesh.schedule.schedule import RankSchedule
+from ftmesh.schedule.set_proof import check_sets, replay
+from ftmesh.schedule.transfers import ADD, COPY, RingRule, join_transfers, make_transfers
 from ftmesh.schedule.verify import PROGRAMS
 
 SQUARE = Topology.grid("2x2")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ftmesh import Phase, Schedule, Topology, VerificationError
 from ftmesh.algorithms import ring, tree
 from ftmesh.schedule.counting_proof import unspanned_chunks
-from ftmesh.schedule.rank_schedule import RankSchedule
+from ftmesh.schedule.schedule import RankSchedule
 from ftmesh.schedule.set_proof import check_sets
 from ftmesh.schedule.transfers import ADD, COPY, join_transfers, make_transfers
 

@@ -16,8 +16,8 @@ from ftmesh import (
 )
 from ftmesh.algorithms import ring, row_pair
 from ftmesh.schedule import set_proof
-from ftmesh.schedule.rank_schedule import RankSchedule
-from ftmesh.schedule.replay import replay
+from ftmesh.schedule.schedule import RankSchedule
+from ftmesh.schedule.set_proof import replay
 from ftmesh.schedule.transfers import ADD, COPY, Transfers, join_transfers, make_transfers
 from ftmesh.topology.routing import dimension_order
 
