@@ -3,8 +3,8 @@
     grads = ftmesh.pmean(grads, "data", plan=plan)
 
 They run wherever the axis is bound: in shard_map (with check_vma on or off), pmap, or
-``vmap(axis_name=...)``; under jit, grad, scan and remat. All ranks get bitwise the same result, and
-the same inputs always give the same bits.
+``vmap(axis_name=...)``; under jit, grad, scan and remat. All ranks get the same bits, and the same
+inputs always give the same bits.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ftmesh.collectives.operands import (
 )
 from ftmesh.collectives.partitioning import map_local_shards
 from ftmesh.execute import _compat, primitives
-from ftmesh.execute.lowering import PALLAS, Program
+from ftmesh.execute.lowering import PALLAS
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
-from ftmesh.layout.buckets import Bucket, make_buckets, pack, unpack
+from ftmesh.layout.buckets import make_buckets, pack, unpack
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -54,15 +54,14 @@ def psum(
         x: An array or a pytree of arrays.
         axis_name: The mesh axis that `plan` was made for.
         axis_index_groups: Not supported. Plan for a smaller topology instead.
-        plan: The plan whose routes are taken.
-        wire_dtype: The dtype in which sums are sent, the leaf's own by default. Partial sums are
-            sent in it too if the plan is shallow enough; see `ftmesh.collectives.operands`.
+        wire_dtype: The dtype in which results are sent, rounded once by their owner; the leaf's own
+            by default. Partial sums are sent in it too if the plan is shallow enough; see
+            `ftmesh.cost.wire_precision`.
         accumulate_dtype: The dtype in which floating-point leaves are added. By default float32
             for leaves of 16 bits or fewer, and their own dtype for others.
         bucket_bytes: The largest bucket. A larger leaf gets a bucket of its own.
         specs: How leaves are sharded along mesh axes that the surrounding shard_map leaves to the
-            compiler: each device then sums its own shard. Explicit axes need none. See
-            `ftmesh.collectives.partitioning`.
+            compiler: each device then sums its own shard. Explicit axes need none.
 
     Raises:
         CollectiveError: If the axis is not bound or does not fit the plan, or if a leaf is already
@@ -102,22 +101,13 @@ def pmean(
     return jax.tree.map(lambda leaf, mean: mean if _is_divided(leaf) else mean / num_live, x, means)
 
 
-def bucket_plans(x: PyTree, plan: PlanLike, *, bucket_bytes: int = BUCKET_BYTES) -> list[PlanLike]:
-    """The plan of each bucket that `pmean` sums, largest bucket first.
-
-    Args:
-        x: A pytree of arrays or of `jax.ShapeDtypeStruct`.
-        plan: The plan given to `pmean`.
-        bucket_bytes: As for `pmean`.
-    """
+def bucket_plans(x: PyTree, plan: PlanLike) -> list[PlanLike]:
+    """The plan of each bucket that `pmean` sums, largest first. `x` may have `ShapeDtypeStruct`."""
     leaves = jax.tree.leaves(x)
     kinds = [(choose_precision(leaf.dtype), _is_divided(leaf)) for leaf in leaves]
-    buckets = [
-        ([leaves[i] for i in bucket.members], bucket.kind[0])
-        for bucket in make_buckets(leaves, kinds, bucket_bytes)
-    ]
-    buckets.sort(key=lambda bucket: -sum(leaf.size for leaf in bucket[0]))
-    return [_plan_for(members, precision, plan) for members, precision in buckets]
+    buckets = make_buckets(leaves, kinds, BUCKET_BYTES)
+    buckets.sort(key=lambda bucket: -sum(leaves[i].size for i in bucket.members))
+    return [_plan_for([leaves[i] for i in b.members], b.kind[0], plan) for b in buckets]
 
 
 def _sum_leaves(
@@ -143,29 +133,24 @@ def _sum_leaves(
         if array.size == 0:
             sums[i] = _compat.zeros_like_psum(array, axis_name)
 
-    def sum_bucket(bucket: Bucket) -> list[jax.Array]:
+    for bucket in make_buckets(arrays, kinds, bucket_bytes):
         precision, is_divided = bucket.kind
         members = [arrays[i] for i in bucket.members]
-        program = _plan_for(members, precision, plan).program
-        return _sum_packed(members, axis_name, program, precision, divisor if is_divided else None)
-
-    for bucket in make_buckets(arrays, kinds, bucket_bytes):
-        for i, total in zip(bucket.members, sum_bucket(bucket), strict=True):
-            array = arrays[i]
+        totals = _sum_bucket(members, axis_name, plan, precision, divisor if is_divided else None)
+        for i, array, total in zip(bucket.members, members, totals, strict=True):
             sums[traced[i]] = _compat.weak_like_psum(total.astype(array.dtype), array, axis_name)
     return tree.unflatten(sums)
 
 
 def _plan_for(arrays: list[Any], precision: Precision, plan: PlanLike) -> PlanLike:
-    size = sum(array.size for array in arrays)
-    num_bytes = size * precision.result_dtype.itemsize
+    num_bytes = sum(array.size for array in arrays) * precision.result_dtype.itemsize
     return plan.for_payload(num_bytes, wire_dtype=precision.planning_dtype)
 
 
 def _constant_sum(leaf: Any, plan: PlanLike) -> Any:
     """The sum of a leaf that is known while tracing, and so the same on all ranks."""
-    is_bool = jnp.result_type(leaf) == np.bool_
     number = as_numbers(leaf)
+    is_bool = jnp.result_type(leaf) == np.bool_
     return _compat.scale_constant(number if is_bool else leaf, len(plan.program.live))
 
 
@@ -174,14 +159,15 @@ def _is_divided(leaf: Any) -> bool:
     return not is_constant(leaf) and jnp.issubdtype(leaf.dtype, np.inexact)
 
 
-def _sum_packed(
+def _sum_bucket(
     leaves: list[jax.Array],
     axis_name: AxisName,
-    program: Program,
+    plan: PlanLike,
     precision: Precision,
     divisor: int | None,
 ) -> list[jax.Array]:
     """Sum leaves of one precision in one buffer; the results have the dtype of sums."""
+    program = _plan_for(leaves, precision, plan).program
     wide = [leaf.astype(precision.sum_dtype) for leaf in leaves]
     is_rounded = precision.sum_dtype != precision.result_dtype
     is_divided_after = divisor is not None and not is_rounded

@@ -2,8 +2,7 @@
 
     ftmesh.audit(jax.jit(step).lower(state, batch).compile(), "data").require_none()
 
-An all-reduce that JAX or the compiler inserts takes its own routes, if it finds any around the
-failed chips, and nothing in the source shows it. So this reads the compiled program.
+An all-reduce that JAX or the compiler inserts takes its own routes, and no source line shows it.
 """
 
 from __future__ import annotations
@@ -46,23 +45,13 @@ KINDS = (
 
 @dataclass(frozen=True)
 class AuditEntry:
-    """A collective that is not the plan's.
+    """A collective that is not the plan's, and advice what to do about it."""
 
-    Attributes:
-        kind: The HLO operation, such as "all-reduce".
-        num_bytes: The larger of its input and its output on a device.
-        axes: The mesh axes it runs along.
-        sources: The lines of code it comes from, as ``file:line``; several if the compiler combined
-            several collectives.
-        op_name: JAX's name of the operation.
-        advice: What to do about it.
-    """
-
-    kind: str
-    num_bytes: int
-    axes: tuple[str, ...]
-    sources: tuple[str, ...]
-    op_name: str
+    kind: str  # the HLO operation, such as "all-reduce"
+    num_bytes: int  # the larger of its input and its output on a device
+    axes: tuple[str, ...]  # the mesh axes it runs along
+    sources: tuple[str, ...]  # lines as "file:line"; several if the compiler combined collectives
+    op_name: str  # JAX's name of the operation
     advice: str
 
     def __str__(self) -> str:
@@ -89,9 +78,8 @@ class Audit:
     def __str__(self) -> str:
         if not self.entries:
             return f"all collectives along {self.axis_name!r} follow the plan"
-        count = len(self.entries)
-        verb = "collectives do" if count > 1 else "collective does"
-        head = f"{count} {verb} not follow the plan along {self.axis_name!r}"
+        verb = "collectives do" if len(self) > 1 else "collective does"
+        head = f"{len(self)} {verb} not follow the plan along {self.axis_name!r}"
         return "\n".join([head, *(f"  {entry}" for entry in self.entries)])
 
     def require_none(self) -> None:
@@ -114,7 +102,6 @@ def audit(
     Args:
         program: What ``jit(...).lower(...)`` returns (`nnx.jit` too), its ``.compile()``, or the
             text of that.
-        axis_name: The mesh axis of the plan.
         mesh: The mesh that the program was compiled for. Needed for text, and for a program whose
             shardings have no mesh.
     """
@@ -153,24 +140,17 @@ def audit(
                 seen.add(part)
             frames = [stacks.frames_of(part) for part in (instruction, *_users(instruction, body))]
             lines = [str(frame) for stack in frames if (frame := user_frame(stack))]
-            entries.append(
-                AuditEntry(
-                    kind,
-                    _payload(kind, instruction, max(map(len, groups))),
-                    axes,
-                    tuple(dict.fromkeys(lines)),
-                    instruction.op_name,
-                    _advice_for(kind, instruction.op_name, frames[0], axis_name),
-                )
-            )
+            sources, name = tuple(dict.fromkeys(lines)), instruction.op_name
+            num_bytes = _payload(kind, instruction, max(map(len, groups)))
+            advice = _advice_for(kind, name, frames[0], axis_name)
+            entries.append(AuditEntry(kind, num_bytes, axes, sources, name, advice))
     return Audit(axis_name, tuple(entries))
 
 
 def _is_from_plan(instruction: Instruction) -> bool:
-    """Whether it is a permutation of a plan, or of a sum over groups of chips."""
-    is_permutation = instruction.opcode.startswith("collective-permute")
-    has_mark = re.search(rf"(^|[/(]){re.escape(_compat.SCOPE_PREFIX)}", instruction.op_name)
-    return is_permutation and bool(has_mark)
+    """True for a permutation of a plan, or of a sum over groups of chips."""
+    mark = re.search(rf"(^|[/(]){re.escape(_compat.SCOPE_PREFIX)}", instruction.op_name)
+    return mark is not None and instruction.opcode.startswith("collective-permute")
 
 
 def _axis_sizes(mesh: Any, program: Any, axis_name: str) -> dict[str, int]:
@@ -190,35 +170,24 @@ def _axis_sizes(mesh: Any, program: Any, axis_name: str) -> dict[str, int]:
 
 def _axes_along(groups: Sequence[Any], axis_sizes: dict[str, int]) -> tuple[str, ...]:
     """The axes along which members of a group differ."""
-    num_devices = math.prod(axis_sizes.values())
+    shape = tuple(axis_sizes.values())
+    num_devices = math.prod(shape)
     largest = max((int(group.max(initial=0)) for group in groups), default=0)
     if largest >= num_devices:
         raise ArgumentError(
             f"the program names device {largest} and the mesh has {num_devices}: give the mesh "
             "that the program was compiled for"
         )
-    shape = tuple(axis_sizes.values())
-    coords = [np.unravel_index(group, shape) for group in groups if len(group)]
-    return tuple(
-        name
-        for axis, name in enumerate(axis_sizes)
-        if any(coord[axis].min() < coord[axis].max() for coord in coords)
-    )
+    extents = [np.ptp(np.unravel_index(group, shape), axis=1) for group in groups if len(group)]
+    return tuple(name for i, name in enumerate(axis_sizes) if any(extent[i] for extent in extents))
 
 
 def _users(instruction: Instruction, body: Sequence[Instruction]) -> list[Instruction]:
     """What takes the results of a combined collective; these name the original source lines."""
-    names = {instruction.name}
-    names |= {
-        done.name
-        for done in body
-        if done.opcode.endswith("-done") and done.operands[:1] == [*names]
-    }
-    return [
-        part
-        for part in body
-        if part.opcode == "get-tuple-element" and not names.isdisjoint(part.operands)
-    ]
+    name = instruction.name
+    done = [x.name for x in body if x.opcode.endswith("-done") and x.operands[:1] == [name]]
+    parts = (x for x in body if x.opcode == "get-tuple-element")
+    return [part for part in parts if not {name, *done}.isdisjoint(part.operands)]
 
 
 def _payload(kind: str, instruction: Instruction, group_size: int) -> int:
@@ -268,7 +237,8 @@ RESHARDING = (
 
 def _advice_for(kind: str, op_name: str, frames: Sequence[SourceFrame], axis_name: str) -> str:
     operation = op_name.rpartition("/")[2]
-    if any(_is_batch_norm(frame) for frame in frames):
+    paths = [Path(frame.file) for frame in frames]
+    if any(path.name == "normalization.py" and "flax" in path.parts for path in paths):
         advice = BATCH_NORM
     elif operation == "psum_invariant" and "transpose(" in op_name:
         advice = REPLICATED_GRADIENT
@@ -277,8 +247,3 @@ def _advice_for(kind: str, op_name: str, frames: Sequence[SourceFrame], axis_nam
     else:
         advice = PARTITIONER if kind in ("all-reduce", "reduce-scatter") else RESHARDING
     return advice.format(axis=axis_name)
-
-
-def _is_batch_norm(frame: SourceFrame) -> bool:
-    path = Path(frame.file)
-    return path.name == "normalization.py" and "flax" in path.parts

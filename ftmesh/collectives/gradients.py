@@ -1,23 +1,11 @@
-"""Gradients: averaged during the backward pass, and accumulated over parts of a batch.
-
-    loss = lambda params, batch: model(with_mean_gradients(params, "data", plan=plan), batch)
-
-leaves the parameters unchanged and averages their gradients over all ranks. The all-reduce of a
-bucket waits for its gradients and for the bucket before it, and nothing in the backward pass waits
-for it: it can overlap with the backward pass of earlier layers.
-
-    value_and_grad = accumulate_gradients(jax.value_and_grad(loss), 4)
-    loss, grads = plan.pmean(value_and_grad(params, batch), "data")
-
-takes a rank's examples in 4 parts. Activations need the memory of one part, and gradients are sent
-once a step.
-"""
+"""Gradients: averaged during the backward pass, or accumulated over parts of a batch."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -64,37 +52,38 @@ def with_mean_gradients(
     """Return `params` unchanged, with gradients that are means over all ranks.
 
     Call it inside the function that is differentiated, and use the gradients as they come out:
-    under ``check_vma=True`` those of replicated parameters are replicated, and counted once. Not
-    for forward-mode derivatives.
+    under ``check_vma=True`` those of replicated parameters are replicated, and counted once. The
+    all-reduce of a bucket waits for its gradients and for the bucket before it, and overlaps with
+    the backward pass of earlier layers. Not for forward-mode derivatives.
 
     Args:
         params: A pytree of arrays.
-        axis_name: The mesh axis that `plan` was made for.
         plan: The backward pass can overlap with the sums of an unrolled plan
             (`Plan.unrolled_variant`), but not with loops or kernels.
         bucket_bytes: The largest bucket of gradients that are summed together.
-        wire_dtype: As for `psum`.
-        accumulate_dtype: As for `psum`.
+        axis_name, wire_dtype, accumulate_dtype: As for `psum`.
         order: The order in which buckets are filled: positions of leaves, the first to have a
             gradient first, as `backward_order` returns them. By default the last leaf is first.
     """
     leaves, tree = jax.tree.flatten(params)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     order = range(len(leaves))[::-1] if order is None else order
-    buckets = _bucket_leaves(leaves, order, bucket_bytes)
+    check_order(order, len(leaves))
+    arrays = [leaves[i] for i in order]
+    filled = make_buckets(arrays, [array.dtype for array in arrays], bucket_bytes)
+    filled.sort(key=lambda bucket: max(bucket.members))  # the first to be complete first
+    buckets = [tuple(order[i] for i in bucket.members) for bucket in filled]
 
     def mean(_: int, bucket: list[Any]) -> list[Any]:
-        present = [i for i, grad in enumerate(bucket) if grad is not None]
         means = pmean(
-            [bucket[i] for i in present],
+            {i: grad for i, grad in enumerate(bucket) if grad is not None},
             axis_name,
             plan=plan,
             wire_dtype=wire_dtype,
             accumulate_dtype=accumulate_dtype,
             bucket_bytes=sys.maxsize,
         )
-        by_position = dict(zip(present, means, strict=True))
-        return [by_position.get(i) for i in range(len(bucket))]
+        return [means.get(i) for i in range(len(bucket))]
 
     slots = [[leaves[i] for i in bucket] for bucket in buckets]
     return tree.unflatten(reduce_in_backward(leaves, buckets, slots, mean, axis_name))
@@ -109,13 +98,10 @@ def reduce_in_backward(
 ) -> list[Any]:
     """Return `leaves` unchanged; in the backward pass, reduce their gradients bucket by bucket.
 
-    Args:
-        leaves: Arrays of which gradients are taken.
-        buckets: The positions of the leaves in each bucket. A leaf in none keeps its gradient.
-        slots: For each bucket the arrays that get as gradients what `reduce` returns for it.
-        reduce: Called with the index of a bucket and its gradients. None stands for a gradient
-            that is zero because the loss does not depend on the leaf, here and in what it returns.
-        axis_name: The mesh axis of the reduction.
+    A bucket has the positions of its leaves, and a leaf in none keeps its gradient. `reduce` is
+    called with the index of a bucket and its gradients; the `slots` of the bucket get as gradients
+    what it returns. None stands for a gradient that is zero because the loss does not depend on
+    the leaf.
     """
     bucketed = {i: leaves[i] for bucket in buckets for i in bucket}
     varies = [[axis_name in _compat.varying_axes(slot) for slot in bucket] for bucket in slots]
@@ -132,11 +118,11 @@ def reduce_in_backward(
             slot_grads[index][slot] = _compat.as_varying(grad, axis_name) if is_varying else grad
 
     def backward(_: None, grads: dict[int, Any]) -> tuple[None, list[list[Any]]]:
-        by_bucket = [[_none_if_zero(grads[i]) for i in bucket] for bucket in buckets]
         slot_grads: list[list[Any]] = [[None] * len(bucket) for bucket in slots]
         previous: list[Any] = []
         filled: list[tuple[int, int]] = []  # the bucket and slot of each array in `previous`
-        for index, bucket in enumerate(by_bucket):
+        for index, positions in enumerate(buckets):
+            bucket = [None if isinstance(grads[i], SymbolicZero) else grads[i] for i in positions]
             present = [grad for grad in bucket if grad is not None]
             if not present:
                 continue
@@ -160,10 +146,6 @@ def reduce_in_backward(
     return [passed.get(i, leaf) for i, leaf in enumerate(leaves)]
 
 
-def _none_if_zero(grad: Any) -> Any:
-    return None if isinstance(grad, SymbolicZero) else grad
-
-
 def local_value_and_grad(
     loss: Callable[..., Any], axis_name: AxisName, *, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -185,13 +167,8 @@ def backward_order(
     """Return the positions of the leaves of `params` in the order their gradients are computed.
 
     Traces the backward pass of ``loss(params, *args)`` without running it. If one operation, such
-    as a jitted function, computes several gradients, that of the last leaf counts as first.
-
-    Args:
-        loss: A function as for `jax.grad`. It may call collectives if their axis is bound.
-        params: The parameters to differentiate by.
-        *args: Further arguments of `loss`.
-        has_aux: As for `jax.grad`.
+    as a jitted function, computes several gradients, that of the last leaf counts as first. `loss`
+    may call collectives if their axis is bound.
     """
     traced = jax.make_jaxpr(jax.value_and_grad(loss, has_aux=has_aux))(params, *args)
     jaxpr, num_grads = traced.jaxpr, len(jax.tree.leaves(params))
@@ -199,20 +176,6 @@ def backward_order(
     grads = jaxpr.outvars[len(jaxpr.outvars) - num_grads :]
     steps = [-1 if isinstance(var, Literal) else computed_at.get(var, -1) for var in grads]
     return tuple(sorted(range(num_grads), key=lambda i: (steps[i], -i)))
-
-
-def _bucket_leaves(
-    leaves: Sequence[Any], order: Sequence[int], bucket_bytes: int
-) -> list[tuple[int, ...]]:
-    """The positions of leaves that are summed together, the first bucket to be complete first.
-
-    Empty leaves are in no bucket.
-    """
-    check_order(order, len(leaves))
-    arrays = [leaves[i] for i in order]
-    buckets = make_buckets(arrays, [array.dtype for array in arrays], bucket_bytes)
-    buckets.sort(key=lambda bucket: max(bucket.members))
-    return [tuple(order[i] for i in bucket.members) for bucket in buckets]
 
 
 def check_order(order: Sequence[int], num_leaves: int) -> None:
@@ -233,8 +196,8 @@ def accumulate_gradients(
 ) -> Callable[..., Any]:
     """Return `value_and_grad` run on equal parts of a batch, one after the other.
 
-    Under ``check_vma=True`` gradients are those of this rank alone, even for replicated parameters:
-    sum them over ranks once, afterwards.
+    Activations need the memory of one part. Under ``check_vma=True`` gradients are those of this
+    rank alone, even for replicated parameters: sum them over ranks once, with `Plan.pmean`.
 
     Args:
         value_and_grad: Called as ``value_and_grad(params, *batch)``; returns a value (or a pytree)
@@ -258,16 +221,25 @@ def accumulate_gradients(
 
     def run(params: PyTree, *batch: PyTree) -> Any:
         parts = jax.tree.map(lambda rows: _split_rows(rows, num_parts), batch)
-        arrays = jax.tree.leaves(parts)
-        params = jax.tree.map(lambda leaf: _varying_as_all(leaf, arrays), params)
+        for rows in jax.tree.leaves(parts):
+            params = jax.tree.map(partial(_compat.varying_like, other=rows), params)
 
         def run_part(part: PyTree) -> Any:
-            return jax.tree.map(as_numbers, _check_pair(value_and_grad(params, *part)))
+            result = value_and_grad(params, *part)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise ArgumentError(
+                    "accumulate_gradients takes a function that returns a value and gradients: "
+                    "give it jax.value_and_grad(loss), not the loss"
+                )
+            return jax.tree.map(as_numbers, result)
 
         def add(totals: list[Any], part: PyTree) -> tuple[list[Any], None]:
             results = jax.tree.leaves(run_part(part))
-            sums = [t + x.astype(t.dtype) for t, x in zip(totals, results, strict=True)]
-            return sums, None
+            return [t + x.astype(t.dtype) for t, x in zip(totals, results, strict=True)], None
+
+        def finish(total: Any, aval: Any) -> Any:
+            is_divided = mean and jnp.issubdtype(total.dtype, np.inexact)
+            return (total / num_parts if is_divided else total).astype(aval.dtype)
 
         first = jax.tree.map(lambda rows: rows[0], parts)
         traced, (value, grads) = jax.make_jaxpr(run_part, return_shape=True)(first)
@@ -278,14 +250,8 @@ def accumulate_gradients(
             for aval, dtype in zip(traced.out_avals, dtypes, strict=True)
         ]
         totals, _ = lax.scan(add, zeros, parts)
-        results = [
-            (total / num_parts if mean and jnp.issubdtype(total.dtype, np.inexact) else total)
-            for total in totals
-        ]
-        return jax.tree.unflatten(
-            jax.tree.structure((value, grads)),
-            [x.astype(aval.dtype) for x, aval in zip(results, traced.out_avals, strict=True)],
-        )
+        results = map(finish, totals, traced.out_avals)
+        return jax.tree.unflatten(jax.tree.structure((value, grads)), results)
 
     return run
 
@@ -301,19 +267,3 @@ def _split_rows(rows: Any, num_parts: int) -> jax.Array:
             f"batch to {-(-num_rows // num_parts) * num_parts} rows with examples of weight zero"
         )
     return rows.reshape(num_parts, num_rows // num_parts, *rows.shape[1:])
-
-
-def _varying_as_all(leaf: Any, others: list[jax.Array]) -> Any:
-    """Mark a leaf as varying along every axis along which any of the others varies."""
-    for other in others:
-        leaf = _compat.varying_like(leaf, other)
-    return leaf
-
-
-def _check_pair(result: Any) -> tuple[Any, Any]:
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise ArgumentError(
-            "accumulate_gradients takes a function that returns a value and gradients: give it "
-            "jax.value_and_grad(loss), not the loss"
-        )
-    return result

@@ -9,6 +9,7 @@ them before, and gets the sum after. All ranks of a group get the same bits.
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,33 +44,24 @@ class ChipGroups:
 
     @staticmethod
     def of_size(plan: HasTopology | Topology, chips: int) -> ChipGroups:
-        """Group neighbouring chips, with all their devices. Failed chips leave groups smaller.
+        """Make groups of `chips` neighbours, with all their devices; see `Topology.groups`.
 
-        Args:
-            plan: A plan, or a topology.
-            chips: The number of chips in a group; see `Topology.groups` for which are possible.
+        Failed chips leave groups smaller.
         """
         ranks = Ranks.from_plan(plan)
-        devices = ranks.live.reshape(ranks.topology.num_live, -1)
-        return ChipGroups(
-            tuple(
-                tuple(int(rank) for chip in group for rank in devices[chip])
-                for group in ranks.topology.groups(chips)
-            ),
-            ranks.num_ranks,
-        )
+        devices = ranks.live.reshape(ranks.topology.num_live, -1).tolist()
+        groups = ranks.topology.groups(chips)
+        members = (tuple(rank for chip in group for rank in devices[chip]) for group in groups)
+        return ChipGroups(tuple(members), ranks.num_ranks)
 
     @staticmethod
     def for_examples(plan: HasTopology | Topology, examples: int, global_batch: int) -> ChipGroups:
         """Make the smallest groups that have `examples` examples of a batch, if no chip failed."""
         topology = Ranks.from_plan(plan).topology
         for chips in range(1, topology.num_chips + 1):
-            if chips * global_batch < examples * topology.num_live:
-                continue
-            try:
-                return ChipGroups.of_size(plan, chips)
-            except TopologyError:
-                continue
+            with suppress(TopologyError):  # not every size is possible
+                if chips * global_batch >= examples * topology.num_live:
+                    return ChipGroups.of_size(plan, chips)
         raise ArgumentError(
             f"a batch of {global_batch} has no groups of {examples} examples to normalise over: "
             f"use a batch of {examples} or more"
@@ -83,17 +75,19 @@ class ChipGroups:
                 f"{self.num_ranks}"
             )
         rank = lax.axis_index(axis_name)
-        for exchange in self.exchanges:
-            pairs = list(enumerate(exchange.partner.tolist()))
+        for partner, adds, replaces in self.exchanges:
             with _compat.plan_scope("group_sum"):
-                received = lax.ppermute(x, axis_name, pairs)
-            adds, replaces = jnp.asarray(exchange.adds)[rank], jnp.asarray(exchange.replaces)[rank]
-            x = jnp.where(adds, x + received, jnp.where(replaces, received, x))
+                received = lax.ppermute(x, axis_name, list(enumerate(partner.tolist())))
+            replaced = jnp.where(jnp.asarray(replaces)[rank], received, x)
+            x = jnp.where(jnp.asarray(adds)[rank], x + received, replaced)
         return x
 
     @cached_property
-    def exchanges(self) -> tuple[Exchange, ...]:
-        """The exchanges after which every rank has the sum of its group."""
+    def exchanges(self) -> tuple[tuple[Ints, NDArray[np.bool_], NDArray[np.bool_]], ...]:
+        """The exchanges after which every rank has the sum of its group.
+
+        Each rank's partner, or itself; whether it adds what it receives; and whether it keeps that.
+        """
         exchanges = []
         for steps in itertools.zip_longest(*map(_steps, self.ranks), fillvalue=()):
             partner = np.arange(self.num_ranks, dtype=np.int32)
@@ -101,24 +95,12 @@ class ChipGroups:
             for rank, other, is_sum in itertools.chain(*steps):
                 partner[rank], partner[other] = other, rank
                 (adds if is_sum else replaces)[rank] = True
-            exchanges.append(Exchange(partner, adds, replaces))
+            exchanges.append((partner, adds, replaces))
         return tuple(exchanges)
 
 
-@dataclass(frozen=True, eq=False)
-class Exchange:
-    """Pairs of ranks exchange values. A rank adds what it receives, or replaces its own by it."""
-
-    partner: Ints  # rank -> rank; itself if it has no partner
-    adds: NDArray[np.bool_]
-    replaces: NDArray[np.bool_]
-
-
-Step = list[tuple[int, int, bool]]  # a rank, its partner, and whether it adds what it receives
-
-
-def _steps(group: tuple[int, ...]) -> list[Step]:
-    """The exchanges of one group, in order."""
+def _steps(group: tuple[int, ...]) -> list[list[tuple[int, int, bool]]]:
+    """For each exchange of a group: ranks, their partners, and whether they add what they get."""
     doublings = len(group).bit_length() - 1
     inner, outer = group[: 1 << doublings], group[1 << doublings :]
     steps = [

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ftmesh.collectives.all_reduce import pmean
-from ftmesh.collectives.partitioning import REPLICATED, broadcast_specs, entry_axes
+from ftmesh.collectives.partitioning import REPLICATED, broadcast_specs, entry_axes, is_spec
 from ftmesh.collectives.reduce_scatter import all_gather, psum_scatter
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
@@ -64,7 +64,7 @@ class Loss:
         return output if self.has_aux else (output, None)
 
     def _reduce(self, output: Any, examples: LocalExamples | None) -> tuple[Any, Any]:
-        """Reduce what the function returned to a number to be averaged, and its weight."""
+        """Return a number to be averaged, and its weight or None."""
         if self.weighted:
             if not isinstance(output, (tuple, list)) or len(output) != 2:
                 raise ArgumentError(
@@ -100,14 +100,13 @@ def _sum_examples(output: Any, examples: LocalExamples | None) -> Any:
 
 
 def _describe(output: Any) -> str:
-    if hasattr(output, "shape"):
-        return f"an array of shape {output.shape}"
-    return f"a {type(output).__name__}"
+    has_shape = hasattr(output, "shape")
+    return f"an array of shape {output.shape}" if has_shape else f"a {type(output).__name__}"
 
 
 @dataclass(frozen=True)
 class MeanOverRanks:
-    """How means over ranks are made: the plan, its axis, and the options of `pmean`."""
+    """Averages over ranks: the plan, its axis, and the options of `pmean`."""
 
     plan: PlanLike
     axis_name: AxisName
@@ -119,16 +118,22 @@ class MeanOverRanks:
         """Average over ranks. Leaves that are sharded along the axis are scattered."""
         leaves, tree = jax.tree.flatten(x)
         leaves = [_compat.as_varying(jnp.asarray(leaf), self.axis_name) for leaf in leaves]
-        if specs is None:
-            return tree.unflatten(self._pmean(leaves, None))
-        leaf_specs = jax.tree.leaves(broadcast_specs(specs, x))
+        leaf_specs = jax.tree.leaves(broadcast_specs(REPLICATED if specs is None else specs, x))
         dimensions = [self._sharded_dimension(spec) for spec in leaf_specs]
         whole = [i for i, dimension in enumerate(dimensions) if dimension is None]
-        means = self._pmean([leaves[i] for i in whole], [leaf_specs[i] for i in whole])
-        for i, mean in zip(whole, means, strict=True):
-            leaves[i] = mean
+        means = pmean(
+            {i: leaves[i] for i in whole},
+            self.axis_name,
+            plan=self.plan,
+            wire_dtype=self.wire_dtype,
+            accumulate_dtype=self.accumulate_dtype,
+            bucket_bytes=self.bucket_bytes,
+            specs=None if specs is None else {i: leaf_specs[i] for i in whole},
+        )
         for i, dimension in enumerate(dimensions):
-            if dimension is not None:
+            if dimension is None:
+                leaves[i] = means[i]
+            else:
                 leaves[i] = psum_scatter(
                     leaves[i] / len(self.plan.program.live),
                     self.axis_name,
@@ -141,18 +146,6 @@ class MeanOverRanks:
                 )
         return tree.unflatten(leaves)
 
-    def _pmean(self, leaves: list[Any], specs: Specs) -> list[Any]:
-        means: list[Any] = pmean(
-            leaves,
-            self.axis_name,
-            plan=self.plan,
-            wire_dtype=self.wire_dtype,
-            accumulate_dtype=self.accumulate_dtype,
-            bucket_bytes=self.bucket_bytes,
-            specs=specs,
-        )
-        return means
-
     def gather(self, x: PyTree, specs: Specs) -> PyTree:
         """Gather the leaves that are sharded along the axis."""
 
@@ -160,23 +153,20 @@ class MeanOverRanks:
             dimension = self._sharded_dimension(spec)
             if dimension is None:
                 return leaf
-            return all_gather(
-                leaf, self.axis_name, axis=dimension, tiled=True, plan=self.plan, specs=spec
-            )
+            name, plan = self.axis_name, self.plan
+            return all_gather(leaf, name, axis=dimension, tiled=True, plan=plan, specs=spec)
 
         return jax.tree.map(gather_leaf, x, broadcast_specs(specs, x))
 
     def _sharded_dimension(self, spec: PartitionSpec) -> int | None:
         """The dimension that is sharded along the axis, or None."""
-        for dimension, entry in enumerate(spec):
-            names = entry_axes(entry)
+        for dimension, names in enumerate(map(entry_axes, spec)):
+            if self.axis_name in names and len(names) > 1:
+                raise ArgumentError(
+                    f"one dimension of a weight is sharded along {names}, and the plan can gather "
+                    f"along {self.axis_name!r} alone: shard another dimension along the others"
+                )
             if self.axis_name in names:
-                if len(names) > 1:
-                    raise ArgumentError(
-                        f"one dimension of a weight is sharded along {names}, and the plan can "
-                        f"gather along {self.axis_name!r} alone: shard another dimension along "
-                        "the others"
-                    )
                 return dimension
         return None
 
@@ -193,14 +183,11 @@ def mean_value_and_grads(
 
     `value_and_grads` replaces the method of `loss`, if given.
     """
-
-    def as_local(leaf: Any) -> Any:  # JAX would sum the gradient of a replicated leaf itself
-        return _compat.as_varying(leaf, ranks.axis_name)
-
-    args = tuple(
-        jax.tree.map(as_local, arg) if i in loss.argnums else arg for i, arg in enumerate(args)
-    )
-    total, weight, grads, aux = (value_and_grads or loss.value_and_grads)(args, examples)
+    local = list(args)
+    for i in loss.argnums:  # JAX would sum the gradient of a replicated leaf itself
+        local[i] = jax.tree.map(lambda leaf: _compat.as_varying(leaf, ranks.axis_name), args[i])
+    run = value_and_grads or loss.value_and_grads
+    total, weight, grads, aux = run(tuple(local), examples)
     if specs is not None:
         specs = (REPLICATED, REPLICATED, broadcast_specs(specs, grads))
     value, weight, grads = ranks.mean((total, weight, grads), specs)
@@ -215,8 +202,7 @@ def check_bound_axis(axis_name: AxisName, specs: Specs, mesh: Any) -> None:
         raise ArgumentError(
             f"axis {axis_name!r} is bound here, so its mesh is known: leave out mesh"
         )
-    leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    for spec in leaves:
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
         if any(axis_name in entry_axes(entry) for entry in getattr(spec, "spec", spec)):
             raise ArgumentError(
                 f"axis {axis_name!r} is bound here, so a rank has only its own shard of weights "

@@ -1,9 +1,4 @@
-"""The operands of a collective: checks, and the dtypes in which they are added and sent.
-
-Floating-point leaves of 16 bits or fewer are added in float32, unless `accumulate_dtype` says
-otherwise. Results are sent in `wire_dtype`, by default the leaf's own, rounded once by their owner.
-Partial sums are sent in it too if the plan is shallow enough; see `ftmesh.cost.wire_precision`.
-"""
+"""The operands of a collective: checks, and the dtypes in which they are added and sent."""
 
 from __future__ import annotations
 
@@ -38,10 +33,7 @@ def check_call(
     *,
     needs_all_ranks: bool = False,
 ) -> AxisName:
-    """Check a call of the collective `name`, and return the name of its one axis.
-
-    With `needs_all_ranks`, a plan with idle devices is an error.
-    """
+    """Check a call of the collective `name`, and return the name of its one axis."""
     if not hasattr(plan, "program"):
         raise CollectiveError(
             f"{name} needs a plan, not a {type(plan).__name__}: give plan=ftmesh.plan(topology)"
@@ -86,15 +78,15 @@ def check_call(
 
 
 def is_constant(leaf: Any) -> bool:
-    """Whether a leaf is known while tracing, and so the same on all ranks."""
+    """True if a leaf is known while tracing, and so the same on all ranks."""
     return not isinstance(leaf, jax.core.Tracer)
 
 
 def as_operand(leaf: Any, axis_name: AxisName) -> jax.Array:
     """Return a leaf as an array of numbers that may vary along the axis.
 
-    Raises CollectiveError for a leaf that is typed as the same on all ranks. lax sums such a leaf;
-    but it is usually a gradient that JAX has summed already.
+    Raises CollectiveError for a leaf that is typed as the same on all ranks, usually a gradient
+    that JAX has summed already.
     """
     if is_constant(leaf):
         return _compat.as_varying(as_numbers(leaf), axis_name)
@@ -143,9 +135,7 @@ class Precision:
 
 
 def choose_precision(
-    dtype: DTypeLike,
-    wire_dtype: DTypeLike | None = None,
-    accumulate_dtype: DTypeLike | None = None,
+    dtype: DTypeLike, wire_dtype: DTypeLike | None = None, accumulate_dtype: DTypeLike | None = None
 ) -> Precision:
     """The precision of leaves of `dtype`. Leaves that are not floating-point keep their dtype."""
     wire = _check_dtype("wire_dtype", wire_dtype, WIRE_DTYPES)
@@ -154,9 +144,8 @@ def choose_precision(
     if not jnp.issubdtype(dtype, np.floating):
         return Precision(dtype, dtype)
     if sum_dtype is None:
-        sum_dtype = jnp.dtype(
-            accumulation_dtype(dtype.name) if dtype.name in FLOAT_FORMATS else "float32"
-        )
+        is_known = dtype.name in FLOAT_FORMATS
+        sum_dtype = jnp.dtype(accumulation_dtype(dtype.name) if is_known else "float32")
     result_dtype = wire or dtype
     is_narrower = result_dtype.itemsize < sum_dtype.itemsize
     return Precision(sum_dtype, result_dtype if is_narrower else sum_dtype)

@@ -1,10 +1,7 @@
 """Mesh axes other than the plan's: arrays stay sharded along them.
 
 Inside ``shard_map(axis_names={"data"})`` an array may still be sharded along "model". Packing it
-into a buffer would gather it over "model" first, and every device would sum all of it. With
-`map_local_shards` each device sums its own shard, and nothing is gathered.
-
-`MeshContext` is the same for a loss in jit: the mesh it runs on, and how JAX treats its axes.
+into a buffer would gather it over "model". With `map_local_shards` each device sums its own shard.
 """
 
 from __future__ import annotations
@@ -27,59 +24,41 @@ SpecChange = Callable[[PartitionSpec], tuple[PartitionSpec, PartitionSpec]]
 
 
 def map_local_shards(
-    run: Callable[[PyTree], PyTree],
-    x: PyTree,
-    specs: Specs = None,
-    *,
-    change: SpecChange | None = None,
+    run: Callable[[PyTree], Any], x: PyTree, specs: Specs = None, change: SpecChange | None = None
 ) -> PyTree:
-    """Run a function of a pytree on each device's shards along the axes left to the compiler.
+    """Run a function of leaves on each device's shards along the axes left to the compiler.
 
-    Args:
-        run: The function. It maps over leaves.
-        x: A pytree of arrays.
-        specs: How the arrays are sharded along those axes: a spec, or a pytree of specs that is a
-            prefix of `x`. If None, types tell for Explicit axes, and arrays are gathered over Auto
-            ones.
-        change: How `run` changes the spec of an array, if it does.
+    `specs` are a prefix of `x`. If None, types tell how arrays are sharded along Explicit axes,
+    and arrays are gathered over Auto ones. `change` is how `run` changes the spec of an array.
     """
     unmapped = unmapped_axes() if _compat.SUPPORTS_NESTED_SHARD_MAP else {}
     if not unmapped or (specs is None and AxisType.Explicit not in unmapped.values()):
         return run(x)
     leaves, tree = jax.tree.flatten(x)
     given = [None] * len(leaves) if specs is None else jax.tree.leaves(broadcast_specs(specs, x))
-    traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
-    constants = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.core.Tracer)]
-    results = list(leaves)
+    traced = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)}
+    constants = {i: leaf for i, leaf in enumerate(leaves) if i not in traced}
+    results = run(constants) if constants else {}
     if traced:
-        mapped = _run_in_shard_map(
-            run, [leaves[i] for i in traced], [given[i] for i in traced], unmapped, change
-        )
-        for i, result in zip(traced, mapped, strict=True):
-            results[i] = result
-    if constants:
-        for i, result in zip(constants, run([leaves[i] for i in constants]), strict=True):
-            results[i] = result
-    return tree.unflatten(results)
+        results |= _run_in_shard_map(run, traced, given, unmapped, change)
+    return tree.unflatten(results[i] for i in range(len(leaves)))
 
 
 def _run_in_shard_map(
     run: Callable[[PyTree], PyTree],
-    arrays: list[Any],
+    arrays: dict[int, Any],
     given: list[PartitionSpec | None],
     axes: dict[str, AxisType],
     change: SpecChange | None,
 ) -> PyTree:
-    in_specs, out_specs = [], []
-    for i, array in enumerate(arrays):
+    arrays, in_specs, out_specs = dict(arrays), {}, {}
+    for i, array in arrays.items():
         typed = pad_spec(restrict_spec(typed_spec(array), axes), array.ndim)
         wanted = given[i]
         spec = typed if wanted is None else pad_spec(restrict_spec(wanted, axes), array.ndim)
-        before, after = (spec, spec) if change is None else change(spec)
-        if before != typed and AxisType.Explicit in axes.values():
-            arrays[i] = jax.sharding.reshard(array, before)
-        in_specs.append(before)
-        out_specs.append(after)
+        in_specs[i], out_specs[i] = (spec, spec) if change is None else change(spec)
+        if in_specs[i] != typed and AxisType.Explicit in axes.values():
+            arrays[i] = jax.sharding.reshard(array, in_specs[i])
     return jax.shard_map(
         run,
         axis_names=set(axes),
@@ -122,22 +101,22 @@ def gather_spec(axis: int, *, tiled: bool) -> SpecChange:
 def unmapped_axes() -> dict[str, AxisType]:
     """The axes of more than one device that the surrounding shard_map leaves to the compiler."""
     mesh = jax.sharding.get_abstract_mesh()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if AxisType.Manual not in types.values():
+    if AxisType.Manual not in mesh.axis_types:
         return {}
-    return {
-        name: kind
-        for name, kind in types.items()
-        if kind != AxisType.Manual and mesh.shape[name] > 1
-    }
+    return {name: kind for name, kind in _axis_types(mesh).items() if kind != AxisType.Manual}
+
+
+def _axis_types(mesh: Any) -> dict[Any, AxisType]:
+    """The types of the axes of more than one device."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: kind for name, kind in types if mesh.shape[name] > 1}
 
 
 def broadcast_specs(specs: Specs, x: PyTree) -> PyTree:
     """Return a spec for each leaf of `x`, from `specs` that are a prefix of it."""
 
     def to_leaves(spec: Any, part: PyTree) -> PyTree:
-        if isinstance(spec, NamedSharding):
-            spec = spec.spec
+        spec = spec.spec if isinstance(spec, NamedSharding) else spec
         if not isinstance(spec, PartitionSpec):
             raise ArgumentError(
                 "specs must be PartitionSpecs or NamedShardings, one for each array or for a "
@@ -145,10 +124,8 @@ def broadcast_specs(specs: Specs, x: PyTree) -> PyTree:
             )
         return jax.tree.map(lambda _: spec, part)
 
-    def is_leaf(spec: Any) -> bool:
-        return isinstance(spec, (PartitionSpec, jax.sharding.Sharding))
-
-    return jax.tree.map(to_leaves, specs, x, is_leaf=is_leaf)
+    kinds = (PartitionSpec, jax.sharding.Sharding)
+    return jax.tree.map(to_leaves, specs, x, is_leaf=lambda spec: isinstance(spec, kinds))
 
 
 def is_spec(x: Any) -> bool:
@@ -169,11 +146,7 @@ def entry_axes(entry: Any) -> tuple[Any, ...]:
 
 
 def restrict_spec(spec: PartitionSpec, axes: Iterable[Any]) -> PartitionSpec:
-    """Drop all mesh axes but these from a spec.
-
-    >>> tuple(restrict_spec(PartitionSpec("data", ("data", "model")), {"model"}))
-    (None, 'model')
-    """
+    """Drop all mesh axes but these from a spec."""
     kept = [tuple(name for name in entry_axes(entry) if name in axes) for entry in spec]
     return PartitionSpec(*((names[0] if len(names) == 1 else names or None) for names in kept))
 
@@ -201,7 +174,8 @@ class MeshContext:
                 f"the mesh given, {mesh.shape}, is not that of jax.set_mesh, {current.shape}: "
                 "leave out one of them"
             )
-        mesh = mesh or _current_mesh(axis_name, args)
+        known = [current, *(jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args))]
+        mesh = mesh or next((mesh for mesh in known if axis_name in mesh.axis_names), None)
         if mesh is None and plan.topology.num_positions > 1:
             raise ArgumentError(
                 "the plan is for tiles of several devices, and their axes are not known here: "
@@ -216,11 +190,7 @@ class MeshContext:
                 f"{plan.topology} has {plan.program.num_ranks}: make the mesh with "
                 f"plan.jax_mesh({axis_name!r})"
             )
-        types = {
-            name: kind
-            for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-            if mesh.shape[name] > 1
-        }
+        types = _axis_types(mesh)
         if len(set(types.values())) > 1 or AxisType.Manual in types.values():
             raise CollectiveError(
                 f"the mesh mixes axis types, {types}, and JAX then sums gradients by itself: make "
@@ -247,10 +217,8 @@ class MeshContext:
                 "weights"
             )
         specs = broadcast_specs(REPLICATED if specs is None else specs, weights)
-        named = {
-            name for spec in jax.tree.leaves(specs) for entry in spec for name in entry_axes(entry)
-        }
-        if unknown := named - set(self.mesh.axis_names):
+        entries = [entry for spec in jax.tree.leaves(specs) for entry in spec]
+        if unknown := {name for x in entries for name in entry_axes(x)} - {*self.mesh.axis_names}:
             raise ArgumentError(
                 f"specs name {sorted(unknown)}, and the mesh has axes {self.mesh.axis_names}"
             )
@@ -278,38 +246,25 @@ class MeshContext:
 
         if not self.is_explicit:
             return mapped
-        mesh = self.mesh.abstract_mesh
+        mesh, axes = self.mesh.abstract_mesh, tuple(self.mesh.axis_names)
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_types, is_leaf=is_spec)
-        auto: Callable[..., Any] = jax.sharding.auto_axes(
-            mapped, axes=tuple(mesh.axis_names), out_sharding=shardings
-        )
-        return auto
+        auto = jax.sharding.auto_axes(mapped, axes=axes, out_sharding=shardings)
+        return cast(Callable[..., Any], auto)
 
     def with_explicit_axes(self, run: Callable[..., Any], types: Specs) -> Callable[..., Any]:
         """Undo for `run` that `shard_map` made the other axes Auto, if they were Explicit."""
         if not (self.is_explicit and self.other_axes):
             return run
-        in_sharding = jax.tree.map(
-            lambda spec: restrict_spec(spec, self.other_axes), types, is_leaf=is_spec
-        )
-        explicit: Callable[..., Any] = jax.sharding.explicit_axes(
-            run, axes=self.other_axes, in_sharding=in_sharding
-        )
-        return explicit
-
-
-def _current_mesh(axis_name: AxisName, args: PyTree) -> Any:
-    """The mesh of `jax.set_mesh` or of the arguments, if it has the axis."""
-    meshes = [jax.sharding.get_abstract_mesh()]
-    meshes += [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args)]
-    return next((mesh for mesh in meshes if axis_name in mesh.axis_names), None)
+        axes = self.other_axes
+        specs = jax.tree.map(lambda spec: restrict_spec(spec, axes), types, is_leaf=is_spec)
+        explicit = jax.sharding.explicit_axes(run, axes=axes, in_sharding=specs)
+        return cast(Callable[..., Any], explicit)
 
 
 def _with_devices(mesh: Any, plan: PlanLike, axis_name: AxisName) -> Any:
     """Give a mesh without other axes the plan's devices, so that JAX rejects any others."""
-    if isinstance(mesh, jax.sharding.Mesh) or mesh.size > mesh.shape[axis_name]:
-        return mesh
-    if not plan.topology.devices:
+    has_other_axes = mesh.size > mesh.shape[axis_name]
+    if isinstance(mesh, jax.sharding.Mesh) or has_other_axes or not plan.topology.devices:
         return mesh
     devices = plan.jax_mesh(cast(str, axis_name)).devices.reshape(tuple(mesh.shape.values()))
     return jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)

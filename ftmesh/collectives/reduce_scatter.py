@@ -1,8 +1,7 @@
 """Reduce-scatter and all-gather, along the routes of a plan.
 
-`psum_scatter` and `all_gather` are those of `jax.lax`. If every rank owns the same number of
-chunks, each runs its phase of the schedule alone; otherwise it runs the whole all-reduce.
-
+`psum_scatter` and `all_gather` are those of `jax.lax`. They run their phase of the schedule alone
+if every rank owns the same number of chunks, and otherwise the whole all-reduce.
 `reduce_to_owners` and `gather_from_owners` leave chunks with the ranks that own them in the
 schedule, whatever their number: sharded optimizers use these.
 """
@@ -29,7 +28,7 @@ from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat, primitives
 from ftmesh.execute.lowering import Program
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
-from ftmesh.layout.buckets import chunk_shape, pack, unpack
+from ftmesh.layout.buckets import Packing, pack, unpack
 
 
 def psum_scatter(
@@ -49,22 +48,11 @@ def psum_scatter(
     Args:
         x: An array or a pytree of arrays. A leaf that is sharded along another mesh axis in
             `scatter_dimension` is gathered over that axis first.
-        axis_name: The mesh axis that `plan` was made for.
         scatter_dimension: The dimension that is split among the ranks.
-        axis_index_groups: Not supported.
         tiled: Whether the dimension stays, shorter by the number of ranks, as in lax.
         plan: A plan without idle devices. An algorithm without a reduce-scatter phase is replaced
             by one that has it (`Plan.with_reduce_scatter`).
-        wire_dtype: As for `psum`.
-        accumulate_dtype: As for `psum`.
-        specs: As for `psum`.
-
-    >>> import ftmesh
-    >>> from ftmesh.testing import on_one_device
-    >>> plan = ftmesh.plan(ftmesh.Topology.grid("4x2", failed="2x2@2,0"))
-    >>> run = on_one_device(lambda x: psum_scatter(x, "data", plan=plan))
-    >>> run(jnp.arange(16).reshape(4, 4)).tolist()
-    [24, 28, 32, 36]
+        axis_name, axis_index_groups, wire_dtype, accumulate_dtype, specs: As for `psum`.
     """
     axis_name = check_call("psum_scatter", axis_name, axis_index_groups, plan, needs_all_ranks=True)
     program = plan.with_reduce_scatter.program
@@ -82,9 +70,8 @@ def psum_scatter(
         precision = choose_precision(leaf.dtype, wire_dtype, accumulate_dtype)
         block = blocks[0]
         if leaf.size:
-            block = _scatter_blocks(
-                blocks.astype(precision.sum_dtype), axis_name, program, precision
-            )
+            wide = blocks.astype(precision.sum_dtype)
+            block = _scatter_blocks(wide, axis_name, program, precision)
         block = _compat.weak_like(block.astype(leaf.dtype), leaf)
         return block if tiled else jnp.squeeze(block, scatter_dimension)
 
@@ -109,18 +96,9 @@ def all_gather(
 
     Args:
         x: An array or a pytree of arrays.
-        axis_name: The mesh axis that `plan` was made for.
-        axis_index_groups: Not supported.
         axis: The dimension of the result along which ranks are stacked.
         tiled: Whether ranks are concatenated along an existing dimension, as in lax.
-        plan: As for `psum_scatter`.
-        specs: As for `psum_scatter`.
-
-    >>> import ftmesh
-    >>> from ftmesh.testing import on_one_device
-    >>> plan = ftmesh.plan(ftmesh.Topology.grid("4x2", failed="2x2@2,0"))
-    >>> on_one_device(lambda x: all_gather(x, "data", plan=plan))(jnp.arange(4))[2].tolist()
-    [0, 1, 2, 3]
+        axis_name, axis_index_groups, plan, specs: As for `psum_scatter`.
     """
     axis_name = check_call("all_gather", axis_name, axis_index_groups, plan, needs_all_ranks=True)
     program = plan.with_reduce_scatter.program
@@ -164,19 +142,16 @@ def reduce_to_owners(
 
     Args:
         x: A vector.
-        axis_name: The mesh axis that `plan` was made for.
         plan: A plan whose algorithm, or a replacement of it, has a reduce-scatter phase.
         mean: Divide by the number of live ranks, before rounding.
-        wire_dtype: As for `psum`.
-        accumulate_dtype: As for `psum`.
+        axis_name, wire_dtype, accumulate_dtype: As for `psum`.
 
     Returns:
         The chunks that this rank owns, in ascending order, as a vector. Its length is the same on
         all ranks: zeros pad it on ranks that own fewer chunks, or none.
     """
     axis_name = check_call("reduce_to_owners", axis_name, None, plan)
-    plan = plan.with_reduce_scatter
-    check_has_owners(plan)
+    check_has_owners(plan.with_reduce_scatter)
     x = as_operand(x, axis_name)
     if x.ndim != 1:
         raise CollectiveError(
@@ -184,7 +159,7 @@ def reduce_to_owners(
             "and reshape what gather_from_owners returns"
         )
     chunks = scatter_chunks(
-        pack([x], plan.program.num_chunks),
+        pack([x], plan.with_reduce_scatter.program.num_chunks),
         axis_name,
         plan=plan,
         mean=mean,
@@ -206,8 +181,7 @@ def gather_from_owners(
 
     Args:
         shard: What `reduce_to_owners` returned, or a vector of that shape.
-        axis_name: The mesh axis that `plan` was made for.
-        plan: The plan given to `reduce_to_owners`.
+        axis_name, plan: As given to `reduce_to_owners`.
         size: The number of elements of the whole vector.
         wire_dtype: The dtype in which elements are sent, rounded once; their own by default.
     """
@@ -231,12 +205,8 @@ def scatter_chunks(
     """Sum a packed buffer, and return the chunks that this rank owns. See `reduce_to_owners`."""
     program = plan.with_reduce_scatter.program
     precision = choose_precision(buffer.dtype, wire_dtype, accumulate_dtype)
-    sums = primitives.reduce_scatter(
-        buffer.astype(precision.sum_dtype),
-        axis_name=axis_name,
-        program=program,
-        wire=precision.wire(program.depth),
-    )
+    wide, wire = buffer.astype(precision.sum_dtype), precision.wire(program.depth)
+    sums = primitives.reduce_scatter(wide, axis_name=axis_name, program=program, wire=wire)
     chunks = take_owned_chunks(sums, axis_name, program)
     if mean:
         chunks = chunks / len(program.live)
@@ -244,23 +214,15 @@ def scatter_chunks(
 
 
 def gather_chunks(
-    chunks: jax.Array,
-    axis_name: AxisName,
-    *,
-    plan: PlanLike,
-    wire_dtype: DTypeLike | None = None,
+    chunks: jax.Array, axis_name: AxisName, *, plan: PlanLike, wire_dtype: DTypeLike | None = None
 ) -> jax.Array:
     """Gather the buffer of which every rank has its own chunks. See `gather_from_owners`."""
     program = plan.with_reduce_scatter.program
     precision = choose_precision(chunks.dtype, wire_dtype)
     wide = chunks.astype(precision.sum_dtype)  # the dtype in which the derivative is summed
-    buffer = primitives.all_gather_invariant(
-        put_owned_chunks(wide, axis_name, program),
-        axis_name=axis_name,
-        program=program,
-        wire=precision.wire(program.depth),
-    )
-    return buffer.astype(chunks.dtype)
+    part, wire = put_owned_chunks(wide, axis_name, program), precision.wire(program.depth)
+    whole = primitives.all_gather_invariant(part, axis_name=axis_name, program=program, wire=wire)
+    return whole.astype(chunks.dtype)
 
 
 def check_has_owners(plan: PlanLike) -> None:
@@ -294,15 +256,10 @@ def _scatter_blocks(
     blocks: jax.Array, axis_name: AxisName, program: Program, precision: Precision
 ) -> jax.Array:
     """The block of this rank, of the sum of ``blocks[rank, ...]``."""
-    wire = precision.wire(program.depth)
     if not program.owns_evenly:
-        buffer = pack([blocks], program.num_chunks, precision.result_dtype.itemsize)
-        total = primitives.all_reduce_varying(
-            buffer, axis_name=axis_name, program=program, wire=wire
-        )
-        (sums,) = unpack(total, [blocks.shape])
+        sums = _all_reduce_blocks(blocks, axis_name, program, precision)
         return lax.dynamic_index_in_dim(sums, lax.axis_index(axis_name), keepdims=False)
-    owned = program.owned_chunks
+    owned, wire = program.owned_chunks, precision.wire(program.depth)
     parts = jax.vmap(lambda block: pack([block], owned.shape[1]))(blocks)
     parts = parts.reshape(program.num_chunks, *parts.shape[2:])
     buffer = parts[np.argsort(owned.reshape(-1))]
@@ -316,7 +273,6 @@ def _gather_blocks(
 ) -> jax.Array:
     """The vector of every rank, ``[rank, element]``."""
     num_ranks = program.num_ranks
-    wire = precision.wire(program.depth)
     if not program.owns_evenly:
         # Adding minus zero leaves every number unchanged, plus zero does not (-0.0 + 0.0 = 0.0).
         zero: Any = -0.0 if jnp.issubdtype(block.dtype, np.inexact) else 0
@@ -324,17 +280,21 @@ def _gather_blocks(
             zero = complex(-0.0, -0.0)
         blocks = _compat.varying_like(jnp.full((num_ranks, block.size), zero, block.dtype), block)
         blocks = lax.dynamic_update_index_in_dim(blocks, block, lax.axis_index(axis_name), 0)
-        buffer = pack([blocks], program.num_chunks, precision.result_dtype.itemsize)
-        total = primitives.all_reduce_varying(
-            buffer, axis_name=axis_name, program=program, wire=wire
-        )
-        (gathered,) = unpack(total, [blocks.shape])
-        return gathered
-    owned = program.owned_chunks
+        return _all_reduce_blocks(blocks, axis_name, program, precision)
+    owned, wire = program.owned_chunks, precision.wire(program.depth)
     chunks = pack([block], owned.shape[1], precision.result_dtype.itemsize)
     buffer = put_owned_chunks(chunks, axis_name, program)
     buffer = primitives.all_gather(buffer, axis_name=axis_name, program=program, wire=wire)
     return buffer[owned.reshape(-1)].reshape(num_ranks, -1)[:, : block.size]
+
+
+def _all_reduce_blocks(
+    blocks: jax.Array, axis_name: AxisName, program: Program, precision: Precision
+) -> Any:
+    buffer = pack([blocks], program.num_chunks, precision.result_dtype.itemsize)
+    wire = precision.wire(program.depth)
+    total = primitives.all_reduce_varying(buffer, axis_name=axis_name, program=program, wire=wire)
+    return unpack(total, [blocks.shape])[0]
 
 
 def _as_varying(leaf: jax.Array, axis_name: AxisName, program: Program) -> jax.Array:
@@ -365,10 +325,10 @@ def _check_divisible(shape: tuple[int, ...], dimension: int, num_ranks: int, til
 
 def _find_chunk_shape(shard: jax.Array, size: int, program: Program) -> tuple[int, int]:
     """The shape that `reduce_to_owners` gave each chunk, for any dtype the vector had then."""
-    shapes = {chunk_shape(size, program.num_chunks, itemsize) for itemsize in (1, 2, 4, 8)}
-    for rows, width in shapes:
-        if shard.shape == (program.owned_chunks.shape[1] * rows * width,):
-            return rows, width
+    for itemsize in (1, 2, 4, 8):
+        packing = Packing.for_shapes([(size,)], program.num_chunks, itemsize)
+        if shard.shape == (program.owned_chunks.shape[1] * packing.rows * packing.width,):
+            return packing.rows, packing.width
     raise CollectiveError(
         f"a shard of shape {shard.shape} does not belong to a vector of {size} elements on this "
         "plan: give what reduce_to_owners returned, and the size of the vector it was given"

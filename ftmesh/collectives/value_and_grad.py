@@ -2,9 +2,8 @@
 
     loss, grads = plan.value_and_grad(loss_fn)(params, images, labels)
 
-gives what ``jax.value_and_grad(loss_fn)(params, images, labels)`` gives. In jit, JAX would insert
-its own all-reduce; here the plan's is used. Where the axis is bound, as in shard_map and pmap, it
-is `jax.value_and_grad` of this rank's examples followed by `plan.pmean`.
+is ``jax.value_and_grad(loss_fn)(params, images, labels)`` with the plan's all-reduce. Where the
+axis is bound, as in shard_map, it is that of this rank's examples, followed by `plan.pmean`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from operator import eq
 from typing import Any
 
 import jax
@@ -68,7 +68,6 @@ def value_and_grad(
             example are put together. Others that depend on the batch, such as batch statistics, are
             averaged over ranks, even if they are sums or maxima. Where the axis is bound, aux is
             the rank's own.
-        plan: The plan that averages values and gradients.
         axis_name: The mesh axis of the plan.
         weighted: Whether `loss` returns ``(sum, weight)``, two numbers or two vectors. The value
             is the sum of sums over the sum of weights. Weights count as constants in the
@@ -81,9 +80,8 @@ def value_and_grad(
         mesh: The mesh to run on in jit. By default that of `jax.set_mesh`, of the arguments, or of
             the plan. Arrays stay sharded along axes other than `axis_name`.
         reduce_aux: Called on each rank with its aux; returns what is the same on all ranks.
-        bucket_bytes: As for `ftmesh.pmean`. Does not apply to weights sharded along `axis_name`.
-        wire_dtype: As for `ftmesh.pmean`.
-        accumulate_dtype: As for `ftmesh.pmean`.
+        bucket_bytes, wire_dtype, accumulate_dtype: As for `ftmesh.pmean`. Weights sharded along
+            `axis_name` are in no bucket.
 
     Raises:
         ArgumentError: When called, if it is not clear which arguments are the batch, or if ranks
@@ -103,9 +101,11 @@ def value_and_grad(
             value, grads, aux = mean_value_and_grads(known, ranks, args, specs)
             aux = aux if reduce_aux is None else reduce_aux(aux)
         else:
-            value, grads, aux = _over_whole_batch(
-                known, ranks, roles, args, specs=specs, mesh=mesh, reduce_aux=reduce_aux
-            )
+            context = MeshContext.find(plan, axis_name, args, mesh)
+            shares = BatchShares.for_ranks(plan, roles.batch_size(args))
+            _check_keywords(kwargs, shares.global_batch)
+            aux_reduction = AuxReduction(ranks, shares, reduce_aux)
+            value, grads, aux = _over_whole_batch(known, roles, context, aux_reduction, args, specs)
         grad = grads[0] if isinstance(argnums, int) else grads
         return ((value, aux), grad) if has_aux else (value, grad)
 
@@ -135,7 +135,6 @@ class ArgumentRoles:
         return ArgumentRoles(tuple(weights), tuple(replicated), tuple(batch))
 
     def batch_size(self, args: Sequence[PyTree]) -> int:
-        """The number of examples in the batch."""
         sizes = set()
         for i in self.batch:
             for leaf in jax.tree.leaves(args[i]):
@@ -160,10 +159,9 @@ class ArgumentRoles:
 
 
 def _check_keywords(kwargs: dict[str, Any], batch_size: int) -> None:
-    """Raise ArgumentError if a keyword argument looks like a batch: every rank gets it whole."""
+    """Reject keyword arguments that look like a batch: every rank gets them whole."""
     for name, arg in kwargs.items():
-        leaves = jax.tree.leaves(arg)
-        if any(jnp.ndim(leaf) and jnp.shape(leaf)[0] == batch_size for leaf in leaves):
+        if any(jnp.shape(leaf)[:1] == (batch_size,) for leaf in jax.tree.leaves(arg)):
             raise ArgumentError(
                 f"argument {name!r} of the loss has an array with {batch_size} entries, as many as "
                 "the batch has examples, and keyword arguments go whole to every rank: pass it by "
@@ -173,22 +171,17 @@ def _check_keywords(kwargs: dict[str, Any], batch_size: int) -> None:
 
 def _over_whole_batch(
     loss: Loss,
-    ranks: MeanOverRanks,
     roles: ArgumentRoles,
+    context: MeshContext,
+    aux_reduction: AuxReduction,
     args: tuple[PyTree, ...],
-    *,
     specs: Specs,
-    mesh: Any,
-    reduce_aux: Callable[[PyTree], PyTree] | None,
-) -> tuple[Any, tuple[PyTree, ...], PyTree]:
+) -> Any:
     """Return the value, the gradients and aux of a loss where no axis is bound."""
-    context = MeshContext.find(ranks.plan, ranks.axis_name, args, mesh)
-    shares = BatchShares.for_ranks(ranks.plan, roles.batch_size(args))
-    _check_keywords(loss.kwargs, shares.global_batch)
+    ranks, shares = aux_reduction.ranks, aux_reduction.shares
     weight_specs = context.weight_specs(tuple(args[i] for i in roles.weights), specs)
     types = tuple(jax.tree.map(typed_spec, arg) for arg in args)
     batch_spec = PartitionSpec(ranks.axis_name) if shares.is_even else REPLICATED
-    aux_reduction = AuxReduction(ranks, shares, reduce_aux)
 
     def local_args(args: tuple[PyTree, ...]) -> tuple[tuple[PyTree, ...], LocalExamples]:
         """The arguments of this rank: whole weights, and its rows of the batch."""
@@ -199,9 +192,8 @@ def _over_whole_batch(
         if not shares.is_even:  # padding repeats the last example
             for i in roles.batch:
                 local[i] = jax.tree.map(lambda leaf: leaf[positions], args[i])
-        num_live = len(shares.live)
-        scale = num_live / shares.global_batch
-        has_padding = bool(shares.global_batch % num_live)
+        scale = len(shares.live) / shares.global_batch
+        has_padding = bool(shares.global_batch % len(shares.live))
         return tuple(local), LocalExamples(positions >= 0, scale, has_padding)
 
     def value_and_grads(args: tuple[PyTree, ...], examples: LocalExamples) -> Any:
@@ -220,10 +212,10 @@ def _over_whole_batch(
 
     def run_on_rank(*args: PyTree) -> Any:
         local, examples = local_args(args)
-        value, grads, aux = mean_value_and_grads(
+        *means, aux = mean_value_and_grads(
             loss, ranks, local, weight_specs, examples, value_and_grads
         )
-        return value, grads, aux_reduction.reduce(aux)
+        return *means, aux_reduction.reduce(aux)
 
     along_axis = partial(jax.tree.map, lambda spec: restrict_spec(spec, {ranks.axis_name}))
     arg_specs = {i: along_axis(spec) for i, spec in zip(roles.weights, weight_specs, strict=True)}
@@ -234,19 +226,15 @@ def _over_whole_batch(
         jax.eval_shape(context.shard_map(inspect_aux, in_specs, (), ()), *args)
     out_specs = (REPLICATED, along_axis(weight_specs), aux_reduction.out_specs)
     out_types = (REPLICATED, weight_specs, aux_reduction.out_specs)
-    result: tuple[Any, tuple[PyTree, ...], PyTree] = context.shard_map(
-        run_on_rank, in_specs, out_specs, out_types
-    )(*args)
-    return result
+    return context.shard_map(run_on_rank, in_specs, out_specs, out_types)(*args)
 
 
 @dataclass
 class AuxReduction:
     """How to combine the aux of all ranks. `inspect` finds it out.
 
-    An array that does not depend on the batch is the same on all ranks. Of the others, an array
-    whose shape does not depend on the number of examples is averaged over ranks, and any other must
-    have a row for each example.
+    An array that does not depend on the batch is the same on all ranks. One whose shape does not
+    depend on the number of examples is averaged; any other must have a row for each example.
     """
 
     ranks: MeanOverRanks
@@ -260,36 +248,30 @@ class AuxReduction:
             return
 
         def aux_of(*batch_args: PyTree) -> PyTree:
-            filled = list(args)
-            for i, arg in zip(batch, batch_args, strict=True):
-                filled[i] = arg
-            return loss.value_and_aux(tuple(filled))[1]
+            filled = dict(enumerate(args)) | dict(zip(batch, batch_args, strict=True))
+            return loss.value_and_aux(tuple(filled.values()))[1]
 
-        whole_args = [jax.tree.map(self._whole_type, args[i]) for i in batch]
+        def whole_type(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self.shares.global_batch, *leaf.shape[1:]), leaf.dtype)
+
         trace = jax.make_jaxpr(aux_of, return_shape=True)
-        whole_program, whole_aux = trace(*whole_args)
+        whole_program, whole_aux = trace(*(jax.tree.map(whole_type, args[i]) for i in batch))
         local_program, local_aux = trace(*(args[i] for i in batch))
         tree = jax.tree.structure(local_aux)
         varies = tree.unflatten(_depends_on_inputs(local_program.jaxpr))
-        recipes = zip(_recipes(whole_program), _recipes(local_program), strict=True)
-        is_alike = tree.unflatten([whole == local for whole, local in recipes])
-        self.kinds = jax.tree_util.tree_map_with_path(
-            self._kind, local_aux, whole_aux, varies, is_alike
-        )
-
-    def _whole_type(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.shares.global_batch, *leaf.shape[1:]), leaf.dtype)
+        is_alike = tree.unflatten(map(eq, _recipes(whole_program), _recipes(local_program)))
+        self.kinds = jax.tree.map_with_path(self._kind, local_aux, whole_aux, varies, is_alike)
 
     def _kind(self, path: Any, local: Any, whole: Any, varies: bool, is_alike: bool) -> str:
         name = f"aux{jax.tree_util.keystr(path)}"
         shares = self.shares
-        if not varies and not is_alike:
+        if not varies and is_alike:
+            return SAME
+        if not varies:
             raise ArgumentError(
                 f"{name} depends on the number of examples, and a rank has only a share of the "
                 "batch: compute it outside the loss, or give reduce_aux= to say how to combine it"
             )
-        if not varies:
-            return SAME
         if local.shape == whole.shape:
             remedy = "return numbers for each example instead, or give reduce_aux="
             if not jnp.issubdtype(local.dtype, jnp.inexact):
@@ -303,10 +285,8 @@ class AuxReduction:
                     f"divide a batch of {shares.global_batch}: padding would count in it; {remedy}"
                 )
             return MEAN
-        if (local.shape, whole.shape) != (
-            (shares.per_rank, *local.shape[1:]),
-            (shares.global_batch, *local.shape[1:]),
-        ):
+        rows = local.shape[1:]
+        if local.shape != (shares.per_rank, *rows) or whole.shape != (shares.global_batch, *rows):
             raise ArgumentError(
                 f"{name} has shape {local.shape} for {shares.per_rank} examples and {whole.shape} "
                 f"for {shares.global_batch}: examples must be its first dimension, or give "
@@ -316,34 +296,30 @@ class AuxReduction:
 
     @property
     def out_specs(self) -> Specs:
-        """The specs of what `reduce` returns."""
         if self.kinds is None:
             return REPLICATED
         rows = PartitionSpec(self.ranks.axis_name) if self.shares.is_even else REPLICATED
         return jax.tree.map(lambda kind: rows if kind == ROWS else REPLICATED, self.kinds)
 
     def reduce(self, aux: PyTree) -> PyTree:
-        """Combine this rank's aux with that of the others."""
         if self.reduce_aux is not None:
             return self.reduce_aux(aux)
         leaves, tree = jax.tree.flatten(aux)
         kinds = tree.flatten_up_to(self.kinds)
-        averaged = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == MEAN]
-        means = iter(self.ranks.mean(averaged))
-        combine = {SAME: lambda leaf: leaf, MEAN: lambda _: next(means), ROWS: self._gather_rows}
-        return tree.unflatten(combine[kind](leaf) for leaf, kind in zip(leaves, kinds, strict=True))
+        averaged = {i: leaves[i] for i, kind in enumerate(kinds) if kind == MEAN}
+        results = dict(enumerate(leaves)) | self.ranks.mean(averaged)
+        if not self.shares.is_even:  # otherwise rows stay where they are
+            results |= {i: self._gather_rows(x) for i, x in results.items() if kinds[i] == ROWS}
+        return tree.unflatten(results.values())
 
     def _gather_rows(self, leaf: Any) -> Any:
-        """Gather rows on every rank if some are padding; otherwise they stay where they are."""
-        if self.shares.is_even:
-            return leaf
+        """Gather the rows of all ranks on every rank, without those of padding."""
         numbers = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
         positions = jnp.asarray(self.shares.positions())[lax.axis_index(self.ranks.axis_name)]
         positions = jnp.where(positions < 0, self.shares.global_batch, positions)
         rows = jnp.zeros((self.shares.global_batch, *leaf.shape[1:]), numbers.dtype)
         rows = rows.at[positions].set(numbers, mode="drop")
-        total = psum(rows, self.ranks.axis_name, plan=self.ranks.plan)
-        return total.astype(leaf.dtype)
+        return psum(rows, self.ranks.axis_name, plan=self.ranks.plan).astype(leaf.dtype)
 
 
 def _depends_on_inputs(jaxpr: Any) -> list[bool]:

@@ -10,13 +10,8 @@
     loss, grads = plan.pmean(jax.value_and_grad(loss_fn)(params), "data")
 
 The global batch keeps its size, whatever the number of live ranks. The ranks' numbers of examples
-differ by at most one. Arrays have the same shape on every rank, so some have one example of padding
-with weight zero. The mean of `mean_contribution` over ranks is the mean over the examples of the
-batch, and so is its gradient. If every batch is full, as in training, leave out `num_examples`.
-
-Evaluation works the same way, and its last batch may be smaller:
-
-    right, seen = plan.psum((weighted_sum(is_right, weights), weights.sum()), "data")
+differ by at most one, and ranks with fewer have one example of padding with weight zero. If every
+batch is full, as in training, leave out `num_examples`.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError
@@ -42,8 +36,8 @@ class BatchShares:
     """How many examples of a global batch, and which, each rank of an axis has.
 
     >>> shares = BatchShares.for_ranks(Topology.grid("4x2", failed="1x1@3,1"), 16)
-    >>> shares.counts().tolist(), shares.rows(1)
-    ([3, 3, 2, 2, 2, 2, 2], slice(3, 6, None))
+    >>> shares.counts().tolist()
+    [3, 3, 2, 2, 2, 2, 2]
     """
 
     global_batch: int
@@ -74,11 +68,7 @@ class BatchShares:
         return len(self.live) == self.num_ranks and self.global_batch % self.num_ranks == 0
 
     def counts(self, num_examples: int | None = None) -> Ints:
-        """The number of examples of each rank, in a full batch or one of `num_examples`.
-
-        >>> BatchShares(8, np.arange(3), 3).counts().tolist()
-        [3, 3, 2]
-        """
+        """The number of examples of each rank, in a full batch or one of `num_examples`."""
         total = self.global_batch if num_examples is None else num_examples
         if not 0 < total <= self.global_batch:
             raise ArgumentError(
@@ -88,12 +78,6 @@ class BatchShares:
         counts = np.zeros(self.num_ranks, np.int32)
         counts[self.live] = least + (np.arange(len(self.live)) < more)
         return counts
-
-    def rows(self, rank: int, num_examples: int | None = None) -> slice:
-        """The examples of the batch that a rank has."""
-        counts = self.counts(num_examples)
-        start = int(counts[:rank].sum())
-        return slice(start, start + int(counts[rank]))
 
     def positions(self, num_examples: int | None = None) -> NDArray[np.int64]:
         """The examples of each rank, one row per rank; -1 is padding.
@@ -110,14 +94,10 @@ class BatchShares:
         return (self.positions(num_examples) >= 0).astype(np.float32).reshape(-1)
 
     def pad_batch(self, batch: Any) -> tuple[Any, NDArray[np.float32]]:
-        """Pad a batch for all ranks.
+        """Pad a batch, a pytree of arrays with one entry per example, for all ranks.
 
-        Args:
-            batch: A pytree of arrays with one entry per example.
-
-        Returns:
-            The batch with the entries of all ranks concatenated, and their weights. Padding repeats
-            the last example, so that computing with it is harmless.
+        Returns it with the entries of all ranks concatenated, and their weights. Padding repeats
+        the last example, so that computing with it is harmless.
         """
         sizes = {len(array) for array in jax.tree.leaves(batch)}
         if len(sizes) != 1:
@@ -128,32 +108,20 @@ class BatchShares:
         rows = self.positions(size).reshape(-1)
         return jax.tree.map(lambda array: array[rows], batch), self.weights(size)
 
-    def local_weights(self, axis_name: Any) -> jax.Array:
-        """The weights of the calling rank for a full batch, inside a function over the axis."""
-        count = jnp.asarray(self.counts())[lax.axis_index(axis_name)]
-        return (jnp.arange(self.per_rank) < count).astype(jnp.float32)
-
     def mean_contribution(self, values: Any, weights: Any, num_examples: Any = None) -> Any:
         """What this rank contributes to the mean of `values` over the examples of a batch.
 
-        Its mean over live ranks is that mean.
-
-        Args:
-            values: A pytree, as for `weighted_sum`.
-            weights: The weights of this rank's examples.
-            num_examples: The number of examples of all ranks, which may be traced; the global batch
-                by default.
+        Its mean over live ranks is that mean, and so is its gradient. `num_examples` counts those
+        of all ranks and may be traced; by default it is the global batch.
         """
         scale = len(self.live) / (self.global_batch if num_examples is None else num_examples)
         return jax.tree.map(lambda total: total * scale, weighted_sum(values, weights))
 
 
 def weighted_sum(values: Any, weights: Any) -> Any:
-    """Sum one rank's values without those of padding.
+    """Sum one rank's values, a pytree of one value per example, without those of padding.
 
-    Args:
-        values: A pytree whose leaves have one value per example, padding included.
-        weights: 1 for an example and 0 for padding.
+    Weights are 1 for an example and 0 for padding.
     """
 
     def leaf_sum(leaf: Any) -> jax.Array:

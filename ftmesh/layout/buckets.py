@@ -33,59 +33,39 @@ class Bucket:
 
 
 def make_buckets(
-    leaves: Sequence[Any],
-    kinds: Sequence[Hashable],
-    bucket_bytes: int,
-    sizes: Sequence[int] | None = None,
+    leaves: Sequence[Any], kinds: Sequence[Hashable], bucket_bytes: int
 ) -> list[Bucket]:
-    """Group leaves of the same kind and varying axes into buckets.
+    """Group leaves of the same kind, such as the dtype, and varying axes into buckets.
 
     A leaf larger than a bucket has one of its own; an empty leaf has none. Leaves that fill whole
     tiles come first in a bucket, so that each of them starts at a tile.
-
-    Args:
-        leaves: The arrays.
-        kinds: What leaves of a bucket must have in common, such as the dtype.
-        bucket_bytes: The size of a bucket.
-        sizes: The bytes of each leaf; those of its dtype by default.
     """
     bucket_bytes = check_bytes(bucket_bytes, name="bucket_bytes", maximum=None)
-    if sizes is None:
-        sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
     groups: dict[Any, list[list[int]]] = {}
     filled: dict[Any, int] = {}
     for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
         if leaf.size == 0:
             continue
-        key = (kind, _compat.varying_axes(leaf))
-        if key not in groups or filled[key] + sizes[i] > bucket_bytes:
+        key, num_bytes = (kind, _compat.varying_axes(leaf)), leaf.size * leaf.dtype.itemsize
+        if key not in groups or filled[key] + num_bytes > bucket_bytes:
             groups.setdefault(key, []).append([])
             filled[key] = 0
         groups[key][-1].append(i)
-        filled[key] += sizes[i]
+        filled[key] += num_bytes
 
     def is_ragged(i: int) -> bool:
         return bool(leaves[i].size % (TILE_ROWS * WIDTH))
 
     return [
-        Bucket(tuple(sorted(members, key=is_ragged)), key[0])
-        for key, buckets in groups.items()
+        Bucket(tuple(sorted(members, key=is_ragged)), kind)
+        for (kind, _), buckets in groups.items()
         for members in buckets
     ]
 
 
-def chunk_shape(size: int, num_chunks: int, itemsize: int) -> tuple[int, int]:
-    """Rows and width of one of `num_chunks` chunks that together hold `size` elements."""
-    packing = Packing.for_shapes([(size,)], num_chunks, itemsize)
-    return packing.rows, packing.width
-
-
 @dataclass(frozen=True)
 class Packing:
-    """The layout of arrays in a buffer of `num_chunks` chunks of `rows` rows of `width` elements.
-
-    Every array has rows of its own.
-    """
+    """The layout of arrays, each in rows of its own, in a buffer ``[num_chunks, rows, width]``."""
 
     shapes: tuple[Shape, ...]
     num_chunks: int
@@ -105,18 +85,14 @@ class Packing:
             return max(1, math.ceil(total / num_chunks))
 
         least = math.ceil(sum(map(math.prod, shapes)) / num_chunks)
-        if least >= WIDTH:
-            tile = max(1, TILE_ROWS * 4 // itemsize)
-            rows = num_rows(WIDTH)
-            if rows >= tile:
-                rows = math.ceil(rows / tile) * tile
-            return Packing(tuple(shapes), num_chunks, rows, WIDTH)
-        width = min(range(1, WIDTH + 1), key=num_rows)
-        return Packing(tuple(shapes), num_chunks, num_rows(width), width)
+        width = WIDTH if least >= WIDTH else min(range(1, WIDTH + 1), key=num_rows)
+        rows, tile = num_rows(width), max(1, TILE_ROWS * 4 // itemsize)
+        if least >= WIDTH and rows >= tile:
+            rows = math.ceil(rows / tile) * tile
+        return Packing(tuple(shapes), num_chunks, rows, width)
 
     @property
     def shape(self) -> Shape:
-        """The shape of the buffer."""
         return self.num_chunks, self.rows, self.width
 
     @cached_property

@@ -1,11 +1,8 @@
 """The order of an array's elements in a buffer: that of a TPU's tiles.
 
 A TPU stores an array tile by tile, with an axis that fills whole tiles innermost, if there is one.
-Elements may travel in any order that all ranks agree on, so an array travels in the order of its
-tiles, and the compiler has nothing to rearrange. Row by row, packing would need temporary memory of
-twice the payload, and so would unpacking.
-
-Works on JAX arrays inside a step, and on NumPy arrays on the host.
+In that order the compiler has nothing to rearrange. Row by row, packing and unpacking would each
+need temporary memory of twice the payload. Arrays may be JAX's or NumPy's.
 """
 
 from __future__ import annotations
@@ -28,7 +25,9 @@ def to_tile_order(x: Any) -> list[Any]:
     """The elements of an array as vectors: those of its whole tiles, then the others."""
     if x.ndim < 2:
         return [x.reshape(-1)]
-    matrix, rows = _as_matrix(x), _tiled_rows(_inner_axis_last(x.shape))
+    moved = _inner_axis_last(x.shape)
+    matrix = _numpy_of(x).moveaxis(x, _inner_axis(x.shape), -1)
+    matrix, rows = matrix.reshape(math.prod(moved[:-1]), moved[-1]), _tiled_rows(moved)
     if not rows:
         return [matrix.reshape(-1)]
     tiles = _first(matrix, rows).reshape(rows // TILE_ROWS, TILE_ROWS, -1, WIDTH).swapaxes(1, 2)
@@ -51,12 +50,6 @@ def from_tile_order(vector: Any, shape: Shape) -> Any:
         # Otherwise the compiler gives the entire buffer rows of this width, and then slices it.
         vector = lax.optimization_barrier(vector)
     return xp.moveaxis(vector.reshape(moved), -1, _inner_axis(shape))
-
-
-def _as_matrix(x: Any) -> Any:
-    """An array of two or more dimensions with its inner axis as columns, and the others as rows."""
-    *rows, width = _inner_axis_last(x.shape)
-    return _numpy_of(x).moveaxis(x, _inner_axis(x.shape), -1).reshape(math.prod(rows), width)
 
 
 def _first(x: Any, number: int) -> Any:

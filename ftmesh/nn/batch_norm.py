@@ -1,11 +1,8 @@
 """Batch normalization over groups of neighbouring chips, for Flax Linen and NNX.
 
     groups = ChipGroups.for_examples(plan, 64, global_batch)
-    norm = partial(GroupBatchNorm, groups=groups, axis_name="data")  # Linen
-    y = norm()(x, use_running_average=False, weights=weights)
-
+    y = GroupBatchNorm(groups=groups, axis_name="data")(x, use_running_average=False)  # Linen
     norm = NnxGroupBatchNorm(64, groups=groups, axis_name="data", rngs=rngs)  # NNX
-    y = norm(x, weights=weights)
 
 With few examples per chip, the statistics of one chip are noisy; those of the whole batch cost an
 all-reduce over all chips in every layer. Groups are in between.
@@ -39,14 +36,9 @@ class GroupBatchNorm(nn.Module):
         use_running_average: Normalize with the running statistics; may be given to the call.
         groups: The groups of ranks. Without them every rank is alone.
         axis_name: The mesh axis of the groups.
-        momentum: The decay of the running statistics.
-        epsilon: Added to the variance.
         dtype: The dtype of the result, by default that of the input.
-        param_dtype: The dtype of scale and bias.
-        use_bias: Whether a bias is added.
-        use_scale: Whether the result is multiplied by a scale.
-        bias_init: The initializer of the bias.
-        scale_init: The initializer of the scale.
+
+    The others are as in Flax.
     """
 
     use_running_average: bool | None = None
@@ -76,13 +68,11 @@ class GroupBatchNorm(nn.Module):
             use_running_average: Overrides the attribute.
             weights: One for each example, 0 for padding, which then does not count.
         """
-        use_running_average = nn.merge_param(
-            "use_running_average", self.use_running_average, use_running_average
-        )
+        given = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
         width, wide = (x.shape[-1],), jnp.promote_types(x.dtype, jnp.float32)
         running_mean = self.variable("batch_stats", "mean", jnp.zeros, width, wide)
         running_var = self.variable("batch_stats", "var", jnp.ones, width, wide)
-        if use_running_average:
+        if given:
             mean, var = running_mean.value, running_var.value
         else:
             groups = None if self.is_initializing() else self.groups
@@ -90,12 +80,10 @@ class GroupBatchNorm(nn.Module):
             if not self.is_initializing():
                 for running, new in ((running_mean, mean), (running_var, var)):
                     running.value = self.momentum * running.value + (1 - self.momentum) * new
-        scale = bias = None
-        if self.use_scale:
-            scale = self.param("scale", self.scale_init, width, self.param_dtype)
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, width, self.param_dtype)
-        return _normalize(x, mean, var, scale, bias, epsilon=self.epsilon, dtype=self.dtype)
+        dtype = self.param_dtype
+        scale = self.param("scale", self.scale_init, width, dtype) if self.use_scale else None
+        bias = self.param("bias", self.bias_init, width, dtype) if self.use_bias else None
+        return _normalize(self, x, (mean, var), scale, bias)
 
 
 class NnxGroupBatchNorm(nnx.Module):
@@ -125,12 +113,9 @@ class NnxGroupBatchNorm(nnx.Module):
         width = (num_features,)
         self.mean = nnx.BatchStat(jnp.zeros(width, jnp.float32))
         self.var = nnx.BatchStat(jnp.ones(width, jnp.float32))
-        self.scale = nnx.data(
-            nnx.Param(scale_init(rngs.params(), width, param_dtype)) if use_scale else None
-        )
-        self.bias = nnx.data(
-            nnx.Param(bias_init(rngs.params(), width, param_dtype)) if use_bias else None
-        )
+        scale = nnx.Param(scale_init(rngs.params(), width, param_dtype)) if use_scale else None
+        bias = nnx.Param(bias_init(rngs.params(), width, param_dtype)) if use_bias else None
+        self.scale, self.bias = nnx.data(scale), nnx.data(bias)
         self.use_running_average = use_running_average
         self.groups = groups
         self.axis_name = axis_name
@@ -145,30 +130,22 @@ class NnxGroupBatchNorm(nnx.Module):
         *,
         weights: jax.Array | None = None,
     ) -> jax.Array:
-        """Normalize `x`.
-
-        Args:
-            x: Examples along the first dimension, features along the last.
-            use_running_average: Overrides the attribute.
-            weights: One for each example, 0 for padding, which then does not count.
-        """
+        """Normalize `x`; the arguments are those of `GroupBatchNorm`."""
         if x.shape[-1] != self.mean.shape[-1]:
             raise ArgumentError(
                 f"x has shape {x.shape}, with {x.shape[-1]} features, and this batch norm has "
                 f"num_features={self.mean.shape[-1]}"
             )
-        if use_running_average is None:
-            use_running_average = self.use_running_average
-        if use_running_average:
+        if self.use_running_average if use_running_average is None else use_running_average:
             mean, var = self.mean[...], self.var[...]
         else:
             wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
             mean, var = _group_statistics(wide, weights, self.groups, self.axis_name)
             for running, new in ((self.mean, mean), (self.var, var)):
                 mixed = self.momentum * running[...] + (1 - self.momentum) * new
-                running[...] = jax.lax.stop_gradient(mixed)
+                running[...] = lax.stop_gradient(mixed)
         scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
-        return _normalize(x, mean, var, scale, bias, epsilon=self.epsilon, dtype=self.dtype)
+        return _normalize(self, x, (mean, var), scale, bias)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Set `use_running_average`, for `nnx.view`."""
@@ -183,29 +160,24 @@ def mean_batch_stats(batch_stats: PyTree, axis_name: AxisName, *, plan: PlanLike
 
 
 def _normalize(
+    layer: GroupBatchNorm | NnxGroupBatchNorm,
     x: jax.Array,
-    mean: jax.Array,
-    var: jax.Array,
+    statistics: tuple[jax.Array, jax.Array],
     scale: jax.Array | None,
     bias: jax.Array | None,
-    *,
-    epsilon: float,
-    dtype: DTypeLike | None,
 ) -> jax.Array:
-    factor = lax.rsqrt(var + epsilon)
+    mean, var = statistics
+    factor = lax.rsqrt(var + layer.epsilon)
     if scale is not None:
         factor = factor * scale
     y = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) - mean) * factor
     if bias is not None:
         y = y + bias
-    return y.astype(x.dtype if dtype is None else dtype)
+    return y.astype(x.dtype if layer.dtype is None else layer.dtype)
 
 
 def _group_statistics(
-    x: jax.Array,
-    weights: jax.Array | None,
-    groups: ChipGroups | None,
-    axis_name: AxisName | None,
+    x: jax.Array, weights: jax.Array | None, groups: ChipGroups | None, axis_name: AxisName | None
 ) -> tuple[jax.Array, jax.Array]:
     """Mean and variance over all dimensions but the last, of the examples of a rank's group."""
     if weights is None:

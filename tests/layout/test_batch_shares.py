@@ -27,8 +27,8 @@ def test_every_example_is_on_one_rank(num_ranks, more, data):
     counts = shares.counts(size)
     assert counts.sum() == size
     assert counts.max() - counts.min() <= 1
-    rows = [i for rank in range(num_ranks) for i in range(size)[shares.rows(rank, size)]]
-    assert rows == list(range(size))
+    positions = shares.positions(size)
+    assert positions[positions >= 0].tolist() == list(range(size))
     batch = {"x": np.arange(size), "y": np.arange(2 * size).reshape(size, 2)}
     padded, weights = shares.pad_batch(batch)
     assert len(padded["x"]) == len(weights) == num_ranks * shares.per_rank
@@ -106,12 +106,6 @@ def test_evaluation_counts_every_example_once(plan):
         x, weights = shares.pad_batch(values[start : start + 100])
         totals += [float(total[0]) for total in sums(x.reshape(60, -1), weights.reshape(60, -1))]
     assert totals.tolist() == [values.sum(), 130]
-
-
-def test_local_weights(plan):
-    shares = BatchShares.for_ranks(plan, 512)
-    inside = on_one_device(lambda _: shares.local_weights("data"))(np.zeros(60))
-    np.testing.assert_array_equal(inside.reshape(-1), shares.weights())
 
 
 def test_idle_and_second_devices():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftmesh.layout.buckets import Packing, chunk_shape, make_buckets, pack, unpack
+from ftmesh.layout.buckets import Packing, make_buckets, pack, unpack
 from ftmesh.layout.element_order import WIDTH, from_tile_order, to_tile_order
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -78,7 +78,7 @@ def test_an_axis_that_fills_tiles_travels_innermost(shape):
     ],
 )
 def test_chunks_are_rows_of_128_in_whole_tiles_once_they_are_large(size, chunks, itemsize, shape):
-    assert chunk_shape(size, chunks, itemsize) == shape
+    assert Packing.for_shapes([(size,)], chunks, itemsize).shape == (chunks, *shape)
     assert shape[1] <= WIDTH
 
 
