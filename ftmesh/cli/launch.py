@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -54,29 +55,16 @@ signal n); 124 after --timeout, 130 after Ctrl-C, 2 for bad arguments.
 
 example: ftmesh launch --hosts 4 --devices-per-host 4 --mesh 4x4 -- python train.py --steps 100""",
     )
-    parser.add_argument(
-        "--hosts", metavar="N", type=whole_number(0), required=True, help="number of processes"
-    )
-    parser.add_argument(
-        "--devices-per-host",
-        metavar="N",
-        type=whole_number(0),
-        required=True,
-        help="CPU devices of each process",
-    )
-    parser.add_argument(
-        "--mesh", metavar="MESH", help="shape of all devices together, x first: 4x4 (default: none)"
-    )
-    parser.add_argument(
-        "--grace",
-        metavar="SECONDS",
-        type=number(0),
-        default=30.0,
-        help="time for the others to exit after one has failed (default: 30)",
-    )
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", type=number(0), help="end the run then (default: never)"
-    )
+    whole = whole_number(0)
+    for name, text in (
+        ("--hosts", "number of processes"),
+        ("--devices-per-host", "CPU devices of each process"),
+    ):
+        parser.add_argument(name, metavar="N", type=whole, required=True, help=text)
+    _add_option(parser, "--mesh", "MESH", str, None, "shape of all devices together, x first: 4x4")
+    grace = "time for the others to exit after one has failed"
+    _add_option(parser, "--grace", "SECONDS", number(0), 30.0, grace)
+    _add_option(parser, "--timeout", "SECONDS", number(0), None, "end the run after this time")
     _add_failure_options(parser)
     parser.add_argument(
         "program", metavar="COMMAND", nargs=argparse.REMAINDER, help="what each process runs"
@@ -86,49 +74,32 @@ example: ftmesh launch --hosts 4 --devices-per-host 4 --mesh 4x4 -- python train
 def _add_failure_options(parser: argparse.ArgumentParser) -> None:
     policy = Policy()
     group = parser.add_argument_group("fault tolerance")
-
-    def option(name: str, kind: Any, default: Any, text: str, metavar: str) -> None:
-        shown = f"{default:g}" if isinstance(default, float) else default
-        group.add_argument(
-            name,
-            type=kind,
-            default=default,
-            metavar=metavar,
-            help=f"{text} (default: {'none' if default is None else shown})",
-        )
-
-    option("--failures", whole_number(0), 0, "survive N failures of hosts", "N")
+    option = partial(_add_option, group)
+    option("--failures", "N", whole_number(0), 0, "survive N failures of hosts")
     group.add_argument(
         "--restart",
         action="store_true",
         help="restart all processes after every failure, as TPUs need it (default: in place)",
     )
-    option("--host-shape", str, None, "block of the mesh that a host has, else rows", "WxH")
-    option(
-        "--collective-limit",
-        number(1),
-        policy.collective_timeout,
-        "timeout of a collective; a step is stuck after this and ten times its usual time",
-        "SECONDS",
-    )
-    option(
-        "--limits",
-        str,
-        None,
-        "timeouts of phases, as in start=60,compile=600 (see docs/failures.md)",
-        "PHASE=SECONDS",
-    )
-    option("--strikes", whole_number(1), policy.strikes, "exclude a host after N failures", "N")
-    option(
-        "--backoff",
-        number(0),
-        policy.backoff,
-        "wait before a restart; doubled after each restart that led to no step",
-        "SECONDS",
-    )
-    option("--grow-back", number(0), None, "restart with lost hosts after this time", "SECONDS")
-    option("--events", Path, None, "append a JSON line for each event", "FILE")
-    option("--run-dir", Path, None, "folder for stacks and process ids", "FOLDER")
+    option("--host-shape", "WxH", str, None, "block of the mesh that a host has, else rows")
+    text = "timeout of a collective; a step is stuck after this and ten times its usual time"
+    option("--collective-limit", "SECONDS", number(1), policy.collective_timeout, text)
+    text = "timeouts of phases, as in start=60,compile=600 (see docs/failures.md)"
+    option("--limits", "PHASE=SECONDS", str, None, text)
+    option("--strikes", "N", whole_number(1), policy.strikes, "exclude a host after N failures")
+    text = "wait before a restart; doubled after each restart that led to no step"
+    option("--backoff", "SECONDS", number(0), policy.backoff, text)
+    option("--grow-back", "SECONDS", number(0), None, "restart with lost hosts after this time")
+    option("--events", "FILE", Path, None, "append a JSON line for each event")
+    option("--run-dir", "FOLDER", Path, None, "folder for stacks and process ids")
+
+
+def _add_option(
+    parser: argparse._ActionsContainer, name: str, metavar: str, kind: Any, default: Any, text: str
+) -> None:
+    shown = "none" if default is None else f"{default:g}"
+    text = f"{text} (default: {shown})"
+    parser.add_argument(name, metavar=metavar, type=kind, default=default, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -165,13 +136,9 @@ def _run_with_failures(args: argparse.Namespace) -> int:
             stack.callback(_print_stacks, run_dir)
         events = EventLog(_say, args.events)
         stack.callback(events.close)
+        printer = OutputPrinter(args.hosts, lambda: supervisor.enforce())
         supervisor = Supervisor(
-            args.program,
-            layout,
-            policy,
-            events,
-            run_dir.resolve(),
-            on_output=OutputPrinter(args.hosts, lambda: supervisor.enforce()),
+            args.program, layout, policy, events, run_dir.resolve(), on_output=printer
         )
         try:
             with _forward_signals(supervisor.end) as received:
@@ -201,10 +168,8 @@ def _run_once(args: argparse.Namespace) -> int:
     )
 
     def on_failure(first: ChildProcess) -> None:
-        _say(
-            f"process {first.number} failed {_how_failed(first)}; the others have {args.grace:g} s "
-            "to exit"
-        )
+        how = f"process {first.number} failed {_how_failed(first)}"
+        _say(f"{how}; the others have {args.grace:g} s to exit")
 
     try:
         with _forward_signals(pod.end) as received, pod:
@@ -222,32 +187,25 @@ def _run_once(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _forward_signals(
-    end: Callable[[signal.Signals], None],
-) -> Iterator[list[signal.Signals]]:
+def _forward_signals(end: Callable[[signal.Signals], None]) -> Iterator[list[signal.Signals]]:
     """Call `end` for signals that end this command, with SIGKILL for the second; yield them."""
     received: list[signal.Signals] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
-        if len(received) > 1:
-            end(signal.SIGKILL)
-        else:
-            end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        gentle = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        end(gentle if len(received) == 1 else signal.SIGKILL)
 
     # Ignored signals stay ignored: nohup, and background jobs of a script.
-    old = {
-        signum: signal.getsignal(signum)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    handled = [signum for signum, handler in old.items() if handler != signal.SIG_IGN]
-    for signum in handled:
+    old = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    old = {signum: handler for signum, handler in old.items() if handler != signal.SIG_IGN}
+    for signum in old:
         signal.signal(signum, handle)
     try:
         yield received
     finally:
-        for signum in handled:
-            signal.signal(signum, old[signum])
+        for signum, handler in old.items():
+            signal.signal(signum, handler)
 
 
 def _how_failed(process: ChildProcess) -> str:

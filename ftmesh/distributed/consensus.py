@@ -27,11 +27,7 @@ from ftmesh.topology.topology import Topology
 
 
 def agree_on_code(group: ProcessGroup) -> None:
-    """Check that all processes run the same versions of everything that shapes a program.
-
-    Raises:
-        ClusterError: Two processes differ; the message says in what.
-    """
+    """Raise ClusterError unless all processes run the same versions of what shapes a program."""
     if group.is_single_process:
         return
     libtpu_args = " ".join(sorted(os.environ.get("LIBTPU_INIT_ARGS", "").split()))
@@ -51,8 +47,6 @@ def agree_on_mesh(group: ProcessGroup, topology: Topology) -> None:
     Raises:
         ClusterError: Two processes differ; the message says who has what.
     """
-    if group.is_single_process:
-        return
     group.agree(
         {
             "the mesh": topology.name + ", wrapping" * any(topology.wrap),

@@ -9,8 +9,6 @@ from typing import Any
 
 import jax
 
-_ROOT = "ftmesh"
-
 
 class KvClient:
     """A process's access to the key-value store of its group, by JAX's client of its service.
@@ -26,7 +24,7 @@ class KvClient:
     def next_key(self, name: str) -> str:
         """Return a fresh key for the next use of `name`."""
         self._used[name] += 1
-        return f"{_ROOT}/{name}/{self._used[name]}"
+        return f"ftmesh/{name}/{self._used[name]}"
 
     def put(self, key: str, value: bytes) -> bool:
         """Write an entry. Returns False, and keeps the old value, if the key exists."""

@@ -35,12 +35,8 @@ _SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "received SIGTERM"}
 class Shutdown:
     """How one process of several exits.
 
-    Args:
-        kv: Key-value store that the processes share.
-        process: Index of this process.
-        num_processes: How many processes there are.
-        log: Called with the line that says why this process exits early.
-        disconnect: Called last in an orderly exit; disconnects from JAX's service.
+    `log` is called with the line that says why this process exits early, `disconnect` last in an
+    orderly exit, to disconnect from JAX's service.
     """
 
     def __init__(

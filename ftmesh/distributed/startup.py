@@ -42,8 +42,6 @@ _MAX_LINE_BYTES = 4096  # of the roll call; a longer line is not one of ours
 _HELLO_SECONDS = 2.0  # for a process that has connected to send its index
 _RETRY_SECONDS = 0.1  # between two attempts to reach process 0
 
-Processes = tuple[str | None, int | None, int | None]  # coordinator, number, own index
-
 
 def initialize(
     coordinator_address: str | None = None,
@@ -133,7 +131,7 @@ def find_processes(
     num_processes: int | None,
     process_id: int | None,
     timeout: float,
-) -> Processes:
+) -> tuple[str | None, int | None, int | None]:
     """Return what is given, set in the environment, or known to JAX; (None, None, None) if alone.
 
     Raises:

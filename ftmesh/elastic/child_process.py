@@ -16,7 +16,6 @@ from ftmesh.elastic.pod_environment import Environment
 from ftmesh.elastic.rpc import LOOPBACK, free_port
 from ftmesh.errors import ClusterError
 
-READ_BYTES = 65_536
 RECHECK_SECONDS = 0.01  # after a kill
 POLL_SECONDS = 0.05  # for changes that no file descriptor reports
 PORT_ATTEMPTS = 5  # to find a port for the service
@@ -29,22 +28,15 @@ _GATE = 'read -r go && exec "$@" </dev/null'
 
 
 class ChildProcess:
-    """A command in a session of its own: signals reach all it starts, a terminal's reach none.
-
-    Attributes:
-        number: Its index in the pod.
-        status: Exit status once it has exited, 128 + n after signal n.
-        sent_signal: The first signal that the pod sent while it ran.
-        is_gone: True once nothing of its session is left.
-    """
+    """A command in a session of its own: signals reach all it starts, a terminal's reach none."""
 
     def __init__(
         self, number: int, command: Sequence[str], env: Environment, *, kill_after: float
     ) -> None:
         self.number, self._kill_after = number, kill_after
-        self.status: int | None = None
-        self.sent_signal: signal.Signals | None = None
-        self.is_gone = False
+        self.status: int | None = None  # once it has exited; 128 + n after signal n
+        self.sent_signal: signal.Signals | None = None  # the first while it ran
+        self.is_gone = False  # nothing of its session is left
         self._kill_at = float("inf")
         self._popen = subprocess.Popen(
             ["/bin/sh", "-c", _GATE, "sh", *command],
@@ -105,10 +97,6 @@ class ChildProcess:
         to_kill = max(self._kill_at - time.monotonic(), RECHECK_SECONDS)
         has_event = self.status is None and self.exit_fd is not None
         return to_kill if has_event else min(to_kill, POLL_SECONDS)
-
-    def read(self, stream: int) -> bytes | None:
-        """Return the next output of a stream: empty at its end, None if there is none yet."""
-        return self.streams[stream].read(READ_BYTES)
 
     def close(self) -> None:
         """Kill it, wait for it and close everything."""

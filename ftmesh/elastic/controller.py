@@ -3,8 +3,6 @@
 Every worker has a connection to it and reports what it does. A step is committed once all members
 have its results. When a worker is lost there is a new generation: the others learn who is left and
 which step was committed last, and continue from there in place; if they cannot, all are restarted.
-One decides for all, so no two workers ever disagree. The controller also holds the key-value store
-by which the workers of a generation agree.
 """
 
 from __future__ import annotations
@@ -26,19 +24,13 @@ CLOSED_SECONDS = 0.5  # from a closed connection to a lost worker; also to write
 _LEARNED_PHASES = ("start", "plan", "compile", "restore", "save", "evaluate", "examine")
 _PERMANENT = {USAGE, UNAVAILABLE, VERIFICATION_FAILED, NOT_FOUND}  # a retry cannot cure these
 
-LogEvent = Callable[..., None]
-
 
 class Controller:
     """The controller of one start of the workers, which begins `generation`.
 
-    Args:
-        log_event: Called with an event's name and facts.
-        kill: Called with the index of a process to kill.
-        in_place: Survivors continue in their processes, once all have joined.
-        quarantined: Unhealthy chips, as blocks.
-        highest_step: The highest step ever committed.
-        recovery: Clock of a recovery that is under way.
+    `log_event` is called with an event's name and facts, `kill` with the index of a process. With
+    `in_place`, survivors continue in their processes once all have joined. `quarantined` are
+    unhealthy chips, as blocks.
     """
 
     def __init__(
@@ -47,7 +39,7 @@ class Controller:
         *,
         generation: int,
         monitor: ProgressMonitor,
-        log_event: LogEvent,
+        log_event: Callable[..., None],
         kill: Callable[[int], None],
         in_place: bool = True,
         quarantined: str = "",
@@ -135,9 +127,9 @@ class Controller:
         elif "quarantine" in message:
             self._quarantine(member, str(message["quarantine"]), str(message["reason"]))
         elif "end" in message:
-            self._decide("end", f"{member}: {message['end']}")
+            self.decide("end", f"{member}: {message['end']}")
         elif "restart" in message:
-            self._decide("restart", f"{member}: {message['restart']}")
+            self.decide("restart", f"{member}: {message['restart']}")
         elif "idle" in message:
             member.is_idle = True
             self._enter(member, "commit", 0)
@@ -215,13 +207,8 @@ class Controller:
                 self._leave(member)  # it may be a program that knows of no controller
                 return
             if status in _PERMANENT and self.committed == 0 and self.first_generation == 1:
-                self._decide("end", f"{member} {how}")
+                self.decide("end", f"{member} {how}")
             self._lose({process: how})
-
-    def service_ended(self) -> None:
-        """Handle the end of JAX's coordination service, which no worker survives."""
-        with self._lock:
-            self._decide("restart", "JAX's coordination service has ended")
 
     def poll(self) -> None:
         """Look for lost and stuck workers. Call it a few times a second."""
@@ -250,7 +237,7 @@ class Controller:
             longest = max((member.activity(now).seconds for member in failed), default=0.0)
             if longest > CLOSED_SECONDS and all_wait and not stuck:
                 reason = f"a collective failed and no worker is lost: {failed[0].error}"
-                self._decide("restart", reason)
+                self.decide("restart", reason)
 
     def _handle_stuck(self, stuck: set[int], now: float) -> None:
         """Have stuck workers write their stacks; a moment later they count as lost."""
@@ -272,7 +259,7 @@ class Controller:
                 )
         if len(stuck) > 1 and stuck >= self._training:
             if due.keys() >= stuck:  # the last of them is due, too
-                self._decide("restart", "all workers are stuck, and the first cannot be told")
+                self.decide("restart", "all workers are stuck, and the first cannot be told")
         elif due:
             self._lose(due)
 
@@ -296,22 +283,15 @@ class Controller:
         hosts = [self.members[process].host for process in lost]
         for process, how in lost.items():
             member = self.members.pop(process)
-            self._log_event(
-                "failed",
-                epoch=self.generation,
-                host=member.host,
-                process=process,
-                chips=member.chips,
-                how=how,
-                step=member.step,
-                phase=member.phase,
-            )
+            who = {"host": member.host, "process": process, "chips": member.chips}
+            what = {"how": how, "step": member.step, "phase": member.phase}
+            self._log_event("failed", epoch=self.generation, **who, **what)
             self._kill(process)
         if not self.members:
-            self._decide("restart", "no worker is left")
+            self.decide("restart", "no worker is left")
         elif some_left or not (self.in_place and self._all_joined):
             restarts = "" if self.in_place else ", and workers do not continue in place"
-            self._decide("restart", f"host {hosts[0]} is lost{restarts}")
+            self.decide("restart", f"host {hosts[0]} is lost{restarts}")
         else:
             reason = "; ".join(f"process {p} {how}" for p, how in lost.items())
             stuck = any(how.startswith("is stuck") for how in lost.values())
@@ -330,7 +310,7 @@ class Controller:
         if self.in_place and self._all_joined:
             self._begin_generation(f"chips {chips} are unhealthy: {reason}", noticed_after=0.0)
         else:
-            self._decide("restart", f"chips {chips} are unhealthy: {reason}")
+            self.decide("restart", f"chips {chips} are unhealthy: {reason}")
 
     def _begin_generation(self, reason: str, *, noticed_after: float) -> None:
         self.generation_began = time.monotonic()
@@ -349,16 +329,13 @@ class Controller:
 
     # The end ----------------------------------------------------------------------------------
 
-    def _decide(self, action: str, reason: str) -> None:
-        if self.verdict is None:
-            self.verdict = Verdict(action, reason)
-            for member in self.members.values():
-                member.send({"over": action, "reason": reason})
-
-    def give_up(self, reason: str) -> None:
-        """End all workers."""
+    def decide(self, action: str, reason: str) -> None:
+        """Restart or end all workers."""
         with self._lock:
-            self._decide("end", reason)
+            if self.verdict is None:
+                self.verdict = Verdict(action, reason)
+                for member in self.members.values():
+                    member.send({"over": action, "reason": reason})
 
     def pause(self, reason: str) -> None:
         """Have all workers save their state and exit at the next commit, to be restarted."""

@@ -48,10 +48,7 @@ class Membership:
 class ControllerClient:
     """A worker's connection to the controller.
 
-    Args:
-        channel: The connection, past the greeting.
-        membership: The generation in which the worker starts.
-        on_end: Called with the reason when the controller ends the run or is gone.
+    `on_end` is called with the reason when the controller ends the run or is gone.
     """
 
     def __init__(
@@ -85,11 +82,7 @@ class ControllerClient:
         timeout: float,
         on_end: Callable[[str], NoReturn],
     ) -> ControllerClient:
-        """Connect a worker that was started in `generation` to the controller at `address`.
-
-        Raises:
-            ClusterError: The controller does not answer, or does not know the worker.
-        """
+        """Connect a worker that was started in `generation` to the controller at `address`."""
         channel = connect(address, secret, timeout=timeout)
         channel.send({"hello": process, "pid": os.getpid(), "start": generation})
         reply = channel.receive(timeout)
@@ -127,13 +120,10 @@ class ControllerClient:
     def report_joined(
         self, step: int, *, source: str = "start", live: int = 0, failed: str = ""
     ) -> None:
-        """Report that this worker starts from the state after `step`.
+        """Report that this worker is ready, with the state after `step` and `live` chips.
 
-        Args:
-            step: The last step that is not repeated.
-            source: Where the state came from: "devices", "host memory", "checkpoint", "start".
-            live: Number of live chips.
-            failed: The failed chips, as blocks.
+        The state comes from "devices", "host memory", "checkpoint" or "start". Failed chips are
+        given as blocks.
         """
         self.check_generation()
         with self._changed:

@@ -85,11 +85,8 @@ class ElasticGroup(ProcessGroup):
         if self.controller is None:
             return topology
         membership = self.controller.membership
-        lost = {
-            topology.coord_of(device)
-            for device in topology.devices
-            if process_of(device) not in membership.members
-        }
+        lost_devices = (d for d in topology.devices if process_of(d) not in membership.members)
+        lost = set(map(topology.coord_of, lost_devices))
         blocks = parse_blocks(membership.quarantined)
         quarantined = {coord for block in blocks for coord in block.coords()}
         left = topology.with_failed(lost | quarantined)
@@ -111,14 +108,13 @@ def initialize(
 
     The arguments are those of `ftmesh.distributed.initialize`. Use the group in a ``with`` block.
     """
-    controller_address = os.environ.get(CONTROLLER_ADDRESS)
-    if controller_address and _compat.coordination_client() is None:
+    if os.environ.get(CONTROLLER_ADDRESS) and _compat.coordination_client() is None:
         check_timeout(timeout)
         address, number, process = find_processes(
             coordinator_address, num_processes, process_id, timeout
         )
         if address is not None and number is not None and process is not None:
-            return _join_controller(controller_address, address, number, process, timeout, name)
+            return _join_controller(address, number, process, timeout, name)
     group = initialize_group(
         coordinator_address, num_processes, process_id, timeout=timeout, name=name
     )
@@ -248,24 +244,14 @@ class ElasticShutdown(Shutdown):
 
 
 def _join_controller(
-    controller_address: str,
-    coordinator_address: str,
-    num_processes: int,
-    process: int,
-    timeout: float,
-    name: str,
+    coordinator_address: str, num_processes: int, process: int, timeout: float, name: str
 ) -> ElasticGroup:
+    address, secret = os.environ[CONTROLLER_ADDRESS], os.environ["FTMESH_SECRET"]
     host, generation = (int(os.environ[key]) for key in ("FTMESH_HOST", "FTMESH_EPOCH"))
     _write_stacks_on_signal(Path(os.environ["FTMESH_RUN_DIR"]), f"{generation}-{host}")
     shutdown = ElasticShutdown(process, process_logger(name, process))
     controller = shutdown.controller = ControllerClient.connect(
-        controller_address,
-        os.environ["FTMESH_SECRET"],
-        process,
-        generation,
-        num_processes,
-        timeout=timeout,
-        on_end=shutdown.end,
+        address, secret, process, generation, num_processes, timeout=timeout, on_end=shutdown.end
     )
     shutdown.start()
     jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
@@ -275,14 +261,9 @@ def _join_controller(
         jax.devices()
     except RuntimeError as error:
         shutdown.fail(ClusterError(f"JAX cannot join the processes: {error}"))
+    members, kv = tuple(range(num_processes)), ControllerKvClient(controller)
     return ElasticGroup(
-        process,
-        num_processes,
-        timeout,
-        tuple(range(num_processes)),
-        kv=ControllerKvClient(controller),
-        shutdown=shutdown,
-        controller=controller,
+        process, num_processes, timeout, members, kv=kv, shutdown=shutdown, controller=controller
     )
 
 

@@ -52,15 +52,9 @@ class EventLog:
         goodput = max(0.0, 1 - self.seconds_lost / seconds) if seconds else 1.0
         if status and not steps:
             goodput = 0.0
-        self.log(
-            "done",
-            status=status,
-            steps=steps,
-            failures=self.failures,
-            seconds=round(seconds, 3),
-            seconds_lost=round(self.seconds_lost, 3),
-            goodput=round(goodput, 4),
-        )
+        times = {"seconds": round(seconds, 3), "seconds_lost": round(self.seconds_lost, 3)}
+        facts = {**times, "goodput": round(goodput, 4)}
+        self.log("done", status=status, steps=steps, failures=self.failures, **facts)
 
     def close(self) -> None:
         """Close the file."""

@@ -166,11 +166,7 @@ class ProgressMonitor:
 
 
 def parse_phase_timeouts(text: str) -> dict[str, float]:
-    """Parse timeouts of phases.
-
-    >>> parse_phase_timeouts("compile=60,save=30")
-    {'compile': 60.0, 'save': 30.0}
-    """
+    """Parse timeouts of phases, as in "compile=60,save=30"."""
     timeouts, parse_seconds = {}, number(0.001)
     for part in filter(None, text.split(",")):
         phase, _, seconds = (word.strip() for word in part.partition("="))

@@ -17,6 +17,7 @@ from ftmesh.errors import ArgumentError
 GRACE_SECONDS = 30.0  # for the others to exit after one has failed
 KILL_SECONDS = 15.0  # from SIGTERM to SIGKILL: trainers finish a checkpoint
 TIMED_OUT = 124  # exit status, as of timeout(1)
+READ_BYTES = 65_536
 MAX_READS = 64  # after a process has exited: another may hold its pipe and go on writing
 
 OnOutput = Callable[[int, int, bytes], None]
@@ -135,7 +136,7 @@ class Pod:
                 if process.exit_fd is not None:
                     self._selector.register(process.exit_fd, selectors.EVENT_READ, (process, 0))
             if self._is_ending:  # a signal came meanwhile
-                self.kill()
+                self.end(signal.SIGKILL)
             else:
                 for process in self.processes:
                     process.release()
@@ -221,13 +222,9 @@ class Pod:
         for process in self.processes:
             process.end(signum)
 
-    def kill(self) -> None:
-        """Kill all processes."""
-        self.end(signal.SIGKILL)
-
     def close(self) -> None:
         """Kill what is left and wait for it."""
-        self.kill()
+        self.end(signal.SIGKILL)
         for process in self.processes:
             process.close()
             if self._reaper is not None:
@@ -241,8 +238,8 @@ class Pod:
         file = process.streams[stream]
         if file.closed:
             return False
-        data = process.read(stream)
-        if data is not None:
+        data = file.read(READ_BYTES)
+        if data is not None:  # there is some, or it is empty at the end
             self._on_output(process.number, stream, data)
         if data == b"":
             self._selector.unregister(file)

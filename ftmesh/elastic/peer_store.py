@@ -1,8 +1,5 @@
 """Peer store: a process next to each worker that keeps blobs in memory and outlives the worker.
 
-    store = PeerStore("127.0.0.1:23456", secret, timeout=5)
-    store.put("state/1/30/0.bin", data)
-
 The process (`store_command`) reads its secret from ``FTMESH_SECRET`` and listens at
 ``FTMESH_KEEPER_HOST``, loopback by default. It prints its address and exits when stdin closes.
 """
@@ -72,11 +69,15 @@ class PeerStores:
     def put(self, blobs: Mapping[str, bytes], copies: int) -> int:
         """Put blobs into the first `copies` stores that take them; return how many did."""
         checksums = {name: zlib.crc32(data) for name, data in blobs.items()}
+
+        def put_all(store: PeerStore) -> bool:
+            for name, data in blobs.items():
+                store.put(name, data, checksums[name])
+            return True
+
         taken = 0
         for host in self.hosts:
-            if taken < copies and all(
-                self._put(host, name, data, checksums[name]) for name, data in blobs.items()
-            ):
+            if taken < copies and self._ask(host, put_all):
                 taken += 1
         return taken
 
@@ -109,13 +110,6 @@ class PeerStores:
             if data is not None:
                 return data
         return None
-
-    def _put(self, host: int, name: str, data: bytes, crc32: int) -> bool:
-        def put(store: PeerStore) -> bool:
-            store.put(name, data, crc32)
-            return True
-
-        return self._ask(host, put) is not None
 
     def _ask_all(self, request: Callable[[PeerStore], T]) -> list[T | None]:
         return list(self._threads.map(lambda host: self._ask(host, request), self.hosts))

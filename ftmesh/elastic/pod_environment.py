@@ -111,11 +111,7 @@ class HostLayout:
 
     @staticmethod
     def create(mesh: str, host_shape: str | None, hosts: int, devices_per_host: int) -> HostLayout:
-        """Lay hosts out one after another, x first; each has rows of the mesh without `host_shape`.
-
-        Raises:
-            ArgumentError: The blocks do not fill the mesh.
-        """
+        """Lay hosts out one after another, x first; without `host_shape`, each has rows."""
         shape = parse_shape(mesh)
         check_pod(hosts, devices_per_host)
         if host_shape is None:

@@ -155,11 +155,7 @@ def connect(
     max_data: int = MAX_DATA_BYTES,
     stall: float = STALL_SECONDS,
 ) -> Channel:
-    """Connect to the listener at ``host:port`` within `timeout` seconds.
-
-    Raises:
-        ChannelClosed: Nothing answers there, or it does not know the secret.
-    """
+    """Connect to the listener at ``host:port``; raise ChannelClosed if none knows the secret."""
     host, colon, port = address.rpartition(":")
     if not colon or not re.fullmatch("[0-9]{1,5}", port) or not secret:
         raise ArgumentError(f"give host:port and a secret to connect, not {address!r:.60}")

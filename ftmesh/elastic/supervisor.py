@@ -67,8 +67,6 @@ class Supervisor:
     Args:
         command: What each worker runs.
         layout: The mesh and the block of each host.
-        policy: When to continue after failures.
-        events: Where events are logged.
         run_dir: Folder for stacks and process ids.
         on_output: As for `Pod`, with the host in place of the process.
         env: Variables to add to the environment of the workers.
@@ -233,15 +231,15 @@ class Supervisor:
         while controller.verdict is None and not self._signals:
             exited = pod.poll(POLL_SECONDS)
             if service.has_exited:
-                controller.service_ended()
+                controller.decide("restart", "JAX's coordination service has ended")
             for process in exited if not self._signals else ():
                 controller.process_ended(process.number, _how_ended(process), process.status or 0)
             controller.poll()
-            if self._events.failures > self._policy.failures:
-                allowed = self._policy.failures
-                controller.give_up(f"{self._events.failures} failures, and {allowed} are allowed")
+            failures, allowed = self._events.failures, self._policy.failures
+            if failures > allowed:
+                controller.decide("end", f"{failures} failures, and {allowed} are allowed")
             if time.monotonic() > self._deadline:
-                controller.give_up("the timeout is over")
+                controller.decide("end", "the timeout is over")
             if self._can_grow_back(controller):
                 controller.pause("lost hosts come back")
 
@@ -258,7 +256,7 @@ class Supervisor:
         is_orderly = self._signals or (verdict is not None and verdict.is_orderly)
         pod.wait(LEAVE_SECONDS if is_orderly else END_SECONDS)
         failed = pod.first_failed
-        pod.kill()
+        pod.end(signal.SIGKILL)
         pod.wait(END_SECONDS)
         return failed.status or 0 if failed is not None and not is_orderly else 0
 

@@ -234,11 +234,6 @@ class TestRestarts:
         assert harness.controller.verdict.action == "restart"
         assert harness.controller.verdict.reason.endswith("and workers do not continue in place")
 
-    def test_the_coordination_service_ends(self, four):
-        four.controller.service_ended()
-        assert four.controller.verdict.action == "restart"
-        assert "coordination service has ended" in four.controller.verdict.reason
-
     def test_a_worker_requests_a_restart(self, four):
         four.workers[2].send(restart="it cannot be")
         wait_until(lambda: four.controller.verdict)
@@ -269,8 +264,8 @@ class TestRestarts:
         assert harness.controller.verdict.action == "restart"
 
     def test_the_first_verdict_stays(self, four):
-        four.controller.give_up("time is up")
-        four.controller.service_ended()
+        four.controller.decide("end", "time is up")
+        four.controller.decide("restart", "JAX's coordination service has ended")
         four.controller.process_ended(0, "ended", 1)
         assert four.controller.verdict == Verdict("end", "time is up")
         assert four.workers[0].receive("over", "reason") == ("end", "time is up")
