@@ -2,7 +2,7 @@
 
 It works on meshes of one axis (1x8, 8x1 or 8) and wherever damage leaves every chip with at most
 two neighbours. Along an open line, sums flow to their owners from both ends. Around a closed one,
-half of the payload goes each way. A closed line that loses a chip or a link becomes an open one.
+half of the payload goes each way.
 """
 
 from __future__ import annotations

@@ -143,7 +143,6 @@ def _with_axis(coord: Coord, axis: int, value: int) -> Coord:
 
 
 def _check_inside(name: str, *ends: Coord, frame: CoordFrame) -> None:
-    """Raise unless all `ends` are at zero or above, and at most the highest chip."""
     num_axes = len(ends[0])
     if not frame.accepts(num_axes) or any(len(end) != num_axes for end in ends):
         mesh = notation.format_shape(frame.shape)

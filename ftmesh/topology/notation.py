@@ -206,7 +206,6 @@ def _distinct(items: Iterable[Block]) -> list[Block]:
 
 
 def _check_block(block: Block) -> Block:
-    """Raise unless size and corner of `block` have the same number of axes."""
     block = Block(parse_shape(block.size), _integers(block.corner))
     if len(block.size) != len(block.corner):
         raise TopologyError(

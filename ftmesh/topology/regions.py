@@ -31,10 +31,7 @@ def connected_components(
 
 
 def largest_box(shape: Coord, failed: Iterable[Coord], failed_links: Iterable[Link]) -> Block:
-    """Return the largest box without a failed chip or link.
-
-    Ties go to the squarest, then to the lowest corner. Links have their lower end first.
-    """
+    """Return the largest box without failed chips and links; of equal ones the squarest, lowest."""
     bad_chips = np.zeros(shape, np.int64)
     for coord in failed:
         bad_chips[coord] = 1
