@@ -172,8 +172,8 @@ def test_a_tree_plan_is_chunked_as_in_one_process(four):
 def test_the_primary_chooses_the_executor(four, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "ftmesh.planning.make_plan.kernel_is_faster",
-        lambda *args: asked.append(args) or len(asked) == 1,
+        "ftmesh.planning.make_plan.kernel_seconds",
+        lambda *args: asked.append(args) or (0.0 if len(asked) == 1 else float("inf")),
     )
     tpus = [replace(device, platform="tpu", device_kind="TPU v6 lite") for device in devices(4, 4)]
     topology = Topology.from_devices(tpus, shape="4x4", failed="2x2@2,2")
