@@ -118,9 +118,7 @@ class TestStatus:
     @pytest.mark.parametrize(
         ("fail", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)]
     )
-    def test_the_first_failure_counts_before_a_poll(
-        self, fifos, fail, status
-    ):
+    def test_the_first_failure_counts_before_a_poll(self, fifos, fail, status):
         text = f"""
             os.read(os.open(f"{fifos}/{{me}}", os.O_RDONLY), 1)
             if me == 2:

@@ -101,7 +101,7 @@ def test_small_sums_take_fewer_rounds():
     x = np.arange(60, dtype=np.float32)
     assert sum_and_mean(parallel, x) == [x.sum(), pytest.approx(x.mean())]
     optimizer = parallel.optimizer(optax.sgd(1.0))
-    comm = optimizer.ops.comm
+    comm = optimizer.comm
     assert (comm.plan, comm.norm_plan) == (parallel.plan, parallel.small_plan)
 
 
