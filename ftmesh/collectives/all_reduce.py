@@ -47,16 +47,17 @@ def psum(
 ) -> PyTree:
     """Sum `x` over all live ranks, as `jax.lax.psum` does.
 
-    Leaves are packed into buckets, and each bucket is summed on the plan for its size
+    Leaves are packed into buckets, and each bucket is summed with the plan for its size
     (`Plan.for_payload`). Results have the dtype of their leaf; booleans are counted, as in lax.
 
     Args:
         x: An array or a pytree of arrays.
-        axis_name: The mesh axis that `plan` was made for.
+        axis_name: The axis of ``plan.jax_mesh(axis_name)``.
         axis_index_groups: Not supported. Plan for a smaller topology instead.
+        plan: What `ftmesh.plan` returns.
         wire_dtype: The dtype in which results are sent, rounded once by their owner; the leaf's own
-            by default. Partial sums are sent in it too if the plan is shallow enough; see
-            `ftmesh.cost.wire_precision`.
+            by default. Partial sums are sent in it too if so few are added one after
+            another that rounding each stays within 1 %; see `ftmesh.cost.wire_precision`.
         accumulate_dtype: The dtype in which floating-point leaves are added. By default float32
             for leaves of 16 bits or fewer, and their own dtype for others.
         bucket_bytes: The largest bucket. A larger leaf gets a bucket of its own.
@@ -64,8 +65,8 @@ def psum(
             compiler: each device then sums its own shard. Explicit axes need none.
 
     Raises:
-        CollectiveError: If the axis is not bound or does not fit the plan, or if a leaf is already
-            the same on every device.
+        CollectiveError: If the axis is not bound or does not fit the plan, or if a leaf is typed as
+            the same on every device: it has been summed already.
 
     >>> import ftmesh
     >>> from ftmesh.testing import on_one_device

@@ -94,16 +94,21 @@ def audit(
     *,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
 ) -> Audit:
-    """List the collectives along `axis_name` in a program that are not the plan's.
+    """List the collectives along `axis_name` that JAX inserted, which do not avoid failed chips.
 
-    Collectives along other axes only are not listed. A program from a compilation cache names the
-    source lines of the code that was compiled first.
+    Each comes with the line of your code that caused it and what to call instead. Collectives
+    along other axes are not listed. If JAX took the program from its compilation cache, the lines
+    are those of the code that was compiled first.
 
     Args:
-        program: What ``jit(...).lower(...)`` returns (`nnx.jit` too), its ``.compile()``, or the
-            text of that.
+        program: What ``jit(...).lower(...)`` returns (`nnx.jit` too), its ``.compile()``, or
+            ``.compile().as_text()``.
+        axis_name: The axis of ``plan.jax_mesh(axis_name)``.
         mesh: The mesh that the program was compiled for. Needed for text, and for a program whose
             shardings have no mesh.
+
+    Returns:
+        An `Audit`: print it, iterate over it, or call `require_none`, which raises if it lists any.
     """
     program = getattr(program, "lowered", getattr(program, "compiled", program))  # of nnx.jit
     if isinstance(program, jax.stages.Lowered):

@@ -29,24 +29,29 @@ def plan(
 ) -> Plan:
     """Plan an all-reduce of `payload_bytes` over the live chips of `topology`, and prove it.
 
+    The proof is exact: every live chip ends with every contribution exactly once, and nothing goes
+    through a failed chip or link.
+
     >>> topo = Topology.grid("8x8", failed="2x2@2,2")
-    >>> plan(topo, "ring").schedule.num_rounds
-    118
-    >>> [plan(topo, payload_bytes=size).algorithm for size in (100_000, 100_000_000)]
-    ['tree', 'tree']
+    >>> plan(topo).algorithm, plan(topo, "ring").schedule.num_rounds
+    ('tree', 118)
+    >>> plan(Topology.grid("8x8", wrap=True)).algorithm
+    'two_dim'
 
     Args:
-        topology: The chips, and what has failed. For model groups give tiles of chips,
-            ``TiledTopology.from_topology(topology, "2x2")``: a tile is then one rank, its devices
-            are one model group, and every position in it sums a payload of its own over links
-            that they share. A tile with a failed chip takes no part.
-        algorithm: A name, or ``"auto"``: the algorithm with the lowest simulated cost for this
-            payload. `Plan.explain` shows the cost of each.
-        payload_bytes: Bytes of gradients at each rank, in `wire_dtype`.
+        topology: The chips, and what has failed. To sum over data-parallel replicas that span
+            several chips, give tiles, ``TiledTopology.from_topology(topology, "2x2")``: each tile
+            is then one rank and holds one replica. A tile with a failed chip takes no part.
+        algorithm: ``ring``, ``two_dim``, ``row_pair``, ``multi_ring``, ``chain``, ``flood``,
+            ``tree``, or ``auto``: the one with the lowest simulated cost for this payload.
+            `Plan.explain` shows the cost of each.
+        payload_bytes: Bytes of gradients at each rank, in `wire_dtype`. A guide for ``"auto"``:
+            the collectives choose again for the size of each bucket that they sum.
         wire_dtype: The dtype in which the payload travels. Where partial sums of it would be too
             inexact, they travel in float32 and cost more.
         link: The links: a `Network`, bytes per second (``"50GB/s"``) or a TPU generation
-            (``"v6e"``). Unless given, those of the topology's devices if they are TPUs.
+            (``"v6e"``). By default those of the topology's devices if they are TPUs, and else
+            50 GB/s.
         with_idle: The mesh axis also has the devices of failed chips, which stay idle; for
             platforms that do not run programs on part of a slice.
         reduce_scatter: With ``"auto"``, choose among algorithms that have a reduce-scatter and an
@@ -62,7 +67,8 @@ def plan(
         see `ftmesh.planning.plan_cache`.
 
     Raises:
-        PlanError: The algorithm cannot serve the damaged mesh; the message names one that can.
+        PlanError: The algorithm cannot serve the damaged mesh; the message says why, and names
+            one that can, if any.
         ArgumentError: An argument is not of the form that it must have.
     """
     if not isinstance(topology, Topology):

@@ -50,13 +50,14 @@ BUCKET_BYTES = 256 * 2**20  # of leaves that are summed together
 class Plan:
     """A schedule for a topology and a payload, and the collectives that run it.
 
-    Made by `ftmesh.plan`, or by `from_schedule` from a schedule that was planned before. Print it
-    to see what it does, phase by phase.
+    `ftmesh.plan` makes it, or `from_schedule` from a schedule that was planned before. Put the
+    devices in order with `jax_mesh`, and call `value_and_grad`, `psum` or `shard` in the training
+    step. Print it to see what it does, phase by phase.
 
     Attributes:
         schedule: The transfers, round by round.
         payload_bytes: The payload that the schedule was chosen for.
-        proof: What `ftmesh.verify` counted; None only where a test has replaced the schedule.
+        proof: What `ftmesh.verify` counted.
         with_idle: The mesh axis has the devices of failed chips too, which stay idle.
         network: The links, and the device model, that costs were taken from.
         wire_dtype: The dtype in which the payload travels.
@@ -109,7 +110,10 @@ class Plan:
         links = links.wires_only if executor == PALLAS else links
         size, wire = check_bytes(payload_bytes), wire_dtype_name(wire_dtype)
         proof = verify(schedule)
-        return Plan(schedule, size, proof, with_idle, links, wire, executor, is_given=True)
+        plan = Plan(schedule, size, proof, with_idle, links, wire, executor, is_given=True)
+        if with_idle:
+            _ = plan.program  # raises PlanError for idle chips that nothing can be sent to
+        return plan
 
     @property
     def topology(self) -> Topology:
