@@ -60,7 +60,7 @@ class StepReport:
 
     @property
     def device_bytes(self) -> int:
-        """PeerCheckpoint that a device needs."""
+        """Memory that a device needs."""
         return self.argument_bytes + self.temporary_bytes + self.program_bytes
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class StepReport:
         if any(loop.cycles for loop in self.loops):
             cycles, number = total_cycles(self.loops), len(self.loops)
             lines.append(
-                f"  {cycles.total:,} cycles next to the permutations of {number} "
+                f"  {cycles.total:,} cycles besides the permutations of {number} "
                 f"loop{'s' * (number != 1)}, {cycles.hidden:,} of them hidden, by the compiler's "
                 f"estimate{cycles.unknown_text}"
             )

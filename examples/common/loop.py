@@ -297,7 +297,7 @@ def _save(trainer: Trainer, checkpoints: Checkpoints, step: int, state: State) -
     group = trainer.parallel.group
     group.report_phase("save", step)
     if group.controller is not None and checkpoints.latest_step == step:
-        return  # in an epoch before
+        return  # saved in an earlier generation
     try:
         trainer.save(checkpoints, step, state)
     except CheckpointError as error:

@@ -132,7 +132,7 @@ def _files(prefix: str, holders: Holders, stores: PeerStores) -> dict[str, bytes
 
     files = get([MANIFEST_FILE])
     if not files:
-        raise DamagedCheckpointError(f"no host gives its {MANIFEST_FILE}")
+        raise DamagedCheckpointError(f"no host returned its {MANIFEST_FILE}")
     manifest = Manifest.from_json(load_json(files[MANIFEST_FILE], MANIFEST_FILE))
     return files | get(
         [name for process in manifest.processes for name in process_file_names(process)]
@@ -148,7 +148,7 @@ def _remaining(group: ElasticGroup) -> set[int]:
 
 def _prefix(group: ElasticGroup, held: Any) -> str:
     """Name the blobs by the generation of the held state: a standby may hold an older one."""
-    return f"carried/{group.generation}-{held.epoch}/"
+    return f"carried/{group.generation}-{held.generation}/"
 
 
 def _move_stats(stats: Any, now: DataParallel) -> Any:

@@ -29,7 +29,7 @@ class HeldState:
     step: int
     state: State
     trainer: Trainer
-    epoch: int
+    generation: int
 
 
 class StepCommit:

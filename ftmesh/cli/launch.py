@@ -79,25 +79,40 @@ def _add_failure_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--restart",
         action="store_true",
-        help="restart all processes after every failure, as TPUs need it (default: in place)",
+        help="restart all processes after every failure, as TPUs require (default: continue in place)",
     )
-    option("--host-shape", "WxH", str, None, "block of the mesh that a host has, else rows")
+    option("--host-shape", "WxH", str, None, "block of the mesh of each host", "whole rows")
     text = "timeout of a collective; a step is stuck after this and ten times its usual time"
     option("--collective-limit", "SECONDS", number(1), policy.collective_timeout, text)
-    text = "timeouts of phases, as in start=60,compile=600 (see docs/failures.md)"
-    option("--limits", "PHASE=SECONDS", str, None, text)
+    text = "timeouts of phases, as in start=60,compile=600; docs/failures.md lists them"
+    option("--limits", "PHASE=SECONDS", str, None, text, "those listed there")
     option("--strikes", "N", whole_number(1), policy.strikes, "exclude a host after N failures")
     text = "wait before a restart; doubled after each restart that led to no step"
     option("--backoff", "SECONDS", number(0), policy.backoff, text)
-    option("--grow-back", "SECONDS", number(0), None, "restart with lost hosts after this time")
+    option(
+        "--grow-back",
+        "SECONDS",
+        number(0),
+        None,
+        "restart with lost hosts after this time",
+        "never",
+    )
     option("--events", "FILE", Path, None, "append a JSON line for each event")
-    option("--run-dir", "FOLDER", Path, None, "folder for stacks and process ids")
+    option(
+        "--run-dir", "FOLDER", Path, None, "folder for stacks and process ids", "a temporary one"
+    )
 
 
 def _add_option(
-    parser: argparse._ActionsContainer, name: str, metavar: str, kind: Any, default: Any, text: str
+    parser: argparse._ActionsContainer,
+    name: str,
+    metavar: str,
+    kind: Any,
+    default: Any,
+    text: str,
+    no_default: str = "none",
 ) -> None:
-    shown = "none" if default is None else f"{default:g}"
+    shown = no_default if default is None else f"{default:g}"
     text = f"{text} (default: {shown})"
     parser.add_argument(name, metavar=metavar, type=kind, default=default, help=text)
 

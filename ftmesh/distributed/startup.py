@@ -231,7 +231,7 @@ def _collect_reports(bind: str, num_processes: int, deadline: float, timeout: fl
                 connection = stack.enter_context(server.accept()[0])
             except TimeoutError:
                 missing = set(range(1, num_processes)) - arrived
-                problem = f"{format_processes(missing)} did not come within {timeout:g} s"
+                problem = f"{format_processes(missing)} did not connect within {timeout:g} s"
                 break
             connection.settimeout(_HELLO_SECONDS)
             hello = _read_line(connection)

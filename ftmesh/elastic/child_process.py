@@ -150,6 +150,8 @@ class Reaper:
 class Sidecar:
     """A process that prints a line when it is up, and exits when its stdin closes."""
 
+    name = "a peer store"
+
     def __init__(self, command: list[str], env: Environment) -> None:
         self._popen = subprocess.Popen(
             command,
@@ -167,7 +169,7 @@ class Sidecar:
         self.first_line = self._stdout.readline().strip()
         if not self.first_line:
             self.close()
-            raise ClusterError(f"{command[1]} exited before it was up")
+            raise ClusterError(f"{self.name} exited before it was up: is its port or address free?")
 
     @property
     def has_exited(self) -> bool:
@@ -188,6 +190,8 @@ class Sidecar:
 
 class CoordinationService(Sidecar):
     """JAX's coordination service for `num_processes` workers."""
+
+    name = "JAX's coordination service"
 
     def __init__(self, num_processes: int, env: Environment, record_pid: RecordPid) -> None:
         for attempts_left in reversed(range(PORT_ATTEMPTS)):

@@ -259,7 +259,7 @@ class Controller:
                 )
         if len(stuck) > 1 and stuck >= self._training:
             if due.keys() >= stuck:  # the last of them is due, too
-                self.decide("restart", "all workers are stuck, and the first cannot be told")
+                self.decide("restart", "all workers are stuck; cannot tell which one stalled first")
         elif due:
             self._lose(due)
 

@@ -209,7 +209,9 @@ class PeerStore:
         seconds = self.timeout + checked_bytes / MIN_CHECKSUM_RATE
         frame = channel.receive(seconds)
         if frame is None:
-            raise ClusterError(f"no answer of the peer store at {self.address} for {seconds:.3g} s")
+            raise ClusterError(
+                f"no answer from the peer store at {self.address} for {seconds:.3g} s"
+            )
         if (why := frame[0].get("rejected")) is not None:
             raise RequestRejected(f"the peer store at {self.address} rejects it: {why}")
         return frame

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,8 +83,7 @@ def prepare_for_host_loss(
 
     def run() -> None:
         begin, longest = time.thread_time(), 0.0
-        topologies = topologies_without_a_host(topology)
-        for left in sorted(topologies, key=lambda left: not registry.has_fast_algorithm(left)):
+        for left in _fast_first(topologies_without_a_host(topology)):
             before = time.thread_time()
             if own != _latest[0] or before - begin + longest > cpu_seconds:
                 return
@@ -97,6 +96,17 @@ def prepare_for_host_loss(
     thread = threading.Thread(target=run, name="ftmesh precompile", daemon=True)
     thread.start()
     return thread
+
+
+def _fast_first(topologies: Iterable[Topology]) -> Iterator[Topology]:
+    """Yield meshes that are planned fast at once, and the others after them."""
+    slow = []
+    for topology in topologies:
+        if registry.has_fast_algorithm(topology):
+            yield topology
+        else:
+            slow.append(topology)
+    yield from slow
 
 
 def topologies_without_a_host(topology: Topology) -> Iterator[Topology]:

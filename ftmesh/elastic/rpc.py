@@ -92,7 +92,7 @@ class Channel:
                     while part:
                         part = part[self._socket.send(part) :]
             except OSError as error:
-                raise self._broken(f"took no message: {error}") from error
+                raise self._broken(f"cannot be sent to: {error}") from error
 
     def receive(self, timeout: float | None = None) -> tuple[dict[str, Any], bytes] | None:
         """Return the next frame; None if none begins within `timeout` seconds."""

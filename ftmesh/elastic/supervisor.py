@@ -239,7 +239,7 @@ class Supervisor:
             if failures > allowed:
                 controller.decide("end", f"{failures} failures, and {allowed} are allowed")
             if time.monotonic() > self._deadline:
-                controller.decide("end", "the timeout is over")
+                controller.decide("end", "--timeout reached")
             if self._can_grow_back(controller):
                 controller.pause("lost hosts come back")
 

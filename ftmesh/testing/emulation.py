@@ -67,7 +67,7 @@ def _remedy(num_chips: int) -> str:
     if "FTMESH_NUM_PROCESSES" in os.environ:
         return (
             "under 'ftmesh launch' a process has only its own devices; use those of all, by "
-            "Topology.from_devices(jax.devices()) after ftmesh.distributed.initialize()"
+            "Topology.from_devices(jax.devices()) after ftmesh.elastic.initialize()"
         )
     return (
         "call cpu_grid before anything else uses JAX, or set "

@@ -47,7 +47,7 @@ def test_a_late_process():
 
 
 def test_missing_processes_are_named():
-    expected = "processes 2 and 4 did not come within 4 s"
+    expected = "processes 2 and 4 did not connect within 4 s"
     assert call_all([0, 1, 3], [5, 5, 5], timeout=4.0) == [expected] * 3
 
 

@@ -181,7 +181,7 @@ def test_timeout(run):
     begin = time.monotonic()
     assert supervised.status(timeout=0.5) == TIMED_OUT
     assert time.monotonic() - begin < TIMEOUT
-    assert "gives up: the timeout is over" in supervised.lines
+    assert "gives up: --timeout reached" in supervised.lines
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

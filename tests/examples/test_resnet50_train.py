@@ -127,7 +127,9 @@ def test_a_state_that_is_not_finite_is_not_saved(whole, tmp_path, monkeypatch):
             lambda config: lambda step: real(step) + jnp.where(step == 3, jnp.inf, 0),
         )
         patch.setattr("examples.resnet50.train.resnet50_trainer", resnet50_trainer)
-        with pytest.raises(TrainingError, match="the state after step 4 has numbers that are not"):
+        with pytest.raises(
+            TrainingError, match="the state after step 4 has values that are not finite"
+        ):
             losses(*saved)
     rest = losses(*saved, "--resume")
     assert list(rest) == [3, 4, 5, 6]

@@ -80,7 +80,7 @@ def test_different_source_of_ftmesh(tmp_path):
 @pytest.mark.slow  # the roll call is tested by itself
 def test_a_process_that_is_missing():
     lines, statuses = run_with_trouble("--steps", "2", "--limit", "20", hosts=3, trouble="late")
-    assert lines == ["linear: process 1 did not come within 20 s", "", lines[0]]
+    assert lines == ["linear: process 1 did not connect within 20 s", "", lines[0]]
     assert statuses == [69, 0, 69]
 
 
