@@ -103,7 +103,7 @@ def add_network(parser: ArgumentParser) -> None:
     add_option(parser, "--link", "RATE", text)
     add_option(parser, "--latency", "TIME", f"latency per hop (default: {latency})")
     add_option(parser, "--overhead", "TIME", "time per transfer at the sender (default: none)")
-    parser.add_argument("--wires-only", action="store_true", help="ignore the executor's cost")
+    parser.add_argument("--wires-only", action="store_true", help="ignore device time (with --tpu)")
 
 
 def network_of(args: Namespace) -> Network:

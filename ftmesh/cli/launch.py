@@ -79,13 +79,13 @@ def _add_failure_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--restart",
         action="store_true",
-        help="restart all processes after every failure, as TPUs require (default: continue in place)",
+        help="restart all processes after every failure, as TPUs require (default: in place)",
     )
     option("--host-shape", "WxH", str, None, "block of the mesh of each host", "whole rows")
     text = "timeout of a collective; a step is stuck after this and ten times its usual time"
     option("--collective-limit", "SECONDS", number(1), policy.collective_timeout, text)
-    text = "timeouts of phases, as in start=60,compile=600; docs/failures.md lists them"
-    option("--limits", "PHASE=SECONDS", str, None, text, "those listed there")
+    text = "timeouts of phases, as in start=60,compile=600"
+    option("--limits", "PHASE=SECONDS", str, None, text, "docs/failures.md lists them")
     option("--strikes", "N", whole_number(1), policy.strikes, "exclude a host after N failures")
     text = "wait before a restart; doubled after each restart that led to no step"
     option("--backoff", "SECONDS", number(0), policy.backoff, text)

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     stages = Stages()
     simulate, device_model = paper_tables.simulate_runs, NETWORKS["v3"].device_model
     simulated = stages.run("simulating", simulate)
-    as_run = stages.run("with the executor", simulate, device_model=device_model)
+    as_run = stages.run("with device time", simulate, device_model=device_model)
     best = stages.run(
         "planning trees", lambda: {row: paper_tables.fastest_run(row) for row in paper_tables.RUNS}
     )

@@ -15,9 +15,8 @@ from ftmesh.cost.simulate import MODES, Simulation, Simulator
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.files import check_output_files
 from ftmesh.planning.advise import leaf_chip_costs
-from ftmesh.planning.chunking import schedule_for
 from ftmesh.planning.optimizer_cost import MEMORY_TRAFFIC, known_memory_bandwidth, optimizer_costs
-from ftmesh.planning.selection import ALGORITHMS, AUTO, select_algorithm
+from ftmesh.planning.selection import ALGORITHMS, AUTO, cached_schedule, select_algorithm
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
@@ -119,10 +118,10 @@ def _schedules(
     if name == AUTO:
         name = select_algorithm(topology, payload_bytes, network).algorithm
     if name != ALL:
-        return {name: schedule_for(topology, name, payload_bytes, network, args.mode)}, {}
+        return {name: cached_schedule(topology, name, payload_bytes, network, args.mode)}, {}
     outcomes = registry.try_algorithms(topology)
     for name in registry.CHUNKED_BY_PAYLOAD:
-        outcomes[name] = schedule_for(topology, name, payload_bytes, network, args.mode)
+        outcomes[name] = cached_schedule(topology, name, payload_bytes, network, args.mode)
     schedules = {name: x for name, x in outcomes.items() if isinstance(x, Schedule)}
     return schedules, {name: x for name, x in outcomes.items() if isinstance(x, PlanError)}
 

@@ -23,10 +23,11 @@ from ftmesh.algorithms.tree import LeafChips
 from ftmesh.cost.links import Network
 from ftmesh.cost.simulate import SYNCHRONOUS, Simulator
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.planning.chunking import candidate_chunkings, schedule_for
+from ftmesh.planning.chunking import candidate_chunkings
 from ftmesh.planning.job_model import BOARD as BOARD
 from ftmesh.planning.job_model import Boards, box_topology
 from ftmesh.planning.job_model import TrainingJob as TrainingJob
+from ftmesh.planning.selection import cached_schedule
 from ftmesh.topology.graph import LinkGraph
 from ftmesh.topology.notation import Coord, format_failed
 from ftmesh.topology.tiles import TiledTopology
@@ -346,11 +347,11 @@ def leaf_chip_costs(
     without = topology.with_failed(leaf_chips)
     by, *_ = candidate_chunkings(without, payload_bytes, network)
     schedules = {
-        IN_TREES: schedule_for(topology, "tree", payload_bytes, network, mode),
+        IN_TREES: cached_schedule(topology, "tree", payload_bytes, network, mode),
         FED: tree.build_schedule(
             topology, by.num_chunks, width=by.width, balance=by.balance, leaves_apart=True
         ),
-        IDLE: schedule_for(without, "tree", payload_bytes, network, mode),
+        IDLE: cached_schedule(without, "tree", payload_bytes, network, mode),
     }
     seconds = {
         name: Simulator(schedule).seconds(payload_bytes, network, mode)

@@ -31,7 +31,7 @@ from ftmesh.planning.selection import (
     round_up_payload,
     select_algorithm,
 )
-from ftmesh.schedule.schedule import Schedule, SplitSchedule
+from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
 from ftmesh.schedule.verify import Proof, verify
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
@@ -99,7 +99,10 @@ class Plan:
             ArgumentError: The schedule is for other chips than those of `topology`.
             VerificationError: The schedule is wrong.
         """
+        check_schedule(schedule)
         topology = schedule.topology if topology is None else topology
+        if not isinstance(topology, Topology):
+            raise ArgumentError(f"topology must be a Topology, not {topology!r:.60}")
         if schedule.topology.without_devices() != topology.without_devices():
             raise ArgumentError(
                 f"the schedule is for {schedule.topology}, and not for {topology}: plan it again"
@@ -171,9 +174,14 @@ class Plan:
 
     @cached_property
     def unrolled_variant(self) -> Plan:
-        """The same plan with its rounds unrolled; never with trees, whose rounds are too many."""
+        """The same plan with its rounds unrolled; never with trees, whose rounds are too many.
+
+        A kernel has no rounds to unroll: a plan with ``"pallas"`` stays with it.
+        """
         if self.executor == PPERMUTE_UNROLLED:
             return self
+        if self.executor == PALLAS:
+            return self.with_reduce_scatter
         return replace(self.with_reduce_scatter, executor=PPERMUTE_UNROLLED)
 
     def explain(self) -> Selection:

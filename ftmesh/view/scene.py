@@ -38,8 +38,7 @@ from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.planning.chunking import schedule_for
-from ftmesh.planning.selection import AUTO, select_algorithm
+from ftmesh.planning.selection import AUTO, cached_schedule, select_algorithm
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Ints
@@ -73,6 +72,7 @@ def build_scene(
     >>> result["shown"], [a["rounds"] for a in result["algorithms"] if "schedule" in a]
     ('ring', [118])
     """
+    algorithm = registry.current_name(algorithm)
     check_fits(topology.shape)
     auto = select_algorithm(topology, payload_bytes, network).algorithm
     outcomes = _outcomes(topology, algorithm, auto, payload_bytes, network)
@@ -162,9 +162,11 @@ def _outcomes(
         wanted += (*registry.FALLBACKS, *registry.CHUNKED_BY_PAYLOAD)
     for name in dict.fromkeys([auto, *wanted]):
         if name not in outcomes:
-            outcomes[name] = schedule_for(topology, name, payload_bytes, network)
+            outcomes[name] = cached_schedule(topology, name, payload_bytes, network)
     if algorithm not in (AUTO, ALL) and not isinstance(outcomes.get(algorithm), Schedule):
-        schedule_for(topology, algorithm, payload_bytes, network)  # raises an error that says why
+        cached_schedule(
+            topology, algorithm, payload_bytes, network
+        )  # raises an error that says why
     return outcomes
 
 

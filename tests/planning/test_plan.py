@@ -73,6 +73,16 @@ def test_a_schedule_that_was_planned_before():
         ftmesh.Plan.from_schedule(schedule, Topology.grid("8x8"))
     with pytest.raises(ftmesh.ArgumentError, match="executor must be one of ppermute"):
         ftmesh.Plan.from_schedule(schedule, executor="auto")
+    with pytest.raises(ftmesh.ArgumentError, match="topology must be a Topology, not '8x8'"):
+        ftmesh.Plan.from_schedule(schedule, "8x8")
+    with pytest.raises(ftmesh.ArgumentError, match=r"pass plan\.schedule"):
+        ftmesh.Plan.from_schedule(plan)
+
+
+def test_a_kernel_has_no_rounds_to_unroll():
+    plan = ftmesh.plan(Topology.grid("4x4"), "tree", executor="pallas")
+    assert plan.unrolled_variant is plan.with_reduce_scatter
+    assert plan.unrolled_variant.executor == "pallas"
 
 
 def test_a_wrong_schedule_is_not_a_plan():
