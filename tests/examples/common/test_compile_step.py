@@ -63,7 +63,7 @@ def test_the_report_has_the_cycles_of_sums():
     loops = tuple(CompiledLoop("loop", 2, 2, False, cycles) for cycles in rounds)
     report = StepReport("TPU v6 lite", 12, "ring", 24, 1.0, 1, 1, 1, Overlap(0, 0, 0, 0), loops)
     rounds_line = (
-        "  11,500 cycles next to the permutations of 3 loops, 500 of them hidden, by the "
+        "  11,500 cycles besides the permutations of 3 loops, 500 of them hidden, by the "
         "compiler's estimate; without an estimate: 1 sort of 64 B"
     )
     assert str(report).splitlines()[-1] == rounds_line
