@@ -93,7 +93,7 @@ class TestFrames:
 
     def test_frames_of_several_threads_do_not_mix(self, good):
         """Every frame is longer than the buffer of the socket."""
-        body = {sender: bytes([sender]) * 3_000_000 for sender in range(4)}
+        body = {sender: bytes([sender]) * 12_000_000 for sender in range(4)}
         senders = [
             threading.Thread(target=good.send, args=({"from": sender}, data))
             for sender, data in body.items()
