@@ -168,9 +168,11 @@ def main() -> None:
     """Parse the arguments, measure and print."""
     parser = Parser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "--records", type=positive, default=10_000_000, metavar="N", help="(10000000)"
+        "--records", type=positive, default=10_000_000, metavar="N", help="default: 10000000"
     )
-    parser.add_argument("--shards", type=positive, default=8, metavar="N", help="files (8)")
+    parser.add_argument(
+        "--shards", type=positive, default=8, metavar="N", help="files (default: 8)"
+    )
     parser.add_argument("--varied", action="store_true", help="records of 80 to 100 bytes")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()

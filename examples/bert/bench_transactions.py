@@ -45,10 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=whole_number(1),
         default=20,
         metavar="N",
-        help="repeats of each variant (20)",
+        help="repeats of each variant (default: 20)",
     )
     parser.add_argument(
-        "--steps", type=whole_number(1), default=5, metavar="N", help="steps per repeat (5)"
+        "--steps",
+        type=whole_number(1),
+        default=5,
+        metavar="N",
+        help="steps per repeat (default: 5)",
     )
     args = parser.parse_args(argv)
     with initialize(name="bench") as group:

@@ -43,7 +43,7 @@ class Config:
     vocabulary: int = 30_522
     length: int = 512  # tokens per row
     predictions: int = 76  # most masked words per row
-    packed: int = 1  # most sequences per row
+    packed: int = 1  # maximum number of sequences per row
     stddev: float = 0.02  # of initial weights
     dtype: Any = jnp.bfloat16  # of activations; parameters are float32
     train_sequences: int = TRAIN_SEQUENCES  # also the number of synthetic ones

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--preset",
         choices=tuple(PRESETS),
         default="tiny",
-        help="whose length, predictions and vocabulary size to use (tiny)",
+        help="whose length, predictions and vocabulary size to use (default: tiny)",
     )
     parser.add_argument(
         "--vocab", metavar="FILE", help="word pieces, one per line (default: learned from the text)"
@@ -54,24 +54,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=whole_number(1, 1000),
         default=5,
         metavar="N",
-        help="passes over the text, each with other masks (5)",
+        help="passes over the text, each with other masks (default: 5)",
     )
     parser.add_argument(
         "--every",
         type=positive,
         default=10,
         metavar="N",
-        help="every Nth document is for validation (10)",
+        help="every Nth document is for validation (default: 10)",
     )
     parser.add_argument(
         "--shards",
         type=whole_number(1, 99_999),
         default=4,
         metavar="N",
-        help="training files (4)",
+        help="training files (default: 4)",
     )
     parser.add_argument(
-        "--seed", type=whole_number(0, MAX_SEED), default=0, metavar="N", help="(0)"
+        "--seed", type=whole_number(0, MAX_SEED), default=0, metavar="N", help="default: 0"
     )
     args = parser.parse_args(argv)
     return run_command("make_records", lambda: print(make_records(args)))

@@ -42,13 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--preset",
         choices=tuple(PRESETS),
         default="tiny",
-        help="whose length, predictions and vocabulary size they have (tiny)",
+        help="whose length, predictions and vocabulary size they have (default: tiny)",
     )
     parser.add_argument(
-        "--most", type=positive, default=3, metavar="N", help="most sequences per row (3)"
+        "--most",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="maximum number of sequences per row (default: 3)",
     )
     parser.add_argument(
-        "--seed", type=whole_number(0, MAX_SEED), default=0, metavar="N", help="(0)"
+        "--seed", type=whole_number(0, MAX_SEED), default=0, metavar="N", help="default: 0"
     )
     args = parser.parse_args(argv)
     return run_command("pack_records", lambda: print(pack_records(args)))

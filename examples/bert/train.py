@@ -49,7 +49,7 @@ def add_bert(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="most sequences per row of the data, as pack_records writes them (1)",
+        help="maximum number of sequences per row of the data (see pack_records) (default: 1)",
     )
     add_bert_step(parser)
 

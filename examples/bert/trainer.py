@@ -99,7 +99,7 @@ def add_bert_step(parser: argparse.ArgumentParser) -> None:
         "--attention",
         choices=("xla", "cudnn"),
         default="xla",
-        help="implementation of attention; cudnn is for NVIDIA GPUs (xla)",
+        help="implementation of attention; cudnn is for NVIDIA GPUs (default: xla)",
     )
     parser.add_argument(
         "--remat",

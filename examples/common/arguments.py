@@ -122,7 +122,9 @@ def _stand_by(group: ElasticGroup, controller: ControllerClient) -> None:
 
 def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     """Add the arguments that change how a step is compiled."""
-    parser.add_argument("--preset", choices=tuple(presets), default="tiny", help="(%(default)s)")
+    parser.add_argument(
+        "--preset", choices=tuple(presets), default="tiny", help="default: %(default)s"
+    )
     parser.add_argument(
         "--batch", type=whole_number(1, MAX_BATCH), metavar="N", help="global batch (the preset's)"
     )
@@ -174,7 +176,7 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         "--bucket",
         metavar="SIZE",
         default=f"{BUCKET_BYTES // 2**20}MiB",
-        help="with --overlap, bytes of gradients summed at a time (%(default)s)",
+        help="with --overlap, bytes of gradients summed at a time (default: %(default)s)",
     )
     _add_failures(parser)
 
@@ -238,21 +240,29 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         type=fraction,
         default=MAX_DAMAGED,
         metavar="FRACTION",
-        help="fraction of the examples that may be damaged; they are left out (%(default)s)",
+        help="fraction of examples that may be damaged; they are left out (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
         type=whole_number(0, MAX_SEED),
         default=0,
         metavar="N",
-        help="random seed (0)",
+        help="random seed (default: 0)",
     )
     parser.add_argument("--checkpoint-dir", metavar="FOLDER", help="write checkpoints there")
     parser.add_argument(
-        "--checkpoint-every", type=positive, default=500, metavar="N", help="in steps (500)"
+        "--checkpoint-every",
+        type=positive,
+        default=500,
+        metavar="N",
+        help="in steps (default: 500)",
     )
     parser.add_argument(
-        "--keep", type=positive, default=3, metavar="N", help="number of checkpoints to keep (3)"
+        "--keep",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="number of checkpoints to keep (default: 3)",
     )
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     parser.add_argument(

@@ -59,12 +59,20 @@ def read_arguments(
 
     With `--torch`, JAX must not preallocate the GPU's memory; call this before JAX starts.
     """
-    parser.add_argument("--preset", choices=tuple(presets), default=preset, help="(%(default)s)")
     parser.add_argument(
-        "--batch", type=whole_number(1), default=batch, help="global batch size (%(default)s)"
+        "--preset", choices=tuple(presets), default=preset, help="default: %(default)s"
     )
     parser.add_argument(
-        "--steps", type=whole_number(1), default=steps, help="steps per repeat (%(default)s)"
+        "--batch",
+        type=whole_number(1),
+        default=batch,
+        help="global batch size (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=whole_number(1),
+        default=steps,
+        help="steps per repeat (default: %(default)s)",
     )
     parser.add_argument("--torch", action="store_true", help="measure PyTorch as well")
     parser.add_argument("--json", action="store_true", help="print the rates as JSON")

@@ -66,7 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m examples.soak.picture", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.svg", help="the plot")
     parser.add_argument(
-        "--steps", type=whole_number(5), default=120, metavar="N", help="steps of each run (120)"
+        "--steps",
+        type=whole_number(5),
+        default=120,
+        metavar="N",
+        help="steps of each run (default: 120)",
     )
     args = parser.parse_args(argv)
     kill = args.steps * 2 // 5

@@ -209,11 +209,17 @@ examples: scripts/soak --minutes 10 --seed 1
         type=whole_number(0, MAX_SEED),
         default=0,
         metavar="S",
-        help="seed of the first run (0)",
+        help="seed of the first run (default: 0)",
     )
-    parser.add_argument("--jobs", type=positive, default=1, metavar="J", help="concurrent runs (1)")
     parser.add_argument(
-        "--hosts", type=whole_number(1), choices=HOST_SHAPES, default=4, help="hosts of a pod (4)"
+        "--jobs", type=positive, default=1, metavar="J", help="concurrent runs (default: 1)"
+    )
+    parser.add_argument(
+        "--hosts",
+        type=whole_number(1),
+        choices=HOST_SHAPES,
+        default=4,
+        help="hosts of a pod (default: 4)",
     )
     parser.add_argument(
         "--steps", type=positive, default=STEPS, metavar="N", help=f"steps of a run ({STEPS})"

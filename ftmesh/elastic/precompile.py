@@ -18,6 +18,7 @@ from ftmesh.cost.links import network_for
 from ftmesh.distributed.consensus import agree_on_program, program_digest
 from ftmesh.elastic.elastic_group import ElasticGroup
 from ftmesh.errors import FtmeshError
+from ftmesh.execute.types import DTypeLike
 from ftmesh.planning.make_plan import plan
 from ftmesh.planning.plan import Plan
 from ftmesh.topology.devices import process_of
@@ -31,12 +32,30 @@ _programs: dict[tuple[str, Topology], tuple[str, Any]] = {}  # name, mesh -> dig
 _latest = [0]  # counts calls of `prepare_for_host_loss`
 
 
-def cached_plan(topology: Topology, algorithm: str, **options: Any) -> Plan:
-    """Return `ftmesh.plan(topology, algorithm, **options)`, from the cache if it is there."""
-    key = (topology.without_devices(), network_for(topology), algorithm, *sorted(options.items()))
+def cached_plan(
+    topology: Topology,
+    algorithm: str,
+    *,
+    payload_bytes: int = 100_000_000,
+    wire_dtype: DTypeLike = "float32",
+    with_idle: bool = False,
+    reduce_scatter: bool = False,
+    executor: str = "ppermute",
+) -> Plan:
+    """Return `ftmesh.plan` of these arguments, from this process's cache if it is there."""
+    options = (payload_bytes, wire_dtype, with_idle, reduce_scatter, executor)
+    key = (topology.without_devices(), network_for(topology), algorithm, *options)
     cached = _plans.get(key)
     if cached is None:
-        cached = plan(topology, algorithm, **options)
+        cached = plan(
+            topology,
+            algorithm,
+            payload_bytes=payload_bytes,
+            wire_dtype=wire_dtype,
+            with_idle=with_idle,
+            reduce_scatter=reduce_scatter,
+            executor=executor,
+        )
         if sum(p.schedule.num_bytes for p in [cached, *_plans.values()]) <= MAX_CACHED_BYTES:
             _plans[key] = cached
     if cached.topology != topology:  # the same chips with other devices

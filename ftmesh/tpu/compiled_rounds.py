@@ -179,18 +179,18 @@ def overlap(text: str, scope: str = "") -> Overlap:
     in_scope = re.compile(rf"(?<!\w){re.escape(scope)}(?!\w)" if scope else "")
     computations, entry = parse_computations(text)
     in_flight: dict[str, bool] = {}  # by name: whether a convolution has started since
-    permutations = beside = convolutions = busy = 0
+    permutations = overlapped = convolutions = busy = 0
     for instruction in computations[entry]:
         if instruction.opcode == f"{PERMUTE}-start" and in_scope.search(instruction.op_name):
             in_flight[instruction.name] = False
             permutations += 1
         elif instruction.opcode == f"{PERMUTE}-done":
-            beside += in_flight.pop(instruction.operands[0], False)
+            overlapped += in_flight.pop(instruction.operands[0], False)
         elif _convolves(instruction, computations):
             convolutions += 1
             busy += bool(in_flight)
             in_flight = dict.fromkeys(in_flight, True)
-    return Overlap(permutations, beside, convolutions, busy)
+    return Overlap(permutations, overlapped, convolutions, busy)
 
 
 def _convolves(instruction: Instruction, computations: Computations) -> bool:

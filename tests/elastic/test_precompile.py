@@ -55,6 +55,21 @@ def test_fast_meshes_come_first():
     assert quick.count(False) == 1
 
 
+def test_a_fast_mesh_is_prepared_before_any_later_one_is_classified(monkeypatch):
+    """To classify a large mesh takes seconds, which must not use up the limit before any plan."""
+    classified = []
+    fast = precompile.registry.has_fast_algorithm
+
+    def classify(left):
+        classified.append(left)
+        return fast(left)
+
+    monkeypatch.setattr(precompile.registry, "has_fast_algorithm", classify)
+    counts = []
+    prepare_all(ODD, lambda left: counts.append(len(classified)))
+    assert counts == [2, 3, 4, 5, 6, 6]  # the first is slow to plan, and comes last
+
+
 def test_the_processor_time_is_limited():
     seen = prepare_all(ODD, lambda left: spin(SPIN), cpu_seconds=3.5 * SPIN)
     assert 1 <= len(seen) <= 3
