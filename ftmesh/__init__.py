@@ -35,6 +35,9 @@ from ftmesh.schedule.verify import Proof as Proof
 from ftmesh.schedule.verify import verify as verify
 from ftmesh.topology.notation import Block as Block
 from ftmesh.topology.notation import Coord as Coord
+from ftmesh.topology.ranks import jax_mesh as jax_mesh
+from ftmesh.topology.ring_order import RingOrder as RingOrder
+from ftmesh.topology.ring_order import ring_order as ring_order
 from ftmesh.topology.tiles import TiledTopology as TiledTopology
 from ftmesh.topology.topology import Topology as Topology
 
@@ -74,6 +77,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Proof",
+    "RingOrder",
     "RoutingError",
     "Schedule",
     "ScheduleError",
@@ -89,6 +93,7 @@ __all__ = [
     "audit",
     "compiler_options",
     "gather_from_owners",
+    "jax_mesh",
     "limits",
     "load",
     "plan",
@@ -96,6 +101,7 @@ __all__ = [
     "psum",
     "psum_scatter",
     "reduce_to_owners",
+    "ring_order",
     "save",
     "simulate",
     "verify",

@@ -39,7 +39,7 @@ from ftmesh.planning.plan import Plan
 from ftmesh.planning.selection import AUTO
 from ftmesh.testing import shard_map_on_one_device
 from ftmesh.topology.devices import platform_of, process_of
-from ftmesh.topology.ranks import Ranks, backup_ranks
+from ftmesh.topology.ranks import Ranks, backup_ranks, jax_mesh
 from ftmesh.topology.topology import Topology
 from ftmesh.tpu.compiler_options import compiler_options
 
@@ -123,7 +123,7 @@ class DataParallel(DeviceArrays):
                 planner=cached_plan,
             )
             small_plan = _small_plan(gradient_plan)
-        mesh = topology.jax_mesh(axis_name, with_idle=with_idle) if topology.devices else None
+        mesh = jax_mesh(topology, axis_name, with_idle=with_idle) if topology.devices else None
         is_elastic = group.controller is not None
         return DataParallel(
             ranks,
@@ -297,7 +297,7 @@ class DataParallel(DeviceArrays):
 
 def _partners(topology: Topology) -> tuple[int, ...] | None:
     """Return a rank on another host for each rank; None if there are too few."""
-    hosts = [process_of(device) for device in topology.devices]
+    hosts = [process_of(device) for device in Ranks(topology).devices]
     ranks = backup_ranks(topology, hosts) if len(set(hosts)) > 1 else None
     return None if ranks is None else tuple(ranks.tolist())
 

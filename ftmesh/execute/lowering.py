@@ -20,6 +20,7 @@ from ftmesh.execute.device_schedule import schedule_for_devices
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Ints, RingRule, Transfers, row_key
+from ftmesh.topology.ranks import Ranks
 
 Permutation = tuple[tuple[int, int], ...]
 PPERMUTE, PPERMUTE_UNROLLED, PALLAS = EXECUTORS = ("ppermute", "ppermute_unrolled", "pallas")
@@ -198,7 +199,7 @@ def lower(schedule: Schedule, *, devices_per_chip: int = 1, with_idle: bool = Fa
         depth=schedule.depth + devices_per_chip - 1,
         live=ranks.contributors,
         names=ranks.names,
-        devices=topology.all_devices if with_idle else topology.devices,
+        devices=Ranks(topology, with_idle).devices,
     )
 
 

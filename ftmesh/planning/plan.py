@@ -1,15 +1,12 @@
-"""Plan: a proved schedule for a topology and a payload, with the collectives bound to it.
-
-The collectives are imported by the methods that need them, so that planning works without JAX.
-"""
+"""Plan: a proved schedule for a topology and a payload, with the collectives bound to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from ftmesh.algorithms import registry
 from ftmesh.cost.links import DEFAULT, Network, network_for, parse_network
@@ -23,7 +20,8 @@ from ftmesh.cost.wire_precision import (
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.check_lowered import check_program
 from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE, PPERMUTE_UNROLLED, Program, lower
-from ftmesh.execute.types import AxisName, DTypeLike, PyTree, Specs
+from ftmesh.execute.types import DTypeLike
+from ftmesh.planning.bound_collectives import BoundCollectives
 from ftmesh.planning.selection import (
     Selection,
     check_executor,
@@ -33,21 +31,17 @@ from ftmesh.planning.selection import (
 )
 from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
 from ftmesh.schedule.verify import Proof, verify
+from ftmesh.topology.ranks import jax_mesh
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes
 
 if TYPE_CHECKING:
-    import optax
     from jax.sharding import Mesh
-
-    from ftmesh.optim.sharded import ShardedOptimizer
-
-BUCKET_BYTES = 256 * 2**20  # of leaves that are summed together
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(BoundCollectives):
     """A schedule for a topology and a payload, and the collectives that run it.
 
     `ftmesh.plan` makes it, or `from_schedule` from a schedule that was planned before. Put the
@@ -247,132 +241,7 @@ class Plan:
             axis_name: The axis of live ranks; on tiles several names, as ``("data", "model")``.
             along: Which of several names has the ranks; the first unless given.
         """
-        return self.topology.jax_mesh(axis_name, along=along, with_idle=self.with_idle)
-
-    def psum(
-        self,
-        x: PyTree,
-        axis_name: AxisName,
-        *,
-        wire_dtype: DTypeLike | None = None,
-        accumulate_dtype: DTypeLike | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        specs: Specs = None,
-    ) -> PyTree:
-        """Sum `x` over the live chips; see `ftmesh.psum`."""
-        from ftmesh.collectives.all_reduce import psum
-
-        return psum(
-            x, axis_name, plan=self, wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype,
-            bucket_bytes=bucket_bytes, specs=specs,
-        )  # fmt: skip
-
-    def pmean(
-        self,
-        x: PyTree,
-        axis_name: AxisName,
-        *,
-        wire_dtype: DTypeLike | None = None,
-        accumulate_dtype: DTypeLike | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        specs: Specs = None,
-    ) -> PyTree:
-        """Average `x` over the live chips; see `ftmesh.pmean`."""
-        from ftmesh.collectives.all_reduce import pmean
-
-        return pmean(
-            x, axis_name, plan=self, wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype,
-            bucket_bytes=bucket_bytes, specs=specs,
-        )  # fmt: skip
-
-    def psum_scatter(
-        self,
-        x: PyTree,
-        axis_name: AxisName,
-        *,
-        scatter_dimension: int = 0,
-        tiled: bool = False,
-        wire_dtype: DTypeLike | None = None,
-        accumulate_dtype: DTypeLike | None = None,
-        specs: Specs = None,
-    ) -> PyTree:
-        """Sum `x` and give each rank its block; see `ftmesh.psum_scatter`."""
-        from ftmesh.collectives.reduce_scatter import psum_scatter
-
-        return psum_scatter(
-            x, axis_name, scatter_dimension=scatter_dimension, tiled=tiled, plan=self,
-            wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype, specs=specs,
-        )  # fmt: skip
-
-    def all_gather(
-        self,
-        x: PyTree,
-        axis_name: AxisName,
-        *,
-        axis: int = 0,
-        tiled: bool = False,
-        specs: Specs = None,
-    ) -> PyTree:
-        """Gather every rank's `x`; see `ftmesh.all_gather`."""
-        from ftmesh.collectives.reduce_scatter import all_gather
-
-        return all_gather(x, axis_name, axis=axis, tiled=tiled, plan=self, specs=specs)
-
-    def value_and_grad(
-        self,
-        loss: Callable[..., Any],
-        argnums: int | Sequence[int] = 0,
-        has_aux: bool = False,
-        *,
-        axis_name: AxisName = "data",
-        weighted: bool = False,
-        replicated: int | Sequence[int] = (),
-        specs: Specs = None,
-        mesh: Mesh | None = None,
-        reduce_aux: Callable[[PyTree], PyTree] | None = None,
-        wire_dtype: DTypeLike | None = None,
-        accumulate_dtype: DTypeLike | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> Callable[..., Any]:
-        """Return a function like `jax.value_and_grad`'s, with means over all examples.
-
-        In jit it takes the whole batch; in shard_map and pmap, a rank's share of it. See
-        `ftmesh.collectives.value_and_grad` for what the loss must return and for the arguments.
-        """
-        from ftmesh.collectives.value_and_grad import value_and_grad
-
-        return value_and_grad(
-            loss, argnums, has_aux, plan=self, axis_name=axis_name, weighted=weighted,
-            replicated=replicated, specs=specs, mesh=mesh, reduce_aux=reduce_aux,
-            wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype, bucket_bytes=bucket_bytes,
-        )  # fmt: skip
-
-    def shard(
-        self,
-        transformation: optax.GradientTransformation,
-        axis_name: AxisName = "data",
-        *,
-        wire_dtype: DTypeLike | None = None,
-        accumulate_dtype: DTypeLike | None = None,
-        bucket_bytes: int | None = None,
-        reduce: Literal["mean", "sum", "none"] = "mean",
-        norm_plan: Plan | None = None,
-        overlap: bool = False,
-        order: Sequence[int] | None = None,
-        specs: Specs = None,
-        mesh: Mesh | None = None,
-    ) -> ShardedOptimizer:
-        """Return `transformation` with its state sharded over the live chips. Needs optax.
-
-        See `ftmesh.optim.ShardedOptimizer` for the arguments.
-        """
-        from ftmesh.optim.sharded import ShardedOptimizer
-
-        return ShardedOptimizer(
-            transformation, self, axis_name, wire_dtype=wire_dtype,
-            accumulate_dtype=accumulate_dtype, bucket_bytes=bucket_bytes, reduce=reduce,
-            norm_plan=norm_plan, overlap=overlap, order=order, specs=specs, mesh=mesh,
-        )  # fmt: skip
+        return jax_mesh(self.topology, axis_name, along=along, with_idle=self.with_idle)
 
     def __str__(self) -> str:
         lines = [self.schedule.describe(self.payload_bytes), *self._precision_lines()]

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
-from ftmesh import ArgumentError, CollectiveError, Topology, TopologyError
+from ftmesh import ArgumentError, CollectiveError, Topology, TopologyError, jax_mesh
 from ftmesh.testing import cpu_grid
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -112,7 +112,7 @@ class TestMeshes:
         with pytest.raises(ArgumentError, match=r"along must be one of the axes .* not 'batch'"):
             small.jax_mesh(AXES, along="batch")
         with pytest.raises(ArgumentError, match="'2x1'\\) for a model axis"):
-            cpu_grid("4x4").jax_mesh(AXES)
+            jax_mesh(cpu_grid("4x4"), AXES)
         with pytest.raises(TopologyError, match="4x4 was not built from devices"):
             ftmesh.plan(ftmesh.TiledTopology.from_topology(Topology.grid("4x4"), "2x2")).jax_mesh(
                 AXES
@@ -141,7 +141,7 @@ class TestMeshes:
         np.testing.assert_array_equal(result[0], x.sum(axis=0))
 
     def test_mesh_of_wrong_size(self, small):
-        flat = cpu_grid("4x4", failed="2x2@0,0").jax_mesh("data")
+        flat = jax_mesh(cpu_grid("4x4", failed="2x2@0,0"), "data")
         complaint = r"has 12 devices, but the plan for .* has 6: .*jax_mesh\(\('data', 'model'\)\)"
         with pytest.raises(CollectiveError, match=complaint):
             jax.shard_map(

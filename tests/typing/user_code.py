@@ -21,7 +21,11 @@ def plan_for_slice() -> ftmesh.Plan:
     simulation: ftmesh.Simulation = ftmesh.simulate(plan.schedule, payload_bytes=10**8, link="v5p")
     bound: ftmesh.Limits = ftmesh.limits(topology)
     print(
-        proof.num_ranks, simulation.seconds, bound, plan.for_payload(4), topology.jax_mesh("data")
+        proof.num_ranks,
+        simulation.seconds,
+        bound,
+        plan.for_payload(4),
+        ftmesh.jax_mesh(topology, "data"),
     )
     return plan.unrolled_variant
 
