@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ftmesh.collectives import native
 from ftmesh.collectives.operands import (
     Precision,
     as_numbers,
@@ -26,7 +27,7 @@ from ftmesh.collectives.operands import (
 from ftmesh.collectives.partitioning import gather_spec, map_local_shards, scatter_spec
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat, primitives
-from ftmesh.execute.lowering import Program
+from ftmesh.execute.lowering import XLA, Program
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
 from ftmesh.layout.buckets import Packing, pack, unpack
 
@@ -112,7 +113,9 @@ def all_gather(
                 f"the axis of all_gather is {axis}, and must be from {-ndim} to {ndim - 1}"
             )
         stacked = jnp.broadcast_to(leaf, (num_ranks, *leaf.shape))
-        if leaf.size:
+        if leaf.size and program.executor == XLA:
+            stacked = native.all_gather(leaf, axis_name, program)
+        elif leaf.size:
             flat = as_numbers(jnp.ravel(leaf))
             precision = choose_precision(flat.dtype)
             flat = flat.astype(precision.sum_dtype)  # the dtype in which the derivative is summed
@@ -256,6 +259,8 @@ def _scatter_blocks(
     blocks: jax.Array, axis_name: AxisName, program: Program, precision: Precision
 ) -> jax.Array:
     """The block of this rank, of the sum of ``blocks[rank, ...]``."""
+    if program.executor == XLA:
+        return native.reduce_scatter(blocks, axis_name, program, precision, 0)[0]
     if not program.owns_evenly:
         sums = _all_reduce_blocks(blocks, axis_name, program, precision)
         return lax.dynamic_index_in_dim(sums, lax.axis_index(axis_name), keepdims=False)
@@ -300,7 +305,8 @@ def _all_reduce_blocks(
 def _as_varying(leaf: jax.Array, axis_name: AxisName, program: Program) -> jax.Array:
     """Mark a replicated leaf as varying, so that the plan and not JAX sums its gradient."""
     is_replicated = _compat.checks_vma() and axis_name not in _compat.varying_axes(leaf)
-    if not is_replicated or not leaf.size or not jnp.issubdtype(leaf.dtype, np.inexact):
+    is_differentiable = leaf.size and jnp.issubdtype(leaf.dtype, np.inexact)
+    if not is_replicated or not is_differentiable or program.executor == XLA:
         return _compat.as_varying(leaf, axis_name)
     buffer = pack([leaf.astype(choose_precision(leaf.dtype).sum_dtype)], program.num_chunks)
     spread = primitives.all_reduce_transpose(buffer, axis_name=axis_name, program=program)

@@ -18,6 +18,8 @@ CASES = [
     ("ring", "4x4", ""),
     ("ring", "4x4", "2x2@2,0"),
     ("ring", "8x8", "2x2@2,2"),
+    ("xla", "4x4", "2x2@2,0"),
+    ("xla", "4x4", "1x1@2,1"),  # no closed walk over single links
     ("two_dim", "4x4", ""),
     pytest.param(("two_dim", "8x8", ""), marks=pytest.mark.slow),
     pytest.param(("row_pair", "4x4", ""), marks=pytest.mark.slow),
