@@ -26,10 +26,10 @@ from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
 from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
-from ftmesh.execute.lowering import PPERMUTE
 from ftmesh.layout.batch_shares import BatchShares
 from ftmesh.layout.owned_buckets import OwnedLayout
 from ftmesh.optim.sharded import ShardedOptimizer
+from ftmesh.planning.selection import AUTO
 from ftmesh.topology.topology import Topology
 
 
@@ -47,7 +47,7 @@ class StepOptions:
     """How a step is distributed. See `DataParallel.create`; `sharded` is the optimizer's state."""
 
     algorithm: str = "auto"
-    executor: str = PPERMUTE
+    executor: str = AUTO
     sharded: bool = True
     with_idle: bool = False
     overlap: bool = False

@@ -40,7 +40,7 @@ def cached_plan(
     wire_dtype: DTypeLike = "float32",
     with_idle: bool = False,
     reduce_scatter: bool = False,
-    executor: str = "ppermute",
+    executor: str = "auto",
 ) -> Plan:
     """Return `ftmesh.plan` of these arguments, from this process's cache if it is there."""
     options = (payload_bytes, wire_dtype, with_idle, reduce_scatter, executor)

@@ -19,7 +19,7 @@ from ftmesh.collectives import all_reduce
 from ftmesh.command_line import one_line
 from ftmesh.errors import ArgumentError, UnreadableError
 from ftmesh.execute.hlo_text import program_text
-from ftmesh.execute.lowering import PALLAS, PPERMUTE
+from ftmesh.execute.lowering import PALLAS, PPERMUTE, XLA
 from ftmesh.planning.plan import Plan
 from ftmesh.topology.devices import platform_of
 from ftmesh.tpu.compiled_rounds import (
@@ -32,6 +32,8 @@ from ftmesh.tpu.compiled_rounds import (
 from ftmesh.tpu.compiler_options import compiler_options
 from ftmesh.tpu.cycles import Cycles
 from ftmesh.units import format_bytes
+
+_HOW = {PALLAS: " in a Pallas kernel", XLA: " by XLA"}
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class CompileReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.algorithm}{' in a Pallas kernel' * (self.executor == PALLAS)} on {self.mesh}, "
+            f"{self.algorithm}{_HOW.get(self.executor, '')} on {self.mesh}, "
             f"{self.num_devices} devices of {self.platform}"
             f"{', including idle ones' * self.with_idle}: "
             f"{'accepted' if self.accepted else 'rejected'}"
