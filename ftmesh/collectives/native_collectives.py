@@ -1,0 +1,214 @@
+"""Judge XLA's own collectives: the order of their chips, what they cost, and how they round.
+
+XLA sends from each device of a replica group to the next, and from the last to the first. If these
+are neighbouring chips, as on the mesh of a plan, every step is one hop over a link of its own. If
+not, steps share links, and the network's routes, which know nothing of failures, may cross failed
+chips.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from ftmesh.cost.links import Network, network_for
+from ftmesh.cost.native_ring import native_ring_seconds
+from ftmesh.cost.wire_precision import FLOAT_FORMATS, LARGEST_ERROR, worst_error
+from ftmesh.errors import ArgumentError
+from ftmesh.execute.hlo_text import Computations, Ids, Instruction
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.ranks import HasTopology
+from ftmesh.topology.ring_order import RingOrder, ring_order
+from ftmesh.topology.routing import dimension_order
+from ftmesh.topology.tiles import TiledTopology
+from ftmesh.topology.topology import Topology
+
+REDUCTIONS = ("all-reduce", "reduce-scatter")
+EXCHANGES = ("all-to-all", "ragged-all-to-all")
+_HLO_FLOATS = {
+    "f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16",
+    "f8e5m2": "float8_e5m2", "f8e4m3": "float8_e4m3", "f8e4m3fn": "float8_e4m3fn",
+}  # fmt: skip
+
+ORDER = "make the mesh by plan.jax_mesh({axis!r}), whose devices stand along a ring of neighbours"
+PERMUTATION = (
+    "permute between neighbours on plan.jax_mesh({axis!r}), or along another mesh axis: routes "
+    "between others know nothing of failures"
+)
+EXCHANGE = "exchange along another mesh axis, or gather: plan.jax_mesh({axis!r}) has no such route"
+ROUNDING = (
+    "sum in float32: keep parameters in float32 and cast them in the loss, give dots "
+    "preferred_element_type=jnp.float32, or call plan.psum in jax.shard_map, which adds in float32"
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong with a collective, what to do, and its cost; good if `problem` is empty."""
+
+    problem: str = ""
+    advice: str = ""
+    seconds: float | None = None  # on the wires, each time it runs; None if its order is wrong
+
+
+@dataclass(frozen=True)
+class NativeRing:
+    """The chips behind the devices of a program, in the order of its mesh.
+
+    Attributes:
+        topology: What has failed. Chips that a plan keeps idle count as live: they run the program.
+        network: The links that costs are computed for.
+        coords: The chip, or the tile, of each device.
+    """
+
+    topology: Topology
+    network: Network
+    coords: tuple[Coord, ...]
+
+    @staticmethod
+    def for_devices(plan: HasTopology | Topology, devices: Sequence[Any]) -> NativeRing:
+        """Find the chips of the devices of a mesh.
+
+        Raises:
+            ArgumentError: The plan was made without devices, or for others.
+        """
+        topology = plan if isinstance(plan, Topology) else plan.topology
+        given = None if isinstance(plan, Topology) else getattr(plan, "network", None)
+        chip_of = _chips_of_devices(topology)
+        if not chip_of:
+            raise ArgumentError(
+                f"the plan for {topology} was made without devices: make it for "
+                "Topology.from_devices(jax.devices(), ...), so that the audit knows their chips"
+            )
+        missing = [device for device in devices if device not in chip_of]
+        if missing:
+            raise ArgumentError(
+                f"the program runs on {missing[0]}, which is not among the devices of "
+                f"{topology}: give the plan that its mesh was made for"
+            )
+        if not isinstance(plan, Topology) and plan.with_idle:
+            topology = replace(topology, failed=frozenset())
+        network = given if isinstance(given, Network) else network_for(topology)
+        return NativeRing(topology, network, tuple(chip_of[device] for device in devices))
+
+    def judge(
+        self,
+        kind: str,
+        instruction: Instruction,
+        groups: Sequence[Ids],
+        num_bytes: int,
+        computations: Computations,
+    ) -> Verdict:
+        """Judge one collective of a compiled program; `groups` index the devices of the mesh."""
+        problem, advice = self._order_problem(kind, groups)
+        if problem:
+            return Verdict(problem, advice)
+        seconds = self._seconds(kind, groups, num_bytes)
+        if kind in REDUCTIONS:
+            num_summands = max(map(len, groups))
+            if problem := _rounding_problem(instruction, num_summands, computations):
+                return Verdict(problem, ROUNDING, seconds)
+        return Verdict(seconds=seconds)
+
+    @cached_property
+    def _num_best_hops(self) -> int:
+        return sum(ring_order(self.topology).hops)
+
+    def _order_problem(self, kind: str, groups: Sequence[Ids]) -> tuple[str, str]:
+        noun = self.topology.noun
+        used = {coord for group in groups for coord in map(self.coords.__getitem__, group)}
+        if failed := sorted(used & self.topology.failed):
+            return f"it takes part on failed {noun}s, such as {failed[0]}", ORDER
+        if kind in EXCHANGES and (self.topology.failed or self.topology.failed_links):
+            return f"it sends between all pairs of {noun}s, also across failed ones", EXCHANGE
+        walks = {self._walk(group) for group in groups}
+        if kind == "collective-permute":
+            steps = [RingOrder(self.topology, walk) for walk in walks if len(walk) > 1]
+            blocked = [step.steps[0] for step in steps if _crosses(self.topology, step)]
+            if blocked:
+                return self._blocked(blocked), PERMUTATION
+            long = [step.hops[0] for step in steps if step.hops[0] > 1]
+            if long:
+                return self._long(len(long), len(groups), max(long)), PERMUTATION
+            return "", ""
+        for order in (RingOrder(self.topology, walk) for walk in walks):
+            if order.blocked:
+                return self._blocked(order.blocked), ORDER
+            allowed = len(order.hops)
+            if {*order.coords} == {*self.topology.coords}:
+                allowed = max(allowed, self._num_best_hops)
+            if sum(order.hops) > allowed:
+                long = [hops for hops in order.hops if hops > 1]
+                return self._long(len(long), len(order.hops), max(long)), ORDER
+        return "", ""
+
+    def _walk(self, group: Ids) -> tuple[Coord, ...]:
+        """The chips of a group in its order; devices side by side on a chip count once."""
+        walk = [coord for coord, _ in groupby(self.coords[i] for i in group)]
+        return tuple(walk[:-1] if len(walk) > 1 and walk[0] == walk[-1] else walk)
+
+    def _blocked(self, steps: Sequence[tuple[Coord, Coord]]) -> str:
+        (a, b), *others = sorted(steps)
+        more = f", and {len(others)} more do" if others else ""
+        noun = self.topology.noun
+        return f"its step from {noun} {a} to {b} crosses failed {noun}s or links{more}"
+
+    def _long(self, count: int, total: int, longest: int) -> str:
+        verb = "is" if count == 1 else "are"
+        return (
+            f"{count} of its {total} steps {verb} longer than a hop"
+            f"{', the longest' if count > 1 else ','} {longest} hops"
+        )
+
+    def _seconds(self, kind: str, groups: Sequence[Ids], num_bytes: int) -> float:
+        # Chips of neighbouring tiles are a side apart, and as many streams share each link.
+        streams = max(self.topology.tile) if isinstance(self.topology, TiledTopology) else 1
+        network = self.network
+        if kind == "collective-permute":
+            once = network.overhead + network.latency + num_bytes / network.bandwidth
+        else:
+            num_chips = max(len(set(self._walk(group))) for group in groups)
+            once = native_ring_seconds(num_chips, num_bytes, network)
+            once *= 1.0 if kind == "all-reduce" else 0.5
+        return streams * once
+
+
+def _crosses(topology: Topology, step: RingOrder) -> bool:
+    """Whether a permutation's route, which goes one way only, crosses a failed chip or link."""
+    route = dimension_order(topology, *step.coords)
+    return not all(map(topology.is_link, route, route[1:]))
+
+
+def _chips_of_devices(topology: Topology) -> dict[Any, Coord]:
+    """The chip of every device, those of failed chips included where the topology has them."""
+    per_rank = topology.devices_per_chip * topology.num_positions
+    chips: dict[Any, Coord] = {}
+    if len(topology.all_devices) == topology.num_chips * per_rank:
+        for i, coord in enumerate(topology.all_coords()):
+            chips |= dict.fromkeys(topology.all_devices[i * per_rank : (i + 1) * per_rank], coord)
+    for i, device in enumerate(topology.devices):
+        chips[device] = topology.coords[i // per_rank]
+    return chips
+
+
+def _rounding_problem(
+    instruction: Instruction, num_summands: int, computations: Computations
+) -> str:
+    """What is wrong with the dtype of a sum; empty for other reductions."""
+    added = [x for name in instruction.calls for x in computations.get(name, ())]
+    if not any(x.opcode == "add" for x in added):
+        return ""
+    for name in dict.fromkeys(re.findall(r"([a-z]\w*)\[", instruction.type)):
+        dtype = _HLO_FLOATS.get(name)
+        if dtype and worst_error(dtype, num_summands - 1) > LARGEST_ERROR:
+            bits = 8 * FLOAT_FORMATS[dtype].num_bytes
+            error = worst_error(dtype, num_summands - 1)
+            return (
+                f"it adds {num_summands} numbers in {bits} bits: a sum in {dtype} could be "
+                f"{error:.1%} off, {LARGEST_ERROR:.0%} is the bound"
+            )
+    return ""
