@@ -40,6 +40,10 @@ PERMUTATION = (
     "between others know nothing of failures"
 )
 EXCHANGE = "exchange along another mesh axis, or gather: plan.jax_mesh({axis!r}) has no such route"
+RESHARDED = (
+    "the compiler moves an array from one sharding to another here: hold activations to "
+    "P({axis!r}) with jax.lax.with_sharding_constraint, and cut weights where they are used"
+)
 ROUNDING = (
     "sum in float32: keep parameters in float32 and cast them in the loss, give dots "
     "preferred_element_type=jnp.float32, or call plan.psum in jax.shard_map, which adds in float32"
@@ -106,7 +110,9 @@ class NativeRing:
         """Judge one collective of a compiled program; `groups` index the devices of the mesh."""
         problem, advice = self._order_problem(kind, groups)
         if problem:
-            return Verdict(problem, advice)
+            operation = instruction.op_name.rpartition("/")[2]
+            is_written = operation in ("all_to_all", "ragged_all_to_all")
+            return Verdict(problem, RESHARDED if advice == EXCHANGE and not is_written else advice)
         seconds = self._seconds(kind, groups, num_bytes)
         if kind in REDUCTIONS:
             num_summands = max(map(len, groups))

@@ -10,13 +10,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError, BatchSizeWarning, TiledTopology, Topology
 from ftmesh.layout.batch_padding import BatchPadding
-from tests.support.native_batch import LOSSES, differences
+from ftmesh.testing import cpu_grid
+from tests.support.native_batch import (
+    LOSSES,
+    differences,
+    make_batch,
+    make_params,
+    masked_mean,
+    token_losses,
+    value_and_grad,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -174,6 +187,65 @@ def test_a_mean_that_counts_padding_differs():
     padded, mask = ftmesh.pad_batch(values, 15)
     assert padded.mean(where=mask) == values.mean()
     assert abs(padded.mean() - values.mean()) > 1
+
+
+def test_accumulated_gradients_are_those_of_the_batch():
+    """256 examples in four parts on 15 ranks: the last part has most of the padding."""
+    topology = cpu_grid("4x4", failed="1x1@2,2")
+    expected = value_and_grad(cpu_grid("4x4"), masked_mean, pad=False)
+    padded, mask = ftmesh.pad_batch(make_batch(), topology, microbatches=4)
+    assert mask.sum() == 256
+    assert mask.reshape(4, -1).sum(axis=1).tolist() == [75, 75, 75, 31]
+    cut = jax.tree.map(lambda a: a.reshape(4, -1, *a.shape[1:]), (padded, mask))
+    cut = jax.device_put(cut, NamedSharding(topology.jax_mesh("data"), P(None, "data")))
+
+    @jax.jit
+    def accumulated(params, cut):
+        def summed(params, batch, mask):
+            weights = batch["token_mask"] * mask[:, None]
+            return (token_losses(params, batch) * weights).sum(), weights.sum()
+
+        def add(total, part):
+            one = jax.value_and_grad(summed, has_aux=True)(params, *part)
+            return jax.tree.map(jnp.add, total, one), None
+
+        start = jax.tree.map(jnp.zeros_like, ((0.0, 0.0), params))
+        ((loss, weight), grads), _ = jax.lax.scan(add, start, cut)
+        return loss / weight, jax.tree.map(lambda g: g / weight, grads)
+
+    result = accumulated(make_params(), cut)
+    for got, want in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+def test_dropout_of_examples_stays_as_it_was():
+    x = np.ones((256, 7), np.float32)
+    padded, _ = ftmesh.pad_batch(x, 252)
+    drop = jax.jit(lambda x: jax.random.bernoulli(jax.random.key(3), 0.5, x.shape))
+    assert (drop(padded)[:256] == drop(x)).all()
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_batch_norms_take_the_mask(kind):
+    x = np.random.default_rng(0).normal(3, 2, (46, 5)).astype(np.float32)
+
+    def normed(x, mask):
+        if kind == "nnx":
+            norm = nnx.BatchNorm(5, rngs=nnx.Rngs(0))
+            return norm(x, mask=mask), norm.mean[...], norm.var[...]
+        norm = nn.BatchNorm(use_running_average=False)
+        variables = norm.init(jax.random.key(0), x)
+        y, new = norm.apply(variables, x, mask=mask, mutable=["batch_stats"])
+        return y, new["batch_stats"]["mean"], new["batch_stats"]["var"]
+
+    padded, mask = ftmesh.pad_batch(x, 12)
+    (y, *stats), (expected, *others) = normed(padded, mask[:, None]), normed(x, None)
+    np.testing.assert_allclose(y[:46], expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(stats, others, rtol=1e-5)
+    counted = normed(padded, None)[1]
+    assert abs(counted - others[0]).max() > 1e-4, (
+        "padding must matter for the test to mean something"
+    )
 
 
 def test_padding_computes_nothing_that_examples_do_not():
