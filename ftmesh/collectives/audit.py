@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ftmesh.collectives.native_collectives import NativeRing, Verdict
+from ftmesh.collectives.native_collectives import NativeRing, RingVerdict
 from ftmesh.cost.links import Network
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute import _compat
@@ -190,7 +190,7 @@ def audit(
             sources, name = tuple(dict.fromkeys(lines)), instruction.op_name
             num_bytes = _payload(kind, instruction, max(map(len, groups)))
             if ring is None:
-                verdict = Verdict(advice=_advice_for(kind, name, frames[0]))
+                verdict = RingVerdict(advice=_advice_for(kind, name, frames[0]))
             else:
                 verdict = ring.judge(kind, instruction, groups, num_bytes, bodies)
             advice = verdict.advice.format(axis=axis_name)

@@ -51,7 +51,7 @@ ROUNDING = (
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RingVerdict:
     """What is wrong with a collective, what to do, and its cost; good if `problem` is empty."""
 
     problem: str = ""
@@ -106,19 +106,21 @@ class NativeRing:
         groups: Sequence[Ids],
         num_bytes: int,
         computations: Computations,
-    ) -> Verdict:
+    ) -> RingVerdict:
         """Judge one collective of a compiled program; `groups` index the devices of the mesh."""
         problem, advice = self._order_problem(kind, groups)
         if problem:
             operation = instruction.op_name.rpartition("/")[2]
             is_written = operation in ("all_to_all", "ragged_all_to_all")
-            return Verdict(problem, RESHARDED if advice == EXCHANGE and not is_written else advice)
+            return RingVerdict(
+                problem, RESHARDED if advice == EXCHANGE and not is_written else advice
+            )
         seconds = self._seconds(kind, groups, num_bytes)
         if kind in REDUCTIONS:
             num_summands = max(map(len, groups))
             if problem := _rounding_problem(instruction, num_summands, computations):
-                return Verdict(problem, ROUNDING, seconds)
-        return Verdict(seconds=seconds)
+                return RingVerdict(problem, ROUNDING, seconds)
+        return RingVerdict(seconds=seconds)
 
     @cached_property
     def _num_best_hops(self) -> int:
