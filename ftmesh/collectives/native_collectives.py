@@ -11,24 +11,29 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 from ftmesh.cost.links import Network, network_for
-from ftmesh.cost.native_ring import native_ring_seconds
+from ftmesh.cost.native_ring import Operation, native_ring_seconds
 from ftmesh.cost.wire_precision import FLOAT_FORMATS, LARGEST_ERROR, worst_error
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.hlo_text import Computations, Ids, Instruction
 from ftmesh.topology.notation import Coord
-from ftmesh.topology.ranks import HasTopology
-from ftmesh.topology.ring_order import RingOrder, ring_order
+from ftmesh.topology.ranks import HasTopology, Ranks
+from ftmesh.topology.ring_order import RingOrder
 from ftmesh.topology.routing import dimension_order
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 EXCHANGES = ("all-to-all", "ragged-all-to-all")
+WRITTEN_EXCHANGES = ("all_to_all", "ragged_all_to_all")  # by the user; others are the compiler's
+_OPERATIONS: dict[str, Operation] = {
+    "all-reduce": "all_reduce",
+    "reduce-scatter": "reduce_scatter",
+    "all-gather": "all_gather",
+}
 _HLO_FLOATS = {
     "f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16",
     "f8e5m2": "float8_e5m2", "f8e4m3": "float8_e4m3", "f8e4m3fn": "float8_e4m3fn",
@@ -56,7 +61,7 @@ class RingVerdict:
 
     problem: str = ""
     advice: str = ""
-    seconds: float | None = None  # on the wires, each time it runs; None if its order is wrong
+    seconds: float | None = None  # on the wires, each time it runs; None if routes are not live
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,13 @@ class NativeRing:
     """The chips behind the devices of a program, in the order of its mesh.
 
     Attributes:
-        topology: What has failed. Chips that a plan keeps idle count as live: they run the program.
+        best: The ring of the plan, which others may not be longer than. Chips that the plan keeps
+            idle count as live in its topology: they run the program.
         network: The links that costs are computed for.
         coords: The chip, or the tile, of each device.
     """
 
-    topology: Topology
+    best: RingOrder
     network: Network
     coords: tuple[Coord, ...]
 
@@ -80,8 +86,8 @@ class NativeRing:
         Raises:
             ArgumentError: The plan was made without devices, or for others.
         """
-        topology = plan if isinstance(plan, Topology) else plan.topology
-        given = None if isinstance(plan, Topology) else getattr(plan, "network", None)
+        ranks = Ranks.from_plan(plan)
+        topology = ranks.topology
         chip_of = _chips_of_devices(topology)
         if not chip_of:
             raise ArgumentError(
@@ -94,10 +100,16 @@ class NativeRing:
                 f"the program runs on {missing[0]}, which is not among the devices of "
                 f"{topology}: give the plan that its mesh was made for"
             )
-        if not isinstance(plan, Topology) and plan.with_idle:
-            topology = replace(topology, failed=frozenset())
+        given = getattr(plan, "network", None)
         network = given if isinstance(given, Network) else network_for(topology)
-        return NativeRing(topology, network, tuple(chip_of[device] for device in devices))
+        if ranks.with_idle:
+            topology = replace(topology, failed=frozenset())
+        best = RingOrder(topology, ranks.coords)
+        return NativeRing(best, network, tuple(chip_of[device] for device in devices))
+
+    @property
+    def topology(self) -> Topology:
+        return self.best.topology
 
     def judge(
         self,
@@ -108,51 +120,45 @@ class NativeRing:
         computations: Computations,
     ) -> RingVerdict:
         """Judge one collective of a compiled program; `groups` index the devices of the mesh."""
-        problem, advice = self._order_problem(kind, groups)
-        if problem:
+        noun = self.topology.noun
+        used = {self.coords[i] for group in groups for i in group}
+        if failed := sorted(used & self.topology.failed):
+            return RingVerdict(f"it takes part on failed {noun}s, such as {failed[0]}", ORDER)
+        if kind in EXCHANGES and (self.topology.failed or self.topology.failed_links):
             operation = instruction.op_name.rpartition("/")[2]
-            is_written = operation in ("all_to_all", "ragged_all_to_all")
+            advice = EXCHANGE if operation in WRITTEN_EXCHANGES else RESHARDED
             return RingVerdict(
-                problem, RESHARDED if advice == EXCHANGE and not is_written else advice
+                f"it sends between all pairs of {noun}s, also across failed ones", advice
             )
-        seconds = self._seconds(kind, groups, num_bytes)
+        orders = [RingOrder(self.topology, walk) for walk in {*map(self._walk, groups)}]
+        if kind == "collective-permute":
+            return self._judge_permutation(orders, num_bytes)
+        for order in orders:
+            if order.blocked:
+                return RingVerdict(self._blocked(order.blocked), ORDER)
+        seconds = max(self._seconds(kind, order, num_bytes) for order in orders)
+        for order in orders:
+            is_whole = {*order.coords} == {*self.best.coords}
+            allowed = max(len(order.hops), sum(self.best.hops) if is_whole else 0)
+            if sum(order.hops) > allowed:
+                return RingVerdict(self._long(order.hops), ORDER, seconds)
         if kind in REDUCTIONS:
             num_summands = max(map(len, groups))
             if problem := _rounding_problem(instruction, num_summands, computations):
                 return RingVerdict(problem, ROUNDING, seconds)
         return RingVerdict(seconds=seconds)
 
-    @cached_property
-    def _num_best_hops(self) -> int:
-        return sum(ring_order(self.topology).hops)
-
-    def _order_problem(self, kind: str, groups: Sequence[Ids]) -> tuple[str, str]:
-        noun = self.topology.noun
-        used = {coord for group in groups for coord in map(self.coords.__getitem__, group)}
-        if failed := sorted(used & self.topology.failed):
-            return f"it takes part on failed {noun}s, such as {failed[0]}", ORDER
-        if kind in EXCHANGES and (self.topology.failed or self.topology.failed_links):
-            return f"it sends between all pairs of {noun}s, also across failed ones", EXCHANGE
-        walks = {self._walk(group) for group in groups}
-        if kind == "collective-permute":
-            steps = [RingOrder(self.topology, walk) for walk in walks if len(walk) > 1]
-            blocked = [step.steps[0] for step in steps if _crosses(self.topology, step)]
-            if blocked:
-                return self._blocked(blocked), PERMUTATION
-            long = [step.hops[0] for step in steps if step.hops[0] > 1]
-            if long:
-                return self._long(len(long), len(groups), max(long)), PERMUTATION
-            return "", ""
-        for order in (RingOrder(self.topology, walk) for walk in walks):
-            if order.blocked:
-                return self._blocked(order.blocked), ORDER
-            allowed = len(order.hops)
-            if {*order.coords} == {*self.topology.coords}:
-                allowed = max(allowed, self._num_best_hops)
-            if sum(order.hops) > allowed:
-                long = [hops for hops in order.hops if hops > 1]
-                return self._long(len(long), len(order.hops), max(long)), ORDER
-        return "", ""
+    def _judge_permutation(self, pairs: Sequence[RingOrder], num_bytes: int) -> RingVerdict:
+        steps = [pair for pair in pairs if len(pair.coords) > 1]
+        blocked = [step.steps[0] for step in steps if _crosses(self.topology, step)]
+        if blocked:
+            return RingVerdict(self._blocked(blocked), PERMUTATION)
+        hops = [step.hops[0] for step in steps] or [0]
+        network = self.network
+        seconds = network.overhead + max(hops) * network.latency + num_bytes / network.bandwidth
+        if max(hops) > 1:
+            return RingVerdict(self._long(hops), PERMUTATION, seconds)
+        return RingVerdict(seconds=self._num_streams * seconds)
 
     def _walk(self, group: Ids) -> tuple[Coord, ...]:
         """The chips of a group in its order; devices side by side on a chip count once."""
@@ -165,24 +171,23 @@ class NativeRing:
         noun = self.topology.noun
         return f"its step from {noun} {a} to {b} crosses failed {noun}s or links{more}"
 
-    def _long(self, count: int, total: int, longest: int) -> str:
+    def _long(self, hops: Sequence[int]) -> str:
+        count = sum(number > 1 for number in hops)
         verb = "is" if count == 1 else "are"
         return (
-            f"{count} of its {total} steps {verb} longer than a hop"
-            f"{', the longest' if count > 1 else ','} {longest} hops"
+            f"{count} of its {len(hops)} steps {verb} longer than a hop"
+            f"{', the longest' if count > 1 else ','} {max(hops)} hops"
         )
 
-    def _seconds(self, kind: str, groups: Sequence[Ids], num_bytes: int) -> float:
-        # Chips of neighbouring tiles are a side apart, and as many streams share each link.
-        streams = max(self.topology.tile) if isinstance(self.topology, TiledTopology) else 1
-        network = self.network
-        if kind == "collective-permute":
-            once = network.overhead + network.latency + num_bytes / network.bandwidth
-        else:
-            num_chips = max(len(set(self._walk(group))) for group in groups)
-            once = native_ring_seconds(num_chips, num_bytes, network)
-            once *= 1.0 if kind == "all-reduce" else 0.5
-        return streams * once
+    @property
+    def _num_streams(self) -> int:
+        """Chips of neighbouring tiles are a side apart, and as many streams share each link."""
+        return max(self.topology.tile) if isinstance(self.topology, TiledTopology) else 1
+
+    def _seconds(self, kind: str, order: RingOrder, num_bytes: int) -> float:
+        operation = _OPERATIONS.get(kind, "all_gather")
+        seconds = native_ring_seconds(order, num_bytes, self.network, operation)
+        return self._num_streams * seconds
 
 
 def _crosses(topology: Topology, step: RingOrder) -> bool:

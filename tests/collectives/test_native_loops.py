@@ -22,7 +22,7 @@ def plan():
         ("jit_linen", {}),
         ("jit_nnx", {}),
         ("scan_transformer", {}),
-        ("scan_transformer", {"fsdp": True}),
+        pytest.param("scan_transformer", {"fsdp": True}, marks=pytest.mark.slow),
     ],
     ids=["jit_linen", "jit_nnx", "scan_transformer", "scan_transformer_fsdp"],
 )

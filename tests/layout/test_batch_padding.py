@@ -197,7 +197,7 @@ def test_accumulated_gradients_are_those_of_the_batch():
     assert mask.sum() == 256
     assert mask.reshape(4, -1).sum(axis=1).tolist() == [75, 75, 75, 31]
     cut = jax.tree.map(lambda a: a.reshape(4, -1, *a.shape[1:]), (padded, mask))
-    cut = jax.device_put(cut, NamedSharding(topology.jax_mesh("data"), P(None, "data")))
+    cut = jax.device_put(cut, NamedSharding(ftmesh.jax_mesh(topology, "data"), P(None, "data")))
 
     @jax.jit
     def accumulated(params, cut):

@@ -61,7 +61,7 @@ LOSSES = {"plain mean": plain_mean, "masked mean": masked_mean}
 
 def value_and_grad(topology, loss, *, pad):
     """Run one step of a jit loop on the mesh of a topology."""
-    mesh, batch, mask = topology.jax_mesh("data"), make_batch(), None
+    mesh, batch, mask = ftmesh.jax_mesh(topology, "data"), make_batch(), None
     if pad:
         batch, mask = ftmesh.pad_batch(batch, topology)
     params = jax.device_put(make_params(), NamedSharding(mesh, P()))
