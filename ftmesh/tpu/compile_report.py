@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ftmesh import collectives
 from ftmesh.collectives import all_reduce
+from ftmesh.collectives.audit import audit
 from ftmesh.command_line import one_line
 from ftmesh.errors import ArgumentError, UnreadableError
 from ftmesh.execute.hlo_text import program_text
@@ -54,6 +55,8 @@ class CompileReport:
     lax_psum: str  # the compiler's strategy for its own all-reduce, or its error
     packing: Cycles | None = None  # outside rounds: packing, unpacking, reading tables
     executor: str = PPERMUTE
+    native: tuple[str, ...] = ()  # XLA's own collectives that go around the ring
+    astray: tuple[str, ...] = ()  # those that do not, and why
     unread: str = ""  # why `loops` and `packing` are missing, if JAX cannot print the program
 
     @property
@@ -87,6 +90,7 @@ class CompileReport:
                 f"  {format_bytes(self.temporary_bytes)} of temporary memory, "
                 f"{self.temporary_ratio:.2f} times the payload",
                 *describe_loops(self.loops),
+                *(f"  {entry}" for entry in (*self.native, *self.astray)),
             ]
             if self.unread:
                 lines.append(f"  {self.unread}")
@@ -134,6 +138,7 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis() if compiled else None
     text, unread = _text(compiled)
+    audited = audit(text, "data", plan=plan, mesh=mesh) if text and used.executor == XLA else None
     psum_text, psum_unread = _text(psum)
     return CompileReport(
         platform=platform,
@@ -150,6 +155,8 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
         lax_psum=strategy(psum_text) if psum_text else psum_unread or f"rejected: {psum_error}",
         packing=cycles_outside_rounds(text),
         executor=used.program.executor,
+        native=tuple(map(str, audited.native)) if audited else (),
+        astray=tuple(map(str, audited.entries)) if audited else (),
         unread=unread,
     )
 
