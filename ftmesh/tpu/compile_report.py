@@ -138,7 +138,9 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis() if compiled else None
     text, unread = _text(compiled)
-    audited = audit(text, "data", plan=plan, mesh=mesh) if text and used.executor == XLA else None
+    audited = (
+        audit(text, "data", plan=plan, mesh=mesh) if text and used.program.executor == XLA else None
+    )
     psum_text, psum_unread = _text(psum)
     return CompileReport(
         platform=platform,
