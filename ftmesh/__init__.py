@@ -42,11 +42,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ftmesh.collectives import all_gather as all_gather
-    from ftmesh.collectives import gather_from_owners as gather_from_owners
     from ftmesh.collectives import pmean as pmean
     from ftmesh.collectives import psum as psum
     from ftmesh.collectives import psum_scatter as psum_scatter
-    from ftmesh.collectives import reduce_to_owners as reduce_to_owners
     from ftmesh.collectives.audit import audit as audit
     from ftmesh.tpu.compiler_options import compiler_options as compiler_options
 
@@ -55,11 +53,9 @@ _WITH_JAX = {
     "all_gather": "ftmesh.collectives",
     "audit": "ftmesh.collectives.audit",
     "compiler_options": "ftmesh.tpu.compiler_options",
-    "gather_from_owners": "ftmesh.collectives",
     "pmean": "ftmesh.collectives",
     "psum": "ftmesh.collectives",
     "psum_scatter": "ftmesh.collectives",
-    "reduce_to_owners": "ftmesh.collectives",
 }
 
 __all__ = [
@@ -88,14 +84,12 @@ __all__ = [
     "all_gather",
     "audit",
     "compiler_options",
-    "gather_from_owners",
     "limits",
     "load",
     "plan",
     "pmean",
     "psum",
     "psum_scatter",
-    "reduce_to_owners",
     "save",
     "simulate",
     "verify",
