@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -92,3 +93,25 @@ def _restore_leaf(saved: CheckpointReader, target: NamedLeaf) -> Any:
     return jax.make_array_from_callback(
         np.shape(like), sharding, lambda window: np.asarray(value[window])
     )
+
+
+def read_tensors(folder: str | Path) -> dict[str, Any]:
+    """Return the tensors in the folder of one step, without a run to restore them to.
+
+    They are NumPy arrays in the shapes of the parameters, sharded optimizer or not, in nested
+    dictionaries: ``optimizer/0/mu/w`` is at ``["optimizer"]["0"]["mu"]["w"]``. So any other tool
+    can save them.
+
+    Raises:
+        DamagedCheckpointError: The checkpoint is incomplete or damaged.
+    """
+    tree: dict[str, Any] = {}
+    with CheckpointReader(Path(folder)) as saved:
+        saved.check()
+        for tensor in saved.manifest.tensors:
+            *path, last = tensor.name.split("/")
+            inner = tree
+            for part in path:
+                inner = inner.setdefault(part, {})
+            inner[last] = saved.tensor(tensor.name)
+    return tree

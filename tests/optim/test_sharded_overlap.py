@@ -167,11 +167,11 @@ def test_reduced_gradients_are_not_reduced_again(even, twelve):
 
     assert_close(step(ours, ours), want)
     assert_close(step(other, ours), want)
+    parts = too_many.layout(SMALL_PARAMS).leaves
+    zeros = [np.zeros((12, *leaf.own_shape), np.float32) for leaf in parts]
+    run = on_one_device(lambda g: apply_update(ours, ReducedGradients(g, is_sharded=True)))
     with pytest.raises(ArgumentError, match="sharded for another plan"):
-        parts = too_many.layout(SMALL_PARAMS).leaves
-        zeros = [np.zeros((12, *leaf.own_shape), np.float32) for leaf in parts]
-        run = lambda g: apply_update(ours, ReducedGradients(g, is_sharded=True))  # noqa: E731
-        on_one_device(run)(zeros)
+        run(zeros)
     plain = DataParallel.create(
         Topology.grid("4x4", failed="2x2@0,0"), "ring", overlap=True
     ).optimizer(optax.sgd(0.1), sharded=False)
