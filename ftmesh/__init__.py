@@ -46,11 +46,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ftmesh.collectives import all_gather as all_gather
-    from ftmesh.collectives import gather_from_owners as gather_from_owners
     from ftmesh.collectives import pmean as pmean
     from ftmesh.collectives import psum as psum
     from ftmesh.collectives import psum_scatter as psum_scatter
-    from ftmesh.collectives import reduce_to_owners as reduce_to_owners
     from ftmesh.collectives.audit import audit as audit
     from ftmesh.layout.batch_padding import batch_padding as batch_padding
     from ftmesh.layout.batch_padding import nearest_batch_size as nearest_batch_size
@@ -63,13 +61,11 @@ _WITH_JAX = {
     "audit": "ftmesh.collectives.audit",
     "batch_padding": "ftmesh.layout.batch_padding",
     "compiler_options": "ftmesh.tpu.compiler_options",
-    "gather_from_owners": "ftmesh.collectives",
     "nearest_batch_size": "ftmesh.layout.batch_padding",
     "pad_batch": "ftmesh.layout.batch_padding",
     "pmean": "ftmesh.collectives",
     "psum": "ftmesh.collectives",
     "psum_scatter": "ftmesh.collectives",
-    "reduce_to_owners": "ftmesh.collectives",
 }
 
 __all__ = [
@@ -101,7 +97,6 @@ __all__ = [
     "audit",
     "batch_padding",
     "compiler_options",
-    "gather_from_owners",
     "jax_mesh",
     "limits",
     "load",
@@ -111,7 +106,6 @@ __all__ = [
     "pmean",
     "psum",
     "psum_scatter",
-    "reduce_to_owners",
     "ring_order",
     "save",
     "simulate",

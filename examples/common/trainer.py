@@ -27,7 +27,6 @@ from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
 from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
 from ftmesh.layout.batch_shares import BatchShares
-from ftmesh.layout.owned_buckets import OwnedLayout
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.planning.selection import AUTO
 from ftmesh.topology.topology import Topology
@@ -95,13 +94,13 @@ class Trainer:
     copies: Any  # optimizer state -> copies of it at partners
     inputs: tuple[State, Any]  # types and shardings of the arguments of `step`
     saved: State  # types and shardings of a checkpoint
-    layouts: tuple[OwnedLayout, ...] = ()  # of a sharded optimizer
+    full_types: State | None = None  # of the state of a sharded optimizer, before sharding
 
     def save(self, checkpoints: Checkpoints | PeerCheckpoint, step: int, state: State) -> None:
         """Start to save a state, with the mean of its statistics."""
         mean = state._replace(stats=self.mean_stats(state.stats), copies=())
         devices = self.parallel.live_devices
-        checkpoints.save(step, mean, layouts=self.layouts, devices=devices)
+        checkpoints.save(step, mean, full_types=self.full_types, devices=devices)
 
     def restore(self, checkpoints: Checkpoints | PeerCheckpoint) -> tuple[int, State] | None:
         """Return the step and state of the newest valid checkpoint, if any."""
@@ -109,7 +108,7 @@ class Trainer:
         def agree(step: str) -> None:
             self.parallel.group.agree({"the step to resume from": step})
 
-        restored = checkpoints.restore(self.saved, layouts=self.layouts, agree=agree)
+        restored = checkpoints.restore(self.saved, full_types=self.full_types, agree=agree)
         if restored is None or not restored[0]:
             return None
         return restored[0], self.from_saved(restored[1])
@@ -162,8 +161,11 @@ def make_trainer(
     batch_specs = jax.tree.map(lambda _: SHARDED, row)
     init_optimizer = parallel.jit(optimizer.init, in_specs=(REPLICATED,), out_specs=optimizer_specs)
 
+    is_cut = [spec == SHARDED for spec in jax.tree.leaves(optimizer_specs)]
+
     def rank_copies(inner: Any) -> Any:
-        return parallel.copies(inner.rows) if has_copies else ()
+        own = [x for x, cut in zip(jax.tree.leaves(inner), is_cut, strict=True) if cut]
+        return parallel.copies(own) if has_copies else ()
 
     copies = parallel.jit(rank_copies, in_specs=(optimizer_specs,), out_specs=specs.copies)
 
@@ -220,7 +222,9 @@ def make_trainer(
         saved=parallel.with_shardings(
             state._replace(stats=stats, copies=()), specs._replace(stats=REPLICATED, copies=())
         ),
-        layouts=(optimizer.layout(params),) if isinstance(optimizer, ShardedOptimizer) else (),
+        full_types=State(None, None, optimizer.full_types(params), None)
+        if isinstance(optimizer, ShardedOptimizer) and any(is_cut)
+        else None,
     )
 
 

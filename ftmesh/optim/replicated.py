@@ -63,7 +63,7 @@ class ReplicatedOptimizer:
     ) -> tuple[PyTree, PyTree]:
         """Return the updates and the new state."""
         if isinstance(grads, ReducedGradients):
-            if grads.owners:
+            if grads.is_sharded:
                 raise ArgumentError(
                     "these gradients are sharded, and this optimizer takes replicated ones: call "
                     "value_and_grad and update of the same optimizer"
