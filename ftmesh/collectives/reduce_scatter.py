@@ -159,6 +159,8 @@ def gather_rows(row: jax.Array, axis_name: AxisName, *, plan: PlanLike) -> jax.A
     """Return the vectors of all ranks, one row for each, typed as the same on all ranks."""
     axis_name = check_call("all_gather", axis_name, None, plan, needs_all_ranks=True)
     program = plan.with_reduce_scatter.program
+    if program.executor == XLA:
+        return native.all_gather(row, axis_name, program, invariant=True)
     precision = choose_precision(row.dtype)
     wide = row.astype(precision.sum_dtype)
     rows = _gather_blocks(wide, axis_name, program, precision, invariant=True)
@@ -174,7 +176,8 @@ def _scatter_blocks(
 ) -> jax.Array:
     """The block of this rank, of the sum of ``blocks[rank, ...]``."""
     if program.executor == XLA:
-        return native.reduce_scatter(blocks, axis_name, program, precision, 0)[0]
+        block = native.reduce_scatter(blocks, axis_name, program, precision, 0)[0]
+        return block if divisor is None else block / divisor
     if not program.owns_evenly:
         sums = _all_reduce_blocks(blocks, axis_name, program, precision, divisor)
         return lax.dynamic_index_in_dim(sums, lax.axis_index(axis_name), keepdims=False)

@@ -16,6 +16,7 @@ import jax
 from jax import lax
 from jax._src import callback, clusters, config, core, distributed, xla_bridge
 from jax._src.lax import lax as internal_lax
+from jax._src.lax import parallel
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -93,6 +94,13 @@ def _typed(aval: Any, axis_name: AxisName, *, varying: bool) -> Any:
     if hasattr(aval, "mat"):
         return aval.update(manual_axis_type=aval.mat.update(varying=axes))
     return aval.update(vma=axes)
+
+
+def all_gather_invariant(x: Any, axis_name: AxisName) -> Any:
+    """``lax.all_gather(x, axis_name)``, typed as the same on all ranks."""
+    if not checks_vma():
+        return lax.all_gather(x, axis_name)
+    return parallel.all_gather_invariant(x, axis_name)
 
 
 # Weak types -------------------------------------------------------------------------------------
