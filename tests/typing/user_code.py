@@ -32,8 +32,6 @@ def combine(plan: ftmesh.Plan, x: jax.Array, params: dict[str, jax.Array]) -> No
     mean = plan.pmean(total, "data", wire_dtype="bfloat16", bucket_bytes=2**20)
     block = plan.psum_scatter(mean, "data", scatter_dimension=0, tiled=True, specs=P())
     print(plan.all_gather(block, "data", axis=0, tiled=True))
-    shard = ftmesh.reduce_to_owners(x, "data", plan=plan, mean=True)
-    print(ftmesh.gather_from_owners(shard, "data", plan=plan, size=x.size).shape)
     shares = collectives.BatchShares.for_ranks(plan, 512)
     batch, weights = shares.pad_batch({"x": np.zeros((512, 3))})
     print(collectives.weighted_sum(batch["x"][:, 0], weights))
