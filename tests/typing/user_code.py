@@ -52,17 +52,16 @@ def train(group: elastic.ElasticGroup) -> int:
     chained = optim.ShardedOptimizer(
         optax.chain(optim.clip_by_global_norm(1.0), optim.lars(0.1)), plan
     )
-    state: optim.ShardedState = chained.shard_state(
-        chained.gather_state(chained.init(params), params), params
-    )
+    state = chained.shard_state(chained.gather_state(chained.init(params), params), params)
     value_and_grad = plan.value_and_grad(loss, has_aux=False, replicated=(), weighted=False)
     step = jax.jit(value_and_grad, compiler_options=ftmesh.compiler_options("tpu v6e"))
     audit = ftmesh.audit(step.lower(params, np.ones((8, 3))), "data", mesh=plan.jax_mesh("data"))
     audit.require_none()
     print([entry.advice for entry in audit], run, optimizer.specs(params))
     with checkpoint.Checkpoints("saved", resume=True) as checkpoints:
-        first_step, state = checkpoints.restore(state)
-        checkpoints.save(first_step + 1, state)
+        first_step, state = checkpoints.restore(state, full_types=chained.full_types(params))
+        checkpoints.save(first_step + 1, state, full_types=chained.full_types(params))
+        print(checkpoint.read_tensors(checkpoints.folder / "1"))
     findings: health.Findings = health.examine(topology, group=group, timeout=60.0)
     print(
         findings, health.check_replicas(params, topology), NamedSharding(plan.jax_mesh("data"), P())
