@@ -49,11 +49,10 @@ class LeafLayout:
         """How many elements each rank has of a flat tensor."""
         return -(-int(self.type.size) // self.num_ranks)
 
-    @property
-    def num_real(self) -> Any:
-        """For each rank, how many elements of its part are not padding."""
-        starts = np.arange(self.num_ranks, dtype=np.int64) * self.part_size
-        return np.clip(self.type.size - starts, 0, self.part_size).astype(np.int32)
+    def num_real(self, rank: Any) -> Any:
+        """Return how many elements of the part of `rank` are not padding."""
+        num_full, rest = divmod(self.type.size, self.part_size)
+        return jnp.where(rank < num_full, self.part_size, jnp.where(rank == num_full, rest, 0))
 
     @property
     def is_split(self) -> bool:
@@ -84,14 +83,14 @@ class LeafLayout:
             return jnp.reshape(x, -1)
         width = x.shape[-1]  # whole rows are read: flattening all of `x` may take a copy of it
         matrix = jnp.reshape(x, (-1, width))
-        num_rows = min(len(matrix), math.ceil((size + width - 1) / width))
-        starts = np.arange(self.num_ranks, dtype=np.int64) * size
-        rows = np.minimum(starts // width, len(matrix) - num_rows)
-        offsets = np.minimum(starts - rows * width, num_rows * width)
-        row, offset = (jnp.asarray(table.astype(np.int32))[rank] for table in (rows, offsets))
-        window = lax.dynamic_slice_in_dim(matrix, row, num_rows).reshape(-1)
+        num_rows = min(len(matrix), -(-(size + width - 1) // width))
+        per_part, rest = divmod(size, width)
+        row = rank * per_part + rank * rest // width  # of rank * size, which may not fit in int32
+        first = jnp.minimum(row, len(matrix) - num_rows)
+        offset = rank * rest % width + (row - first) * width
+        window = lax.dynamic_slice_in_dim(matrix, first, num_rows).reshape(-1)
         window = jnp.concatenate([window, jnp.zeros_like(window, shape=size)])
-        return lax.dynamic_slice_in_dim(window, offset, size)
+        return lax.dynamic_slice_in_dim(window, jnp.minimum(offset, num_rows * width), size)
 
     def to_rows(self, x: Any) -> jax.Array:
         """Return the parts of all ranks of a flat tensor, one row for each."""
@@ -136,8 +135,8 @@ class TreeLayout:
 
 def flatten_tensor(x: Any, stored_shape: Shape) -> Any:
     """Return a full tensor, of NumPy or JAX, as the stored array of that global shape."""
-    *counts, length = stored_shape
     local = _shard_shape(x.shape, stored_shape)
+    *counts, length = stored_shape
     xp = jnp if isinstance(x, jax.Array) else np
     if counts:
         split = [n for pair in zip(counts, local, strict=True) for n in pair]
@@ -148,8 +147,8 @@ def flatten_tensor(x: Any, stored_shape: Shape) -> Any:
 
 def unflatten_tensor(stored: Any, shape: Shape) -> Any:
     """Return the full tensor of a given shape from a stored array, for any number of ranks."""
-    *counts, _ = stored.shape
     local = _shard_shape(shape, stored.shape)
+    *counts, _ = stored.shape
     flat = stored[..., : math.prod(local)]
     if not counts:
         return flat.reshape(shape)

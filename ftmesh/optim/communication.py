@@ -289,6 +289,14 @@ class MeshPlacement:
         names = sorted(set().union(*axes), key=str)
         return {name: [name in sharding for sharding in axes] for name in names}
 
+    def without_other_meshes(self, params: PyTree) -> PyTree:
+        """Return `params`, or their types alone if they are on another number of ranks."""
+        meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(params)]
+        sizes = {mesh.shape.get(self.axis_name) for mesh in meshes} - {None}
+        if sizes <= {self.plan.program.num_ranks}:
+            return params
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), params)
+
     def place(self, x: Any, spec: PartitionSpec, params: PyTree) -> jax.Array:
         """Lay a global array out on the mesh."""
         mesh = self._context(params).mesh

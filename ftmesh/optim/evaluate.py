@@ -193,8 +193,7 @@ class ShardEvaluator:
         """Sum this rank's elements of a leaf, without padding."""
         layout = self.layout.leaves[leaf]
         if layout.kind == "flat" and layout.type.size % layout.num_ranks:
-            num_real = jnp.asarray(layout.num_real)[self.rank]
-            is_real = lax.iota(np.int32, x.size) < num_real
+            is_real = lax.iota(np.int32, x.size) < layout.num_real(self.rank)
             x = jnp.where(is_real, x, jnp.zeros((), x.dtype))
         return jnp.sum(x)
 

@@ -214,8 +214,10 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         """Return the state as the transformation alone would have it, in the parameters' shapes.
 
         Outside shard_map the state may be that of any number of ranks: use this and `shard_state`
-        to continue on another number. Tensors are sharded as the parameters are.
+        to continue on another number. Of the parameters, the types matter alone. Tensors are
+        sharded as the parameters are.
         """
+        params = self.placement.without_other_meshes(params)
         form = self.form(params)
         if self.placement.is_bound:
             form.check(state, is_global=False)
@@ -226,6 +228,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
 
     def shard_state(self, state: PyTree, params: PyTree) -> PyTree:
         """Shard a state in the parameters' shapes: the inverse of `gather_state`."""
+        params = self.placement.without_other_meshes(params)
         form = self.form(params)
         if self.placement.is_bound:
             own = enumerate(form.leaves(state))
