@@ -47,7 +47,7 @@ PERMUTATION = (
 EXCHANGE = "exchange along another mesh axis, or gather: plan.jax_mesh({axis!r}) has no such route"
 RESHARDED = (
     "the compiler moves an array from one sharding to another here: hold activations to "
-    "P({axis!r}) with jax.lax.with_sharding_constraint, and cut weights where they are used"
+    "P({axis!r}) with jax.lax.with_sharding_constraint, and cut embeddings along the vocabulary"
 )
 ROUNDING = (
     "sum in float32: keep parameters in float32 and cast them in the loss, give dots "
