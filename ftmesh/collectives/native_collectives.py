@@ -156,9 +156,11 @@ class NativeRing:
         hops = [step.hops[0] for step in steps] or [0]
         network = self.network
         seconds = network.overhead + max(hops) * network.latency + num_bytes / network.bandwidth
-        if max(hops) > 1:
+        seconds *= self._num_streams
+        of_ring = {frozenset(step) for step in self.best.steps}
+        if any(step.hops[0] > 1 and frozenset(step.coords) not in of_ring for step in steps):
             return RingVerdict(self._long(hops), PERMUTATION, seconds)
-        return RingVerdict(seconds=self._num_streams * seconds)
+        return RingVerdict(seconds=seconds)
 
     def _walk(self, group: Ids) -> tuple[Coord, ...]:
         """The chips of a group in its order; devices side by side on a chip count once."""
