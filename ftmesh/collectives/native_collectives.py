@@ -47,7 +47,7 @@ PERMUTATION = (
 EXCHANGE = "exchange along another mesh axis, or gather: plan.jax_mesh({axis!r}) has no such route"
 RESHARDED = (
     "the compiler moves an array from one sharding to another here: hold activations to "
-    "P({axis!r}) with jax.lax.with_sharding_constraint, and cut weights where they are used"
+    "P({axis!r}) with jax.lax.with_sharding_constraint, and cut embeddings along the vocabulary"
 )
 ROUNDING = (
     "sum in float32: keep parameters in float32 and cast them in the loss, give dots "
@@ -156,9 +156,11 @@ class NativeRing:
         hops = [step.hops[0] for step in steps] or [0]
         network = self.network
         seconds = network.overhead + max(hops) * network.latency + num_bytes / network.bandwidth
-        if max(hops) > 1:
+        seconds *= self._num_streams
+        of_ring = {frozenset(step) for step in self.best.steps}
+        if any(step.hops[0] > 1 and frozenset(step.coords) not in of_ring for step in steps):
             return RingVerdict(self._long(hops), PERMUTATION, seconds)
-        return RingVerdict(seconds=self._num_streams * seconds)
+        return RingVerdict(seconds=seconds)
 
     def _walk(self, group: Ids) -> tuple[Coord, ...]:
         """The chips of a group in its order; devices side by side on a chip count once."""

@@ -195,6 +195,11 @@ def test_a_ring_with_a_step_of_two_hops_is_good_if_there_is_none_without():
     ]
     assert all(longer)
 
+    def shift(x):
+        return lax.ppermute(x, "data", [(i, (i + 1) % 15) for i in range(15)])
+
+    assert not ftmesh.audit(compiled(mesh_of(odd, coords), shift, x), "data", plan=odd)
+
 
 def test_permutations_and_exchanges(topology):
     mesh = ring_mesh(topology)

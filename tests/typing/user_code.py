@@ -61,6 +61,10 @@ def train(group: elastic.ElasticGroup) -> int:
     step = jax.jit(value_and_grad, compiler_options=ftmesh.compiler_options("tpu v6e"))
     audit = ftmesh.audit(step.lower(params, np.ones((8, 3))), "data", mesh=plan.jax_mesh("data"))
     audit.require_none()
+    native = ftmesh.audit(step.lower(params, np.ones((8, 3))), "data", plan=plan)
+    print([entry.seconds for entry in native.native], native.network)
+    batch, mask = ftmesh.pad_batch({"x": np.ones((7, 3))}, plan, microbatches=2)
+    print(batch, mask.sum(), ftmesh.batch_padding(7, plan), ftmesh.nearest_batch_size(7, 4))
     print([entry.advice for entry in audit], run, optimizer.specs(params))
     with checkpoint.Checkpoints("saved", resume=True) as checkpoints:
         first_step, state = checkpoints.restore(state, full_types=chained.full_types(params))
