@@ -263,7 +263,7 @@ class DataParallel(DeviceArrays):
         sharded: bool = True,
         wire_dtype: Any = None,
         order: Sequence[int] | None = None,
-        **options: Any,
+        min_size: int = 0,
     ) -> ShardedOptimizer | ReplicatedOptimizer:
         """Wrap an optax transformation for gradients that differ from rank to rank.
 
@@ -272,19 +272,19 @@ class DataParallel(DeviceArrays):
             sharded: Shard the optimizer's state over the chips. Without a plan it is replicated.
             wire_dtype: What gradients are sent in.
             order: With `overlap`, the order of `backward_order`.
-            **options: Passed to `ShardedOptimizer`.
+            min_size: Tensors with fewer elements are replicated.
         """
         if self.plan is not None and sharded:
-            if self.overlap:
-                overlap = {"overlap": True, "bucket_bytes": self.bucket_bytes, "order": order}
-                options = overlap | options
             return ShardedOptimizer(
                 transformation,
                 self.plan,
                 self.axis_name,
                 wire_dtype=wire_dtype,
                 norm_plan=self.small_plan,
-                **options,
+                overlap=self.overlap,
+                bucket_bytes=self.bucket_bytes if self.overlap else None,
+                order=order if self.overlap else None,
+                min_size=min_size,
             )
         return ReplicatedOptimizer(
             transformation,

@@ -41,6 +41,10 @@ class State(NamedTuple):
     copies: Any = ()  # of another rank's shard of `optimizer`, if hosts may be lost
 
 
+LARGE_MODEL = 2**20  # parameters: of a smaller model, all tensors of the optimizer are sharded
+SMALL = 2**14  # elements: smaller tensors of a large model are replicated
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """How a step is distributed. See `DataParallel.create`; `sharded` is the optimizer's state."""
@@ -149,11 +153,13 @@ def make_trainer(
     params, stats = types
     own_batch = _batch_type(row, shares.per_rank)
     batch = _batch_type(row, shares.per_rank * parallel.num_ranks)
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     optimizer = parallel.optimizer(
         transformation,
         sharded=sharded,
         wire_dtype=wire_dtype,
         order=parallel.backward_order(loss, params, stats, own_batch),
+        min_size=SMALL if num_params >= LARGE_MODEL else 0,
     )
     has_copies = isinstance(optimizer, ShardedOptimizer) and parallel.partners is not None
     optimizer_specs = optimizer.specs(params)
@@ -180,8 +186,7 @@ def make_trainer(
             return loss(params, _own_row(state.stats), batch)
 
         (value, stats), grads = optimizer.value_and_grad(rank_loss, has_aux=True)(state.params)
-        updates, inner = optimizer.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params, inner = optimizer.apply(grads, state.optimizer, state.params)
         new_state = State(params, _as_rows(stats, 1), inner, rank_copies(inner))
         return new_state, parallel.mean(value)
 

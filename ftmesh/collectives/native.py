@@ -18,6 +18,8 @@ from ftmesh.execute import _compat, primitives
 from ftmesh.execute.lowering import Program
 from ftmesh.execute.types import AxisName
 
+TILE = 1024  # elements: XLA for TPUs gathers whole tiles, and sums what is not made of them
+
 
 def all_reduce(
     x: jax.Array, axis_name: AxisName, program: Program, precision: Precision, divisor: int | None

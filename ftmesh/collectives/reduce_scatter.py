@@ -160,7 +160,8 @@ def gather_rows(row: jax.Array, axis_name: AxisName, *, plan: PlanLike) -> jax.A
     axis_name = check_call("all_gather", axis_name, None, plan, needs_all_ranks=True)
     program = plan.with_reduce_scatter.program
     if program.executor == XLA:
-        return native.all_gather(row, axis_name, program, invariant=True)
+        padded = jnp.pad(row, (0, -row.size % native.TILE))
+        return native.all_gather(padded, axis_name, program, invariant=True)[:, : row.size]
     precision = choose_precision(row.dtype)
     wide = row.astype(precision.sum_dtype)
     rows = _gather_blocks(wide, axis_name, program, precision, invariant=True)

@@ -125,13 +125,11 @@ class Communication:
         """Return all leaves, replicated unless cut along the axis, from the parts of ranks."""
         result = list(own)
         for bucket in layout.buckets:
-            groups: list[tuple[int, ...]] = [(i,) for i in bucket]
-            if self.plan.executor != "xla":
-                dtypes = {i: own[i].dtype for i in bucket}
-                groups = [
-                    tuple(i for i in bucket if dtypes[i] == dtype)
-                    for dtype in dict.fromkeys(dtypes.values())
-                ]
+            dtypes = {i: own[i].dtype for i in bucket}
+            groups = [
+                tuple(i for i in bucket if dtypes[i] == dtype)
+                for dtype in dict.fromkeys(dtypes.values())
+            ]
             for group in groups:
                 leaves = [layout.leaves[i] for i in group]
                 parts = [_compat.as_varying(own[i], self.axis_name) for i in group]
@@ -198,6 +196,7 @@ class MeshPlacement:
     axis_name: AxisName
     specs: Specs = None
     mesh: Any = None
+    min_size: int = 0  # tensors with fewer elements are replicated
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @property
@@ -256,7 +255,8 @@ class MeshPlacement:
             counts = tuple(self._num_shards(entry, params) for entry in spec)
             counts += (1,) * (len(type_.shape) - len(counts))
             kind: Kind = "local" if is_local else "flat"
-            if not is_local and (self.plan.with_idle or not type_.shape or not type_.size):
+            is_small = type_.size < max(1, self.min_size) and set(counts) <= {1}
+            if not is_local and (self.plan.with_idle or not type_.shape or is_small):
                 kind = "replicated"
             layouts.append(LeafLayout(type_, kind, num_ranks, counts))
         return layouts

@@ -75,6 +75,13 @@ class ReplicatedOptimizer:
         updates, state = transform(grads, state, params, **extra_args)
         return updates, state
 
+    def apply(
+        self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Return the new parameters and the new state."""
+        updates, state = self.update(grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
+
     def specs(self, params: PyTree) -> PyTree:
         """Return the `PartitionSpec` of every leaf of the state: all are replicated."""
         return jax.tree.map(lambda _: PartitionSpec(), jax.eval_shape(self.init, params))

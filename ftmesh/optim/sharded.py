@@ -85,6 +85,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
             mesh each shard is reduced by itself. Along the axis of the plan (FSDP), each rank
             updates its own piece, with the state of that piece, and its gradient is used as it is:
             it must be that of the loss of all ranks. A norm is always that of the full tensor.
+        min_size: Tensors with fewer elements are replicated: to cut what is small takes longer than
+            to update all of it on every rank.
         mesh: The mesh, if it is not the plan's own, set by `jax.set_mesh` or that of the arguments.
     """
 
@@ -110,6 +112,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         order: Sequence[int] | None = None,
         specs: Specs = None,
         mesh: jax.sharding.Mesh | None = None,
+        min_size: int = 0,
     ) -> ShardedOptimizer:
         if bucket_bytes is None:
             bucket_bytes = BUCKET_BYTES if overlap else collectives.BUCKET_BYTES
@@ -127,7 +130,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
             accumulate_dtype,
             reduce,
         )
-        optimizer.placement = MeshPlacement(plan, axis_name, specs, mesh)
+        optimizer.placement = MeshPlacement(plan, axis_name, specs, mesh, min_size)
         optimizer.bucket_bytes, optimizer.overlap, optimizer.order = bucket_bytes, overlap, order
         return optimizer
 
@@ -191,6 +194,17 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
             grad / leaf.num_ranks if leaf.kind == "local" else grad
             for grad, leaf in zip(grads, layout.leaves, strict=True)
         ]
+
+    def apply(
+        self, updates: PyTree, state: Any, params: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Return the new parameters and the new state: `update` and `optax.apply_updates` in one.
+
+        Ranks add updates to their parts of the parameters and gather these, which takes one pass
+        over memory less.
+        """
+        new_params, state = self._run_update(updates, state, params, extra_args, applies=True)
+        return new_params, state
 
     def specs(self, params: PyTree) -> PyTree:
         """Return the `PartitionSpec` of every leaf of the state, for shard_map.
@@ -278,8 +292,14 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
 
     def _update(self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any) -> Any:
         """Return updates like the parameters and the new state."""
+        return self._run_update(updates, state, params, extra_args, applies=False)
+
+    def _run_update(
+        self, updates: PyTree, state: Any, params: PyTree, extra_args: Any, *, applies: bool
+    ) -> Any:
+        """Return updates, or the parameters with them applied, and the new state."""
         if self.placement.is_bound:
-            return self._update_rank(self.comm, updates, state, params, extra_args)
+            return self._update_rank(self.comm, applies, updates, state, params, extra_args)
         like = updates if params is None else params
         param_specs, state_specs = self.placement.param_specs(like), self.specs(like)
         self.form(like).check(state, is_global=True)
@@ -288,13 +308,23 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         in_specs = (param_specs, state_specs, given_specs, REPLICATED)
 
         def update(*args: Any) -> Any:
-            return self._update_rank(comm, *args)
+            return self._update_rank(comm, False, *args)
 
-        mapped = self.placement.run(update, like, in_specs, (param_specs, state_specs))
+        def apply(*args: Any) -> Any:
+            return self._update_rank(comm, True, *args)
+
+        function = apply if applies else update
+        mapped = self.placement.run(function, like, in_specs, (param_specs, state_specs))
         return mapped(updates, state, params, extra_args)
 
     def _update_rank(
-        self, comm: Communication, updates: PyTree, state: Any, params: PyTree, extra_args: Any
+        self,
+        comm: Communication,
+        applies: bool,
+        updates: PyTree,
+        state: Any,
+        params: PyTree,
+        extra_args: Any,
     ) -> tuple[PyTree, PyTree]:
         like = updates if params is None else params
         layout, tree, form = self.layout(like), jax.tree.structure(like), self.form(like)
@@ -314,8 +344,10 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
             ),
             form.tree.unflatten(form.types),
         ]
+        own_params: list[jax.Array] = []
         if params is not None:
-            inputs += evaluator.input_tree("params", comm.take_own(params, layout))
+            own_params = comm.take_own(params, layout)
+            inputs += evaluator.input_tree("params", own_params)
             types.append(tree.unflatten(evaluator.types))
         transform = optax.with_extra_args_support(self.transformation).update
         jaxpr, (out, _) = jax.make_jaxpr(
@@ -330,8 +362,10 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         own = evaluator.output_tree(
             values[: tree.num_leaves], [x.dtype for x in jax.tree.leaves(out)]
         )
-        new_updates = tree.unflatten(comm.all_gather(own, layout))
-        return new_updates, evaluator.output_state(form, values[tree.num_leaves :])
+        if applies:
+            own = optax.apply_updates(own_params, own)
+        gathered = tree.unflatten(comm.all_gather(own, layout))
+        return gathered, evaluator.output_state(form, values[tree.num_leaves :])
 
     def _evaluator(self, layout: TreeLayout, params: PyTree) -> ShardEvaluator:
         def sum_over_ranks(vectors: list[jax.Array]) -> list[jax.Array]:

@@ -138,6 +138,7 @@ class BoundCollectives:
         order: Sequence[int] | None = None,
         specs: Specs = None,
         mesh: Mesh | None = None,
+        min_size: int = 0,
     ) -> ShardedOptimizer:
         """Return `transformation` with its state sharded over the live chips. Needs optax.
 
@@ -149,4 +150,5 @@ class BoundCollectives:
             transformation, self._plan, axis_name, wire_dtype=wire_dtype,
             accumulate_dtype=accumulate_dtype, bucket_bytes=bucket_bytes, reduce=reduce,
             norm_plan=norm_plan, overlap=overlap, order=order, specs=specs, mesh=mesh,
+            min_size=min_size,
         )  # fmt: skip
