@@ -16,6 +16,7 @@ import jax
 from jax import lax
 from jax._src import callback, clusters, config, core, distributed, xla_bridge
 from jax._src.lax import lax as internal_lax
+from jax._src.lax import parallel
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -58,6 +59,12 @@ def as_varying(x: Any, axis_name: AxisName) -> Any:
 def varying_like(x: Any, other: Any) -> Any:
     """Type `x` as varying over all axes that `other` varies over."""
     return _varying_over(x, varying_axes(other) - varying_axes(x))
+
+
+def all_gather_invariant(x: Any, axis_name: AxisName) -> Any:
+    """`lax.all_gather`, with the result typed as the same along the axis where that is checked."""
+    gather = parallel.all_gather_invariant if checks_vma() else lax.all_gather
+    return gather(x, axis_name)
 
 
 def zeros_like_psum(x: Any, axis_name: AxisName) -> Any:
