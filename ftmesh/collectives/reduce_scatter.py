@@ -158,6 +158,8 @@ def scatter_rows(
 def gather_rows(row: jax.Array, axis_name: AxisName, *, plan: PlanLike) -> jax.Array:
     """Return the vectors of all ranks, one row for each, typed as the same on all ranks."""
     axis_name = check_call("all_gather", axis_name, None, plan, needs_all_ranks=True)
+    if plan.executor == "xla":
+        return jnp.asarray(_compat.all_gather_invariant(row, axis_name))
     program = plan.with_reduce_scatter.program
     if program.executor == XLA:
         padded = jnp.pad(row, (0, -row.size % native.TILE))

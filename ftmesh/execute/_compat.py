@@ -61,6 +61,12 @@ def varying_like(x: Any, other: Any) -> Any:
     return _varying_over(x, varying_axes(other) - varying_axes(x))
 
 
+def all_gather_invariant(x: Any, axis_name: AxisName) -> Any:
+    """`lax.all_gather`, with the result typed as the same along the axis where that is checked."""
+    gather = parallel.all_gather_invariant if checks_vma() else lax.all_gather
+    return gather(x, axis_name)
+
+
 def zeros_like_psum(x: Any, axis_name: AxisName) -> Any:
     """Zeros with the type of ``lax.psum(x, axis_name)``."""
     zeros = weak_like_psum(jax.numpy.zeros(x.shape, x.dtype), x, axis_name)
