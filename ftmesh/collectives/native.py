@@ -39,15 +39,21 @@ def reduce_scatter(
 
 
 def all_gather(
-    x: jax.Array, axis_name: AxisName, program: Program, *, invariant: bool = False
+    x: jax.Array,
+    axis_name: AxisName,
+    program: Program,
+    *,
+    invariant: bool = False,
+    tiled: bool = False,
 ) -> jax.Array:
     """Gather the arrays of all ranks, ``[rank, ...]``; the derivative is summed as in `psum`.
 
-    With `invariant` the result is typed as the same on all ranks.
+    With `invariant` the result is typed as the same on all ranks, and with `tiled` too, arrays are
+    concatenated along their first dimension.
     """
     x = primitives.on_mesh_of_plan(x, axis_name=axis_name, program=program)
     if invariant:
-        return _compat.all_gather_invariant(x, axis_name)
+        return _compat.all_gather_invariant(x, axis_name, tiled=tiled)
     if jnp.issubdtype(x.dtype, jnp.floating) and choose_precision(x.dtype).sum_dtype != x.dtype:
         return _gather_narrow(x, axis_name)
     return lax.all_gather(x, axis_name)

@@ -158,8 +158,6 @@ def scatter_rows(
 def gather_rows(row: jax.Array, axis_name: AxisName, *, plan: PlanLike) -> jax.Array:
     """Return the vectors of all ranks, one row for each, typed as the same on all ranks."""
     axis_name = check_call("all_gather", axis_name, None, plan, needs_all_ranks=True)
-    if plan.executor == "xla":
-        return jnp.asarray(_compat.all_gather_invariant(row, axis_name))
     program = plan.with_reduce_scatter.program
     if program.executor == XLA:
         padded = jnp.pad(row, (0, -row.size % native.TILE))
@@ -168,6 +166,12 @@ def gather_rows(row: jax.Array, axis_name: AxisName, *, plan: PlanLike) -> jax.A
     wide = row.astype(precision.sum_dtype)
     rows = _gather_blocks(wide, axis_name, program, precision, invariant=True)
     return rows.astype(row.dtype)
+
+
+def gather_in_place(rows: jax.Array, axis_name: AxisName, *, plan: PlanLike) -> jax.Array:
+    """Return the rows of all ranks below each other, by XLA; typed as the same on all ranks."""
+    axis_name = check_call("all_gather", axis_name, None, plan, needs_all_ranks=True)
+    return native.all_gather(rows, axis_name, plan.program, invariant=True, tiled=True)
 
 
 def _scatter_blocks(

@@ -61,12 +61,6 @@ def varying_like(x: Any, other: Any) -> Any:
     return _varying_over(x, varying_axes(other) - varying_axes(x))
 
 
-def all_gather_invariant(x: Any, axis_name: AxisName) -> Any:
-    """`lax.all_gather`, with the result typed as the same along the axis where that is checked."""
-    gather = parallel.all_gather_invariant if checks_vma() else lax.all_gather
-    return gather(x, axis_name)
-
-
 def zeros_like_psum(x: Any, axis_name: AxisName) -> Any:
     """Zeros with the type of ``lax.psum(x, axis_name)``."""
     zeros = weak_like_psum(jax.numpy.zeros(x.shape, x.dtype), x, axis_name)
@@ -102,11 +96,11 @@ def _typed(aval: Any, axis_name: AxisName, *, varying: bool) -> Any:
     return aval.update(vma=axes)
 
 
-def all_gather_invariant(x: Any, axis_name: AxisName) -> Any:
+def all_gather_invariant(x: Any, axis_name: AxisName, *, tiled: bool) -> Any:
     """``lax.all_gather(x, axis_name)``, typed as the same on all ranks."""
     if not checks_vma():
-        return lax.all_gather(x, axis_name)
-    return parallel.all_gather_invariant(x, axis_name)
+        return lax.all_gather(x, axis_name, tiled=tiled)
+    return parallel.all_gather_invariant(x, axis_name, tiled=tiled)
 
 
 # Weak types -------------------------------------------------------------------------------------

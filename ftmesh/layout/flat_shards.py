@@ -1,6 +1,6 @@
 """Tensors that are stored flat: in their natural order, cut equally along one mesh axis.
 
-On N ranks a tensor is stored as a vector of ``N * ceil(size / N)`` elements: its own, row by row,
+On N ranks a tensor is stored as a vector of N equal parts: its own elements, row by row,
 then padding. Rank r has the r-th of N equal parts. A tensor that other mesh axes shard is stored in
 an array ``[*number of shards along each dimension, length]``: each shard by itself, as above. So
 what is stored depends on the number of ranks by padding at the end alone, and not on the plan.
@@ -27,6 +27,9 @@ from ftmesh.layout.element_order import Shape
 # of the shape of its piece. REPLICATED: every rank stores the tensor.
 Kind = Literal["flat", "local", "replicated"]
 
+LANES = 128  # elements of a row of a TPU's tiles
+MAX_PADDING = 1.25  # times the size of a tensor, for whole rows
+
 
 @dataclass(frozen=True)
 class LeafLayout:
@@ -47,7 +50,20 @@ class LeafLayout:
     @property
     def part_size(self) -> int:
         """How many elements each rank has of a flat tensor."""
-        return -(-int(self.type.size) // self.num_ranks)
+        return math.prod(self.row_shape) or -(-int(self.type.size) // self.num_ranks)
+
+    @property
+    def row_shape(self) -> Shape:
+        """The part of a rank as whole rows of the tensor, if that takes little padding; or zeros.
+
+        On a TPU rows of 128 elements are read and gathered in place, and parts of rows are not.
+        """
+        size, width = int(self.type.size), (self.type.shape or (1,))[-1]
+        if width % LANES or not size:
+            return 0, 0
+        num_rows = -(-size // (width * self.num_ranks))
+        is_near = num_rows * width * self.num_ranks <= MAX_PADDING * size
+        return (num_rows, width) if is_near else (0, 0)
 
     def num_real(self, rank: Any) -> Any:
         """Return how many elements of the part of `rank` are not padding."""
@@ -83,6 +99,13 @@ class LeafLayout:
             return jnp.reshape(x, -1)
         width = x.shape[-1]  # whole rows are read: flattening all of `x` may take a copy of it
         matrix = jnp.reshape(x, (-1, width))
+        if (part := self.row_shape[0]) and part <= len(matrix):
+            first = np.minimum(np.arange(self.num_ranks) * part, len(matrix) - part)
+            shift = np.minimum(np.arange(self.num_ranks) * part - first, part)
+            row, offset = (jnp.asarray(table.astype(np.int32))[rank] for table in (first, shift))
+            window = lax.dynamic_slice_in_dim(matrix, row, part)
+            window = jnp.concatenate([window, jnp.zeros_like(window)])
+            return lax.dynamic_slice_in_dim(window, offset, part).reshape(-1)
         num_rows = min(len(matrix), -(-(size + width - 1) // width))
         per_part, rest = divmod(size, width)
         row = rank * per_part + rank * rest // width  # of rank * size, which may not fit in int32
@@ -96,6 +119,11 @@ class LeafLayout:
         """Return the parts of all ranks of a flat tensor, one row for each."""
         length = self.num_ranks * self.part_size
         return jnp.pad(jnp.reshape(x, -1), (0, length - x.size)).reshape(self.num_ranks, -1)
+
+    def from_gathered_rows(self, matrix: Any) -> jax.Array:
+        """Return the tensor from the whole rows of all ranks, one below the other."""
+        width = self.row_shape[1]
+        return matrix[: int(self.type.size) // width].reshape(self.type.shape)
 
     def from_rows(self, rows: Any) -> jax.Array:
         """Return the tensor from the parts of all ranks."""

@@ -24,7 +24,7 @@ from ftmesh.collectives.partitioning import (
     pad_spec,
     typed_spec,
 )
-from ftmesh.collectives.reduce_scatter import gather_rows, scatter_rows
+from ftmesh.collectives.reduce_scatter import gather_in_place, gather_rows, scatter_rows
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
@@ -125,6 +125,14 @@ class Communication:
         """Return all leaves, replicated unless cut along the axis, from the parts of ranks."""
         result = list(own)
         for bucket in layout.buckets:
+            if self.plan.executor == "xla":
+                by_rows = [i for i in bucket if layout.leaves[i].row_shape[0]]
+                bucket = tuple(i for i in bucket if i not in by_rows)
+                for i in by_rows:
+                    leaf = layout.leaves[i]
+                    part = _compat.as_varying(own[i], self.axis_name).reshape(leaf.row_shape)
+                    matrix = gather_in_place(part, self.axis_name, plan=self.plan)
+                    result[i] = leaf.from_gathered_rows(matrix)
             dtypes = {i: own[i].dtype for i in bucket}
             groups = [
                 tuple(i for i in bucket if dtypes[i] == dtype)
