@@ -157,8 +157,8 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
         lax_psum=strategy(psum_text) if psum_text else psum_unread or f"rejected: {psum_error}",
         packing=cycles_outside_rounds(text),
         executor=used.program.executor,
-        native=tuple(map(str, audited.native)) if audited else (),
-        astray=tuple(map(str, audited.entries)) if audited else (),
+        native=tuple(map(str, audited.native)) if audited is not None else (),
+        astray=tuple(map(str, audited.entries)) if audited is not None else (),
         unread=unread,
     )
 

@@ -26,7 +26,7 @@ pytestmark = [
         ("v3:16x32", "4x2@6,14", 1008),
         ("v6e:16x16", "2x2@2,2", 252),
         ("v5p:4x4x8", "2x2x1@0,0,0", 124),
-        ("7x:4x4x4", "2x2x1@0,0,0", 120),
+        ("tpu7x:4x4x4", "2x2x1@0,0,0", 120),
     ],
 )
 def test_sums_go_around_the_circuit(name, failed, devices):
