@@ -12,6 +12,7 @@ import ftmesh
 from ftmesh import CollectiveError, Topology
 from ftmesh.testing import cpu_grid, on_one_device
 from tests.support.more import more
+from tests.support.numpy_executor import ranks_of_chips
 from tests.support.on_devices import odd_tree, per_rank, plan_on_cpu
 
 CASES = [
@@ -192,10 +193,13 @@ class TestScatterAndGather:
 
     @pytest.mark.parametrize("check_vma", [True, False])
     def test_reduce_to_owners_and_back(self, twelve, check_vma):
+        """A given schedule keeps its owners, of which four chips own nothing."""
+        twelve = ftmesh.Plan.from_schedule(twelve.schedule)
         x = np.random.default_rng(0).integers(1, 99, (12, 101)).astype(np.float32)
         to_owners = lambda x: ftmesh.reduce_to_owners(x, "data", plan=twelve)  # noqa: E731
         shards = per_rank(twelve, to_owners, x, check_vma=check_vma)
-        idle = [rank for rank in range(12) if rank not in twelve.schedule.owner]
+        owners = ranks_of_chips(twelve.topology)[twelve.schedule.owner]
+        idle = [rank for rank in range(12) if rank not in owners]
         assert len(idle) == 4
         assert (shards[idle] == 0).all()
         assert shards.sum() == x.sum()
@@ -206,6 +210,19 @@ class TestScatterAndGather:
 
         whole = per_rank(twelve, there_and_back, x, out=P(), check_vma=check_vma)
         np.testing.assert_array_equal(whole, 2 * x.sum(axis=0))
+
+    def test_owners_own_as_much_as_each_other(self, twelve):
+        assert not twelve.program.owns_evenly
+        x = np.random.default_rng(0).integers(1, 99, (12, 101)).astype(np.float32)
+        to_owners = lambda x: ftmesh.reduce_to_owners(x, "data", plan=twelve)  # noqa: E731
+        shards = per_rank(twelve, to_owners, x)
+        program = twelve.with_reduce_scatter.program
+        assert program.owns_evenly
+        size = -(-101 // program.num_chunks)
+        total = np.zeros(size * program.num_chunks)
+        total[:101] = x.sum(axis=0)
+        expected = total.reshape(-1, size)[program.owned_chunks].reshape(12, -1)
+        np.testing.assert_array_equal(shards, expected)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +362,7 @@ class TestIdle:
         with pytest.raises(
             ftmesh.TopologyError, match="needs every device of 4x4, and only 0 of 16"
         ):
-            half.jax_mesh("data", with_idle=True)
+            ftmesh.jax_mesh(half, "data", with_idle=True)
 
 
 def test_traced_program_does_not_grow_with_the_mesh():
