@@ -24,6 +24,8 @@ from ftmesh.topology.topology import Topology
 _BLOCKED = 1_000  # hops: more than any route has
 _MAX_SEARCHED = 300  # chips: larger meshes are searched as a whole only if nothing else serves
 
+_MAX_TURNED = 100_000  # chips of all paths that are tried for a long step, a fraction of a second
+
 Graph = dict[Coord, tuple[Coord, ...]]
 
 
@@ -97,7 +99,8 @@ class RingOrder:
         parts += [f"{n} {'is' if n == 1 else 'are'} {_number(hops)}" for hops, n in others]
         text = ", ".join(parts)
         if self.blocked:
-            text += f"; {len(self.blocked)} have no route clear of failures"
+            verb = "has" if len(self.blocked) == 1 else "have"
+            text += f"; {len(self.blocked)} {verb} no route clear of failures"
         return text
 
 
@@ -298,31 +301,59 @@ def _extra_hops(
 
 
 def _shortened(topology: Topology, ring: list[Coord]) -> list[Coord]:
-    """Reverse stretches of a ring for as long as that makes its long steps shorter."""
-    size = len(ring)
-    improved = size > 3
-    while improved:
-        improved = False
-        steps = [_distance(topology, ring[i - 1], ring[i]) for i in range(size)]  # to i
-        for i in (i for i in range(size) if steps[i] > 1):
-            for j in range(size):
-                low, high = min(i, j), max(i, j)
-                if high - low < 2 or high - low > size - 2:
-                    continue
-                old = steps[low] + steps[high]
-                if old <= 2:
-                    continue
-                new = _distance(topology, ring[low - 1], ring[high - 1])
-                if new >= old:
-                    continue
-                new += _distance(topology, ring[low], ring[high])
-                if new < old:
-                    ring = ring[:low] + ring[low:high][::-1] + ring[high:]
-                    improved = True
-                    break
-            if improved:
-                break
+    """Shorten the long steps of a ring for as long as a change that is tried does so."""
+    while len(ring) > 3 and (shorter := _reversed_part(topology, ring) or _turned(topology, ring)):
+        ring = shorter
     return ring
+
+
+def _reversed_part(topology: Topology, ring: list[Coord]) -> list[Coord]:
+    """A shorter ring, by reversing a stretch of it that begins or ends at a long step, or none."""
+    size = len(ring)
+    steps = [_distance(topology, ring[i - 1], ring[i]) for i in range(size)]  # to i
+    for i in (i for i in range(size) if steps[i] > 1):
+        for j in range(size):
+            low, high = min(i, j), max(i, j)
+            if high - low < 2 or high - low > size - 2:
+                continue
+            old = steps[low] + steps[high]
+            new = _distance(topology, ring[low - 1], ring[high - 1])
+            if new < old and new + _distance(topology, ring[low], ring[high]) < old:
+                return ring[:low] + ring[low:high][::-1] + ring[high:]
+    return []
+
+
+def _turned(topology: Topology, ring: list[Coord]) -> list[Coord]:
+    """A shorter ring, by moving the ends of a long step along other links, or none.
+
+    Without the step the ring is a path. A link from its last chip to one further back makes another
+    path with another end, and so on, until two ends are nearer to each other.
+    """
+    size, length = len(ring), _length(topology, ring)
+    for i in range(size):
+        closing = _distance(topology, ring[i - 1], ring[i])
+        if closing == 1:
+            continue
+        paths = [(length - closing, ring[i:] + ring[:i])]
+        seen = {(ring[i - 1], ring[i])}
+        for open_length, path in paths:  # which grows
+            for there in (path, path[::-1]):
+                for chip in topology.neighbours(there[-1]):
+                    at = there.index(chip) if chip in there else size
+                    if at > size - 3:
+                        continue
+                    ends = there[at + 1], there[0]
+                    opened = open_length + 1 - _distance(topology, chip, there[at + 1])
+                    if opened + _distance(topology, *ends) < length:
+                        return there[: at + 1] + there[:at:-1]
+                    if (
+                        ends not in seen
+                        and opened <= open_length
+                        and len(paths) * size < _MAX_TURNED
+                    ):
+                        seen |= {ends, ends[::-1]}
+                        paths.append((opened, there[: at + 1] + there[:at:-1]))
+    return []
 
 
 def _distance(topology: Topology, a: Coord, b: Coord) -> int:

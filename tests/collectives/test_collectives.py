@@ -327,7 +327,7 @@ class TestIdle:
         with pytest.raises(
             ftmesh.TopologyError, match="needs every device of 4x4, and only 0 of 16"
         ):
-            half.jax_mesh("data", with_idle=True)
+            ftmesh.jax_mesh(half, "data", with_idle=True)
 
 
 def test_traced_program_does_not_grow_with_the_mesh():

@@ -345,7 +345,7 @@ def test_too_many_rows():
 
 def test_an_unknown_executor():
     with pytest.raises(
-        ArgumentError, match="one of auto, ppermute, ppermute_unrolled, pallas, not 'tpu'"
+        ArgumentError, match="one of auto, xla, ppermute, ppermute_unrolled, pallas, not 'tpu'"
     ):
         ftmesh.plan(Topology.grid("2x2"), executor="tpu")
 
