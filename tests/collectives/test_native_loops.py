@@ -21,10 +21,11 @@ def plan():
     [
         ("jit_linen", {}),
         ("jit_nnx", {}),
+        ("over_shard_map", {}),
         ("scan_transformer", {}),
         pytest.param("scan_transformer", {"fsdp": True}, marks=pytest.mark.slow),
     ],
-    ids=["jit_linen", "jit_nnx", "scan_transformer", "scan_transformer_fsdp"],
+    ids=["jit_linen", "jit_nnx", "over_shard_map", "scan_transformer", "scan_transformer_fsdp"],
 )
 def test_one_line_changes(plan, name, options):
     whole = cpu_grid("4x3").devices  # a mesh of the same size without a hole
@@ -39,6 +40,15 @@ def test_one_line_changes(plan, name, options):
     assert "all-reduce" in kinds
     assert ("all-gather" in kinds) == bool(options)
     assert all(entry.seconds > 0 for entry in audit.native)
+
+
+def test_pmap_changes_its_devices(plan):
+    expected, _ = train("over_pmap", [], cpu_grid("4x3").devices)
+    losses, lowered = train("over_pmap", [], list(plan.jax_mesh("batch").devices))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    audit = ftmesh.audit(lowered, "batch", plan=plan)
+    audit.require_none()
+    assert {entry.kind for entry in audit.native} == {"all-reduce"}
 
 
 def test_devices_in_another_order_are_found(plan):
@@ -64,5 +74,25 @@ def test_padded_batch(plan):
     ]
     expected, _ = train("jit_linen", [], plan.topology.devices[:1], size=50)
     losses, lowered = train("jit_linen", [MESH, *padded], plan.topology.devices, plan, size=50)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    ftmesh.audit(lowered, "data", plan=plan).require_none()
+
+
+@pytest.mark.slow
+def test_padded_batch_of_a_language_model(plan):
+    """25 sequences on 12 devices: padding goes into the mask of tokens, and no loss changes."""
+    place = "batch = jax.device_put(batch, sharded)"
+    padded = [
+        ("import jax\n", "import jax\nimport ftmesh\n"),
+        (
+            place,
+            "batch, real = ftmesh.pad_batch(batch, plan);"
+            f'batch["mask"] = batch["mask"] * real[:, None]; {place}',
+        ),
+    ]
+    expected, _ = train("scan_transformer", [], plan.topology.devices[:5], size=25)
+    losses, lowered = train(
+        "scan_transformer", [MESH, *padded], plan.topology.devices, plan, size=25
+    )
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     ftmesh.audit(lowered, "data", plan=plan).require_none()
