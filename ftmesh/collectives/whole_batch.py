@@ -1,0 +1,227 @@
+"""The value and gradients of a loss of the whole batch, each rank computing with its examples.
+
+The loss and its derivative are traced with the whole batch, as `jax.value_and_grad` runs them.
+Ranks run that program with their examples; see `batch_program`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+# Modules of rules register them when they are imported.
+from ftmesh.collectives import batch_control_flow as batch_control_flow
+from ftmesh.collectives import batch_indexing as batch_indexing
+from ftmesh.collectives import batch_reductions as batch_reductions
+from ftmesh.collectives.batch_layout import PARTIAL, SAME, BatchLayout, RankUnits, UnitSplit
+from ftmesh.collectives.batch_program import (
+    NOTHING,
+    Fact,
+    MixedExamplesError,
+    ResplitError,
+    Section,
+    is_index_dtype,
+    partition,
+    possible_splits,
+    raise_mixed,
+)
+from ftmesh.collectives.known_values import LARGEST
+from ftmesh.collectives.local_loss import Loss, OverRanks
+from ftmesh.collectives.loss_arguments import ArgumentRoles, is_array
+from ftmesh.collectives.partitioning import REPLICATED, MeshContext, restrict_spec
+from ftmesh.errors import ArgumentError
+from ftmesh.execute import _compat
+from ftmesh.execute.types import AxisName, PyTree, Specs
+from ftmesh.layout.batch_shares import BatchShares
+
+
+@dataclass(frozen=True)
+class TracedLoss:
+    """The program of a loss and its gradients for the whole batch."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]  # what the loss closes over
+    inputs: tuple[Any, ...]  # the arrays among the arguments
+    is_rows: tuple[bool, ...]  # whether each of them has a row for each example
+    weight_inputs: tuple[int, ...]  # which are weights, in the order of their gradients
+    batch_size: int
+    out_tree: Any  # of value, gradients and aux
+    aux_names: tuple[str, ...]
+
+    @staticmethod
+    def trace(
+        loss: Loss, roles: ArgumentRoles, args: tuple[PyTree, ...], axis_name: AxisName
+    ) -> TracedLoss:
+        """Trace `loss` and its derivative. Arguments that are no arrays stay as they are."""
+        batch_size = roles.batch_size(args, numbers_are_replicated=True)
+        flat, tree = jax.tree.flatten(args)
+        arg_of_leaf = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        dynamic = [
+            n for n, i in enumerate(arg_of_leaf) if i in roles.weights or is_array(flat[n])
+        ]
+        is_rows = [arg_of_leaf[n] in roles.batch and np.ndim(flat[n]) > 0 for n in dynamic]
+        weight_inputs = [
+            k for i in roles.weights for k, n in enumerate(dynamic) if arg_of_leaf[n] == i
+        ]
+
+        def run(*inputs: Any) -> Any:
+            leaves = list(flat)
+            for n, value in zip(dynamic, inputs, strict=True):
+                leaves[n] = value
+            return loss.of_whole_batch(tree.unflatten(leaves), batch_size)
+
+        inputs = tuple(flat[n] for n in dynamic)
+        try:
+            closed, shapes = jax.make_jaxpr(run, return_shape=True)(*inputs)
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+            raise ArgumentError(
+                f"the loss uses a mesh axis ({error}), and in jit it is that of the whole batch: "
+                "leave out what depends on the rank (random numbers are those of the whole batch), "
+                f"or give per_rank=True, where {axis_name!r} is bound"
+            ) from error
+        aux = jax.tree_util.tree_leaves_with_path(shapes[2])
+        return TracedLoss(
+            _compat.without_dead_code(closed.jaxpr),
+            tuple(closed.consts),
+            inputs,
+            tuple(is_rows),
+            tuple(weight_inputs),
+            batch_size,
+            jax.tree.structure(shapes),
+            tuple(f"aux{jax.tree_util.keystr(path)}" for path, _ in aux),
+        )
+
+    def unflatten(self, results: Sequence[Any]) -> Any:
+        """The value, the gradients and aux."""
+        return self.out_tree.unflatten(results)
+
+    def const_facts(self) -> list[Fact]:
+        """What is known of arrays that the loss closes over."""
+
+        def fact(const: Any) -> Fact:
+            is_known = isinstance(const, np.ndarray) and const.size <= LARGEST
+            return Fact(const) if is_known and is_index_dtype(const.dtype) else NOTHING
+
+        return [fact(const) for const in self.consts]
+
+
+@dataclass(frozen=True)
+class PartitionedLoss:
+    """A traced loss as the program of a rank."""
+
+    traced: TracedLoss
+    section: Section
+    split: UnitSplit
+    units: RankUnits
+
+    @staticmethod
+    def find(traced: TracedLoss, ranks: OverRanks, context: MeshContext) -> PartitionedLoss:
+        """Share the examples among ranks so that each can compute its part, if there is a way.
+
+        Raises:
+            ArgumentError: An operation needs examples of several ranks.
+        """
+        splits, first_error = [UnitSplit(1, traced.batch_size, 1)], None
+        for split in splits:
+            shares = BatchShares.for_ranks(ranks.plan, split.units)
+            units = RankUnits(ranks.plan, ranks.axis_name, shares)
+            layouts = [split.layout if is_rows else SAME for is_rows in traced.is_rows]
+            try:
+                section = partition(
+                    traced.jaxpr, layouts, units,
+                    strips_shardings=context.is_explicit, const_facts=traced.const_facts(),
+                )  # fmt: skip
+                return PartitionedLoss(traced, section, split, units)
+            except MixedExamplesError as error:
+                first_error = first_error or error
+                if isinstance(error, ResplitError) and len(splits) < 8:
+                    others = possible_splits(error, split, len(shares.live))
+                    splits += [other for other in others if other not in splits]
+        assert first_error is not None
+        raise_mixed(first_error)
+        raise AssertionError
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the batch can be sharded along the axis as it is."""
+        return self.units.shares.is_even and self.split.outer == 1
+
+    def out_spec(self, layout: BatchLayout, axis_name: AxisName) -> PartitionSpec:
+        """How a result is sharded: rows stay where they are if all ranks have as many."""
+        if not (layout.is_rows and self._stays(layout)):
+            return REPLICATED
+        return PartitionSpec(*[None] * layout.dim, axis_name)
+
+    def _stays(self, layout: BatchLayout) -> bool:
+        return self.units.shares.is_even and layout.outer == 1
+
+    def run(self, context: MeshContext, ranks: OverRanks, weight_specs: Sequence[Any]) -> Any:
+        """Return the value, the gradients and aux, for the inputs and constants of the loss.
+
+        `weight_specs` has a spec for each weight.
+        """
+        axis_name, traced = ranks.axis_name, self.traced
+        num_inputs, num_weights = len(traced.inputs), len(traced.weight_inputs)
+        spec_of = dict(zip(traced.weight_inputs, weight_specs, strict=True))
+        along_axis = partial(restrict_spec, axes={axis_name})
+        rows_spec = PartitionSpec(axis_name) if self.is_sharded else REPLICATED
+        in_specs = tuple(
+            along_axis(spec_of[i]) if i in spec_of else rows_spec if is_rows else REPLICATED
+            for i, is_rows in enumerate(traced.is_rows)
+        ) + (REPLICATED,) * len(traced.consts)
+        layouts = self.section.out_layouts
+        grads = range(1, 1 + num_weights)
+        grad_specs = dict(zip(grads, weight_specs, strict=True))
+        full_specs = [
+            grad_specs[i] if i in grad_specs else self.out_spec(layout, axis_name)
+            for i, layout in enumerate(layouts)
+        ]
+        out_specs = [along_axis(spec) for spec in full_specs]
+
+        def run_on_rank(*arrays: Any) -> list[Any]:
+            inputs, consts = list(arrays[:num_inputs]), arrays[num_inputs:]
+            for i, is_rows in enumerate(traced.is_rows):
+                if i in spec_of:
+                    inputs[i] = ranks.gather(inputs[i], spec_of[i])
+                elif is_rows and not self.is_sharded:
+                    inputs[i] = self.units.take_rows(jax.numpy.asarray(inputs[i]), self.split.layout)
+            results = self.section.run(inputs, consts)
+            summed = {}
+            for i, layout in enumerate(layouts):
+                is_scattered = axis_name in str(out_specs[i]) and i in grad_specs
+                if layout.is_rows and (i in grad_specs or not self._stays(layout)):
+                    results[i] = self.units.gather_rows(results[i], layout)
+                    layout = SAME
+                if is_scattered or layout.is_partial:
+                    summed[i] = self.units.convert(results[i], layout, PARTIAL)
+            specs = {i: grad_specs.get(i, REPLICATED) for i in summed}
+            summed = ranks.sum(summed, specs)
+            return [summed.get(i, result) for i, result in enumerate(results)]
+
+        run = context.shard_map(run_on_rank, in_specs, out_specs, full_specs)
+        return lambda *arrays: traced.unflatten(run(*arrays))
+
+
+def on_native_path(traced: TracedLoss, context: MeshContext) -> Callable[..., Any]:
+    """The program with a batch that is sharded along the axis: XLA sums along the plan's ring."""
+    sharding = NamedSharding(context.mesh, PartitionSpec(context.axis_name))
+    num_inputs = len(traced.inputs)
+
+    def place(x: Any, is_rows: bool) -> Any:
+        is_placed = context.is_explicit or not is_rows
+        return x if is_placed else jax.lax.with_sharding_constraint(x, sharding)
+
+    def run(*arrays: Any) -> Any:
+        inputs = map(place, arrays[:num_inputs], traced.is_rows)
+        results = _compat.eval_program(traced.jaxpr, arrays[num_inputs:], list(inputs))
+        return traced.unflatten(results)
+
+    return run
