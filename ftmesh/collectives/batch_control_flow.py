@@ -30,10 +30,7 @@ def _open(program: Any) -> tuple[Any, Sequence[Any]]:
 def _section(
     scope: Scope, program: Any, layouts: Sequence[BatchLayout], facts: Sequence[Fact] | None = None
 ) -> Section:
-    return partition(
-        _open(program)[0], layouts, scope.ranks,
-        strips_shardings=scope.strips_shardings, in_facts=facts,
-    )  # fmt: skip
+    return partition(_open(program)[0], layouts, scope.ranks, in_facts=facts)
 
 
 @rule("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call")
@@ -55,9 +52,7 @@ def call(scope: Scope, eqn: Any) -> None:
     scope.facts |= dict(zip(eqn.outvars, section.out_facts, strict=True))
 
 
-def _convert(
-    scope: Scope, values: Iterable[Any], sources: Layouts, targets: Layouts
-) -> list[Any]:
+def _convert(scope: Scope, values: Iterable[Any], sources: Layouts, targets: Layouts) -> list[Any]:
     return [
         scope.ranks.convert(jnp.asarray(value) if source != target else value, source, target)
         for value, source, target in zip(values, sources, targets, strict=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 
 from ftmesh.collectives.batch_layout import PARTIAL, SAME, BatchLayout
@@ -118,7 +117,9 @@ def gather(scope: Scope, eqn: Any) -> None:
         at, columns = rows.at(own[0]), [own[1]]
 
         def run(x: Any, index: Any) -> list[Any]:
-            return bind(eqn, [x, _number_rows(scope.ranks.convert(index, index_rows, at), at, columns)])
+            return bind(
+                eqn, [x, _number_rows(scope.ranks.convert(index, index_rows, at), at, columns)]
+            )
 
         if index_rows.is_rows and index_rows != at:
             raise MixedExamplesError("picks examples by index")

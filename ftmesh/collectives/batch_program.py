@@ -25,6 +25,9 @@ from ftmesh.execute import _compat
 
 Layouts = tuple[BatchLayout, ...]
 
+# Say where arrays are, which layouts say for the axis of the plan.
+PLACEMENTS = ("sharding_constraint", "reshard", "mesh_cast", "device_put")
+
 
 class MixedExamplesError(Exception):
     """An operation needs examples of other ranks, or what it needs is not known."""
@@ -89,7 +92,10 @@ class Section:
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:
-    return atom.val if isinstance(atom, Literal) else env[atom]
+    if not isinstance(atom, Literal):
+        return env[atom]
+    # An array on a mesh with Explicit axes has a type that is unknown inside shard_map.
+    return np.asarray(atom.val) if isinstance(atom.val, jax.Array) else atom.val
 
 
 @dataclass
@@ -97,7 +103,6 @@ class Scope:
     """The program that is being partitioned, as far as it has been read."""
 
     ranks: RankUnits
-    strips_shardings: bool  # the program was traced on Explicit axes
     layouts: dict[Any, BatchLayout] = field(default_factory=dict)
     facts: dict[Any, Fact] = field(default_factory=dict)
     steps: list[Callable[[dict[Any, Any]], None]] = field(default_factory=list)
@@ -181,7 +186,6 @@ def partition(
     in_layouts: Sequence[BatchLayout],
     ranks: RankUnits,
     *,
-    strips_shardings: bool,
     in_facts: Sequence[Fact] | None = None,
     const_facts: Sequence[Fact] = (),
 ) -> Section:
@@ -190,7 +194,7 @@ def partition(
     Raises:
         MixedExamplesError: An equation needs examples of other ranks, or has no rule.
     """
-    scope = Scope(ranks, strips_shardings)
+    scope = Scope(ranks)
     scope.layouts |= dict.fromkeys(jaxpr.constvars, SAME)
     scope.layouts |= dict(zip(jaxpr.invars, in_layouts, strict=True))
     if in_facts is not None:
@@ -221,7 +225,8 @@ def _partition_equation(scope: Scope, eqn: Any) -> None:
         if known is not None:
             scope.facts |= {eqn.outvars[0]: Fact(known)}
         has_program = any(_compat.is_program(param) for param in eqn.params.values())
-        if own_rule is None or not (has_program and scope.strips_shardings):
+        may_place = has_program or eqn.primitive.name in PLACEMENTS
+        if own_rule is None or not may_place:
             scope.emit_as_is(eqn, [SAME] * len(eqn.outvars), None)
             return
     if own_rule is not None:

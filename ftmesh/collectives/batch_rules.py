@@ -9,29 +9,103 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
 
 from ftmesh.collectives.batch_layout import PARTIAL, SAME, BatchLayout
 from ftmesh.collectives.batch_program import (
+    PLACEMENTS,
     Fact,
     MixedExamplesError,
     ResplitError,
     Scope,
-    bind,
     is_index_dtype,
     rule,
 )
+from ftmesh.collectives.partitioning import entry_axes
 
 # Element by element -----------------------------------------------------------------------------
 
-ELEMENTWISE = (
-    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt "
-    "ceil clamp clz complex conj cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge "
-    "gt igamma igamma_grad_a igammac integer_pow is_finite le le_to lgamma log log1p logistic lt "
-    "lt_to max min mulhi ne nextafter not or polygamma population_count pow random_clone "
-    "random_fold_in random_gamma random_seed reduce_precision regularized_incomplete_beta rem round "
-    "rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square "
-    "stop_gradient tan tanh threefry2x32 xor zeta"
-).split()
+ELEMENTWISE = [
+    "abs",
+    "acos",
+    "acosh",
+    "and",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "bessel_i0e",
+    "bessel_i1e",
+    "bitcast_convert_type",
+    "cbrt",
+    "ceil",
+    "clamp",
+    "clz",
+    "complex",
+    "conj",
+    "cos",
+    "cosh",
+    "digamma",
+    "eq",
+    "eq_to",
+    "erf",
+    "erf_inv",
+    "erfc",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "ge",
+    "gt",
+    "igamma",
+    "igamma_grad_a",
+    "igammac",
+    "integer_pow",
+    "is_finite",
+    "le",
+    "le_to",
+    "lgamma",
+    "log",
+    "log1p",
+    "logistic",
+    "lt",
+    "lt_to",
+    "max",
+    "min",
+    "mulhi",
+    "ne",
+    "nextafter",
+    "not",
+    "or",
+    "polygamma",
+    "population_count",
+    "pow",
+    "random_clone",
+    "random_fold_in",
+    "random_gamma",
+    "random_seed",
+    "reduce_precision",
+    "regularized_incomplete_beta",
+    "rem",
+    "round",
+    "rsqrt",
+    "shift_left",
+    "shift_right_arithmetic",
+    "shift_right_logical",
+    "sign",
+    "sin",
+    "sinh",
+    "sqrt",
+    "square",
+    "stop_gradient",
+    "tan",
+    "tanh",
+    "threefry2x32",
+    "xor",
+    "zeta",
+]
 
 
 def common_rows(scope: Scope, eqn: Any) -> BatchLayout | None:
@@ -133,13 +207,27 @@ def convert(scope: Scope, eqn: Any) -> None:
     linear(scope, eqn)
 
 
-@rule("sharding_constraint", "reshard", "mesh_cast", "device_put", "optimization_barrier")
-def pass_on(scope: Scope, eqn: Any) -> None:
+@rule("optimization_barrier")
+def barrier(scope: Scope, eqn: Any) -> None:
+    scope.emit_as_is(eqn, scope.layouts_of(eqn.invars), None)
+
+
+@rule(*PLACEMENTS)
+def place(scope: Scope, eqn: Any) -> None:
     """Along the axis of the plan, arrays are placed as their layout says."""
-    is_barrier = eqn.primitive.name == "optimization_barrier"
+    spec = getattr(eqn.params.get("sharding"), "spec", None) or ()
+    others = [
+        entry
+        if entry is PartitionSpec.UNCONSTRAINED
+        else tuple(name for name in entry_axes(entry) if name != scope.ranks.axis_name) or None
+        for entry in spec
+    ]
+    is_placed = any(entry not in (None, PartitionSpec.UNCONSTRAINED) for entry in others)
 
     def run(*operands: Any) -> list[Any]:
-        return bind(eqn, operands) if is_barrier else list(operands)
+        if not is_placed:
+            return list(operands)
+        return [lax.with_sharding_constraint(x, PartitionSpec(*others)) for x in operands]
 
     scope.emit(eqn, scope.layouts_of(eqn.invars), run)
 
@@ -304,9 +392,7 @@ def slice_(scope: Scope, eqn: Any) -> None:
     for bounds in (starts, limits):
         bounds[dim] = local_length(scope, layout, bounds[dim])
     out = BatchLayout(layout.spread, dim, outer, layout.inner)
-    scope.emit_as_is(
-        eqn, [out], None, start_indices=tuple(starts), limit_indices=tuple(limits)
-    )
+    scope.emit_as_is(eqn, [out], None, start_indices=tuple(starts), limit_indices=tuple(limits))
 
 
 @rule("split")

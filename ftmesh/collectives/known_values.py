@@ -22,7 +22,9 @@ def _broadcast(x: Value, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> 
 
 
 def _iota(*, dtype: Any, shape: Any, dimension: int, **_: Any) -> Value:
-    index = np.arange(shape[dimension]).reshape([-1 if i == dimension else 1 for i in range(len(shape))])
+    index = np.arange(shape[dimension]).reshape(
+        [-1 if i == dimension else 1 for i in range(len(shape))]
+    )
     return np.broadcast_to(index, shape).astype(dtype)
 
 

@@ -69,7 +69,9 @@ def is_array(leaf: Any) -> bool:
 def check_keywords(kwargs: dict[str, Any], batch_size: int) -> None:
     """Reject keyword arguments that look like a batch: every rank gets them whole."""
     for name, arg in kwargs.items():
-        if any(jnp.shape(leaf)[:1] == (batch_size,) for leaf in jax.tree.leaves(arg) if is_array(leaf)):
+        if any(
+            jnp.shape(leaf)[:1] == (batch_size,) for leaf in jax.tree.leaves(arg) if is_array(leaf)
+        ):
             raise ArgumentError(
                 f"argument {name!r} of the loss has an array with {batch_size} entries, as many as "
                 "the batch has examples, and keyword arguments go whole to every rank: pass it by "

@@ -171,5 +171,5 @@ def _of_whole_batch(
         run = on_native_path(traced, context)
     else:
         flat_specs = jax.tree.leaves(weight_specs, is_leaf=is_spec)
-        run = PartitionedLoss.find(traced, ranks, context).run(context, ranks, flat_specs)
+        run = PartitionedLoss.find(traced, ranks).run(context, ranks, flat_specs)
     return run(*traced.inputs, *traced.consts)

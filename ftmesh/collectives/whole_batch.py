@@ -37,7 +37,7 @@ from ftmesh.collectives.loss_arguments import ArgumentRoles, is_array
 from ftmesh.collectives.partitioning import REPLICATED, MeshContext, restrict_spec
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
-from ftmesh.execute.types import AxisName, PyTree, Specs
+from ftmesh.execute.types import AxisName, PyTree
 from ftmesh.layout.batch_shares import BatchShares
 
 
@@ -62,9 +62,7 @@ class TracedLoss:
         batch_size = roles.batch_size(args, numbers_are_replicated=True)
         flat, tree = jax.tree.flatten(args)
         arg_of_leaf = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-        dynamic = [
-            n for n, i in enumerate(arg_of_leaf) if i in roles.weights or is_array(flat[n])
-        ]
+        dynamic = [n for n, i in enumerate(arg_of_leaf) if i in roles.weights or is_array(flat[n])]
         is_rows = [arg_of_leaf[n] in roles.batch and np.ndim(flat[n]) > 0 for n in dynamic]
         weight_inputs = [
             k for i in roles.weights for k, n in enumerate(dynamic) if arg_of_leaf[n] == i
@@ -123,7 +121,7 @@ class PartitionedLoss:
     units: RankUnits
 
     @staticmethod
-    def find(traced: TracedLoss, ranks: OverRanks, context: MeshContext) -> PartitionedLoss:
+    def find(traced: TracedLoss, ranks: OverRanks) -> PartitionedLoss:
         """Share the examples among ranks so that each can compute its part, if there is a way.
 
         Raises:
@@ -135,10 +133,7 @@ class PartitionedLoss:
             units = RankUnits(ranks.plan, ranks.axis_name, shares)
             layouts = [split.layout if is_rows else SAME for is_rows in traced.is_rows]
             try:
-                section = partition(
-                    traced.jaxpr, layouts, units,
-                    strips_shardings=context.is_explicit, const_facts=traced.const_facts(),
-                )  # fmt: skip
+                section = partition(traced.jaxpr, layouts, units, const_facts=traced.const_facts())
                 return PartitionedLoss(traced, section, split, units)
             except MixedExamplesError as error:
                 first_error = first_error or error
@@ -192,7 +187,9 @@ class PartitionedLoss:
                 if i in spec_of:
                     inputs[i] = ranks.gather(inputs[i], spec_of[i])
                 elif is_rows and not self.is_sharded:
-                    inputs[i] = self.units.take_rows(jax.numpy.asarray(inputs[i]), self.split.layout)
+                    inputs[i] = self.units.take_rows(
+                        jax.numpy.asarray(inputs[i]), self.split.layout
+                    )
             results = self.section.run(inputs, consts)
             summed = {}
             for i, layout in enumerate(layouts):
