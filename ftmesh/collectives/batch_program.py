@@ -156,7 +156,7 @@ class Scope:
 
 def is_index_dtype(dtype: Any) -> bool:
     """Whether values of a dtype may be row numbers, or tell something about them."""
-    return dtype == np.bool_ or jax.numpy.issubdtype(dtype, np.integer)
+    return bool(dtype == np.bool_ or jax.numpy.issubdtype(dtype, np.integer))
 
 
 def bind(eqn: Any, operands: Iterable[Any], **params: Any) -> list[Any]:

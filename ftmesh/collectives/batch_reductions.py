@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from ftmesh.collectives.batch_layout import PARTIAL, SAME, BatchLayout
 from ftmesh.collectives.batch_program import MixedExamplesError, Scope, bind, rule
 from ftmesh.collectives.batch_rules import check_keys, common_rows
 
-REDUCTIONS = {
+REDUCTIONS: dict[str, Callable[..., Any]] = {
     "reduce_max": jnp.max,
     "reduce_min": jnp.min,
     "reduce_prod": jnp.prod,
@@ -207,8 +207,9 @@ def windows(scope: Scope, eqn: Any) -> None:
 
 
 FACTORIZATIONS = (
-    "cholesky", "cholesky_update", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product",
-    "lu", "lu_pivots_to_permutation", "qr", "schur", "svd", "triangular_solve", "tridiagonal",
+    "cholesky", "cholesky_update", "eig", "eigh", "geqp3", "geqrf", "hessenberg",
+    "householder_product", "lu", "lu_pivots_to_permutation", "qr", "schur", "svd", "triangular_solve",
+    "tridiagonal",
 )  # fmt: skip
 
 

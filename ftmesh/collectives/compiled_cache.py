@@ -23,7 +23,7 @@ _programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 
 
 def run_compiled(function: Callable[[PyTree], PyTree], args: PyTree) -> PyTree:
-    """Call a function of arrays as ``jax.jit(function)(args)``, compiled once for equal programs."""
+    """Call ``jax.jit(function)(args)``, which is compiled once for all equal programs."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(args)
     jaxpr = closed.jaxpr
     key = (fingerprint(jaxpr), tuple(_type_key(const) for const in closed.consts))

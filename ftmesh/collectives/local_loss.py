@@ -171,7 +171,7 @@ class OverRanks:
                 leaves[i] = reduced[i]
                 continue
             leaves[i] = leaves[i] if divisor is None else leaves[i] / divisor
-            if not own[i]:
+            if not own[i] and dimension is not None:
                 leaves[i] = psum_scatter(
                     leaves[i],
                     self.axis_name,

@@ -125,7 +125,9 @@ def value_and_grad(
                     "batch: leave it out, or give per_rank=True"
                 )
             context = MeshContext.find(plan, axis_name, args, mesh)
-            is_dynamic = [i in roles.weights for i, arg in enumerate(args) for _ in _leaves(arg)]
+            is_dynamic = [
+                i in roles.weights for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)
+            ]
             value, grads, aux = _compile_if_eager(
                 lambda args: in_jit(known, roles, context, args), args, is_dynamic
             )
@@ -133,10 +135,6 @@ def value_and_grad(
         return ((value, aux), grad) if has_aux else (value, grad)
 
     return run
-
-
-def _leaves(tree: PyTree) -> list[Any]:
-    return jax.tree.leaves(tree)
 
 
 def _compile_if_eager(

@@ -193,7 +193,7 @@ class PartitionedLoss:
             results = self.section.run(inputs, consts)
             summed = {}
             for i, layout in enumerate(layouts):
-                is_scattered = axis_name in str(out_specs[i]) and i in grad_specs
+                is_scattered = i in grad_specs and any(out_specs[i])
                 if layout.is_rows and (i in grad_specs or not self._stays(layout)):
                     results[i] = self.units.gather_rows(results[i], layout)
                     layout = SAME
