@@ -52,6 +52,20 @@ def call(scope: Scope, eqn: Any) -> None:
     scope.facts |= dict(zip(eqn.outvars, section.out_facts, strict=True))
 
 
+@rule("custom_linear_solve")
+def linear_solve(scope: Scope, eqn: Any) -> None:
+    """Run the solver; what tells how to differentiate it is not needed any more."""
+    lengths, program = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+    start = lengths.matvec + lengths.vecmat
+    kept = [*range(start, start + lengths.solve), *range(sum(lengths), len(eqn.invars))]
+    section = _section(scope, program, scope.layouts_of(eqn.invars[i] for i in kept))
+
+    def run(*operands: Any) -> list[Any]:
+        return section.run([operands[i] for i in kept], program.consts)
+
+    scope.emit(eqn, section.out_layouts, run)
+
+
 def _convert(scope: Scope, values: Iterable[Any], sources: Layouts, targets: Layouts) -> list[Any]:
     return [
         scope.ranks.convert(jnp.asarray(value) if source != target else value, source, target)
@@ -161,6 +175,6 @@ def cond(scope: Scope, eqn: Any) -> None:
             return call_branch
 
         branches = list(map(branch, sections, programs))
-        return list(lax.switch(index.astype(jnp.int32), branches, *operands))
+        return list(lax.switch(jnp.asarray(index, jnp.int32), branches, *operands))
 
     scope.emit(eqn, outs, run)

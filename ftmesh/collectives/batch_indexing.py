@@ -95,6 +95,9 @@ def gather(scope: Scope, eqn: Any) -> None:
     batching = dict(
         zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     )
+    if rows.is_same and index_rows.is_same:
+        scope.emit_as_is(eqn, [SAME], None)
+        return
     if index_rows.is_rows and index_rows.dim == indices.aval.ndim - 1:
         raise MixedExamplesError("uses examples as the parts of one index")
     if not rows.is_rows:  # such as an embedding, at indices of each example

@@ -208,8 +208,8 @@ def windows(scope: Scope, eqn: Any) -> None:
 
 FACTORIZATIONS = (
     "cholesky", "cholesky_update", "eig", "eigh", "geqp3", "geqrf", "hessenberg",
-    "householder_product", "lu", "lu_pivots_to_permutation", "qr", "schur", "svd", "triangular_solve",
-    "tridiagonal",
+    "householder_product", "lu", "lu_pivots_to_permutation", "qr", "schur", "svd",
+    "triangular_solve", "tridiagonal",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -259,11 +260,11 @@ def concatenate(scope: Scope, eqn: Any) -> None:
     block, wanted = scope.ranks.units * first.inner, []
     for atom, layout in zip(eqn.invars, layouts, strict=True):
         length = atom.aval.shape[dimension]
-        rows = BatchLayout(first.spread, dimension, length // block, first.inner)
+        rows = replace(first, outer=length // block)
         if length % block or (layout.is_rows and layout != rows):
             raise MixedExamplesError("puts other rows before or after those of the examples")
         wanted.append(rows)
-    total = BatchLayout(first.spread, dimension, sum(x.outer for x in wanted), first.inner)
+    total = replace(first, outer=sum(x.outer for x in wanted))
     scope.emit_as_is(eqn, [total], wanted)
 
 
@@ -306,7 +307,7 @@ def pad(scope: Scope, eqn: Any) -> None:
     local = tuple(local_length(scope, layout, length) for length in (before, after))
     config[layout.dim] = (*local, 0)
     outer = layout.outer + (before + after) // (scope.ranks.units * layout.inner)
-    out = BatchLayout(layout.spread, layout.dim, outer, layout.inner)
+    out = replace(layout, outer=outer)
     scope.emit_as_is(eqn, [out], None, padding_config=tuple(config))
 
 
@@ -335,5 +336,38 @@ def split(scope: Scope, eqn: Any) -> None:
         return
     local = tuple(local_length(scope, layout, size) for size in sizes)
     block = scope.ranks.units * layout.inner
-    outs = [BatchLayout(layout.spread, layout.dim, size // block, layout.inner) for size in sizes]
+    outs = [replace(layout, outer=size // block) for size in sizes]
     scope.emit_as_is(eqn, outs, None, sizes=local)
+
+
+@rule("stack")
+def stack(scope: Scope, eqn: Any) -> None:
+    axis, layouts = eqn.params["axis"], scope.layouts_of(eqn.invars)
+    if not any(layout.is_rows for layout in layouts):
+        scope.emit_as_is(eqn, [PARTIAL], [PARTIAL] * len(layouts))
+        return
+    scope.sum_partial(*eqn.invars)
+    rows = common_rows(scope, eqn)
+    assert rows is not None
+    scope.emit_as_is(eqn, [rows.at(rows.dim + (axis <= rows.dim))], [rows] * len(layouts))
+
+
+@rule("unstack")
+def unstack(scope: Scope, eqn: Any) -> None:
+    layout, axis = scope.layout(eqn.invars[0]), eqn.params["axis"]
+    if layout.is_rows:
+        if layout.dim == axis:
+            raise MixedExamplesError("takes examples apart")
+        layout = layout.at(_dim_without(layout.dim, [axis]))
+    scope.emit_as_is(eqn, [layout] * len(eqn.outvars), None)
+
+
+@rule("tile")
+def tile(scope: Scope, eqn: Any) -> None:
+    scope.sum_partial(*eqn.invars)
+    layout, reps = scope.layout(eqn.invars[0]), eqn.params["reps"]
+    if layout.is_rows:
+        if len(reps) != eqn.invars[0].aval.ndim:
+            raise MixedExamplesError("repeats examples along a new dimension")
+        layout = replace(layout, outer=layout.outer * reps[layout.dim])
+    scope.emit_as_is(eqn, [layout], None)
