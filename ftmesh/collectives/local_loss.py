@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -142,6 +142,17 @@ class OverRanks:
     def sum(self, x: PyTree, specs: Specs = None) -> PyTree:
         """Sum over ranks. Leaves that are sharded along the axis are scattered."""
         return self._reduce(x, specs, None, psum, None)
+
+    def sum_results(self, x: dict[int, Any], grad_specs: dict[int, Specs]) -> dict[int, Any]:
+        """Sum gradients, at positions that have specs, and other results in their own dtype."""
+        exact = x if self.wire_dtype is None else {i: x[i] for i in x if i in grad_specs}
+        sums = self.sum(exact, {i: grad_specs.get(i, REPLICATED) for i in exact})
+        others = {i: x[i] for i in x if i not in exact}
+        return dict(sums | replace(self, wire_dtype=None).sum(others) if others else sums)
+
+    def is_scattered(self, spec: PartitionSpec) -> bool:
+        """True if an array with this spec is sharded along the axis."""
+        return self._sharded_dimension(spec) is not None
 
     def _reduce(
         self,

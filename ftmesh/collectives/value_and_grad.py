@@ -169,5 +169,5 @@ def _of_whole_batch(
         run = on_native_path(traced, context)
     else:
         flat_specs = jax.tree.leaves(weight_specs, is_leaf=is_spec)
-        run = PartitionedLoss.find(traced, ranks).run(context, ranks, flat_specs)
-    return run(*traced.inputs, *traced.consts)
+        run = PartitionedLoss.find(traced, ranks).rank_program(ranks, flat_specs).on_mesh(context)
+    return traced.out_tree.unflatten(run(*traced.inputs, *traced.consts))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -97,10 +97,6 @@ class TracedLoss:
             tuple(f"aux{jax.tree_util.keystr(path)}" for path, _ in aux),
         )
 
-    def unflatten(self, results: Sequence[Any]) -> Any:
-        """The value, the gradients and aux."""
-        return self.out_tree.unflatten(results)
-
     def const_facts(self) -> list[Fact]:
         """What is known of arrays that the loss closes over."""
 
@@ -158,56 +154,59 @@ class PartitionedLoss:
     def _stays(self, layout: BatchLayout) -> bool:
         return self.units.shares.is_even and layout.outer == 1
 
-    def run(self, context: MeshContext, ranks: OverRanks, weight_specs: Sequence[Any]) -> Any:
-        """Return the value, the gradients and aux, for the inputs and constants of the loss.
-
-        `weight_specs` has a spec for each weight.
-        """
-        axis_name, traced = ranks.axis_name, self.traced
-        num_inputs, num_weights = len(traced.inputs), len(traced.weight_inputs)
+    def rank_program(self, ranks: OverRanks, weight_specs: Sequence[Any]) -> RankProgram:
+        """What each rank runs on the inputs and constants; `weight_specs` has one per weight."""
+        axis_name, traced, layouts = ranks.axis_name, self.traced, self.section.out_layouts
+        num_inputs = len(traced.inputs)
         spec_of = dict(zip(traced.weight_inputs, weight_specs, strict=True))
-        along_axis = partial(restrict_spec, axes={axis_name})
         rows_spec = PartitionSpec(axis_name) if self.is_sharded else REPLICATED
-        in_specs = tuple(
-            along_axis(spec_of[i]) if i in spec_of else rows_spec if is_rows else REPLICATED
+        in_specs = [
+            spec_of.get(i, rows_spec if is_rows else REPLICATED)
             for i, is_rows in enumerate(traced.is_rows)
-        ) + (REPLICATED,) * len(traced.consts)
-        layouts = self.section.out_layouts
-        grads = range(1, 1 + num_weights)
-        grad_specs = dict(zip(grads, weight_specs, strict=True))
-        full_specs = [
+        ]
+        grad_specs = dict(enumerate(weight_specs, 1))  # the value is the first result
+        out_specs = [
             grad_specs[i] if i in grad_specs else self.out_spec(layout, axis_name)
             for i, layout in enumerate(layouts)
         ]
-        out_specs = [along_axis(spec) for spec in full_specs]
 
-        def run_on_rank(*arrays: Any) -> list[Any]:
+        def run(*arrays: Any) -> list[Any]:
             inputs, consts = list(arrays[:num_inputs]), arrays[num_inputs:]
             for i, is_rows in enumerate(traced.is_rows):
                 if i in spec_of:
                     inputs[i] = ranks.gather(inputs[i], spec_of[i])
                 elif is_rows and not self.is_sharded:
-                    inputs[i] = self.units.take_rows(
-                        jax.numpy.asarray(inputs[i]), self.split.layout
-                    )
-            results = self.section.run(inputs, consts)
-            summed = {}
+                    inputs[i] = self.units.take_rows(jnp.asarray(inputs[i]), self.split.layout)
+            results = dict(enumerate(self.section.run(inputs, consts)))
+            parts = {}
             for i, layout in enumerate(layouts):
-                is_scattered = i in grad_specs and any(out_specs[i])
-                if layout.is_rows and (i in grad_specs or not self._stays(layout)):
-                    results[i] = self.units.gather_rows(results[i], layout)
-                    layout = SAME
-                if is_scattered or layout.is_partial:
-                    summed[i] = self.units.convert(results[i], layout, PARTIAL)
-            specs = {i: grad_specs.get(i, REPLICATED) for i in summed}
-            summed = ranks.sum(summed, specs)
-            return [summed.get(i, result) for i, result in enumerate(results)]
+                is_grad, have = i in grad_specs, layout
+                if layout.is_rows and (is_grad or not self._stays(layout)):
+                    results[i], have = self.units.gather_rows(results[i], layout), SAME
+                if have.is_partial or (is_grad and ranks.is_scattered(grad_specs[i])):
+                    parts[i] = self.units.convert(results[i], have, PARTIAL)
+            return [*(results | ranks.sum_results(parts, grad_specs)).values()]
 
-        run = context.shard_map(run_on_rank, in_specs, out_specs, full_specs)
-        return lambda *arrays: traced.unflatten(run(*arrays))
+        return RankProgram(run, (*in_specs, *[REPLICATED] * len(traced.consts)), out_specs)
 
 
-def on_native_path(traced: TracedLoss, context: MeshContext) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class RankProgram:
+    """The function that each rank runs, and how its arguments and results are sharded."""
+
+    run: Callable[..., list[Any]]
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: list[PartitionSpec]
+
+    def on_mesh(self, context: MeshContext) -> Callable[..., list[Any]]:
+        """The function of whole arrays."""
+        axes = {context.axis_name}
+        in_specs = tuple(restrict_spec(spec, axes) for spec in self.in_specs)
+        out_specs = [restrict_spec(spec, axes) for spec in self.out_specs]
+        return context.shard_map(self.run, in_specs, out_specs, self.out_specs)
+
+
+def on_native_path(traced: TracedLoss, context: MeshContext) -> Callable[..., list[Any]]:
     """The program with a batch that is sharded along the axis: XLA sums along the plan's ring."""
     sharding = NamedSharding(context.mesh, PartitionSpec(context.axis_name))
     num_inputs = len(traced.inputs)
@@ -216,9 +215,8 @@ def on_native_path(traced: TracedLoss, context: MeshContext) -> Callable[..., An
         is_placed = context.is_explicit or not is_rows
         return x if is_placed else jax.lax.with_sharding_constraint(x, sharding)
 
-    def run(*arrays: Any) -> Any:
+    def run(*arrays: Any) -> list[Any]:
         inputs = map(place, arrays[:num_inputs], traced.is_rows)
-        results = _compat.eval_program(traced.jaxpr, arrays[num_inputs:], list(inputs))
-        return traced.unflatten(results)
+        return _compat.eval_program(traced.jaxpr, arrays[num_inputs:], list(inputs))
 
     return run
