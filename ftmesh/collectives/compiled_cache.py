@@ -22,26 +22,27 @@ MAX_PROGRAMS = 64
 _programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 
 
+def compile_once(key: Hashable, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return ``jax.jit(make())``, or what it was for an equal key."""
+    if key not in _programs:
+        _programs[key] = jax.jit(make())
+        while len(_programs) > MAX_PROGRAMS:
+            _programs.popitem(last=False)
+    _programs.move_to_end(key)
+    return _programs[key]
+
+
 def run_compiled(function: Callable[[PyTree], PyTree], args: PyTree) -> PyTree:
     """Call ``jax.jit(function)(args)``, which is compiled once for all equal programs."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(args)
     jaxpr = closed.jaxpr
-    key = (fingerprint(jaxpr), tuple(_type_key(const) for const in closed.consts))
-    if key not in _programs:
 
-        def run(consts: Sequence[Any], *arrays: Any) -> list[Any]:
-            return _compat.eval_program(jaxpr, consts, arrays)
+    def run(consts: Sequence[Any], *arrays: Any) -> list[Any]:
+        return _compat.eval_program(jaxpr, consts, arrays)
 
-        _programs[key] = jax.jit(run)
-        while len(_programs) > MAX_PROGRAMS:
-            _programs.popitem(last=False)
-    _programs.move_to_end(key)
-    results = _programs[key](closed.consts, *jax.tree.leaves(args))
+    compiled = compile_once(fingerprint(jaxpr), lambda: run)
+    results = compiled(closed.consts, *jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-
-def _type_key(x: Any) -> Hashable:
-    return np.shape(x), str(jax.typeof(x))
 
 
 def fingerprint(jaxpr: Any) -> Hashable:

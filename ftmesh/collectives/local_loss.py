@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,6 +131,12 @@ class OverRanks:
     bucket_bytes: int
     wire_dtype: DTypeLike | None
     accumulate_dtype: DTypeLike | None
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal options on the same plan, as long as it exists."""
+        dtypes = str(self.wire_dtype), str(self.accumulate_dtype)
+        return id(self.plan), self.axis_name, self.bucket_bytes, dtypes
 
     def mean(self, x: PyTree, specs: Specs = None, own: Sequence[bool] | None = None) -> PyTree:
         """Average over ranks. Leaves that are sharded along the axis are scattered.

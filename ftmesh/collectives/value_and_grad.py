@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from ftmesh.collectives.all_reduce import BUCKET_BYTES
-from ftmesh.collectives.compiled_cache import run_compiled
+from ftmesh.collectives.compiled_cache import compile_once, run_compiled
 from ftmesh.collectives.local_loss import (
     Loss,
     OverRanks,
@@ -24,7 +24,7 @@ from ftmesh.collectives.local_loss import (
     mean_value_and_grads,
     own_weights,
 )
-from ftmesh.collectives.loss_arguments import ArgumentRoles, check_keywords, is_array
+from ftmesh.collectives.loss_arguments import ArgumentRoles, check_keywords
 from ftmesh.collectives.partitioning import MeshContext, is_spec
 from ftmesh.collectives.per_rank_loss import AuxReduction, mean_over_ranks
 from ftmesh.collectives.whole_batch import PartitionedLoss, TracedLoss, on_native_path
@@ -100,14 +100,6 @@ def value_and_grad(
     ranks = OverRanks(plan, axis_name, bucket_bytes, wire_dtype, accumulate_dtype)
     specs = (specs,) if isinstance(argnums, int) and specs is not None else specs
 
-    def in_jit(known: Loss, roles: ArgumentRoles, context: MeshContext, args: Any) -> Any:
-        if not per_rank:
-            return _of_whole_batch(known, roles, context, ranks, args, specs)
-        shares = BatchShares.for_ranks(plan, roles.batch_size(args, numbers_are_replicated=False))
-        check_keywords(known.kwargs, shares.global_batch)
-        aux_reduction = AuxReduction(ranks, shares, reduce_aux)
-        return mean_over_ranks(known, roles, context, aux_reduction, args, specs)
-
     @wraps(loss)
     def run(*args: PyTree, **kwargs: Any) -> Any:
         roles = ArgumentRoles.assign(len(args), weight_argnums, replicated)
@@ -125,31 +117,12 @@ def value_and_grad(
                     "batch: leave it out, or give per_rank=True"
                 )
             context = MeshContext.find(plan, axis_name, args, mesh)
-            is_dynamic = [
-                i in roles.weights for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)
-            ]
-            value, grads, aux = _compile_if_eager(
-                lambda args: in_jit(known, roles, context, args), args, is_dynamic
-            )
+            in_jit = _mean_over_ranks if per_rank else _of_whole_batch
+            value, grads, aux = in_jit(known, roles, context, ranks, args, specs, reduce_aux)
         grad = grads[0] if isinstance(argnums, int) else grads
         return ((value, aux), grad) if has_aux else (value, grad)
 
     return run
-
-
-def _compile_if_eager(
-    function: Callable[..., Any], args: tuple[PyTree, ...], is_dynamic: Sequence[bool]
-) -> Any:
-    """Call a function of arrays; outside jit, compile it, or use what was compiled before."""
-    if _compat.is_tracing():
-        return function(args)
-    leaves, tree = jax.tree.flatten(args)
-    arrays = {i: x for i, x in enumerate(leaves) if is_dynamic[i] or is_array(x)}
-
-    def run(arrays: dict[int, Any]) -> Any:
-        return function(tree.unflatten(arrays.get(i, leaf) for i, leaf in enumerate(leaves)))
-
-    return run_compiled(run, arrays)
 
 
 def _of_whole_batch(
@@ -159,15 +132,43 @@ def _of_whole_batch(
     ranks: OverRanks,
     args: tuple[PyTree, ...],
     specs: Specs,
+    _: Any,
 ) -> Any:
     """Return the value, the gradients and aux of the whole batch."""
     weights = tuple(args[i] for i in roles.weights)
-    weight_specs = context.weight_specs(weights, specs)
+    weight_specs = tuple(jax.tree.leaves(context.weight_specs(weights, specs), is_leaf=is_spec))
     traced = TracedLoss.trace(loss, roles, args, context.axis_name)
     check_keywords(loss.kwargs, traced.batch_size)
-    if ranks.plan.executor == XLA and BatchShares.for_ranks(ranks.plan, traced.batch_size).is_even:
-        run = on_native_path(traced, context)
+    shares = BatchShares.for_ranks(ranks.plan, traced.batch_size)
+
+    def make() -> Callable[..., list[Any]]:
+        if ranks.plan.executor == XLA and shares.is_even:
+            return on_native_path(traced.without_arrays(), context)
+        partitioned = PartitionedLoss.find(traced.without_arrays(), ranks)
+        return partitioned.rank_program(ranks, weight_specs).on_mesh(context)
+
+    if _compat.is_tracing():
+        run = make()
     else:
-        flat_specs = jax.tree.leaves(weight_specs, is_leaf=is_spec)
-        run = PartitionedLoss.find(traced, ranks).rank_program(ranks, flat_specs).on_mesh(context)
+        run = compile_once((traced.key, ranks.key, context, weight_specs), make)
     return traced.out_tree.unflatten(run(*traced.inputs, *traced.consts))
+
+
+def _mean_over_ranks(
+    loss: Loss,
+    roles: ArgumentRoles,
+    context: MeshContext,
+    ranks: OverRanks,
+    args: tuple[PyTree, ...],
+    specs: Specs,
+    reduce_aux: Callable[[PyTree], PyTree] | None,
+) -> Any:
+    """Return the means over ranks of their values and gradients, and aux."""
+    shares = BatchShares.for_ranks(ranks.plan, roles.batch_size(args, numbers_are_replicated=False))
+    check_keywords(loss.kwargs, shares.global_batch)
+
+    def run(args: tuple[PyTree, ...]) -> Any:
+        aux_reduction = AuxReduction(ranks, shares, reduce_aux)
+        return mean_over_ranks(loss, roles, context, aux_reduction, args, specs)
+
+    return run(args) if _compat.is_tracing() else run_compiled(run, args)

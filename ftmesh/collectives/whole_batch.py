@@ -6,8 +6,8 @@ Ranks run that program with their examples; see `batch_program`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from ftmesh.collectives.batch_program import (
     possible_splits,
     raise_mixed,
 )
+from ftmesh.collectives.compiled_cache import fingerprint
 from ftmesh.collectives.known_values import LARGEST
 from ftmesh.collectives.local_loss import Loss, OverRanks
 from ftmesh.collectives.loss_arguments import ArgumentRoles, is_array
@@ -97,14 +98,27 @@ class TracedLoss:
             tuple(f"aux{jax.tree_util.keystr(path)}" for path, _ in aux),
         )
 
+    def without_arrays(self) -> TracedLoss:
+        """The program alone, which can be kept: with types instead of arrays."""
+        is_known = self._is_known
+        consts = tuple(const if is_known(const) else jax.typeof(const) for const in self.consts)
+        return replace(self, inputs=tuple(map(jax.typeof, self.inputs)), consts=consts)
+
+    @staticmethod
+    def _is_known(const: Any) -> bool:
+        """Whether a constant of the program may say which rows an index means."""
+        is_small = isinstance(const, np.ndarray) and const.size <= LARGEST
+        return is_small and is_index_dtype(const.dtype)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for losses that ranks compute by the same program."""
+        known = tuple(const.tobytes() if self._is_known(const) else None for const in self.consts)
+        return fingerprint(self.jaxpr), self.is_rows, self.weight_inputs, known
+
     def const_facts(self) -> list[Fact]:
         """What is known of arrays that the loss closes over."""
-
-        def fact(const: Any) -> Fact:
-            is_known = isinstance(const, np.ndarray) and const.size <= LARGEST
-            return Fact(const) if is_known and is_index_dtype(const.dtype) else NOTHING
-
-        return [fact(const) for const in self.consts]
+        return [Fact(const) if self._is_known(const) else NOTHING for const in self.consts]
 
 
 @dataclass(frozen=True)
