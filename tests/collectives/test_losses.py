@@ -1,4 +1,4 @@
-"""Losses as people write them: `Plan.value_and_grad` equals `jax.value_and_grad`, or rejects them."""
+"""Losses as people write them: `Plan.value_and_grad` equals that of JAX, or rejects them."""
 
 import linecache
 import re
