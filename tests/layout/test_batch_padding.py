@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError, BatchSizeWarning, TiledTopology, Topology
-from ftmesh.layout.batch_padding import BatchPadding
+from ftmesh.layout.batch_shares import BatchPadding
 from ftmesh.testing import cpu_grid
 from tests.support.native_batch import (
     LOSSES,
