@@ -8,6 +8,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from examples.common import data_parallel
 from examples.common.data_parallel import DataParallel
 from ftmesh import PlanError, Topology
 from ftmesh.collectives import BatchShares
@@ -35,11 +36,10 @@ class Tpu:
 
 @pytest.mark.parametrize(
     ("options", "executor"),
-    [({}, "pallas"), ({"reduce_scatter": True}, "pallas"), ({"overlap": True}, "ppermute")],
+    [({}, "xla"), ({"reduce_scatter": True}, "xla"), ({"overlap": True}, "ppermute")],
 )
-def test_auto_takes_the_kernel_unless_sums_overlap(options, executor, monkeypatch):
-    """Nothing else is computed while a kernel runs."""
-    monkeypatch.setattr(Topology, "jax_mesh", lambda *args, **options: None)
+def test_auto_leaves_sums_to_xla_unless_they_overlap(options, executor, monkeypatch):
+    monkeypatch.setattr(data_parallel, "jax_mesh", lambda *args, **options: None)
     topology = Topology.from_devices([Tpu(n) for n in range(16)], shape="4x4", failed="2x2@0,0")
     plan = DataParallel.create(topology, executor="auto", **options).plan
     assert plan.executor == executor
