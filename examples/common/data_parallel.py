@@ -30,7 +30,7 @@ from ftmesh.distributed.consensus import agreed_plan
 from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
 from ftmesh.elastic.precompile import cached_plan
 from ftmesh.errors import ArgumentError, CollectiveError
-from ftmesh.execute.lowering import PALLAS, PPERMUTE
+from ftmesh.execute.lowering import PALLAS, PPERMUTE, XLA
 from ftmesh.layout.batch_shares import BatchShares
 from ftmesh.optim.replicated import ReplicatedOptimizer
 from ftmesh.optim.sharded import ShardedOptimizer
@@ -44,6 +44,7 @@ from ftmesh.topology.topology import Topology
 from ftmesh.tpu.compiler_options import compiler_options
 
 PSUM = "psum"  # in place of an algorithm: lax.psum, which needs no plan
+_EXECUTORS = {PALLAS: " in a Pallas kernel", XLA: " by XLA"}
 SMALL_BYTES = 4096  # losses, counts, norms: their cost is the number of rounds
 
 
@@ -82,7 +83,7 @@ class DataParallel(DeviceArrays):
         keeps_state: bool = True,
         copies: bool = True,
         reduce_scatter: bool = False,
-        executor: str = PPERMUTE,
+        executor: str = AUTO,
     ) -> DataParallel:
         """Plan sums over the live devices of `topology`.
 
@@ -158,10 +159,10 @@ class DataParallel(DeviceArrays):
             return "a single device"
         plan = self.gradients_plan
         algorithm = "lax.psum" if plan is None else plan.algorithm
-        kernel = " in a Pallas kernel" if plan is not None and plan.executor == PALLAS else ""
+        executor = _EXECUTORS.get(plan.executor, "") if plan is not None else ""
         idle = " with idle devices" if self.ranks.with_idle else ""
         emulated = "" if self.mesh else ", emulated on one device"
-        return f"{algorithm}{kernel} on {self.ranks.topology}{idle}{emulated}"
+        return f"{algorithm}{executor} on {self.ranks.topology}{idle}{emulated}"
 
     # Inside a step ----------------------------------------------------------------------------
 
@@ -262,7 +263,7 @@ class DataParallel(DeviceArrays):
         sharded: bool = True,
         wire_dtype: Any = None,
         order: Sequence[int] | None = None,
-        **options: Any,
+        min_size: int = 0,
     ) -> ShardedOptimizer | ReplicatedOptimizer:
         """Wrap an optax transformation for gradients that differ from rank to rank.
 
@@ -271,19 +272,19 @@ class DataParallel(DeviceArrays):
             sharded: Shard the optimizer's state over the chips. Without a plan it is replicated.
             wire_dtype: What gradients are sent in.
             order: With `overlap`, the order of `backward_order`.
-            **options: Passed to `ShardedOptimizer`.
+            min_size: Tensors with fewer elements are replicated.
         """
         if self.plan is not None and sharded:
-            if self.overlap:
-                overlap = {"overlap": True, "bucket_bytes": self.bucket_bytes, "order": order}
-                options = overlap | options
             return ShardedOptimizer(
                 transformation,
                 self.plan,
                 self.axis_name,
                 wire_dtype=wire_dtype,
                 norm_plan=self.small_plan,
-                **options,
+                overlap=self.overlap,
+                bucket_bytes=self.bucket_bytes if self.overlap else None,
+                order=order if self.overlap else None,
+                min_size=min_size,
             )
         return ReplicatedOptimizer(
             transformation,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
-from ftmesh.collectives.all_reduce import pmean
+from ftmesh.collectives.all_reduce import pmean, psum
 from ftmesh.collectives.partitioning import REPLICATED, broadcast_specs, entry_axes, is_spec
 from ftmesh.collectives.reduce_scatter import all_gather, psum_scatter
 from ftmesh.errors import ArgumentError
@@ -49,6 +50,20 @@ class Loss:
         (total, (weight, aux)), grads = run(*args)
         return total, weight, grads, aux
 
+    def of_whole_batch(self, args: tuple[PyTree, ...], batch_size: int) -> Any:
+        """Return the value, the gradients and aux, as `jax.value_and_grad` does without ranks."""
+
+        def scalar_loss(*args: PyTree) -> Any:
+            output, aux = self.value_and_aux(args)
+            total, weight = self._reduce(output, None, batch_size)
+            if weight is not None:
+                total = (total / lax.stop_gradient(weight)).astype(total.dtype)
+            return total, aux
+
+        run = jax.value_and_grad(scalar_loss, argnums=self.argnums, has_aux=True)
+        (value, aux), grads = run(*args)
+        return value, grads, aux
+
     def value_and_aux(self, args: tuple[PyTree, ...]) -> Any:
         """Call the function; aux is None if it has none."""
         args = jax.tree.map(lambda leaf: leaf, args)  # copies modules, which it may change
@@ -63,7 +78,9 @@ class Loss:
                 )
         return output if self.has_aux else (output, None)
 
-    def _reduce(self, output: Any, examples: LocalExamples | None) -> tuple[Any, Any]:
+    def _reduce(
+        self, output: Any, examples: LocalExamples | None, batch_size: int | None = None
+    ) -> tuple[Any, Any]:
         """Return a number to be averaged, and its weight or None."""
         if self.weighted:
             if not isinstance(output, (tuple, list)) or len(output) != 2:
@@ -71,15 +88,15 @@ class Loss:
                     f"a weighted loss returns (sum, weight), not {_describe(output)}; with has_aux "
                     "((sum, weight), aux)"
                 )
-            total, weight = (_sum_examples(part, examples) for part in output)
+            total, weight = (_sum_examples(part, examples, batch_size) for part in output)
             return total, weight
-        total = _sum_examples(output, examples)
+        total = _sum_examples(output, examples, batch_size)
         if jnp.ndim(output) == 0:
             return total, None
-        return total * (1 / len(output) if examples is None else examples.scale), None
+        return (total / len(output) if examples is None else total * examples.scale), None
 
 
-def _sum_examples(output: Any, examples: LocalExamples | None) -> Any:
+def _sum_examples(output: Any, examples: LocalExamples | None, batch_size: int | None) -> Any:
     """Sum a vector without its padding; a single number stays as it is."""
     if jnp.ndim(output) == 0:
         if examples is not None and examples.has_padding:
@@ -90,8 +107,9 @@ def _sum_examples(output: Any, examples: LocalExamples | None) -> Any:
                 "ranks"
             )
         return output
-    if jnp.ndim(output) != 1 or (examples is not None and len(output) != len(examples.weights)):
-        given = "a batch" if examples is None else f"{len(examples.weights)} examples"
+    expected = batch_size if examples is None else len(examples.weights)
+    if jnp.ndim(output) != 1 or (expected is not None and len(output) != expected):
+        given = "a batch" if expected is None else f"{expected} examples"
         raise ArgumentError(
             f"the loss returned {_describe(output)} for {given}: it must be one number, or a "
             "vector with one for each example"
@@ -105,8 +123,8 @@ def _describe(output: Any) -> str:
 
 
 @dataclass(frozen=True)
-class MeanOverRanks:
-    """Averages over ranks: the plan, its axis, and the options of `pmean`."""
+class OverRanks:
+    """Sums and means over ranks: the plan, its axis, and the options of `pmean`."""
 
     plan: PlanLike
     axis_name: AxisName
@@ -114,14 +132,49 @@ class MeanOverRanks:
     wire_dtype: DTypeLike | None
     accumulate_dtype: DTypeLike | None
 
-    def mean(self, x: PyTree, specs: Specs = None) -> PyTree:
-        """Average over ranks. Leaves that are sharded along the axis are scattered."""
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal options on the same plan, as long as it exists."""
+        dtypes = str(self.wire_dtype), str(self.accumulate_dtype)
+        return id(self.plan), self.axis_name, self.bucket_bytes, dtypes
+
+    def mean(self, x: PyTree, specs: Specs = None, own: Sequence[bool] | None = None) -> PyTree:
+        """Average over ranks. Leaves that are sharded along the axis are scattered.
+
+        Those leaves for which `own` is true are this rank's alone, and are divided only.
+        """
+        return self._reduce(x, specs, own, pmean, len(self.plan.program.live))
+
+    def sum(self, x: PyTree, specs: Specs = None) -> PyTree:
+        """Sum over ranks. Leaves that are sharded along the axis are scattered."""
+        return self._reduce(x, specs, None, psum, None)
+
+    def sum_results(self, x: dict[int, Any], grad_specs: dict[int, Specs]) -> dict[int, Any]:
+        """Sum gradients, at positions that have specs, and other results in their own dtype."""
+        exact = x if self.wire_dtype is None else {i: x[i] for i in x if i in grad_specs}
+        sums = self.sum(exact, {i: grad_specs.get(i, REPLICATED) for i in exact})
+        others = {i: x[i] for i in x if i not in exact}
+        return dict(sums | replace(self, wire_dtype=None).sum(others) if others else sums)
+
+    def is_scattered(self, spec: PartitionSpec) -> bool:
+        """True if an array with this spec is sharded along the axis."""
+        return self._sharded_dimension(spec) is not None
+
+    def _reduce(
+        self,
+        x: PyTree,
+        specs: Specs,
+        own: Sequence[bool] | None,
+        reduce: Callable[..., Any],
+        divisor: int | None,
+    ) -> PyTree:
         leaves, tree = jax.tree.flatten(x)
         leaves = [_compat.as_varying(jnp.asarray(leaf), self.axis_name) for leaf in leaves]
+        own = [False] * len(leaves) if own is None else own
         leaf_specs = jax.tree.leaves(broadcast_specs(REPLICATED if specs is None else specs, x))
         dimensions = [self._sharded_dimension(spec) for spec in leaf_specs]
-        whole = [i for i, dimension in enumerate(dimensions) if dimension is None]
-        means = pmean(
+        whole = [i for i, d in enumerate(dimensions) if d is None and not own[i]]
+        reduced = reduce(
             {i: leaves[i] for i in whole},
             self.axis_name,
             plan=self.plan,
@@ -131,11 +184,13 @@ class MeanOverRanks:
             specs=None if specs is None else {i: leaf_specs[i] for i in whole},
         )
         for i, dimension in enumerate(dimensions):
-            if dimension is None:
-                leaves[i] = means[i]
-            else:
+            if i in reduced:
+                leaves[i] = reduced[i]
+                continue
+            leaves[i] = leaves[i] if divisor is None else leaves[i] / divisor
+            if not own[i] and dimension is not None:
                 leaves[i] = psum_scatter(
-                    leaves[i] / len(self.plan.program.live),
+                    leaves[i],
                     self.axis_name,
                     scatter_dimension=dimension,
                     tiled=True,
@@ -173,39 +228,71 @@ class MeanOverRanks:
 
 def mean_value_and_grads(
     loss: Loss,
-    ranks: MeanOverRanks,
+    ranks: OverRanks,
     args: tuple[PyTree, ...],
     specs: Specs,
     examples: LocalExamples | None = None,
     value_and_grads: Callable[..., Any] | None = None,
+    is_own: Sequence[bool] | None = None,
 ) -> tuple[Any, tuple[PyTree, ...], PyTree]:
     """Return the value and the gradients as means over all ranks, and this rank's aux.
 
-    `value_and_grads` replaces the method of `loss`, if given.
+    `value_and_grads` replaces the method of `loss`, if given. A weight that varies along the axis,
+    by its type or where `is_own` says so, keeps its own gradient: what other ranks add to it has
+    come through the transpose of its gather.
     """
     local = list(args)
     for i in loss.argnums:  # JAX would sum the gradient of a replicated leaf itself
         local[i] = jax.tree.map(lambda leaf: _compat.as_varying(leaf, ranks.axis_name), args[i])
     run = value_and_grads or loss.value_and_grads
     total, weight, grads, aux = run(tuple(local), examples)
+    own = [False] * (1 if weight is None else 2) + list(is_own or [False] * _num_leaves(grads))
     if specs is not None:
         specs = (REPLICATED, REPLICATED, broadcast_specs(specs, grads))
-    value, weight, grads = ranks.mean((total, weight, grads), specs)
+    value, weight, grads = ranks.mean((total, weight, grads), specs, own)
     if weight is not None:
         value, grads = jax.tree.map(lambda mean: (mean / weight).astype(mean.dtype), (value, grads))
     return value, grads, aux
 
 
-def check_bound_axis(axis_name: AxisName, specs: Specs, mesh: Any) -> None:
-    """Raise ArgumentError for arguments that make no sense where the axis is bound."""
+def _num_leaves(tree: PyTree) -> int:
+    return len(jax.tree.leaves(tree))
+
+
+def own_weights(weights: PyTree, axis_name: AxisName, specs: Specs) -> tuple[list[bool], Specs]:
+    """Whether each weight is this rank's own shard, and specs along the other axes.
+
+    Types say it under ``check_vma=True``, and otherwise `specs` that name the axis.
+
+    Raises:
+        ArgumentError: Specs name the axis for a weight that is the same on all ranks.
+    """
+    leaves = jax.tree.leaves(weights)
+    varies = [axis_name in _compat.varying_axes(leaf) for leaf in leaves]
+    if specs is None:
+        return varies, None
+    leaf_specs = jax.tree.leaves(broadcast_specs(specs, weights), is_leaf=is_spec)
+    named = [axis_name in sum(map(entry_axes, spec), ()) for spec in leaf_specs]
+    if _compat.checks_vma() and any(n and not v for n, v in zip(named, varies, strict=True)):
+        raise ArgumentError(
+            f"specs have {axis_name!r} for a weight that is the same on all ranks, and axis "
+            f"{axis_name!r} is bound here, where a rank has only its own shard of weights that are "
+            f"sharded along it: name {axis_name!r} in the in_specs of the shard_map too, and "
+            "gather the weight in the loss with plan.all_gather"
+        )
+    own = varies if _compat.checks_vma() else named
+    others = [PartitionSpec(*(_without(entry, axis_name) for entry in spec)) for spec in leaf_specs]
+    return own, jax.tree.unflatten(jax.tree.structure(weights), others)
+
+
+def _without(entry: Any, axis_name: AxisName) -> Any:
+    names = tuple(name for name in entry_axes(entry) if name != axis_name)
+    return names[0] if len(names) == 1 else names or None
+
+
+def check_bound_axis(axis_name: AxisName, mesh: Any) -> None:
+    """Raise ArgumentError for an argument that makes no sense where the axis is bound."""
     if mesh is not None:
         raise ArgumentError(
             f"axis {axis_name!r} is bound here, so its mesh is known: leave out mesh"
         )
-    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
-        if any(axis_name in entry_axes(entry) for entry in getattr(spec, "spec", spec)):
-            raise ArgumentError(
-                f"axis {axis_name!r} is bound here, so a rank has only its own shard of weights "
-                "that are sharded along it: gather the weights with plan.all_gather, or leave "
-                f"{axis_name!r} out of the specs"
-            )

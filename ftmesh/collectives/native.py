@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ftmesh.collectives.operands import Precision, choose_precision
-from ftmesh.execute import primitives
+from ftmesh.execute import _compat, primitives
 from ftmesh.execute.lowering import Program
 from ftmesh.execute.types import AxisName
+
+TILE = 1024  # elements: XLA for TPUs gathers whole tiles, and sums what is not made of them
 
 
 def all_reduce(
@@ -36,9 +38,22 @@ def reduce_scatter(
     return _rounded(total, precision)
 
 
-def all_gather(x: jax.Array, axis_name: AxisName, program: Program) -> jax.Array:
-    """Gather the arrays of all ranks, ``[rank, ...]``; the derivative is summed as in `psum`."""
+def all_gather(
+    x: jax.Array,
+    axis_name: AxisName,
+    program: Program,
+    *,
+    invariant: bool = False,
+    tiled: bool = False,
+) -> jax.Array:
+    """Gather the arrays of all ranks, ``[rank, ...]``; the derivative is summed as in `psum`.
+
+    With `invariant` the result is typed as the same on all ranks, and with `tiled` too, arrays are
+    concatenated along their first dimension.
+    """
     x = primitives.on_mesh_of_plan(x, axis_name=axis_name, program=program)
+    if invariant:
+        return _compat.all_gather_invariant(x, axis_name, tiled=tiled)
     if jnp.issubdtype(x.dtype, jnp.floating) and choose_precision(x.dtype).sum_dtype != x.dtype:
         return _gather_narrow(x, axis_name)
     return lax.all_gather(x, axis_name)

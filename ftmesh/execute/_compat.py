@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from collections.abc import Set as AbstractSet
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax import lax
-from jax._src import callback, clusters, config, core, distributed, xla_bridge
+from jax._src import callback, clusters, config, core, distributed, source_info_util, xla_bridge
+from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as internal_lax
+from jax._src.lax import parallel
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -95,6 +98,13 @@ def _typed(aval: Any, axis_name: AxisName, *, varying: bool) -> Any:
     return aval.update(vma=axes)
 
 
+def all_gather_invariant(x: Any, axis_name: AxisName, *, tiled: bool) -> Any:
+    """``lax.all_gather(x, axis_name)``, typed as the same on all ranks."""
+    if not checks_vma():
+        return lax.all_gather(x, axis_name, tiled=tiled)
+    return parallel.all_gather_invariant(x, axis_name, tiled=tiled)
+
+
 # Weak types -------------------------------------------------------------------------------------
 
 
@@ -115,6 +125,47 @@ def weak_like_psum(total: Any, x: Any, axis_name: AxisName) -> Any:
     if not jax.typeof(x).weak_type:
         return total
     return weak_like(total, jax.eval_shape(lambda x: lax.psum(x, axis_name), x))
+
+
+# Traced programs --------------------------------------------------------------------------------
+
+_PACKAGE = str(Path(__file__).parent.parent)
+
+
+def is_program(param: Any) -> bool:
+    """True if a parameter of an equation is a program, or several."""
+    if isinstance(param, (tuple, list)):
+        return any(map(is_program, param))
+    return isinstance(param, (core.Jaxpr, core.ClosedJaxpr))
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """A program without equations whose results are not used; inputs stay."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def eval_program(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
+    """Run the operations of a program."""
+    return list(core.eval_jaxpr(jaxpr, consts, *args))
+
+
+def is_tracing() -> bool:
+    """True inside jit, grad, vmap and other transformations."""
+    return not core.trace_state_clean()
+
+
+def source_of(eqn: Any) -> Any:
+    """A context in which operations have the source line and the name scopes of an equation."""
+    source = eqn.source_info
+    names = source_info_util.current_name_stack() + source.name_stack
+    return source_info_util.user_context(source.traceback, name_stack=names)
+
+
+def source_lines(eqn: Any) -> list[tuple[str, int]]:
+    """Files and lines that led to an equation, innermost first: a user's own if there are any."""
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    lines = [(f.file_name, f.start_line) for f in frames if not f.file_name.startswith(_PACKAGE)]
+    return [line for line in lines if "site-packages" not in line[0]] or lines
 
 
 # Primitives -------------------------------------------------------------------------------------

@@ -23,6 +23,10 @@ class PlanLike(HasTopology, Protocol):
         """The name of the algorithm, for errors."""
 
     @property
+    def executor(self) -> str:
+        """The name of the executor, such as ``ppermute``."""
+
+    @property
     def program(self) -> Program:
         """The schedule as an executor runs it."""
 

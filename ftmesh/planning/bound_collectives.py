@@ -103,6 +103,7 @@ class BoundCollectives:
         *,
         axis_name: AxisName = "data",
         weighted: bool = False,
+        per_rank: bool = False,
         replicated: int | Sequence[int] = (),
         specs: Specs = None,
         mesh: Mesh | None = None,
@@ -111,16 +112,16 @@ class BoundCollectives:
         accumulate_dtype: DTypeLike | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> Callable[..., Any]:
-        """Return a function like `jax.value_and_grad`'s, with means over all examples.
+        """Return a function like `jax.value_and_grad`'s, that computes on the plan.
 
-        In jit it takes the whole batch; in shard_map and pmap, a rank's share of it. See
-        `ftmesh.collectives.value_and_grad` for what the loss must return and for the arguments.
+        In jit it takes the whole batch, and returns what JAX's would or raises ArgumentError; in
+        shard_map and pmap it takes a rank's share. See `ftmesh.collectives.value_and_grad`.
         """
         from ftmesh.collectives.value_and_grad import value_and_grad
 
         return value_and_grad(
             loss, argnums, has_aux, plan=self._plan, axis_name=axis_name, weighted=weighted,
-            replicated=replicated, specs=specs, mesh=mesh, reduce_aux=reduce_aux,
+            per_rank=per_rank, replicated=replicated, specs=specs, mesh=mesh, reduce_aux=reduce_aux,
             wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype, bucket_bytes=bucket_bytes,
         )  # fmt: skip
 
@@ -138,6 +139,7 @@ class BoundCollectives:
         order: Sequence[int] | None = None,
         specs: Specs = None,
         mesh: Mesh | None = None,
+        min_size: int = 0,
     ) -> ShardedOptimizer:
         """Return `transformation` with its state sharded over the live chips. Needs optax.
 
@@ -149,4 +151,5 @@ class BoundCollectives:
             transformation, self._plan, axis_name, wire_dtype=wire_dtype,
             accumulate_dtype=accumulate_dtype, bucket_bytes=bucket_bytes, reduce=reduce,
             norm_plan=norm_plan, overlap=overlap, order=order, specs=specs, mesh=mesh,
+            min_size=min_size,
         )  # fmt: skip

@@ -124,8 +124,9 @@ def test_module_changed_by_its_call_raises(even):
         )
 
 
-def test_batch_statistics_as_aux(even):
-    """Statistics are those of each rank's examples, averaged over ranks."""
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_batch_statistics_as_aux(even, per_rank):
+    """Statistics are those of the batch, or of each rank's examples, averaged over ranks."""
     model = Normed(nnx.Rngs(0))
     x = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)
 
@@ -137,13 +138,13 @@ def test_batch_statistics_as_aux(even):
             model = nnx.merge(graph, params, rest)
             return (model(x) ** 3).mean(), nnx.state(model, nnx.Not(nnx.Param))
 
-        run = even.value_and_grad(loss_of, has_aux=True, replicated=1)
+        run = even.value_and_grad(loss_of, has_aux=True, replicated=1, per_rank=per_rank)
         (_, stats), grads = run(params, rest, x)
         nnx.update(model, stats)
         return grads
 
     grads = step(model, x)
-    ranks = x.reshape(12, 4, 3)
+    ranks = x.reshape(12 if per_rank else 1, -1, 3)
     assert model.dropout.rngs.count[...] == 1
     np.testing.assert_allclose(model.norm.mean[...], 0.01 * x.mean(axis=0), rtol=1e-4, atol=1e-7)
     var = 0.99 + 0.01 * ranks.var(axis=1).mean(axis=0)

@@ -1,0 +1,264 @@
+"""A traced program of the whole batch as a program of one rank with its share of the examples.
+
+`partition` goes through the equations of a program once, with the layout of each input, and finds
+the layout of every other array and what a rank runs instead of each equation. Sums over examples
+become sums over ranks where their value is used, and stay parts of a sum as long as what follows
+is linear. An equation that needs examples of other ranks is rejected with its source line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+from numpy.typing import NDArray
+
+from ftmesh.collectives.batch_layout import PARTIAL, SAME, BatchLayout, RankUnits, UnitSplit
+from ftmesh.collectives.known_values import fold
+from ftmesh.errors import ArgumentError
+from ftmesh.execute import _compat
+
+Layouts = tuple[BatchLayout, ...]
+
+# Say where arrays are, which layouts say for the axis of the plan.
+PLACEMENTS = ("sharding_constraint", "reshard", "mesh_cast", "device_put")
+
+
+class MixedExamplesError(Exception):
+    """An operation needs examples of other ranks, or what it needs is not known."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.places: list[tuple[str, Any]] = []  # operation and source lines, innermost first
+
+    def describe(self) -> str:
+        """The operation and its line, such as ``sort at train.py:12``."""
+        operation, lines = self.places[0]
+        lines = list(lines)
+        for _, outer in self.places[1:]:
+            # What JAX traced earlier, for another caller, has the lines of that caller.
+            if outer and outer[0] not in lines:
+                lines = outer
+            lines = lines or outer
+        where = "an unknown line"
+        if lines:
+            file, line = lines[0]
+            where = f"{Path(file).name}:{line}"
+        return f"{operation!r} at {where} {self.reason}"
+
+
+class ResplitError(MixedExamplesError):
+    """Examples must be shared among ranks in another way: one of `splits`, relative to units."""
+
+    def __init__(self, reason: str, minor: int) -> None:
+        super().__init__(reason)
+        self.minor = minor
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of an array of integers before the program runs."""
+
+    value: NDArray[Any] | None = None  # all of it, on whole batches
+    own_columns: frozenset[int] = frozenset()  # last indices at which it has the row's own number
+
+
+NOTHING = Fact()
+
+
+@dataclass
+class Section:
+    """A partitioned program: layouts of inputs and results, and the steps of a rank."""
+
+    jaxpr: Any
+    in_layouts: Layouts
+    out_layouts: Layouts
+    out_facts: tuple[Fact, ...]
+    steps: list[Callable[[dict[Any, Any]], None]]
+
+    def run(self, values: Iterable[Any], consts: Sequence[Any] = ()) -> list[Any]:
+        """Run the steps of a rank on its inputs."""
+        env: dict[Any, Any] = dict(zip(self.jaxpr.invars, values, strict=True))
+        env |= dict(zip(self.jaxpr.constvars, consts, strict=True))
+        for step in self.steps:
+            step(env)
+        return [_read(env, var) for var in self.jaxpr.outvars]
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    if not isinstance(atom, Literal):
+        return env[atom]
+    # An array on a mesh with Explicit axes has a type that is unknown inside shard_map.
+    return np.asarray(atom.val) if isinstance(atom.val, jax.Array) else atom.val
+
+
+@dataclass
+class Scope:
+    """The program that is being partitioned, as far as it has been read."""
+
+    ranks: RankUnits
+    layouts: dict[Any, BatchLayout] = field(default_factory=dict)
+    facts: dict[Any, Fact] = field(default_factory=dict)
+    steps: list[Callable[[dict[Any, Any]], None]] = field(default_factory=list)
+
+    def layout(self, atom: Any) -> BatchLayout:
+        return SAME if isinstance(atom, Literal) else self.layouts[atom]
+
+    def layouts_of(self, atoms: Iterable[Any]) -> Layouts:
+        return tuple(map(self.layout, atoms))
+
+    def fact(self, atom: Any) -> Fact:
+        if isinstance(atom, Literal):
+            return Fact(np.asarray(atom.val)) if is_index_dtype(atom.aval.dtype) else NOTHING
+        return self.facts.get(atom, NOTHING)
+
+    def sum_partial(self, *atoms: Any) -> None:
+        """Sum over ranks now those arrays that are parts of a sum."""
+        for atom in atoms:
+            if self.layout(atom).is_partial:
+
+                def step(env: dict[Any, Any], atom: Any = atom) -> None:
+                    env[atom] = self.ranks.sum(env[atom])
+
+                self.steps.append(step)
+                self.layouts[atom] = SAME
+
+    def emit(self, eqn: Any, out_layouts: Sequence[BatchLayout], run: Callable[..., Any]) -> None:
+        """Have ranks call `run` with the operands of an equation, for a list of its results."""
+
+        def step(env: dict[Any, Any]) -> None:
+            with _compat.source_of(eqn):
+                results = run(*(_read(env, atom) for atom in eqn.invars))
+            env.update(zip(eqn.outvars, results, strict=True))
+
+        self.steps.append(step)
+        self.layouts |= dict(zip(eqn.outvars, out_layouts, strict=True))
+
+    def emit_as_is(
+        self, eqn: Any, out_layouts: Sequence[BatchLayout], wanted: Sequence[BatchLayout] | None,
+        **params: Any,
+    ) -> None:  # fmt: skip
+        """Run the operation of an equation on operands in the layouts `wanted`."""
+        sources = self.layouts_of(eqn.invars)
+        targets = sources if wanted is None else wanted
+
+        def run(*operands: Any) -> list[Any]:
+            return bind(eqn, map(self.ranks.convert, operands, sources, targets), **params)
+
+        self.emit(eqn, out_layouts, run)
+
+
+def is_index_dtype(dtype: Any) -> bool:
+    """Whether values of a dtype may be row numbers, or tell something about them."""
+    return bool(dtype == np.bool_ or jax.numpy.issubdtype(dtype, np.integer))
+
+
+def bind(eqn: Any, operands: Iterable[Any], **params: Any) -> list[Any]:
+    """Run the operation of an equation, with other parameters where given."""
+    known = eqn.primitive.get_bind_params(eqn.params)
+    known |= {name: None for name in ("sharding", "out_sharding") if name in known}
+    result = eqn.primitive.bind(*operands, **{**known, **params})
+    return list(result) if eqn.primitive.multiple_results else [result]
+
+
+Rule = Callable[[Scope, Any], None]
+RULES: dict[str, Rule] = {}  # by the name of a primitive
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a function as the rule of some primitives."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def partition(
+    jaxpr: Any,
+    in_layouts: Sequence[BatchLayout],
+    ranks: RankUnits,
+    *,
+    in_facts: Sequence[Fact] | None = None,
+    const_facts: Sequence[Fact] = (),
+) -> Section:
+    """Partition a program whose constants all ranks have.
+
+    Raises:
+        MixedExamplesError: An equation needs examples of other ranks, or has no rule.
+    """
+    scope = Scope(ranks)
+    scope.layouts |= dict.fromkeys(jaxpr.constvars, SAME)
+    scope.layouts |= dict(zip(jaxpr.invars, in_layouts, strict=True))
+    if in_facts is not None:
+        scope.facts |= dict(zip(jaxpr.invars, in_facts, strict=True))
+    if const_facts:
+        scope.facts |= dict(zip(jaxpr.constvars, const_facts, strict=True))
+    for eqn in jaxpr.eqns:
+        try:
+            _partition_equation(scope, eqn)
+        except MixedExamplesError as error:
+            error.places.append((eqn.primitive.name, _compat.source_lines(eqn)))
+            raise
+    return Section(
+        jaxpr,
+        tuple(in_layouts),
+        scope.layouts_of(jaxpr.outvars),
+        tuple(map(scope.fact, jaxpr.outvars)),
+        scope.steps,
+    )
+
+
+def _partition_equation(scope: Scope, eqn: Any) -> None:
+    own_rule = RULES.get(eqn.primitive.name)
+    layouts = scope.layouts_of(eqn.invars)
+    if all(layout.is_same for layout in layouts):
+        values = [scope.fact(atom).value for atom in eqn.invars]
+        known = fold(eqn, values)
+        if known is not None:
+            scope.facts |= {eqn.outvars[0]: Fact(known)}
+        has_program = any(_compat.is_program(param) for param in eqn.params.values())
+        may_place = has_program or eqn.primitive.name in PLACEMENTS
+        if own_rule is None or not may_place:
+            scope.emit_as_is(eqn, [SAME] * len(eqn.outvars), None)
+            return
+    if own_rule is not None:
+        own_rule(scope, eqn)
+        return
+    scope.sum_partial(*eqn.invars)
+    if any(layout.is_rows for layout in scope.layouts_of(eqn.invars)):
+        raise MixedExamplesError("may combine examples of different ranks: it is not known here")
+    scope.emit_as_is(eqn, [SAME] * len(eqn.outvars), None)
+
+
+def join(first: BatchLayout, second: BatchLayout) -> BatchLayout:
+    """The layout that arrays of both layouts can be converted to."""
+    if first == second or second.is_same:
+        return first
+    if first.is_same:
+        return second
+    if first.is_rows and second.is_rows:
+        raise MixedExamplesError("has examples along different dimensions of one array")
+    return first if first.is_rows else second if second.is_rows else PARTIAL
+
+
+def raise_mixed(error: MixedExamplesError) -> None:
+    """Raise ArgumentError for a loss that ranks cannot compute from their shares."""
+    raise ArgumentError(
+        f"{error.describe()}, and a rank has only its share of the batch. Take "
+        "jax.value_and_grad(loss) in jit on plan.jax_mesh, where XLA exchanges examples; or "
+        "compute what needs the whole batch outside the loss; or give per_rank=True, which "
+        "averages what ranks compute from their own examples"
+    ) from error
+
+
+def possible_splits(error: ResplitError, split: UnitSplit, num_ranks: int) -> list[UnitSplit]:
+    """Other ways to share the examples, which `error` asks for."""
+    return [other for other in split.split_at(error.minor) if other.units >= num_ranks]

@@ -1,0 +1,114 @@
+"""Losses as people write them: `Plan.value_and_grad` equals that of JAX, or rejects them."""
+
+import linecache
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ftmesh
+from ftmesh import ArgumentError
+from ftmesh.testing import cpu_grid
+from tests.support import losses
+from tests.support.losses import (
+    AUX,
+    EQUAL,
+    MICROBATCHES,
+    REJECTED,
+    WEIGHTS,
+    groups,
+    make_batch,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compiler", "x64")
+
+KEY_SEED = 3
+GROUPS = [*groups(EQUAL, 23), *groups(AUX, 23), *groups(MICROBATCHES, 1)]
+
+
+@pytest.fixture(scope="module")
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), "ring")
+
+
+def total(table, weights, batch, key):
+    """A combination of losses, and as aux the value and the aux of each."""
+    combined, outputs = 0.0, {}
+    for i, (name, loss) in enumerate(table.items()):
+        output = loss(weights, batch, key)
+        value, aux = output if name in AUX else (output, None)
+        value = jnp.mean(value)
+        combined = combined + np.cos(i + 1) * value  # no two of them cancel each other
+        outputs[name] = value, aux
+    return combined, outputs
+
+
+def differences(result, expected):
+    """The names of results that differ, and by how much."""
+    pairs = jax.tree_util.tree_leaves_with_path(expected)
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    found = {}
+    for (path, b), a in zip(pairs, jax.tree.leaves(result), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), path
+        error = np.max(np.abs(np.float64(a) - np.float64(b)) / (1 + np.abs(b)), initial=0.0)
+        if not error < 1e-9:
+            found[jax.tree_util.keystr(path)] = error
+    return found
+
+
+def expected_of(loss, args):
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(*args)
+
+
+@pytest.mark.parametrize("size", [26, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("table", GROUPS, ids=lambda table: next(iter(table)))
+def test_equal(plan, table, size):
+    """In float64, where sums in another order make no difference that counts."""
+    args = WEIGHTS, make_batch(size), jax.random.key(KEY_SEED)
+    loss = partial(total, table)
+    result = jax.jit(plan.value_and_grad(loss, has_aux=True, replicated=2))(*args)
+    assert not differences(result, expected_of(loss, args))
+
+
+@pytest.mark.parametrize(
+    "table", [GROUPS[-1], *(pytest.param(table, marks=pytest.mark.slow) for table in GROUPS[:-1])]
+)
+def test_equal_on_the_native_path(plan, table):
+    """Plain JAX, with the batch sharded along the plan's mesh."""
+    weights, batch, key = WEIGHTS, make_batch(24), jax.random.key(KEY_SEED)
+    mesh, loss = plan.jax_mesh("data"), partial(total, table)
+    placed = jax.device_put((weights, key), NamedSharding(mesh, P()))
+    rows = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    result = jax.jit(jax.value_and_grad(loss, has_aux=True))(placed[0], rows, placed[1])
+    assert not differences(result, expected_of(loss, (weights, batch, key)))
+
+
+@pytest.mark.parametrize("size", [24, 26])
+@pytest.mark.parametrize("name", REJECTED)
+def test_rejected_with_the_line(plan, name, size):
+    loss, piece = REJECTED[name]
+    with pytest.raises(ArgumentError, match=r"per_rank=True") as raised:
+        jax.eval_shape(
+            plan.value_and_grad(loss, replicated=2),
+            WEIGHTS,
+            make_batch(size),
+            jax.random.key(KEY_SEED),
+        )
+    file, line = re.search(r" at (\w+\.py):(\d+) ", str(raised.value)).groups()
+    assert file == "losses.py"
+    assert piece in linecache.getline(losses.__file__, int(line))
+
+
+def test_the_table_is_long():
+    assert len(EQUAL) + len(AUX) + len(MICROBATCHES) + len(REJECTED) >= 33 + 60

@@ -1,0 +1,486 @@
+"""Losses as people write them: those that ranks can compute from shares of the batch, and others.
+
+Every loss is called with weights `p`, a batch `b` and a random key `k` that all ranks have.
+"""
+
+# ruff: noqa: E731, E501
+
+import itertools
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+
+CLASSES, VOCAB, LENGTH, WIDTH, EXPERTS = 5, 7, 4, 6, 3
+
+_RNG = np.random.default_rng(0)
+
+
+def _normal(*shape):
+    return _RNG.normal(size=shape) / 2
+
+
+WEIGHTS = {
+    "w": _normal(WIDTH, WIDTH),
+    "v": _normal(WIDTH, CLASSES),
+    "u": _normal(WIDTH),
+    "embedding": _normal(VOCAB, WIDTH),
+    "position": _normal(LENGTH, WIDTH),
+    "layers": _normal(3, WIDTH, WIDTH),
+    "kernel": _normal(3, 3, 2, 4),
+    "depthwise": _normal(3, 3, 1, 2),
+    "router": _normal(WIDTH, EXPERTS),
+    "experts": _normal(EXPERTS, WIDTH, WIDTH),
+    "gain": _normal(4),
+}
+
+
+@jax.tree_util.register_pytree_node_class
+class Batch(SimpleNamespace):
+    """Arrays with a row for each example."""
+
+    def tree_flatten(self):
+        return tuple(vars(self).values()), tuple(vars(self))
+
+    @classmethod
+    def tree_unflatten(cls, names, leaves):
+        return cls(**dict(zip(names, leaves, strict=True)))
+
+
+def make_batch(size):
+    rng = np.random.default_rng(size)
+    return Batch(
+        x=rng.normal(size=(size, WIDTH)),
+        x2=rng.normal(size=(size, WIDTH)),
+        y=rng.normal(size=size),
+        label=rng.integers(0, CLASSES, size),
+        weight=rng.uniform(size=size) + (np.arange(size) % 3 > 0),
+        tokens=rng.integers(0, VOCAB, (size, LENGTH)),
+        mask=(rng.uniform(size=(size, LENGTH)) > 0.4).astype(float),
+        segment=np.sort(rng.integers(0, 3, (size, LENGTH)), axis=1),
+        image=rng.normal(size=(size, 5, 5, 2)),
+    )
+
+
+# Models -----------------------------------------------------------------------------------------
+
+
+def predict(p, b):
+    return jnp.tanh(b.x @ p["w"]) @ p["u"]
+
+
+def squares(p, b):
+    return (predict(p, b) - b.y) ** 2
+
+
+def logits(p, b):
+    return jnp.tanh(b.x @ p["w"]) @ p["v"]
+
+
+def nll(p, b):
+    """The loss of each example."""
+    return -jax.nn.log_softmax(logits(p, b))[jnp.arange(len(b.x)), b.label]
+
+
+def attend(x, mask=None):
+    scores = jnp.einsum("btd,bsd->bts", x, x)
+    scores = scores if mask is None else jnp.where(mask, scores, -1e9)
+    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), x)
+
+
+def language_model(p, b, mask=None):
+    x = p["embedding"][b.tokens] + p["position"]
+    return attend(x @ p["w"], mask) @ p["embedding"].T
+
+
+def token_nll(p, b):
+    return optax.softmax_cross_entropy_with_integer_labels(language_model(p, b), b.tokens)
+
+
+def flat_token_nll(p, b):
+    flat = language_model(p, b).reshape(-1, VOCAB)
+    return -jnp.take_along_axis(jax.nn.log_softmax(flat), b.tokens.reshape(-1)[:, None], axis=1)
+
+
+def batch_norm(x):
+    return (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-3)
+
+
+def gates(p, b):
+    return jax.nn.softmax(b.x @ p["router"])
+
+
+def mixture(p, b):
+    outputs = jnp.einsum("bd,edf->bef", b.x, p["experts"])
+    weights, chosen = lax.top_k(gates(p, b), 2)
+    return jnp.einsum(
+        "bk,bkd->bd", weights, jnp.take_along_axis(outputs, chosen[..., None], axis=1)
+    )
+
+
+def load_balance(p, b):
+    chosen = jax.nn.one_hot(gates(p, b).argmax(-1), EXPERTS)
+    return EXPERTS * (chosen.mean(0) * gates(p, b).mean(0)).sum()
+
+
+def dropout(k, x, rate=0.3):
+    return jnp.where(jax.random.bernoulli(k, 1 - rate, x.shape), x / (1 - rate), 0)
+
+
+def same_segment(b):
+    return b.segment[:, :, None] == b.segment[:, None, :]
+
+
+def rnn(p, b, unroll=1):
+    def step(h, x):
+        h = jnp.tanh(h @ p["w"] + x)
+        return h, h
+
+    xs = jnp.swapaxes(p["embedding"][b.tokens], 0, 1)
+    return lax.scan(step, jnp.zeros((len(b.x), WIDTH)), xs, unroll=unroll)
+
+
+def deep(p, b, remat=False):
+    layer = lambda x, w: (x + jnp.tanh(x @ w), None)
+    layer = jax.checkpoint(layer) if remat else layer
+    return lax.scan(layer, b.x, p["layers"])[0]
+
+
+def conv(x, kernel, **options):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers, **options)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+@jax.custom_jvp
+def soft(x):
+    return jnp.log1p(jnp.exp(x))
+
+
+soft.defjvps(lambda t, _, x: t * jax.nn.sigmoid(x))
+
+
+class Linen(nn.Module):
+    norm: bool = False
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        if self.norm:
+            x = nn.BatchNorm(use_running_average=False)(x)
+        x = nn.Dropout(self.rate, deterministic=not self.rate)(nn.gelu(nn.LayerNorm()(x)))
+        return nn.Dense(CLASSES)(x)
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, tokens, mask):
+        x = nn.Embed(VOCAB, 8)(tokens)
+        attention = nn.MultiHeadDotProductAttention(num_heads=2)
+        x = x + attention(nn.RMSNorm()(x), mask=nn.make_causal_mask(tokens) * mask[:, None, None])
+        return nn.Dense(VOCAB)(x)
+
+
+class Images(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.GroupNorm(2)(nn.Conv(4, (3, 3))(x)))
+        x = nn.max_pool(x, (2, 2), (2, 2)) + nn.avg_pool(x, (2, 2), (2, 2))
+        return nn.Dense(CLASSES)(x.reshape(len(x), -1))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(WIDTH, 8, rngs=rngs)
+        self.outer = nnx.Linear(8, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(nnx.relu(self.inner(x)))
+
+
+LINEN, NORMED, DROPPED = Linen(), Linen(norm=True), Linen(rate=0.3)
+_KEY = jax.random.key(1)
+_X, _TOKENS, _IMAGE = np.zeros((2, WIDTH)), np.zeros((2, LENGTH), int), np.zeros((2, 5, 5, 2))
+_GRAPH, _STATE = nnx.split(Nnx(nnx.Rngs(0)))
+WEIGHTS |= {
+    "linen": LINEN.init(_KEY, _X),
+    "normed": NORMED.init(_KEY, _X),
+    "transformer": Transformer().init(_KEY, _TOKENS, _TOKENS),
+    "images": Images().init(_KEY, _IMAGE),
+    "nnx": nnx.to_pure_dict(_STATE),
+}
+WEIGHTS = jax.tree.map(np.float64, WEIGHTS)
+
+
+def nnx_logits(p, b):
+    state = nnx.state(nnx.merge(_GRAPH, _STATE))
+    nnx.replace_by_pure_dict(state, p["nnx"])
+    return nnx.merge(_GRAPH, state)(b.x)
+
+
+def cross_entropy(scores, b):
+    return optax.softmax_cross_entropy_with_integer_labels(scores, b.label)
+
+
+def in_parts(p, b, parts, axis):
+    """The loss of microbatches one after the other, each of which is a mean."""
+    shape = (parts, -1) if axis == 0 else (-1, parts)
+    split = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(*shape, *a.shape[1:]), axis, 0), b)
+    step = lambda total, part: (total + squares(p, part).mean(), None)
+    return lax.scan(step, 0.0, split)[0] / parts
+
+
+def sequence_log_likelihood(p, b):
+    """A forward algorithm: sums over hidden states, along the words of each example."""
+    step = lambda alpha, e: (jax.nn.logsumexp(alpha[:, :, None] + p["w"], axis=1) + e, None)
+    words = jnp.swapaxes(jax.nn.log_softmax(p["embedding"].T)[:, b.tokens], 0, 2)
+    return jax.nn.logsumexp(lax.scan(step, words[0], words[1:])[0], axis=-1)
+
+
+def newton(x):
+    """The square root of each example, by as many steps as the slowest needs."""
+    x = lax.stop_gradient(x)
+    go_on = lambda state: (jnp.abs(state[0] ** 2 - x) > 1e-8).any() & (state[1] < 50)
+    return lax.while_loop(go_on, lambda s: ((s[0] + x / s[0]) / 2, s[1] + 1), (x, 0))[0]
+
+
+# Equal to jax.value_and_grad -----------------------------------------------------------------------
+
+MEANS = {
+    "mean of squares": lambda p, b, k: squares(p, b).mean(),
+    "a number for each example": lambda p, b, k: squares(p, b),
+    "masked mean over words": lambda p, b, k: (token_nll(p, b) * b.mask).sum() / b.mask.sum(),
+    "masked mean with epsilon": lambda p, b, k: (token_nll(p, b) * b.mask).sum() / (b.mask.sum() + 1e-8),
+    "masked mean, at least one": lambda p, b, k: (token_nll(p, b) * b.mask).sum() / jnp.maximum(b.mask.sum(), 1),
+    "mean where the mask is set": lambda p, b, k: jnp.mean(token_nll(p, b), where=b.mask > 0),
+    "average with weights": lambda p, b, k: jnp.average(squares(p, b), weights=b.weight),
+    "zero if nothing counts": lambda p, b, k: jnp.where(b.mask.sum() > 0, (token_nll(p, b) * b.mask).sum() / b.mask.sum(), 0.0),
+    "sum": lambda p, b, k: squares(p, b).sum(),
+    "fixed divisor": lambda p, b, k: squares(p, b).sum() / 128,
+    "divisor from the shape": lambda p, b, k: squares(p, b).sum() / b.x.shape[0],
+    "sum of words over examples": lambda p, b, k: token_nll(p, b).sum() / len(b.x),
+    "mean of means of examples": lambda p, b, k: ((token_nll(p, b) * b.mask).sum(1) / (b.mask.sum(1) + 1)).mean(),
+    "root mean square": lambda p, b, k: jnp.sqrt(squares(p, b).mean()),
+    "logarithm of the mean": lambda p, b, k: jnp.log(squares(p, b).mean()),
+    "square of the mean error": lambda p, b, k: jnp.mean(predict(p, b) - b.y) ** 2,
+    "variance of errors": lambda p, b, k: jnp.var(predict(p, b) - b.y),
+    "deviation of errors": lambda p, b, k: jnp.std(predict(p, b) - b.y) + squares(p, b).mean(),
+    "correlation": lambda p, b, k: -jnp.corrcoef(predict(p, b), b.y)[0, 1],
+    "share of variance explained": lambda p, b, k: squares(p, b).sum() / ((b.y - b.y.mean()) ** 2).sum(),
+    "perplexity": lambda p, b, k: jnp.exp(token_nll(p, b).mean()),
+    "largest error": lambda p, b, k: jnp.max(squares(p, b)),
+    "smallest error": lambda p, b, k: jnp.min(squares(p, b)) + squares(p, b).mean(),
+    "soft maximum over the batch": lambda p, b, k: jax.nn.logsumexp(squares(p, b)),
+    "relative to the largest target": lambda p, b, k: squares(p, b).mean() / jnp.abs(b.y).max(),
+    "weights of a softmax over the batch": lambda p, b, k: (jax.nn.softmax(-squares(p, b)) * squares(p, b)).sum(),
+    "whitened": lambda p, b, k: (batch_norm(b.x @ p["w"]) @ p["u"] * b.y).mean(),
+    "batch norm in jnp": lambda p, b, k: (batch_norm(b.x @ p["w"]) @ p["u"] - b.y).std(),
+    "covariance of features": lambda p, b, k: jnp.square(jnp.cov((b.x @ p["w"]).T) - jnp.eye(WIDTH)).sum(),
+    "redundancy of two views": lambda p, b, k: jnp.square(batch_norm(b.x @ p["w"]).T @ batch_norm(b.x2 @ p["w"]) / len(b.x) - jnp.eye(WIDTH)).sum(),
+    "centred features": lambda p, b, k: jnp.square(b.x @ p["w"] - (b.x @ p["w"]).mean(0, keepdims=True)).mean(),
+    "two views in one batch": lambda p, b, k: jnp.square(jnp.subtract(*jnp.split(jnp.tanh(jnp.concatenate([b.x, b.x2]) @ p["w"]), 2))).mean(),
+    "triplets": lambda p, b, k: jax.nn.relu(1 + jnp.square(b.x @ p["w"] - b.x2).sum(-1) - jnp.square(b.x @ p["w"] - b.x).sum(-1)).mean(),
+    "with a penalty on weights": lambda p, b, k: squares(p, b).mean() + 0.1 * sum(jnp.sum(p[n] ** 2) for n in "wuv"),
+    "a penalty alone depends on weights": lambda p, b, k: b.y.mean() + optax.tree.norm(p["layers"]),
+    "gradient penalty": lambda p, b, k: jnp.square(jax.vmap(jax.grad(lambda x: jnp.tanh(x @ p["w"]) @ p["u"]))(b.x)).sum(-1).mean(),
+    "clipped for each example": lambda p, b, k: jnp.minimum(squares(p, b), 1.0).mean(),
+    "clipped at the mean": lambda p, b, k: jnp.minimum(squares(p, b), lax.stop_gradient(squares(p, b).mean())).mean(),
+    "weighted by a constant vector": lambda p, b, k: squares(p, b) @ jnp.linspace(0, 1, len(b.x)),
+}  # fmt: skip
+
+CLASSIFIERS = {
+    "labels by indexing": lambda p, b, k: nll(p, b).mean(),
+    "labels by one-hot": lambda p, b, k: -(jax.nn.one_hot(b.label, CLASSES) * jax.nn.log_softmax(logits(p, b))).sum(-1).mean(),
+    "labels written to a matrix": lambda p, b, k: -(jnp.zeros((len(b.x), CLASSES)).at[jnp.arange(len(b.x)), b.label].set(1.0) * jax.nn.log_softmax(logits(p, b))).mean(),
+    "words by indexing": lambda p, b, k: -jax.nn.log_softmax(language_model(p, b))[jnp.arange(len(b.x))[:, None], jnp.arange(LENGTH), b.tokens].mean(),
+    "optax, integer labels": lambda p, b, k: optax.softmax_cross_entropy_with_integer_labels(logits(p, b), b.label).mean(),
+    "optax, one-hot": lambda p, b, k: optax.softmax_cross_entropy(logits(p, b), jax.nn.one_hot(b.label, CLASSES)).mean(),
+    "optax, smoothed": lambda p, b, k: optax.softmax_cross_entropy(logits(p, b), optax.smooth_labels(jax.nn.one_hot(b.label, CLASSES), 0.1)).mean(),
+    "optax.losses, binary": lambda p, b, k: optax.losses.sigmoid_binary_cross_entropy(predict(p, b), b.y > 0).mean(),
+    "optax, huber": lambda p, b, k: optax.huber_loss(predict(p, b), b.y).mean(),
+    "optax, l2": lambda p, b, k: optax.l2_loss(predict(p, b), b.y).mean(),
+    "optax, cosine": lambda p, b, k: optax.cosine_distance(b.x @ p["w"], b.x2).mean(),
+    "optax, poly": lambda p, b, k: optax.losses.poly_loss_cross_entropy(logits(p, b), jax.nn.one_hot(b.label, CLASSES)).mean(),
+    "optax, focal": lambda p, b, k: optax.sigmoid_focal_loss(predict(p, b), b.y > 0).mean(),
+    "optax, hinge": lambda p, b, k: optax.hinge_loss(predict(p, b), jnp.sign(b.y)).mean(),
+    "optax, divergence": lambda p, b, k: optax.kl_divergence(jax.nn.log_softmax(logits(p, b)), jax.nn.softmax(b.x[:, :CLASSES])).mean(),
+    "optax, ranking": lambda p, b, k: optax.losses.ranking_softmax_loss(language_model(p, b)[..., 0], b.mask),
+    "optax, CTC": lambda p, b, k: optax.ctc_loss(language_model(p, b), jnp.zeros((len(b.x), LENGTH)), b.tokens[:, :2], jnp.zeros((len(b.x), 2))).mean(),
+    "weights of classes": lambda p, b, k: (nll(p, b) * jnp.arange(1.0, CLASSES + 1)[b.label]).sum() / jnp.arange(1.0, CLASSES + 1)[b.label].sum(),
+    "weights by the counts of classes": lambda p, b, k: (nll(p, b) / jnp.bincount(b.label, length=CLASSES)[b.label]).sum(),
+    "means of classes": lambda p, b, k: jnp.square(jax.ops.segment_sum(logits(p, b), b.label, CLASSES) / (1 + jnp.bincount(b.label, length=CLASSES)[:, None])).sum(),
+    "z-loss": lambda p, b, k: nll(p, b).mean() + 1e-2 * jnp.square(jax.nn.logsumexp(logits(p, b), axis=-1)).mean(),
+    "best five": lambda p, b, k: lax.top_k(language_model(p, b).sum(1), 3)[0].sum(-1).mean(),
+    "sorted scores": lambda p, b, k: (jnp.sort(logits(p, b), axis=-1) * jnp.arange(CLASSES)).mean(),
+}  # fmt: skip
+
+SEQUENCES = {
+    "words in one dimension": lambda p, b, k: flat_token_nll(p, b).mean(),
+    "masked words in one dimension": lambda p, b, k: (flat_token_nll(p, b)[:, 0] * b.mask.reshape(-1)).sum() / b.mask.sum(),
+    "packed sequences": lambda p, b, k: (optax.softmax_cross_entropy_with_integer_labels(language_model(p, b, same_segment(b)), b.tokens) * (b.segment > 0)).sum() / (b.segment > 0).sum(),
+    "packed, a mean for each segment": lambda p, b, k: (jax.ops.segment_sum(token_nll(p, b).reshape(-1), b.segment.reshape(-1), 3) / (1 + jnp.bincount(b.segment.reshape(-1), length=3))).sum(),
+    "next word": lambda p, b, k: optax.softmax_cross_entropy_with_integer_labels(language_model(p, b)[:, :-1], b.tokens[:, 1:]).mean(),
+    "recurrent": lambda p, b, k: jnp.square(rnn(p, b)[0] @ p["u"] - b.y).mean(),
+    "recurrent, all states": lambda p, b, k: (jnp.swapaxes(rnn(p, b)[1], 0, 1) @ p["u"] * b.mask).sum() / b.mask.sum(),
+    "recurrent, unrolled": lambda p, b, k: jnp.square(rnn(p, b, unroll=2)[1]).mean(),
+    "scan over layers": lambda p, b, k: jnp.square(deep(p, b) @ p["u"] - b.y).mean(),
+    "scan over layers, remat": lambda p, b, k: jnp.square(deep(p, b, remat=True) @ p["u"] - b.y).mean(),
+    "remat with a policy": lambda p, b, k: jax.checkpoint(lambda w: jnp.square(jnp.tanh(b.x @ w) @ w).mean(), policy=jax.checkpoint_policies.dots_saveable)(p["w"]),
+    "cumulative along words": lambda p, b, k: jnp.cumsum(token_nll(p, b), axis=1).mean(),
+    "forward algorithm": lambda p, b, k: -sequence_log_likelihood(p, b).mean(),
+    "loop with a count": lambda p, b, k: lax.fori_loop(0, 3, lambda i, x: x + jnp.tanh(x @ p["layers"][i]), b.x).mean(),
+    "loop until all are done": lambda p, b, k: (squares(p, b) * newton(1 + b.y**2)).mean(),
+    "branch on the batch": lambda p, b, k: lax.cond(b.y.sum() > 0, lambda: squares(p, b).mean(), lambda: 2 * predict(p, b).mean()),
+    "branch that uses examples": lambda p, b, k: lax.cond(b.mask.sum() > 3, lambda x: x, jnp.tanh, squares(p, b)).mean(),
+    "inner products over time and width": lambda p, b, k: jnp.einsum("btd,btd->b", p["embedding"][b.tokens], p["embedding"][b.tokens] @ p["w"]).mean(),
+    "gradients of embeddings": lambda p, b, k: jnp.square(p["embedding"][b.tokens].mean(1) @ p["w"]).mean(),
+    "time first": lambda p, b, k: (jnp.swapaxes(p["embedding"][b.tokens], 0, 1).reshape(-1, WIDTH) @ p["u"]).var(),
+}  # fmt: skip
+
+MODULES = {
+    "Linen": lambda p, b, k: cross_entropy(LINEN.apply(p["linen"], b.x), b).mean(),
+    "Linen, dropout": lambda p, b, k: cross_entropy(DROPPED.apply(p["linen"], b.x, rngs={"dropout": k}), b).mean(),
+    "Linen, batch norm": lambda p, b, k: cross_entropy(NORMED.apply({**p["normed"]}, b.x, mutable=["batch_stats"])[0], b).mean(),
+    "Linen, transformer": lambda p, b, k: (optax.softmax_cross_entropy_with_integer_labels(Transformer().apply(p["transformer"], b.tokens, b.mask), b.tokens) * b.mask).sum() / b.mask.sum(),
+    "Linen, images": lambda p, b, k: cross_entropy(Images().apply(p["images"], b.image), b).mean(),
+    "nnx": lambda p, b, k: cross_entropy(nnx_logits(p, b), b).mean(),
+    "convolution": lambda p, b, k: jnp.square(conv(b.image, p["kernel"])).mean(),
+    "convolution by channel": lambda p, b, k: jnp.square(conv(b.image, p["depthwise"], feature_group_count=2)).mean(),
+    "convolution and batch norm": lambda p, b, k: (jnp.tanh(batch_norm(conv(b.image, p["kernel"]).reshape(-1, 4))) * p["gain"]).mean(),
+    "pooling": lambda p, b, k: nn.max_pool(conv(b.image, p["kernel"]), (2, 2)).mean(),
+    "experts": lambda p, b, k: jnp.square(mixture(p, b) @ p["u"] - b.y).mean(),
+    "experts with load balance": lambda p, b, k: jnp.square(mixture(p, b) @ p["u"] - b.y).mean() + 0.1 * load_balance(p, b),
+    "custom_vjp": lambda p, b, k: jnp.square(clipped(b.x @ p["w"])).mean(),
+    "custom_jvp": lambda p, b, k: soft(b.x @ p["w"]).mean(),
+    "inner jit": lambda p, b, k: jax.jit(lambda w: (b.weight * jnp.tanh(b.x @ w).sum(-1)).sum() / b.weight.sum())(p["w"]),
+    "vmap over examples": lambda p, b, k: jax.vmap(lambda x, y: (jnp.tanh(x @ p["w"]) @ p["u"] - y) ** 2)(b.x, b.y).mean(),
+    "factorization of each example": lambda p, b, k: jnp.linalg.slogdet(jnp.eye(LENGTH) * 9 + attend(p["embedding"][b.tokens] @ p["w"])[..., :LENGTH])[1].mean(),
+    "Fourier transform of each example": lambda p, b, k: jnp.abs(jnp.fft.rfft(b.x @ p["w"])).mean(),
+    "sixteen bits inside": lambda p, b, k: jnp.square((b.x.astype(jnp.float32) @ p["w"].astype(jnp.float32)).astype(float)).mean(),
+}  # fmt: skip
+
+KEYS = {
+    "dropout with a key from outside": lambda p, b, k: jnp.square(dropout(k, b.x @ p["w"]) @ p["u"] - b.y).mean(),
+    "noise on inputs": lambda p, b, k: jnp.square((b.x + jax.random.normal(k, b.x.shape)) @ p["u"] - b.y).mean(),
+    "a key for each example": lambda p, b, k: jax.vmap(lambda key, x: jax.random.normal(key) * x @ p["u"])(jax.random.split(k, len(b.x)), b.x).mean(),
+    "a key folded for each example": lambda p, b, k: jax.vmap(lambda i, x: jax.random.uniform(jax.random.fold_in(k, i)) * x @ p["u"])(jnp.arange(len(b.x)), b.x).mean(),
+    "words masked at random": lambda p, b, k: (token_nll(p, b) * jax.random.bernoulli(k, 0.5, b.tokens.shape)).mean(),
+    "noise on weights": lambda p, b, k: squares({**p, "w": p["w"] + jax.random.normal(k, p["w"].shape)}, b).mean(),
+    "reparametrized": lambda p, b, k: jnp.square(b.x @ p["w"] + jnp.exp(b.x[:, :1]) * jax.random.normal(k, (len(b.x), WIDTH))).mean(),
+    "dropout in a scan": lambda p, b, k: lax.scan(lambda x, wk: (dropout(wk[1], jnp.tanh(x @ wk[0])), None), b.x, (p["layers"], jax.random.split(k, 3)))[0].mean(),
+    "negatives from one key": lambda p, b, k: (b.x @ p["w"] @ jax.random.normal(k, (WIDTH, 8))).mean(),
+    "categorical samples": lambda p, b, k: (logits(p, b) * jax.nn.one_hot(jax.random.categorical(k, lax.stop_gradient(logits(p, b))), CLASSES)).mean(),
+}  # fmt: skip
+
+AUX = {
+    "rows": lambda p, b, k: (squares(p, b).mean(), logits(p, b)),
+    "rows along another dimension": lambda p, b, k: (squares(p, b).mean(), logits(p, b).T),
+    "accuracy": lambda p, b, k: (nll(p, b).mean(), (logits(p, b).argmax(-1) == b.label).mean()),
+    "counts": lambda p, b, k: (nll(p, b).mean(), {"right": (logits(p, b).argmax(-1) == b.label).sum(), "of": b.label.size}),
+    "counts in float": lambda p, b, k: ((token_nll(p, b) * b.mask).sum() / b.mask.sum(), {"weights": b.mask.sum(), "total": (token_nll(p, b) * b.mask).sum()}),
+    "maxima": lambda p, b, k: (squares(p, b).mean(), (squares(p, b).max(), jnp.abs(b.x).max(0), b.label.min())),
+    "perplexity of the batch": lambda p, b, k: (token_nll(p, b).mean(), jnp.exp(token_nll(p, b).mean())),
+    "variances": lambda p, b, k: (squares(p, b).mean(), (b.x @ p["w"]).var(0)),
+    "norm of activations": lambda p, b, k: (squares(p, b).mean(), jnp.linalg.norm(b.x @ p["w"])),
+    "histogram": lambda p, b, k: (nll(p, b).mean(), jnp.bincount(b.label, length=CLASSES)),
+    "confusion matrix": lambda p, b, k: (nll(p, b).mean(), jnp.zeros((CLASSES, CLASSES), int).at[b.label, logits(p, b).argmax(-1)].add(1)),
+    "any and all": lambda p, b, k: (squares(p, b).mean(), ((b.y > 9).any(), (b.y > -9).all(), jnp.isfinite(b.x).all())),
+    "weights and numbers": lambda p, b, k: (squares(p, b).mean(), {"w": p["w"] * 2, "n": 7, "none": None}),
+    "numbers of rows": lambda p, b, k: (squares(p, b).mean(), (jnp.arange(len(b.x)), len(b.x))),
+    "batch statistics of Linen": lambda p, b, k: (squares(p, b).mean(), NORMED.apply(p["normed"], b.x, mutable=["batch_stats"])[1]),
+    "moving average of statistics": lambda p, b, k: (squares(p, b).mean(), 0.9 * p["u"] + 0.1 * b.x.mean(0)),
+    "norm of a gradient": lambda p, b, k: (squares(p, b).mean(), optax.tree.norm(jax.grad(lambda q: squares(q, b).mean())(p)["w"])),
+    "nested": lambda p, b, k: (squares(p, b), [{"loss": (squares(p, b), squares(p, b).sum())}, b.tokens.max()]),
+}  # fmt: skip
+
+MICROBATCHES = {  # which share the examples among ranks in different ways
+    "microbatches of neighbours": lambda p, b, k: in_parts(p, b, 2, 1),
+    "microbatches one after the other": lambda p, b, k: in_parts(p, b, 2, 0),
+}  # fmt: skip
+
+EQUAL = MEANS | CLASSIFIERS | SEQUENCES | MODULES | KEYS
+
+# Rejected, with the operation that needs other examples ---------------------------------------------
+
+REJECTED = {
+    "contrastive over all pairs": (lambda p, b, k: cross_entropy_of_pairs(b.x @ p["w"], b.x2), "a @ b.T"),
+    "similarities within the batch": (lambda p, b, k: kernel_matrix(b.x @ p["w"]).mean(), "x[:, None] - x"),
+    "mixup by a roll": (lambda p, b, k: mixup(p, b), "jnp.roll(b.x, 1, axis=0)"),
+    "mixup by a permutation": (lambda p, b, k: permuted(p, b, k), "b.x[jax.random.permutation(k, len(b.x))]"),
+    "reversed batch": (lambda p, b, k: (predict(p, b) * b.y[::-1]).mean(), "b.y[::-1]"),
+    "differences of neighbours": (lambda p, b, k: jnp.square(jnp.diff(predict(p, b))).mean(), "jnp.diff(predict(p, b))"),
+    "hardest examples": (lambda p, b, k: hardest(squares(p, b)), "lax.top_k(each, 4)"),
+    "median of errors": (lambda p, b, k: jnp.median(squares(p, b)), "jnp.median(squares(p, b))"),
+    "sorted errors": (lambda p, b, k: (jnp.sort(squares(p, b)) * jnp.arange(len(b.x))).mean(), "jnp.sort(squares(p, b))"),
+    "one example": (lambda p, b, k: squares(p, b)[0], "squares(p, b)[0]"),
+    "half of the batch": (lambda p, b, k: squares(p, b)[: len(b.x) // 2].mean(), "squares(p, b)[: len(b.x) // 2]"),
+    "product of all": (lambda p, b, k: jnp.prod(1 + squares(p, b) / 50), "jnp.prod(1 + squares(p, b) / 50)"),
+    "optax, contrastive": (lambda p, b, k: optax.losses.ntxent(b.x @ p["w"], b.label), "optax.losses.ntxent"),
+    "every other example": (lambda p, b, k: squares(p, b)[::2].mean(), "squares(p, b)[::2]"),
+    "cumulative over the batch": (lambda p, b, k: jnp.cumsum(squares(p, b)).mean(), "jnp.cumsum(squares(p, b))"),
+    "example with the largest error": (lambda p, b, k: predict(p, b)[squares(p, b).argmax()], "squares(p, b).argmax()"),
+    "capacity of experts": (lambda p, b, k: within_capacity(p, b), "jnp.cumsum(chosen, axis=0)"),
+    "inverse of a Gram matrix": (lambda p, b, k: jnp.linalg.slogdet(jnp.eye(len(b.x)) + gram(b.x @ p["w"]))[1], "x @ x.T"),
+    "one example after the other": (lambda p, b, k: lax.scan(lambda h, x: (jnp.tanh(h + x @ p["w"]), None), jnp.zeros(WIDTH), b.x)[0].sum(), "lax.scan"),
+    "neighbours in the batch": (lambda p, b, k: jnp.square(jnp.convolve(predict(p, b), jnp.ones(3))).mean(), "jnp.convolve"),
+    "a callback": (lambda p, b, k: jax.pure_callback(np.abs, jax.ShapeDtypeStruct(b.y.shape, b.y.dtype), b.y).mean(), "jax.pure_callback"),
+    "aux that needs all examples": (lambda p, b, k: squares(p, b).mean() + 0 * lax.stop_gradient(ranks_of(b.y)), "jnp.argsort(y)"),
+}  # fmt: skip
+
+
+def cross_entropy_of_pairs(a, b):
+    scores = a @ b.T
+    return optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(a))).mean()
+
+
+def kernel_matrix(x):
+    return jnp.exp(-jnp.square(x[:, None] - x).sum(-1))
+
+
+def mixup(p, b):
+    mixed = 0.7 * b.x + 0.3 * jnp.roll(b.x, 1, axis=0)
+    return jnp.square(mixed @ p["u"] - b.y).mean()
+
+
+def permuted(p, b, k):
+    mixed = b.x + b.x[jax.random.permutation(k, len(b.x))]
+    return jnp.square(mixed @ p["u"] - b.y).mean()
+
+
+def hardest(each):
+    worst, _ = lax.top_k(each, 4)
+    return worst.mean()
+
+
+def within_capacity(p, b):
+    chosen = jax.nn.one_hot(gates(p, b).argmax(-1), EXPERTS)
+    place = jnp.cumsum(chosen, axis=0)
+    return (chosen * gates(p, b) * (place < 3)).mean()
+
+
+def gram(x):
+    return x @ x.T
+
+
+def ranks_of(y):
+    return jnp.argsort(y).mean()
+
+
+def groups(losses, size):
+    """Dictionaries of at most `size` losses: programs that are compiled at once."""
+    names = iter(losses)
+    while some := list(itertools.islice(names, size)):
+        yield {name: losses[name] for name in some}
