@@ -130,11 +130,16 @@ def _constructed(topology: Topology) -> list[Coord]:
 
 
 def _from_first(walk: list[Coord], topology: Topology) -> list[Coord]:
-    """The same ring, from the first chip in grid order towards the lower of its neighbours."""
-    start = walk.index(topology.coords[0])
+    """The same ring, from the first chip in grid order: over a link, and to the lower of two."""
+    first = topology.coords[0]
+    start = walk.index(first)
     walk = walk[start:] + walk[:start]
-    if len(walk) > 2 and topology.rank(walk[-1]) < topology.rank(walk[1]):
-        walk = [walk[0], *reversed(walk[1:])]
+
+    def preference(coord: Coord) -> tuple[bool, int]:
+        return not topology.is_link(first, coord), topology.rank(coord)
+
+    if len(walk) > 2 and preference(walk[-1]) < preference(walk[1]):
+        walk = [first, *reversed(walk[1:])]
     return walk
 
 
