@@ -134,11 +134,11 @@ class TestRanks:
     def test_shares_and_groups_of_a_topology(self):
         assert BatchShares.for_ranks(DISCONNECTED, 12).counts().tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
         assert BatchShares.for_ranks(TWO_ON_A_CHIP, 3).counts().tolist() == [2, 1]
-        assert ChipGroups.of_size(DISCONNECTED, 10).ranks == (tuple(range(8)),)
+        (group,) = ChipGroups.of_size(DISCONNECTED, 10).ranks
+        assert sorted(group) == list(range(8))
         assert ChipGroups.of_size(TWO_ON_A_CHIP, 1).ranks == ((0, 1),)
-        assert BatchShares.for_ranks(Ranks(HOLE, with_idle=True), 12).counts().tolist() == [
-            *(0, 0, 1, 1), *(0, 0, 1, 1), *(1, 1, 1, 1), *(1, 1, 1, 1),
-        ]  # fmt: skip
+        counts = BatchShares.for_ranks(Ranks(HOLE, with_idle=True), 12).counts()
+        assert counts.tolist() == [1] * 12 + [0] * 4
 
 
 @pytest.mark.parametrize("options", [{"overlap": True}, {"reduce_scatter": True}])
