@@ -30,7 +30,7 @@ def kernel_seconds(
 
     >>> import ftmesh
     >>> from ftmesh.cost.links import NETWORKS
-    >>> ring = ftmesh.plan(Topology.grid("16x16", failed="2x2@2,2"), "ring").schedule
+    >>> ring = ftmesh.plan(ftmesh.Topology.grid("16x16", failed="2x2@2,2"), "ring").schedule
     >>> round(1e3 * kernel_seconds(ring, 100_000_000, NETWORKS["v6e"]), 2)
     1.82
     """
