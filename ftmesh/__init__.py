@@ -14,6 +14,7 @@ from ftmesh.cost.lower_bounds import limits as limits
 from ftmesh.cost.simulate import Simulation as Simulation
 from ftmesh.cost.simulate import simulate as simulate
 from ftmesh.errors import ArgumentError as ArgumentError
+from ftmesh.errors import BatchSizeWarning as BatchSizeWarning
 from ftmesh.errors import CollectiveError as CollectiveError
 from ftmesh.errors import FtmeshError as FtmeshError
 from ftmesh.errors import PlanError as PlanError
@@ -35,6 +36,9 @@ from ftmesh.schedule.verify import Proof as Proof
 from ftmesh.schedule.verify import verify as verify
 from ftmesh.topology.notation import Block as Block
 from ftmesh.topology.notation import Coord as Coord
+from ftmesh.topology.ranks import jax_mesh as jax_mesh
+from ftmesh.topology.ring_order import RingOrder as RingOrder
+from ftmesh.topology.ring_order import ring_order as ring_order
 from ftmesh.topology.tiles import TiledTopology as TiledTopology
 from ftmesh.topology.topology import Topology as Topology
 
@@ -42,28 +46,31 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ftmesh.collectives import all_gather as all_gather
-    from ftmesh.collectives import gather_from_owners as gather_from_owners
     from ftmesh.collectives import pmean as pmean
     from ftmesh.collectives import psum as psum
     from ftmesh.collectives import psum_scatter as psum_scatter
-    from ftmesh.collectives import reduce_to_owners as reduce_to_owners
     from ftmesh.collectives.audit import audit as audit
+    from ftmesh.layout.batch_padding import batch_padding as batch_padding
+    from ftmesh.layout.batch_padding import nearest_batch_size as nearest_batch_size
+    from ftmesh.layout.batch_padding import pad_batch as pad_batch
     from ftmesh.tpu.compiler_options import compiler_options as compiler_options
 
 # These import JAX, so they are loaded when they are first asked for.
 _WITH_JAX = {
     "all_gather": "ftmesh.collectives",
     "audit": "ftmesh.collectives.audit",
+    "batch_padding": "ftmesh.layout.batch_padding",
     "compiler_options": "ftmesh.tpu.compiler_options",
-    "gather_from_owners": "ftmesh.collectives",
+    "nearest_batch_size": "ftmesh.layout.batch_padding",
+    "pad_batch": "ftmesh.layout.batch_padding",
     "pmean": "ftmesh.collectives",
     "psum": "ftmesh.collectives",
     "psum_scatter": "ftmesh.collectives",
-    "reduce_to_owners": "ftmesh.collectives",
 }
 
 __all__ = [
     "ArgumentError",
+    "BatchSizeWarning",
     "Block",
     "CollectiveError",
     "Coord",
@@ -74,6 +81,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Proof",
+    "RingOrder",
     "RoutingError",
     "Schedule",
     "ScheduleError",
@@ -87,15 +95,18 @@ __all__ = [
     "VerificationError",
     "all_gather",
     "audit",
+    "batch_padding",
     "compiler_options",
-    "gather_from_owners",
+    "jax_mesh",
     "limits",
     "load",
+    "nearest_batch_size",
+    "pad_batch",
     "plan",
     "pmean",
     "psum",
     "psum_scatter",
-    "reduce_to_owners",
+    "ring_order",
     "save",
     "simulate",
     "verify",

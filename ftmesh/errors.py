@@ -104,3 +104,7 @@ class MissingExtraError(FtmeshError, ImportError):
 
 class TopologyWarning(UserWarning):
     """ftmesh has made an assumption about the devices."""
+
+
+class BatchSizeWarning(UserWarning):
+    """A batch has another size than was asked for."""

@@ -66,7 +66,7 @@ EXTRAS = {
     "matplotlib": {"draw.plots"},
     "scipy": {"topology.ranks", "cost.round_bounds"},  # which JAX brings
     "jaxlib": {"elastic.coordination_service"},  # alone, so that it starts at once
-    "optax": {"optim", "planning.plan"},  # the latter for types
+    "optax": {"optim", "planning.bound_collectives"},  # the latter for types
     "flax": {"nn"},
 }
 

@@ -26,7 +26,7 @@ MISTAKES = [
     ("accumulate_dtype=np.float32", "acumulate_dtype=np.float32", "call-arg"),
     ("plan=protocol", "plan=topology_name", "name-defined"),
     ("scatter_dimension=0", "dimension=0", "call-arg"),
-    ("plan=plan, mean=True", "mean=True", "call-arg"),
+    ("axis=0, tiled=True", "axes=0, tiled=True", "call-arg"),
     ("weighted=False", "weigthed=False", "call-arg"),
     ("for_ranks(plan, 512)", 'for_ranks("8x8", 512)', "arg-type"),
     ("ftmesh.limits(", "ftmesh.limit(", "attr-defined"),

@@ -25,7 +25,7 @@ from ftmesh.elastic.controller_client import ControllerClient, Paused
 from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup, initialize, run_generations
 from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
 from ftmesh.errors import ArgumentError
-from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE
+from ftmesh.execute.lowering import EXECUTORS, PALLAS
 from ftmesh.files import check_output_files, check_output_folder
 from ftmesh.planning.selection import ALGORITHMS, AUTO
 from ftmesh.testing import cpu_grid, fault_injection
@@ -156,10 +156,10 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     parser.add_argument(
         "--executor",
         choices=(AUTO, *EXECUTORS),
-        default=PPERMUTE,
-        help="what runs a sum: permutations, or one Pallas kernel, for TPUs (interpreted, slowly, "
-        "elsewhere); auto takes the faster one by a model of the kernel that has not been measured "
-        "(default: %(default)s)",
+        default=AUTO,
+        help="what runs a sum: XLA's own ring, rounds of ppermute, in loops or unrolled, or one "
+        "Pallas kernel, for TPUs (interpreted, slowly, elsewhere); auto takes xla or ppermute, the "
+        "cheaper by simulation, and ppermute for a named algorithm (default: %(default)s)",
     )
     parser.add_argument(
         "--whole-optimizer",

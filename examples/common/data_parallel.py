@@ -30,7 +30,7 @@ from ftmesh.distributed.consensus import agreed_plan
 from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
 from ftmesh.elastic.precompile import cached_plan
 from ftmesh.errors import ArgumentError, CollectiveError
-from ftmesh.execute.lowering import PALLAS, PPERMUTE
+from ftmesh.execute.lowering import PALLAS, PPERMUTE, XLA
 from ftmesh.layout.batch_shares import BatchShares
 from ftmesh.optim.replicated import ReplicatedOptimizer
 from ftmesh.optim.sharded import ShardedOptimizer
@@ -39,11 +39,12 @@ from ftmesh.planning.plan import Plan
 from ftmesh.planning.selection import AUTO
 from ftmesh.testing import shard_map_on_one_device
 from ftmesh.topology.devices import platform_of, process_of
-from ftmesh.topology.ranks import Ranks, backup_ranks
+from ftmesh.topology.ranks import Ranks, backup_ranks, jax_mesh
 from ftmesh.topology.topology import Topology
 from ftmesh.tpu.compiler_options import compiler_options
 
 PSUM = "psum"  # in place of an algorithm: lax.psum, which needs no plan
+_EXECUTORS = {PALLAS: " in a Pallas kernel", XLA: " by XLA"}
 SMALL_BYTES = 4096  # losses, counts, norms: their cost is the number of rounds
 
 
@@ -82,7 +83,7 @@ class DataParallel(DeviceArrays):
         keeps_state: bool = True,
         copies: bool = True,
         reduce_scatter: bool = False,
-        executor: str = PPERMUTE,
+        executor: str = AUTO,
     ) -> DataParallel:
         """Plan sums over the live devices of `topology`.
 
@@ -123,7 +124,7 @@ class DataParallel(DeviceArrays):
                 planner=cached_plan,
             )
             small_plan = _small_plan(gradient_plan)
-        mesh = topology.jax_mesh(axis_name, with_idle=with_idle) if topology.devices else None
+        mesh = jax_mesh(topology, axis_name, with_idle=with_idle) if topology.devices else None
         is_elastic = group.controller is not None
         return DataParallel(
             ranks,
@@ -158,10 +159,10 @@ class DataParallel(DeviceArrays):
             return "a single device"
         plan = self.gradients_plan
         algorithm = "lax.psum" if plan is None else plan.algorithm
-        kernel = " in a Pallas kernel" if plan is not None and plan.executor == PALLAS else ""
+        executor = _EXECUTORS.get(plan.executor, "") if plan is not None else ""
         idle = " with idle devices" if self.ranks.with_idle else ""
         emulated = "" if self.mesh else ", emulated on one device"
-        return f"{algorithm}{kernel} on {self.ranks.topology}{idle}{emulated}"
+        return f"{algorithm}{executor} on {self.ranks.topology}{idle}{emulated}"
 
     # Inside a step ----------------------------------------------------------------------------
 
@@ -262,7 +263,7 @@ class DataParallel(DeviceArrays):
         sharded: bool = True,
         wire_dtype: Any = None,
         order: Sequence[int] | None = None,
-        **options: Any,
+        min_size: int = 0,
     ) -> ShardedOptimizer | ReplicatedOptimizer:
         """Wrap an optax transformation for gradients that differ from rank to rank.
 
@@ -271,19 +272,19 @@ class DataParallel(DeviceArrays):
             sharded: Shard the optimizer's state over the chips. Without a plan it is replicated.
             wire_dtype: What gradients are sent in.
             order: With `overlap`, the order of `backward_order`.
-            **options: Passed to `ShardedOptimizer`.
+            min_size: Tensors with fewer elements are replicated.
         """
         if self.plan is not None and sharded:
-            if self.overlap:
-                overlap = {"overlap": True, "bucket_bytes": self.bucket_bytes, "order": order}
-                options = overlap | options
             return ShardedOptimizer(
                 transformation,
                 self.plan,
                 self.axis_name,
                 wire_dtype=wire_dtype,
                 norm_plan=self.small_plan,
-                **options,
+                overlap=self.overlap,
+                bucket_bytes=self.bucket_bytes if self.overlap else None,
+                order=order if self.overlap else None,
+                min_size=min_size,
             )
         return ReplicatedOptimizer(
             transformation,
@@ -297,7 +298,7 @@ class DataParallel(DeviceArrays):
 
 def _partners(topology: Topology) -> tuple[int, ...] | None:
     """Return a rank on another host for each rank; None if there are too few."""
-    hosts = [process_of(device) for device in topology.devices]
+    hosts = [process_of(device) for device in Ranks(topology).devices]
     ranks = backup_ranks(topology, hosts) if len(set(hosts)) > 1 else None
     return None if ranks is None else tuple(ranks.tolist())
 

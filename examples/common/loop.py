@@ -227,7 +227,7 @@ def _prepare(job: Job, topology: Topology, *, compile_ahead: bool) -> None:
 def _warn_without_copies(trainer: Trainer, args: argparse.Namespace) -> None:
     """Warn that a lost host takes its shards of the state with it."""
     parallel = trainer.parallel
-    wants = parallel.group.controller is not None and trainer.layouts and not args.no_copies
+    wants = parallel.group.controller is not None and trainer.full_types and not args.no_copies
     if wants and parallel.partners is None and parallel.group.is_primary:
         say(
             "the optimizer's shards have no copies on other hosts, which have too few chips for "

@@ -50,7 +50,7 @@ def reshard_state(held: Any, trainer: Trainer, stores: PeerStores) -> State | No
         return now.put(jax.tree.map(lambda leaf: np.asarray(before.local(leaf)), tree))
 
     params, stats = local(held.state.params), _move_stats(held.state.stats, now)
-    if held.trainer.layouts or trainer.layouts:
+    if held.trainer.full_types or trainer.full_types:
         publish_shards(held, now.group, stores)
         optimizer = _collect_shards(held, trainer, stores)
     else:
@@ -62,7 +62,7 @@ def _is_complete(trainer: Trainer, remaining: set[int]) -> bool:
     """True if the remaining processes have every shard of the optimizer's state, or a copy."""
     devices = trainer.parallel.live_devices or ()
     hosts = [process_of(device) for device in devices]
-    if not trainer.layouts or remaining >= set(hosts):
+    if trainer.full_types is None or remaining >= set(hosts):
         return True
     partners = trainer.parallel.partners
     return partners is not None and all(
@@ -79,12 +79,12 @@ def publish_shards(held: Any, group: ElasticGroup, stores: PeerStores) -> None:
     if not _is_complete(held.trainer, remaining):
         return
     copies = None
-    if before.partners is not None and held.trainer.layouts:
+    if before.partners is not None and held.trainer.full_types is not None:
         copies = PartnerCopies(held.state.copies, before.partners)
     snapshotter = Snapshotter(
         group.process,
         devices=[device for device in before.live_devices if process_of(device) in remaining],
-        layouts=held.trainer.layouts,
+        full_types=held.trainer.full_types,
         copies=copies,
     )
     snapshot = snapshotter.snapshot(held.step, State((), (), held.state.optimizer))
@@ -113,7 +113,7 @@ def _collect_shards(held: Any, trainer: Trainer, stores: PeerStores) -> Any:
                 group.controller.check_generation()
             time.sleep(INTERVAL)
     like = trainer.saved._replace(params=(), stats=())
-    state = restore_state(saved, like, trainer.layouts)
+    state = restore_state(saved, like, trainer.full_types)
     group.barrier("the new shards")
     if group.is_primary:
         stores.drop("carried/")  # also of generations that ended early

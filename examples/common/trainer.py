@@ -26,10 +26,9 @@ from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
 from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
-from ftmesh.execute.lowering import PPERMUTE
 from ftmesh.layout.batch_shares import BatchShares
-from ftmesh.layout.owned_buckets import OwnedLayout
 from ftmesh.optim.sharded import ShardedOptimizer
+from ftmesh.planning.selection import AUTO
 from ftmesh.topology.topology import Topology
 
 
@@ -42,12 +41,16 @@ class State(NamedTuple):
     copies: Any = ()  # of another rank's shard of `optimizer`, if hosts may be lost
 
 
+LARGE_MODEL = 2**20  # parameters: of a smaller model, all tensors of the optimizer are sharded
+SMALL = 2**14  # elements: smaller tensors of a large model are replicated
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """How a step is distributed. See `DataParallel.create`; `sharded` is the optimizer's state."""
 
     algorithm: str = "auto"
-    executor: str = PPERMUTE
+    executor: str = AUTO
     sharded: bool = True
     with_idle: bool = False
     overlap: bool = False
@@ -95,13 +98,13 @@ class Trainer:
     copies: Any  # optimizer state -> copies of it at partners
     inputs: tuple[State, Any]  # types and shardings of the arguments of `step`
     saved: State  # types and shardings of a checkpoint
-    layouts: tuple[OwnedLayout, ...] = ()  # of a sharded optimizer
+    full_types: State | None = None  # of the state of a sharded optimizer, before sharding
 
     def save(self, checkpoints: Checkpoints | PeerCheckpoint, step: int, state: State) -> None:
         """Start to save a state, with the mean of its statistics."""
         mean = state._replace(stats=self.mean_stats(state.stats), copies=())
         devices = self.parallel.live_devices
-        checkpoints.save(step, mean, layouts=self.layouts, devices=devices)
+        checkpoints.save(step, mean, full_types=self.full_types, devices=devices)
 
     def restore(self, checkpoints: Checkpoints | PeerCheckpoint) -> tuple[int, State] | None:
         """Return the step and state of the newest valid checkpoint, if any."""
@@ -109,7 +112,7 @@ class Trainer:
         def agree(step: str) -> None:
             self.parallel.group.agree({"the step to resume from": step})
 
-        restored = checkpoints.restore(self.saved, layouts=self.layouts, agree=agree)
+        restored = checkpoints.restore(self.saved, full_types=self.full_types, agree=agree)
         if restored is None or not restored[0]:
             return None
         return restored[0], self.from_saved(restored[1])
@@ -150,11 +153,13 @@ def make_trainer(
     params, stats = types
     own_batch = _batch_type(row, shares.per_rank)
     batch = _batch_type(row, shares.per_rank * parallel.num_ranks)
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     optimizer = parallel.optimizer(
         transformation,
         sharded=sharded,
         wire_dtype=wire_dtype,
         order=parallel.backward_order(loss, params, stats, own_batch),
+        min_size=SMALL if num_params >= LARGE_MODEL else 0,
     )
     has_copies = isinstance(optimizer, ShardedOptimizer) and parallel.partners is not None
     optimizer_specs = optimizer.specs(params)
@@ -162,8 +167,11 @@ def make_trainer(
     batch_specs = jax.tree.map(lambda _: SHARDED, row)
     init_optimizer = parallel.jit(optimizer.init, in_specs=(REPLICATED,), out_specs=optimizer_specs)
 
+    is_cut = [spec == SHARDED for spec in jax.tree.leaves(optimizer_specs)]
+
     def rank_copies(inner: Any) -> Any:
-        return parallel.copies(inner.rows) if has_copies else ()
+        own = [x for x, cut in zip(jax.tree.leaves(inner), is_cut, strict=True) if cut]
+        return parallel.copies(own) if has_copies else ()
 
     copies = parallel.jit(rank_copies, in_specs=(optimizer_specs,), out_specs=specs.copies)
 
@@ -178,8 +186,7 @@ def make_trainer(
             return loss(params, _own_row(state.stats), batch)
 
         (value, stats), grads = optimizer.value_and_grad(rank_loss, has_aux=True)(state.params)
-        updates, inner = optimizer.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params, inner = optimizer.apply(grads, state.optimizer, state.params)
         new_state = State(params, _as_rows(stats, 1), inner, rank_copies(inner))
         return new_state, parallel.mean(value)
 
@@ -220,7 +227,9 @@ def make_trainer(
         saved=parallel.with_shardings(
             state._replace(stats=stats, copies=()), specs._replace(stats=REPLICATED, copies=())
         ),
-        layouts=(optimizer.layout(params),) if isinstance(optimizer, ShardedOptimizer) else (),
+        full_types=State(None, None, optimizer.full_types(params), None)
+        if isinstance(optimizer, ShardedOptimizer) and any(is_cut)
+        else None,
     )
 
 

@@ -8,9 +8,9 @@ An axis that does not wrap, or has two chips, adds none; the circuits of the oth
 from __future__ import annotations
 
 from ftmesh.algorithms.building_blocks import bidirectional_rings
-from ftmesh.algorithms.circuits import axis_links, join_circuits, wrapping_axes
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.circuits import axis_links, join_circuits, wrapping_axes
 from ftmesh.topology.topology import Topology
 
 

@@ -1,10 +1,10 @@
 """Checkpoints that are written while training goes on, atomically, with the last few kept.
 
     checkpoints = Checkpoints("run1/checkpoints", keep=3, resume=resume)
-    layouts = [optimizer.layout(params)]  # of a sharded optimizer; none for a replicated one
-    first_step, state = checkpoints.restore(state, layouts=layouts) if resume else (0, state)
+    full = {"params": None, "optimizer": optimizer.full_types(params)}  # if it is sharded
+    first_step, state = checkpoints.restore(state, full_types=full) if resume else (0, state)
     ...
-    checkpoints.save(step, state, layouts=layouts)
+    checkpoints.save(step, state, full_types=full)
     checkpoints.close()
 
 Each process writes what it owns and waits for no other; `ftmesh.checkpoint.manifest` has the
@@ -29,7 +29,6 @@ from ftmesh.checkpoint.files import MANIFEST_FILE, CheckpointReader, process_fil
 from ftmesh.checkpoint.restore import restore_newest
 from ftmesh.checkpoint.snapshot import Snapshot, Snapshotter
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.layout.owned_buckets import OwnedLayout
 from ftmesh.testing import fault_injection
 from ftmesh.topology.devices import process_of
 from ftmesh.units import format_bytes
@@ -93,7 +92,7 @@ class Checkpoints:
         step: int,
         state: Any,
         *,
-        layouts: Sequence[OwnedLayout] = (),
+        full_types: Any = None,
         devices: Sequence[Any] | None = None,
     ) -> None:
         """Start to write `state`, and return once it is copied to the host.
@@ -103,7 +102,9 @@ class Checkpoints:
         Args:
             step: The step that `state` is the result of.
             state: A pytree of arrays.
-            layouts: ``optimizer.layout(params)`` of each sharded state in it.
+            full_types: For tensors that are stored flat, as in the state of a sharded optimizer,
+                their types in full: ``optimizer.full_types(params)``, at the place of that state
+                in a pytree like `state`. None elsewhere.
             devices: The devices whose values count, if some are idle.
 
         Raises:
@@ -115,7 +116,7 @@ class Checkpoints:
         own_list = folder / process_file_names(self.process)[1]
         if own_list.exists() and self._is_complete(step):  # otherwise others may be ahead
             raise CheckpointError(f"{folder} exists already, and is not overwritten")
-        snapshotter = Snapshotter(self.process, self._process_of, devices, layouts)
+        snapshotter = Snapshotter(self.process, self._process_of, devices, full_types)
         snapshot = snapshotter.finite_snapshot(step, state)
         free = shutil.disk_usage(self.folder).free
         if snapshot.num_bytes > free:
@@ -129,14 +130,14 @@ class Checkpoints:
         self,
         like: Any,
         *,
-        layouts: Sequence[OwnedLayout] = (),
+        full_types: Any = None,
         agree: Callable[[str], None] = lambda result: None,
     ) -> tuple[int, Any]:
         """Restore the last complete checkpoint, and discard what is newer.
 
         Args:
             like: A state of arrays or types; the result has its tree, dtypes and shardings.
-            layouts: The layouts of sharded states in `like`.
+            full_types: As for `save`.
             agree: Called with what was found, before anything is discarded. It raises unless all
                 processes found the same.
 
@@ -151,7 +152,7 @@ class Checkpoints:
             self._steps(),
             lambda step: CheckpointReader(self._step_folder(step)),
             like,
-            layouts=layouts,
+            full_types=full_types,
             location=self.folder,
             log=self._log,
             agree=agree,

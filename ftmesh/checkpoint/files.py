@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.checkpoint.manifest import FORMAT, Manifest, Piece
+from ftmesh.checkpoint.manifest import FORMATS, Buffer, Manifest, Piece, Tensor
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.files import open_nonblocking, sync_folder, write_atomic
 from ftmesh.layout.element_order import from_tile_order
@@ -59,7 +59,7 @@ def process_files(
     entries: list[dict[str, Any]] = []
     yield data_name, _piece_bytes(pieces, entries)
     content = {
-        "format": FORMAT,
+        "format": manifest.format,
         "step": manifest.step,
         "process": process,
         "index": manifest_checksum(manifest),
@@ -174,15 +174,16 @@ class CheckpointReader:
             location = self._locations[Piece("tensor", number)]
             self._read(location.process, location.offset, vector.view(np.uint8))
             return vector.reshape(tensor.shape)
-        buffer = self.manifest.buffers[tensor.buffer]
-        size, stop = buffer.chunk_size, tensor.start + tensor.size
-        for chunk in range(tensor.start // size, -(-stop // size)):
+        buffer, done = self.manifest.buffers[tensor.buffer], 0
+        for chunk, start, count in _extents(tensor, buffer):
             rank, preceding = buffer.chunk_locations[chunk]
             location = self._locations[Piece("buffer", tensor.buffer, rank)]
-            first, last = max(tensor.start, chunk * size), min(stop, (chunk + 1) * size)
-            offset = (preceding * size + first - chunk * size) * tensor.dtype.itemsize
-            part = vector[first - tensor.start : last - tensor.start]
-            self._read(location.process, location.offset + offset, part.view(np.uint8))
+            offset = (preceding * buffer.chunk_size + start) * tensor.dtype.itemsize
+            part = vector[done : done + count].view(np.uint8)
+            self._read(location.process, location.offset + offset, part)
+            done += count
+        if tensor.width is not None:
+            return vector.reshape(tensor.shape)
         array: NDArray[Any] = from_tile_order(vector, tensor.shape)
         return array
 
@@ -204,6 +205,18 @@ class CheckpointReader:
             raise CheckpointError(
                 f"cannot read {name} of {_describe(self._files)}: {error.strerror}"
             ) from error
+
+
+def _extents(tensor: Tensor, buffer: Buffer) -> Iterator[tuple[int, int, int]]:
+    """Yield where the elements of a tensor are: chunk, first element there, and number."""
+    if tensor.width is not None:
+        for chunk in range(-(-tensor.size // max(1, tensor.width))):
+            yield chunk, tensor.start, min(tensor.width, tensor.size - chunk * tensor.width)
+        return
+    size, stop = buffer.chunk_size, tensor.start + tensor.size
+    for chunk in range(tensor.start // size, -(-stop // size)):
+        first, last = max(tensor.start, chunk * size), min(stop, (chunk + 1) * size)
+        yield chunk, first - chunk * size, last - first
 
 
 def _locate_pieces(files: Files, manifest: Manifest) -> dict[Piece, PieceLocation]:
@@ -256,7 +269,7 @@ def _add_pieces(
 
 
 def _read_list(files: Files, name: str) -> dict[str, Any]:
-    """Read a JSON file, of at most `MAX_LIST_BYTES` and of this version's format."""
+    """Read a JSON file, of at most `MAX_LIST_BYTES` and of a format that this version knows."""
     raw = bytearray()
     with _open(files, name) as file:
         while part := file.read(_BLOCK_BYTES):
@@ -264,10 +277,10 @@ def _read_list(files: Files, name: str) -> dict[str, Any]:
             if len(raw) > MAX_LIST_BYTES:
                 raise DamagedCheckpointError(f"its {name} is longer than {MAX_LIST_BYTES:,} bytes")
     content = load_json(bytes(raw), name)
-    if content.get("format") != FORMAT:
+    if content.get("format") not in FORMATS:
         raise CheckpointError(
             f"{_describe(files)} is of format {content.get('format')!r}, and this version reads "
-            f"{FORMAT}"
+            f"{' and '.join(FORMATS)}"
         )
     return content
 

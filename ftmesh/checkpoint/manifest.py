@@ -1,16 +1,20 @@
 """The manifest of a checkpoint: its tensors by name, and which rank wrote which part.
 
-A tensor is replicated, or stored in a buffer: a vector of equal chunks, each written by its owner.
-There it begins at element `start`, in the order of `ftmesh.layout.element_order`. Ranks write
-pieces: all chunks of a buffer that a rank owns, in ascending order, or a replicated tensor. On disk
-(`index.json`):
+A tensor is replicated, or stored in a buffer: equal chunks, each written by one rank. Of a tensor,
+each chunk has the next `width` elements, in their natural order, from element `start` of the chunk
+on. Ranks write pieces: the chunks of a buffer that a rank has, in ascending order, or a replicated
+tensor. On disk (`index.json`):
 
-    {"format": "ftmesh.checkpoint/1", "step": 30,
+    {"format": "ftmesh.checkpoint/2", "step": 30,
      "processes": [0, 1],                     those that have written a file of pieces
-     "owners": [[2, 0, 1, 3]],                tables: chunk -> rank
-     "buffers": [{"dtype": "float32", "chunks": 4, "rows": 8, "width": 128, "owners": 0}],
+     "owners": [[0, 1, 2, 3]],                tables: chunk -> rank
+     "buffers": [{"dtype": "float32", "chunks": 4, "rows": 1, "width": 128, "owners": 0}],
      "tensors": [{"name": "params/w", "dtype": "float32", "shape": [3, 5]},
-                 {"name": "optimizer/0/mu/w", ..., "buffer": 0, "start": 0}]}
+                 {"name": "optimizer/0/mu/w", ..., "buffer": 0, "start": 0, "width": 4}]}
+
+Without such tensors the format is "ftmesh.checkpoint/1". There a tensor in a buffer has no `width`:
+it begins at element `start` of all chunks, concatenated, and has the order of
+`ftmesh.layout.element_order`. Nothing writes these any more.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import numpy as np
 
 from ftmesh.errors import DamagedCheckpointError
 
-FORMAT = "ftmesh.checkpoint/1"
+FORMATS = ("ftmesh.checkpoint/1", "ftmesh.checkpoint/2")
 
 
 class Piece(NamedTuple):
@@ -45,13 +49,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Tensor:
-    """An array by name; if `buffer` is given, it is stored there from element `start` on."""
+    """An array by name; if `buffer` is given, it is stored there from element `start` on.
+
+    With `width` that is an element of each chunk, of which the tensor fills so many.
+    """
 
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     buffer: int | None = None
     start: int = 0
+    width: int | None = None
 
     @property
     def size(self) -> int:
@@ -94,6 +102,11 @@ class Manifest:
     tensors: tuple[Tensor, ...]
     buffers: tuple[Buffer, ...]
 
+    @property
+    def format(self) -> str:
+        """The name of the oldest format that can store this."""
+        return FORMATS[any(tensor.width is not None for tensor in self.tensors)]
+
     def describe_tensors(self) -> dict[str, str]:
         """Return dtype and shape of every tensor as text, by name."""
         return {tensor.name: str(tensor) for tensor in self.tensors}
@@ -114,7 +127,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         tables = list(dict.fromkeys(buffer.owner for buffer in self.buffers))
         return {
-            "format": FORMAT,
+            "format": self.format,
             "step": self.step,
             "processes": list(self.processes),
             "owners": [list(table) for table in tables],
@@ -131,6 +144,7 @@ class Manifest:
             "tensors": [
                 {"name": t.name, "dtype": t.dtype.name, "shape": list(t.shape)}
                 | ({} if t.buffer is None else {"buffer": t.buffer, "start": t.start})
+                | ({} if t.width is None else {"width": t.width})
                 for t in self.tensors
             ],
         }
@@ -169,8 +183,13 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             yield f"{tensor.name} is {tensor.dtype}, in a buffer of {buffer.dtype}"
         if tensor.start < ends[tensor.buffer]:
             yield f"{tensor.name} overlaps the tensor before it"
-        ends[tensor.buffer] = tensor.start + tensor.size
-        if ends[tensor.buffer] > len(buffer.owner) * buffer.chunk_size:
+        limit, used = len(buffer.owner) * buffer.chunk_size, tensor.size
+        if tensor.width is not None:
+            limit, used = buffer.chunk_size, tensor.width
+            if len(buffer.owner) * tensor.width < tensor.size:
+                yield f"{tensor.name} has more elements than its buffer has of it"
+        ends[tensor.buffer] = tensor.start + used
+        if ends[tensor.buffer] > limit:
             yield f"{tensor.name} ends beyond its buffer"
 
 
@@ -181,7 +200,9 @@ def _parse_tensor(entry: Mapping[str, Any]) -> Tensor:
     dtype = _parse_dtype(entry["dtype"])
     if "buffer" not in entry:
         return Tensor(name, dtype, shape)
-    return Tensor(name, dtype, shape, _parse_count(entry["buffer"]), _parse_count(entry["start"]))
+    buffer, start = _parse_count(entry["buffer"]), _parse_count(entry["start"])
+    width = _parse_count(entry["width"]) if "width" in entry else None
+    return Tensor(name, dtype, shape, buffer, start, width)
 
 
 def _parse_buffer(entry: Mapping[str, Any], tables: list[tuple[int, ...]]) -> Buffer:

@@ -1,35 +1,20 @@
-"""Restores states from checkpoints, onto any devices and for any owners.
-
-The host holds one tensor at a time, or the tensors of one bucket.
-"""
+"""Restores states from checkpoints, onto any devices. The host holds one tensor at a time."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from ftmesh.checkpoint.files import CheckpointReader
-from ftmesh.checkpoint.tensor_names import (
-    ShardedPart,
-    describe_tensors,
-    is_key,
-    is_sharded,
-    is_slot,
-    path_name,
-)
+from ftmesh.checkpoint.tensor_names import NamedLeaf, describe_tensors, is_key, named_leaves
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.layout.element_order import to_tile_order
-from ftmesh.layout.owned_buckets import OwnedBucket, OwnedLayout, Slot
+from ftmesh.layout.flat_shards import flatten_tensor
 
-Window = tuple[slice, ...]  # of an array
 Step = TypeVar("Step")
 
 
@@ -38,7 +23,7 @@ def restore_newest(
     open_step: Callable[[Step], CheckpointReader],
     like: Any,
     *,
-    layouts: Sequence[OwnedLayout],
+    full_types: Any,
     location: object,
     log: Callable[[str], None],
     agree: Callable[[str], None],
@@ -53,14 +38,14 @@ def restore_newest(
         try:
             with open_step(step) as saved:
                 saved.check()
-                expected = describe_tensors(like, layouts)
+                expected = describe_tensors(like, full_types)
                 difference = first_difference(expected, saved.manifest.describe_tensors())
                 if difference:
                     raise CheckpointError(
                         f"the checkpoint of step {step} in {location} is of another model "
                         f"or optimizer: {difference}"
                     )
-                state = restore_state(saved, like, layouts)
+                state = restore_state(saved, like, full_types)
         except DamagedCheckpointError as error:
             log(f"skipped the checkpoint of step {step} in {location}: {error}")
             skipped += f", not {step}: {error}"
@@ -83,80 +68,50 @@ def first_difference(ours: dict[str, str], theirs: dict[str, str]) -> str | None
     return None
 
 
-def restore_state(saved: CheckpointReader, like: Any, layouts: Sequence[OwnedLayout] = ()) -> Any:
+def restore_state(saved: CheckpointReader, like: Any, full_types: Any = None) -> Any:
     """Return the state in a checkpoint, laid out on devices as `like` is.
 
     Both must have tensors of the same names and types: compare `describe_tensors` first.
     """
-
-    def restore(path: Any, leaf: Any) -> Any:
-        if is_sharded(leaf):
-            return _restore_sharded(saved, ShardedPart.find(path, leaf, layouts))
-        return _restore_leaf(saved, path_name(path), leaf)
-
-    return jax.tree_util.tree_map_with_path(restore, like, is_leaf=is_sharded)
+    leaves = [_restore_leaf(saved, leaf) for leaf in named_leaves(like, full_types)]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _restore_sharded(saved: CheckpointReader, target: ShardedPart) -> Any:
-    names: dict[tuple[int, int], str] = {}
-    inner: list[Any] = []
-    for name, leaf in target.leaves:
-        if isinstance(leaf, Slot):
-            names[leaf.row, leaf.leaf] = name
-            inner.append(leaf)
-        else:
-            inner.append(_restore_leaf(saved, name, leaf))
-    rows = []
-    for row, arrays in enumerate(target.state.rows):
-        restored: list[Any] = list(arrays)
-        for i, (bucket, array) in enumerate(zip(target.layout.buckets, arrays, strict=True)):
-            if array is not None:
-                members = [names.get((row, leaf)) for leaf in bucket.members]
-                chunks = _read_chunks(saved, bucket, members, array.dtype)
-                restored[i] = _place_like(array, partial(_owned_rows, bucket, chunks))
-        rows.append(tuple(restored))
-    tree = jax.tree.structure(target.state.inner, is_leaf=is_slot)
-    return replace(target.state, inner=tree.unflatten(inner), rows=tuple(rows))
-
-
-def _read_chunks(
-    saved: CheckpointReader, bucket: OwnedBucket, names: Sequence[str | None], dtype: Any
-) -> NDArray[Any]:
-    packing = bucket.packing
-    vector = np.zeros(math.prod(packing.shape), dtype)
-    for name, start in zip(names, packing.starts, strict=False):
-        if name is not None:
-            for part in to_tile_order(saved.tensor(name)):
-                vector[start : start + part.size] = part
-                start += part.size
-    return vector.reshape(packing.shape)
-
-
-def _owned_rows(bucket: OwnedBucket, chunks: NDArray[Any], window: Window) -> NDArray[Any]:
-    """Return the rows of the ranks in `window`, padded with zeros at ranks that own fewer."""
-    start, stop, _ = window[0].indices(bucket.num_rows * len(bucket.owned))
-    owned = bucket.owned[start // bucket.num_rows : stop // bucket.num_rows].reshape(-1)
-    rows = np.zeros((len(owned), *chunks.shape[1:]), chunks.dtype)
-    is_real = owned < len(chunks)
-    rows[is_real] = chunks[owned[is_real]]
-    return rows.reshape(-1, chunks.shape[-1])
-
-
-def _restore_leaf(saved: CheckpointReader, name: str, like: Any) -> Any:
-    value = saved.tensor(name)
-    if not is_key(like):
-        return _place_like(like, lambda window: np.asarray(value[window]))
-    impls: list[Any] = []
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
-    return jax.random.wrap_key_data(jnp.asarray(value), impl=impls[0])
-
-
-def _place_like(like: Any, read: Callable[[Window], NDArray[Any]]) -> Any:
-    """Return an array with the sharding of `like`; NumPy's for a NumPy array or a number."""
-    everything = tuple(slice(None) for _ in np.shape(like))
+def _restore_leaf(saved: CheckpointReader, target: NamedLeaf) -> Any:
+    value, like = saved.tensor(target.name), target.leaf
+    if is_key(like):
+        impls: list[Any] = []
+        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
+        return jax.random.wrap_key_data(jnp.asarray(value), impl=impls[0])
+    if target.is_flat:
+        value = flatten_tensor(value, np.shape(like))
     if not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
-        return read(everything)
+        return value
     sharding = getattr(like, "sharding", None)
     if sharding is None or not getattr(like, "committed", True):
-        return jnp.asarray(read(everything))
-    return jax.make_array_from_callback(np.shape(like), sharding, read)
+        return jnp.asarray(value)
+    return jax.make_array_from_callback(
+        np.shape(like), sharding, lambda window: np.asarray(value[window])
+    )
+
+
+def read_tensors(folder: str | Path) -> dict[str, Any]:
+    """Return the tensors in the folder of one step, without a run to restore them to.
+
+    They are NumPy arrays in the shapes of the parameters, sharded optimizer or not, in nested
+    dictionaries: ``optimizer/0/mu/w`` is at ``["optimizer"]["0"]["mu"]["w"]``. So any other tool
+    can save them.
+
+    Raises:
+        DamagedCheckpointError: The checkpoint is incomplete or damaged.
+    """
+    tree: dict[str, Any] = {}
+    with CheckpointReader(Path(folder)) as saved:
+        saved.check()
+        for tensor in saved.manifest.tensors:
+            *path, last = tensor.name.split("/")
+            inner = tree
+            for part in path:
+                inner = inner.setdefault(part, {})
+            inner[last] = saved.tensor(tensor.name)
+    return tree

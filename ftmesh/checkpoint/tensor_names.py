@@ -5,75 +5,52 @@ A name is the path to a tensor in the tree that optax builds: ``optimizer/0/mu/l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from ftmesh.errors import ArgumentError
-from ftmesh.layout.owned_buckets import OwnedLayout, ShardedState, Slot
 
 Path = tuple[Any, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class ShardedPart:
-    """A sharded state inside another state: its path there, and its layout."""
+class NamedLeaf(NamedTuple):
+    """A leaf of a state, and the shape of the tensor that it stores."""
 
-    path: Path
-    state: ShardedState
-    layout: OwnedLayout
-
-    @staticmethod
-    def find(path: Path, state: ShardedState, layouts: Sequence[OwnedLayout]) -> ShardedPart:
-        """Return the part with the layout that `state` was sharded for."""
-        for layout in layouts:
-            if layout.fingerprint == state.owners:
-                return ShardedPart(path, state, layout)
-        raise ArgumentError(
-            f"no layout is given for {path_name(path) or 'this state'}, which is sharded: give "
-            "layouts=[optimizer.layout(params)]"
-        )
+    name: str
+    leaf: Any
+    shape: tuple[int, ...]
 
     @property
-    def leaves(self) -> list[tuple[str, Slot | Any]]:
-        """Its slots and replicated arrays, by name."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.state.inner, is_leaf=is_slot)
-        return [(path_name((*self.path, *path)), leaf) for path, leaf in leaves]
-
-    def type_of(self, leaf: Slot | Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Return shape and dtype of the tensor in a slot, or of a replicated array."""
-        if not isinstance(leaf, Slot):
-            return shape_and_dtype(leaf)
-        bucket, _ = self.layout.location[leaf.leaf]
-        array = self.state.rows[leaf.row][bucket]
-        if array is None:
-            raise ArgumentError(
-                f"row {leaf.row} of a sharded state has no array for bucket {bucket}"
-            )
-        return self.layout.types[leaf.leaf].shape, np.dtype(array.dtype)
+    def is_flat(self) -> bool:
+        """True if the tensor is stored flat: see `ftmesh.layout.flat_shards`."""
+        return shape_and_dtype(self.leaf)[0] != self.shape
 
 
-def split_state(state: Any, layouts: Sequence[OwnedLayout]) -> list[ShardedPart | tuple[str, Any]]:
-    """Return the sharded states in a state, and its other leaves by name."""
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_sharded)
-    return [
-        ShardedPart.find(path, leaf, layouts) if is_sharded(leaf) else (path_name(path), leaf)
-        for path, leaf in leaves
-    ]
+def named_leaves(state: Any, full_types: Any = None) -> list[NamedLeaf]:
+    """Return the leaves of a state, with the shapes in `full_types` where those are given."""
+    full = {
+        path_name(path): np.shape(type_)
+        for path, type_ in jax.tree_util.tree_leaves_with_path(full_types)
+    }
+    leaves = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = path_name(path)
+        leaves.append(NamedLeaf(name, leaf, full.get(name, shape_and_dtype(leaf)[0])))
+    check_unique(name for name, _, _ in leaves)
+    if unknown := full.keys() - {name for name, _, _ in leaves}:
+        raise ArgumentError(f"full_types have {min(unknown)}, and the state has not")
+    return leaves
 
 
-def describe_tensors(state: Any, layouts: Sequence[OwnedLayout] = ()) -> dict[str, str]:
+def describe_tensors(state: Any, full_types: Any = None) -> dict[str, str]:
     """Return dtype and shape of every tensor as text, as `Manifest.describe_tensors` does."""
-    types: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
-    for part in split_state(state, layouts):
-        if isinstance(part, ShardedPart):
-            types |= {name: part.type_of(leaf) for name, leaf in part.leaves}
-        else:
-            types[part[0]] = shape_and_dtype(part[1])
-    return {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in types.items()}
+    return {
+        name: f"{shape_and_dtype(leaf)[1]}{list(shape)}"
+        for name, leaf, shape in named_leaves(state, full_types)
+    }
 
 
 def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -95,14 +72,6 @@ def check_unique(names: Iterable[str]) -> None:
 def path_name(path: Path) -> str:
     name: str = jax.tree_util.keystr(path, simple=True, separator="/")
     return name
-
-
-def is_sharded(leaf: Any) -> bool:
-    return isinstance(leaf, ShardedState)
-
-
-def is_slot(leaf: Any) -> bool:
-    return isinstance(leaf, Slot)
 
 
 def is_key(leaf: Any) -> bool:

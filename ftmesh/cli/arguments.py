@@ -14,7 +14,7 @@ from ftmesh.algorithms.registry import current_name
 from ftmesh.command_line import say
 from ftmesh.cost.links import DEFAULT, NETWORKS, Network, parse_network
 from ftmesh.errors import ArgumentError
-from ftmesh.execute.lowering import EXECUTORS, PPERMUTE
+from ftmesh.execute.lowering import EXECUTORS
 from ftmesh.planning.selection import ALGORITHMS, AUTO
 from ftmesh.topology.damage import CoordFrame, environment_failed_chips
 from ftmesh.topology.notation import parse_shape
@@ -78,9 +78,10 @@ def add_executor(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--executor",
         choices=(AUTO, *EXECUTORS),
-        default=PPERMUTE,
-        help="what runs the rounds: ppermute, one Pallas kernel, or auto, the faster of them by an "
-        "unmeasured model (default: %(default)s)",
+        default=AUTO,
+        help="what runs the sum: XLA's own ring, rounds of ppermute, in loops or unrolled, or one "
+        "Pallas kernel; auto takes xla or ppermute, the cheaper by simulation, and ppermute for a "
+        "named algorithm (default: %(default)s)",
     )
 
 

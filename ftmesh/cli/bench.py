@@ -17,6 +17,7 @@ from ftmesh.errors import PlanError
 from ftmesh.memory_limits import check_memory
 from ftmesh.planning.make_plan import plan
 from ftmesh.planning.plan import Plan
+from ftmesh.topology.ranks import jax_mesh
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes, format_bytes, parse_bytes
 
@@ -90,7 +91,7 @@ def run_benchmark(
             plans.append(plan(topology, name))
         except PlanError:
             continue
-    mesh, spec = topology.jax_mesh("data"), PartitionSpec("data")
+    mesh, spec = jax_mesh(topology, "data"), PartitionSpec("data")
 
     def compiled(psum: Callable[..., Any]) -> Any:
         specs: Any = {"in_specs": spec, "out_specs": PartitionSpec(None)}

@@ -8,8 +8,6 @@ from ftmesh.collectives.gradients import accumulate_gradients as accumulate_grad
 from ftmesh.collectives.gradients import backward_order as backward_order
 from ftmesh.collectives.gradients import with_mean_gradients as with_mean_gradients
 from ftmesh.collectives.reduce_scatter import all_gather as all_gather
-from ftmesh.collectives.reduce_scatter import gather_from_owners as gather_from_owners
 from ftmesh.collectives.reduce_scatter import psum_scatter as psum_scatter
-from ftmesh.collectives.reduce_scatter import reduce_to_owners as reduce_to_owners
 from ftmesh.layout.batch_shares import BatchShares as BatchShares
 from ftmesh.layout.batch_shares import weighted_sum as weighted_sum

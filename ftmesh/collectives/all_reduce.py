@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ftmesh.collectives import native
 from ftmesh.collectives.operands import (
     Precision,
     as_numbers,
@@ -27,7 +28,7 @@ from ftmesh.collectives.operands import (
 )
 from ftmesh.collectives.partitioning import map_local_shards
 from ftmesh.execute import _compat, primitives
-from ftmesh.execute.lowering import PALLAS
+from ftmesh.execute.lowering import PALLAS, XLA
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
 from ftmesh.layout.buckets import make_buckets, pack, unpack
 
@@ -169,6 +170,8 @@ def _sum_bucket(
 ) -> list[jax.Array]:
     """Sum leaves of one precision in one buffer; the results have the dtype of sums."""
     program = _plan_for(leaves, precision, plan).program
+    if program.executor == XLA:
+        return [native.all_reduce(leaf, axis_name, program, precision, divisor) for leaf in leaves]
     wide = [leaf.astype(precision.sum_dtype) for leaf in leaves]
     is_rounded = precision.sum_dtype != precision.result_dtype
     is_divided_after = divisor is not None and not is_rounded

@@ -1,8 +1,9 @@
-"""Find the collectives in a compiled program that do not follow the plan.
+"""Find the collectives in a compiled program that do not go around the failed chips.
 
-    ftmesh.audit(jax.jit(step).lower(state, batch).compile(), "data").require_none()
+    ftmesh.audit(jax.jit(step).lower(state, batch).compile(), "data", plan=plan).require_none()
 
-An all-reduce that JAX or the compiler inserts takes its own routes, and no source line shows it.
+An all-reduce that JAX or the compiler inserts goes from device to device in the order of the mesh,
+and no source line shows it. Along the ring of ``plan.jax_mesh("data")`` that is as it should be.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ftmesh.collectives.native_collectives import NativeRing, RingVerdict
+from ftmesh.cost.links import Network
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute import _compat
 from ftmesh.execute.hlo_text import (
@@ -30,7 +33,9 @@ from ftmesh.execute.hlo_text import (
     type_bytes,
     user_frame,
 )
-from ftmesh.units import format_bytes
+from ftmesh.topology.ranks import HasTopology
+from ftmesh.topology.topology import Topology
+from ftmesh.units import format_bytes, format_time
 
 KINDS = (
     "all-reduce",
@@ -45,29 +50,40 @@ KINDS = (
 
 @dataclass(frozen=True)
 class AuditEntry:
-    """A collective that is not the plan's, and advice what to do about it."""
+    """A collective of the compiled program, what is wrong with it and what to do about it."""
 
     kind: str  # the HLO operation, such as "all-reduce"
     num_bytes: int  # the larger of its input and its output on a device
     axes: tuple[str, ...]  # the mesh axes it runs along
     sources: tuple[str, ...]  # lines as "file:line"; several if the compiler combined collectives
     op_name: str  # JAX's name of the operation
-    advice: str
+    advice: str = ""
+    problem: str = ""  # found with a plan: in the order of its devices, or in its rounding
+    seconds: float | None = None  # each time it runs, on the plan's network, if in a good order
 
     def __str__(self) -> str:
         source = ", ".join(self.sources) or "an unknown line"
-        return (
-            f"{self.kind} of {format_bytes(self.num_bytes)} along {', '.join(self.axes)}, from "
-            f"{source}\n    {self.op_name or '(no name)'}\n    {self.advice}"
-        )
+        cost = "" if self.seconds is None else f", {format_time(self.seconds)}"
+        head = f"{self.kind} of {format_bytes(self.num_bytes)} along {', '.join(self.axes)}{cost}"
+        lines = [f"{head}, from {source}", self.op_name or "(no name)", self.problem, self.advice]
+        return "\n    ".join(filter(None, lines))
 
 
 @dataclass(frozen=True)
 class Audit:
-    """The collectives along an axis that are not the plan's. True if there are any."""
+    """The collectives along an axis that do not go around the failed chips. True if there are any.
+
+    Attributes:
+        axis_name: The axis.
+        entries: What is to be changed.
+        native: XLA's own collectives that are as they should be. Known only with a plan.
+        network: The links that they are costed for.
+    """
 
     axis_name: str
     entries: tuple[AuditEntry, ...]
+    native: tuple[AuditEntry, ...] = ()
+    network: Network | None = None
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -76,11 +92,23 @@ class Audit:
         return iter(self.entries)
 
     def __str__(self) -> str:
-        if not self.entries:
-            return f"all collectives along {self.axis_name!r} follow the plan"
-        verb = "collectives do" if len(self) > 1 else "collective does"
-        head = f"{len(self)} {verb} not follow the plan along {self.axis_name!r}"
-        return "\n".join([head, *(f"  {entry}" for entry in self.entries)])
+        lines = []
+        if self.entries:
+            verb = "collectives do" if len(self) > 1 else "collective does"
+            lines.append(f"{len(self)} {verb} not follow the plan along {self.axis_name!r}")
+            lines += [f"  {entry}" for entry in self.entries]
+        else:
+            lines.append(f"all collectives along {self.axis_name!r} follow the plan")
+        if self.native:
+            verb = "collectives go" if len(self.native) > 1 else "collective goes"
+            num_bytes = sum(entry.num_bytes for entry in self.native)
+            seconds = sum(entry.seconds or 0.0 for entry in self.native)
+            lines.append(
+                f"{len(self.native)} {verb} around the ring: {format_bytes(num_bytes)} in "
+                f"{format_time(seconds)} if each runs once, on {self.network}"
+            )
+            lines += [f"  {entry}" for entry in self.native]
+        return "\n".join(lines)
 
     def require_none(self) -> None:
         """Raise CollectiveError with a list of the entries, if there are any."""
@@ -92,23 +120,34 @@ def audit(
     program: jax.stages.Lowered | jax.stages.Compiled | str,
     axis_name: str,
     *,
+    plan: HasTopology | Topology | None = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
 ) -> Audit:
-    """List the collectives along `axis_name` that JAX inserted, which do not avoid failed chips.
+    """List the collectives along `axis_name` that JAX inserted and that do not avoid failed chips.
 
-    Each comes with the line of your code that caused it and what to call instead. Collectives
-    along other axes are not listed. If JAX took the program from its compilation cache, the lines
-    are those of the code that was compiled first.
+    With `plan`, the order of their devices is judged: a collective is good if it goes from chip to
+    neighbouring chip, as all do on ``plan.jax_mesh(axis_name)``; where no such ring exists, if it
+    is as short as the plan's. Listed are those whose steps are longer or cross failed chips or
+    links, and sums in so few bits that rounding could put them off by more than 1 %.
+
+    Without `plan`, all collectives are listed that are not the plan's own permutations: for loops
+    that leave nothing to XLA.
+
+    Each comes with the line of your code that caused it and what to do. Collectives along other
+    axes are not listed. If JAX took the program from its compilation cache, the lines are those of
+    the code that was compiled first.
 
     Args:
         program: What ``jit(...).lower(...)`` returns (`nnx.jit` too), its ``.compile()``, or
             ``.compile().as_text()``.
         axis_name: The axis of ``plan.jax_mesh(axis_name)``.
+        plan: The plan or the topology whose devices the program runs on.
         mesh: The mesh that the program was compiled for. Needed for text, and for a program whose
             shardings have no mesh.
 
     Returns:
-        An `Audit`: print it, iterate over it, or call `require_none`, which raises if it lists any.
+        An `Audit`: print it to see what each collective moves and costs, iterate over what it
+        lists, or call `require_none`, which raises if it lists any.
     """
     program = getattr(program, "lowered", getattr(program, "compiled", program))  # of nnx.jit
     if isinstance(program, jax.stages.Lowered):
@@ -121,20 +160,23 @@ def audit(
     text: str = program if isinstance(program, str) else program_text(program)
     bodies, _ = parse_computations(text)
     stacks = SourceStacks(text)
-    axis_sizes = _axis_sizes(mesh, program, axis_name)
-    entries, seen = [], set()
+    mesh = _mesh_of(mesh, program, axis_name)
+    ring = _ring_of(mesh, plan, axis_name)
+    bad: list[AuditEntry] = []
+    good: list[AuditEntry] = []
+    seen = set()
     for body in bodies.values():
         for instruction in body:
             kind = instruction.opcode.removesuffix("-start")
             if kind not in KINDS or _is_from_plan(instruction):
                 continue
-            if not axis_sizes:
+            if mesh is None:
                 raise ArgumentError(
                     "the mesh of this program is not known: give it, as in "
                     f"audit(..., {axis_name!r}, mesh=plan.jax_mesh({axis_name!r}))"
                 )
-            groups = parse_replica_groups(instruction.text, math.prod(axis_sizes.values()))
-            axes = _axes_along(groups, axis_sizes)
+            groups = parse_replica_groups(instruction.text, mesh.size)
+            axes = _axes_along(groups, dict(mesh.shape))
             if axis_name not in axes:
                 continue
             if instruction.chain_id:  # several fusions each run part of one collective
@@ -147,9 +189,16 @@ def audit(
             lines = [str(frame) for stack in frames if (frame := user_frame(stack))]
             sources, name = tuple(dict.fromkeys(lines)), instruction.op_name
             num_bytes = _payload(kind, instruction, max(map(len, groups)))
-            advice = _advice_for(kind, name, frames[0], axis_name)
-            entries.append(AuditEntry(kind, num_bytes, axes, sources, name, advice))
-    return Audit(axis_name, tuple(entries))
+            if ring is None:
+                verdict = RingVerdict(advice=_advice_for(kind, name, frames[0]))
+            else:
+                verdict = ring.judge(kind, instruction, groups, num_bytes, bodies)
+            advice = verdict.advice.format(axis=axis_name)
+            entry = AuditEntry(
+                kind, num_bytes, axes, sources, name, advice, verdict.problem, verdict.seconds
+            )
+            (bad if advice else good).append(entry)
+    return Audit(axis_name, tuple(bad), tuple(good), ring.network if ring else None)
 
 
 def _is_from_plan(instruction: Instruction) -> bool:
@@ -158,19 +207,28 @@ def _is_from_plan(instruction: Instruction) -> bool:
     return mark is not None and instruction.opcode.startswith("collective-permute")
 
 
-def _axis_sizes(mesh: Any, program: Any, axis_name: str) -> dict[str, int]:
-    """The axes of the mesh that a program was compiled for, and their sizes; empty if unknown."""
+def _mesh_of(mesh: Any, program: Any, axis_name: str) -> Any:
+    """The mesh that a program was compiled for; None if unknown."""
     if mesh is None and not isinstance(program, str):
         shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
         meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
         mesh = max(meshes, key=lambda mesh: axis_name in mesh.shape, default=None)
-    if mesh is None:
-        return {}
-    if axis_name not in mesh.shape:
+    if mesh is not None and axis_name not in mesh.shape:
         raise ArgumentError(
             f"the mesh of this program has no axis {axis_name!r}: give one of {tuple(mesh.shape)}"
         )
-    return dict(mesh.shape)
+    return mesh
+
+
+def _ring_of(mesh: Any, plan: HasTopology | Topology | None, axis_name: str) -> NativeRing | None:
+    if plan is None or mesh is None:
+        return None
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise ArgumentError(
+            "an abstract mesh has no devices, whose order is to be judged: give "
+            f"mesh=plan.jax_mesh({axis_name!r}), or whichever the program was compiled for"
+        )
+    return NativeRing.for_devices(plan, list(mesh.devices.flat))
 
 
 def _axes_along(groups: Sequence[Any], axis_sizes: dict[str, int]) -> tuple[str, ...]:
@@ -231,8 +289,9 @@ BATCH_NORM = (
     "ftmesh.nn.NnxGroupBatchNorm, or leave out axis_name"
 )
 PARTITIONER = (
-    "the compiler inserted it to keep arrays sharded as they are: use plan.value_and_grad(loss), "
-    "or write the step in jax.shard_map and plan.pmean the gradients"
+    "the compiler inserted it to keep arrays sharded as they are: on plan.jax_mesh({axis!r}) it "
+    "goes around the failed chips, which audit(..., plan=plan) checks; for a schedule of the plan "
+    "use plan.value_and_grad(loss), or write the step in jax.shard_map and plan.pmean the gradients"
 )
 RESHARDING = (
     "the compiler inserted it because an array is used in another sharding than it has: make them "
@@ -240,15 +299,13 @@ RESHARDING = (
 )
 
 
-def _advice_for(kind: str, op_name: str, frames: Sequence[SourceFrame], axis_name: str) -> str:
+def _advice_for(kind: str, op_name: str, frames: Sequence[SourceFrame]) -> str:
     operation = op_name.rpartition("/")[2]
     paths = [Path(frame.file) for frame in frames]
     if any(path.name == "normalization.py" and "flax" in path.parts for path in paths):
-        advice = BATCH_NORM
-    elif operation == "psum_invariant" and "transpose(" in op_name:
-        advice = REPLICATED_GRADIENT
-    elif operation in ADVICE:
-        advice = ADVICE[operation]
-    else:
-        advice = PARTITIONER if kind in ("all-reduce", "reduce-scatter") else RESHARDING
-    return advice.format(axis=axis_name)
+        return BATCH_NORM
+    if operation == "psum_invariant" and "transpose(" in op_name:
+        return REPLICATED_GRADIENT
+    if operation in ADVICE:
+        return ADVICE[operation]
+    return PARTITIONER if kind in ("all-reduce", "reduce-scatter") else RESHARDING

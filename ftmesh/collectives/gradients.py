@@ -30,13 +30,13 @@ SCOPE = "sums_in_the_backward_pass"  # the name of these sums in compiled progra
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ReducedGradients:
-    """Gradients that are means over all ranks: whole, or this rank's shards of them.
+    """Gradients that are means over all ranks: whole, or a list of this rank's parts of them.
 
     The `value_and_grad` of an optimizer returns them, and its `update` takes them.
     """
 
     tree: PyTree
-    owners: str = field(default="", metadata={"static": True})  # whose shards; empty if whole
+    is_sharded: bool = field(default=False, metadata={"static": True})
 
 
 def with_mean_gradients(

@@ -49,7 +49,7 @@ class ChipGroups:
         Failed chips leave groups smaller.
         """
         ranks = Ranks.from_plan(plan)
-        devices = ranks.live.reshape(ranks.topology.num_live, -1).tolist()
+        devices = ranks.of_chips.tolist()
         groups = ranks.topology.groups(chips)
         members = (tuple(rank for chip in group for rank in devices[chip]) for group in groups)
         return ChipGroups(tuple(members), ranks.num_ranks)

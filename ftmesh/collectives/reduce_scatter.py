@@ -1,9 +1,8 @@
 """Reduce-scatter and all-gather, along the routes of a plan.
 
 `psum_scatter` and `all_gather` are those of `jax.lax`. They run their phase of the schedule alone
-if every rank owns the same number of chunks, and otherwise the whole all-reduce.
-`reduce_to_owners` and `gather_from_owners` leave chunks with the ranks that own them in the
-schedule, whatever their number: sharded optimizers use these.
+if every rank owns the same number of chunks, and otherwise the whole all-reduce. `scatter_rows` and
+`gather_rows` are the same for a matrix with a row for each rank: sharded optimizers use these.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ftmesh.collectives import native
 from ftmesh.collectives.operands import (
     Precision,
     as_numbers,
@@ -26,9 +26,9 @@ from ftmesh.collectives.operands import (
 from ftmesh.collectives.partitioning import gather_spec, map_local_shards, scatter_spec
 from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat, primitives
-from ftmesh.execute.lowering import Program
+from ftmesh.execute.lowering import XLA, Program
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
-from ftmesh.layout.buckets import Packing, pack, unpack
+from ftmesh.layout.buckets import pack, unpack
 
 
 def psum_scatter(
@@ -112,7 +112,9 @@ def all_gather(
                 f"the axis of all_gather is {axis}, and must be from {-ndim} to {ndim - 1}"
             )
         stacked = jnp.broadcast_to(leaf, (num_ranks, *leaf.shape))
-        if leaf.size:
+        if leaf.size and program.executor == XLA:
+            stacked = native.all_gather(leaf, axis_name, program)
+        elif leaf.size:
             flat = as_numbers(jnp.ravel(leaf))
             precision = choose_precision(flat.dtype)
             flat = flat.astype(precision.sum_dtype)  # the dtype in which the derivative is summed
@@ -129,8 +131,8 @@ def all_gather(
     return map_local_shards(partial(jax.tree.map, gather), x, specs, change=change)
 
 
-def reduce_to_owners(
-    x: jax.Array,
+def scatter_rows(
+    rows: jax.Array,
     axis_name: AxisName,
     *,
     plan: PlanLike,
@@ -138,140 +140,73 @@ def reduce_to_owners(
     wire_dtype: DTypeLike | None = None,
     accumulate_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Sum a vector over all live ranks, and leave each chunk with its owner.
+    """Sum a matrix with a row for each rank, and return the row of this rank.
 
     Args:
-        x: A vector.
-        plan: A plan whose algorithm, or a replacement of it, has a reduce-scatter phase.
-        mean: Divide by the number of live ranks, before rounding.
-        axis_name, wire_dtype, accumulate_dtype: As for `psum`.
-
-    Returns:
-        The chunks that this rank owns, in ascending order, as a vector. Its length is the same on
-        all ranks: zeros pad it on ranks that own fewer chunks, or none.
+        mean: Divide by the number of ranks, before rounding.
+        axis_name, plan, wire_dtype, accumulate_dtype: As for `psum_scatter`.
     """
-    axis_name = check_call("reduce_to_owners", axis_name, None, plan)
-    check_has_owners(plan.with_reduce_scatter)
-    x = as_operand(x, axis_name)
-    if x.ndim != 1:
-        raise CollectiveError(
-            f"reduce_to_owners takes a vector, not an array of shape {x.shape}: give it x.ravel(), "
-            "and reshape what gather_from_owners returns"
-        )
-    chunks = scatter_chunks(
-        pack([x], plan.with_reduce_scatter.program.num_chunks),
-        axis_name,
-        plan=plan,
-        mean=mean,
-        wire_dtype=wire_dtype,
-        accumulate_dtype=accumulate_dtype,
-    )
-    return chunks.reshape(-1)
-
-
-def gather_from_owners(
-    shard: jax.Array,
-    axis_name: AxisName,
-    *,
-    plan: PlanLike,
-    size: int,
-    wire_dtype: DTypeLike | None = None,
-) -> jax.Array:
-    """Gather on every rank the vector that `reduce_to_owners` left with the owners.
-
-    Args:
-        shard: What `reduce_to_owners` returned, or a vector of that shape.
-        axis_name, plan: As given to `reduce_to_owners`.
-        size: The number of elements of the whole vector.
-        wire_dtype: The dtype in which elements are sent, rounded once; their own by default.
-    """
-    axis_name = check_call("gather_from_owners", axis_name, None, plan)
-    plan = plan.with_reduce_scatter
-    check_has_owners(plan)
-    chunks = shard.reshape(-1, *_find_chunk_shape(shard, size, plan.program))
-    buffer = gather_chunks(chunks, axis_name, plan=plan, wire_dtype=wire_dtype)
-    return buffer.reshape(-1)[:size]
-
-
-def scatter_chunks(
-    buffer: jax.Array,
-    axis_name: AxisName,
-    *,
-    plan: PlanLike,
-    mean: bool = False,
-    wire_dtype: DTypeLike | None = None,
-    accumulate_dtype: DTypeLike | None = None,
-) -> jax.Array:
-    """Sum a packed buffer, and return the chunks that this rank owns. See `reduce_to_owners`."""
+    axis_name = check_call("psum_scatter", axis_name, None, plan, needs_all_ranks=True)
     program = plan.with_reduce_scatter.program
-    precision = choose_precision(buffer.dtype, wire_dtype, accumulate_dtype)
-    wide, wire = buffer.astype(precision.sum_dtype), precision.wire(program.depth)
-    sums = primitives.reduce_scatter(wide, axis_name=axis_name, program=program, wire=wire)
-    chunks = take_owned_chunks(sums, axis_name, program)
-    if mean:
-        chunks = chunks / len(program.live)
-    return chunks.astype(buffer.dtype) if jnp.issubdtype(buffer.dtype, jnp.inexact) else chunks
+    precision = choose_precision(rows.dtype, wire_dtype, accumulate_dtype)
+    divisor = program.num_ranks if mean else None
+    wide = rows.astype(precision.sum_dtype)
+    row = _scatter_blocks(wide, axis_name, program, precision, divisor)
+    return row.astype(rows.dtype) if jnp.issubdtype(rows.dtype, jnp.inexact) else row
 
 
-def gather_chunks(
-    chunks: jax.Array, axis_name: AxisName, *, plan: PlanLike, wire_dtype: DTypeLike | None = None
-) -> jax.Array:
-    """Gather the buffer of which every rank has its own chunks. See `gather_from_owners`."""
+def gather_rows(row: jax.Array, axis_name: AxisName, *, plan: PlanLike) -> jax.Array:
+    """Return the vectors of all ranks, one row for each, typed as the same on all ranks."""
+    axis_name = check_call("all_gather", axis_name, None, plan, needs_all_ranks=True)
     program = plan.with_reduce_scatter.program
-    precision = choose_precision(chunks.dtype, wire_dtype)
-    wide = chunks.astype(precision.sum_dtype)  # the dtype in which the derivative is summed
-    part, wire = put_owned_chunks(wide, axis_name, program), precision.wire(program.depth)
-    whole = primitives.all_gather_invariant(part, axis_name=axis_name, program=program, wire=wire)
-    return whole.astype(chunks.dtype)
+    if program.executor == XLA:
+        padded = jnp.pad(row, (0, -row.size % native.TILE))
+        return native.all_gather(padded, axis_name, program, invariant=True)[:, : row.size]
+    precision = choose_precision(row.dtype)
+    wide = row.astype(precision.sum_dtype)
+    rows = _gather_blocks(wide, axis_name, program, precision, invariant=True)
+    return rows.astype(row.dtype)
 
 
-def check_has_owners(plan: PlanLike) -> None:
-    """Raise CollectiveError if the schedule has no reduce-scatter phase."""
-    if plan.program.owner is None:
-        raise CollectiveError(
-            f"algorithm {plan.algorithm!r} has no reduce-scatter phase, so no rank owns a chunk "
-            "and nothing can be sharded: plan with one that has, such as 'ring' or 'row_pair'"
-        )
-
-
-def take_owned_chunks(buffer: jax.Array, axis_name: AxisName, program: Program) -> jax.Array:
-    """The chunks of this rank, with zeros for those it has fewer than other ranks."""
-    owned = jnp.asarray(program.owned_chunks)[lax.axis_index(axis_name)]
-    return jnp.take(buffer, owned, axis=0, mode="fill", fill_value=0)
-
-
-def put_owned_chunks(chunks: jax.Array, axis_name: AxisName, program: Program) -> jax.Array:
-    """A buffer with this rank's chunks in place, for an all-gather to fill in the others.
-
-    The rest is uninitialised: the all-gather writes all of it on live ranks, and on a TPU zeros
-    would take as long as packing. Idle ranks receive nothing, so with them the rest is zeros.
-    """
-    owned = jnp.asarray(program.owned_chunks)[lax.axis_index(axis_name)]
-    make = lax.empty if len(program.live) == program.num_ranks else jnp.zeros
-    buffer = make((program.num_chunks, *chunks.shape[1:]), chunks.dtype)
-    return _compat.varying_like(buffer, chunks).at[owned].set(chunks, mode="drop")
+def gather_in_place(rows: jax.Array, axis_name: AxisName, *, plan: PlanLike) -> jax.Array:
+    """Return the rows of all ranks below each other, by XLA; typed as the same on all ranks."""
+    axis_name = check_call("all_gather", axis_name, None, plan, needs_all_ranks=True)
+    return native.all_gather(rows, axis_name, plan.program, invariant=True, tiled=True)
 
 
 def _scatter_blocks(
-    blocks: jax.Array, axis_name: AxisName, program: Program, precision: Precision
+    blocks: jax.Array,
+    axis_name: AxisName,
+    program: Program,
+    precision: Precision,
+    divisor: int | None = None,
 ) -> jax.Array:
     """The block of this rank, of the sum of ``blocks[rank, ...]``."""
+    if program.executor == XLA:
+        block = native.reduce_scatter(blocks, axis_name, program, precision, 0)[0]
+        return block if divisor is None else block / divisor
     if not program.owns_evenly:
-        sums = _all_reduce_blocks(blocks, axis_name, program, precision)
+        sums = _all_reduce_blocks(blocks, axis_name, program, precision, divisor)
         return lax.dynamic_index_in_dim(sums, lax.axis_index(axis_name), keepdims=False)
     owned, wire = program.owned_chunks, precision.wire(program.depth)
     parts = jax.vmap(lambda block: pack([block], owned.shape[1]))(blocks)
     parts = parts.reshape(program.num_chunks, *parts.shape[2:])
     buffer = parts[np.argsort(owned.reshape(-1))]
     buffer = primitives.reduce_scatter(buffer, axis_name=axis_name, program=program, wire=wire)
-    (block,) = unpack(take_owned_chunks(buffer, axis_name, program), [blocks.shape[1:]])
-    return block
+    own = jnp.take(buffer, jnp.asarray(owned)[lax.axis_index(axis_name)], axis=0)
+    (block,) = unpack(own, [blocks.shape[1:]])
+    return block if divisor is None else block / divisor
 
 
 def _gather_blocks(
-    block: jax.Array, axis_name: AxisName, program: Program, precision: Precision
+    block: jax.Array,
+    axis_name: AxisName,
+    program: Program,
+    precision: Precision,
+    *,
+    invariant: bool = False,
 ) -> jax.Array:
-    """The vector of every rank, ``[rank, element]``."""
+    """The vector of every rank, ``[rank, element]``; `invariant`: typed as the same on all."""
     num_ranks = program.num_ranks
     if not program.owns_evenly:
         # Adding minus zero leaves every number unchanged, plus zero does not (-0.0 + 0.0 = 0.0).
@@ -280,27 +215,40 @@ def _gather_blocks(
             zero = complex(-0.0, -0.0)
         blocks = _compat.varying_like(jnp.full((num_ranks, block.size), zero, block.dtype), block)
         blocks = lax.dynamic_update_index_in_dim(blocks, block, lax.axis_index(axis_name), 0)
-        return _all_reduce_blocks(blocks, axis_name, program, precision)
+        return _all_reduce_blocks(blocks, axis_name, program, precision, invariant=invariant)
     owned, wire = program.owned_chunks, precision.wire(program.depth)
     chunks = pack([block], owned.shape[1], precision.result_dtype.itemsize)
-    buffer = put_owned_chunks(chunks, axis_name, program)
-    buffer = primitives.all_gather(buffer, axis_name=axis_name, program=program, wire=wire)
+    # The all-gather writes the rest: on a TPU zeros would take as long as packing.
+    buffer = lax.empty((program.num_chunks, *chunks.shape[1:]), chunks.dtype)
+    own = jnp.asarray(owned)[lax.axis_index(axis_name)]
+    buffer = _compat.varying_like(buffer, chunks).at[own].set(chunks)
+    gather = primitives.all_gather_invariant if invariant else primitives.all_gather
+    buffer = gather(buffer, axis_name=axis_name, program=program, wire=wire)
     return buffer[owned.reshape(-1)].reshape(num_ranks, -1)[:, : block.size]
 
 
 def _all_reduce_blocks(
-    blocks: jax.Array, axis_name: AxisName, program: Program, precision: Precision
+    blocks: jax.Array,
+    axis_name: AxisName,
+    program: Program,
+    precision: Precision,
+    divisor: int | None = None,
+    *,
+    invariant: bool = False,
 ) -> Any:
     buffer = pack([blocks], program.num_chunks, precision.result_dtype.itemsize)
     wire = precision.wire(program.depth)
-    total = primitives.all_reduce_varying(buffer, axis_name=axis_name, program=program, wire=wire)
+    options: dict[str, Any] = {"axis_name": axis_name, "program": program, "wire": wire}
+    reduce = primitives.all_reduce if invariant else primitives.all_reduce_varying
+    total = reduce(buffer, divisor=divisor, **options)
     return unpack(total, [blocks.shape])[0]
 
 
 def _as_varying(leaf: jax.Array, axis_name: AxisName, program: Program) -> jax.Array:
     """Mark a replicated leaf as varying, so that the plan and not JAX sums its gradient."""
     is_replicated = _compat.checks_vma() and axis_name not in _compat.varying_axes(leaf)
-    if not is_replicated or not leaf.size or not jnp.issubdtype(leaf.dtype, np.inexact):
+    is_differentiable = leaf.size and jnp.issubdtype(leaf.dtype, np.inexact)
+    if not is_replicated or not is_differentiable or program.executor == XLA:
         return _compat.as_varying(leaf, axis_name)
     buffer = pack([leaf.astype(choose_precision(leaf.dtype).sum_dtype)], program.num_chunks)
     spread = primitives.all_reduce_transpose(buffer, axis_name=axis_name, program=program)
@@ -321,15 +269,3 @@ def _check_divisible(shape: tuple[int, ...], dimension: int, num_ranks: int, til
             f"psum_scatter(tiled={tiled}) of shape {shape}: dimension {dimension} has size "
             f"{length}, and must have {rule}, the number of ranks"
         )
-
-
-def _find_chunk_shape(shard: jax.Array, size: int, program: Program) -> tuple[int, int]:
-    """The shape that `reduce_to_owners` gave each chunk, for any dtype the vector had then."""
-    for itemsize in (1, 2, 4, 8):
-        packing = Packing.for_shapes([(size,)], program.num_chunks, itemsize)
-        if shard.shape == (program.owned_chunks.shape[1] * packing.rows * packing.width,):
-            return packing.rows, packing.width
-    raise CollectiveError(
-        f"a shard of shape {shard.shape} does not belong to a vector of {size} elements on this "
-        "plan: give what reduce_to_owners returned, and the size of the vector it was given"
-    )

@@ -30,10 +30,9 @@ from ftmesh.collectives.per_rank_loss import AuxReduction, mean_over_ranks
 from ftmesh.collectives.whole_batch import PartitionedLoss, TracedLoss, on_native_path
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
+from ftmesh.execute.lowering import XLA
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
 from ftmesh.layout.batch_shares import BatchShares
-
-XLA = "xla"  # the executor that sums by `lax.psum`
 
 
 def value_and_grad(

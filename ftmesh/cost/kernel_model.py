@@ -12,13 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from ftmesh.cost.device_model import DeviceModel
-from ftmesh.cost.links import Network, network_for
+from ftmesh.cost.links import Network
 from ftmesh.cost.simulate import DATAFLOW, Simulator
 from ftmesh.cost.wire_precision import partial_sum_scale
 from ftmesh.errors import ArgumentError
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.transfers import ADD
-from ftmesh.topology.topology import Topology
 
 
 def kernel_seconds(
@@ -46,14 +45,6 @@ def kernel_seconds(
         for size in {partial_bytes, result_bytes}
     ]
     return sum(times) / len(times) + network.device_model.packing_seconds(result_bytes)
-
-
-def supports_kernel(topology: Topology, network: Network) -> bool:
-    """Whether `topology` has TPUs that run the kernel, and `network` has the costs of both."""
-    platforms = {str(getattr(device, "platform", "")) for device in topology.devices}
-    has_kernel = platforms == {"tpu"} and network_for(topology).has_kernel and network.has_kernel
-    has_costs = network.device_model is not None and network.memory_bandwidth is not None
-    return has_kernel and has_costs
 
 
 def _memory_traffic(schedule: Schedule, device_model: DeviceModel) -> float:

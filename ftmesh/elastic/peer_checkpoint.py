@@ -26,7 +26,6 @@ from ftmesh.checkpoint.restore import restore_newest
 from ftmesh.checkpoint.snapshot import Snapshot, Snapshotter
 from ftmesh.elastic.peer_store import Holders, PeerStores
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.layout.owned_buckets import OwnedLayout
 from ftmesh.topology.devices import process_of
 
 STORE_TIMEOUT = 10.0  # seconds for a peer store to answer
@@ -115,7 +114,7 @@ class PeerCheckpoint:
         step: int,
         state: Any,
         *,
-        layouts: Sequence[OwnedLayout] = (),
+        full_types: Any = None,
         devices: Sequence[Any] | None = None,
     ) -> None:
         """Start to save `state` after `step`. Waits for the previous save, not for this one.
@@ -123,7 +122,7 @@ class PeerCheckpoint:
         Args:
             step: Later than the last one of this generation.
             state: A pytree of arrays.
-            layouts, devices: As for `ftmesh.checkpoint`.
+            full_types, devices: As for `ftmesh.checkpoint`.
         """
         self.finish()
         if step <= self._last_step:
@@ -131,7 +130,7 @@ class PeerCheckpoint:
                 f"step {step} is not after step {self._last_step}, which generation "
                 f"{self.generation} has saved: go back in a new generation"
             )
-        snapshotter = Snapshotter(self.process, self._process_of, devices, layouts)
+        snapshotter = Snapshotter(self.process, self._process_of, devices, full_types)
         snapshot = snapshotter.finite_snapshot(step, state)
         self._last_step = step
         self._saving = self._thread.submit(self._put, snapshot)
@@ -140,7 +139,7 @@ class PeerCheckpoint:
         self,
         like: Any,
         *,
-        layouts: Sequence[OwnedLayout] = (),
+        full_types: Any = None,
         agree: Callable[[str], None] = lambda summary: None,
     ) -> tuple[int, Any] | None:
         """Return step and state of the newest complete checkpoint; None if there is none.
@@ -149,7 +148,7 @@ class PeerCheckpoint:
 
         Args:
             like: A state with the shapes, dtypes and shardings to restore to.
-            layouts: Of sharded optimizer states.
+            full_types: As for `save`.
             agree: Called with a summary, to check that all processes found the same.
         """
         self.finish()
@@ -158,7 +157,7 @@ class PeerCheckpoint:
             saved_steps,
             lambda s: CheckpointReader(self._files(s, self._names(s, holders), holders)),
             like,
-            layouts=layouts,
+            full_types=full_types,
             location="the memory of hosts",
             log=self._say,
             agree=agree,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ftmesh.algorithms import registry
-from ftmesh.cost.links import network_for
+from ftmesh.cost.links import Network, network_for
 from ftmesh.distributed.consensus import agree_on_program, program_digest
 from ftmesh.elastic.elastic_group import ElasticGroup
 from ftmesh.errors import FtmeshError
@@ -38,13 +38,15 @@ def cached_plan(
     *,
     payload_bytes: int = 100_000_000,
     wire_dtype: DTypeLike = "float32",
+    link: Network | float | str | None = None,
     with_idle: bool = False,
     reduce_scatter: bool = False,
-    executor: str = "ppermute",
+    executor: str = "auto",
 ) -> Plan:
     """Return `ftmesh.plan` of these arguments, from this process's cache if it is there."""
+    network = network_for(topology) if link is None else link
     options = (payload_bytes, wire_dtype, with_idle, reduce_scatter, executor)
-    key = (topology.without_devices(), network_for(topology), algorithm, *options)
+    key = (topology.without_devices(), network, algorithm, *options)
     cached = _plans.get(key)
     if cached is None:
         cached = plan(
@@ -52,6 +54,7 @@ def cached_plan(
             algorithm,
             payload_bytes=payload_bytes,
             wire_dtype=wire_dtype,
+            link=link,
             with_idle=with_idle,
             reduce_scatter=reduce_scatter,
             executor=executor,

@@ -18,6 +18,7 @@ from jax import lax
 from jax._src import callback, clusters, config, core, distributed, source_info_util, xla_bridge
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as internal_lax
+from jax._src.lax import parallel
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -95,6 +96,13 @@ def _typed(aval: Any, axis_name: AxisName, *, varying: bool) -> Any:
     if hasattr(aval, "mat"):
         return aval.update(manual_axis_type=aval.mat.update(varying=axes))
     return aval.update(vma=axes)
+
+
+def all_gather_invariant(x: Any, axis_name: AxisName, *, tiled: bool) -> Any:
+    """``lax.all_gather(x, axis_name)``, typed as the same on all ranks."""
+    if not checks_vma():
+        return lax.all_gather(x, axis_name, tiled=tiled)
+    return parallel.all_gather_invariant(x, axis_name, tiled=tiled)
 
 
 # Weak types -------------------------------------------------------------------------------------

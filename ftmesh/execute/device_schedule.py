@@ -19,6 +19,7 @@ from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import RankSchedule, Schedule, SplitSchedule
 from ftmesh.schedule.transfers import ADD, COPY, Ints, Transfers, join_transfers, make_transfers
 from ftmesh.topology.notation import Coord
+from ftmesh.topology.ranks import Ranks
 from ftmesh.topology.topology import Topology
 
 _NEVER = 2**31 - 1
@@ -28,33 +29,26 @@ _MAX_PARTS = 4  # of the exchange between cores: a part in flight takes memory
 def schedule_for_devices(
     schedule: Schedule, *, devices_per_chip: int = 1, with_idle: bool = False
 ) -> RankSchedule[Phase]:
-    """Map a schedule to ranks that are devices.
+    """Map a schedule to ranks that are devices, in the order of `Ranks`.
 
     Args:
         schedule: The schedule over chips.
         devices_per_chip: 1 or 2. Rank ``2 * chip + core`` is core `core` of a chip with two.
-        with_idle: The axis includes the devices of failed chips, all chips in grid order with x
-            fastest.
+        with_idle: The axis includes the devices of failed chips, after all others.
     """
     if devices_per_chip not in (1, 2):
         raise ValueError(f"chips have one or two devices, not {devices_per_chip}")
     topology = schedule.topology
-    coords = topology.coords
-    position = np.arange(len(coords), dtype=np.int32)
-    phases = list(schedule.phases)
+    axis = Ranks(topology, with_idle)
+    phases = [_renumber(phase, axis.position) for phase in schedule.phases]
     num_first, owner = 0, None
     if isinstance(schedule, SplitSchedule):
-        num_first, owner = len(schedule.reduce_scatter), schedule.owner
+        num_first, owner = len(schedule.reduce_scatter), axis.position[schedule.owner]
     if with_idle and topology.failed:
-        coords = tuple(topology.all_coords())
-        position = np.array([topology.grid_index(coord) for coord in topology.coords], np.int32)
-        phases = [_renumber(phase, position) for phase in phases]
-        phases[num_first:] = _with_deliveries(
-            topology, phases[num_first:], schedule.num_chunks, position
-        )
-        owner = None if owner is None else position[owner]
-    names = tuple(f"{topology.noun} {coord}" for coord in coords)
-    ranks = RankSchedule(schedule.num_chunks, tuple(phases), names, position, num_first, owner)
+        phases[num_first:] = _with_deliveries(axis, phases[num_first:], schedule.num_chunks)
+    names = tuple(f"{topology.noun} {coord}" for coord in axis.coords)
+    live = np.arange(topology.num_live, dtype=np.int32)
+    ranks = RankSchedule(schedule.num_chunks, tuple(phases), names, live, num_first, owner)
     return ranks if devices_per_chip == 1 else _on_two_cores(ranks)
 
 
@@ -69,29 +63,28 @@ def _renumber(phase: Phase, position: Ints) -> Phase:
 # Idle chips -------------------------------------------------------------------------------------
 
 
-def _with_deliveries(
-    topology: Topology, phases: Sequence[Phase], num_chunks: int, position: Ints
-) -> list[Phase]:
+def _with_deliveries(axis: Ranks, phases: Sequence[Phase], num_chunks: int) -> list[Phase]:
     """The all-gather phases, with transfers from live chips to their idle neighbours.
 
     Pieces are those of the last phase. A piece is forwarded once the live neighbour has it; what
     does not fit next to the last phase follows in a phase of its own.
     """
     *before, last = phases
+    topology, rank = axis.topology, {coord: i for i, coord in enumerate(axis.coords)}
     full = Topology(topology.shape, topology.wrap, failed_links=topology.failed_links)
     size = last.counts[0]
     if len(last.counts) > 1 or num_chunks % size:
         size = 1
-    ready = _arrival_rounds(phases, len(full.coords), num_chunks, position)
-    ready = ready.reshape(len(full.coords), -1, size).max(axis=2)
+    ready = _arrival_rounds(phases, len(rank), num_chunks, topology.num_live)
+    ready = ready.reshape(len(rank), -1, size).max(axis=2)
     start = sum(phase.num_rounds for phase in before)
 
     def arrival(chip: Coord, piece: tuple[int, int]) -> int:
-        return max(0, int(ready[full.grid_index(chip), piece[1]]) + 1 - start)
+        return max(0, int(ready[rank[chip], piece[1]]) + 1 - start)
 
     pieces = [(0, index) for index in range(num_chunks // size)]
     bookings = book(full, _idle_groups(full, topology.failed), pieces, arrival, by=_NEVER)
-    rows = [(b.round, *map(full.grid_index, b.link), b.piece[1]) for b in bookings]
+    rows = [(b.round, *map(rank.__getitem__, b.link), b.piece[1]) for b in bookings]
     when, src, dst, piece = np.array(sorted(rows), np.int32).T
     lane = _free_lanes(last, zip(src.tolist(), dst.tolist(), strict=True))
     deliveries = make_transfers(
@@ -106,14 +99,14 @@ def _with_deliveries(
 
 
 def _arrival_rounds(
-    phases: Sequence[Phase], num_ranks: int, num_chunks: int, position: Ints
+    phases: Sequence[Phase], num_ranks: int, num_chunks: int, num_live: int
 ) -> Ints:
     """The round, of all phases, in which each rank last receives each chunk.
 
     It is -1 if a live rank has the chunk from the start. For idle ranks it is never.
     """
     ready = np.full((num_ranks, num_chunks), _NEVER - 1, np.int32)
-    ready[position] = -1
+    ready[:num_live] = -1
     start = 0
     for phase in phases:
         for now, c in enumerate(phase.rounds()):

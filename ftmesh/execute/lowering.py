@@ -20,9 +20,16 @@ from ftmesh.execute.device_schedule import schedule_for_devices
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Ints, RingRule, Transfers, row_key
+from ftmesh.topology.ranks import Ranks
+from ftmesh.topology.topology import Topology
 
 Permutation = tuple[tuple[int, int], ...]
-PPERMUTE, PPERMUTE_UNROLLED, PALLAS = EXECUTORS = ("ppermute", "ppermute_unrolled", "pallas")
+XLA, PPERMUTE, PPERMUTE_UNROLLED, PALLAS = EXECUTORS = (
+    "xla",
+    "ppermute",
+    "ppermute_unrolled",
+    "pallas",
+)
 IDLE = -1  # in place of a chunk: the rank sends nothing in this round
 MIXED = 2  # in place of an operation: the lane adds and copies; its table says which
 
@@ -198,7 +205,28 @@ def lower(schedule: Schedule, *, devices_per_chip: int = 1, with_idle: bool = Fa
         depth=schedule.depth + devices_per_chip - 1,
         live=ranks.contributors,
         names=ranks.names,
-        devices=topology.all_devices if with_idle else topology.devices,
+        devices=Ranks(topology, with_idle).devices,
+    )
+
+
+def native_program(topology: Topology) -> Program:
+    """Return the program of the executor ``"xla"``, which has no rounds of its own."""
+    ranks = Ranks(topology)
+    return Program(
+        num_ranks=ranks.num_ranks,
+        num_chunks=ranks.num_ranks,
+        reduce_scatter=(),
+        all_gather=(),
+        owner=ranks.live,
+        depth=ranks.num_ranks - 1,
+        live=ranks.live,
+        names=tuple(
+            f"{topology.noun} {coord}"
+            for coord in ranks.coords
+            for _ in range(topology.devices_per_chip)
+        ),
+        devices=ranks.devices,
+        executor=XLA,
     )
 
 

@@ -84,6 +84,11 @@ def all_gather_invariant(
     return _all_gather_invariant.bind(buffer, axis_name=axis_name, program=program, wire=wire)
 
 
+def on_mesh_of_plan(x: jax.Array, *, axis_name: Any, program: Program) -> jax.Array:
+    """Return `x`; on a mesh whose devices are not those of the plan in its order, raise."""
+    return _on_mesh_of_plan.bind(x, axis_name=axis_name, program=program)
+
+
 def is_interpreted(*, program: Program, **_: Any) -> bool:
     """True if a program calls back to Python while it runs."""
     return program.executor == PALLAS and bool(_pallas().is_interpreted(program))
@@ -178,6 +183,10 @@ def _transpose_all_gather(ct: Any, *, axis_name: Any, program: Program, **params
     return reduce_scatter(total, axis_name=axis_name, program=program, **params)
 
 
+def _transpose_on_mesh(ct: Any, **params: Any) -> Any:
+    return on_mesh_of_plan(ct, **params)
+
+
 _collective = partial(
     _compat.linear_collective, check_mesh=_check_mesh, is_interpreted=is_interpreted
 )
@@ -193,3 +202,4 @@ _all_gather = _collective("all_gather", _run_all_gather, _transpose_all_gather)
 _all_gather_invariant = _collective(
     "all_gather_invariant", _run_all_gather, _transpose_all_gather, _all_gather_transpose.bind
 )
+_on_mesh_of_plan = _collective("on_mesh_of_plan", lambda x, **_: x, _transpose_on_mesh)

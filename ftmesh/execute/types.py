@@ -24,7 +24,7 @@ class PlanLike(HasTopology, Protocol):
 
     @property
     def executor(self) -> str:
-        """What runs the schedule, such as ``"ppermute"``."""
+        """The name of the executor, such as ``ppermute``."""
 
     @property
     def program(self) -> Program:

@@ -56,7 +56,7 @@ def check_replicas(
         return ()
     digests = _program(_common_mesh(arrays))(arrays)
     coords, per_chip = topology.physical.coords, topology.physical.devices_per_chip
-    index_of = {device: index for index, device in enumerate(topology.devices)}
+    index_of = {device: index for index, device in enumerate(topology.physical.devices)}
     local = {
         index_of[shard.device]: int(np.asarray(shard.data)[0])
         for shard in digests.addressable_shards

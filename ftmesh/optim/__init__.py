@@ -4,7 +4,6 @@ from ftmesh.optional_deps import require
 
 require("ftmesh.optim", "optim", "optax")
 
-from ftmesh.layout.owned_buckets import ShardedState as ShardedState  # noqa: E402
 from ftmesh.optim.lars_lamb import clip_by_global_norm as clip_by_global_norm  # noqa: E402
 from ftmesh.optim.lars_lamb import lamb as lamb  # noqa: E402
 from ftmesh.optim.lars_lamb import lars as lars  # noqa: E402

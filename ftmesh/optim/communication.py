@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,26 +21,21 @@ from ftmesh.collectives.partitioning import (
     broadcast_specs,
     entry_axes,
     is_spec,
+    pad_spec,
     typed_spec,
 )
-from ftmesh.collectives.reduce_scatter import (
-    check_has_owners,
-    gather_chunks,
-    scatter_chunks,
-    take_owned_chunks,
-)
+from ftmesh.collectives.reduce_scatter import gather_in_place, gather_rows, scatter_rows
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
-from ftmesh.layout.owned_buckets import OwnedBucket, OwnedLayout
-from ftmesh.optim.evaluate import OwnedTree
+from ftmesh.layout.flat_shards import Kind, LeafLayout, TreeLayout
 
 Reduce = Literal["mean", "sum", "none"]
 
 
 @dataclass(frozen=True, eq=False)
 class Communication:
-    """Reduces gradients to the owners of rows, and gathers updates from them."""
+    """Reduces gradients to a rank's parts of them, and gathers updates from the parts."""
 
     plan: PlanLike
     norm_plan: PlanLike
@@ -49,97 +45,127 @@ class Communication:
     reduce: Reduce = "mean"
 
     def __post_init__(self) -> None:
-        check_has_owners(self.plan)
         if self.reduce not in ("mean", "sum", "none"):
             raise ArgumentError(f"reduce must be 'mean', 'sum' or 'none', not {self.reduce!r}")
 
-    def take_owned(self, tree: PyTree, layout: OwnedLayout) -> OwnedTree:
-        """Return what this rank owns of arrays that all ranks have."""
-        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    @property
+    def rank(self) -> Any:
+        return lax.axis_index(self.axis_name)
 
-        def take(bucket: OwnedBucket) -> jax.Array:
-            buffer = bucket.packing.pack(_to_common_dtype([leaves[i] for i in bucket.members]))
-            buffer = _compat.as_varying(buffer, self.axis_name)
-            chunks = take_owned_chunks(buffer, self.axis_name, self.plan.program)
-            return chunks.reshape(bucket.shape)
+    def take_own(self, tree: PyTree, layout: TreeLayout) -> list[jax.Array]:
+        """Return this rank's part of each leaf of a pytree that all ranks have."""
+        return self._take_parts(map(jnp.asarray, jax.tree.leaves(tree)), layout.leaves)
 
-        return OwnedTree(
-            [take(b) for b in layout.buckets], {i: leaves[i] for i in layout.replicated}
-        )
+    def reduce_scatter(self, grads: PyTree, layout: TreeLayout, tree: Any) -> list[jax.Array]:
+        """Reduce gradients, if they are not yet, and return this rank's parts of the result.
 
-    def reduce_scatter(self, grads: PyTree, layout: OwnedLayout, tree: Any) -> OwnedTree:
-        """Reduce gradients, if they are not yet, and return what this rank owns of the result.
-
+        The gradient of a leaf that is cut along the axis belongs to this rank, and stays as it is.
         `tree` is that of the parameters, which gradients must have too.
         """
+        is_reduced = self.reduce == "none"
         if isinstance(grads, ReducedGradients):
-            if grads.owners == layout.fingerprint:
-                owned: OwnedTree = grads.tree
-                return owned
-            if grads.owners:
-                raise ArgumentError(
-                    "these gradients are sharded for another plan: call value_and_grad and update "
-                    "of the same optimizer"
-                )
-            return self.take_owned(grads.tree, layout)
+            if grads.is_sharded:
+                return self._check_parts(grads.tree, layout)
+            grads, is_reduced = grads.tree, True
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(grads)]
         shapes = [leaf.shape for leaf in leaves]
-        if jax.tree.structure(grads) != tree or shapes != [t.shape for t in layout.types]:
+        if jax.tree.structure(grads) != tree or shapes != [x.type.shape for x in layout.leaves]:
             raise ArgumentError("gradients must have the structure and shapes of the parameters")
-        if self.reduce == "none" or self._are_reduced(leaves):
-            return self.take_owned(grads, layout)
-        leaves = [_compat.as_varying(leaf, self.axis_name) for leaf in leaves]
-        groups = enumerate(reduction_groups(layout))
-        results = [self.reduce_group(layout, i, [leaves[x] for x in group]) for i, group in groups]
-        return join_groups(results, layout)
+        whole = [x for x, y in zip(leaves, layout.leaves, strict=True) if y.kind != "local"]
+        if is_reduced or self._are_reduced(whole):
+            return self._take_parts(leaves, layout.leaves)
+        own = list(leaves)
+        for index, group in enumerate(reduction_groups(layout)):
+            arrays = [_compat.as_varying(leaves[i], self.axis_name) for i in group]
+            for i, array in zip(group, self.reduce_group(layout, index, arrays), strict=True):
+                own[i] = array
+        return own
 
-    def reduce_group(self, layout: OwnedLayout, index: int, grads: list[Any]) -> list[jax.Array]:
+    def reduce_group(self, layout: TreeLayout, index: int, grads: list[Any]) -> list[jax.Array]:
         """Reduce one of `reduction_groups`; a gradient that is None counts as zeros."""
-        types = [layout.types[i] for i in reduction_groups(layout)[index]]
+        leaves = [layout.leaves[i] for i in reduction_groups(layout)[index]]
         arrays = [
-            _compat.as_varying(jnp.zeros(type_.shape, type_.dtype), self.axis_name)
+            _compat.as_varying(jnp.zeros(leaf.type.shape, leaf.type.dtype), self.axis_name)
             if grad is None
             else grad
-            for grad, type_ in zip(grads, types, strict=True)
+            for grad, leaf in zip(grads, leaves, strict=True)
         ]
-        if index == len(layout.buckets):
-            reduce = collectives.pmean if self.reduce == "mean" else collectives.psum
-            replicated: list[jax.Array] = reduce(arrays, self.axis_name, plan=self.plan)
-            return replicated
-        bucket = layout.buckets[index]
-        chunks = scatter_chunks(
-            bucket.packing.pack(_to_common_dtype(arrays)),
-            self.axis_name,
-            plan=self.plan,
-            mean=self.reduce == "mean",
-            wire_dtype=self.wire_dtype,
-            accumulate_dtype=self.accumulate_dtype,
-        )
-        return [chunks.reshape(bucket.shape)]
+        if not arrays:
+            return []
+        options: dict[str, Any] = {
+            "plan": self.plan,
+            "wire_dtype": self.wire_dtype,
+            "accumulate_dtype": self.accumulate_dtype,
+        }
+        is_bucket = index < len(layout.buckets)
+        if is_bucket and self.plan.executor != "xla":
+            mean = self.reduce == "mean"
+            dtype = jnp.result_type(*arrays)
+            rows = [leaf.to_rows(x.astype(dtype)) for leaf, x in zip(leaves, arrays, strict=True)]
+            own = scatter_rows(jnp.concatenate(rows, axis=1), self.axis_name, mean=mean, **options)
+            parts = _split(own, leaves)
+            return [part.astype(x.dtype) for part, x in zip(parts, arrays, strict=True)]
+        if not is_bucket and not self.plan.with_idle:
+            options = {"plan": self.plan}  # a few numbers
+        reduce = collectives.pmean if self.reduce == "mean" else collectives.psum
+        return self._take_parts(reduce(arrays, self.axis_name, **options), leaves)
 
-    def gradient_slots(self, leaves: list[jax.Array], layout: OwnedLayout) -> list[list[jax.Array]]:
+    def gradient_slots(self, leaves: list[jax.Array], layout: TreeLayout) -> list[list[jax.Array]]:
         """Return arrays of the types that `reduce_group` returns for the gradients of `leaves`."""
-        slots = []
-        for bucket in layout.buckets:
-            first = _to_common_dtype([leaves[i] for i in bucket.members])[0]
-            zeros = jnp.zeros(bucket.shape, first.dtype)
-            slots.append([_compat.varying_like(_compat.as_varying(zeros, self.axis_name), first)])
-        return [*slots, [leaves[i] for i in layout.replicated]]
 
-    def all_gather(self, owned: OwnedTree, layout: OwnedLayout) -> list[jax.Array]:
-        """Return all leaves, replicated, from what every rank owns of them."""
-        leaves = dict(owned.replicated)
-        for bucket, rows in zip(layout.buckets, owned.rows, strict=True):
-            chunks = _compat.as_varying(rows, self.axis_name)
-            chunks = chunks.reshape(-1, *bucket.packing.shape[1:])
-            buffer = gather_chunks(chunks, self.axis_name, plan=self.plan)
-            leaves.update(zip(bucket.members, bucket.packing.unpack(buffer), strict=True))
-        return [leaves[i] for i in range(len(layout.types))]
+        def slot(i: int) -> jax.Array:
+            if layout.leaves[i].kind == "replicated":
+                return leaves[i]
+            zeros = jnp.zeros(layout.leaves[i].own_shape, leaves[i].dtype)
+            return _compat.varying_like(_compat.as_varying(zeros, self.axis_name), leaves[i])
+
+        return [[slot(i) for i in group] for group in reduction_groups(layout)]
+
+    def all_gather(self, own: Sequence[jax.Array], layout: TreeLayout) -> list[jax.Array]:
+        """Return all leaves, replicated unless cut along the axis, from the parts of ranks."""
+        result = list(own)
+        for bucket in layout.buckets:
+            if self.plan.executor == "xla":
+                by_rows = [i for i in bucket if layout.leaves[i].row_shape[0]]
+                bucket = tuple(i for i in bucket if i not in by_rows)
+                for i in by_rows:
+                    leaf = layout.leaves[i]
+                    part = _compat.as_varying(own[i], self.axis_name).reshape(leaf.row_shape)
+                    matrix = gather_in_place(part, self.axis_name, plan=self.plan)
+                    result[i] = leaf.from_gathered_rows(matrix)
+            dtypes = {i: own[i].dtype for i in bucket}
+            groups = [
+                tuple(i for i in bucket if dtypes[i] == dtype)
+                for dtype in dict.fromkeys(dtypes.values())
+            ]
+            for group in groups:
+                leaves = [layout.leaves[i] for i in group]
+                parts = [_compat.as_varying(own[i], self.axis_name) for i in group]
+                rows = gather_rows(jnp.concatenate(parts), self.axis_name, plan=self.plan)
+                for i, leaf, part in zip(group, leaves, _split(rows, leaves), strict=True):
+                    result[i] = leaf.from_rows(part)
+        return result
 
     def sum_vectors(self, vectors: list[jax.Array]) -> list[jax.Array]:
         """Sum small vectors over all ranks, on the plan for norms."""
         sums: list[jax.Array] = collectives.psum(vectors, self.axis_name, plan=self.norm_plan)
         return sums
+
+    def _take_parts(self, arrays: Any, leaves: Sequence[LeafLayout]) -> list[jax.Array]:
+        return [
+            leaf.take_part(_compat.as_varying(x, self.axis_name), self.rank)
+            if leaf.kind == "flat"
+            else x
+            for x, leaf in zip(arrays, leaves, strict=True)
+        ]
+
+    def _check_parts(self, parts: list[jax.Array], layout: TreeLayout) -> list[jax.Array]:
+        if [x.shape for x in parts] != [leaf.own_shape for leaf in layout.leaves]:
+            raise ArgumentError(
+                "these gradients are sharded for another plan or other parameters: call "
+                "value_and_grad and update of the same optimizer"
+            )
+        return parts
 
     def _are_reduced(self, leaves: list[jax.Array]) -> bool:
         """Return whether gradients are typed as replicated, which means they have been summed."""
@@ -155,22 +181,15 @@ class Communication:
         return varying == {False}
 
 
-def reduction_groups(layout: OwnedLayout) -> list[tuple[int, ...]]:
+def reduction_groups(layout: TreeLayout) -> list[tuple[int, ...]]:
     """Return the leaves that are reduced together: those of each bucket, then the replicated."""
-    return [*(bucket.members for bucket in layout.buckets), layout.replicated]
+    return [*layout.buckets, layout.replicated]
 
 
-def join_groups(results: Sequence[list[jax.Array]], layout: OwnedLayout) -> OwnedTree:
-    """Return the results of `Communication.reduce_group` for all groups as a tree."""
-    *rows, replicated = results
-    return OwnedTree(
-        [row for (row,) in rows], dict(zip(layout.replicated, replicated, strict=True))
-    )
-
-
-def _to_common_dtype(arrays: list[jax.Array]) -> list[jax.Array]:
-    dtype = jnp.result_type(*arrays)
-    return [array.astype(dtype) for array in arrays]
+def _split(x: jax.Array, leaves: Sequence[LeafLayout]) -> list[jax.Array]:
+    """Cut what ranks have of several leaves, concatenated along the last dimension."""
+    stops = list(itertools.accumulate(leaf.part_size for leaf in leaves))
+    return [x[..., stop - leaf.part_size : stop] for stop, leaf in zip(stops, leaves, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,6 +204,7 @@ class MeshPlacement:
     axis_name: AxisName
     specs: Specs = None
     mesh: Any = None
+    min_size: int = 0  # tensors with fewer elements are replicated
     _compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @property
@@ -205,7 +225,7 @@ class MeshPlacement:
         current = jax.sharding.get_abstract_mesh()
         key = (function.__name__, tree, types, spec_tree, current)
         if key not in self._compiled:
-            context = MeshContext.find(self.plan, self.axis_name, params, self.mesh)
+            context = self._context(params)
             context.weight_specs(params, self.specs)  # raises if the layout is unknown
             mapped = jax.shard_map(
                 function,
@@ -225,13 +245,83 @@ class MeshPlacement:
             lambda leaf: typed_spec(leaf) if isinstance(leaf, jax.Array) else REPLICATED, params
         )
 
-    def local_types(self, params: PyTree) -> list[jax.ShapeDtypeStruct]:
+    def leaf_layouts(self, params: PyTree) -> list[LeafLayout]:
+        """Return how tensors of the shape of each parameter are stored."""
+        self._check_idle(params)
+        leaves, num_ranks = jax.tree.leaves(params), self.plan.program.num_ranks
+        layouts = []
+        types = zip(leaves, self._local_types(params), self._flat_specs(params), strict=True)
+        for leaf, type_, spec in types:
+            is_local = self.axis_name in _axes_of(spec)
+            if not is_local and self.is_bound and self.axis_name in _compat.varying_axes(leaf):
+                raise ArgumentError(
+                    f"a parameter of shape {type_.shape} varies along {self.axis_name!r}, and "
+                    "specs= does not say so: if each rank has a piece of its own, as in FSDP, give "
+                    f"specs= that name {self.axis_name!r}; otherwise give parameters that are "
+                    "replicated along it"
+                )
+            counts = tuple(self._num_shards(entry, params) for entry in spec)
+            counts += (1,) * (len(type_.shape) - len(counts))
+            kind: Kind = "local" if is_local else "flat"
+            is_small = type_.size < max(1, self.min_size) and set(counts) <= {1}
+            if not is_local and (self.plan.with_idle or not type_.shape or is_small):
+                kind = "replicated"
+            layouts.append(LeafLayout(type_, kind, num_ranks, counts))
+        return layouts
+
+    def stored_specs(self, params: PyTree) -> list[PartitionSpec]:
+        """Return the specs of arrays that store tensors of the shape of each parameter."""
+
+        def stored_spec(leaf: LeafLayout, spec: PartitionSpec) -> PartitionSpec:
+            if leaf.kind != "flat":
+                return spec if leaf.kind == "local" else REPLICATED
+            entries = pad_spec(spec, len(leaf.counts)) if leaf.is_split else ()
+            return PartitionSpec(*entries, self.axis_name)
+
+        return list(map(stored_spec, self.leaf_layouts(params), self._flat_specs(params)))
+
+    def global_types(self, params: PyTree) -> list[jax.ShapeDtypeStruct]:
+        """Return the types of the full tensors."""
+
+        def global_type(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            shape = list(jnp.shape(leaf))
+            for i, entry in enumerate(spec if self.is_bound else ()):
+                shape[i] *= math.prod(map(lax.axis_size, entry_axes(entry)))
+            return jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(leaf))
+
+        return list(map(global_type, jax.tree.leaves(params), self._flat_specs(params)))
+
+    def other_axes(self, params: PyTree) -> dict[Any, list[bool]]:
+        """Return the other axes that shard parameters and, for each, which leaves it shards."""
+        axes = [_axes_of(spec) - {self.axis_name} for spec in self._flat_specs(params)]
+        names = sorted(set().union(*axes), key=str)
+        return {name: [name in sharding for sharding in axes] for name in names}
+
+    def without_other_meshes(self, params: PyTree) -> PyTree:
+        """Return `params`, or their types alone if they are on another number of ranks."""
+        meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(params)]
+        sizes = {mesh.shape.get(self.axis_name) for mesh in meshes} - {None}
+        if sizes <= {self.plan.program.num_ranks}:
+            return params
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), params)
+
+    def place(self, x: Any, spec: PartitionSpec, params: PyTree) -> jax.Array:
+        """Lay a global array out on the mesh."""
+        mesh = self._context(params).mesh
+        if not isinstance(mesh, jax.sharding.Mesh):
+            return jnp.asarray(x)
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    def _context(self, params: PyTree) -> MeshContext:
+        return MeshContext.find(self.plan, self.axis_name, params, self.mesh)
+
+    def _local_types(self, params: PyTree) -> list[jax.ShapeDtypeStruct]:
         """Return the types of the leaves as one rank has them."""
         leaves = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in jax.tree.leaves(params)]
         shapes = [jnp.shape(leaf) for leaf in leaves]
         specs = self._flat_specs(params)
         if not self.is_bound and any(entry for spec in specs for entry in spec):
-            context = MeshContext.find(self.plan, self.axis_name, params, self.mesh)
+            context = self._context(params)
             context.weight_specs(params, self.specs)  # raises if specs are for another mesh
             shapes = [
                 NamedSharding(context.mesh, spec).shard_shape(shape)
@@ -239,27 +329,26 @@ class MeshPlacement:
             ]
         return [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, leaves, strict=True)]
 
-    def global_types(self, params: PyTree) -> list[jax.ShapeDtypeStruct]:
-        """Return the types of the full tensors, which other axes may shard."""
+    def _num_shards(self, entry: Any, params: PyTree) -> int:
+        """Return how many shards the entry of a spec makes, along axes other than the plan's."""
+        names = [name for name in entry_axes(entry) if name != self.axis_name]
+        if not names:
+            return 1
+        sizes = lax.axis_size if self.is_bound else self._context(params).mesh.shape.__getitem__
+        return math.prod(map(sizes, names))
 
-        def global_type(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-            shape = list(jnp.shape(leaf))
-            for i, entry in enumerate(spec if self.is_bound else ()):
-                sizes = [lax.axis_size(x) for x in entry_axes(entry) if x != self.axis_name]
-                shape[i] *= math.prod(sizes)
-            return jax.ShapeDtypeStruct(tuple(shape), jnp.result_type(leaf))
-
-        return list(map(global_type, jax.tree.leaves(params), self._flat_specs(params)))
-
-    def other_axes(self, params: PyTree) -> dict[Any, list[bool]]:
-        """Return the other axes that shard parameters and, for each, which leaves it shards."""
-        axes = [
-            {name for entry in spec for name in entry_axes(entry)} - {self.axis_name}
-            for spec in self._flat_specs(params)
-        ]
-        names = sorted(set().union(*axes), key=str)
-        return {name: [name in sharding for sharding in axes] for name in names}
+    def _check_idle(self, params: PyTree) -> None:
+        if self.plan.with_idle and any(map(_axes_of, self._flat_specs(params))):
+            raise ArgumentError(
+                "a plan with idle devices cannot shard an optimizer of parameters that are "
+                "sharded themselves: the idle devices would hold parts of them. Plan without "
+                "with_idle=True"
+            )
 
     def _flat_specs(self, params: PyTree) -> list[PartitionSpec]:
         specs: list[PartitionSpec] = jax.tree.leaves(self.param_specs(params), is_leaf=is_spec)
         return specs
+
+
+def _axes_of(spec: PartitionSpec) -> set[Any]:
+    return {name for entry in spec for name in entry_axes(entry)}

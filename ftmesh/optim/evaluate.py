@@ -1,9 +1,4 @@
-"""Runs functions of full tensors on one rank's rows of them.
-
-A sharded state has the structure that optax gives it, with a `Slot` in place of every tensor that
-has the size of a parameter. All tensors of a kind, such as the first moments of all parameters,
-share a row of arrays, one array per bucket.
-"""
+"""Runs functions of full tensors on one rank's parts of them."""
 
 from __future__ import annotations
 
@@ -18,7 +13,8 @@ import numpy as np
 from jax import lax
 
 from ftmesh.execute import _compat
-from ftmesh.layout.owned_buckets import OwnedLayout, OwnedRows, ShardedState, Slot
+from ftmesh.execute.types import PyTree
+from ftmesh.layout.flat_shards import TreeLayout
 from ftmesh.optim.op_graph import (
     Apply,
     BranchResult,
@@ -35,135 +31,58 @@ from ftmesh.optim.op_graph import (
     Value,
     dependencies,
 )
-
-_FIRST_LENGTH = 1_000_003  # longer than the dimensions that an optimizer names itself
-
-
-@dataclass(frozen=True, eq=False)
-class StateForm:
-    """The structure of a sharded state."""
-
-    tree: Any  # as optax builds it
-    leaves: tuple[Slot | Any, ...]  # slots, and the types of leaves that are not sharded
-    dtypes: tuple[Any, ...]  # of the rows
-    types: tuple[Any, ...]  # of all leaves, before sharding
-
-    def buckets(self, layout: OwnedLayout, row: int) -> tuple[bool, ...]:
-        """Return which buckets contain a slot of `row`."""
-        leaves = {leaf.leaf for leaf in self.leaves if isinstance(leaf, Slot) and leaf.row == row}
-        return tuple(not leaves.isdisjoint(bucket.members) for bucket in layout.buckets)
-
-
-def state_form(
-    init: Callable[[Any], Any], layout: OwnedLayout, types: Sequence[Any], tree: Any
-) -> StateForm:
-    """Find which leaves of the state that `init` returns belong to which parameter.
-
-    `init` is traced with a length for each parameter that no other has, so a leaf of the state
-    shows by its length which parameter it belongs to. A state that depends on the shapes of
-    parameters in another way raises NotShardableError.
-    """
-    marked = [
-        jax.ShapeDtypeStruct((*(1 for _ in t.shape[1:]), _FIRST_LENGTH + i), t.dtype)
-        if i in layout.location
-        else t
-        for i, t in enumerate(types)
-    ]
-    leaves, state_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(types)))
-    marked_leaves, marked_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(marked)))
-    if state_tree != marked_tree:
-        raise NotShardableError(
-            "this optimizer cannot be sharded: the structure of its state depends on the size of "
-            "a tensor. Give masks as pytrees of booleans, or as functions of names or of the "
-            "number of dimensions"
-        )
-    param_of = {marked[i].shape: i for i in layout.location}
-    rows: dict[tuple[int, Any], int] = {}
-    counts: dict[tuple[int, Any], int] = {}
-    slots: list[Any] = []
-    for leaf, mark in zip(leaves, marked_leaves, strict=True):
-        param = param_of.get(mark.shape)
-        expected = leaf.shape if param is None else types[param].shape
-        if leaf.shape != expected or (param is None and mark.shape != leaf.shape):
-            raise NotShardableError(
-                f"this optimizer cannot be sharded: it keeps a state of shape {leaf.shape}, which "
-                "depends on the shape of a tensor and is not that shape"
-            )
-        if param is None:
-            slots.append(leaf)
-            continue
-        kind = (param, leaf.dtype)
-        counts[kind] = counts.get(kind, -1) + 1
-        slots.append(Slot(rows.setdefault((counts[kind], leaf.dtype), len(rows)), param))
-    return StateForm(state_tree, tuple(slots), tuple(dtype for _, dtype in rows), tuple(leaves))
-
-
-def dense_rows(state: ShardedState, layout: OwnedLayout) -> list[list[jax.Array]]:
-    """Return the arrays of every row, with zeros for the buckets that have none."""
-    return [
-        [
-            jnp.zeros(bucket.shape, dtype) if array is None else array
-            for array, bucket in zip(row, layout.buckets, strict=True)
-        ]
-        for row in state.rows
-        for dtype in [next(array.dtype for array in row if array is not None)]
-    ]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class OwnedTree:
-    """What a rank has of a pytree."""
-
-    rows: list[jax.Array]  # of every bucket
-    replicated: dict[int, Any]  # the leaves that are in no bucket, by their position
-
-    def dtypes(self, layout: OwnedLayout) -> dict[int, Any]:
-        """Return the dtype of every leaf."""
-        dtypes = {i: x.dtype for i, x in self.replicated.items()}
-        for bucket, row in zip(layout.buckets, self.rows, strict=True):
-            dtypes |= dict.fromkeys(bucket.members, row.dtype)
-        return dtypes
+from ftmesh.optim.state import StateForm
 
 
 @dataclass(frozen=True, eq=False)
 class ShardEvaluator:
     """Runs traced functions of pytrees on what one rank has of them.
 
-    The value of a per-element node is a list with one array per bucket, or None where the bucket
-    has no leaf that needs it. That of a per-leaf node is a vector. Small vectors are summed over
-    all ranks by `sum_over_ranks`, which is called once for all sums of a level.
+    The value of a per-element node is a dictionary with an array for each leaf that needs it. That
+    of a per-leaf node is a vector. Small vectors are summed over all ranks by `sum_over_ranks`,
+    which is called once for all sums of a level.
     """
 
-    layout: OwnedLayout
+    layout: TreeLayout
     types: Sequence[Any]  # of full parameters
-    rows: Sequence[OwnedRows]  # of this rank, for every bucket
+    rank: Any
     sum_over_ranks: Callable[[list[jax.Array]], list[jax.Array]]
     _graph: OpGraph = field(default_factory=OpGraph)
     _values: dict[Node, Any] = field(default_factory=dict)
 
-    def input_tree(self, name: Hashable, tree: OwnedTree) -> list[Value]:
-        """Return the leaves of a pytree like the parameters as values."""
-        elements = self._graph.node(Constant(name, tree.rows), kind=Kind.PER_ELEMENT)
+    def input_tree(self, name: Hashable, own: Sequence[jax.Array]) -> list[Value]:
+        """Return as values what this rank has of a pytree like the parameters."""
+        arrays = {i: own[i] for i in self.layout.cut}
+        elements = self._graph.node(Constant(name, arrays), kind=Kind.PER_ELEMENT)
         return [
             Value(elements, type_.shape, leaf)
-            if leaf in self.layout.location
-            else self._input((name, leaf), tree.replicated[leaf])
+            if leaf in self.layout.cut
+            else self._input((name, leaf), own[leaf])
             for leaf, type_ in enumerate(self.types)
         ]
 
-    def input_state(self, state: ShardedState, form: StateForm) -> list[Value]:
+    def input_state(self, state: PyTree, form: StateForm) -> list[Value]:
         """Return the leaves of a state as values."""
-        rows = [
+        rows: list[dict[int, jax.Array]] = []  # one tensor of each parameter, to be one node
+        places: list[tuple[int, int] | None] = []
+        for array, param in zip(jax.tree.leaves(state), form.params, strict=True):
+            if param is None:
+                places.append(None)
+                continue
+            row = next((i for i, x in enumerate(rows) if param not in x), len(rows))
+            if row == len(rows):
+                rows.append({})
+            rows[row][param] = jnp.reshape(array, self.layout.leaves[param].own_shape)
+            places.append((row, param))
+        nodes = [
             self._graph.node(Constant(("row", i), arrays), kind=Kind.PER_ELEMENT)
-            for i, arrays in enumerate(dense_rows(state, self.layout))
+            for i, arrays in enumerate(rows)
         ]
-        replicated = iter(jax.tree.leaves(state.inner))
         return [
-            Value(rows[leaf.row], self.types[leaf.leaf].shape, leaf.leaf)
-            if isinstance(leaf, Slot)
-            else self._input(("state", i), next(replicated))
-            for i, leaf in enumerate(form.leaves)
+            self._input(("state", i), array)
+            if place is None
+            else Value(nodes[place[0]], self.types[place[1]].shape, place[1])
+            for i, (array, place) in enumerate(zip(jax.tree.leaves(state), places, strict=True))
         ]
 
     def _input(self, name: Hashable, value: Any) -> Value:
@@ -177,39 +96,32 @@ class ShardEvaluator:
         self._compute([value.node for value in values])
         return values
 
-    def output_tree(self, values: Sequence[Value], dtypes: Sequence[Any]) -> OwnedTree:
-        """Return a pytree like the parameters, given a value for each leaf."""
-        rows = []
-        for i, bucket in enumerate(self.layout.buckets):
-            for leaf in bucket.members:
-                _check_leaf(values[leaf], leaf)
-            dtype = jnp.result_type(*(dtypes[leaf] for leaf in bucket.members))
-            rows.append(self._bucket(i, [values[m] for m in bucket.members], dtype))
-        return OwnedTree(rows, {i: self._array(values[i]) for i in self.layout.replicated})
+    def output_tree(self, values: Sequence[Value], dtypes: Sequence[Any]) -> list[jax.Array]:
+        """Return what this rank has of a pytree like the parameters, given its leaves."""
+        return [
+            self._own(value, leaf, dtype) if leaf in self.layout.cut else self._array(value)
+            for leaf, (value, dtype) in enumerate(zip(values, dtypes, strict=True))
+        ]
 
-    def output_state(self, form: StateForm, values: Sequence[Value]) -> ShardedState:
+    def output_state(self, form: StateForm, values: Sequence[Value]) -> PyTree:
         """Return a state of that form, given a value for each leaf."""
-        members: list[dict[int, Value]] = [{} for _ in form.dtypes]
-        inner: list[Any] = []
-        for leaf, value in zip(form.leaves, values, strict=True):
-            if isinstance(leaf, Slot):
-                _check_leaf(value, leaf.leaf)
-                members[leaf.row][leaf.leaf] = value
-                inner.append(leaf)
-            else:
-                inner.append(self._array(value))
-        zero = self._graph.constant(0.0, jax.typeof(jnp.float32(0)))
-        self._compute([zero.node])
-        rows = tuple(
-            tuple(
-                self._bucket(i, [row.get(m, zero) for m in bucket.members], dtype)
-                if not row.keys().isdisjoint(bucket.members)
-                else None
-                for i, bucket in enumerate(self.layout.buckets)
+        return form.tree.unflatten(
+            self._array(value)
+            if param is None
+            else self._own(value, param, type_.dtype).reshape(
+                self.layout.leaves[param].stored_shape
             )
-            for row, dtype in zip(members, form.dtypes, strict=True)
+            for value, param, type_ in zip(values, form.params, form.types, strict=True)
         )
-        return ShardedState(form.tree.unflatten(inner), rows, self.layout.fingerprint)
+
+    def _own(self, value: Value, leaf: int, dtype: Any) -> jax.Array:
+        if value.leaf != leaf and not (value.leaf is None and value.is_uniform):
+            raise NotShardableError(
+                "this optimizer cannot be sharded: its result for one tensor is computed from "
+                "another tensor, or from none"
+            )
+        own: jax.Array = self._elements(value.node, leaf).astype(dtype)
+        return own
 
     def _array(self, value: Value) -> jax.Array:
         node = self._graph.as_array(value)
@@ -228,19 +140,6 @@ class ShardEvaluator:
             for node in level:
                 if node not in self._values:
                     self._values[node] = self._value(node)
-
-    def _bucket(self, index: int, values: Sequence[Value], dtype: Any) -> jax.Array:
-        """Return the rows of a bucket, given the value of each of its members."""
-        members: dict[Node, list[int]] = {}
-        for member, value in enumerate(values):
-            members.setdefault(value.node, []).append(member)
-        (node, _), *others = members.items()
-        array = self._elements(node, index).astype(dtype)
-        for node, own in others:
-            x = self._elements(node, index).astype(dtype)
-            is_member = jnp.zeros(len(values), bool).at[np.array(own)].set(True)
-            array = jnp.where(is_member[self.rows[index].member][:, None], x, array)
-        return array
 
     def _value(self, node: Node) -> Any:
         op, operands = node.op, [self._values[x] for x in node.operands]
@@ -261,33 +160,42 @@ class ShardEvaluator:
         if node.kind == Kind.GLOBAL:
             return _apply(op, operands)
         if node.kind == Kind.PER_LEAF:
-            shape = (len(self.layout.types),)
+            shape = (len(self.layout.leaves),)
             return _apply(op, [jnp.broadcast_to(x, shape) for x in operands])
-        return [
-            _apply(op, [self._elements(x, i) for x in node.operands])
-            if not node.leaves.isdisjoint(bucket.members)
-            else None
-            for i, bucket in enumerate(self.layout.buckets)
-        ]
+        return {
+            leaf: _apply(op, [self._elements(x, leaf) for x in node.operands])
+            for leaf in sorted(node.leaves)
+        }
 
-    def _elements(self, node: Node, bucket: int) -> Any:
-        """Return the value of a node at every element of a bucket."""
+    def _elements(self, node: Node, leaf: int) -> Any:
+        """Return the value of a node at every element that this rank has of a leaf."""
         x = self._values[node]
         if node.kind == Kind.PER_ELEMENT:
-            return x[bucket]
-        if node.kind == Kind.PER_LEAF:
-            return self.rows[bucket].spread(x[np.array(self.layout.buckets[bucket].members)])
-        return jnp.broadcast_to(x, self.layout.buckets[bucket].shape)
+            return x[leaf]
+        number = x[leaf] if node.kind == Kind.PER_LEAF else x
+        return jnp.broadcast_to(number, self.layout.leaves[leaf].own_shape)
 
     def _local_sums(self, node: Node) -> jax.Array:
         """Sum this rank's elements of each leaf of the node's dtype; other leaves get 0."""
         elements, dtype = self._values[node.operands[0]], node.op.dtype
-        totals = jnp.zeros(len(self.layout.types), dtype)
-        for bucket, rows, x in zip(self.layout.buckets, self.rows, elements, strict=True):
-            if x is not None and x.dtype == dtype:
-                sums = rows.sums(x)
-                totals = _compat.varying_like(totals, sums).at[np.array(bucket.members)].set(sums)
-        return totals
+        sums = [
+            self._sum(elements[i], i)
+            if i in node.leaves and elements[i].dtype == dtype
+            else jnp.zeros((), dtype)
+            for i in range(len(self.layout.leaves))
+        ]
+        like = jnp.zeros((), dtype)
+        for x in sums:
+            like = _compat.varying_like(like, x)
+        return jnp.stack([_compat.varying_like(x, like) for x in sums])
+
+    def _sum(self, x: jax.Array, leaf: int) -> jax.Array:
+        """Sum this rank's elements of a leaf, without padding."""
+        layout = self.layout.leaves[leaf]
+        if layout.kind == "flat" and layout.type.size % layout.num_ranks:
+            is_real = lax.iota(np.int32, x.size) < layout.num_real(self.rank)
+            x = jnp.where(is_real, x, jnp.zeros((), x.dtype))
+        return jnp.sum(x)
 
     def _switch(self, op: Conditional, index: jax.Array) -> Any:
         def branch(number: int) -> Callable[[], Any]:
@@ -309,14 +217,9 @@ class ShardEvaluator:
     def _branch_value(self, node: Node, result: BranchResult, leaves: frozenset[int]) -> Any:
         """Convert a branch's result to the form that all branches return."""
         if result.kind == Kind.PER_ELEMENT:
-            return [
-                self._elements(node, i).astype(result.dtype)
-                if not leaves.isdisjoint(bucket.members)
-                else None
-                for i, bucket in enumerate(self.layout.buckets)
-            ]
+            return {i: self._elements(node, i).astype(result.dtype) for i in sorted(leaves)}
         x = jnp.asarray(self._values[node], result.dtype)
-        return x if result.kind == Kind.GLOBAL else jnp.broadcast_to(x, len(self.layout.types))
+        return x if result.kind == Kind.GLOBAL else jnp.broadcast_to(x, len(self.layout.leaves))
 
 
 def _apply(op: Apply, operands: list[Any]) -> Any:
@@ -326,11 +229,3 @@ def _apply(op: Apply, operands: list[Any]) -> Any:
         operands = [_compat.varying_like(x, other) for x in operands]
     params = op.params if "sharding" not in op.params else {**op.params, "sharding": None}
     return op.primitive.bind(*operands, **params)
-
-
-def _check_leaf(value: Value, leaf: int) -> None:
-    if value.leaf != leaf and not (value.leaf is None and value.is_uniform):
-        raise NotShardableError(
-            "this optimizer cannot be sharded: its result for one tensor is computed from another "
-            "tensor, or from none"
-        )

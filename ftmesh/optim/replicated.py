@@ -63,7 +63,7 @@ class ReplicatedOptimizer:
     ) -> tuple[PyTree, PyTree]:
         """Return the updates and the new state."""
         if isinstance(grads, ReducedGradients):
-            if grads.owners:
+            if grads.is_sharded:
                 raise ArgumentError(
                     "these gradients are sharded, and this optimizer takes replicated ones: call "
                     "value_and_grad and update of the same optimizer"
@@ -74,6 +74,13 @@ class ReplicatedOptimizer:
         transform = optax.with_extra_args_support(self.transformation).update
         updates, state = transform(grads, state, params, **extra_args)
         return updates, state
+
+    def apply(
+        self, grads: PyTree, state: PyTree, params: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Return the new parameters and the new state."""
+        updates, state = self.update(grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
 
     def specs(self, params: PyTree) -> PyTree:
         """Return the `PartitionSpec` of every leaf of the state: all are replicated."""

@@ -5,10 +5,15 @@
     updates, state = optimizer.update(grads, state, params)
     params = optax.apply_updates(params, updates)
 
-An update runs between the reduce-scatter and the all-gather: gradients are summed to the owners of
-chunks, every owner computes the updates of its rows, and these are gathered at all chips, those off
-the main rings too. This communicates as much as a plain all-reduce. Each device stores its rows of
-the state, about one part in as many as there are owners.
+An update runs between a reduce-scatter and an all-gather: each chip gets the sum of its part of
+the gradients, computes its part of the updates, and all gather these. This communicates as much as
+a plain all-reduce. Each of N chips stores one N-th of the state.
+
+The state has the tree that optax gives it. In place of a tensor of a parameter's shape it has that
+tensor as a vector, in its natural order, padded to a multiple of N and sharded along the axis. So
+it is made of ordinary arrays, and means the same on every mesh of N chips, whichever have failed
+and whatever the algorithm; see `ftmesh.layout.flat_shards`. On a plan with idle devices it is
+replicated.
 """
 
 from __future__ import annotations
@@ -33,24 +38,24 @@ from ftmesh.collectives.gradients import (
     local_value_and_grad,
     reduce_in_backward,
 )
-from ftmesh.collectives.partitioning import REPLICATED
+from ftmesh.collectives.partitioning import REPLICATED, is_spec
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
-from ftmesh.layout.owned_buckets import OwnedLayout, ShardedState, Slot
+from ftmesh.layout.flat_shards import LeafLayout, TreeLayout
 from ftmesh.optim.communication import (
     Communication,
     MeshPlacement,
     Reduce,
-    join_groups,
     reduction_groups,
 )
-from ftmesh.optim.evaluate import OwnedTree, ShardEvaluator, StateForm, dense_rows, state_form
+from ftmesh.optim.evaluate import ShardEvaluator
 from ftmesh.optim.op_graph import NotShardableError
+from ftmesh.optim.state import StateForm, state_form
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
-    """An optax transformation whose state is sharded over the owners of a plan's chunks.
+    """An optax transformation whose state is sharded over the chips of a plan.
 
     It is an optax transformation itself, for `flax.training.train_state`, `nnx.Optimizer` and
     `optax.chain`. The wrapped transformation may do anything element by element, and take sums over
@@ -76,9 +81,12 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         overlap: Reduce each bucket during the backward pass that `value_and_grad` runs.
         order: The positions of the leaves in the order to fill buckets in; for `overlap`, what
             `ftmesh.collectives.backward_order` returns.
-        specs: How parameters are sharded along other axes of the mesh, as for
-            `Plan.value_and_grad`. Each shard is reduced by itself, and a norm is that of the full
-            tensor.
+        specs: How parameters are sharded, as for `Plan.value_and_grad`. Along other axes of the
+            mesh each shard is reduced by itself. Along the axis of the plan (FSDP), each rank
+            updates its own piece, with the state of that piece, and its gradient is used as it is:
+            it must be that of the loss of all ranks. A norm is always that of the full tensor.
+        min_size: Tensors with fewer elements are replicated: to cut what is small takes longer than
+            to update all of it on every rank.
         mesh: The mesh, if it is not the plan's own, set by `jax.set_mesh` or that of the arguments.
     """
 
@@ -104,6 +112,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         order: Sequence[int] | None = None,
         specs: Specs = None,
         mesh: jax.sharding.Mesh | None = None,
+        min_size: int = 0,
     ) -> ShardedOptimizer:
         if bucket_bytes is None:
             bucket_bytes = BUCKET_BYTES if overlap else collectives.BUCKET_BYTES
@@ -121,7 +130,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
             accumulate_dtype,
             reduce,
         )
-        optimizer.placement = MeshPlacement(plan, axis_name, specs, mesh)
+        optimizer.placement = MeshPlacement(plan, axis_name, specs, mesh, min_size)
         optimizer.bucket_bytes, optimizer.overlap, optimizer.order = bucket_bytes, overlap, order
         return optimizer
 
@@ -132,12 +141,19 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
 
         Returns:
             A function that returns the loss of this rank and gradients for `update`: with `overlap`
-            this rank's rows of `ReducedGradients`, otherwise the gradients of this rank alone.
+            this rank's parts, as `ReducedGradients`, otherwise the gradients of this rank alone.
+            Those of parameters that are cut along the axis are of the mean loss of all ranks, or of
+            the sum.
         """
         if not self.overlap:
-            axis_name = self.comm.axis_name
-            local: Callable[..., Any] = local_value_and_grad(loss, axis_name, has_aux=has_aux)
-            return local
+            local = local_value_and_grad(loss, self.comm.axis_name, has_aux=has_aux)
+
+            def run_local(params: PyTree, *args: Any) -> Any:
+                value, grads = local(params, *args)
+                leaves, tree = jax.tree.flatten(grads)
+                return value, tree.unflatten(self._scale_local(leaves, self.layout(params)))
+
+            return run_local
         # Nothing overlaps with a loop, so the rounds are unrolled.
         comm = replace(self.comm, plan=self.comm.plan.unrolled_variant)
 
@@ -145,88 +161,121 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
             layout, tree = self.layout(params), jax.tree.structure(params)
             leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
             groups = reduction_groups(layout)
+            in_no_group = [i for i, leaf in enumerate(layout.leaves) if leaf.kind == "local"]
 
-            def loss_of_slots(slots: list[list[Any]]) -> Any:
+            def loss_of_slots(slots: list[list[Any]], others: list[Any]) -> Any:
                 reduce = partial(comm.reduce_group, layout)
                 passed = reduce_in_backward(leaves, groups, slots, reduce, comm.axis_name)
+                for i, leaf in zip(in_no_group, others, strict=True):
+                    passed[i] = leaf
                 return loss(tree.unflatten(passed), *args)
 
             slots = comm.gradient_slots(leaves, layout)
-            value, grads = jax.value_and_grad(loss_of_slots, has_aux=has_aux)(slots)
-            return value, ReducedGradients(join_groups(grads, layout), layout.fingerprint)
+            others = [leaves[i] for i in in_no_group]
+            value, (grads, other_grads) = jax.value_and_grad(
+                loss_of_slots, argnums=(0, 1), has_aux=has_aux
+            )(slots, others)
+            own: dict[int, Any] = dict(zip(in_no_group, other_grads, strict=True))
+            for group, parts in zip(groups, grads, strict=True):
+                own |= zip(group, parts, strict=True)
+            parts = self._scale_local([own[i] for i in range(len(leaves))], layout)
+            return value, ReducedGradients(parts, is_sharded=True)
 
         return run
 
-    def specs(self, params: PyTree) -> ShardedState:
+    def _scale_local(self, grads: list[Any], layout: TreeLayout) -> list[Any]:
+        """Turn gradients of a sum over ranks into those of the mean, of what is cut along the axis.
+
+        The transpose of a gather has summed them.
+        """
+        if self.comm.reduce != "mean":
+            return grads
+        return [
+            grad / leaf.num_ranks if leaf.kind == "local" else grad
+            for grad, leaf in zip(grads, layout.leaves, strict=True)
+        ]
+
+    def apply(
+        self, updates: PyTree, state: Any, params: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Return the new parameters and the new state: `update` and `optax.apply_updates` in one.
+
+        Ranks add updates to their parts of the parameters and gather these, which takes one pass
+        over memory less.
+        """
+        new_params, state = self._run_update(updates, state, params, extra_args, applies=True)
+        return new_params, state
+
+    def specs(self, params: PyTree) -> PyTree:
         """Return the `PartitionSpec` of every leaf of the state, for shard_map.
 
-        For this, `layout` and `form` the types of the parameters are enough.
+        For this, `layout`, `form` and `full_types` the types of the parameters are enough.
         """
-        layout, form = self.layout(params), self.form(params)
-        leaves = [x if isinstance(x, Slot) else REPLICATED for x in form.leaves]
-        split = PartitionSpec((self.comm.axis_name, *self.placement.other_axes(params)))
-        rows = tuple(
-            tuple(split if has_slot else None for has_slot in form.buckets(layout, row))
-            for row in range(len(form.dtypes))
-        )
-        return ShardedState(form.tree.unflatten(leaves), rows, layout.fingerprint)
-
-    def gather_state(self, state: ShardedState, params: PyTree) -> PyTree:
-        """Return the state as the transformation alone would have it, replicated.
-
-        Use it to continue with another plan, which has other owners; see `shard_state`.
-        Checkpoints do not need it.
-        """
-        if not self.placement.is_bound:
-            specs = (self.specs(params), self.placement.param_specs(params))
-            return self.placement.run(self.gather_state, params, specs, REPLICATED)(state, params)
-        layout, form = self.layout(params), self.form(params)
-        _check_owners(state, layout)
-        scalars = {i: jnp.zeros((), layout.types[i].dtype) for i in layout.replicated}
-        rows = [
-            self.comm.all_gather(OwnedTree(row, scalars), layout)
-            for row in dense_rows(state, layout)
-        ]
-        replicated = iter(jax.tree.leaves(state.inner))
+        form, stored = self.form(params), self.placement.stored_specs(params)
         return form.tree.unflatten(
-            [rows[x.row][x.leaf] if isinstance(x, Slot) else next(replicated) for x in form.leaves]
+            REPLICATED if param is None else stored[param] for param in form.params
         )
 
-    def shard_state(self, state: PyTree, params: PyTree) -> ShardedState:
-        """Shard a replicated state: the inverse of `gather_state`."""
-        if not self.placement.is_bound:
-            in_specs = (REPLICATED, self.placement.param_specs(params))
-            shard = self.placement.run(self.shard_state, params, in_specs, self.specs(params))
-            sharded: ShardedState = shard(state, params)
-            return sharded
-        layout, form = self.layout(params), self.form(params)
-        zeros = [jnp.zeros(t.shape, t.dtype) for t in layout.types]
-        tensors = [[x.astype(dtype) for x in zeros] for dtype in form.dtypes]
-        inner: list[Any] = []
-        for slot, leaf in zip(form.leaves, jax.tree.leaves(state), strict=True):
-            if isinstance(slot, Slot):
-                tensors[slot.row][slot.leaf] = leaf
-            inner.append(slot if isinstance(slot, Slot) else leaf)
-        rows = []
-        for i, row in enumerate(tensors):
-            owned, has_slots = self.comm.take_owned(row, layout).rows, form.buckets(layout, i)
-            rows.append(tuple(x if y else None for x, y in zip(owned, has_slots, strict=True)))
-        return ShardedState(form.tree.unflatten(inner), tuple(rows), layout.fingerprint)
+    def full_types(self, params: PyTree) -> PyTree:
+        """Return the types of the state as the transformation alone would have it.
 
-    def layout(self, params: PyTree) -> OwnedLayout:
-        """Return the buckets that hold the leaves of `params`, and the owners of their chunks."""
-        types, program = self.placement.local_types(params), self.comm.plan.program
-        order = self.order
+        Checkpoints need them, to store a state in the shapes of the parameters.
+        """
+        form = self.form(params)
+        return form.tree.unflatten(form.types)
+
+    def gather_state(self, state: PyTree, params: PyTree) -> PyTree:
+        """Return the state as the transformation alone would have it, in the parameters' shapes.
+
+        Outside shard_map the state may be that of any number of ranks: use this and `shard_state`
+        to continue on another number. Of the parameters, the types matter alone. Tensors are
+        sharded as the parameters are.
+        """
+        params = self.placement.without_other_meshes(params)
+        form = self.form(params)
+        if self.placement.is_bound:
+            form.check(state, is_global=False)
+            own = enumerate(form.leaves(state))
+            return form.tree.unflatten([self._gather_tensor(x, form.stored(i)) for i, x in own])
+        specs = jax.tree.leaves(self.placement.param_specs(params), is_leaf=is_spec)
+        return self._convert(state, params, form.full_tensor, specs)
+
+    def shard_state(self, state: PyTree, params: PyTree) -> PyTree:
+        """Shard a state in the parameters' shapes: the inverse of `gather_state`."""
+        params = self.placement.without_other_meshes(params)
+        form = self.form(params)
+        if self.placement.is_bound:
+            own = enumerate(form.leaves(state))
+            return form.tree.unflatten([self._own_part(x, form.stored(i)) for i, x in own])
+        return self._convert(state, params, form.stored_array, self.placement.stored_specs(params))
+
+    def _convert(
+        self,
+        state: PyTree,
+        params: PyTree,
+        convert: Callable[[Any, int], Any],
+        specs: Sequence[PartitionSpec],
+    ) -> PyTree:
+        """Convert the leaves of a global state one by one, each replicated for the time."""
+        form, place = self.form(params), self.placement.place
+        leaves = []
+        for i, (leaf, param) in enumerate(zip(form.leaves(state), form.params, strict=True)):
+            if form.stored(i) is not None:
+                leaf = convert(place(leaf, REPLICATED, params), i)
+            leaves.append(place(leaf, REPLICATED if param is None else specs[param], params))
+        return form.tree.unflatten(leaves)
+
+    def layout(self, params: PyTree) -> TreeLayout:
+        """Return how the tensors of each parameter are stored, and the buckets they travel in."""
+        leaves, order = self.placement.leaf_layouts(params), self.order
         if order is None and self.overlap:
-            order = range(len(types))[::-1]  # the gradients of the last leaves come first
+            order = range(len(leaves))[::-1]  # the gradients of the last leaves come first
         if order is not None:
-            check_order(order, len(types))
-        return OwnedLayout.build(
-            types, program.owned_chunks, program.num_chunks, self.bucket_bytes, order
-        )
+            check_order(order, len(leaves))
+        return TreeLayout.build(leaves, self.bucket_bytes, order)
 
     def form(self, params: PyTree) -> StateForm:
-        """Return the structure of the state, with a slot for every sharded tensor."""
+        """Return the structure of the state."""
         types, tree = self.placement.global_types(params), jax.tree.structure(params)
         return state_form(self.transformation.init, self.layout(params), types, tree)
 
@@ -238,29 +287,45 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         layout, tree = self.layout(params), jax.tree.structure(params)
         evaluator = self._evaluator(layout, params)
         jaxpr = jax.make_jaxpr(self.transformation.init)(tree.unflatten(evaluator.types))
-        inputs = evaluator.input_tree("params", self.comm.take_owned(params, layout))
+        inputs = evaluator.input_tree("params", self.comm.take_own(params, layout))
         return evaluator.output_state(self.form(params), evaluator.run(jaxpr, inputs))
 
     def _update(self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any) -> Any:
-        """Return replicated updates and the new state, given gradients or `ReducedGradients`."""
+        """Return updates like the parameters and the new state."""
+        return self._run_update(updates, state, params, extra_args, applies=False)
+
+    def _run_update(
+        self, updates: PyTree, state: Any, params: PyTree, extra_args: Any, *, applies: bool
+    ) -> Any:
+        """Return updates, or the parameters with them applied, and the new state."""
         if self.placement.is_bound:
-            return self._update_rank(self.comm, updates, state, params, extra_args)
+            return self._update_rank(self.comm, applies, updates, state, params, extra_args)
         like = updates if params is None else params
         param_specs, state_specs = self.placement.param_specs(like), self.specs(like)
-        _check_owners(state, self.layout(like))
+        self.form(like).check(state, is_global=True)
         comm = replace(self.comm, reduce="none")  # global gradients are the same at all ranks
         given_specs = REPLICATED if params is None else param_specs
         in_specs = (param_specs, state_specs, given_specs, REPLICATED)
 
         def update(*args: Any) -> Any:
-            return self._update_rank(comm, *args)
+            return self._update_rank(comm, False, *args)
 
-        mapped = self.placement.run(update, like, in_specs, (param_specs, state_specs))
+        def apply(*args: Any) -> Any:
+            return self._update_rank(comm, True, *args)
+
+        function = apply if applies else update
+        mapped = self.placement.run(function, like, in_specs, (param_specs, state_specs))
         return mapped(updates, state, params, extra_args)
 
     def _update_rank(
-        self, comm: Communication, updates: PyTree, state: Any, params: PyTree, extra_args: Any
-    ) -> tuple[PyTree, ShardedState]:
+        self,
+        comm: Communication,
+        applies: bool,
+        updates: PyTree,
+        state: Any,
+        params: PyTree,
+        extra_args: Any,
+    ) -> tuple[PyTree, PyTree]:
         like = updates if params is None else params
         layout, tree, form = self.layout(like), jax.tree.structure(like), self.form(like)
         if any(comm.axis_name in _compat.varying_axes(x) for x in jax.tree.leaves(extra_args)):
@@ -268,19 +333,21 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
                 f"extra arguments must be the same at all ranks, and some of {sorted(extra_args)} "
                 "differ: average them first, with plan.pmean"
             )
-        _check_owners(state, layout)
+        form.check(state, is_global=False)
         evaluator = self._evaluator(layout, like)
         grads = comm.reduce_scatter(updates, layout, tree)
         inputs = evaluator.input_tree("grads", grads) + evaluator.input_state(state, form)
-        dtypes = grads.dtypes(layout)
         types = [
             tree.unflatten(
-                [jax.ShapeDtypeStruct(t.shape, dtypes[i]) for i, t in enumerate(evaluator.types)]
+                jax.ShapeDtypeStruct(type_.shape, grad.dtype)
+                for type_, grad in zip(evaluator.types, grads, strict=True)
             ),
             form.tree.unflatten(form.types),
         ]
+        own_params: list[jax.Array] = []
         if params is not None:
-            inputs += evaluator.input_tree("params", comm.take_owned(params, layout))
+            own_params = comm.take_own(params, layout)
+            inputs += evaluator.input_tree("params", own_params)
             types.append(tree.unflatten(evaluator.types))
         transform = optax.with_extra_args_support(self.transformation).update
         jaxpr, (out, _) = jax.make_jaxpr(
@@ -292,13 +359,15 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
                 "parameters"
             )
         values = evaluator.run(jaxpr, inputs)
-        owned = evaluator.output_tree(
+        own = evaluator.output_tree(
             values[: tree.num_leaves], [x.dtype for x in jax.tree.leaves(out)]
         )
-        new_updates = tree.unflatten(comm.all_gather(owned, layout))
-        return new_updates, evaluator.output_state(form, values[tree.num_leaves :])
+        if applies:
+            own = optax.apply_updates(own_params, own)
+        gathered = tree.unflatten(comm.all_gather(own, layout))
+        return gathered, evaluator.output_state(form, values[tree.num_leaves :])
 
-    def _evaluator(self, layout: OwnedLayout, params: PyTree) -> ShardEvaluator:
+    def _evaluator(self, layout: TreeLayout, params: PyTree) -> ShardEvaluator:
         def sum_over_ranks(vectors: list[jax.Array]) -> list[jax.Array]:
             other_axes = self.placement.other_axes(params)
             known = {self.comm.axis_name, *other_axes}
@@ -308,19 +377,23 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
                     f"this optimizer sums over full tensors, which vary along {axis!r} too: give "
                     "specs=, to say how they are sharded along it"
                 )
+            vectors = [_compat.as_varying(x, self.comm.axis_name) for x in vectors]
             sums = self.comm.sum_vectors(vectors)
             for name, is_sharded in other_axes.items():
                 sums = [jnp.where(np.array(is_sharded), lax.psum(x, name), x) for x in sums]
             return sums
 
-        rows = [bucket.rows(self.comm.axis_name) for bucket in layout.buckets]
-        return ShardEvaluator(layout, self.placement.global_types(params), rows, sum_over_ranks)
+        types = self.placement.global_types(params)
+        return ShardEvaluator(layout, types, self.comm.rank, sum_over_ranks)
 
+    def _gather_tensor(self, array: Any, stored: LeafLayout | None) -> Any:
+        if stored is None:
+            return array
+        (tensor,) = self.comm.all_gather([array.reshape(-1)], TreeLayout((stored,), ((0,),)))
+        return tensor
 
-def _check_owners(state: Any, layout: OwnedLayout) -> None:
-    if not isinstance(state, ShardedState) or state.owners != layout.fingerprint:
-        raise ArgumentError(
-            "this state is not sharded for the owners of this plan, or is of other parameters: "
-            "call gather_state of the optimizer that it comes from, if it is sharded, and then "
-            "shard_state of this one"
-        )
+    def _own_part(self, tensor: Any, stored: LeafLayout | None) -> Any:
+        if stored is None:
+            return tensor
+        (part,) = self.comm.take_own([tensor], TreeLayout((stored,), ()))
+        return part.reshape(stored.stored_shape)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from ftmesh.cost.kernel_model import kernel_seconds, supports_kernel
 from ftmesh.cost.links import Network, network_for, parse_network
-from ftmesh.cost.simulate import Simulator
 from ftmesh.cost.wire_precision import wire_dtype_name
 from ftmesh.errors import ArgumentError
-from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE, PPERMUTE_UNROLLED
+from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE, PPERMUTE_UNROLLED, XLA
 from ftmesh.execute.types import DTypeLike
 from ftmesh.planning.plan import Plan
-from ftmesh.planning.selection import AUTO, check_executor, make_schedule, select_algorithm
-from ftmesh.schedule.verify import verify
+from ftmesh.planning.selection import (
+    AUTO,
+    check_executor,
+    make_schedule,
+    prove_schedule,
+    select_algorithm,
+)
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes
+
+RING = "ring"
 
 
 def plan(
@@ -25,7 +30,7 @@ def plan(
     link: Network | float | str | None = None,
     with_idle: bool = False,
     reduce_scatter: bool = False,
-    executor: str = PPERMUTE,
+    executor: str = AUTO,
 ) -> Plan:
     """Plan an all-reduce of `payload_bytes` over the live chips of `topology`, and prove it.
 
@@ -37,6 +42,8 @@ def plan(
     ('tree', 118)
     >>> plan(Topology.grid("8x8", wrap=True)).algorithm
     'two_dim'
+    >>> plan(topo, link="v6e").executor
+    'xla'
 
     Args:
         topology: The chips, and what has failed. To sum over data-parallel replicas that span
@@ -56,11 +63,13 @@ def plan(
             platforms that do not run programs on part of a slice.
         reduce_scatter: With ``"auto"``, choose among algorithms that have a reduce-scatter and an
             all-gather phase, as a sharded optimizer needs.
-        executor: ``"ppermute"`` runs rounds of `lax.ppermute` in loops; ``"ppermute_unrolled"``
-            writes the rounds out, so that the compiler can overlap them with other work;
-            ``"pallas"`` runs all rounds in one TPU kernel (interpreted elsewhere), and nothing
-            else runs meanwhile. ``"auto"`` takes ppermute or pallas, whichever the cost model
-            has as cheaper; the model of the kernel has not been checked against a TPU.
+        executor: ``"xla"`` leaves the sum to XLA's own collectives, along the ring in which
+            `Plan.jax_mesh` orders the devices; ``"ppermute"`` runs the rounds of the schedule as
+            `lax.ppermute` in loops; ``"ppermute_unrolled"`` writes the rounds out, so that the
+            compiler can overlap them with other work; ``"pallas"`` runs all rounds in one TPU
+            kernel (interpreted elsewhere), and nothing else runs meanwhile. ``"auto"`` takes xla or
+            ppermute, whichever is cheaper by simulation; ppermute for an algorithm that is named,
+            and for idle devices.
 
     Returns:
         A proved plan. Trees take seconds to plan on hundreds of chips, and are then kept on disk:
@@ -80,28 +89,48 @@ def plan(
     payload_bytes, wire = check_bytes(payload_bytes), wire_dtype_name(wire_dtype)
     links = network_for(topology) if link is None else parse_network(link)
 
-    def make(executor: str) -> Plan:
-        network = links.wires_only if executor == PALLAS else links  # see `cost.kernel_model`
-        name = algorithm
-        if algorithm == AUTO:
-            split = reduce_scatter or executor == PPERMUTE_UNROLLED
-            chosen = select_algorithm(topology, payload_bytes, network, wire, reduce_scatter=split)
-            name = chosen.algorithm
-        schedule = make_schedule(topology, name, payload_bytes, wire, network, executor=executor)
-        proof, is_auto = verify(schedule), algorithm == AUTO
-        made = Plan(
-            schedule, payload_bytes, proof, with_idle, network, wire, executor, is_auto=is_auto
-        )
-        if with_idle:
-            _ = made.program  # raises PlanError for idle chips that nothing can be sent to
-        return made
+    wires = links.wires_only if executor == PALLAS else links  # see `cost.kernel_model`
+    chooses_executor = False
+    if executor == XLA:
+        _check_native(algorithm, with_idle)
+        name = RING
+    elif algorithm != AUTO:
+        name, executor = algorithm, PPERMUTE if executor == AUTO else executor
+    else:
+        chooses_executor = executor == AUTO and not with_idle
+        best = select_algorithm(
+            topology,
+            payload_bytes,
+            wires,
+            wire,
+            reduce_scatter=reduce_scatter,
+            trees="never" if executor == PPERMUTE_UNROLLED else "if_cheapest",
+            with_native=chooses_executor,
+        ).best
+        name, executor = best.algorithm, best.executor if executor == AUTO else executor
+    schedule = make_schedule(topology, name, payload_bytes, wire, wires, executor=executor)
+    made = Plan(
+        schedule,
+        payload_bytes,
+        prove_schedule(schedule, executor),
+        with_idle,
+        wires,
+        wire,
+        executor,
+        is_auto=(algorithm == AUTO and executor != XLA) or chooses_executor,
+        chooses_executor=chooses_executor,
+    )
+    if with_idle:
+        _ = made.program  # raises PlanError for idle chips that nothing can be sent to
+    return made
 
-    if executor != AUTO:
-        return make(executor)
-    permuted = make(PPERMUTE)
-    if not supports_kernel(topology, links):
-        return permuted
-    kernel = make(PALLAS)
-    seconds = Simulator(permuted.schedule).wire_dtype_seconds(payload_bytes, links, wire)
-    is_faster = kernel_seconds(kernel.schedule, payload_bytes, links, wire) < seconds
-    return kernel if is_faster else permuted
+
+def _check_native(algorithm: str, with_idle: bool) -> None:
+    if algorithm not in (AUTO, RING):
+        raise ArgumentError(
+            f"executor 'xla' sums along a ring, and not by {algorithm!r}: leave out the algorithm"
+        )
+    if with_idle:
+        raise ArgumentError(
+            "executor 'xla' cannot leave idle devices out of its sum: plan with 'ppermute'"
+        )

@@ -16,9 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftmesh.cost.links import Network
-from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError
-from ftmesh.planning.chunking import schedule_for
 from ftmesh.planning.selection import select_algorithm
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time
@@ -80,12 +78,14 @@ def optimizer_costs(
             f"optimizer must be one of {', '.join(MEMORY_TRAFFIC)}, not {optimizer!r}"
         )
     update = MEMORY_TRAFFIC[optimizer] * payload_bytes / known_memory_bandwidth(network)
-    split = select_algorithm(topology, payload_bytes, network, reduce_scatter=True).algorithm
-    schedule = schedule_for(topology, split, payload_bytes, network)
-    reduced = select_algorithm(topology, payload_bytes, network, with_trees=True).candidates[0]
-    communication = Simulator(schedule).seconds(payload_bytes, network)
-    sharded = UpdateCost(split, communication, update / topology.num_live)
-    replicated = UpdateCost(reduced.algorithm, reduced.seconds, update)
+    split, reduced = (
+        select_algorithm(
+            topology, payload_bytes, network, reduce_scatter=is_split, with_native=True
+        ).best
+        for is_split in (True, False)
+    )
+    sharded = UpdateCost(split.name, split.seconds, update / topology.num_live)
+    replicated = UpdateCost(reduced.name, reduced.seconds, update)
     return OptimizerCosts(sharded, replicated, topology.num_live)
 
 

@@ -1,54 +1,60 @@
-"""Plan: a proved schedule for a topology and a payload, with the collectives bound to it.
-
-The collectives are imported by the methods that need them, so that planning works without JAX.
-"""
+"""Plan: a proved schedule for a topology and a payload, with the collectives bound to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from ftmesh.algorithms import registry
 from ftmesh.cost.links import DEFAULT, Network, network_for, parse_network
 from ftmesh.cost.wire_precision import (
     LARGEST_ERROR,
+    accumulation_dtype,
     addition_depth,
     schedule_partial_dtype,
     wire_dtype_name,
     worst_error,
 )
-from ftmesh.errors import ArgumentError
+from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.execute.check_lowered import check_program
-from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE, PPERMUTE_UNROLLED, Program, lower
-from ftmesh.execute.types import AxisName, DTypeLike, PyTree, Specs
+from ftmesh.execute.lowering import (
+    EXECUTORS,
+    PALLAS,
+    PPERMUTE,
+    PPERMUTE_UNROLLED,
+    XLA,
+    Program,
+    lower,
+    native_program,
+)
+from ftmesh.execute.types import DTypeLike
+from ftmesh.planning.bound_collectives import BoundCollectives
 from ftmesh.planning.selection import (
+    Candidate,
     Selection,
     check_executor,
     make_schedule,
+    prove_schedule,
     round_up_payload,
     select_algorithm,
 )
 from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
 from ftmesh.schedule.verify import Proof, verify
+from ftmesh.topology.ranks import jax_mesh
+from ftmesh.topology.ring_order import ring_order
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
-from ftmesh.units import check_bytes
+from ftmesh.units import check_bytes, format_time
 
 if TYPE_CHECKING:
-    import optax
     from jax.sharding import Mesh
-
-    from ftmesh.collectives.check_loss import LossCheck
-    from ftmesh.optim.sharded import ShardedOptimizer
-
-BUCKET_BYTES = 256 * 2**20  # of leaves that are summed together
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(BoundCollectives):
     """A schedule for a topology and a payload, and the collectives that run it.
 
     `ftmesh.plan` makes it, or `from_schedule` from a schedule that was planned before. Put the
@@ -62,8 +68,10 @@ class Plan:
         with_idle: The mesh axis has the devices of failed chips too, which stay idle.
         network: The links, and the device model, that costs were taken from.
         wire_dtype: The dtype in which the payload travels.
-        executor: ``"ppermute"``, ``"ppermute_unrolled"`` or ``"pallas"``; see `ftmesh.plan`.
+        executor: ``"xla"``, ``"ppermute"``, ``"ppermute_unrolled"`` or ``"pallas"``; see
+            `ftmesh.plan`.
         is_auto: The algorithm was chosen by cost; `for_payload` chooses anew for other payloads.
+        chooses_executor: So was the executor: XLA's own ring, or permutations.
         is_given: The schedule was planned before, and is used for every payload.
     """
 
@@ -76,6 +84,7 @@ class Plan:
     executor: str = PPERMUTE
     is_auto: bool = False
     is_given: bool = False
+    chooses_executor: bool = False
 
     @staticmethod
     def from_schedule(
@@ -94,7 +103,7 @@ class Plan:
             schedule: A schedule that was planned before; it is used for every payload.
             topology: The same chips, with devices; the schedule's own topology unless given.
             payload_bytes, wire_dtype, link, with_idle, executor: See `ftmesh.plan`; the executor
-                cannot be ``"auto"``.
+                cannot be ``"auto"``, nor ``"xla"``, which has a ring of its own.
 
         Raises:
             ArgumentError: The schedule is for other chips than those of `topology`.
@@ -108,7 +117,7 @@ class Plan:
             raise ArgumentError(
                 f"the schedule is for {schedule.topology}, and not for {topology}: plan it again"
             )
-        check_executor(executor, EXECUTORS)
+        check_executor(executor, [name for name in EXECUTORS if name != XLA])
         schedule = replace(schedule, topology=topology)
         links = network_for(topology) if link is None else parse_network(link)
         links = links.wires_only if executor == PALLAS else links
@@ -132,9 +141,11 @@ class Plan:
     @cached_property
     def program(self) -> Program:
         """The lowered schedule that the executor runs; plans with equal schedules share it."""
-        first, *_ = self._siblings[_program_key(self.schedule)]
+        first, *_ = self._siblings[self._program_key]
         if first is not self:
             return first.program
+        if self.executor == XLA:
+            return native_program(self.topology)
         program = lower(
             self.schedule, devices_per_chip=self.topology.devices_per_chip, with_idle=self.with_idle
         )
@@ -158,28 +169,34 @@ class Plan:
         size = round_up_payload(num_bytes)
         if self._is_for(size, wire) or not (self.is_auto or self._depends_on_size):
             return self
-        algorithm = self._select(size, wire).algorithm if self.is_auto else self.algorithm
-        return self._sibling(algorithm, size, wire)
+        if not self.is_auto:
+            return self._sibling(self.algorithm, self.executor, size, wire)
+        return self._sibling_of(self._select(size, wire).best, size, wire)
 
     @cached_property
     def with_reduce_scatter(self) -> Plan:
-        """The same plan, or if it has no reduce-scatter phase, the cheapest sibling with one.
+        """The same plan, or the cheapest whose reduce-scatter leaves every rank an equal part.
 
-        `psum_scatter`, `all_gather` and sharded optimizers use it. A given schedule stays as it is.
+        `psum_scatter`, `all_gather` and sharded optimizers use it. A given schedule, and one for
+        idle devices too, stays as it is.
         """
-        is_split = isinstance(self.schedule, SplitSchedule)
-        if is_split or not (self.is_auto or self._depends_on_size):
+        if self.schedule.owns_evenly and not self.chooses_executor:
+            return self
+        if self.is_given or self.with_idle:
             return self
         payload = self.payload_bytes, self.wire_dtype
-        return self._sibling(self._select(*payload, reduce_scatter=True).algorithm, *payload)
+        try:
+            return self._sibling_of(self._select(*payload, reduce_scatter=True).best, *payload)
+        except PlanError:
+            return self  # whose whole all-reduce serves
 
     @cached_property
     def unrolled_variant(self) -> Plan:
         """The same plan with its rounds unrolled; never with trees, whose rounds are too many.
 
-        A kernel has no rounds to unroll: a plan with ``"pallas"`` stays with it.
+        A kernel and XLA's ring have no rounds to unroll: plans with them stay with them.
         """
-        if self.executor == PPERMUTE_UNROLLED:
+        if self.executor in (PPERMUTE_UNROLLED, XLA):
             return self
         if self.executor == PALLAS:
             return self.with_reduce_scatter
@@ -187,19 +204,33 @@ class Plan:
 
     def explain(self) -> Selection:
         """Cost every algorithm on this topology and payload; print the result for a table."""
-        selection = self._select(self.payload_bytes, self.wire_dtype, with_trees=self._is_dataflow)
-        return selection if self._is_dataflow else selection.with_schedule(self.schedule)
+        selection = select_algorithm(
+            self.topology,
+            self.payload_bytes,
+            self.network,
+            self.wire_dtype,
+            trees="always" if self._is_dataflow else "if_cheapest",
+            with_native=not self.with_idle,
+        )
+        is_listed = self._is_dataflow or self.executor == XLA
+        return selection if is_listed else selection.with_schedule(self.schedule)
 
     def partial_sum_dtype(self, dtype: DTypeLike) -> str:
         """Return the dtype in which partial sums of `dtype` travel; see `cost.wire_precision`."""
+        if self.executor == XLA:
+            return accumulation_dtype(wire_dtype_name(dtype))
         return schedule_partial_dtype(self.schedule, wire_dtype_name(dtype))
 
-    def _select(
-        self, size: int, wire: str, *, reduce_scatter: bool = False, with_trees: bool = False
-    ) -> Selection:
-        split = reduce_scatter or self.executor == PPERMUTE_UNROLLED
+    def _select(self, size: int, wire: str, *, reduce_scatter: bool = False) -> Selection:
+        is_unrolled = self.executor == PPERMUTE_UNROLLED
         return select_algorithm(
-            self.topology, size, self.network, wire, reduce_scatter=split, with_trees=with_trees
+            self.topology,
+            size,
+            self.network,
+            wire,
+            reduce_scatter=reduce_scatter,
+            trees="never" if is_unrolled else "if_cheapest",
+            with_native=self.chooses_executor or reduce_scatter,
         )
 
     @property
@@ -211,20 +242,31 @@ class Plan:
         """Whether the schedule was made for a kernel, which does not wait for rounds to end."""
         return self.executor == PALLAS and self._depends_on_size
 
-    def _sibling(self, algorithm: str, size: int, wire: str) -> Plan:
-        """Return the plan with another algorithm, or for another payload."""
+    def _sibling_of(self, candidate: Candidate, size: int, wire: str) -> Plan:
+        """Return the plan that was selected; rounds of permutations run as those of this plan."""
+        executor = candidate.executor
+        if executor == PPERMUTE and self.executor != XLA:
+            executor = self.executor
+        return self._sibling(candidate.algorithm, executor, size, wire)
+
+    def _sibling(self, algorithm: str, executor: str, size: int, wire: str) -> Plan:
+        """Return the plan with another algorithm or executor, or for another payload."""
         for plan in chain.from_iterable(self._siblings.values()):
-            if plan.algorithm == algorithm and plan._is_for(size, wire):
+            is_same = (plan.algorithm, plan.executor) == (algorithm, executor)
+            if is_same and plan._is_for(size, wire):
                 return plan
         schedule = make_schedule(
-            self.topology, algorithm, size, wire, self.network, executor=self.executor
+            self.topology, algorithm, size, wire, self.network, executor=executor
         )
-        equals = self._siblings.setdefault(_program_key(schedule), [])
+        sibling = replace(
+            self, schedule=schedule, payload_bytes=size, wire_dtype=wire, executor=executor
+        )
+        equals = self._siblings.setdefault(sibling._program_key, [])
         if equals:
             schedule, proof = equals[0].schedule, equals[0].proof
         else:
-            proof = verify(schedule) if self.proof is not None else None
-        sibling = replace(self, schedule=schedule, proof=proof, payload_bytes=size, wire_dtype=wire)
+            proof = prove_schedule(schedule, executor) if self.proof is not None else None
+        sibling = replace(sibling, schedule=schedule, proof=proof)
         sibling.__dict__["_siblings"] = self._siblings
         equals.append(sibling)
         return sibling
@@ -235,9 +277,15 @@ class Plan:
         return own == (round_up_payload(size), wire)
 
     @cached_property
-    def _siblings(self) -> dict[tuple[str, int, int], list[Plan]]:
+    def _siblings(self) -> dict[tuple[str, str, int, int], list[Plan]]:
         """Plans made from this one, by what their schedules are; equal ones share a program."""
-        return {_program_key(self.schedule): [self]}
+        return {self._program_key: [self]}
+
+    @property
+    def _program_key(self) -> tuple[str, str, int, int]:
+        """What distinguishes the programs of one topology and network."""
+        schedule = self.schedule
+        return self.executor, schedule.algorithm, schedule.num_chunks, schedule.num_rounds
 
     # In a training step ---------------------------------------------------------------------
 
@@ -248,147 +296,35 @@ class Plan:
             axis_name: The axis of live ranks; on tiles several names, as ``("data", "model")``.
             along: Which of several names has the ranks; the first unless given.
         """
-        return self.topology.jax_mesh(axis_name, along=along, with_idle=self.with_idle)
-
-    def psum(
-        self,
-        x: PyTree,
-        axis_name: AxisName,
-        *,
-        wire_dtype: DTypeLike | None = None,
-        accumulate_dtype: DTypeLike | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        specs: Specs = None,
-    ) -> PyTree:
-        """Sum `x` over the live chips; see `ftmesh.psum`."""
-        from ftmesh.collectives.all_reduce import psum
-
-        return psum(
-            x, axis_name, plan=self, wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype,
-            bucket_bytes=bucket_bytes, specs=specs,
-        )  # fmt: skip
-
-    def pmean(
-        self,
-        x: PyTree,
-        axis_name: AxisName,
-        *,
-        wire_dtype: DTypeLike | None = None,
-        accumulate_dtype: DTypeLike | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        specs: Specs = None,
-    ) -> PyTree:
-        """Average `x` over the live chips; see `ftmesh.pmean`."""
-        from ftmesh.collectives.all_reduce import pmean
-
-        return pmean(
-            x, axis_name, plan=self, wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype,
-            bucket_bytes=bucket_bytes, specs=specs,
-        )  # fmt: skip
-
-    def psum_scatter(
-        self,
-        x: PyTree,
-        axis_name: AxisName,
-        *,
-        scatter_dimension: int = 0,
-        tiled: bool = False,
-        wire_dtype: DTypeLike | None = None,
-        accumulate_dtype: DTypeLike | None = None,
-        specs: Specs = None,
-    ) -> PyTree:
-        """Sum `x` and give each rank its block; see `ftmesh.psum_scatter`."""
-        from ftmesh.collectives.reduce_scatter import psum_scatter
-
-        return psum_scatter(
-            x, axis_name, scatter_dimension=scatter_dimension, tiled=tiled, plan=self,
-            wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype, specs=specs,
-        )  # fmt: skip
-
-    def all_gather(
-        self,
-        x: PyTree,
-        axis_name: AxisName,
-        *,
-        axis: int = 0,
-        tiled: bool = False,
-        specs: Specs = None,
-    ) -> PyTree:
-        """Gather every rank's `x`; see `ftmesh.all_gather`."""
-        from ftmesh.collectives.reduce_scatter import all_gather
-
-        return all_gather(x, axis_name, axis=axis, tiled=tiled, plan=self, specs=specs)
-
-    def value_and_grad(
-        self,
-        loss: Callable[..., Any],
-        argnums: int | Sequence[int] = 0,
-        has_aux: bool = False,
-        *,
-        axis_name: AxisName = "data",
-        weighted: bool = False,
-        per_rank: bool = False,
-        replicated: int | Sequence[int] = (),
-        specs: Specs = None,
-        mesh: Mesh | None = None,
-        reduce_aux: Callable[[PyTree], PyTree] | None = None,
-        wire_dtype: DTypeLike | None = None,
-        accumulate_dtype: DTypeLike | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> Callable[..., Any]:
-        """Return a function like `jax.value_and_grad`'s, that computes on the plan.
-
-        In jit it takes the whole batch, and returns what JAX's would or raises ArgumentError; in
-        shard_map and pmap it takes a rank's share. See `ftmesh.collectives.value_and_grad`.
-        """
-        from ftmesh.collectives.value_and_grad import value_and_grad
-
-        return value_and_grad(
-            loss, argnums, has_aux, plan=self, axis_name=axis_name, weighted=weighted,
-            per_rank=per_rank, replicated=replicated, specs=specs, mesh=mesh, reduce_aux=reduce_aux,
-            wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype, bucket_bytes=bucket_bytes,
-        )  # fmt: skip
-
-    def check(self, loss: Callable[..., Any], *args: PyTree, **options: Any) -> LossCheck:
-        """Compare `value_and_grad` with JAX's own; see `ftmesh.collectives.check_loss`."""
-        from ftmesh.collectives.check_loss import check_loss
-
-        return check_loss(loss, args, plan=self, **options)
-
-    def shard(
-        self,
-        transformation: optax.GradientTransformation,
-        axis_name: AxisName = "data",
-        *,
-        wire_dtype: DTypeLike | None = None,
-        accumulate_dtype: DTypeLike | None = None,
-        bucket_bytes: int | None = None,
-        reduce: Literal["mean", "sum", "none"] = "mean",
-        norm_plan: Plan | None = None,
-        overlap: bool = False,
-        order: Sequence[int] | None = None,
-        specs: Specs = None,
-        mesh: Mesh | None = None,
-    ) -> ShardedOptimizer:
-        """Return `transformation` with its state sharded over the live chips. Needs optax.
-
-        See `ftmesh.optim.ShardedOptimizer` for the arguments.
-        """
-        from ftmesh.optim.sharded import ShardedOptimizer
-
-        return ShardedOptimizer(
-            transformation, self, axis_name, wire_dtype=wire_dtype,
-            accumulate_dtype=accumulate_dtype, bucket_bytes=bucket_bytes, reduce=reduce,
-            norm_plan=norm_plan, overlap=overlap, order=order, specs=specs, mesh=mesh,
-        )  # fmt: skip
+        return jax_mesh(self.topology, axis_name, along=along, with_idle=self.with_idle)
 
     def __str__(self) -> str:
-        lines = [self.schedule.describe(self.payload_bytes), *self._precision_lines()]
+        lines = [self.schedule.describe(self.payload_bytes), *self._executor_lines()]
+        lines += self._precision_lines()
         if isinstance(self.topology, TiledTopology):
             lines.append(self.topology.describe())
         return "\n".join(lines)
 
+    def _executor_lines(self) -> list[str]:
+        """What XLA's ring is like, and why it was taken or not."""
+        lines = []
+        if self.executor == XLA:
+            lines.append(f"  summed by XLA along the mesh axis: {ring_order(self.topology)}")
+        if self.chooses_executor:
+            candidates = self._select(self.payload_bytes, self.wire_dtype).candidates
+            native = next(one for one in candidates if one.executor == XLA)
+            other = next(one for one in candidates if one.executor != XLA)
+            costs = [
+                f"{one.name} {format_time(one.seconds)}"
+                for one in (native, other)
+                if not one.rejection
+            ]
+            lines.append(f"  the cheaper of {' and '.join(costs)}, by simulation")
+        return lines
+
     def _precision_lines(self) -> list[str]:
+        if self.executor == XLA:
+            return ["  16-bit sums travel as float32, in which they are added"]
         if not isinstance(self.schedule, SplitSchedule):
             return ["  16-bit sums travel as float32: there is no reduce-scatter to end them after"]
         depth = addition_depth(self.schedule)
@@ -399,8 +335,3 @@ class Plan:
             f"  partial sums of float16 travel as {self.partial_sum_dtype('float16')}, which has "
             "the range for them",
         ]
-
-
-def _program_key(schedule: Schedule) -> tuple[str, int, int]:
-    """What distinguishes the schedules of one topology and network."""
-    return schedule.algorithm, schedule.num_chunks, schedule.num_rounds

@@ -10,11 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from ftmesh.algorithms import registry
+from ftmesh.algorithms.ring import along_ring_order
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import limits
+from ftmesh.cost.native_ring import native_ring_seconds
 from ftmesh.cost.simulate import DATAFLOW, SYNCHRONOUS, Simulator
 from ftmesh.cost.wire_precision import (
     FLOAT_FORMATS,
@@ -23,15 +25,20 @@ from ftmesh.cost.wire_precision import (
     wire_dtype_name,
 )
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.execute.lowering import PALLAS
+from ftmesh.execute.lowering import PALLAS, PPERMUTE, XLA
 from ftmesh.planning.chunking import DATAFLOW_WORK, KERNEL_WORK, schedule_for, tree_lower_bound
 from ftmesh.planning.plan_cache import load_or_plan
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.verify import Proof, verify
+from ftmesh.topology.ring_order import ring_order
+from ftmesh.topology.routing import dimension_order
+from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes, format_bytes, format_time
 
 AUTO = "auto"
 ALGORITHMS = (AUTO, *registry.ALGORITHMS)
+Trees = Literal["if_cheapest", "always", "never"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,12 @@ class Candidate:
     rejection: str = ""
     partial_sum_dtype: str = "float32"
     wires_seconds: float | None = None  # on the links alone, if the network has a device model
+    executor: str = PPERMUTE
+
+    @property
+    def name(self) -> str:
+        """The algorithm, and the executor where it is XLA's own."""
+        return f"{self.algorithm}, xla" if self.executor == XLA else self.algorithm
 
 
 @dataclass(frozen=True)
@@ -59,12 +72,17 @@ class Selection:
     @property
     def algorithm(self) -> str:
         """The cheapest algorithm."""
-        return self.candidates[0].algorithm
+        return self.best.algorithm
+
+    @property
+    def best(self) -> Candidate:
+        """The cheapest candidate."""
+        return self.candidates[0]
 
     def with_schedule(self, schedule: Schedule) -> Selection:
         """Return the same comparison with `schedule` as what its algorithm makes."""
         own = _cost(Simulator(schedule), self.payload_bytes, self.network, self.wire_dtype)
-        others = (other for other in self.candidates if other.algorithm != own.algorithm)
+        others = (other for other in self.candidates if other.name != own.name)
         return replace(self, candidates=_ranked([own, *others]))
 
     def __str__(self) -> str:
@@ -80,11 +98,11 @@ class Selection:
         ]
         for candidate in self.candidates:
             if candidate.rejection:
-                lines.append(f"  {candidate.algorithm:<12}cannot: {candidate.rejection}")
+                lines.append(f"  {candidate.name:<12}cannot: {candidate.rejection}")
                 continue
             wires = candidate.wires_seconds
             lines.append(
-                f"  {candidate.algorithm:<12}{candidate.rounds:>7}"
+                f"  {candidate.name:<12}{candidate.rounds or '':>7}"
                 f"{format_time(candidate.seconds):>12}{candidate.seconds / least:>9.2f}"
                 + ("" if wires is None else f"{format_time(wires):>13}")
                 + f"  {candidate.partial_sum_dtype}" * is_narrow
@@ -101,15 +119,19 @@ def select_algorithm(
     wire_dtype: str = "float32",
     *,
     reduce_scatter: bool = False,
-    with_trees: bool = False,
+    trees: Trees = "if_cheapest",
+    with_native: bool = False,
 ) -> Selection:
     """Cost the algorithms that can serve `topology`, in synchronous rounds; remember the result.
 
     Args:
         payload_bytes: Bytes in `wire_dtype`. Where partial sums may not travel in that dtype (see
             `ftmesh.cost.wire_precision`), the reduce-scatter carries more and costs more.
-        reduce_scatter: Compare only algorithms with a reduce-scatter and an all-gather phase.
-        with_trees: Plan trees even where they cannot be the cheapest, to show their cost.
+        reduce_scatter: Compare only algorithms whose reduce-scatter leaves every rank an equal part
+            of the sum, which a sharded optimizer needs.
+        trees: Whether to plan trees: where they may be the cheapest, always, to show their cost, or
+            never.
+        with_native: Compare with XLA's own ring too.
 
     Raises:
         PlanError: No algorithm can serve the topology; the message has every reason.
@@ -117,7 +139,8 @@ def select_algorithm(
     wire_dtype_name(wire_dtype)
     payload_bytes = check_bytes(payload_bytes)
     bare = topology.without_devices()
-    return _select(bare, payload_bytes, network, wire_dtype, reduce_scatter, with_trees)
+    trees = "never" if reduce_scatter else trees
+    return _select(bare, payload_bytes, network, wire_dtype, reduce_scatter, trees, with_native)
 
 
 @lru_cache(maxsize=256)
@@ -127,16 +150,25 @@ def _select(
     network: Network,
     wire_dtype: str,
     reduce_scatter: bool,
-    with_trees: bool,
+    trees: Trees,
+    with_native: bool,
 ) -> Selection:
-    candidates = [
-        Candidate(name, rejection=outcome)
-        if isinstance(outcome, str)
-        else _cost(outcome, payload_bytes, network, wire_dtype)
-        for name, outcome in _simulators(topology).items()
-    ]
-    if with_trees or not reduce_scatter:
-        fastest = math.inf if with_trees else min(other.seconds for other in candidates)
+    candidates = []
+    for name, outcome in _simulators(topology).items():
+        if isinstance(outcome, str):
+            candidates.append(Candidate(name, rejection=outcome))
+        elif reduce_scatter and not outcome.schedule.owns_evenly:
+            why = f"its reduce-scatter leaves some {topology.noun}s more of the sum than others"
+            candidates.append(Candidate(name, rejection=why))
+        else:
+            candidates.append(_cost(outcome, payload_bytes, network, wire_dtype))
+    if with_native:
+        candidates.append(
+            _cost_native(topology, payload_bytes, network, wire_dtype, reduce_scatter)
+        )
+    if trees != "never":
+        fastest = min(other.seconds for other in candidates)
+        fastest = math.inf if trees == "always" else fastest
         for name in registry.CHUNKED_BY_PAYLOAD:
             carried = carried_bytes(name, payload_bytes, wire_dtype)
             least = tree_lower_bound(topology, carried, network)
@@ -148,14 +180,39 @@ def _select(
                 candidates.append(Candidate(name, rejection=why))
     ranked = _ranked(candidates)
     if ranked[0].rejection:
-        reasons = [f"{one.algorithm} cannot run on {topology}: {one.rejection}" for one in ranked]
+        reasons = [f"{one.name} cannot run on {topology}: {one.rejection}" for one in ranked]
         rest = f"the largest whole sub-mesh is {topology.largest_rectangle()}"
         raise PlanError("; ".join([*reasons, rest]))
     return Selection(topology, payload_bytes, network, ranked, wire_dtype)
 
 
+def _cost_native(
+    topology: Topology, payload_bytes: int, network: Network, wire_dtype: str, reduce_scatter: bool
+) -> Candidate:
+    """XLA's own all-reduce along the ring; with `reduce_scatter`, and its all-gather after it."""
+    order = ring_order(topology)
+    if order.blocked:
+        return Candidate("ring", rejection=str(order), executor=XLA)
+    added = accumulation_dtype(wire_dtype)
+    num_bytes = (
+        payload_bytes * FLOAT_FORMATS[added].num_bytes // FLOAT_FORMATS[wire_dtype].num_bytes
+    )
+    if isinstance(topology, TiledTopology):  # whose positions share links
+        simulator = Simulator(along_ring_order(topology))
+        seconds, gathering = (
+            simulator.seconds(size, network.wires_only, DATAFLOW)
+            for size in (num_bytes, payload_bytes // 2)
+        )
+    else:
+        seconds = native_ring_seconds(order, num_bytes, network)
+        gathering = native_ring_seconds(order, payload_bytes, network, "all_gather")
+    seconds += gathering if reduce_scatter else 0
+    wires = seconds if network.device_model else None
+    return Candidate("ring", 0, seconds, "", added, wires, XLA)
+
+
 def _ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    return tuple(sorted(candidates, key=lambda candidate: candidate.seconds))
+    return tuple(sorted(candidates, key=lambda one: (one.seconds, one.executor != XLA)))
 
 
 @lru_cache(maxsize=4)
@@ -188,10 +245,19 @@ def make_schedule(
     executor: str,
 ) -> Schedule:
     """Plan `algorithm` for a payload; a kernel gets a schedule that does not wait for rounds."""
+    if executor == XLA:
+        return along_ring_order(topology)
     carried = carried_bytes(algorithm, payload_bytes, wire_dtype)
     if executor == PALLAS:
         return cached_schedule(topology, algorithm, carried, network, DATAFLOW, KERNEL_WORK)
     return cached_schedule(topology, algorithm, carried, network)
+
+
+def prove_schedule(schedule: Schedule, executor: str) -> Proof:
+    """Prove a schedule; XLA's ring with the routes of a mesh that knows of no failure."""
+    if executor == XLA:
+        return verify(schedule, router=dimension_order)
+    return verify(schedule)
 
 
 def cached_schedule(

@@ -104,6 +104,11 @@ class Schedule:
         """The longest chain of additions that a value goes through; each may round it."""
         return addition_depth(self.phases, self.topology.num_live, self.num_chunks)
 
+    @property
+    def owns_evenly(self) -> bool:
+        """Whether a reduce-scatter leaves every rank an equal part of the sum."""
+        return False
+
     def link_loads(self, phase: Phase) -> dict[Link, int]:
         """Return the number of chunks that cross each directed link of chips during `phase`."""
         chips, tiles = self.on_chips, self.topology
@@ -205,6 +210,11 @@ class SplitSchedule(Schedule):
     def depth(self) -> int:
         """The longest chain of additions; all of them are in the reduce-scatter."""
         return addition_depth(self.reduce_scatter, self.topology.num_live, self.num_chunks)
+
+    @property
+    def owns_evenly(self) -> bool:
+        counts = np.bincount(self.owner, minlength=self.topology.num_live)
+        return bool((counts == counts[0]).all())
 
     @property
     def reduce_scatter(self) -> tuple[Phase, ...]:

@@ -114,7 +114,7 @@ chips 1x1@4,2
         ranks = [self.chips.rank(chip) for chip in self.chips_of(self.coords)]
         return np.array(ranks, np.int32).reshape(self.num_live, -1).T
 
-    def _position_shape(self, axis_names: tuple[str, ...]) -> Coord:
+    def position_shape(self, axis_names: tuple[str, ...]) -> Coord:
         if len(axis_names) == 2:
             return (self.num_positions,)
         if len(axis_names) == 1 + len(self.sides):
@@ -125,9 +125,9 @@ chips 1x1@4,2
             "('data', 'model')"
         )
 
-    def _by_position(self, devices: NDArray[Any], shape: Coord) -> NDArray[Any]:
+    def by_position(self, devices: NDArray[Any], shape: Coord) -> NDArray[Any]:
         if len(shape) < 2:
-            return super()._by_position(devices, shape)
+            return super().by_position(devices, shape)
         num_sides = len(self.tile)
         grid = devices.reshape(len(devices), *self.tile[::-1], *shape[num_sides:])
         return grid.transpose(0, *range(num_sides, 0, -1), *range(num_sides + 1, grid.ndim))

@@ -20,7 +20,7 @@ from ftmesh.topology.notation import Block, Coord, Failed
 from ftmesh.topology.notation import Link as Link
 
 if TYPE_CHECKING:
-    import jax
+    pass
 
 FailedLinks = str | Iterable[Sequence[Sequence[int]]]
 
@@ -285,7 +285,7 @@ class Topology:
         """Return the chips of the ranks at `coords`."""
         return list(coords)
 
-    def _position_shape(self, axis_names: tuple[str, ...]) -> Coord:
+    def position_shape(self, axis_names: tuple[str, ...]) -> Coord:
         """The sizes of the JAX mesh axes other than that of ranks."""
         if len(axis_names) != 1:
             raise ArgumentError(
@@ -294,7 +294,7 @@ class Topology:
             )
         return ()
 
-    def _by_position(self, devices: NDArray[Any], shape: Coord) -> NDArray[Any]:
+    def by_position(self, devices: NDArray[Any], shape: Coord) -> NDArray[Any]:
         """Devices ``[rank, position]`` as ``[rank, *shape]``."""
         return devices.reshape(len(devices), *shape)
 
@@ -316,48 +316,6 @@ class Topology:
             key = tuple(c // t for c, t in zip(coord, tile, strict=True))
             groups.setdefault(key, []).append(rank)
         return tuple(map(tuple, groups.values()))
-
-    # JAX ------------------------------------------------------------------------------------
-
-    def jax_mesh(
-        self, axis_name: str | Sequence[str], *, along: str | None = None, with_idle: bool = False
-    ) -> jax.sharding.Mesh:
-        """Return a ``jax.sharding.Mesh`` with the live devices, by rank, along one flat axis.
-
-        Args:
-            axis_name: name of the axis of ranks. A `TiledTopology` takes several names, such as
-                ``("data", "model")``: one for ranks, and one for all positions of a tile or one
-                for each side of it (x first, cores last).
-            along: the name that ranks are along. Default: the first.
-            with_idle: include the devices of failed chips, in grid order, for platforms that need
-                whole slices and for chips that run but must not be used.
-
-        Raises:
-            TopologyError: if the topology was not built from devices, or `with_idle` is set and
-                some devices of the grid are missing.
-        """
-        import jax
-
-        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-        shape = self._position_shape(names)
-        if not self.devices:
-            raise TopologyError(
-                f"{self.physical} was not built from devices: use "
-                "Topology.from_devices(jax.devices(), ...)"
-            )
-        rank_axis = names[0] if along is None else along
-        if rank_axis not in names:
-            raise ArgumentError(f"along must be one of the axes {names}, not {along!r}")
-        devices = self.all_devices if with_idle else self.devices
-        num_ranks = (self.num_chips if with_idle else self.num_live) * self.devices_per_chip
-        needed = num_ranks * self.num_positions
-        if len(devices) < needed:
-            raise TopologyError(
-                f"with_idle needs every device of {self.name}, and only {len(devices)} of {needed} "
-                "are there"
-            )
-        grid = self._by_position(np.array(devices).reshape(num_ranks, -1), shape)
-        return jax.sharding.Mesh(np.moveaxis(grid, 0, names.index(rank_axis)), names)
 
     # Text -----------------------------------------------------------------------------------
 

@@ -16,10 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ftmesh import collectives
 from ftmesh.collectives import all_reduce
+from ftmesh.collectives.audit import audit
 from ftmesh.command_line import one_line
 from ftmesh.errors import ArgumentError, UnreadableError
 from ftmesh.execute.hlo_text import program_text
-from ftmesh.execute.lowering import PALLAS, PPERMUTE
+from ftmesh.execute.lowering import PALLAS, PPERMUTE, XLA
 from ftmesh.planning.plan import Plan
 from ftmesh.topology.devices import platform_of
 from ftmesh.tpu.compiled_rounds import (
@@ -32,6 +33,8 @@ from ftmesh.tpu.compiled_rounds import (
 from ftmesh.tpu.compiler_options import compiler_options
 from ftmesh.tpu.cycles import Cycles
 from ftmesh.units import format_bytes
+
+_HOW = {PALLAS: " in a Pallas kernel", XLA: " by XLA"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class CompileReport:
     lax_psum: str  # the compiler's strategy for its own all-reduce, or its error
     packing: Cycles | None = None  # outside rounds: packing, unpacking, reading tables
     executor: str = PPERMUTE
+    native: tuple[str, ...] = ()  # XLA's own collectives that go around the ring
+    astray: tuple[str, ...] = ()  # those that do not, and why
     unread: str = ""  # why `loops` and `packing` are missing, if JAX cannot print the program
 
     @property
@@ -74,7 +79,7 @@ class CompileReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.algorithm}{' in a Pallas kernel' * (self.executor == PALLAS)} on {self.mesh}, "
+            f"{self.algorithm}{_HOW.get(self.executor, '')} on {self.mesh}, "
             f"{self.num_devices} devices of {self.platform}"
             f"{', including idle ones' * self.with_idle}: "
             f"{'accepted' if self.accepted else 'rejected'}"
@@ -85,6 +90,7 @@ class CompileReport:
                 f"  {format_bytes(self.temporary_bytes)} of temporary memory, "
                 f"{self.temporary_ratio:.2f} times the payload",
                 *describe_loops(self.loops),
+                *(f"  {entry}" for entry in (*self.native, *self.astray)),
             ]
             if self.unread:
                 lines.append(f"  {self.unread}")
@@ -132,6 +138,9 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis() if compiled else None
     text, unread = _text(compiled)
+    audited = (
+        audit(text, "data", plan=plan, mesh=mesh) if text and used.program.executor == XLA else None
+    )
     psum_text, psum_unread = _text(psum)
     return CompileReport(
         platform=platform,
@@ -148,6 +157,8 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
         lax_psum=strategy(psum_text) if psum_text else psum_unread or f"rejected: {psum_error}",
         packing=cycles_outside_rounds(text),
         executor=used.program.executor,
+        native=tuple(map(str, audited.native)) if audited is not None else (),
+        astray=tuple(map(str, audited.entries)) if audited is not None else (),
         unread=unread,
     )
 

@@ -11,9 +11,9 @@ import ftmesh
 from ftmesh import PlanError, Topology, verify
 from ftmesh.algorithms import multi_ring, registry
 from ftmesh.algorithms.building_blocks import bidirectional_rings
-from ftmesh.algorithms.circuits import axis_links, join_circuits, wrapping_axes
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import addition_depth
+from ftmesh.topology.circuits import axis_links, join_circuits, wrapping_axes
 
 TORI = [*product(range(3, 8), repeat=2), (4, 13), (3, 20), (3, 3, 3), (3, 4, 5), (4, 4, 8)]
 PARTIAL_TORI = [  # with an axis of two chips, or one that does not wrap

@@ -30,14 +30,14 @@ def main(port, process, number, folder):
         for name, x in make_params().items()
     }
     init = parallel.jit(optimizer.init, in_specs=(REPLICATED,), out_specs=optimizer.specs(params))
-    state, layouts = init(params), [optimizer.layout(params)]
+    state, full_types = init(params), optimizer.full_types(params)
     with Checkpoints(folder, resume=True) as checkpoints:
-        checkpoints.save(3, state, layouts=layouts, devices=parallel.live_devices)
+        checkpoints.save(3, state, full_types=full_types, devices=parallel.live_devices)
     with Checkpoints(folder, resume=True) as checkpoints:
         until = time.monotonic() + 60
         while checkpoints.latest_step is None and time.monotonic() < until:
             time.sleep(0.05)  # until the others have written
-        step, restored = checkpoints.restore(state, layouts=layouts)
+        step, restored = checkpoints.restore(state, full_types=full_types)
     for leaf, other in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
         for a, b in zip(leaf.addressable_shards, other.addressable_shards, strict=True):
             assert a.device == b.device

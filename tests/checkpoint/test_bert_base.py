@@ -16,7 +16,6 @@ from examples.common.data_parallel import DataParallel
 from examples.common.device_arrays import REPLICATED
 from ftmesh.checkpoint import snapshot
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.layout.owned_buckets import Slot
 from ftmesh.testing import cpu_grid
 from tests.support.device_memory import PeakMemory
 from tests.support.more import more
@@ -25,13 +24,13 @@ BASE = PRESETS["base"]
 TYPES = jax.eval_shape(partial(init, make_model(BASE), seed=0))
 
 
-def types_and_layout(parallel, **options):
-    """Return the types of the optimizer's state with their shardings, and its layout."""
+def stored_and_full_types(parallel, **options):
+    """Return the types of the optimizer's state with their shardings, and before sharding."""
     transformation = make_optimizer(BASE, lambda step: 1e-3)
     optimizer = parallel.optimizer(transformation, **options)
     specs = optimizer.specs(TYPES)
     first = parallel.jit(optimizer.init, in_specs=(REPLICATED,), out_specs=specs)
-    return parallel.with_shardings(first.eval_shape(TYPES), specs), optimizer.layout(TYPES)
+    return parallel.with_shardings(first.eval_shape(TYPES), specs), optimizer.full_types(TYPES)
 
 
 def random_like(types, seed=0):
@@ -53,20 +52,10 @@ def random_like(types, seed=0):
     return tree.unflatten([fill(i, type_) for i, type_ in enumerate(leaves)])
 
 
-def assemble(state, layout):
-    """Return the tensors of a sharded state, assembled from the table of owners alone."""
-    rows = []
-    for arrays in state.rows:
-        tensors = {}
-        for bucket, array in zip(layout.buckets, arrays, strict=True):
-            chunks = np.zeros(
-                (bucket.packing.num_chunks + 1, *bucket.packing.shape[1:]), np.float32
-            )
-            chunks[bucket.owned.reshape(-1)] = np.asarray(array).reshape(-1, *chunks.shape[1:])
-            tensors |= zip(bucket.members, bucket.packing.unpack(chunks[:-1]), strict=True)
-        rows.append(tensors)
-    leaves = jax.tree.leaves(state.inner, is_leaf=lambda x: isinstance(x, Slot))
-    return [rows[x.row][x.leaf] if isinstance(x, Slot) else np.asarray(x) for x in leaves]
+def assemble(state, full_types):
+    """Return the tensors of a sharded state."""
+    leaves = zip(*map(jax.tree.leaves, (state, full_types)), strict=True)
+    return [np.asarray(x).reshape(-1)[: t.size].reshape(t.shape) for x, t in leaves]
 
 
 OTHERS = {
@@ -80,7 +69,7 @@ OTHERS = {
 @pytest.mark.slow
 def test_from_60_ranks_to_others_bit_for_bit(tmp_path, monkeypatch):
     sixty = DataParallel.create(cpu_grid("8x8", failed="2x2@2,2"), "row_pair")
-    types, layout = types_and_layout(sixty)
+    types, full_types = stored_and_full_types(sixty)
     params = random_like(TYPES, seed=1)
     state = {"params": params, "optimizer": random_like(types)}
     assert sum(x.size for x in jax.tree.leaves(params)) > 109e6
@@ -88,12 +77,13 @@ def test_from_60_ranks_to_others_bit_for_bit(tmp_path, monkeypatch):
     peak = PeakMemory()
     monkeypatch.setattr(snapshot, "_copy_to_host", peak.wrap(snapshot._copy_to_host))
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(5, state, layouts=[layout], devices=sixty.live_devices)
+        full = {"params": None, "optimizer": full_types}
+        checkpoints.save(5, state, full_types=full, devices=sixty.live_devices)
     peak.update()
     assert len(peak.before) == 60
     assert peak.growth <= 1.2
 
-    expected = assemble(state["optimizer"], layout)
+    expected = assemble(state["optimizer"], full_types)
     assert len(expected) == 2 * len(jax.tree.leaves(params)) + 2
     del state
 
@@ -101,11 +91,14 @@ def test_from_60_ranks_to_others_bit_for_bit(tmp_path, monkeypatch):
         like = {"params": TYPES, "optimizer": None}
         for shape, failed, plan_options, options in OTHERS.values():
             parallel = DataParallel.create(cpu_grid(shape, failed=failed), **plan_options)
-            like["optimizer"], layout = types_and_layout(parallel, **options)
-            step, restored = checkpoints.restore(like, layouts=[layout])
+            like["optimizer"], full_types = stored_and_full_types(parallel, **options)
+            full = {"params": None, "optimizer": full_types}
+            step, restored = checkpoints.restore(like, full_types=full)
             assert step == 5
-            assert restored["optimizer"].rows[0][0].sharding.mesh.size == parallel.num_ranks
-            compare(assemble(restored["optimizer"], layout), expected)
+            assert (
+                jax.tree.leaves(restored["optimizer"])[1].sharding.mesh.size == parallel.num_ranks
+            )
+            compare(assemble(restored["optimizer"], full_types), expected)
             compare(jax.tree.leaves(restored["params"]), jax.tree.leaves(params))
             del restored
         replicated = make_optimizer(BASE, lambda step: 1e-3)

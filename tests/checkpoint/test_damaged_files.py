@@ -34,6 +34,30 @@ PIECES = {
 }
 
 
+# The same tensors, each cut into four parts: of two elements, and of four.
+CUT = Manifest(
+    step=30,
+    processes=(2, 5),
+    tensors=(
+        Tensor("w", F32, (3, 2)),
+        Tensor("mu/w", F32, (3, 2), 0, 4, 2),
+        Tensor("mu/b", F32, (5,), 0, 0, 4),
+    ),
+    buffers=(Buffer(F32, 1, 6, (0, 1, 2, 3)),),
+)
+CUT_PIECES = {
+    2: [
+        (Piece("buffer", 0, 0), np.arange(6, dtype=np.float32)),
+        (Piece("buffer", 0, 2), 20 + np.arange(6, dtype=np.float32)),
+        (Piece("tensor", 0), np.ones((3, 2), np.float32)),
+    ],
+    5: [
+        (Piece("buffer", 0, 1), 10 + np.arange(6, dtype=np.float32)),
+        (Piece("buffer", 0, 3), 30 + np.arange(6, dtype=np.float32)),
+    ],
+}
+
+
 def write(folder, manifest=MANIFEST, pieces=PIECES):
     for process in manifest.processes:
         write_part(folder, manifest, process, pieces[process])
@@ -191,10 +215,35 @@ def buffer(**changes):
     ],
 )
 def test_a_wrong_manifest(folder, change, message):
+    check_wrong(folder, change, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (tensor(1, start=3), "mu/w overlaps the tensor before it"),
+        (tensor(1, width=5), "mu/w ends beyond its buffer"),
+        (tensor(1, width=1), "mu/w has more elements than its buffer has of it"),
+        (tensor(1, width=-1), "-1 is not a count"),
+        (tensor(2, shape=[17]), "mu/b has more elements than its buffer has of it"),
+    ],
+)
+def test_a_wrong_manifest_of_cut_tensors(tmp_path, change, message):
+    check_wrong(write(tmp_path / "30", CUT, CUT_PIECES), change, message)
+
+
+def check_wrong(folder, change, message):
     rewrite(folder / "index.json", change)
     text = problem(folder)
     assert text.startswith(("its index is malformed: ", "its index is inconsistent: "))
     assert message in text.replace('"', "'")
+
+
+def test_cut_tensors_are_read_from_all_ranks(tmp_path):
+    with CheckpointReader(write(tmp_path / "30", CUT, CUT_PIECES)) as saved:
+        saved.check()
+        assert saved.tensor("mu/w").tolist() == [[4, 5], [14, 15], [24, 25]]
+        assert saved.tensor("mu/b").tolist() == [0, 1, 2, 3, 10]
 
 
 def test_names_of_tensors_are_not_paths(tmp_path):
@@ -210,8 +259,8 @@ def test_names_of_tensors_are_not_paths(tmp_path):
 
 @pytest.mark.parametrize("name", ["index.json", "5.json"])
 def test_another_format_is_an_error_and_not_damage(folder, name):
-    rewrite(folder / name, lambda content: content.update(format="ftmesh.checkpoint/2"))
-    with pytest.raises(CheckpointError, match=r"30 is of format 'ftmesh\.checkpoint/2'") as caught:
+    rewrite(folder / name, lambda content: content.update(format="ftmesh.checkpoint/3"))
+    with pytest.raises(CheckpointError, match=r"30 is of format 'ftmesh\.checkpoint/3'") as caught:
         CheckpointReader(folder)
     assert not isinstance(caught.value, DamagedCheckpointError)
 

@@ -41,11 +41,11 @@ class TwoProcesses:
                 self.save_to(checkpoints, step)
 
     def save_to(self, checkpoints, step):
-        state, layouts, devices = self.saved
-        checkpoints.save(step, state, layouts=layouts, devices=devices)
+        state, full_types, devices = self.saved
+        checkpoints.save(step, state, full_types=full_types, devices=devices)
 
     def restore_from(self, checkpoints):
-        step, restored = checkpoints.restore(self.saved.state, layouts=self.saved.layouts)
+        step, restored = checkpoints.restore(self.saved.state, full_types=self.saved.full_types)
         assert_same_bits(restored, self.saved.state)
         return step
 
@@ -119,7 +119,8 @@ class TestMemory:
         peak = PeakMemory()
         monkeypatch.setattr(snapshot, "_copy_to_host", peak.wrap(copy))
         with Checkpoints(folder) as checkpoints:
-            checkpoints.save(1, sharded.state, layouts=sharded.layouts, devices=sharded.devices)
+            state, full_types, devices = sharded
+            checkpoints.save(1, state, full_types=full_types, devices=devices)
         peak.update()
         return peak.growth
 
@@ -130,8 +131,9 @@ class TestMemory:
         gathered, real = [], snapshot._copy_to_host
 
         def gathering(sources):
-            replicated = NamedSharding(sharded.state.rows[0][1].sharding.mesh, PartitionSpec())
-            gathered.append(jax.device_put(sharded.state.rows[0][1], replicated))
+            tiles = sharded.state.same["tiles"]
+            replicated = NamedSharding(tiles.sharding.mesh, PartitionSpec())
+            gathered.append(jax.device_put(tiles, replicated))
             return real(sources)
 
         assert self.growth(sharded, tmp_path, monkeypatch, gathering) > 1.2
@@ -139,27 +141,19 @@ class TestMemory:
 
 class TestNotFinite:
     def test_in_sharded_tensors(self, sharded, tmp_path):
-        """It is an error in a tensor, and allowed in padding or where a rank owns nothing."""
-        state, layouts, devices = sharded
-        bucket = layouts[0].buckets[0]
-        assert bucket.packing.shapes == ((300,),)
-        chunk, last = divmod(299, bucket.packing.width)  # chunks are single rows, then padding
-        assert bucket.packing.rows == 1
-        assert last + 1 < bucket.packing.width
-        (owner,), (slot,) = np.nonzero(bucket.owned == chunk)
-        idle = np.flatnonzero(bucket.owned[:, 0] == bucket.packing.num_chunks)[0]
+        """It is an error in a tensor, and allowed in padding: 91 elements on twelve ranks."""
+        state, full_types, devices = sharded
+        assert state.same["kernel"].shape == (96,)
 
-        def spoiled(rank, row, column, value):
-            arrays = list(state.rows[0])
-            arrays[0] = arrays[0].at[rank * bucket.num_rows + row, column].set(value)
-            return type(state)(state.inner, (tuple(arrays), *state.rows[1:]), state.owners)
+        def spoiled(index, value):
+            kernel = state.same["kernel"].at[index].set(value)
+            return state._replace(same=state.same | {"kernel": kernel})
 
-        options = {"layouts": layouts, "devices": devices}
+        options = {"full_types": full_types, "devices": devices}
         with Checkpoints(tmp_path) as checkpoints:
-            for step, bad in enumerate([(owner, slot, last + 1), (owner, slot, -1), (idle, 0, 0)]):
-                checkpoints.save(step, spoiled(*bad, np.nan), **options)
-            for value in (np.inf, np.nan):
-                bad = spoiled(owner, slot, last, value)
-                with pytest.raises(TrainingError, match="not finite, in same/bias"):
-                    checkpoints.save(9, bad, **options)
-        assert saved_steps(tmp_path) == [0, 1, 2]
+            for step, index in enumerate([91, 95]):
+                checkpoints.save(step, spoiled(index, np.nan), **options)
+            for index, value in ((90, np.inf), (0, np.nan), (40, -np.inf)):
+                with pytest.raises(TrainingError, match="not finite, in same/kernel"):
+                    checkpoints.save(9, spoiled(index, value), **options)
+        assert saved_steps(tmp_path) == [0, 1]

@@ -1,19 +1,23 @@
-"""States are saved and restored between any owners, bit for bit."""
+"""States are saved and restored between any meshes, bit for bit."""
 
 import json
 import math
-from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import ftmesh
 from ftmesh.checkpoint.files import CheckpointReader, write_part
 from ftmesh.checkpoint.restore import restore_state
 from ftmesh.checkpoint.snapshot import Snapshotter
 from ftmesh.checkpoint.tensor_names import describe_tensors
 from ftmesh.errors import ArgumentError
+from ftmesh.testing import cpu_grid
 from tests.support.known_state import (
     PLACEMENTS,
     assert_same_bits,
@@ -27,19 +31,21 @@ pytestmark = pytest.mark.usefixtures("quick_compiler")
 PARAMS = make_params()
 
 
-def write(folder, state, *, layouts=(), devices=None, process_of=lambda device: 0, processes=(0,)):
+def write(
+    folder, state, *, full_types=None, devices=None, process_of=lambda device: 0, processes=(0,)
+):
     for process in processes:
-        snapshot = Snapshotter(process, process_of, devices, layouts).snapshot(3, state)
+        snapshot = Snapshotter(process, process_of, devices, full_types).snapshot(3, state)
         if process in snapshot.manifest.processes:
             write_part(folder, snapshot.manifest, process, snapshot.pieces)
     return snapshot.manifest
 
 
-def read(folder, like, layouts=()):
+def read(folder, like, full_types=None):
     with CheckpointReader(folder) as saved:
         saved.check()
-        assert saved.manifest.describe_tensors() == describe_tensors(like, layouts)
-        return restore_state(saved, like, layouts)
+        assert saved.manifest.describe_tensors() == describe_tensors(like, full_types)
+        return restore_state(saved, like, full_types)
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +59,13 @@ def states(quick_compiler):
 
 @pytest.mark.parametrize("source", PLACEMENTS)
 def test_every_placement_restores_the_state_of_every_other(states, tmp_path, source):
-    state, layouts, devices = states[source]
-    write(tmp_path, state, layouts=layouts, devices=devices)
+    state, full_types, devices = states[source]
+    write(tmp_path, state, full_types=full_types, devices=devices)
     names = list(PLACEMENTS)
     nearby = names[names.index(source) - 2 :][:2] or names[:2]
     for target in {*nearby, "replicated", source}:
-        expected, layouts, _ = states[target]
-        restored = read(tmp_path, expected, layouts)
+        expected, full_types, _ = states[target]
+        restored = read(tmp_path, expected, full_types)
         assert_same_bits(restored, expected)
         for leaf, other in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
             assert leaf.sharding == other.sharding
@@ -67,36 +73,29 @@ def test_every_placement_restores_the_state_of_every_other(states, tmp_path, sou
 
 def test_names_are_the_paths_in_the_state_of_optax(states):
     replicated, sharded = states["replicated"], states["more chips"]
-    names = describe_tensors(sharded.state, sharded.layouts)
+    names = describe_tensors(sharded.state, sharded.full_types)
     assert names == describe_tensors(replicated.state)
     assert names["inner_states/odd/inner_state/half/small k"] == "bfloat16[11]"
     assert names["inner_states/odd/inner_state/same/conv k"] == "float32[3, 3, 8, 128]"
     assert names["inner_states/even/inner_state/same/wave"] == "complex64[4]"
 
 
-def test_each_process_writes_what_its_devices_own(states, tmp_path):
-    """Four of the twelve chips own nothing, so their process writes nothing."""
-    state, layouts, devices = states["row_pair on devices"]
-    owners = {rank for rank, chunks in enumerate(layouts[0].buckets[0].owned) if chunks.min() < 16}
-    assert len(owners) == 8
+def test_each_process_writes_what_its_devices_have(states, tmp_path):
+    """Processes 3 and 4 have every second chip; 8 has none that counts."""
+    state, full_types, devices = states["row_pair on devices"]
     rank_of = {device: rank for rank, device in enumerate(devices)}
-
-    def process_of(device):
-        rank = rank_of[device]
-        return 3 + rank % 2 if rank in owners else 9 - (rank == 0)
-
     manifest = write(
-        tmp_path, state, layouts=layouts, devices=devices, process_of=process_of,
-        processes=range(12),
+        tmp_path, state, full_types=full_types, devices=devices,
+        process_of=lambda device: 3 + rank_of[device] % 2, processes=range(9),
     )  # fmt: skip
     assert manifest.processes == (3, 4)
     names = {"index.json", "3.bin", "3.json", "4.bin", "4.json"}
     assert {path.name for path in tmp_path.iterdir()} == names
     entries = json.loads((tmp_path / "4.json").read_text())["pieces"]
     assert not any("tensor" in entry for entry in entries)
-    assert {entry["rank"] % 2 for entry in entries} == {1}
+    assert {entry["rank"] for entry in entries} == {1, 3, 5, 7, 9, 11}
     assert_same_bits(read(tmp_path, states["replicated"].state), states["replicated"].state)
-    assert_same_bits(read(tmp_path, state, layouts), state)
+    assert_same_bits(read(tmp_path, state, full_types), state)
 
 
 def test_values_of_idle_devices_are_not_written(tmp_path):
@@ -111,10 +110,11 @@ def test_values_of_idle_devices_are_not_written(tmp_path):
 
 
 def test_checkpoints_can_be_read_with_numpy_alone(states, tmp_path):
-    state, layouts, devices = states["more chips"]
-    write(tmp_path, state, layouts=layouts, devices=devices)
+    state, full_types, devices = states["row_pair on devices"]
+    write(tmp_path, state, full_types=full_types, devices=devices)
 
     manifest = json.loads((tmp_path / "index.json").read_text())
+    assert manifest["format"] == "ftmesh.checkpoint/2"
     pieces = {}
     for process in manifest["processes"]:
         raw = (tmp_path / f"{process}.bin").read_bytes()
@@ -127,30 +127,38 @@ def test_checkpoints_can_be_read_with_numpy_alone(states, tmp_path):
         shape, dtype = entry["shape"], np.dtype(entry["dtype"])
         if "buffer" not in entry:
             return np.frombuffer(pieces[number, None, None], dtype).reshape(shape)
-        buffer = manifest["buffers"][entry["buffer"]]
-        chunks = np.zeros((buffer["chunks"], buffer["rows"] * buffer["width"]), dtype)
-        owners = np.array(manifest["owners"][buffer["owners"]])
-        for rank in set(owners.tolist()):
-            mine = np.frombuffer(pieces[None, entry["buffer"], rank], dtype)
-            chunks[owners == rank] = mine.reshape(-1, chunks.shape[1])
-        vector = chunks.reshape(-1)[entry["start"] :][: math.prod(shape)]
-        # The last axis whose length is a multiple of 128 is moved innermost; tiles are 8 x 128.
-        wide = [axis for axis, length in enumerate(shape) if length % 128 == 0]
-        if len(shape) < 2 or not wide:
-            return vector.reshape(shape)
-        moved = [n for axis, n in enumerate(shape) if axis != wide[-1]] + [shape[wide[-1]]]
-        matrix = np.empty((math.prod(moved[:-1]), moved[-1]), dtype)
-        rows = 0 if len(moved) > 2 and moved[-2] % 8 else len(matrix) // 8 * 8
-        tiles = vector[: rows * moved[-1]].reshape(rows // 8, moved[-1] // 128, 8, 128)
-        matrix[:rows] = tiles.swapaxes(1, 2).reshape(rows, moved[-1])
-        matrix[rows:] = vector[rows * moved[-1] :].reshape(-1, moved[-1])
-        return np.moveaxis(matrix.reshape(moved), -1, wide[-1])
+        ranks = range(manifest["buffers"][entry["buffer"]]["chunks"])
+        parts = [np.frombuffer(pieces[None, entry["buffer"], rank], dtype) for rank in ranks]
+        start, width = entry["start"], entry["width"]
+        vector = np.concatenate([part[start : start + width] for part in parts])
+        return vector[: math.prod(shape)].reshape(shape)
 
     tensors = {}
     for number, entry in enumerate(manifest["tensors"]):
         if "/same/" in entry["name"]:
             tensors[entry["name"].rpartition("/")[2]] = tensor(number)
     assert_same_bits(tensors, PARAMS)
+
+
+@pytest.mark.parametrize("name", ["twelve", "fifteen", "replicated"])
+def test_a_checkpoint_of_format_1(name):
+    """It was written on 4x4 less 2x2@2,2 with row_pair, by two processes."""
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (13, 7), "tiles": (17, 128), "bias": (30,), "scalar": ()}
+    params = {key: np.asarray(rng.normal(size=n), np.float32) for key, n in shapes.items()}
+    grads, adam = jax.tree.map(lambda x: np.float32(x * 2 + 1), params), optax.adam(0.1)
+    _, expected = adam.update(grads, adam.init(params), params)
+    failed = {"twelve": "2x2@0,0", "fifteen": "1x1@1,1"}.get(name)
+    like, full_types = adam.init(params), None
+    if failed:
+        optimizer = ftmesh.plan(cpu_grid("4x4", failed=failed)).shard(adam)
+        like, full_types = optimizer.init(params), {"optimizer": optimizer.full_types(params)}
+    folder = Path(__file__).parent.parent / "data" / "checkpoint_1" / "30"
+    state = read(folder, {"params": params, "optimizer": like}, full_types)
+    assert_same_bits(state["params"], params)
+    if failed:
+        state["optimizer"] = optimizer.gather_state(state["optimizer"], params)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), state["optimizer"], expected)
 
 
 def test_host_arrays_numbers_and_keys(tmp_path):
@@ -192,19 +200,25 @@ def test_a_snapshot_survives_donation(tmp_path):
     assert read(tmp_path, {"w": jnp.zeros(1000)})["w"].tolist() == list(range(1000))
 
 
-def test_layouts_are_required(states, tmp_path):
-    state, layouts, _ = states["more chips"]
-    with pytest.raises(ArgumentError, match=r"give layouts=\[optimizer.layout\(params\)\]"):
-        write(tmp_path, {"optimizer": state})
-    other = states["two to a chip"].layouts
-    with pytest.raises(ArgumentError, match="no layout is given for optimizer, which is sharded"):
-        write(tmp_path, {"optimizer": state}, layouts=other)
-    short = replace(state, rows=tuple(tuple(None for _ in row) for row in state.rows))
-    with pytest.raises(ArgumentError, match="has no array for bucket"):
-        write(tmp_path, short, layouts=layouts)
-    long = jax.tree.map(lambda x: jnp.concatenate([x, x]) if x.ndim == 2 else x, state)
-    with pytest.raises(ArgumentError, match="that are sharded along one axis only"):
-        write(tmp_path, long, layouts=layouts)
+def test_without_full_types_shapes_are_those_of_the_arrays(states, tmp_path):
+    """Such a state is restored on as many chips, and rejected on another number."""
+    state = states["row_pair on devices"].state
+    write(tmp_path, state)
+    assert_same_bits(read(tmp_path, state), state)
+    names = describe_tensors(state)
+    assert names["inner_states/odd/inner_state/same/kernel"] == "float32[96]"
+    assert names != describe_tensors(states["replicated"].state)
+
+
+def test_wrong_full_types(states, tmp_path):
+    state, full_types, _ = states["row_pair on devices"]
+    with pytest.raises(ArgumentError, match=r"full_types have optimizer/.*, and the state has not"):
+        write(tmp_path, state, full_types={"optimizer": full_types})
+    large = {"w": jax.ShapeDtypeStruct((10, 10), np.float32)}
+    some = {"w": jax.tree.leaves(state)[3]}
+    assert some["w"].size < 100
+    with pytest.raises(ArgumentError, match=r"full_types say that its shape is \(10, 10\)"):
+        write(tmp_path, some, full_types=large)
 
 
 def test_two_tensors_of_one_name_are_an_error(tmp_path):

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import CollectiveError, Topology
+from ftmesh.collectives.reduce_scatter import gather_rows, scatter_rows
 from ftmesh.testing import cpu_grid, on_one_device
 from tests.support.more import more
 from tests.support.on_devices import odd_tree, per_rank, plan_on_cpu
@@ -18,6 +19,8 @@ CASES = [
     ("ring", "4x4", ""),
     ("ring", "4x4", "2x2@2,0"),
     ("ring", "8x8", "2x2@2,2"),
+    ("xla", "4x4", "2x2@2,0"),
+    ("xla", "4x4", "1x1@2,1"),  # no closed walk over single links
     ("two_dim", "4x4", ""),
     pytest.param(("two_dim", "8x8", ""), marks=pytest.mark.slow),
     pytest.param(("row_pair", "4x4", ""), marks=pytest.mark.slow),
@@ -189,20 +192,18 @@ class TestScatterAndGather:
             per_rank(twelve, lambda x: twelve.psum_scatter(x, "data"), x)
 
     @pytest.mark.parametrize("check_vma", [True, False])
-    def test_reduce_to_owners_and_back(self, twelve, check_vma):
-        x = np.random.default_rng(0).integers(1, 99, (12, 101)).astype(np.float32)
-        to_owners = lambda x: ftmesh.reduce_to_owners(x, "data", plan=twelve)  # noqa: E731
-        shards = per_rank(twelve, to_owners, x, check_vma=check_vma)
-        idle = [rank for rank in range(12) if rank not in twelve.schedule.owner]
-        assert len(idle) == 4
-        assert (shards[idle] == 0).all()
-        assert shards.sum() == x.sum()
+    @pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+    def test_rows_and_back(self, algorithm, check_vma):
+        """All ranks get the sums, typed as replicated."""
+        plan = plan_on_cpu(algorithm, "4x4", "2x2@0,0")
+        x = np.random.default_rng(0).integers(1, 99, (12, 12, 101)).astype(np.float32)
+        own = per_rank(plan, lambda x: scatter_rows(x, "data", plan=plan), x, check_vma=check_vma)
+        np.testing.assert_array_equal(own, x.sum(axis=0))
 
         def there_and_back(x):
-            shard = ftmesh.reduce_to_owners(x, "data", plan=twelve)
-            return ftmesh.gather_from_owners(2 * shard, "data", plan=twelve, size=101)
+            return gather_rows(2 * scatter_rows(x, "data", plan=plan), "data", plan=plan)
 
-        whole = per_rank(twelve, there_and_back, x, out=P(), check_vma=check_vma)
+        whole = per_rank(plan, there_and_back, x, out=P(), check_vma=check_vma)
         np.testing.assert_array_equal(whole, 2 * x.sum(axis=0))
 
 
@@ -310,23 +311,6 @@ class TestIdleDevicesGetResults:
         mean = per_rank(plan, lambda x: plan.pmean(x, "data"), ones, out=P(), check_vma=check_vma)
         assert float(mean) == 1
 
-    def test_reduce_to_owners_and_back_with_idle_devices(self, shape, failed, check_vma):
-        plan = self.plan(shape, failed)
-        ranks, live = plan.program.num_ranks, plan.program.live
-        x = np.random.default_rng(0).integers(1, 99, (ranks, 101)).astype(np.float32)
-
-        def shards(x):
-            return ftmesh.reduce_to_owners(x, "data", plan=plan)
-
-        def there_and_back(x):
-            return ftmesh.gather_from_owners(shards(x), "data", plan=plan, size=101)
-
-        mine = per_rank(plan, shards, x, check_vma=check_vma)
-        assert (np.delete(mine, live, axis=0) == 0).all()
-        for out in (P("data"), P()):
-            whole = per_rank(plan, there_and_back, x, out=out, check_vma=check_vma)
-            np.testing.assert_array_equal(whole, np.broadcast_to(x[live].sum(axis=0), whole.shape))
-
 
 class TestIdle:
     plan = property(
@@ -343,7 +327,7 @@ class TestIdle:
         with pytest.raises(
             ftmesh.TopologyError, match="needs every device of 4x4, and only 0 of 16"
         ):
-            half.jax_mesh("data", with_idle=True)
+            ftmesh.jax_mesh(half, "data", with_idle=True)
 
 
 def test_traced_program_does_not_grow_with_the_mesh():

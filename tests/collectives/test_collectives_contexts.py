@@ -101,9 +101,8 @@ class TestContexts:
 
     def test_pmap(self, twelve):
         x = np.random.default_rng(0).integers(0, 9, (12, 5))
-        run = jax.pmap(
-            lambda x: twelve.psum(x, "data"), axis_name="data", devices=twelve.topology.devices
-        )
+        devices = twelve.jax_mesh("data").devices.tolist()
+        run = jax.pmap(lambda x: twelve.psum(x, "data"), axis_name="data", devices=devices)
         np.testing.assert_array_equal(run(x)[3], x.sum(axis=0))
 
     @pytest.mark.parametrize("check_vma", [True, False])
@@ -145,7 +144,7 @@ class TestBadCalls:
 
     @pytest.mark.parametrize("swap", [(0, 1), (5, 9)])
     def test_wrong_devices_or_order(self, twelve, swap):
-        devices = list(twelve.topology.devices)
+        devices = twelve.jax_mesh("data").devices.tolist()
         a, b = swap
         devices[a], devices[b] = devices[b], devices[a]
         body = jax.shard_map(

@@ -187,10 +187,10 @@ def test_remat_and_scan(plan):
     assert_gradient(on_logical_ranks(run, x), x)
 
 
-def test_owned_shards_of_the_mean(plan):
+def test_parts_of_the_mean(plan):
     x = examples(12)
     optimizer = ShardedOptimizer(optax.sgd(0.1), plan, "data", overlap=True, bucket_bytes=200)
-    own = partial(optimizer.comm.take_owned, layout=optimizer.layout(PARAMS))
+    own = partial(optimizer.comm.take_own, layout=optimizer.layout(PARAMS))
     run = shards_in_backward(plan, bucket_bytes=200)
     whole = expected(x)
     got, want = on_one_device(lambda x: (run(PARAMS, x), own(whole)))(x)

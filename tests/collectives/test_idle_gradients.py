@@ -51,29 +51,3 @@ def test_result_used_only_on_an_idle_device(plan):
     expected = np.zeros(16)
     expected[plan.program.live] = 5
     np.testing.assert_array_equal(result, expected)
-
-
-def test_gradient_through_owners(plan):
-    """Twice the sum of squares, put together from shards, by the numbers that went into it."""
-
-    def loss(x):
-        shard = plan_sum(x)
-        whole = ftmesh.gather_from_owners(shard, "data", plan=plan, size=3)
-        return jnp.sum(whole**2)[None]
-
-    def plan_sum(x):
-        return ftmesh.reduce_to_owners(x, "data", plan=plan)
-
-    run = jax.shard_map(
-        loss,
-        mesh=plan.jax_mesh("data"),
-        in_specs=P("data"),
-        out_specs=P("data"),
-        check_vma=False,
-    )
-    x = np.random.default_rng(0).normal(size=48).astype(np.float32)
-    result = jax.jit(jax.grad(lambda x: run(x).sum()))(x).reshape(16, 3)
-    live = plan.program.live
-    expected = np.zeros((16, 3))
-    expected[live] = 16 * 2 * x.reshape(16, 3)[live].sum(axis=0)  # 16 devices have the whole
-    np.testing.assert_allclose(result, expected, rtol=1e-5)

@@ -122,9 +122,7 @@ REFUSED = {
 
 def on_mesh(body, *, check_vma):
     """`body` on every device of a mesh with so many."""
-    mesh = jax.sharding.Mesh(
-        np.array(plan_on_cpu("ring", "4x4", "2x2@0,0").topology.devices), "data"
-    )
+    mesh = plan_on_cpu("ring", "4x4", "2x2@0,0").jax_mesh("data")
     return jax.shard_map(
         lambda x: jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], body(x[0])),
         mesh=mesh,
@@ -172,10 +170,15 @@ def kinds(where, body, x):
     return traced[0]
 
 
+@pytest.fixture(params=["ring", "xla"])
+def plan(request):
+    return plan_on_cpu(request.param, "4x4", "2x2@0,0")
+
+
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("case", CASES)
-def test_types(even, case, where):
-    ours, laxs = (kinds(WHERE[where], called(who, CASES[case]), X) for who in (even, lax))
+def test_types(plan, case, where):
+    ours, laxs = (kinds(WHERE[where], called(who, CASES[case]), X) for who in (plan, lax))
     assert ours == laxs
 
 
@@ -193,6 +196,7 @@ def test_types_with_x64(even, case):
     ("algorithm", "where"),
     [
         ("ring", "types checked"),
+        ("xla", "types checked"),
         pytest.param("ring", "types not checked", marks=(pytest.mark.slow, more)),
         pytest.param("ring", "logical ranks", marks=(pytest.mark.slow, more)),
     ],

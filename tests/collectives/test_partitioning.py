@@ -32,7 +32,7 @@ def plan():
 
 
 def mesh_of(kind):
-    devices = np.array(jax.devices()[:12]).reshape(6, 2)
+    devices = np.array(jax.devices()[:12]).reshape(6, 2)[[0, 1, 2, 5, 4, 3]]  # around 3x2
     return Mesh(devices, tuple(SHAPE), axis_types=(AxisType.Auto, kind))
 
 

@@ -14,6 +14,7 @@ import ftmesh
 from ftmesh import ArgumentError, CollectiveError
 from ftmesh.collectives import with_mean_gradients
 from ftmesh.collectives.operands import Precision, choose_precision
+from ftmesh.collectives.reduce_scatter import gather_rows, scatter_rows
 from ftmesh.execute.context import WireDtypes
 from ftmesh.testing import on_one_device
 from tests.support.on_devices import per_rank, plan_on_cpu, without_reduce_scatter
@@ -213,17 +214,25 @@ def test_bfloat16_psum_scatter(algorithm):
     assert (back == np.asarray(12 * (1 + 3 * 2**-7), BF16)).all()
 
 
-def test_bfloat16_reduce_to_owners():
+def test_bfloat16_rows():
     plan = large_plan("16x32", "4x2@6,14", "ring")
 
     def there_and_back(x, **options):
-        shard = ftmesh.reduce_to_owners(x, "data", plan=plan, mean=True, **options)
-        return ftmesh.gather_from_owners(shard, "data", plan=plan, size=9)
+        row = scatter_rows(x, "data", plan=plan, mean=True, **options)
+        return gather_rows(row, "data", plan=plan)
 
-    ones = np.ones((504, 9), BF16)
+    ones = np.ones((504, 504, 1), BF16)
     assert (on_one_device(there_and_back)(ones) == 1).all()
     asked = on_one_device(lambda x: there_and_back(x, accumulate_dtype=BF16))
-    assert float(asked(ones)[0, 0]) < 0.6
+    assert float(asked(ones)[0, 0, 0]) < 0.6
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+def test_float16_rows_whose_sum_would_overflow(algorithm):
+    plan = plan_on_cpu(algorithm, "4x4", "2x2@0,0")
+    x = np.full((12, 12, 5), 60000, F16)
+    mean = per_rank(plan, lambda x: scatter_rows(x, "data", plan=plan, mean=True), x)
+    assert (mean == 60000).all()
 
 
 class TestWithoutReduceScatter:
@@ -280,44 +289,3 @@ def test_all_gather_of_a_format_without_zero():
         jnp.ones((12, 3), "float8_e8m0fnu")
     )
     np.testing.assert_array_equal(result.astype(np.float32), 1)
-
-
-class TestOwners:
-    """Shards that come back other than they went, and what is no vector."""
-
-    plan = property(lambda self: plan_on_cpu("ring", "4x4", "2x2@0,0"))
-
-    def test_gather_of_wider_shards(self):
-        size = self.plan.program.num_chunks * 20 * 128
-        x = jnp.ones((12, size), jnp.bfloat16)
-
-        def update(x):
-            shard = ftmesh.reduce_to_owners(x, "data", plan=self.plan, mean=True)
-            wide = shard.astype(jnp.float32) * 3
-            return ftmesh.gather_from_owners(wide, "data", plan=self.plan, size=size)
-
-        result = on_one_device(update)(x)
-        assert result.dtype == jnp.float32
-        np.testing.assert_array_equal(result, np.full((12, size), 3))
-
-    def test_mean_of_integers(self):
-        x = jnp.arange(12 * 5000).reshape(12, 5000).astype(jnp.int8)
-
-        def mean(x):
-            shard = ftmesh.reduce_to_owners(x, "data", plan=self.plan, mean=True)
-            return ftmesh.gather_from_owners(shard, "data", plan=self.plan, size=5000)
-
-        total = np.asarray(x).sum(axis=0, dtype=np.int8)
-        np.testing.assert_allclose(on_one_device(mean)(x)[3], total / 12, rtol=1e-6)
-
-    def test_invalid_shards(self):
-        with pytest.raises(CollectiveError, match="takes a vector, not an array of shape"):
-            on_one_device(lambda x: ftmesh.reduce_to_owners(x, "data", plan=self.plan))(
-                jnp.ones((12, 16, 256))
-            )
-        with pytest.raises(
-            CollectiveError, match="does not belong to a vector of 9999999 elements"
-        ):
-            on_one_device(
-                lambda x: ftmesh.gather_from_owners(x, "data", plan=self.plan, size=9_999_999)
-            )(jnp.ones((12, 16)))

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh.collectives.group_sum import ChipGroups
+from ftmesh.collectives.reduce_scatter import gather_rows, scatter_rows
 from ftmesh.testing import cpu_grid
 
 slow = pytest.mark.slow
@@ -27,21 +28,20 @@ def collectives_of(who, square_of_sum, *, with_idle=False):
     result = {
         "psum": lambda x: who.psum(x, "data"),
         "pmean": lambda x: who.pmean(x, "data"),
-        "owners": square_of_sum,
     }
     if with_idle:
         return result
     return result | {
+        "rows": square_of_sum,
         "psum_scatter": lambda x: who.psum_scatter(x, "data", tiled=True),
         "all_gather": lambda x: who.all_gather(x, "data"),
         "all_gather of the same": lambda x: who.all_gather(who.pmean(x, "data"), "data"),
     }
 
 
-def owners_square(plan):
+def rows_square(plan):
     def run(x):
-        shard = ftmesh.reduce_to_owners(x.ravel(), "data", plan=plan)
-        return ftmesh.gather_from_owners(shard**2, "data", plan=plan, size=x.size)
+        return gather_rows(scatter_rows(x, "data", plan=plan) ** 2, "data", plan=plan)
 
     return run
 
@@ -83,10 +83,10 @@ def test_derivatives_match_lax_and_follow_the_plan(algorithm, order, check_vma):
     mesh = plan.jax_mesh("data")
     groups = {"groups": lambda x: ChipGroups.of_size(plan, 4).sum(x, "data")}
     program, ours = derivatives(
-        collectives_of(plan, owners_square(plan)) | groups, mesh, order, check_vma
+        collectives_of(plan, rows_square(plan)) | groups, mesh, order, check_vma
     )
     ftmesh.audit(program, "data").require_none()
-    squares = lambda x: lax.psum(x.ravel(), "data") ** 2  # noqa: E731
+    squares = lambda x: lax.psum(x, "data") ** 2  # noqa: E731
     program, laxs = derivatives(collectives_of(lax, squares), mesh, order, check_vma)
     assert ftmesh.audit(program, "data")
     for name, values in laxs.items():
@@ -99,7 +99,7 @@ def test_derivatives_match_lax_and_follow_the_plan(algorithm, order, check_vma):
 def test_with_idle_devices(order, check_vma):
     plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@0,0"), "row_pair", with_idle=True)
     program, _ = derivatives(
-        collectives_of(plan, owners_square(plan), with_idle=True),
+        collectives_of(plan, None, with_idle=True),
         plan.jax_mesh("data"),
         order,
         check_vma,

@@ -57,7 +57,8 @@ class Pod:
     """Processes that share a state, one on each host."""
 
     def __init__(self, stores, saved, *, generation=1, processes=HOSTS, **options):
-        self.state, self.layouts, self.devices = saved
+        self.state, self.devices = saved.state, saved.devices
+        self.full_types = {"optimizer": saved.full_types, "step": None}
         self.processes, self.lines = range(processes), []
         ranks = {device: rank for rank, device in enumerate(saved.devices or ())}
         addresses = {host: store.address for host, store in stores.items()}
@@ -90,12 +91,14 @@ class Pod:
         for step in steps:
             for process in reversed(self.processes if processes is None else processes):
                 self.checkpoints[process].save(
-                    step, self.state_after(step), layouts=self.layouts, devices=self.devices
+                    step, self.state_after(step), full_types=self.full_types, devices=self.devices
                 )
                 self.checkpoints[process].finish()
 
     def restore(self, process=0):
-        restored = self.checkpoints[process].restore(self.state_after(0), layouts=self.layouts)
+        restored = self.checkpoints[process].restore(
+            self.state_after(0), full_types=self.full_types
+        )
         if restored is None:
             return None
         step, state = restored
@@ -272,7 +275,9 @@ class TestIncomplete:
             pod.save(20, processes=[0, 1, 3])
         with Pod(stores, sharded, generation=2) as pod:
             with pytest.raises(ClusterError, match="another has 20"):
-                pod.checkpoints[0].restore(pod.state_after(0), layouts=pod.layouts, agree=disagree)
+                pod.checkpoints[0].restore(
+                    pod.state_after(0), full_types=pod.full_types, agree=disagree
+                )
             assert saved_steps(stores) == [(10, 1), (20, 1)]
 
     def test_the_same_step_again_needs_a_new_generation(self, stores, sharded):

@@ -12,7 +12,7 @@ from ftmesh.execute.check_lowered import LoopRounds
 from ftmesh.execute.chunk_tables import ChunkTable
 from ftmesh.execute.lowering import IDLE, Rule, Table, _find_rule, lower
 from ftmesh.schedule.transfers import ADD, COPY, join_transfers, make_transfers
-from tests.support.numpy_executor import run
+from tests.support.numpy_executor import between_ranks, ranks_of_chips, run
 
 MESHES = {
     "ring": Topology.grid("8x8", failed="2x2@2,2"),
@@ -36,7 +36,7 @@ def test_a_program_has_the_transfers_of_its_schedule(algorithm):
     program = lower(schedule)
     assert len(program.loops) == len(schedule.phases)
     for loop, phase in zip(program.loops, schedule.phases, strict=True):
-        assert rows(all_transfers(loop)) == rows(phase.transfers)
+        assert rows(all_transfers(loop)) == rows(between_ranks(phase.transfers, schedule.topology))
         for lane in loop.lanes:
             sources, targets = zip(*lane.permutation, strict=True)
             assert len(set(sources)) == len(set(targets)) == len(lane.permutation)
@@ -183,15 +183,18 @@ def test_two_devices_per_chip_share_the_payload(algorithm):
     held = np.random.default_rng(0).integers(0, 100, (64, program.num_chunks))
     assert (run(program, held.copy()) == held.sum(axis=0)).all()
     owners = program.owner.reshape(2, -1)
-    assert (owners == 2 * schedule.owner + [[0], [1]]).all()
+    owning_chips = ranks_of_chips(schedule.topology)[schedule.owner]
+    assert (owners == 2 * owning_chips + [[0], [1]]).all()
 
 
-def test_idle_devices_keep_their_rank():
+def test_idle_devices_have_the_last_ranks():
     topo = Topology.grid("4x4", failed="2x2@0,0")
     plan = ftmesh.plan(topo, "ring", with_idle=True)
     program = plan.program
     assert program.num_ranks == 16
-    assert program.live.tolist() == [2, 3, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+    assert program.live.tolist() == list(range(12))
+    idle = [f"chip {coord}" for coord in ((0, 0), (1, 0), (0, 1), (1, 1))]
+    assert list(program.names[12:]) == idle
     held = np.random.default_rng(0).integers(0, 100, (16, program.num_chunks))
     after = run(program, held.copy())
     assert (after == held[program.live].sum(axis=0)).all()  # on idle ranks too
@@ -221,4 +224,4 @@ def test_a_table_with_one_odd_entry_is_no_rule():
     swapped = Schedule(schedule.topology, "swapped", 32, (phase,))
     (loop,) = lower(swapped).loops
     assert isinstance(loop.lanes[0].send, Table)
-    assert rows(all_transfers(loop)) == rows(phase.transfers)
+    assert rows(all_transfers(loop)) == rows(between_ranks(phase.transfers, swapped.topology))

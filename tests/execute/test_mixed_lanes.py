@@ -22,7 +22,7 @@ from ftmesh.execute.ppermute import run_loop
 from ftmesh.schedule.transfers import ADD, COPY, join_transfers
 from ftmesh.testing import cpu_grid
 from tests.support.more import more
-from tests.support.numpy_executor import run, run_phases
+from tests.support.numpy_executor import run, run_phases, run_schedule
 from tests.support.on_devices import PER_RANK, per_rank
 from tests.support.pallas_programs import make_program, random_loop, run_in_numpy, run_on_devices
 from tests.support.trees import tree_schedule
@@ -123,7 +123,7 @@ def test_unrolled_rounds_have_the_same_bits():
     schedule = tree_schedule(Topology.grid("3x1"), 3)
     program = replace(lower(schedule), unrolled=True)
     held = random_buffers(program)
-    np.testing.assert_array_equal(emulated(program, held), run_phases(schedule.phases, held.copy()))
+    np.testing.assert_array_equal(emulated(program, held), run_schedule(schedule, held))
 
 
 def test_results_of_16_bits_are_rounded_once_at_the_end():
@@ -131,7 +131,7 @@ def test_results_of_16_bits_are_rounded_once_at_the_end():
     schedule = tree_schedule(Topology.grid("3x2"), 4)
     program = lower(schedule)
     held = random_buffers(program)
-    expected = run_phases(schedule.phases, held.copy()).astype(jnp.bfloat16).astype(np.float32)
+    expected = run_schedule(schedule, held).astype(jnp.bfloat16).astype(np.float32)
     wire = WireDtypes(jnp.bfloat16, jnp.bfloat16)
     np.testing.assert_array_equal(emulated(program, held, wire=wire), expected)
 
@@ -142,7 +142,7 @@ def test_a_mixed_lane_travels_in_the_dtype_of_partial_sums():
     context = ExecutionContext("rank", 6, WireDtypes(None, jnp.bfloat16), emulated=True)
     held = random_buffers(lower(schedule))
     result = jax.jit(jax.vmap(lambda x: run_loop(x, loop, context), axis_name="rank"))(held)
-    np.testing.assert_array_equal(result, run_phases(schedule.phases, held.copy()))
+    np.testing.assert_array_equal(result, run_schedule(schedule, held))
 
 
 def test_on_devices_and_through_the_collectives():
@@ -151,7 +151,7 @@ def test_on_devices_and_through_the_collectives():
     plan = ftmesh.Plan.from_schedule(schedule, topology)
     held = random_buffers(plan.program)
     result = per_rank(plan, lambda x: plan.psum(x, "data"), held)
-    np.testing.assert_array_equal(result, run_phases(schedule.phases, held.copy()))
+    np.testing.assert_array_equal(result, run_schedule(schedule, held))
 
 
 def test_unused_values_leave_no_trace():
@@ -292,9 +292,7 @@ class TestKernel:
         program = replace(lower(schedule), executor="pallas")
         shape = program.num_ranks, program.num_chunks, 8, 128
         held = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-        np.testing.assert_array_equal(
-            run_on_devices(program, held), run_phases(schedule.phases, held.copy())
-        )
+        np.testing.assert_array_equal(run_on_devices(program, held), run_schedule(schedule, held))
 
     @pytest.mark.slow
     @pytest.mark.parametrize(

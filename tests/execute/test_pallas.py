@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
-from ftmesh import ArgumentError, CollectiveError, Topology, collectives
+from ftmesh import ArgumentError, CollectiveError, Topology
 from ftmesh.algorithms import registry, tree
 from ftmesh.execute import pallas
 from ftmesh.execute.context import NO_CAST, ExecutionContext
@@ -187,15 +187,15 @@ def test_several_chunks_a_message():
 
 @slow
 def test_reduce_scatter_and_all_gather():
-    plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), "row_pair")
+    plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), "ring")
 
     def run(plan, x):
-        owned = collectives.reduce_to_owners(x, "data", plan=plan)
-        return owned, collectives.gather_from_owners(owned, "data", plan=plan, size=x.size)
+        own = plan.psum_scatter(x, "data")
+        return own, plan.all_gather(own, "data")
 
-    x = buffers_of(plan.program).reshape(12, -1)
-    (owned, gathered), (pallas_owned, pallas_gathered) = both(plan, run, x)
-    np.testing.assert_array_equal(owned, pallas_owned)
+    x = buffers_of(plan.program).reshape(12, 12, -1)
+    (own, gathered), (pallas_own, pallas_gathered) = both(plan, run, x)
+    np.testing.assert_array_equal(own, pallas_own)
     np.testing.assert_array_equal(gathered, pallas_gathered)
     np.testing.assert_allclose(gathered[0], x.sum(axis=0), atol=1e-4)
 
@@ -345,7 +345,7 @@ def test_too_many_rows():
 
 def test_an_unknown_executor():
     with pytest.raises(
-        ArgumentError, match="one of auto, ppermute, ppermute_unrolled, pallas, not 'tpu'"
+        ArgumentError, match="one of auto, xla, ppermute, ppermute_unrolled, pallas, not 'tpu'"
     ):
         ftmesh.plan(Topology.grid("2x2"), executor="tpu")
 

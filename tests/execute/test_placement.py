@@ -78,6 +78,7 @@ class TestLines:
 
 @pytest.fixture
 def plan():
+    """On devices 0 and 1, and then 3 and 2 below them: once around."""
     return plan_on_cpu("ring", "2x2", "")
 
 
@@ -98,16 +99,16 @@ class TestMeshes:
 
     def test_a_mesh_with_two_axes(self, plan):
         for axis_names in (("data",), ("data", "model")):
-            assert run(plan, self.grid([[4, 5, 6, 7], [0, 1, 2, 3]]), axis_names) == 6
+            assert run(plan, self.grid([[4, 5, 7, 6], [0, 1, 3, 2]]), axis_names) == 6
             with pytest.raises(CollectiveError, match=r"rank 1 should be .* and is "):
-                run(plan, self.grid([[4, 5, 6, 7], [0, 2, 1, 3]]), axis_names)
+                run(plan, self.grid([[4, 5, 7, 6], [0, 3, 1, 2]]), axis_names)
             with pytest.raises(CollectiveError, match=r"rank 0 should be .* and is "):
-                run(plan, self.grid([[4, 5, 6, 7], [8, 9, 10, 11]]), axis_names)
+                run(plan, self.grid([[4, 5, 7, 6], [8, 9, 11, 10]]), axis_names)
 
     def test_an_abstract_mesh_with_a_mesh_set(self, plan):
         """JAX knows the devices when it lowers, not when it traces."""
         devices = np.array(jax.devices())
-        right, wrong = (Mesh(devices[order], "data") for order in ([0, 1, 2, 3], [1, 0, 2, 3]))
+        right, wrong = (Mesh(devices[order], "data") for order in ([0, 1, 3, 2], [1, 0, 3, 2]))
         for mesh in (None, right.abstract_mesh):
             with jax.set_mesh(right):
                 assert run(plan, mesh) == 6

@@ -10,6 +10,7 @@ from ftmesh.algorithms import registry, tree
 from ftmesh.execute.context import NO_CAST, ExecutionContext
 from ftmesh.execute.lowering import lower
 from ftmesh.execute.ppermute import rounds_on_rank, run_loop
+from ftmesh.topology.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -19,8 +20,11 @@ HOLE = Topology.grid("6x6", failed="2x2@2,2")
 def numpy_rounds(path, held):
     """The buffers of all ranks after each round of a schedule file, replayed with NumPy."""
     with np.load(path) as file:
+        coords = map(tuple, file["coords"].tolist())
+        rank = np.array([Ranks(HOLE).coords.index(coord) for coord in coords])
         names = ("round", "src", "dst", "chunk", "count", "op")
         rows = np.stack([file[name] for name in names], axis=1)
+        rows[:, 1:3] = rank[rows[:, 1:3]]
     for now in range(rows[-1, 0] + 1):
         this = rows[rows[:, 0] == now]
         read = [held[src, chunk : chunk + count].copy() for _, src, _, chunk, count, _ in this]

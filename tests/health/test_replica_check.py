@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ftmesh import Topology
+from ftmesh import Topology, jax_mesh
 from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.health.replica_check import check_replicas, digest, digest_words
 from ftmesh.testing import cpu_grid
@@ -23,7 +23,7 @@ def mesh():
 def copies(topology, value_of):
     """Build a replicated array whose copy on rank r is ``value_of(r)``."""
     parts = [jax.device_put(value_of(rank), d) for rank, d in enumerate(topology.devices)]
-    sharding = NamedSharding(topology.jax_mesh("data"), P())
+    sharding = NamedSharding(jax_mesh(topology, "data"), P())
     return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, parts)
 
 

@@ -16,6 +16,7 @@ from ftmesh import ArgumentError, CollectiveError, Topology
 from ftmesh.collectives import BatchShares, with_mean_gradients
 from ftmesh.nn import ChipGroups, GroupBatchNorm, mean_batch_stats
 from ftmesh.testing import cpu_grid, on_one_device
+from ftmesh.topology.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -74,10 +75,18 @@ class TestChipGroups:
     def test_groups_are_neighbours_with_all_devices(self):
         topology = Topology.grid("4x4", failed="1x1@2,1")
         two = Topology(topology.shape, topology.wrap, topology.failed, devices_per_chip=2)
-        assert ChipGroups.of_size(ftmesh.plan(topology), 4).ranks[1] == (2, 3, 6)
-        assert ChipGroups.of_size(ftmesh.plan(two), 4).ranks[1] == (4, 5, 6, 7, 12, 13)
+        rank = {coord: i for i, coord in enumerate(Ranks(topology).coords)}
+        expected = tuple(rank[coord] for coord in ((2, 0), (3, 0), (3, 1)))
+        assert expected == (2, 3, 4)
+        assert ChipGroups.of_size(ftmesh.plan(topology), 4).ranks[1] == expected
+        assert ChipGroups.of_size(ftmesh.plan(two), 4).ranks[1] == (4, 5, 6, 7, 8, 9)
         idle = ftmesh.plan(topology, with_idle=True)
-        assert ChipGroups.of_size(idle, 4).ranks[1] == (2, 3, 7)
+        assert ChipGroups.of_size(idle, 4).ranks[1] == expected
+        groups = ChipGroups.of_size(idle, 4).ranks
+        assert [len(group) for group in groups] == [4, 3, 4, 4]
+        for group in groups:
+            corners = {tuple(c // 2 for c in Ranks(topology).coords[rank]) for rank in group}
+            assert len(corners) == 1
         assert ChipGroups.of_size(idle, 4).num_ranks == 16
 
     def test_smallest_groups_with_enough_examples(self, plan):

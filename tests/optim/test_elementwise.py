@@ -26,23 +26,19 @@ PARAMS = {
 
 
 class SingleRank(Communication):
-    """One rank that owns everything: nothing is communicated."""
+    """One rank that has everything: nothing is communicated."""
 
     def sum_vectors(self, vectors):
         return vectors
 
-    def all_gather(self, owned, layout):
-        leaves = dict(owned.replicated)
-        for bucket, rows in zip(layout.buckets, owned.rows, strict=True):
-            leaves.update(zip(bucket.members, bucket.packing.unpack(rows), strict=True))
-        return [leaves[i] for i in range(len(layout.types))]
+    def all_gather(self, own, layout):
+        pairs = zip(own, layout.leaves, strict=True)
+        return [leaf.from_rows(x) if leaf.kind == "flat" else x for x, leaf in pairs]
 
 
 def single_rank_optimizer(transformation):
-    """An optimizer with buckets of 200 bytes, in five chunks each."""
-    chunks = np.arange(5)[None]
     plan = SimpleNamespace(
-        program=SimpleNamespace(owned_chunks=chunks, num_chunks=5, owner=chunks[0])
+        program=SimpleNamespace(num_ranks=1), with_idle=False, executor="ppermute"
     )
     plan.with_reduce_scatter = plan
     optimizer = ShardedOptimizer(transformation, plan, bucket_bytes=200)

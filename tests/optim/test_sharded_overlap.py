@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import ftmesh
 from examples.common.data_parallel import DataParallel
 from ftmesh import ArgumentError, Topology
+from ftmesh.collectives import ReducedGradients
 from ftmesh.optim import ShardedOptimizer
 from ftmesh.testing import cpu_grid, on_one_device
 from tests.support.updates import (
@@ -152,6 +153,8 @@ def test_reduced_gradients_are_not_reduced_again(even, twelve):
     ours, other = (
         ShardedOptimizer(optax.sgd(0.1), plan, "data", overlap=True) for plan in (even, twelve)
     )
+    fifteen = ftmesh.plan(Topology.grid("4x4", failed="1x1@1,1"))
+    too_many = ShardedOptimizer(optax.sgd(0.1), fifteen, "data", overlap=True)
     want = params_after_step(ShardedOptimizer(optax.sgd(0.1), even, "data"), 12)
     assert_close(params_after_step(ours, 12), want)  # a rank's own gradients
 
@@ -163,8 +166,12 @@ def test_reduced_gradients_are_not_reduced_again(even, twelve):
         return take_rank(7, on_one_device(run)(gradients(SMALL_PARAMS, 12, 0)))
 
     assert_close(step(ours, ours), want)
+    assert_close(step(other, ours), want)
+    parts = too_many.layout(SMALL_PARAMS).leaves
+    zeros = [np.zeros((12, *leaf.own_shape), np.float32) for leaf in parts]
+    run = on_one_device(lambda g: apply_update(ours, ReducedGradients(g, is_sharded=True)))
     with pytest.raises(ArgumentError, match="sharded for another plan"):
-        step(other, ours)
+        run(zeros)
     plain = DataParallel.create(
         Topology.grid("4x4", failed="2x2@0,0"), "ring", overlap=True
     ).optimizer(optax.sgd(0.1), sharded=False)

@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ftmesh import jax_mesh
 from ftmesh.distributed import initialize
 from ftmesh.distributed.consensus import agreed_topology
 from ftmesh.health.doctor import examine
@@ -27,7 +28,7 @@ def main():
             unhealthy=unhealthy,
         )
         found = examine(topology, group=group, probes=probes)
-        sharding = NamedSharding(topology.jax_mesh("data"), P())
+        sharding = NamedSharding(jax_mesh(topology, "data"), P())
         own = [d for d in topology.devices if d.process_index == group.process]
         ranks = [topology.devices.index(device) for device in own]
         copies = [

@@ -88,7 +88,7 @@ class StateToSave(NamedTuple):
     """A state and the arguments of `Checkpoints.save` that go with it."""
 
     state: Any
-    layouts: Any
+    full_types: Any
     devices: Any
 
 
@@ -97,8 +97,9 @@ def initial_state(placement, params, transformation):
     parallel = DataParallel.create(topology(), **plan_options)
     optimizer = parallel.optimizer(transformation, **options)
     init = parallel.jit(optimizer.init, in_specs=(REPLICATED,), out_specs=optimizer.specs(params))
-    layouts = [optimizer.layout(params)] if isinstance(optimizer, ShardedOptimizer) else []
-    return StateToSave(init(parallel.put(params)), layouts, parallel.live_devices)
+    is_sharded = isinstance(optimizer, ShardedOptimizer)
+    full_types = optimizer.full_types(params) if is_sharded else None
+    return StateToSave(init(parallel.put(params)), full_types, parallel.live_devices)
 
 
 def raw_bytes(array):

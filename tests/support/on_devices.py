@@ -12,7 +12,11 @@ PER_RANK = P("data")
 
 
 def plan_on_cpu(algorithm, shape, failed):
-    return ftmesh.plan(cpu_grid(shape, failed=failed), algorithm)
+    """A plan with an algorithm in permutations, or with the executor "xla"."""
+    topology = cpu_grid(shape, failed=failed)
+    if algorithm == "xla":
+        return ftmesh.plan(topology, executor="xla")
+    return ftmesh.plan(topology, algorithm)
 
 
 def without_reduce_scatter(schedule):

@@ -17,7 +17,7 @@ from ftmesh.testing import cpu_grid
 class ShardedSetup(NamedTuple):
     parallel: Any
     like: Any  # the types of the state
-    layouts: Any
+    full_types: Any
     devices: Any
 
 
@@ -32,8 +32,7 @@ def sharded_setup(failed="", partners=None):
     specs = optimizer.specs(params)
     first = parallel.jit(optimizer.init, in_specs=(REPLICATED,), out_specs=specs)
     like = parallel.with_shardings(first.eval_shape(params), specs)
-    layouts = [optimizer.layout(params)]
-    return ShardedSetup(parallel, like, layouts, parallel.live_devices)
+    return ShardedSetup(parallel, like, optimizer.full_types(params), parallel.live_devices)
 
 
 def random_state(setup, seed=1):
@@ -48,16 +47,19 @@ def random_state(setup, seed=1):
     state = jax.tree.map(filled, setup.like)
     if setup.parallel.partners is None:
         return state, ()
-    return state, setup.parallel.jit(setup.parallel.copies, in_specs=(SHARDED,), out_specs=SHARDED)(
-        state.rows
-    )
+    copy = setup.parallel.jit(setup.parallel.copies, in_specs=(SHARDED,), out_specs=SHARDED)
+    return state, copy(sharded_arrays(state))
+
+
+def sharded_arrays(state):
+    return [leaf for leaf in jax.tree.leaves(state) if leaf.sharding.spec == SHARDED]
 
 
 def snapshot_files(setup, state, process_of=lambda device: 0, **options):
     """Return the files that every process writes of a state, by process."""
     files = {}
     for process in sorted(set(map(process_of, options.get("devices", setup.devices)))):
-        snapshotter = Snapshotter(process, process_of, layouts=setup.layouts, **options)
+        snapshotter = Snapshotter(process, process_of, full_types=setup.full_types, **options)
         snapshot = snapshotter.snapshot(1, state)
         if process in snapshot.manifest.processes:
             part = process_files(snapshot.manifest, process, snapshot.pieces)

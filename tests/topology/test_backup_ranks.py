@@ -5,19 +5,19 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from ftmesh.topology.ranks import backup_ranks
+from ftmesh.topology.ranks import Ranks, backup_ranks
 from ftmesh.topology.topology import Topology
 
 
 def hosts_of(topology, shape):
-    """The host of each chip, where every host has a block of `shape`."""
+    """The host of each rank, where every host has a block of `shape`."""
     sizes = [-(-size // part) for size, part in zip(topology.shape, shape, strict=True)]
-    blocks = np.array(topology.coords) // np.array(shape)
+    blocks = np.array(Ranks(topology).coords) // np.array(shape)
     return (blocks @ np.cumprod([1, *sizes[:-1]])).tolist()
 
 
 def distances(topology, backups):
-    coords = np.array(topology.coords)
+    coords = np.array(Ranks(topology).coords)
     offsets = np.abs(coords - coords[backups])
     wrapped = np.array(topology.shape) - offsets
     return np.where(topology.wrap, np.minimum(offsets, wrapped), offsets).sum(-1)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import ftmesh
-from ftmesh import TopologyError
+from ftmesh import TopologyError, jax_mesh
 from ftmesh.testing import cpu_grid
 
 
@@ -48,7 +48,7 @@ def test_psum_on_a_line_of_devices(shape, failed, wrap):
     @jax.jit
     @partial(
         jax.shard_map,
-        mesh=topo.jax_mesh("data"),
+        mesh=jax_mesh(topo, "data"),
         in_specs=PartitionSpec("data"),
         out_specs=PartitionSpec("data"),
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftmesh import TiledTopology, Topology, TopologyError
+from ftmesh import TiledTopology, Topology, TopologyError, jax_mesh
 from ftmesh.topology.routing import dimension_order
 
 
@@ -148,7 +148,7 @@ class TestDevices:
         )
         first = [(*device.coords[:2], device.core_on_chip) for device in pairs.devices[:4]]
         assert first == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
-        mesh = pairs.jax_mesh(("data", "x", "y", "core"))
+        mesh = jax_mesh(pairs, ("data", "x", "y", "core"))
         assert mesh.devices.shape == (2, 2, 1, 2)
         assert mesh.devices[1, 1, 0, 0] == FakeTpu((1, 1, 0), 0)
 

@@ -21,7 +21,11 @@ def plan_for_slice() -> ftmesh.Plan:
     simulation: ftmesh.Simulation = ftmesh.simulate(plan.schedule, payload_bytes=10**8, link="v5p")
     bound: ftmesh.Limits = ftmesh.limits(topology)
     print(
-        proof.num_ranks, simulation.seconds, bound, plan.for_payload(4), topology.jax_mesh("data")
+        proof.num_ranks,
+        simulation.seconds,
+        bound,
+        plan.for_payload(4),
+        ftmesh.jax_mesh(topology, "data"),
     )
     return plan.unrolled_variant
 
@@ -32,8 +36,6 @@ def combine(plan: ftmesh.Plan, x: jax.Array, params: dict[str, jax.Array]) -> No
     mean = plan.pmean(total, "data", wire_dtype="bfloat16", bucket_bytes=2**20)
     block = plan.psum_scatter(mean, "data", scatter_dimension=0, tiled=True, specs=P())
     print(plan.all_gather(block, "data", axis=0, tiled=True))
-    shard = ftmesh.reduce_to_owners(x, "data", plan=plan, mean=True)
-    print(ftmesh.gather_from_owners(shard, "data", plan=plan, size=x.size).shape)
     shares = collectives.BatchShares.for_ranks(plan, 512)
     batch, weights = shares.pad_batch({"x": np.zeros((512, 3))})
     print(collectives.weighted_sum(batch["x"][:, 0], weights))
@@ -54,17 +56,20 @@ def train(group: elastic.ElasticGroup) -> int:
     chained = optim.ShardedOptimizer(
         optax.chain(optim.clip_by_global_norm(1.0), optim.lars(0.1)), plan
     )
-    state: optim.ShardedState = chained.shard_state(
-        chained.gather_state(chained.init(params), params), params
-    )
+    state = chained.shard_state(chained.gather_state(chained.init(params), params), params)
     value_and_grad = plan.value_and_grad(loss, has_aux=False, replicated=(), weighted=False)
     step = jax.jit(value_and_grad, compiler_options=ftmesh.compiler_options("tpu v6e"))
     audit = ftmesh.audit(step.lower(params, np.ones((8, 3))), "data", mesh=plan.jax_mesh("data"))
     audit.require_none()
+    native = ftmesh.audit(step.lower(params, np.ones((8, 3))), "data", plan=plan)
+    print([entry.seconds for entry in native.native], native.network)
+    batch, mask = ftmesh.pad_batch({"x": np.ones((7, 3))}, plan, microbatches=2)
+    print(batch, mask.sum(), ftmesh.batch_padding(7, plan), ftmesh.nearest_batch_size(7, 4))
     print([entry.advice for entry in audit], run, optimizer.specs(params))
     with checkpoint.Checkpoints("saved", resume=True) as checkpoints:
-        first_step, state = checkpoints.restore(state)
-        checkpoints.save(first_step + 1, state)
+        first_step, state = checkpoints.restore(state, full_types=chained.full_types(params))
+        checkpoints.save(first_step + 1, state, full_types=chained.full_types(params))
+        print(checkpoint.read_tensors(checkpoints.folder / "1"))
     findings: health.Findings = health.examine(topology, group=group, timeout=60.0)
     print(
         findings, health.check_replicas(params, topology), NamedSharding(plan.jax_mesh("data"), P())

@@ -61,6 +61,10 @@ def in_files(tmp_path):
     return store
 
 
+def full(on):
+    return {"optimizer": on.full_types}
+
+
 def save(store, on, state, step, processes):
     """Save the part of each process, process 0 last."""
     rank_of = {device: rank for rank, device in enumerate(on.devices)}
@@ -71,12 +75,12 @@ def save(store, on, state, step, processes):
 
     for process in reversed(range(process_of(on.devices[-1]) + 1)):
         with store(process, step, process_of) as checkpoints:
-            checkpoints.save(step, {"optimizer": state}, layouts=on.layouts, devices=on.devices)
+            checkpoints.save(step, {"optimizer": state}, full_types=full(on), devices=on.devices)
 
 
 def restore(store, on, step):
     with store(0, step + 1, lambda device: 0) as checkpoints:
-        restored_step, state = checkpoints.restore({"optimizer": on.like}, layouts=on.layouts)
+        restored_step, state = checkpoints.restore({"optimizer": on.like}, full_types=full(on))
     assert restored_step == step
     return state["optimizer"]
 
@@ -107,7 +111,7 @@ def test_a_torn_part_is_not_read(meshes, first, in_files, tmp_path, is_as_long):
     if is_as_long:
         os.truncate(part, size)  # with zeros, as after a power cut
     with Checkpoints(tmp_path, resume=True, process=0, log=lines.append) as checkpoints:
-        step, restored = checkpoints.restore({"optimizer": on.like}, layouts=on.layouts)
+        step, restored = checkpoints.restore({"optimizer": on.like}, full_types=full(on))
     assert step == 1
     assert tensor_bytes(on, restored["optimizer"]) == first[1]
     assert [line.split(": ")[0] for line in lines] == [

@@ -1,0 +1,229 @@
+"""Judge XLA's own collectives: the order of their chips, what they cost, and how they round.
+
+XLA sends from each device of a replica group to the next, and from the last to the first. If these
+are neighbouring chips, as on the mesh of a plan, every step is one hop over a link of its own. If
+not, steps share links, and the network's routes, which know nothing of failures, may cross failed
+chips.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from ftmesh.cost.links import Network, network_for
+from ftmesh.cost.native_ring import Operation, native_ring_seconds
+from ftmesh.cost.wire_precision import FLOAT_FORMATS, LARGEST_ERROR, worst_error
+from ftmesh.errors import ArgumentError
+from ftmesh.execute.hlo_text import Computations, Ids, Instruction
+from ftmesh.topology.notation import Coord
+from ftmesh.topology.ranks import HasTopology, Ranks
+from ftmesh.topology.ring_order import RingOrder
+from ftmesh.topology.routing import dimension_order
+from ftmesh.topology.tiles import TiledTopology
+from ftmesh.topology.topology import Topology
+
+REDUCTIONS = ("all-reduce", "reduce-scatter")
+EXCHANGES = ("all-to-all", "ragged-all-to-all")
+WRITTEN_EXCHANGES = ("all_to_all", "ragged_all_to_all")  # by the user; others are the compiler's
+_OPERATIONS: dict[str, Operation] = {
+    "all-reduce": "all_reduce",
+    "reduce-scatter": "reduce_scatter",
+    "all-gather": "all_gather",
+}
+_HLO_FLOATS = {
+    "f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16",
+    "f8e5m2": "float8_e5m2", "f8e4m3": "float8_e4m3", "f8e4m3fn": "float8_e4m3fn",
+}  # fmt: skip
+
+ORDER = "make the mesh by plan.jax_mesh({axis!r}), whose devices stand along a ring of neighbours"
+PERMUTATION = (
+    "permute between neighbours on plan.jax_mesh({axis!r}), or along another mesh axis: routes "
+    "between others know nothing of failures"
+)
+EXCHANGE = "exchange along another mesh axis, or gather: plan.jax_mesh({axis!r}) has no such route"
+RESHARDED = (
+    "the compiler moves an array from one sharding to another here: hold activations to "
+    "P({axis!r}) with jax.lax.with_sharding_constraint, and cut embeddings along the vocabulary"
+)
+ROUNDING = (
+    "sum in float32: keep parameters in float32 and cast them in the loss, give dots "
+    "preferred_element_type=jnp.float32, or call plan.psum in jax.shard_map, which adds in float32"
+)
+
+
+@dataclass(frozen=True)
+class RingVerdict:
+    """What is wrong with a collective, what to do, and its cost; good if `problem` is empty."""
+
+    problem: str = ""
+    advice: str = ""
+    seconds: float | None = None  # on the wires, each time it runs; None if routes are not live
+
+
+@dataclass(frozen=True)
+class NativeRing:
+    """The chips behind the devices of a program, in the order of its mesh.
+
+    Attributes:
+        best: The ring of the plan, which others may not be longer than. Chips that the plan keeps
+            idle count as live in its topology: they run the program.
+        network: The links that costs are computed for.
+        coords: The chip, or the tile, of each device.
+    """
+
+    best: RingOrder
+    network: Network
+    coords: tuple[Coord, ...]
+
+    @staticmethod
+    def for_devices(plan: HasTopology | Topology, devices: Sequence[Any]) -> NativeRing:
+        """Find the chips of the devices of a mesh.
+
+        Raises:
+            ArgumentError: The plan was made without devices, or for others.
+        """
+        ranks = Ranks.from_plan(plan)
+        topology = ranks.topology
+        chip_of = _chips_of_devices(topology)
+        if not chip_of:
+            raise ArgumentError(
+                f"the plan for {topology} was made without devices: make it for "
+                "Topology.from_devices(jax.devices(), ...), so that the audit knows their chips"
+            )
+        missing = [device for device in devices if device not in chip_of]
+        if missing:
+            raise ArgumentError(
+                f"the program runs on {missing[0]}, which is not among the devices of "
+                f"{topology}: give the plan that its mesh was made for"
+            )
+        given = getattr(plan, "network", None)
+        network = given if isinstance(given, Network) else network_for(topology)
+        if ranks.with_idle:
+            topology = replace(topology, failed=frozenset())
+        best = RingOrder(topology, ranks.coords)
+        return NativeRing(best, network, tuple(chip_of[device] for device in devices))
+
+    @property
+    def topology(self) -> Topology:
+        return self.best.topology
+
+    def judge(
+        self,
+        kind: str,
+        instruction: Instruction,
+        groups: Sequence[Ids],
+        num_bytes: int,
+        computations: Computations,
+    ) -> RingVerdict:
+        """Judge one collective of a compiled program; `groups` index the devices of the mesh."""
+        noun = self.topology.noun
+        used = {self.coords[i] for group in groups for i in group}
+        if failed := sorted(used & self.topology.failed):
+            return RingVerdict(f"it takes part on failed {noun}s, such as {failed[0]}", ORDER)
+        if kind in EXCHANGES and (self.topology.failed or self.topology.failed_links):
+            operation = instruction.op_name.rpartition("/")[2]
+            advice = EXCHANGE if operation in WRITTEN_EXCHANGES else RESHARDED
+            return RingVerdict(
+                f"it sends between all pairs of {noun}s, also across failed ones", advice
+            )
+        orders = [RingOrder(self.topology, walk) for walk in {*map(self._walk, groups)}]
+        if kind == "collective-permute":
+            return self._judge_permutation(orders, num_bytes)
+        for order in orders:
+            if order.blocked:
+                return RingVerdict(self._blocked(order.blocked), ORDER)
+        seconds = max(self._seconds(kind, order, num_bytes) for order in orders)
+        for order in orders:
+            is_whole = {*order.coords} == {*self.best.coords}
+            allowed = max(len(order.hops), sum(self.best.hops) if is_whole else 0)
+            if sum(order.hops) > allowed:
+                return RingVerdict(self._long(order.hops), ORDER, seconds)
+        if kind in REDUCTIONS:
+            num_summands = max(map(len, groups))
+            if problem := _rounding_problem(instruction, num_summands, computations):
+                return RingVerdict(problem, ROUNDING, seconds)
+        return RingVerdict(seconds=seconds)
+
+    def _judge_permutation(self, pairs: Sequence[RingOrder], num_bytes: int) -> RingVerdict:
+        steps = [pair for pair in pairs if len(pair.coords) > 1]
+        blocked = [step.steps[0] for step in steps if _crosses(self.topology, step)]
+        if blocked:
+            return RingVerdict(self._blocked(blocked), PERMUTATION)
+        hops = [step.hops[0] for step in steps] or [0]
+        network = self.network
+        seconds = network.overhead + max(hops) * network.latency + num_bytes / network.bandwidth
+        seconds *= self._num_streams
+        of_ring = {frozenset(step) for step in self.best.steps}
+        if any(step.hops[0] > 1 and frozenset(step.coords) not in of_ring for step in steps):
+            return RingVerdict(self._long(hops), PERMUTATION, seconds)
+        return RingVerdict(seconds=seconds)
+
+    def _walk(self, group: Ids) -> tuple[Coord, ...]:
+        """The chips of a group in its order; devices side by side on a chip count once."""
+        walk = [coord for coord, _ in groupby(self.coords[i] for i in group)]
+        return tuple(walk[:-1] if len(walk) > 1 and walk[0] == walk[-1] else walk)
+
+    def _blocked(self, steps: Sequence[tuple[Coord, Coord]]) -> str:
+        (a, b), *others = sorted(steps)
+        more = f", and {len(others)} more do" if others else ""
+        noun = self.topology.noun
+        return f"its step from {noun} {a} to {b} crosses failed {noun}s or links{more}"
+
+    def _long(self, hops: Sequence[int]) -> str:
+        count = sum(number > 1 for number in hops)
+        verb = "is" if count == 1 else "are"
+        return (
+            f"{count} of its {len(hops)} steps {verb} longer than a hop"
+            f"{', the longest' if count > 1 else ','} {max(hops)} hops"
+        )
+
+    @property
+    def _num_streams(self) -> int:
+        """Chips of neighbouring tiles are a side apart, and as many streams share each link."""
+        return max(self.topology.tile) if isinstance(self.topology, TiledTopology) else 1
+
+    def _seconds(self, kind: str, order: RingOrder, num_bytes: int) -> float:
+        operation = _OPERATIONS.get(kind, "all_gather")
+        seconds = native_ring_seconds(order, num_bytes, self.network, operation)
+        return self._num_streams * seconds
+
+
+def _crosses(topology: Topology, step: RingOrder) -> bool:
+    """Whether a permutation's route, which goes one way only, crosses a failed chip or link."""
+    route = dimension_order(topology, *step.coords)
+    return not all(map(topology.is_link, route, route[1:]))
+
+
+def _chips_of_devices(topology: Topology) -> dict[Any, Coord]:
+    """The chip of every device, those of failed chips included where the topology has them."""
+    per_rank = topology.devices_per_chip * topology.num_positions
+    chips: dict[Any, Coord] = {}
+    if len(topology.all_devices) == topology.num_chips * per_rank:
+        for i, coord in enumerate(topology.all_coords()):
+            chips |= dict.fromkeys(topology.all_devices[i * per_rank : (i + 1) * per_rank], coord)
+    for i, device in enumerate(topology.devices):
+        chips[device] = topology.coords[i // per_rank]
+    return chips
+
+
+def _rounding_problem(
+    instruction: Instruction, num_summands: int, computations: Computations
+) -> str:
+    """What is wrong with the dtype of a sum; empty for other reductions."""
+    added = [x for name in instruction.calls for x in computations.get(name, ())]
+    if not any(x.opcode == "add" for x in added):
+        return ""
+    for name in dict.fromkeys(re.findall(r"([a-z]\w*)\[", instruction.type)):
+        dtype = _HLO_FLOATS.get(name)
+        if dtype and worst_error(dtype, num_summands - 1) > LARGEST_ERROR:
+            bits = 8 * FLOAT_FORMATS[dtype].num_bytes
+            error = worst_error(dtype, num_summands - 1)
+            return (
+                f"it adds {num_summands} numbers in {bits} bits: a sum in {dtype} could be "
+                f"{error:.1%} off, {LARGEST_ERROR:.0%} is the bound"
+            )
+    return ""
