@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ftmesh.collectives.local_loss import Loss
-from ftmesh.collectives.loss_arguments import ArgumentRoles
+from ftmesh.collectives.local_loss import ArgumentRoles, Loss
 from ftmesh.collectives.value_and_grad import value_and_grad
 from ftmesh.errors import CollectiveError
 from ftmesh.execute.types import PlanLike, PyTree

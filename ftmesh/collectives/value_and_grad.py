@@ -18,13 +18,14 @@ import jax
 from ftmesh.collectives.all_reduce import BUCKET_BYTES
 from ftmesh.collectives.compiled_cache import compile_once, run_compiled
 from ftmesh.collectives.local_loss import (
+    ArgumentRoles,
     Loss,
     OverRanks,
     check_bound_axis,
+    check_keywords,
     mean_value_and_grads,
     own_weights,
 )
-from ftmesh.collectives.loss_arguments import ArgumentRoles, check_keywords
 from ftmesh.collectives.partitioning import MeshContext, is_spec
 from ftmesh.collectives.per_rank_loss import AuxReduction, mean_over_ranks
 from ftmesh.collectives.whole_batch import PartitionedLoss, TracedLoss, on_native_path

@@ -21,6 +21,7 @@ from ftmesh.collectives import batch_indexing as batch_indexing
 from ftmesh.collectives import batch_reductions as batch_reductions
 from ftmesh.collectives.batch_layout import PARTIAL, SAME, BatchLayout, RankUnits, UnitSplit
 from ftmesh.collectives.batch_program import (
+    LARGEST,
     NOTHING,
     Fact,
     MixedExamplesError,
@@ -32,9 +33,7 @@ from ftmesh.collectives.batch_program import (
     raise_mixed,
 )
 from ftmesh.collectives.compiled_cache import fingerprint
-from ftmesh.collectives.known_values import LARGEST
-from ftmesh.collectives.local_loss import Loss, OverRanks
-from ftmesh.collectives.loss_arguments import ArgumentRoles, is_array
+from ftmesh.collectives.local_loss import ArgumentRoles, Loss, OverRanks, is_array
 from ftmesh.collectives.partitioning import REPLICATED, MeshContext, restrict_spec
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat

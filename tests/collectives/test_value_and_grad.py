@@ -227,7 +227,7 @@ class TestBoundAxis:
             even.value_and_grad(loss, axis_name="batch"),
             axis_name="batch",
             in_axes=(None, 0, 0),
-            devices=list(even.topology.devices),
+            devices=list(even.jax_mesh("batch").devices),
         )
         result = run(params, x.reshape(12, 3, -1), y.reshape(12, 3))
         expected = jax.value_and_grad(loss)(*ARGS)

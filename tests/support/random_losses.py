@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from ftmesh.collectives.local_loss import Loss, OverRanks
-from ftmesh.collectives.loss_arguments import ArgumentRoles
+from ftmesh.collectives.local_loss import ArgumentRoles, Loss, OverRanks
 from ftmesh.collectives.whole_batch import PartitionedLoss, TracedLoss
 from ftmesh.testing import shard_map_on_one_device
 
