@@ -224,8 +224,8 @@ def _partition_equation(scope: Scope, eqn: Any) -> None:
         if known is not None:
             scope.facts |= {eqn.outvars[0]: Fact(known)}
         has_program = any(_compat.is_program(param) for param in eqn.params.values())
-        may_place = has_program or eqn.primitive.name in PLACEMENTS
-        if own_rule is None or not may_place:
+        is_special = has_program or eqn.primitive.name in (*PLACEMENTS, "rng_uniform")
+        if own_rule is None or not is_special:
             scope.emit_as_is(eqn, [SAME] * len(eqn.outvars), None)
             return
     if own_rule is not None:
