@@ -124,7 +124,12 @@ def fsdp_step(tx, *, has_mean):
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize(
     ("has_mean", "overlap", "check_vma"),
-    [(True, False, True), (False, False, False), (False, True, True), (False, True, False)],
+    [
+        (True, False, True),
+        (False, False, False),
+        pytest.param(False, True, True, marks=pytest.mark.slow),
+        pytest.param(False, True, False, marks=pytest.mark.slow),
+    ],
 )
 def test_in_shard_map(plan, name, has_mean, overlap, check_vma):
     specs = {"in": P("data"), "hidden": P(), "out": P(), "bias": P()}
