@@ -214,9 +214,9 @@ class MeshPlacement:
         """
         leaves, tree = jax.tree.flatten(params)
         types = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-        spec_tree = jax.tree.structure(in_specs, is_leaf=is_spec)
+        specs, spec_tree = jax.tree.flatten(in_specs, is_leaf=is_spec)
         current = jax.sharding.get_abstract_mesh()
-        key = (function.__name__, tree, types, spec_tree, current)
+        key = (function.__name__, tree, types, tuple(specs), spec_tree, current)
         if key not in self._compiled:
             context = self._context(params)
             context.weight_specs(params, self.specs)  # raises if the layout is unknown
@@ -299,9 +299,11 @@ class MeshPlacement:
 
     def place(self, x: Any, spec: PartitionSpec, params: PyTree) -> jax.Array:
         """Lay a global array out on the mesh."""
-        mesh = self._context(params).mesh
-        if not isinstance(mesh, jax.sharding.Mesh):
-            return jnp.asarray(x)
+        context = self._context(params)
+        if isinstance(x, jax.core.Tracer) and not isinstance(context.mesh, jax.sharding.Mesh):
+            return jax.sharding.reshard(x, spec) if context.is_explicit else x
+        is_known = isinstance(context.mesh, jax.sharding.Mesh)
+        mesh = context.mesh if is_known else jax.sharding.get_mesh()
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     def _context(self, params: PyTree) -> MeshContext:
