@@ -19,7 +19,6 @@ from jax.extend.core import Literal
 from numpy.typing import NDArray
 
 from ftmesh.collectives.batch_layout import PARTIAL, SAME, BatchLayout, RankUnits, UnitSplit
-from ftmesh.collectives.known_values import fold
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 
@@ -225,8 +224,8 @@ def _partition_equation(scope: Scope, eqn: Any) -> None:
         if known is not None:
             scope.facts |= {eqn.outvars[0]: Fact(known)}
         has_program = any(_compat.is_program(param) for param in eqn.params.values())
-        may_place = has_program or eqn.primitive.name in PLACEMENTS
-        if own_rule is None or not may_place:
+        is_special = has_program or eqn.primitive.name in (*PLACEMENTS, "rng_uniform")
+        if own_rule is None or not is_special:
             scope.emit_as_is(eqn, [SAME] * len(eqn.outvars), None)
             return
     if own_rule is not None:
@@ -262,3 +261,66 @@ def raise_mixed(error: MixedExamplesError) -> None:
 def possible_splits(error: ResplitError, split: UnitSplit, num_ranks: int) -> list[UnitSplit]:
     """Other ways to share the examples, which `error` asks for."""
     return [other for other in split.split_at(error.minor) if other.units >= num_ranks]
+
+
+# Integers that are known before the program runs ------------------------------------------------
+
+LARGEST = 2**20  # elements; larger arrays are not followed
+
+
+def _broadcast(x: NDArray[Any], *, shape: Any, broadcast_dimensions: Any, **_: Any) -> NDArray[Any]:
+    spread = np.ones(len(shape), int)
+    spread[list(broadcast_dimensions)] = x.shape
+    return np.broadcast_to(x.reshape(spread), shape)
+
+
+def _iota(*, dtype: Any, shape: Any, dimension: int, **_: Any) -> NDArray[Any]:
+    index = np.arange(shape[dimension]).reshape(
+        [-1 if i == dimension else 1 for i in range(len(shape))]
+    )
+    return np.broadcast_to(index, shape).astype(dtype)
+
+
+def _select(which: NDArray[Any], *cases: NDArray[Any], **_: Any) -> NDArray[Any]:
+    return np.choose(which.astype(int), cases) if len(cases) < 32 else np.stack(cases)[which]
+
+
+_FOLDS: dict[str, Callable[..., Any]] = {
+    "iota": _iota,
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda x, new_sizes, **_: x.reshape(new_sizes),
+    "squeeze": lambda x, dimensions, **_: np.squeeze(x, tuple(dimensions)),
+    "transpose": lambda x, permutation, **_: np.transpose(x, permutation),
+    "concatenate": lambda *xs, dimension, **_: np.concatenate(xs, dimension),
+    "convert_element_type": lambda x, new_dtype, **_: x.astype(new_dtype),
+    "select_n": _select,
+    "lt": lambda x, y, **_: x < y,
+    "le": lambda x, y, **_: x <= y,
+    "gt": lambda x, y, **_: x > y,
+    "ge": lambda x, y, **_: x >= y,
+    "eq": lambda x, y, **_: x == y,
+    "ne": lambda x, y, **_: x != y,
+    "add": lambda x, y, **_: x + y,
+    "sub": lambda x, y, **_: x - y,
+    "mul": lambda x, y, **_: x * y,
+    "max": lambda x, y, **_: np.maximum(x, y),
+    "min": lambda x, y, **_: np.minimum(x, y),
+    "and": lambda x, y, **_: x & y,
+    "or": lambda x, y, **_: x | y,
+    "not": lambda x, **_: ~x,
+    "copy": lambda x, **_: x,
+}
+
+
+def fold(eqn: Any, operands: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
+    """The result of an equation on known integers or booleans; None if it is not known."""
+    function = _FOLDS.get(eqn.primitive.name)
+    aval = eqn.outvars[0].aval
+    if function is None or any(x is None for x in operands) or aval.size > LARGEST:
+        return None
+    kind = getattr(aval.dtype, "kind", "")
+    if kind not in "iub" or not kind:
+        return None
+    with np.errstate(all="ignore"):  # integers wrap around, as in the program
+        result: NDArray[Any] = np.asarray(function(*operands, **eqn.params)).astype(aval.dtype)
+    return np.broadcast_to(result, aval.shape)

@@ -239,3 +239,8 @@ def random(scope: Scope, eqn: Any) -> None:
         if layout.dim >= keys.aval.ndim:
             raise MixedExamplesError("makes one key of several examples")
     scope.emit_as_is(eqn, [layout], None)
+
+
+@rule("rng_uniform")
+def rng_uniform(scope: Scope, eqn: Any) -> None:
+    raise MixedExamplesError("draws other random numbers on each rank: use jax.random")

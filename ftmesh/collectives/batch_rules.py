@@ -108,12 +108,14 @@ def divide(scope: Scope, eqn: Any) -> None:
 
 def _scale(scope: Scope, eqn: Any, scaled: Sequence[int]) -> None:
     """A product of parts of a sum and what all ranks have is a part of a sum."""
-    layouts = scope.layouts_of(eqn.invars)
     for i in scaled:
-        keeps_size = eqn.invars[i].aval.size == eqn.outvars[0].aval.size
-        if layouts[i].is_partial and layouts[1 - i].is_same and keeps_size:
-            scope.emit_as_is(eqn, [PARTIAL], None)
-            return
+        part, factor = eqn.invars[i], eqn.invars[1 - i]
+        keeps_size = part.aval.size == eqn.outvars[0].aval.size
+        if scope.layout(part).is_partial and keeps_size and not scope.layout(factor).is_rows:
+            scope.sum_partial(factor)
+            if scope.layout(part).is_partial:  # and not the factor itself
+                scope.emit_as_is(eqn, [PARTIAL], None)
+                return
     elementwise(scope, eqn)
 
 

@@ -19,8 +19,13 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from ftmesh.collectives.all_reduce import psum
-from ftmesh.collectives.local_loss import LocalExamples, Loss, OverRanks, mean_value_and_grads
-from ftmesh.collectives.loss_arguments import ArgumentRoles
+from ftmesh.collectives.local_loss import (
+    ArgumentRoles,
+    LocalExamples,
+    Loss,
+    OverRanks,
+    mean_value_and_grads,
+)
 from ftmesh.collectives.partitioning import REPLICATED, MeshContext, restrict_spec, typed_spec
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.types import PyTree, Specs

@@ -18,22 +18,22 @@ import jax
 from ftmesh.collectives.all_reduce import BUCKET_BYTES
 from ftmesh.collectives.compiled_cache import compile_once, run_compiled
 from ftmesh.collectives.local_loss import (
+    ArgumentRoles,
     Loss,
     OverRanks,
     check_bound_axis,
+    check_keywords,
     mean_value_and_grads,
     own_weights,
 )
-from ftmesh.collectives.loss_arguments import ArgumentRoles, check_keywords
 from ftmesh.collectives.partitioning import MeshContext, is_spec
 from ftmesh.collectives.per_rank_loss import AuxReduction, mean_over_ranks
 from ftmesh.collectives.whole_batch import PartitionedLoss, TracedLoss, on_native_path
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
+from ftmesh.execute.lowering import XLA
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
 from ftmesh.layout.batch_shares import BatchShares
-
-XLA = "xla"  # the executor that sums by `lax.psum`
 
 
 def value_and_grad(
@@ -143,7 +143,7 @@ def _of_whole_batch(
 
     def make() -> Callable[..., list[Any]]:
         if ranks.plan.executor == XLA and shares.is_even:
-            return on_native_path(traced.without_arrays(), context)
+            return on_native_path(traced.without_arrays(), context, weight_specs)
         partitioned = PartitionedLoss.find(traced.without_arrays(), ranks)
         return partitioned.rank_program(ranks, weight_specs).on_mesh(context)
 

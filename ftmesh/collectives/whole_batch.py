@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 # Modules of rules register them when they are imported.
@@ -21,6 +22,7 @@ from ftmesh.collectives import batch_indexing as batch_indexing
 from ftmesh.collectives import batch_reductions as batch_reductions
 from ftmesh.collectives.batch_layout import PARTIAL, SAME, BatchLayout, RankUnits, UnitSplit
 from ftmesh.collectives.batch_program import (
+    LARGEST,
     NOTHING,
     Fact,
     MixedExamplesError,
@@ -32,9 +34,7 @@ from ftmesh.collectives.batch_program import (
     raise_mixed,
 )
 from ftmesh.collectives.compiled_cache import fingerprint
-from ftmesh.collectives.known_values import LARGEST
-from ftmesh.collectives.local_loss import Loss, OverRanks
-from ftmesh.collectives.loss_arguments import ArgumentRoles, is_array
+from ftmesh.collectives.local_loss import ArgumentRoles, Loss, OverRanks, is_array
 from ftmesh.collectives.partitioning import REPLICATED, MeshContext, restrict_spec
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
@@ -220,17 +220,23 @@ class RankProgram:
         return context.shard_map(self.run, in_specs, out_specs, self.out_specs)
 
 
-def on_native_path(traced: TracedLoss, context: MeshContext) -> Callable[..., list[Any]]:
+def on_native_path(
+    traced: TracedLoss, context: MeshContext, weight_specs: Sequence[PartitionSpec]
+) -> Callable[..., list[Any]]:
     """The program with a batch that is sharded along the axis: XLA sums along the plan's ring."""
-    sharding = NamedSharding(context.mesh, PartitionSpec(context.axis_name))
-    num_inputs = len(traced.inputs)
+    num_inputs, along_axis = len(traced.inputs), PartitionSpec(context.axis_name)
 
-    def place(x: Any, is_rows: bool) -> Any:
-        is_placed = context.is_explicit or not is_rows
-        return x if is_placed else jax.lax.with_sharding_constraint(x, sharding)
+    def place(x: Any, spec: PartitionSpec) -> Any:
+        is_placed = context.is_explicit or not any(spec)
+        return (
+            x if is_placed else lax.with_sharding_constraint(x, NamedSharding(context.mesh, spec))
+        )
 
     def run(*arrays: Any) -> list[Any]:
-        inputs = map(place, arrays[:num_inputs], traced.is_rows)
-        return _compat.eval_program(traced.jaxpr, arrays[num_inputs:], list(inputs))
+        specs = [along_axis if is_rows else REPLICATED for is_rows in traced.is_rows]
+        inputs = list(map(place, arrays[:num_inputs], specs))
+        value, *results = _compat.eval_program(traced.jaxpr, arrays[num_inputs:], inputs)
+        grads = map(place, results[: len(weight_specs)], weight_specs)
+        return [value, *grads, *results[len(weight_specs) :]]
 
     return run

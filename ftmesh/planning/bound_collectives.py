@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import optax
     from jax.sharding import Mesh
 
+    from ftmesh.collectives.check_loss import LossCheck
     from ftmesh.optim.sharded import ShardedOptimizer
 
 BUCKET_BYTES = 256 * 2**20  # of leaves that are summed together
@@ -124,6 +125,12 @@ class BoundCollectives:
             per_rank=per_rank, replicated=replicated, specs=specs, mesh=mesh, reduce_aux=reduce_aux,
             wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype, bucket_bytes=bucket_bytes,
         )  # fmt: skip
+
+    def check(self, loss: Callable[..., Any], *args: PyTree, **options: Any) -> LossCheck:
+        """Compare `value_and_grad` with JAX's own; see `ftmesh.collectives.check_loss`."""
+        from ftmesh.collectives.check_loss import check_loss
+
+        return check_loss(loss, args, plan=self._plan, **options)
 
     def shard(
         self,

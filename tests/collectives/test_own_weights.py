@@ -79,7 +79,9 @@ def test_weights_of_ranks_alone(even):
 def test_with_a_second_axis(is_manual):
     """Weights sharded along both axes; the loss gathers one and sums over the other."""
     plan = ftmesh.plan(Topology.from_devices(jax.devices()[:12:2], shape="3x2"), "ring")
-    mesh = Mesh(np.array(jax.devices()[:12]).reshape(6, 2), ("data", "model"))
+    column = plan.jax_mesh("data").devices
+    columns = [column, [jax.devices()[device.id + 1] for device in column]]
+    mesh = Mesh(np.array(columns).T, ("data", "model"))
     specs = {"w": P("data", "model"), "v": P("model")}
     gather = gathered(plan)
 

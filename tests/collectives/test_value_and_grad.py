@@ -1,7 +1,6 @@
 """`Plan.value_and_grad` equals `jax.value_and_grad`, without collectives of JAX."""
 
 import time
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -227,7 +226,7 @@ class TestBoundAxis:
             even.value_and_grad(loss, axis_name="batch"),
             axis_name="batch",
             in_axes=(None, 0, 0),
-            devices=list(even.topology.devices),
+            devices=list(even.jax_mesh("batch").devices),
         )
         result = run(params, x.reshape(12, 3, -1), y.reshape(12, 3))
         expected = jax.value_and_grad(loss)(*ARGS)
@@ -310,13 +309,34 @@ class TestOutsideJit:
         assert len(compiled_cache._programs) == 1
 
 
-class TestExecutors:
-    def test_xla_sums_by_itself(self, even, monkeypatch):
-        """With a batch that ranks share equally, every loss is computed."""
+class TestXlaExecutor:
+    def test_every_loss_is_computed(self):
+        """With a batch that ranks share equally, XLA exchanges examples."""
 
         def function(params, x, y):
-            return jnp.median(losses(params, x, y))
+            each = losses(params, x, y)
+            return jnp.median(each), (jnp.sort(each), each @ each)
 
-        native = replace(even, executor="xla")
-        result = jax.jit(native.value_and_grad(function))(*ARGS)
-        assert_close(result, jax.value_and_grad(function)(*ARGS))
+        plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), executor="xla")
+        program, result = compiled(plan.value_and_grad(function, has_aux=True), *ARGS)
+        assert_close(result, jax.value_and_grad(function, has_aux=True)(*ARGS))
+        audit = ftmesh.audit(program, "data", plan=plan, mesh=plan.jax_mesh("data"))
+        audit.require_none()
+        assert audit.native
+
+    def test_weights_sharded_along_the_axis(self):
+        plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), executor="xla")
+        w = np.float32(X[:24, :1])
+
+        def function(w, x, y):
+            return jnp.mean((y - w[:, 0].sum()) ** 2)
+
+        run = plan.value_and_grad(function, specs=P("data"))
+        result = jax.jit(run)(w, *ARGS[1:])
+        assert_close(result, jax.value_and_grad(function)(w, *ARGS[1:]))
+        assert result[1].sharding.spec == P("data")
+
+    def test_batch_of_any_size(self):
+        plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), executor="xla")
+        args = as_float32(PARAMS, X[:29], Y[:29])
+        assert_close(jax.jit(plan.value_and_grad(loss))(*args), jax.value_and_grad(loss)(*args))

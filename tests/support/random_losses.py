@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from ftmesh.collectives.local_loss import Loss, OverRanks
-from ftmesh.collectives.loss_arguments import ArgumentRoles
+from ftmesh.collectives.local_loss import ArgumentRoles, Loss, OverRanks
 from ftmesh.collectives.whole_batch import PartitionedLoss, TracedLoss
 from ftmesh.testing import shard_map_on_one_device
 
@@ -117,13 +116,16 @@ def make_args(size):
     }
 
 
-def on_one_device(plan, loss, args):
-    """The value and gradients of the whole batch; raises ArgumentError as the plan's would."""
+def on_one_device(plan, loss, args, *, has_aux=False):
+    """The value, the gradients and aux of the whole batch, as the plan's function returns them.
+
+    Raises ArgumentError where that would.
+    """
     ranks = OverRanks(plan, "data", 2**20, None, None)
-    known = Loss(loss, {}, (0,), has_aux=False, weighted=False)
-    traced = TracedLoss.trace(known, ArgumentRoles((0,), (), (1,)), args, "data")
-    num_weights = len(traced.weight_inputs)
-    replicated = [jax.sharding.PartitionSpec()] * num_weights
+    known = Loss(loss, {}, (0,), has_aux=has_aux, weighted=False)
+    batch = tuple(range(1, len(args)))
+    traced = TracedLoss.trace(known, ArgumentRoles((0,), (), batch), args, "data")
+    replicated = [jax.sharding.PartitionSpec()] * len(traced.weight_inputs)
     program = PartitionedLoss.find(traced, ranks).rank_program(ranks, replicated)
     run = shard_map_on_one_device(
         lambda *arrays: tuple(program.run(*arrays)),
@@ -132,4 +134,5 @@ def on_one_device(plan, loss, args):
         in_specs=program.in_specs,
         out_specs=tuple(program.out_specs),
     )
-    return traced.out_tree.unflatten(jax.jit(run)(*traced.inputs, *traced.consts))[:2]
+    value, (grads,), aux = traced.out_tree.unflatten(jax.jit(run)(*traced.inputs, *traced.consts))
+    return value, grads, aux
