@@ -49,9 +49,8 @@ from ftmesh.optim.communication import (
     Reduce,
     reduction_groups,
 )
-from ftmesh.optim.evaluate import ShardEvaluator
+from ftmesh.optim.evaluate import ShardEvaluator, StateForm, state_form
 from ftmesh.optim.op_graph import NotShardableError
-from ftmesh.optim.state import StateForm, state_form
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Network, Topology
-from ftmesh.cost.native_ring import native_ring_seconds
+from ftmesh.cost.executors import native_ring_seconds
 from ftmesh.testing import cpu_grid
 from ftmesh.topology.ring_order import ring_order
 

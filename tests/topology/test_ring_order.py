@@ -24,8 +24,8 @@ from ftmesh import (
     jax_mesh,
 )
 from ftmesh.algorithms import registry
+from ftmesh.cost.executors import busiest_link, native_ring_seconds
 from ftmesh.cost.links import NETWORKS
-from ftmesh.cost.native_ring import busiest_link, native_ring_seconds
 from ftmesh.cost.simulate import Simulator
 from ftmesh.planning.selection import select_algorithm
 from ftmesh.testing import cpu_grid
