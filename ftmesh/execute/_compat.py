@@ -131,6 +131,9 @@ def weak_like_psum(total: Any, x: Any, axis_name: AxisName) -> Any:
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
+# In older versions the lines of a function that was traced before include those of its caller then.
+LINES_END_AT_JIT = jax.__version_info__ >= (0, 10)
+
 
 def is_program(param: Any) -> bool:
     """True if a parameter of an equation is a program, or several."""
