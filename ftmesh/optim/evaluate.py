@@ -291,7 +291,7 @@ class ShardEvaluator:
     def _sum(self, x: jax.Array, leaf: int) -> jax.Array:
         """Sum this rank's elements of a leaf, without padding."""
         layout = self.layout.leaves[leaf]
-        if layout.kind == "flat" and layout.type.size % layout.num_ranks:
+        if layout.kind == "flat" and layout.num_ranks * layout.part_size > layout.type.size:
             is_real = lax.iota(np.int32, x.size) < layout.num_real(self.rank)
             x = jnp.where(is_real, x, jnp.zeros((), x.dtype))
         return jnp.sum(x)

@@ -204,6 +204,18 @@ def test_padding_does_not_enter_norms(twelve):
     assert_close(params, train_unsharded(transformation, SMALL_PARAMS, 12, steps=1)[0])
 
 
+def test_padding_of_whole_rows_does_not_enter_norms(even):
+    """30 rows on twelve ranks, which divide its elements: three rows each, and six of padding."""
+    params = {"w": np.random.default_rng(0).normal(size=(30, 128)).astype(np.float32)}
+    grads = {"w": np.float32(1 + np.arange(12)[:, None, None] + np.abs(params["w"]))}  # not zero
+    transformation = lamb(0.1, eps=0.0)
+    optimizer = ShardedOptimizer(transformation, even, "data")
+    run = on_one_device(lambda grads: apply_update(optimizer, grads, params)[0])
+    mean = {"w": grads["w"].mean(axis=0)}
+    updates, _ = transformation.update(mean, transformation.init(params), params)
+    assert_close(take_rank(7, run(grads)), optax.apply_updates(params, updates))
+
+
 def test_norms_of_shards_alone_give_other_weights(even, monkeypatch):
     """The tests above would notice if norms were not summed over all ranks."""
     monkeypatch.setattr(Communication, "sum_vectors", lambda self, vectors: vectors)
