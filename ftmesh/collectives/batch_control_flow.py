@@ -20,6 +20,7 @@ from ftmesh.collectives.batch_program import (
     partition,
     rule,
 )
+from ftmesh.execute import _compat
 
 
 def _open(program: Any) -> tuple[Any, Sequence[Any]]:
@@ -80,7 +81,7 @@ def _join_all(first: Layouts, second: Layouts) -> Layouts:
 @rule("scan")
 def scan(scope: Scope, eqn: Any) -> None:
     params, program = eqn.params, eqn.params["jaxpr"]
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = _compat.scan_counts(eqn)
     split = num_consts + num_carry
     consts, xs = eqn.invars[:num_consts], eqn.invars[split:]
     scope.sum_partial(*consts, *xs)

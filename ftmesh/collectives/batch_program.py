@@ -39,12 +39,9 @@ class MixedExamplesError(Exception):
     def describe(self) -> str:
         """The operation and its line, such as ``sort at train.py:12``."""
         operation, lines = self.places[0]
-        lines = list(lines)
         for _, outer in self.places[1:]:
-            # What JAX traced earlier, for another caller, has the lines of that caller.
-            if outer and outer[0] not in lines:
-                lines = outer
-            lines = lines or outer
+            is_stale = outer and outer[0] not in lines and not _compat.LINES_END_AT_JIT
+            lines = outer if is_stale or not lines else lines
         where = "an unknown line"
         if lines:
             file, line = lines[0]

@@ -19,7 +19,7 @@ from jax._src import callback, clusters, config, core, distributed, source_info_
 from jax._src.interpreters import partial_eval
 from jax._src.lax import lax as internal_lax
 from jax._src.lax import parallel
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 
 AxisName = Hashable
@@ -131,12 +131,15 @@ def weak_like_psum(total: Any, x: Any, axis_name: AxisName) -> Any:
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
+# In older versions the lines of a function that was traced before include those of its caller then.
+LINES_END_AT_JIT = jax.__version_info__ >= (0, 10)
+
 
 def is_program(param: Any) -> bool:
     """True if a parameter of an equation is a program, or several."""
     if isinstance(param, (tuple, list)):
         return any(map(is_program, param))
-    return isinstance(param, (core.Jaxpr, core.ClosedJaxpr))
+    return isinstance(param, (Jaxpr, ClosedJaxpr))
 
 
 def without_dead_code(jaxpr: Any) -> Any:
@@ -166,6 +169,18 @@ def source_lines(eqn: Any) -> list[tuple[str, int]]:
     frames = source_info_util.user_frames(eqn.source_info.traceback)
     lines = [(f.file_name, f.start_line) for f in frames if not f.file_name.startswith(_PACKAGE)]
     return [line for line in lines if "site-packages" not in line[0]] or lines
+
+
+# Programs ---------------------------------------------------------------------------------------
+
+
+def scan_counts(equation: Any) -> tuple[int, int]:
+    """The number of constants and of carried values among the inputs of a traced scan."""
+    params = equation.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].update(equation.invars).unpack()  # JAX 0.11 and later
+    return len(list(consts)), len(list(carry))
 
 
 # Primitives -------------------------------------------------------------------------------------

@@ -24,7 +24,12 @@ from ftmesh.collectives.partitioning import (
     pad_spec,
     typed_spec,
 )
-from ftmesh.collectives.reduce_scatter import gather_in_place, gather_rows, scatter_rows
+from ftmesh.collectives.reduce_scatter import (
+    gather_in_place,
+    gather_rows,
+    row_length,
+    scatter_rows,
+)
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
@@ -102,7 +107,7 @@ class Communication:
             mean = self.reduce == "mean"
             dtype = jnp.result_type(*arrays)
             rows = [leaf.to_rows(x.astype(dtype)) for leaf, x in zip(leaves, arrays, strict=True)]
-            own = scatter_rows(jnp.concatenate(rows, axis=1), self.axis_name, mean=mean, **options)
+            own = scatter_rows(self._join(rows), self.axis_name, mean=mean, **options)
             parts = _split(own, leaves)
             return [part.astype(x.dtype) for part, x in zip(parts, arrays, strict=True)]
         if not is_bucket and not self.plan.with_idle:
@@ -141,7 +146,7 @@ class Communication:
             for group in groups:
                 leaves = [layout.leaves[i] for i in group]
                 parts = [_compat.as_varying(own[i], self.axis_name) for i in group]
-                rows = gather_rows(jnp.concatenate(parts), self.axis_name, plan=self.plan)
+                rows = gather_rows(self._join(parts), self.axis_name, plan=self.plan)
                 for i, leaf, part in zip(group, leaves, _split(rows, leaves), strict=True):
                     result[i] = leaf.from_rows(part)
         return result
@@ -158,6 +163,14 @@ class Communication:
             else x
             for x, leaf in zip(arrays, leaves, strict=True)
         ]
+
+    def _join(self, parts: list[jax.Array]) -> jax.Array:
+        """Concatenate along the last dimension, with zeros up to a length that needs no padding."""
+        size = sum(part.shape[-1] for part in parts)
+        length = row_length(size, parts[0].dtype, plan=self.plan)
+        shape = (*parts[0].shape[:-1], length - size)
+        zeros = _compat.varying_like(jnp.zeros(shape, parts[0].dtype), parts[0])
+        return jnp.concatenate([*parts, zeros], axis=-1)
 
     def _check_parts(self, parts: list[jax.Array], layout: TreeLayout) -> list[jax.Array]:
         if [x.shape for x in parts] != [leaf.own_shape for leaf in layout.leaves]:
@@ -221,9 +234,9 @@ class MeshPlacement:
         """
         leaves, tree = jax.tree.flatten(params)
         types = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-        spec_tree = jax.tree.structure(in_specs, is_leaf=is_spec)
+        specs, spec_tree = jax.tree.flatten(in_specs, is_leaf=is_spec)
         current = jax.sharding.get_abstract_mesh()
-        key = (function.__name__, tree, types, spec_tree, current)
+        key = (function.__name__, tree, types, tuple(specs), spec_tree, current)
         if key not in self._compiled:
             context = self._context(params)
             context.weight_specs(params, self.specs)  # raises if the layout is unknown
@@ -307,9 +320,11 @@ class MeshPlacement:
 
     def place(self, x: Any, spec: PartitionSpec, params: PyTree) -> jax.Array:
         """Lay a global array out on the mesh."""
-        mesh = self._context(params).mesh
-        if not isinstance(mesh, jax.sharding.Mesh):
-            return jnp.asarray(x)
+        context = self._context(params)
+        if isinstance(x, jax.core.Tracer) and not isinstance(context.mesh, jax.sharding.Mesh):
+            return jax.sharding.reshard(x, spec) if context.is_explicit else x
+        is_known = isinstance(context.mesh, jax.sharding.Mesh)
+        mesh = context.mesh if is_known else jax.sharding.get_mesh()
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     def _context(self, params: PyTree) -> MeshContext:

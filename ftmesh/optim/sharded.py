@@ -281,8 +281,9 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
     def _init(self, params: PyTree) -> Any:
         """Return the first state: this rank's where the axis is bound, else a global one."""
         if not self.placement.is_bound:
-            in_specs = (self.placement.param_specs(params),)
-            return self.placement.run(self._init, params, in_specs, self.specs(params))(params)
+            param_specs = self.placement.param_specs(params)
+            init = self._with_specs(param_specs)._init
+            return self.placement.run(init, params, (param_specs,), self.specs(params))(params)
         layout, tree = self.layout(params), jax.tree.structure(params)
         evaluator = self._evaluator(layout, params)
         jaxpr = jax.make_jaxpr(self.transformation.init)(tree.unflatten(evaluator.types))
@@ -306,15 +307,34 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         given_specs = REPLICATED if params is None else param_specs
         in_specs = (param_specs, state_specs, given_specs, REPLICATED)
 
+        known = self._with_specs(param_specs)
+
         def update(*args: Any) -> Any:
-            return self._update_rank(comm, False, *args)
+            return known._update_rank(comm, False, *args)
 
         def apply(*args: Any) -> Any:
-            return self._update_rank(comm, True, *args)
+            return known._update_rank(comm, True, *args)
 
         function = apply if applies else update
         mapped = self.placement.run(function, like, in_specs, (param_specs, state_specs))
         return mapped(updates, state, params, extra_args)
+
+    def _with_specs(self, specs: Specs) -> ShardedOptimizer:
+        """Return this optimizer with the specs that types show outside of shard_map alone."""
+        if self.placement.specs is not None:
+            return self
+        other = ShardedOptimizer(
+            self.transformation,
+            self.placement.plan,
+            self.comm.axis_name,
+            bucket_bytes=self.bucket_bytes,
+            overlap=self.overlap,
+            order=self.order,
+            specs=specs,
+            min_size=self.placement.min_size,
+        )
+        other.comm = self.comm
+        return other
 
     def _update_rank(
         self,

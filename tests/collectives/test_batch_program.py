@@ -1,5 +1,7 @@
 """A program of the whole batch as ranks run it: its sums over ranks, and what is rejected."""
 
+import linecache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,12 +95,26 @@ def test_rejected(loss, message):
 def test_line_is_that_of_this_call():
     """Not that of a call which JAX traced before, with the same shapes."""
     x = examples(12)[0]
-    jnp.sort(jnp.ones(12), axis=0)
+    jnp.roll(jnp.ones(12, np.float32), 1)
     with pytest.raises(ArgumentError) as error:
-        on_one_device(PLAN, lambda w, x: jnp.sort(each(w, x)).sum(), (W, x))  # this line
-    line = int(str(error.value).split("test_batch_program.py:")[1].split(" ")[0])
-    with open(__file__) as file:
-        assert "this line" in file.read().splitlines()[line - 1]
+        on_one_device(PLAN, lambda w, x: (x[:, 0] * jnp.roll(x[:, 1], 1)).sum(), (W, x))  # this one
+    assert "# this one" in line_of(error.value)
+
+
+def test_line_is_inside_a_function_of_the_user():
+    @jax.jit
+    def summed(x):
+        return jnp.cumsum(x)  # this one
+
+    x = examples(12)[0]
+    with pytest.raises(ArgumentError) as error:
+        on_one_device(PLAN, lambda w, x: summed(each(w, x)).mean(), (W, x))
+    assert "# this one" in line_of(error.value)
+
+
+def line_of(error):
+    line = int(str(error).split("test_batch_program.py:")[1].split(" ")[0])
+    return linecache.getline(__file__, line)
 
 
 class TestSums:
@@ -129,10 +145,10 @@ class TestSums:
 
         def loss(w, x):
             hidden = x @ w
-            return jnp.square(hidden - hidden.mean(0)).mean()
+            return jnp.square(hidden - jnp.broadcast_to(hidden.mean(0), hidden.shape)).mean()
 
         plan = ftmesh.plan(Topology.from_devices(jax.devices()[:3], shape="3x1"), "chain")
-        program = jax.make_jaxpr(plan.value_and_grad(loss))(W, examples(12)[0])
+        program = jax.make_jaxpr(plan.value_and_grad(loss))(W, examples(120)[0])
         sums = [e for e in walk(program.jaxpr) if e.primitive.name.startswith("ftmesh_all_reduce")]
         assert max(eqn.invars[0].aval.size for eqn in sums) <= 64
 

@@ -57,7 +57,7 @@ def train(group: elastic.ElasticGroup) -> int:
         optax.chain(optim.clip_by_global_norm(1.0), optim.lars(0.1)), plan
     )
     state = chained.shard_state(chained.gather_state(chained.init(params), params), params)
-    value_and_grad = plan.value_and_grad(loss, has_aux=False, replicated=(), per_rank=False)
+    value_and_grad = plan.value_and_grad(loss, replicated=(), weighted=False, per_rank=False)
     plan.check(loss, params, np.ones((8, 3)), tolerance=1e-5).require_equal()
     step = jax.jit(value_and_grad, compiler_options=ftmesh.compiler_options("tpu v6e"))
     audit = ftmesh.audit(step.lower(params, np.ones((8, 3))), "data", mesh=plan.jax_mesh("data"))
