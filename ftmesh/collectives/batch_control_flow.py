@@ -35,7 +35,7 @@ def _section(
 
 
 @rule("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call")
-@rule("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "composite")
+@rule("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "composite", "eval_jaxpr")
 def call(scope: Scope, eqn: Any) -> None:
     """Run what is called in place. The derivative is in the program already."""
     params = eqn.params
@@ -81,7 +81,7 @@ def _join_all(first: Layouts, second: Layouts) -> Layouts:
 @rule("scan")
 def scan(scope: Scope, eqn: Any) -> None:
     params, program = eqn.params, eqn.params["jaxpr"]
-    num_consts, num_carry = _compat.scan_counts(eqn)
+    num_consts, num_carry = _compat.num_scan_inputs(params)
     split = num_consts + num_carry
     consts, xs = eqn.invars[:num_consts], eqn.invars[split:]
     scope.sum_partial(*consts, *xs)

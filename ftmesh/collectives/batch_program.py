@@ -157,10 +157,7 @@ def is_index_dtype(dtype: Any) -> bool:
 
 def bind(eqn: Any, operands: Iterable[Any], **params: Any) -> list[Any]:
     """Run the operation of an equation, with other parameters where given."""
-    known = eqn.primitive.get_bind_params(eqn.params)
-    known |= {name: None for name in ("sharding", "out_sharding") if name in known}
-    result = eqn.primitive.bind(*operands, **{**known, **params})
-    return list(result) if eqn.primitive.multiple_results else [result]
+    return _compat.bind_equation(eqn, operands, params)
 
 
 Rule = Callable[[Scope, Any], None]

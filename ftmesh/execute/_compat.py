@@ -147,6 +147,23 @@ def without_dead_code(jaxpr: Any) -> Any:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
+def bind_equation(eqn: Any, operands: Any, params: dict[str, Any]) -> list[Any]:
+    """Run the operation of an equation on other operands, with some parameters changed."""
+    known = eqn.primitive.get_bind_params(eqn.params)
+    functions, known = known if isinstance(known, tuple) else ([], known)  # a pair in JAX 0.9
+    known = {name: None if name in ("sharding", "out_sharding") else known[name] for name in known}
+    result = eqn.primitive.bind(*functions, *operands, **{**known, **params})
+    return list(result) if eqn.primitive.multiple_results else [result]
+
+
+def num_scan_inputs(params: dict[str, Any]) -> tuple[int, int]:
+    """The numbers of constants and of carried values of a scan, by its parameters."""
+    if "ft_in" in params:  # JAX 0.12
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
 def eval_program(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
     """Run the operations of a program."""
     return list(core.eval_jaxpr(jaxpr, consts, *args))
@@ -169,18 +186,6 @@ def source_lines(eqn: Any) -> list[tuple[str, int]]:
     frames = source_info_util.user_frames(eqn.source_info.traceback)
     lines = [(f.file_name, f.start_line) for f in frames if not f.file_name.startswith(_PACKAGE)]
     return [line for line in lines if "site-packages" not in line[0]] or lines
-
-
-# Programs ---------------------------------------------------------------------------------------
-
-
-def scan_counts(equation: Any) -> tuple[int, int]:
-    """The number of constants and of carried values among the inputs of a traced scan."""
-    params = equation.params
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].update(equation.invars).unpack()  # JAX 0.11 and later
-    return len(list(consts)), len(list(carry))
 
 
 # Primitives -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -151,9 +152,23 @@ class Communication:
                     result[i] = leaf.from_rows(part)
         return result
 
-    def sum_vectors(self, vectors: list[jax.Array]) -> list[jax.Array]:
-        """Sum small vectors over all ranks, on the plan for norms."""
+    def sum_vectors(
+        self, other_axes: dict[Any, list[bool]], vectors: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Sum small vectors, with an element for each leaf, over all ranks, on the plan for norms.
+
+        Also over each of the `other_axes`, for the leaves that it shards.
+        """
+        varying = set().union(*map(_compat.varying_axes, vectors))
+        for axis in sorted(varying - {self.axis_name, *other_axes}, key=str):
+            raise ArgumentError(
+                f"this optimizer sums over full tensors, which vary along {axis!r} too: give "
+                "specs=, to say how they are sharded along it"
+            )
+        vectors = [_compat.as_varying(x, self.axis_name) for x in vectors]
         sums: list[jax.Array] = collectives.psum(vectors, self.axis_name, plan=self.norm_plan)
+        for name, is_sharded in other_axes.items():
+            sums = [jnp.where(np.array(is_sharded), lax.psum(x, name), x) for x in sums]
         return sums
 
     def _take_parts(self, arrays: Any, leaves: Sequence[LeafLayout]) -> list[jax.Array]:
