@@ -27,7 +27,7 @@ MISTAKES = [
     ("plan=protocol", "plan=topology_name", "name-defined"),
     ("scatter_dimension=0", "dimension=0", "call-arg"),
     ("axis=0, tiled=True", "axes=0, tiled=True", "call-arg"),
-    ("weighted=False", "weigthed=False", "call-arg"),
+    ("per_rank=False", "per_ranks=False", "call-arg"),
     ("for_ranks(plan, 512)", 'for_ranks("8x8", 512)', "arg-type"),
     ("ftmesh.limits(", "ftmesh.limit(", "attr-defined"),
     ('ftmesh.plan(tiles, "auto"', 'ftmesh.plan("8x8", "auto"', "arg-type"),

@@ -263,6 +263,7 @@ class DataParallel(DeviceArrays):
         sharded: bool = True,
         wire_dtype: Any = None,
         order: Sequence[int] | None = None,
+        bucket_bytes: int | None = None,
         min_size: int = 0,
     ) -> ShardedOptimizer | ReplicatedOptimizer:
         """Wrap an optax transformation for gradients that differ from rank to rank.
@@ -272,6 +273,7 @@ class DataParallel(DeviceArrays):
             sharded: Shard the optimizer's state over the chips. Without a plan it is replicated.
             wire_dtype: What gradients are sent in.
             order: With `overlap`, the order of `backward_order`.
+            bucket_bytes: Size of a bucket without `overlap`.
             min_size: Tensors with fewer elements are replicated.
         """
         if self.plan is not None and sharded:
@@ -282,7 +284,7 @@ class DataParallel(DeviceArrays):
                 wire_dtype=wire_dtype,
                 norm_plan=self.small_plan,
                 overlap=self.overlap,
-                bucket_bytes=self.bucket_bytes if self.overlap else None,
+                bucket_bytes=self.bucket_bytes if self.overlap else bucket_bytes,
                 order=order if self.overlap else None,
                 min_size=min_size,
             )

@@ -42,7 +42,7 @@ class State(NamedTuple):
 
 
 LARGE_MODEL = 2**20  # parameters: of a smaller model, all tensors of the optimizer are sharded
-SMALL = 2**14  # elements: smaller tensors of a large model are replicated
+SMALL = 2**17  # elements: smaller tensors of a large model are replicated
 
 
 @dataclass(frozen=True, kw_only=True)

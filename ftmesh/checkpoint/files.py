@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ftmesh.checkpoint.manifest import FORMATS, Buffer, Manifest, Piece, Tensor
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.files import open_nonblocking, sync_folder, write_atomic
-from ftmesh.layout.element_order import from_tile_order
+from ftmesh.layout.buckets import from_tile_order
 
 MANIFEST_FILE = "index.json"
 MAX_LIST_BYTES = 2**28  # of a manifest, or a list of pieces

@@ -14,7 +14,7 @@ tensor. On disk (`index.json`):
 
 Without such tensors the format is "ftmesh.checkpoint/1". There a tensor in a buffer has no `width`:
 it begins at element `start` of all chunks, concatenated, and has the order of
-`ftmesh.layout.element_order`. Nothing writes these any more.
+`ftmesh.layout.buckets`. Nothing writes these any more.
 """
 
 from __future__ import annotations

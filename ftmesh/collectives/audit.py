@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ftmesh.collectives.native_collectives import NativeRing, RingVerdict
+from ftmesh.collectives.ring_audit import NativeRing, RingVerdict
 from ftmesh.cost.links import Network
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute import _compat

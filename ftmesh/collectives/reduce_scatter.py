@@ -7,6 +7,7 @@ if every rank owns the same number of chunks, and otherwise the whole all-reduce
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat, primitives
 from ftmesh.execute.lowering import XLA, Program
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
-from ftmesh.layout.buckets import pack, unpack
+from ftmesh.layout.buckets import Packing, pack, unpack
 
 
 def psum_scatter(
@@ -131,6 +132,15 @@ def all_gather(
     return map_local_shards(partial(jax.tree.map, gather), x, specs, change=change)
 
 
+def row_length(size: int, dtype: DTypeLike, *, plan: PlanLike) -> int:
+    """Return a length for rows of at least `size` elements, so that they need no padding."""
+    program = plan.with_reduce_scatter.program
+    if plan.executor == "xla" or not program.owns_evenly:
+        return size
+    num_chunks = program.owned_chunks.shape[1]
+    return math.prod(Packing.for_shapes([(size,)], num_chunks, jnp.dtype(dtype).itemsize).shape)
+
+
 def scatter_rows(
     rows: jax.Array,
     axis_name: AxisName,
@@ -190,8 +200,10 @@ def _scatter_blocks(
         return lax.dynamic_index_in_dim(sums, lax.axis_index(axis_name), keepdims=False)
     owned, wire = program.owned_chunks, precision.wire(program.depth)
     parts = jax.vmap(lambda block: pack([block], owned.shape[1]))(blocks)
-    parts = parts.reshape(program.num_chunks, *parts.shape[2:])
-    buffer = parts[np.argsort(owned.reshape(-1))]
+    buffer = parts.reshape(program.num_chunks, *parts.shape[2:])
+    order = np.argsort(owned.reshape(-1))
+    if (order != np.arange(len(order))).any():
+        buffer = buffer[order]
     buffer = primitives.reduce_scatter(buffer, axis_name=axis_name, program=program, wire=wire)
     own = jnp.take(buffer, jnp.asarray(owned)[lax.axis_index(axis_name)], axis=0)
     (block,) = unpack(own, [blocks.shape[1:]])
@@ -224,7 +236,10 @@ def _gather_blocks(
     buffer = _compat.varying_like(buffer, chunks).at[own].set(chunks)
     gather = primitives.all_gather_invariant if invariant else primitives.all_gather
     buffer = gather(buffer, axis_name=axis_name, program=program, wire=wire)
-    return buffer[owned.reshape(-1)].reshape(num_ranks, -1)[:, : block.size]
+    order = owned.reshape(-1)
+    if (order != np.arange(len(order))).any():
+        buffer = buffer[order]
+    return buffer.reshape(num_ranks, -1)[:, : block.size]
 
 
 def _all_reduce_blocks(

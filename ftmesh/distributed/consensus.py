@@ -17,7 +17,7 @@ import jax
 
 from ftmesh.cost.links import Network
 from ftmesh.distributed.process_group import ProcessGroup
-from ftmesh.execute.lowering import PPERMUTE
+from ftmesh.execute.lowering import XLA
 from ftmesh.planning.make_plan import plan
 from ftmesh.planning.plan import Plan
 from ftmesh.planning.selection import AUTO
@@ -79,7 +79,7 @@ def agreed_plan(
     link: Network | float | str | None = None,
     with_idle: bool = False,
     reduce_scatter: bool = False,
-    executor: str = PPERMUTE,
+    executor: str = AUTO,
     planner: Callable[..., Plan] = plan,
 ) -> Plan:
     """Plan in the primary process and return the same plan in all members.
@@ -106,13 +106,20 @@ def agreed_plan(
     agree_on_mesh(group, topology)
     group.agree({"the algorithm": algorithm, **planning})
     own = planner(topology, algorithm, **planning) if group.is_primary else None
-    if executor == AUTO:
-        executor = group.broadcast(own.executor if own else "", "the executor")
-    data = group.broadcast(dumps(own.schedule) if own else b"", "the schedule")
-    schedule = load(data, verify=False)  # `from_schedule` proves it
-    agreed = Plan.from_schedule(schedule, topology, executor=executor, **options)
+    chosen = group.broadcast((own.executor, own.is_auto) if own else ("", False), "the executor")
+    if chosen[0] == XLA:  # a ring takes less time to find than to load
+        agreed = plan(topology, executor=XLA, **options)
+    else:
+        data = group.broadcast(dumps(own.schedule) if own else b"", "the schedule")
+        schedule = load(data, verify=False)  # `from_schedule` proves it
+        agreed = Plan.from_schedule(schedule, topology, executor=chosen[0], **options)
     # Plans for other payloads, or with a reduce-scatter, are then made alike in every process.
-    agreed = replace(agreed, is_auto=algorithm == AUTO, is_given=False)
+    agreed = replace(
+        agreed,
+        is_auto=chosen[1],
+        is_given=False,
+        chooses_executor=(algorithm, executor, with_idle) == (AUTO, AUTO, False),
+    )
     group.agree({"the schedule": digest(*agreed.schedule.transfers)})
     return agreed
 

@@ -20,8 +20,7 @@ import numpy as np
 from jax import lax
 
 from ftmesh.errors import ArgumentError
-from ftmesh.layout.buckets import make_buckets
-from ftmesh.layout.element_order import Shape
+from ftmesh.layout.buckets import Shape, make_buckets
 
 # FLAT: cut as above. LOCAL: the parameter itself is cut along the axis, and a rank stores tensors
 # of the shape of its piece. REPLICATED: every rank stores the tensor.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -24,7 +25,12 @@ from ftmesh.collectives.partitioning import (
     pad_spec,
     typed_spec,
 )
-from ftmesh.collectives.reduce_scatter import gather_in_place, gather_rows, scatter_rows
+from ftmesh.collectives.reduce_scatter import (
+    gather_in_place,
+    gather_rows,
+    row_length,
+    scatter_rows,
+)
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
@@ -102,7 +108,7 @@ class Communication:
             mean = self.reduce == "mean"
             dtype = jnp.result_type(*arrays)
             rows = [leaf.to_rows(x.astype(dtype)) for leaf, x in zip(leaves, arrays, strict=True)]
-            own = scatter_rows(jnp.concatenate(rows, axis=1), self.axis_name, mean=mean, **options)
+            own = scatter_rows(self._join(rows), self.axis_name, mean=mean, **options)
             parts = _split(own, leaves)
             return [part.astype(x.dtype) for part, x in zip(parts, arrays, strict=True)]
         if not is_bucket and not self.plan.with_idle:
@@ -141,14 +147,28 @@ class Communication:
             for group in groups:
                 leaves = [layout.leaves[i] for i in group]
                 parts = [_compat.as_varying(own[i], self.axis_name) for i in group]
-                rows = gather_rows(jnp.concatenate(parts), self.axis_name, plan=self.plan)
+                rows = gather_rows(self._join(parts), self.axis_name, plan=self.plan)
                 for i, leaf, part in zip(group, leaves, _split(rows, leaves), strict=True):
                     result[i] = leaf.from_rows(part)
         return result
 
-    def sum_vectors(self, vectors: list[jax.Array]) -> list[jax.Array]:
-        """Sum small vectors over all ranks, on the plan for norms."""
+    def sum_vectors(
+        self, other_axes: dict[Any, list[bool]], vectors: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Sum small vectors, with an element for each leaf, over all ranks, on the plan for norms.
+
+        Also over each of the `other_axes`, for the leaves that it shards.
+        """
+        varying = set().union(*map(_compat.varying_axes, vectors))
+        for axis in sorted(varying - {self.axis_name, *other_axes}, key=str):
+            raise ArgumentError(
+                f"this optimizer sums over full tensors, which vary along {axis!r} too: give "
+                "specs=, to say how they are sharded along it"
+            )
+        vectors = [_compat.as_varying(x, self.axis_name) for x in vectors]
         sums: list[jax.Array] = collectives.psum(vectors, self.axis_name, plan=self.norm_plan)
+        for name, is_sharded in other_axes.items():
+            sums = [jnp.where(np.array(is_sharded), lax.psum(x, name), x) for x in sums]
         return sums
 
     def _take_parts(self, arrays: Any, leaves: Sequence[LeafLayout]) -> list[jax.Array]:
@@ -158,6 +178,14 @@ class Communication:
             else x
             for x, leaf in zip(arrays, leaves, strict=True)
         ]
+
+    def _join(self, parts: list[jax.Array]) -> jax.Array:
+        """Concatenate along the last dimension, with zeros up to a length that needs no padding."""
+        size = sum(part.shape[-1] for part in parts)
+        length = row_length(size, parts[0].dtype, plan=self.plan)
+        shape = (*parts[0].shape[:-1], length - size)
+        zeros = _compat.varying_like(jnp.zeros(shape, parts[0].dtype), parts[0])
+        return jnp.concatenate([*parts, zeros], axis=-1)
 
     def _check_parts(self, parts: list[jax.Array], layout: TreeLayout) -> list[jax.Array]:
         if [x.shape for x in parts] != [leaf.own_shape for leaf in layout.leaves]:
@@ -221,9 +249,9 @@ class MeshPlacement:
         """
         leaves, tree = jax.tree.flatten(params)
         types = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-        spec_tree = jax.tree.structure(in_specs, is_leaf=is_spec)
+        specs, spec_tree = jax.tree.flatten(in_specs, is_leaf=is_spec)
         current = jax.sharding.get_abstract_mesh()
-        key = (function.__name__, tree, types, spec_tree, current)
+        key = (function.__name__, tree, types, tuple(specs), spec_tree, current)
         if key not in self._compiled:
             context = self._context(params)
             context.weight_specs(params, self.specs)  # raises if the layout is unknown
@@ -307,9 +335,11 @@ class MeshPlacement:
 
     def place(self, x: Any, spec: PartitionSpec, params: PyTree) -> jax.Array:
         """Lay a global array out on the mesh."""
-        mesh = self._context(params).mesh
-        if not isinstance(mesh, jax.sharding.Mesh):
-            return jnp.asarray(x)
+        context = self._context(params)
+        if isinstance(x, jax.core.Tracer) and not isinstance(context.mesh, jax.sharding.Mesh):
+            return jax.sharding.reshard(x, spec) if context.is_explicit else x
+        is_known = isinstance(context.mesh, jax.sharding.Mesh)
+        mesh = context.mesh if is_known else jax.sharding.get_mesh()
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     def _context(self, params: PyTree) -> MeshContext:

@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from ftmesh.errors import ArgumentError
-from ftmesh.layout.element_order import Shape
+from ftmesh.layout.buckets import Shape
 
 # Primitives whose result at a position depends on the operands at that position alone.
 _NAMES = """

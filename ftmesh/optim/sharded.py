@@ -25,9 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from ftmesh import collectives
@@ -49,9 +47,8 @@ from ftmesh.optim.communication import (
     Reduce,
     reduction_groups,
 )
-from ftmesh.optim.evaluate import ShardEvaluator
+from ftmesh.optim.evaluate import ShardEvaluator, StateForm, state_form
 from ftmesh.optim.op_graph import NotShardableError
-from ftmesh.optim.state import StateForm, state_form
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -282,8 +279,9 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
     def _init(self, params: PyTree) -> Any:
         """Return the first state: this rank's where the axis is bound, else a global one."""
         if not self.placement.is_bound:
-            in_specs = (self.placement.param_specs(params),)
-            return self.placement.run(self._init, params, in_specs, self.specs(params))(params)
+            param_specs = self.placement.param_specs(params)
+            init = self._with_specs(param_specs)._init
+            return self.placement.run(init, params, (param_specs,), self.specs(params))(params)
         layout, tree = self.layout(params), jax.tree.structure(params)
         evaluator = self._evaluator(layout, params)
         jaxpr = jax.make_jaxpr(self.transformation.init)(tree.unflatten(evaluator.types))
@@ -307,15 +305,31 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         given_specs = REPLICATED if params is None else param_specs
         in_specs = (param_specs, state_specs, given_specs, REPLICATED)
 
+        known = self._with_specs(param_specs)
+
         def update(*args: Any) -> Any:
-            return self._update_rank(comm, False, *args)
+            return known._update_rank(comm, applies, *args)
 
-        def apply(*args: Any) -> Any:
-            return self._update_rank(comm, True, *args)
-
-        function = apply if applies else update
-        mapped = self.placement.run(function, like, in_specs, (param_specs, state_specs))
+        update.__name__ = "apply" if applies else "update"  # programs are kept by name
+        mapped = self.placement.run(update, like, in_specs, (param_specs, state_specs))
         return mapped(updates, state, params, extra_args)
+
+    def _with_specs(self, specs: Specs) -> ShardedOptimizer:
+        """Return this optimizer with the specs that types show outside of shard_map alone."""
+        if self.placement.specs is not None:
+            return self
+        other = ShardedOptimizer(
+            self.transformation,
+            self.placement.plan,
+            self.comm.axis_name,
+            bucket_bytes=self.bucket_bytes,
+            overlap=self.overlap,
+            order=self.order,
+            specs=specs,
+            min_size=self.placement.min_size,
+        )
+        other.comm = self.comm
+        return other
 
     def _update_rank(
         self,
@@ -368,21 +382,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         return gathered, evaluator.output_state(form, values[tree.num_leaves :])
 
     def _evaluator(self, layout: TreeLayout, params: PyTree) -> ShardEvaluator:
-        def sum_over_ranks(vectors: list[jax.Array]) -> list[jax.Array]:
-            other_axes = self.placement.other_axes(params)
-            known = {self.comm.axis_name, *other_axes}
-            varying = set().union(*map(_compat.varying_axes, vectors))
-            for axis in sorted(varying - known, key=str):
-                raise ArgumentError(
-                    f"this optimizer sums over full tensors, which vary along {axis!r} too: give "
-                    "specs=, to say how they are sharded along it"
-                )
-            vectors = [_compat.as_varying(x, self.comm.axis_name) for x in vectors]
-            sums = self.comm.sum_vectors(vectors)
-            for name, is_sharded in other_axes.items():
-                sums = [jnp.where(np.array(is_sharded), lax.psum(x, name), x) for x in sums]
-            return sums
-
+        sum_over_ranks = partial(self.comm.sum_vectors, self.placement.other_axes(params))
         types = self.placement.global_types(params)
         return ShardEvaluator(layout, types, self.comm.rank, sum_over_ranks)
 

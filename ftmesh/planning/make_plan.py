@@ -89,7 +89,7 @@ def plan(
     payload_bytes, wire = check_bytes(payload_bytes), wire_dtype_name(wire_dtype)
     links = network_for(topology) if link is None else parse_network(link)
 
-    wires = links.wires_only if executor == PALLAS else links  # see `cost.kernel_model`
+    wires = links.wires_only if executor == PALLAS else links  # see `cost.executors`
     chooses_executor = False
     if executor == XLA:
         _check_native(algorithm, with_idle)

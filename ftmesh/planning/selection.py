@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from ftmesh.algorithms import registry
 from ftmesh.algorithms.ring import along_ring_order
+from ftmesh.cost.executors import native_ring_seconds
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import limits
-from ftmesh.cost.native_ring import native_ring_seconds
 from ftmesh.cost.simulate import DATAFLOW, SYNCHRONOUS, Simulator
 from ftmesh.cost.wire_precision import (
     FLOAT_FORMATS,

@@ -1,10 +1,10 @@
-"""Finds parts of a grid: connected components, the largest undamaged box, equal tiles."""
+"""Finds parts of a grid: what is connected, also without any one chip; boxes and tiles."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -87,3 +87,35 @@ def _box_sums(running: np.ndarray, size: Coord) -> np.ndarray:
         high = running.shape[axis]
         running = np.take(running, range(n, high), axis) - np.take(running, range(high - n), axis)
     return running
+
+
+def biconnected_blocks(neighbours: Mapping[Coord, Sequence[Coord]]) -> list[list[Coord]]:
+    """The largest parts that no single vertex divides, each sharing one with those before it."""
+    order: dict[Coord, int] = {}
+    low: dict[Coord, int] = {}
+    blocks: list[list[Coord]] = []
+    root = next(iter(neighbours))
+    order[root] = low[root] = 0
+    pending = [root]  # vertices that are in no block yet
+    path = [(root, iter(neighbours[root]))]
+    while path:
+        here, ends = path[-1]
+        there = next(ends, None)
+        if there is not None:
+            if there not in order:
+                order[there] = low[there] = len(order)
+                pending.append(there)
+                path.append((there, iter(neighbours[there])))
+            else:
+                low[here] = min(low[here], order[there])
+            continue
+        path.pop()
+        if not path:
+            break
+        parent = path[-1][0]
+        low[parent] = min(low[parent], low[here])
+        if low[here] >= order[parent]:  # nothing below leads above the parent
+            start = pending.index(here)
+            blocks.append([parent, *pending[start:]])
+            del pending[start:]
+    return blocks[::-1]  # from the root on, so that each shares a vertex with one before

@@ -18,15 +18,13 @@ from ftmesh.errors import PlanError, VerificationError
 from ftmesh.topology.circuit_search import longest_cycle
 from ftmesh.topology.hamiltonian import find_circuit
 from ftmesh.topology.notation import Block, Coord
+from ftmesh.topology.regions import biconnected_blocks
 from ftmesh.topology.routing import Route, dimension_order
 from ftmesh.topology.topology import Topology
 
 _BLOCKED = 1_000  # hops: more than any route has
-_MAX_SEARCHED = 300  # chips: larger meshes are searched as a whole only if nothing else serves
-
 _MAX_TURNED = 100_000  # chips of all paths that are tried for a long step, a fraction of a second
-
-Graph = dict[Coord, tuple[Coord, ...]]
+_MAX_SEARCHED = 300  # chips: larger meshes are searched as a whole only if nothing else serves
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,10 @@ class RingOrder:
         return text
 
 
+def _number(hops: int) -> str:
+    return {1: "one", 2: "two", 3: "three"}.get(hops, str(hops))
+
+
 def ring_order(topology: Topology) -> RingOrder:
     """Return the ring that ranks stand along: by single hops wherever the search finds such a one.
 
@@ -120,13 +122,8 @@ def _ring_order(topology: Topology) -> RingOrder:
         rings = [_ring_of_part(topology, part) for part in topology.components()]
         searched = [coord for ring in rings for coord in ring]
         both = [candidate for candidate in (searched, walk) if candidate]
-        walk = min(both, key=lambda ring: _length(topology, ring))
+        walk = min(both, key=lambda ring: _ring_length(topology, ring))
     return RingOrder(topology, tuple(_from_first(walk, topology)))
-
-
-def _length(topology: Topology, ring: Sequence[Coord]) -> int:
-    """The hops of a ring; blocked routes count as very long."""
-    return sum(_distance(topology, a, b) for a, b in pairwise([*ring, ring[0]]))
 
 
 def _constructed(topology: Topology) -> list[Coord]:
@@ -137,11 +134,16 @@ def _constructed(topology: Topology) -> list[Coord]:
 
 
 def _from_first(walk: list[Coord], topology: Topology) -> list[Coord]:
-    """The same ring, from the first chip in grid order towards the lower of its neighbours."""
-    start = walk.index(topology.coords[0])
+    """The same ring, from the first chip in grid order: over a link, and to the lower of two."""
+    first = topology.coords[0]
+    start = walk.index(first)
     walk = walk[start:] + walk[:start]
-    if len(walk) > 2 and topology.rank(walk[-1]) < topology.rank(walk[1]):
-        walk = [walk[0], *reversed(walk[1:])]
+
+    def preference(coord: Coord) -> tuple[bool, int]:
+        return not topology.is_link(first, coord), topology.rank(coord)
+
+    if len(walk) > 2 and preference(walk[-1]) < preference(walk[1]):
+        walk = [first, *reversed(walk[1:])]
     return walk
 
 
@@ -210,6 +212,11 @@ def _side_by_side(topology: Topology, ring: list[Coord], other: list[Coord]) -> 
 # Rings with longer steps ------------------------------------------------------------------------
 
 
+def _ring_length(topology: Topology, ring: Sequence[Coord]) -> int:
+    """The hops of a ring; blocked routes count as very long."""
+    return sum(_distance(topology, a, b) for a, b in pairwise([*ring, ring[0]]))
+
+
 def _ring_of_part(topology: Topology, part: Sequence[Coord]) -> list[Coord]:
     """A ring through the chips of a connected part, with few steps of more than one hop.
 
@@ -218,7 +225,7 @@ def _ring_of_part(topology: Topology, part: Sequence[Coord]) -> list[Coord]:
     """
     graph = {a: topology.neighbours(a) for a in part}
     ring: list[Coord] = []
-    for block in _blocks(graph):
+    for block in biconnected_blocks(graph):
         own = _ring_of_block(topology, block)
         ring = _joined(topology, ring, own) if ring else own
     return _shortened(topology, ring or list(part))
@@ -329,7 +336,7 @@ def _turned(topology: Topology, ring: list[Coord]) -> list[Coord]:
     Without the step the ring is a path. A link from its last chip to one further back makes another
     path with another end, and so on, until two ends are nearer to each other.
     """
-    size, length = len(ring), _length(topology, ring)
+    size, length = len(ring), _ring_length(topology, ring)
     for i in range(size):
         closing = _distance(topology, ring[i - 1], ring[i])
         if closing == 1:
@@ -378,42 +385,3 @@ def _obstacle(topology: Topology, route: Route) -> str:
         if not topology.is_link(a, b):
             return f"failed link {a}-{b}"
     return ""
-
-
-def _number(hops: int) -> str:
-    return {1: "one", 2: "two", 3: "three"}.get(hops, str(hops))
-
-
-# Blocks -----------------------------------------------------------------------------------------
-
-
-def _blocks(graph: Graph) -> list[list[Coord]]:
-    """The largest parts that no single vertex divides, each sharing one with those before it."""
-    order: dict[Coord, int] = {}
-    low: dict[Coord, int] = {}
-    blocks: list[list[Coord]] = []
-    root = next(iter(graph))
-    order[root] = low[root] = 0
-    pending = [root]  # vertices that are in no block yet
-    path = [(root, iter(graph[root]))]
-    while path:
-        here, ends = path[-1]
-        there = next(ends, None)
-        if there is not None:
-            if there not in order:
-                order[there] = low[there] = len(order)
-                pending.append(there)
-                path.append((there, iter(graph[there])))
-            else:
-                low[here] = min(low[here], order[there])
-            continue
-        path.pop()
-        if not path:
-            break
-        parent = path[-1][0]
-        low[parent] = min(low[parent], low[here])
-        if low[here] >= order[parent]:  # nothing below leads above the parent
-            start = pending.index(here)
-            blocks.append([parent, *pending[start:]])
-            del pending[start:]
-    return blocks[::-1]  # from the root on, so that each shares a vertex with one before

@@ -60,7 +60,7 @@ def assemble(state, full_types):
 
 OTHERS = {
     "64": ("8x8", None, {}, {}),
-    "56": ("8x8", "4x2@2,2", {"algorithm": "row_pair"}, {"bucket_bytes": 32 * 2**20}),
+    "56": ("8x8", "4x2@2,2", {"algorithm": "row_pair"}, {"min_size": 2**20}),
     "32": ("4x8", None, {"algorithm": "ring"}, {"order": range(len(jax.tree.leaves(TYPES)))[::-1]}),
 }
 

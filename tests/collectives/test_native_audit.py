@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Network, Topology
-from ftmesh.cost.native_ring import native_ring_seconds
+from ftmesh.cost.executors import native_ring_seconds
 from ftmesh.testing import cpu_grid
 from ftmesh.topology.ring_order import ring_order
 
@@ -223,9 +223,30 @@ def test_permutations_and_exchanges(topology):
         return lax.all_to_all(x, "data", 1, 1, tiled=True)
 
     entry = problem_of(topology, mesh, exchange)
+    assert entry.advice.startswith("exchange along another mesh axis")
     assert entry.problem == "it sends between all pairs of chips, also across failed ones"
     whole = Topology.from_devices(topology.all_devices[:12], shape="4x3")
     assert not ftmesh.audit(compiled(ring_mesh(whole), exchange), "data", plan=whole)
+
+
+def test_embeddings_cut_along_their_features_are_exchanged(topology):
+    """The compiler looks up a part of every row, and then exchanges parts for examples."""
+    mesh = ring_mesh(topology)
+    by_example = NamedSharding(mesh, P("data"))
+    tokens = jax.device_put(np.zeros((24, 4), np.int32), by_example)
+
+    def lookup(table, tokens):
+        return lax.with_sharding_constraint(table[tokens], by_example).sum()
+
+    def audit(spec):
+        table = jax.device_put(np.ones((24, 24), np.float32), NamedSharding(mesh, spec))
+        return ftmesh.audit(jax.jit(lookup).lower(table, tokens), "data", plan=topology)
+
+    (entry,) = audit(P(None, "data"))
+    assert entry.kind == "all-to-all"
+    assert entry.sources == (line_of(lookup, "table[tokens]"),)
+    assert entry.advice.startswith("the compiler moves an array from one sharding to another here")
+    audit(P("data")).require_none()
 
 
 def test_idle_chips_count_as_live(topology):

@@ -90,8 +90,8 @@ class TestMeshes:
         square = tiled("4x4", "2x2@0,0", "2x2")
         assert self.ids(square.jax_mesh(AXES)) == [
             [2, 3, 6, 7],
-            [8, 9, 12, 13],
             [10, 11, 14, 15],
+            [8, 9, 12, 13],
         ]
 
     def test_axis_order_and_one_axis_per_side(self, small):

@@ -169,18 +169,39 @@ def test_a_tree_plan_is_chunked_as_in_one_process(four):
         assert plan.with_reduce_scatter.schedule == alone.with_reduce_scatter.schedule
 
 
-def test_the_primary_chooses_the_executor(four, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "ftmesh.planning.make_plan.kernel_seconds",
-        lambda *args: asked.append(args) or (0.0 if len(asked) == 1 else float("inf")),
-    )
-    tpus = [replace(device, platform="tpu", device_kind="TPU v6 lite") for device in devices(4, 4)]
-    topology = Topology.from_devices(tpus, shape="4x4", failed="2x2@2,2")
-    options = {"payload_bytes": 10**6, "executor": "auto"}
-    for plan in run_in_all(lambda c: agreed_plan(c, topology, "ring", **options), four):
-        assert plan.executor == "pallas"
-    assert len(asked) == 1
+@pytest.mark.parametrize(
+    ("link", "executor"), [("v6e", "xla"), ("50GB/s", "ppermute")], ids=["v6e", "without costs"]
+)
+def test_the_primary_chooses_the_executor(four, link, executor):
+    """And all plan for other payloads, or with a reduce-scatter, as one process does."""
+    calls = []
+
+    def count(*args, **options):
+        calls.append(args)
+        return ftmesh.plan(*args, **options)
+
+    topology = Topology.from_devices(devices(4, 4), shape="4x4", failed="2x2@2,2")
+    options = {"payload_bytes": 10**6, "link": link}
+    alone = ftmesh.plan(topology, **options)
+    assert (alone.executor, alone.chooses_executor) == (executor, True)
+    found = run_in_all(lambda c: agreed_plan(c, topology, planner=count, **options), four)
+    assert len(calls) == 1
+    for plan in found:
+        assert (plan.executor, plan.schedule) == (executor, alone.schedule)
+        assert (plan.is_auto, plan.is_given, plan.chooses_executor) == (True, False, True)
+        assert plan.topology.devices == topology.devices
+        small, expected = plan.for_payload(4), alone.for_payload(4)
+        assert (small.executor, small.schedule) == (expected.executor, expected.schedule)
+        assert plan.with_reduce_scatter.schedule == alone.with_reduce_scatter.schedule
+
+
+def test_all_sum_by_xla_where_that_is_asked_for(four):
+    topology = Topology.from_devices(devices(4, 4), shape="4x4", failed="2x2@2,2")
+    alone = ftmesh.plan(topology, executor="xla")
+    for plan in run_in_all(lambda c: agreed_plan(c, topology, executor="xla"), four):
+        assert (plan.executor, plan.schedule) == ("xla", alone.schedule)
+        assert (plan.is_auto, plan.chooses_executor) == (False, False)
+        assert plan.proof is not None
 
 
 def test_different_plans_are_rejected(four):

@@ -12,6 +12,7 @@ from ftmesh.execute.check_lowered import LoopRounds
 from ftmesh.execute.chunk_tables import ChunkTable
 from ftmesh.execute.lowering import IDLE, Rule, Table, _find_rule, lower
 from ftmesh.schedule.transfers import ADD, COPY, join_transfers, make_transfers
+from ftmesh.topology.ranks import Ranks
 from tests.support.numpy_executor import between_ranks, ranks_of_chips, run
 
 MESHES = {
@@ -198,6 +199,14 @@ def test_idle_devices_have_the_last_ranks():
     held = np.random.default_rng(0).integers(0, 100, (16, program.num_chunks))
     after = run(program, held.copy())
     assert (after == held[program.live].sum(axis=0)).all()  # on idle ranks too
+
+
+@pytest.mark.parametrize("executor", ["ppermute", "xla"])
+def test_ranks_are_named_after_their_chips(executor):
+    topology = Topology.grid("4x4", failed="2x2@0,0")
+    program = ftmesh.plan(topology, "ring", executor=executor).program
+    assert program.names == tuple(f"chip {coord}" for coord in Ranks(topology).coords)
+    assert program.names != tuple(f"chip {coord}" for coord in topology.coords)
 
 
 def test_owned_chunks_by_rank():

@@ -13,6 +13,7 @@ from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.health.replica_check import check_replicas, digest, digest_words
 from ftmesh.testing import cpu_grid
 from ftmesh.testing.unhealthy import UnhealthySpec
+from ftmesh.topology.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -21,17 +22,17 @@ def mesh():
 
 
 def copies(topology, value_of):
-    """Build a replicated array whose copy on rank r is ``value_of(r)``."""
-    parts = [jax.device_put(value_of(rank), d) for rank, d in enumerate(topology.devices)]
+    """Build a replicated array whose copy on chip r, in grid order, is ``value_of(r)``."""
+    parts = [jax.device_put(value_of(chip), d) for chip, d in enumerate(topology.devices)]
     sharding = NamedSharding(jax_mesh(topology, "data"), P())
     return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, parts)
 
 
-def tree(topology, wrong=lambda rank, host: host):
+def tree(topology, wrong=lambda chip, host: host):
     return {
-        "kernel": copies(topology, lambda rank: np.ones((13, 7), np.float32)),
-        "half": copies(topology, lambda rank: np.full(9, 0.5, ml_dtypes.bfloat16)),
-        "count": copies(topology, lambda rank: wrong(rank, np.arange(5, dtype=np.int32))),
+        "kernel": copies(topology, lambda chip: np.ones((13, 7), np.float32)),
+        "half": copies(topology, lambda chip: np.full(9, 0.5, ml_dtypes.bfloat16)),
+        "count": copies(topology, lambda chip: wrong(chip, np.arange(5, dtype=np.int32))),
     }
 
 
@@ -41,20 +42,20 @@ def test_equal_replicas(mesh):
 
 
 def test_one_bit_of_one_copy(mesh):
-    def wrong(rank, host):
-        return host ^ (1 << 30) * (rank == 3) * (host == 4)
+    def wrong(chip, host):
+        return host ^ (1 << 30) * (chip == 3) * (host == 4)
 
     assert mesh.coords[3] == (0, 1)
     assert check_replicas(tree(mesh, wrong), mesh) == ((0, 1),)
 
 
 def test_several_and_a_tie(mesh):
-    assert check_replicas(tree(mesh, lambda rank, x: x + (rank in (1, 6))), mesh) == (
+    assert check_replicas(tree(mesh, lambda chip, x: x + (chip in (1, 6))), mesh) == (
         (2, 0),
         (3, 1),
     )
     pair = cpu_grid("2x1")
-    assert check_replicas(tree(pair, lambda rank, x: x + rank), pair) == ((0, 0), (1, 0))
+    assert check_replicas(tree(pair, lambda chip, x: x + chip), pair) == ((0, 0), (1, 0))
 
 
 @pytest.mark.parametrize(("text", "chips"), [("wrong@2,1", ((2, 1),)), ("", ())])
@@ -62,13 +63,13 @@ def test_wrong_chip_in_a_training_step(mesh, text, chips):
     unhealthy = UnhealthySpec.parse(text, mesh)
 
     def step(params):
-        index = jnp.asarray([*map(mesh.grid_index, mesh.coords)])[jax.lax.axis_index("data")]
+        index = jnp.asarray([*map(mesh.grid_index, Ranks(mesh).coords)])[jax.lax.axis_index("data")]
         return {"w": params["w"] * 2, "b": unhealthy.corrupt(params["b"], index)}
 
     mapped = jax.shard_map(
-        step, mesh=mesh.jax_mesh("data"), in_specs=P(), out_specs=P(), check_vma=False
+        step, mesh=jax_mesh(mesh, "data"), in_specs=P(), out_specs=P(), check_vma=False
     )
-    ones = copies(mesh, lambda rank: np.ones(100, np.float32))
+    ones = copies(mesh, lambda chip: np.ones(100, np.float32))
     params = jax.jit(mapped)({"w": ones, "b": ones})
     assert check_replicas(params, mesh) == chips
     assert check_replicas(params["w"], mesh) == ()
@@ -100,13 +101,13 @@ def test_numpy_agrees_and_keys_have_digests():
 
 
 def test_arrays_that_are_not_replicated_are_rejected(mesh):
-    split = NamedSharding(mesh.jax_mesh("data"), P("data"))
+    split = NamedSharding(jax_mesh(mesh, "data"), P("data"))
     with pytest.raises(ArgumentError, match=r"shape \(14,\) has the sharding .*only arrays"):
         check_replicas(jax.device_put(np.zeros(14), split), mesh)
     with pytest.raises(ArgumentError, match="has the sharding None"):
         check_replicas(np.zeros(3), mesh)
     with pytest.raises(TopologyError, match="has no devices"):
         check_replicas(tree(mesh), Topology.grid("4x2"))
-    other = copies(cpu_grid("2x1"), lambda rank: np.zeros(3))
+    other = copies(cpu_grid("2x1"), lambda chip: np.zeros(3))
     with pytest.raises(ArgumentError, match="different meshes"):
         check_replicas([other, *tree(mesh).values()], mesh)

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
-from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -19,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError, BatchSizeWarning, TiledTopology, Topology
-from ftmesh.layout.batch_padding import BatchPadding
+from ftmesh.layout.batch_shares import BatchPadding
 from ftmesh.testing import cpu_grid
 from tests.support.native_batch import (
     LOSSES,
@@ -223,29 +221,6 @@ def test_dropout_of_examples_stays_as_it_was():
     padded, _ = ftmesh.pad_batch(x, 252)
     drop = jax.jit(lambda x: jax.random.bernoulli(jax.random.key(3), 0.5, x.shape))
     assert (drop(padded)[:256] == drop(x)).all()
-
-
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_batch_norms_take_the_mask(kind):
-    x = np.random.default_rng(0).normal(3, 2, (46, 5)).astype(np.float32)
-
-    def normed(x, mask):
-        if kind == "nnx":
-            norm = nnx.BatchNorm(5, rngs=nnx.Rngs(0))
-            return norm(x, mask=mask), norm.mean[...], norm.var[...]
-        norm = nn.BatchNorm(use_running_average=False)
-        variables = norm.init(jax.random.key(0), x)
-        y, new = norm.apply(variables, x, mask=mask, mutable=["batch_stats"])
-        return y, new["batch_stats"]["mean"], new["batch_stats"]["var"]
-
-    padded, mask = ftmesh.pad_batch(x, 12)
-    (y, *stats), (expected, *others) = normed(padded, mask[:, None]), normed(x, None)
-    np.testing.assert_allclose(y[:46], expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(stats, others, rtol=1e-5)
-    counted = normed(padded, None)[1]
-    assert abs(counted - others[0]).max() > 1e-4, (
-        "padding must matter for the test to mean something"
-    )
 
 
 def test_padding_computes_nothing_that_examples_do_not():

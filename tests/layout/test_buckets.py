@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftmesh.layout.buckets import Packing, make_buckets, pack, unpack
-from ftmesh.layout.element_order import WIDTH, from_tile_order, to_tile_order
+from ftmesh.layout.buckets import (
+    WIDTH,
+    Packing,
+    from_tile_order,
+    make_buckets,
+    pack,
+    to_tile_order,
+    unpack,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

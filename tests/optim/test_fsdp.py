@@ -1,12 +1,14 @@
 """Weights that are cut along the axis of the plan itself: each rank updates its own piece."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
@@ -101,6 +103,36 @@ def test_in_jit(plan, six, name, axes):
             assert tree["bias"].shape == (plan.program.num_ranks,)
 
 
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_explicit_axes_need_no_specs(six, name):
+    """Types tell how weights are sharded, and norms are those of full tensors."""
+    plan, mesh = six
+    explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    transformation, tx = TRANSFORMATIONS[name], plan.shard(TRANSFORMATIONS[name])
+
+    def step(tx, params, state):
+        grads = jax.tree.map(lambda p: jnp.sin(7 * p), params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(explicit):
+        shardings = jax.tree.map(lambda spec: NamedSharding(explicit, spec), ALONG_BOTH)
+        params = jax.device_put(PARAMS, shardings)
+        state = tx.init(params)
+        for _ in range(2):
+            params, state = jax.jit(partial(step, tx))(params, state)
+        full = tx.gather_state(state, params)
+        again = tx.shard_state(full, params)
+    want, want_state = PARAMS, transformation.init(PARAMS)
+    for _ in range(2):
+        want, want_state = step(transformation, want, want_state)
+    assert_close(jax.device_get(params), jax.device_get(want))
+    assert_close(jax.device_get(full), jax.device_get(want_state))
+    for leaf, other in zip(*map(jax.tree.leaves, (again, state)), strict=True):
+        assert leaf.sharding == other.sharding
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
+
+
 def fsdp_step(tx, *, has_mean):
     """Return a step of a rank: `in` is gathered, and what is left is replicated."""
 
@@ -124,7 +156,12 @@ def fsdp_step(tx, *, has_mean):
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize(
     ("has_mean", "overlap", "check_vma"),
-    [(True, False, True), (False, False, False), (False, True, True), (False, True, False)],
+    [
+        (True, False, True),
+        (False, False, False),
+        pytest.param(False, True, True, marks=pytest.mark.slow),
+        pytest.param(False, True, False, marks=pytest.mark.slow),
+    ],
 )
 def test_in_shard_map(plan, name, has_mean, overlap, check_vma):
     specs = {"in": P("data"), "hidden": P(), "out": P(), "bias": P()}

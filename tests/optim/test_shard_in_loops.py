@@ -178,6 +178,22 @@ def test_weights_that_are_sharded_along_another_axis(six, name):
     assert "all-gather" not in text
 
 
+def test_a_state_of_other_specs(six):
+    """Its arrays have other shapes, so it is rejected and not permuted."""
+    plan, mesh = six
+    columns, rows = (
+        plan.shard(optax.sgd(0.1, 0.9), specs={"w": spec}, mesh=mesh)
+        for spec in (P(None, "model"), P("model"))
+    )
+    params = {"w": jnp.ones((12, 24))}
+    state = columns.init(params)
+    columns.update(params, state, params)
+    with pytest.raises(ArgumentError, match=r"shape \(1, 2, 144\) where .* stores \(2, 1, 144\)"):
+        rows.update(params, state, params)
+    moved = rows.shard_state(columns.gather_state(state, params), params)
+    rows.update(params, moved, params)
+
+
 def test_a_mesh_with_another_axis_needs_specs(six):
     plan, mesh = six
     with pytest.raises(ArgumentError, match="are sharded along them is not known here"):

@@ -97,14 +97,13 @@ def test_sharded_and_unsharded_agree_on_a_damaged_mesh(damaged, name):
 
 @pytest.mark.parametrize(("name", "slots"), [("sgd", 1), ("lamb", 2)])
 def test_a_chip_stores_one_part_in_as_many_as_there_are_chips(damaged, name, slots):
-    """For a large model; nothing is computed."""
+    """For a large model; nothing is computed. Matrices are cut by whole rows: 18 of 1,024."""
     shapes = {f"layer {i}": (1024, 4096) for i in range(40)} | {"bias": (30522,)}
     params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     optimizer = ShardedOptimizer(OPTIMIZERS[name], damaged, "data")
-    total = sum(map(math.prod, shapes.values()))
     stored = jax.eval_shape(optimizer.init, params)
     own = sum(leaf.size // 60 for leaf in jax.tree.leaves(stored) if leaf.ndim)
-    assert slots * total / 60 <= own <= 1.0001 * slots * total / 60
+    assert own == slots * (40 * 18 * 4096 + 509)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "row_pair"])

@@ -30,9 +30,10 @@ def main():
         found = examine(topology, group=group, probes=probes)
         sharding = NamedSharding(jax_mesh(topology, "data"), P())
         own = [d for d in topology.devices if d.process_index == group.process]
-        ranks = [topology.devices.index(device) for device in own]
+        chips = [topology.devices.index(device) for device in own]
         copies = [
-            jax.device_put(np.arange(9) + (r == 6), d) for r, d in zip(ranks, own, strict=True)
+            jax.device_put(np.arange(9) + (chip == 6), device)
+            for chip, device in zip(chips, own, strict=True)
         ]
         array = jax.make_array_from_single_device_arrays((9,), sharding, copies)
         differ = check_replicas([array], topology, group=group)

@@ -17,7 +17,7 @@ from examples.soak.pod import FAST_COMPILE, LIMITS, MESH, PHASE_LIMIT, Pod, phas
 from examples.soak.train import PRESETS
 from ftmesh.testing.fault_injection import recorded_processes
 from ftmesh.testing.fault_spec import draw_faults
-from ftmesh.topology.ranks import backup_ranks
+from ftmesh.topology.ranks import Ranks, backup_ranks
 from ftmesh.topology.topology import Topology
 from tests.support.more import more
 
@@ -127,7 +127,7 @@ def test_two_hosts_at_once(undisturbed, tmp_path):
 def test_two_hosts_hold_the_backups_of_each_other():
     """The assumption of the test above."""
     topology = Topology.grid(MESH)
-    hosts = [x // 2 + 2 * (y // 2) for x, y in topology.coords]
+    hosts = [x // 2 + 2 * (y // 2) for x, y in Ranks(topology).coords]
     backups = backup_ranks(topology, hosts)
     pairs = {(hosts[rank], hosts[partner]) for rank, partner in enumerate(backups)}
     assert pairs & {(2, 3), (3, 2)}

@@ -66,12 +66,12 @@ PLACEMENTS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "row_pair on devices": (
         partial(cpu_grid, "4x4", **DAMAGE),
         {"algorithm": "row_pair"},
-        {"bucket_bytes": 2000},
+        {"min_size": 40},
     ),
     "ring in another order": (
         partial(Topology.grid, "4x4", **DAMAGE),
-        {"algorithm": "ring"},
-        {"order": range(12)[::-1], "bucket_bytes": 9999},
+        {"algorithm": "ring", "overlap": True, "bucket_bytes": 9999},
+        {"order": range(12)[::-1]},
     ),
     "idle on devices": (partial(cpu_grid, "4x4", failed="2x2@2,2"), {"with_idle": True}, {}),
     "two to a chip": (

@@ -27,7 +27,7 @@ SHAPES = {"kernel": (13, 7), "tiles": (40, 64), "bias": (300,), "one": (1,), "la
 def sharded_setup(failed="", partners=None):
     """Set up LAMB on 4x4; with `partners`, ranks have copies of each other's shards."""
     parallel = replace(DataParallel.create(cpu_grid("4x4", failed=failed)), partners=partners)
-    optimizer = parallel.optimizer(lamb(0.1, weight_decay=0.01), bucket_bytes=4000)
+    optimizer = parallel.optimizer(lamb(0.1, weight_decay=0.01))
     params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in SHAPES.items()}
     specs = optimizer.specs(params)
     first = parallel.jit(optimizer.init, in_specs=(REPLICATED,), out_specs=specs)

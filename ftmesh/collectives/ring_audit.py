@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from ftmesh.cost.executors import Operation, native_ring_seconds
 from ftmesh.cost.links import Network, network_for
-from ftmesh.cost.native_ring import Operation, native_ring_seconds
 from ftmesh.cost.wire_precision import FLOAT_FORMATS, LARGEST_ERROR, worst_error
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.hlo_text import Computations, Ids, Instruction

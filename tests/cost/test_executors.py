@@ -8,7 +8,7 @@ import pytest
 import ftmesh
 from ftmesh import ArgumentError, Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost.kernel_model import kernel_seconds
+from ftmesh.cost.executors import kernel_seconds
 from ftmesh.cost.links import DEFAULT, NETWORKS
 from ftmesh.cost.simulate import DATAFLOW, Simulator
 from ftmesh.testing import cpu_grid
