@@ -37,9 +37,13 @@ def x64():
         yield
 
 
+def make_plan(executor):
+    return ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), "ring", executor=executor)
+
+
 @pytest.fixture(scope="module")
 def plan():
-    return ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), "ring")
+    return make_plan("ppermute")
 
 
 def total(table, weights, batch, key):
@@ -62,7 +66,7 @@ def differences(result, expected):
     for (path, b), a in zip(pairs, jax.tree.leaves(result), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), path
         error = np.max(np.abs(np.float64(a) - np.float64(b)) / (1 + np.abs(b)), initial=0.0)
-        if not error < 1e-9:
+        if not error < 1e-7:
             found[jax.tree_util.keystr(path)] = error
     return found
 
@@ -71,12 +75,19 @@ def expected_of(loss, args):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(*args)
 
 
-@pytest.mark.parametrize("size", [26, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("executor", "size"),
+    [
+        ("xla", 26),  # compiled in half the time
+        pytest.param("ppermute", 26, marks=pytest.mark.slow),
+        pytest.param("ppermute", 24, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("table", GROUPS, ids=lambda table: next(iter(table)))
-def test_equal(plan, table, size):
-    """In float64, where sums in another order make no difference that counts."""
+def test_equal(table, executor, size):
+    """In float64 but for one loss, so that sums in another order make no difference that counts."""
     args = WEIGHTS, make_batch(size), jax.random.key(KEY_SEED)
-    loss = partial(total, table)
+    loss, plan = partial(total, table), make_plan(executor)
     result = jax.jit(plan.value_and_grad(loss, has_aux=True, replicated=2))(*args)
     assert not differences(result, expected_of(loss, args))
 
