@@ -30,7 +30,7 @@ def check(steps, size):
     return True
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 def test_equal_or_rejected(steps):
     """A batch that three ranks can share equally, and one that they cannot."""
@@ -39,7 +39,7 @@ def test_equal_or_rejected(steps):
 
 
 @pytest.mark.slow
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(max_steps=12))
 def test_many_equal_or_rejected(steps):
     check(steps, 12)
