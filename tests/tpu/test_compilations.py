@@ -125,7 +125,7 @@ from ftmesh.tpu.cycles import estimate
 from ftmesh.tpu.slices import tpu_devices
 
 topology = ftmesh.Topology.from_devices(tpu_devices("v6e:4x4"), failed="2x2@2,2")
-plan = ftmesh.plan(topology, "row_pair")
+plan = ftmesh.plan(topology, executor="xla")
 shapes = [(30_522, 1024), (1024, 4096)]
 
 def step(*leaves):
@@ -150,12 +150,11 @@ print(json.dumps(cycles))
 @pytest.mark.slow
 @needs_libtpu
 def test_a_sharded_update_neither_pads_nor_slices():
-    """For a leaf that does not fill its tiles, either would take a TPU twice as long as a copy."""
+    """Besides the sum and the gather, an array of 125 MB is copied once, and nothing else."""
     cycles = run_json("-c", SHARDED_UPDATE)
-    assert len(cycles["AllocateBuffer"]) == 1
-    assert "broadcast" not in cycles
-    assert "slice" not in cycles
-    assert max(cycles["fusion"]) > 300_000  # a copy
+    assert set(cycles) <= {"parameter", "all-reduce", "all-gather", "bitcast", "copy", "tuple"}
+    assert [len(cycles[kind]) for kind in ("all-reduce", "all-gather", "copy")] == [1, 1, 1]
+    assert 300_000 < cycles["copy"][0] < 400_000
 
 
 def assert_cycles_add_up(report):
