@@ -118,7 +118,8 @@ def test_pmap(twelve):
         updates, _ = optimizer.update(grads, optimizer.init(SMALL_PARAMS), SMALL_PARAMS)
         return optax.apply_updates(SMALL_PARAMS, updates)
 
-    run = jax.pmap(step, axis_name="batch", devices=twelve.topology.devices)
+    devices = list(twelve.jax_mesh("batch").devices.flat)
+    run = jax.pmap(step, axis_name="batch", devices=devices)
     params = jax.tree.map(lambda p: p[3], run(gradients(SMALL_PARAMS, 12, 0)))
     assert_close(params, train_unsharded(OPTIMIZERS["lars"], SMALL_PARAMS, 12, steps=1)[0])
 
