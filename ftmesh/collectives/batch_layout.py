@@ -140,6 +140,9 @@ class RankUnits:
 
     def gather_rows(self, x: Any, layout: BatchLayout) -> Any:
         """The rows of all ranks, without padding."""
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            words = self.gather_rows(jax.random.key_data(x), layout)
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
         numbers = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
         dim, shape = layout.dim, x.shape
         split = (layout.outer, self.local_units, layout.inner)

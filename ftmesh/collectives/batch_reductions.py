@@ -47,7 +47,8 @@ def reduce(scope: Scope, eqn: Any) -> None:
         below = sum(axis < layout.dim for axis in axes)
         scope.emit_as_is(eqn, [layout.at(layout.dim - below)], None)
         return
-    if name == "reduce_xor":
+    is_bitwise = name in ("reduce_and", "reduce_or") and dtype != np.bool_
+    if name == "reduce_xor" or is_bitwise:
         raise MixedExamplesError("combines all examples")
     fill = _neutral(name, dtype)
 

@@ -25,6 +25,8 @@ from ftmesh.collectives.batch_program import (
 )
 from ftmesh.collectives.partitioning import entry_axes
 
+SMALL = 4_096  # elements that are summed by themselves at little cost
+
 # Element by element -----------------------------------------------------------------------------
 
 ELEMENTWISE = (
@@ -136,10 +138,22 @@ def linear(scope: Scope, eqn: Any) -> None:
 
 @rule("convert_element_type")
 def convert(scope: Scope, eqn: Any) -> None:
-    """Conversions to inexact numbers are linear but for their rounding."""
-    if not jnp.issubdtype(eqn.outvars[0].aval.dtype, np.inexact):
-        scope.sum_partial(*eqn.invars)
+    """Conversions between inexact numbers are linear but for their rounding.
+
+    Parts of whole numbers may have wrapped around where their sum does not. Parts of a small sum,
+    and those that may not fit where their sum does, are summed before they lose bits; large
+    gradients are summed in more bits than they have anyway.
+    """
+    (x,), dtype = eqn.invars, eqn.outvars[0].aval.dtype
+    is_linear = jnp.issubdtype(x.aval.dtype, np.inexact) and jnp.issubdtype(dtype, np.inexact)
+    if not is_linear or _loses_bits(x.aval, dtype):
+        scope.sum_partial(x)
     linear(scope, eqn)
+
+
+def _loses_bits(aval: Any, dtype: Any) -> bool:
+    old, new = jnp.finfo(aval.dtype), jnp.finfo(dtype)
+    return bool(new.maxexp < old.maxexp or (new.bits < old.bits and aval.size <= SMALL))
 
 
 @rule("optimization_barrier")
@@ -198,6 +212,8 @@ def reshape(scope: Scope, eqn: Any) -> None:
     if not layout.is_rows:
         scope.emit_as_is(eqn, [layout], None)
         return
+    if 0 in old:
+        raise MixedExamplesError("reshapes an array without elements")
     units = scope.ranks.units
     stride = math.prod(old[layout.dim + 1 :]) * layout.inner  # of units, in the array in order
     minors = []  # numbers of units in a row, if the new shape makes a matrix of them

@@ -318,6 +318,8 @@ class ArgumentRoles:
                 f"the loss was given {num_args} arguments, and argnums or replicated name {wrong}"
             )
         weights, replicated = ([i % num_args for i in some] for some in (weights, replicated))
+        if len(set(weights)) < len(weights):
+            raise ArgumentError(f"argnums {tuple(weights)} name an argument more than once")
         if both := set(weights) & set(replicated):
             raise ArgumentError(f"arguments {sorted(both)} are both in argnums and in replicated")
         batch = (i for i in range(num_args) if i not in {*weights, *replicated})

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute import _compat
+from ftmesh.execute.context import check_mesh_devices
 from ftmesh.execute.types import AxisName, PlanLike, PyTree, Specs
 
 REPLICATED = PartitionSpec()
@@ -164,6 +165,12 @@ class MeshContext:
     axis_name: AxisName
     other_axes: tuple[Any, ...]  # of more than one device
     is_explicit: bool
+
+    def check_devices(self, plan: PlanLike) -> None:
+        """Raise CollectiveError for a mesh of other devices than the plan's, or another order."""
+        if isinstance(self.mesh, jax.sharding.Mesh):
+            lines = plan.program.device_lines
+            check_mesh_devices(self.mesh.devices, self.mesh.axis_names, self.axis_name, *lines)
 
     @staticmethod
     def find(plan: PlanLike, axis_name: AxisName, args: PyTree, mesh: Any) -> MeshContext:

@@ -40,6 +40,10 @@ _HLO_FLOATS = {
 }  # fmt: skip
 
 ORDER = "make the mesh by plan.jax_mesh({axis!r}), whose devices stand along a ring of neighbours"
+NO_RING = (
+    "no ring through these chips is clear of failures: sum along {axis!r} by plan.value_and_grad, "
+    "or by plan.psum in jax.shard_map, on a plan with executor='ppermute'"
+)
 PERMUTATION = (
     "permute between neighbours on plan.jax_mesh({axis!r}), or along another mesh axis: routes "
     "between others know nothing of failures"
@@ -135,7 +139,8 @@ class NativeRing:
             return self._judge_permutation(orders, num_bytes)
         for order in orders:
             if order.blocked:
-                return RingVerdict(self._blocked(order.blocked), ORDER)
+                advice = NO_RING if self.best.blocked else ORDER
+                return RingVerdict(self._blocked(order.blocked), advice)
         seconds = max(self._seconds(kind, order, num_bytes) for order in orders)
         for order in orders:
             is_whole = {*order.coords} == {*self.best.coords}

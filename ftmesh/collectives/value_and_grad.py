@@ -143,6 +143,7 @@ def _of_whole_batch(
 
     def make() -> Callable[..., list[Any]]:
         if ranks.plan.executor == XLA and shares.is_even:
+            context.check_devices(ranks.plan)
             return on_native_path(traced.without_arrays(), context, weight_specs)
         partitioned = PartitionedLoss.find(traced.without_arrays(), ranks)
         return partitioned.rank_program(ranks, weight_specs).on_mesh(context)

@@ -319,7 +319,10 @@ class Plan(BoundCollectives):
                 for one in (native, other)
                 if not one.rejection
             ]
-            lines.append(f"  the cheaper of {' and '.join(costs)}, by simulation")
+            if native.rejection:
+                lines.append(f"  not summed by XLA: {native.rejection}")
+            else:
+                lines.append(f"  the cheaper of {' and '.join(costs)}, by simulation")
         return lines
 
     def _precision_lines(self) -> list[str]:

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
-from ftmesh import ArgumentError
+from ftmesh import ArgumentError, CollectiveError
 from ftmesh.collectives import compiled_cache
 from ftmesh.testing import cpu_grid
 from tests.support.whole_batch import (
@@ -65,6 +65,19 @@ class TestInJit:
         assert_close(result, jax.value_and_grad(loss)(*ARGS))
         ftmesh.audit(program, "data").require_none()
         assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(result))
+
+    @pytest.mark.parametrize("executor", ["xla", "ppermute"])
+    def test_a_mesh_in_another_order(self, executor):
+        plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), executor=executor)
+        devices = plan.jax_mesh("data").devices.copy()
+        devices[[1, 2]] = devices[[2, 1]]
+        run = plan.value_and_grad(loss, mesh=Mesh(devices, "data"))
+        with pytest.raises(CollectiveError, match="rank 1 should be"):
+            jax.jit(run)(*ARGS)
+
+    def test_an_argument_named_twice(self, even):
+        with pytest.raises(ArgumentError, match=r"argnums \(0, 0\) name an argument more"):
+            even.value_and_grad(loss, argnums=(0, 0))(*ARGS)
 
     def test_plain_jax_inserts_an_all_reduce(self, even):
         """The audit of the other tests would find it."""

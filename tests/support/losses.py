@@ -403,6 +403,9 @@ AUX = {
     "batch statistics of Linen": lambda p, b, k: (squares(p, b).mean(), NORMED.apply(p["normed"], b.x, mutable=["batch_stats"])[1]),
     "moving average of statistics": lambda p, b, k: (squares(p, b).mean(), 0.9 * p["u"] + 0.1 * b.x.mean(0)),
     "norm of a gradient": lambda p, b, k: (squares(p, b).mean(), optax.tree.norm(jax.grad(lambda q: squares(q, b).mean())(p)["w"])),
+    "unsigned counts": lambda p, b, k: (squares(p, b).mean(), (b.mask.size - (b.mask > 0).astype(jnp.uint8).sum()) / b.mask.size),
+    "sums that wrap around": lambda p, b, k: (squares(p, b).mean(), (b.label + 90).astype(jnp.int8).sum(dtype=jnp.int8).astype(float)),
+    "sums in few bits": lambda p, b, k: (squares(p, b).mean(), ((b.y * 7e3).sum() / 7e3).astype(jnp.float16)),
     "nested": lambda p, b, k: (squares(p, b), [{"loss": (squares(p, b), squares(p, b).sum())}, b.tokens.max()]),
 }  # fmt: skip
 
@@ -425,6 +428,7 @@ REJECTED = {
     "hardest examples": (lambda p, b, k: hardest(squares(p, b)), "lax.top_k(each, 4)"),
     "median of errors": (lambda p, b, k: jnp.median(squares(p, b)), "jnp.median(squares(p, b))"),
     "sorted errors": (lambda p, b, k: (jnp.sort(squares(p, b)) * jnp.arange(len(b.x))).mean(), "jnp.sort(squares(p, b))"),
+    "bits of any example": (lambda p, b, k: squares(p, b).mean() * jnp.bitwise_or.reduce(b.label), "jnp.bitwise_or.reduce(b.label)"),
     "one example": (lambda p, b, k: squares(p, b)[0], "squares(p, b)[0]"),
     "half of the batch": (lambda p, b, k: squares(p, b)[: len(b.x) // 2].mean(), "squares(p, b)[: len(b.x) // 2]"),
     "product of all": (lambda p, b, k: jnp.prod(1 + squares(p, b) / 50), "jnp.prod(1 + squares(p, b) / 50)"),
