@@ -24,6 +24,7 @@ from tests.support.losses import (
     groups,
     make_batch,
 )
+from tests.support.more import more
 
 pytestmark = pytest.mark.usefixtures("quick_compiler", "x64")
 
@@ -79,7 +80,7 @@ def expected_of(loss, args):
     ("executor", "size"),
     [
         ("xla", 26),  # compiled in half the time
-        pytest.param("ppermute", 26, marks=pytest.mark.slow),
+        pytest.param("ppermute", 26, marks=(pytest.mark.slow, more)),
         pytest.param("ppermute", 24, marks=pytest.mark.slow),
     ],
 )

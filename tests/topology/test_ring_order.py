@@ -31,6 +31,7 @@ from ftmesh.planning.selection import select_algorithm
 from ftmesh.testing import cpu_grid
 from ftmesh.topology.ranks import Ranks
 from ftmesh.topology.ring_order import RingOrder, ring_order
+from tests.support.more import more
 from tests.support.random_damage import (
     fewest_long_steps,
     find_circuit_by_force,
@@ -85,7 +86,7 @@ def test_a_circuit_wherever_an_exhaustive_search_finds_one():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=more) for n in range(2, 9))])
 def test_a_circuit_wherever_an_exhaustive_search_finds_one_on_more_meshes(seed):
     found = check_against_all_circuits(seed, 1_000)
     assert found[True] > 200
@@ -140,6 +141,7 @@ def test_random_damages_have_rings():
     assert (blocked > 0).mean() < 0.2
 
 
+@more
 @pytest.mark.slow
 def test_5000_random_damages_have_rings(capsys):
     """The figures of this test are printed: run it with -s."""
@@ -363,6 +365,7 @@ class TestSelection:
         assert native == pytest.approx(8.19e-3, abs=1e-5)
         assert native > 3 * pairs
 
+    @more
     @pytest.mark.slow
     def test_auto_takes_trees_on_thousands_of_chips(self):
         large = Topology.grid("64x64", failed="2x2@2,2")
