@@ -27,7 +27,10 @@ CHANGES = {
         MESH,
         ('jax.value_and_grad(lambda p: lax.pmean(loss_of(p), "data"))', GRADS[1]),
     ],
-    "over_pmap": [PMEAN],
+    "over_pmap": [
+        PMEAN,
+        ("devices=list(devices)", 'devices=list(plan.jax_mesh("batch").devices)'),
+    ],
 }
 
 
