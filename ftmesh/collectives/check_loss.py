@@ -12,7 +12,7 @@ import numpy as np
 from ftmesh.collectives.local_loss import ArgumentRoles, Loss
 from ftmesh.collectives.value_and_grad import value_and_grad
 from ftmesh.errors import CollectiveError
-from ftmesh.execute.types import PlanLike, PyTree
+from ftmesh.execute.types import AxisName, PlanLike, PyTree, Specs
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,13 @@ def check_loss(
     tolerance: float = 1e-5,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    axis_name: AxisName = "data",
     weighted: bool = False,
+    per_rank: bool = False,
     replicated: int | Sequence[int] = (),
-    **options: Any,
+    specs: Specs = None,
+    mesh: Any = None,
+    reduce_aux: Callable[[PyTree], PyTree] | None = None,
 ) -> LossCheck:
     """Compare the value, the gradients and aux of a loss on the plan with those of JAX alone.
 
@@ -79,7 +83,9 @@ def check_loss(
     Args:
         tolerance: The largest difference that counts as rounding, in units of the largest number
             of the array.
-        loss, args, argnums, has_aux, weighted, replicated, options: As for `Plan.value_and_grad`.
+        loss, args, plan: The loss, what it is called with, and the plan.
+        argnums, has_aux, axis_name, weighted, per_rank, replicated, specs, mesh, reduce_aux:
+            As for `Plan.value_and_grad`.
 
     Raises:
         ArgumentError: The loss is rejected; the message names the line.
@@ -89,9 +95,13 @@ def check_loss(
         argnums,
         has_aux,
         plan=plan,
+        axis_name=axis_name,
         weighted=weighted,
+        per_rank=per_rank,
         replicated=replicated,
-        **options,
+        specs=specs,
+        mesh=mesh,
+        reduce_aux=reduce_aux,
     )
     outcome = on_plan(*args)
     (value, aux), grads = outcome if has_aux else ((outcome[0], None), outcome[1])
@@ -108,10 +118,8 @@ def check_loss(
     expected = {"value": plain_value, "gradient": plain_grads, "aux": plain_aux}
     entries = []
     for name, tree in expected.items():
-        found = jax.tree.leaves(results[name])
-        for (path, want), have in zip(
-            jax.tree_util.tree_leaves_with_path(tree), found, strict=True
-        ):
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        for (path, want), have in zip(leaves, jax.tree.leaves(results[name]), strict=True):
             title = f"{name}{jax.tree_util.keystr(path)}"
             entries.append(Comparison(title, _difference(have, want), tolerance))
     return LossCheck(entries)

@@ -126,11 +126,29 @@ class BoundCollectives:
             wire_dtype=wire_dtype, accumulate_dtype=accumulate_dtype, bucket_bytes=bucket_bytes,
         )  # fmt: skip
 
-    def check(self, loss: Callable[..., Any], *args: PyTree, **options: Any) -> LossCheck:
+    def check(
+        self,
+        loss: Callable[..., Any],
+        *args: PyTree,
+        tolerance: float = 1e-5,
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        axis_name: AxisName = "data",
+        weighted: bool = False,
+        per_rank: bool = False,
+        replicated: int | Sequence[int] = (),
+        specs: Specs = None,
+        mesh: Mesh | None = None,
+        reduce_aux: Callable[[PyTree], PyTree] | None = None,
+    ) -> LossCheck:
         """Compare `value_and_grad` with JAX's own; see `ftmesh.collectives.check_loss`."""
         from ftmesh.collectives.check_loss import check_loss
 
-        return check_loss(loss, args, plan=self._plan, **options)
+        return check_loss(
+            loss, args, plan=self._plan, tolerance=tolerance, argnums=argnums, has_aux=has_aux,
+            axis_name=axis_name, weighted=weighted, per_rank=per_rank, replicated=replicated,
+            specs=specs, mesh=mesh, reduce_aux=reduce_aux,
+        )  # fmt: skip
 
     def shard(
         self,

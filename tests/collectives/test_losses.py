@@ -63,13 +63,13 @@ def differences(result, expected):
     """The names of results that differ, and by how much."""
     pairs = jax.tree_util.tree_leaves_with_path(expected)
     assert jax.tree.structure(result) == jax.tree.structure(expected)
-    found = {}
+    differing = {}
     for (path, b), a in zip(pairs, jax.tree.leaves(result), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype), path
         error = np.max(np.abs(np.float64(a) - np.float64(b)) / (1 + np.abs(b)), initial=0.0)
         if not error < 1e-7:
-            found[jax.tree_util.keystr(path)] = error
-    return found
+            differing[jax.tree_util.keystr(path)] = error
+    return differing
 
 
 def expected_of(loss, args):

@@ -184,9 +184,9 @@ def test_the_primary_chooses_the_executor(four, link, executor):
     options = {"payload_bytes": 10**6, "link": link}
     alone = ftmesh.plan(topology, **options)
     assert (alone.executor, alone.chooses_executor) == (executor, True)
-    found = run_in_all(lambda c: agreed_plan(c, topology, planner=count, **options), four)
+    plans = run_in_all(lambda c: agreed_plan(c, topology, planner=count, **options), four)
     assert len(calls) == 1
-    for plan in found:
+    for plan in plans:
         assert (plan.executor, plan.schedule) == (executor, alone.schedule)
         assert (plan.is_auto, plan.is_given, plan.chooses_executor) == (True, False, True)
         assert plan.topology.devices == topology.devices

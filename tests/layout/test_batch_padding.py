@@ -161,10 +161,10 @@ class TestBadBatches:
     ("shape", "failed", "ranks"), [("4x4", "1x1@2,2", 15), ("8x8", "2x2@2,2", 60)]
 )
 def test_256_examples_train_as_on_the_whole_mesh(shape, failed, ranks):
-    found = differences(shape, failed)
-    assert found.pop("ranks") == ranks
-    assert found.keys() == LOSSES.keys()
-    assert max(found.values()) < 1e-6
+    errors = differences(shape, failed)
+    assert errors.pop("ranks") == ranks
+    assert errors.keys() == LOSSES.keys()
+    assert max(errors.values()) < 1e-6
 
 
 def test_256_examples_on_252_ranks_train_as_on_the_whole_mesh():
@@ -174,9 +174,9 @@ def test_256_examples_on_252_ranks_train_as_on_the_whole_mesh():
         capture_output=True, text=True, cwd=ROOT, env={**os.environ, "XLA_FLAGS": flags},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found.pop("ranks") == 252
-    assert max(found.values()) < 1e-6
+    errors = json.loads(done.stdout)
+    assert errors.pop("ranks") == 252
+    assert max(errors.values()) < 1e-6
 
 
 def test_a_mean_that_counts_padding_differs():

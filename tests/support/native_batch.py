@@ -72,13 +72,13 @@ def value_and_grad(topology, loss, *, pad):
 def differences(shape, failed):
     """The largest difference of losses and of gradients, for each loss."""
     damaged, whole = cpu_grid(shape, failed=failed), cpu_grid(shape, failed="")
-    found = {"ranks": damaged.num_live}
+    errors = {"ranks": damaged.num_live}
     for name, loss in LOSSES.items():
         ours = value_and_grad(damaged, loss, pad=True)
         plain = value_and_grad(whole, loss, pad=False)
         pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True)
-        found[name] = max(float(np.abs(a - b).max()) for a, b in pairs)
-    return found
+        errors[name] = max(float(np.abs(a - b).max()) for a, b in pairs)
+    return errors
 
 
 if __name__ == "__main__":
