@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from ftmesh.algorithms import registry
 from ftmesh.cli import arguments
+from ftmesh.cost.executors import kernel_seconds, lax_psum_peers
 from ftmesh.cost.links import Network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.references import ReferenceTimes, reference_times
-from ftmesh.cost.simulate import MODES, Simulation, Simulator
+from ftmesh.cost.simulate import MODES, SYNCHRONOUS, Simulation, Simulator
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.files import check_output_files
 from ftmesh.planning.advise import leaf_chip_costs
 from ftmesh.planning.optimizer_cost import MEMORY_TRAFFIC, known_memory_bandwidth, optimizer_costs
-from ftmesh.planning.selection import ALGORITHMS, AUTO, cached_schedule, select_algorithm
+from ftmesh.planning.selection import (
+    ALGORITHMS,
+    AUTO,
+    cached_schedule,
+    kernel_schedule,
+    select_algorithm,
+)
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
@@ -29,10 +37,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "simulate",
-        help="what an all-reduce costs, compared with the physical limit",
-        description="Simulate all-reduces on a mesh, link by link, and compare them with the least "
-        "time that any all-reduce could take. With --tpu, the cost of ftmesh's executor is "
-        "included, and the time on the wires alone is shown as well. Nothing is run on devices.",
+        help="what an all-reduce costs, compared with lax.psum and with the physical limit",
+        description="Simulate all-reduces on a mesh, link by link, and compare them with lax.psum "
+        "and with the least time that any all-reduce could take. With --tpu, the cost of ftmesh's "
+        "executor is included, and the time on the wires alone is shown as well; where sources "
+        "differ about a chip, times come with a range. Nothing is run on devices.",
         epilog="example: ftmesh simulate 32x32 --failed 4x2@14,14 --algorithm all --tpu v3",
     )
     arguments.add_mesh(parser)
@@ -134,29 +143,78 @@ def _table(
 ) -> str:
     limit = references.lower_bound
     first = simulations[0][mode]
-    device_model = first.network.device_model
+    network, device_model = first.network, first.network.device_model
+    peers = {
+        end: lax_psum_peers(first.schedule.topology, first.payload_bytes, end)
+        for end in dict.fromkeys((network, network.fastest, network.slowest))
+    }
+    psum = peers[network][0].seconds if peers[network] else None
+    has_range = network.spread is not None
+
+    def costs(times: list[float]) -> str:
+        """A time and its range, and its ratios to the limit and to lax.psum."""
+        text = f"{format_time(times[0]):>13}"
+        if has_range:
+            text += f"{' to '.join(map(format_time, times[1:])):>22}"
+        text += f"{times[0] / limit:>9.2f}"
+        return text if psum is None else f"{text}{times[0] / psum:>12.2f}"
+
     lines = [
-        f"{format_bytes(first.payload_bytes)} on {first.schedule.topology}, {first.network}",
-        f"  {'algorithm':<12}{'rounds':>7}{'synchronous':>13}{'dataflow':>11}{'x limit':>9}"
-        f"{'latency':>12}{'contention':>12}{'links used':>12}"
-        + f"{'wires alone':>13}{'x limit':>9}"
-        * bool(device_model),
+        f"{format_bytes(first.payload_bytes)} on {first.schedule.topology}, {network}",
+        f"  {'algorithm':<12}{'rounds':>7}{mode:>13}"
+        + f"{'range':>22}" * has_range
+        + f"{'x limit':>9}"
+        + f"{'x lax.psum':>12}" * (psum is not None)
+        + f"{_other(mode):>13}{'latency':>10}{'contention':>12}{'links used':>12}"
+        + f"{'wires alone':>13}" * bool(device_model),
     ]
     for by_mode in simulations:
         ranked = by_mode[mode]
+        simulator = Simulator(ranked.schedule)
+        times = [
+            ranked.seconds if end == network else simulator.seconds(ranked.payload_bytes, end, mode)
+            for end in peers
+        ]
         lines.append(
-            f"  {ranked.schedule.algorithm:<12}{ranked.schedule.num_rounds:>7}"
-            f"{format_time(by_mode['synchronous'].seconds):>13}"
-            f"{format_time(by_mode['dataflow'].seconds):>11}{ranked.seconds / limit:>9.2f}"
-            f"{format_time(ranked.lost_to_latency):>12}"
+            f"  {ranked.schedule.algorithm:<12}{ranked.schedule.num_rounds:>7}{costs(times)}"
+            f"{format_time(by_mode[_other(mode)].seconds):>13}"
+            f"{format_time(ranked.lost_to_latency):>10}"
             f"{format_time(ranked.lost_to_contention):>12}{ranked.utilisation:>12.0%}"
-            + f"{format_time(ranked.wires_seconds):>13}{ranked.wires_seconds / limit:>9.2f}"
+            + f"{format_time(ranked.wires_seconds):>13}"
             * bool(device_model)
         )
     lines += [f"  {name:<12}cannot: {error}" for name, error in errors.items()]
+    if peers[network]:
+        lines.append("by XLA itself" + ", and in a kernel" * network.has_kernel + ":")
+    for same in zip(*peers.values(), strict=True):
+        lines.append(f"  {same[0].name:<24}{costs([peer.seconds for peer in same])[5:]}")
+        lines.append(f"    {same[0].note}")
+    if network.has_kernel and device_model:
+        name, times = _fastest_kernel(simulations, list(peers))
+        lines.append(f"  {f'{name} in a kernel':<24}{costs(times)[5:]}")
+        lines.append("    taken only on request: nobody has measured it")
     if device_model:
         lines.append(first.device_model_line)
     return "\n".join([*lines, str(references)])
+
+
+def _other(mode: str) -> str:
+    return next(other for other in MODES if other != mode)
+
+
+def _fastest_kernel(
+    simulations: Sequence[dict[str, Simulation]], networks: Sequence[Network]
+) -> tuple[str, list[float]]:
+    """The schedule that takes least in the Pallas kernel, and its time on each network."""
+    (first, *_), nominal = simulations[0].values(), networks[0]
+    topology, size = first.schedule.topology, first.payload_bytes
+    schedules = [simulation[SYNCHRONOUS].schedule for simulation in simulations]
+    schedules += [kernel_schedule(topology, "tree", size, nominal)]
+    timed = [
+        (schedule.algorithm, [kernel_seconds(schedule, size, network) for network in networks])
+        for schedule in schedules
+    ]
+    return min(timed, key=lambda pair: pair[1][0])
 
 
 def summary(
@@ -164,11 +222,19 @@ def summary(
 ) -> dict[str, Any]:
     """Describe a simulated schedule as JSON values; times are in microseconds."""
     ranked = by_mode[mode]
+    network, size = ranked.network, ranked.payload_bytes
+    simulator = Simulator(ranked.schedule)
+    peers = lax_psum_peers(ranked.schedule.topology, size, network)
     return {
         "algorithm": ranked.schedule.algorithm,
         "rounds": ranked.schedule.num_rounds,
         "mode": mode,
         "time_us": 1e6 * ranked.seconds,
+        "low_us": 1e6 * simulator.seconds(size, network.fastest, mode),
+        "high_us": 1e6 * simulator.seconds(size, network.slowest, mode),
+        "lax_psum_us": 1e6 * peers[0].seconds if peers else None,
+        "lax_psum_along_ring_us": 1e6 * peers[1].seconds if peers else None,
+        "times_lax_psum": ranked.seconds / peers[0].seconds if peers else None,
         **references.as_json(),
         "times_limit": ranked.seconds / references.lower_bound,
         "wires_us": 1e6 * ranked.wires_seconds,

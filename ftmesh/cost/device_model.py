@@ -1,8 +1,8 @@
-"""What devices do in a round besides moving data: slice, add, pack, compute the next indices.
+"""What devices do in a round besides moving data: launch, slice, add, pack, compute indices.
 
-A `DeviceModel` is a line fitted to the cycles that the TPU compiler estimates for these
-instructions (`scripts/fit_device_model`); the constants of TPU generations are in
-`ftmesh.cost.links`.
+A `DeviceModel` has the time that others measured to launch a permutation, and a line fitted to the
+cycles that the TPU compiler estimates for all other instructions (`scripts/fit_device_model`); the
+constants of TPU generations are in `ftmesh.cost.links`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Ints, Transfers, row_key
 from ftmesh.topology.topology import Topology
+from ftmesh.units import format_time
 
 EXCHANGE_ROUNDS = 4  # at most, in which the two devices of a chip exchange their halves
 
@@ -32,15 +33,16 @@ class RoundLoad(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """What the program of one device costs, in cycles.
+    """What the program of one device costs: `launch` in seconds, all else in cycles.
 
-    A round with `lanes` permutations that together send `num_bytes` out of a device's buffer costs
-    ``per_round + lanes * per_lane + num_bytes * per_byte``. The `devices` of a chip share its
-    payload: they exchange their halves before the first round and after the last.
+    A round with `lanes` permutations that together send `num_bytes` out of a device's buffer takes
+    ``per_round + lanes * per_lane + num_bytes * per_byte`` cycles, and `launch` seconds: the
+    permutations of a round are in flight at once, and so is their launch. The `devices` of a chip
+    share its payload: they exchange their halves before the first round and after the last.
 
-    >>> device_model = DeviceModel(6000, 1000, 0.001, packing=0.01, clock=1e9)
+    >>> device_model = DeviceModel(6000, 1000, 0.001, packing=0.01, clock=1e9, launch=4e-6)
     >>> round(1e6 * device_model.round_seconds(lanes=2, num_bytes=1_000_000), 3)
-    9.0
+    13.0
     """
 
     per_round: float
@@ -50,12 +52,14 @@ class DeviceModel:
     clock: float  # cycles per second
     devices: int = 1  # on a chip, 1 or 2
     source: str = "as given"  # where the numbers come from
+    launch: float = 0.0  # seconds from one round to the next with nothing to send
 
     def __post_init__(self) -> None:
-        for name in ("per_round", "per_lane", "per_byte", "packing"):
+        for name in ("per_round", "per_lane", "per_byte", "packing", "launch"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ArgumentError(f"{name} must be 0 cycles or more, not {value!r}")
+                unit = "seconds" if name == "launch" else "cycles"
+                raise ArgumentError(f"{name} must be 0 {unit} or more, not {value!r}")
         if not (math.isfinite(self.clock) and self.clock > 0):
             raise ArgumentError(f"clock must be above 0 cycles per second, not {self.clock!r}")
         if self.devices not in (1, 2):
@@ -69,7 +73,8 @@ class DeviceModel:
 
     def round_seconds(self, *, lanes: int, num_bytes: float) -> float:
         """Time of a round in which a device sends `num_bytes` in all over `lanes` permutations."""
-        return (self.per_round + lanes * self.per_lane + num_bytes * self.per_byte) / self.clock
+        cycles = self.per_round + lanes * self.per_lane + num_bytes * self.per_byte
+        return self.launch + cycles / self.clock
 
     def packing_seconds(self, payload_bytes: float) -> float:
         """Time to pack a payload and to unpack its sum."""
@@ -104,7 +109,8 @@ class DeviceModel:
         costs = [f"{self.per_lane:,.0f} cycles a lane", f"{1e3 * self.per_byte:.3g} a kB"]
         if self.per_round:
             costs.insert(0, f"{self.per_round:,.0f} cycles a round")
-        return f"{', '.join(costs)} besides the wires, at {self.clock / 1e9:.3g} GHz"
+        text = f"{', '.join(costs)} besides the wires, at {self.clock / 1e9:.3g} GHz"
+        return text + f", and {format_time(self.launch)} to launch a round" * bool(self.launch)
 
 
 def round_load(phase: Phase) -> RoundLoad:

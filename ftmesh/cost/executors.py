@@ -1,22 +1,28 @@
-"""The time of an all-reduce that is not rounds of permutations: by XLA's ring, or in a kernel.
+"""The time of an all-reduce that is not rounds of permutations: by XLA itself, or in a kernel.
 
-On a mesh with failed chips XLA sums in one ring, both ways round at once, and streams: nothing
-waits for a round to end, and no device time is counted besides. Every byte goes once around for
-the reduce-scatter and once for the all-gather, so an all-reduce pays the latency of all hops of the
-ring twice.
+XLA streams: nothing waits for a round to end, and no device time is counted. It pays to launch, to
+pass data along the hops, and to move bytes, at the rate of links for an all-gather and at a
+measured share of it for an all-reduce (`ftmesh.cost.links`). How it goes depends on the mesh:
+
+- On a mesh with failed chips it sums in one ring, both ways round at once, in the order in which
+  the devices stand in the JAX mesh. Every byte goes once around for the reduce-scatter and once for
+  the all-gather.
+- On a whole mesh every axis has its share of the payload at any time: one share goes first along x
+  and then along y, another first along y and then along x.
 
 Nobody has measured the Pallas kernel, and the compiler estimates none. So its model counts only
-what the kernel cannot avoid: its wires, on which nothing waits for a round to end, or its memory
-traffic, whichever is slower; and packing, as without a kernel. A chip reads a byte for every one
-that it sends; for every one that it receives it writes a byte, and reads one if it adds. The time
-to start a copy or wait for one is unknown, and is counted as part of the latency of a hop.
+what the kernel cannot avoid: its launch, its wires, on which nothing waits for a round to end, or
+its memory traffic, whichever is slower; and packing, as without a kernel. A chip reads a byte for
+every one that it sends; for every one that it receives it writes a byte, and reads one if it adds.
+The time to start a copy or wait for one is unknown, and is counted as part of the latency of a hop.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -27,10 +33,75 @@ from ftmesh.cost.wire_precision import partial_sum_scale
 from ftmesh.errors import ArgumentError
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.transfers import ADD
-from ftmesh.topology.ring_order import RingOrder
+from ftmesh.topology.ring_order import RingOrder, ring_order
 from ftmesh.topology.routing import dimension_order
+from ftmesh.topology.topology import Topology
 
+LAX_PSUM, ALONG_RING = "lax.psum", "lax.psum along the ring"
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
+
+def lax_psum_seconds(topology: Topology, num_bytes: int, network: Network) -> float:
+    """Estimate what `lax.psum` takes over ``Mesh(jax.devices(), "data")``, without ftmesh.
+
+    On a damaged mesh that is a ring in the order of coordinates, which goes back along every row.
+    Some of its steps go over failed chips: they are costed as if they could.
+    """
+    if topology.failed or topology.failed_links:
+        return native_ring_seconds(RingOrder(topology, topology.coords), num_bytes, network)
+    return native_mesh_seconds(topology, num_bytes, network)
+
+
+class Peer(NamedTuple):
+    """An all-reduce by XLA itself, to compare a schedule with."""
+
+    name: str
+    seconds: float
+    note: str
+
+
+def lax_psum_peers(topology: Topology, num_bytes: int, network: Network) -> tuple[Peer, ...]:
+    """What `lax.psum` takes without ftmesh, and along its ring; for tiles neither is known."""
+    if topology.num_positions > 1:
+        return ()
+    natural, along = RingOrder(topology, topology.coords), ring_order(topology)
+    is_whole = not (topology.failed or topology.failed_links)
+    note = "all axes at once" if is_whole else "one ring, in the order of coordinates"
+    if natural.blocked and not is_whole:
+        verb = "goes" if len(natural.blocked) == 1 else "go"
+        note += f"; {len(natural.blocked)} of its steps {verb} over failed chips or links"
+    return (
+        Peer(LAX_PSUM, lax_psum_seconds(topology, num_bytes, network), note),
+        Peer(ALONG_RING, native_ring_seconds(along, num_bytes, network), str(along)),
+    )
+
+
+def native_mesh_seconds(
+    topology: Topology, num_bytes: int, network: Network, operation: Operation = "all_reduce"
+) -> float:
+    """Estimate the time of one of XLA's collectives on a whole mesh or torus.
+
+    >>> from ftmesh.cost.links import NETWORKS
+    >>> torus = Topology.grid("16x16", wrap=True)
+    >>> round(1e3 * native_mesh_seconds(torus, 606_000_000, NETWORKS["v6e"]), 2)
+    5.1
+    """
+    axes = [
+        (size, wraps) for size, wraps in zip(topology.shape, topology.wrap, strict=True) if size > 1
+    ]
+    if not axes:
+        return 0.0
+    wires = 0.0
+    for phase in range(len(axes)):
+        slowest = 0.0
+        for first in range(len(axes)):
+            size, wraps = axes[(first + phase) % len(axes)]
+            earlier = math.prod(axes[(first + n) % len(axes)][0] for n in range(phase))
+            share = num_bytes / len(axes) / earlier * (size - 1) / size
+            slowest = max(slowest, share / (2 if wraps and size > 2 else 1))
+        wires += slowest / network.bandwidth
+    latency = network.latency * sum(n // 2 if wraps else n - 1 for n, wraps in axes)
+    return _collective_seconds(latency, wires, network, operation)
 
 
 def native_ring_seconds(
@@ -38,23 +109,33 @@ def native_ring_seconds(
 ) -> float:
     """Estimate the time of a collective whose whole payload has `num_bytes` at each rank.
 
-    XLA compiles a reduce-scatter on damaged meshes as an all-reduce, and it costs as much. A link
-    that several steps of the ring go over is shared between them.
+    A link that several steps of the ring go over is shared between them.
 
     >>> from ftmesh.cost.links import NETWORKS
-    >>> from ftmesh.topology.ring_order import ring_order
-    >>> from ftmesh.topology.topology import Topology
     >>> order = ring_order(Topology.grid("16x16", failed="2x2@2,2"))
     >>> round(1e3 * native_ring_seconds(order, 100_000_000, NETWORKS["v6e"]), 2)
-    1.5
+    1.92
     """
     num_ranks = len(order.coords)
     if num_ranks < 2:
         return 0.0
-    turns = (1 if operation == "all_gather" else 2) * (num_ranks - 1) / num_ranks
-    latency = network.overhead + sum(order.hops) * network.latency
-    wires = num_bytes / 2 * busiest_link(order) / network.bandwidth
-    return turns * (latency + wires)
+    share = (num_ranks - 1) / num_ranks
+    latency = network.ring_share * share * sum(order.hops) * network.latency
+    wires = share * num_bytes / 2 * busiest_link(order) / network.bandwidth
+    return _collective_seconds(latency, wires, network, operation)
+
+
+def _collective_seconds(
+    latency: float, wires: float, network: Network, operation: Operation
+) -> float:
+    """The time of a collective, given that of an all-gather's hops and bytes.
+
+    On damaged meshes XLA compiles a reduce-scatter as an all-reduce, and it costs as much.
+    """
+    if operation == "all_gather":
+        return network.collective_launch + latency + wires
+    wires /= network.all_reduce_efficiency
+    return network.collective_launch + 2 * (latency + wires)
 
 
 def busiest_link(order: RingOrder) -> int:
@@ -93,7 +174,8 @@ def kernel_seconds(
         max(simulator.seconds(size, network.wires_only, DATAFLOW), traffic * size / memory)
         for size in {partial_bytes, result_bytes}
     ]
-    return sum(times) / len(times) + network.device_model.packing_seconds(result_bytes)
+    packing = network.device_model.packing_seconds(result_bytes)
+    return network.collective_launch + sum(times) / len(times) + packing
 
 
 def _memory_traffic(schedule: Schedule, device_model: DeviceModel) -> float:

@@ -1,8 +1,9 @@
-"""The links of a mesh: bandwidth and latency, per TPU generation or as given.
+"""The links of a mesh and what launching on them costs, per TPU generation or as given.
 
-The parameters of TPU generations are published figures, each with its source. Nobody publishes the
-latency of a hop, so one figure stands for all generations. Some generations also have a
-`DeviceModel`: what ftmesh's rounds cost their devices, as estimated by the TPU compiler.
+Figures of TPU generations are what others have measured, where anyone has, and published ones
+otherwise; each has its source. Where sources differ, a network has a `Spread`, and costs come as a
+range. Nobody publishes the latency of a hop of each generation, so one figure stands for all. Some
+generations also have a `DeviceModel`: what ftmesh's rounds cost their devices.
 """
 
 from __future__ import annotations
@@ -14,6 +15,15 @@ from ftmesh.cost.device_model import DeviceModel
 from ftmesh.errors import ArgumentError
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate, parse_time
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The least and the most that sources say of a network."""
+
+    bandwidth: tuple[float, float]
+    launch: tuple[float, float]  # of a round of permutations
+    collective_launch: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,11 @@ class Network:
         device_model: What a round costs the devices, or None to count the wires alone.
         memory_bandwidth: Bytes per second between a chip and its memory, if known.
         has_kernel: Whether the Pallas kernel has been compiled for such chips.
+        collective_launch: Seconds to launch one of XLA's own collectives, or a kernel.
+        all_reduce_efficiency: The share of `bandwidth` that XLA's own all-reduces reach.
+        ring_share: The share of a ring's hops that XLA waits for, one after another: half of them
+            where the two directions meet, all where they pass each other.
+        spread: How far sources differ, if they do.
     """
 
     bandwidth: float
@@ -40,6 +55,10 @@ class Network:
     device_model: DeviceModel | None = None
     memory_bandwidth: float | None = None
     has_kernel: bool = False
+    collective_launch: float = 0.0
+    all_reduce_efficiency: float = 1.0
+    ring_share: float = 0.5
+    spread: Spread | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
@@ -47,7 +66,7 @@ class Network:
         memory = self.memory_bandwidth
         if memory is not None and not (math.isfinite(memory) and memory > 0):
             raise ArgumentError(f"memory_bandwidth must be above 0 bytes/s, not {memory!r}")
-        for name in ("latency", "overhead"):
+        for name in ("latency", "overhead", "collective_launch"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ArgumentError(f"{name} must be 0 seconds or more, not {value!r}")
@@ -56,6 +75,31 @@ class Network:
     def wires_only(self) -> Network:
         """The same network without its device model."""
         return replace(self, device_model=None) if self.device_model else self
+
+    @property
+    def slowest(self) -> Network:
+        """The network by the least favourable of its sources."""
+        return self._at(0, 1, MEASURED_EFFICIENCY, 1.0) if self.spread else self
+
+    @property
+    def fastest(self) -> Network:
+        """The network by the most favourable of its sources."""
+        return self._at(1, 0, 1.0, 0.5) if self.spread else self
+
+    def _at(self, rate: int, launch: int, efficiency: float, ring_share: float) -> Network:
+        assert self.spread is not None
+        model = self.device_model
+        if model is not None:
+            model = replace(model, launch=self.spread.launch[launch])
+        return replace(
+            self,
+            bandwidth=self.spread.bandwidth[rate],
+            device_model=model,
+            collective_launch=self.spread.collective_launch[launch],
+            all_reduce_efficiency=efficiency,
+            ring_share=ring_share,
+            spread=None,
+        )
 
     def __str__(self) -> str:
         text = f"links of {format_rate(self.bandwidth)} each way, {format_time(self.latency)} a hop"
@@ -66,47 +110,109 @@ class Network:
 
 DEFAULT = Network(50e9, 0.5e-6, source="round figures, as used in studies of collectives")
 
-# "How to Scale Your Model" (Austin et al., 2025), chapter 2, puts a hop at about a microsecond.
+# "How to Scale Your Model" (Austin et al., 2025), chapter 2, puts a hop at about a microsecond, and
+# counts half of a ring's hops (chapter 3), as XLA's name for what it runs on a ring, "pincer", has
+# it: data come from both sides and meet.
 _HOP = 1e-6
+_BOOK = "How to Scale Your Model (Austin et al., 2025)"
 _CACM = "Jouppi et al., A Domain-Specific Supercomputer (CACM 2020)"
 _CLOUD = "cloud.google.com/tpu/docs, system architecture"
+_MARIN = "measured with lax.ppermute, marin-community/marin issue 6736"
+
+# Measured all-reduces reach this share of the rate of links that all-gathers and permutations do:
+# 0.68 on v6e 16x16 (606 MB, tpu-recipes) and 0.70 on a ring of 8 of v5e (the difference of 134 and
+# 268 MB, jetstream-pytorch pull request 168).
+MEASURED_EFFICIENCY = 0.69
+
+# Seconds to launch a round of permutations besides its hop. Measured in a loop with barriers, with
+# 1 to 16 KiB: 4.5 to 5.5 us on v5p, 5.6 to 5.9 on v6e, where large payloads say 2.29.
+_V5P_LAUNCH, _V6E_LAUNCH, _OTHER_LAUNCH = 3.55e-6, 4.6e-6, 4e-6
+_LAUNCHES = (1.29e-6, 4.9e-6)  # of all that were measured
+
+# Seconds to launch a collective besides its hops: an all-gather of 128 KiB along 4 chips of v5e
+# takes 8 us (the book, chapter 3), one of four chips of 7x 13.2 (fitted to those of tpu-recipes).
+_V5E_COLLECTIVE, _V7X_COLLECTIVE, _OTHER_COLLECTIVE = 2.7e-6, 11.2e-6, 7e-6
+_COLLECTIVES = (_V5E_COLLECTIVE, _V7X_COLLECTIVE)
 
 # Fitted by `scripts/fit_device_model SLICE` to all rounds of `ring` and `row_pair` for
-# 10 and 100 MB of float32, on v3:16x32 less 4x2@6,14, on v5e:16x16 (--idle) and v6e:16x16 less
-# 2x2@2,2, and on v4:4x4x1 and v5p:4x4x1 less 2x2@0,0; on v6e with
+# 10 and 100 MB of float32, on v2:8x8 less 2x2@2,2, v3:16x32 less 4x2@6,14, on v5e:16x16 (--idle)
+# and v6e:16x16 less 2x2@2,2, and on v4:4x4x1, v5p:4x4x1 and tpu7x:4x4x1 less 2x2@0,0; on v6e with
 # LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=32768, so that 100 MB are in HBM, as in a step
-# that needs VMEM for other things.
-_ESTIMATED = "as estimated by the TPU compiler, libtpu 0.0.48.1, not measured"
+# that needs VMEM for other things. libtpu 0.0.48.1; for v2 and 7x 0.0.51.
+_ESTIMATED = "as estimated by the TPU compiler, not measured"
 _PRODUCTS = (
     f"{_ESTIMATED}; clock not published; from the TFLOP/s of {_CLOUD} with products per cycle:"
 )
-_V3 = DeviceModel(
-    0, 389.1, 0.01115, 0.009243, clock=940e6, devices=2, source=f"{_ESTIMATED}; 940 MHz: {_CACM}"
-)
-_V4 = DeviceModel(
-    3231, 0, 0.01179, 0.009023, clock=1.05e9, devices=2, source=f"{_PRODUCTS} 8 of 128x128"
-)
-_V5E = DeviceModel(1863, 1722, 0.007561, 0.007367, clock=1.5e9, source=f"{_PRODUCTS} 4 of 128x128")
-_V5P = DeviceModel(2738, 1311, 0.003125, 0.003693, clock=1.75e9, source=f"{_PRODUCTS} 8 of 128x128")
-_V6E = DeviceModel(3303, 1450, 0.003501, 0.005579, clock=1.75e9, source=f"{_PRODUCTS} 4 of 256x256")
+
+
+def _device_model(
+    per_round: float, per_lane: float, per_byte: float, packing: float, *, launch: float,
+    clock: float, devices: int, source: str,
+) -> DeviceModel:  # fmt: skip
+    return DeviceModel(per_round, per_lane, per_byte, packing, clock, devices, source, launch)
+
+
+_V2 = _device_model(
+    0, 328.7, 0.01091, 0.009075, launch=_OTHER_LAUNCH, clock=700e6, devices=2,
+    source=f"{_ESTIMATED}; 700 MHz: {_CACM}",
+)  # fmt: skip
+_V3 = _device_model(
+    0, 389.1, 0.01115, 0.009243, launch=_OTHER_LAUNCH, clock=940e6, devices=2,
+    source=f"{_ESTIMATED}; 940 MHz: {_CACM}",
+)  # fmt: skip
+_V4 = _device_model(
+    3231, 0, 0.01179, 0.009023, launch=_OTHER_LAUNCH, clock=1.05e9, devices=2,
+    source=f"{_PRODUCTS} 8 of 128x128",
+)  # fmt: skip
+_V5E = _device_model(
+    1863, 1722, 0.007561, 0.007367, launch=_OTHER_LAUNCH, clock=1.5e9, devices=1,
+    source=f"{_PRODUCTS} 4 of 128x128",
+)  # fmt: skip
+_V5P = _device_model(
+    2738, 1311, 0.003125, 0.003693, launch=_V5P_LAUNCH, clock=1.75e9, devices=1,
+    source=f"{_PRODUCTS} 8 of 128x128",
+)  # fmt: skip
+_V6E = _device_model(
+    3303, 1450, 0.003501, 0.005579, launch=_V6E_LAUNCH, clock=1.75e9, devices=1,
+    source=f"{_PRODUCTS} 4 of 256x256",
+)  # fmt: skip
+_V7X = _device_model(
+    2408, 1434, 0.001999, 0.003377, launch=_OTHER_LAUNCH, clock=2.2e9, devices=2,
+    source=f"{_PRODUCTS} 8 of 256x256",
+)  # fmt: skip
+
+
+def _network(
+    bandwidth: float, source: str, model: DeviceModel | None, memory_bandwidth: float,
+    rates: tuple[float, float], *, collective: float = _OTHER_COLLECTIVE, has_kernel: bool = False,
+) -> Network:  # fmt: skip
+    return Network(
+        bandwidth, _HOP, 0.0, source, model, memory_bandwidth, has_kernel, collective,
+        MEASURED_EFFICIENCY, spread=Spread(rates, _LAUNCHES, _COLLECTIVES),
+    )  # fmt: skip
+
 
 _V2_LINKS = f"496 Gbit/s a link each way: {_CACM}"
-_V3_LINKS = f"656 Gbit/s a link each way: {_CACM}"
-_V4_LINKS = "50 GB/s a link: Jouppi et al., TPU v4 (ISCA 2023)"
-_V5E_LINKS = f"400 GB/s a chip, both ways, over 4 links: {_CLOUD}"
-_V6E_LINKS = f"3200 Gbit/s a chip, each way, over 4 links: {_CLOUD}"
-_SIX_LINKS = f"1200 GB/s a chip, both ways, over 6 links: {_CLOUD}"  # v5p and v7x
+_V3_LINKS = f"656 Gbit/s a link each way: {_CACM}; others say 70 and 100 GB/s"
+_V4_LINKS = f"45 GB/s a link: {_BOOK}; 50 by Jouppi et al., TPU v4 (ISCA 2023)"
+_V5E_LINKS = f"95 % of 45 GB/s, measured for all-gathers: {_BOOK}, chapter 3"
+_V7X_LINKS = "measured for all-gathers of four chips: tpu-recipes, microbenchmarks/ironwood"
 
-#: Published figures of TPU generations, by name.
-NETWORKS = {  # bandwidth, latency, overhead, source, device model, memory bandwidth
-    "v2": Network(62e9, _HOP, 0.0, _V2_LINKS, None, 700e9),
-    "v3": Network(82e9, _HOP, 0.0, _V3_LINKS, _V3, 900e9),
-    "v4": Network(50e9, _HOP, 0.0, _V4_LINKS, _V4, 1.2e12, has_kernel=True),
-    "v5e": Network(50e9, _HOP, 0.0, _V5E_LINKS, _V5E, 819e9),
-    "v5p": Network(100e9, _HOP, 0.0, _SIX_LINKS, _V5P, 2.765e12, has_kernel=True),
-    "v6e": Network(100e9, _HOP, 0.0, _V6E_LINKS, _V6E, 1.64e12, has_kernel=True),
-    "v7x": Network(100e9, _HOP, 0.0, _SIX_LINKS, None, 7.38e12, has_kernel=True),
-}
+#: TPU generations by name.
+NETWORKS = {
+    "v2": _network(62e9, _V2_LINKS, _V2, 700e9, (53e9, 62e9)),
+    "v3": _network(82e9, _V3_LINKS, _V3, 900e9, (70e9, 100e9)),
+    "v4": _network(45e9, _V4_LINKS, _V4, 1.2e12, (43e9, 50e9), has_kernel=True),
+    "v5e": _network(
+        42.75e9, _V5E_LINKS, _V5E, 819e9, (37e9, 45e9), collective=_V5E_COLLECTIVE
+    ),
+    "v5p": _network(86.3e9, _MARIN, _V5P, 2.765e12, (86.3e9, 90e9), has_kernel=True),
+    "v6e": _network(86.8e9, _MARIN, _V6E, 1.64e12, (86.8e9, 90e9), has_kernel=True),
+    "v7x": _network(
+        89.25e9, _V7X_LINKS, _V7X, 7.38e12, (89.25e9, 90e9), collective=_V7X_COLLECTIVE,
+        has_kernel=True,
+    ),
+}  # fmt: skip
 _BY_DEVICE_KIND = {f"TPU {kind}": NETWORKS[kind] for kind in ("v2", "v3", "v4")} | {
     "TPU v5 lite": NETWORKS["v5e"],
     "TPU v5": NETWORKS["v5p"],

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from ftmesh.algorithms import registry
 from ftmesh.algorithms.ring import along_ring_order
-from ftmesh.cost.executors import native_ring_seconds
+from ftmesh.cost.executors import (
+    LAX_PSUM,
+    Peer,
+    kernel_seconds,
+    lax_psum_peers,
+    lax_psum_seconds,
+    native_ring_seconds,
+)
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import DATAFLOW, SYNCHRONOUS, Simulator
@@ -52,11 +59,12 @@ class Candidate:
     partial_sum_dtype: str = "float32"
     wires_seconds: float | None = None  # on the links alone, if the network has a device model
     executor: str = PPERMUTE
+    schedule: Schedule | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
-        """The algorithm, and the executor where it is XLA's own."""
-        return f"{self.algorithm}, xla" if self.executor == XLA else self.algorithm
+        """The algorithm, and the executor unless that is permutations."""
+        return self.algorithm if self.executor == PPERMUTE else f"{self.algorithm}, {self.executor}"
 
 
 @dataclass(frozen=True)
@@ -85,28 +93,93 @@ class Selection:
         others = (other for other in self.candidates if other.name != own.name)
         return replace(self, candidates=_ranked([own, *others]))
 
+    @cached_property
+    def lax_psum(self) -> Peer | None:
+        """What `lax.psum` takes on these devices without ftmesh; None for tiles."""
+        peers = lax_psum_peers(self.topology, self._added_bytes, self.network)
+        return peers[0] if peers else None
+
+    @cached_property
+    def kernel(self) -> Candidate | None:
+        """The fastest of these schedules in the Pallas kernel, which is taken only on request."""
+        if not (self.network.has_kernel and self.network.device_model):
+            return None
+        schedules = [one.schedule for one in self.candidates if one.schedule is not None]
+        for name in registry.CHUNKED_BY_PAYLOAD:
+            carried = carried_bytes(name, self.payload_bytes, self.wire_dtype)
+            schedules.append(kernel_schedule(self.topology, name, carried, self.network))
+        timed = [
+            (kernel_seconds(one, self.payload_bytes, self.network, self.wire_dtype), one)
+            for one in schedules
+        ]
+        seconds, best = min(timed, key=lambda pair: pair[0])
+        return Candidate(best.algorithm, best.num_rounds, seconds, executor=PALLAS, schedule=best)
+
+    @property
+    def _added_bytes(self) -> int:
+        """The bytes of the payload in the dtype in which XLA adds it."""
+        added = FLOAT_FORMATS[accumulation_dtype(self.wire_dtype)].num_bytes
+        return self.payload_bytes * added // FLOAT_FORMATS[self.wire_dtype].num_bytes
+
+    def seconds_range(self, candidate: Candidate) -> tuple[float, float]:
+        """The time of a candidate by the most and the least favourable figures of the network."""
+        ends = self.network.fastest, self.network.slowest
+        size, wire = self.payload_bytes, self.wire_dtype
+        schedule = candidate.schedule
+
+        def seconds(end: Network) -> float:
+            if candidate.executor == XLA:
+                return _cost_native(self.topology, size, end, wire, False).seconds
+            if schedule is None:
+                return candidate.seconds
+            if candidate.executor == PALLAS:
+                return kernel_seconds(schedule, size, end, wire)
+            return Simulator(schedule).wire_dtype_seconds(size, end, wire)
+
+        return seconds(ends[0]), seconds(ends[1])
+
     def __str__(self) -> str:
         least = limits(self.topology).all_reduce_seconds(self.payload_bytes, self.network)
         is_narrow = self.wire_dtype != "float32"
-        device_model = self.network.device_model
+        has_range, device_model = self.network.spread is not None, self.network.device_model
+        psum, kernel = self.lax_psum, self.kernel
         dtype = f" of {self.wire_dtype}" if is_narrow else ""
         lines = [
             f"{format_bytes(self.payload_bytes)}{dtype} on {self.topology}, {self.network}",
-            f"  {'algorithm':<12}{'rounds':>7}{'simulated':>12}{'x limit':>9}"
+            f"  {'algorithm':<15}{'rounds':>7}{'simulated':>12}"
+            + f"{'range':>22}" * has_range
+            + f"{'x limit':>9}"
+            + f"{'x lax.psum':>12}" * (psum is not None)
             + f"{'wires alone':>13}" * bool(device_model)
             + "  partial sums travel as" * is_narrow,
         ]
-        for candidate in self.candidates:
-            if candidate.rejection:
-                lines.append(f"  {candidate.name:<12}cannot: {candidate.rejection}")
+
+        def row(name: str, rounds: int, seconds: float, ends: tuple[float, float]) -> str:
+            text = f"  {name:<15}{rounds or '':>7}{format_time(seconds):>12}"
+            if has_range:
+                text += f"{' to '.join(map(format_time, ends)):>22}"
+            text += f"{seconds / least:>9.2f}"
+            return text if psum is None else f"{text}{seconds / psum.seconds:>12.2f}"
+
+        for one in self.candidates:
+            if one.rejection:
+                lines.append(f"  {one.name:<15}cannot: {one.rejection}")
                 continue
-            wires = candidate.wires_seconds
+            wires = one.wires_seconds
             lines.append(
-                f"  {candidate.name:<12}{candidate.rounds or '':>7}"
-                f"{format_time(candidate.seconds):>12}{candidate.seconds / least:>9.2f}"
+                row(one.name, one.rounds, one.seconds, self.seconds_range(one))
                 + ("" if wires is None else f"{format_time(wires):>13}")
-                + f"  {candidate.partial_sum_dtype}" * is_narrow
+                + f"  {one.partial_sum_dtype}" * is_narrow
             )
+        if kernel is not None:
+            text = row(kernel.name, kernel.rounds, kernel.seconds, self.seconds_range(kernel))
+            lines.append(f"{text}  only on request: not measured")
+        if psum is not None:
+            ends = tuple(
+                lax_psum_seconds(self.topology, self._added_bytes, end)
+                for end in (self.network.fastest, self.network.slowest)
+            )
+            lines.append(f"{row(LAX_PSUM, 0, psum.seconds, (ends[0], ends[1]))}  {psum.note}")
         if device_model:
             lines.append(f"  devices: {device_model}")
         return "\n".join([*lines, f"  no all-reduce can take less than {format_time(least)}"])
@@ -232,7 +305,9 @@ def _cost(simulator: Simulator, payload_bytes: int, network: Network, wire_dtype
     if network.device_model:
         wires = simulator.wire_dtype_seconds(payload_bytes, network.wires_only, wire_dtype)
     partials = schedule_partial_dtype(schedule, wire_dtype)
-    return Candidate(schedule.algorithm, schedule.num_rounds, seconds, "", partials, wires)
+    return Candidate(
+        schedule.algorithm, schedule.num_rounds, seconds, "", partials, wires, schedule=schedule
+    )
 
 
 def make_schedule(
@@ -249,8 +324,16 @@ def make_schedule(
         return along_ring_order(topology)
     carried = carried_bytes(algorithm, payload_bytes, wire_dtype)
     if executor == PALLAS:
-        return cached_schedule(topology, algorithm, carried, network, DATAFLOW, KERNEL_WORK)
+        return kernel_schedule(topology, algorithm, carried, network)
     return cached_schedule(topology, algorithm, carried, network)
+
+
+def kernel_schedule(
+    topology: Topology, algorithm: str, payload_bytes: int, network: Network
+) -> Schedule:
+    """Plan `algorithm` for the Pallas kernel, whose transfers wait for no round to end."""
+    links = network.wires_only
+    return cached_schedule(topology, algorithm, payload_bytes, links, DATAFLOW, KERNEL_WORK)
 
 
 def prove_schedule(schedule: Schedule, executor: str) -> Proof:

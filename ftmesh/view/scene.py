@@ -5,6 +5,7 @@ The page neither plans nor simulates: it plays the transfers listed here, and pl
 
 - ``mesh``: shape, wrap, failed, failed_links, devices_per_chip, and its name.
 - ``payloads`` (bytes), and for each, in ``limit_us``, the least time of any all-reduce.
+- ``peers``: what XLA takes by itself: name, ``note``, and ``us`` for each payload; none for tiles.
 - ``algorithms``: for each its name and, if it was tried, its ``refusal``, or rounds, ``us`` and
   ``phase_us`` (the time for each payload, and the end of each phase) and the ``schedule``.
 - ``auto``: the algorithm that `ftmesh.plan` selects for ``payload_bytes``.
@@ -34,6 +35,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ftmesh.algorithms import registry
+from ftmesh.cost.executors import lax_psum_peers
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import Simulator
@@ -138,9 +140,18 @@ def _scene(
         "payloads": payloads,
         "limit_us": [_us(bounds.all_reduce_seconds(size, network)) for size in payloads],
         "limit_why": bounds.why_all_reduce,
+        "peers": _peers(topology, payloads, network),
         **choice,
         "algorithms": entries,
     }
+
+
+def _peers(topology: Topology, payloads: list[int], network: Network) -> list[dict[str, Any]]:
+    sizes = [lax_psum_peers(topology, size, network) for size in payloads]
+    return [
+        {"name": same[0].name, "note": same[0].note, "us": [_us(peer.seconds) for peer in same]}
+        for same in zip(*sizes, strict=True)
+    ]
 
 
 def check_fits(shape: Coord) -> None:

@@ -1,4 +1,5 @@
-// Chart: time against payload, as Python simulated it, with the limit of any all-reduce.
+// Chart: time against payload, as Python simulated it, with lax.psum and the limit of any
+// all-reduce.
 
 const WIDE = 360;
 const HIGH = 214;
@@ -28,7 +29,8 @@ class Chart {
     this.scene = scene;
     this.svg.replaceChildren();
     const lines = scene.algorithms.filter((entry) => entry.us);
-    const every = [...scene.limit_us, ...lines.flatMap((entry) => entry.us)];
+    const others = scene.peers.slice(0, 1);
+    const every = [...scene.limit_us, ...[...lines, ...others].flatMap((entry) => entry.us)];
     this.range = [scene.payloads[0], scene.payloads.at(-1)];
     this.times = [Math.min(...every) / 1.5, Math.max(...every) * 1.5];
     this.axes();
@@ -37,6 +39,7 @@ class Chart {
     set(marker, { x1: this.x(payloadBytes), x2: this.x(payloadBytes) });
     set(marker, { y1: ROOM.top, y2: HIGH - ROOM.bottom });
     this.line(scene.limit_us, "limit");
+    for (const peer of others) this.line(peer.us, "peer");
     for (const entry of lines) {
       const shown = entry.algorithm === algorithm ? " shown" : "";
       this.line(entry.us, `algorithm ${entry.algorithm}${shown}`);

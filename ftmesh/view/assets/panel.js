@@ -9,21 +9,31 @@ function element(kind, text = "", attributes = {}) {
   return node;
 }
 
-// A row for auto, and one for each algorithm: rounds, time at this payload, times the limit.
+// A row for auto, one for each algorithm, and what XLA takes by itself: rounds, time at this
+// payload, times the limit, times lax.psum.
 function showAlgorithms(scene, payloadBytes, wanted, shown, canPlan) {
   const at = scene.payloads.indexOf(payloadBytes);
   const takes = `takes ${scene.auto} for ${formatBytes(scene.payload_bytes)}`;
-  const rows = [choiceRow("auto", wanted, [scene.auto ? takes : "takes the fastest"], 3)];
+  const rows = [choiceRow("auto", wanted, [scene.auto ? takes : "takes the fastest"], 4)];
+  const costs = (us) => [
+    formatTime(us), (us / scene.limit_us[at]).toFixed(2),
+    scene.peers.length ? (us / scene.peers[0].us[at]).toFixed(2) : "",
+  ];
   for (const entry of scene.algorithms) {
     if (entry.us) {
-      const limit = entry.us[at] / scene.limit_us[at];
-      const cells = [counted.format(entry.rounds), formatTime(entry.us[at]), limit.toFixed(2)];
+      const cells = [counted.format(entry.rounds), ...costs(entry.us[at])];
       rows.push(choiceRow(entry.algorithm, wanted, cells, 1, entry.algorithm === shown));
     } else {
       const missing = canPlan ? "not planned yet" : "not in this file";
       const why = entry.refusal ? `cannot: ${entry.refusal}` : missing;
-      rows.push(choiceRow(entry.algorithm, wanted, [why], 3, false, Boolean(entry.refusal)));
+      rows.push(choiceRow(entry.algorithm, wanted, [why], 4, false, Boolean(entry.refusal)));
     }
+  }
+  for (const peer of scene.peers) {
+    const row = element("tr", "", { title: peer.note });
+    const cells = ["", ...costs(peer.us[at])].map((cell) => element("td", cell));
+    row.append(element("th", peer.name, { scope: "row" }), ...cells);
+    rows.push(row);
   }
   byId("algorithms").replaceChildren(...rows);
   const cut = scene.algorithms.filter((one) => one.cut_by_size).map((one) => one.algorithm);
