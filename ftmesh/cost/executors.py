@@ -84,7 +84,7 @@ def native_mesh_seconds(
     >>> from ftmesh.cost.links import NETWORKS
     >>> torus = Topology.grid("16x16", wrap=True)
     >>> round(1e3 * native_mesh_seconds(torus, 606_000_000, NETWORKS["v6e"]), 2)
-    5.1
+    5.08
     """
     axes = [
         (size, wraps) for size, wraps in zip(topology.shape, topology.wrap, strict=True) if size > 1
@@ -153,7 +153,7 @@ def busiest_link(order: RingOrder) -> int:
 def kernel_seconds(
     schedule: Schedule, payload_bytes: int, network: Network, wire_dtype: str = "float32"
 ) -> float:
-    """Estimate the time of `schedule` in the Pallas kernel, on the network of TPU v4, v5p or v6e.
+    """Estimate the time of `schedule` in the Pallas kernel, on TPU v4, v5p, v6e or 7x.
 
     If partial sums travel in a wider dtype than `wire_dtype`, the reduce-scatter carries that, or
     all rounds do if the schedule is no reduce-scatter followed by an all-gather.
@@ -162,11 +162,11 @@ def kernel_seconds(
     >>> from ftmesh.cost.links import NETWORKS
     >>> ring = ftmesh.plan(ftmesh.Topology.grid("16x16", failed="2x2@2,2"), "ring").schedule
     >>> round(1e3 * kernel_seconds(ring, 100_000_000, NETWORKS["v6e"]), 2)
-    1.82
+    1.98
     """
     memory = network.memory_bandwidth
     if network.device_model is None or memory is None or not network.has_kernel:
-        raise ArgumentError("the time of a kernel is known only for TPU v4, v5p and v6e")
+        raise ArgumentError("the time of a kernel is known only for TPU v4, v5p, v6e and 7x")
     partial_bytes = partial_sum_scale(schedule, wire_dtype) * payload_bytes
     result_bytes = payload_bytes if isinstance(schedule, SplitSchedule) else partial_bytes
     simulator, traffic = Simulator(schedule), _memory_traffic(schedule, network.device_model)

@@ -38,6 +38,7 @@ def test_the_slower_of_wires_and_memory_plus_packing():
     ring, network = registry.build_schedule(HOLE, "ring"), NETWORKS["v6e"]
     wires = Simulator(ring).seconds(PAYLOAD, network.wires_only, DATAFLOW)
     packing = network.device_model.packing * PAYLOAD / network.device_model.clock
+    packing += network.collective_launch
     assert kernel_seconds(ring, PAYLOAD, network) == pytest.approx(wires + packing)
     moved = (2 + 2 + 1) * 251 / 252 * PAYLOAD
     slow = replace(network, memory_bandwidth=1e10)
@@ -68,10 +69,10 @@ def test_single_devices_on_chips_exchange_nothing():
 
 
 @pytest.mark.parametrize(
-    "network", [DEFAULT, NETWORKS["v3"], NETWORKS["v7x"], NETWORKS["v6e"].wires_only]
+    "network", [DEFAULT, NETWORKS["v3"], NETWORKS["v5e"], NETWORKS["v6e"].wires_only]
 )
 def test_networks_without_a_kernel(network):
-    with pytest.raises(ArgumentError, match="known only for TPU v4, v5p and v6e"):
+    with pytest.raises(ArgumentError, match="known only for TPU v4, v5p, v6e and 7x"):
         kernel_seconds(registry.build_schedule(HOLE, "ring"), PAYLOAD, network)
 
 

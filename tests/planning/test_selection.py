@@ -11,6 +11,7 @@ from ftmesh.cost.simulate import Simulator, simulate
 from ftmesh.planning import selection
 from ftmesh.planning.chunking import schedule_for, tree_lower_bound
 from ftmesh.planning.selection import Candidate, select_algorithm
+from ftmesh.units import format_time
 
 DAMAGED = Topology.grid("8x8", failed="2x2@2,2")
 
@@ -47,7 +48,7 @@ def test_a_reduce_scatter_leaves_every_chip_as_much():
     ]
     assert able(DAMAGED, 10_000, reduce_scatter=True) == ["ring"]
     by_xla = select_algorithm(DAMAGED, 10_000, reduce_scatter=True, with_native=True)
-    assert [one.name for one in by_xla.candidates if not one.rejection] == ["ring", "ring, xla"]
+    assert [one.name for one in by_xla.candidates if not one.rejection] == ["ring, xla", "ring"]
 
 
 def test_the_network_matters():
@@ -78,18 +79,40 @@ def test_a_plan_explains_itself():
     lines = str(ftmesh.plan(DAMAGED, payload_bytes=100_000_000).explain()).splitlines()
     assert lines[0] == "100 MB on 8x8 less 2x2@2,2, links of 50 GB/s each way, 0.5 us a hop"
     assert lines[2].split()[0] == "tree"
-    assert lines[3].split() == ["ring", "118", "2.03", "ms", "1.69"]
-    assert lines[4] == "  ring, xla               2.03 ms     1.69"
+    assert lines[3] == "  ring, xla                     2 ms     1.66        0.50"
+    assert lines[4].split() == ["ring", "118", "2.03", "ms", "1.69", "0.51"]
     assert lines[5].split()[:2] == ["row_pair", "36"]
-    assert lines[6].startswith("  two_dim     cannot: ")
-    assert lines[7].startswith("  chain       cannot: ")
-    assert lines[8] == "  no all-reduce can take less than 1.2 ms"
+    assert lines[6].startswith("  two_dim        cannot: ")
+    assert lines[7].startswith("  chain          cannot: ")
+    assert lines[8].split()[:5] == ["lax.psum", "4", "ms", "3.33", "1.00"]
+    assert lines[8].endswith(
+        "one ring, in the order of coordinates; 5 of its steps go over failed chips or links"
+    )
+    assert lines[9] == "  no all-reduce can take less than 1.2 ms"
+
+
+def test_an_explanation_has_ranges_and_the_kernel_where_they_are_known():
+    plan = ftmesh.plan(Topology.grid("4x4", failed="1x1@1,1"), link="v6e")
+    selection, lines = plan.explain(), str(plan.explain()).splitlines()
+    for one in (*selection.candidates, selection.kernel):
+        if not one.rejection:
+            low, high = selection.seconds_range(one)
+            assert low <= one.seconds <= high
+            (line,) = [line for line in lines if line.startswith(f"  {one.name} ")]
+            assert f"{format_time(low)} to {format_time(high)}" in line
+    assert selection.kernel.executor == "pallas"
+    assert f"  {selection.kernel.name} " in str(selection)
+    assert not selection.network.fastest.spread
+    assert selection.network.slowest.slowest == selection.network.slowest
+    no_kernel = ftmesh.plan(Topology.grid("4x4", failed="1x1@1,1"), link="v3").explain()
+    assert no_kernel.kernel is None
 
 
 def test_where_no_ring_fits_the_reasons_are_listed():
     lines = str(ftmesh.plan(Topology.from_drawing("X..\n...\n...")).explain()).splitlines()
     assert [line.split("  ")[1] for line in lines[2:5]] == ["tree", "ring, xla", "flood"]
-    assert [line.split()[:2] for line in lines[5:-1]] == [
+    assert lines[-2].startswith("  lax.psum ")
+    assert [line.split()[:2] for line in lines[5:-2]] == [
         [name, "cannot:"] for name in ("two_dim", "row_pair", "ring", "chain")
     ]
 
@@ -180,7 +203,8 @@ class TestTrees:
         selection = select_algorithm(self.SMALL, 1_000_000)
         assert names(selection)[:3] == ["tree", "ring", "row_pair"]
         assert selection.candidates[0].seconds < 0.9 * selection.candidates[1].seconds
-        assert ftmesh.plan(self.SMALL, payload_bytes=1_000_000).algorithm == "tree"
+        large = ftmesh.plan(DAMAGED, payload_bytes=100_000_000)
+        assert (large.algorithm, large.executor) == ("tree", "ppermute")
 
     def test_nothing_is_planned_where_they_cannot_win(self, monkeypatch):
         monkeypatch.setattr(selection, "cached_schedule", None)
@@ -193,11 +217,14 @@ class TestTrees:
         assert tree.rejection.startswith("it could not take less than 24")
 
     def test_a_plan_chooses_again_for_other_sizes(self):
-        plan = ftmesh.plan(self.SMALL, payload_bytes=1_000_000)
+        plan = ftmesh.plan(DAMAGED, payload_bytes=100_000_000)
         assert (plan.algorithm, plan.is_auto) == ("tree", True)
-        assert plan.for_payload(3000).algorithm == "tree"
+        small = plan.for_payload(3000)
+        assert (small.algorithm, small.executor) == ("tree", "ppermute")
         assert plan.explain().algorithm == "tree"
         assert plan.with_reduce_scatter.algorithm == "ring"
+        few = ftmesh.plan(self.SMALL, payload_bytes=1_000_000)
+        assert (few.algorithm, few.executor) == ("ring", "xla")
 
     def test_there_is_no_best_next_to_auto(self):
         with pytest.raises(PlanError, match="no algorithm 'best'"):
