@@ -113,8 +113,8 @@ def add_network(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--tpu",
         choices=NETWORKS,
-        help="use the published link rate of a TPU generation, 1us per hop, the wrap links of such a "
-        "slice, and the cost of ftmesh's executor on it, where known",
+        help="use the published link rate of a TPU generation, 1us per hop, the wrap links of such "
+        "slices, and the cost of ftmesh's executor on it, where known",
     )
     rate, latency = format_rate(DEFAULT.bandwidth), format_time(DEFAULT.latency)
     text = f"bytes per second of a link, each way (default: {rate})"
