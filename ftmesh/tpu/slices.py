@@ -100,7 +100,7 @@ def tpu_devices(name: str, *, wrap: bool | Sequence[bool] | None = None) -> list
 def wrap_options(frame: CoordFrame, wraps: Sequence[bool]) -> dict[str, tuple[int, ...]]:
     """What libtpu must be told of a slice with wrap links, on three axes; nothing without any.
 
-    It takes them only together with the chips of a host: 2x2 in every slice that wraps.
+    They are given together with the chips of a host, 2x2 in every slice that wraps, as in MaxText.
     """
     if not any(wraps):
         return {}
