@@ -24,7 +24,10 @@ from ftmesh.schedule.files import dumps
 Rng = np.random.Generator
 Main = Callable[[Sequence[str]], int]
 
-MESHES = ("4x4", "8x8", "6x4", "4x8", "1x8", "8", "2x2", "4x4x2", "5x5", "3x3", "1x1", "2x3x2")
+MESHES = (
+    "4x4", "8x8", "6x4", "4x8", "1x8", "8", "2x2", "4x4x2", "5x5", "3x3", "1x1", "2x3x2",
+    "v6e:4x4", "v5p:2x2x1", "v99:4x4",
+)  # fmt: skip
 BLOCKS = (
     "1x1@0,0",
     "1x1@1,0",
@@ -50,7 +53,8 @@ FILES = ("a.npz", "b.svg", "a.svg", "./a.npz", "no/such/a.npz", "folder", ".", "
 ALGORITHMS = (*selection.ALGORITHMS, "worst", "")
 
 MESH: dict[str, Sequence[str]] = {
-    "--failed": BLOCKS, "--failed-links": ("", "0,0-1,0", "0-1"), "--wrap": ("", "x", "xy", "z")
+    "--failed": BLOCKS, "--failed-links": ("", "0,0-1,0", "0-1"),
+    "--wrap": ("", "x", "xy", "z", "none"),
 }  # fmt: skip
 NETWORK: dict[str, Sequence[str]] = {
     "--tpu": ("v3", "v6e", "v99"), "--link": RATES, "--latency": TIMES, "--overhead": TIMES

@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(_as_dict(job, outcomes, now, wires, leaf_costs), indent=2))
         return
     print(_table(job, outcomes, horizon))
+    if damaged.wrap_source:
+        print(damaged.wrap_source)
     print(textwrap.fill(_advice(outcomes, now, wires), 100))
     if leaf_costs:
         print(textwrap.fill(_leaf_chip_advice(*leaf_costs), 100))

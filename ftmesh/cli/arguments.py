@@ -16,8 +16,16 @@ from ftmesh.cost.links import DEFAULT, NETWORKS, Network, parse_network
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import EXECUTORS
 from ftmesh.planning.selection import ALGORITHMS, AUTO
+from ftmesh.topology import damage
 from ftmesh.topology.damage import CoordFrame, environment_failed_chips
-from ftmesh.topology.notation import parse_shape
+from ftmesh.topology.devices import (
+    TPU_GENERATIONS,
+    WRAP_AS_GIVEN,
+    describe_slice_wraps,
+    slice_wraps,
+    tpu_generation,
+)
+from ftmesh.topology.notation import Coord, format_shape, parse_links, parse_shape
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate
@@ -38,10 +46,19 @@ def add_option(
 
 def add_mesh(parser: ArgumentParser, *, optional: bool = False) -> None:
     """Add MESH, --failed, --failed-links and --wrap."""
-    text = "mesh shape, x first, such as 16x32 or 4x4x8"
+    text = "mesh shape, x first, such as 16x32 or 4x4x8, or a TPU slice, such as v6e:16x16"
     parser.add_argument("mesh", metavar="MESH", nargs="?" if optional else None, help=text)
     add_damage(parser)
-    add_option(parser, "--wrap", "AXES", "axes that wrap around: 'x', 'xyz'", "")
+    add_wrap(parser)
+
+
+def add_wrap(parser: ArgumentParser) -> None:
+    """Add --wrap."""
+    text = (
+        "axes that wrap around, 'x' or 'xyz', or 'none' (default: those of such a slice of TPUs, "
+        "where the generation is given, and else none)"
+    )
+    add_option(parser, "--wrap", "AXES", text)
 
 
 def add_damage(parser: ArgumentParser) -> None:
@@ -96,8 +113,8 @@ def add_network(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--tpu",
         choices=NETWORKS,
-        help="use the published link rate of a TPU generation, 1us per hop, and the cost of "
-        "ftmesh's executor on it, where known",
+        help="use the published link rate of a TPU generation, 1us per hop, the wrap links of such "
+        "slices, and the cost of ftmesh's executor on it, where known",
     )
     rate, latency = format_rate(DEFAULT.bandwidth), format_time(DEFAULT.latency)
     text = f"bytes per second of a link, each way (default: {rate})"
@@ -108,34 +125,87 @@ def add_network(parser: ArgumentParser) -> None:
 
 
 def network_of(args: Namespace) -> Network:
-    """Build the network from the arguments of `add_network`."""
-    base = parse_network(args.tpu or DEFAULT, args.latency, args.overhead)
+    """Build the network from the arguments of `add_mesh` and `add_network`."""
+    base = parse_network(generation_of(args) or DEFAULT, args.latency, args.overhead)
     if args.link:
         base = replace(base, bandwidth=parse_rate(args.link), source="as given")
     return base.wires_only if args.wires_only else base
 
 
 def topology_of(args: Namespace) -> Topology:
-    """Build the topology from the arguments of `add_mesh` and `add_tile`."""
-    shape = parse_shape(args.mesh)
-    axes = "xyz"[: len(shape)]
-    unknown = sorted(set(args.wrap) - set(axes))
-    if unknown:
-        raise ArgumentError(f"--wrap {args.wrap}: mesh {args.mesh} has no axis {unknown[0]!r}")
-    failed, wrap = args.failed, [axis in args.wrap for axis in axes]
-    if failed is None:
-        failed = environment_failed_chips(CoordFrame.for_grid(shape))
-    chips = Topology.grid(args.mesh, failed=failed, failed_links=args.failed_links, wrap=wrap)
+    """Build the topology from the arguments of `add_mesh`, `add_tile` and `add_network`."""
+    generation, shape = generation_of(args), parse_shape(_split_slice(args.mesh)[1])
+    failed_links = parse_links(args.failed_links)
+    if ":" in args.mesh:  # a slice: as its devices would be placed
+        frame = CoordFrame.for_slice(shape)
+        failed_links = damage.failed_links(failed_links, frame)
+    else:
+        frame = CoordFrame.for_grid(shape)
+    wrap, wrap_source = parse_wrap_option(args.wrap, frame.shape), ""
+    if generation and wrap is None:
+        wrap = slice_wraps(generation, frame.shape)
+        wrap_source = describe_slice_wraps(generation, frame.shape)
+    elif generation:
+        wrap_source = WRAP_AS_GIVEN
+    if args.failed is None:
+        failed = environment_failed_chips(frame)
+    else:
+        failed = damage.failed_chips(args.failed, frame)
+    chips = Topology.grid(frame.shape, failed=failed, failed_links=failed_links, wrap=wrap or False)
+    chips = replace(chips, wrap_source=wrap_source)
     tile = getattr(args, "tile", None)
     topology = chips if tile is None else TiledTopology.from_topology(chips, tile)
     registry.check_size(topology)
     return topology
 
 
+def generation_of(args: Namespace) -> str | None:
+    """Return the TPU generation that MESH or --tpu names, or None."""
+    named, given = _split_slice(args.mesh or "")[0], getattr(args, "tpu", None)
+    if named and given and named != given:
+        raise ArgumentError(
+            f"{args.mesh} is a slice of {named}, and --tpu says {given}: give one of the two"
+        )
+    return named or given
+
+
+def parse_wrap_option(wrap: str | None, shape: Coord) -> tuple[bool, ...] | None:
+    """Return which axes of `shape` wrap by --wrap, or None if it was not given."""
+    if wrap is None:
+        return None
+    named, axes = "" if wrap == "none" else wrap, "xyz"[: len(shape)]
+    unknown = sorted(set(named) - set(axes))
+    if unknown:
+        raise ArgumentError(
+            f"--wrap {wrap}: mesh {format_shape(shape)} has no axis {unknown[0]!r}; write axes as "
+            "in 'xy', or 'none'"
+        )
+    return tuple(axis in named for axis in axes)
+
+
+def _split_slice(mesh: str) -> tuple[str | None, str]:
+    """Return the generation and the shape of MESH; of no generation unless it is a slice."""
+    name, colon, shape = mesh.rpartition(":")
+    if not colon or mesh.endswith(".npz"):
+        return None, mesh
+    generation = tpu_generation(name)
+    if generation is None:
+        raise ArgumentError(
+            f"{name!r:.60} is not a TPU generation: write one of {', '.join(TPU_GENERATIONS)}, "
+            "as in 'v6e:16x16', or a mesh alone, as in '16x16'"
+        )
+    return generation, shape
+
+
 def mesh_summary(topology: Topology) -> dict[str, Any]:
     """Describe a mesh as JSON values; `live` counts ranks, which may be tiles."""
     chips = topology.physical
-    summary = {"mesh": chips.name, "failed": sorted(chips.failed), "live": topology.num_live}
+    summary = {
+        "mesh": chips.name,
+        "wrap": chips.wrap,
+        "failed": sorted(chips.failed),
+        "live": topology.num_live,
+    }
     if isinstance(topology, TiledTopology):
         summary |= {
             "tile": topology.tile,

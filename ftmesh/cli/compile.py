@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 
 import ftmesh
-from ftmesh.cli.arguments import Stages, add_algorithm, add_damage, add_executor, add_payload
+from ftmesh.cli import arguments
+from ftmesh.cli.arguments import add_algorithm, add_damage, add_executor, add_payload, add_wrap
 from ftmesh.cost.links import network_for
 from ftmesh.units import parse_bytes
 
@@ -24,6 +26,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("slice", metavar="SLICE", help="TPU generation and shape: v6e:16x16")
     add_damage(parser)
+    add_wrap(parser)
     add_algorithm(parser)
     add_executor(parser)
     add_payload(parser)
@@ -39,12 +42,14 @@ def run(args: argparse.Namespace) -> None:
     """Plan for the slice, compile, and report."""
     payload_bytes = parse_bytes(args.payload)
     from ftmesh.tpu.compile_report import compile_report
-    from ftmesh.tpu.slices import tpu_devices
+    from ftmesh.tpu.slices import parse_slice, tpu_devices
 
-    stages = Stages()
-    devices = stages.run(f"loading {args.slice}", lambda: tpu_devices(args.slice))
+    stages = arguments.Stages()
+    wrap = arguments.parse_wrap_option(args.wrap, parse_slice(args.slice)[1].shape)
+    load = partial(tpu_devices, args.slice, wrap=wrap)
+    devices = stages.run(f"loading {args.slice}", load)
     topology = ftmesh.Topology.from_devices(
-        devices, failed=args.failed, failed_links=args.failed_links
+        devices, failed=args.failed, failed_links=args.failed_links, wrap=wrap
     )
     plan = stages.run(
         "planning",
@@ -58,4 +63,10 @@ def run(args: argparse.Namespace) -> None:
         ),
     )
     report = stages.run("compiling", lambda: compile_report(plan, payload_bytes))
-    print(json.dumps(report.as_dict(), indent=2) if args.json else f"{report}\n{stages}")
+    if args.json:
+        print(json.dumps(report.as_dict(), indent=2))
+        return
+    print(report)
+    if topology.wrap_source:
+        print(f"  {topology.wrap_source}")
+    print(stages)

@@ -6,7 +6,14 @@ import argparse
 import sys
 
 import ftmesh
-from ftmesh.cli.arguments import add_algorithm, add_mesh, add_option, add_tile, topology_of
+from ftmesh.cli.arguments import (
+    add_algorithm,
+    add_mesh,
+    add_option,
+    add_tile,
+    generation_of,
+    topology_of,
+)
 from ftmesh.command_line import whole_number
 from ftmesh.draw import Panel, draw_svg, draw_text, figure, phase_panel, schedule_panels
 from ftmesh.errors import ArgumentError
@@ -73,7 +80,7 @@ def _panels(args: argparse.Namespace) -> list[Panel]:
             raise ArgumentError(f"{args.mesh} already describes its mesh: {rule}")
         schedule = ftmesh.load(args.mesh)
     else:
-        schedule = ftmesh.plan(topology_of(args), args.algorithm).schedule
+        schedule = ftmesh.plan(topology_of(args), args.algorithm, link=generation_of(args)).schedule
     if args.phase is None:
         return schedule_panels(schedule, half=args.half)
     return [phase_panel(schedule, args.phase, **narrowed)]

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(summary(bounds, times), indent=2))
         return
     print(bounds)
+    if topology.physical.wrap_source:
+        print(topology.physical.wrap_source)
     bottlenecks = _bottlenecks(bounds)
     for title, groups in bottlenecks:
         print(f"{title}:\n{drawing(topology, groups)}")

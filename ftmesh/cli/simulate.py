@@ -112,6 +112,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"  {leaf_costs}")
     if args.optimizer:
         print(stages.run("updating", optimizer_costs, *job, args.optimizer))
+    if topology.physical.wrap_source:
+        print(f"  {topology.physical.wrap_source}")
     if isinstance(topology, TiledTopology):
         print(topology.describe())
     print(stages)

@@ -121,7 +121,7 @@ def _losses(args: argparse.Namespace, topology: Topology) -> list[dict[str, Any]
 
 def _options(args: argparse.Namespace) -> str:
     """The options about links, as given."""
-    names = ("tpu", "link", "latency", "overhead")
-    given = [(f"--{name}", getattr(args, name)) for name in names]
+    given = [("--tpu", arguments.generation_of(args))]
+    given += [(f"--{name}", getattr(args, name)) for name in ("link", "latency", "overhead")]
     words = [word for name, value in given if value for word in (name, value)]
     return shlex.join(words + ["--wires-only"] * args.wires_only)

@@ -301,6 +301,8 @@ class Plan(BoundCollectives):
     def __str__(self) -> str:
         lines = [self.schedule.describe(self.payload_bytes), *self._executor_lines()]
         lines += self._precision_lines()
+        if self.topology.physical.wrap_source:
+            lines.append(f"  {self.topology.physical.wrap_source}")
         if isinstance(self.topology, TiledTopology):
             lines.append(self.topology.describe())
         return "\n".join(lines)

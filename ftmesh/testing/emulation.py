@@ -25,7 +25,7 @@ def cpu_grid(
     *,
     failed: Failed = None,
     failed_links: str | Iterable[Sequence[Sequence[int]]] = (),
-    wrap: bool | Sequence[bool] = False,
+    wrap: bool | Sequence[bool] | None = None,
     threads_per_device: int = 1,
 ) -> Topology:
     """Build a topology of emulated CPU devices, one for each chip of `shape`.
@@ -36,7 +36,7 @@ def cpu_grid(
     Args:
         shape: The mesh, such as ``"8x8"``; failed chips get a device too.
         failed, failed_links: As for `Topology.from_devices`.
-        wrap: Which axes wrap around.
+        wrap: Which axes wrap around; none unless given.
         threads_per_device: Create this many CPU devices, hence threads, for each chip. Interpreted
             Pallas kernels that overlap other collectives need several.
 

@@ -37,6 +37,12 @@ class CoordFrame:
         sizes = notation.parse_shape(shape)
         return cls(sizes, (0,) * len(sizes), tuple(range(len(sizes))))
 
+    @classmethod
+    def for_slice(cls, shape: Coord, low: Coord | None = None) -> CoordFrame:
+        """Return the frame of a box of device coords; the grid drops its axes of size 1."""
+        kept = tuple(axis for axis, size in enumerate(shape) if size > 1) or (0,)
+        return cls(tuple(shape[axis] for axis in kept), low or (0,) * len(shape), kept)
+
     def locate(self, coord: Coord) -> Coord | None:
         """Return the grid coord of device coord `coord`, or None if it is outside the grid."""
         low, high = self.corners(len(coord))

@@ -1,4 +1,8 @@
-"""Places JAX devices on a grid, without importing JAX: TPUs by coords, others row by row."""
+"""Places JAX devices on a grid, without importing JAX: TPUs by coords, others row by row.
+
+Devices do not say which axes of their slice have wrap links; `slice_wraps` knows it by generation
+and shape.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,18 @@ from ftmesh.topology.notation import Block, Coord, format_shape, parse_blocks, p
 
 MESH_VARIABLE = "FTMESH_MESH"  # the shape of this machine's mesh, for devices without coords
 BLOCKS_VARIABLE = "FTMESH_BLOCKS"  # the block of that mesh that each process has
+
+# Which axes wrap: the table of slices of MaxText (accelerator_to_spec_map.py); "How to Scale Your
+# Model" (Austin et al., 2025), chapter 2.
+_PODS = {"v2": 16, "v3": 32}  # chips along each axis of the whole pod, the only torus
+_LONGEST_AXIS = {"v5e": 16, "v6e": 16}  # which wraps; no slice has a longer one
+_OF_CUBES = ("v4", "v5p", "v7x")
+_CUBE = 4  # chips along each axis of the cubes that larger slices are made of
+WRAP_AS_GIVEN = "wrap links as given"  # where a user has said which axes wrap
+TPU_GENERATIONS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "v7x")
+_GENERATION_ALIASES = {
+    "v5lite": "v5e", "v5litepod": "v5e", "v5": "v5p", "v6lite": "v6e", "7x": "v7x"
+}  # fmt: skip
 
 
 class DeviceLayout(NamedTuple):
@@ -50,6 +66,74 @@ def platform_of(device: Any) -> str:
 
 def process_of(device: Any) -> int:
     return int(device.process_index)
+
+
+def tpu_generation(name: str) -> str | None:
+    """Return the generation that a device kind or a name stands for; None if it is not known.
+
+    >>> tpu_generation("TPU v6 lite"), tpu_generation("tpu7x"), tpu_generation("NVIDIA H200")
+    ('v6e', 'v7x', None)
+    """
+    word = name.lower().replace(" ", "").removeprefix("tpu")
+    word = _GENERATION_ALIASES.get(word, word)
+    return word if word in TPU_GENERATIONS else None
+
+
+def slice_wraps(generation: str, shape: Sequence[int]) -> tuple[bool, ...]:
+    """Return which axes of a TPU slice have wrap links.
+
+    Args:
+        generation: ``"v6e"``, or a device kind such as ``"TPU v6 lite"``. Of one that is not known,
+            no axis wraps.
+        shape: the whole slice. Axes of size 1 make no difference.
+
+    >>> slice_wraps("v6e", (8, 16)), slice_wraps("v5p", (4, 4, 8)), slice_wraps("v5p", (2, 2, 4))
+    ((False, True), (True, True, True), (False, False, False))
+    """
+    known = tpu_generation(generation)
+    sizes = [size for size in shape if size > 1]
+    if known in _LONGEST_AXIS:
+        longest = _LONGEST_AXIS[known]
+        is_slice = len(sizes) <= 2 and max(shape) <= longest
+        return tuple(is_slice and size == longest for size in shape)
+    if known in _OF_CUBES:
+        is_torus = len(sizes) == 3 and not any(size % _CUBE for size in sizes)
+    else:
+        is_torus = known in _PODS and sizes == [_PODS[known]] * 2
+    return tuple(is_torus and size > 1 for size in shape)
+
+
+def describe_slice_wraps(generation: str, shape: Sequence[int]) -> str:
+    """Return the rule of `slice_wraps` in words; empty for a generation that is not known."""
+    known = tpu_generation(generation)
+    if known is None:
+        return ""
+    if known in _PODS:
+        pod = format_shape([_PODS[known]] * 2)
+        return f"a {known} slice has wrap links only if it is the whole pod, {pod}"
+    if known in _LONGEST_AXIS:
+        return f"{known} slices have wrap links on axes of {_LONGEST_AXIS[known]} chips"
+    rule = f"{known} slices of whole {format_shape([_CUBE] * 3)} cubes have wrap links on all axes"
+    low, middle, high = sorted([*shape, 1, 1])[-3:]
+    can_twist = high == 2 * low and middle in (low, high)
+    if can_twist and any(slice_wraps(known, shape)):
+        rule += f"; {format_shape(shape)}, which may be twisted, is taken as untwisted"
+    return rule
+
+
+def device_wraps(devices: Iterable[Any], frame: CoordFrame) -> tuple[tuple[bool, ...], str]:
+    """Return which axes of the grid of `devices` wrap, and the rule in words.
+
+    The coords of a slice start at 0, so it reaches from there to the highest coords of the frame.
+    An axis of which the lowest chips are missing does not wrap, as these would be in between.
+    """
+    kinds = {str(getattr(device, "device_kind", "")) for device in devices}
+    kind = kinds.pop() if len(kinds) == 1 else ""
+    low, high = frame.corners(len(frame.low))
+    shape = tuple(top + 1 for top in high)
+    wraps = slice_wraps(kind, shape)
+    on_grid = tuple(wraps[axis] and low[axis] == 0 for axis in frame.kept)
+    return on_grid, describe_slice_wraps(kind, shape)
 
 
 def _layout_by_order(devices: Sequence[Any], shape: Coord | None) -> DeviceLayout:
@@ -148,8 +232,7 @@ def _frame(coords: Sequence[Coord], shape: Coord | None) -> CoordFrame:
             f"shape {format_shape(shape)} has more axes than the devices' coords, such as "
             f"{coords[0]}"
         )
-    kept = tuple(axis for axis, size in enumerate(shape) if size > 1) or (0,)
-    return CoordFrame(tuple(shape[axis] for axis in kept), low, kept)
+    return CoordFrame.for_slice(shape, low)
 
 
 def _missing(shape: Coord, present: Collection[Coord]) -> frozenset[Coord]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.topology import damage, notation, regions
 from ftmesh.topology.damage import CoordFrame
-from ftmesh.topology.devices import read_layout
+from ftmesh.topology.devices import WRAP_AS_GIVEN, device_wraps, read_layout
 from ftmesh.topology.notation import Block, Coord, Failed
 from ftmesh.topology.notation import Link as Link
 
@@ -37,6 +37,8 @@ class Topology:
 
     Attributes:
         wrap: for each axis, whether its last chip is linked to its first.
+        wrap_source: how that is known, in words; empty if there is nothing to say. Topologies that
+            differ in it alone are equal.
         failed_links: failed links, each with its lower end first.
         devices: the devices of live chips, by rank; empty unless built from devices.
         all_devices: all devices that were given, in grid order.
@@ -58,6 +60,7 @@ class Topology:
     devices_per_chip: int = 1
     devices: tuple[Any, ...] = field(default=(), repr=False)
     all_devices: tuple[Any, ...] = field(default=(), repr=False)
+    wrap_source: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.wrap) != len(self.shape):
@@ -111,7 +114,7 @@ class Topology:
         shape: str | Sequence[int] | None = None,
         failed: Failed = None,
         failed_links: FailedLinks = (),
-        wrap: bool | Sequence[bool] = False,
+        wrap: bool | Sequence[bool] | None = None,
     ) -> Topology:
         """Return the mesh of `devices`: ``jax.devices()``, or those of a compile-only topology.
 
@@ -126,7 +129,10 @@ class Topology:
             failed: failed chips, in the coords of the devices, with or without the axes that are
                 dropped. Default: the environment variable ``FTMESH_FAILED``; ``""`` for none.
             failed_links: failed links, in the same coords.
-            wrap: whether axes wrap; one value for all axes or one for each.
+            wrap: whether axes wrap; one value for all axes or one for each. Default: known by the
+                generation and shape of a TPU slice, and none elsewhere; `wrap_source` says which.
+                The slice is taken to reach from coord 0 to the highest. If chips at its far edges
+                are missing, or the devices are part of a larger slice, give its `shape`, or `wrap`.
         """
         layout = read_layout(devices, None if shape is None else notation.parse_shape(shape))
         frame, at = layout.frame, layout.devices_at
@@ -134,12 +140,17 @@ class Topology:
             failed_chips = damage.environment_failed_chips(frame)
         else:
             failed_chips = damage.failed_chips(failed, frame)
+        if wrap is None:
+            wraps, wrap_source = device_wraps(itertools.chain.from_iterable(at.values()), frame)
+        else:
+            wraps, wrap_source = notation.parse_wrap(wrap, frame.shape), WRAP_AS_GIVEN
         bare = cls(
             shape=frame.shape,
-            wrap=notation.parse_wrap(wrap, frame.shape),
+            wrap=wraps,
             failed=layout.missing | failed_chips,
             failed_links=damage.failed_links(notation.parse_links(failed_links), frame),
             devices_per_chip=layout.devices_per_chip,
+            wrap_source=wrap_source,
         )
         live = tuple(device for coord in bare.coords for device in at[coord])
         every = tuple(device for coord in bare.all_coords() for device in at.get(coord, ()))

@@ -8,6 +8,7 @@ import warnings
 from functools import cache
 
 from ftmesh.errors import ArgumentError, TopologyWarning
+from ftmesh.topology.devices import tpu_generation
 
 # To have one permutation in flight for each link of a chip, of which there are four, or six with
 # three axes: v2 and v3 keep permutations synchronous by default; v5p, v6e and 7x wait for one
@@ -23,13 +24,10 @@ _OVERLAP = {"xla_tpu_use_aggressive_scheduling": "true"}
 _SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
 _VMEM = {"v6e": {_SCOPED_VMEM: str(30 * 1024)}}
 _OPTIONS: dict[str, dict[str, str]] = {
-    "v2": _ASYNC, "v3": _ASYNC, "v4": _SIX, "v5e": {}, "v5p": _SIX, "v6e": _FOUR, "7x": _SIX,
+    "v2": _ASYNC, "v3": _ASYNC, "v4": _SIX, "v5e": {}, "v5p": _SIX, "v6e": _FOUR, "v7x": _SIX,
     "cpu": {}, "gpu": {},
 }  # fmt: skip
-_ALIASES = {
-    "v5lite": "v5e", "v5litepod": "v5e", "v5": "v5p", "v6lite": "v6e", "v7x": "7x",
-    "cuda": "gpu", "rocm": "gpu",
-}  # fmt: skip
+_ALIASES = {"cuda": "gpu", "rocm": "gpu"}
 
 
 def compiler_options(platform: str, *, overlap: bool = False) -> dict[str, str]:
@@ -57,12 +55,11 @@ def compiler_options(platform: str, *, overlap: bool = False) -> dict[str, str]:
     {}
     """
     words = re.split(r"[:-]", str(platform).lower())[0].replace(" ", "")
-    name = words.removeprefix("tpu")
-    name = _ALIASES.get(name, name)
+    name = tpu_generation(words) or _ALIASES.get(words, words)
     options = _OPTIONS.get(name)
     if options is None:
         if not re.fullmatch(r"tpu\w+|v[0-9]+\w*", words):
-            known = ", ".join("tpu7x" if name == "7x" else name for name in _OPTIONS)
+            known = ", ".join("tpu7x" if name == "v7x" else name for name in _OPTIONS)
             raise ArgumentError(f"platform {platform!r} is not known: give one of {known}")
         _warn_unknown(str(platform))
         return {}

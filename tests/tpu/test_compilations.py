@@ -26,10 +26,13 @@ def compile_for(name, failed, algorithm, *options):
 def all_in_flight(report, algorithm):
     """True if every lane of a round starts before the program waits for the first.
 
-    Loops between the two cores of a chip have one lane, others those of their algorithm.
+    Loops between the two cores of a chip have one lane, those across row pairs that wrap have two,
+    and others those of their algorithm.
     """
     for loop in report["loops"]:
         lanes = 1 if loop["name"].startswith("between") else LANES[algorithm]
+        if loop["name"].startswith("across") and "wrapping in xy" in report["mesh"]:
+            lanes = 2
         if loop["permutations"] != lanes or loop["in_flight"] < lanes or loop["synchronous"]:
             return False
     return True
@@ -158,15 +161,15 @@ def test_a_sharded_update_neither_pads_nor_slices():
 
 
 def assert_cycles_add_up(report):
-    """Check a report of `row_pair` for 100 MB on 16x16."""
+    """Check a report of `row_pair` for 100 MB on 16x16, which wraps."""
     rounds = [loop["cycles"] for loop in report["loops"]]
     assert [r["rounds"] for r in rounds] == [32, 6, 6, 32]
     assert not any(r["unknown"] for r in rounds)
     assert min(r["exposed"] for r in rounds) > 1000
-    # Four chunks across, and seven times as many along the rings.
+    # A chunk in each of two lanes across, and seven in each of four along the rings.
     along, across, _, _ = (r["sent_bytes"] for r in rounds)
-    assert 4 * 100e6 / 448 <= across <= 1.1 * 4 * 100e6 / 448
-    assert along == 7 * across
+    assert 2 * 100e6 / 448 <= across <= 1.1 * 2 * 100e6 / 448
+    assert along == 14 * across
     cycles = [r["rounds"] * (r["exposed"] + r["hidden"]) for r in rounds]
     assert report["cycles"] == sum(cycles)
     assert report["packing"]["exposed"] > 100_000
@@ -180,10 +183,23 @@ def test_whole_slices_with_idle_chips(algorithm):
     assert report["accepted"], report["refusal"]
     assert (report["num_devices"], report["with_idle"]) == (256, True)
     *loops, last = report["loops"]
-    assert {loop["permutations"] for loop in loops} == {LANES[algorithm]}
-    assert all_in_flight({"loops": loops}, algorithm)
+    assert all_in_flight({"loops": loops, "mesh": report["mesh"]}, algorithm)
     assert last["permutations"] <= LANES[algorithm] + 4  # results are sent on to idle chips as well
     assert last["in_flight"] >= 4  # as many as a chip has links
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("options", "mesh", "lanes"),
+    [((), "16x16 (wrapping in xy)", 2), (("--wrap", "none"), "16x16", 4)],
+)
+def test_wrap_links_are_those_of_the_slice_or_as_given(options, mesh, lanes):
+    report = compile_for("v6e:16x16", "2x2@2,2", "row_pair", *options)
+    assert report["accepted"], report["refusal"]
+    assert report["mesh"] == f"{mesh} less 2x2@2,2"
+    across = [loop for loop in report["loops"] if loop["name"].startswith("across")]
+    assert [loop["permutations"] for loop in across] == [lanes, lanes]
 
 
 @pytest.mark.slow

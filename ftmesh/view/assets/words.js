@@ -97,7 +97,9 @@ function commandFor(request, payloadBytes, options) {
   const words = ["ftmesh view", quoted(request.mesh)];
   words.push(`--failed ${quoted(request.failed)}`);
   if (request.failed_links) words.push(`--failed-links ${quoted(request.failed_links)}`);
-  if (request.wrap) words.push(`--wrap ${quoted(request.wrap)}`);
+  // With --tpu, a mesh wraps as such a slice does unless --wrap says otherwise.
+  const wrap = request.wrap || (/--tpu/.test(options) ? "none" : "");
+  if (wrap) words.push(`--wrap ${quoted(wrap)}`);
   if (request.devices_per_chip > 1) words.push(`--devices ${request.devices_per_chip}`);
   if (payloadBytes !== 1e8) words.push(`--payload ${payloadBytes}`);
   if (options) words.push(options);
