@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from ftmesh.cost.device_model import DeviceModel
 from ftmesh.errors import ArgumentError
+from ftmesh.topology.devices import tpu_generation
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate, parse_time
 
@@ -213,18 +214,12 @@ NETWORKS = {
         has_kernel=True,
     ),
 }  # fmt: skip
-_BY_DEVICE_KIND = {f"TPU {kind}": NETWORKS[kind] for kind in ("v2", "v3", "v4")} | {
-    "TPU v5 lite": NETWORKS["v5e"],
-    "TPU v5": NETWORKS["v5p"],
-    "TPU v6 lite": NETWORKS["v6e"],
-    "TPU7x": NETWORKS["v7x"],
-}
 
 
 def network_for(topology: Topology) -> Network:
     """Return the network of the TPUs of `topology`, or `DEFAULT` if they are of no known kind."""
     kind = getattr(topology.devices[0], "device_kind", "") if topology.devices else ""
-    return _BY_DEVICE_KIND.get(str(kind), DEFAULT)
+    return NETWORKS.get(tpu_generation(str(kind)) or "", DEFAULT)
 
 
 def parse_network(
