@@ -17,7 +17,7 @@ from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import EXECUTORS
 from ftmesh.planning.selection import ALGORITHMS, AUTO
 from ftmesh.topology.damage import CoordFrame, environment_failed_chips
-from ftmesh.topology.notation import parse_shape
+from ftmesh.topology.notation import Coord, format_shape, parse_shape
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate
@@ -73,6 +73,16 @@ def add_algorithm(
     )
 
 
+def algorithm_names(text: str | None) -> list[str]:
+    """Return the algorithms that --algorithms lists, separated by commas; none without it."""
+    names = [] if text is None else [current_name(name.strip()) for name in text.split(",")]
+    for name in names:
+        if name not in registry.ALGORITHMS:
+            known = ", ".join(registry.ALGORITHMS)
+            raise ArgumentError(f"--algorithms: there is no {name!r:.40}; choose from {known}")
+    return names
+
+
 def add_executor(parser: ArgumentParser) -> None:
     """Add --executor."""
     parser.add_argument(
@@ -118,11 +128,7 @@ def network_of(args: Namespace) -> Network:
 def topology_of(args: Namespace) -> Topology:
     """Build the topology from the arguments of `add_mesh` and `add_tile`."""
     shape = parse_shape(args.mesh)
-    axes = "xyz"[: len(shape)]
-    unknown = sorted(set(args.wrap) - set(axes))
-    if unknown:
-        raise ArgumentError(f"--wrap {args.wrap}: mesh {args.mesh} has no axis {unknown[0]!r}")
-    failed, wrap = args.failed, [axis in args.wrap for axis in axes]
+    failed, wrap = args.failed, wrapped_axes(args.wrap, shape)
     if failed is None:
         failed = environment_failed_chips(CoordFrame.for_grid(shape))
     chips = Topology.grid(args.mesh, failed=failed, failed_links=args.failed_links, wrap=wrap)
@@ -130,6 +136,17 @@ def topology_of(args: Namespace) -> Topology:
     topology = chips if tile is None else TiledTopology.from_topology(chips, tile)
     registry.check_size(topology)
     return topology
+
+
+def wrapped_axes(names: str, shape: Coord) -> list[bool]:
+    """Return for each axis of `shape` whether --wrap names it."""
+    axes = "xyz"[: len(shape)]
+    unknown = sorted(set(names) - set(axes))
+    if unknown:
+        raise ArgumentError(
+            f"--wrap {names}: mesh {format_shape(shape)} has no axis {unknown[0]!r}"
+        )
+    return [axis in names for axis in axes]
 
 
 def mesh_summary(topology: Topology) -> dict[str, Any]:
@@ -144,6 +161,15 @@ def mesh_summary(topology: Topology) -> dict[str, Any]:
             "wasted": topology.num_wasted,
         }
     return summary
+
+
+def describe_devices(topology: Topology) -> str:
+    """Say which devices are live: ``12 of 16 emulated CPU devices``, or ``1 NVIDIA H200``."""
+    device, live = topology.devices[0], len(topology.devices)
+    total = topology.num_chips * topology.devices_per_chip
+    emulated = "emulated CPU device" + "s" * (total > 1)
+    kind = emulated if device.platform == "cpu" else str(device.device_kind)
+    return f"{live} {kind}" if live == total else f"{live} of {total} {kind}"
 
 
 class Stages:

@@ -58,11 +58,16 @@ def agree_on_mesh(group: ProcessGroup, topology: Topology) -> None:
 
 
 def agreed_topology(
-    group: ProcessGroup, *, shape: str | None = None, failed: Failed = None, failed_links: str = ""
+    group: ProcessGroup,
+    *,
+    shape: str | None = None,
+    failed: Failed = None,
+    failed_links: str = "",
+    wrap: bool | Sequence[bool] = False,
 ) -> Topology:
     """Return `Topology.from_devices(jax.devices(), ...)`, checked to be the same everywhere."""
     topology = Topology.from_devices(
-        jax.devices(), shape=shape, failed=failed, failed_links=failed_links
+        jax.devices(), shape=shape, failed=failed, failed_links=failed_links, wrap=wrap
     )
     agree_on_code(group)
     agree_on_mesh(group, topology)
