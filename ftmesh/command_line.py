@@ -25,7 +25,7 @@ exit status:
   0    success
   1    doctor: a chip or a link is unhealthy
   2    bad command line: an argument, a mesh, or an output that cannot be written
-  65   verification failed: the schedule is wrong
+  65   verification failed: a schedule or a sum is wrong
   66   no such file or folder
   69   rejected: no such plan, a damaged file, or not enough data or memory
   70   a bug in ftmesh, with a traceback to report

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
+from typing import Any
 
 from ftmesh.errors import ArgumentError
 from ftmesh.units import format_bytes
@@ -25,6 +27,20 @@ def check_memory(task: str, num_bytes: float, advice: str) -> None:
     if free is not None and num_bytes > free:
         raise ArgumentError(
             f"{task} would take about {format_bytes(num_bytes)} of memory, and "
+            f"{format_bytes(free)} are free: {advice}"
+        )
+
+
+def check_device_memory(device: Any, task: str, num_bytes: float, advice: str) -> None:
+    """Raise ArgumentError if `task` needs more of a JAX device's memory than is free.
+
+    Devices that do not say how much they have, such as CPUs, are taken to have enough.
+    """
+    stats = device.memory_stats() or {}
+    free = stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
+    if num_bytes > free:
+        raise ArgumentError(
+            f"{task} would take about {format_bytes(num_bytes)} of the memory of {device}, and "
             f"{format_bytes(free)} are free: {advice}"
         )
 

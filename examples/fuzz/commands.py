@@ -97,6 +97,9 @@ PAYLOADS = (
     "4KB", "1KB", "4KB,64B", "256B", "1KiB", "", ",", "0", "-5", "1zb", "900TB", "9" * 400, "4KB,",
     "٣KB",
 )  # fmt: skip
+BENCH: dict[str, Sequence[str]] = {
+    **MESH, "--algorithms": ("ring", "tree,chain", "auto", ""), "--kernel": (), "--json": ()
+}  # fmt: skip
 NO_PROGRAM = "/no/such"  # does not exist, so nothing is started
 LAUNCH: dict[str, Sequence[str]] = {
     "--mesh": ("2x2", "4x1", "4x4", "3x", ""), "--grace": NUMBERS, "--timeout": NUMBERS,
@@ -214,7 +217,7 @@ def computed(rng: Rng, folder: Path) -> tuple[str, Work]:
         argv = ["bench", word(rng, TINY), "--payloads", word(rng, PAYLOADS), "--repeats"]
         argv += [
             word(rng, (*("1", "2", "3") * 3, *NUMBERS)),
-            *options(rng, {**MESH, "--json": ()}),
+            *options(rng, BENCH),
         ]
     else:
         argv = ["doctor", "--emulate", "--mesh", word(rng, TINY), *options(rng, DOCTOR)]

@@ -90,6 +90,16 @@ def add_algorithm(
     )
 
 
+def algorithm_names(text: str | None) -> list[str]:
+    """Return the algorithms that --algorithms lists, separated by commas; none without it."""
+    names = [] if text is None else [current_name(name.strip()) for name in text.split(",")]
+    for name in names:
+        if name not in registry.ALGORITHMS:
+            known = ", ".join(registry.ALGORITHMS)
+            raise ArgumentError(f"--algorithms: there is no {name!r:.40}; choose from {known}")
+    return names
+
+
 def add_executor(parser: ArgumentParser) -> None:
     """Add --executor."""
     parser.add_argument(
@@ -214,6 +224,15 @@ def mesh_summary(topology: Topology) -> dict[str, Any]:
             "wasted": topology.num_wasted,
         }
     return summary
+
+
+def describe_devices(topology: Topology) -> str:
+    """Say which devices are live: ``12 of 16 emulated CPU devices``, or ``1 NVIDIA H200``."""
+    device, live = topology.devices[0], len(topology.devices)
+    total = topology.num_chips * topology.devices_per_chip
+    emulated = "emulated CPU device" + "s" * (total > 1)
+    kind = emulated if device.platform == "cpu" else str(device.device_kind)
+    return f"{live} {kind}" if live == total else f"{live} of {total} {kind}"
 
 
 class Stages:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from ftmesh.cost.executors import Operation, native_ring_seconds
+from ftmesh.cost.executors import Operation, native_ring_seconds, sums_over_axes
 from ftmesh.cost.links import Network, network_for
 from ftmesh.cost.wire_precision import FLOAT_FORMATS, LARGEST_ERROR, worst_error
 from ftmesh.errors import ArgumentError
@@ -145,7 +145,8 @@ class NativeRing:
         for order in orders:
             is_whole = {*order.coords} == {*self.best.coords}
             allowed = max(len(order.hops), sum(self.best.hops) if is_whole else 0)
-            if sum(order.hops) > allowed:
+            is_by_order = kind not in REDUCTIONS or not sums_over_axes(order)
+            if is_by_order and sum(order.hops) > allowed:
                 return RingVerdict(self._long(order.hops), ORDER, seconds)
         if kind in REDUCTIONS:
             num_summands = max(map(len, groups))

@@ -38,6 +38,7 @@ from ftmesh.topology.routing import dimension_order
 from ftmesh.topology.topology import Topology
 
 LAX_PSUM, ALONG_RING = "lax.psum", "lax.psum along the ring"
+OVER_AXES = "over all axes at once"
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 
@@ -47,12 +48,10 @@ def lax_psum_seconds(topology: Topology, num_bytes: int, network: Network) -> fl
     On a damaged mesh that is a ring in the order of coordinates, which goes back along every row.
     Some of its steps go over failed chips: they are costed as if they could.
     """
-    if topology.failed or topology.failed_links:
-        return native_ring_seconds(RingOrder(topology, topology.coords), num_bytes, network)
-    return native_mesh_seconds(topology, num_bytes, network)
+    return native_ring_seconds(RingOrder(topology, topology.coords), num_bytes, network)
 
 
-class Peer(NamedTuple):
+class NativeSum(NamedTuple):
     """An all-reduce by XLA itself, to compare a schedule with."""
 
     name: str
@@ -60,19 +59,23 @@ class Peer(NamedTuple):
     note: str
 
 
-def lax_psum_peers(topology: Topology, num_bytes: int, network: Network) -> tuple[Peer, ...]:
-    """What `lax.psum` takes without ftmesh, and along its ring; for tiles neither is known."""
+def lax_psum_peers(topology: Topology, num_bytes: int, network: Network) -> tuple[NativeSum, ...]:
+    """What `lax.psum` takes without ftmesh, and along its ring; for tiles neither is known.
+
+    On a whole mesh there is only the former.
+    """
     if topology.num_positions > 1:
         return ()
     natural, along = RingOrder(topology, topology.coords), ring_order(topology)
-    is_whole = not (topology.failed or topology.failed_links)
-    note = "all axes at once" if is_whole else "one ring, in the order of coordinates"
-    if natural.blocked and not is_whole:
+    if sums_over_axes(natural):
+        return (NativeSum(LAX_PSUM, native_mesh_seconds(topology, num_bytes, network), OVER_AXES),)
+    note = "one ring, in the order of coordinates"
+    if natural.blocked:
         verb = "goes" if len(natural.blocked) == 1 else "go"
         note += f"; {len(natural.blocked)} of its steps {verb} over failed chips or links"
     return (
-        Peer(LAX_PSUM, lax_psum_seconds(topology, num_bytes, network), note),
-        Peer(ALONG_RING, native_ring_seconds(along, num_bytes, network), str(along)),
+        NativeSum(LAX_PSUM, lax_psum_seconds(topology, num_bytes, network), note),
+        NativeSum(ALONG_RING, native_ring_seconds(along, num_bytes, network), str(along)),
     )
 
 
@@ -109,7 +112,8 @@ def native_ring_seconds(
 ) -> float:
     """Estimate the time of a collective whose whole payload has `num_bytes` at each rank.
 
-    A link that several steps of the ring go over is shared between them.
+    A link that several steps of the ring go over is shared between them. On a whole mesh XLA sums
+    over all axes at once, whatever the order.
 
     >>> from ftmesh.cost.links import NETWORKS
     >>> order = ring_order(Topology.grid("16x16", failed="2x2@2,2"))
@@ -119,10 +123,22 @@ def native_ring_seconds(
     num_ranks = len(order.coords)
     if num_ranks < 2:
         return 0.0
+    if operation != "all_gather" and sums_over_axes(order):
+        return native_mesh_seconds(order.topology, num_bytes, network, operation)
     share = (num_ranks - 1) / num_ranks
     latency = network.ring_share * share * sum(order.hops) * network.latency
     wires = share * num_bytes / 2 * busiest_link(order) / network.bandwidth
     return _collective_seconds(latency, wires, network, operation)
+
+
+def sums_over_axes(order: RingOrder) -> bool:
+    """Whether XLA's all-reduce over these chips goes along the axes of a mesh, and not in a ring.
+
+    That is what it compiles for all chips of a slice, in any order.
+    """
+    topology = order.topology.physical
+    is_whole = not (topology.failed or topology.failed_links)
+    return is_whole and len(order.coords) == topology.num_chips
 
 
 def _collective_seconds(

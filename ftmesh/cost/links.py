@@ -1,7 +1,7 @@
 """The links of a mesh and what launching on them costs, per TPU generation or as given.
 
 Figures of TPU generations are what others have measured, where anyone has, and published ones
-otherwise; each has its source. Where sources differ, a network has a `Spread`, and costs come as a
+otherwise; each has its source. Where sources differ, a network has a `NetworkRange`, and costs come as a
 range. Nobody publishes the latency of a hop of each generation, so one figure stands for all. Some
 generations also have a `DeviceModel`: what ftmesh's rounds cost their devices.
 """
@@ -19,7 +19,7 @@ from ftmesh.units import format_rate, format_time, parse_rate, parse_time
 
 
 @dataclass(frozen=True)
-class Spread:
+class NetworkRange:
     """The least and the most that sources say of a network."""
 
     bandwidth: tuple[float, float]
@@ -59,7 +59,7 @@ class Network:
     collective_launch: float = 0.0
     all_reduce_efficiency: float = 1.0
     ring_share: float = 0.5
-    spread: Spread | None = None
+    spread: NetworkRange | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
@@ -189,7 +189,7 @@ def _network(
 ) -> Network:  # fmt: skip
     return Network(
         bandwidth, _HOP, 0.0, source, model, memory_bandwidth, has_kernel, collective,
-        MEASURED_EFFICIENCY, spread=Spread(rates, _LAUNCHES, _COLLECTIVES),
+        MEASURED_EFFICIENCY, spread=NetworkRange(rates, _LAUNCHES, _COLLECTIVES),
     )  # fmt: skip
 
 

@@ -47,9 +47,10 @@ def agree_on_mesh(group: ProcessGroup, topology: Topology) -> None:
     Raises:
         ClusterError: Two processes differ; the message says who has what.
     """
+    whole = replace(topology.without_devices(), failed=frozenset(), failed_links=frozenset())
     group.agree(
         {
-            "the mesh": topology.name + ", wrapping" * any(topology.wrap),
+            "the mesh": str(whole),
             "failed chips": format_failed(topology.failed) if topology.failed else "none",
             "failed links": sorted(topology.failed_links) or "none",
             "the devices": [device.id for device in topology.all_devices] or topology.num_live,
@@ -58,11 +59,16 @@ def agree_on_mesh(group: ProcessGroup, topology: Topology) -> None:
 
 
 def agreed_topology(
-    group: ProcessGroup, *, shape: str | None = None, failed: Failed = None, failed_links: str = ""
+    group: ProcessGroup,
+    *,
+    shape: str | None = None,
+    failed: Failed = None,
+    failed_links: str = "",
+    wrap: bool | Sequence[bool] | None = None,
 ) -> Topology:
     """Return `Topology.from_devices(jax.devices(), ...)`, checked to be the same everywhere."""
     topology = Topology.from_devices(
-        jax.devices(), shape=shape, failed=failed, failed_links=failed_links
+        jax.devices(), shape=shape, failed=failed, failed_links=failed_links, wrap=wrap
     )
     agree_on_code(group)
     agree_on_mesh(group, topology)

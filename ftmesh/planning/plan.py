@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from ftmesh.algorithms import registry
+from ftmesh.cost.executors import OVER_AXES, sums_over_axes
 from ftmesh.cost.links import DEFAULT, Network, network_for, parse_network
 from ftmesh.cost.wire_precision import (
     LARGEST_ERROR,
@@ -311,7 +312,9 @@ class Plan(BoundCollectives):
         """What XLA's ring is like, and why it was taken or not."""
         lines = []
         if self.executor == XLA:
-            lines.append(f"  summed by XLA along the mesh axis: {ring_order(self.topology)}")
+            order = ring_order(self.topology)
+            how = OVER_AXES if sums_over_axes(order) else f"along the mesh axis: {order}"
+            lines.append(f"  summed by XLA {how}")
         if self.chooses_executor:
             candidates = self._select(self.payload_bytes, self.wire_dtype).candidates
             native = next(one for one in candidates if one.executor == XLA)

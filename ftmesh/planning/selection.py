@@ -16,7 +16,7 @@ from ftmesh.algorithms import registry
 from ftmesh.algorithms.ring import along_ring_order
 from ftmesh.cost.executors import (
     LAX_PSUM,
-    Peer,
+    NativeSum,
     kernel_seconds,
     lax_psum_peers,
     lax_psum_seconds,
@@ -94,7 +94,7 @@ class Selection:
         return replace(self, candidates=_ranked([own, *others]))
 
     @cached_property
-    def lax_psum(self) -> Peer | None:
+    def lax_psum(self) -> NativeSum | None:
         """What `lax.psum` takes on these devices without ftmesh; None for tiles."""
         peers = lax_psum_peers(self.topology, self._added_bytes, self.network)
         return peers[0] if peers else None

@@ -138,7 +138,7 @@ def test_an_empty_payload_is_rejected(payload):
 
 
 def test_the_algorithm_that_runs_is_reported():
-    plan = ftmesh.plan(cpu_grid("2x2"))
+    plan = ftmesh.plan(cpu_grid("2x2"), executor="ppermute")
     runs = plan.for_payload(400)
     assert runs.algorithm != plan.algorithm
     report = compile_report(plan, 400)
