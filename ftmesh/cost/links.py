@@ -1,9 +1,9 @@
 """The links of a mesh and what launching on them costs, per TPU generation or as given.
 
 Figures of TPU generations are what others have measured, where anyone has, and published ones
-otherwise; each has its source. Where sources differ, a network has a `NetworkRange`, and costs come as a
-range. Nobody publishes the latency of a hop of each generation, so one figure stands for all. Some
-generations also have a `DeviceModel`: what ftmesh's rounds cost their devices.
+otherwise; each has its source. Where sources differ, a network has a `NetworkRange`, and costs come
+as a range. Nobody publishes the latency of a hop of each generation, so one figure stands for all.
+Each generation also has a `DeviceModel`: what ftmesh's rounds cost its devices.
 """
 
 from __future__ import annotations

@@ -41,10 +41,11 @@ ASSUMPTIONS = (
     "Boards of 2x2 chips fail independently, and take the same time to repair. A failure loses the "
     "work since the last checkpoint and costs a restart; so does a return to more chips, without "
     "the loss.",
-    "The full mesh and sub-meshes sum with two_dim, or tori with multi_ring; damaged meshes with "
-    "row_pair or ring; meshes of three axes and damaged tori perhaps with flood: whichever is "
-    "fastest. Chips in a line sum with chain, and all else with flood, in synchronous rounds as "
-    "simulated, with the device model if the network has one. The global batch stays the same.",
+    "XLA sums, over all axes of the full mesh and of sub-meshes and along a ring on damaged ones, "
+    "unless an algorithm in permutations is faster: two_dim or, on tori, multi_ring; row_pair or "
+    "ring on damaged meshes; flood on meshes of three axes and damaged tori, and where no other "
+    "serves; chain on a line. All in synchronous rounds as simulated, with the device model if the "
+    "network has one. The global batch stays the same.",
     f"For one and for two failed boards {SAMPLES} random damages each are planned and simulated, "
     "for more of them one; further damages count like one of these.",
     "Spare boards replace failed ones wherever these are, and are paid for.",

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ftmesh.algorithms import registry
+from ftmesh.cost.executors import native_ring_seconds
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.notation import Block, Coord
+from ftmesh.topology.ring_order import ring_order
 from ftmesh.topology.topology import Topology
 
 BOARD = 2  # chips along x, and along y, of a board
@@ -102,14 +104,23 @@ class TrainingJob:
         return self.all_reduce_seconds(self.topology)
 
     def all_reduce_seconds(self, topology: Topology) -> float:
-        """The time of the fastest all-reduce; raises PlanError if no algorithm can serve."""
+        """The time of the fastest all-reduce; raises PlanError if no algorithm can serve.
+
+        XLA's own sum is among them, along the ring of ftmesh or over all axes of a whole mesh.
+        """
         if topology.num_live == 1:
             return 0.0
+        registry.check_connected(topology)
         times = []
         for name in _algorithms(topology):
             with contextlib.suppress(PlanError):
                 times.append(self._seconds(registry.build_schedule(topology, name)))
-        return min(times) if times else self._seconds(registry.build_schedule(topology, "flood"))
+        if not times:
+            times.append(self._seconds(registry.build_schedule(topology, "flood")))
+        order = ring_order(topology)
+        if not order.blocked:
+            times.append(native_ring_seconds(order, self.payload_bytes, self.network))
+        return min(times)
 
     def _seconds(self, schedule: Schedule) -> float:
         return Simulator(schedule).seconds(self.payload_bytes, self.network)

@@ -86,13 +86,18 @@ def test_simulate_every_algorithm(run):
     assert columns.split()[:3] == ["algorithm", "rounds", "synchronous"]
     assert [row.split()[0] for row in rows[:4]] == ["tree", "ring", "row_pair", "two_dim"]
     assert rows[0].split()[2:4] == ["1.35", "ms"]
-    assert rows[1].split()[1:7] == ["118", "2.03", "ms", "2.03", "ms", "1.69"]
+    assert rows[1].split()[1:7] == ["118", "2.03", "ms", "1.69", "0.51", "2.03"]
     assert "cannot: it needs every row" in rows[3]
-    assert rows[5].split() == ["TACOS", "x2", "2.03", "ms", "1.69"]
-    assert rows[6].endswith("one chunk, at least 1.24 ms; along trees, 1.27 ms")
-    assert rows[7] == "  no all-reduce can take less than 1.2 ms"
-    assert rows[8].startswith("  ring, two_dim, row_pair: Kumar and Jouppi (2020)")
-    assert "Won et al., MICRO 2024" in rows[9]
+    assert rows[5] == "by XLA itself:"
+    assert rows[6].split() == ["lax.psum", "4", "ms", "3.33", "1.00"]
+    assert rows[7].endswith("5 of its steps go over failed chips or links")
+    assert rows[8].split() == ["lax.psum", "along", "the", "ring", "2", "ms", "1.66", "0.50"]
+    assert rows[9] == "    all 60 steps of the ring are one hop"
+    assert rows[10].split() == ["TACOS", "x2", "2.03", "ms", "1.69"]
+    assert rows[11].endswith("one chunk, at least 1.24 ms; along trees, 1.27 ms")
+    assert rows[12] == "  no all-reduce can take less than 1.2 ms"
+    assert rows[13].startswith("  ring, two_dim, row_pair: Kumar and Jouppi (2020)")
+    assert "Won et al., MICRO 2024" in rows[14]
 
 
 def test_simulate_as_json(run):
@@ -104,6 +109,9 @@ def test_simulate_as_json(run):
     assert ring["limit_us"] == pairs["limit_us"] == pytest.approx(1200)
     assert 1200 < ring["all_reduce_rounds_us"] < ring["all_reduce_trees_us"] < tree["time_us"]
     assert ring["tacos_us"] == pytest.approx(2030)
+    assert ring["low_us"] == ring["high_us"] == ring["time_us"]
+    assert ring["lax_psum_us"] == pytest.approx(2 * ring["lax_psum_along_ring_us"], rel=0.01)
+    assert ring["times_lax_psum"] == ring["time_us"] / ring["lax_psum_us"]
     assert pairs["dataflow_us"] < pairs["time_us"] == pairs["synchronous_us"]
     assert sum(phase["time_us"] for phase in pairs["phases"]) == pytest.approx(pairs["time_us"])
     (auto,) = json.loads(run("simulate", "4x4", "--algorithm", "auto", "--json")[1])

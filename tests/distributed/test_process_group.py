@@ -170,7 +170,7 @@ def test_a_tree_plan_is_chunked_as_in_one_process(four):
 
 
 @pytest.mark.parametrize(
-    ("link", "executor"), [("v6e", "xla"), ("50GB/s", "ppermute")], ids=["v6e", "without costs"]
+    ("link", "executor"), [("v6e", "xla"), ("50GB/s", "xla"), ("1GB/s", "ppermute")]
 )
 def test_the_primary_chooses_the_executor(four, link, executor):
     """And all plan for other payloads, or with a reduce-scatter, as one process does."""
