@@ -14,6 +14,7 @@ from ftmesh.cost.links import NETWORKS
 from ftmesh.draw import draw_svg, figure
 from ftmesh.elastic.events import describe_event
 from ftmesh.planning import advise, paper_tables
+from ftmesh.units import parse_time
 from tests.support.pages import PAGES
 
 ROOT = Path(__file__).parent.parent
@@ -37,15 +38,63 @@ def test_table_of_rounds(mesh, block, algorithm, numbers):
         assert f"{max(loads.values()) / schedule.num_chunks:.3f}" == share
 
 
-@pytest.mark.slow
-def test_table_of_costs():
+@pytest.fixture(scope="module")
+def costs():
+    """The script that makes tables."""
     loader = SourceFileLoader("costs", str(ROOT / "scripts" / "costs"))
-    costs = module_from_spec(spec_from_loader("costs", loader))
-    loader.exec_module(costs)
-    shown = README.split(costs.BEGIN)[1].split(costs.END)[0]
+    module = module_from_spec(spec_from_loader("costs", loader))
+    loader.exec_module(module)
+    return module
+
+
+def table_of(name):
+    """A table that the script made, as it is in the docs."""
+    (text,) = re.findall(rf"<!-- {name}: .*? -->\n(.*?)<!-- {name} end -->", README, re.DOTALL)
+    return text
+
+
+@pytest.mark.slow
+def test_table_of_costs(costs):
+    shown = table_of("costs")
     for shape, failed in costs.MESHES:
         assert f"| {Topology.grid(shape, failed=failed)} | *limit* |" in shown
     assert shown.startswith(costs.table(costs.MESHES[:3])), "run scripts/costs"
+
+
+def test_table_of_clocks(costs):
+    assert table_of("clocks") == costs.clocks(), "run scripts/costs"
+    assert f"within 15 % of {len(costs.MEASUREMENTS)} public measurements" in " ".join(
+        README.split()
+    )
+
+
+@pytest.mark.slow
+def test_table_of_peers(costs):
+    assert table_of("peers").startswith(costs.peers(costs.SLICES[:2])), "run scripts/costs"
+
+
+def test_the_readme_repeats_the_table_of_peers(costs):
+    """Milliseconds of 100 MB, and in brackets of 1 MB."""
+    peers: dict[str, dict[str, list[str]]] = {}
+    for line in table_of("peers").splitlines()[2:]:
+        title, name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows = peers.setdefault(title.partition(" less")[0], {}) if title else rows
+        rows[name.strip("*")] = [cell.partition(",")[0].removeprefix(">= ") for cell in cells]
+    columns = (
+        "`lax.psum`", "`lax.psum` along the ring", "`tree`",
+        "the fastest in a kernel, not measured", "`lax.psum` on the whole slice",
+    )  # fmt: skip
+    repeated = re.findall(r"^  \| (v\w+ [\dx]+) less [^|]*\|(.*)\|$", README, re.MULTILINE)
+    assert len(repeated) == 7
+    for title, cells in repeated:
+        for name, cell in zip(columns, cells.split("|"), strict=True):
+            row = peers[title].get(name) or peers[title].get(f"bound of {name}")
+            assert bool(cell.strip()) == bool(row)
+            for text, at in zip(re.findall(r"[\d.]+", cell), (2, 0), strict=False):
+                digits = len(text.partition(".")[2])
+                assert float(text) == pytest.approx(
+                    1e3 * parse_time(row[at].replace(" ", "")), abs=0.51 * 10**-digits
+                )
 
 
 def test_ratios_compared_with_the_paper():
