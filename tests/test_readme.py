@@ -75,10 +75,11 @@ def test_table_of_peers(costs):
 
 def test_the_readme_repeats_the_table_of_peers(costs):
     """Milliseconds of 100 MB, and in brackets of 1 MB."""
-    peers: dict[str, dict[str, list[str]]] = {}
+    peers, rows = {}, {}
     for line in table_of("peers").splitlines()[2:]:
         title, name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-        rows = peers.setdefault(title.partition(" less")[0], {}) if title else rows
+        if title:
+            rows = peers.setdefault(title.partition(" less")[0], {})
         rows[name.strip("*")] = [cell.partition(",")[0].removeprefix(">= ") for cell in cells]
     columns = (
         "`lax.psum`", "`lax.psum` along the ring", "`tree`",
