@@ -27,7 +27,7 @@ from ftmesh.planning.chunking import candidate_chunkings
 from ftmesh.planning.job_model import BOARD as BOARD
 from ftmesh.planning.job_model import Boards, box_topology
 from ftmesh.planning.job_model import TrainingJob as TrainingJob
-from ftmesh.planning.selection import cached_schedule
+from ftmesh.planning.plan_cache import cached_schedule
 from ftmesh.topology.graph import LinkGraph
 from ftmesh.topology.notation import Coord, format_failed
 from ftmesh.topology.tiles import TiledTopology

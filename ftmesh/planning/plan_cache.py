@@ -18,9 +18,12 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from ftmesh.algorithms import registry
 from ftmesh.cost.links import Network
+from ftmesh.cost.simulate import DATAFLOW, SYNCHRONOUS
 from ftmesh.errors import FtmeshError
 from ftmesh.files import write_atomic
+from ftmesh.planning.chunking import DATAFLOW_WORK, KERNEL_WORK, schedule_for
 from ftmesh.schedule.files import dumps, load
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.topology import Topology
@@ -31,6 +34,45 @@ LARGE = 2_000  # chips from which planning takes long enough to say so
 MAX_BYTES = 512 * 2**20  # of all files; the oldest go first
 
 _log = logging.getLogger(__name__)
+
+
+def cached_schedule(
+    topology: Topology,
+    algorithm: str,
+    payload_bytes: int,
+    network: Network,
+    mode: str = SYNCHRONOUS,
+    max_work: int = DATAFLOW_WORK,
+) -> Schedule:
+    """Plan `algorithm`, or read its schedule from the plan cache if it is one that takes long."""
+    if algorithm not in registry.CHUNKED_BY_PAYLOAD:
+        return schedule_for(topology, algorithm, payload_bytes, network, mode)
+    bare = topology.without_devices()
+    schedule = _cached_tree(bare, algorithm, payload_bytes, network, mode, max_work)
+    return replace(schedule, topology=topology)
+
+
+@lru_cache(maxsize=32)
+def _cached_tree(
+    topology: Topology,
+    algorithm: str,
+    payload_bytes: int,
+    network: Network,
+    mode: str,
+    max_work: int,
+) -> Schedule:
+    def make() -> Schedule:
+        return schedule_for(topology, algorithm, payload_bytes, network, mode, max_work=max_work)
+
+    return load_or_plan(make, topology, network, algorithm, payload_bytes, mode, max_work)
+
+
+def kernel_schedule(
+    topology: Topology, algorithm: str, payload_bytes: int, network: Network
+) -> Schedule:
+    """Plan `algorithm` for the Pallas kernel, whose transfers wait for no round to end."""
+    links = network.wires_only
+    return cached_schedule(topology, algorithm, payload_bytes, links, DATAFLOW, KERNEL_WORK)
 
 
 def load_or_plan(

@@ -40,7 +40,8 @@ from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.planning.selection import AUTO, cached_schedule, select_algorithm
+from ftmesh.planning.plan_cache import cached_schedule
+from ftmesh.planning.selection import AUTO, select_algorithm
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Ints

@@ -119,3 +119,14 @@ class TestSelection:
         says = r"rank 4 should be .* and is .*; make the mesh with plan.jax_mesh\('data'\)"
         with pytest.raises(CollectiveError, match=says):
             total(in_grid_order)
+
+    def test_a_large_sharded_optimizer_stays_with_xla(self):
+        """Floods move BERT's gradients sooner, but leave shares in an order that costs more."""
+        torus = Topology.grid("16x16", failed="2x2@2,2", wrap=True)
+        options = {"reduce_scatter": True, "with_native": True}
+        selection = select_algorithm(torus, 1_345_000_000, NETWORKS["v6e"], **options)
+        by_name = {one.name: one for one in selection.candidates}
+        flood = by_name["flood"].schedule
+        assert selection.best.name == "ring, xla"
+        assert Simulator(flood).seconds(1_345_000_000, NETWORKS["v6e"]) < selection.best.seconds
+        assert selection.best.seconds < by_name["flood"].seconds
