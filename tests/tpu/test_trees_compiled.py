@@ -1,5 +1,7 @@
 """Trees compiled for damaged TPU slices."""
 
+from importlib.metadata import version
+
 import pytest
 
 from ftmesh.tpu import slices
@@ -25,6 +27,11 @@ def compiled(name, algorithm, *options):
     return report
 
 
+def libtpu_version():
+    """As a tuple; before 0.0.51 what is sent from a v5p is copied too."""
+    return tuple(map(int, version("libtpu").split(".")[:3]))
+
+
 def all_cycles(report):
     """The cycles of rounds and of packing."""
     return report["cycles"] + report["packing"]["exposed"] + report["packing"]["hidden"]
@@ -45,7 +52,7 @@ def test_all_links_of_a_chip_at_once(name, options, devices, links):
     assert trees["in_flight"] == links
     assert trees["permutations"] == links
     assert not trees["synchronous"]
-    assert report["temporary_ratio"] <= 1.1
+    assert report["temporary_ratio"] <= (1.1 if libtpu_version() >= (0, 0, 51) else 1.2)
     assert report["compile_seconds"] < 30
 
 
