@@ -123,8 +123,8 @@ def add_network(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--tpu",
         choices=NETWORKS,
-        help="use the published link rate of a TPU generation, 1us per hop, the wrap links of such "
-        "slices, and the cost of ftmesh's executor on it, where known",
+        help="use the link rate of a TPU generation, measured or published, 1us per hop, the wrap "
+        "links of such slices, and the cost of ftmesh's executor on it",
     )
     rate, latency = format_rate(DEFAULT.bandwidth), format_time(DEFAULT.latency)
     text = f"bytes per second of a link, each way (default: {rate})"
@@ -138,7 +138,9 @@ def network_of(args: Namespace) -> Network:
     """Build the network from the arguments of `add_mesh` and `add_network`."""
     base = parse_network(generation_of(args) or DEFAULT, args.latency, args.overhead)
     if args.link:
-        base = replace(base, bandwidth=parse_rate(args.link), source="as given")
+        rate, spread = parse_rate(args.link), base.spread
+        spread = spread and replace(spread, bandwidth=(rate, rate))
+        base = replace(base, bandwidth=rate, source="as given", spread=spread)
     return base.wires_only if args.wires_only else base
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ from ftmesh.planning.make_plan import plan
 from ftmesh.planning.plan import Plan
 from ftmesh.schedule.files import load
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.topology.damage import FAILED_VARIABLE
 from ftmesh.topology.notation import format_failed, format_links
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes, format_bytes, format_time, parse_bytes
@@ -135,6 +137,8 @@ def _load_schedules(args: argparse.Namespace) -> dict[str, Schedule]:
         raise ArgumentError("--compare takes two different files, and no --algorithms")
     schedules = {path: load(path, verify=False) for path in (first, second)}  # a plan proves them
     mesh = schedules[first].topology
+    if mesh.num_positions > 1:
+        raise ArgumentError(f"--compare: {first} is for tiles, which bench does not time")
     args.failed = format_failed(mesh.failed) if args.failed is None else args.failed
     args.failed_links = args.failed_links or format_links(mesh.failed_links)
     axes = "".join("xyz"[i] for i, wraps in enumerate(mesh.wrap) if wraps)
@@ -166,7 +170,8 @@ def _has_real_devices(args: argparse.Namespace, group: ProcessGroup, default: To
     if jax.default_backend() != "cpu":
         return True
     args.mesh = default.name
-    args.failed = format_failed(default.failed) if args.failed is None else args.failed
+    if args.failed is None and not os.environ.get(FAILED_VARIABLE):
+        args.failed = format_failed(default.failed)
     return False
 
 

@@ -101,6 +101,9 @@ def run(args: argparse.Namespace) -> None:
         fastest, limit = simulations[0][args.mode], references.lower_bound
         print(fastest)
         print(f"  {fastest.seconds / limit:.2f} times the limit, {format_time(limit)}")
+        for psum in lax_psum_peers(topology, payload_bytes, network)[:1]:
+            times = f"{fastest.seconds / psum.seconds:.2f} times {psum.name}"
+            print(f"  {times}, {format_time(psum.seconds)}: {psum.note}")
     job = (topology, payload_bytes, network)
     leaf_costs = stages.run("looking for chips on one link", leaf_chip_costs, *job, args.mode)
     if leaf_costs:
@@ -147,6 +150,7 @@ def _table(
     }
     psum = peers[network][0].seconds if peers[network] else None
     has_range = network.spread is not None
+    has_kernel = network.has_kernel and device_model is not None
 
     def costs(times: list[float]) -> str:
         """A time and its range, and its ratios to the limit and to lax.psum."""
@@ -182,11 +186,11 @@ def _table(
         )
     lines += [f"  {name:<12}cannot: {error}" for name, error in errors.items()]
     if peers[network]:
-        lines.append("by XLA itself" + ", and in a kernel" * network.has_kernel + ":")
+        lines.append("by XLA itself" + ", and in a kernel" * has_kernel + ":")
     for same in zip(*peers.values(), strict=True):
         lines.append(f"  {same[0].name:<24}{costs([peer.seconds for peer in same])[5:]}")
         lines.append(f"    {same[0].note}")
-    if network.has_kernel and device_model:
+    if has_kernel:
         name, times = _fastest_kernel(simulations, list(peers))
         lines.append(f"  {f'{name} in a kernel':<24}{costs(times)[5:]}")
         lines.append("    taken only on request: nobody has measured it")

@@ -103,7 +103,8 @@ def native_mesh_seconds(
             share = num_bytes / len(axes) / earlier * (size - 1) / size
             slowest = max(slowest, share / (2 if wraps and size > 2 else 1))
         wires += slowest / network.bandwidth
-    latency = network.latency * sum(n // 2 if wraps else n - 1 for n, wraps in axes)
+    hops = (max(n // 2, network.ring_share * (n - 1)) if wraps else n - 1 for n, wraps in axes)
+    latency = network.latency * sum(hops)
     return _collective_seconds(latency, wires, network, operation)
 
 

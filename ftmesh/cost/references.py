@@ -13,7 +13,7 @@ counted as twice that. The figures are what the release reports on links of 50 G
 >>> from ftmesh.cost.links import DEFAULT
 >>> bounds = limits(Topology.grid("16x16", failed="4x2@4,4"))
 >>> print(reference_times(bounds, 100_000_000, DEFAULT))
-  TACOS x2                 2.12 ms                1.96
+  TACOS x2                 2.12 ms     1.96
   in rounds in which a link carries one chunk, at least 1.26 ms; along trees, 1.26 ms
   no all-reduce can take less than 1.08 ms
   ring, two_dim, row_pair: Kumar and Jouppi (2020); others, and bounds: ftmesh
@@ -146,7 +146,7 @@ class ReferenceTimes:
         lines = []
         if self.tacos is not None:
             ratio = self.tacos / self.lower_bound
-            lines.append(f"  {TACOS:<19}{format_time(self.tacos):>13}{ratio:>20.2f}")
+            lines.append(f"  {TACOS:<19}{format_time(self.tacos):>13}{ratio:>9.2f}")
         if self.rounds_bound is not None:
             bound = self.tree_bound
             trees = "" if bound is None else f"; along trees, {format_time(bound)}"

@@ -281,17 +281,18 @@ def _cost_native(
         payload_bytes * FLOAT_FORMATS[added].num_bytes // FLOAT_FORMATS[wire_dtype].num_bytes
     )
     if isinstance(topology, TiledTopology):  # whose positions share links
-        simulator = Simulator(along_ring_order(topology))
+        simulator, wires = Simulator(along_ring_order(topology)), network.wires_only
+        summing = replace(wires, bandwidth=network.bandwidth * network.all_reduce_efficiency)
         seconds, gathering = (
-            simulator.seconds(size, network.wires_only, DATAFLOW)
-            for size in (num_bytes, payload_bytes // 2)
+            network.collective_launch + simulator.seconds(size, links, DATAFLOW)
+            for size, links in ((num_bytes, summing), (payload_bytes // 2, wires))
         )
     else:
         seconds = native_ring_seconds(order, num_bytes, network)
         gathering = native_ring_seconds(order, payload_bytes, network, "all_gather")
     seconds += gathering if reduce_scatter else 0
-    wires = seconds if network.device_model else None
-    return Candidate("ring", 0, seconds, "", added, wires, XLA)
+    wires_seconds = seconds if network.device_model else None
+    return Candidate("ring", 0, seconds, "", added, wires_seconds, XLA)
 
 
 def _ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -89,6 +89,12 @@ def test_without_a_mesh_and_accelerators_it_emulates(capsys):
     assert lines[-1] == "emulated devices share this machine's cores: compare ratios only"
 
 
+def test_what_is_emulated_lacks_the_chips_of_the_environment(monkeypatch, capsys):
+    monkeypatch.setenv("FTMESH_FAILED", "2x2@2,2")
+    assert main(["bench", "--algorithms", "ring", *QUICK]) == 0
+    assert ", mesh 4x4 less 2x2@2,2, " in capsys.readouterr().out
+
+
 def test_one_device_has_nothing_to_exchange_but_runs(capsys):
     assert main(["bench", "1x1", *QUICK]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -112,6 +118,11 @@ def test_compares_two_saved_schedules(tmp_path, monkeypatch, capsys):
     ftmesh.save(ftmesh.plan(ftmesh.Topology.grid("4x2"), "ring").schedule, "other.npz")
     assert main(["bench", "--compare", "ring.npz", "other.npz", *QUICK]) == 2
     assert "the schedule is for 4x2, and not for 4x2 less 2x2@0,0" in capsys.readouterr().err
+
+    tiles = ftmesh.TiledTopology.from_topology(ftmesh.Topology.grid("4x2"), "2x1")
+    ftmesh.save(ftmesh.plan(tiles, "tree").schedule, "tiles.npz")
+    assert main(["bench", "--compare", "tiles.npz", "ring.npz", *QUICK]) == 2
+    assert "tiles.npz is for tiles, which bench does not time" in capsys.readouterr().err
 
 
 def wrong_at(rank, element, value):

@@ -94,6 +94,7 @@ def test_simulate_every_algorithm(run):
     assert rows[8].split() == ["lax.psum", "along", "the", "ring", "2", "ms", "1.66", "0.50"]
     assert rows[9] == "    all 60 steps of the ring are one hop"
     assert rows[10].split() == ["TACOS", "x2", "2.03", "ms", "1.69"]
+    assert len(rows[10]) == columns.index("x limit") + len("x limit")
     assert rows[11].endswith("one chunk, at least 1.24 ms; along trees, 1.27 ms")
     assert rows[12] == "  no all-reduce can take less than 1.2 ms"
     assert rows[13].startswith("  ring, two_dim, row_pair: Kumar and Jouppi (2020)")
@@ -127,6 +128,19 @@ def test_simulate_one_algorithm_in_detail(run):
     assert "(dataflow)" in text
     assert "links of 82 GB/s each way, 1 us a hop" in text
     assert "times the limit" in text
+    assert "times lax.psum, 1.77 ms: over all axes at once" in text
+
+
+def test_simulate_with_another_rate_than_that_of_the_generation(run):
+    argv = ["simulate", "v6e:4x4", "--link", "40GB/s", "--algorithm", "ring", "--json"]
+    (ring,) = json.loads(run(*argv)[1])
+    assert ring["low_us"] < ring["time_us"] < ring["high_us"]
+
+
+def test_simulate_on_wires_has_no_kernel(run):
+    _, text, _ = run("simulate", "v6e:4x4", "--wires-only", "--payload", "1MB")
+    assert "by XLA itself:\n" in text
+    assert "kernel" not in text
 
 
 ADVISE = [

@@ -56,12 +56,17 @@ def test_a_range_is_around_the_estimate(name):
             for one in (network.fastest, network, network.slowest)
         )
         assert low < middle <= high
-    model = network.device_model
     launches = [one.device_model.launch for one in (network.fastest, network, network.slowest)]
     assert launches == sorted(launches)
     assert network.fastest.bandwidth >= network.bandwidth >= network.slowest.bandwidth
     assert DEFAULT.fastest is DEFAULT.slowest is DEFAULT
-    assert model is network.device_model
+
+
+def test_the_slow_end_waits_for_all_hops_of_a_ring():
+    network, ring = NETWORKS["v6e"], Topology.grid("16", wrap=True)
+    for one, hops in ((network.fastest, 8), (network, 8), (network.slowest, 15)):
+        seconds = one.collective_launch + 2 * hops * one.latency
+        assert native_mesh_seconds(ring, 0, one) == pytest.approx(seconds)
 
 
 class TestWholeMeshes:

@@ -1,5 +1,6 @@
 """What XLA's own sum along the ring costs, and where it is chosen."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,6 +16,7 @@ from ftmesh.cost.simulate import Simulator
 from ftmesh.planning.selection import select_algorithm
 from ftmesh.testing import cpu_grid
 from ftmesh.topology.ring_order import RingOrder, ring_order
+from ftmesh.topology.tiles import TiledTopology
 from tests.support.more import more
 
 HOLE = Topology.grid("4x4", failed="2x2@2,2")
@@ -36,6 +38,20 @@ class TestCosts:
             1e3 * native_ring_seconds(order, 100_000_000, NETWORKS[network]) for order in orders
         ]
         assert milliseconds == pytest.approx([along_ring, in_grid_order], abs=0.005)
+
+    def test_on_tiles_it_reaches_the_same_share_of_the_links(self):
+        tiles = TiledTopology.from_topology(Topology.grid("4x4"), "2x1")
+        v6e, payload = NETWORKS["v6e"], 1_000_000_000
+        full_rate = replace(v6e, all_reduce_efficiency=1.0, collective_launch=0.0)
+        seconds, at_full_rate = (
+            select_algorithm(tiles, payload, one, trees="never", with_native=True).candidates
+            for one in (v6e, full_rate)
+        )
+        native, ideal = (
+            next(one for one in candidates if one.executor == "xla").seconds
+            for candidates in (seconds, at_full_rate)
+        )
+        assert native == pytest.approx(ideal / 0.69, rel=0.001)
 
     def test_operations_and_a_single_chip(self):
         order, network = ring_order(V6E), NETWORKS["v6e"]
