@@ -21,6 +21,7 @@ from ftmesh.topology.damage import CoordFrame, environment_failed_chips
 from ftmesh.topology.devices import (
     TPU_GENERATIONS,
     WRAP_AS_GIVEN,
+    check_slice,
     describe_slice_wraps,
     slice_wraps,
     tpu_generation,
@@ -149,6 +150,7 @@ def topology_of(args: Namespace) -> Topology:
     generation, shape = generation_of(args), parse_shape(_split_slice(args.mesh)[1])
     failed_links = parse_links(args.failed_links)
     if ":" in args.mesh:  # a slice: as its devices would be placed
+        check_slice(generation or "", shape)
         frame = CoordFrame.for_slice(shape)
         failed_links = damage.failed_links(failed_links, frame)
     else:

@@ -83,16 +83,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "ftmesh bench 4x4 --payloads 4KB,1MB; ftmesh bench --compare before.npz after.npz",
     )
     arguments.add_mesh(parser, optional=True)
-    payloads = "bytes per device, separated by commas"
-    add_option(parser, "--payloads", "SIZES", payloads, "4KB,64KB,1MB,16MB")
-    repeats = "samples of each sum; the contenders take turns"
-    add_option(parser, "--repeats", "N", repeats, 5, whole_number(1, 1000))
+    sizes, turns = "bytes per device, separated by commas", "samples of each sum, taken in turns"
+    add_option(parser, "--payloads", "SIZES", sizes, "4KB,64KB,1MB,16MB")
+    add_option(parser, "--repeats", "N", turns, 5, whole_number(1, 1000))
     algorithms = "time these only, separated by commas (default: all that work on the mesh)"
     add_option(parser, "--algorithms", "NAMES", algorithms)
     compare = "time two schedules for one mesh, as ftmesh plan --out writes them"
     parser.add_argument("--compare", nargs=2, metavar="FILE.npz", help=compare)
-    kernel = "also time each plan as one Pallas kernel; on TPUs only"
-    parser.add_argument("--kernel", action="store_true", help=kernel)
+    parser.add_argument("--kernel", action="store_true", help="time Pallas kernels too, on TPUs")
     parser.add_argument("--json", action="store_true", help="print the timings as JSON")
     add_process_arguments(parser)
 
@@ -111,7 +109,11 @@ def run(args: argparse.Namespace) -> None:
         if _has_real_devices(args, group, default):
             topology = _real_mesh(args, group, max(payloads))
         else:
-            topology = _emulate(_mesh_to_emulate(args, max(payloads)))
+            from ftmesh.testing import cpu_grid
+
+            mesh = _mesh_to_emulate(args, max(payloads))
+            links = mesh.failed_links
+            topology = cpu_grid(mesh.name, failed=mesh.failed, failed_links=links, wrap=mesh.wrap)
         group = group.for_topology(topology)
         if not group.is_member:
             return  # once the others are done
@@ -183,12 +185,6 @@ def _mesh_to_emulate(args: argparse.Namespace, payload: int) -> Topology:
         "give smaller --payloads, or a smaller mesh",
     )
     return mesh
-
-
-def _emulate(mesh: Topology) -> Topology:
-    from ftmesh.testing import cpu_grid
-
-    return cpu_grid(mesh.name, failed=mesh.failed, failed_links=mesh.failed_links, wrap=mesh.wrap)
 
 
 def _real_mesh(args: argparse.Namespace, group: ProcessGroup, payload: int) -> Topology:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"  all-reduce, in rounds, by trees  {_format_us(times['all_reduce_trees_us'])}")
     if network.device_model:
         floor = _format_us(times["executor_floor_us"])
-        print(f"  all-reduce, device time alone    {floor}, if the links took no time")
+        print(f"  in permutations, device time     {floor}, if the links took no time")
     print(stages)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.references import ReferenceTimes, reference_times
 from ftmesh.cost.simulate import MODES, SYNCHRONOUS, Simulation, Simulator
 from ftmesh.errors import ArgumentError, PlanError
+from ftmesh.execute.lowering import XLA
 from ftmesh.files import check_output_files
 from ftmesh.planning.advise import leaf_chip_costs
 from ftmesh.planning.optimizer_cost import MEMORY_TRAFFIC, known_memory_bandwidth, optimizer_costs
@@ -125,7 +127,14 @@ def _schedules(
     """Plan the schedules to simulate; also return why some algorithms do not work."""
     name, payload_bytes = args.algorithm, parse_bytes(args.payload)
     if name == AUTO:
-        name = select_algorithm(topology, payload_bytes, network).algorithm
+        candidates = select_algorithm(topology, payload_bytes, network, with_native=True).candidates
+        name = next(one.algorithm for one in candidates if one.executor != XLA)
+        if candidates[0].executor == XLA:
+            print(
+                f"auto leaves this sum to XLA, {format_time(candidates[0].seconds)}; "
+                "the fastest in permutations:",
+                file=sys.stderr,
+            )
     if name != ALL:
         return {name: cached_schedule(topology, name, payload_bytes, network, args.mode)}, {}
     outcomes = registry.try_algorithms(topology)

@@ -14,7 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from ftmesh.cost.executors import Operation, native_ring_seconds, sums_over_axes
+from ftmesh.cost.executors import (
+    Operation,
+    native_obstacle,
+    native_ring_seconds,
+    sums_over_axes,
+)
 from ftmesh.cost.links import Network, network_for
 from ftmesh.cost.wire_precision import FLOAT_FORMATS, LARGEST_ERROR, worst_error
 from ftmesh.errors import ArgumentError
@@ -40,6 +45,11 @@ _HLO_FLOATS = {
 }  # fmt: skip
 
 ORDER = "make the mesh by plan.jax_mesh({axis!r}), whose devices stand along a ring of neighbours"
+OVER_LINKS = (
+    "mark a chip at each failed link as failed, so that XLA sums along a ring; or sum along "
+    "{axis!r} by plan.value_and_grad, or by plan.psum in jax.shard_map, on a plan with "
+    "executor='ppermute'"
+)
 NO_RING = (
     "no ring through these chips is clear of failures: sum along {axis!r} by plan.value_and_grad, "
     "or by plan.psum in jax.shard_map, on a plan with executor='ppermute'"
@@ -138,6 +148,8 @@ class NativeRing:
         if kind == "collective-permute":
             return self._judge_permutation(orders, num_bytes)
         for order in orders:
+            if kind in REDUCTIONS and sums_over_axes(order) and native_obstacle(order):
+                return RingVerdict("it goes over all axes, also over failed links", OVER_LINKS)
             if order.blocked:
                 advice = NO_RING if self.best.blocked else ORDER
                 return RingVerdict(self._blocked(order.blocked), advice)
@@ -161,8 +173,10 @@ class NativeRing:
             return RingVerdict(self._blocked(blocked), PERMUTATION)
         hops = [step.hops[0] for step in steps] or [0]
         network = self.network
-        seconds = network.overhead + max(hops) * network.latency + num_bytes / network.bandwidth
-        seconds *= self._num_streams
+        wires = self._num_streams * num_bytes / network.bandwidth
+        seconds = network.overhead + max(hops) * network.latency + wires
+        if network.device_model:
+            seconds += network.device_model.launch
         of_ring = {frozenset(step) for step in self.best.steps}
         if any(step.hops[0] > 1 and frozenset(step.coords) not in of_ring for step in steps):
             return RingVerdict(self._long(hops), PERMUTATION, seconds)

@@ -39,6 +39,10 @@ from ftmesh.topology.topology import Topology
 
 LAX_PSUM, ALONG_RING = "lax.psum", "lax.psum along the ring"
 OVER_AXES = "over all axes at once"
+OVER_FAILED_LINKS = (
+    "XLA sums over all axes of a slice that has all its chips, also over failed links: mark a chip "
+    "at each as failed"
+)
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 
@@ -68,7 +72,8 @@ def lax_psum_peers(topology: Topology, num_bytes: int, network: Network) -> tupl
         return ()
     natural, along = RingOrder(topology, topology.coords), ring_order(topology)
     if sums_over_axes(natural):
-        return (NativeSum(LAX_PSUM, native_mesh_seconds(topology, num_bytes, network), OVER_AXES),)
+        note = OVER_AXES + ", failed links included" * bool(topology.failed_links)
+        return (NativeSum(LAX_PSUM, native_mesh_seconds(topology, num_bytes, network), note),)
     note = "one ring, in the order of coordinates"
     if natural.blocked:
         verb = "goes" if len(natural.blocked) == 1 else "go"
@@ -126,6 +131,16 @@ def native_ring_seconds(
         return 0.0
     if operation != "all_gather" and sums_over_axes(order):
         return native_mesh_seconds(order.topology, num_bytes, network, operation)
+    return one_ring_seconds(order, num_bytes, network, operation)
+
+
+def one_ring_seconds(
+    order: RingOrder, num_bytes: int, network: Network, operation: Operation = "all_reduce"
+) -> float:
+    """Estimate the same where XLA sums in a ring for certain, as on part of a slice."""
+    num_ranks = len(order.coords)
+    if num_ranks < 2:
+        return 0.0
     share = (num_ranks - 1) / num_ranks
     latency = network.ring_share * share * sum(order.hops) * network.latency
     wires = share * num_bytes / 2 * busiest_link(order) / network.bandwidth
@@ -135,11 +150,17 @@ def native_ring_seconds(
 def sums_over_axes(order: RingOrder) -> bool:
     """Whether XLA's all-reduce over these chips goes along the axes of a mesh, and not in a ring.
 
-    That is what it compiles for all chips of a slice, in any order.
+    That is what it compiles for all chips of a slice, in any order. It knows of no failed link.
     """
     topology = order.topology.physical
-    is_whole = not (topology.failed or topology.failed_links)
-    return is_whole and len(order.coords) == topology.num_chips
+    return not topology.failed and len({*order.coords}) == topology.num_chips
+
+
+def native_obstacle(order: RingOrder) -> str:
+    """Why XLA cannot sum over these chips without crossing a failure; empty if it can."""
+    if sums_over_axes(order):
+        return OVER_FAILED_LINKS if order.topology.physical.failed_links else ""
+    return str(order) if order.blocked else ""
 
 
 def _collective_seconds(

@@ -74,8 +74,14 @@ class Network:
 
     @property
     def wires_only(self) -> Network:
-        """The same network without its device model."""
-        return replace(self, device_model=None) if self.device_model else self
+        """The same links without the device model, and without what launching costs."""
+        return replace(
+            self,
+            device_model=None,
+            collective_launch=0.0,
+            all_reduce_efficiency=1.0,
+            spread=None,
+        )
 
     @property
     def slowest(self) -> Network:

@@ -41,7 +41,7 @@ ASSUMPTIONS = (
     "Boards of 2x2 chips fail independently, and take the same time to repair. A failure loses the "
     "work since the last checkpoint and costs a restart; so does a return to more chips, without "
     "the loss.",
-    "XLA sums, over all axes of the full mesh and of sub-meshes and along a ring on damaged ones, "
+    "XLA sums, over all axes of the full mesh, and along a ring on damaged ones and sub-meshes, "
     "unless an algorithm in permutations is faster: two_dim or, on tori, multi_ring; row_pair or "
     "ring on damaged meshes; flood on meshes of three axes and damaged tori, and where no other "
     "serves; chain on a line. All in synchronous rounds as simulated, with the device model if the "

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ftmesh.algorithms import registry
-from ftmesh.cost.executors import native_ring_seconds
+from ftmesh.cost.executors import native_obstacle, native_ring_seconds, one_ring_seconds
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError, PlanError
@@ -118,8 +118,11 @@ class TrainingJob:
         if not times:
             times.append(self._seconds(registry.build_schedule(topology, "flood")))
         order = ring_order(topology)
-        if not order.blocked:
-            times.append(native_ring_seconds(order, self.payload_bytes, self.network))
+        if topology.num_chips == self.topology.num_chips:
+            if not native_obstacle(order):
+                times.append(native_ring_seconds(order, self.payload_bytes, self.network))
+        elif not order.blocked:  # a part of the slice, where XLA has one ring
+            times.append(one_ring_seconds(order, self.payload_bytes, self.network))
         return min(times)
 
     def _seconds(self, schedule: Schedule) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ftmesh.cost.executors import native_obstacle, sums_over_axes
 from ftmesh.cost.links import Network, network_for, parse_network
 from ftmesh.cost.wire_precision import wire_dtype_name
-from ftmesh.errors import ArgumentError
+from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE, PPERMUTE_UNROLLED, XLA
 from ftmesh.execute.types import DTypeLike
 from ftmesh.planning.plan import Plan
@@ -15,6 +16,7 @@ from ftmesh.planning.selection import (
     prove_schedule,
     select_algorithm,
 )
+from ftmesh.topology.ring_order import ring_order
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes
 
@@ -92,7 +94,7 @@ def plan(
     wires = links.wires_only if executor == PALLAS else links  # see `cost.executors`
     chooses_executor = False
     if executor == XLA:
-        _check_native(algorithm, with_idle)
+        _check_native(topology, algorithm, with_idle)
         name = RING
     elif algorithm != AUTO:
         name, executor = algorithm, PPERMUTE if executor == AUTO else executor
@@ -125,7 +127,7 @@ def plan(
     return made
 
 
-def _check_native(algorithm: str, with_idle: bool) -> None:
+def _check_native(topology: Topology, algorithm: str, with_idle: bool) -> None:
     if algorithm not in (AUTO, RING):
         raise ArgumentError(
             f"executor 'xla' sums along a ring, and not by {algorithm!r}: leave out the algorithm"
@@ -134,3 +136,6 @@ def _check_native(algorithm: str, with_idle: bool) -> None:
         raise ArgumentError(
             "executor 'xla' cannot leave idle devices out of its sum: plan with 'ppermute'"
         )
+    order = ring_order(topology)
+    if sums_over_axes(order) and (obstacle := native_obstacle(order)):
+        raise PlanError(f"executor 'xla' cannot serve {topology}: {obstacle}")

@@ -301,6 +301,8 @@ class Plan(BoundCollectives):
 
     def __str__(self) -> str:
         lines = [self.schedule.describe(self.payload_bytes), *self._executor_lines()]
+        if self.executor == XLA and sums_over_axes(ring_order(self.topology)):
+            lines[0] = f"XLA on {self.topology}: {self.topology.num_live} live chips"
         lines += self._precision_lines()
         if self.topology.physical.wrap_source:
             lines.append(f"  {self.topology.physical.wrap_source}")

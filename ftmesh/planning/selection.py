@@ -20,6 +20,7 @@ from ftmesh.cost.executors import (
     kernel_seconds,
     lax_psum_peers,
     lax_psum_seconds,
+    native_obstacle,
     native_ring_seconds,
 )
 from ftmesh.cost.links import DEFAULT, Network
@@ -274,8 +275,8 @@ def _cost_native(
 ) -> Candidate:
     """XLA's own all-reduce along the ring; with `reduce_scatter`, and its all-gather after it."""
     order = ring_order(topology)
-    if order.blocked:
-        return Candidate("ring", rejection=str(order), executor=XLA)
+    if obstacle := native_obstacle(order):
+        return Candidate("ring", rejection=obstacle, executor=XLA)
     added = accumulation_dtype(wire_dtype)
     num_bytes = (
         payload_bytes * FLOAT_FORMATS[added].num_bytes // FLOAT_FORMATS[wire_dtype].num_bytes
@@ -291,7 +292,10 @@ def _cost_native(
         seconds = native_ring_seconds(order, num_bytes, network)
         gathering = native_ring_seconds(order, payload_bytes, network, "all_gather")
     seconds += gathering if reduce_scatter else 0
-    wires_seconds = seconds if network.device_model else None
+    wires_seconds = None
+    if network.device_model:
+        bare = topology, payload_bytes, network.wires_only, wire_dtype, reduce_scatter
+        wires_seconds = _cost_native(*bare).seconds
     return Candidate("ring", 0, seconds, "", added, wires_seconds, XLA)
 
 

@@ -79,6 +79,17 @@ def tpu_generation(name: str) -> str | None:
     return word if word in TPU_GENERATIONS else None
 
 
+def check_slice(generation: str, shape: Sequence[int]) -> None:
+    """Raise `TopologyError` for a slice larger than its generation can have on two axes."""
+    longest = _PODS.get(generation) or _LONGEST_AXIS.get(generation)
+    sizes = [size for size in shape if size > 1]
+    if longest and (len(sizes) > 2 or max(sizes, default=1) > longest):
+        raise TopologyError(
+            f"{generation}:{format_shape(tuple(shape))} is no slice: {generation} has two axes of "
+            f"at most {longest} chips"
+        )
+
+
 def slice_wraps(generation: str, shape: Sequence[int]) -> tuple[bool, ...]:
     """Return which axes of a TPU slice have wrap links.
 

@@ -102,3 +102,10 @@ def test_bad_slices(run, argv, says):
     status, out, error = run(*argv.split())
     assert (status, out, error.count("\n")) == (2, "", 1)
     assert says in error
+
+
+@pytest.mark.parametrize("name", ["v6e:32x32", "v6e:4x4x4", "v3:33x2", "v5e:17x3"])
+def test_a_slice_that_no_generation_has(run, name):
+    status, _, error = run("limits", name)
+    assert status != 0
+    assert "is no slice" in error

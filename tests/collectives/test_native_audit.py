@@ -160,6 +160,15 @@ def test_one_swap_is_found():
     assert not ftmesh.audit(compiled(mesh, a_sum, x), "data", plan=whole)
 
 
+def test_sums_over_failed_links_are_found():
+    """With all chips in the mesh XLA goes over all axes, whatever the order."""
+    cut = cpu_grid("4x4", failed_links="0,0-1,0")
+    mesh = mesh_of(cut, ring_order(cut).coords)
+    entry = problem_of(cut, mesh, x=np.ones((16, 16), np.float32))
+    assert entry.problem == "it goes over all axes, also over failed links"
+    assert entry.advice.startswith("mark a chip at each failed link as failed")
+
+
 def test_rotated_and_reversed_rings_are_good(topology):
     coords = ring_order(topology).coords
     for order in (coords[5:] + coords[:5], coords[::-1]):
@@ -178,7 +187,8 @@ def test_failed_link_on_the_way_is_found():
     whole = ring_order(cpu_grid("4x4")).coords
     steps = {frozenset(step) for step in zip(whole, whole[1:] + whole[:1], strict=True)}
     assert frozenset({(1, 0), (2, 0)}) in steps
-    entry = problem_of(topology, mesh_of(topology, whole), x=np.ones((16, 16), np.float32))
+    x = np.ones((16, 16), np.float32)
+    entry = problem_of(topology, mesh_of(topology, whole), a_gather, x)
     assert "crosses failed chips or links" in entry.problem
 
 

@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from ftmesh import Topology
+import ftmesh
+from ftmesh import PlanError, Topology
 from ftmesh.cost.executors import (
     ALONG_RING,
     LAX_PSUM,
     lax_psum_peers,
     lax_psum_seconds,
     native_mesh_seconds,
+    native_obstacle,
     native_ring_seconds,
 )
 from ftmesh.cost.links import DEFAULT, NETWORKS
@@ -127,10 +129,21 @@ class TestPeers:
         assert ring == natural.seconds  # whatever the order
         hole = Topology.grid("16x16", failed="2x2@2,2", wrap=True)
         assert 2 * natural.seconds < lax_psum_seconds(hole, 10**8, NETWORKS["v6e"])
-        one_link = Topology.grid("4x4", failed_links="0,0-1,0")
-        assert lax_psum_seconds(one_link, 10**8, DEFAULT) == native_ring_seconds(
-            RingOrder(one_link, one_link.coords), 10**8, DEFAULT
-        )
+
+    def test_xla_knows_of_no_failed_link(self):
+        """With all chips of a slice it sums over all axes, and crosses the link."""
+        whole, one_link = Topology.grid("4x4"), Topology.grid("4x4", failed_links="0,0-1,0")
+        (peer,) = lax_psum_peers(one_link, 10**8, DEFAULT)
+        assert peer.note == "over all axes at once, failed links included"
+        assert peer.seconds == native_mesh_seconds(whole, 10**8, DEFAULT)
+        assert not native_obstacle(ring_order(whole))
+        assert "also over failed links" in native_obstacle(ring_order(one_link))
+        with pytest.raises(PlanError, match="mark a chip at each as failed"):
+            ftmesh.plan(one_link, executor="xla")
+        assert ftmesh.plan(one_link).executor == "ppermute"
+        assert "not summed by XLA: XLA sums over all axes" in str(ftmesh.plan(one_link))
+        marked = one_link.with_failed([(0, 0)])
+        assert not native_obstacle(ring_order(marked))
 
     def test_nothing_is_claimed_for_tiles(self):
         tiles = TiledTopology.from_topology(Topology.grid("4x4"), "2x1")
