@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ftmesh.algorithms.registry import CHUNKED_BY_PAYLOAD
+from ftmesh.cost.executors import lax_psum_peers
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import Limits, limits
 from ftmesh.cost.simulate import Simulation, Simulator
@@ -65,7 +66,7 @@ def save(figure: Figure, path: str | Path) -> None:
 
 
 def time_against_payload(simulators: Mapping[str, Simulator], network: Network = DEFAULT) -> Figure:
-    """Plot the simulated time of schedules on one topology, from 4 kB to 4 GB."""
+    """Plot the time of schedules and of `lax.psum` on one topology, from 4 kB to 4 GB."""
     payloads = np.unique(np.geomspace(4e3, 4e9, 61).astype(np.int64))
     topology = next(iter(simulators.values())).schedule.topology
     least = limits(topology)
@@ -73,6 +74,10 @@ def time_against_payload(simulators: Mapping[str, Simulator], network: Network =
     for name, simulator in simulators.items():
         times = [1e6 * simulator.seconds(int(size), network) for size in payloads]
         axes.plot(payloads, times, color=COLOURS.get(simulator.schedule.algorithm), label=name)
+    by_size = [lax_psum_peers(topology, int(size), network) for size in payloads]
+    for same, style in zip(zip(*by_size, strict=True), ("--", "-."), strict=False):
+        times = [1e6 * peer.seconds for peer in same]
+        axes.plot(payloads, times, style, color="0.5", label=same[0].name)
     bounds = [1e6 * least.all_reduce_seconds(int(size), network) for size in payloads]
     axes.plot(payloads, bounds, **LOWER_BOUND)
     axes.set(xscale="log", yscale="log", xlabel="payload, bytes", ylabel="time, us")
