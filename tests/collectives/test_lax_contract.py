@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ftmesh import CollectiveError
 from tests.support.more import more
 from tests.support.on_devices import plan_on_cpu
+from tests.support.slow import slow
 
 RNG = np.random.default_rng(0)
 X = RNG.integers(-9, 9, (12, 24, 12, 5)).astype(np.float32)  # whole numbers: any order is exact
@@ -170,14 +171,18 @@ def kinds(where, body, x):
     return traced[0]
 
 
-@pytest.fixture(params=["ring", "xla"])
-def plan(request):
-    return plan_on_cpu(request.param, "4x4", "2x2@0,0")
-
-
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("algorithm", "where"),
+    [
+        *(("ring", where) for where in WHERE),
+        ("xla", "types checked"),
+        slow("xla", "types not checked"),
+        slow("xla", "logical ranks"),
+    ],
+)
 @pytest.mark.parametrize("case", CASES)
-def test_types(plan, case, where):
+def test_types(algorithm, case, where):
+    plan = plan_on_cpu(algorithm, "4x4", "2x2@0,0")
     ours, laxs = (kinds(WHERE[where], called(who, CASES[case]), X) for who in (plan, lax))
     assert ours == laxs
 
