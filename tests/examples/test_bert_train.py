@@ -151,6 +151,7 @@ def test_the_moments_match_one_device(tmp_path):
         )
 
 
+@pytest.mark.slow  # tests/examples/common/test_mllog.py checks a log
 def test_the_log_lacks_nothing_but_accuracy(exact):
     from mlperf_logging.compliance_checker import mlp_compliance
 
