@@ -39,7 +39,7 @@ SUPPORTED_BLOCKS = {
 @pytest.mark.parametrize(
     ("algorithm", "shape"),
     [
-        pytest.param(name, shape, marks=[pytest.mark.slow] * (math.prod(shape) >= 72))
+        pytest.param(name, shape, marks=[pytest.mark.slow] * (math.prod(shape) >= 60))
         for name, shape in CASES
     ],
     ids=[f"{name}-{format_shape(shape)}" for name, shape in CASES],

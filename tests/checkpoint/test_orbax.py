@@ -13,6 +13,7 @@ from orbax.checkpoint.experimental import v1 as ocp1
 import ftmesh
 from ftmesh.checkpoint import Checkpoints, read_tensors
 from ftmesh.testing import cpu_grid
+from tests.support.slow import slow
 from tests.support.updates import assert_close
 
 pytestmark = [
@@ -38,13 +39,13 @@ PLANS = {
     "12 by row_pair": ("4x4", "2x2@2,2", "row_pair"),
 }
 SAME_NUMBER = [
-    ("16", "16 others"),
-    ("15", "15 others"),
+    slow("16", "16 others"),
+    slow("15", "15 others"),
     ("12", "12 others"),
-    ("12", "12 by row_pair"),
-    ("12 by row_pair", "12 others"),
+    slow("12", "12 by row_pair"),
+    slow("12 by row_pair", "12 others"),
 ]
-OTHER_NUMBERS = [("16", "12"), ("16", "15"), ("12 others", "16")]
+OTHER_NUMBERS = [slow("16", "12"), slow("16", "15"), ("15", "12"), slow("12 others", "16")]
 
 
 @pytest.fixture(scope="module")

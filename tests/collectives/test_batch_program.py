@@ -15,6 +15,7 @@ from ftmesh.execute import _compat
 from ftmesh.layout.batch_shares import BatchShares
 from ftmesh.testing import on_one_device as on_ranks
 from tests.support.random_losses import on_one_device
+from tests.support.slow import slow
 from tests.support.whole_batch import assert_close
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -50,10 +51,25 @@ LOSSES = {
     "square of a sum": lambda w, x, n, mask, key: jnp.square(each(w, x).sum()) * mask.sum(),
     "a closed-over vector": lambda w, x, n, mask, key: each(w, x) @ np.arange(len(x)),
 }
+# test_losses.py has the others in its tables.
+QUICK = [
+    "masked mean",
+    "product over examples",
+    "pairs of neighbours",
+    "square of a sum",
+    "a closed-over vector",
+]
 
 
-@pytest.mark.parametrize("size", [12, 10])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("masked mean", 12),
+        *((name, 10) for name in QUICK),
+        *(slow(name, 10) for name in LOSSES if name not in QUICK),
+        *(slow(name, 12) for name in LOSSES if name != "masked mean"),
+    ],
+)
 def test_equal(name, size):
     """Ten examples on three ranks: two have padding."""
     args = W, *examples(size)

@@ -14,12 +14,13 @@ from ftmesh.collectives.reduce_scatter import gather_rows, scatter_rows
 from ftmesh.testing import cpu_grid, on_one_device
 from tests.support.more import more
 from tests.support.on_devices import odd_tree, per_rank, plan_on_cpu
+from tests.support.slow import slow
 
 CASES = [
-    ("ring", "4x4", ""),
+    slow(("ring", "4x4", "")),
     ("ring", "4x4", "2x2@2,0"),
-    ("ring", "8x8", "2x2@2,2"),
-    ("xla", "4x4", "2x2@2,0"),
+    slow(("ring", "8x8", "2x2@2,2")),
+    slow(("xla", "4x4", "2x2@2,0")),
     ("xla", "4x4", "1x1@2,1"),  # no closed walk over single links
     ("two_dim", "4x4", ""),
     pytest.param(("two_dim", "8x8", ""), marks=pytest.mark.slow),
@@ -90,7 +91,7 @@ def test_two_runs_give_the_same_bits(twelve):
     ("shape", "block", "algorithm", "ranks"),
     [
         ("16x32", "4x2@6,14", "row_pair", 504),
-        ("16x32", "4x2@6,14", "ring", 504),
+        slow("16x32", "4x2@6,14", "ring", 504),
         pytest.param("32x32", "4x2@14,14", "row_pair", 1016, marks=pytest.mark.slow),
         pytest.param("32x32", "4x2@14,14", "ring", 1016, marks=(pytest.mark.slow, more)),
         pytest.param("16x32", "", "two_dim", 512, marks=pytest.mark.slow),
@@ -130,11 +131,11 @@ def test_each_bucket_uses_the_plan_for_its_size():
 
 
 class TestScatterAndGather:
-    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("check_vma", [True, slow(False)])
     @pytest.mark.parametrize(
         "options",
         [
-            {"tiled": True},
+            slow({"tiled": True}),
             {"scatter_dimension": 2, "tiled": True},
             {"scatter_dimension": 2},
         ],
@@ -155,8 +156,8 @@ class TestScatterAndGather:
     @pytest.mark.parametrize(
         ("algorithm", "options", "check_vma"),
         [
-            ("ring", {}, True),
-            ("ring", {"axis": 1}, True),
+            slow("ring", {}, True),
+            slow("ring", {"axis": 1}, True),
             ("ring", {"axis": -1}, True),
             ("ring", {"axis": 1, "tiled": True}, True),
             ("row_pair", {}, True),
@@ -191,8 +192,10 @@ class TestScatterAndGather:
         with pytest.raises(CollectiveError, match="must have 12, the number of ranks"):
             per_rank(twelve, lambda x: twelve.psum_scatter(x, "data"), x)
 
-    @pytest.mark.parametrize("check_vma", [True, False])
-    @pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+    @pytest.mark.parametrize(
+        ("algorithm", "check_vma"),
+        [("ring", True), slow("ring", False), slow("row_pair", True), ("row_pair", False)],
+    )
     def test_rows_and_back(self, algorithm, check_vma):
         """All ranks get the sums, typed as replicated."""
         plan = plan_on_cpu(algorithm, "4x4", "2x2@0,0")
@@ -208,7 +211,14 @@ class TestScatterAndGather:
 
 
 @pytest.mark.parametrize(
-    "dtype", ["int8", "uint8", "int16", "uint32", "float16", "bfloat16", "float32", "complex64"]
+    "dtype",
+    [
+        "int8",
+        *map(slow, ("uint8", "int16", "uint32", "float16")),
+        "bfloat16",
+        slow("float32"),
+        "complex64",
+    ],
 )
 def test_dtypes(twelve, dtype):
     x = np.random.default_rng(0).integers(0, 5, (12, 31)).astype(dtype)
@@ -276,8 +286,8 @@ def test_two_devices_per_chip():
     ("shape", "failed", "check_vma"),
     [
         ("4x4", "2x2@0,0", True),
-        ("4x4", "2x2@0,0", False),
-        pytest.param("8x8", "2x2@0,0;2x2@4,4", False, marks=pytest.mark.slow),
+        slow("4x4", "2x2@0,0", False),
+        slow("8x8", "2x2@0,0;2x2@4,4", False),
     ],
 )
 class TestIdleDevicesGetResults:

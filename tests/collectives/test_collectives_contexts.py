@@ -15,6 +15,9 @@ import ftmesh
 from ftmesh import CollectiveError, Topology
 from ftmesh.testing import on_one_device
 from tests.support.on_devices import odd_tree, per_rank, plan_on_cpu
+from tests.support.slow import slow
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 def test_result_is_typed_as_replicated(twelve):
@@ -35,7 +38,7 @@ class TestContexts:
         laxs = per_rank(plan, write(lambda x: lax.psum(x, "data")), x, **options)
         np.testing.assert_allclose(ours, laxs, rtol=1e-4, atol=1e-4)
 
-    @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("check_vma", [True, slow(False)])
     def test_reverse_and_forward_derivatives(self, twelve, check_vma):
         x = np.random.default_rng(0).normal(size=(12, 17)).astype(np.float32)
         options = {"check_vma": check_vma}
@@ -50,7 +53,7 @@ class TestContexts:
         twice = lambda psum: jax.grad(lambda x: jax.grad(loss(psum))(x).sum())  # noqa: E731
         self.both(twelve, twice, x, **options)
 
-    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("check_vma", [True, slow(False)])
     def test_scan_and_remat(self, twelve, check_vma):
         x = np.random.default_rng(0).normal(size=(12, 9)).astype(np.float32)
 
@@ -105,7 +108,7 @@ class TestContexts:
         run = jax.pmap(lambda x: twelve.psum(x, "data"), axis_name="data", devices=devices)
         np.testing.assert_array_equal(run(x)[3], x.sum(axis=0))
 
-    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("check_vma", [True, slow(False)])
     def test_mesh_with_another_axis(self, check_vma):
         plan = ftmesh.plan(Topology.grid("4x4", failed="2x2@0,0"))
         mesh = Mesh(np.array(jax.devices()[:24]).reshape(12, 2), ("data", "model"))

@@ -16,6 +16,7 @@ from ftmesh import ArgumentError
 from ftmesh.collectives import backward_order, with_mean_gradients
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.testing import cpu_grid, on_one_device
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -131,7 +132,7 @@ def ancestors(text):
     return sorted(len(known) - 1 for name, known in waits.items() if name in known)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, slow(False)])
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
 @pytest.mark.parametrize(
     ("reduced", "out"), [(grad_in_backward, P()), (shards_in_backward, P("data"))]

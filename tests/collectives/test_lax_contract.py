@@ -1,6 +1,7 @@
 """Every case in which lax's collectives can be called, called with ours and with lax's."""
 
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ftmesh import CollectiveError
 from tests.support.more import more
 from tests.support.on_devices import plan_on_cpu
+from tests.support.slow import slow
 
 RNG = np.random.default_rng(0)
 X = RNG.integers(-9, 9, (12, 24, 12, 5)).astype(np.float32)  # whole numbers: any order is exact
@@ -170,14 +172,17 @@ def kinds(where, body, x):
     return traced[0]
 
 
-@pytest.fixture(params=["ring", "xla"])
-def plan(request):
-    return plan_on_cpu(request.param, "4x4", "2x2@0,0")
+def types_cases():
+    """Quickly, every case once, and every fourth with each algorithm in each place."""
+    for i, case in enumerate(CASES):
+        for j, (algorithm, where) in enumerate(product(("ring", "xla"), WHERE)):
+            is_quick = j == 0 or (i + j) % 4 == 0
+            yield (algorithm, case, where) if is_quick else slow(algorithm, case, where)
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("case", CASES)
-def test_types(plan, case, where):
+@pytest.mark.parametrize(("algorithm", "case", "where"), list(types_cases()))
+def test_types(algorithm, case, where):
+    plan = plan_on_cpu(algorithm, "4x4", "2x2@0,0")
     ours, laxs = (kinds(WHERE[where], called(who, CASES[case]), X) for who in (plan, lax))
     assert ours == laxs
 
@@ -196,7 +201,7 @@ def test_types_with_x64(even, case):
     ("algorithm", "where"),
     [
         ("ring", "types checked"),
-        ("xla", "types checked"),
+        slow("xla", "types checked"),
         pytest.param("ring", "types not checked", marks=(pytest.mark.slow, more)),
         pytest.param("ring", "logical ranks", marks=(pytest.mark.slow, more)),
     ],

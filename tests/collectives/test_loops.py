@@ -62,7 +62,7 @@ def plan_and_shape(name, even):
     return ftmesh.plan(column, "ring"), {"data": 6, "model": 2}
 
 
-SLOW = {"jit_explicit", "over_pmap"}  # what is in them is tested small
+SLOW = {"jit_explicit", "jit_nnx", "over_pmap"}  # what is in them is tested small
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,22 @@ from tests.support.losses import (
     EQUAL,
     MICROBATCHES,
     REJECTED,
+    TABLES,
     WEIGHTS,
     groups,
     make_batch,
 )
 from tests.support.more import more
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler", "x64")
 
 KEY_SEED = 3
-GROUPS = [*groups(EQUAL, 23), *groups(AUX, 23), *groups(MICROBATCHES, 1)]
+# A third of each table: of means, classifiers, sequences, modules, keys and aux.
+THIRD = dict(item for table in TABLES for item in list(table.items())[2::3])
+OTHERS = [{name: table[name] for name in table if name not in THIRD} for table in (EQUAL, AUX)]
+QUICK = [*groups(THIRD, 23), *groups(MICROBATCHES, 1)]
+SLOW = [group for table in OTHERS for group in groups(table, 23)]
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +87,10 @@ def expected_of(loss, args):
     [
         ("xla", 26),  # compiled in half the time
         pytest.param("ppermute", 26, marks=(pytest.mark.slow, more)),
-        pytest.param("ppermute", 24, marks=pytest.mark.slow),
+        slow("ppermute", 24),
     ],
 )
-@pytest.mark.parametrize("table", GROUPS, ids=lambda table: next(iter(table)))
+@pytest.mark.parametrize("table", [*QUICK, *map(slow, SLOW)], ids=lambda table: next(iter(table)))
 def test_equal(table, executor, size):
     """In float64 but for one loss, so that sums in another order make no difference that counts."""
     args = WEIGHTS, make_batch(size), jax.random.key(KEY_SEED)
@@ -93,9 +99,7 @@ def test_equal(table, executor, size):
     assert not differences(result, expected_of(loss, args))
 
 
-@pytest.mark.parametrize(
-    "table", [GROUPS[-1], *(pytest.param(table, marks=pytest.mark.slow) for table in GROUPS[:-1])]
-)
+@pytest.mark.parametrize("table", [QUICK[-1], *map(slow, [*QUICK[:-1], *SLOW])])
 def test_equal_on_the_native_path(plan, table):
     """Plain JAX, with the batch sharded along the plan's mesh."""
     weights, batch, key = WEIGHTS, make_batch(24), jax.random.key(KEY_SEED)
@@ -122,5 +126,13 @@ def test_rejected_with_the_line(plan, name, size):
     assert piece in linecache.getline(losses.__file__, int(line))
 
 
-def test_the_table_is_long():
+def test_the_table_is_long_and_in_groups():
     assert len(EQUAL) + len(AUX) + len(MICROBATCHES) + len(REJECTED) >= 33 + 60
+    assert sorted(name for group in (*QUICK, *SLOW) for name in group) == sorted(
+        EQUAL | AUX | MICROBATCHES
+    )
+    for name in (
+        "masked mean over words", "whitened", "Linen, batch norm", "nnx",
+        "a key for each example", "batch statistics of Linen",
+    ):  # fmt: skip
+        assert name in THIRD

@@ -6,6 +6,7 @@ import pytest
 import ftmesh
 from ftmesh.testing import cpu_grid
 from tests.collectives.test_loops import MESH, train
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -22,8 +23,8 @@ def plan():
         ("jit_linen", {}),
         ("jit_nnx", {}),
         ("over_shard_map", {}),
-        ("scan_transformer", {}),
-        pytest.param("scan_transformer", {"fsdp": True}, marks=pytest.mark.slow),
+        slow("scan_transformer", {}),
+        slow("scan_transformer", {"fsdp": True}),
     ],
     ids=["jit_linen", "jit_nnx", "over_shard_map", "scan_transformer", "scan_transformer_fsdp"],
 )

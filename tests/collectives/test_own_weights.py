@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import ftmesh
 from ftmesh import ArgumentError, Topology
 from ftmesh.execute import _compat
+from tests.support.slow import slow
 from tests.support.whole_batch import assert_close
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -33,8 +34,9 @@ def gathered(plan):
     return gather
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("check_vma", "weighted"), [slow(True, False), (True, True), (False, False), slow(False, True)]
+)
 def test_gradients_of_shards(even, weighted, check_vma):
     """A shard for each rank, which the loss gathers, next to a weight that all ranks have."""
     gather = gathered(even)

@@ -27,6 +27,7 @@ from tests.support.roundings import (
     lax_means,
     sample_inputs,
 )
+from tests.support.slow import slow
 
 F32, BF16, F16 = map(jnp.dtype, (np.float32, jnp.bfloat16, np.float16))
 
@@ -68,6 +69,7 @@ def test_bfloat16_means_of_hundreds_of_ranks(shape, failed, algorithm):
         assert_accurate(on_the_wire[name], exact_means(wide), lax_means(wide, dtype))
 
 
+@pytest.mark.slow
 def test_accumulate_in_bfloat16_if_asked():
     """The fault that all this is there to prevent."""
     plan = large_plan("16x32", "4x2@6,14", "ring")
@@ -167,7 +169,7 @@ class TestMeans:
 
     @pytest.mark.parametrize(
         ("check_vma", "wire_dtype", "rtol"),
-        [(True, None, 1e-5), (False, None, 1e-5), (True, BF16, 0.02)],
+        [slow(True, None, 1e-5), (False, None, 1e-5), (True, BF16, 0.02)],
     )
     def test_derivatives_are_divided_too(self, twelve, check_vma, wire_dtype, rtol):
         """Those that are rounded to the wire dtype are divided before."""
@@ -214,6 +216,7 @@ def test_bfloat16_psum_scatter(algorithm):
     assert (back == np.asarray(12 * (1 + 3 * 2**-7), BF16)).all()
 
 
+@pytest.mark.slow  # test_sharded_precision.py has a step of that size
 def test_bfloat16_rows():
     plan = large_plan("16x32", "4x2@6,14", "ring")
 
@@ -241,8 +244,20 @@ class TestWithoutReduceScatter:
     def plan(self, plan):
         return dataclasses.replace(plan, schedule=without_reduce_scatter(plan.schedule), proof=None)
 
-    @pytest.mark.parametrize("options", [{}, {"wire_dtype": BF16}], ids=["own", "wire"])
-    @pytest.mark.parametrize("dtype", [np.int32, F32, BF16, F16], ids=str)
+    @pytest.mark.parametrize(
+        ("dtype", "options"),
+        [
+            (np.int32, {}),
+            slow(np.int32, {"wire_dtype": BF16}),
+            slow(F32, {}),
+            (F32, {"wire_dtype": BF16}),
+            (BF16, {}),
+            slow(BF16, {"wire_dtype": BF16}),
+            slow(F16, {}),
+            slow(F16, {"wire_dtype": BF16}),
+        ],
+        ids=str,
+    )
     def test_sums_and_means(self, twelve, dtype, options):
         plan = self.plan(twelve)
         assert not plan.program.reduce_scatter
@@ -270,10 +285,7 @@ class TestWithoutReduceScatter:
     "name",
     [
         "float8_e5m2fnuz",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("float8_e4m3fnuz", "float8_e3m4", "float8_e4m3b11fnuz")
-        ),
+        *map(slow, ("float8_e4m3fnuz", "float8_e3m4", "float8_e4m3b11fnuz")),
     ],
 )
 def test_other_float_formats_are_added_in_float32(name):

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import Topology
+from tests.support.slow import slow
 
 MESHES = [("8x8", "2x2@2,2"), ("16x32", "4x2@6,14"), ("32x32", "4x2@14,14")]
 
@@ -27,7 +28,7 @@ def lowered(shape, failed, algorithm):
     return traced.lower(lowering_platforms=("tpu",)).as_text(), ranks
 
 
-@pytest.mark.parametrize(("algorithm", "bytes_per_rank"), [("ring", 300), ("row_pair", 1300)])
+@pytest.mark.parametrize(("algorithm", "bytes_per_rank"), [("ring", 300), slow("row_pair", 1300)])
 def test_only_constants_grow_with_the_mesh(algorithm, bytes_per_rank):
     """Constants are all that grows: who sends to whom, a pair for each rank, and tables of chunks.
 

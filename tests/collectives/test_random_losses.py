@@ -30,7 +30,7 @@ def check(steps, size):
     return True
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 def test_equal_or_rejected(steps):
     """A batch that three ranks can share equally, and one that they cannot."""

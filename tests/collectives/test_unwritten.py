@@ -14,6 +14,7 @@ from ftmesh import Topology
 from ftmesh.collectives.reduce_scatter import gather_rows
 from ftmesh.testing import shard_map_on_one_device
 from tests.support.on_devices import per_rank, plan_on_cpu
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -35,7 +36,7 @@ def poison(monkeypatch):
     return used
 
 
-@pytest.mark.parametrize("algorithm", EVEN)
+@pytest.mark.parametrize("algorithm", ["ring", *map(slow, ("row_pair", "two_dim"))])
 def test_gather_overwrites_all_of_the_buffer(poison, algorithm):
     plan = plan_on_cpu(algorithm, *EVEN[algorithm])
     ranks = plan.program.num_ranks
@@ -65,9 +66,7 @@ def test_integers_and_derivatives(poison):
     assert poison
 
 
-@pytest.mark.parametrize(
-    "failed", ["4x2@6,14", pytest.param("2x2@0,0;4x2@6,14", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("failed", ["4x2@6,14", slow("2x2@0,0;4x2@6,14")])
 def test_on_five_hundred_ranks(poison, failed):
     plan = ftmesh.plan(Topology.grid("16x32", failed=failed), "ring")
     ranks = plan.topology.num_live

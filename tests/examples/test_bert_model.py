@@ -15,6 +15,7 @@ from examples.bert.trainer import cross_entropies, loss_weights
 from ftmesh.collectives import weighted_sum
 from ftmesh.errors import DataError
 from tests.support import torch_bert as reference
+from tests.support.slow import slow
 from tests.support.torch_resnet50 import summary
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -84,7 +85,7 @@ def assert_near(ours, theirs, tolerance, scale=None):
     assert np.abs(np.asarray(ours) - theirs).max() <= tolerance * scale
 
 
-@pytest.fixture(params=TOLERANCES)
+@pytest.fixture(params=["library", slow("exact")])
 def attention(request, monkeypatch):
     if request.param == "exact":
         monkeypatch.setattr(jax.nn, "dot_product_attention", exact_attention)

@@ -94,6 +94,7 @@ def test_bfloat16_on_the_wire_changes_the_losses_little(exact):
         assert loss == pytest.approx(exact[0].losses[step], rel=2e-3)
 
 
+@pytest.mark.slow  # tests/examples/common/test_loop.py resumes a smaller model
 def test_an_interrupted_run_resumes_with_the_same_losses(exact, tmp_path):
     saved = ["--wire-dtype", "float32", "--checkpoint-dir", str(tmp_path), "--checkpoint-every"]
     first, second = losses(*saved, "2", "--steps", "3"), losses(*saved, "9", "--resume")
@@ -150,6 +151,7 @@ def test_the_moments_match_one_device(tmp_path):
         )
 
 
+@pytest.mark.slow  # tests/examples/common/test_mllog.py checks a log
 def test_the_log_lacks_nothing_but_accuracy(exact):
     from mlperf_logging.compliance_checker import mlp_compliance
 

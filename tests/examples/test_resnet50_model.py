@@ -15,6 +15,8 @@ from examples.resnet50.model import init, normalise, resnet50, tiny_resnet
 from examples.resnet50.stem import StemConv, gathered_max_pool, max_pool
 from tests.support import torch_resnet50 as reference
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 FILE = Path(__file__).parents[1] / "data" / "resnet50_reference.npz"
 
 # Both sides compute in float64, whose rounding error of 1e-16 grows through 53 convolutions and

@@ -118,6 +118,7 @@ def test_overlapping_rounds_give_the_same_bits(lag):
     np.testing.assert_array_equal(run_on_devices(program, held), run_in_numpy(program, held))
 
 
+@slow
 def test_means_of_one_array_that_fills_its_chunks_have_the_same_bits():
     plan = ftmesh.plan(cpu_grid("2x1"), "chain")
     x = buffers_of(plan.program)

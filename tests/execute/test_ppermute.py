@@ -11,6 +11,7 @@ from ftmesh.execute.context import NO_CAST, ExecutionContext
 from ftmesh.execute.lowering import lower
 from ftmesh.execute.ppermute import rounds_on_rank, run_loop
 from ftmesh.topology.ranks import Ranks
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -34,9 +35,7 @@ def numpy_rounds(path, held):
         yield held.copy()
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["ring", "row_pair", pytest.param("wide tree", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("algorithm", ["ring", *map(slow, ("row_pair", "wide tree"))])
 def test_every_round_leaves_what_the_file_says(algorithm, tmp_path):
     if algorithm == "wide tree":
         schedule = tree.build_schedule(HOLE, 24, width=3)

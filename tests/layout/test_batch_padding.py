@@ -28,8 +28,11 @@ from tests.support.native_batch import (
     token_losses,
     value_and_grad,
 )
+from tests.support.slow import slow
 
 ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 
 @given(st.integers(1, 600), st.integers(1, 300), st.integers(1, 5))
@@ -158,7 +161,7 @@ class TestBadBatches:
 
 
 @pytest.mark.parametrize(
-    ("shape", "failed", "ranks"), [("4x4", "1x1@2,2", 15), ("8x8", "2x2@2,2", 60)]
+    ("shape", "failed", "ranks"), [("4x4", "1x1@2,2", 15), slow("8x8", "2x2@2,2", 60)]
 )
 def test_256_examples_train_as_on_the_whole_mesh(shape, failed, ranks):
     errors = differences(shape, failed)
@@ -167,6 +170,7 @@ def test_256_examples_train_as_on_the_whole_mesh(shape, failed, ranks):
     assert max(errors.values()) < 1e-6
 
 
+@pytest.mark.slow
 def test_256_examples_on_252_ranks_train_as_on_the_whole_mesh():
     flags = "--xla_force_host_platform_device_count=256"
     done = subprocess.run(

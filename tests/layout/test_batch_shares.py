@@ -11,6 +11,7 @@ import ftmesh
 from ftmesh import ArgumentError, Topology
 from ftmesh.collectives import BatchShares, weighted_sum
 from ftmesh.testing import on_one_device
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -72,7 +73,7 @@ def test_512_examples_on_60_chips_give_the_gradient_of_the_batch(plan):
         )  # without weights it would differ
 
 
-@pytest.mark.parametrize("size", [100, 61, 30])
+@pytest.mark.parametrize("size", [slow(100), 61, 30])
 def test_the_mean_of_a_partial_batch(plan, size):
     """30 examples are fewer than there are ranks."""
     shares = BatchShares.for_ranks(plan, 100)

@@ -15,6 +15,7 @@ from ftmesh.layout.buckets import (
     to_tile_order,
     unpack,
 )
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -114,7 +115,9 @@ def test_numpy_gives_the_same_order(shape):
     np.testing.assert_array_equal(from_tile_order(on_host, shape), array)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", [slow("float32"), "bfloat16", slow("int8"), "bool", slow("complex64")]
+)
 def test_rows_beyond_whole_tiles_keep_their_bits(dtype):
     array = np.random.default_rng(0).integers(0, 2, (22, 256)).astype(dtype)
     if dtype in ("float32", "bfloat16"):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ftmesh.errors import ArgumentError
 from ftmesh.layout.flat_shards import LeafLayout, TreeLayout, flatten_tensor, unflatten_tensor
+from tests.support.slow import slow
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
 RANKS = st.integers(1, 20)
@@ -24,7 +25,7 @@ def natural_parts(x, num_ranks):
     return np.pad(x.reshape(-1), (0, num_ranks * size - x.size)).reshape(num_ranks, size)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 5, 12])
+@pytest.mark.parametrize("num_ranks", [slow(1), slow(5), 12])
 @pytest.mark.parametrize("shape", [(1,), (13,), (24,), (13, 7), (2, 100), (50, 2), (3, 4, 5)])
 def test_parts_of_every_rank(shape, num_ranks):
     leaf, x = leaf_layout(shape, num_ranks), 1 + np.arange(np.prod(shape), dtype=np.float32)

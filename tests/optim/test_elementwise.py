@@ -11,6 +11,7 @@ import pytest
 
 from ftmesh.optim import NotShardableError, ShardedOptimizer, clip_by_global_norm, lamb, lars
 from ftmesh.optim.communication import Communication
+from tests.support.slow import slow
 from tests.support.updates import assert_close, gradients, take_rank, train_unsharded
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -80,27 +81,27 @@ LR_SCHEDULE = optax.linear_schedule(0.1, 0.05, 10)
     "transformation",
     [
         optax.sgd(LR_SCHEDULE, momentum=0.9, nesterov=True),
-        optax.adam(0.1),
-        optax.adafactor(0.1),
-        optax.adamw(0.1, mask=has_two_dimensions),
+        slow(optax.adam(0.1)),
+        slow(optax.adafactor(0.1)),
+        slow(optax.adamw(0.1, mask=has_two_dimensions)),
         optax.adamw(0.1, mask=has_10_elements(PARAMS)),
-        optax.adagrad(0.1),
-        optax.rmsprop(0.1, centered=True),
-        optax.lion(0.1),
-        optax.radam(0.1),
-        optax.amsgrad(0.1),
-        optax.adamax(0.1),
-        optax.chain(optax.clip(1.0), optax.ema(0.9), optax.yogi(0.1)),
+        slow(optax.adagrad(0.1)),
+        slow(optax.rmsprop(0.1, centered=True)),
+        slow(optax.lion(0.1)),
+        slow(optax.radam(0.1)),
+        slow(optax.amsgrad(0.1)),
+        slow(optax.adamax(0.1)),
+        slow(optax.chain(optax.clip(1.0), optax.ema(0.9), optax.yogi(0.1))),
         optax.inject_hyperparams(optax.adam)(learning_rate=LR_SCHEDULE),
         optax.multi_transform({"matrix": lamb(0.1), "vector": optax.sgd(0.1, 0.9)}, LABELS),
-        optax.MultiSteps(optax.adam(0.1), 2),
+        slow(optax.MultiSteps(optax.adam(0.1), 2)),
         optax.chain(clip_by_global_norm(1.0), lars(0.1, weight_decay=0.1)),
-        optax.lars(0.1),
+        slow(optax.lars(0.1)),
         optax.lamb(0.1),
-        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-        optax.clip_by_block_rms(1.0),
+        slow(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))),
+        slow(optax.clip_by_block_rms(1.0)),
         optax.adamw(0.1, mask=has_10_elements),
-        optax.novograd(0.1),
+        slow(optax.novograd(0.1)),
     ],
     ids=range(22),
 )

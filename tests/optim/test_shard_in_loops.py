@@ -14,6 +14,7 @@ from optax.contrib import reduce_on_plateau
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError, Topology
 from ftmesh.testing import cpu_grid
+from tests.support.slow import slow
 from tests.support.updates import OPTIMIZERS, SMALL_PARAMS, assert_close, gradients, train_unsharded
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -42,10 +43,6 @@ def test_one_step_of_a_train_state(twelve):
     np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-6)
 
 
-def slow(name):
-    return pytest.param(name, marks=pytest.mark.slow)
-
-
 # Those of optax trace to other operations if a mesh is set.
 TRANSFORMATIONS = OPTIMIZERS | {
     "optax lamb": optax.lamb(0.1),
@@ -55,7 +52,7 @@ TRANSFORMATIONS = OPTIMIZERS | {
 }
 
 
-@pytest.mark.parametrize("name", ["adam", "lamb", *map(slow, ["optax lamb", "optax lars"])])
+@pytest.mark.parametrize("name", ["lamb", *map(slow, ["adam", "optax lamb", "optax lars"])])
 def test_a_train_state(twelve, name):
     state = train(twelve.shard(TRANSFORMATIONS[name]))
     assert_close(state.params, train_unsharded(TRANSFORMATIONS[name], SMALL_PARAMS, 12)[0])
@@ -75,7 +72,7 @@ def wrapped(shard):
     }
 
 
-@pytest.mark.parametrize("name", wrapped(lambda tx: tx))
+@pytest.mark.parametrize("name", [slow("chain"), "MultiSteps", slow("inject"), "inside"])
 def test_inside_other_transformations(twelve, name):
     state = train(wrapped(twelve.shard)[name])
     want = train(wrapped(lambda tx: tx)[name])
@@ -139,7 +136,9 @@ def six():
     return plan, mesh
 
 
-@pytest.mark.parametrize("name", ["adam", slow("lamb"), slow("optax lamb"), "block rms", "centred"])
+@pytest.mark.parametrize(
+    "name", ["adam", slow("lamb"), slow("optax lamb"), "block rms", slow("centred")]
+)
 def test_weights_that_are_sharded_along_another_axis(six, name):
     """Norms, means and sizes are those of full tensors; a device keeps a part of its shard."""
     plan, mesh = six

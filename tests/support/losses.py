@@ -415,6 +415,7 @@ MICROBATCHES = {  # which share the examples among ranks in different ways
 }  # fmt: skip
 
 EQUAL = MEANS | CLASSIFIERS | SEQUENCES | MODULES | KEYS
+TABLES = MEANS, CLASSIFIERS, SEQUENCES, MODULES, KEYS, AUX
 
 # Rejected, with the operation that needs other examples ---------------------------------------------
 

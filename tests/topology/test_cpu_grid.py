@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 import ftmesh
 from ftmesh import TopologyError, jax_mesh
 from ftmesh.testing import cpu_grid
+from tests.support.slow import slow
 
 
 @pytest.mark.parametrize("shape", ["8", "1x8", "8x1", "2x4"])
@@ -37,7 +38,13 @@ def test_too_few_devices_under_a_launcher(monkeypatch):
 
 @pytest.mark.parametrize(
     ("shape", "failed", "wrap"),
-    [("1x8", "", False), ("8", "", False), ("8", "", True), ("8", "1@3", True), ("1x2", "", False)],
+    [
+        ("1x8", "", False),
+        slow("8", "", False),
+        slow("8", "", True),
+        ("8", "1@3", True),
+        ("1x2", "", False),
+    ],
 )
 def test_psum_on_a_line_of_devices(shape, failed, wrap):
     topo = cpu_grid(shape, failed=failed, wrap=wrap)
