@@ -376,7 +376,7 @@ def format_timings(timings: Sequence[Timing], compared: Sequence[str] = ()) -> s
 
 
 def _notes(topology: Topology, left_out: dict[str, str], repeats: int) -> list[str]:
-    lines = [f"{repeats} samples each; the time of a sample is divided by the number of sums in it"]
+    lines = [f"samples: {repeats}; the time of a sample is divided by the number of sums in it"]
     if left_out:
         lines.append(f"cannot run on this mesh: {', '.join(left_out)}")
     if len(topology.devices) == 1:

@@ -243,7 +243,7 @@ def summary(
         "low_us": 1e6 * simulator.seconds(size, network.fastest, mode),
         "high_us": 1e6 * simulator.seconds(size, network.slowest, mode),
         "lax_psum_us": 1e6 * peers[0].seconds if peers else None,
-        "lax_psum_along_ring_us": 1e6 * peers[-1].seconds if peers else None,
+        "lax_psum_along_ring_us": 1e6 * peers[1].seconds if len(peers) > 1 else None,
         "times_lax_psum": ranked.seconds / peers[0].seconds if peers else None,
         **references.as_json(),
         "times_limit": ranked.seconds / references.lower_bound,

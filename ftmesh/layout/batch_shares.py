@@ -228,8 +228,8 @@ need none
     sizes = {"batch size": num_examples, "number of microbatches": microbatches}
     num_ranks = _num_ranks(ranks)
     for name, size in {**sizes, "number of ranks": num_ranks}.items():
-        if size < 1:
-            raise ArgumentError(f"the {name} must be 1 or more, not {size}")
+        if not hasattr(size, "__index__") or isinstance(size, bool) or size < 1:
+            raise ArgumentError(f"the {name} must be a whole number, 1 or more, not {size!r}")
     return BatchPadding(num_examples, num_ranks, microbatches)
 
 

@@ -139,12 +139,18 @@ class TestBadBatches:
             ftmesh.pad_batch({"x": None}, 3)
 
     def test_sizes_below_one(self):
-        with pytest.raises(ArgumentError, match="the number of ranks must be 1 or more, not 0"):
+        with pytest.raises(ArgumentError, match="number of ranks must be a whole .* not 0"):
             ftmesh.pad_batch(np.zeros(3), 0)
-        with pytest.raises(ArgumentError, match="the batch size must be 1 or more, not 0"):
+        with pytest.raises(ArgumentError, match="batch size must be a whole .* not 0"):
             ftmesh.nearest_batch_size(0, 3)
-        with pytest.raises(ArgumentError, match="the number of microbatches must be 1 or more"):
+        with pytest.raises(ArgumentError, match="number of microbatches must be a whole"):
             ftmesh.batch_padding(3, 3, microbatches=0)
+
+    @pytest.mark.parametrize("size", [256.0, True, "256"])
+    def test_sizes_that_are_no_whole_numbers(self, size):
+        with pytest.raises(ArgumentError, match="batch size must be a whole number"):
+            ftmesh.nearest_batch_size(size, 3)
+        assert ftmesh.nearest_batch_size(np.int64(256), 8) == 256
 
     def test_what_has_no_ranks(self):
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
