@@ -139,9 +139,9 @@ class TestBadBatches:
             ftmesh.pad_batch({"x": None}, 3)
 
     def test_sizes_below_one(self):
-        with pytest.raises(ArgumentError, match="number of ranks must be a whole .* not 0"):
+        with pytest.raises(ArgumentError, match=r"number of ranks must be a whole .* not 0"):
             ftmesh.pad_batch(np.zeros(3), 0)
-        with pytest.raises(ArgumentError, match="batch size must be a whole .* not 0"):
+        with pytest.raises(ArgumentError, match=r"batch size must be a whole .* not 0"):
             ftmesh.nearest_batch_size(0, 3)
         with pytest.raises(ArgumentError, match="number of microbatches must be a whole"):
             ftmesh.batch_padding(3, 3, microbatches=0)
