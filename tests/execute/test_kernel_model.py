@@ -1,0 +1,276 @@
+"""The Pallas kernel in every order of its events: no deadlock, no slot overwritten too early."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from ftmesh import Topology
+from ftmesh.algorithms import registry
+from ftmesh.execute import pallas, pallas_tables
+from ftmesh.execute.lowering import MIXED, lower
+from ftmesh.execute.pallas_rank import KernelLane, KernelRank
+from ftmesh.execute.pallas_tables import PAGE_ROUNDS, SLOTS
+from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.transfers import COPY
+from tests.support.kernel_model import DeadlockError, EndError, Model, RaceError
+from tests.support.kernel_recorder import record
+from tests.support.pallas_programs import crossing_loop, make_program
+
+slow = pytest.mark.slow
+FAULTS = (RaceError, DeadlockError, EndError)
+SQUARE = Topology.grid("2x2")
+SMALL = {
+    "2x3 less one": Topology.grid("2x3", failed="1x1@0,0"),
+    "3x3 less one": Topology.grid("3x3", failed="1x1@1,1"),
+    "3x3 less a corner": Topology.grid("3x3", failed="1x1@0,0"),
+    "a ring of 5": Topology.grid("5", wrap=(True,)),
+}
+HOLE = Topology.grid("4x4", failed="2x2@2,2")
+LARGE = Topology.grid("8x8", failed="2x2@2,2")
+
+
+def programs(topology, *, num_chunks=(1, 2, 6), lags=(0, 1, 3)):
+    """The programs of every algorithm that works on a mesh, by name."""
+    schedules = dict(registry.try_algorithms(topology))
+    for num in num_chunks:
+        for lag in lags:
+            name = f"tree of {num} chunks, lag {lag}"
+            schedules[name] = registry.build_schedule(topology, "tree", num, lag=lag)
+    return {name: lower(s) for name, s in schedules.items() if isinstance(s, Schedule)}
+
+
+def tree(topology, num_chunks, **options):
+    return lower(registry.build_schedule(topology, "tree", num_chunks, **options))
+
+
+def crossing(num_rounds, **options):
+    loop = crossing_loop(num_rounds, num_ranks=2, **{"lanes": (1,)} | options)
+    return make_program([loop], (2, 1))
+
+
+def prove_all(topology, **options):
+    """Prove the all-reduces of a mesh: what was counted, by algorithm."""
+    return {
+        name: Model(record(program, **options)).prove()
+        for name, program in programs(topology).items()
+    }
+
+
+def test_every_order_on_a_square():
+    counts = prove_all(SQUARE)
+    assert {"ring", "two_dim", "row_pair"} < set(counts)
+    assert counts["ring"]["held"] > 200
+    assert counts["ring"]["run"] > 50 * counts["ring"]["held"]
+
+
+@pytest.mark.parametrize("options", [{"chunk_rows": 3}, {"wire": np.float16}], ids=str)
+def test_every_order_of_pieces_and_casts(options):
+    prove_all(SQUARE, **options)
+
+
+def test_every_order_of_the_halves():
+    for program in programs(SQUARE, num_chunks=()).values():
+        for loops in (program.reduce_scatter, program.all_gather):
+            Model(record(program, loops), is_all_reduce=False).prove()
+
+
+def test_every_order_of_two_calls():
+    """No partner mistakes the barrier of the second call for that of the first."""
+    for program in programs(SQUARE, num_chunks=(2,)).values():
+        Model(record(program), calls=2).prove()
+
+
+@pytest.mark.parametrize(
+    ("program", "num_states"),
+    [
+        (tree(Topology.grid("2x1"), 2), 8_420),
+        (tree(SQUARE, 1), 2_852),
+        (crossing(2 * SLOTS), 1_968),
+    ],
+    ids=["two ranks", "a square", "a crossing"],
+)
+def test_all_states(program, num_states):
+    model = Model(record(program), is_all_reduce=False)
+    assert model.explore(max_states=num_states) == num_states
+    model.prove()
+
+
+@slow
+@pytest.mark.parametrize("name", SMALL)
+def test_every_order_on_small_meshes(name):
+    counts = prove_all(SMALL[name])
+    assert len(counts) > 9  # the trees, and others
+
+
+@slow
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+def test_every_order_with_pages(algorithm):
+    program = lower(registry.build_schedule(HOLE, algorithm))
+    assert max(loop.num_rounds for loop in program.loops) > PAGE_ROUNDS
+    Model(record(program)).prove()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        crossing(2),
+        crossing(2, op=COPY),
+        lower(registry.build_schedule(Topology.grid("2x1"), "chain")),
+        tree(Topology.grid("2x1"), 1),
+    ],
+    ids=["adding", "copying", "chain", "tree"],
+)
+def test_both_ways_of_checking_agree(program):
+    """With every action left out, and with every two adjacent ones swapped."""
+    recorded = record(program)
+    num_faulty = num_tried = 0
+    for rank, actions in enumerate(recorded):
+        for i in range(1, len(actions) - 1):
+            for between in ([], actions[i : i + 2][::-1]):
+                faulty = list(recorded)
+                faulty[rank] = actions[:i] + between + actions[i + max(1, len(between)) :]
+                model = Model(faulty, is_all_reduce=False)
+                is_found = finds_fault(model.prove)
+                assert is_found == finds_fault(partial(model.explore, max_states=20_000))
+                num_faulty += is_found
+                num_tried += 1
+    assert num_tried / 3 < num_faulty < num_tried
+
+
+def finds_fault(check):
+    try:
+        check()
+    except FAULTS:
+        return True
+    return False
+
+
+@slow
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair", "tree"])
+def test_random_orders_on_larger_meshes(algorithm):
+    for topology, num_runs in ((HOLE, 50), (LARGE, 3)):
+        model = Model(record(lower(registry.build_schedule(topology, algorithm, 6))))
+        for seed in range(num_runs):
+            model.run_randomly(seed)
+
+
+# Planted faults ---------------------------------------------------------------------------------
+
+RING = lower(registry.build_schedule(SQUARE, "ring"))
+STREAM = tree(Topology.grid("3x1"), 6)
+PIECES = {"chunk_rows": 2 * SLOTS}  # more than there are slots
+
+
+def other_credit(monkeypatch, more):
+    grant = KernelLane.grant_credit
+    monkeypatch.setattr(KernelLane, "grant_credit", lambda lane, n: grant(lane, n + more(n)))
+
+
+def check_faulty(program, error, match=None, **options):
+    with pytest.raises(error, match=match):
+        Model(record(program, **options)).prove()
+
+
+@pytest.mark.parametrize("program", [RING, STREAM], ids=["ring", "tree"])
+def test_a_credit_too_few(monkeypatch, program):
+    other_credit(monkeypatch, lambda n: -(n == SLOTS))
+    check_faulty(program, DeadlockError)
+
+
+def test_a_credit_too_many(monkeypatch):
+    other_credit(monkeypatch, lambda n: n == SLOTS)
+    check_faulty(RING, RaceError, "'arrived'.* is in use", **PIECES)
+
+
+def test_a_credit_that_is_not_given_back(monkeypatch):
+    other_credit(monkeypatch, lambda n: -(n == 1))
+    check_faulty(STREAM, DeadlockError)
+
+
+def test_a_credit_before_the_slot_is_read(monkeypatch):
+    combine, grant = KernelLane.combine, KernelLane.grant_credit
+    has_granted = []
+
+    def too_early(lane, piece):
+        grant(lane, 1)
+        has_granted.append(lane)
+        combine(lane, piece)
+
+    monkeypatch.setattr(KernelLane, "combine", too_early)
+    monkeypatch.setattr(
+        KernelLane,
+        "grant_credit",
+        lambda lane, n: has_granted.pop() if has_granted else grant(lane, n),
+    )
+    check_faulty(RING, RaceError, "'arrived'.* is in use", **PIECES)
+
+
+def test_no_barrier(monkeypatch):
+    """Credits would be granted to a rank that has not entered the kernel."""
+    monkeypatch.setattr(KernelRank, "barrier", lambda rank: None)
+    for program in programs(SQUARE).values():
+        check_faulty(program, RaceError)
+
+
+def test_no_wait_for_the_credits_at_the_end(monkeypatch):
+    take = KernelLane.take_credit
+    monkeypatch.setattr(KernelLane, "take_credit", lambda lane, n: n == SLOTS or take(lane, n))
+    check_faulty(STREAM, (RaceError, EndError))
+
+
+def test_a_slot_read_before_its_piece_arrives(monkeypatch):
+    wait_arrived, combine = KernelLane.wait_arrived, KernelLane.combine
+    monkeypatch.setattr(KernelLane, "wait_arrived", lambda lane, piece: None)
+
+    def too_early(lane, piece):
+        combine(lane, piece)
+        wait_arrived(lane, piece)
+
+    monkeypatch.setattr(KernelLane, "combine", too_early)
+    check_faulty(STREAM, RaceError)
+
+
+def test_an_extra_wait(monkeypatch):
+    wait = KernelLane.wait_arrived
+    monkeypatch.setattr(KernelLane, "wait_arrived", lambda lane, p: (wait(lane, p), wait(lane, p)))
+    check_faulty(STREAM, DeadlockError)
+
+
+def test_a_row_overwritten_before_it_leaves(monkeypatch):
+    monkeypatch.setattr(KernelLane, "wait_sent", lambda lane, piece: None)
+    with pytest.raises(RaceError):
+        Model(record(crossing(3, op=COPY)), is_all_reduce=False).prove()
+
+
+def test_a_round_too_far_ahead(monkeypatch):
+    monkeypatch.setattr(pallas_tables, "_min_gap", lambda loop: (2, 1))
+    check_faulty(RING, RaceError)
+
+
+def test_lanes_that_do_not_wait_for_each_other(monkeypatch):
+    program = crossing(2, op=MIXED, lanes=(1, -1))
+    Model(record(program), is_all_reduce=False).prove()
+    monkeypatch.setattr(pallas, "must_wait", lambda split, arrivals: [False] * len(arrivals))
+    with pytest.raises(RaceError):
+        Model(record(program), is_all_reduce=False).prove()
+
+
+def test_a_page_of_the_table_fetched_too_early(monkeypatch):
+    loop = crossing_loop(3 * PAGE_ROUNDS, num_ranks=2, lanes=(1,))
+    program = make_program([loop], (2, 1))
+    Model(record(program), is_all_reduce=False).prove()
+    monkeypatch.setattr(KernelRank, "wait_for_page", lambda rank: None)
+    with pytest.raises(RaceError):
+        Model(record(program), is_all_reduce=False).prove()
+
+
+@pytest.mark.parametrize("rounds", [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("algorithm", ["ring", "tree"])
+def test_two_rows_of_a_table_swapped(algorithm, rounds):
+    program = lower(registry.build_schedule(SQUARE, algorithm, 3))
+
+    def swap(words):
+        words[1, 0, list(rounds)] = words[1, 0, list(rounds[::-1])]
+
+    check_faulty(program, FAULTS, edit_words=swap)
