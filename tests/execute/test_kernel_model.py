@@ -1,6 +1,8 @@
 """The Pallas kernel in every order of its events: no deadlock, no slot overwritten too early."""
 
+import random
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -81,6 +83,23 @@ def test_every_order_of_two_calls():
         Model(record(program), calls=2).prove()
 
 
+@slow
+@pytest.mark.parametrize("name", SMALL)
+def test_every_order_of_kernels_that_share_a_barrier(name):
+    """Whatever the partners: every rank owns a chunk, so none finishes before all have started."""
+    kernels = {}
+    for program in programs(SMALL[name], num_chunks=(1, 2), lags=(0,)).values():
+        kernels.setdefault("all-reduce", []).append(record(program))
+        if program.owner is not None:
+            assert len(set(program.owner.tolist())) == program.num_ranks
+            kernels.setdefault("reduce-scatter", []).append(record(program, program.reduce_scatter))
+            kernels.setdefault("all-gather", []).append(record(program, program.all_gather))
+    for recorded in kernels.values():
+        for first, second in product(recorded, repeat=2):
+            both = [a + b for a, b in zip(first, second, strict=True)]
+            Model(both, is_all_reduce=False).prove()
+
+
 @pytest.mark.parametrize(
     ("program", "num_states"),
     [
@@ -104,11 +123,18 @@ def test_every_order_on_small_meshes(name):
 
 
 @slow
-@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+@pytest.mark.parametrize("algorithm", ["ring", "row_pair", "tree"])
 def test_every_order_with_pages(algorithm):
-    program = lower(registry.build_schedule(HOLE, algorithm))
+    program = lower(registry.build_schedule(HOLE, algorithm, 6))
     assert max(loop.num_rounds for loop in program.loops) > PAGE_ROUNDS
     Model(record(program)).prove()
+
+
+@slow
+@pytest.mark.parametrize("options", [{"devices_per_chip": 2}, {"with_idle": True}], ids=str)
+def test_every_order_of_other_ranks(options):
+    program = lower(registry.build_schedule(SMALL["2x3 less one"], "flood"), **options)
+    Model(record(program), is_all_reduce="with_idle" not in options).prove()
 
 
 @pytest.mark.parametrize(
@@ -149,10 +175,12 @@ def finds_fault(check):
 @slow
 @pytest.mark.parametrize("algorithm", ["ring", "row_pair", "tree"])
 def test_random_orders_on_larger_meshes(algorithm):
-    for topology, num_runs in ((HOLE, 50), (LARGE, 3)):
+    for topology, num_runs in ((HOLE, 100), (LARGE, 4)):
         model = Model(record(lower(registry.build_schedule(topology, algorithm, 6))))
         for seed in range(num_runs):
             model.run_randomly(seed)
+    rng = random.Random(0)
+    assert model.prove(is_held=lambda rank, pc: rng.random() < 5e-4)["held"] > 5
 
 
 # Planted faults ---------------------------------------------------------------------------------
@@ -168,19 +196,27 @@ def other_credit(monkeypatch, more):
 
 
 def check_faulty(program, error, match=None, **options):
+    model = Model(record(program, **options))
     with pytest.raises(error, match=match):
-        Model(record(program, **options)).prove()
+        model.prove()
+    return model
 
 
 @pytest.mark.parametrize("program", [RING, STREAM], ids=["ring", "tree"])
 def test_a_credit_too_few(monkeypatch, program):
     other_credit(monkeypatch, lambda n: -(n == SLOTS))
-    check_faulty(program, DeadlockError)
+    model = check_faulty(program, DeadlockError)
+    with pytest.raises(DeadlockError):
+        model.run_randomly(0)
 
 
 def test_a_credit_too_many(monkeypatch):
     other_credit(monkeypatch, lambda n: n == SLOTS)
-    check_faulty(RING, RaceError, "'arrived'.* is in use", **PIECES)
+    model = check_faulty(RING, RaceError, "'arrived'.* is in use", **PIECES)
+    with pytest.raises(RaceError):
+        model.run_randomly(0)
+    with pytest.raises(RaceError):
+        model.explore(max_states=20_000)
 
 
 def test_a_credit_that_is_not_given_back(monkeypatch):

@@ -25,8 +25,9 @@ each event of one run in turn, from the moment it could happen, and runs all oth
 not use this argument: it goes through all states, with every order of the events that other ranks
 can notice. Both must agree where `explore` is feasible.
 
-Not modelled: the routes and the bandwidth of copies; the bits of sums; code that runs between two
-calls; wires that lose or corrupt data. Local steps that touch no shared cell take no time.
+Not modelled: that the compiler keeps the order of a rank's actions; the routes and the bandwidth of
+copies; links that lose or corrupt data; the bits of sums; what ranks do between two calls. A wait
+takes no time. The end of a copy and the increase of its semaphore are one event.
 """
 
 import heapq
