@@ -275,24 +275,23 @@ class Model:
         copies, and what the rank's code does with slots and credits: copies within a rank end at
         once, and so do the ends at the sender.
         """
-        state, pending = self.initial(), set()
+        state, pending, bits = self.initial(), set(), {}
         self._open_all(state, pending, eager_local, range(self.num_ranks))
-        stack, seen = [(state, frozenset(pending))], set()
-        seen.add((tuple(state.pcs), stack[0][1]))
+        stack, seen = [(state, pending, 0)], {0}  # a state is the set of what has ended, in bits
         while stack:
-            state, pending = stack.pop()
+            state, pending, ended = stack.pop()
             if not pending:
                 self.check_end(state)
             for event in pending:
-                after, others = state.copy(), set(pending - {event})
-                woken = self._finish(after, *event)
-                self._open_all(after, others, eager_local, woken)
-                key = tuple(after.pcs), frozenset(others)
+                key = ended | bits.setdefault(event, 1 << len(bits))
                 if key not in seen:
                     seen.add(key)
-                    stack.append((after, key[1]))
                     if len(seen) > max_states:
                         raise OverflowError(f"more than {max_states} states")
+                    after, others = state.copy(), pending - {event}
+                    woken = self._finish(after, *event)
+                    self._open_all(after, others, eager_local, woken)
+                    stack.append((after, others, key))
         return len(seen)
 
     def _finish(self, state, rank, pc, number):
