@@ -33,7 +33,7 @@ takes no time. The end of a copy and the increase of its semaphore are one event
 import heapq
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tests.support.kernel_recorder import BARRIER, Compute, Copy, Enter, Exit, Signal, Wait
 
@@ -72,10 +72,9 @@ class Model:
     recorded: list  # by rank
     calls: int = 1  # of the kernel, one after another
     is_all_reduce: bool = True  # so that sums are checked
-    cells: dict = field(default_factory=dict)
-    semaphores: dict = field(default_factory=dict)
 
     def __post_init__(self):
+        self.cells, self.semaphores = {}, {}
         self.code = [
             [self._encode(rank, action) for _ in range(self.calls) for action in actions]
             for rank, actions in enumerate(self.recorded)
@@ -88,8 +87,7 @@ class Model:
         return tuple(self.cells.setdefault(name, len(self.cells)) for name in names)
 
     def _inside(self, rank):
-        """The cell that a rank has while it is in the kernel."""
-        return self._cells([(rank, "kernel")])
+        return self._cells([(rank, "kernel")])  # in use by others until it enters
 
     def _semaphore(self, name):
         return self.semaphores.setdefault(name, len(self.semaphores))
@@ -101,7 +99,7 @@ class Model:
                 return WAIT, self._semaphore(semaphore), number
             case Signal(semaphore, number):
                 inside = () if semaphore[1] == BARRIER else self._inside(semaphore[0])
-                return SIGNAL, self._semaphore(semaphore), number, inside
+                return SIGNAL, inside, (), self._semaphore(semaphore), number
             case Copy(source, destination, left, landed, size):
                 src, dst = self._cells(source), self._cells(destination)
                 inside, inside_dst = self._inside(rank), self._inside(destination[0][0])
@@ -115,20 +113,18 @@ class Model:
                 read = tuple({cell for cells in terms for cell in cells} - set(written))
                 return COMPUTE, read + self._inside(rank), written, terms
             case Enter():
-                return ENTER, self._inside(rank)
+                return ENTER, (), self._inside(rank)
             case Exit():
-                return EXIT, self._inside(rank)
+                return EXIT, (), self._inside(rank)
 
     def initial(self, *, with_contents=False):
-        contents = None
+        state = State([0] * self.num_ranks, [0] * len(self.semaphores), [0] * len(self.cells))
         if with_contents:
-            contents = [
+            state.contents = [
                 1 << BITS * rank if name == "buffer" else 0 for rank, name, *_ in self.cell_names
             ]
-        state = State([0] * self.num_ranks, [0] * len(self.semaphores), [0] * len(self.cells))
-        state.contents = contents
         for code in self.code:
-            for cell in code[0][1]:  # it is outside
+            for cell in code[0][2]:  # it is outside
                 state.opened[cell] = WRITING
         return state
 
@@ -160,10 +156,8 @@ class Model:
     def compute(self, state, action):
         _, _, written, terms = action
         if state.contents is not None and written:
-            rows = list(zip(*terms, strict=True))
-            sums = [sum(state.contents[cell] for cell in cells) for cells in rows]
-            for cell, value in zip(written, sums, strict=True):
-                state.contents[cell] = value
+            for cell, *read in zip(written, *terms, strict=True):
+                state.contents[cell] = sum(state.contents[each] for each in read)
 
     def check_end(self, state):
         """Raise unless all have finished, all semaphores are zero and all sums are right."""
@@ -229,13 +223,16 @@ class Model:
                     if levels[action[1]] < action[2]:
                         break
                     levels[action[1]] -= action[2]
-                elif kind == SIGNAL:
-                    self.begin(state, action[3], (), rank)
-                    if hold and action[3]:
+                elif kind in (SIGNAL, COMPUTE):
+                    self.begin(state, *action[1:3], rank)
+                    if hold and action[1 if kind == SIGNAL else 2]:
                         hold(rank)
-                    self.end(state, action[3], ())
-                    levels[action[1]] += action[2]
-                    ready.append(owner[action[1]])
+                    self.end(state, *action[1:3])
+                    if kind == COMPUTE:
+                        self.compute(state, action)
+                    else:
+                        levels[action[3]] += action[4]
+                        ready.append(owner[action[3]])
                 elif kind == COPY:
                     for end in action[1]:
                         self.begin(state, end[0], end[1], rank)
@@ -249,18 +246,12 @@ class Model:
                         levels[end[2]] += end[3]
                         ready.append(owner[end[2]])
                     num_events += len(action[1])
-                elif kind == COMPUTE:
-                    self.begin(state, action[1], action[2], rank)
-                    if hold and action[2]:
-                        hold(rank)
-                    self.compute(state, action)
-                    self.end(state, action[1], action[2])
                 elif kind == ENTER:
                     if hold:
                         hold(rank)
-                    self.end(state, (), action[1])
+                    self.end(state, (), action[2])
                 else:
-                    self.begin(state, (), action[1], rank)
+                    self.begin(state, (), action[2], rank)
                 pcs[rank] += 1
                 num_events += 1
         return num_events
@@ -303,11 +294,10 @@ class Model:
             state.levels[semaphore] += size
             return [self.owner[semaphore]]
         state.pcs[rank] += 1
+        self.end(state, *action[1:3])
         if action[0] == SIGNAL:
-            self.end(state, action[3], ())
-            state.levels[action[1]] += action[2]
-            return [rank, self.owner[action[1]]]
-        self.end(state, *(action[1:3] if action[0] == COMPUTE else ((), action[1])))
+            state.levels[action[3]] += action[4]
+            return [rank, self.owner[action[3]]]
         return [rank]
 
     def _open_all(self, state, pending, eager_local, ranks):
@@ -316,8 +306,7 @@ class Model:
         while ranks:
             rank = ranks.pop()
             code = self.code[rank]
-            while state.pcs[rank] < len(code):
-                pc = state.pcs[rank]
+            while (pc := state.pcs[rank]) < len(code):
                 action = code[pc]
                 kind = action[0]
                 if (rank, pc, None) in pending:
@@ -335,17 +324,16 @@ class Model:
                         else:
                             pending.add((rank, pc, number))
                 elif kind == EXIT:
-                    self.begin(state, (), action[1], rank)
-                elif kind == SIGNAL and not action[3]:
-                    state.levels[action[1]] += action[2]
-                    ranks.append(self.owner[action[1]])
+                    self.begin(state, (), action[2], rank)
+                elif kind == SIGNAL and not action[1]:
+                    state.levels[action[3]] += action[4]
+                    ranks.append(self.owner[action[3]])
                 elif kind == COMPUTE and not action[2]:
                     self.begin(state, action[1], (), rank)
                     self.end(state, action[1], ())
                 else:
                     if kind != ENTER:
-                        read, written = action[1:3] if kind == COMPUTE else (action[3], ())
-                        self.begin(state, read, written, rank)
+                        self.begin(state, *action[1:3], rank)
                     pending.add((rank, pc, None))
                     break
                 state.pcs[rank] += 1
@@ -355,9 +343,9 @@ class Model:
     def run_randomly(self, seed):
         """Run once, with random speeds of ranks and delays of copies; the number of events."""
         rng = random.Random(seed)
-        state, num_events, now, queue, moved = self.initial(with_contents=True), 0, 0.0, [], {}
+        state, num_events, now = self.initial(with_contents=True), 0, 0.0
+        queue, moved, blocked = [], {}, set()
         slowness = [10 ** rng.uniform(-2, 1) for _ in range(self.num_ranks)]
-        blocked = set()
 
         def later(rank, scale):
             return now + scale * slowness[rank] * rng.random()
@@ -368,7 +356,6 @@ class Model:
             now, rank, pc, number = heapq.heappop(queue)
             num_events += 1
             action = self.code[rank][pc if pc >= 0 else state.pcs[rank]]
-            woken = ()
             if pc >= 0 and action[0] == COPY:
                 if number == len(action[1]) - 1:  # it has landed
                     for cell, value in zip(action[3], moved.pop((rank, pc)), strict=True):
@@ -392,8 +379,7 @@ class Model:
         kind, pc = action[0], state.pcs[rank]
         if kind in (SIGNAL, COMPUTE, ENTER):
             if kind != ENTER:
-                read, written = action[1:3] if kind == COMPUTE else (action[3], ())
-                self.begin(state, read, written, rank)
+                self.begin(state, *action[1:3], rank)
             heapq.heappush(queue, (later(rank, 1), rank, pc, 0))
             return ()
         blocked.add(rank)
@@ -408,6 +394,6 @@ class Model:
                 delay = 10 ** rng.uniform(-2, 2)
                 heapq.heappush(queue, (later(rank, 0) + delay, rank, pc, number))
         else:
-            self.begin(state, (), action[1], rank)
+            self.begin(state, (), action[2], rank)
         state.pcs[rank] += 1
         return (rank,)
