@@ -36,7 +36,7 @@ class Tpu:
 
 @pytest.mark.parametrize(
     ("options", "executor"),
-    [({}, "xla"), ({"reduce_scatter": True}, "ppermute"), ({"overlap": True}, "ppermute")],
+    [({}, "xla"), ({"reduce_scatter": True}, "xla"), ({"overlap": True}, "ppermute")],
 )
 def test_auto_leaves_sums_to_xla_unless_they_overlap(options, executor, monkeypatch):
     monkeypatch.setattr(data_parallel, "jax_mesh", lambda *args, **options: None)
