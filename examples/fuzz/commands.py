@@ -24,10 +24,10 @@ from ftmesh.schedule.files import dumps
 Rng = np.random.Generator
 Main = Callable[[Sequence[str]], int]
 
-MESHES = (
-    "4x4", "8x8", "6x4", "4x8", "1x8", "8", "2x2", "4x4x2", "5x5", "3x3", "1x1", "2x3x2",
-    "v6e:4x4", "v5p:2x2x1", "v99:4x4",
+GRIDS = (
+    "4x4", "8x8", "6x4", "4x8", "1x8", "8", "2x2", "4x4x2", "5x5", "3x3", "1x1", "2x3x2"
 )  # fmt: skip
+MESHES = (*GRIDS, "v6e:4x4", "v5p:2x2x1", "v99:4x4")
 BLOCKS = (
     "1x1@0,0",
     "1x1@1,0",

@@ -20,7 +20,7 @@ from PIL import Image
 import ftmesh
 from examples.bert import make_records
 from examples.common.records import Records, find_shards, write_records
-from examples.fuzz.commands import MESHES, VALID_SCHEDULE, Rng, pick, run_checked
+from examples.fuzz.commands import GRIDS, VALID_SCHEDULE, Rng, pick, run_checked
 from examples.fuzz.running import Work, WrongError
 from examples.resnet50.augment import centre_crop, random_crop
 from ftmesh.checkpoint.checkpoints import Checkpoints
@@ -60,7 +60,7 @@ def damaged(rng: Rng, raw: bytes) -> bytes:
 def schedule(rng: Rng, folder: Path) -> tuple[str, Work]:
     """A schedule file with changed bytes, numbers, metadata or arrays."""
     try:
-        topology = ftmesh.Topology.grid(pick(rng, MESHES), failed="")
+        topology = ftmesh.Topology.grid(pick(rng, GRIDS), failed="")
         raw = dumps(ftmesh.plan(topology, payload_bytes=10_000).schedule)
     except PlanError:
         raw = VALID_SCHEDULE

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 import ftmesh
 from ftmesh import ArgumentError, Topology
+from tests.support.more import more
 from tests.support.random_losses import loss_of, make_args, on_one_device, programs
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -39,9 +40,18 @@ def test_equal_or_rejected(steps):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(max_steps=12))
 def test_many_equal_or_rejected(steps):
+    check(steps, 12)
+    check(steps, 10)
+
+
+@more
+@pytest.mark.slow
+@settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@given(programs(max_steps=12))
+def test_hundreds_equal_or_rejected(steps):
     check(steps, 12)
     check(steps, 10)
 
