@@ -152,38 +152,31 @@ _PRODUCTS = (
 )
 
 
-def _device_model(
-    per_round: float, per_lane: float, per_byte: float, packing: float, *, launch: float,
-    clock: float, devices: int, source: str,
-) -> DeviceModel:  # fmt: skip
-    return DeviceModel(per_round, per_lane, per_byte, packing, clock, devices, source, launch)
-
-
-_V2 = _device_model(
+_V2 = DeviceModel(
     0, 328.7, 0.01091, 0.009075, launch=_OTHER_LAUNCH, clock=700e6, devices=2,
     source=f"{_ESTIMATED}; 700 MHz: {_CACM}",
 )  # fmt: skip
-_V3 = _device_model(
+_V3 = DeviceModel(
     0, 389.1, 0.01115, 0.009243, launch=_OTHER_LAUNCH, clock=940e6, devices=2,
     source=f"{_ESTIMATED}; 940 MHz: {_CACM}",
 )  # fmt: skip
-_V4 = _device_model(
+_V4 = DeviceModel(
     3231, 0, 0.01179, 0.009023, launch=_OTHER_LAUNCH, clock=1.05e9, devices=2,
     source=f"{_PRODUCTS} 8 of 128x128",
 )  # fmt: skip
-_V5E = _device_model(
+_V5E = DeviceModel(
     1863, 1722, 0.007561, 0.007367, launch=_OTHER_LAUNCH, clock=1.5e9, devices=1,
     source=f"{_PRODUCTS} 4 of 128x128",
 )  # fmt: skip
-_V5P = _device_model(
+_V5P = DeviceModel(
     2738, 1311, 0.003125, 0.003693, launch=_V5P_LAUNCH, clock=1.75e9, devices=1,
     source=f"{_PRODUCTS} 8 of 128x128",
 )  # fmt: skip
-_V6E = _device_model(
+_V6E = DeviceModel(
     3303, 1450, 0.003501, 0.005579, launch=_V6E_LAUNCH, clock=1.75e9, devices=1,
     source=f"{_PRODUCTS} 4 of 256x256",
 )  # fmt: skip
-_V7X = _device_model(
+_V7X = DeviceModel(
     2408, 1434, 0.001999, 0.003377, launch=_OTHER_LAUNCH, clock=2.2e9, devices=2,
     source=f"{_PRODUCTS} 8 of 256x256",
 )  # fmt: skip

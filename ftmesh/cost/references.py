@@ -1,6 +1,6 @@
 """Times to compare a simulated all-reduce with: lower bounds, and what others have measured.
 
-`MEASUREMENTS` are clocks of others on TPUs, each beside what the model of `ftmesh.cost.links` says
+`MEASUREMENTS` are clocks of others on TPUs, each next to what the model of `ftmesh.cost.links` says
 of the same operation.
 
 TACOS (Won et al., "TACOS: Topology-Aware Collective Algorithm Synthesizer for Distributed Machine

@@ -44,8 +44,8 @@ def test_a_slice_has_its_wrap_links_and_its_network(run):
     ],
 )
 def test_meshes_of_commands(run, argv, mesh, wrap):
-    found = limits(run, *argv.split())
-    assert (found["mesh"], found["wrap"]) == (mesh, wrap)
+    shown = limits(run, *argv.split())
+    assert (shown["mesh"], shown["wrap"]) == (mesh, wrap)
 
 
 def test_commands_say_where_wrap_links_come_from(run):

@@ -1,4 +1,4 @@
-"""What others have measured on TPUs, beside what the model says of it."""
+"""What others have measured on TPUs, next to what the model says of it."""
 
 from dataclasses import replace
 

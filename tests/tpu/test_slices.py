@@ -27,7 +27,7 @@ SLICES = {
 LISTED = """
 import json, sys, ftmesh
 from ftmesh.tpu.slices import tpu_devices
-found = {}
+layouts = {}
 for name in sys.argv[1:]:
     topology = ftmesh.Topology.from_devices(tpu_devices(name))
     shape = name.partition(":")[2].removesuffix("x1")
@@ -35,8 +35,8 @@ for name in sys.argv[1:]:
     hosts = {(d.process_index, d.coords[0] // 2, d.coords[1] // 2) for d in topology.devices}
     if topology.num_chips > 8:  # hosts have blocks of 2x2 chips
         assert len(hosts) == topology.num_chips // 4, len(hosts)
-    found[name] = [topology.devices_per_chip, topology.wrap]
-print(json.dumps(found))
+    layouts[name] = [topology.devices_per_chip, topology.wrap]
+print(json.dumps(layouts))
 """
 
 
