@@ -17,8 +17,10 @@ from ftmesh.execute.lowering import MIXED, Lane
 from ftmesh.execute.pallas_tables import (
     DESTINATION,
     LANE_WORDS,
+    PAGE_BITS,
     PAGE_ROUNDS,
     RECEIVE,
+    SLOT_BITS,
     SLOTS,
     SOURCE,
     PieceSplit,
@@ -128,6 +130,12 @@ class KernelRank:
         def _() -> None:
             self.start_page_fetch(split.first_page + number + 1)
 
+    def read_word(self, split: PieceSplit, step: Any, word: int) -> Any:
+        """A word of the table for the round of a step."""
+        now = lax.div(step, split.num_pieces)
+        page = (split.first_page + (now >> PAGE_BITS)) & 1
+        return self.page[page, now & (PAGE_ROUNDS - 1), word]
+
 
 class KernelLane:
     """A lane as one rank sees it; `index` counts the lanes of the loop, `number` of all loops."""
@@ -142,24 +150,34 @@ class KernelLane:
 
     def transfer(self, step: Any, word: int) -> PieceTransfer:
         """What the rank sends or receives in a step."""
-        now = lax.div(step, self.split.num_pieces)
-        page = lax.rem(self.split.first_page + lax.div(now, PAGE_ROUNDS), 2)
-        entry = self.rank.page[page, lax.rem(now, PAGE_ROUNDS), 2 * self.index + word]
+        entry = self.rank.read_word(self.split, step, 2 * self.index + word)
         return PieceTransfer(self, entry, lax.rem(step, self.split.num_pieces), word == RECEIVE)
 
-    def grant_credit(self, number: int) -> None:
-        """Tell the source, if there is one, that `number` more slots are free."""
+    def must_wait(self, step: Any) -> Any:
+        """Whether what arrives in a step must wait until that of earlier lanes is written."""
+        if not self.split.is_mixed:
+            return self.split.shares_chunks
+        if self.index == 0 or not self.split.shares_chunks:
+            return False
+        mask = self.rank.read_word(self.split, step, self.split.waits_word)
+        return (mask >> self.index) & 1 == 1
 
-        @when(True if self.lane.is_full else self.source >= 0)
-        def _() -> None:
-            self.rank.signal(self.rank.credits.at[self.number], number, self.source)
+    def grant_credits(self) -> None:
+        """Tell the source, if there is one, that all slots are free."""
+        when(True if self.lane.is_full else self.source >= 0)(partial(self.grant_credit, SLOTS))
+
+    def take_credits(self) -> None:
+        """Wait until all slots of the destination, if there is one, are free."""
+        has_destination = True if self.lane.is_full else self.destination >= 0
+        when(has_destination)(partial(self.take_credit, SLOTS))
+
+    def grant_credit(self, number: int) -> None:
+        """Tell the source that `number` more slots are free."""
+        self.rank.signal(self.rank.credits.at[self.number], number, self.source)
 
     def take_credit(self, number: int) -> None:
-        """Wait until `number` slots of the destination, if there is one, are free."""
-
-        @when(True if self.lane.is_full else self.destination >= 0)
-        def _() -> None:
-            pl.semaphore_wait(self.rank.credits.at[self.number], number)
+        """Wait until `number` slots of the destination are free."""
+        pl.semaphore_wait(self.rank.credits.at[self.number], number)
 
     def stage(self, piece: KernelPiece) -> None:
         """Start to fetch a piece that is cast before it is sent."""
@@ -246,14 +264,7 @@ class PieceTransfer:
 
     @property
     def chunk(self) -> Any:
-        entry = lax.div(self.word, SLOTS)
-        return lax.div(entry, 2) if self.lane.lane.op == MIXED else entry
-
-    def overlaps(self, other: PieceTransfer) -> Any:
-        """Whether both happen and have a chunk in common."""
-        ahead = self.chunk - other.chunk
-        overlap = (ahead < other.lane.lane.count) & (-ahead < self.lane.lane.count)
-        return (self.word >= 0) & (other.word >= 0) & overlap
+        return self.word >> (SLOT_BITS + (self.lane.lane.op == MIXED))
 
     def apply(self, act: Callable[[KernelPiece], None]) -> None:
         """Apply a function to the piece, if there is one.
@@ -263,10 +274,10 @@ class PieceTransfer:
         """
         lane, split = self.lane, self.lane.split
         size, last_size = split.rows[lane.index]
-        slot = lax.rem(self.word + self.number, SLOTS)
+        slot = (self.word + self.number) & (SLOTS - 1)
         ops: dict[int, Any] = {lane.lane.op: True}
         if lane.lane.op == MIXED and self.is_received:
-            op = lax.rem(lax.div(self.word, SLOTS), 2)
+            op = (self.word >> SLOT_BITS) & 1
             ops = {ADD: op == ADD, COPY: op == COPY}
         start = self.chunk * lane.spec.chunk_rows + self.number * size
         start = pl.multiple_of(start, lane.spec.tile)

@@ -21,8 +21,8 @@ import numpy as np
 from ftmesh.execute.lowering import IDLE, MIXED, Lane, Loop, Rule, Table
 from ftmesh.schedule.transfers import ADD, Ints
 
-SLOTS = 4  # pieces of a lane that may be in flight to a rank; a power of two
-PAGE_ROUNDS = 8  # rounds in a page of the table
+SLOTS = 1 << (SLOT_BITS := 2)  # pieces of a lane that may be in flight to a rank
+PAGE_ROUNDS = 1 << (PAGE_BITS := 3)  # rounds in a page of the table
 PAGE_WORDS = 128  # the words of a round are padded to a multiple of this
 SEND, RECEIVE = 0, 1  # words of a lane in a round: its entry and the slot of its first piece
 LANE_WORDS, DESTINATION, SOURCE = 12, 0, 1  # words of a lane in a header
@@ -43,6 +43,11 @@ class PieceSplit:
     @property
     def is_mixed(self) -> bool:
         return any(lane.op == MIXED for lane in self.loop.lanes)
+
+    @property
+    def waits_word(self) -> int:
+        """The word of a round that has a bit for each lane whose arrival must wait."""
+        return 2 * len(self.loop.lanes)
 
     @property
     def lag(self) -> int:
@@ -187,7 +192,7 @@ def rank_pages(splits: tuple[PieceSplit, ...], header: jax.Array, num_partners: 
 
     Rounds of rules are computed, so that no table of all ranks is in the program.
     """
-    width = PAGE_WORDS * -(-2 * max(len(split.loop.lanes) for split in splits) // PAGE_WORDS)
+    width = PAGE_WORDS * -(-max(split.waits_word + 1 for split in splits) // PAGE_WORDS)
     words = header[num_partners:].reshape(-1, LANE_WORDS)
     pages = []
     for split in splits:
@@ -200,7 +205,7 @@ def rank_pages(splits: tuple[PieceSplit, ...], header: jax.Array, num_partners: 
 
 
 def _round_words(split: PieceSplit, lane_words: jax.Array) -> jax.Array:
-    """For each round a row of words: what is sent and received on each lane.
+    """For each round a row of words: what is sent and received on each lane, and which lanes wait.
 
     In ``lane_words[lane, SEND or RECEIVE]`` are the first active round and the end, then the first
     chunk, position and step of a rule; or the base of a table's entries and a row of it.
@@ -223,7 +228,25 @@ def _round_words(split: PieceSplit, lane_words: jax.Array) -> jax.Array:
             word = first * SLOTS + table_rows[i]
             is_active &= table_rows[i] != IDLE
         words.append(jnp.where(is_active, word, IDLE))
+    if split.is_mixed and split.shares_chunks:
+        words.append(_waits_masks(split, [received for _, received in words])[None])
     return jnp.concatenate(words).T
+
+
+def _waits_masks(split: PieceSplit, received: list[jax.Array]) -> jax.Array:
+    """For each round a bit for each lane whose arrival shares a chunk with that of an earlier lane.
+
+    Along trees few do: the others need not wait.
+    """
+    lanes = list(zip(split.loop.lanes, received, strict=True))
+    chunks = [words >> (SLOT_BITS + (lane.op == MIXED)) for lane, words in lanes]
+    masks = jnp.zeros_like(received[0])
+    for i, j in combinations(range(len(lanes)), 2):
+        ahead = chunks[j] - chunks[i]
+        overlap = (ahead < lanes[i][0].count) & (-ahead < lanes[j][0].count)
+        both = (received[i] >= 0) & (received[j] >= 0)
+        masks |= jnp.where(overlap & both, 1 << j, 0)
+    return masks
 
 
 def _table_words(split: PieceSplit) -> jax.Array:

@@ -6,6 +6,7 @@ import pytest
 
 from examples.bert.bench_records import BATCH, measure_records, measure_start, random_records
 from examples.common.records import write_records
+from tests.support.more import more
 
 
 def test_a_start(tmp_path):
@@ -21,6 +22,7 @@ def test_records_are_of_one_length_or_varied():
     assert {len(record) for record in random_records(100, varied=True)} == set(range(80, 101))
 
 
+@more
 @pytest.mark.slow
 def test_all_figures(tmp_path):
     figures = measure_records(tmp_path, 3 * BATCH)

@@ -22,6 +22,7 @@ from examples.common.records import make_example, write_records
 from ftmesh import Topology
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.testing import cpu_grid
+from tests.support.more import more
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -76,6 +77,7 @@ def test_sharded_lamb_on_a_plan_matches_replicated_lamb_on_psum(exact):
     assert ours[20] < ours[1]
 
 
+@more
 @pytest.mark.slow
 def test_overlap_changes_the_losses_little(exact):
     """Only the order of additions changes."""
@@ -104,6 +106,7 @@ def test_an_interrupted_run_resumes_with_the_same_losses(exact, tmp_path):
         assert loss == pytest.approx(exact[0].losses[step], rel=1e-5)
 
 
+@more
 @pytest.mark.slow
 def test_idle_devices_do_not_change_the_losses(exact):
     exactly = ("--wire-dtype", "float32", "--steps", "3", "--idle")

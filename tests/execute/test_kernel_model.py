@@ -9,7 +9,7 @@ import pytest
 
 from ftmesh import Topology
 from ftmesh.algorithms import registry
-from ftmesh.execute import pallas, pallas_tables
+from ftmesh.execute import pallas_tables
 from ftmesh.execute.lowering import MIXED, lower
 from ftmesh.execute.pallas_rank import KernelLane, KernelRank
 from ftmesh.execute.pallas_tables import PAGE_ROUNDS, SLOTS
@@ -304,7 +304,7 @@ def test_a_round_too_far_ahead(monkeypatch):
 def test_lanes_that_do_not_wait_for_each_other(monkeypatch):
     program = crossing(2, op=MIXED, lanes=(1, -1))
     Model(record(program), is_all_reduce=False).prove()
-    monkeypatch.setattr(pallas, "must_wait", lambda split, arrivals: [False] * len(arrivals))
+    monkeypatch.setattr(KernelLane, "must_wait", lambda lane, step: False)
     with pytest.raises(RaceError):
         Model(record(program), is_all_reduce=False).prove()
 

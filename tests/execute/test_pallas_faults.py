@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from ftmesh.execute import pallas, pallas_tables
+from ftmesh.execute import pallas_tables
 from ftmesh.execute.lowering import MIXED
 from ftmesh.execute.pallas_rank import KernelLane
 from ftmesh.execute.pallas_tables import SLOTS
@@ -88,7 +88,7 @@ def test_lanes_that_do_not_wait_for_each_other(monkeypatch, run_loop):
     """Both add to one chunk."""
     loop = crossing_loop(2, MIXED, num_ranks=2, lanes=(1, -1))
     assert run_loop(loop) == ("", True)
-    monkeypatch.setattr(pallas, "must_wait", lambda split, arrivals: [False] * len(arrivals))
+    monkeypatch.setattr(KernelLane, "must_wait", lambda lane, step: False)
     output, is_correct = run_loop(replace(loop))  # a new loop: JAX caches by identity
     assert "RACE DETECTED" in output
     assert not is_correct

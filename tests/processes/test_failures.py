@@ -192,6 +192,7 @@ def test_wrong_stuck_and_blocked_workers(undisturbed, tmp_path):
     assert f"host 1 is lost (process 1, chips {BLOCKS[1]}): it is stuck: alive" in log
 
 
+@more
 def test_random_faults(undisturbed, tmp_path):
     """Random faults; their text is in the message if the run fails."""
     pod = Pod(hosts=HOSTS, steps=STEPS, failures=10)
