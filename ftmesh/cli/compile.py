@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from functools import partial
 
 import ftmesh
 from ftmesh.cli import arguments
 from ftmesh.cli.arguments import add_algorithm, add_damage, add_executor, add_payload, add_wrap
 from ftmesh.cost.links import network_for
+from ftmesh.execute.lowering import PALLAS
 from ftmesh.units import parse_bytes
 
 
@@ -20,8 +22,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="compile a plan for a TPU slice, without a TPU",
         description="Compile the all-reduce of a plan for a TPU slice and report: whether the "
         "compiler accepts it, its memory, whether the permutations of a round run at once, and the "
-        "compiler's estimate for everything besides them. Needs libtpu (pip install libtpu, x86_64 "
-        "Linux), and no TPU.",
+        "compiler's estimate for everything besides them; for a Pallas kernel, the instruction "
+        "bundles of its loops. Needs libtpu (pip install libtpu, x86_64 Linux), and no TPU.",
         epilog="example: ftmesh compile v6e:16x16 --failed 2x2@2,2 --algorithm row_pair",
     )
     parser.add_argument("slice", metavar="SLICE", help="TPU generation and shape: v6e:16x16")
@@ -41,6 +43,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> None:
     """Plan for the slice, compile, and report."""
     payload_bytes = parse_bytes(args.payload)
+    if args.executor != PALLAS:
+        _compile(args, payload_bytes, None)
+        return
+    from ftmesh.tpu.kernel_bundles import dump_bundles
+
+    with tempfile.TemporaryDirectory() as folder:
+        dump_bundles(folder)
+        _compile(args, payload_bytes, folder)
+
+
+def _compile(args: argparse.Namespace, payload_bytes: int, bundles: str | None) -> None:
     from ftmesh.tpu.compile_report import compile_report
     from ftmesh.tpu.slices import parse_slice, tpu_devices
 
@@ -62,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
             executor=args.executor,
         ),
     )
-    report = stages.run("compiling", lambda: compile_report(plan, payload_bytes))
+    report = stages.run("compiling", lambda: compile_report(plan, payload_bytes, bundles=bundles))
     if args.json:
         print(json.dumps(report.as_dict(), indent=2))
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from ftmesh.tpu.compiled_rounds import (
 )
 from ftmesh.tpu.compiler_options import compiler_options
 from ftmesh.tpu.cycles import Cycles
+from ftmesh.tpu.kernel_bundles import KernelBundles, read_bundles
 from ftmesh.units import format_bytes
 
 _HOW = {PALLAS: " in a Pallas kernel", XLA: " by XLA"}
@@ -58,6 +60,7 @@ class CompileReport:
     native: tuple[str, ...] = ()  # XLA's own collectives that go around the ring
     astray: tuple[str, ...] = ()  # those that do not, and why
     unread: str = ""  # why `loops` and `packing` are missing, if JAX cannot print the program
+    kernels: tuple[KernelBundles, ...] = ()  # of a plan that runs in a Pallas kernel
 
     @property
     def accepted(self) -> bool:
@@ -91,6 +94,7 @@ class CompileReport:
                 f"{self.temporary_ratio:.2f} times the payload",
                 *describe_loops(self.loops),
                 *(f"  {entry}" for entry in (*self.native, *self.astray)),
+                *(f"  a kernel of instruction bundles: {kernel}" for kernel in self.kernels),
             ]
             if self.unread:
                 lines.append(f"  {self.unread}")
@@ -107,13 +111,22 @@ class CompileReport:
         return "\n".join(lines)
 
 
-def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) -> CompileReport:
+def compile_report(
+    plan: Plan,
+    payload: Any = None,
+    *,
+    dtype: Any = np.float32,
+    bundles: str | os.PathLike[str] | None = None,
+) -> CompileReport:
     """Compile `pmean` of a donated payload on the plan's devices, and report the result.
 
     Args:
         plan: Its devices may be compile-only, as those of `tpu_devices`.
         payload: The bytes of a vector of `dtype`, by default those of the plan; or a pytree of
             arrays or `jax.ShapeDtypeStruct`, such as the gradients of a model.
+        dtype: Of the vector.
+        bundles: The folder in which the compiler leaves the bundles of kernels, if it was told to:
+            see `ftmesh.tpu.kernel_bundles.dump_bundles`.
 
     Raises:
         ArgumentError: The payload is empty.
@@ -160,6 +173,7 @@ def compile_report(plan: Plan, payload: Any = None, *, dtype: Any = np.float32) 
         native=tuple(map(str, audited.native)) if audited is not None else (),
         astray=tuple(map(str, audited.entries)) if audited is not None else (),
         unread=unread,
+        kernels=read_bundles(bundles) if bundles is not None else (),
     )
 
 

@@ -114,7 +114,7 @@ def _loop(bundles: list[_Bundle], start: int) -> tuple[BundleLoop, int]:
     """The loop that starts at a position, and the position after it."""
     depth, position, own = bundles[start].depth, start + 1, 1
     inner: list[BundleLoop] = []
-    tests: list[re.Match[str]] = []
+    tests = list(_EXIT_TEST.finditer(bundles[start].text))
     while position < len(bundles):
         bundle = bundles[position]
         if bundle.depth < depth and not bundle.is_empty:

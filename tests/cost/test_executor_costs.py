@@ -8,7 +8,7 @@ import pytest
 import ftmesh
 from ftmesh import ArgumentError, Topology
 from ftmesh.algorithms import registry
-from ftmesh.cost.executors import kernel_seconds
+from ftmesh.cost.executors import LANE_BUNDLES, STEP_BUNDLES, kernel_seconds
 from ftmesh.cost.links import DEFAULT, NETWORKS
 from ftmesh.cost.simulate import DATAFLOW, Simulator
 from ftmesh.testing import cpu_grid
@@ -36,7 +36,9 @@ def tpus(kind, shape=(4, 4)):
 def test_the_slower_of_wires_and_memory_plus_packing():
     """On a ring every chip sends both halves once, adds one and copies the other."""
     ring, network = registry.build_schedule(HOLE, "ring"), NETWORKS["v6e"]
-    wires = Simulator(ring).seconds(PAYLOAD, network.wires_only, DATAFLOW)
+    step = (STEP_BUNDLES + 2 * LANE_BUNDLES["added"]) / network.device_model.clock
+    moving = replace(network.wires_only, overhead=step)  # a piece goes on after its step
+    wires = Simulator(ring).seconds(PAYLOAD, moving, DATAFLOW)
     packing = network.device_model.packing * PAYLOAD / network.device_model.clock
     packing += network.collective_launch
     assert kernel_seconds(ring, PAYLOAD, network) == pytest.approx(wires + packing)
@@ -46,6 +48,10 @@ def test_the_slower_of_wires_and_memory_plus_packing():
     cores = replace(slow, device_model=replace(slow.device_model, devices=2))
     halves = 2.5 * PAYLOAD / 1e10
     assert kernel_seconds(ring, PAYLOAD, cores) == pytest.approx(moved / 1e10 + halves + packing)
+    sleepy = replace(network, device_model=replace(network.device_model, clock=1e7, packing=0))
+    added, copied = (STEP_BUNDLES + 2 * LANE_BUNDLES[op] for op in ("added", "copied"))
+    bundles = 3 * 251 * (added + copied)  # three pieces of each chunk
+    assert kernel_seconds(ring, PAYLOAD, sleepy) >= bundles / 1e7
 
 
 def test_partial_sums_in_a_wider_dtype():

@@ -19,7 +19,7 @@ LB: loop body
    0x2 LB: > { %p3_p0 = scmp.ge.s32.totalorder %s4_s1, 8 }
    0x3   :  {}
    0x4   : > { %s5_s2 = smov.u32 0 }
-   0x5 LB: >> { %v6_v0 = vld [vmem:[%s7_s3] sm:$0xff]  ;;  %p8_p1 = scmp.ge.s32.totalorder %s9_s4, 17 }
+   0x5 LB: >> { %v6_v0 = vld [vmem:[%s7_s3]]  ;;  %p8_p1 = scmp.ge.s32.totalorder %s9_s4, 17 }
    0x6   : >> { %10 = vst [vmem:[%s11_s5] sm:$0xff] /*vst_source=*/%v6_v0 }
    0x7   :  {} /* End region 4 */
    0x8 PF: > { %12 = vsyncadd %s13_s6, 2176 }
