@@ -15,6 +15,8 @@ what the kernel cannot avoid: its launch, its wires, on which nothing waits for 
 its memory traffic, whichever is slower; and packing, as without a kernel. A chip reads a byte for
 every one that it sends; for every one that it receives it writes a byte, and reads one if it adds.
 The time to start a copy or wait for one is unknown, and is counted as part of the latency of a hop.
+Where a profile has measured it (`ftmesh.cost.profile`), a sum takes a launch and a multiple of that
+time, in which packing is contained.
 """
 
 from __future__ import annotations
@@ -191,7 +193,7 @@ def busiest_link(order: RingOrder) -> int:
 def kernel_seconds(
     schedule: Schedule, payload_bytes: int, network: Network, wire_dtype: str = "float32"
 ) -> float:
-    """Estimate the time of `schedule` in the Pallas kernel, on TPU v4, v5p, v6e or 7x.
+    """Estimate the time of `schedule` in the Pallas kernel, on TPU v4, v5p, v6e, 7x or as measured.
 
     If partial sums travel in a wider dtype than `wire_dtype`, the reduce-scatter carries that, or
     all rounds do if the schedule is no reduce-scatter followed by an all-gather.
@@ -202,18 +204,27 @@ def kernel_seconds(
     >>> round(1e3 * kernel_seconds(ring, 100_000_000, NETWORKS["v6e"]), 2)
     1.98
     """
-    memory = network.memory_bandwidth
-    if network.device_model is None or memory is None or not network.has_kernel:
+    model, memory = network.device_model, network.memory_bandwidth
+    if model is None or not (network.kernel or (memory and network.has_kernel)):
         raise ArgumentError("the time of a kernel is known only for TPU v4, v5p, v6e and 7x")
     partial_bytes = partial_sum_scale(schedule, wire_dtype) * payload_bytes
     result_bytes = payload_bytes if isinstance(schedule, SplitSchedule) else partial_bytes
-    simulator, traffic = Simulator(schedule), _memory_traffic(schedule, network.device_model)
     times = [
-        max(simulator.seconds(size, network.wires_only, DATAFLOW), traffic * size / memory)
-        for size in {partial_bytes, result_bytes}
+        kernel_traffic_seconds(schedule, size, network) for size in {partial_bytes, result_bytes}
     ]
-    packing = network.device_model.packing_seconds(result_bytes)
-    return network.collective_launch + sum(times) / len(times) + packing
+    seconds = sum(times) / len(times)
+    if network.kernel:
+        return network.kernel.launch + seconds / network.kernel.efficiency
+    return network.collective_launch + seconds + model.packing_seconds(result_bytes)
+
+
+def kernel_traffic_seconds(schedule: Schedule, num_bytes: int, network: Network) -> float:
+    """The time that a kernel's links take or, where that is known, its memory if it is slower."""
+    seconds = Simulator(schedule).seconds(num_bytes, network.wires_only, DATAFLOW)
+    if network.memory_bandwidth is None or network.device_model is None:
+        return seconds
+    traffic = _memory_traffic(schedule, network.device_model)
+    return max(seconds, traffic * num_bytes / network.memory_bandwidth)
 
 
 def _memory_traffic(schedule: Schedule, device_model: DeviceModel) -> float:
