@@ -142,7 +142,7 @@ def add_network(parser: ArgumentParser) -> None:
 
 def network_of(args: Namespace) -> Network:
     """Build the network from the arguments of `add_mesh` and `add_network`."""
-    if is_profile_path(args.link):
+    if args.link and is_profile_path(args.link):
         network = parse_network(_profile_network(args), args.latency, args.overhead)
         return network.wires_only if args.wires_only else network
     base = parse_network(generation_of(args) or DEFAULT, args.latency, args.overhead)

@@ -63,6 +63,8 @@ class SumLoad:
         rounds, lanes: Rounds of permutations, and permutations of all rounds; 0 for other
             executors.
         sent_bytes: Bytes that a device sends in all rounds.
+        copied_bytes: The payload, once for every round; what rounds that do not update it in place
+            copy.
         links_s: Seconds on the links alone, by the hop times; of XLA's ring without its hops, and
             of a kernel at least the time of its memory.
         hops_s: Seconds that the data of XLA's ring are under way if it waits for every hop.
@@ -71,13 +73,15 @@ class SumLoad:
     rounds: float = 0.0
     lanes: float = 0.0
     sent_bytes: float = 0.0
+    copied_bytes: float = 0.0
     links_s: float = 0.0
     hops_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("rounds", "lanes"):
             check_number(getattr(self, name), name, 0, MAX_COUNT)
-        check_number(self.sent_bytes, "sent_bytes", 0, 1e18)
+        for name in ("sent_bytes", "copied_bytes"):
+            check_number(getattr(self, name), name, 0, 1e24)
         for name in ("links_s", "hops_s"):
             check_number(getattr(self, name), name, 0, 1e6)
 
@@ -99,17 +103,20 @@ class SumLoad:
         if executor == PALLAS:
             with_model = replace(links, device_model=unit)
             return SumLoad(links_s=kernel_traffic_seconds(schedule, payload_bytes, with_model))
-        counts = []
-        for constant in ("launch", "per_lane", "per_byte"):
-            model = replace(unit, **{constant: 1.0})
-            rounds, setup = model.schedule_seconds(schedule, payload_bytes)
-            counts.append(_over_rounds(schedule, rounds) + setup)
-        return SumLoad(*counts, links_s=Simulator(schedule).seconds(payload_bytes, links))
+        return SumLoad(
+            rounds=_device_seconds(schedule, payload_bytes, replace(unit, launch=1.0)),
+            lanes=_device_seconds(schedule, payload_bytes, replace(unit, per_lane=1.0)),
+            sent_bytes=_device_seconds(schedule, payload_bytes, replace(unit, per_byte=1.0)),
+            copied_bytes=_device_seconds(schedule, payload_bytes, replace(unit, copying=1.0)),
+            links_s=Simulator(schedule).seconds(payload_bytes, links),
+        )
 
 
-def _over_rounds(schedule: Schedule, by_phase: Sequence[float]) -> float:
-    phases = zip(schedule.phases, by_phase, strict=True)
-    return sum(phase.num_rounds * value for phase, value in phases)
+def _device_seconds(schedule: Schedule, payload_bytes: int, model: DeviceModel) -> float:
+    """The time of all rounds on the devices; with a constant of 1, how often that is paid."""
+    seconds, setup = model.schedule_seconds(schedule, payload_bytes)
+    phases = zip(schedule.phases, seconds, strict=True)
+    return sum(phase.num_rounds * one for phase, one in phases) + setup
 
 
 @dataclass(frozen=True)
@@ -206,7 +213,8 @@ def fit_network(
     known = NETWORKS.get(tpu_generation(device_kind) or "")
     clock = known.device_model.clock if known and known.device_model else _CLOCK
     hop = hop_times or REFERENCE
-    launch, per_lane, per_byte, packing, slowdown = _fit_permutations(timed, hop_times is not None)
+    has_links = hop_times is not None
+    launch, per_lane, per_byte, packing, copying, slowdown = _fit_permutations(timed, has_links)
     bandwidth = hop.bytes_per_s
     if hop_times is None:
         bandwidth = min(bandwidth / slowdown, _FASTEST) if slowdown else _FASTEST
@@ -216,8 +224,8 @@ def fit_network(
         rate = _ratio(hop.bytes_per_s, bandwidth * kernel_fit[1])
         kernel = KernelModel(kernel_fit[0], rate, tuple(kernel_passed))
     model = DeviceModel(
-        0.0, per_lane * clock, per_byte * clock, packing * clock,
-        clock=clock, devices=devices_per_chip, source=source, launch=launch,
+        0.0, per_lane * clock, per_byte * clock, packing * clock, clock=clock,
+        devices=devices_per_chip, source=source, launch=launch, copying=copying * clock,
     )  # fmt: skip
     return Network(
         bandwidth, hop.latency_s, 0.0, source, model,
@@ -235,16 +243,23 @@ def _ratio(rate: float, other: float) -> float:
 
 
 def _fit_permutations(timed: Sequence[TimedSum], has_hop_times: bool) -> list[float]:
-    """Seconds per round, lane, byte sent and byte of payload, and the links' share of `links_s`."""
+    """Seconds per round, lane, byte sent, packed and copied, and the factor of `links_s`."""
     sums = [one for one in timed if one.executor == PPERMUTE]
     loads = [one.load for one in sums]
     table = [
-        [load.rounds, load.lanes, load.sent_bytes, one.payload_bytes, load.links_s]
+        [
+            load.rounds,
+            load.lanes,
+            load.sent_bytes,
+            one.payload_bytes,
+            load.copied_bytes,
+            load.links_s,
+        ]
         for one, load in zip(sums, loads, strict=True)
     ]
     links = [load.links_s for load in loads]
     if has_hop_times:
-        return [*_least_squares([row[:4] for row in table], sums, links), 1.0]
+        return [*_least_squares([row[:5] for row in table], sums, links), 1.0]
     return _least_squares(table, sums)
 
 
@@ -308,5 +323,6 @@ def fitted_seconds(one: TimedSum, network: Network, hop_times: HopTimes | None) 
         return network.kernel.launch + links / network.kernel.efficiency
     assert model is not None
     cycles = load.lanes * model.per_lane + load.sent_bytes * model.per_byte
+    cycles += load.copied_bytes * model.copying
     packing = model.packing_seconds(one.payload_bytes)
     return load.rounds * model.launch + cycles / model.clock + packing + links

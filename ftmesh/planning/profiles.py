@@ -58,7 +58,7 @@ def find_costs(
     """
     if isinstance(link, Profile):
         return _costs_by_name(link, "the profile", topology, now)
-    if is_profile_path(link):
+    if isinstance(link, os.PathLike) or (isinstance(link, str) and is_profile_path(link)):
         return _costs_by_name(_read(Path(link)), f"profile {link}", topology, now)
     if link is not None:
         network = parse_network(link)
@@ -76,9 +76,9 @@ def find_costs(
     return Costs(network_for(topology), NOT_MEASURED + (f" ({why_not})" if why_not else ""))
 
 
-def is_profile_path(link: object) -> bool:
+def is_profile_path(link: str) -> bool:
     """Whether `link` names the file of a profile."""
-    return isinstance(link, os.PathLike) or (isinstance(link, str) and link.endswith(".json"))
+    return link.endswith(".json")
 
 
 def _costs_by_name(profile: Profile, what: str, topology: Topology, now: datetime | None) -> Costs:

@@ -9,6 +9,7 @@ import pytest
 
 from ftmesh import ArgumentError, TiledTopology
 from ftmesh.algorithms import registry
+from ftmesh.algorithms.ring import along_ring_order
 from ftmesh.cost.links import KernelModel
 from ftmesh.cost.profile import MAX_FILE_BYTES, Profile
 from ftmesh.cost.profile_fit import HopTimes, SumLoad, TimedSum, fit_network, fitted_seconds
@@ -55,7 +56,7 @@ class TestFit:
 
     def test_costs_are_those_of_the_simulator(self, exact):
         """What the fit says of a load is what the cost code says of its schedule."""
-        network, topology = exact.network(), tpus(failed="3x2@1,2")
+        network, topology = exact.network(), tpus(failed="2x2@4,2")
         for executor in ("ppermute", "xla", "pallas"):
             for algorithm in ("ring", "row_pair", "tree"):
                 schedule = schedule_for(topology, algorithm, 10**6, TRUE)
@@ -103,7 +104,7 @@ class TestFit:
                 best = select_algorithm(*job, TRUE, **both).best
                 chosen = select_algorithm(*job, fitted, **both).best
                 executors.add(chosen.executor)
-                seconds = true_seconds(_schedule(chosen, *job), chosen.executor, payload)
+                seconds = true_seconds(_schedule(chosen, job[0]), chosen.executor, payload)
                 assert seconds <= 1.15 * best.seconds
         assert {"xla", "pallas"} <= executors
 
@@ -128,10 +129,10 @@ class TestFit:
             TimedSum.from_schedule(schedule, "ppermute", 1024, (1.0, 1.0, 1.0))
 
 
-def _schedule(candidate, topology, payload):
+def _schedule(candidate, topology):
     if candidate.schedule is not None:
         return candidate.schedule
-    return schedule_for(topology, "ring", payload, TRUE)
+    return along_ring_order(topology)
 
 
 class TestKernel:
