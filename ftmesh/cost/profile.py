@@ -37,7 +37,7 @@ from ftmesh.topology.topology import Topology
 
 FORMAT, FORMAT_VERSION = "ftmesh.profile", 1
 MAX_FILE_BYTES = 4_000_000
-MAX_SUMS = 10_000
+MAX_SUMS = 5_000
 MAX_TEXT = 200  # characters of a string
 MAX_BLOCKS = 2_000  # characters of failed chips
 STALE = timedelta(days=180)

@@ -15,7 +15,9 @@ from typing import Any
 
 import jax
 
+from ftmesh.cost.profile import Profile
 from ftmesh.distributed.process_group import ProcessGroup
+from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import XLA
 from ftmesh.planning.make_plan import plan
 from ftmesh.planning.plan import Plan
@@ -110,9 +112,17 @@ def agreed_plan(
     if group.is_single_process:
         return planner(topology, algorithm, **planning)
     agree_on_mesh(group, topology)
-    network = find_costs(topology, link).network
-    costs = {"the costs that link= or FTMESH_PROFILE give": digest(repr(network).encode())}
-    group.agree({"the algorithm": algorithm, **planning, **costs})
+    problem = None
+    try:  # a profile may be missing on some hosts only, and the others must know
+        network = find_costs(topology, link).network
+    except ArgumentError as error:
+        problem = error
+    costs = str(problem) if problem else digest(repr(network).encode())
+    facts = {**planning, "the costs that link= or FTMESH_PROFILE gives": costs}
+    facts["link"] = "a profile" if isinstance(link, Profile) else link  # not all of its sums
+    group.agree({"the algorithm": algorithm, **facts})
+    if problem is not None:
+        raise problem
     own = planner(topology, algorithm, **planning) if group.is_primary else None
     chosen = group.broadcast((own.executor, own.is_auto) if own else ("", False), "the executor")
     if chosen[0] == XLA:  # a ring takes less time to find than to load

@@ -27,6 +27,7 @@ from tests.support.profiles import NOW, make_profile, timed_sums, tpus
 
 HOLE = "2x2@2,2"
 DAYS_AGO = 3
+PAYLOAD = 16_000_000
 
 
 def recent(**changes):
@@ -224,14 +225,14 @@ class TestKernel:
     TOPOLOGY = tpus(failed=HOLE)
 
     def test_it_is_chosen_for_algorithms_that_passed(self):
-        plan = ftmesh.plan(self.TOPOLOGY, link=with_kernel("tree"), payload_bytes=100_000_000)
+        plan = ftmesh.plan(self.TOPOLOGY, link=with_kernel("tree"), payload_bytes=PAYLOAD)
         assert (plan.algorithm, plan.executor) == ("tree", "pallas")
         assert plan.chooses_executor
         assert plan.is_auto
         assert plan.proof is not None
         assert plan.program.executor == "pallas"
         asked = ftmesh.plan(
-            self.TOPOLOGY, "tree", link=plan.network, executor="pallas", payload_bytes=100_000_000
+            self.TOPOLOGY, "tree", link=plan.network, executor="pallas", payload_bytes=PAYLOAD
         )
         assert plan.schedule == asked.schedule  # one that does not wait for rounds
 
@@ -239,7 +240,7 @@ class TestKernel:
         """Where it passed for the ring alone, no tree runs in it, and without a pass nothing."""
         for passed in ((), ("ring",), ("tree",)):
             network = with_kernel(*passed).network()
-            for payload in (10_000, 1_000_000, 100_000_000):
+            for payload in (10_000, 1_000_000, PAYLOAD):
                 selection = select_algorithm(
                     self.TOPOLOGY, payload, network, with_native=True, with_kernel=True
                 )
@@ -258,32 +259,32 @@ class TestKernel:
         assert ftmesh.plan(tiles, link=profile).executor != "pallas"
 
     def test_other_payloads_choose_again(self):
-        plan = ftmesh.plan(self.TOPOLOGY, link=with_kernel("tree"), payload_bytes=100_000_000)
+        plan = ftmesh.plan(self.TOPOLOGY, link=with_kernel("tree"), payload_bytes=PAYLOAD)
         small = plan.for_payload(4_000)
         assert small.executor == "xla"
-        assert small.for_payload(100_000_000).executor == "pallas"
+        assert small.for_payload(PAYLOAD).executor == "pallas"
         alike = ftmesh.plan(self.TOPOLOGY, link=plan.network, payload_bytes=4_096)
         assert (small.algorithm, small.executor) == (alike.algorithm, alike.executor)
 
     def test_permutations_after_a_kernel_are_permutations(self):
         """A sibling of a plan that chose the kernel is not forced into it."""
         slow = replace(with_kernel("tree").network(), collective_launch=1.0)
-        plan = ftmesh.plan(self.TOPOLOGY, link=slow, payload_bytes=100_000_000)
+        plan = ftmesh.plan(self.TOPOLOGY, link=slow, payload_bytes=PAYLOAD)
         assert plan.executor == "pallas"
         late = replace(slow, kernel=replace(slow.kernel, launch=2e-3))
-        plan = ftmesh.plan(self.TOPOLOGY, link=late, payload_bytes=1_000_000_000)
+        plan = ftmesh.plan(self.TOPOLOGY, link=late, payload_bytes=100_000_000)
         assert plan.executor == "pallas"
         assert plan.for_payload(4_096).executor == "ppermute"
 
     def test_a_reduce_scatter(self):
         quick = KernelModel(1e-6, 1.0, ("ring",))
         network = replace(with_kernel("ring").network(), kernel=quick)
-        plan = ftmesh.plan(self.TOPOLOGY, link=network, payload_bytes=100_000_000)
+        plan = ftmesh.plan(self.TOPOLOGY, link=network, payload_bytes=PAYLOAD)
         variant = plan.with_reduce_scatter
         assert variant.schedule.owns_evenly
         assert (variant.algorithm, variant.executor) == ("ring", "pallas")
         assert variant.unrolled_variant.executor == "pallas"
-        trees = ftmesh.plan(self.TOPOLOGY, link=with_kernel("tree"), payload_bytes=100_000_000)
+        trees = ftmesh.plan(self.TOPOLOGY, link=with_kernel("tree"), payload_bytes=PAYLOAD)
         assert trees.with_reduce_scatter.executor in ("xla", "ppermute")
 
     def test_it_is_explained(self):
