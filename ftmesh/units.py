@@ -103,3 +103,13 @@ def format_time(seconds: float) -> str:
     unit = next((name for name in names if seconds >= 0.9995 * _SECONDS[name]), "us")
     amount = seconds / _SECONDS[unit]
     return f"{amount:.0f} {unit}" if amount >= 999.5 else f"{amount:.3g} {unit}"
+
+
+def check_number(value: Any, name: str, least: float, most: float) -> float:
+    """Return `value` as a float; raise ArgumentError unless it is a number in that range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:  # NaN is in no range
+        raise ArgumentError(
+            f"{name} must be a number from {least:g} to {most:g}, not {value!r:.40}"
+        )
+    return float(value)

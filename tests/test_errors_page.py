@@ -10,6 +10,7 @@ from examples.fuzz import running
 from examples.resnet50 import augment, images
 from ftmesh.algorithms import registry
 from ftmesh.command_line import EXIT_STATUS_HELP
+from ftmesh.cost import profile
 from ftmesh.elastic import pod_environment
 from ftmesh.planning import advise
 from ftmesh.schedule.files import MAX_BYTES
@@ -42,6 +43,7 @@ def test_bounds():
         ),
         "failures in `ftmesh advise`": (f"{advise.MAX_FAILURES:,}",),
         "an emulated pod": (f"{pod_environment.MAX_HOSTS}", f"{pod_environment.MAX_DEVICES:,}"),
+        "a profile": (format_bytes(profile.MAX_FILE_BYTES), f"{profile.MAX_SUMS:,}"),
     }
     assert rows.keys() == expected.keys()
     for what, numbers in expected.items():

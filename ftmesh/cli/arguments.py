@@ -13,8 +13,10 @@ from ftmesh.algorithms import registry
 from ftmesh.algorithms.registry import current_name
 from ftmesh.command_line import say
 from ftmesh.cost.links import DEFAULT, NETWORKS, Network, parse_network
+from ftmesh.cost.profile import Profile
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import EXECUTORS
+from ftmesh.planning.profiles import find_costs, is_profile_path
 from ftmesh.planning.selection import ALGORITHMS, AUTO
 from ftmesh.topology import damage
 from ftmesh.topology.damage import CoordFrame, environment_failed_chips
@@ -128,7 +130,10 @@ def add_network(parser: ArgumentParser) -> None:
         "links of such slices, and the cost of ftmesh's executor on it",
     )
     rate, latency = format_rate(DEFAULT.bandwidth), format_time(DEFAULT.latency)
-    text = f"bytes per second of a link, each way (default: {rate})"
+    text = (
+        "bytes per second of a link, each way, or the profile of this mesh, FILE.json, that ftmesh "
+        f"selftest has written (default: {rate})"
+    )
     add_option(parser, "--link", "RATE", text)
     add_option(parser, "--latency", "TIME", f"latency per hop (default: {latency})")
     add_option(parser, "--overhead", "TIME", "time per transfer at the sender (default: none)")
@@ -137,12 +142,27 @@ def add_network(parser: ArgumentParser) -> None:
 
 def network_of(args: Namespace) -> Network:
     """Build the network from the arguments of `add_mesh` and `add_network`."""
+    if args.link and is_profile_path(args.link):
+        network = parse_network(_profile_network(args), args.latency, args.overhead)
+        return network.wires_only if args.wires_only else network
     base = parse_network(generation_of(args) or DEFAULT, args.latency, args.overhead)
     if args.link:
         rate, spread = parse_rate(args.link), base.spread
         spread = spread and replace(spread, bandwidth=(rate, rate))
         base = replace(base, bandwidth=rate, source="as given", spread=spread)
     return base.wires_only if args.wires_only else base
+
+
+def _profile_network(args: Namespace) -> Network:
+    """The network of the profile that --link names, which must be of the mesh that is given."""
+    profile, generation = Profile.load(args.link), generation_of(args)
+    if generation and generation != tpu_generation(profile.device_kind):
+        raise ArgumentError(
+            f"--link {args.link} was measured on {profile.mesh_name}, and not on {generation}"
+        )
+    if args.mesh.endswith(".npz"):
+        return profile.network()
+    return find_costs(topology_of(args), profile).network
 
 
 def topology_of(args: Namespace) -> Topology:

@@ -202,7 +202,8 @@ def _table(
     if has_kernel:
         name, times = _fastest_kernel(simulations, list(peers))
         lines.append(f"  {f'{name} in a kernel':<24}{costs(times)[5:]}")
-        lines.append("    taken only on request: nobody has measured it")
+        note = "as measured" if network.kernel else "taken only on request: nobody has measured it"
+        lines.append(f"    {note}")
     if device_model:
         lines.append(first.device_model_line)
     return "\n".join([*lines, str(references)])

@@ -53,9 +53,10 @@ class DeviceModel:
     devices: int = 1  # on a chip, 1 or 2
     source: str = "as given"  # where the numbers come from
     launch: float = 0.0  # seconds from one round to the next with nothing to send
+    copying: float = 0.0  # per byte of the payload in every round, if not updated in place
 
     def __post_init__(self) -> None:
-        for name in ("per_round", "per_lane", "per_byte", "packing", "launch"):
+        for name in ("per_round", "per_lane", "per_byte", "packing", "launch", "copying"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 unit = "seconds" if name == "launch" else "cycles"
@@ -75,6 +76,10 @@ class DeviceModel:
         """Time of a round in which a device sends `num_bytes` in all over `lanes` permutations."""
         cycles = self.per_round + lanes * self.per_lane + num_bytes * self.per_byte
         return self.launch + cycles / self.clock
+
+    def copying_seconds(self, payload_bytes: float) -> float:
+        """Time in every round to copy a payload; 0 where rounds update it in place, as on TPUs."""
+        return payload_bytes / self.devices * self.copying / self.clock
 
     def packing_seconds(self, payload_bytes: float) -> float:
         """Time to pack a payload and to unpack its sum."""
@@ -99,8 +104,9 @@ class DeviceModel:
         """Return the device time of a round of each phase, and `setup_seconds`."""
         model = self.for_topology(schedule.topology)
         chunk_bytes = payload_bytes / schedule.num_chunks / model.devices
+        copying = model.copying_seconds(payload_bytes)
         rounds = [
-            model.round_seconds(lanes=load.lanes, num_bytes=load.chunks * chunk_bytes)
+            model.round_seconds(lanes=load.lanes, num_bytes=load.chunks * chunk_bytes) + copying
             for load in map(round_load, schedule.phases)
         ]
         return rounds, model.setup_seconds(payload_bytes)

@@ -16,6 +16,8 @@ as without a kernel. A chip reads a byte for every one that it sends; for every 
 it writes a byte, and reads one if it adds. Instructions are the bundles that the compiler schedules
 for a step, in which a rank sends and receives one piece on each lane; before a piece goes on, its
 step has run. The time that a copy takes to start is counted as part of the latency of a hop.
+Where a profile has measured it (`ftmesh.cost.profile`), a sum takes a launch and a multiple of the
+time of its wires or memory, in which all else is contained.
 """
 
 from __future__ import annotations
@@ -199,7 +201,7 @@ def busiest_link(order: RingOrder) -> int:
 def kernel_seconds(
     schedule: Schedule, payload_bytes: int, network: Network, wire_dtype: str = "float32"
 ) -> float:
-    """Estimate the time of `schedule` in the Pallas kernel, on TPU v4, v5p, v6e or 7x.
+    """Estimate the time of `schedule` in the Pallas kernel, on TPU v4, v5p, v6e, 7x or as measured.
 
     If partial sums travel in a wider dtype than `wire_dtype`, the reduce-scatter carries that, or
     all rounds do if the schedule is no reduce-scatter followed by an all-gather.
@@ -210,22 +212,34 @@ def kernel_seconds(
     >>> round(1e3 * kernel_seconds(ring, 100_000_000, NETWORKS["v6e"]), 2)
     2.06
     """
-    memory = network.memory_bandwidth
-    if network.device_model is None or memory is None or not network.has_kernel:
+    model, memory = network.device_model, network.memory_bandwidth
+    if model is None or not (network.kernel or (memory and network.has_kernel)):
         raise ArgumentError("the time of a kernel is known only for TPU v4, v5p, v6e and 7x")
     partial_bytes = partial_sum_scale(schedule, wire_dtype) * payload_bytes
     result_bytes = payload_bytes if isinstance(schedule, SplitSchedule) else partial_bytes
-    simulator, traffic = Simulator(schedule), _memory_traffic(schedule, network.device_model)
-    times = []
-    for size in {partial_bytes, result_bytes}:
-        steps = _kernel_steps(schedule, size, network.device_model)
+    times = [
+        kernel_traffic_seconds(schedule, size, network) for size in {partial_bytes, result_bytes}
+    ]
+    seconds = sum(times) / len(times)
+    if network.kernel:
+        return network.kernel.launch + seconds / network.kernel.efficiency
+    return network.collective_launch + seconds + model.packing_seconds(result_bytes)
+
+
+def kernel_traffic_seconds(schedule: Schedule, num_bytes: int, network: Network) -> float:
+    """The time of a kernel's links, its memory or its instructions, whichever is slowest.
+
+    Memory counts where its rate is known, and instructions where no measurement has them.
+    """
+    model, wires, instructions = network.device_model, network.wires_only, 0.0
+    if model and network.has_kernel and network.kernel is None:
+        steps = _kernel_steps(schedule, num_bytes, model)
         instructions = sum(number * seconds for number, seconds in steps)
-        slowest_step = max(seconds for _, seconds in steps)
-        wires = replace(network.wires_only, overhead=network.overhead + slowest_step)
-        moving = simulator.seconds(size, wires, DATAFLOW)
-        times.append(max(moving, instructions, traffic * size / memory))
-    packing = network.device_model.packing_seconds(result_bytes)
-    return network.collective_launch + sum(times) / len(times) + packing
+        wires = replace(wires, overhead=wires.overhead + max(seconds for _, seconds in steps))
+    seconds = max(Simulator(schedule).seconds(num_bytes, wires, DATAFLOW), instructions)
+    if network.memory_bandwidth is None or model is None:
+        return seconds
+    return max(seconds, _memory_traffic(schedule, model) * num_bytes / network.memory_bandwidth)
 
 
 def _kernel_steps(

@@ -28,6 +28,24 @@ class NetworkRange:
 
 
 @dataclass(frozen=True)
+class KernelModel:
+    """What the Pallas kernel was measured to cost, and for which algorithms it summed rightly.
+
+    A sum takes `launch` seconds, and its time on links and memory divided by `efficiency`.
+    """
+
+    launch: float
+    efficiency: float
+    algorithms: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.launch) and self.launch >= 0):
+            raise ArgumentError(f"launch must be 0 seconds or more, not {self.launch!r}")
+        if not (math.isfinite(self.efficiency) and self.efficiency > 0):
+            raise ArgumentError(f"efficiency must be above 0, not {self.efficiency!r}")
+
+
+@dataclass(frozen=True)
 class Network:
     """Full-duplex links, all alike, and the devices they connect.
 
@@ -47,6 +65,7 @@ class Network:
         ring_share: The share of a ring's hops that XLA waits for, one after another: half of them
             where the two directions meet, all where they pass each other.
         spread: How far sources differ, if they do.
+        kernel: What the Pallas kernel costs where it was measured; plans take it there.
     """
 
     bandwidth: float
@@ -60,6 +79,7 @@ class Network:
     all_reduce_efficiency: float = 1.0
     ring_share: float = 0.5
     spread: NetworkRange | None = None
+    kernel: KernelModel | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
@@ -81,6 +101,7 @@ class Network:
             collective_launch=0.0,
             all_reduce_efficiency=1.0,
             spread=None,
+            kernel=None,
         )
 
     @property

@@ -15,11 +15,13 @@ from typing import Any
 
 import jax
 
-from ftmesh.cost.links import Network
+from ftmesh.cost.profile import Profile
 from ftmesh.distributed.process_group import ProcessGroup
+from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import XLA
 from ftmesh.planning.make_plan import plan
 from ftmesh.planning.plan import Plan
+from ftmesh.planning.profiles import LinkArgument, find_costs
 from ftmesh.planning.selection import AUTO
 from ftmesh.schedule.files import dumps, load
 from ftmesh.topology.notation import Failed, format_failed
@@ -82,7 +84,7 @@ def agreed_plan(
     *,
     payload_bytes: int = 100_000_000,
     wire_dtype: Any = "float32",
-    link: Network | float | str | None = None,
+    link: LinkArgument = None,
     with_idle: bool = False,
     reduce_scatter: bool = False,
     executor: str = AUTO,
@@ -110,7 +112,17 @@ def agreed_plan(
     if group.is_single_process:
         return planner(topology, algorithm, **planning)
     agree_on_mesh(group, topology)
-    group.agree({"the algorithm": algorithm, **planning})
+    problem = None
+    try:  # a profile may be missing on some hosts only, and the others must know
+        network = find_costs(topology, link).network
+    except ArgumentError as error:
+        problem = error
+    costs = str(problem) if problem else digest(repr(network).encode())
+    facts = {**planning, "the costs that link= or FTMESH_PROFILE gives": costs}
+    facts["link"] = "a profile" if isinstance(link, Profile) else link  # not all of its sums
+    group.agree({"the algorithm": algorithm, **facts})
+    if problem is not None:
+        raise problem
     own = planner(topology, algorithm, **planning) if group.is_primary else None
     chosen = group.broadcast((own.executor, own.is_auto) if own else ("", False), "the executor")
     if chosen[0] == XLA:  # a ring takes less time to find than to load
@@ -120,11 +132,13 @@ def agreed_plan(
         schedule = load(data, verify=False)  # `from_schedule` proves it
         agreed = Plan.from_schedule(schedule, topology, executor=chosen[0], **options)
     # Plans for other payloads, or with a reduce-scatter, are then made alike in every process.
+    chooses_executor = (algorithm, executor, with_idle) == (AUTO, AUTO, False)
     agreed = replace(
         agreed,
         is_auto=chosen[1],
         is_given=False,
-        chooses_executor=(algorithm, executor, with_idle) == (AUTO, AUTO, False),
+        chooses_executor=chooses_executor,
+        network=network if chooses_executor else agreed.network,  # also where it chose the kernel
     )
     group.agree({"the schedule": digest(*agreed.schedule.transfers)})
     return agreed

@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from ftmesh.algorithms import registry
-from ftmesh.cost.links import Network, network_for
 from ftmesh.distributed.consensus import agree_on_program, program_digest
 from ftmesh.elastic.elastic_group import ElasticGroup
 from ftmesh.errors import FtmeshError
 from ftmesh.execute.types import DTypeLike
 from ftmesh.planning.make_plan import plan
 from ftmesh.planning.plan import Plan
+from ftmesh.planning.profiles import LinkArgument, find_costs
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.topology import Topology
 
@@ -38,13 +38,13 @@ def cached_plan(
     *,
     payload_bytes: int = 100_000_000,
     wire_dtype: DTypeLike = "float32",
-    link: Network | float | str | None = None,
+    link: LinkArgument = None,
     with_idle: bool = False,
     reduce_scatter: bool = False,
     executor: str = "auto",
 ) -> Plan:
     """Return `ftmesh.plan` of these arguments, from this process's cache if it is there."""
-    network = network_for(topology) if link is None else link
+    network = find_costs(topology, link).network
     options = (payload_bytes, wire_dtype, with_idle, reduce_scatter, executor)
     key = (topology.without_devices(), network, algorithm, *options)
     cached = _plans.get(key)

@@ -97,7 +97,8 @@ def _synchronous_schedule(topology: Topology, payload_bytes: int, network: Netwo
         seconds = schedule.num_rounds * round_seconds + chunks * chunk_bytes * byte_seconds
         if model := network.device_model:
             sent = lanes * chunk_bytes / model.devices
-            seconds += schedule.num_rounds * model.round_seconds(lanes=lanes, num_bytes=sent)
+            of_round = model.round_seconds(lanes=lanes, num_bytes=sent)
+            seconds += schedule.num_rounds * (of_round + model.copying_seconds(payload_bytes))
         return seconds, schedule
 
     tried = map(planned, candidate_chunkings(topology, payload_bytes, network))
@@ -178,7 +179,7 @@ def best_num_chunks(topology: Topology, payload_bytes: int, network: Network) ->
     [3, 44, 448]
     """
     filling, per_chunk = _expected_rounds(topology.without_devices())
-    round_seconds, byte_seconds = _round_cost(topology, network)
+    round_seconds, byte_seconds = _round_cost(topology, payload_bytes, network)
     most = _max_chunks(payload_bytes)
     seconds = filling / per_chunk * payload_bytes * byte_seconds  # times the best number, squared
     if round_seconds * most**2 <= seconds:
@@ -188,7 +189,7 @@ def best_num_chunks(topology: Topology, payload_bytes: int, network: Network) ->
 
 def tree_lower_bound(topology: Topology, payload_bytes: int, network: Network) -> float:
     """The least time of any plan along trees, found without planning; too low for tiles."""
-    round_seconds, byte_seconds = _round_cost(topology, network)
+    round_seconds, byte_seconds = _round_cost(topology, payload_bytes, network)
     payload_seconds = payload_bytes * byte_seconds
     bound = _round_bound(topology.without_devices())
     number = min(bound.best_num_chunks(round_seconds, payload_seconds), _max_chunks(payload_bytes))
@@ -219,12 +220,13 @@ def _as_chips(topology: Topology) -> Topology:
     return Topology(topology.shape, topology.wrap, topology.failed, topology.failed_links)
 
 
-def _round_cost(topology: Topology, network: Network) -> tuple[float, float]:
+def _round_cost(topology: Topology, payload_bytes: int, network: Network) -> tuple[float, float]:
     """The fixed seconds of a round, and seconds for every byte of a chunk."""
     round_seconds, byte_seconds = network.overhead + network.latency, 1 / network.bandwidth
     if model := network.device_model:
         lanes = _num_lanes(topology.without_devices())
         round_seconds += model.round_seconds(lanes=lanes, num_bytes=0)
+        round_seconds += model.copying_seconds(payload_bytes)
         byte_seconds += lanes * model.per_byte / model.clock / model.devices
     return round_seconds, byte_seconds
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ftmesh.cost.executors import native_obstacle, sums_over_axes
-from ftmesh.cost.links import Network, network_for, parse_network
 from ftmesh.cost.wire_precision import wire_dtype_name
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE, PPERMUTE_UNROLLED, XLA
 from ftmesh.execute.types import DTypeLike
 from ftmesh.planning.plan import Plan
+from ftmesh.planning.profiles import LinkArgument, find_costs
 from ftmesh.planning.selection import (
     AUTO,
     check_executor,
@@ -29,7 +29,7 @@ def plan(
     *,
     payload_bytes: int = 100_000_000,
     wire_dtype: DTypeLike = "float32",
-    link: Network | float | str | None = None,
+    link: LinkArgument = None,
     with_idle: bool = False,
     reduce_scatter: bool = False,
     executor: str = AUTO,
@@ -56,9 +56,11 @@ def plan(
             the collectives choose again for the size of each bucket that they sum.
         wire_dtype: The dtype in which the payload travels. Where partial sums of it would be too
             inexact, they travel in float32 and cost more.
-        link: The links: a `Network`, bytes per second (``"50GB/s"``) or a TPU generation
-            (``"v6e"``). By default those of the topology's devices if they are TPUs, and else
-            50 GB/s.
+        link: The links: a `Network`, bytes per second (``"50GB/s"``), a TPU generation (``"v6e"``),
+            or a profile of this mesh, as ``ftmesh selftest`` writes it: its path, which ends in
+            ``.json``, or a `Profile`. By default a profile that fits the devices, if there is one
+            (see `ftmesh.planning.profiles`), or the figures of their generation if they are TPUs,
+            and else 50 GB/s.
         with_idle: The mesh axis also has the devices of failed chips, which stay idle; for
             platforms that do not run programs on part of a slice.
         reduce_scatter: With ``"auto"``, choose among algorithms that have a reduce-scatter and an
@@ -68,8 +70,9 @@ def plan(
             `lax.ppermute` in loops; ``"ppermute_unrolled"`` writes the rounds out, so that the
             compiler can overlap them with other work; ``"pallas"`` runs all rounds in one TPU
             kernel (interpreted elsewhere), and nothing else runs meanwhile. ``"auto"`` takes xla or
-            ppermute, whichever is cheaper by simulation; ppermute for an algorithm that is named,
-            and for idle devices.
+            ppermute, whichever is cheaper by simulation, and pallas only if a profile shows that
+            it sums rightly and is cheaper; ppermute for an algorithm that is named, and for idle
+            devices.
 
     Returns:
         A proved plan. Trees take seconds to plan on hundreds of chips, and are then kept on disk:
@@ -87,7 +90,7 @@ def plan(
         )
     check_executor(executor, (AUTO, *EXECUTORS))
     payload_bytes, wire = check_bytes(payload_bytes), wire_dtype_name(wire_dtype)
-    links = network_for(topology) if link is None else parse_network(link)
+    links, measured = find_costs(topology, link)
 
     wires = links.wires_only if executor == PALLAS else links  # see `cost.executors`
     chooses_executor = False
@@ -106,6 +109,7 @@ def plan(
             reduce_scatter=reduce_scatter,
             trees="never" if executor == PPERMUTE_UNROLLED else "if_cheapest",
             with_native=chooses_executor,
+            with_kernel=chooses_executor,
         ).best
         name, executor = best.algorithm, best.executor if executor == AUTO else executor
     schedule = make_schedule(topology, name, payload_bytes, wire, wires, executor=executor)
@@ -119,6 +123,7 @@ def plan(
         executor,
         is_auto=(algorithm == AUTO and executor != XLA) or chooses_executor,
         chooses_executor=chooses_executor,
+        measured=measured,
     )
     if with_idle:
         _ = made.program  # raises PlanError for idle chips that nothing can be sent to

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ftmesh.algorithms import registry
 from ftmesh.cost.executors import OVER_AXES, sums_over_axes
-from ftmesh.cost.links import DEFAULT, Network, network_for, parse_network
+from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.wire_precision import (
     LARGEST_ERROR,
     accumulation_dtype,
@@ -33,6 +33,7 @@ from ftmesh.execute.lowering import (
 )
 from ftmesh.execute.types import DTypeLike
 from ftmesh.planning.bound_collectives import BoundCollectives
+from ftmesh.planning.profiles import NOT_MEASURED, LinkArgument, find_costs
 from ftmesh.planning.selection import (
     Candidate,
     Selection,
@@ -72,8 +73,9 @@ class Plan(BoundCollectives):
         executor: ``"xla"``, ``"ppermute"``, ``"ppermute_unrolled"`` or ``"pallas"``; see
             `ftmesh.plan`.
         is_auto: The algorithm was chosen by cost; `for_payload` chooses anew for other payloads.
-        chooses_executor: So was the executor: XLA's own ring, or permutations.
+        chooses_executor: So was the executor: XLA's own ring, permutations, or a measured kernel.
         is_given: The schedule was planned before, and is used for every payload.
+        measured: Where and when the costs were measured, in words.
     """
 
     schedule: Schedule
@@ -86,6 +88,7 @@ class Plan(BoundCollectives):
     is_auto: bool = False
     is_given: bool = False
     chooses_executor: bool = False
+    measured: str = NOT_MEASURED
 
     @staticmethod
     def from_schedule(
@@ -94,7 +97,7 @@ class Plan(BoundCollectives):
         *,
         payload_bytes: int = 100_000_000,
         wire_dtype: DTypeLike = "float32",
-        link: Network | float | str | None = None,
+        link: LinkArgument = None,
         with_idle: bool = False,
         executor: str = PPERMUTE,
     ) -> Plan:
@@ -120,11 +123,14 @@ class Plan(BoundCollectives):
             )
         check_executor(executor, [name for name in EXECUTORS if name != XLA])
         schedule = replace(schedule, topology=topology)
-        links = network_for(topology) if link is None else parse_network(link)
+        links, measured = find_costs(topology, link)
         links = links.wires_only if executor == PALLAS else links
         size, wire = check_bytes(payload_bytes), wire_dtype_name(wire_dtype)
         proof = verify(schedule)
-        plan = Plan(schedule, size, proof, with_idle, links, wire, executor, is_given=True)
+        plan = Plan(
+            schedule, size, proof, with_idle, links, wire, executor,
+            is_given=True, measured=measured,
+        )  # fmt: skip
         if with_idle:
             _ = plan.program  # raises PlanError for idle chips that nothing can be sent to
         return plan
@@ -199,9 +205,10 @@ class Plan(BoundCollectives):
         """
         if self.executor in (PPERMUTE_UNROLLED, XLA):
             return self
-        if self.executor == PALLAS:
-            return self.with_reduce_scatter
-        return replace(self.with_reduce_scatter, executor=PPERMUTE_UNROLLED)
+        variant = self.with_reduce_scatter
+        if PALLAS in (self.executor, variant.executor):
+            return variant
+        return replace(variant, executor=PPERMUTE_UNROLLED)
 
     def explain(self) -> Selection:
         """Cost every algorithm on this topology and payload; print the result for a table."""
@@ -212,6 +219,7 @@ class Plan(BoundCollectives):
             self.wire_dtype,
             trees="always" if self._is_dataflow else "if_cheapest",
             with_native=not self.with_idle,
+            with_kernel=not self.with_idle,
         )
         is_listed = self._is_dataflow or self.executor == XLA
         return selection if is_listed else selection.with_schedule(self.schedule)
@@ -232,6 +240,7 @@ class Plan(BoundCollectives):
             reduce_scatter=reduce_scatter,
             trees="never" if is_unrolled else "if_cheapest",
             with_native=self.chooses_executor or reduce_scatter,
+            with_kernel=self.chooses_executor,
         )
 
     @property
@@ -246,9 +255,14 @@ class Plan(BoundCollectives):
     def _sibling_of(self, candidate: Candidate, size: int, wire: str) -> Plan:
         """Return the plan that was selected; rounds of permutations run as those of this plan."""
         executor = candidate.executor
-        if executor == PPERMUTE and self.executor != XLA:
+        if executor == PPERMUTE and self.executor != XLA and not self._chose_kernel:
             executor = self.executor
         return self._sibling(candidate.algorithm, executor, size, wire)
+
+    @property
+    def _chose_kernel(self) -> bool:
+        """Whether the plan runs in a kernel because that was the cheapest, and not on request."""
+        return self.executor == PALLAS and self.chooses_executor
 
     def _sibling(self, algorithm: str, executor: str, size: int, wire: str) -> Plan:
         """Return the plan with another algorithm or executor, or for another payload."""
@@ -303,7 +317,7 @@ class Plan(BoundCollectives):
         lines = [self.schedule.describe(self.payload_bytes), *self._executor_lines()]
         if self.executor == XLA and sums_over_axes(ring_order(self.topology)):
             lines[0] = f"XLA on {self.topology}: {self.topology.num_live} live chips"
-        lines += self._precision_lines()
+        lines += [f"  costs: {self.measured}", *self._precision_lines()]
         if self.topology.physical.wrap_source:
             lines.append(f"  {self.topology.physical.wrap_source}")
         if isinstance(self.topology, TiledTopology):

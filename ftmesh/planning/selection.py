@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -20,58 +20,37 @@ from ftmesh.cost.executors import (
     kernel_seconds,
     lax_psum_peers,
     lax_psum_seconds,
-    native_obstacle,
-    native_ring_seconds,
 )
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.lower_bounds import limits
-from ftmesh.cost.simulate import DATAFLOW, Simulator
+from ftmesh.cost.simulate import Simulator
 from ftmesh.cost.wire_precision import (
     FLOAT_FORMATS,
     accumulation_dtype,
-    schedule_partial_dtype,
     wire_dtype_name,
 )
 from ftmesh.errors import ArgumentError, PlanError
-from ftmesh.execute.lowering import PALLAS, PPERMUTE, XLA
+from ftmesh.execute.lowering import PALLAS, XLA
+from ftmesh.planning.candidates import Candidate as Candidate
+from ftmesh.planning.candidates import (
+    carried_bytes,
+    cost_kernels,
+    cost_native,
+    cost_permutations,
+    ranked,
+    shard_seconds,
+)
 from ftmesh.planning.chunking import tree_lower_bound
 from ftmesh.planning.plan_cache import cached_schedule, kernel_schedule
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.verify import Proof, verify
-from ftmesh.topology.ring_order import ring_order
 from ftmesh.topology.routing import dimension_order
-from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes, format_bytes, format_time
 
 AUTO = "auto"
 ALGORITHMS = (AUTO, *registry.ALGORITHMS)
 Trees = Literal["if_cheapest", "always", "never"]
-
-# Cycles per byte of gradient to bring the shares of a schedule's owners into the order of the
-# optimizer's state and back: what whole steps of BERT take more than with XLA's ring, compiled for
-# v6e 16x16 less 2x2@2,2 (libtpu 0.0.51), in `flood` and in `ring`, which stands for all others.
-_SHARD_CYCLES = {"flood": 0.038}
-_OTHER_SHARD_CYCLES = 0.0114
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """An algorithm and its simulated time, or the reason why it cannot serve."""
-
-    algorithm: str
-    rounds: int = 0
-    seconds: float = math.inf
-    rejection: str = ""
-    partial_sum_dtype: str = "float32"
-    wires_seconds: float | None = None  # on the links alone, if the network has a device model
-    executor: str = PPERMUTE
-    schedule: Schedule | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def name(self) -> str:
-        """The algorithm, and the executor unless that is permutations."""
-        return self.algorithm if self.executor == PPERMUTE else f"{self.algorithm}, {self.executor}"
 
 
 @dataclass(frozen=True)
@@ -96,9 +75,11 @@ class Selection:
 
     def with_schedule(self, schedule: Schedule) -> Selection:
         """Return the same comparison with `schedule` as what its algorithm makes."""
-        own = _cost(Simulator(schedule), self.payload_bytes, self.network, self.wire_dtype)
+        own = cost_permutations(
+            Simulator(schedule), self.payload_bytes, self.network, self.wire_dtype
+        )
         others = (other for other in self.candidates if other.name != own.name)
-        return replace(self, candidates=_ranked([own, *others]))
+        return replace(self, candidates=ranked([own, *others]))
 
     @cached_property
     def lax_psum(self) -> NativeSum | None:
@@ -108,8 +89,12 @@ class Selection:
 
     @cached_property
     def kernel(self) -> Candidate | None:
-        """The fastest of these schedules in the Pallas kernel, which is taken only on request."""
-        if not (self.network.has_kernel and self.network.device_model):
+        """The fastest of these schedules in the Pallas kernel, which is taken only on request.
+
+        None where it was measured: then it is among the candidates.
+        """
+        network = self.network
+        if not (network.has_kernel and network.device_model) or network.kernel:
             return None
         schedules = [one.schedule for one in self.candidates if one.schedule is not None]
         for name in registry.CHUNKED_BY_PAYLOAD:
@@ -136,7 +121,7 @@ class Selection:
 
         def seconds(end: Network) -> float:
             if candidate.executor == XLA:
-                return _cost_native(self.topology, size, end, wire, False).seconds
+                return cost_native(self.topology, size, end, wire, False).seconds
             if schedule is None:
                 return candidate.seconds
             if candidate.executor == PALLAS:
@@ -201,6 +186,7 @@ def select_algorithm(
     reduce_scatter: bool = False,
     trees: Trees = "if_cheapest",
     with_native: bool = False,
+    with_kernel: bool = False,
 ) -> Selection:
     """Cost the algorithms that can serve `topology`, in synchronous rounds; remember the result.
 
@@ -212,6 +198,8 @@ def select_algorithm(
         trees: Whether to plan trees: where they may be the cheapest, always, to show their cost, or
             never.
         with_native: Compare with XLA's own ring too.
+        with_kernel: Compare with the Pallas kernel too, for the algorithms for which the network
+            has a measured one.
 
     Raises:
         PlanError: No algorithm can serve the topology; the message has every reason.
@@ -220,7 +208,8 @@ def select_algorithm(
     payload_bytes = check_bytes(payload_bytes)
     bare = topology.without_devices()
     trees = "never" if reduce_scatter else trees
-    return _select(bare, payload_bytes, network, wire_dtype, reduce_scatter, trees, with_native)
+    options = reduce_scatter, trees, with_native, with_kernel
+    return _select(bare, payload_bytes, network, wire_dtype, *options)
 
 
 @lru_cache(maxsize=256)
@@ -232,8 +221,10 @@ def _select(
     reduce_scatter: bool,
     trees: Trees,
     with_native: bool,
+    with_kernel: bool,
 ) -> Selection:
-    candidates = []
+    candidates: list[Candidate] = []
+    sharding = shard_seconds(payload_bytes, network) if reduce_scatter else {}
     for name, outcome in _simulators(topology).items():
         if isinstance(outcome, str):
             candidates.append(Candidate(name, rejection=outcome))
@@ -241,15 +232,11 @@ def _select(
             why = f"its reduce-scatter leaves some {topology.noun}s more of the sum than others"
             candidates.append(Candidate(name, rejection=why))
         else:
-            one = _cost(outcome, payload_bytes, network, wire_dtype)
-            if reduce_scatter and network.device_model:
-                cycles = payload_bytes * _SHARD_CYCLES.get(name, _OTHER_SHARD_CYCLES)
-                one = replace(one, seconds=one.seconds + cycles / network.device_model.clock)
-            candidates.append(one)
+            one = cost_permutations(outcome, payload_bytes, network, wire_dtype)
+            seconds = one.seconds + sharding.get(name, 0.0)
+            candidates.append(replace(one, seconds=seconds))
     if with_native:
-        candidates.append(
-            _cost_native(topology, payload_bytes, network, wire_dtype, reduce_scatter)
-        )
+        candidates.append(cost_native(topology, payload_bytes, network, wire_dtype, reduce_scatter))
     if trees != "never":
         fastest = min(other.seconds for other in candidates)
         fastest = math.inf if trees == "always" else fastest
@@ -258,49 +245,25 @@ def _select(
             least = tree_lower_bound(topology, carried, network)
             if least < fastest:
                 schedule = cached_schedule(topology, name, carried, network)
-                candidates.append(_cost(Simulator(schedule), payload_bytes, network, wire_dtype))
+                candidates.append(
+                    cost_permutations(Simulator(schedule), payload_bytes, network, wire_dtype)
+                )
             else:
                 why = f"it could not take less than {format_time(least)}"
                 candidates.append(Candidate(name, rejection=why))
-    ranked = _ranked(candidates)
-    if ranked[0].rejection:
-        reasons = [f"{one.name} cannot run on {topology}: {one.rejection}" for one in ranked]
+    if with_kernel and network.kernel and topology.num_positions == 1:
+        kernels = cost_kernels(
+            topology, payload_bytes, network, wire_dtype, candidates, with_trees=trees != "never"
+        )
+        for one in kernels:
+            seconds = one.seconds + sharding.get(one.algorithm, 0.0)
+            candidates.append(replace(one, seconds=seconds))
+    in_order = ranked(candidates)
+    if in_order[0].rejection:
+        reasons = [f"{one.name} cannot run on {topology}: {one.rejection}" for one in in_order]
         rest = f"the largest whole sub-mesh is {topology.largest_rectangle()}"
         raise PlanError("; ".join([*reasons, rest]))
-    return Selection(topology, payload_bytes, network, ranked, wire_dtype)
-
-
-def _cost_native(
-    topology: Topology, payload_bytes: int, network: Network, wire_dtype: str, reduce_scatter: bool
-) -> Candidate:
-    """XLA's own all-reduce along the ring; with `reduce_scatter`, and its all-gather after it."""
-    order = ring_order(topology)
-    if obstacle := native_obstacle(order):
-        return Candidate("ring", rejection=obstacle, executor=XLA)
-    added = accumulation_dtype(wire_dtype)
-    num_bytes = (
-        payload_bytes * FLOAT_FORMATS[added].num_bytes // FLOAT_FORMATS[wire_dtype].num_bytes
-    )
-    if isinstance(topology, TiledTopology):  # whose positions share links
-        simulator, wires = Simulator(along_ring_order(topology)), network.wires_only
-        summing = replace(wires, bandwidth=network.bandwidth * network.all_reduce_efficiency)
-        seconds, gathering = (
-            network.collective_launch + simulator.seconds(size, links, DATAFLOW)
-            for size, links in ((num_bytes, summing), (payload_bytes // 2, wires))
-        )
-    else:
-        seconds = native_ring_seconds(order, num_bytes, network)
-        gathering = native_ring_seconds(order, payload_bytes, network, "all_gather")
-    seconds += gathering if reduce_scatter else 0
-    wires_seconds = None
-    if network.device_model:
-        bare = topology, payload_bytes, network.wires_only, wire_dtype, reduce_scatter
-        wires_seconds = _cost_native(*bare).seconds
-    return Candidate("ring", 0, seconds, "", added, wires_seconds, XLA)
-
-
-def _ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    return tuple(sorted(candidates, key=lambda one: (one.seconds, one.executor != XLA)))
+    return Selection(topology, payload_bytes, network, in_order, wire_dtype)
 
 
 @lru_cache(maxsize=4)
@@ -310,19 +273,6 @@ def _simulators(topology: Topology) -> dict[str, Simulator | str]:
         name: str(outcome) if isinstance(outcome, PlanError) else Simulator(outcome)
         for name, outcome in registry.try_algorithms(topology).items()
     }
-
-
-def _cost(simulator: Simulator, payload_bytes: int, network: Network, wire_dtype: str) -> Candidate:
-    """Simulate a schedule for a payload whose partial sums travel in the dtype they need."""
-    schedule = simulator.schedule
-    seconds = simulator.wire_dtype_seconds(payload_bytes, network, wire_dtype)
-    wires = None
-    if network.device_model:
-        wires = simulator.wire_dtype_seconds(payload_bytes, network.wires_only, wire_dtype)
-    partials = schedule_partial_dtype(schedule, wire_dtype)
-    return Candidate(
-        schedule.algorithm, schedule.num_rounds, seconds, "", partials, wires, schedule=schedule
-    )
 
 
 def make_schedule(
@@ -348,14 +298,6 @@ def prove_schedule(schedule: Schedule, executor: str) -> Proof:
     if executor == XLA:
         return verify(schedule, router=dimension_order)
     return verify(schedule)
-
-
-def carried_bytes(algorithm: str, payload_bytes: int, wire_dtype: str) -> int:
-    """The bytes that an algorithm splits; trees carry all in the dtype in which it is added."""
-    if algorithm not in registry.CHUNKED_BY_PAYLOAD:
-        return payload_bytes
-    added = FLOAT_FORMATS[accumulation_dtype(wire_dtype)].num_bytes
-    return payload_bytes * added // FLOAT_FORMATS[wire_dtype].num_bytes
 
 
 def check_executor(executor: str, known: Sequence[str]) -> None:

@@ -8,12 +8,14 @@ import pytest
 
 import ftmesh
 from ftmesh import Topology
+from ftmesh.cost.links import KernelModel
 from ftmesh.distributed.consensus import agree_on_mesh, agreed_plan
 from ftmesh.distributed.kv_client import KvClient
 from ftmesh.distributed.process_group import SINGLE_PROCESS
 from ftmesh.distributed.startup import initialize
 from ftmesh.errors import ArgumentError, ClusterError
 from tests.support.pods import process_groups, run_in_all
+from tests.support.profiles import TRUE
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,27 @@ def test_the_primary_chooses_the_executor(four, link, executor):
         small, expected = plan.for_payload(4), alone.for_payload(4)
         assert (small.executor, small.schedule) == (expected.executor, expected.schedule)
         assert plan.with_reduce_scatter.schedule == alone.with_reduce_scatter.schedule
+
+
+def test_a_kernel_that_the_primary_chose(four):
+    """All know its costs, so that they choose alike for other payloads."""
+    topology = Topology.from_devices(devices(4, 4), shape="4x4", failed="2x2@2,2")
+    quick = replace(TRUE, kernel=KernelModel(20e-6, 1.0, ("tree",)))
+    options = {"payload_bytes": 16_000_000, "link": quick}
+    alone = ftmesh.plan(topology, **options)
+    assert alone.executor == "pallas"
+    for plan in run_in_all(lambda c: agreed_plan(c, topology, **options), four):
+        assert (plan.executor, plan.schedule, plan.network) == ("pallas", alone.schedule, quick)
+        assert plan.for_payload(4).executor == alone.for_payload(4).executor == "xla"
+
+
+def test_different_profiles_are_rejected(four):
+    """Hosts that each have a file of that name, or not, would choose differently."""
+    topology = Topology.from_devices(devices(4, 4), shape="4x4", failed="2x2@2,2")
+    links = [TRUE, TRUE, replace(TRUE, latency=1e-6), "none.json"]
+    errors = run_in_all(lambda c: agreed_plan(c, topology, link=links[c.process]), four)
+    assert all(isinstance(error, ClusterError) for error in errors)
+    assert all("processes 0 and 1 have " in str(error) for error in errors)
 
 
 def test_all_sum_by_xla_where_that_is_asked_for(four):
