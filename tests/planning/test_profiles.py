@@ -268,11 +268,9 @@ class TestKernel:
 
     def test_permutations_after_a_kernel_are_permutations(self):
         """A sibling of a plan that chose the kernel is not forced into it."""
-        slow = replace(with_kernel("tree").network(), collective_launch=1.0)
-        plan = ftmesh.plan(self.TOPOLOGY, link=slow, payload_bytes=PAYLOAD)
-        assert plan.executor == "pallas"
-        late = replace(slow, kernel=replace(slow.kernel, launch=2e-3))
-        plan = ftmesh.plan(self.TOPOLOGY, link=late, payload_bytes=100_000_000)
+        late = KernelModel(200e-6, 1.0, ("ring",))
+        network = replace(with_kernel("ring").network(), collective_launch=1.0, kernel=late)
+        plan = ftmesh.plan(self.TOPOLOGY, link=network, payload_bytes=100_000_000)
         assert plan.executor == "pallas"
         assert plan.for_payload(4_096).executor == "ppermute"
 
@@ -288,14 +286,14 @@ class TestKernel:
         assert trees.with_reduce_scatter.executor in ("xla", "ppermute")
 
     def test_it_is_explained(self):
-        plan = ftmesh.plan(self.TOPOLOGY, link=with_kernel("ring", "tree"))
+        plan = ftmesh.plan(self.TOPOLOGY, link=with_kernel("ring", "tree"), payload_bytes=PAYLOAD)
         selection = plan.explain()
         assert selection.kernel is None  # it is among the candidates
         assert selection.best.name == f"{plan.algorithm}, pallas"
         text = str(selection)
         assert "ring, pallas" in text
         assert "only on request" not in text
-        table = str(ftmesh.plan(self.TOPOLOGY).explain())
+        table = str(ftmesh.plan(self.TOPOLOGY, payload_bytes=PAYLOAD).explain())
         assert "only on request: not measured" in table
 
 
