@@ -36,6 +36,12 @@ from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat
 from ftmesh.execute.context import ExecutionContext
 from ftmesh.execute.lowering import Loop, Program
+from ftmesh.execute.pallas_dtypes import (
+    REMEDY,
+    check_summable,
+    from_kernel_dtype,
+    to_kernel_dtype,
+)
 from ftmesh.execute.pallas_rank import (
     WIDTH,
     KernelLane,
@@ -61,9 +67,7 @@ from ftmesh.topology.devices import platform_of, process_of
 TILE_BYTES = 4096
 MAX_PIECE_BYTES = 256 * 2**10  # of one transfer between two ranks
 MAX_VMEM_BYTES = 10 * 2**20  # of a kernel; the smallest chips have 16 MiB
-SUMMABLE_DTYPES = ("float32", "bfloat16", "int32", "uint32")
 UNSUPPORTED_PLATFORMS = {"TPU v2", "TPU v3"}
-REMEDY = "plan with executor='ppermute'"
 INTERPRET = pltpu.InterpretParams()
 
 
@@ -77,12 +81,13 @@ def run_loops(
     """
     if not loops:
         return buffer
-    wire = jnp.dtype(context.wire.partials or buffer.dtype)
     _check_devices(program, context.emulated)
-    _check_dtypes(buffer.dtype, wire, loops)
-    dtype = buffer.dtype
-    if dtype == jnp.float16:  # kernels do not support it; it is only copied here
-        buffer, wire = lax.bitcast_convert_type(buffer, jnp.int16), jnp.dtype(jnp.int16)
+    dtype, wire = buffer.dtype, context.wire.partials
+    adds = any(lane.op != COPY for loop in loops for lane in loop.lanes)
+    buffer = to_kernel_dtype(buffer, is_added=adds or wire is not None)
+    wire = jnp.dtype(wire or buffer.dtype)
+    if wire != buffer.dtype:
+        check_summable(wire)
     tile = TILE_BYTES // WIDTH // min(buffer.dtype.itemsize, wire.itemsize)
     tiled = _pad_to_tiles(buffer, tile)
     chunk_rows = tiled.shape[1]
@@ -110,8 +115,7 @@ def run_loops(
     # A kernel counts in 32 bits, and does not know the axes over which values vary.
     with jax.enable_x64(False), _compat.without_vma_check():
         out = _call_kernel(tiled.reshape(-1, WIDTH), spec, loops, program)
-    out = _remove_padding(out, buffer.shape)
-    return out if out.dtype == dtype else lax.bitcast_convert_type(out, dtype)
+    return from_kernel_dtype(_remove_padding(out, buffer.shape), dtype)
 
 
 def _call_kernel(
@@ -158,16 +162,6 @@ def _check_devices(program: Program, emulated: bool) -> None:
             "on other devices than TPUs the Pallas executor is interpreted, which needs all "
             f"devices in one process, and these belong to several: {REMEDY}"
         )
-
-
-def _check_dtypes(dtype: Any, wire: Any, loops: tuple[Loop, ...]) -> None:
-    adds = any(lane.op != COPY for loop in loops for lane in loop.lanes)
-    for kind in (dtype, wire):
-        if kind.name not in SUMMABLE_DTYPES and (adds or wire != dtype or kind.itemsize > 4):
-            raise CollectiveError(
-                f"the Pallas executor does not add {kind.name}, only "
-                f"{', '.join(SUMMABLE_DTYPES)}: cast to one of these, or {REMEDY}"
-            )
 
 
 def _pad_to_tiles(buffer: jax.Array, tile: int) -> jax.Array:
