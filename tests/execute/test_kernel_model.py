@@ -23,7 +23,7 @@ from tests.support.pallas_programs import crossing_loop, make_program
 slow = pytest.mark.slow
 FAULTS = (RaceError, DeadlockError, EndError)
 OPERATIONS = "all_reduce", "reduce_scatter", "all_gather"
-SQUARE = Topology.grid("2x2")
+PAIR, SQUARE = Topology.grid("2x1"), Topology.grid("2x2")
 SMALL = {
     "2x3 less one": Topology.grid("2x3", failed="1x1@0,0"),
     "3x3 less one": Topology.grid("3x3", failed="1x1@1,1"),
@@ -80,6 +80,7 @@ def test_every_order_on_a_square():
     counts = prove_all(SQUARE)
     algorithms = {name for name, operation in counts if operation == "all_gather"}
     assert algorithms == {"ring", "two_dim", "row_pair", "chain", "flood"}
+    assert (len(counts), total(counts, "held")) == (24, 3_758)
     ring = counts["ring", "all_reduce"]
     assert ring["held"] > 200
     assert ring["run"] > 50 * ring["held"]
@@ -87,9 +88,18 @@ def test_every_order_on_a_square():
     assert ring["held"] < sum(count["held"] for count in both) < 2 * ring["held"]
 
 
+def test_every_order_of_pieces():
+    prove_all(SQUARE, ("reduce_scatter", "all_gather"), chunk_rows=3)
+
+
+def test_every_order_of_casts():
+    prove_all(SQUARE, ("reduce_scatter",), wire=np.float16)
+
+
+@slow
 @pytest.mark.parametrize("options", [{"chunk_rows": 3}, {"wire": np.float16}], ids=str)
-def test_every_order_of_pieces_and_casts(options):
-    prove_all(SQUARE, OPERATIONS[:2], **options)
+def test_every_order_of_pieces_and_casts_along_trees(options):
+    prove_all(SQUARE, ("all_reduce",), **options)
 
 
 def test_every_order_of_a_16_bit_sum():
@@ -128,7 +138,7 @@ def test_every_order_of_kernels_that_share_a_barrier(name):
 @pytest.mark.parametrize(
     ("program", "num_states"),
     [
-        (tree(Topology.grid("2x1"), 2), 8_420),
+        (tree(PAIR, 2), 8_420),
         (tree(SQUARE, 1), 2_852),
         (crossing(2 * SLOTS), 1_968),
     ],
@@ -138,6 +148,27 @@ def test_all_states(program, num_states):
     model = Model(record(program), checks="")
     assert model.explore(max_states=num_states) == num_states
     model.prove()
+
+
+@pytest.mark.parametrize(
+    ("operation", "wire", "num_states"),
+    [
+        ("reduce_scatter", np.float32, 148),
+        ("reduce_scatter", np.float16, 244),
+        ("all_gather", np.float32, 53),
+        ("all_reduce", np.float32, 201),
+    ],
+)
+def test_all_states_of_every_operation(operation, wire, num_states):
+    model = model_of(lower(registry.build_schedule(PAIR, "chain")), operation, wire=wire)
+    assert model.explore(max_states=num_states) == num_states
+    model.prove()
+
+
+@slow
+def test_all_states_of_an_all_gather_between_ranks():
+    model = model_of(lower(registry.build_schedule(SQUARE, "ring")), "all_gather")
+    assert model.explore(max_states=16_651, eager_local=True) == 16_651
 
 
 @slow
@@ -158,10 +189,25 @@ def test_all_states_between_ranks(topology, algorithm, num_states):
 
 
 @slow
-@pytest.mark.parametrize("name", SMALL)
-def test_every_order_on_small_meshes(name):
+@pytest.mark.parametrize(
+    ("name", "num_proofs", "num_held"),
+    [
+        ("2x3 less one", 12, 1_759),
+        ("3x3 less one", 15, 7_042),
+        ("3x3 less a corner", 12, 4_636),
+        ("a ring of 5", 15, 2_623),
+    ],
+)
+def test_every_order_on_small_meshes(name, num_proofs, num_held):
+    """Nine trees, and three operations of each other algorithm."""
     counts = prove_all(SMALL[name])
-    assert len(counts) > 9  # the trees, and others
+    assert (len(counts), total(counts, "held")) == (num_proofs, num_held)
+
+
+@slow
+@pytest.mark.parametrize("name", SMALL)
+def test_every_order_of_16_bit_partial_sums(name):
+    prove_all(SMALL[name], ("reduce_scatter",), wire=np.float16)
 
 
 @slow
@@ -185,8 +231,8 @@ def test_every_order_of_other_ranks(options):
     [
         crossing(2),
         crossing(2, op=COPY),
-        lower(registry.build_schedule(Topology.grid("2x1"), "chain")),
-        tree(Topology.grid("2x1"), 1),
+        lower(registry.build_schedule(PAIR, "chain")),
+        tree(PAIR, 1),
     ],
     ids=["adding", "copying", "chain", "tree"],
 )

@@ -8,17 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ftmesh import Topology
-from ftmesh.algorithms import registry
 from ftmesh.execute import pallas, pallas_tables
-from ftmesh.execute.lowering import MIXED, lower
+from ftmesh.execute.lowering import MIXED
 from ftmesh.execute.pallas_rank import KernelLane, KernelRank
 from ftmesh.execute.pallas_tables import SLOTS
 from ftmesh.schedule.transfers import ADD, COPY
@@ -76,7 +72,6 @@ def test_a_slot_overwritten(monkeypatch, run_loop, fault, op):
         PLANT[fault](monkeypatch.setattr)
     output, _ = run_loop(crossing_loop(1, op, num_ranks=2, lanes=(1,)), rows=8 * 2 * SLOTS)
     assert ("RACE DETECTED" in output) == (fault != "none")
-    assert ("non-zero" in output) == (fault == "a credit too many")
 
 
 def test_a_barrier_that_nobody_waits_at(monkeypatch, run_loop):

@@ -12,10 +12,10 @@ from ftmesh import CollectiveError
 from ftmesh.testing import cpu_grid
 from tests.support.on_devices import odd_tree, per_rank
 from tests.support.pallas_programs import assert_same_bits, by_both_executors, in_kernel
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler", "no_race")
 
-slow = pytest.mark.slow
 LENGTH = 6  # of what a rank has of each dimension
 COLLECTIVES = {
     "psum": lambda plan, x: plan.psum(x, "data"),
@@ -53,7 +53,7 @@ def random_numbers(dtype, shape=(2, 2 * LENGTH, 3)):
     return x.astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [d if d == "int8" else slow(d) for d in DTYPES])
 def test_every_collective_of_every_dtype(plan, dtype):
     names = [name for name in COLLECTIVES if (dtype, name) != ("bool", "psum_scatter")]
 
@@ -84,6 +84,7 @@ def test_sums_in_float16_raise(plan):
         per_rank(kernel, lambda x: kernel.psum(x, "data", accumulate_dtype="float16"), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -95,7 +96,7 @@ def test_sums_in_float16_raise(plan):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dtypes_of_wires_and_sums(plan, dtype, options):
     def run(plan, x):
         own = plan.psum_scatter(x, "data", tiled=True, **options)
@@ -104,6 +105,7 @@ def test_dtypes_of_wires_and_sums(plan, dtype, options):
     assert_same_bits(*by_both_executors(plan, run, random_numbers(dtype)))
 
 
+@pytest.mark.slow
 def test_trees_of_arrays_in_several_buckets(plan):
     """Of many dtypes and sizes, some empty, some scalar; each bucket is a kernel of its own."""
     tree = odd_tree(2)
@@ -116,7 +118,7 @@ def test_trees_of_arrays_in_several_buckets(plan):
     np.testing.assert_allclose(kernel[0]["wave"][0], tree["wave"].sum(axis=0), rtol=1e-6)
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_derivatives(plan, name):
     def run(plan, x):
