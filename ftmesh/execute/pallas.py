@@ -36,12 +36,6 @@ from ftmesh.errors import CollectiveError
 from ftmesh.execute import _compat
 from ftmesh.execute.context import ExecutionContext
 from ftmesh.execute.lowering import Loop, Program
-from ftmesh.execute.pallas_dtypes import (
-    REMEDY,
-    check_summable,
-    from_kernel_dtype,
-    to_kernel_dtype,
-)
 from ftmesh.execute.pallas_rank import (
     WIDTH,
     KernelLane,
@@ -67,7 +61,9 @@ from ftmesh.topology.devices import platform_of, process_of
 TILE_BYTES = 4096
 MAX_PIECE_BYTES = 256 * 2**10  # of one transfer between two ranks
 MAX_VMEM_BYTES = 10 * 2**20  # of a kernel; the smallest chips have 16 MiB
+SUMMABLE_DTYPES = ("float32", "bfloat16", "int32", "uint32")
 UNSUPPORTED_PLATFORMS = {"TPU v2", "TPU v3"}
+REMEDY = "plan with executor='ppermute'"
 INTERPRET = pltpu.InterpretParams()
 
 
@@ -84,10 +80,10 @@ def run_loops(
     _check_devices(program, context.emulated)
     dtype, wire = buffer.dtype, context.wire.partials
     adds = any(lane.op != COPY for loop in loops for lane in loop.lanes)
-    buffer = to_kernel_dtype(buffer, is_added=adds or wire is not None)
+    buffer = _to_kernel_dtype(buffer, is_added=adds or wire is not None)
     wire = jnp.dtype(wire or buffer.dtype)
     if wire != buffer.dtype:
-        check_summable(wire)
+        _check_summable(wire)
     tile = TILE_BYTES // WIDTH // min(buffer.dtype.itemsize, wire.itemsize)
     tiled = _pad_to_tiles(buffer, tile)
     chunk_rows = tiled.shape[1]
@@ -115,7 +111,7 @@ def run_loops(
     # A kernel counts in 32 bits, and does not know the axes over which values vary.
     with jax.enable_x64(False), _compat.without_vma_check():
         out = _call_kernel(tiled.reshape(-1, WIDTH), spec, loops, program)
-    return from_kernel_dtype(_remove_padding(out, buffer.shape), dtype)
+    return _from_kernel_dtype(_remove_padding(out, buffer.shape), dtype)
 
 
 def _call_kernel(
@@ -198,6 +194,61 @@ def _collective_id(loops: tuple[Loop, ...], program: Program) -> int:
     """
     part = 0 if loops == program.loops else 1 if loops == program.reduce_scatter else 2
     return 3 * (zlib.crc32(partner_table(program.loops, program.num_ranks).tobytes()) % 10) + part
+
+
+# Dtypes -----------------------------------------------------------------------------------------
+#
+# Kernels for TPUs add few dtypes. Small integers are added in 32 bits: what is left of that sum in
+# their own bits is theirs. Complex numbers are added part by part. Where nothing is added, numbers
+# of 8 and 16 bits travel as integers of that size. All this gives the same bits.
+
+
+def _to_kernel_dtype(buffer: jax.Array, *, is_added: bool) -> jax.Array:
+    """Return `buffer` in a dtype that the kernel can copy, or add if `is_added`.
+
+    Complex numbers get a second dimension, of their two parts.
+
+    Raises:
+        CollectiveError: There is no such dtype.
+    """
+    dtype = buffer.dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = jnp.stack([buffer.real, buffer.imag], axis=1)
+        return _to_kernel_dtype(parts, is_added=is_added)
+    if dtype.itemsize > 4:
+        raise CollectiveError(
+            f"the Pallas executor has no 64-bit numbers, and these are {dtype.name}: cast to 32 "
+            f"bits, or {REMEDY}"
+        )
+    is_small_integer = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4
+    if is_added and is_small_integer:
+        return buffer.astype(jnp.int32)
+    if is_added:
+        _check_summable(dtype)
+    if dtype.name in SUMMABLE_DTYPES:
+        return buffer
+    integers = {1: jnp.int8, 2: jnp.int16}[dtype.itemsize]
+    if is_small_integer:
+        return buffer.astype(integers)
+    return lax.bitcast_convert_type(buffer, integers)
+
+
+def _from_kernel_dtype(result: jax.Array, dtype: Any) -> jax.Array:
+    """Return what `_to_kernel_dtype` made of a buffer of `dtype`, in that dtype again."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return lax.complex(result[:, 0], result[:, 1])
+    if result.dtype == dtype or jnp.issubdtype(dtype, jnp.integer):
+        return result.astype(dtype)
+    return lax.bitcast_convert_type(result, dtype)
+
+
+def _check_summable(dtype: Any) -> None:
+    """Raise CollectiveError unless the kernel can add numbers of `dtype`."""
+    if dtype.name not in SUMMABLE_DTYPES:
+        raise CollectiveError(
+            f"the Pallas executor does not add {dtype.name}: add in float32, which is the default "
+            f"of accumulate_dtype, or {REMEDY}"
+        )
 
 
 # The kernel -------------------------------------------------------------------------------------

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import CollectiveError
+from ftmesh.execute import pallas
 from ftmesh.testing import cpu_grid
 from tests.support.on_devices import odd_tree, per_rank
 from tests.support.pallas_programs import assert_same_bits, by_both_executors, in_kernel
@@ -27,6 +29,7 @@ DTYPES = [
     "float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "complex64",
     "int32", "uint32", "int16", "uint16", "int8", "uint8", "bool",
 ]  # fmt: skip
+MOSTLY_SLOW = [dtype if dtype == "int8" else slow(dtype) for dtype in DTYPES]
 WIDE = ["float64", "complex128", "int64", "uint64"]
 
 
@@ -53,7 +56,7 @@ def random_numbers(dtype, shape=(2, 2 * LENGTH, 3)):
     return x.astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", [d if d == "int8" else slow(d) for d in DTYPES])
+@pytest.mark.parametrize("dtype", MOSTLY_SLOW)
 def test_every_collective_of_every_dtype(plan, dtype):
     names = [name for name in COLLECTIVES if (dtype, name) != ("bool", "psum_scatter")]
 
@@ -126,3 +129,25 @@ def test_derivatives(plan, name):
 
     x = np.random.default_rng(0).normal(size=(2, 2 * LENGTH, 3)).astype(np.float32)
     assert_same_bits(*by_both_executors(plan, run, x))
+
+
+@pytest.mark.parametrize("dtype", MOSTLY_SLOW)
+def test_every_dtype_is_lowered_for_tpus(plan, monkeypatch, dtype):
+    """A kernel each, or two for sums that are rounded in between."""
+    monkeypatch.setattr(pallas, "is_interpreted", lambda program: False)
+    kernel = in_kernel(plan)
+    held = jax.ShapeDtypeStruct((4 * LENGTH, 3), dtype)
+    counts = {}
+    for name, collective in COLLECTIVES.items():
+        if (dtype, name) != ("bool", "psum_scatter"):
+            run = jax.shard_map(
+                partial(collective, kernel),
+                mesh=kernel.jax_mesh("data"),
+                in_specs=P("data"),
+                out_specs=P("data"),
+            )
+            lowered = jax.jit(run).trace(held).lower(lowering_platforms=("tpu",))
+            counts[name] = lowered.as_text().count("tpu_custom_call")
+    is_rounded = jnp.issubdtype(dtype, jnp.floating) and dtype != "float32"
+    assert counts.pop("psum") == counts.pop("pmean") == 1 + is_rounded
+    assert set(counts.values()) == {1}

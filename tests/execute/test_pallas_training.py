@@ -11,9 +11,8 @@ import ftmesh
 from ftmesh.collectives import with_mean_gradients
 from ftmesh.testing import cpu_grid
 from tests.support.pallas_programs import assert_same_bits, in_kernel
-from tests.support.slow import slow
 
-pytestmark = pytest.mark.usefixtures("quick_compiler", "no_race")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler", "no_race")]
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -40,7 +39,7 @@ def run_by_both(plan, make_step, *args):
     return [jax.device_get(jax.jit(make_step(p))(*args)) for p in (plan, in_kernel(plan))]
 
 
-@pytest.mark.parametrize("options", [{}, slow({"wire_dtype": "bfloat16", "bucket_bytes": 100})])
+@pytest.mark.parametrize("options", [{}, {"wire_dtype": "bfloat16", "bucket_bytes": 100}])
 def test_value_and_grad_in_jit(plan, options):
     ppermute, kernel = run_by_both(
         plan, lambda plan: plan.value_and_grad(losses, **options), PARAMS, X, Y
@@ -49,14 +48,12 @@ def test_value_and_grad_in_jit(plan, options):
     np.testing.assert_allclose(kernel[0], losses(PARAMS, X, Y).mean(), rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_value_and_grad_of_sharded_weights(plan):
     """The plan gathers them, and scatters the sums of their gradients."""
     steps = run_by_both(plan, lambda plan: plan.value_and_grad(losses, specs=SHARDED), PARAMS, X, Y)
     assert_same_bits(*steps)
 
 
-@pytest.mark.slow
 def test_sums_in_the_backward_pass(plan):
     def make_step(plan):
         def step(params, x, y):
@@ -76,9 +73,9 @@ def test_sums_in_the_backward_pass(plan):
     "options",
     [
         {},
-        slow({"wire_dtype": "bfloat16"}),
-        slow({"overlap": True, "bucket_bytes": 100}),
-        slow({"specs": SHARDED}),
+        {"wire_dtype": "bfloat16"},
+        {"overlap": True, "bucket_bytes": 100},
+        {"specs": SHARDED},
     ],
     ids=str,
 )
