@@ -28,7 +28,7 @@ PROGRAMS = {
     "two axes": (Topology.grid("2x2"), "two_dim", {}),
     "pairs of rows": (Topology.grid("4x4", failed="2x2@2,2"), "row_pair", {}),
     "three axes": (Topology.grid("2x2x2"), "two_dim", {}),
-    "ring on three axes": (Topology.grid("2x2x2", failed="1x1x2@0,0,0"), "ring", {}),
+    "three axes with a hole": (Topology.grid("2x2x2", failed="1x1x2@0,0,0"), "flood", {}),
     "a wrapped row": (Topology.grid("5", wrap=True), "chain", {}),
     "a torus": (TORUS, "multi_ring", {}),
     "chips of any damage": (Topology.grid("2x3", failed="1x1@0,0"), "flood", {}),
