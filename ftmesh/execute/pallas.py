@@ -74,12 +74,13 @@ def run_loops(
     """
     if not loops:
         return buffer
-    wire = jnp.dtype(context.wire.partials or buffer.dtype)
     _check_devices(program, context.emulated)
-    _check_dtypes(buffer.dtype, wire, loops)
-    dtype = buffer.dtype
-    if dtype == jnp.float16:  # kernels do not support it; it is only copied here
-        buffer, wire = lax.bitcast_convert_type(buffer, jnp.int16), jnp.dtype(jnp.int16)
+    dtype, wire = buffer.dtype, context.wire.partials
+    adds = any(lane.op != COPY for loop in loops for lane in loop.lanes)
+    buffer = _to_kernel_dtype(buffer, is_added=adds or wire is not None)
+    wire = jnp.dtype(wire or buffer.dtype)
+    if wire != buffer.dtype:
+        _check_summable(wire)
     tile = TILE_BYTES // WIDTH // min(buffer.dtype.itemsize, wire.itemsize)
     tiled = _pad_to_tiles(buffer, tile)
     chunk_rows = tiled.shape[1]
@@ -107,8 +108,7 @@ def run_loops(
     # A kernel counts in 32 bits, and does not know the axes over which values vary.
     with jax.enable_x64(False), _compat.without_vma_check():
         out = _call_kernel(tiled.reshape(-1, WIDTH), spec, loops, program)
-    out = _remove_padding(out, buffer.shape)
-    return out if out.dtype == dtype else lax.bitcast_convert_type(out, dtype)
+    return _from_kernel_dtype(_remove_padding(out, buffer.shape), dtype)
 
 
 def _call_kernel(
@@ -160,16 +160,6 @@ def _check_devices(program: Program, emulated: bool) -> None:
         )
 
 
-def _check_dtypes(dtype: Any, wire: Any, loops: tuple[Loop, ...]) -> None:
-    adds = any(lane.op != COPY for loop in loops for lane in loop.lanes)
-    for kind in (dtype, wire):
-        if kind.name not in SUMMABLE_DTYPES and (adds or wire != dtype or kind.itemsize > 4):
-            raise CollectiveError(
-                f"the Pallas executor does not add {kind.name}, only "
-                f"{', '.join(SUMMABLE_DTYPES)}: cast to one of these, or {REMEDY}"
-            )
-
-
 def _pad_to_tiles(buffer: jax.Array, tile: int) -> jax.Array:
     """The buffer as ``[chunks, rows, 128]``, with chunks padded to whole tiles of rows."""
     num_chunks, size = buffer.shape[0], math.prod(buffer.shape[1:])
@@ -204,6 +194,61 @@ def _collective_id(loops: tuple[Loop, ...], program: Program) -> int:
     """
     part = 0 if loops == program.loops else 1 if loops == program.reduce_scatter else 2
     return 3 * (zlib.crc32(partner_table(program.loops, program.num_ranks).tobytes()) % 10) + part
+
+
+# Dtypes -----------------------------------------------------------------------------------------
+#
+# Kernels for TPUs add few dtypes. Small integers are added in 32 bits: what is left of that sum in
+# their own bits is theirs. Complex numbers are added part by part. Where nothing is added, numbers
+# of 8 and 16 bits travel as integers of that size. All this gives the same bits.
+
+
+def _to_kernel_dtype(buffer: jax.Array, *, is_added: bool) -> jax.Array:
+    """Return `buffer` in a dtype that the kernel can copy, or add if `is_added`.
+
+    Complex numbers get a second dimension, of their two parts.
+
+    Raises:
+        CollectiveError: There is no such dtype.
+    """
+    dtype = buffer.dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = jnp.stack([buffer.real, buffer.imag], axis=1)
+        return _to_kernel_dtype(parts, is_added=is_added)
+    if dtype.itemsize > 4:
+        raise CollectiveError(
+            f"the Pallas executor has no 64-bit numbers, and these are {dtype.name}: cast to 32 "
+            f"bits, or {REMEDY}"
+        )
+    is_small_integer = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4
+    if is_added and is_small_integer:
+        return buffer.astype(jnp.int32)
+    if is_added:
+        _check_summable(dtype)
+    if dtype.name in SUMMABLE_DTYPES:
+        return buffer
+    integers = {1: jnp.int8, 2: jnp.int16}[dtype.itemsize]
+    if is_small_integer:
+        return buffer.astype(integers)
+    return lax.bitcast_convert_type(buffer, integers)
+
+
+def _from_kernel_dtype(result: jax.Array, dtype: Any) -> jax.Array:
+    """Return what `_to_kernel_dtype` made of a buffer of `dtype`, in that dtype again."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return lax.complex(result[:, 0], result[:, 1])
+    if result.dtype == dtype or jnp.issubdtype(dtype, jnp.integer):
+        return result.astype(dtype)
+    return lax.bitcast_convert_type(result, dtype)
+
+
+def _check_summable(dtype: Any) -> None:
+    """Raise CollectiveError unless the kernel can add numbers of `dtype`."""
+    if dtype.name not in SUMMABLE_DTYPES:
+        raise CollectiveError(
+            f"the Pallas executor does not add {dtype.name}: add in float32, which is the default "
+            f"of accumulate_dtype, or {REMEDY}"
+        )
 
 
 # The kernel -------------------------------------------------------------------------------------

@@ -69,10 +69,10 @@ def plan(
             `Plan.jax_mesh` orders the devices; ``"ppermute"`` runs the rounds of the schedule as
             `lax.ppermute` in loops; ``"ppermute_unrolled"`` writes the rounds out, so that the
             compiler can overlap them with other work; ``"pallas"`` runs all rounds in one TPU
-            kernel (interpreted elsewhere), and nothing else runs meanwhile. ``"auto"`` takes xla or
-            ppermute, whichever is cheaper by simulation, and pallas only if a profile shows that
-            it sums rightly and is cheaper; ppermute for an algorithm that is named, and for idle
-            devices.
+            kernel for each bucket (interpreted elsewhere), with the same bits, for numbers of at
+            most 32 bits; nothing else runs meanwhile. ``"auto"`` takes xla or ppermute, whichever
+            is cheaper by simulation, and pallas only if a profile shows that it sums rightly and is
+            cheaper; ppermute for an algorithm that is named, and for idle devices.
 
     Returns:
         A proved plan. Trees take seconds to plan on hundreds of chips, and are then kept on disk:

@@ -184,8 +184,8 @@ class Plan(BoundCollectives):
     def with_reduce_scatter(self) -> Plan:
         """The same plan, or the cheapest whose reduce-scatter leaves every rank an equal part.
 
-        `psum_scatter`, `all_gather` and sharded optimizers use it. A given schedule, and one for
-        idle devices too, stays as it is.
+        `psum_scatter`, `all_gather` and sharded optimizers use it. It may leave them to XLA, unless
+        this plan is for the kernel. A given schedule, and one for idle devices too, stays as it is.
         """
         if self.schedule.owns_evenly and not self.chooses_executor:
             return self
@@ -239,7 +239,7 @@ class Plan(BoundCollectives):
             wire,
             reduce_scatter=reduce_scatter,
             trees="never" if is_unrolled else "if_cheapest",
-            with_native=self.chooses_executor or reduce_scatter,
+            with_native=self.chooses_executor or (reduce_scatter and self.executor != PALLAS),
             with_kernel=self.chooses_executor,
         )
 

@@ -21,6 +21,7 @@ from ftmesh.testing import cpu_grid, on_one_device
 from tests.support.more import more
 from tests.support.on_devices import per_rank
 from tests.support.pallas_programs import (
+    by_both_executors,
     crossing_loop,
     make_program,
     random_loop,
@@ -46,14 +47,6 @@ CASES = [
 ]
 
 
-def both(plan, run, *args):
-    """The results of `run(plan, *args)` with either executor."""
-    return [
-        per_rank(chosen, lambda *args, chosen=chosen: run(chosen, *args), *args)
-        for chosen in (plan, replace(plan, executor="pallas"))
-    ]
-
-
 def buffers(num_ranks, num_chunks, dtype=np.float32, *, rows=8):
     rng = np.random.default_rng(0)
     shape = num_ranks, num_chunks, rows, 128
@@ -71,7 +64,7 @@ def test_sums_have_the_same_bits(case):
     algorithm, shape, failed = case
     plan = ftmesh.plan(cpu_grid(shape, failed=failed), algorithm)
     x = buffers_of(plan.program)
-    ppermute, kernel = both(plan, lambda plan, x: plan.psum(x, "data"), x)
+    ppermute, kernel = by_both_executors(plan, lambda plan, x: plan.psum(x, "data"), x)
     np.testing.assert_array_equal(ppermute, kernel)
     assert (kernel == kernel[0]).all()
     np.testing.assert_allclose(kernel[0], x.sum(axis=0), atol=1e-4)  # 32 values near 1
@@ -123,14 +116,14 @@ def test_means_of_one_array_that_fills_its_chunks_have_the_same_bits():
     plan = ftmesh.plan(cpu_grid("2x1"), "chain")
     x = buffers_of(plan.program)
     x[:, 0, 0, :3] = [[-0.0, np.inf, np.nan], [-0.0, 1, 1]]
-    ppermute, kernel = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
+    ppermute, kernel = by_both_executors(plan, lambda plan, x: plan.pmean(x, "data"), x)
     assert ppermute.tobytes() == kernel.tobytes()
     np.testing.assert_array_equal(kernel[0], (x[0] + x[1]) / 2)
 
     def slope(plan, x):
         return jax.grad(lambda x: 3 * plan.pmean(x, "data").sum())(x)
 
-    for slopes in both(plan, slope, x):
+    for slopes in by_both_executors(plan, slope, x):
         np.testing.assert_array_equal(slopes, np.full_like(x, 3 / 2))
 
 
@@ -161,7 +154,7 @@ def test_16_bit_means_are_rounded_like_those_of_ppermute():
     plan = ftmesh.plan(cpu_grid("2x1"), "chain")
     x = buffers_of(plan.program, jnp.bfloat16, rows=16)
     assert plan.partial_sum_dtype("bfloat16") == "bfloat16"
-    ppermute, kernel = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
+    ppermute, kernel = by_both_executors(plan, lambda plan, x: plan.pmean(x, "data"), x)
     np.testing.assert_array_equal(ppermute, kernel)
 
 
@@ -169,7 +162,7 @@ def test_with_64_bit_types_enabled():
     plan = ftmesh.plan(cpu_grid("2x1"), "chain")
     x = buffers_of(plan.program)
     with jax.enable_x64(True):
-        ppermute, kernel = both(plan, lambda plan, x: plan.pmean(x, "data"), x)
+        ppermute, kernel = by_both_executors(plan, lambda plan, x: plan.pmean(x, "data"), x)
     assert ppermute.dtype == np.float32
     np.testing.assert_array_equal(ppermute, kernel)
     np.testing.assert_allclose(ppermute, np.broadcast_to(x.mean(axis=0), x.shape), rtol=1e-6)
@@ -195,7 +188,7 @@ def test_reduce_scatter_and_all_gather():
         return own, plan.all_gather(own, "data")
 
     x = buffers_of(plan.program).reshape(12, 12, -1)
-    (own, gathered), (pallas_own, pallas_gathered) = both(plan, run, x)
+    (own, gathered), (pallas_own, pallas_gathered) = by_both_executors(plan, run, x)
     np.testing.assert_array_equal(own, pallas_own)
     np.testing.assert_array_equal(gathered, pallas_gathered)
     np.testing.assert_allclose(gathered[0], x.sum(axis=0), atol=1e-4)
@@ -205,7 +198,7 @@ def test_reduce_scatter_and_all_gather():
 def test_idle_ranks_receive_the_sum_and_contribute_nothing():
     plan = ftmesh.plan(cpu_grid("4x2", failed="2x2@2,0"), "ring", with_idle=True)
     x = buffers_of(plan.program, np.int32)
-    ppermute, kernel = both(plan, lambda plan, x: plan.psum(x, "data"), x)
+    ppermute, kernel = by_both_executors(plan, lambda plan, x: plan.psum(x, "data"), x)
     np.testing.assert_array_equal(ppermute, kernel)
     np.testing.assert_array_equal(kernel[0], x[plan.program.live].sum(axis=0))
 
@@ -232,7 +225,7 @@ def test_payloads_of_any_size_under_all_transformations():
         value = jax.vmap(lambda x: plan.psum(jnp.sin(x), "data"), in_axes=1)(x)
         return value, jax.grad(lambda x: plan.pmean(x * x, "data").sum())(x)
 
-    for ppermute, kernel in zip(*both(plan, run, x), strict=True):
+    for ppermute, kernel in zip(*by_both_executors(plan, run, x), strict=True):
         np.testing.assert_array_equal(ppermute, kernel)
 
 
@@ -314,15 +307,6 @@ def test_an_emulated_axis():
     plan = ftmesh.plan(Topology.grid("2x2"), "ring", executor="pallas")
     with pytest.raises(CollectiveError, match="moves data between devices, and a vmap has one"):
         on_one_device(lambda x: plan.psum(x, "data"))(jnp.ones((4, 3)))
-
-
-@pytest.mark.parametrize("dtype", [np.complex64, np.int8])
-def test_unsupported_dtypes(dtype):
-    plan = ftmesh.plan(cpu_grid("2x1"), "chain", executor="pallas")
-    with pytest.raises(
-        CollectiveError, match=rf"does not add {np.dtype(dtype).name}, only float32"
-    ):
-        per_rank(plan, lambda x: plan.psum(x, "data"), np.ones((2, 3), dtype))
 
 
 def test_overlapping_transfers_that_do_not_fit(monkeypatch):

@@ -10,14 +10,22 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ftmesh.execute import pallas_tables
 from ftmesh.execute.lowering import MIXED
-from ftmesh.execute.pallas_rank import KernelLane
+from ftmesh.execute.pallas_rank import KernelLane, KernelRank
 from ftmesh.execute.pallas_tables import SLOTS
-from ftmesh.schedule.transfers import COPY
-from tests.support.pallas_programs import crossing_loop, make_program, run_in_numpy, run_on_devices
+from ftmesh.schedule.transfers import ADD, COPY
+from tests.support.kernel_faults import PLANT
+from tests.support.pallas_programs import (
+    crossing_loop,
+    lower_for_tpus,
+    make_program,
+    run_in_numpy,
+    run_on_devices,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -27,15 +35,15 @@ HANGS = 3  # exit status
 
 
 @pytest.fixture
-def run_loop(interpreted):
-    """Run a loop: what the interpreter prints, and whether the result is that of NumPy."""
+def run_program(interpreted):
+    """Run a program: what the interpreter prints, and whether the result is that of NumPy."""
 
-    def run(loop):
-        held = np.random.default_rng(0).integers(0, 99, (*SIZE, 8, 128), np.int32)
-        program = make_program([loop], SIZE)
+    def run(program, rows=8):
+        shape = program.num_ranks, program.num_chunks, rows, 128
+        held = np.random.default_rng(0).integers(0, 99, shape, np.int32)
         try:
-            is_correct = np.array_equal(run_on_devices(program, held), run_in_numpy(program, held))
-            return interpreted(), is_correct
+            result = run_on_devices(program, held)
+            return interpreted(), np.array_equal(result, run_in_numpy(program, held))
         except jax.errors.JaxRuntimeError as error:  # races, since JAX 0.11
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 jax.effects_barrier()
@@ -45,8 +53,51 @@ def run_loop(interpreted):
     return run
 
 
+@pytest.fixture
+def run_loop(run_program):
+    """The same for one loop of two ranks and one chunk."""
+    return lambda loop, **options: run_program(make_program([loop], SIZE), **options)
+
+
 def test_no_fault(run_loop):
     assert run_loop(crossing_loop(3, num_ranks=2, lanes=(1,))) == ("", True)
+
+
+@pytest.mark.parametrize("op", [ADD, COPY], ids=["adding", "copying"])
+@pytest.mark.parametrize("fault", ["none", "a credit too many", "a slot reused early"])
+def test_a_slot_overwritten(monkeypatch, run_loop, fault, op):
+    """A transfer has more pieces than there are slots."""
+    monkeypatch.setattr(pallas, "MAX_PIECE_BYTES", 4096)
+    if fault != "none":
+        PLANT[fault](monkeypatch.setattr)
+    output, _ = run_loop(crossing_loop(1, op, num_ranks=2, lanes=(1,)), rows=8 * 2 * SLOTS)
+    assert ("RACE DETECTED" in output) == (fault != "none")
+
+
+def test_a_barrier_that_nobody_waits_at(monkeypatch, run_loop):
+    barrier = KernelRank.barrier
+
+    def signal_only(rank):
+        with monkeypatch.context() as patch:
+            patch.setattr(pl, "semaphore_wait", lambda *_: None)
+            barrier(rank)
+
+    monkeypatch.setattr(KernelRank, "barrier", signal_only)
+    output, _ = run_loop(crossing_loop(3, num_ranks=2, lanes=(1,)))
+    assert "has non-zero count" in output
+
+
+@pytest.mark.parametrize("has_barrier", [True, False])
+def test_no_barrier(monkeypatch, has_barrier):
+    """Interpreted semaphores exist before their kernel; lowering for TPUs asks for a barrier."""
+    monkeypatch.setattr(pallas, "is_interpreted", lambda program: False)
+    if not has_barrier:
+        PLANT["no barrier"](monkeypatch.setattr)
+    program = make_program([crossing_loop(3, num_ranks=2, lanes=(1,))], SIZE)
+    rejects = pytest.raises(ValueError, match="collective_id has to be unspecified")
+    with contextlib.nullcontext() if has_barrier else rejects:
+        text = lower_for_tpus(program, np.zeros((*SIZE, 8, 128), np.int32))
+        assert text.count("tpu_custom_call") == 1
 
 
 def test_a_chunk_read_before_it_arrives(monkeypatch, run_loop):
@@ -108,7 +159,9 @@ def test_a_semaphore_that_does_not_end_at_zero(monkeypatch, run_loop):
 
 
 @pytest.mark.slow  # each in a process of its own, which may hang
-@pytest.mark.parametrize("fault", ["none", "a missing credit", "an extra wait"])
+@pytest.mark.parametrize(
+    "fault", ["none", "a credit too few", "an extra wait", "two rows of a table swapped"]
+)
 def test_kernels_that_hang(fault):
     command = [sys.executable, ROOT / "tests" / "support" / "pallas_fault.py", fault]
     env = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -85,6 +85,16 @@ def test_a_kernel_has_no_rounds_to_unroll():
     assert plan.unrolled_variant.executor == "pallas"
 
 
+def test_a_kernel_scatters_too():
+    """Where permutations are replaced by XLA's own ring, a kernel asked for stays one."""
+    damaged = Topology.grid("4x4", failed="1x1@1,1")
+    executors = {
+        name: ftmesh.plan(damaged, executor=name, link="v6e").with_reduce_scatter.executor
+        for name in ("ppermute", "pallas")
+    }
+    assert executors == {"ppermute": "xla", "pallas": "pallas"}
+
+
 def test_a_wrong_schedule_is_not_a_plan():
     schedule = ftmesh.plan(TOPO, "ring").schedule
     short = ftmesh.Schedule(TOPO, "ring", schedule.num_chunks, schedule.phases[:1])

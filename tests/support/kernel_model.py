@@ -14,7 +14,8 @@ The ranks' actions are recorded from the kernel itself: see `kernel_recorder`. W
 - What is in a cell is how often each rank has contributed to it.
 
 A *deadlock* is a state in which nothing can happen and some rank has not finished. At the end every
-semaphore must be zero, and every row must have each contribution once.
+semaphore must be zero. Every row must have each contribution once: at all ranks, or after a
+reduce-scatter at its owner. An all-gather starts from that, with nothing at other ranks.
 
 Why `prove` covers every order of events. Only its own rank waits on a semaphore, and no rank's
 actions depend on data. So what can happen still can after anything else has happened; if two sets
@@ -71,7 +72,9 @@ class Model:
 
     recorded: list  # by rank
     calls: int = 1  # of the kernel, one after another
-    is_all_reduce: bool = True  # so that sums are checked
+    checks: str = "all_reduce"  # or "reduce_scatter" or "all_gather": whose sums; "" for none
+    owners: tuple = ()  # by row: the rank that has its sum between the two
+    live: tuple = ()  # the ranks that contribute; all unless given
 
     def __post_init__(self):
         self.cells, self.semaphores = {}, {}
@@ -82,6 +85,7 @@ class Model:
         self.cell_names, self.semaphore_names = list(self.cells), list(self.semaphores)
         self.owner = [name[0] for name in self.semaphore_names]
         self.num_ranks = len(self.code)
+        self.live = self.live or tuple(range(self.num_ranks))
 
     def _cells(self, names):
         return tuple(self.cells.setdefault(name, len(self.cells)) for name in names)
@@ -121,12 +125,31 @@ class Model:
         state = State([0] * self.num_ranks, [0] * len(self.semaphores), [0] * len(self.cells))
         if with_contents:
             state.contents = [
-                1 << BITS * rank if name == "buffer" else 0 for rank, name, *_ in self.cell_names
+                self._first(rank, index[-1]) if name == "buffer" else 0
+                for rank, name, *index in self.cell_names
             ]
         for code in self.code:
             for cell in code[0][2]:  # it is outside
                 state.opened[cell] = WRITING
         return state
+
+    @property
+    def _whole(self):
+        """The contents of a row that has each contribution once."""
+        return sum(1 << BITS * rank for rank in self.live)
+
+    def _first(self, rank, row):
+        """What is in a row of a rank's buffer before the first call."""
+        if self.checks == "all_gather":
+            return self._whole if self.owners[row] == rank else 0
+        return 1 << BITS * rank
+
+    def _last(self, rank, row):
+        """What must be there after the last call; None for anything."""
+        is_undefined = self.checks == "reduce_scatter" and self.owners[row] != rank
+        if not self.checks or is_undefined:
+            return None
+        return len(self.live) ** (self.calls - 1) * self._whole
 
     def begin(self, state, read, written, rank):
         """Open accesses; two that must not be open at once are a race."""
@@ -171,13 +194,12 @@ class Model:
         for name, level in zip(self.semaphore_names, state.levels, strict=True):
             if level:
                 raise EndError(f"{name} is {level} at the end")
-        if state.contents is not None and self.is_all_reduce:
-            whole = self.num_ranks ** (self.calls - 1) * sum(
-                1 << BITS * rank for rank in range(self.num_ranks)
-            )
-            for name, content in zip(self.cell_names, state.contents, strict=True):
-                if name[1] == "buffer" and content != whole:
-                    raise EndError(f"{name} has contributions {content:#x}")
+        for (rank, name, *index), content in zip(
+            self.cell_names, state.contents or (), strict=state.contents is not None
+        ):
+            want = self._last(rank, index[-1]) if name == "buffer" else None
+            if want not in (None, content):
+                raise EndError(f"rank {rank}, row {index[-1]} has contributions {content:#x}")
 
     # One run with every event held up in turn ----------------------------------------------------
 

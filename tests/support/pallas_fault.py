@@ -1,4 +1,4 @@
-"""Run a kernel with a planted fault: ``python pallas_fault.py "a missing credit"``."""
+"""Run a kernel with a planted fault: ``python pallas_fault.py "a credit too few"``."""
 
 import os
 import sys
@@ -11,21 +11,11 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 
-from ftmesh.execute.pallas_rank import KernelLane
-from ftmesh.execute.pallas_tables import SLOTS
+from tests.support.kernel_faults import PLANT
 from tests.support.pallas_programs import crossing_loop, make_program, run_on_devices
 
 TIMEOUT, CORRECT_TIMEOUT = 20, 200  # seconds; a correct kernel takes three
 HANGS = 3  # exit status
-
-grant_credit, wait_arrived = KernelLane.grant_credit, KernelLane.wait_arrived
-
-
-def plant(fault):
-    if fault == "a missing credit":
-        KernelLane.grant_credit = lambda self, n: grant_credit(self, n - (n == SLOTS))
-    elif fault == "an extra wait":
-        KernelLane.wait_arrived = lambda self, p: (wait_arrived(self, p), wait_arrived(self, p))
 
 
 def run():
@@ -35,8 +25,10 @@ def run():
 
 
 if __name__ == "__main__":
-    plant(sys.argv[1])
+    fault = sys.argv[1]
+    if fault != "none":
+        PLANT[fault](setattr)
     jax.config.update("jax_disable_most_optimizations", True)
     threading.Thread(target=run).start()
-    threading.Event().wait(CORRECT_TIMEOUT if sys.argv[1] == "none" else TIMEOUT)
+    threading.Event().wait(CORRECT_TIMEOUT if fault == "none" else TIMEOUT)
     os._exit(HANGS)

@@ -1,4 +1,7 @@
-"""Programs of random transfers, on which executors must agree."""
+"""Programs of random transfers, and plans, on which executors must agree."""
+
+from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -7,7 +10,7 @@ from jax.sharding import Mesh
 from ftmesh.execute import primitives
 from ftmesh.execute.lowering import IDLE, MIXED, Lane, Loop, Program, Table
 from ftmesh.schedule.transfers import ADD
-from tests.support.on_devices import PER_RANK
+from tests.support.on_devices import PER_RANK, per_rank
 
 
 def crossing_loop(num_rounds, op=ADD, *, num_ranks=3, lanes=(1, -1)):
@@ -90,11 +93,39 @@ def run_in_numpy(program, held):
 
 def run_on_devices(program, held):
     """Run a program with its executor, one device per rank."""
+    return np.asarray(_on_ranks(program)(held))
+
+
+def lower_for_tpus(program, held):
+    """The text of a program as it is lowered for TPUs."""
+    return _on_ranks(program).trace(held).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def _on_ranks(program):
     mesh = Mesh(np.array(jax.devices()[: program.num_ranks]), "data")
 
     def body(x):
         return primitives.all_reduce_varying(x[0], axis_name="data", program=program)[None]
 
-    return np.asarray(
-        jax.jit(jax.shard_map(body, mesh=mesh, in_specs=PER_RANK, out_specs=PER_RANK))(held)
-    )
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=PER_RANK, out_specs=PER_RANK))
+
+
+def by_both_executors(plan, run, *args, **options):
+    """The results of `run(plan, *args)` on every device: in permutations, and in the kernel."""
+    return [
+        per_rank(chosen, partial(run, chosen), *args, **options)
+        for chosen in (plan, in_kernel(plan))
+    ]
+
+
+def in_kernel(plan):
+    """The same schedule in the Pallas kernel."""
+    return replace(plan, executor="pallas")
+
+
+def assert_same_bits(one, other):
+    """Assert that two trees of arrays have the same dtypes, shapes and bits."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()

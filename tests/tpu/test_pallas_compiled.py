@@ -66,10 +66,11 @@ topology = ftmesh.Topology.from_devices(tpu_devices("v6e:4x4"), failed="2x2@0,0"
 plan = ftmesh.plan(topology, "ring", executor="pallas")
 ranks = NamedSharding(plan.jax_mesh("data"), P("data"))
 total = jax.shard_map(
-    lambda x: plan.psum(x, "data"), mesh=ranks.mesh, in_specs=P("data"), out_specs=P("data")
+    lambda x: (plan.psum(x, "data"), plan.all_gather(x, "data", tiled=True)),
+    mesh=ranks.mesh, in_specs=P("data"), out_specs=P("data"),
 )
 sizes = {}
-for dtype in ("float32", "bfloat16", "float16", "int32", "bool"):
+for dtype in sys.argv[2:]:
     held = jax.ShapeDtypeStruct((12_000,), dtype, sharding=ranks)
     program = jax.jit(total).lower(held).compile()
     sizes[dtype] = program.memory_analysis().generated_code_size_in_bytes
@@ -80,10 +81,77 @@ print(json.dumps(sizes))
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [32, 64])
 def test_all_dtypes(bits):
-    """Also with 64-bit types enabled: the kernel has none."""
-    sizes = run_json("-c", DTYPES, str(bits))
-    assert list(sizes) == ["float32", "bfloat16", "float16", "int32", "bool"]
+    """Sums and gathers, also with 64-bit types enabled: the kernel has none."""
+    dtypes = [
+        "float32", "bfloat16", "float16", "float8_e5m2", "complex64",
+        "int32", "uint32", "int16", "uint16", "int8", "uint8", "bool",
+    ]  # fmt: skip
+    sizes = run_json("-c", DTYPES, str(bits), *dtypes)
+    assert list(sizes) == dtypes
     assert min(sizes.values()) > 0
+
+
+PHASES = """
+import json, sys, jax, jax.numpy as jnp, ftmesh
+from jax.sharding import NamedSharding, PartitionSpec as P
+from ftmesh.execute import primitives
+from ftmesh.execute.context import NO_CAST, WireDtypes
+from ftmesh.tpu.slices import tpu_devices
+name, failed, algorithm, payload, wire = sys.argv[1:]
+topology = ftmesh.Topology.from_devices(tpu_devices(name), failed=failed)
+plan = ftmesh.plan(topology, algorithm, executor="pallas")
+program = plan.program
+rows = -(-int(payload) // (program.num_chunks * 512 * 16)) * 16
+wires = WireDtypes(jnp.bfloat16, jnp.bfloat16) if wire == "bfloat16" else NO_CAST
+ranks = NamedSharding(plan.jax_mesh("data"), P("data"))
+options = {"axis_name": "data", "program": program, "wire": wires}
+
+def between_other_work(collective):
+    return lambda x: 1 + collective(2 * x, **options)
+
+def scatter_and_gather(x):
+    own = plan.psum_scatter(2 * x, "data", tiled=True)
+    return 1 + plan.all_gather(own, "data", tiled=True)
+
+steps = {
+    "reduce_scatter": between_other_work(primitives.reduce_scatter),
+    "all_gather": between_other_work(primitives.all_gather),
+    "both": scatter_and_gather,
+}
+report = {}
+for phase, step in steps.items():
+    shape = program.num_ranks * program.num_chunks, rows, 128
+    held = jax.ShapeDtypeStruct(shape, "float32", sharding=ranks)
+    run = jax.shard_map(step, mesh=ranks.mesh, in_specs=ranks.spec, out_specs=ranks.spec)
+    compiled = jax.jit(run, donate_argnums=0).lower(held).compile(
+        compiler_options=ftmesh.compiler_options(name)
+    )
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    report[phase] = {
+        "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
+        "permutations": compiled.as_text().count("collective-permute"),
+        "temporary": temporary / (program.num_chunks * rows * 512),
+    }
+print(json.dumps(report))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["v4:4x4x1", "v5p:4x4x1", "v6e:8x8", "tpu7x:4x4x1"])
+def test_reduce_scatter_and_all_gather(name, wire):
+    """Each is one kernel; between other work it needs its buffer, and a rounded one to gather.
+
+    By owners both are in the order of ranks, which takes another copy where chunks are in another.
+    """
+    report = run_json("-c", PHASES, name, HOLE, "ring", "100_000_000", wire)
+    for phase, compiled in report.items():
+        assert compiled["kernels"] == (2 if phase == "both" else 1)
+        assert compiled["permutations"] == 0
+    rounded = 0.5 if wire == "bfloat16" else 0
+    assert report["reduce_scatter"]["temporary"] <= 1.05
+    assert report["all_gather"]["temporary"] <= 1.05 + rounded
+    assert report["both"]["temporary"] <= 3.1
 
 
 BETWEEN_OTHER_WORK = """
