@@ -9,6 +9,7 @@ from examples.bert import train as bert
 from examples.common.arguments import add_run
 from examples.resnet50 import train as resnet50
 from ftmesh.testing import cpu_grid
+from tests.support.more import more
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler")]
 
@@ -24,6 +25,7 @@ def losses(trainer, *argv, **smaller):
     return trainer.train(config, cpu_grid("2x2"), args).losses
 
 
+@more
 def test_resnet50_with_a_replicated_optimizer_and_overlap():
     how = ("--whole-optimizer", "--overlap", "--bucket", "10kB")
     small = {"stage_sizes": (1,), "width": 4, "image_size": 8, "norm_group": 12}
@@ -35,6 +37,7 @@ def test_resnet50_with_a_replicated_optimizer_and_overlap():
     assert one == other
 
 
+@more
 def test_bert_with_a_sharded_optimizer():
     small = {"num_layers": 1, "hidden": 8, "length": 16, "predictions": 3, "warmup_steps": 2}
     one, other = (

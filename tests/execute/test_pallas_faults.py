@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ftmesh.execute import pallas_tables
+from ftmesh.execute import pallas, pallas_tables
 from ftmesh.execute.lowering import MIXED
 from ftmesh.execute.pallas_rank import KernelLane, KernelRank
 from ftmesh.execute.pallas_tables import SLOTS

@@ -1,5 +1,6 @@
 """Every collective, dtype and option in the Pallas kernel: the bits of ppermute, or an error."""
 
+import re
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ import ftmesh
 from ftmesh import CollectiveError
 from ftmesh.execute import pallas
 from ftmesh.testing import cpu_grid
+from tests.support.more import more_case
 from tests.support.on_devices import odd_tree, per_rank
 from tests.support.pallas_programs import assert_same_bits, by_both_executors, in_kernel
 from tests.support.slow import slow
@@ -29,7 +31,11 @@ DTYPES = [
     "float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "complex64",
     "int32", "uint32", "int16", "uint16", "int8", "uint8", "bool",
 ]  # fmt: skip
-MOSTLY_SLOW = [dtype if dtype == "int8" else slow(dtype) for dtype in DTYPES]
+SLOW = ("bfloat16", "float16", "complex64")
+MOSTLY_SLOW = [
+    dtype if dtype == "int8" else slow(dtype) if dtype in SLOW else more_case(dtype)
+    for dtype in DTYPES
+]
 WIDE = ["float64", "complex128", "int64", "uint64"]
 
 
@@ -92,14 +98,14 @@ def test_sums_in_float16_raise(plan):
     "options",
     [
         {"wire_dtype": "bfloat16"},
-        {"wire_dtype": "float16"},
-        {"wire_dtype": "float8_e4m3fn"},
+        more_case({"wire_dtype": "float16"}),
+        more_case({"wire_dtype": "float8_e4m3fn"}),
         {"accumulate_dtype": "bfloat16"},
-        {"accumulate_dtype": "float32", "wire_dtype": "float32"},
+        more_case({"accumulate_dtype": "float32", "wire_dtype": "float32"}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", more_case("bfloat16")])
 def test_dtypes_of_wires_and_sums(plan, dtype, options):
     def run(plan, x):
         own = plan.psum_scatter(x, "data", tiled=True, **options)
@@ -151,3 +157,23 @@ def test_every_dtype_is_lowered_for_tpus(plan, monkeypatch, dtype):
     is_rounded = jnp.issubdtype(dtype, jnp.floating) and dtype != "float32"
     assert counts.pop("psum") == counts.pop("pmean") == 1 + is_rounded
     assert set(counts.values()) == {1}
+
+
+def test_64_bit_types_do_not_reach_the_kernel(plan, monkeypatch):
+    """Mosaic has none: also where JAX has them enabled, all of a kernel is the same."""
+    monkeypatch.setattr(pallas, "is_interpreted", lambda program: False)
+    kernel = in_kernel(plan)
+    held = jax.ShapeDtypeStruct((4 * LENGTH, 3), jnp.float32)
+    texts = []
+    for is_enabled in (False, True):
+        with jax.enable_x64(is_enabled):
+            run = jax.shard_map(
+                lambda x: kernel.psum(x, "data"),
+                mesh=kernel.jax_mesh("data"),
+                in_specs=P("data"),
+                out_specs=P("data"),
+            )
+            lowered = jax.jit(run).trace(held).lower(lowering_platforms=("tpu",))
+            (call,) = [line for line in lowered.as_text().splitlines() if "tpu_custom_call" in line]
+            texts.append(re.search(r"\\22body\\22: \\22([^\\]*)", call)[1])
+    assert texts[0] == texts[1]

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import ftmesh
 from ftmesh.collectives import with_mean_gradients
 from ftmesh.testing import cpu_grid
+from tests.support.more import more_case
 from tests.support.pallas_programs import assert_same_bits, in_kernel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compiler", "no_race")]
@@ -39,7 +40,9 @@ def run_by_both(plan, make_step, *args):
     return [jax.device_get(jax.jit(make_step(p))(*args)) for p in (plan, in_kernel(plan))]
 
 
-@pytest.mark.parametrize("options", [{}, {"wire_dtype": "bfloat16", "bucket_bytes": 100}])
+@pytest.mark.parametrize(
+    "options", [more_case({}), {"wire_dtype": "bfloat16", "bucket_bytes": 100}]
+)
 def test_value_and_grad_in_jit(plan, options):
     ppermute, kernel = run_by_both(
         plan, lambda plan: plan.value_and_grad(losses, **options), PARAMS, X, Y
@@ -72,9 +75,9 @@ def test_sums_in_the_backward_pass(plan):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        more_case({}),
         {"wire_dtype": "bfloat16"},
-        {"overlap": True, "bucket_bytes": 100},
+        more_case({"overlap": True, "bucket_bytes": 100}),
         {"specs": SHARDED},
     ],
     ids=str,
