@@ -139,7 +139,7 @@ def _processes(
 
 @contextlib.contextmanager
 def _folder(out: str, is_first: bool) -> Iterator[Path]:
-    """The folder to write: a new or empty one; of processes that write no report a temporary one."""
+    """Yield an empty folder to write, or for processes that write no report a temporary one."""
     if not is_first:
         with tempfile.TemporaryDirectory(prefix="ftmesh-selftest-") as temporary:
             yield Path(temporary)

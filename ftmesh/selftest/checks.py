@@ -1,4 +1,4 @@
-"""The checks of a self-test, in their order; those of the mesh, its chips and its order are here."""
+"""The checks of a self-test, in order; those of the mesh, its chips and its ring are here."""
 
 from __future__ import annotations
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from ftmesh.elastic.elastic_group import ElasticGroup
 from ftmesh.selftest.journal import FAILED, LEFT_OUT, PASSED, CheckResult, Problem
@@ -38,6 +41,18 @@ class CheckContext:
     def platform(self) -> str:
         """The platform of the devices, as JAX names it."""
         return str(self.topology.devices[0].platform)
+
+    @contextlib.contextmanager
+    def quick_compiler(self) -> Iterator[None]:
+        """On CPU devices, compile with few optimizations: it is what is computed that counts."""
+        if self.platform != "cpu":
+            yield
+            return
+        jax.config.update("jax_disable_most_optimizations", True)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_disable_most_optimizations", False)
 
 
 def result_from(

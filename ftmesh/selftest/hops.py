@@ -180,7 +180,10 @@ def _program(mesh: Any, pairs: Pairs, num_sends: int) -> Callable[[Any], Any]:
     def send_all(x: Any) -> Any:
         return jax.lax.fori_loop(0, num_sends, send, x)
 
-    return jax.jit(jax.shard_map(send_all, mesh=mesh, in_specs=spec, out_specs=spec))
+    program: Callable[[Any], Any] = jax.jit(
+        jax.shard_map(send_all, mesh=mesh, in_specs=spec, out_specs=spec)
+    )
+    return program
 
 
 def hop_latency(timed: Sequence[TimedHop]) -> float | None:
@@ -199,7 +202,8 @@ def _fit(timed: Sequence[TimedHop]) -> tuple[float, float | None]:
     points = [(one.hop.hops, one.small_s) for one in timed if one.hop.hops is not None]
     if len({hops for hops, _ in points}) < 2:
         return 0.0, None
-    slope, start = np.polyfit(*zip(*points, strict=True), 1).tolist()
+    hops, seconds = (np.array(column, np.float64) for column in zip(*points, strict=True))
+    slope, start = np.polyfit(hops, seconds, 1).tolist()
     return start, slope
 
 

@@ -215,8 +215,8 @@ _DIED_ADVICE = (
 def hung_advice(name: str) -> str:
     """What to do about a check that does not end."""
     advice = (
-        "a chip or a link that is silent, or a program that waits for ever: run `ftmesh doctor`; if "
-        "all are healthy, report it with journal.jsonl; if it was only slow, give a longer --timeout"
+        "a chip or a link may be silent, or a program may wait for ever: run `ftmesh doctor`; if all "
+        "are healthy, report it with journal.jsonl; if it was only slow, give a longer --timeout"
     )
     parts = name.removeprefix("right: ").split()
     if name.startswith("right: ") and len(parts) == 2:
@@ -228,8 +228,7 @@ def final_results(events: Sequence[Event], reason: str) -> list[CheckResult]:
     """Return a result for every check; those that never ran are left out, for `reason`."""
     known = merge_histories({0: history(events)})
     names = [name for event in events if event["event"] == "checks" for name in event["names"]]
-    results = [
+    return [
         known.get(name, CheckResult(name, LEFT_OUT, notes=(reason or NO_TIME,)))
         for name in dict.fromkeys([*names, *known])
     ]
-    return results

@@ -121,7 +121,8 @@ def _lines(report: SelfTestReport, names: Sequence[str]) -> Iterator[str]:
     yield ""
     if topology:
         yield f"{topology['devices']}, mesh {topology['mesh']}, JAX {topology['jax_version']}."
-    yield f"{report.counts or 'no checks'} in {format_time(report.seconds)}, on {report.measured_at}."
+    counts = report.counts or "no checks"
+    yield f"{counts} in {format_time(report.seconds)}, on {report.measured_at}."
     if topology.get("platform") == "cpu":
         yield "CPU devices: this says what the programs do, and nothing of a TPU's network."
     if report.reason:
@@ -138,7 +139,7 @@ def _lines(report: SelfTestReport, names: Sequence[str]) -> Iterator[str]:
     if PROFILE in names:
         yield f"- `{PROFILE}`: what was timed and found right here, for planning."
     else:
-        yield f"- There is no `{PROFILE}`: something that it would vouch for is not right, or not timed."
+        yield f"- No `{PROFILE}`: something that it would vouch for is not right, or not timed."
     yield f"- `{JOURNAL}`: every event, as JSON lines; `{LOG}`: what the workers printed."
 
 

@@ -58,7 +58,8 @@ def _without_bad(
     contenders: Sequence[Contender], context: CheckContext
 ) -> tuple[list[Contender], list[str]]:
     """The contenders that no check found to be wrong, and the names of the others."""
-    chosen, bad = [], []
+    chosen: list[Contender] = []
+    bad: list[Contender] = []
     for contender in contenders:
         result = context.results.get(f"right: {contender.executor} {contender.algorithm}")
         is_bad = contender.algorithm and result is not None and result.is_bad

@@ -154,7 +154,9 @@ class _Watch:
         for event in events[self._first + len(self.events) :]:
             self.events.append(event)
             self._phase = self._next_phase(event)
-        names = next((e["names"] for e in reversed(events) if e["event"] == "checks"), [])
+        names: list[str] = next(
+            (e["names"] for e in reversed(events) if e["event"] == "checks"), []
+        )
         done = len({e["result"]["name"] for e in events if e["event"] == "result"})
         total = max(len(names), done + 1)
         self._progress(done, total, self._phase.check)

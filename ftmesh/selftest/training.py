@@ -117,14 +117,14 @@ def _train_alone(num_ranks: int) -> dict[str, Any]:
     transformation = _adam()
     state = transformation.init(params)
 
-    @jax.jit
     def step(params: Any, state: Any) -> Any:
         grads = jax.grad(_loss)(params, x, y)
         updates, state = transformation.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    run = jax.jit(step)
     for _ in range(ADAM_STEPS):
-        params, state = step(params, state)
+        params, state = run(params, state)
     return {name: np.asarray(leaf) for name, leaf in params.items()}
 
 
@@ -137,7 +137,6 @@ def _train_sharded(made: Plan) -> dict[str, Any]:
     optimizer = made.shard(_adam(), AXIS)
     gradient = made.value_and_grad(_loss, axis_name=AXIS)
 
-    @jax.jit
     def step(params: Any, state: Any, x: Any, y: Any) -> Any:
         _, grads = gradient(params, x, y)
         updates, state = optimizer.update(grads, state, params)
@@ -149,9 +148,9 @@ def _train_sharded(made: Plan) -> dict[str, Any]:
 
     weights: Any = {name: put(leaf) for name, leaf in params.items()}
     batch = put(x, AXIS), put(y, AXIS)
-    state = optimizer.init(weights)
+    state, run = optimizer.init(weights), jax.jit(step)
     for _ in range(ADAM_STEPS):
-        weights, state = step(weights, state, *batch)
+        weights, state = run(weights, state, *batch)
     return {name: np.asarray(leaf.addressable_shards[0].data) for name, leaf in weights.items()}
 
 
@@ -185,7 +184,8 @@ def check_trainer(context: CheckContext, *, name: str) -> CheckResult:
     sizes = {key: batch for key in vars(config) if key in ("eval_images", "eval_sequences")}
     config = replace(config, batch=batch, **sizes)
     try:
-        report = module.train(config, context.topology, args, context.group)
+        with context.quick_compiler():
+            report = module.train(config, context.topology, args, context.group)
     except ArgumentError as error:
         return left_out(str(error))
     losses = [report.losses[step] for step in sorted(report.losses)]

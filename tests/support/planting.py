@@ -4,7 +4,6 @@ The parents, and the package itself, know nothing of them.
 """
 
 import os
-import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -65,9 +64,7 @@ SWAP = """
 
 def environment(folder, *faults, **variables):
     """The environment of a self-test whose workers have these faults."""
-    (folder / "sitecustomize.py").write_text(
-        HEAD + "".join(map(textwrap.dedent, [])) + "".join(faults)
-    )
+    (folder / "sitecustomize.py").write_text(HEAD + "".join(faults))
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("FTMESH_", "XLA_", "JAX_"))}
     return {
         **kept,
