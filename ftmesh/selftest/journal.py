@@ -215,8 +215,9 @@ _DIED_ADVICE = (
 def hung_advice(name: str) -> str:
     """What to do about a check that does not end."""
     advice = (
-        "a chip or a link may be silent, or a program may wait for ever: run `ftmesh doctor`; if all "
-        "are healthy, report it with journal.jsonl; if it was only slow, give a longer --timeout"
+        "a chip or a link may be silent, or a program may wait for ever: run `ftmesh doctor`; if "
+        "all are healthy, report it with journal.jsonl; if it was only slow, give a longer "
+        "--timeout"
     )
     parts = name.removeprefix("right: ").split()
     if name.startswith("right: ") and len(parts) == 2:

@@ -14,9 +14,9 @@ if "ftmesh.selftest.worker" in sys.orig_argv:
     import jax.numpy as jnp
     from ftmesh.planning import plan as planning
     Plan = planning.Plan
-    own = Plan.psum
 
     def replace_psum(executor, algorithm, psum):
+        own = Plan.psum
         def chosen(self, x, axis_name, **options):
             total = own(self, x, axis_name, **options)
             if (self.executor, self.algorithm) != (executor, algorithm):
