@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ftmesh.elastic.local_pod import run_pod
-from tests.support.planting import HANG, KILL, SWAP, WRONG, environment
+from tests.support.planting import HANG, KILL, SWAP, VANISH, WRONG, environment
 
 COMMAND = [sys.executable, "-m", "ftmesh", "selftest"]
 RING = "right: ppermute ring"
@@ -223,3 +223,18 @@ def test_four_processes_hang_together_and_go_on(tmp_path):
     (hung,) = problems(checks[RING])
     assert hung == "it did not end within 30 s and was killed, in processes 0, 1, 2 and 3"
     assert problems(checks["chips and links"])[0].startswith("link 0,0-1,0 is slow: ")
+
+
+@pytest.mark.slow
+def test_a_process_that_vanishes_is_missed(tmp_path):
+    only = "right: xla,right: ppermute flood,right: ppermute tree"
+    status, checks, report = pod(
+        tmp_path, "--only", only, "--timeout", "10", env=environment(tmp_path, VANISH)
+    )
+    assert status == [1, 128 + 9]
+    assert statuses(checks) == {
+        "right: xla ring": "passed",
+        "right: ppermute flood": "left out",
+        "right: ppermute tree": "left out",
+    }
+    assert "**The test ended early: process 1 did not connect within " in report
