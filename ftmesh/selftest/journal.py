@@ -159,24 +159,24 @@ def _unfinished(
         return CheckResult(name, LEFT_OUT, notes=(NO_TIME,))
     from ftmesh.distributed.process_group import format_processes  # loads JAX
 
-    died = {i: end for i, end in ends.items() if end["how"] == DIED}
-    hung = [i for i, end in ends.items() if end["how"] == HUNG]
-    status, problems = DIED if died else HUNG, []
-    for i, end in died.items():
-        who = f"process {i}" if num_processes > 1 else "the process"
-        problems.append(Problem(f"{who} died while it ran this check: {end['text']}", _DIED_ADVICE))
-    if hung and not died:
-        seconds = max(ends[i]["seconds"] for i in hung)
-        where = f", in {format_processes(hung)}" if num_processes > 1 else ""
+    ends = dict(sorted(ends.items(), key=lambda item: item[1]["seconds"]))
+    first, end = next(iter(ends.items()))  # what comes later may follow from it
+    seconds = float(end["seconds"])
+    hung = [i for i, one in ends.items() if one["how"] == HUNG]
+    died = [i for i, one in ends.items() if one["how"] == DIED and i != first]
+    is_one = num_processes == 1
+    if end["how"] == DIED:
+        who = "the process" if is_one else f"process {first}"
+        text = f"{who} died while it ran this check: {end['text']}"
+        problems, status = [Problem(text, _DIED_ADVICE)], DIED
+        notes = [f"{format_processes(hung)} waited for it and had to be killed"] if hung else []
+    else:
+        where = "" if is_one else f", in {format_processes(hung)}"
         text = f"it did not end within {seconds:.0f} s and was killed{where}"
-        problems.append(Problem(text, hung_advice(name)))
-    notes = (
-        [f"{format_processes(hung)} waited for it and had to be killed"] if hung and died else []
-    )
-    merged = merge_results(done) if done else CheckResult()
-    own = [problem for problem in merged.problems if not died]  # else they follow from the death
-    seconds = max(end["seconds"] for end in ends.values())
-    return CheckResult(name, status, (*problems, *own), tuple(notes), {}, seconds)
+        problems, status, notes = [Problem(text, hung_advice(name))], HUNG, []
+        problems += merge_results(done).problems if done else ()
+    notes += [f"{format_processes(died)} died after that"] if died else []
+    return CheckResult(name, status, tuple(problems), tuple(notes), {}, seconds)
 
 
 def merge_results(by_process: Mapping[int, CheckResult]) -> CheckResult:

@@ -122,8 +122,13 @@ class _Watch:
             reaper.close()
         self._follow()
         status = worker.status or 0
-        if status not in (0, PARTED, AGAIN) and self.events[-1]["event"] != "stopped":
-            self._append("ended", self._phase.check, DIED, self._last_words(status))
+        if status in (0, PARTED, AGAIN) or self.events[-1]["event"] == "stopped":
+            return status
+        words = self._last_words(status)
+        if self._phase.is_waiting:  # likely since the process that it waited for has gone
+            self._append("parted", "", DIED, words)
+            return PARTED
+        self._append("ended", self._phase.check, DIED, words)
         return status
 
     def _is_over(self) -> bool:

@@ -67,13 +67,27 @@ def test_the_one_that_died_is_named_and_not_those_that_waited():
         {
             0: history([begin("speed"), {"event": "done", "result": failed}]),
             1: history([begin("speed"), ended("speed", HUNG)]),
-            2: history([begin("speed"), ended("speed", DIED, "it was killed by SIGKILL")]),
+            2: history([begin("speed"), ended("speed", DIED, "it was killed by SIGKILL", 5.0)]),
+            3: history([begin("speed"), ended("speed", DIED, "the service is gone", 5.5)]),
         }
     )["speed"]
     assert merged.status == DIED
     (problem,) = merged.problems
     assert problem.text == "process 2 died while it ran this check: it was killed by SIGKILL"
-    assert merged.notes == ("process 1 waited for it and had to be killed",)
+    assert merged.notes == (
+        "process 1 waited for it and had to be killed", "process 3 died after that",
+    )  # fmt: skip
+
+
+def test_the_first_that_hung_is_the_cause_and_not_what_died_then():
+    merged = merge_histories(
+        {
+            0: history([begin("hops"), ended("hops", HUNG, seconds=60.0)]),
+            1: history([begin("hops"), ended("hops", DIED, "the service is gone", 60.5)]),
+        }
+    )["hops"]
+    assert merged.status == HUNG
+    assert merged.notes == ("process 1 died after that",)
 
 
 def test_all_that_hung_are_named():

@@ -221,7 +221,7 @@ def test_four_processes_hang_together_and_go_on(tmp_path):
         "right: ppermute tree": "failed",
     }  # fmt: skip
     (hung,) = problems(checks[RING])
-    assert hung == "it did not end within 30 s and was killed, in processes 0, 1, 2 and 3"
+    assert hung.startswith("it did not end within 30 s and was killed, in process")
     assert problems(checks["chips and links"])[0].startswith("link 0,0-1,0 is slow: ")
 
 
