@@ -24,6 +24,7 @@ from typing import Any
 PASSED, FAILED, HUNG, DIED, LEFT_OUT = STATUSES = ("passed", "failed", "hung", "died", "left out")
 NO_TIME = "no time left"
 MAX_BEGINNINGS = 2  # of a check that no process is known to have ended
+SAME_TIME = 1.0  # seconds between the clocks of two parents
 Event = dict[str, Any]
 
 
@@ -159,7 +160,7 @@ def _unfinished(
         return CheckResult(name, LEFT_OUT, notes=(NO_TIME,))
     from ftmesh.distributed.process_group import format_processes  # loads JAX
 
-    ends = dict(sorted(ends.items(), key=lambda item: item[1]["seconds"]))
+    ends = dict(sorted(ends.items(), key=lambda item: _when(item[1])))
     first, end = next(iter(ends.items()))  # what comes later may follow from it
     seconds = float(end["seconds"])
     hung = [i for i, one in ends.items() if one["how"] == HUNG]
@@ -177,6 +178,11 @@ def _unfinished(
         problems += merge_results(done).problems if done else ()
     notes += [f"{format_processes(died)} died after that"] if died else []
     return CheckResult(name, status, tuple(problems), tuple(notes), {}, seconds)
+
+
+def _when(end: Event) -> float:
+    """When a process ended; of two at about the same time, the death follows from the kill."""
+    return float(end["seconds"]) + SAME_TIME * (end["how"] == DIED)
 
 
 def merge_results(by_process: Mapping[int, CheckResult]) -> CheckResult:

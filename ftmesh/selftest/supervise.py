@@ -145,7 +145,7 @@ class _Watch:
             self._append("ended", self._phase.check, HUNG, text)
 
     def _append(self, event: str, check: str, how: str, text: str) -> None:
-        seconds = round(time.monotonic() - self._phase.since, 1)
+        seconds = round(min(time.monotonic() - self._phase.since, self._phase.limit), 1)
         check = "" if check == _START else check
         self._journal.append(event, check=check, how=how, text=text, seconds=seconds)
         self._follow()

@@ -83,7 +83,7 @@ def test_the_first_that_hung_is_the_cause_and_not_what_died_then():
     merged = merge_histories(
         {
             0: history([begin("hops"), ended("hops", HUNG, seconds=60.0)]),
-            1: history([begin("hops"), ended("hops", DIED, "the service is gone", 60.5)]),
+            1: history([begin("hops"), ended("hops", DIED, "the service is gone", 59.9)]),
         }
     )["hops"]
     assert merged.status == HUNG
