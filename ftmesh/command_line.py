@@ -23,7 +23,7 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 EXIT_STATUS_HELP = """\
 exit status:
   0    success
-  1    doctor: a chip or a link is unhealthy
+  1    doctor, selftest: a chip or a link is unhealthy, or something is not right
   2    bad command line: an argument, a mesh, or an output that cannot be written
   65   verification failed: a schedule or a sum is wrong
   66   no such file or folder

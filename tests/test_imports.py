@@ -39,6 +39,7 @@ PACKAGES = [
     "distributed",
     "health",
     "elastic",
+    "selftest",
     "",
     "cli",
     "__main__",
@@ -59,6 +60,10 @@ ALSO_WITHOUT_JAX = {
     "execute.hlo_text",
     "execute.lowering",
     "execute.types",
+    "selftest.journal",
+    "selftest.report",
+    "selftest.supervise",
+    "selftest.timing",
 }
 
 # Beyond NumPy, JAX and the standard library.
@@ -66,7 +71,7 @@ EXTRAS = {
     "matplotlib": {"draw.plots"},
     "scipy": {"topology.ranks", "cost.round_bounds"},  # which JAX brings
     "jaxlib": {"elastic.coordination_service"},  # alone, so that it starts at once
-    "optax": {"optim", "planning.bound_collectives"},  # the latter for types
+    "optax": {"optim", "planning.bound_collectives", "selftest.training"},  # the second for types
     "flax": {"nn"},
 }
 

@@ -28,7 +28,7 @@ from ftmesh.topology.devices import (
     slice_wraps,
     tpu_generation,
 )
-from ftmesh.topology.notation import Coord, format_shape, parse_links, parse_shape
+from ftmesh.topology.notation import parse_links, parse_shape, parse_wrap_axes
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_rate, format_time, parse_rate
@@ -175,7 +175,7 @@ def topology_of(args: Namespace) -> Topology:
         failed_links = damage.failed_links(failed_links, frame)
     else:
         frame = CoordFrame.for_grid(shape)
-    wrap, wrap_source = parse_wrap_option(args.wrap, frame.shape), ""
+    wrap, wrap_source = parse_wrap_axes(args.wrap, frame.shape), ""
     if generation and wrap is None:
         wrap = slice_wraps(generation, frame.shape)
         wrap_source = describe_slice_wraps(generation, frame.shape)
@@ -201,20 +201,6 @@ def generation_of(args: Namespace) -> str | None:
             f"{args.mesh} is a slice of {named}, and --tpu says {given}: give one of the two"
         )
     return named or given
-
-
-def parse_wrap_option(wrap: str | None, shape: Coord) -> tuple[bool, ...] | None:
-    """Return which axes of `shape` wrap by --wrap, or None if it was not given."""
-    if wrap is None:
-        return None
-    named, axes = "" if wrap == "none" else wrap, "xyz"[: len(shape)]
-    unknown = sorted(set(named) - set(axes))
-    if unknown:
-        raise ArgumentError(
-            f"--wrap {wrap}: mesh {format_shape(shape)} has no axis {unknown[0]!r}; write axes as "
-            "in 'xy', or 'none'"
-        )
-    return tuple(axis in named for axis in axes)
 
 
 def _split_slice(mesh: str) -> tuple[str | None, str]:
@@ -248,15 +234,6 @@ def mesh_summary(topology: Topology) -> dict[str, Any]:
             "wasted": topology.num_wasted,
         }
     return summary
-
-
-def describe_devices(topology: Topology) -> str:
-    """Say which devices are live: ``12 of 16 emulated CPU devices``, or ``1 NVIDIA H200``."""
-    device, live = topology.devices[0], len(topology.devices)
-    total = topology.num_chips * topology.devices_per_chip
-    emulated = "emulated CPU device" + "s" * (total > 1)
-    kind = emulated if device.platform == "cpu" else str(device.device_kind)
-    return f"{live} {kind}" if live == total else f"{live} of {total} {kind}"
 
 
 class Stages:

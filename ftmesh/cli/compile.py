@@ -12,6 +12,7 @@ from ftmesh.cli import arguments
 from ftmesh.cli.arguments import add_algorithm, add_damage, add_executor, add_payload, add_wrap
 from ftmesh.cost.links import network_for
 from ftmesh.execute.lowering import PALLAS
+from ftmesh.topology.notation import parse_wrap_axes
 from ftmesh.units import parse_bytes
 
 
@@ -58,7 +59,7 @@ def _compile(args: argparse.Namespace, payload_bytes: int, bundles: str | None) 
     from ftmesh.tpu.slices import parse_slice, tpu_devices
 
     stages = arguments.Stages()
-    wrap = arguments.parse_wrap_option(args.wrap, parse_slice(args.slice)[1].shape)
+    wrap = parse_wrap_axes(args.wrap, parse_slice(args.slice)[1].shape)
     load = partial(tpu_devices, args.slice, wrap=wrap)
     devices = stages.run(f"loading {args.slice}", load)
     topology = ftmesh.Topology.from_devices(

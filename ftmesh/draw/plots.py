@@ -1,4 +1,4 @@
-"""Plots of simulations: time by payload, link loads, scaling, goodput.
+"""Plots of simulations and measurements: time by payload, link loads, scaling, goodput.
 
 They need matplotlib, ``pip install 'ftmesh[plots]'``, and name the links that were simulated.
 """
@@ -80,6 +80,21 @@ def time_against_payload(simulators: Mapping[str, Simulator], network: Network =
         axes.plot(payloads, times, style, color="0.5", label=same[0].name)
     bounds = [1e6 * least.all_reduce_seconds(int(size), network) for size in payloads]
     axes.plot(payloads, bounds, **LOWER_BOUND)
+    axes.set(xscale="log", yscale="log", xlabel="payload, bytes", ylabel="time, us")
+    return _finish(figure, axes)
+
+
+def measured_times(timings: Sequence[Mapping[str, Any]], title: str, subtitle: str) -> Figure:
+    """Plot the measured time of sums by payload; `timings` are those of ``ftmesh bench --json``."""
+    figure, axes = _figure(title, subtitle)
+    for name in dict.fromkeys(timing["contender"] for timing in timings):
+        own = [timing for timing in timings if timing["contender"] == name]
+        base, _, kernel = str(name).partition(", ")
+        look: dict[str, Any] = {"color": COLOURS.get(base), "ls": ":" if kernel else "-"}
+        if base not in COLOURS:
+            look = {"color": "black" if base == "lax.psum" else "0.5", "ls": "--"}
+        sizes = [timing["payload_bytes"] for timing in own]
+        axes.plot(sizes, [1e6 * t["median_s"] for t in own], marker="o", ms=3, label=name, **look)
     axes.set(xscale="log", yscale="log", xlabel="payload, bytes", ylabel="time, us")
     return _finish(figure, axes)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ftmesh.errors import TopologyError
+from ftmesh.errors import ArgumentError, TopologyError
 
 Coord = tuple[int, ...]
 Link = tuple[Coord, Coord]
@@ -149,6 +149,24 @@ def parse_wrap(wrap: bool | Sequence[bool], shape: Coord) -> tuple[bool, ...]:
     if not all(isinstance(value, (bool, np.bool_)) for value in wraps):
         raise TopologyError(f"wrap must be True, False, or one of these per axis, not {wrap!r}")
     return tuple(map(bool, wraps))
+
+
+def parse_wrap_axes(wrap: str | None, shape: Coord) -> tuple[bool, ...] | None:
+    """Return which axes of `shape` wrap by --wrap, or None if it was not given.
+
+    >>> parse_wrap_axes("y", (4, 4)), parse_wrap_axes("none", (4, 4))
+    ((False, True), (False, False))
+    """
+    if wrap is None:
+        return None
+    named, axes = "" if wrap == "none" else wrap, "xyz"[: len(shape)]
+    unknown = sorted(set(named) - set(axes))
+    if unknown:
+        raise ArgumentError(
+            f"--wrap {wrap}: mesh {format_shape(shape)} has no axis {unknown[0]!r}; write axes as "
+            "in 'xy', or 'none'"
+        )
+    return tuple(axis in named for axis in axes)
 
 
 def format_failed(failed: Iterable[Coord]) -> str:

@@ -14,12 +14,19 @@ import pytest
 
 import ftmesh
 from ftmesh.cli import bench
-from ftmesh.cli.arguments import describe_devices
-from ftmesh.cli.bench import find_contenders, format_timings, rank_values, time_sums
 from ftmesh.cli.main import main
 from ftmesh.distributed.process_group import ProcessGroup
 from ftmesh.elastic.local_pod import run_pod
 from ftmesh.errors import VerificationError
+from ftmesh.selftest.timing import (
+    Contender,
+    describe_devices,
+    find_contenders,
+    format_timings,
+    rank_values,
+    take_turns,
+    time_sums,
+)
 from ftmesh.testing import cpu_grid
 
 ROOT = Path(__file__).parent.parent.parent
@@ -181,8 +188,8 @@ def test_contenders_take_turns():
         return x
 
     calls = [(program, jnp.int32(i)) for i in range(3)]
-    assert len(bench._take_turns(calls)) == 3
-    bench._take_turns(calls)
+    assert len(take_turns(calls)) == 3
+    take_turns(calls)
     assert ran == [0, 1, 2, 0, 1, 2]
 
 
@@ -228,7 +235,7 @@ def test_the_mesh_of_real_devices(monkeypatch):
 @pytest.mark.slow
 def test_the_kernel_interpreted():
     plan = ftmesh.plan(cpu_grid("2x1"), "tree", executor="pallas")
-    kernel = bench.Contender("tree, kernel", "pallas", plan.jax_mesh("data"), plan.psum)
+    kernel = Contender("tree, kernel", "pallas", plan.jax_mesh("data"), plan.psum)
     (timing,) = time_sums([kernel], [64], repeats=1, progress=no_progress)
     assert timing.executor == "pallas"
 

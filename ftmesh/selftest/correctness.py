@@ -1,0 +1,189 @@
+"""Checks that collectives are right: every executor and algorithm, every rank, every element.
+
+Sums of int32, and of whole numbers in float32, are compared bit by bit; those of random numbers
+within what rounding allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from ftmesh.algorithms.registry import ALGORITHMS
+from ftmesh.cost.wire_precision import FLOAT_FORMATS, worst_error
+from ftmesh.errors import CollectiveError, PlanError, RoutingError
+from ftmesh.execute.lowering import PALLAS, PPERMUTE, PPERMUTE_UNROLLED, XLA
+from ftmesh.planning.make_plan import RING, plan
+from ftmesh.planning.plan import Plan
+from ftmesh.selftest.context import ONE_DEVICE, CheckContext, left_out, result_from
+from ftmesh.selftest.journal import CheckResult, Problem
+from ftmesh.selftest.timing import AXIS, rank_values
+from ftmesh.topology.devices import process_of
+from ftmesh.topology.notation import format_coord
+from ftmesh.topology.topology import Topology
+
+ROWS_PER_RANK, ROWS_INTERPRETED = 37, 1  # elements of each dtype, in multiples of the ranks
+MAX_UNROLLED = 64  # ranks
+MAX_INTERPRETED = 4  # ranks of a Pallas kernel on CPU devices
+WHOLE, RANDOM, INTEGERS, SHORT = "whole float32", "random float32", "int32", "bfloat16"
+_DTYPES = {WHOLE: "float32", RANDOM: "float32", INTEGERS: "int32", SHORT: "bfloat16"}
+_EXACT = (WHOLE, INTEGERS)
+OPERATIONS = {
+    "psum": (WHOLE, RANDOM, INTEGERS, SHORT),
+    "pmean": (RANDOM,),
+    "psum_scatter": (WHOLE, SHORT),
+    "all_gather": (RANDOM, INTEGERS),
+}
+UNROLLED = {"psum": (WHOLE,), "psum_scatter": (WHOLE,)}  # their programs are long
+
+
+def executors_and_algorithms(topology: Topology) -> list[tuple[str, str]]:
+    """Return what may run on a mesh; what cannot be planned there says so when it is checked."""
+    pairs = [(XLA, RING)]
+    pairs += [(PPERMUTE, name) for name in ALGORITHMS]
+    if topology.num_live <= MAX_UNROLLED:
+        pairs.append((PPERMUTE_UNROLLED, RING))
+    return pairs + [(PALLAS, name) for name in ALGORITHMS]
+
+
+def check_collectives(context: CheckContext, *, executor: str, algorithm: str) -> CheckResult:
+    """Check the collectives of one plan, in one program."""
+    topology = context.topology
+    if len(topology.devices) == 1:
+        return left_out(ONE_DEVICE)
+    is_interpreted = executor == PALLAS and context.platform != "tpu"
+    if is_interpreted and (reason := _why_not_interpreted(context)):
+        return left_out(reason)
+    # Interpreted, two kernels of a program would wait for each other.
+    operations = UNROLLED if executor == PPERMUTE_UNROLLED else OPERATIONS
+    operations = {"psum": (INTEGERS,)} if is_interpreted else operations
+    rows = ROWS_INTERPRETED if is_interpreted else ROWS_PER_RANK
+    try:
+        made = plan(topology, RING if executor == XLA else algorithm, executor=executor)
+    except (PlanError, RoutingError) as error:
+        return left_out(str(error))
+    try:
+        with context.quick_compiler():
+            found = list(wrong_results(made, operations, rows))
+    except CollectiveError as error:
+        if executor != PALLAS:
+            raise
+        return left_out(str(error))
+    advice = (
+        f"do not plan with executor={executor!r} and algorithm {algorithm!r} on this mesh, and "
+        "report it with journal.jsonl: the schedule was proved, so its executor, JAX or a chip is "
+        "wrong"
+    )
+    notes = ["interpreted: psum of a few int32 alone"] if is_interpreted else []
+    data = {"executor": executor, "algorithm": algorithm, "is_interpreted": is_interpreted}
+    return result_from([Problem(text, advice) for text in found], notes, data)
+
+
+def _why_not_interpreted(context: CheckContext) -> str:
+    if context.group.num_processes > 1:
+        return "without TPUs the kernel is interpreted, which needs all devices in one process"
+    if len(context.topology.devices) > MAX_INTERPRETED:
+        return (
+            "without TPUs the kernel is interpreted, which takes minutes on more than "
+            f"{MAX_INTERPRETED} devices: `ftmesh selftest 2x2` checks it"
+        )
+    return ""
+
+
+def wrong_results(
+    made: Plan, operations: Mapping[str, tuple[str, ...]], rows: int
+) -> Iterator[str]:
+    """Run collectives and yield what is wrong: operation, dtype, rank, device and element."""
+    mesh, topology = made.jax_mesh(AXIS), made.topology
+    num_ranks = mesh.size
+    size = rows * num_ranks
+    names = dict.fromkeys(name for kinds in operations.values() for name in kinds)
+    inputs = {name: _rank_inputs(name, num_ranks, size) for name in names}
+    spec = jax.sharding.PartitionSpec(AXIS)
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    arrays = {
+        name: jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
+        for name, values in inputs.items()
+    }
+
+    def one_rank(arrays: Any) -> Any:
+        own = {name: x[0] for name, x in arrays.items()}
+        results = {
+            operation: _call(made, operation)({name: own[name] for name in kinds})
+            for operation, kinds in operations.items()
+        }
+        return jax.tree.map(lambda x: x[None], results)
+
+    run = jax.jit(
+        jax.shard_map(one_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+    results = run(arrays)
+    for operation, kinds in operations.items():
+        for name in kinds:
+            expected, bound = _expected(made, operation, name, inputs[name])
+            for shard in results[operation][name].addressable_shards:
+                rank = shard.index[0].start or 0
+                values = np.asarray(shard.data)[0].astype(np.float64)
+                want = expected[rank] if operation == "psum_scatter" else expected
+                allowed = bound[rank] if operation == "psum_scatter" else bound
+                wrong = np.flatnonzero(~(np.abs(values - want) <= allowed))
+                if wrong.size:
+                    first = int(wrong[0])
+                    chip = format_coord(topology.coord_of(shard.device))
+                    yield (
+                        f"{operation} of {name} is wrong: rank {rank} (chip {chip}, {shard.device} "
+                        f"of process {process_of(shard.device)}) has {values[first]:.9g} for "
+                        f"{want[first]:.9g} at element {first}, and {wrong.size:,} of "
+                        f"{want.size:,} elements are wrong"
+                    )
+
+
+def _call(made: Plan, operation: str) -> Callable[[Any], Any]:
+    if operation == "psum_scatter":
+        return lambda x: made.psum_scatter(x, AXIS, tiled=True)
+    if operation == "all_gather":
+        return lambda x: made.all_gather(x, AXIS, tiled=True)
+    function = made.psum if operation == "psum" else made.pmean
+    return lambda x: function(x, AXIS)
+
+
+def _rank_inputs(name: str, num_ranks: int, size: int) -> NDArray[Any]:
+    """What every rank contributes; the same in every process."""
+    if name == WHOLE:
+        return np.stack([rank_values(rank, num_ranks, size) for rank in range(num_ranks)])
+    rng = np.random.default_rng(len(name))
+    if name == INTEGERS:
+        return rng.integers(-(2**31), 2**31, (num_ranks, size), np.int32)  # sums wrap around
+    values = rng.normal(size=(num_ranks, size)).astype(np.float32)
+    return values.astype(jnp.bfloat16) if name == SHORT else values
+
+
+def _expected(
+    made: Plan, operation: str, name: str, inputs: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The right result, by NumPy, and how far rounding may take a result from it."""
+    num_ranks = len(inputs)
+    if operation == "all_gather":
+        gathered = inputs.astype(np.float64).reshape(-1)
+        return gathered, np.zeros_like(gathered)
+    if name == INTEGERS:
+        total = inputs.sum(axis=0, dtype=np.int32).astype(np.float64)
+        bound = np.zeros_like(total)
+    else:
+        exact = inputs.astype(np.float64)
+        total, bound = exact.sum(axis=0), np.zeros(exact.shape[1])
+        if name not in _EXACT:
+            dtype = _DTYPES[name]
+            partials = made.partial_sum_dtype(dtype)
+            error = worst_error(partials, num_ranks) + 2 * FLOAT_FORMATS[dtype].roundoff
+            bound = error * np.abs(exact).sum(axis=0)
+    if operation == "pmean":
+        return total / num_ranks, bound / num_ranks
+    if operation == "psum_scatter":
+        return total.reshape(num_ranks, -1), bound.reshape(num_ranks, -1)
+    return total, bound

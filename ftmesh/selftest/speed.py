@@ -1,0 +1,80 @@
+"""Times sums over payloads: `lax.psum`, along the ring, every algorithm, and kernels on TPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ftmesh.errors import ArgumentError
+from ftmesh.selftest.context import CheckContext, result_from
+from ftmesh.selftest.journal import CheckResult
+from ftmesh.selftest.timing import (
+    Contender,
+    Timing,
+    check_payload_memory,
+    find_contenders,
+    time_sums,
+)
+from ftmesh.topology.notation import format_failed
+from ftmesh.units import format_bytes
+
+PAYLOADS_ON_CPU = (4_000, 64_000, 1_000_000, 16_000_000)
+PAYLOADS = (*PAYLOADS_ON_CPU, 100_000_000)
+REPEATS, REPEATS_ON_CPU = 7, 3
+GROWTH = 2.0  # times as long as the payload before: most of it is compiling
+
+
+def check_speed(context: CheckContext) -> CheckResult:
+    """Time all that was found to be right, payload by payload while there is time."""
+    is_cpu = context.platform == "cpu"
+    contenders, left_out = find_contenders(
+        context.topology, (), {}, kernel=context.platform == "tpu"
+    )
+    chosen, bad = _without_bad(contenders, context)
+    notes = [f"not timed, since it is not right: {name}" for name in bad]
+    notes += [f"cannot run on this mesh: {', '.join(left_out)}"] if left_out else []
+    timings: list[Timing] = []
+    payloads = context.settings.payloads or (PAYLOADS_ON_CPU if is_cpu else PAYLOADS)
+    took = 0.0
+    for i, payload in enumerate(payloads):
+        if reason := _why_not(context, payload, GROWTH * took):
+            sizes = ", ".join(map(format_bytes, payloads[i:]))
+            notes.append(f"not timed: {sizes}: {reason}")
+            break
+        start = time.monotonic()
+        repeats = REPEATS_ON_CPU if is_cpu else REPEATS
+        timings += time_sums(chosen, [payload], repeats=repeats, progress=lambda *_: None)
+        took = time.monotonic() - start
+    if is_cpu:
+        notes.append("CPU devices share this machine's cores: compare ratios only")
+    failed = format_failed(context.topology.failed) if context.topology.failed else ""
+    data = {"timings": [asdict(timing) for timing in timings], "bad": bad, "failed": failed}
+    return result_from([], notes, data)
+
+
+def _without_bad(
+    contenders: Sequence[Contender], context: CheckContext
+) -> tuple[list[Contender], list[str]]:
+    """The contenders that no check found to be wrong, and the names of the others."""
+    chosen: list[Contender] = []
+    bad: list[Contender] = []
+    for contender in contenders:
+        result = context.results.get(f"right: {contender.executor} {contender.algorithm}")
+        is_bad = contender.algorithm and result is not None and result.is_bad
+        (bad if is_bad else chosen).append(contender)
+    return chosen, [contender.name for contender in bad]
+
+
+def _why_not(context: CheckContext, payload: int, estimate: float) -> str:
+    """Why the next payload cannot be timed, as any process sees it; empty if it can."""
+    reason = ""
+    if time.monotonic() + estimate > context.deadline:
+        reason = "no time left"
+    try:
+        check_payload_memory(context.topology, payload, "give smaller --payloads")
+    except ArgumentError as error:
+        reason = str(error)
+    reasons: dict[int, Any] = context.group.gather(reason, "whether to time a payload")
+    return next((str(one) for one in reasons.values() if one), "")
