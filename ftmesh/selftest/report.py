@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ftmesh.cost.profile import Profile
-from ftmesh.cost.profile_fit import HopTimes, TimedSum
+from ftmesh.cost.profile_fit import HopTimes, SumLoad, TimedSum
 from ftmesh.draw import plots
 from ftmesh.errors import ArgumentError, MissingExtraError
 from ftmesh.execute.lowering import PALLAS, PPERMUTE, XLA
 from ftmesh.files import write_text
 from ftmesh.planning.profiles import install_profile
 from ftmesh.selftest.journal import LEFT_OUT, PASSED, STATUSES, CheckResult
-from ftmesh.selftest.timing import PSUM, PSUM_ON_RING
 from ftmesh.topology.notation import format_failed
 from ftmesh.units import format_bytes, format_rate, format_time
 
@@ -267,20 +266,12 @@ def make_profile(report: SelfTestReport) -> Profile:
     Raises:
         ArgumentError: There is none, for the reason given.
     """
-    topology, hops = report.data("topology"), report.data("hops")
-    timings = report.data("speed").get("timings", ())
-    if not topology or not timings:
+    topology, speed = report.data("topology"), report.data("speed")
+    if not topology or not speed.get("sums"):
         raise ArgumentError("no sums were timed")
     if wrong := [one.name for one in report.results if _is_timed(one.name) and one.is_bad]:
         raise ArgumentError(f"it would vouch for what is not right: {', '.join(wrong)}")
-    sums = []
-    for timing in timings:
-        executor, algorithm = _executor_and_algorithm(timing)
-        if executor:
-            seconds = (timing[key] for key in ("median_s", "low_s", "high_s"))
-            failed = report.data("speed")["failed"]
-            sums.append(TimedSum(executor, algorithm, failed, timing["payload_bytes"], *seconds))
-    latency, rate = (hops.get(key) for key in ("latency_s", "bytes_per_second"))
+    sums = [TimedSum(**{**one, "load": SumLoad(**one["load"])}) for one in speed["sums"]]
     return Profile(
         device_kind=topology["device_kind"],
         platform=topology["platform"],
@@ -292,7 +283,7 @@ def make_profile(report: SelfTestReport) -> Profile:
         ftmesh_version=report.version,
         jax_version=topology["jax_version"],
         measured_at=report.measured_at,
-        hop_times=HopTimes(latency, rate) if latency and rate else None,
+        hop_times=HopTimes(**speed["hop_times"]) if speed["hop_times"] else None,
         sums=tuple(sums),
         kernel_passed=tuple(
             result.data["algorithm"]
@@ -331,15 +322,6 @@ def _is_timed(name: str) -> bool:
     return name in ("topology", "ring order", "speed") or name.startswith(
         (f"right: {XLA} ", f"right: {PPERMUTE} ")
     )
-
-
-def _executor_and_algorithm(timing: Mapping[str, Any]) -> tuple[str, str]:
-    """Which executor and algorithm a timing is of; empty for `lax.psum` without ftmesh."""
-    if timing["contender"] == PSUM:
-        return "", ""
-    if timing["contender"] == PSUM_ON_RING:
-        return XLA, "ring"
-    return timing["executor"], timing["contender"].partition(",")[0]
 
 
 def _plot(report: SelfTestReport, path: Path) -> None:

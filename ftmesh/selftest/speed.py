@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ftmesh.cost.profile_fit import HopTimes, TimedSum
 from ftmesh.errors import ArgumentError
 from ftmesh.selftest.context import CheckContext, result_from
 from ftmesh.selftest.journal import CheckResult
@@ -50,8 +51,37 @@ def check_speed(context: CheckContext) -> CheckResult:
     if is_cpu:
         notes.append("CPU devices share this machine's cores: compare ratios only")
     failed = format_failed(context.topology.failed) if context.topology.failed else ""
-    data = {"timings": [asdict(timing) for timing in timings], "bad": bad, "failed": failed}
+    hop_times = _hop_times(context.results.get("hops"))
+    data = {
+        "timings": [asdict(timing) for timing in timings],
+        "hop_times": asdict(hop_times) if hop_times else None,
+        "sums": [asdict(one) for one in _timed_sums(chosen, timings, hop_times)],
+        "bad": bad,
+        "failed": failed,
+    }
     return result_from([], notes, data)
+
+
+def _timed_sums(
+    contenders: Sequence[Contender], timings: Sequence[Timing], hop_times: HopTimes | None
+) -> list[TimedSum]:
+    """The sums by plans as a profile has them, with what each makes devices and links do."""
+    plans = {contender.name: contender.plan for contender in contenders}
+    sums = []
+    for timing in timings:
+        if plan := plans[timing.contender]:
+            quartiles = timing.low_s, timing.median_s, timing.high_s
+            size = timing.payload_bytes
+            schedule = plan.for_payload(size).schedule
+            sums.append(TimedSum.from_schedule(schedule, plan.executor, size, quartiles, hop_times))
+    return sums
+
+
+def _hop_times(hops: CheckResult | None) -> HopTimes | None:
+    """What the check of hops measured of a link; None where links cannot be told apart."""
+    data: Mapping[str, Any] = hops.data if hops else {}
+    latency, rate = (data.get(key) for key in ("latency_s", "bytes_per_second"))
+    return HopTimes(latency, rate) if latency and rate else None
 
 
 def _without_bad(

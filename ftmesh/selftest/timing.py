@@ -41,6 +41,7 @@ class Contender:
     mesh: Mesh
     psum: Callable[[Any, str], Any]
     algorithm: str = ""  # of a plan
+    plan: Plan | None = None  # None for `lax.psum` without ftmesh
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def find_contenders(
             left_out[name] = str(error)
         else:
             mesh = made.jax_mesh(AXIS)
-            contenders.append(Contender(name, made.executor, mesh, made.psum, made.algorithm))
+            contenders.append(Contender(name, made.executor, mesh, made.psum, made.algorithm, made))
     return contenders, left_out
 
 
