@@ -182,7 +182,7 @@ def _unfinished(
 
 def _when(end: Event) -> float:
     """When a process ended; of two at about the same time, the death follows from the kill."""
-    return float(end["seconds"]) + SAME_TIME * (end["how"] == DIED)
+    return float(end["seconds"]) + (SAME_TIME if end["how"] == DIED else 0.0)
 
 
 def merge_results(by_process: Mapping[int, CheckResult]) -> CheckResult:
