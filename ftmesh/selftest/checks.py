@@ -59,7 +59,7 @@ def list_checks(context: CheckContext) -> list[Check]:
     checks += [
         Check("value_and_grad", check_gradients),
         Check("sharded optimizer", check_optimizer),
-        Check("speed", check_speed, limit_factor=4),
+        Check("speed", check_speed, limit_factor=3),
         Check("trainer: resnet50", partial(check_trainer, name="resnet50"), limit_factor=2),
         Check("trainer: bert", partial(check_trainer, name="bert"), limit_factor=2),
     ]
