@@ -25,6 +25,7 @@ from ftmesh.topology.topology import Topology
 # v6e 16x16 less 2x2@2,2 (libtpu 0.0.51), in `flood` and in `ring`, which stands for all others.
 _SHARD_CYCLES = {"flood": 0.038}
 _OTHER_SHARD_CYCLES = 0.0114
+_KERNEL_CLOCK = 1.75e9  # cycles per second of v5p and v6e
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,11 @@ def cost_kernels(
 
 def shard_seconds(payload_bytes: int, network: Network) -> dict[str, float]:
     """Seconds to bring the shares of a sum into an optimizer's order and back, by algorithm."""
-    if network.device_model is None:
+    if network.device_model is None and not network.has_kernel:
         return {}
-    seconds = payload_bytes / network.device_model.clock
+    # Costs of a kernel are those of the wires alone, without a device model.
+    clock = network.device_model.clock if network.device_model else _KERNEL_CLOCK
+    seconds = payload_bytes / clock
     return {
         name: seconds * _SHARD_CYCLES.get(name, _OTHER_SHARD_CYCLES) for name in registry.ALGORITHMS
     }

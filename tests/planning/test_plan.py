@@ -240,3 +240,12 @@ def test_trees_of_sixteen_bits_are_cut_for_what_travels():
     wide = ftmesh.plan(topology, "tree", payload_bytes=400_000)
     assert narrow.schedule == wide.schedule
     assert narrow.for_payload(100_000).schedule == wide.for_payload(200_000).schedule
+
+
+def test_shares_of_a_kernel_are_not_scattered():
+    """The order of `flood`'s shares costs an optimizer more than its links save."""
+    topology = Topology.grid("16x16", failed="2x2@2,2", wrap=True)
+    options = {"payload_bytes": 1_300_000_000, "link": "v6e", "executor": "pallas"}
+    plan = ftmesh.plan(topology, reduce_scatter=True, **options)
+    assert plan.algorithm == "ring"
+    assert ftmesh.plan(topology, "tree", **options).with_reduce_scatter.algorithm == "ring"
