@@ -71,7 +71,9 @@ def test_a_slot_overwritten(monkeypatch, run_loop, fault, op):
     if fault != "none":
         PLANT[fault](monkeypatch.setattr)
     output, _ = run_loop(crossing_loop(1, op, num_ranks=2, lanes=(1,)), rows=8 * 2 * SLOTS)
-    assert ("RACE DETECTED" in output) == (fault != "none")
+    # A credit too many is left over if no piece came early enough for a race.
+    is_found = "RACE DETECTED" in output or "has non-zero count" in output
+    assert is_found == (fault != "none")
 
 
 def test_a_barrier_that_nobody_waits_at(monkeypatch, run_loop):
