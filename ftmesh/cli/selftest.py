@@ -49,10 +49,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_option(parser, "--timeout", "SECONDS", timeout, TIMEOUT, number(1))
     limit = "time for all checks; what does not fit is left out"
     add_option(parser, "--limit", "SECONDS", limit, LIMIT, number(1))
-    only = "run only checks whose names begin so, separated by commas: topology,right: ppermute"
+    only = "run only checks whose names begin so, separated by commas: 'topology,right: ppermute'"
     add_option(parser, "--only", "NAMES", only)
     sizes = "time sums of these, separated by commas (default: 4KB to 16MB, on accelerators 100MB)"
     add_option(parser, "--payloads", "SIZES", sizes)
+    no_kernels = "leave out Pallas kernels, which have never run on a TPU and may hang"
+    parser.add_argument("--no-kernels", action="store_true", help=no_kernels)
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     add_process_arguments(parser)
 
@@ -86,8 +88,12 @@ def run(args: argparse.Namespace) -> int:
             else:
                 print(report.summary())
                 print(f"see {folder / names[0]}")
-        elif ending.reason:
-            say(f"ftmesh selftest: process {settings.process_id}: {ending.reason}")
+        elif not report.is_healthy:
+            kept = tempfile.mkdtemp(prefix=f"ftmesh-selftest-process-{settings.process_id}-")
+            shutil.copytree(folder, kept, dirs_exist_ok=True)
+            where = f"its journal and log are in {kept}"
+            reason = f"{ending.reason}; {where}" if ending.reason else where
+            say(f"ftmesh selftest: process {settings.process_id}: {reason}")
         if interrupt is not None:
             raise interrupt
     return 0 if report.is_healthy else 1
@@ -122,6 +128,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         wrap=args.wrap,
         timeout=args.timeout,
         payloads=tuple(payloads),
+        kernels=not args.no_kernels,
         only=tuple(name.strip() for name in (args.only or "").split(",") if name.strip()),
         coordinator=coordinator,
         num_processes=num_processes,

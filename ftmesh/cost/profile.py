@@ -219,10 +219,10 @@ class Profile:
             raise ArgumentError(f"cannot read profile {path}: {reason}") from error
 
 
-def installed_version() -> str:
-    """The version of ftmesh that is installed; empty if none is."""
+def installed_version(package: str = "ftmesh") -> str:
+    """The version of a package that is installed; empty if none is."""
     try:
-        return version("ftmesh")
+        return version(package)
     except PackageNotFoundError:
         return ""
 

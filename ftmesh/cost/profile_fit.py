@@ -32,6 +32,7 @@ from ftmesh.units import check_bytes, check_number
 
 EXECUTORS = XLA, PPERMUTE, PALLAS = "xla", "ppermute", "pallas"
 MIN_PERMUTATIONS, MIN_NATIVE = 4, 2  # timed sums that a fit needs
+MIN_SPAN = 100  # of payloads: less does not tell the time of a byte from that of a launch
 MAX_SECONDS = 3600.0  # of a sum
 MAX_COUNT = 1e12  # of rounds and lanes
 _CLOCK = 1e9  # cycles per second, where the chip's own clock is not known
@@ -191,11 +192,12 @@ def check_enough(timed: Sequence[TimedSum]) -> None:
     if (
         counts[PPERMUTE] < MIN_PERMUTATIONS
         or counts[XLA] < MIN_NATIVE
-        or any(len(sizes) < 2 for sizes in payloads.values())
+        or any(max(sizes) < MIN_SPAN * min(sizes) for sizes in payloads.values())
     ):
         raise ArgumentError(
             f"it has {counts[PPERMUTE]} timed sums by permutations and {counts[XLA]} by XLA, and a "
-            f"fit needs {MIN_PERMUTATIONS} and {MIN_NATIVE} or more, of two payloads at least"
+            f"fit needs {MIN_PERMUTATIONS} and {MIN_NATIVE} or more, of payloads of which one is "
+            f"{MIN_SPAN} times as large as another"
         )
 
 
@@ -220,7 +222,7 @@ def fit_network(
         bandwidth = min(bandwidth / slowdown, _FASTEST) if slowdown else _FASTEST
     native_launch, ring_share, native = _fit_native(timed)
     kernel = None
-    if kernel_passed and (kernel_fit := _fit_kernel(timed)):
+    if kernel_passed and (kernel_fit := _fit_kernel(timed)) and kernel_fit[1]:
         rate = _ratio(hop.bytes_per_s, bandwidth * kernel_fit[1])
         kernel = KernelModel(kernel_fit[0], rate, tuple(kernel_passed))
     model = DeviceModel(
@@ -232,7 +234,7 @@ def fit_network(
         memory_bandwidth=known.memory_bandwidth if known else None,
         has_kernel=kernel is not None,
         collective_launch=native_launch,
-        all_reduce_efficiency=_ratio(hop.bytes_per_s, bandwidth * native),
+        all_reduce_efficiency=_ratio(hop.bytes_per_s, bandwidth * native) if native else 1.0,
         ring_share=ring_share,
         kernel=kernel,
     )  # fmt: skip

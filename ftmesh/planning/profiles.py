@@ -2,9 +2,10 @@
 
 Without ``link=``, a plan for devices looks for a profile (`ftmesh.cost.profile`): the file that
 ``$FTMESH_PROFILE`` names, which must fit, or the one that ``ftmesh selftest`` left next to the plan
-cache, which is ignored if it does not. The latter is not used by several processes: each host has a
-cache of its own, and hosts that choose differently wait for each other for ever. Nor is it for CPU
-devices, which measure programs and not a network.
+cache, which is ignored if it does not; neither, if the variable is set and empty. What is in the
+cache is not used by several processes: each host has a cache of its own, and hosts that choose
+differently wait for each other for ever. Nor is it for CPU devices, which measure programs and not
+a network.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from __future__ import annotations
 import logging
 import os
 import re
+from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from ftmesh.cost.links import Network, network_for, parse_network
-from ftmesh.cost.profile import MEASURE_AGAIN, STALE, Profile
+from ftmesh.cost.profile import MEASURE_AGAIN, STALE, Profile, installed_version
 from ftmesh.errors import ArgumentError
+from ftmesh.execute.lowering import XLA
 from ftmesh.planning.plan_cache import CACHE_VARIABLE, cache_folder
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.notation import Coord, format_shape
@@ -67,12 +70,14 @@ def find_costs(
     if not topology.physical.devices:
         return Costs(network_for(topology))
     named = os.environ.get(PROFILE_VARIABLE)
+    if named == "":  # profiles are off
+        return Costs(network_for(topology))
     if named:
         what = f"the environment variable {PROFILE_VARIABLE}: profile {named}"
         return _costs_by_name(_read(Path(named)), what, topology, now)
     profile, why_not = installed_profile(topology, now=now)
     if profile is not None:
-        return Costs(profile.network(), profile.describe(now))
+        return _costs_on(profile, profile.describe(now), topology)
     return Costs(network_for(topology), NOT_MEASURED + (f" ({why_not})" if why_not else ""))
 
 
@@ -86,7 +91,34 @@ def _costs_by_name(profile: Profile, what: str, topology: Topology, now: datetim
     if obstacle := profile.obstacle(topology, now):
         raise ArgumentError(f"{what} was {obstacle}")
     note = f"; stale: {MEASURE_AGAIN} again" if profile.is_stale(now) else ""
-    return Costs(profile.network(), profile.describe(now) + note)
+    return _costs_on(profile, profile.describe(now) + note, topology)
+
+
+def _costs_on(profile: Profile, measured: str, topology: Topology) -> Costs:
+    """The costs of a profile without what it cannot vouch for on `topology`, with a note on that.
+
+    Kernels count only with the JAX that they were tried with, whose compiler comes with it. XLA
+    sums in another way on a whole TPU slice than on part of one.
+    """
+    network, notes = profile.network(), [measured]
+    current = installed_version("jax")
+    if network.kernel and current and current != profile.jax_version:
+        network = replace(network, kernel=None, has_kernel=False)
+        notes.append(f"kernels were tried with JAX {profile.jax_version}, and this is {current}")
+    was_damaged = any(one.failed for one in profile.sums if one.executor == XLA)
+    if profile.platform == "tpu" and was_damaged != bool(topology.physical.failed):
+        known = network_for(topology)
+        network = replace(
+            network,
+            collective_launch=known.collective_launch,
+            all_reduce_efficiency=known.all_reduce_efficiency,
+            ring_share=known.ring_share,
+            kernel=None,
+            has_kernel=False,
+        )
+        kind = "a damaged" if was_damaged else "a whole"
+        notes.append(f"XLA's sum was timed on {kind} mesh: modelled here, and without kernels")
+    return Costs(network, "; ".join(notes))
 
 
 class InstalledProfile(NamedTuple):

@@ -21,7 +21,7 @@ from ftmesh.execute.lowering import PALLAS, PPERMUTE, PPERMUTE_UNROLLED, XLA
 from ftmesh.planning.make_plan import RING, plan
 from ftmesh.planning.plan import Plan
 from ftmesh.selftest.context import ONE_DEVICE, CheckContext, left_out, result_from
-from ftmesh.selftest.journal import CheckResult, Problem
+from ftmesh.selftest.journal import HUNG, CheckResult, Problem
 from ftmesh.selftest.timing import AXIS, rank_values
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.notation import format_coord
@@ -57,6 +57,9 @@ def check_collectives(context: CheckContext, *, executor: str, algorithm: str) -
     if len(topology.devices) == 1:
         return left_out(ONE_DEVICE)
     is_interpreted = executor == PALLAS and context.platform != "tpu"
+    hung = [one.name for one in context.results.values() if one.status == HUNG]
+    if executor == PALLAS and any(name.startswith(f"right: {PALLAS} ") for name in hung):
+        return left_out("another kernel hung, and may have left chips that do not answer")
     if is_interpreted and (reason := _why_not_interpreted(context)):
         return left_out(reason)
     # Interpreted, two kernels of a program would wait for each other.

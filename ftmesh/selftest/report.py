@@ -57,6 +57,19 @@ class SelfTestReport:
         """The data of a check; empty if it has none."""
         return next((result.data for result in self.results if result.name == name), {})
 
+    def is_bad(self, name: str) -> bool:
+        """True if a check found something wrong."""
+        return any(result.is_bad for result in self.results if result.name == name)
+
+    @property
+    def timings(self) -> list[dict[str, Any]]:
+        """The times of all sums, those of `lax.psum` once."""
+        first = list(self.data("speed").get("timings", ()))
+        names = {(one["contender"], one["payload_bytes"]) for one in first}
+        kernels = self.data("speed of kernels").get("timings", ())
+        others = [one for one in kernels if (one["contender"], one["payload_bytes"]) not in names]
+        return first + others
+
     @property
     def verdict(self) -> str:
         """One line: all right, or how many problems there are."""
@@ -103,7 +116,7 @@ def now() -> str:
 def write_report(report: SelfTestReport, folder: Path) -> list[str]:
     """Write the files of a report; return their names."""
     names = [REPORT]
-    if report.data("speed").get("timings"):
+    if report.timings:
         with contextlib.suppress(MissingExtraError):
             _plot(report, folder / PLOT)
             names.append(PLOT)
@@ -136,7 +149,7 @@ def _lines(
     yield from _check_lines(report)
     yield from _topology_lines(topology)
     yield from _hop_lines(report.data("hops"))
-    yield from _speed_lines(report.data("speed"), PLOT in names)
+    yield from _speed_lines(report.timings, PLOT in names)
     yield ""
     yield "## Files"
     yield ""
@@ -221,11 +234,10 @@ def _hop_lines(hops: Mapping[str, Any]) -> Iterator[str]:
     yield from _table(("messages", "pairs at once", small, large), rows)
 
 
-def _speed_lines(speed: Mapping[str, Any], has_plot: bool) -> Iterator[str]:
-    timings = speed.get("timings")
+def _speed_lines(timings: Sequence[Mapping[str, Any]], has_plot: bool) -> Iterator[str]:
     if not timings:
         return
-    payloads = list(dict.fromkeys(timing["payload_bytes"] for timing in timings))
+    payloads = sorted({timing["payload_bytes"] for timing in timings})
     names = list(dict.fromkeys(timing["contender"] for timing in timings))
     median = {(t["contender"], t["payload_bytes"]): t["median_s"] for t in timings}
     yield from (
@@ -267,11 +279,12 @@ def make_profile(report: SelfTestReport) -> Profile:
         ArgumentError: There is none, for the reason given.
     """
     topology, speed = report.data("topology"), report.data("speed")
-    if not topology or not speed.get("sums"):
+    timed = [*speed.get("sums", ()), *report.data("speed of kernels").get("sums", ())]
+    if not topology or not timed:
         raise ArgumentError("no sums were timed")
     if wrong := [one.name for one in report.results if _is_timed(one.name) and one.is_bad]:
         raise ArgumentError(f"it would vouch for what is not right: {', '.join(wrong)}")
-    sums = [TimedSum(**{**one, "load": SumLoad(**one["load"])}) for one in speed["sums"]]
+    sums = [TimedSum(**{**one, "load": SumLoad(**one["load"])}) for one in timed]
     return Profile(
         device_kind=topology["device_kind"],
         platform=topology["platform"],
@@ -307,7 +320,10 @@ def _save_profile(report: SelfTestReport, path: Path) -> tuple[str, ...]:
     except ArgumentError as error:
         return (f"No `{path.name}`: {error}.",)
     lines = [f"`{path.name}`: what was timed and found right here; {profile.fit_error()}."]
-    if profile.platform == "cpu" or profile.num_processes > 1:
+    unsure = [name for name in ("chips and links", "hops") if report.is_bad(name)]
+    if unsure:
+        lines.append(f"It is not kept for plans: {' and '.join(unsure)} found problems.")
+    elif profile.platform == "cpu" or profile.num_processes > 1:
         lines.append(f'Plans use it if it is given: `link="{path}"` or `FTMESH_PROFILE={path}`.')
     else:
         try:
@@ -327,7 +343,7 @@ def _is_timed(name: str) -> bool:
 def _plot(report: SelfTestReport, path: Path) -> None:
     topology = report.data("topology")
     figure = plots.measured_times(
-        report.data("speed")["timings"],
+        report.timings,
         f"All-reduce on {topology.get('mesh', '')}",
         f"{topology.get('devices', '')}; measured",
     )

@@ -23,6 +23,7 @@ class Settings:
         timeout: Seconds for a check.
         payloads: Bytes to time sums of; none for those that suit the devices.
         only: Check names to run, or beginnings of names; none for all.
+        kernels: Whether Pallas kernels are run.
         coordinator, num_processes, process_id: The other processes; None lets JAX find them.
         join_timeout: Seconds for all of them to come.
     """
@@ -36,6 +37,7 @@ class Settings:
     timeout: float = TIMEOUT
     payloads: tuple[int, ...] = ()
     only: tuple[str, ...] = ()
+    kernels: bool = True
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
@@ -48,7 +50,7 @@ class Settings:
 
     def shared(self) -> dict[str, object]:
         """Return what all processes must have been given alike, by option."""
-        names = ("failed", "failed_links", "wrap", "timeout", "payloads", "only")
+        names = ("failed", "failed_links", "wrap", "timeout", "payloads", "only", "kernels")
         return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
 
     def to_json(self) -> str:

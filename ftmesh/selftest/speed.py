@@ -9,9 +9,10 @@ from typing import Any
 
 from ftmesh.cost.profile_fit import HopTimes, TimedSum
 from ftmesh.errors import ArgumentError
-from ftmesh.execute.lowering import XLA
+from ftmesh.execute.lowering import PALLAS, XLA
 from ftmesh.selftest.context import CheckContext, result_from
-from ftmesh.selftest.journal import CheckResult
+from ftmesh.selftest.context import left_out as left_out_check
+from ftmesh.selftest.journal import PASSED, CheckResult
 from ftmesh.selftest.timing import (
     Contender,
     Timing,
@@ -23,20 +24,28 @@ from ftmesh.topology.notation import format_failed
 from ftmesh.units import format_bytes
 
 PAYLOADS_ON_CPU = (4_000, 64_000, 1_000_000, 16_000_000)
-PAYLOADS = (*PAYLOADS_ON_CPU, 100_000_000)
+PAYLOADS = (4_000, 100_000_000, 1_000_000, 16_000_000, 64_000)  # the ends first
 REPEATS, REPEATS_ON_CPU = 7, 3
 FEW_ALGORITHMS = ("ring", "row_pair", "tree")  # trees work on any mesh
 GROWTH = 2.0  # times as long as the payload before: most of it is compiling
 
 
-def check_speed(context: CheckContext) -> CheckResult:
-    """Time all that was found to be right, payload by payload while there is time."""
+def check_speed(context: CheckContext, *, kernels: bool = False) -> CheckResult:
+    """Time all that was found to be right, payload by payload while there is time.
+
+    With `kernels`, only Pallas kernels, next to `lax.psum`; otherwise all but those.
+    """
     is_cpu = context.platform == "cpu"
-    contenders, left_out = find_contenders(
-        context.topology, (), {}, kernel=context.platform == "tpu"
-    )
+    if kernels and context.platform != "tpu":
+        return left_out_check("without TPUs kernels are interpreted: their times say nothing")
+    contenders, left_out = find_contenders(context.topology, (), {}, kernel=kernels)
+    contenders = [
+        one for one in contenders if not one.algorithm or (one.executor == PALLAS) == kernels
+    ]
     chosen, bad = _without_bad(contenders, context)
-    notes = [f"not timed, since it is not right: {name}" for name in bad]
+    if kernels and len(chosen) == 1:
+        return left_out_check("no kernel was found to be right")
+    notes = [f"not timed, since it is not known to be right: {name}" for name in bad]
     if is_cpu and not context.group.is_single_process:
         chosen = [one for one in chosen if one.executor == XLA or one.algorithm in FEW_ALGORITHMS]
         notes.append(
@@ -98,12 +107,14 @@ def _hop_times(hops: CheckResult | None) -> HopTimes | None:
 def _without_bad(
     contenders: Sequence[Contender], context: CheckContext
 ) -> tuple[list[Contender], list[str]]:
-    """The contenders that no check found to be wrong, and the names of the others."""
+    """The contenders to time, and the names of those that are wrong, or kernels not checked."""
     chosen: list[Contender] = []
     bad: list[Contender] = []
     for contender in contenders:
         result = context.results.get(f"right: {contender.executor} {contender.algorithm}")
         is_bad = contender.algorithm and result is not None and result.is_bad
+        if contender.executor == PALLAS:
+            is_bad = result is None or result.status != PASSED
         (bad if is_bad else chosen).append(contender)
     return chosen, [contender.name for contender in bad]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ftmesh.command_line import one_line
 from ftmesh.elastic.child_process import ChildProcess, Reaper
+from ftmesh.planning.profiles import PROFILE_VARIABLE
 from ftmesh.selftest.journal import DIED, HUNG, LEFT_OUT, NO_TIME, Event, Journal
 from ftmesh.selftest.settings import Settings
 
@@ -200,7 +201,8 @@ class _Watch:
 
 
 def _environment(settings: Settings) -> dict[str, str]:
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # What is measured here does not depend on what was measured before.
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", PROFILE_VARIABLE: ""}
     if settings.mesh is not None:
         environment["JAX_PLATFORMS"] = "cpu"
     return environment

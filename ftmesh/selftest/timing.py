@@ -29,7 +29,7 @@ AXIS = "data"
 COPIES, HOST_COPIES = 10, 4  # of the payload, rounded up: on a device, and on the host that checks
 MAX_EXACT = 2**24  # float32 has every whole number up to this
 SAMPLE_BYTES = 16 * 2**20  # that a sample of a small payload sums in all
-MAX_SUMS, MAX_SUMS_ON_CPU = 32, 4  # in a sample
+MIN_SUMS, MAX_SUMS, MAX_SUMS_ON_CPU = 4, 32, 4  # in a sample
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,10 @@ def time_sums(
     timings: list[Timing] = []
     total, done = len(payloads) * (len(contenders) + repeats), 0
     mesh = contenders[0].mesh
-    most = MAX_SUMS_ON_CPU if mesh.devices.flat[0].platform == "cpu" else MAX_SUMS
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    least, most = (1, MAX_SUMS_ON_CPU) if is_cpu else (MIN_SUMS, MAX_SUMS)
     for payload in payloads:
-        size, sums = max(1, payload // 4), max(1, min(most, SAMPLE_BYTES // payload))
+        size, sums = max(1, payload // 4), max(least, min(most, SAMPLE_BYTES // payload))
         expected = np.zeros(size, np.float32)
         for rank in range(mesh.size):
             expected += rank_values(rank, mesh.size, size)

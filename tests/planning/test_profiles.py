@@ -68,7 +68,7 @@ class TestGiven:
 
     def test_an_old_one_is_taken_with_a_note(self):
         later = NOW + timedelta(days=200)
-        costs = find_costs(tpus(), make_profile(), now=later)
+        costs = find_costs(tpus(failed=HOLE), make_profile(), now=later)
         assert costs.measured == (
             "measured on TPU v6e 6x6, 201 days ago; stale: run ftmesh selftest here again"
         )
@@ -93,13 +93,15 @@ class TestGiven:
     def test_a_file_that_changed_is_read_again(self, tmp_path):
         path = tmp_path / "profile.json"
         recent().save(path)
-        first = find_costs(tpus(), path).network
+        first = find_costs(tpus(failed=HOLE), path).network
         slower = tuple(
             replace(one, low_s=2 * one.low_s, median_s=2 * one.median_s, high_s=2 * one.high_s)
             for one in timed_sums()
         )
         recent(sums=slower).save(path)
-        assert find_costs(tpus(), path).network.collective_launch > first.collective_launch
+        assert (
+            find_costs(tpus(failed=HOLE), path).network.collective_launch > first.collective_launch
+        )
 
 
 class TestEnvironment:
@@ -107,7 +109,7 @@ class TestEnvironment:
         path = cache / "named.json"
         recent().save(path)
         monkeypatch.setenv(PROFILE_VARIABLE, str(path))
-        for topology in (tpus(), tpus(processes=2)):
+        for topology in (tpus(failed=HOLE), tpus(failed=HOLE, processes=2)):
             assert ftmesh.plan(topology).network == recent().network()
         assert ftmesh.plan(tpus(), link="v6e").network == NETWORKS["v6e"]
         assert ftmesh.plan(Topology.grid("4x4")).network == DEFAULT  # without devices
@@ -313,3 +315,29 @@ class TestCommands:
         status, _, err = run("limits", "6x6", "--link", str(tmp_path / "none.json"))
         assert status == 2
         assert "cannot read profile" in err
+
+
+class TestWhatAProfileCannotVouchFor:
+    def test_kernels_of_another_jax(self):
+        profile = replace(with_kernel("ring"), jax_version="0.8.9")
+        costs = find_costs(tpus(failed=HOLE), profile)
+        assert costs.network.kernel is None
+        assert "; kernels were tried with JAX 0.8.9, and this is " in costs.measured
+        assert find_costs(tpus(failed=HOLE), with_kernel("ring")).network.kernel is not None
+
+    def test_sums_of_xla_on_a_whole_mesh(self):
+        """It sums over all axes there, and along a ring where chips are missing."""
+        costs = find_costs(tpus(), with_kernel("ring"))
+        measured, known = with_kernel("ring").network(), NETWORKS["v6e"]
+        assert costs.network.all_reduce_efficiency == known.all_reduce_efficiency
+        assert costs.network.collective_launch == known.collective_launch
+        assert costs.network.device_model == measured.device_model
+        assert costs.network.kernel is None
+        assert "XLA's sum was timed on a damaged mesh" in costs.measured
+
+    def test_an_empty_variable_turns_profiles_off(self, cache, monkeypatch):
+        install_profile(recent())
+        topology = tpus(failed=HOLE)
+        assert find_costs(topology).measured.startswith("measured on TPU v6e 6x6")
+        monkeypatch.setenv(PROFILE_VARIABLE, "")
+        assert find_costs(topology) == (NETWORKS["v6e"], "not measured")

@@ -104,7 +104,7 @@ def make_profile(sums=None, *, hop_times=HOP_TIMES, **changes):
         num_devices=36,
         num_processes=1,
         ftmesh_version=installed_version(),
-        jax_version="0.9.0",
+        jax_version=installed_version("jax"),
         measured_at="2026-11-17T11:00:00+00:00",
         hop_times=hop_times,
         sums=timed_sums() if sums is None else sums,
