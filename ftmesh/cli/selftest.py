@@ -61,7 +61,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Supervise the checks, write the report, and return 0 if all is right."""
-    from ftmesh.selftest.journal import final_results
+    from ftmesh.selftest.journal import NO_TIME, final_results
     from ftmesh.selftest.report import JOURNAL, LOG, SelfTestReport, now, write_report
     from ftmesh.selftest.supervise import Ending, supervise
 
@@ -80,7 +80,10 @@ def run(args: argparse.Namespace) -> int:
         events = _read(folder / JOURNAL)
         results = tuple(final_results(events, ending.reason))
         seconds = time.monotonic() - start
-        report = SelfTestReport(results, ending.reason, seconds, ftmesh.__version__, began)
+        reason = ending.reason
+        if not reason and any(NO_TIME in result.notes for result in results):
+            reason = NO_TIME
+        report = SelfTestReport(results, reason, seconds, ftmesh.__version__, began)
         if is_first:
             names = write_report(report, folder)
             if args.json:

@@ -39,6 +39,7 @@ def test_equal_or_rejected(steps):
     check(steps, 10)
 
 
+@more
 @pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(max_steps=12))

@@ -18,6 +18,7 @@ from ftmesh.schedule.transfers import COPY
 from tests.support.kernel_faults import PLANT
 from tests.support.kernel_model import DeadlockError, EndError, Model, RaceError
 from tests.support.kernel_recorder import record
+from tests.support.more import more
 from tests.support.pallas_programs import crossing_loop, make_program
 
 slow = pytest.mark.slow
@@ -118,6 +119,7 @@ def test_every_order_of_two_calls():
         Model(record(program), calls=2).prove()
 
 
+@more
 @slow
 @pytest.mark.parametrize("name", SMALL)
 def test_every_order_of_kernels_that_share_a_barrier(name):

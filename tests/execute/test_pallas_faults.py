@@ -19,6 +19,7 @@ from ftmesh.execute.pallas_rank import KernelLane, KernelRank
 from ftmesh.execute.pallas_tables import SLOTS
 from ftmesh.schedule.transfers import ADD, COPY
 from tests.support.kernel_faults import PLANT
+from tests.support.more import more_case
 from tests.support.pallas_programs import (
     crossing_loop,
     lower_for_tpus,
@@ -162,7 +163,8 @@ def test_a_semaphore_that_does_not_end_at_zero(monkeypatch, run_loop):
 
 @pytest.mark.slow  # each in a process of its own, which may hang
 @pytest.mark.parametrize(
-    "fault", ["none", "a credit too few", "an extra wait", "two rows of a table swapped"]
+    "fault",
+    ["none", "a credit too few", *map(more_case, ("an extra wait", "two rows of a table swapped"))],
 )
 def test_kernels_that_hang(fault):
     command = [sys.executable, ROOT / "tests" / "support" / "pallas_fault.py", fault]

@@ -7,6 +7,7 @@ import pytest
 from ftmesh.cli.main import main
 from ftmesh.planning import paper_tables
 from ftmesh.units import format_time
+from tests.support.more import more
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,7 @@ def test_ours_is_below_the_papers_with_one_network_for_all_rows(simulated):
     assert len({ours.network for (ours,) in simulated.values()}) == 1
 
 
+@more
 @pytest.mark.slow
 def test_the_command_says_where_we_differ_and_what_was_assumed(capsys, simulated):
     assert main(["paper"]) == 0

@@ -146,6 +146,7 @@ def test_all_workers_and_then_the_service(undisturbed, tmp_path):
     assert "service" in run.named("restart")[-1]["why"]
 
 
+@more
 def test_a_power_cut_in_the_middle_of_a_checkpoint(undisturbed, tmp_path):
     """The launcher is killed; one part of the checkpoint is missing, and one is truncated."""
     saved = ("--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "10")

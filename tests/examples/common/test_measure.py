@@ -11,6 +11,7 @@ from examples.common.measure import measure, read_arguments, trainer_steps
 from ftmesh import Topology
 from ftmesh.errors import TrainingError
 from tests.support.linear import PointBatches, first, linear_trainer
+from tests.support.more import more
 
 
 def test_the_best_repeat_counts(monkeypatch):
@@ -32,6 +33,7 @@ def test_steps_of_a_trainer_continue():
         trainer_steps(trainer, trainer.first(*first()), bad)(1)
 
 
+@more
 @pytest.mark.parametrize("example", ["bert", "resnet50"])
 @pytest.mark.slow
 def test_with_torch_jax_does_not_preallocate(example):
