@@ -100,6 +100,7 @@ def test_a_hang_is_killed_and_the_rest_goes_on(tmp_path):
     assert "do not plan with executor='ppermute' and 'ring'" in report
 
 
+@pytest.mark.slow
 def test_a_wrong_order_and_a_slow_link(tmp_path):
     env = environment(tmp_path, SWAP, FTMESH_SICK="link-slow@0,0-1,0")
     status, checks, report = selftest(

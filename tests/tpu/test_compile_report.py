@@ -114,6 +114,7 @@ def test_the_compilers_strategy():
 CPU_GRID = "cpu_grid('4x4', failed='2x2@0,0')"
 
 
+@pytest.mark.slow
 def test_a_report_for_cpu_devices():
     report = report_for("100_000", CPU_GRID)
     assert (report["accepted"], report["platform"], report["num_devices"]) == (True, "cpu", 12)

@@ -69,6 +69,7 @@ def watched(monkeypatch):
     return replace(trainer, step=step), looks
 
 
+@pytest.mark.slow
 def test_between_two_steps_only_the_previous_loss_is_read(watched):
     trainer, looks = watched
     trained(linear_job(trainer, steps=6))
