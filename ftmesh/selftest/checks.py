@@ -193,7 +193,7 @@ def check_ring_order(context: CheckContext) -> CheckResult:
         (mesh.size, 1024), np.float32, sharding=jax.sharding.NamedSharding(mesh, spec)
     )
     try:
-        found = audit(jax.jit(psum).lower(x).compile(), AXIS, plan=xla, mesh=mesh)
+        audited = audit(jax.jit(psum).lower(x).compile(), AXIS, plan=xla, mesh=mesh)
     except UnreadableError as error:
         notes.append(f"the order that XLA compiled is not known: {error}")
     except FtmeshError as error:
@@ -201,9 +201,9 @@ def check_ring_order(context: CheckContext) -> CheckResult:
     else:
         problems += [
             Problem(f"lax.psum over plan.jax_mesh, compiled: {entry.problem}", _ORDER_ADVICE)
-            for entry in found
+            for entry in audited
         ]
-        if found.native:
+        if audited.native:
             notes.append("the compiled lax.psum has the order of the ring")
     return result_from(problems, notes, data)
 

@@ -59,8 +59,8 @@ def result_from(
     problems: Iterable[Problem], notes: Iterable[str] = (), data: Mapping[str, Any] | None = None
 ) -> CheckResult:
     """Return a result that passes if there are no problems."""
-    found = tuple(problems)
-    return CheckResult("", FAILED if found else PASSED, found, tuple(notes), data or {})
+    known = tuple(problems)
+    return CheckResult("", FAILED if known else PASSED, known, tuple(notes), data or {})
 
 
 def left_out(reason: str) -> CheckResult:

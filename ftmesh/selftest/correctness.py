@@ -72,7 +72,7 @@ def check_collectives(context: CheckContext, *, executor: str, algorithm: str) -
         return left_out(str(error))
     try:
         with context.quick_compiler():
-            found = list(wrong_results(made, operations, rows))
+            wrong = list(wrong_results(made, operations, rows))
     except CollectiveError as error:
         if executor != PALLAS:
             raise
@@ -84,7 +84,7 @@ def check_collectives(context: CheckContext, *, executor: str, algorithm: str) -
     )
     notes = ["interpreted: psum of a few int32 alone"] if is_interpreted else []
     data = {"executor": executor, "algorithm": algorithm, "is_interpreted": is_interpreted}
-    return result_from([Problem(text, advice) for text in found], notes, data)
+    return result_from([Problem(text, advice) for text in wrong], notes, data)
 
 
 def _why_not_interpreted(context: CheckContext) -> str:

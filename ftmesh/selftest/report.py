@@ -76,8 +76,8 @@ class SelfTestReport:
         problems = sum(len(result.problems) for result in self.results)
         if self.is_healthy:
             return "all right"
-        found = f"{problems} problem{'s' * (problems != 1)}"
-        return f"{found}; it did not come to its end" if self.reason else found
+        text = f"{problems} problem{'s' * (problems != 1)}"
+        return f"{text}; it did not come to its end" if self.reason else text
 
     @property
     def counts(self) -> str:

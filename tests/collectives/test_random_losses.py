@@ -41,15 +41,6 @@ def test_equal_or_rejected(steps):
 
 @more
 @pytest.mark.slow
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-@given(programs(max_steps=12))
-def test_many_equal_or_rejected(steps):
-    check(steps, 12)
-    check(steps, 10)
-
-
-@more
-@pytest.mark.slow
 @settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow])
 @given(programs(max_steps=12))
 def test_hundreds_equal_or_rejected(steps):
