@@ -11,6 +11,8 @@ other neighbour could bring those, and of these the ones that its source sends n
 round. Beyond that, choices are pseudo-random, so that neighbours do not come to hold the same
 chunks. Where damage leaves chips in a row, the chunks that come in at its two ends must differ too,
 and looking further ahead helps.
+
+On large meshes chips form groups, and only one chip of each floods (`flood_groups`).
 """
 
 from __future__ import annotations
@@ -22,16 +24,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ftmesh.algorithms import flood_groups
 from ftmesh.algorithms.building_blocks import check_one_part, mirrored_all_reduce
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Ints, make_transfers
 from ftmesh.topology.graph import lane_sources
+from ftmesh.topology.ring_order import ring_order
 from ftmesh.topology.topology import Topology
 
 SEED_STRIDE = 100_003  # distance between the seeds of two attempts
 MAX_WASTE = 1.05  # chunks are made smaller until rounding up to whole rounds costs at most this
 LOOKAHEADS = (1, 3, 6)  # hops to look ahead, in turn, until a flood meets the lower bound
 MIN_TRIES, MAX_TRIES, TRIED_CHIPS = 2, 32, 1024  # small meshes are tried more often
+GROUPED_CHIPS = 1024  # more chips form groups
 ONE, WORD = np.uint64(1), np.uint64(64)
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # its multiples are spread evenly over 64 bits
 
@@ -55,17 +60,23 @@ class Gather(NamedTuple):
 def build_schedule(topology: Topology) -> Schedule:
     """Return the schedule: a flood from all chips at once, and before it the same backwards."""
     check_one_part(topology)
+    if topology.num_live > GROUPED_CHIPS:
+        phases, owner = flood_groups.build_phases(topology)
+        return mirrored_all_reduce(topology, "flood", len(owner), phases, owner)
     sources = lane_sources(topology)
     share = chunks_per_chip(sources)
     gather = _shortest_flood(sources, share)
+    # Shares are numbered in the order of the mesh axis, as sharded arrays are.
+    ring = np.array([topology.rank(coord) for coord in ring_order(topology).coords], np.int32)
+    place = np.argsort(ring)
     transfers = make_transfers(
         round=gather.num_rounds - 1 - gather.round,
         lane=gather.lane,
         src=gather.dst,
         dst=sources[gather.lane, gather.dst],
-        chunk=gather.chunk,
+        chunk=place[gather.chunk // share] * share + gather.chunk % share,
     )
-    owner = np.repeat(np.arange(topology.num_live, dtype=np.int32), share)
+    owner = np.repeat(ring, share)
     return mirrored_all_reduce(topology, "flood", len(owner), [("flood", transfers)], owner)
 
 

@@ -1,15 +1,15 @@
 """The algorithms by name, and which of them work on a mesh.
 
-An algorithm is a module with a function ``build_schedule(topology)``. It returns a schedule, or
-raises a `PlanError` that says in one sentence why the algorithm does not work on that mesh. Those
-in `CHUNKED_BY_PAYLOAD` also take the number of chunks.
+An algorithm is a function from a topology to a schedule. It raises a `PlanError` that says in one
+sentence why if it does not work on that mesh. Those in `CHUNKED_BY_PAYLOAD` also take the number of
+chunks.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
-from ftmesh.algorithms import chain, flood, multi_ring, ring, row_pair, tree, two_dim
+from ftmesh.algorithms import flood, ring, row_pair, tree
 from ftmesh.errors import PlanError
 from ftmesh.schedule.files import RENAMED_ALGORITHMS
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
@@ -17,20 +17,14 @@ from ftmesh.topology.notation import format_failed
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes
 
-
-class Algorithm(Protocol):
-    def build_schedule(self, topology: Topology) -> Schedule:
-        """Return a schedule for `topology`, or raise a `PlanError` that says why not."""
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "two_dim": two_dim,
-    "row_pair": row_pair,
-    "ring": ring,
-    "multi_ring": multi_ring,
-    "chain": chain,
-    "flood": flood,
-    "tree": tree,
+ALGORITHMS: dict[str, Callable[[Topology], Schedule]] = {
+    "two_dim": ring.build_two_dim,
+    "row_pair": row_pair.build_schedule,
+    "ring": ring.build_schedule,
+    "multi_ring": ring.build_multi_ring,
+    "chain": ring.build_chain,
+    "flood": flood.build_schedule,
+    "tree": tree.build_schedule,
 }
 FALLBACKS = ("flood",)  # work on every connected mesh, but take longer to build
 CHUNKED_BY_PAYLOAD = ("tree",)  # work on every connected mesh, without a reduce-scatter
@@ -65,21 +59,29 @@ def build_schedule(
     raise PlanError(f"{name} cannot run on {topology}: {outcome}; use {' or '.join(working)}")
 
 
-def try_algorithms(topology: Topology) -> dict[str, Schedule | PlanError]:
+def try_algorithms(
+    topology: Topology, *, fallbacks: bool = True
+) -> dict[str, Schedule | PlanError]:
     """Return, by name, the schedules of the algorithms on `topology`, or their errors.
 
-    `CHUNKED_BY_PAYLOAD` are left out, since they need a payload. `FALLBACKS` are left out if
-    another algorithm has a reduce-scatter; where every chip has three links or more,
-    `RING_ALGORITHMS` do not count for that. Raises a `PlanError` if none can work on this mesh.
+    `CHUNKED_BY_PAYLOAD` are left out, since they need a payload. `FALLBACKS` are left out without
+    `fallbacks`, and if another algorithm has a reduce-scatter; where every chip has three links or
+    more, `RING_ALGORITHMS` do not count for that. Raises a `PlanError` if none can work on this
+    mesh.
     """
     check_connected(topology)
     outcomes = _try_fast(topology)
+    if fallbacks and needs_fallbacks(topology, outcomes):
+        outcomes |= {name: _try_algorithm(topology, name) for name in FALLBACKS}
+    return outcomes
+
+
+def needs_fallbacks(topology: Topology, outcomes: Mapping[str, object]) -> bool:
+    """Return whether no other algorithm has a good reduce-scatter; see `try_algorithms`."""
     split = {name for name, outcome in outcomes.items() if isinstance(outcome, SplitSchedule)}
     if all(len(topology.neighbours(coord)) > 2 for coord in topology.coords):
         split.difference_update(RING_ALGORITHMS)
-    if not split:
-        outcomes |= {name: _try_algorithm(topology, name) for name in FALLBACKS}
-    return outcomes
+    return not split
 
 
 def has_fast_algorithm(topology: Topology) -> bool:
@@ -128,6 +130,6 @@ def _try_algorithm(
     try:
         if algorithm in CHUNKED_BY_PAYLOAD and num_chunks is not None:
             return tree.build_schedule(topology, num_chunks, lag=lag)
-        return ALGORITHMS[algorithm].build_schedule(topology)
+        return ALGORITHMS[algorithm](topology)
     except PlanError as error:
         return error

@@ -3,7 +3,7 @@
 The paper's figures 6 and 7, and 9 and 10 where chips have failed. Each pair of rows is one ring,
 run in both directions with half of the payload each way. A pair that is broken by failures has no
 ring: its live chips sum among neighbours and forward to the full rings next to them
-(`ftmesh.algorithms.forwarding`) while those run.
+(`ftmesh.algorithms.building_blocks`) while those run.
 
 The second phase sums over the full rings, pair to pair, with hops of two rows that go around
 failures. If the axis across the pairs wraps, the chips of a slot form a ring. If it does not, sums
@@ -21,7 +21,6 @@ from itertools import pairwise, product
 import numpy as np
 
 from ftmesh.algorithms import building_blocks as blocks
-from ftmesh.algorithms.forwarding import Booking, Piece, book, form_groups
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Transfers, join_transfers, make_transfers
@@ -40,7 +39,7 @@ class PairRings:
 
     along: int  # the axis that the rows lie along
     rings: list[list[Coord]]  # [i][p] is the chip in slot p of full pair i
-    bookings: list[Booking]  # the forwarding of the other chips
+    bookings: list[blocks.Booking]  # the forwarding of the other chips
 
     @property
     def first_rounds(self) -> int:
@@ -107,14 +106,14 @@ def _find_pairs(topology: Topology, along: int) -> PairRings:
     slot = {coord: p for ring in rings for p, coord in enumerate(ring)}
     off_ring = {coord for coord in topology.coords if coord not in slot}
 
-    def arrival(chip: Coord, piece: Piece) -> int:
+    def arrival(chip: Coord, piece: blocks.Piece) -> int:
         half, index = piece
         position = length - 1 - slot[chip] if half else slot[chip]
         return length - 1 - (position - index) % length
 
-    groups = form_groups(topology, off_ring, across=1 - along)
+    groups = blocks.form_groups(topology, off_ring, across=1 - along)
     pieces = list(product((0, 1), range(length)))
-    bookings = book(topology, groups, pieces, arrival, by=length - 1 + MAX_HEAD_START)
+    bookings = blocks.book(topology, groups, pieces, arrival, by=length - 1 + MAX_HEAD_START)
     return PairRings(along, rings, bookings)
 
 

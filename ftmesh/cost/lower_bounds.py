@@ -27,8 +27,9 @@ not counted, and the live chips of failed tiles may forward as much as they like
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,6 +162,11 @@ def limits(topology: Topology) -> Limits:
     Raises:
         TopologyError: The live chips are not connected.
     """
+    return replace(_limits(topology.without_devices()), topology=topology)
+
+
+@lru_cache(maxsize=32)
+def _limits(topology: Topology) -> Limits:
     _check_connected(topology)
     coords = topology.coords
     edges = _edges(topology)

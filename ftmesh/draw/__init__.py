@@ -4,9 +4,9 @@
 draw it. `figure` returns the figures of the paper.
 """
 
-from ftmesh.draw.figures import figure as figure
 from ftmesh.draw.panel import Arrow as Arrow
 from ftmesh.draw.panel import Panel as Panel
+from ftmesh.draw.panel import figure as figure
 from ftmesh.draw.panel import phase_panel as phase_panel
 from ftmesh.draw.panel import routes_panel as routes_panel
 from ftmesh.draw.panel import schedule_panels as schedule_panels

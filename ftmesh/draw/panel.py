@@ -2,7 +2,8 @@
 
 A `Panel` is a topology with arrows on it. `routes_panel` makes one from routes, `phase_panel` from
 a phase of a schedule (or one of its rounds, lanes or halves of the payload), `schedule_panels` one
-for each phase. Chips come from the topology and arrows from routes.
+for each phase; `figure` makes those of the paper's figures. Chips come from the topology and arrows
+from routes.
 
 >>> from ftmesh.topology.routing import dimension_order
 >>> topo = Topology.grid("4x4")
@@ -28,12 +29,13 @@ from typing import Literal
 
 import numpy as np
 
+from ftmesh.algorithms import ring, row_pair
 from ftmesh.errors import ScheduleError, TopologyError
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
 from ftmesh.schedule.transfers import Transfers
 from ftmesh.topology.notation import Coord
-from ftmesh.topology.routing import Route
+from ftmesh.topology.routing import Route, Router, around_failures, dimension_order
 from ftmesh.topology.topology import Topology
 
 Colour = Literal["blue", "orange", "green", "purple", "amber", "red"]
@@ -232,15 +234,15 @@ def _components(transfers: Transfers) -> dict[int, int]:
 def _ring_colours(topology: Topology, ring_of: dict[int, int]) -> dict[int, Colour]:
     """A colour per rank: the same all along a ring, different for adjacent rings."""
     neighbours: dict[int, set[int]] = {}
-    for rank, ring in ring_of.items():
+    for rank, its_ring in ring_of.items():
         near = (topology.rank(coord) for coord in topology.neighbours(topology.coords[rank]))
-        neighbours.setdefault(ring, set()).update(ring_of[n] for n in near if n in ring_of)
+        neighbours.setdefault(its_ring, set()).update(ring_of[n] for n in near if n in ring_of)
     colours: dict[int, Colour] = {}
-    for index, ring in enumerate(sorted(neighbours)):
-        taken = {colours.get(other) for other in neighbours[ring]}
+    for index, its_ring in enumerate(sorted(neighbours)):
+        taken = {colours.get(other) for other in neighbours[its_ring]}
         free = [colour for colour in PALETTE if colour not in taken]
-        colours[ring] = free[0] if free else PALETTE[index % len(PALETTE)]
-    return {rank: colours[ring] for rank, ring in ring_of.items()}
+        colours[its_ring] = free[0] if free else PALETTE[index % len(PALETTE)]
+    return {rank: colours[its_ring] for rank, its_ring in ring_of.items()}
 
 
 # Layout on the page ----------------------------------------------------------------------------
@@ -316,3 +318,79 @@ def _layers_across(topology: Topology) -> int:
     width, _, depth = _sides(topology.shape)
     most = max(1, MAX_ACROSS // (width + 1))
     return ceil(depth / ceil(depth / most))
+
+
+# The paper's figures ----------------------------------------------------------------------------
+
+FULL = Topology.grid("8x8", failed="")
+DAMAGED = Topology.grid("8x8", failed="2x2@2,2")
+# The routes of figures 1 and 2. The two in the middle would cross the damage.
+ENDS = (((0, 0), (3, 1)), ((1, 3), (5, 2)), ((2, 1), (2, 5)), ((7, 6), (4, 4)))
+
+
+def figure(number: int) -> list[Panel]:
+    """Return the panels of one of the paper's figures, on an 8x8 mesh, whole or less ``2x2@2,2``.
+
+    Of rings in both directions, the one with the first half of the payload is drawn.
+
+    >>> [panel.title for panel in figure(8)]
+    ['ring on 8x8 less 2x2@2,2: Hamiltonian ring, reduce-scatter']
+    """
+    if number not in FIGURES:
+        raise ScheduleError(f"the paper has no figure {number}: choose from 1 to {max(FIGURES)}")
+    return FIGURES[number]()
+
+
+def _routes(topology: Topology, router: Router, title: str) -> list[Panel]:
+    routes = [router(topology, src, dst) for src, dst in ENDS]
+    return [routes_panel(topology, routes, title=f"{title}: {topology}")]
+
+
+def _phase(schedule: Schedule, index: int) -> list[Panel]:
+    return [phase_panel(schedule, index, half=0)]
+
+
+def _two_dim(*phases: int) -> list[Panel]:
+    """Phases with both halves of the payload, which take different routes."""
+    schedule = ring.build_two_dim(FULL)
+    return [phase_panel(schedule, index) for index in phases]
+
+
+def _forwarding_steps() -> list[Panel]:
+    """The concurrent steps of the phases of `row_pair` around damage, one per panel."""
+    schedule = row_pair.build_schedule(DAMAGED)
+    scatter, scatter_across, gather_across, gather = (
+        phase_panel(schedule, index, half=0) for index in range(4)
+    )
+    return [
+        scatter.only("amber", title="sum next to the damage"),
+        scatter.only("green", title="forward to the full rings"),
+        scatter.only("blue", title="full rings, reduce-scatter"),
+        replace(scatter_across, title=schedule.phases[1].name),
+        replace(gather_across, title=schedule.phases[2].name),
+        gather.only("blue", title="full rings, all-gather"),
+        gather.only("green", title="return from the full rings"),
+        gather.only("amber", title="spread next to the damage"),
+    ]
+
+
+def _numbered(panels: list[Panel]) -> list[Panel]:
+    """Number the panels as steps; titles keep what follows their colon."""
+    return [
+        replace(panel, title=f"{step}. {panel.title.rpartition(': ')[2]}")
+        for step, panel in enumerate(panels, start=1)
+    ]
+
+
+FIGURES: dict[int, Callable[[], list[Panel]]] = {
+    1: lambda: _routes(FULL, dimension_order, "routes along x, then along y"),
+    2: lambda: _routes(DAMAGED, around_failures, "routes around damage"),
+    3: lambda: _phase(ring.build_schedule(FULL), 0),
+    4: lambda: _two_dim(0, 1),
+    5: lambda: _numbered(_two_dim(0, 1, 2, 3)),
+    6: lambda: _phase(row_pair.build_schedule(FULL), 0),
+    7: lambda: _phase(row_pair.build_schedule(FULL), 1),
+    8: lambda: _phase(ring.build_schedule(DAMAGED), 0),
+    9: lambda: _phase(row_pair.build_schedule(DAMAGED), 0),
+    10: lambda: _numbered(_forwarding_steps()),
+}

@@ -4,14 +4,17 @@ On N ranks a tensor is stored as a vector of N equal parts: its own elements, ro
 then padding. Rank r has the r-th of N equal parts. A tensor that other mesh axes shard is stored in
 an array ``[*number of shards along each dimension, length]``: each shard by itself, as above. So
 what is stored depends on the number of ranks by padding at the end alone, and not on the plan.
+
+The state of an optimizer has the tree that optax gives it. In place of a tensor of the shape of a
+parameter it has the array that stores that tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import jax
@@ -27,6 +30,8 @@ from ftmesh.layout.buckets import Shape, make_buckets
 Kind = Literal["flat", "local", "replicated"]
 
 LANES = 128  # elements of a row of a TPU's tiles
+_FIRST_LENGTH = 1_000_003  # longer than the dimensions that an optimizer names itself
+SMALL_PART = 4096  # elements: such parts are cut from a copy, in fewer operations
 MAX_PADDING = 1.25  # times the size of a tensor, for whole rows
 
 
@@ -96,6 +101,8 @@ class LeafLayout:
         size = self.part_size
         if self.num_ranks == 1:
             return jnp.reshape(x, -1)
+        if 0 < size <= SMALL_PART:
+            return lax.dynamic_index_in_dim(self.to_rows(x), rank, keepdims=False)
         width = x.shape[-1]  # whole rows are read: flattening all of `x` may take a copy of it
         matrix = jnp.reshape(x, (-1, width))
         if (part := self.row_shape[0]) and part <= len(matrix):
@@ -129,7 +136,7 @@ class LeafLayout:
         return rows.reshape(-1)[: self.type.size].reshape(self.type.shape)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TreeLayout:
     """How all leaves of a pytree are stored; flat ones are communicated in buckets."""
 
@@ -158,6 +165,105 @@ class TreeLayout:
     def replicated(self) -> tuple[int, ...]:
         """The leaves that all ranks have."""
         return tuple(i for i in range(len(self.leaves)) if i not in self.cut)
+
+
+@dataclass(frozen=True, eq=False)
+class StateForm:
+    """The structure of a state, and how its tensors are stored."""
+
+    tree: Any  # as optax builds it
+    params: tuple[int | None, ...]  # for each leaf, the parameter whose shape it has, if one
+    types: tuple[Any, ...]  # of all leaves, before sharding
+    layout: TreeLayout  # of the parameters
+
+    def stored(self, index: int) -> LeafLayout | None:
+        """Return how leaf `index` is stored, if it is flat."""
+        param = self.params[index]
+        leaf = None if param is None else self.layout.leaves[param]
+        return leaf if leaf is not None and leaf.kind == "flat" else None
+
+    def leaves(self, state: Any) -> list[Any]:
+        """Return the leaves of a state; raise ArgumentError if it has another tree."""
+        tree = jax.tree.structure(state)
+        if tree != self.tree:
+            raise ArgumentError(
+                "this state is that of another transformation or of other parameters: its tree is "
+                f"{tree}, and this optimizer's is {self.tree}"
+            )
+        leaves: list[Any] = jax.tree.leaves(state)
+        return leaves
+
+    def check(self, state: Any, *, is_global: bool) -> None:
+        """Raise ArgumentError unless the arrays of a state have the shapes that are stored.
+
+        `is_global`: they are those of all ranks, not of one.
+        """
+        for i, leaf in enumerate(self.leaves(state)):
+            stored, param, expected = self.stored(i), self.params[i], self.types[i].shape
+            if stored is not None and is_global:
+                expected = stored.global_shape
+            elif param is not None and not is_global:
+                expected = self.layout.leaves[param].stored_shape
+            if np.shape(leaf) != expected:
+                raise ArgumentError(
+                    f"this state has an array of shape {np.shape(leaf)} where this optimizer "
+                    f"stores {expected}: it is not sharded, or for another number of chips, other "
+                    "specs or other parameters. Bring it into the parameters' shapes with "
+                    "gather_state, if it is sharded, and then call shard_state of this optimizer"
+                )
+
+    def full_tensor(self, array: Any, index: int) -> Any:
+        """Return flat leaf `index`, a global array of any number of ranks, in its full shape."""
+        return unflatten_tensor(array, self.types[index].shape)
+
+    def stored_array(self, tensor: Any, index: int) -> Any:
+        """Return the inverse of `full_tensor`, for the number of ranks of the layout."""
+        stored = self.stored(index)
+        assert stored is not None
+        return flatten_tensor(tensor, stored.global_shape)
+
+
+def state_form(
+    init: Callable[[Any], Any], layout: TreeLayout, types: Sequence[Any], tree: Any
+) -> StateForm:
+    """Find which leaves of the state that `init` returns belong to which parameter."""
+    mesh = jax.sharding.get_abstract_mesh()  # under which `init` is traced
+    find = _state_form if isinstance(init, Hashable) else _state_form.__wrapped__
+    return find(init, layout, tuple(types), tree, mesh)
+
+
+@lru_cache(maxsize=32)  # each update asks several times, and tracing takes long
+def _state_form(
+    init: Callable[[Any], Any], layout: TreeLayout, types: tuple[Any, ...], tree: Any, mesh: Any
+) -> StateForm:
+    """As `state_form`.
+
+    `init` is traced with a length for each parameter that no other has, so a leaf of the state
+    shows by its length which parameter it belongs to. If masks depend on sizes, the name of a leaf
+    shows it. What has another shape than its parameter belongs to none, and is replicated.
+    """
+    marked = [
+        jax.ShapeDtypeStruct((*(1 for _ in t.shape[1:]), _FIRST_LENGTH + i), t.dtype)
+        if i in layout.cut
+        else t
+        for i, t in enumerate(types)
+    ]
+    leaves, state_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(types)))
+    marked_leaves, marked_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(marked)))
+    if state_tree == marked_tree:
+        by_mark = {marked[i].shape: i for i in layout.cut}
+        params = [by_mark.get(mark.shape) for mark in marked_leaves]
+    else:
+        paths, _ = jax.tree.flatten_with_path(tree.unflatten(range(len(types))))
+        by_path = {tuple(path): i for path, i in paths if i in layout.cut}
+        state_paths, _ = jax.tree.flatten_with_path(state_tree.unflatten(leaves))
+        ends = [[tuple(path[k:]) for k in range(len(path) + 1)] for path, _ in state_paths]
+        params = [next((by_path[end] for end in e if end in by_path), None) for e in ends]
+    params = [
+        param if param is not None and leaf.shape == types[param].shape else None
+        for leaf, param in zip(leaves, params, strict=True)
+    ]
+    return StateForm(state_tree, tuple(params), tuple(leaves), layout)
 
 
 def flatten_tensor(x: Any, stored_shape: Shape) -> Any:

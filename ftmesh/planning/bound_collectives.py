@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import optax
     from jax.sharding import Mesh
 
-    from ftmesh.collectives.check_loss import LossCheck
+    from ftmesh.collectives.value_and_grad import LossCheck
     from ftmesh.optim.sharded import ShardedOptimizer
 
 BUCKET_BYTES = 256 * 2**20  # of leaves that are summed together
@@ -96,6 +96,38 @@ class BoundCollectives:
 
         return all_gather(x, axis_name, axis=axis, tiled=tiled, plan=self._plan, specs=specs)
 
+    def pmax(self, x: PyTree, axis_name: AxisName) -> PyTree:
+        """Take the maximum of `x` over the live chips; see `ftmesh.collectives.pmax`."""
+        from ftmesh.collectives.exchange import pmax
+
+        return pmax(x, axis_name, plan=self._plan)
+
+    def pmin(self, x: PyTree, axis_name: AxisName) -> PyTree:
+        """Take the minimum of `x` over the live chips; see `ftmesh.collectives.pmin`."""
+        from ftmesh.collectives.exchange import pmin
+
+        return pmin(x, axis_name, plan=self._plan)
+
+    def all_to_all(
+        self,
+        x: PyTree,
+        axis_name: AxisName,
+        split_axis: int,
+        concat_axis: int,
+        *,
+        tiled: bool = False,
+    ) -> PyTree:
+        """Send a block of `x` to each rank; see `ftmesh.collectives.all_to_all`."""
+        from ftmesh.collectives.exchange import all_to_all
+
+        return all_to_all(x, axis_name, split_axis, concat_axis, tiled=tiled, plan=self._plan)
+
+    def ppermute(self, x: PyTree, axis_name: AxisName, perm: Sequence[tuple[int, int]]) -> PyTree:
+        """Send `x` from rank to rank; see `ftmesh.collectives.ppermute`."""
+        from ftmesh.collectives.exchange import ppermute
+
+        return ppermute(x, axis_name, perm, plan=self._plan)
+
     def value_and_grad(
         self,
         loss: Callable[..., Any],
@@ -141,8 +173,8 @@ class BoundCollectives:
         mesh: Mesh | None = None,
         reduce_aux: Callable[[PyTree], PyTree] | None = None,
     ) -> LossCheck:
-        """Compare `value_and_grad` with JAX's own; see `ftmesh.collectives.check_loss`."""
-        from ftmesh.collectives.check_loss import check_loss
+        """Compare `value_and_grad` with JAX's own; see `check_loss`."""
+        from ftmesh.collectives.value_and_grad import check_loss
 
         return check_loss(
             loss, args, plan=self._plan, tolerance=tolerance, argnums=argnums, has_aux=has_aux,

@@ -1,10 +1,11 @@
-"""Candidates: what one algorithm costs by one executor, for a topology and a payload."""
+"""Candidates: one algorithm by one executor, for a topology and a payload: schedule and cost."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ftmesh.algorithms import registry
 from ftmesh.algorithms.ring import along_ring_order
@@ -13,19 +14,33 @@ from ftmesh.cost.links import Network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import DATAFLOW, Simulator
 from ftmesh.cost.wire_precision import FLOAT_FORMATS, accumulation_dtype, schedule_partial_dtype
-from ftmesh.execute.lowering import PALLAS, PPERMUTE, XLA
-from ftmesh.planning.plan_cache import kernel_schedule
+from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE, XLA
+from ftmesh.planning.plan_cache import cached_schedule, kernel_schedule, proof_of
 from ftmesh.schedule.schedule import Schedule
+from ftmesh.schedule.verify import Proof, verify
 from ftmesh.topology.ring_order import ring_order
+from ftmesh.topology.routing import dimension_order
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
 
 # Cycles per byte of gradient to bring the shares of a schedule's owners into the order of the
 # optimizer's state and back: what whole steps of BERT take more than with XLA's ring, compiled for
 # v6e 16x16 less 2x2@2,2 (libtpu 0.0.51), in `flood` and in `ring`, which stands for all others.
+# Since then `flood` numbers its shares along the mesh axis, and should take less.
 _SHARD_CYCLES = {"flood": 0.038}
 _OTHER_SHARD_CYCLES = 0.0114
 _KERNEL_CLOCK = 1.75e9  # cycles per second of v5p and v6e
+
+
+_FACTS: dict[str, Any] = {
+    "algorithm": str,
+    "rounds": int,
+    "seconds": (int, float),
+    "rejection": str,
+    "partial_sum_dtype": str,
+    "wires_seconds": (int, float, type(None)),
+    "executor": str,
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +55,23 @@ class Candidate:
     wires_seconds: float | None = None  # on the links alone, if the network has a device model
     executor: str = PPERMUTE
     schedule: Schedule | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All but the schedule, as JSON can hold it."""
+        return {name: getattr(self, name) for name in _FACTS}
+
+    @staticmethod
+    def from_facts(facts: dict[str, Any]) -> Candidate:
+        """Return the candidate with these facts; raises ValueError if they are of another kind."""
+        is_known = facts.keys() == _FACTS.keys() and all(
+            isinstance(facts[name], kind) for name, kind in _FACTS.items()
+        )
+        if not is_known or facts["algorithm"] not in registry.ALGORITHMS:
+            raise ValueError(f"not the facts of a candidate: {facts!r:.200}")
+        if facts["executor"] not in EXECUTORS or not facts["seconds"] >= 0:
+            raise ValueError(f"not the facts of a candidate: {facts!r:.200}")
+        return Candidate(**facts)
 
     @property
     def name(self) -> str:
@@ -153,3 +185,28 @@ def carried_bytes(algorithm: str, payload_bytes: int, wire_dtype: str) -> int:
         return payload_bytes
     added = FLOAT_FORMATS[accumulation_dtype(wire_dtype)].num_bytes
     return payload_bytes * added // FLOAT_FORMATS[wire_dtype].num_bytes
+
+
+def make_schedule(
+    topology: Topology,
+    algorithm: str,
+    payload_bytes: int,
+    wire_dtype: str,
+    network: Network,
+    *,
+    executor: str,
+) -> Schedule:
+    """Plan `algorithm` for a payload; a kernel gets a schedule that does not wait for rounds."""
+    if executor == XLA:
+        return along_ring_order(topology)
+    carried = carried_bytes(algorithm, payload_bytes, wire_dtype)
+    if executor == PALLAS:
+        return kernel_schedule(topology, algorithm, carried, network)
+    return cached_schedule(topology, algorithm, carried, network)
+
+
+def prove_schedule(schedule: Schedule, executor: str) -> Proof:
+    """Prove a schedule; XLA's ring with the routes of a mesh that knows of no failure."""
+    if executor == XLA:
+        return verify(schedule, router=dimension_order)
+    return proof_of(schedule)

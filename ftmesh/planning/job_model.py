@@ -1,5 +1,7 @@
 """A training job on a machine made of boards, and its speed on what is left of the machine.
 
+`replica_options` has the other question about a damaged machine: how large a model's replicas are.
+
 >>> job = TrainingJob(
 ...     Topology.grid("4x4"), mtbf=8e6, repair_time=3e4, checkpoint_interval=3600.0, step_time=0.02
 ... )
@@ -12,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,11 +22,15 @@ from ftmesh.algorithms import registry
 from ftmesh.cost.executors import native_obstacle, native_ring_seconds, one_ring_seconds
 from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.simulate import Simulator
-from ftmesh.errors import ArgumentError, PlanError
+from ftmesh.errors import ArgumentError, PlanError, TopologyError
+from ftmesh.planning.candidates import cost_native
+from ftmesh.planning.selection import select_algorithm
 from ftmesh.schedule.schedule import Schedule
-from ftmesh.topology.notation import Block, Coord
+from ftmesh.topology.notation import Block, Coord, format_shape
 from ftmesh.topology.ring_order import ring_order
+from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
+from ftmesh.units import check_bytes, format_bytes, format_time
 
 BOARD = 2  # chips along x, and along y, of a board
 SIDES = (BOARD, BOARD, 1)  # of a board; on three axes it lies within a layer
@@ -165,3 +171,228 @@ def _algorithms(topology: Topology) -> tuple[str, ...]:
     if not topology.failed and not topology.failed_links:
         return ("two_dim", "multi_ring", *["flood"] * has_three_axes)
     return ("row_pair", "ring", *["flood"] * (has_three_axes or any(topology.wrap)))
+
+
+# Replicas ---------------------------------------------------------------------------------------
+
+WEIGHT_BYTES = 4  # float32
+GATHERED_BYTES = 2  # bfloat16, in the forward pass and again in the backward pass
+STATE_BYTES = 16  # per weight: float32 weights and gradients, and the two moments of Adam
+EVERY_CHIP = "all"  # one replica over all live chips
+MAX_WASTE = 0.1  # of the live chips, in tiles that are recommended
+
+
+@dataclass(frozen=True)
+class ReplicaOption:
+    """Replicas of a model in tiles of chips; times are simulated, of one step."""
+
+    tile: str
+    chips: int  # of a replica
+    replicas: int
+    wasted: int  # live chips in tiles with failed ones
+    state_bytes: int  # on each chip
+    gather_seconds: float  # of weights, twice, and the scatter of gradients, in a tile
+    sum_seconds: float  # of gradients over replicas
+    algorithm: str  # that sums
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step's collectives."""
+        return self.gather_seconds + self.sum_seconds
+
+    def fits(self, memory_bytes: int) -> bool:
+        """Whether the state fits in `memory_bytes` of a chip."""
+        return self.state_bytes <= memory_bytes
+
+
+def replica_options(
+    topology: Topology, model_bytes: int, network: Network = DEFAULT
+) -> list[ReplicaOption]:
+    """Compare replicas of each size: a chip, tiles that divide the mesh, and all live chips.
+
+    For each number of chips the tile is taken in which fewest live chips are lost with failed ones,
+    then the fastest for gathers, then the most compact. Sides differ by a factor of two at most,
+    except those that span an axis.
+
+    Args:
+        topology: The chips.
+        model_bytes: Bytes of the weights in float32. The state has four times as many.
+        network: The links.
+    """
+    weights = -(-check_bytes(model_bytes, name="model_bytes") // WEIGHT_BYTES)
+    by_size: dict[int, list[tuple[int, float, Coord]]] = {}
+    shapes = itertools.product(*map(_divisors, reversed(topology.shape)))
+    for sides in (shape[::-1] for shape in shapes):  # 2x1 before 1x2
+        open_sides = [n for n, size in zip(sides, topology.shape, strict=True) if n < size]
+        if open_sides and max(open_sides) <= 2 * min(open_sides):
+            with contextlib.suppress(TopologyError):  # no tile is whole
+                wasted = TiledTopology.from_topology(topology, sides).num_wasted
+                seconds = _gather_seconds(_box(topology, sides), weights, network)
+                by_size.setdefault(math.prod(sides), []).append((wasted, seconds, sides))
+    options = []
+    for chips, tiles in sorted(by_size.items()):
+        for wasted, seconds, sides in sorted(tiles, key=lambda tile: (*tile[:2], sum(tile[2]))):
+            tiled = TiledTopology.from_topology(topology, sides) if chips > 1 else topology
+            try:
+                name, sum_seconds = _sum_over(tiled, WEIGHT_BYTES * -(-weights // chips), network)
+            except PlanError:  # the damage cuts the tiles into parts
+                continue
+            options.append(
+                ReplicaOption(
+                    format_shape(sides),
+                    chips,
+                    tiled.num_live,
+                    wasted,
+                    _state(weights, chips),
+                    seconds,
+                    sum_seconds,
+                    name,
+                )
+            )
+            break
+    seconds, live = _gather_seconds(topology, weights, network), topology.num_live
+    state = _state(weights, live)
+    return [*options, ReplicaOption(EVERY_CHIP, live, 1, 0, state, seconds, 0.0, "")]
+
+
+def best_replicas(options: Sequence[ReplicaOption], memory_bytes: int) -> ReplicaOption:
+    """Return the tiles that fit and waste fewest chips; of several, the fastest collectives.
+
+    If they would waste more than `MAX_WASTE` of the live chips: all of these as one replica.
+
+    Raises:
+        PlanError: Nothing fits.
+    """
+    whole = options[-1]
+    if not whole.fits(memory_bytes):
+        raise PlanError(
+            f"nothing fits: over all {whole.chips} live chips the state takes "
+            f"{format_bytes(whole.state_bytes)} of each, and --memory is "
+            f"{format_bytes(memory_bytes)}: take more chips, fewer weights, or an optimizer with "
+            "less state"
+        )
+    most = MAX_WASTE * whole.chips
+    good = [one for one in options[:-1] if one.fits(memory_bytes) and one.wasted <= most]
+    return min(good, key=lambda option: (option.wasted, option.seconds), default=whole)
+
+
+def _divisors(size: int) -> list[int]:
+    return [n for n in range(1, size + 1) if size % n == 0]
+
+
+def _state(weights: int, chips: int) -> int:
+    return STATE_BYTES * -(-weights // chips)
+
+
+def _box(topology: Topology, sides: Coord) -> Topology:
+    axes = zip(topology.shape, topology.wrap, sides, strict=True)
+    return Topology.grid(sides, wrap=tuple(wraps and n == size for size, wraps, n in axes))
+
+
+def _gather_seconds(box: Topology, weights: int, network: Network) -> float:
+    """Two gathers of the weights and a scatter of the gradients, among the chips of a replica."""
+    order = ring_order(box)
+    gathering = one_ring_seconds(order, GATHERED_BYTES * weights, network, "all_gather")
+    scattering = one_ring_seconds(order, WEIGHT_BYTES * weights, network, "reduce_scatter")
+    return 2 * gathering + scattering
+
+
+def _sum_over(topology: Topology, num_bytes: int, network: Network) -> tuple[str, float]:
+    """What sums gradients over replicas, and its time: XLA along the ring, or else a schedule."""
+    if topology.num_live == 1:
+        return "", 0.0
+    native = cost_native(topology, num_bytes, network, "float32", reduce_scatter=False)
+    if not native.rejection:
+        return "XLA's ring", native.seconds
+    best = select_algorithm(topology, num_bytes, network, "float32", with_native=False).best
+    return best.algorithm, best.seconds
+
+
+# Sharded or replicated optimizer state ----------------------------------------------------------
+
+#: Bytes between a chip and its memory for each byte of the weights, by optimizer: the gradient is
+#: read, and the weights and the optimizer's state are read and written.
+MEMORY_TRAFFIC = {"sgd": 3, "momentum": 5, "lars": 5, "adam": 7, "lamb": 7}
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """An algorithm, with seconds of its communication and of the update itself."""
+
+    algorithm: str
+    communication: float
+    update: float
+
+    @property
+    def seconds(self) -> float:
+        """Both together."""
+        return self.communication + self.update
+
+    def __str__(self) -> str:
+        return (
+            f"{format_time(self.seconds)} by {self.algorithm}: {format_time(self.communication)} "
+            f"to communicate, {format_time(self.update)} to update"
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerCosts:
+    """The simulated costs of both, for one payload on one mesh."""
+
+    sharded: UpdateCost
+    replicated: UpdateCost
+    num_ranks: int
+
+    @property
+    def is_sharded_faster(self) -> bool:
+        """Whether sharded state is as fast, or faster."""
+        return self.sharded.seconds <= self.replicated.seconds
+
+    def __str__(self) -> str:
+        return (
+            f"  sharded state:    {self.sharded}; 1/{self.num_ranks} of it on each chip\n"
+            f"  replicated state: {self.replicated}"
+        )
+
+
+def optimizer_costs(
+    topology: Topology, payload_bytes: int, network: Network, optimizer: str = "adam"
+) -> OptimizerCosts:
+    """Compare sharded and replicated optimizer state, each with its fastest algorithm.
+
+    *Sharded*, gradients are reduce-scattered, each chip updates the weights that it owns, and these
+    are all-gathered: a chip reads and holds only its share of the state. *Replicated*, gradients
+    are all-reduced, perhaps along trees, and every chip updates all weights. Which is faster
+    depends on the mesh, the payload and the memory bandwidth of a chip.
+
+    The gradients are `payload_bytes` of float32; `optimizer` is one of `MEMORY_TRAFFIC`.
+
+    >>> from ftmesh.cost.links import NETWORKS
+    >>> costs = optimizer_costs(Topology.grid("4x8", failed="2x2@2,2"), 100_000_000, NETWORKS["v3"])
+    >>> costs.is_sharded_faster
+    True
+    """
+    if optimizer not in MEMORY_TRAFFIC:
+        raise ArgumentError(
+            f"optimizer must be one of {', '.join(MEMORY_TRAFFIC)}, not {optimizer!r}"
+        )
+    update = MEMORY_TRAFFIC[optimizer] * payload_bytes / known_memory_bandwidth(network)
+    split, reduced = (
+        select_algorithm(
+            topology, payload_bytes, network, reduce_scatter=is_split, with_native=True
+        ).best
+        for is_split in (True, False)
+    )
+    sharded = UpdateCost(split.name, split.seconds, update / topology.num_live)
+    replicated = UpdateCost(reduced.name, reduced.seconds, update)
+    return OptimizerCosts(sharded, replicated, topology.num_live)
+
+
+def known_memory_bandwidth(network: Network) -> float:
+    """The memory bandwidth of a chip of `network`; raises ArgumentError if it is not known."""
+    if network.memory_bandwidth is None:
+        raise ArgumentError(
+            "the time of an update depends on the memory bandwidth of the chip, which is not known "
+            "here: name a TPU generation such as 'v5e'"
+        )
+    return network.memory_bandwidth

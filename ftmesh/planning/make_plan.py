@@ -7,14 +7,13 @@ from ftmesh.cost.wire_precision import wire_dtype_name
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE, PPERMUTE_UNROLLED, XLA
 from ftmesh.execute.types import DTypeLike
+from ftmesh.planning.candidates import make_schedule, prove_schedule
 from ftmesh.planning.plan import Plan
 from ftmesh.planning.profiles import LinkArgument, find_costs
 from ftmesh.planning.selection import (
     AUTO,
     check_executor,
-    make_schedule,
-    prove_schedule,
-    select_algorithm,
+    compare_costs,
 )
 from ftmesh.topology.ring_order import ring_order
 from ftmesh.topology.topology import Topology
@@ -101,8 +100,8 @@ def plan(
         name, executor = algorithm, PPERMUTE if executor == AUTO else executor
     else:
         chooses_executor = executor == AUTO and not with_idle
-        best = select_algorithm(
-            topology,
+        best, *_ = compare_costs(
+            topology.without_devices(),
             payload_bytes,
             wires,
             wire,
@@ -110,7 +109,7 @@ def plan(
             trees="never" if executor == PPERMUTE_UNROLLED else "if_cheapest",
             with_native=chooses_executor,
             with_kernel=chooses_executor,
-        ).best
+        )
         name, executor = best.algorithm, best.executor if executor == AUTO else executor
     schedule = make_schedule(topology, name, payload_bytes, wire, wires, executor=executor)
     made = Plan(

@@ -33,13 +33,12 @@ from ftmesh.execute.lowering import (
 )
 from ftmesh.execute.types import DTypeLike
 from ftmesh.planning.bound_collectives import BoundCollectives
+from ftmesh.planning.candidates import Candidate, make_schedule, prove_schedule
 from ftmesh.planning.profiles import NOT_MEASURED, LinkArgument, find_costs
 from ftmesh.planning.selection import (
-    Candidate,
     Selection,
     check_executor,
-    make_schedule,
-    prove_schedule,
+    compare_costs,
     round_up_payload,
     select_algorithm,
 )
@@ -178,7 +177,7 @@ class Plan(BoundCollectives):
             return self
         if not self.is_auto:
             return self._sibling(self.algorithm, self.executor, size, wire)
-        return self._sibling_of(self._select(size, wire).best, size, wire)
+        return self._sibling_of(self._compare(size, wire)[0], size, wire)
 
     @cached_property
     def with_reduce_scatter(self) -> Plan:
@@ -193,9 +192,16 @@ class Plan(BoundCollectives):
             return self
         payload = self.payload_bytes, self.wire_dtype
         try:
-            return self._sibling_of(self._select(*payload, reduce_scatter=True).best, *payload)
+            best, *_ = self._compare(*payload, reduce_scatter=True)
+            return self._sibling_of(best, *payload)
         except PlanError:
             return self  # whose whole all-reduce serves
+
+    @property
+    def _halves_are_whole(self) -> bool:
+        """Whether `psum_scatter` and `all_gather` run the whole all-reduce, as far as is known."""
+        known = self.__dict__.get("with_reduce_scatter")
+        return self.is_given or known is self
 
     @cached_property
     def unrolled_variant(self) -> Plan:
@@ -230,10 +236,12 @@ class Plan(BoundCollectives):
             return accumulation_dtype(wire_dtype_name(dtype))
         return schedule_partial_dtype(self.schedule, wire_dtype_name(dtype))
 
-    def _select(self, size: int, wire: str, *, reduce_scatter: bool = False) -> Selection:
+    def _compare(
+        self, size: int, wire: str, *, reduce_scatter: bool = False
+    ) -> tuple[Candidate, ...]:
         is_unrolled = self.executor == PPERMUTE_UNROLLED
-        return select_algorithm(
-            self.topology,
+        return compare_costs(
+            self.topology.without_devices(),
             size,
             self.network,
             wire,
@@ -318,6 +326,14 @@ class Plan(BoundCollectives):
         if self.executor == XLA and sums_over_axes(ring_order(self.topology)):
             lines[0] = f"XLA on {self.topology}: {self.topology.num_live} live chips"
         lines += [f"  costs: {self.measured}", *self._precision_lines()]
+        if not (self.schedule.owns_evenly or self.with_idle):
+            why = "has no reduce-scatter"
+            if isinstance(self.schedule, SplitSchedule):
+                why = "leaves some chips more of the sum than others"
+            run = "run another plan, print(plan.with_reduce_scatter)"
+            if self._halves_are_whole:
+                run = "run the whole all-reduce, twice the data"
+            lines.append(f"  psum_scatter and all_gather {run}: this one {why}")
         if self.topology.physical.wrap_source:
             lines.append(f"  {self.topology.physical.wrap_source}")
         if isinstance(self.topology, TiledTopology):
@@ -332,7 +348,7 @@ class Plan(BoundCollectives):
             how = OVER_AXES if sums_over_axes(order) else f"along the mesh axis: {order}"
             lines.append(f"  summed by XLA {how}")
         if self.chooses_executor:
-            candidates = self._select(self.payload_bytes, self.wire_dtype).candidates
+            candidates = self._compare(self.payload_bytes, self.wire_dtype)
             native = next(one for one in candidates if one.executor == XLA)
             other = next(one for one in candidates if one.executor != XLA)
             costs = [

@@ -23,6 +23,7 @@ from ftmesh.cost.links import Network, network_for, parse_network
 from ftmesh.cost.profile import MEASURE_AGAIN, STALE, Profile, installed_version
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import XLA
+from ftmesh.files import check_local
 from ftmesh.planning.plan_cache import CACHE_VARIABLE, cache_folder
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.notation import Coord, format_shape
@@ -200,6 +201,7 @@ def _file_name(kind: str, shape: Coord, wrap: tuple[bool, ...], devices_per_chip
 
 def _read(path: Path) -> Profile:
     """Load a profile, or return it again if the file has not changed."""
+    check_local(path)
     try:
         status = path.stat()
     except (OSError, ValueError) as error:  # of a name that no file can have

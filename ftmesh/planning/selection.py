@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from ftmesh.algorithms import registry
-from ftmesh.algorithms.ring import along_ring_order
+from ftmesh.algorithms.flood import GROUPED_CHIPS
 from ftmesh.cost.executors import (
     LAX_PSUM,
     NativeSum,
@@ -31,8 +31,8 @@ from ftmesh.cost.wire_precision import (
 )
 from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.execute.lowering import PALLAS, XLA
-from ftmesh.planning.candidates import Candidate as Candidate
 from ftmesh.planning.candidates import (
+    Candidate,
     carried_bytes,
     cost_kernels,
     cost_native,
@@ -41,15 +41,14 @@ from ftmesh.planning.candidates import (
     shard_seconds,
 )
 from ftmesh.planning.chunking import tree_lower_bound
-from ftmesh.planning.plan_cache import cached_schedule, kernel_schedule
+from ftmesh.planning.plan_cache import Facts, cached_schedule, kernel_schedule, load_or_choose
 from ftmesh.schedule.schedule import Schedule
-from ftmesh.schedule.verify import Proof, verify
-from ftmesh.topology.routing import dimension_order
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes, format_bytes, format_time
 
 AUTO = "auto"
 ALGORITHMS = (AUTO, *registry.ALGORITHMS)
+
 Trees = Literal["if_cheapest", "always", "never"]
 
 
@@ -213,6 +212,44 @@ def select_algorithm(
 
 
 @lru_cache(maxsize=256)
+def compare_costs(
+    topology: Topology,
+    payload_bytes: int,
+    network: Network,
+    wire_dtype: str,
+    *,
+    reduce_scatter: bool = False,
+    trees: Trees = "if_cheapest",
+    with_native: bool = False,
+    with_kernel: bool = False,
+) -> tuple[Candidate, ...]:
+    """Return the candidates of `select_algorithm` without their schedules, the cheapest first.
+
+    What took long to compare is kept in the plan cache.
+    """
+    arguments = payload_bytes, network, wire_dtype
+
+    def choose() -> Facts:
+        selection = select_algorithm(
+            topology,
+            *arguments,
+            reduce_scatter=reduce_scatter,
+            trees=trees,
+            with_native=with_native,
+            with_kernel=with_kernel,
+        )
+        return [one.facts for one in selection.candidates]
+
+    options = reduce_scatter, trees, with_native, with_kernel
+    facts = load_or_choose(choose, topology, network, payload_bytes, wire_dtype, options)
+    try:
+        candidates = tuple(Candidate.from_facts(one) for one in facts)
+    except ValueError:  # a file that is damaged, or not ours
+        candidates = ()
+    return candidates or tuple(Candidate.from_facts(one) for one in choose())
+
+
+@lru_cache(maxsize=256)
 def _select(
     topology: Topology,
     payload_bytes: int,
@@ -225,7 +262,9 @@ def _select(
 ) -> Selection:
     candidates: list[Candidate] = []
     sharding = shard_seconds(payload_bytes, network) if reduce_scatter else {}
-    for name, outcome in _simulators(topology).items():
+    # On many chips a flood takes long to plan, and trees of whole sums take less time.
+    fallbacks = reduce_scatter or trees == "never" or topology.num_live <= GROUPED_CHIPS
+    for name, outcome in _simulators(topology, fallbacks).items():
         if isinstance(outcome, str):
             candidates.append(Candidate(name, rejection=outcome))
         elif reduce_scatter and not outcome.schedule.owns_evenly:
@@ -267,37 +306,19 @@ def _select(
 
 
 @lru_cache(maxsize=4)
-def _simulators(topology: Topology) -> dict[str, Simulator | str]:
+def _simulators(topology: Topology, fallbacks: bool) -> dict[str, Simulator | str]:
     """Each algorithm ready to be simulated, or the reason why it cannot serve."""
+    outcomes = registry.try_algorithms(topology, fallbacks=False)
+    if fallbacks and registry.needs_fallbacks(topology, outcomes):
+        for name in registry.FALLBACKS:
+            try:
+                outcomes[name] = cached_schedule(topology, name, 1, DEFAULT)
+            except PlanError as error:
+                outcomes[name] = error
     return {
         name: str(outcome) if isinstance(outcome, PlanError) else Simulator(outcome)
-        for name, outcome in registry.try_algorithms(topology).items()
+        for name, outcome in outcomes.items()
     }
-
-
-def make_schedule(
-    topology: Topology,
-    algorithm: str,
-    payload_bytes: int,
-    wire_dtype: str,
-    network: Network,
-    *,
-    executor: str,
-) -> Schedule:
-    """Plan `algorithm` for a payload; a kernel gets a schedule that does not wait for rounds."""
-    if executor == XLA:
-        return along_ring_order(topology)
-    carried = carried_bytes(algorithm, payload_bytes, wire_dtype)
-    if executor == PALLAS:
-        return kernel_schedule(topology, algorithm, carried, network)
-    return cached_schedule(topology, algorithm, carried, network)
-
-
-def prove_schedule(schedule: Schedule, executor: str) -> Proof:
-    """Prove a schedule; XLA's ring with the routes of a mesh that knows of no failure."""
-    if executor == XLA:
-        return verify(schedule, router=dimension_order)
-    return verify(schedule)
 
 
 def check_executor(executor: str, known: Sequence[str]) -> None:

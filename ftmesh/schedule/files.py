@@ -18,8 +18,7 @@ from ftmesh.errors import (
     ScheduleFileError,
     ScheduleNotFoundError,
 )
-from ftmesh.files import write_atomic
-from ftmesh.npz import NotNpzError, NpzReader
+from ftmesh.files import NotNpzError, NpzReader, check_local, write_atomic
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule, check_schedule
 from ftmesh.schedule.transfers import COLUMN_NAMES, Transfers
@@ -64,6 +63,8 @@ def load(path: str | os.PathLike[str] | bytes, *, verify: bool = True) -> Schedu
     """
     if not isinstance(path, (str, os.PathLike, bytes)):
         raise ArgumentError(f"load takes a path or bytes, not {path!r}")
+    if not isinstance(path, bytes):
+        check_local(path)
     try:
         schedule = _build(_read(path))
         if verify:

@@ -15,8 +15,15 @@ from itertools import pairwise, product
 import numpy as np
 
 from ftmesh.errors import VerificationError
-from ftmesh.schedule.counting_proof import uncounted_chunks, ungathered_chunks, unspanned_chunks
 from ftmesh.schedule.phase import Phase, with_starts
+from ftmesh.schedule.proofs import (
+    Progress,
+    all_gather_error,
+    check_sets,
+    uncounted_chunks,
+    ungathered_chunks,
+    unspanned_chunks,
+)
 from ftmesh.schedule.schedule import (
     AnyRankSchedule,
     RankSchedule,
@@ -24,7 +31,6 @@ from ftmesh.schedule.schedule import (
     SplitSchedule,
     check_schedule,
 )
-from ftmesh.schedule.set_proof import Progress, all_gather_error, check_sets
 from ftmesh.schedule.transfers import ADD, COPY, Ints, Transfers
 from ftmesh.topology.routing import Route, Router, around_failures, find_cycle
 from ftmesh.topology.tiles import TiledTopology

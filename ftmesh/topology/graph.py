@@ -8,7 +8,7 @@ permutation in all rounds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +29,8 @@ class LinkGraph:
 
     @staticmethod
     def from_topology(topology: Topology) -> LinkGraph:
-        pairs = [(a, b) for a, b in topology.links if topology.rank(a) < topology.rank(b)]
-        links = [link for a, b in pairs for link in ((a, b), (b, a))]
-        ends = np.array([[topology.rank(chip) for chip in link] for link in links], np.int32)
-        source, target = ends.reshape(-1, 2).T
-        lane = direction_lanes(topology, source, target)
-        return LinkGraph(topology.num_live, source, target, lane)
+        """Return the links between live ranks; the same object for equal topologies."""
+        return _graph_of(topology.without_devices())
 
     @property
     def num_links(self) -> int:
@@ -65,6 +61,18 @@ class LinkGraph:
     @property
     def diameter(self) -> int:
         return int(self.eccentricity.max())
+
+
+@lru_cache(maxsize=32)
+def _graph_of(topology: Topology) -> LinkGraph:
+    pairs = [(a, b) for a, b in topology.links if topology.rank(a) < topology.rank(b)]
+    links = [link for a, b in pairs for link in ((a, b), (b, a))]
+    ends = np.array([[topology.rank(chip) for chip in link] for link in links], np.int32)
+    source, target = np.ascontiguousarray(ends.reshape(-1, 2).T)
+    graph = LinkGraph(topology.num_live, source, target, direction_lanes(topology, source, target))
+    for column in (graph.source, graph.target, graph.lane):
+        column.flags.writeable = False
+    return graph
 
 
 def single_bits(num_ranks: int) -> NDArray[np.uint64]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise, permutations, product
 
 from ftmesh.errors import PlanError
@@ -30,6 +31,11 @@ Row = list[Coord]
 
 def find_circuit(topology: Topology) -> list[Coord]:
     """Return the live chips in the order of a closed walk over neighbours."""
+    return list(_circuit(topology.without_devices()))
+
+
+@lru_cache(maxsize=16)
+def _circuit(topology: Topology) -> list[Coord]:
     if len(topology.shape) > 2:
         return circuit_of_strips(topology)
     try:

@@ -75,6 +75,11 @@ def format_coord(coord: Coord) -> str:
     return ",".join(map(str, coord))
 
 
+def step_along(coord: Coord, axis: int, steps: int) -> Coord:
+    """Return the coordinates `steps` up `axis` from `coord`, perhaps beyond the edge of a mesh."""
+    return (*coord[:axis], coord[axis] + steps, *coord[axis + 1 :])
+
+
 def parse_blocks(failed: str | Block | Iterable[Block | Sequence[int]]) -> list[Block]:
     """Return blocks from ``"2x2@2,2;4x2@6,14"``, a block, or a list of blocks or coords."""
     if isinstance(failed, str):

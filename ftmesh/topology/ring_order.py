@@ -16,9 +16,9 @@ from itertools import pairwise
 
 from ftmesh.errors import PlanError, VerificationError
 from ftmesh.topology.circuit_search import longest_cycle
+from ftmesh.topology.damage import biconnected_blocks
 from ftmesh.topology.hamiltonian import find_circuit
 from ftmesh.topology.notation import Block, Coord
-from ftmesh.topology.regions import biconnected_blocks
 from ftmesh.topology.routing import Route, dimension_order
 from ftmesh.topology.topology import Topology
 

@@ -7,20 +7,17 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError, TopologyError
-from ftmesh.topology import damage, notation, regions
+from ftmesh.topology import damage, notation
 from ftmesh.topology.damage import CoordFrame
 from ftmesh.topology.devices import WRAP_AS_GIVEN, device_wraps, read_layout
 from ftmesh.topology.notation import Block, Coord, Failed
 from ftmesh.topology.notation import Link as Link
-
-if TYPE_CHECKING:
-    pass
 
 FailedLinks = str | Iterable[Sequence[Sequence[int]]]
 
@@ -29,8 +26,9 @@ FailedLinks = str | Iterable[Sequence[Sequence[int]]]
 class Topology:
     """A grid of chips, with the chips and links that have failed.
 
-    Build one with `grid`, `from_devices` or `from_drawing`. Live chips have dense ranks, x fastest,
-    in the order of the JAX mesh axis. A failed link fails in both directions.
+    Build one with `grid`, `from_devices` or `from_drawing`. Live chips have dense ranks in grid
+    order, x fastest; `ftmesh.jax_mesh` puts their devices in the order of a ring. A failed link
+    fails in both directions.
 
     Topologies are values: equal and hashable by content. One built from devices is equal only to
     one with the same devices; compare `without_devices()` to compare grids.
@@ -254,7 +252,7 @@ class Topology:
 
     def components(self) -> tuple[tuple[Coord, ...], ...]:
         """Return the connected parts of the live mesh, largest first."""
-        return regions.connected_components(self._neighbours)
+        return damage.connected_components(self._neighbours)
 
     @cached_property
     def _neighbours(self) -> dict[Coord, tuple[Coord, ...]]:
@@ -312,8 +310,8 @@ class Topology:
     # Parts ----------------------------------------------------------------------------------
 
     def largest_rectangle(self) -> Block:
-        """Return the largest box without a failed chip or link; see `regions.largest_box`."""
-        return regions.largest_box(self.shape, self.failed, self.failed_links)
+        """Return the largest box without a failed chip or link; see `damage.largest_box`."""
+        return damage.largest_box(self.shape, self.failed, self.failed_links)
 
     def groups(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Return ranks in groups of `size` neighbouring chips: equal, squarish boxes of the grid.
@@ -321,7 +319,7 @@ class Topology:
         A failed chip leaves its group smaller; a box with no live chip gives no group. Raises a
         `TopologyError` if the grid cannot be cut into such boxes.
         """
-        tile = regions.squarest_tile(self.shape, size)
+        tile = damage.squarest_tile(self.shape, size)
         groups: dict[Coord, list[int]] = {}
         for rank, coord in enumerate(self.coords):
             key = tuple(c // t for c, t in zip(coord, tile, strict=True))

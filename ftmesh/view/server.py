@@ -30,8 +30,7 @@ from ftmesh.errors import ArgumentError, FtmeshError
 from ftmesh.topology.notation import parse_blocks, parse_shape
 from ftmesh.topology.topology import Topology
 from ftmesh.units import check_bytes
-from ftmesh.view.page import render_page
-from ftmesh.view.scene import ALL, build_scene, check_fits
+from ftmesh.view.page import ALL, build_scene, check_fits, render_page
 
 HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 32 * 1024
@@ -53,7 +52,7 @@ class Server:
     """Serves a page at `address` until it is closed, and plans for one request at a time.
 
     Args:
-        first: The scene that is shown first; see `ftmesh.view.scene`.
+        first: The scene that is shown first; see `ftmesh.view.page.build_scene`.
         options: Command line options about links; see `ftmesh.view.page.render_page`.
         port: Port on loopback; 0 for any that is free.
         timeout: Seconds within which a request must arrive.

@@ -9,7 +9,7 @@ import pytest
 
 import ftmesh
 from ftmesh import PlanError, Topology, verify
-from ftmesh.algorithms import multi_ring, registry
+from ftmesh.algorithms import registry, ring
 from ftmesh.algorithms.building_blocks import bidirectional_rings
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import addition_depth
@@ -78,7 +78,7 @@ def test_axes_without_rings_add_no_circuit(shape, wrap, count):
 )
 def test_meshes_it_does_not_work_on_raise(topo, says):
     with pytest.raises(PlanError, match=says):
-        multi_ring.build_schedule(topo)
+        ring.build_multi_ring(topo)
 
 
 def test_circuits_that_no_square_joins_raise():

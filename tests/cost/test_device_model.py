@@ -9,6 +9,7 @@ import pytest
 import ftmesh
 from ftmesh import ArgumentError, Topology
 from ftmesh.algorithms import registry
+from ftmesh.cli import paper
 from ftmesh.cli.main import main
 from ftmesh.cost.device_model import DeviceModel, RoundLoad, round_load
 from ftmesh.cost.executors import lax_psum_seconds
@@ -16,7 +17,7 @@ from ftmesh.cost.links import DEFAULT, NETWORKS, parse_network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import MODES, Simulator
 from ftmesh.execute.lowering import lower
-from ftmesh.planning import advise, paper_tables
+from ftmesh.planning import advise
 from ftmesh.planning.chunking import schedule_for, tree_lower_bound
 from ftmesh.planning.selection import select_algorithm
 from ftmesh.schedule.transfers import make_transfers
@@ -299,9 +300,9 @@ def test_advice_prints_both_speeds(capsys):
 
 def test_the_papers_runs_with_a_device_model():
     options = {"rates": (82e9,), "modes": ("synchronous",)}
-    run = paper_tables.RUNS[0]
+    run = paper.RUNS[0]
     (wires,), (as_run,) = (
-        paper_tables.simulate_runs(**options, device_model=device_model)[run]
+        paper.simulate_runs(**options, device_model=device_model)[run]
         for device_model in (None, TWO_CORES)
     )
     assert as_run.full == pytest.approx(

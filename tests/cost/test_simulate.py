@@ -13,8 +13,8 @@ from ftmesh.cost.device_model import DeviceModel
 from ftmesh.cost.links import DEFAULT, NETWORKS, Network, parse_network
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.cost.simulate import MODES, Simulator, simulate
+from ftmesh.schedule.proofs import replay
 from ftmesh.schedule.schedule import RankSchedule
-from ftmesh.schedule.set_proof import replay
 from ftmesh.schedule.transfers import ADD, COPY, make_transfers
 
 NETWORKS_TRIED = [

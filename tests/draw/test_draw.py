@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from ftmesh.algorithms import ring, row_pair, two_dim
+from ftmesh.algorithms import ring, row_pair
 from ftmesh.draw import (
     Arrow,
     Panel,
@@ -52,8 +52,8 @@ def folded(topology, line):
 
 SCHEDULES = {
     "ring": lambda: ring.build_schedule(grid("6x4", "2x2@2,0")),
-    "two_dim": lambda: two_dim.build_schedule(grid("6x4")),
-    "two_dim, wrapping": lambda: two_dim.build_schedule(grid("4x4", wrap=True)),
+    "two_dim": lambda: ring.build_two_dim(grid("6x4")),
+    "two_dim, wrapping": lambda: ring.build_two_dim(grid("4x4", wrap=True)),
     "row_pair": lambda: row_pair.build_schedule(grid("4x6")),
     "row_pair, damaged": lambda: row_pair.build_schedule(grid("6x6", "2x2@2,2")),
     "by hand": chips_off_the_ring,
@@ -252,7 +252,7 @@ class TestPanels:
                 assert row != {colour[0, y - 1]}
 
     def test_halves_on_different_rings_differ_in_colour(self):
-        panel = phase_panel(two_dim.build_schedule(grid("4x4")), 0)
+        panel = phase_panel(ring.build_two_dim(grid("4x4")), 0)
         colours = {"red": 0, "blue": 1}
         for arrow in panel.arrows:
             moved = [a != b for a, b in zip(arrow.route[0], arrow.route[-1], strict=True)]

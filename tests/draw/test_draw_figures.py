@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ftmesh.draw import draw_svg, draw_text, figure, routes_panel
-from ftmesh.draw.arrow_paths import HALF, PITCH, arrow_paths
+from ftmesh.draw.svg import HALF, PITCH, arrow_paths
 from ftmesh.errors import FtmeshError
 from ftmesh.topology.routing import dimension_order
 from ftmesh.topology.topology import Topology

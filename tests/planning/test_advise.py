@@ -5,7 +5,7 @@ import pytest
 from ftmesh import ArgumentError, PlanError, Topology
 from ftmesh.algorithms import registry
 from ftmesh.cost.executors import native_ring_seconds
-from ftmesh.cost.links import DEFAULT
+from ftmesh.cost.links import DEFAULT, Network
 from ftmesh.cost.simulate import Simulator
 from ftmesh.planning import advise
 from ftmesh.planning.advise import (
@@ -17,6 +17,7 @@ from ftmesh.planning.advise import (
     TrainingJob,
     WaitForRepair,
 )
+from ftmesh.planning.job_model import best_replicas, replica_options
 from ftmesh.topology.ring_order import ring_order
 
 HOUR, DAY = 3600.0, 86400.0
@@ -205,3 +206,68 @@ def test_a_job_needs_the_undamaged_mesh():
         TrainingJob(Topology.grid("8x8", failed="2x2@2,2"), DAY, HOUR, HOUR, 0.02)
     with pytest.raises(ArgumentError, match="runs must be 1 or more"):
         advise.simulate_strategies(make_job(), horizon=DAY, runs=0)
+
+
+DAMAGED = Topology.grid("8x8", failed="2x2@2,2")
+FAST = Network(bandwidth=100e9, latency=0.0)
+
+
+def test_replicas_of_each_size():
+    """Tiles are cut as square as can be, and lose live chips only where they are cut by damage."""
+    options = replica_options(DAMAGED, 4 * 10**9, FAST)
+    assert [(one.tile, one.replicas, one.wasted) for one in options] == [
+        ("1x1", 60, 0),
+        ("2x1", 30, 0),
+        ("2x2", 15, 0),
+        ("4x2", 7, 4),
+        ("4x4", 3, 12),
+        ("8x4", 1, 28),
+        ("all", 1, 0),
+    ]
+    assert [one.state_bytes for one in options[:3]] == [16 * 10**9, 8 * 10**9, 4 * 10**9]
+    assert options[-1].state_bytes == 16 * -(-(10**9) // 60)
+
+
+def test_times_of_replicas():
+    """On links of 100 GB/s: a gather moves 3/4 of 2 GB in a tile of 2x2, both ways around."""
+    alone, pairs, square, *_, whole = replica_options(DAMAGED, 4 * 10**9, FAST)
+    assert alone.gather_seconds == whole.sum_seconds == 0
+    half = 1 / 200e9  # seconds per byte, in two directions
+    gathers = 2 * 0.75 * 2e9 * half
+    scatter = 2 * 0.75 * 4e9 * half / FAST.all_reduce_efficiency  # compiled as an all-reduce
+    launches = 3 * FAST.collective_launch
+    assert square.gather_seconds == pytest.approx(gathers + scatter + launches, rel=1e-6)
+    assert pairs.gather_seconds > square.gather_seconds  # both ways over one link
+    order = ring_order(DAMAGED)
+    assert alone.sum_seconds == native_ring_seconds(order, 4 * 10**9, FAST)
+    assert square.seconds == square.gather_seconds + square.sum_seconds
+
+
+@pytest.mark.parametrize(
+    ("memory", "tile"),
+    [
+        (16 * 10**9, "1x1"),
+        (16 * 10**9 - 1, "2x2"),  # as few are wasted as of 2x1, and links are used both ways
+        (4 * 10**9 - 1, "4x2"),
+        (2 * 10**9 - 1, "all"),  # 4x4 would waste 12 of 60
+    ],
+)
+def test_best_replicas(memory, tile):
+    options = replica_options(DAMAGED, 4 * 10**9, FAST)
+    assert best_replicas(options, memory).tile == tile
+
+
+def test_replicas_where_nothing_fits():
+    options = replica_options(DAMAGED, 4 * 10**9, FAST)
+    with pytest.raises(PlanError, match="over all 60 live chips the state takes 267 MB of each"):
+        best_replicas(options, 266 * 10**6)
+
+
+def test_replicas_on_three_axes_and_in_parts():
+    options = replica_options(Topology.grid("4x4x4", failed="2x2x1@0,0,0"), 10**9)
+    assert [one.tile for one in options] == [
+        "1x1x1", "2x1x1", "2x2x1", "2x2x2", "4x2x2", "4x4x2", "all",
+    ]  # fmt: skip
+    assert [one.wasted for one in options] == [0, 0, 0, 4, 12, 28, 0]
+    # Columns of 2x8 are not connected, and are left out: 4x4 has as many chips.
+    assert all(one.tile != "2x8" for one in replica_options(DAMAGED, 10**9))

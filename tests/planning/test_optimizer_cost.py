@@ -9,7 +9,7 @@ from ftmesh.cli.main import main
 from ftmesh.cost.links import DEFAULT, NETWORKS
 from ftmesh.cost.simulate import Simulator
 from ftmesh.errors import ArgumentError
-from ftmesh.planning.optimizer_cost import MEMORY_TRAFFIC, optimizer_costs
+from ftmesh.planning.job_model import MEMORY_TRAFFIC, optimizer_costs
 from ftmesh.topology.topology import Topology
 
 HOLE = Topology.grid("4x8", failed="2x2@2,2")

@@ -1,14 +1,16 @@
 """Schedules that took long to plan are read back from disk, unless anything about them differs."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import ftmesh
 from ftmesh import Topology
 from ftmesh.algorithms import registry
 from ftmesh.cost.links import DEFAULT
-from ftmesh.planning import plan_cache
+from ftmesh.planning import plan_cache, selection
 
 TOPO = Topology.grid("4x4", failed="1x1@1,1")
 
@@ -119,4 +121,63 @@ def test_a_long_wait_is_announced(calls, caplog, monkeypatch):
     assert not caplog.records, "it is read from the cache"
     load_or_plan(calls, num_chunks=9)
     (record,) = caplog.records
-    assert "planning trees for 4x4 less 1x1@1,1 takes a minute or more" in record.getMessage()
+    assert "planning for 4x4 less 1x1@1,1 takes up to a minute" in record.getMessage()
+
+
+class TestChoices:
+    """What algorithms cost is kept too, so that a second start compares nothing."""
+
+    @pytest.fixture
+    def file(self, calls, monkeypatch, tmp_path):
+        """The file of the choice for `TOPO`, which nothing in this process remembers."""
+        self.start(monkeypatch)
+        ftmesh.plan(TOPO)
+        (file,) = tmp_path.glob("*.json")
+        return file
+
+    @staticmethod
+    def start(monkeypatch):
+        """Begin as a new process would."""
+        selection.compare_costs.cache_clear()
+        selection._select.cache_clear()
+
+    def test_a_second_start_compares_nothing(self, file, monkeypatch):
+        first = ftmesh.plan(TOPO)
+        self.start(monkeypatch)
+        monkeypatch.setattr(selection, "select_algorithm", None)
+        second = ftmesh.plan(TOPO)
+        assert str(first) == str(second)
+        assert first.algorithm == second.algorithm == "tree"
+
+    def test_the_file_is_what_decides(self, file, monkeypatch):
+        facts = json.loads(file.read_text())
+        able = [one for one in facts if not one["rejection"] and one["executor"] != "xla"]
+        other = next(one["algorithm"] for one in able if one["algorithm"] != "tree")
+        facts.sort(key=lambda one: (one["algorithm"], one["executor"]) != (other, "ppermute"))
+        file.write_text(json.dumps(facts))
+        self.start(monkeypatch)
+        assert ftmesh.plan(TOPO).algorithm == other
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            "",
+            "[]",
+            "{}",
+            "[1]",
+            "[{}]",
+            '[{"algorithm": "tree"}]',
+            '[{"algorithm": "none", "rounds": 1, "seconds": 0.1, "rejection": "", '
+            '"partial_sum_dtype": "float32", "wires_seconds": null, "executor": "ppermute"}]',
+            '[{"algorithm": "tree", "rounds": 1, "seconds": NaN, "rejection": "", '
+            '"partial_sum_dtype": "float32", "wires_seconds": null, "executor": "ppermute"}]',
+            '[{"algorithm": "tree", "rounds": 1, "seconds": 0.1, "rejection": "", '
+            '"partial_sum_dtype": "float32", "wires_seconds": null, "executor": "sh"}]',
+            "[" * 100_000,
+        ],
+    )
+    def test_a_damaged_file_is_not_believed(self, file, monkeypatch, content):
+        want = str(ftmesh.plan(TOPO))
+        file.write_text(content)
+        self.start(monkeypatch)
+        assert str(ftmesh.plan(TOPO)) == want

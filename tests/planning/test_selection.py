@@ -9,8 +9,9 @@ from ftmesh.cost.device_model import DeviceModel
 from ftmesh.cost.links import DEFAULT, NETWORKS, Network
 from ftmesh.cost.simulate import Simulator, simulate
 from ftmesh.planning import selection
+from ftmesh.planning.candidates import Candidate
 from ftmesh.planning.chunking import schedule_for, tree_lower_bound
-from ftmesh.planning.selection import Candidate, select_algorithm
+from ftmesh.planning.selection import select_algorithm
 from ftmesh.units import format_time
 
 DAMAGED = Topology.grid("8x8", failed="2x2@2,2")

@@ -38,7 +38,7 @@ def test_save_and_load(name, path):
         "chain": Topology.grid("8", wrap=True, failed="1@3"),
         "multi_ring": Topology.grid("3x3x4", wrap=True),
     }
-    schedule = ALGORITHMS[name].build_schedule(topologies.get(name, HOLE))
+    schedule = ALGORITHMS[name](topologies.get(name, HOLE))
     ftmesh.save(schedule, path)
     assert ftmesh.load(path) == schedule
     assert [p.name for p in path.parent.iterdir()] == ["plan.npz"]

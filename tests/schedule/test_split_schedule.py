@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftmesh import Phase, Schedule, SplitSchedule, Topology, VerificationError, verify
-from ftmesh.algorithms import registry, ring, row_pair, two_dim
-from ftmesh.schedule.counting_proof import uncounted_chunks, ungathered_chunks
+from ftmesh.algorithms import registry, ring, row_pair
+from ftmesh.schedule.proofs import check_sets, replay, uncounted_chunks, ungathered_chunks
 from ftmesh.schedule.schedule import RankSchedule
-from ftmesh.schedule.set_proof import check_sets, replay
 from ftmesh.schedule.transfers import ADD, COPY, RingRule, join_transfers, make_transfers
 from ftmesh.schedule.verify import PROGRAMS
 
@@ -229,7 +228,7 @@ def test_ungathered_chunks_are_those_that_a_run_does_not_gather(schedule):
 
 def test_depth_is_the_longest_chain_of_additions():
     assert ring.build_schedule(HOLE).depth == 31
-    assert two_dim.build_schedule(Topology.grid("4x4")).depth == 6
+    assert ring.build_two_dim(Topology.grid("4x4")).depth == 6
     chain = by_hand([(0, 0, 0, 1, 0), (1, 0, 1, 3, 0), (2, 0, 3, 2, 0)],
                     [(0, 0, 2, 3, 0), (1, 0, 3, 1, 0), (2, 0, 1, 0, 0)], [2])  # fmt: skip
     assert (chain.depth, verify(chain).depth) == (3, 3)

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from ftmesh import Phase, Schedule, Topology, VerificationError
 from ftmesh.algorithms import ring, tree
-from ftmesh.schedule.counting_proof import unspanned_chunks
+from ftmesh.schedule.proofs import check_sets, unspanned_chunks
 from ftmesh.schedule.schedule import RankSchedule
-from ftmesh.schedule.set_proof import check_sets
 from ftmesh.schedule.transfers import ADD, COPY, join_transfers, make_transfers
 
 

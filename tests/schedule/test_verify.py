@@ -15,9 +15,9 @@ from ftmesh import (
     verify,
 )
 from ftmesh.algorithms import ring, row_pair
-from ftmesh.schedule import set_proof
+from ftmesh.schedule import proofs
+from ftmesh.schedule.proofs import replay
 from ftmesh.schedule.schedule import RankSchedule
-from ftmesh.schedule.set_proof import replay
 from ftmesh.schedule.transfers import ADD, COPY, Transfers, join_transfers, make_transfers
 from ftmesh.topology.routing import dimension_order
 
@@ -236,9 +236,9 @@ def test_two_lanes_with_the_same_chunk_to_the_same_chip():
 
 def test_chunks_are_verified_in_batches_if_memory_is_short(monkeypatch):
     seen = []
-    monkeypatch.setattr(set_proof, "STATE_BYTES", 32 * 8 * 7)
+    monkeypatch.setattr(proofs, "STATE_BYTES", 32 * 8 * 7)
     ranks = RankSchedule.from_schedule(Schedule(TOPO, "ring", 64, SCHEDULES["ring"].phases))
-    set_proof.check_sets(ranks, np.arange(64), lambda done, total: seen.append((done, total)))
+    proofs.check_sets(ranks, np.arange(64), lambda done, total: seen.append((done, total)))
     assert seen == [(batch, 10) for batch in range(11)]
     transfers = SCHEDULES["ring"].phases[0].transfers
     with pytest.raises(VerificationError, match=f"chunk {transfers.chunk[100]} at chip"):

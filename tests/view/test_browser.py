@@ -10,8 +10,7 @@ from ftmesh.algorithms import registry
 from ftmesh.cost.lower_bounds import limits
 from ftmesh.topology.notation import format_failed
 from ftmesh.topology.topology import Topology
-from ftmesh.view.page import render_page
-from ftmesh.view.scene import build_scene, build_schedule_scene, pack
+from ftmesh.view.page import build_scene, build_schedule_scene, pack, render_page
 from ftmesh.view.server import Server
 from tests.support import browser as chromium
 from tests.support.more import more

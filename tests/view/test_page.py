@@ -14,8 +14,7 @@ from ftmesh.cli.main import main
 from ftmesh.schedule.files import save
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology
-from ftmesh.view.page import SCRIPTS, render_page
-from ftmesh.view.scene import build_scene
+from ftmesh.view.page import SCRIPTS, build_scene, render_page
 
 
 @pytest.fixture(scope="module")

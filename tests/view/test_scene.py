@@ -1,6 +1,8 @@
 """Scenes contain what was planned and simulated."""
 
+import base64
 import json
+import zlib
 from itertools import pairwise
 
 import numpy as np
@@ -14,10 +16,16 @@ from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.planning.chunking import schedule_for
 from ftmesh.planning.selection import select_algorithm
 from ftmesh.topology.topology import Topology
-from ftmesh.view.scene import MAX_CHIPS, build_scene, pack, unpack
+from ftmesh.view.page import MAX_CHIPS, build_scene, pack
 
 ANY_MESH = {"flood", "tree"}  # what these serve
 DAMAGED = Topology.grid("6x4", failed="2x2@2,0")
+
+
+def unpack(text):
+    """The inverse of `pack`, as `unpack.js` does it."""
+    differences = np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i4")
+    return np.cumsum(differences, dtype=np.int32)
 
 
 def entry(result, name):

@@ -15,7 +15,7 @@ import pytest
 
 from ftmesh.errors import ArgumentError
 from ftmesh.topology.topology import Topology
-from ftmesh.view.scene import build_scene
+from ftmesh.view.page import build_scene
 from ftmesh.view.server import MAX_REQUEST_BYTES, Server
 
 REQUEST = {

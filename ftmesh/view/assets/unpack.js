@@ -1,6 +1,6 @@
 // Unpack: schedules as Python packed them, in typed arrays.
 
-// The inverse of ftmesh.view.scene.pack, in the narrowest type that holds the numbers.
+// The inverse of ftmesh.view.page.pack, in the narrowest type that holds the numbers.
 async function unpack(text) {
   const bytes = Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
   const inflated = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
