@@ -29,10 +29,15 @@ from ftmesh.checkpoint.files import MANIFEST_FILE, CheckpointReader, process_fil
 from ftmesh.checkpoint.restore import restore_newest
 from ftmesh.checkpoint.snapshot import Snapshot, Snapshotter
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
+from ftmesh.files import check_local
 from ftmesh.testing import fault_injection
 from ftmesh.topology.devices import process_of
 from ftmesh.units import format_bytes
 
+USE_ORBAX = (
+    "states are ordinary arrays, so save them with orbax.checkpoint.CheckpointManager, which takes "
+    "URLs; or give a folder that all processes see"
+)
 _ORBAX_FILES = ("_CHECKPOINT_METADATA", "state")  # in the folders of older checkpoints
 
 
@@ -49,6 +54,7 @@ class Checkpoints:
             prints it.
 
     Raises:
+        ArgumentError: `folder` is a URL, as ``gs://bucket/run``: save such states with Orbax.
         CheckpointError: `folder` cannot be written, or has checkpoints and `resume` is off.
     """
 
@@ -62,6 +68,7 @@ class Checkpoints:
         process_of: Callable[[Any], int] = process_of,
         log: Callable[[str], None] | None = None,
     ) -> None:
+        check_local(folder, USE_ORBAX)
         self.folder, self.keep = Path(folder).resolve(), keep
         self.process = process_of(jax.local_devices()[0]) if process is None else process
         self._process_of, self._log = process_of, log or self._print

@@ -33,6 +33,7 @@ _BLOCK_BYTES = 16 * 2**20
 
 Files = Path | Mapping[str, bytes]  # a folder, or contents by file name
 Pieces = Iterable[tuple[Piece, NDArray[Any]]]
+Shape = tuple[int, ...]
 
 
 def process_file_names(process: int) -> tuple[str, str]:
@@ -182,6 +183,8 @@ class CheckpointReader:
             part = vector[done : done + count].view(np.uint8)
             self._read(location.process, location.offset + offset, part)
             done += count
+        if tensor.grid is not None:
+            return _join_blocks(vector, tensor.shape, tensor.grid)
         if tensor.width is not None:
             return vector.reshape(tensor.shape)
         array: NDArray[Any] = from_tile_order(vector, tensor.shape)
@@ -217,6 +220,17 @@ def _extents(tensor: Tensor, buffer: Buffer) -> Iterator[tuple[int, int, int]]:
     for chunk in range(tensor.start // size, -(-stop // size)):
         first, last = max(tensor.start, chunk * size), min(stop, (chunk + 1) * size)
         yield chunk, first - chunk * size, last - first
+
+
+def _join_blocks(vector: NDArray[Any], shape: Shape, grid: Shape) -> NDArray[Any]:
+    """Return the array whose blocks are one after another in `vector`."""
+    block = [size // parts for size, parts in zip(shape, grid, strict=True)]
+    axes = [
+        axis
+        for pair in zip(range(len(shape)), range(len(shape), 2 * len(shape)), strict=True)
+        for axis in pair
+    ]
+    return vector.reshape(*grid, *block).transpose(axes).reshape(shape)
 
 
 def _locate_pieces(files: Files, manifest: Manifest) -> dict[Piece, PieceLocation]:

@@ -1,5 +1,8 @@
 """The manifest of a checkpoint: its tensors by name, and which rank wrote which part.
 
+A name is the path to a tensor in the tree that optax builds, ``optimizer/0/mu/layer_1/bias``, the
+same whether the optimizer is sharded or replicated.
+
 A tensor is replicated, or stored in a buffer: equal chunks, each written by one rank. Of a tensor,
 each chunk has the next `width` elements, in their natural order, from element `start` of the chunk
 on. Ranks write pieces: the chunks of a buffer that a rank has, in ascending order, or a replicated
@@ -12,8 +15,12 @@ tensor. On disk (`index.json`):
      "tensors": [{"name": "params/w", "dtype": "float32", "shape": [3, 5]},
                  {"name": "optimizer/0/mu/w", ..., "buffer": 0, "start": 0, "width": 4}]}
 
-Without such tensors the format is "ftmesh.checkpoint/1". There a tensor in a buffer has no `width`:
-it begins at element `start` of all chunks, concatenated, and has the order of
+An array that is cut along several dimensions, or another than the first, has a `grid`: how many
+equal blocks there are along each. Its chunks are these blocks, the last dimension varying fastest,
+and the format is "ftmesh.checkpoint/3".
+
+Without tensors in buffers the format is "ftmesh.checkpoint/1". There a tensor in a buffer has no
+`width`: it begins at element `start` of all chunks, concatenated, and has the order of
 `ftmesh.layout.buckets`. Nothing writes these any more.
 """
 
@@ -21,17 +28,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ftmesh.errors import DamagedCheckpointError
+from ftmesh.errors import ArgumentError, DamagedCheckpointError
 
-FORMATS = ("ftmesh.checkpoint/1", "ftmesh.checkpoint/2")
+FORMATS = ("ftmesh.checkpoint/1", "ftmesh.checkpoint/2", "ftmesh.checkpoint/3")
 
 
 class Piece(NamedTuple):
@@ -51,7 +59,8 @@ class Piece(NamedTuple):
 class Tensor:
     """An array by name; if `buffer` is given, it is stored there from element `start` on.
 
-    With `width` that is an element of each chunk, of which the tensor fills so many.
+    With `width` that is an element of each chunk, of which the tensor fills so many; with `grid`
+    these are the elements of a block.
     """
 
     name: str
@@ -60,6 +69,7 @@ class Tensor:
     buffer: int | None = None
     start: int = 0
     width: int | None = None
+    grid: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -105,6 +115,8 @@ class Manifest:
     @property
     def format(self) -> str:
         """The name of the oldest format that can store this."""
+        if any(tensor.grid is not None for tensor in self.tensors):
+            return FORMATS[2]
         return FORMATS[any(tensor.width is not None for tensor in self.tensors)]
 
     def describe_tensors(self) -> dict[str, str]:
@@ -145,6 +157,7 @@ class Manifest:
                 {"name": t.name, "dtype": t.dtype.name, "shape": list(t.shape)}
                 | ({} if t.buffer is None else {"buffer": t.buffer, "start": t.start})
                 | ({} if t.width is None else {"width": t.width})
+                | ({} if t.grid is None else {"grid": list(t.grid)})
                 for t in self.tensors
             ],
         }
@@ -188,9 +201,20 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             limit, used = buffer.chunk_size, tensor.width
             if len(buffer.owner) * tensor.width < tensor.size:
                 yield f"{tensor.name} has more elements than its buffer has of it"
+            if tensor.grid is not None and not _is_grid_of(tensor, len(buffer.owner)):
+                yield f"{tensor.name} is not cut into {list(tensor.grid)} blocks"
         ends[tensor.buffer] = tensor.start + used
         if ends[tensor.buffer] > limit:
             yield f"{tensor.name} ends beyond its buffer"
+
+
+def _is_grid_of(tensor: Tensor, chunks: int) -> bool:
+    """True if the grid of a tensor has `chunks` equal blocks of `width` elements."""
+    grid = tensor.grid or ()
+    if len(grid) != len(tensor.shape) or math.prod(grid) != chunks:
+        return False
+    divides = not any(size % parts for size, parts in zip(tensor.shape, grid, strict=True))
+    return divides and tensor.width == tensor.size // chunks
 
 
 def _parse_tensor(entry: Mapping[str, Any]) -> Tensor:
@@ -202,7 +226,8 @@ def _parse_tensor(entry: Mapping[str, Any]) -> Tensor:
         return Tensor(name, dtype, shape)
     buffer, start = _parse_count(entry["buffer"]), _parse_count(entry["start"])
     width = _parse_count(entry["width"]) if "width" in entry else None
-    return Tensor(name, dtype, shape, buffer, start, width)
+    grid = tuple(map(_parse_count, entry["grid"])) if "grid" in entry else None
+    return Tensor(name, dtype, shape, buffer, start, width, grid)
 
 
 def _parse_buffer(entry: Mapping[str, Any], tables: list[tuple[int, ...]]) -> Buffer:
@@ -226,3 +251,68 @@ def _parse_dtype(name: Any) -> np.dtype[Any]:
     if dtype.name != name or dtype.hasobject or not dtype.itemsize:
         raise ValueError(f"{name!r} is not a dtype")
     return dtype
+
+
+# The tensors of a state -------------------------------------------------------------------------
+
+
+class NamedLeaf(NamedTuple):
+    """A leaf of a state, and the shape of the tensor that it stores."""
+
+    name: str
+    leaf: Any
+    shape: tuple[int, ...]
+
+    @property
+    def is_flat(self) -> bool:
+        """True if the tensor is stored flat: see `ftmesh.layout.flat_shards`."""
+        return shape_and_dtype(self.leaf)[0] != self.shape
+
+
+def named_leaves(state: Any, full_types: Any = None) -> list[NamedLeaf]:
+    """Return the leaves of a state, with the shapes in `full_types` where those are given."""
+    full = {
+        _path_name(path): np.shape(type_)
+        for path, type_ in jax.tree_util.tree_leaves_with_path(full_types)
+    }
+    leaves = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = _path_name(path)
+        leaves.append(NamedLeaf(name, leaf, full.get(name, shape_and_dtype(leaf)[0])))
+    _check_unique(name for name, _, _ in leaves)
+    if unknown := full.keys() - {name for name, _, _ in leaves}:
+        raise ArgumentError(f"full_types have {min(unknown)}, and the state has not")
+    return leaves
+
+
+def describe_tensors(state: Any, full_types: Any = None) -> dict[str, str]:
+    """Return dtype and shape of every tensor as text, as `Manifest.describe_tensors` does."""
+    return {
+        name: f"{shape_and_dtype(leaf)[1]}{list(shape)}"
+        for name, leaf, shape in named_leaves(state, full_types)
+    }
+
+
+def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return shape and dtype of an array or a number; for a random key, those of its bits."""
+    if is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return np.shape(leaf), np.dtype(leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf))
+
+
+def _check_unique(names: Iterable[str]) -> None:
+    """Raise ArgumentError if two tensors have the same name."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ArgumentError(f"two tensors of the state are called {name}: rename one of them")
+        seen.add(name)
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    name: str = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name
+
+
+def is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

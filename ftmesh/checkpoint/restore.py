@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from ftmesh.checkpoint.files import CheckpointReader
-from ftmesh.checkpoint.tensor_names import NamedLeaf, describe_tensors, is_key, named_leaves
+from ftmesh.checkpoint.manifest import describe_tensors, is_key, named_leaves
+from ftmesh.checkpoint.snapshot import PartnerCopies, block_holders
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
-from ftmesh.layout.flat_shards import flatten_tensor
+from ftmesh.files import check_local
+from ftmesh.layout.flat_shards import flatten_tensor, unflatten_tensor
+from ftmesh.topology.devices import process_of
 
 Step = TypeVar("Step")
 
@@ -73,26 +77,107 @@ def restore_state(saved: CheckpointReader, like: Any, full_types: Any = None) ->
 
     Both must have tensors of the same names and types: compare `describe_tensors` first.
     """
-    leaves = [_restore_leaf(saved, leaf) for leaf in named_leaves(like, full_types)]
+    return _restore_leaves(saved.tensor, like, full_types)
+
+
+def _restore_leaves(tensor: Callable[[str], Any], like: Any, full_types: Any) -> Any:
+    leaves = []
+    for target in named_leaves(like, full_types):
+        value = tensor(target.name)
+        if target.is_flat:
+            value = flatten_tensor(value, np.shape(target.leaf))
+        leaves.append(place(value, target.leaf))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _restore_leaf(saved: CheckpointReader, target: NamedLeaf) -> Any:
-    value, like = saved.tensor(target.name), target.leaf
-    if is_key(like):
-        impls: list[Any] = []
-        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
-        return jax.random.wrap_key_data(jnp.asarray(value), impl=impls[0])
-    if target.is_flat:
-        value = flatten_tensor(value, np.shape(like))
+def place(value: Any, like: Any) -> Any:
+    """Return `value`, an array of the host, as `like` is: on its devices, or a Python number.
+
+    For random keys `value` has their bits. Every process has the whole value, and nothing is sent.
+    """
+    if isinstance(like, bool | int | float | complex):
+        return type(like)(value.item())
     if not isinstance(like, (jax.Array, jax.ShapeDtypeStruct)):
         return value
     sharding = getattr(like, "sharding", None)
-    if sharding is None or not getattr(like, "committed", True):
+    is_placed = sharding is not None and getattr(like, "committed", True)
+    if is_key(like):
+        impls: list[Any] = []
+        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
+        keys = jax.random.wrap_key_data(jnp.asarray(value), impl=impls[0])
+        return _place_keys(keys, sharding) if is_placed else keys
+    if not is_placed:
         return jnp.asarray(value)
     return jax.make_array_from_callback(
         np.shape(like), sharding, lambda window: np.asarray(value[window])
     )
+
+
+def _place_keys(keys: jax.Array, sharding: Any) -> jax.Array:
+    windows = sharding.addressable_devices_indices_map(keys.shape).items()
+    parts = [jax.device_put(keys[window], device) for device, window in windows]
+    return jax.make_array_from_single_device_arrays(keys.shape, sharding, parts)
+
+
+# From devices to others -------------------------------------------------------------------------
+
+
+def is_deleted(state: Any) -> bool:
+    """True if an array of the state was donated to a program."""
+    return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def surviving_parts(
+    state: Any, processes: Iterable[int], copies: PartnerCopies | None = None
+) -> tuple[bool, bool]:
+    """Return whether each of these processes has all of a state, and whether all together do.
+
+    `copies` of blocks count for the second.
+    """
+    left, each, together = set(processes), True, True
+    for leaf in named_leaves(state):
+        array = leaf.leaf
+        if not isinstance(array, jax.Array) or array.is_fully_addressable:
+            continue
+        has_copies = copies is not None and leaf.name in copies.places
+        partners = copies.partners if copies is not None and has_copies else {}
+        for holding, with_copies in _processes_by_block(array, partners):
+            each &= left <= holding
+            together &= not left.isdisjoint(with_copies)
+    return each, together
+
+
+def _processes_by_block(
+    array: jax.Array, partners: Mapping[Any, Any]
+) -> Iterator[tuple[set[int], set[int]]]:
+    """Yield, for each block, which processes have it, and which have it or a copy."""
+    for devices in block_holders(array.sharding, array.shape):
+        copies = (partners[device] for device in devices if device in partners)
+        holding = set(map(process_of, devices))
+        yield holding, holding | set(map(process_of, copies))
+
+
+def move_state(state: Any, full_types: Any, like: Any, like_full_types: Any) -> Any:
+    """Return a state on the devices of `like`, from those of this process, which have all of it."""
+    old = {leaf.name: leaf for leaf in named_leaves(state, full_types)}
+
+    def tensor(name: str) -> NDArray[Any]:
+        value = _to_host(old[name].leaf)
+        return unflatten_tensor(value, old[name].shape) if old[name].is_flat else value
+
+    return _restore_leaves(tensor, like, like_full_types)
+
+
+def _to_host(leaf: Any) -> NDArray[Any]:
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    shards = {str(shard.index): shard for shard in leaf.addressable_shards}.values()
+    blocks = [(s.index, jax.random.key_data(s.data) if is_key(leaf) else s.data) for s in shards]
+    first = blocks[0][1]
+    whole = np.empty((*leaf.shape, *first.shape[leaf.ndim :]), first.dtype)
+    for window, block in blocks:
+        whole[window] = block
+    return whole
 
 
 def read_tensors(folder: str | Path) -> dict[str, Any]:
@@ -105,6 +190,7 @@ def read_tensors(folder: str | Path) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: The checkpoint is incomplete or damaged.
     """
+    check_local(folder)
     tree: dict[str, Any] = {}
     with CheckpointReader(Path(folder)) as saved:
         saved.check()

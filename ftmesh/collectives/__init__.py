@@ -3,6 +3,10 @@
 from ftmesh.collectives.all_reduce import BUCKET_BYTES as BUCKET_BYTES
 from ftmesh.collectives.all_reduce import pmean as pmean
 from ftmesh.collectives.all_reduce import psum as psum
+from ftmesh.collectives.exchange import all_to_all as all_to_all
+from ftmesh.collectives.exchange import pmax as pmax
+from ftmesh.collectives.exchange import pmin as pmin
+from ftmesh.collectives.exchange import ppermute as ppermute
 from ftmesh.collectives.gradients import ReducedGradients as ReducedGradients
 from ftmesh.collectives.gradients import accumulate_gradients as accumulate_gradients
 from ftmesh.collectives.gradients import backward_order as backward_order

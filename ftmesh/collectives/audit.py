@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ftmesh.collectives.exchange import XLA_SCOPE
+from ftmesh.collectives.reduce_scatter import WHOLE_ALL_REDUCE
 from ftmesh.collectives.ring_audit import NativeRing, RingVerdict
 from ftmesh.cost.links import Network
 from ftmesh.errors import ArgumentError, CollectiveError
@@ -77,6 +79,8 @@ class Audit:
         axis_name: The axis.
         entries: What is to be changed.
         native: XLA's own collectives that are as they should be. Known only with a plan.
+        whole: Source lines of the plan's reduce-scatters and all-gathers that run the whole
+            all-reduce, which moves twice as much. The compiler may keep one line for several.
         network: The links that they are costed for.
     """
 
@@ -84,6 +88,7 @@ class Audit:
     entries: tuple[AuditEntry, ...]
     native: tuple[AuditEntry, ...] = ()
     network: Network | None = None
+    whole: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -108,6 +113,12 @@ class Audit:
                 f"{format_time(seconds)} if each runs once, on {self.network}"
             )
             lines += [f"  {entry}" for entry in self.native]
+        if self.whole:
+            lines.append(
+                "psum_scatter and all_gather run the whole all-reduce of the plan, twice the data, "
+                f"as at {', '.join(self.whole)}: some ranks own more of the sum than others; plan "
+                "with 'auto' or 'flood'"
+            )
         return "\n".join(lines)
 
     def require_none(self) -> None:
@@ -164,11 +175,13 @@ def audit(
     ring = _ring_of(mesh, plan, axis_name)
     bad: list[AuditEntry] = []
     good: list[AuditEntry] = []
+    whole: dict[str, None] = {}
     seen = set()
     for body in bodies.values():
         for instruction in body:
             kind = instruction.opcode.removesuffix("-start")
-            if kind not in KINDS or _is_from_plan(instruction):
+            is_own = _is_from_plan(instruction)
+            if kind not in KINDS or (is_own and WHOLE_ALL_REDUCE not in instruction.op_name):
                 continue
             if mesh is None:
                 raise ArgumentError(
@@ -188,6 +201,9 @@ def audit(
             frames = [stacks.frames_of(part) for part in (instruction, *_users(instruction, body))]
             lines = [str(frame) for stack in frames if (frame := user_frame(stack))]
             sources, name = tuple(dict.fromkeys(lines)), instruction.op_name
+            if is_own:
+                whole |= dict.fromkeys(sources or ("an unknown line",))
+                continue
             num_bytes = _payload(kind, instruction, max(map(len, groups)))
             if ring is None:
                 verdict = RingVerdict(advice=_advice_for(kind, name, frames[0]))
@@ -198,7 +214,7 @@ def audit(
                 kind, num_bytes, axes, sources, name, advice, verdict.problem, verdict.seconds
             )
             (bad if advice else good).append(entry)
-    return Audit(axis_name, tuple(bad), tuple(good), ring.network if ring else None)
+    return Audit(axis_name, tuple(bad), tuple(good), ring.network if ring else None, tuple(whole))
 
 
 def _is_from_plan(instruction: Instruction) -> bool:
@@ -265,7 +281,7 @@ def _payload(kind: str, instruction: Instruction, group_size: int) -> int:
 
 _PSUM = "call plan.psum or plan.pmean instead of jax.lax's"
 _GATHER = "call plan.all_gather instead of jax.lax's"
-_EXCHANGE = "plans have no all-to-all: exchange along another mesh axis"
+_EXCHANGE = "call plan.all_to_all instead of jax.lax's, or exchange along another mesh axis"
 ADVICE = {
     "psum": _PSUM,
     "psum2": _PSUM,
@@ -273,16 +289,19 @@ ADVICE = {
     "reduce_scatter": "call plan.psum_scatter instead of jax.lax's",
     "all_gather": _GATHER,
     "all_gather_invariant": _GATHER,
-    "pmax": "plans have no maximum: take the maximum of plan.all_gather(x, {axis!r})",
-    "pmin": "plans have no minimum: take the minimum of plan.all_gather(x, {axis!r})",
+    "pmax": "call plan.pmax instead of jax.lax's",
+    "pmin": "call plan.pmin instead of jax.lax's",
     "all_to_all": _EXCHANGE,
     "ragged_all_to_all": _EXCHANGE,
-    "ppermute": "this permutation is not the plan's: it may cross failed chips",
+    "ppermute": "call plan.ppermute instead of jax.lax's: it may cross failed chips",
 }
 REPLICATED_GRADIENT = (
     "JAX sums the gradient of replicated values, usually parameters: use plan.value_and_grad(loss),"
     " or differentiate with respect to jax.lax.pcast(params, {axis!r}, to='varying') and plan.pmean"
     " the gradients"
+)
+OF_PLAN = (
+    "XLA computes it along the ring, as plan.pmax does: check the order by audit(..., plan=plan)"
 )
 BATCH_NORM = (
     "a Flax batch norm averages its statistics along {axis!r}: use ftmesh.nn.GroupBatchNorm or "
@@ -306,6 +325,8 @@ def _advice_for(kind: str, op_name: str, frames: Sequence[SourceFrame]) -> str:
         return BATCH_NORM
     if operation == "psum_invariant" and "transpose(" in op_name:
         return REPLICATED_GRADIENT
+    if f"/{XLA_SCOPE}p" in op_name:
+        return OF_PLAN
     if operation in ADVICE:
         return ADVICE[operation]
     return PARTITIONER if kind in ("all-reduce", "reduce-scatter") else RESHARDING

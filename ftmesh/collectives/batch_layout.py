@@ -1,8 +1,8 @@
 """How an array of a loss is spread over ranks, and how to go from one layout to another.
 
 A loss is traced with the whole batch. Each of its arrays then has a layout: all ranks have it
-(`SAME`), each rank has the rows of its own examples (`ROWS`), or it is the sum over ranks of what
-they have (`PARTIAL`).
+(`SAME`), each rank has the rows of its own examples (`ROWS`) or its shard of a weight or gradient
+(`SHARD`), or the array is the sum over ranks of what they have (`PARTIAL`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 
 from ftmesh.collectives.all_reduce import psum
-from ftmesh.execute.types import AxisName, PlanLike, PyTree
+from ftmesh.collectives.reduce_scatter import all_gather, psum_scatter
+from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree
 from ftmesh.layout.batch_shares import BatchShares
 
 
@@ -29,6 +30,7 @@ class Spread(Enum):
 
     SAME = "the same on all ranks"
     ROWS = "the rows of its examples"
+    SHARD = "its shard of an array that is sharded along the axis"
     PARTIAL = "a part of a sum over ranks"
 
 
@@ -36,8 +38,9 @@ class Spread(Enum):
 class BatchLayout:
     """The layout of one array.
 
-    For rows, dimension `dim` has ``outer * units * inner`` entries in the whole batch, of which
-    ranks share the units. A unit is an example, or several that one rank must have.
+    A shard is cut along dimension `dim`. For rows, dimension `dim` has ``outer * units * inner``
+    entries in the whole batch, of which ranks share the units. A unit is an example, or several
+    that one rank must have.
     """
 
     spread: Spread
@@ -50,6 +53,15 @@ class BatchLayout:
         return self.spread == Spread.ROWS
 
     @property
+    def is_shard(self) -> bool:
+        return self.spread == Spread.SHARD
+
+    @property
+    def has_dim(self) -> bool:
+        """Whether ranks have different parts along `dim`."""
+        return self.is_rows or self.is_shard
+
+    @property
     def is_partial(self) -> bool:
         return self.spread == Spread.PARTIAL
 
@@ -58,7 +70,7 @@ class BatchLayout:
         return self.spread == Spread.SAME
 
     def at(self, dim: int) -> BatchLayout:
-        """The same rows along another dimension."""
+        """The same rows or shard along another dimension."""
         return replace(self, dim=dim)
 
 
@@ -95,6 +107,8 @@ class RankUnits:
     plan: PlanLike
     axis_name: AxisName
     shares: BatchShares  # of units
+    wire_dtype: DTypeLike | None = None  # of gradients that are scattered, as for `psum_scatter`
+    accumulate_dtype: DTypeLike | None = None
 
     @cached_property
     def has_padding(self) -> bool:
@@ -169,6 +183,22 @@ class RankUnits:
         """Sum over ranks."""
         return psum(x, self.axis_name, plan=self.plan)
 
+    def gather_shards(self, x: Any, dim: int) -> Any:
+        """The whole array, from the shards of all ranks."""
+        return all_gather(x, self.axis_name, axis=dim, tiled=True, plan=self.plan)
+
+    def scatter_sum(self, x: Any, dim: int) -> Any:
+        """The shard of this rank of the sum over ranks."""
+        return psum_scatter(
+            x,
+            self.axis_name,
+            scatter_dimension=dim,
+            tiled=True,
+            plan=self.plan,
+            wire_dtype=self.wire_dtype,
+            accumulate_dtype=self.accumulate_dtype,
+        )
+
     def on_first(self, x: Any) -> Any:
         """`x` on the first live rank and zeros on the others: parts whose sum is `x`."""
         is_first = lax.axis_index(self.axis_name) == int(self.shares.live[0])
@@ -189,6 +219,8 @@ class RankUnits:
         """Change the layout of an array. Rows stay rows."""
         if source == target:
             return x
+        if source.is_shard:
+            x, source = self.gather_shards(x, source.dim), SAME
         if source.is_partial:
             x, source = self.sum(x), SAME
         if target.is_rows:

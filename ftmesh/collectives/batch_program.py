@@ -4,6 +4,9 @@
 the layout of every other array and what a rank runs instead of each equation. Sums over examples
 become sums over ranks where their value is used, and stay parts of a sum as long as what follows
 is linear. An equation that needs examples of other ranks is rejected with its source line.
+
+Weights that are sharded along the axis are gathered by the equation that computes with them, inside
+a loop over layers too, and the sums of their gradients are scattered where they are computed.
 """
 
 from __future__ import annotations
@@ -18,14 +21,29 @@ import numpy as np
 from jax.extend.core import Literal
 from numpy.typing import NDArray
 
-from ftmesh.collectives.batch_layout import PARTIAL, SAME, BatchLayout, RankUnits, UnitSplit
-from ftmesh.errors import ArgumentError
+from ftmesh.collectives.batch_layout import PARTIAL, SAME, BatchLayout, RankUnits, Spread
 from ftmesh.execute import _compat
 
 Layouts = tuple[BatchLayout, ...]
 
 # Say where arrays are, which layouts say for the axis of the plan.
 PLACEMENTS = ("sharding_constraint", "reshard", "mesh_cast", "device_put")
+SUMS = ("psum", "psum_invariant")  # over mesh axes, in a shard_map
+
+# Calls of a program, which run in place.
+CALLS = (
+    "jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call",
+    "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "composite", "eval_jaxpr",
+)  # fmt: skip
+
+# Their rules take shards; all others take whole arrays.
+TAKES_SHARDS = {
+    *PLACEMENTS, *CALLS, "convert_element_type", "copy", "copy_p", "name", "neg",
+    "optimization_barrier", "scan", "squeeze", "transpose",
+}  # fmt: skip
+
+# Their rules hold also where all operands are the same on all ranks.
+SPECIAL = (*PLACEMENTS, *SUMS, "pvary", "all_gather_invariant", "rng_uniform")
 
 
 class MixedExamplesError(Exception):
@@ -90,8 +108,15 @@ class Section:
 def _read(env: dict[Any, Any], atom: Any) -> Any:
     if not isinstance(atom, Literal):
         return env[atom]
-    # An array on a mesh with Explicit axes has a type that is unknown inside shard_map.
-    return np.asarray(atom.val) if isinstance(atom.val, jax.Array) else atom.val
+    # The type of an array names the mesh where it was made, with axes of other types than here.
+    return np.asarray(atom.val) if hasattr(atom.val, "aval") else atom.val
+
+
+class WholeArray:
+    """Stands for the variable of a shard, gathered."""
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
 
 
 @dataclass
@@ -99,6 +124,8 @@ class Scope:
     """The program that is being partitioned, as far as it has been read."""
 
     ranks: RankUnits
+    scattered: dict[Any, int] = field(default_factory=dict)  # if PARTIAL, along which dimension
+    whole: dict[Any, WholeArray] = field(default_factory=dict)
     layouts: dict[Any, BatchLayout] = field(default_factory=dict)
     facts: dict[Any, Fact] = field(default_factory=dict)
     steps: list[Callable[[dict[Any, Any]], None]] = field(default_factory=list)
@@ -124,6 +151,40 @@ class Scope:
 
                 self.steps.append(step)
                 self.layouts[atom] = SAME
+
+    def with_whole_operands(self, eqn: Any, indices: Iterable[int] | None = None) -> Any:
+        """Return an equation with shards among its operands gathered; all, or some operands."""
+        operands = list(eqn.invars)
+        indices = range(len(operands)) if indices is None else indices
+        shards = [i for i in indices if self.layout(operands[i]).is_shard]
+        for i in shards:
+            atom = operands[i]
+            if atom not in self.whole:
+                self.whole[atom] = self._gather(atom)
+            operands[i] = self.whole[atom]
+        return eqn.replace(invars=operands) if shards else eqn
+
+    def _gather(self, atom: Any) -> WholeArray:
+        whole, dim = WholeArray(atom.aval), self.layouts[atom].dim
+
+        def step(env: dict[Any, Any]) -> None:
+            env[whole] = self.ranks.gather_shards(env[atom], dim)
+
+        self.steps.append(step)
+        self.layouts[whole] = SAME
+        return whole
+
+    def scatter_results(self, eqn: Any) -> None:
+        """Scatter those sums among the results of an equation that end up as shards."""
+        for var in eqn.outvars:
+            if var in self.scattered and self.layouts[var].is_partial:
+                dim = self.scattered[var]
+
+                def step(env: dict[Any, Any], var: Any = var, dim: int = dim) -> None:
+                    env[var] = self.ranks.scatter_sum(env[var], dim)
+
+                self.steps.append(step)
+                self.layouts[var] = BatchLayout(Spread.SHARD, dim)
 
     def emit(self, eqn: Any, out_layouts: Sequence[BatchLayout], run: Callable[..., Any]) -> None:
         """Have ranks call `run` with the operands of an equation, for a list of its results."""
@@ -181,8 +242,12 @@ def partition(
     *,
     in_facts: Sequence[Fact] | None = None,
     const_facts: Sequence[Fact] = (),
+    scattered: Sequence[int | None] | None = None,
 ) -> Section:
     """Partition a program whose constants all ranks have.
+
+    `scattered` has for each result the dimension along which a sum over ranks is scattered, or
+    None.
 
     Raises:
         MixedExamplesError: An equation needs examples of other ranks, or has no rule.
@@ -194,9 +259,12 @@ def partition(
         scope.facts |= dict(zip(jaxpr.invars, in_facts, strict=True))
     if const_facts:
         scope.facts |= dict(zip(jaxpr.constvars, const_facts, strict=True))
+    if scattered is not None:
+        scope.scattered = _scattered_sums(jaxpr, scattered)
     for eqn in jaxpr.eqns:
         try:
             _partition_equation(scope, eqn)
+            scope.scatter_results(eqn)
         except MixedExamplesError as error:
             error.places.append((eqn.primitive.name, _compat.source_lines(eqn)))
             raise
@@ -209,8 +277,30 @@ def partition(
     )
 
 
+def _scattered_sums(jaxpr: Any, dims: Sequence[int | None]) -> dict[Any, int]:
+    """The variables that are scattered if they are sums over ranks, and along which dimension.
+
+    They are results. If a result is converted from what a loop or a call returns, that is scattered
+    too, since a loop would stack whole sums.
+    """
+    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    scattered: dict[Any, int] = {}
+    for var, dim in zip(jaxpr.outvars, dims, strict=True):
+        if dim is None or isinstance(var, Literal):
+            continue
+        scattered[var] = dim
+        eqn = made_by.get(var)
+        if eqn is not None and eqn.primitive.name == "convert_element_type":
+            source = made_by.get(eqn.invars[0])
+            if source is not None and source.primitive.name in ("scan", *CALLS):
+                scattered[eqn.invars[0]] = dim
+    return scattered
+
+
 def _partition_equation(scope: Scope, eqn: Any) -> None:
     own_rule = RULES.get(eqn.primitive.name)
+    if eqn.primitive.name not in TAKES_SHARDS:
+        eqn = scope.with_whole_operands(eqn)
     layouts = scope.layouts_of(eqn.invars)
     if all(layout.is_same for layout in layouts):
         values = [scope.fact(atom).value for atom in eqn.invars]
@@ -218,7 +308,7 @@ def _partition_equation(scope: Scope, eqn: Any) -> None:
         if known is not None:
             scope.facts |= {eqn.outvars[0]: Fact(known)}
         has_program = any(_compat.is_program(param) for param in eqn.params.values())
-        is_special = has_program or eqn.primitive.name in (*PLACEMENTS, "rng_uniform")
+        is_special = has_program or eqn.primitive.name in SPECIAL
         if own_rule is None or not is_special:
             scope.emit_as_is(eqn, [SAME] * len(eqn.outvars), None)
             return
@@ -233,6 +323,7 @@ def _partition_equation(scope: Scope, eqn: Any) -> None:
 
 def join(first: BatchLayout, second: BatchLayout) -> BatchLayout:
     """The layout that arrays of both layouts can be converted to."""
+    first, second = (SAME if layout.is_shard else layout for layout in (first, second))
     if first == second or second.is_same:
         return first
     if first.is_same:
@@ -240,21 +331,6 @@ def join(first: BatchLayout, second: BatchLayout) -> BatchLayout:
     if first.is_rows and second.is_rows:
         raise MixedExamplesError("has examples along different dimensions of one array")
     return first if first.is_rows else second if second.is_rows else PARTIAL
-
-
-def raise_mixed(error: MixedExamplesError) -> None:
-    """Raise ArgumentError for a loss that ranks cannot compute from their shares."""
-    raise ArgumentError(
-        f"{error.describe()}, and a rank has only its share of the batch. Take "
-        "jax.value_and_grad(loss) in jit on plan.jax_mesh, where XLA exchanges examples; or "
-        "compute what needs the whole batch outside the loss; or give per_rank=True, which "
-        "averages what ranks compute from their own examples"
-    ) from error
-
-
-def possible_splits(error: ResplitError, split: UnitSplit, num_ranks: int) -> list[UnitSplit]:
-    """Other ways to share the examples, which `error` asks for."""
-    return [other for other in split.split_at(error.minor) if other.units >= num_ranks]
 
 
 # Integers that are known before the program runs ------------------------------------------------

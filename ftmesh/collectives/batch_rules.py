@@ -131,7 +131,7 @@ def select(scope: Scope, eqn: Any) -> None:
         elementwise(scope, eqn)
 
 
-@rule("neg", "real", "imag", "name", "copy", "copy_p", "pvary")
+@rule("neg", "real", "imag", "name", "copy", "copy_p")
 def linear(scope: Scope, eqn: Any) -> None:
     scope.emit_as_is(eqn, [scope.layout(eqn.invars[0])], None)
 
@@ -235,14 +235,14 @@ def reshape(scope: Scope, eqn: Any) -> None:
 @rule("transpose")
 def transpose(scope: Scope, eqn: Any) -> None:
     layout = scope.layout(eqn.invars[0])
-    new = layout.at(eqn.params["permutation"].index(layout.dim)) if layout.is_rows else layout
+    new = layout.at(eqn.params["permutation"].index(layout.dim)) if layout.has_dim else layout
     scope.emit_as_is(eqn, [new], None)
 
 
 @rule("squeeze")
 def squeeze(scope: Scope, eqn: Any) -> None:
     layout = scope.layout(eqn.invars[0])
-    if layout.is_rows:
+    if layout.has_dim:
         layout = layout.at(_dim_without(layout.dim, eqn.params["dimensions"]))
     scope.emit_as_is(eqn, [layout], None)
 

@@ -68,7 +68,17 @@ class Loss:
         """Call the function; aux is None if it has none."""
         args = jax.tree.map(lambda leaf: leaf, args)  # copies modules, which it may change
         before = [jax.tree.leaves(args[i]) for i in self.argnums]
-        output = self.function(*args, **self.kwargs)
+        try:
+            output = self.function(*args, **self.kwargs)
+        except ValueError as error:
+            if not _compat.names_manual_axis(error):
+                raise
+            raise ArgumentError(
+                f"the sharding constraint at {_compat.raised_at(error)} names an axis along which "
+                "the loss is that of a rank's own examples, as in shard_map and under "
+                "per_rank=True: leave that axis out of it, or take plan.value_and_grad in jit "
+                "without per_rank=True, where constraints along all axes are honoured"
+            ) from error
         for i, leaves in zip(self.argnums, before, strict=True):
             if list(map(id, jax.tree.leaves(args[i]))) != list(map(id, leaves)):
                 raise ArgumentError(
@@ -215,7 +225,9 @@ class OverRanks:
 
     def _sharded_dimension(self, spec: PartitionSpec) -> int | None:
         """The dimension that is sharded along the axis, or None."""
-        for dimension, names in enumerate(map(entry_axes, spec)):
+        sizes = dict(jax.sharding.get_abstract_mesh().shape)
+        for dimension, entry in enumerate(map(entry_axes, spec)):
+            names = tuple(n for n in entry if n == self.axis_name or sizes.get(n) != 1)
             if self.axis_name in names and len(names) > 1:
                 raise ArgumentError(
                     f"one dimension of a weight is sharded along {names}, and the plan can gather "

@@ -6,11 +6,13 @@ into a buffer would gather it over "model". With `map_local_shards` each device 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ftmesh.errors import ArgumentError, CollectiveError
@@ -230,6 +232,30 @@ class MeshContext:
                 f"specs name {sorted(unknown)}, and the mesh has axes {self.mesh.axis_names}"
             )
         return specs
+
+    def check_shards(self, weights: PyTree, specs: Sequence[PartitionSpec]) -> None:
+        """Raise ArgumentError unless shards of all weights have equal shapes."""
+        leaves = jax.tree_util.tree_leaves_with_path(weights)
+        for (path, weight), spec in zip(leaves, specs, strict=True):
+            shape = np.shape(weight)
+            for dim, (length, entry) in enumerate(zip(shape, spec, strict=False)):
+                axes = [name for name in entry_axes(entry) if self.mesh.shape[name] > 1]
+                parts = math.prod(self.mesh.shape[name] for name in axes)
+                is_mixed = self.axis_name in axes and len(axes) > 1  # which no gather accepts
+                if length % parts and not is_mixed:
+                    name = jax.tree_util.keystr(path[1:]) or "a weight"
+                    raise ArgumentError(
+                        f"{name} of shape {shape} has {length} rows along dimension {dim}, "
+                        f"and {parts} devices, {spec}, cannot have as many each: pad it with zeros "
+                        f"to {-(-length // parts) * parts}, as Cuts in docs/hsdp.md does, or shard "
+                        "weights inside tiles"
+                    )
+
+    def shard_dimension(self, spec: PartitionSpec) -> int | None:
+        """The dimension that is sharded along the axis; None if other axes shard the array too."""
+        sharded = [dim for dim, entry in enumerate(spec) if entry_axes(entry)]
+        is_alone = len(sharded) == 1 and entry_axes(spec[sharded[0]]) == (self.axis_name,)
+        return sharded[0] if is_alone and not self.other_axes else None
 
     def shard_map(
         self, run: Callable[..., Any], in_specs: Specs, out_specs: Specs, out_types: Specs

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ftmesh.collectives import native
 from ftmesh.collectives.operands import (
     Precision,
     as_numbers,
@@ -30,6 +29,9 @@ from ftmesh.execute import _compat, primitives
 from ftmesh.execute.lowering import XLA, Program
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
 from ftmesh.layout.buckets import Packing, pack, unpack
+
+WHOLE_ALL_REDUCE = "all_reduce_of_uneven_owners"  # marks it in the compiled program
+TILE = 1024  # elements: XLA for TPUs gathers whole tiles, and sums what is not made of them
 
 
 def psum_scatter(
@@ -92,8 +94,9 @@ def all_gather(
 ) -> PyTree:
     """Give every rank the `x` of all ranks, as `jax.lax.all_gather` does.
 
-    If the whole all-reduce runs, zeros are added to each value, and some processors flush denormal
-    numbers to zero in that.
+    Plans made by `ftmesh.plan` have owners with equal parts, or another plan that has serves
+    (`Plan.with_reduce_scatter`). If the whole all-reduce runs, zeros are added to each value, and
+    some processors flush denormal numbers to zero in that.
 
     Args:
         x: An array or a pytree of arrays.
@@ -114,7 +117,7 @@ def all_gather(
             )
         stacked = jnp.broadcast_to(leaf, (num_ranks, *leaf.shape))
         if leaf.size and program.executor == XLA:
-            stacked = native.all_gather(leaf, axis_name, program)
+            stacked = _gather_by_xla(leaf, axis_name, program)
         elif leaf.size:
             flat = as_numbers(jnp.ravel(leaf))
             precision = choose_precision(flat.dtype)
@@ -170,8 +173,8 @@ def gather_rows(row: jax.Array, axis_name: AxisName, *, plan: PlanLike) -> jax.A
     axis_name = check_call("all_gather", axis_name, None, plan, needs_all_ranks=True)
     program = plan.with_reduce_scatter.program
     if program.executor == XLA:
-        padded = jnp.pad(row, (0, -row.size % native.TILE))
-        return native.all_gather(padded, axis_name, program, invariant=True)[:, : row.size]
+        padded = jnp.pad(row, (0, -row.size % TILE))
+        return _gather_by_xla(padded, axis_name, program, invariant=True)[:, : row.size]
     precision = choose_precision(row.dtype)
     wide = row.astype(precision.sum_dtype)
     rows = _gather_blocks(wide, axis_name, program, precision, invariant=True)
@@ -181,7 +184,7 @@ def gather_rows(row: jax.Array, axis_name: AxisName, *, plan: PlanLike) -> jax.A
 def gather_in_place(rows: jax.Array, axis_name: AxisName, *, plan: PlanLike) -> jax.Array:
     """Return the rows of all ranks below each other, by XLA; typed as the same on all ranks."""
     axis_name = check_call("all_gather", axis_name, None, plan, needs_all_ranks=True)
-    return native.all_gather(rows, axis_name, plan.program, invariant=True, tiled=True)
+    return _gather_by_xla(rows, axis_name, plan.program, invariant=True, tiled=True)
 
 
 def _scatter_blocks(
@@ -193,7 +196,10 @@ def _scatter_blocks(
 ) -> jax.Array:
     """The block of this rank, of the sum of ``blocks[rank, ...]``."""
     if program.executor == XLA:
-        block = native.reduce_scatter(blocks, axis_name, program, precision, 0)[0]
+        blocks = primitives.on_mesh_of_plan(blocks, axis_name=axis_name, program=program)
+        wide = blocks.astype(precision.sum_dtype)
+        total = lax.psum_scatter(wide, axis_name, scatter_dimension=0, tiled=True)
+        block = total.astype(precision.result_dtype)[0]
         return block if divisor is None else block / divisor
     if not program.owns_evenly:
         sums = _all_reduce_blocks(blocks, axis_name, program, precision, divisor)
@@ -201,9 +207,7 @@ def _scatter_blocks(
     owned, wire = program.owned_chunks, precision.wire(program.depth)
     parts = jax.vmap(lambda block: pack([block], owned.shape[1]))(blocks)
     buffer = parts.reshape(program.num_chunks, *parts.shape[2:])
-    order = np.argsort(owned.reshape(-1))
-    if (order != np.arange(len(order))).any():
-        buffer = buffer[order]
+    buffer = primitives.from_owner_order(buffer, axis_name=axis_name, program=program)
     buffer = primitives.reduce_scatter(buffer, axis_name=axis_name, program=program, wire=wire)
     own = jnp.take(buffer, jnp.asarray(owned)[lax.axis_index(axis_name)], axis=0)
     (block,) = unpack(own, [blocks.shape[1:]])
@@ -233,13 +237,51 @@ def _gather_blocks(
     # The all-gather writes the rest: on a TPU zeros would take as long as packing.
     buffer = lax.empty((program.num_chunks, *chunks.shape[1:]), chunks.dtype)
     own = jnp.asarray(owned)[lax.axis_index(axis_name)]
-    buffer = _compat.varying_like(buffer, chunks).at[own].set(chunks)
+    # Otherwise the derivative would look for updates that overlap, with buffers of its own.
+    options: dict[str, Any] = {"unique_indices": True, "mode": "promise_in_bounds"}
+    buffer = _compat.varying_like(buffer, chunks).at[own].set(chunks, **options)
     gather = primitives.all_gather_invariant if invariant else primitives.all_gather
     buffer = gather(buffer, axis_name=axis_name, program=program, wire=wire)
-    order = owned.reshape(-1)
-    if (order != np.arange(len(order))).any():
-        buffer = buffer[order]
+    buffer = primitives.to_owner_order(buffer, axis_name=axis_name, program=program)
     return buffer.reshape(num_ranks, -1)[:, : block.size]
+
+
+def _gather_by_xla(
+    x: jax.Array,
+    axis_name: AxisName,
+    program: Program,
+    *,
+    invariant: bool = False,
+    tiled: bool = False,
+) -> jax.Array:
+    """Gather the arrays of all ranks by XLA, ``[rank, ...]``; derivatives are summed as by `psum`.
+
+    With `invariant` the result is typed as the same on all ranks, and with `tiled` too, arrays are
+    concatenated along their first dimension.
+    """
+    x = primitives.on_mesh_of_plan(x, axis_name=axis_name, program=program)
+    if invariant:
+        return _compat.all_gather_invariant(x, axis_name, tiled=tiled)
+    if jnp.issubdtype(x.dtype, jnp.floating) and choose_precision(x.dtype).sum_dtype != x.dtype:
+        return _gather_narrow(x, axis_name)
+    return lax.all_gather(x, axis_name)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather_narrow(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Gather numbers of few bits as they are; their cotangents are summed in more."""
+    return lax.all_gather(x, axis_name)
+
+
+def _gather_narrow_backward(axis_name: AxisName, _: None, cotangent: jax.Array) -> tuple[Any]:
+    precision = choose_precision(cotangent.dtype)
+    wide = cotangent.astype(precision.sum_dtype)
+    return (lax.psum_scatter(wide, axis_name).astype(cotangent.dtype),)
+
+
+_gather_narrow.defvjp(
+    lambda x, axis_name: (_gather_narrow(x, axis_name), None), _gather_narrow_backward
+)
 
 
 def _all_reduce_blocks(
@@ -255,7 +297,8 @@ def _all_reduce_blocks(
     wire = precision.wire(program.depth)
     options: dict[str, Any] = {"axis_name": axis_name, "program": program, "wire": wire}
     reduce = primitives.all_reduce if invariant else primitives.all_reduce_varying
-    total = reduce(buffer, divisor=divisor, **options)
+    with _compat.plan_scope(WHOLE_ALL_REDUCE):
+        total = reduce(buffer, divisor=divisor, **options)
     return unpack(total, [blocks.shape])[0]
 
 

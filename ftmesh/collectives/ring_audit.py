@@ -55,10 +55,10 @@ NO_RING = (
     "or by plan.psum in jax.shard_map, on a plan with executor='ppermute'"
 )
 PERMUTATION = (
-    "permute between neighbours on plan.jax_mesh({axis!r}), or along another mesh axis: routes "
-    "between others know nothing of failures"
+    "call plan.ppermute, or permute between neighbours on plan.jax_mesh({axis!r}): routes between "
+    "others know nothing of failures"
 )
-EXCHANGE = "exchange along another mesh axis, or gather: plan.jax_mesh({axis!r}) has no such route"
+EXCHANGE = "call plan.all_to_all, which goes around the ring, or exchange along another mesh axis"
 RESHARDED = (
     "the compiler moves an array from one sharding to another here: hold activations to "
     "P({axis!r}) with jax.lax.with_sharding_constraint, and cut embeddings along the vocabulary"

@@ -6,6 +6,7 @@ Ranks run that program with their examples; see `batch_program`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ftmesh.collectives import batch_control_flow as batch_control_flow
 from ftmesh.collectives import batch_indexing as batch_indexing
 from ftmesh.collectives import batch_reductions as batch_reductions
-from ftmesh.collectives.batch_layout import PARTIAL, SAME, BatchLayout, RankUnits, UnitSplit
+from ftmesh.collectives.batch_layout import PARTIAL, SAME, BatchLayout, RankUnits, Spread, UnitSplit
 from ftmesh.collectives.batch_program import (
     LARGEST,
     NOTHING,
@@ -30,8 +31,6 @@ from ftmesh.collectives.batch_program import (
     Section,
     is_index_dtype,
     partition,
-    possible_splits,
-    raise_mixed,
 )
 from ftmesh.collectives.compiled_cache import fingerprint
 from ftmesh.collectives.local_loss import ArgumentRoles, Loss, OverRanks, is_array
@@ -53,7 +52,6 @@ class TracedLoss:
     weight_inputs: tuple[int, ...]  # which are weights, in the order of their gradients
     batch_size: int
     out_tree: Any  # of value, gradients and aux
-    aux_names: tuple[str, ...]
 
     @staticmethod
     def trace(
@@ -86,7 +84,6 @@ class TracedLoss:
                 "leave out what depends on the rank (random numbers are those of the whole batch), "
                 f"or give per_rank=True, where {axis_name!r} is bound"
             ) from error
-        aux = jax.tree_util.tree_leaves_with_path(shapes[2])
         return TracedLoss(
             _compat.without_dead_code(closed.jaxpr),
             tuple(closed.consts),
@@ -95,7 +92,6 @@ class TracedLoss:
             tuple(weight_inputs),
             batch_size,
             jax.tree.structure(shapes),
-            tuple(f"aux{jax.tree_util.keystr(path)}" for path, _ in aux),
         )
 
     def without_arrays(self) -> TracedLoss:
@@ -131,27 +127,44 @@ class PartitionedLoss:
     units: RankUnits
 
     @staticmethod
-    def find(traced: TracedLoss, ranks: OverRanks) -> PartitionedLoss:
+    def find(
+        traced: TracedLoss, ranks: OverRanks, shard_dims: Sequence[int | None]
+    ) -> PartitionedLoss:
         """Share the examples among ranks so that each can compute its part, if there is a way.
+
+        `shard_dims` has for each weight the dimension of which ranks have shards, or None.
 
         Raises:
             ArgumentError: An operation needs examples of several ranks.
         """
-        splits, first_error = [UnitSplit(1, traced.batch_size, 1)], None
+        num_units = traced.batch_size
+        if _maps_over(traced.jaxpr, ranks.axis_name):
+            num_units = math.gcd(num_units, ranks.plan.program.num_ranks)  # as it cuts any array
+        splits, first_error = [UnitSplit(1, num_units, traced.batch_size // num_units)], None
         for split in splits:
             shares = BatchShares.for_ranks(ranks.plan, split.units)
-            units = RankUnits(ranks.plan, ranks.axis_name, shares)
+            dtypes = ranks.wire_dtype, ranks.accumulate_dtype
+            units = RankUnits(ranks.plan, ranks.axis_name, shares, *dtypes)
             layouts = [split.layout if is_rows else SAME for is_rows in traced.is_rows]
+            for i, dim in zip(traced.weight_inputs, shard_dims, strict=True):
+                layouts[i] = SAME if dim is None else BatchLayout(Spread.SHARD, dim)
+            num_others = len(traced.jaxpr.outvars) - 1 - len(shard_dims)
             try:
-                section = partition(traced.jaxpr, layouts, units, const_facts=traced.const_facts())
+                section = partition(
+                    traced.jaxpr,
+                    layouts,
+                    units,
+                    const_facts=traced.const_facts(),
+                    scattered=[None, *shard_dims, *[None] * num_others],
+                )
                 return PartitionedLoss(traced, section, split, units)
             except MixedExamplesError as error:
                 first_error = first_error or error
                 if isinstance(error, ResplitError) and len(splits) < 8:
-                    others = possible_splits(error, split, len(shares.live))
+                    others = _possible_splits(error, split, len(shares.live))
                     splits += [other for other in others if other not in splits]
         assert first_error is not None
-        raise_mixed(first_error)
+        _raise_mixed(first_error)
         raise AssertionError
 
     @property
@@ -184,17 +197,24 @@ class PartitionedLoss:
             for i, layout in enumerate(layouts)
         ]
 
+        weight_layouts = [self.section.in_layouts[i] for i in traced.weight_inputs]
+        shard_of_grad = {i: x for i, x in enumerate(weight_layouts, 1) if x.is_shard}
+
         def run(*arrays: Any) -> list[Any]:
             inputs, consts = list(arrays[:num_inputs]), arrays[num_inputs:]
             for i, is_rows in enumerate(traced.is_rows):
-                if i in spec_of:
+                if i in spec_of and not self.section.in_layouts[i].is_shard:
                     inputs[i] = ranks.gather(inputs[i], spec_of[i])
-                elif is_rows and not self.is_sharded:
+                elif i not in spec_of and is_rows and not self.is_sharded:
                     inputs[i] = self.units.take_rows(jnp.asarray(inputs[i]), self.split.layout)
             results = dict(enumerate(self.section.run(inputs, consts)))
             parts = {}
             for i, layout in enumerate(layouts):
                 is_grad, have = i in grad_specs, layout
+                if is_grad and layout == shard_of_grad.get(i):
+                    continue
+                if layout.is_shard:
+                    results[i], have = self.units.convert(results[i], layout, SAME), SAME
                 if layout.is_rows and (is_grad or not self._stays(layout)):
                     results[i], have = self.units.gather_rows(results[i], layout), SAME
                 if have.is_partial or (is_grad and ranks.is_scattered(grad_specs[i])):
@@ -202,6 +222,34 @@ class PartitionedLoss:
             return [*(results | ranks.sum_results(parts, grad_specs)).values()]
 
         return RankProgram(run, (*in_specs, *[REPLICATED] * len(traced.consts)), out_specs)
+
+
+def _raise_mixed(error: MixedExamplesError) -> None:
+    """Raise ArgumentError for a loss that ranks cannot compute from their shares."""
+    raise ArgumentError(
+        f"{error.describe()}, and a rank has only its share of the batch. Take "
+        "jax.value_and_grad(loss) in jit on plan.jax_mesh, where XLA exchanges examples; or "
+        "compute what needs the whole batch outside the loss; or give per_rank=True, which "
+        "averages what ranks compute from their own examples"
+    ) from error
+
+
+def _possible_splits(error: ResplitError, split: UnitSplit, num_ranks: int) -> list[UnitSplit]:
+    """Other ways to share the examples, which `error` asks for."""
+    return [other for other in split.split_at(error.minor) if other.units >= num_ranks]
+
+
+def _maps_over(program: Any, axis_name: AxisName) -> bool:
+    """Whether a program has a shard_map over an axis."""
+    for eqn in program.eqns:
+        if eqn.primitive.name == "shard_map" and axis_name in _compat.mapped_axes(eqn.params):
+            return True
+        for param in eqn.params.values():
+            parts = param if isinstance(param, (tuple, list)) else (param,)
+            programs = [part for part in parts if _compat.is_program(part)]
+            if any(_maps_over(getattr(part, "jaxpr", part), axis_name) for part in programs):
+                return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,13 @@ def num_scan_inputs(params: dict[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
+def mapped_axes(params: dict[str, Any]) -> frozenset[AxisName]:
+    """The mesh axes over which a shard_map maps, by its parameters."""
+    if "newly_manual_axes" in params:  # JAX 0.10 and later
+        return frozenset(params["newly_manual_axes"])
+    return frozenset(params["manual_axes"])
+
+
 def eval_program(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
     """Run the operations of a program."""
     return list(core.eval_jaxpr(jaxpr, consts, *args))
@@ -186,6 +193,23 @@ def source_lines(eqn: Any) -> list[tuple[str, int]]:
     frames = source_info_util.user_frames(eqn.source_info.traceback)
     lines = [(f.file_name, f.start_line) for f in frames if not f.file_name.startswith(_PACKAGE)]
     return [line for line in lines if "site-packages" not in line[0]] or lines
+
+
+def names_manual_axis(error: ValueError) -> bool:
+    """True if JAX raised it for a sharding constraint along an axis that is bound."""
+    texts = ("can only refer to Auto axes", "`manual_axis_type` field")
+    return any(text in str(error) for text in texts)
+
+
+def raised_at(error: BaseException) -> str:
+    """The file and line of a user that led to an error, such as ``train.py:12``."""
+    where, entry = "an unknown line", error.__traceback__
+    while entry is not None:
+        file = entry.tb_frame.f_code.co_filename
+        if "site-packages" not in file and not file.startswith(_PACKAGE):
+            where = f"{Path(file).name}:{entry.tb_lineno}"
+        entry = entry.tb_next
+    return where
 
 
 # Primitives -------------------------------------------------------------------------------------
@@ -331,6 +355,8 @@ def detect_processes(timeout: float) -> tuple[str | None, int | None, int | None
 
 def bind_cpu_collectives(host: str) -> None:
     """Make collectives of CPU devices listen on `host`, not on the address of the host's name."""
+    if jax.config.jax_cpu_collectives_implementation == "mpi":
+        return
 
     def make() -> Any:
         collectives = xla_bridge._jax.make_gloo_tcp_collectives(coordination_client(), host)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ftmesh.algorithms.forwarding import Group, book
+from ftmesh.algorithms.building_blocks import Group, book
 from ftmesh.errors import PlanError
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import RankSchedule, Schedule, SplitSchedule

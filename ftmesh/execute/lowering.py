@@ -177,6 +177,11 @@ class Program:
             and self.owned_chunks.max() < self.num_chunks
         )
 
+    @cached_property
+    def is_in_owner_order(self) -> bool:
+        """True if chunks have the numbers at which `owned_chunks` lists them."""
+        return np.array_equal(self.owned_chunks.reshape(-1), np.arange(self.num_chunks))
+
     @property
     def device_lines(self) -> tuple[tuple[Any, ...], ...]:
         """The devices by rank, if known: one line, or one for each position of a tile."""

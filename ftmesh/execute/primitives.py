@@ -84,6 +84,24 @@ def all_gather_invariant(
     return _all_gather_invariant.bind(buffer, axis_name=axis_name, program=program, wire=wire)
 
 
+def to_owner_order(buffer: jax.Array, *, axis_name: Any, program: Program) -> jax.Array:
+    """Order chunks as `Program.owned_chunks` lists them.
+
+    The transpose is `from_owner_order`, which the compiler can do in one copy; that of an index
+    would be a scatter into zeros.
+    """
+    if program.is_in_owner_order:
+        return buffer
+    return cast(jax.Array, _to_owner_order.bind(buffer, axis_name=axis_name, program=program))
+
+
+def from_owner_order(buffer: jax.Array, *, axis_name: Any, program: Program) -> jax.Array:
+    """Order chunks by number; the inverse of `to_owner_order`."""
+    if program.is_in_owner_order:
+        return buffer
+    return cast(jax.Array, _from_owner_order.bind(buffer, axis_name=axis_name, program=program))
+
+
 def on_mesh_of_plan(x: jax.Array, *, axis_name: Any, program: Program) -> jax.Array:
     """Return `x`; on a mesh whose devices are not those of the plan in its order, raise."""
     return _on_mesh_of_plan.bind(x, axis_name=axis_name, program=program)
@@ -145,6 +163,14 @@ def _run_all_gather(
     return _run_loops(rounded, program.all_gather, program, context).astype(buffer.dtype)
 
 
+def _run_to_owner_order(x: Any, *, program: Program, **_: Any) -> Any:
+    return x[program.owned_chunks.reshape(-1)]
+
+
+def _run_from_owner_order(x: Any, *, program: Program, **_: Any) -> Any:
+    return x[np.argsort(program.owned_chunks, axis=None)]
+
+
 def _divide(x: jax.Array, divisor: int | None) -> jax.Array:
     return x if divisor is None else x / divisor
 
@@ -202,4 +228,6 @@ _all_gather = _collective("all_gather", _run_all_gather, _transpose_all_gather)
 _all_gather_invariant = _collective(
     "all_gather_invariant", _run_all_gather, _transpose_all_gather, _all_gather_transpose.bind
 )
+_to_owner_order = _collective("to_owner_order", _run_to_owner_order, from_owner_order)
+_from_owner_order = _collective("from_owner_order", _run_from_owner_order, to_owner_order)
 _on_mesh_of_plan = _collective("on_mesh_of_plan", lambda x, **_: x, _transpose_on_mesh)

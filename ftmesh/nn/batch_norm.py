@@ -19,8 +19,7 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 
-from ftmesh.collectives.all_reduce import pmean
-from ftmesh.collectives.group_sum import ChipGroups
+from ftmesh.collectives.all_reduce import ChipGroups, pmean
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree

@@ -62,30 +62,34 @@ class Communication:
         """Return this rank's part of each leaf of a pytree that all ranks have."""
         return self._take_parts(map(jnp.asarray, jax.tree.leaves(tree)), layout.leaves)
 
-    def reduce_scatter(self, grads: PyTree, layout: TreeLayout, tree: Any) -> list[jax.Array]:
+    def reduce_scatter(
+        self, grads: PyTree, layout: TreeLayout, tree: Any
+    ) -> tuple[list[jax.Array], list[jax.Array] | None]:
         """Reduce gradients, if they are not yet, and return this rank's parts of the result.
 
-        The gradient of a leaf that is cut along the axis belongs to this rank, and stays as it is.
-        `tree` is that of the parameters, which gradients must have too.
+        Full tensors too, if they are reduced already. A leaf cut along the axis is this rank's own.
         """
         is_reduced = self.reduce == "none"
         if isinstance(grads, ReducedGradients):
             if grads.is_sharded:
-                return self._check_parts(grads.tree, layout)
+                return self._check_parts(grads.tree, layout), None
             grads, is_reduced = grads.tree, True
         leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(grads)]
         shapes = [leaf.shape for leaf in leaves]
         if jax.tree.structure(grads) != tree or shapes != [x.type.shape for x in layout.leaves]:
-            raise ArgumentError("gradients must have the structure and shapes of the parameters")
+            rule = "gradients must have the structure and shapes of the parameters"
+            raise ArgumentError(
+                f"{rule}: put optax.lookahead, or what aggregates, around plan.shard"
+            )
         whole = [x for x, y in zip(leaves, layout.leaves, strict=True) if y.kind != "local"]
         if is_reduced or self._are_reduced(whole):
-            return self._take_parts(leaves, layout.leaves)
+            return self._take_parts(leaves, layout.leaves), leaves
         own = list(leaves)
         for index, group in enumerate(reduction_groups(layout)):
             arrays = [_compat.as_varying(leaves[i], self.axis_name) for i in group]
             for i, array in zip(group, self.reduce_group(layout, index, arrays), strict=True):
                 own[i] = array
-        return own
+        return own, None
 
     def reduce_group(self, layout: TreeLayout, index: int, grads: list[Any]) -> list[jax.Array]:
         """Reduce one of `reduction_groups`; a gradient that is None counts as zeros."""
@@ -151,6 +155,18 @@ class Communication:
                 for i, leaf, part in zip(group, leaves, _split(rows, leaves), strict=True):
                     result[i] = leaf.from_rows(part)
         return result
+
+    def gather_tensors(
+        self, bucket_bytes: int, own: Sequence[jax.Array], leaves: Sequence[LeafLayout]
+    ) -> list[jax.Array]:
+        """Return full tensors, the same at all ranks, from flat parts."""
+        parts = [x.astype(np.int32) if x.dtype == np.bool_ else x for x in own]
+        tensors = self.all_gather(parts, TreeLayout.build(leaves, bucket_bytes))
+        return [tensor.astype(x.dtype) for tensor, x in zip(tensors, own, strict=True)]
+
+    def take_part(self, tensor: jax.Array, leaf: LeafLayout) -> jax.Array:
+        """Return this rank's part of a tensor that all ranks have."""
+        return self._take_parts([tensor], [leaf])[0]
 
     def sum_vectors(
         self, other_axes: dict[Any, list[bool]], vectors: list[jax.Array]

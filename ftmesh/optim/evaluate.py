@@ -1,8 +1,4 @@
-"""Runs functions of full tensors on one rank's parts of them; the structure of a sharded state.
-
-A state has the tree that optax gives it. In place of a tensor of the shape of a parameter it has
-the array in which `ftmesh.layout.flat_shards` stores that tensor.
-"""
+"""Runs functions of full tensors on one rank's parts of them."""
 
 from __future__ import annotations
 
@@ -16,121 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.execute.types import PyTree
-from ftmesh.layout.flat_shards import LeafLayout, TreeLayout, flatten_tensor, unflatten_tensor
+from ftmesh.layout.flat_shards import LeafLayout, StateForm, TreeLayout
 from ftmesh.optim.op_graph import (
     Apply,
     BranchResult,
     Broadcast,
     Conditional,
     Constant,
+    GatherLeaf,
     Kind,
     LeafSum,
     Node,
     NotShardableError,
     OpGraph,
     TakeLeaves,
+    TakePart,
     TupleElement,
     Value,
     dependencies,
 )
-
-_FIRST_LENGTH = 1_000_003  # longer than the dimensions that an optimizer names itself
-
-
-@dataclass(frozen=True, eq=False)
-class StateForm:
-    """The structure of a state, and how its tensors are stored."""
-
-    tree: Any  # as optax builds it
-    params: tuple[int | None, ...]  # for each leaf, the parameter whose shape it has, if one
-    types: tuple[Any, ...]  # of all leaves, before sharding
-    layout: TreeLayout  # of the parameters
-
-    def stored(self, index: int) -> LeafLayout | None:
-        """Return how leaf `index` is stored, if it is flat."""
-        param = self.params[index]
-        leaf = None if param is None else self.layout.leaves[param]
-        return leaf if leaf is not None and leaf.kind == "flat" else None
-
-    def leaves(self, state: Any) -> list[Any]:
-        """Return the leaves of a state; raise ArgumentError if it has another tree."""
-        tree = jax.tree.structure(state)
-        if tree != self.tree:
-            raise ArgumentError(
-                "this state is that of another transformation or of other parameters: its tree is "
-                f"{tree}, and this optimizer's is {self.tree}"
-            )
-        leaves: list[Any] = jax.tree.leaves(state)
-        return leaves
-
-    def check(self, state: Any, *, is_global: bool) -> None:
-        """Raise ArgumentError unless the arrays of a state have the shapes that are stored.
-
-        `is_global`: they are those of all ranks, not of one.
-        """
-        for i, leaf in enumerate(self.leaves(state)):
-            stored, param, expected = self.stored(i), self.params[i], self.types[i].shape
-            if stored is not None and is_global:
-                expected = stored.global_shape
-            elif param is not None and not is_global:
-                expected = self.layout.leaves[param].stored_shape
-            if np.shape(leaf) != expected:
-                raise ArgumentError(
-                    f"this state has an array of shape {np.shape(leaf)} where this optimizer "
-                    f"stores {expected}: it is not sharded, or for another number of chips, other "
-                    "specs or other parameters. Bring it into the parameters' shapes with "
-                    "gather_state, if it is sharded, and then call shard_state of this optimizer"
-                )
-
-    def full_tensor(self, array: Any, index: int) -> Any:
-        """Return flat leaf `index`, a global array of any number of ranks, in its full shape."""
-        return unflatten_tensor(array, self.types[index].shape)
-
-    def stored_array(self, tensor: Any, index: int) -> Any:
-        """Return the inverse of `full_tensor`, for the number of ranks of the layout."""
-        stored = self.stored(index)
-        assert stored is not None
-        return flatten_tensor(tensor, stored.global_shape)
-
-
-def state_form(
-    init: Callable[[Any], Any], layout: TreeLayout, types: Sequence[Any], tree: Any
-) -> StateForm:
-    """Find which leaves of the state that `init` returns belong to which parameter.
-
-    `init` is traced with a length for each parameter that no other has, so a leaf of the state
-    shows by its length which parameter it belongs to. A state that depends on the shapes of
-    parameters in another way raises NotShardableError.
-    """
-    marked = [
-        jax.ShapeDtypeStruct((*(1 for _ in t.shape[1:]), _FIRST_LENGTH + i), t.dtype)
-        if i in layout.cut
-        else t
-        for i, t in enumerate(types)
-    ]
-    leaves, state_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(types)))
-    marked_leaves, marked_tree = jax.tree.flatten(jax.eval_shape(init, tree.unflatten(marked)))
-    if state_tree != marked_tree:
-        raise NotShardableError(
-            "this optimizer cannot be sharded: the structure of its state depends on the size of "
-            "a tensor. Give masks as pytrees of booleans, or as functions of names or of the "
-            "number of dimensions"
-        )
-    param_of = {marked[i].shape: i for i in layout.cut}
-    params: list[int | None] = []
-    for leaf, mark in zip(leaves, marked_leaves, strict=True):
-        param = param_of.get(mark.shape)
-        expected = leaf.shape if param is None else types[param].shape
-        if leaf.shape != expected or (param is None and mark.shape != leaf.shape):
-            raise NotShardableError(
-                f"this optimizer cannot be sharded: it keeps a state of shape {leaf.shape}, which "
-                "depends on the shape of a tensor and is not that shape"
-            )
-        params.append(param)
-    return StateForm(state_tree, tuple(params), tuple(leaves), layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,20 +41,29 @@ class ShardEvaluator:
 
     The value of a per-element node is a dictionary with an array for each leaf that needs it. That
     of a per-leaf node is a vector. Small vectors are summed over all ranks by `sum_over_ranks`,
-    which is called once for all sums of a level.
+    which is called once for all sums of a level. `gather` returns full tensors of given leaves from
+    what ranks have of them, and `take_part` is its inverse for one leaf.
     """
 
     layout: TreeLayout
     types: Sequence[Any]  # of full parameters
     rank: Any
     sum_over_ranks: Callable[[list[jax.Array]], list[jax.Array]]
+    gather: Callable[[list[jax.Array], list[LeafLayout]], list[jax.Array]]
+    take_part: Callable[[jax.Array, LeafLayout], jax.Array]
     _graph: OpGraph = field(default_factory=OpGraph)
     _values: dict[Node, Any] = field(default_factory=dict)
 
-    def input_tree(self, name: Hashable, own: Sequence[jax.Array]) -> list[Value]:
-        """Return as values what this rank has of a pytree like the parameters."""
+    def input_tree(
+        self, name: Hashable, own: Sequence[jax.Array], full: Sequence[Any] | None = None
+    ) -> list[Value]:
+        """Return as values what this rank has of a pytree like the parameters.
+
+        `full` has the full tensors, if all ranks have them.
+        """
         arrays = {i: own[i] for i in self.layout.cut}
-        elements = self._graph.node(Constant(name, arrays), kind=Kind.PER_ELEMENT)
+        constant = Constant(name, arrays, full)
+        elements = self._graph.node(constant, kind=Kind.PER_ELEMENT)
         return [
             Value(elements, type_.shape, leaf)
             if leaf in self.layout.cut
@@ -186,14 +97,30 @@ class ShardEvaluator:
 
     def _input(self, name: Hashable, value: Any) -> Value:
         value = jnp.asarray(value)
-        node = self._graph.node(Constant(name, value))
-        return Value(node, value.shape, is_uniform=not value.shape)
+        is_uniform = value.size == 1
+        node = self._graph.node(Constant(name, value.reshape(()) if is_uniform else value))
+        return Value(node, value.shape, is_uniform=is_uniform)
 
     def run(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
-        """Compute a traced function; raise NotShardableError if it cannot run on shards."""
+        """Compute a traced function."""
         values = self._graph.add(jaxpr, inputs)
         self._compute([value.node for value in values])
         return values
+
+    def check_outputs(self, tree: Any, form: StateForm, updates: PyTree, state: PyTree) -> None:
+        """Raise NotShardableError if types of updates or of a new state are not as they must be."""
+        shapes = [type_.shape for type_ in self.types]
+        if _tree_and_shapes(updates) != (tree, shapes):
+            raise NotShardableError(
+                "this optimizer cannot be sharded: its updates have another structure or other "
+                "shapes than the parameters"
+            )
+        if _tree_and_shapes(state) != (form.tree, [x.shape for x in form.types]):
+            raise NotShardableError(
+                "this optimizer cannot be sharded: its update returns a state of another structure "
+                "than its init. If it only observes updates, as optax.monitor, put it outside: "
+                "optax.chain(plan.shard(...), optax.monitor(...))"
+            )
 
     def output_tree(self, values: Sequence[Value], dtypes: Sequence[Any]) -> list[jax.Array]:
         """Return what this rank has of a pytree like the parameters, given its leaves."""
@@ -215,10 +142,8 @@ class ShardEvaluator:
 
     def _own(self, value: Value, leaf: int, dtype: Any) -> jax.Array:
         if value.leaf != leaf and not (value.leaf is None and value.is_uniform):
-            raise NotShardableError(
-                "this optimizer cannot be sharded: its result for one tensor is computed from "
-                "another tensor, or from none"
-            )
+            value = self._graph.take_part(value, value.shape, leaf)
+            self._compute([value.node])
         own: jax.Array = self._elements(value.node, leaf).astype(dtype)
         return own
 
@@ -236,6 +161,7 @@ class ShardEvaluator:
             if leaf_sums:
                 sums = self.sum_over_ranks([self._local_sums(node) for node in leaf_sums])
                 self._values.update(zip(leaf_sums, sums, strict=True))
+            self._gather_leaves([node for node in level if isinstance(node.op, GatherLeaf)])
             for node in level:
                 if node not in self._values:
                     self._values[node] = self._value(node)
@@ -249,10 +175,13 @@ class ShardEvaluator:
         if isinstance(op, Broadcast):
             return jnp.broadcast_to(operands[0], op.shape)
         if isinstance(op, TakeLeaves):
-            taken = operands[0][np.array(op.leaves)]
             if len(op.leaves) == 1:
-                return jnp.broadcast_to(taken.reshape(()), op.shape)
-            return taken.reshape(op.shape)
+                number = lax.index_in_dim(operands[0], op.leaves[0], keepdims=False)
+                return jnp.broadcast_to(number, op.shape)
+            return operands[0][np.array(op.leaves)].reshape(op.shape)
+        if isinstance(op, TakePart):
+            layout = self._layout_of(op.leaf)
+            return {op.leaf: self.take_part(operands[0].reshape(layout.type.shape), layout)}
         if isinstance(op, Conditional):
             return self._switch(op, operands[0])
         assert isinstance(op, Apply)
@@ -266,12 +195,52 @@ class ShardEvaluator:
             for leaf in sorted(node.leaves)
         }
 
+    def _gather_leaves(self, nodes: Sequence[Node]) -> None:
+        """Compute what needs full tensors, from tensors that all ranks have where that does."""
+        gathered = {}
+        for node in nodes:
+            full = self._full_tensor(node.operands[0], node.op.leaf)
+            if full is None:
+                gathered[node] = self._elements(node.operands[0], node.op.leaf)
+            else:
+                self._values[node] = full.reshape(node.op.shape)
+        layouts = [self._layout_of(node.op.leaf) for node in gathered]
+        tensors = self.gather(list(gathered.values()), layouts) if gathered else []
+        for node, tensor in zip(gathered, tensors, strict=True):
+            self._values[node] = tensor.reshape(node.op.shape)
+
+    def _full_tensor(self, node: Node, leaf: int) -> Any:
+        """Return the full tensor of a leaf if it is computed from tensors that all ranks have."""
+        op = node.op
+        if node.kind != Kind.PER_ELEMENT:
+            return self._values[node] if node.kind == Kind.GLOBAL else self._values[node][leaf]
+        if isinstance(op, Constant):
+            return None if op.full is None else jnp.asarray(op.full[leaf])
+        if not isinstance(op, Apply):
+            return None
+        operands = [self._full_tensor(x, leaf) for x in node.operands]
+        if any(x is None for x in operands):
+            return None
+        shape = self._layout_of(leaf).type.shape
+        return _apply(op, [jnp.broadcast_to(x, shape) for x in operands])
+
+    def _layout_of(self, leaf: int) -> LeafLayout:
+        """Return the layout of a leaf that is gathered; raise NotShardableError if it cannot be."""
+        layout = self.layout.leaves[leaf]
+        if layout.kind == "local" or layout.is_split:
+            raise NotShardableError(
+                f"this optimizer needs full tensors, and one of shape {self.types[leaf].shape} is "
+                "sharded itself (specs=): use an optimizer of elements and norms for it, with "
+                "optax.multi_transform, or replicate the parameter"
+            )
+        return layout
+
     def _elements(self, node: Node, leaf: int) -> Any:
         """Return the value of a node at every element that this rank has of a leaf."""
         x = self._values[node]
         if node.kind == Kind.PER_ELEMENT:
             return x[leaf]
-        number = x[leaf] if node.kind == Kind.PER_LEAF else x
+        number = lax.index_in_dim(x, leaf, keepdims=False) if node.kind == Kind.PER_LEAF else x
         return jnp.broadcast_to(number, self.layout.leaves[leaf].own_shape)
 
     def _local_sums(self, node: Node) -> jax.Array:
@@ -328,3 +297,21 @@ def _apply(op: Apply, operands: list[Any]) -> Any:
         operands = [_compat.varying_like(x, other) for x in operands]
     params = op.params if "sharding" not in op.params else {**op.params, "sharding": None}
     return op.primitive.bind(*operands, **params)
+
+
+def _tree_and_shapes(x: PyTree) -> tuple[Any, list[Any]]:
+    leaves, tree = jax.tree.flatten(x)
+    return tree, [leaf.shape for leaf in leaves]
+
+
+def unusable(name: str) -> Callable[..., Any]:
+    """Return a function in place of an extra argument that a sharded update cannot call."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise NotShardableError(
+            f"this optimizer calls its extra argument {name!r}, a function of the parameters, and "
+            "a sharded update cannot run a loss: shard what computes the direction alone, as in "
+            "optax.chain(plan.shard(optax.scale_by_lbfgs()), optax.scale_by_zoom_linesearch(15))"
+        )
+
+    return call

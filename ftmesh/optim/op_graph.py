@@ -3,23 +3,24 @@
 A node stands for one operation on every leaf that it applies to: the first moments of all tensors
 are a single node if all tensors are treated alike.
 
-The graph can be evaluated on shards of tensors if the optimizer treats every element of a tensor
-alike and needs of a whole tensor nothing but sums over all of its elements, as norms do. The traced
-function decides, not its name: a sort, or a random number per element, is found wherever it is
-called. Tracing uses the shapes of full tensors, so that what depends on shapes is right on shards
-too.
+Operations on every element alike, and sums over all elements of a tensor, as norms are, run on
+shards. Any other operation, such as a sort, a product of matrices or a random number per element,
+runs at every chip on full tensors: `GatherLeaf` gathers its operands, and `TakePart` cuts its
+result where that meets shards. The traced function decides, not its name. Tracing uses the shapes
+of full tensors, so that what depends on shapes is right on shards too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -41,7 +42,7 @@ _CALLS = {"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "ji
 
 
 class NotShardableError(ArgumentError):
-    """An optimizer needs more of a tensor than a shard of it can give."""
+    """An optimizer cannot give the same updates on shards of tensors."""
 
 
 class Kind(IntEnum):
@@ -59,7 +60,7 @@ class Node:
     op: Any
     operands: tuple[Node, ...]
     kind: Kind
-    level: int  # sums over tensors on the way to this node; those of one level can run together
+    level: int  # sums and gathers on the way to this node; those of one level can run together
     region: int  # the branch of a conditional that contains the node, 0 outside all of them
     index: int  # position in the graph, larger than that of every operand
     mixes_leaves: bool  # True for a global node that is computed from numbers of leaves
@@ -82,6 +83,7 @@ class Constant:
 
     name: Hashable
     value: Any = field(compare=False, repr=False)
+    full: Any = field(default=None, compare=False, repr=False)  # full tensors of leaves, if known
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class TupleElement:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """A scalar, as an array of `shape`."""
+    """A scalar, or an array with dimensions of one, as an array of `shape`."""
 
     shape: Shape
 
@@ -112,6 +114,21 @@ class LeafSum:
     """The sum over the elements of each leaf, for the leaves of one dtype."""
 
     dtype: Any
+
+
+@dataclass(frozen=True)
+class GatherLeaf:
+    """All elements of one leaf, as an array of `shape`."""
+
+    leaf: int
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class TakePart:
+    """The part of this rank, of an array that has the elements of one leaf."""
+
+    leaf: int
 
 
 @dataclass(frozen=True)
@@ -145,6 +162,7 @@ class OpGraph:
     def __init__(self) -> None:
         self._by_key: dict[Any, Node] = {}
         self._region = self._num_regions = 0
+        self._jaxprs: list[Any] = []  # equations are told apart by id
 
     def node(
         self,
@@ -157,7 +175,9 @@ class OpGraph:
         operands = tuple(operands)
         key = (op, operands, kind, self._region)
         if key not in self._by_key:
-            level = max((x.level for x in operands), default=0) + isinstance(op, LeafSum)
+            level = max((x.level for x in operands), default=0) + isinstance(
+                op, (LeafSum, GatherLeaf)
+            )
             mixes_leaves = isinstance(op, TakeLeaves) or any(x.mixes_leaves for x in operands)
             index = len(self._by_key)
             node = Node(op, operands, kind, level, self._region, index, mixes_leaves)
@@ -177,14 +197,31 @@ class OpGraph:
 
     def as_array(self, value: Value) -> Node:
         """Return the global node that has a value as a plain array."""
+        if value.leaf is not None and value.node.kind == Kind.PER_ELEMENT:
+            return self.node(GatherLeaf(value.leaf, value.shape), [value.node])
         if value.leaf is not None:
             return self.node(TakeLeaves((value.leaf,), value.shape), [value.node])
         if value.is_uniform and value.shape:
             return self.node(Broadcast(value.shape), [value.node])
         return value.node
 
+    def take_part(self, value: Value, shape: Shape, leaf: int) -> Value:
+        """Return the part of an array, broadcast to `shape`, for this rank's part of a leaf."""
+        array = self.as_array(value)
+        if value.shape != shape:
+            array = self.node(Broadcast(shape), [array])
+        return Value(self.node(TakePart(leaf), [array], Kind.PER_ELEMENT, leaf), shape, leaf)
+
+    def _as_global(self, value: Value) -> Value:
+        """Return a value that belongs to no leaf."""
+        if value.node.kind == Kind.PER_LEAF and value.leaf is not None:
+            number = self.node(TakeLeaves((value.leaf,), ()), [value.node])
+            return Value(number, value.shape, is_uniform=True)
+        return Value(self.as_array(value), value.shape, is_uniform=not value.shape)
+
     def add(self, closed_jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
-        """Add a traced function; raise NotShardableError if it cannot run on shards."""
+        """Add a traced function."""
+        self._jaxprs.append(closed_jaxpr)
         jaxpr = getattr(closed_jaxpr, "jaxpr", closed_jaxpr)
         values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, getattr(closed_jaxpr, "consts", ()), strict=True):
@@ -207,66 +244,57 @@ class OpGraph:
             return inputs
         shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
         x = inputs[0] if inputs else None
-        if name in _SHAPE_ONLY and x is not None and x.is_uniform:
-            return [Value(x.node, shape, x.leaf, is_uniform=True)]
         if name in _ELEMENTWISE:
             return [self._elementwise(eqn, inputs, shape)]
-        if x is not None and name == "reduce_sum" and x.node.kind == Kind.PER_ELEMENT and not shape:
-            op = LeafSum(eqn.invars[0].aval.dtype)
-            node = self.node(op, [x.node], Kind.PER_LEAF, x.leaf)
-            return [Value(node, (), x.leaf, is_uniform=True)]
+        if name in _SHAPE_ONLY and x is not None and x.is_uniform:
+            return [Value(x.node, shape, x.leaf, is_uniform=True)]
+        if x is not None and x.node.kind == Kind.PER_ELEMENT:
+            size = math.prod(shape)
+            if name in _SHAPE_ONLY and size == math.prod(x.shape) and not params.get("dimensions"):
+                return [Value(x.node, shape, x.leaf)]  # parts are cut from elements in this order
+            if name == "reduce_sum" and size == 1:
+                op = LeafSum(eqn.invars[0].aval.dtype)
+                node = self.node(op, [x.node], Kind.PER_LEAF, x.leaf)
+                return [Value(node, shape, x.leaf, is_uniform=True)]
+            if size == 1 and (as_sum := _as_sum(eqn, inputs)):
+                return self.add(jax.make_jaxpr(as_sum)(*(var.aval for var in eqn.invars)), inputs)
         if name == "cond" and any(x.leaf is not None for x in inputs):
             return self._cond(eqn, inputs)
         return self._global(eqn, inputs)
 
     def _elementwise(self, eqn: Any, inputs: list[Value], shape: Shape) -> Value:
-        name = eqn.primitive.name
+        name, params = eqn.primitive.name, eqn.params
         inputs = self._detach_other_leaves(name, inputs)
         leaves = {x.leaf for x in inputs} - {None}
-        kind = max(x.node.kind for x in inputs)
-        if len(leaves) > 1:
-            raise NotShardableError(
-                f"this optimizer cannot be sharded: its {name!r} combines elements of several "
-                "tensors, and a chip owns different parts of each"
-            )
-        params = {key: value for key, value in eqn.params.items() if key != "sharding"}
-        op = Apply((name, str(sorted(params.items(), key=str))), eqn.primitive, eqn.params)
+        is_mixed, kind = any(map(_is_array, inputs)), max(x.node.kind for x in inputs)
+        is_broadcast = any(x.node.kind == Kind.PER_ELEMENT and x.shape != shape for x in inputs)
+        if len(leaves) > 1 or is_broadcast or (is_mixed and kind == Kind.PER_LEAF):
+            inputs, leaves, kind = list(map(self._as_global, inputs)), set(), Kind.GLOBAL
+        leaf = next(iter(leaves), None)
+        if is_mixed and leaf is not None:
+            inputs = [self.take_part(x, shape, leaf) if _is_array(x) else x for x in inputs]
+        key = str(sorted((item for item in params.items() if item[0] != "sharding"), key=str))
+        op = Apply((name, key), eqn.primitive, params)
         is_uniform = all(x.is_uniform for x in inputs)
         if kind == Kind.GLOBAL and not is_uniform:
             return Value(self.node(op, map(self.as_array, inputs)), shape)
-        if any(x.leaf is None and not x.is_uniform for x in inputs):
-            raise NotShardableError(
-                f"this optimizer cannot be sharded: its {name!r} takes an array that varies from "
-                "element to element, such as random numbers, and is not sharded like the tensors"
-            )
-        leaf = next(iter(leaves), None)
         node = self.node(op, [x.node for x in inputs], kind, leaf)
         return Value(node, shape, leaf, is_uniform)
 
     def _detach_other_leaves(self, name: str, inputs: list[Value]) -> list[Value]:
-        """Turn numbers of other leaves into global scalars, as in a running sum of all norms."""
+        """Turn numbers of other leaves into scalars, as in a running sum of all norms."""
         main = {x.leaf for x in inputs if x.node.kind == Kind.PER_ELEMENT}
         is_sum = name == "add" and any(x.leaf is None and x.node.mixes_leaves for x in inputs)
         if not main and not is_sum and len({x.leaf for x in inputs} - {None}) < 2:
             return inputs
-        return [
-            Value(self.node(TakeLeaves((x.leaf,), ()), [x.node]), x.shape, is_uniform=True)
-            if x.node.kind == Kind.PER_LEAF and x.leaf is not None and x.leaf not in main
-            else x
-            for x in inputs
-        ]
+        main.add(None)
+        is_other = [x.node.kind == Kind.PER_LEAF and x.leaf not in main for x in inputs]
+        return [self._as_global(x) if y else x for x, y in zip(inputs, is_other, strict=True)]
 
     def _global(self, eqn: Any, inputs: list[Value]) -> list[Value]:
-        """Add any other operation, on values that belong to no leaf or on one number per leaf."""
-        name = eqn.primitive.name
-        if any(x.node.kind == Kind.PER_ELEMENT for x in inputs):
-            raise NotShardableError(
-                f"this optimizer cannot be sharded: its {name!r} needs more of a tensor than one "
-                "element or the sum of all, and a chip has only its shard of the tensor; use it "
-                "without Plan.shard"
-            )
+        """Add any other operation, on full tensors and on numbers."""
         shapes = [var.aval.shape for var in eqn.outvars]
-        if name == "concatenate" and _is_one_number_per_leaf(inputs):
+        if eqn.primitive.name == "concatenate" and _is_one_number_per_leaf(inputs):
             leaves = tuple(x.leaf for x in inputs if x.leaf is not None)
             node = self.node(TakeLeaves(leaves, shapes[0]), [inputs[0].node])
             return [Value(node, shapes[0])]
@@ -281,12 +309,7 @@ class OpGraph:
         ]
 
     def _cond(self, eqn: Any, inputs: list[Value]) -> list[Value]:
-        index, *operands = inputs
-        if index.leaf is not None:
-            raise NotShardableError(
-                "this optimizer cannot be sharded: one of its conditions depends on the values of "
-                "one tensor"
-            )
+        index, operands = self._as_global(inputs[0]), inputs[1:]
         branches: list[tuple[int, list[Value]]] = []
         for jaxpr in eqn.params["branches"]:
             self._num_regions += 1
@@ -316,15 +339,11 @@ class OpGraph:
         kind = max(x.node.kind for x in values)
         is_uniform = all(x.is_uniform for x in values)
         nodes = [x.node for x in values]
-        if kind == Kind.GLOBAL and not is_uniform:
+        if len(leaves) > 1 or any(map(_is_array, values)):
             for i, (region, outputs) in enumerate(branches):
                 with self._in_region(region):
                     nodes[i] = self.as_array(outputs[index])
-        elif len(leaves) > 1 or any(x.leaf is None and not x.is_uniform for x in values):
-            raise NotShardableError(
-                "this optimizer cannot be sharded: the branches of one of its conditionals return "
-                "different tensors"
-            )
+            kind, leaves, is_uniform = Kind.GLOBAL, set(), not aval.shape
         result = BranchResult(tuple(nodes), kind, aval.dtype)
         return result, Value(nodes[0], aval.shape, next(iter(leaves), None), is_uniform)
 
@@ -335,6 +354,28 @@ class OpGraph:
             yield
         finally:
             self._region = before
+
+
+def _as_sum(eqn: Any, inputs: list[Value]) -> Callable[..., Any] | None:
+    """Return a function that computes a reduction of tensors to a number as a sum, if there is."""
+    out = eqn.outvars[0].aval
+    name = eqn.primitive.name
+    if name in ("reduce_and", "reduce_or"):
+        decides = name == "reduce_or"  # one element of this value gives the result
+        return lambda x: ((jnp.sum(x == decides, dtype=np.int32) > 0) == decides).reshape(out.shape)
+    if name == "dot_general" and inputs[0].leaf == inputs[1].leaf:
+        x, y = (var.aval for var in eqn.invars)
+        every = tuple(range(x.ndim))
+        (left, right), _ = eqn.params["dimension_numbers"]
+        if tuple(left) == tuple(right) == every and y.ndim == x.ndim:
+            is_inexact = jnp.issubdtype(out.dtype, np.inexact)
+            wide = jnp.promote_types(out.dtype, np.float32) if is_inexact else out.dtype
+            return lambda x, y: jnp.sum(x.astype(wide) * y.astype(wide)).astype(out.dtype)
+    return None
+
+
+def _is_array(value: Value) -> bool:
+    return value.leaf is None and not value.is_uniform
 
 
 def _is_one_number_per_leaf(inputs: list[Value]) -> bool:

@@ -40,15 +40,14 @@ from ftmesh.collectives.partitioning import REPLICATED, is_spec
 from ftmesh.errors import ArgumentError
 from ftmesh.execute import _compat
 from ftmesh.execute.types import AxisName, DTypeLike, PlanLike, PyTree, Specs
-from ftmesh.layout.flat_shards import LeafLayout, TreeLayout
+from ftmesh.layout.flat_shards import LeafLayout, StateForm, TreeLayout, state_form
 from ftmesh.optim.communication import (
     Communication,
     MeshPlacement,
     Reduce,
     reduction_groups,
 )
-from ftmesh.optim.evaluate import ShardEvaluator, StateForm, state_form
-from ftmesh.optim.op_graph import NotShardableError
+from ftmesh.optim.evaluate import ShardEvaluator, unusable
 
 
 class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -285,7 +284,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         layout, tree = self.layout(params), jax.tree.structure(params)
         evaluator = self._evaluator(layout, params)
         jaxpr = jax.make_jaxpr(self.transformation.init)(tree.unflatten(evaluator.types))
-        inputs = evaluator.input_tree("params", self.comm.take_own(params, layout))
+        own = self.comm.take_own(params, layout)
+        inputs = evaluator.input_tree("params", own, jax.tree.leaves(params))
         return evaluator.output_state(self.form(params), evaluator.run(jaxpr, inputs))
 
     def _update(self, updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any) -> Any:
@@ -296,8 +296,10 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         self, updates: PyTree, state: Any, params: PyTree, extra_args: Any, *, applies: bool
     ) -> Any:
         """Return updates, or the parameters with them applied, and the new state."""
+        stubs = {name: unusable(name) for name, value in extra_args.items() if callable(value)}
+        extra_args = {name: x for name, x in extra_args.items() if name not in stubs}
         if self.placement.is_bound:
-            return self._update_rank(self.comm, applies, updates, state, params, extra_args)
+            return self._update_rank(self.comm, applies, stubs, updates, state, params, extra_args)
         like = updates if params is None else params
         param_specs, state_specs = self.placement.param_specs(like), self.specs(like)
         self.form(like).check(state, is_global=True)
@@ -308,9 +310,10 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         known = self._with_specs(param_specs)
 
         def update(*args: Any) -> Any:
-            return known._update_rank(comm, applies, *args)
+            return known._update_rank(comm, applies, stubs, *args)
 
-        update.__name__ = "apply" if applies else "update"  # programs are kept by name
+        # Programs are kept by name.
+        update.__name__ = "_".join(["apply" if applies else "update", *sorted(stubs)])
         mapped = self.placement.run(update, like, in_specs, (param_specs, state_specs))
         return mapped(updates, state, params, extra_args)
 
@@ -335,6 +338,7 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         self,
         comm: Communication,
         applies: bool,
+        stubs: dict[str, Any],
         updates: PyTree,
         state: Any,
         params: PyTree,
@@ -349,8 +353,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
             )
         form.check(state, is_global=False)
         evaluator = self._evaluator(layout, like)
-        grads = comm.reduce_scatter(updates, layout, tree)
-        inputs = evaluator.input_tree("grads", grads) + evaluator.input_state(state, form)
+        grads, full = comm.reduce_scatter(updates, layout, tree)
+        inputs = evaluator.input_tree("grads", grads, full) + evaluator.input_state(state, form)
         types = [
             tree.unflatten(
                 jax.ShapeDtypeStruct(type_.shape, grad.dtype)
@@ -361,17 +365,13 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         own_params: list[jax.Array] = []
         if params is not None:
             own_params = comm.take_own(params, layout)
-            inputs += evaluator.input_tree("params", own_params)
+            inputs += evaluator.input_tree("params", own_params, jax.tree.leaves(params))
             types.append(tree.unflatten(evaluator.types))
         transform = optax.with_extra_args_support(self.transformation).update
-        jaxpr, (out, _) = jax.make_jaxpr(
-            lambda *args: transform(*args, **extra_args), return_shape=True
+        jaxpr, (out, new_state) = jax.make_jaxpr(
+            lambda *args: transform(*args, **extra_args, **stubs), return_shape=True
         )(*types)
-        if jax.tree.structure(out) != tree:
-            raise NotShardableError(
-                "this optimizer cannot be sharded: its updates have another structure than the "
-                "parameters"
-            )
+        evaluator.check_outputs(tree, form, out, new_state)
         values = evaluator.run(jaxpr, inputs)
         own = evaluator.output_tree(
             values[: tree.num_leaves], [x.dtype for x in jax.tree.leaves(out)]
@@ -384,13 +384,14 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
     def _evaluator(self, layout: TreeLayout, params: PyTree) -> ShardEvaluator:
         sum_over_ranks = partial(self.comm.sum_vectors, self.placement.other_axes(params))
         types = self.placement.global_types(params)
-        return ShardEvaluator(layout, types, self.comm.rank, sum_over_ranks)
+        gather = partial(self.comm.gather_tensors, self.bucket_bytes)
+        take_part = self.comm.take_part
+        return ShardEvaluator(layout, types, self.comm.rank, sum_over_ranks, gather, take_part)
 
     def _gather_tensor(self, array: Any, stored: LeafLayout | None) -> Any:
         if stored is None:
             return array
-        (tensor,) = self.comm.all_gather([array.reshape(-1)], TreeLayout((stored,), ((0,),)))
-        return tensor
+        return self.comm.gather_tensors(self.bucket_bytes, [array.reshape(-1)], [stored])[0]
 
     def _own_part(self, tensor: Any, stored: LeafLayout | None) -> Any:
         if stored is None:

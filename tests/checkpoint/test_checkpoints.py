@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
+from ftmesh.checkpoint.manifest import describe_tensors
 from ftmesh.checkpoint.restore import first_difference
-from ftmesh.checkpoint.tensor_names import describe_tensors
 from ftmesh.errors import CheckpointError
 from tests.support.checkpointing import restore, save_steps, saved_steps, small_state
 

@@ -259,8 +259,8 @@ def test_names_of_tensors_are_not_paths(tmp_path):
 
 @pytest.mark.parametrize("name", ["index.json", "5.json"])
 def test_another_format_is_an_error_and_not_damage(folder, name):
-    rewrite(folder / name, lambda content: content.update(format="ftmesh.checkpoint/3"))
-    with pytest.raises(CheckpointError, match=r"30 is of format 'ftmesh\.checkpoint/3'") as caught:
+    rewrite(folder / name, lambda content: content.update(format="ftmesh.checkpoint/4"))
+    with pytest.raises(CheckpointError, match=r"30 is of format 'ftmesh\.checkpoint/4'") as caught:
         CheckpointReader(folder)
     assert not isinstance(caught.value, DamagedCheckpointError)
 

@@ -1,11 +1,13 @@
 """The shards of a lost host are restored from the copies that partners have, bit for bit."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
-from ftmesh.checkpoint.snapshot import PartnerCopies
+from ftmesh.checkpoint.snapshot import PartnerCopies, ShardCopier
 from ftmesh.errors import DamagedCheckpointError
-from ftmesh.topology.ranks import backup_ranks
+from ftmesh.topology.ranks import Ranks, backup_ranks
 from ftmesh.topology.topology import Topology
 from tests.support.shards import (
     random_state,
@@ -25,16 +27,47 @@ PARTNERS = tuple(backup_ranks(Topology.grid("4x4"), HOSTS).tolist())
 HAVE_COPIES = {(HOSTS[rank], HOSTS[partner]) for rank, partner in enumerate(PARTNERS)}
 
 
+@dataclass(frozen=True)
+class Tpu:
+    """A fake device of a v6e."""
+
+    id: int
+    process_index: int
+    platform: str = "tpu"
+    device_kind: str = "TPU v6 lite"
+
+
+def test_partners_are_on_other_hosts():
+    """Ranks follow the ring, and so must the hosts of their devices: here boxes of 2x2 chips."""
+    tpus = [Tpu(n, n % 4 // 2 + 2 * (n // 8)) for n in range(16)]
+    topology = Topology.from_devices(tpus, shape="4x4", failed="1x2@0,1")
+    partners = ShardCopier.for_topology(topology)._partners
+    assert set(partners) == set(partners.values()) == set(topology.devices)
+    assert all(a.process_index != b.process_index for a, b in partners.items())
+    in_grid_order = dict(zip(Ranks(topology).devices, topology.devices, strict=True))
+    assert any(
+        in_grid_order[a].process_index == in_grid_order[b].process_index
+        for a, b in partners.items()
+    )
+
+
 @pytest.fixture(scope="module")
 def setup(quick_compiler):
-    return sharded_setup(partners=PARTNERS)
+    return sharded_setup()
 
 
 @pytest.fixture(scope="module")
 def saved(setup):
     """A state, its copies, and the bytes of every tensor."""
-    state, copies = random_state(setup)
-    return state, copies, tensor_bytes(setup, state)
+    state = random_state(setup)
+    host_of = dict(zip(setup.devices, HOSTS, strict=True))
+    copier = ShardCopier(partner_of(setup), host_of.__getitem__)
+    return state, copier.copy(state), tensor_bytes(setup, state)
+
+
+def partner_of(setup, partners=PARTNERS):
+    devices = setup.devices
+    return {device: devices[rank] for device, rank in zip(devices, partners, strict=True)}
 
 
 def tensors_without(setup, saved, lost, partners=PARTNERS):
@@ -42,11 +75,11 @@ def tensors_without(setup, saved, lost, partners=PARTNERS):
     state, copies, _ = saved
     host_of = dict(zip(setup.devices, HOSTS, strict=True))
     gone = {device for device, host in host_of.items() if host in lost}
-    state, copies = spoil_devices(state, gone), spoil_devices(copies, gone)
+    state, vectors = spoil_devices(state, gone), spoil_devices(copies.vectors, gone)
     remaining = [device for device in setup.devices if device not in gone]
     files = snapshot_files(
         setup, state, host_of.__getitem__, devices=remaining,
-        copies=PartnerCopies(copies, partners),
+        copies=PartnerCopies(vectors, copies.places, partner_of(setup, partners)),
     )  # fmt: skip
     return read_tensors(files)
 
@@ -59,9 +92,9 @@ def test_tensors_differ(saved):
 
 def test_copies_equal_the_shards_of_partners(setup, saved):
     state, copies, _ = saved
-    for own, copy in zip(sharded_arrays(state), copies, strict=True):
+    for own, name in zip(sharded_arrays(state), copies.places, strict=True):
         rows = np.asarray(own).reshape(16, -1)
-        copied = np.asarray(copy).reshape(16, -1)
+        copied = np.stack([copies.block(name, device) for device in setup.devices])
         assert rows.tobytes() == copied[list(PARTNERS)].tobytes()
 
 

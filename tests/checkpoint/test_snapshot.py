@@ -13,10 +13,10 @@ import pytest
 
 import ftmesh
 from ftmesh.checkpoint.files import CheckpointReader, write_part
+from ftmesh.checkpoint.manifest import Manifest, describe_tensors
 from ftmesh.checkpoint.restore import restore_state
 from ftmesh.checkpoint.snapshot import Snapshotter
-from ftmesh.checkpoint.tensor_names import describe_tensors
-from ftmesh.errors import ArgumentError
+from ftmesh.errors import ArgumentError, DamagedCheckpointError
 from ftmesh.testing import cpu_grid
 from tests.support.known_state import (
     PLACEMENTS,
@@ -107,6 +107,56 @@ def test_values_of_idle_devices_are_not_written(tmp_path):
     array = jax.make_array_from_single_device_arrays((3,), replicated, parts)
     write(tmp_path, {"w": array}, devices=devices[1:])
     assert read(tmp_path, {"w": jnp.zeros(3)})["w"].tolist() == [1, 1, 1]
+
+
+AXES = {
+    "last": (None, "x"),
+    "both": ("x", "y"),
+    "swapped": ("y", "x"),
+    "together": (None, ("y", "x")),
+    "first": (("x", "y"), None),
+    "middle": (None, "y", None),
+    "replicated": (),
+}
+
+
+def named_state(devices, shape, fill=lambda size: np.zeros(size)):
+    """Arrays cut in every way over two axes of a mesh, and a vector."""
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), ("x", "y"))
+    state = {}
+    for name, spec in AXES.items():
+        size = (24, 24, 5)[: max(2, len(spec))]
+        sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        state[name] = jax.device_put(np.float32(fill(size)), sharding)
+    return state
+
+
+def test_arrays_cut_along_any_dimensions_by_four_processes(tmp_path):
+    """Blocks are written once, by a process that has them, and restored on other meshes."""
+    rng = np.random.default_rng(0)
+    state = named_state(jax.devices()[:8], (2, 4), lambda size: rng.normal(size=size))
+    process_of = {device: number // 2 for number, device in enumerate(jax.devices()[:8])}.get
+    write(tmp_path, state, process_of=process_of, processes=range(4))
+    assert json.loads((tmp_path / "index.json").read_text())["format"] == "ftmesh.checkpoint/3"
+    files = sorted(tmp_path.glob("*.bin"))
+    assert [file.name for file in files] == ["0.bin", "1.bin", "2.bin", "3.bin"]
+    total = sum(array.nbytes for array in state.values())
+    assert sum(file.stat().st_size for file in files) == total
+    for devices, shape in ((slice(1, 7), (3, 2)), (slice(0, 1), (1, 1)), (slice(4, 16), (3, 4))):
+        like = named_state(jax.devices()[devices], shape)
+        restored = read(tmp_path, like)
+        assert_same_bits(restored, state)
+        for name, array in restored.items():
+            assert array.sharding == like[name].sharding
+
+
+def test_a_grid_that_does_not_fit_is_damage(tmp_path):
+    state = {"w": named_state(jax.devices()[:8], (2, 4))["both"]}
+    manifest = Snapshotter(0).snapshot(3, state).manifest.to_json()
+    for grid in ([4, 2, 1], [8], [3, 4], [1, 1]):
+        manifest["tensors"][0]["grid"] = grid
+        with pytest.raises(DamagedCheckpointError, match="w is not cut into"):
+            Manifest.from_json(manifest)
 
 
 def test_checkpoints_can_be_read_with_numpy_alone(states, tmp_path):

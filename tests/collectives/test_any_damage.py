@@ -5,6 +5,8 @@ import pytest
 
 import ftmesh
 from ftmesh import Topology
+from ftmesh.algorithms import flood_groups
+from ftmesh.algorithms.building_blocks import mirrored_all_reduce
 from ftmesh.testing import on_one_device
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -21,7 +23,24 @@ def test_integer_collectives_are_exact(topology):
     assert (plan.algorithm, plan.with_reduce_scatter.algorithm) == ("tree", "flood")
     assert plan.for_payload(37 * 4).algorithm == "tree"
     assert plan.for_payload(37 * 4).schedule.num_chunks < plan.schedule.num_chunks
-    live = topology.num_live
+    check_collectives(plan)
+
+
+@pytest.mark.parametrize("topology", MESHES, ids=str)
+def test_floods_in_groups_are_exact(topology):
+    """As on thousands of chips: here five shares travel together, and some alone."""
+    phases, owner = flood_groups.build_phases(topology, 5)
+    assert len(owner) % 5
+    assert len(phases) == 2
+    schedule = mirrored_all_reduce(topology, "flood", len(owner), phases, owner)
+    plan = ftmesh.Plan.from_schedule(schedule)
+    assert plan.with_reduce_scatter is plan
+    assert (plan.program.owned_chunks.ravel() == np.arange(topology.num_live)).all()
+    check_collectives(plan)
+
+
+def check_collectives(plan):
+    live = plan.topology.num_live
     rng = np.random.default_rng(0)
     leaves, rows, own = (
         rng.integers(-1000, 1000, (live, *shape), np.int32) for shape in ((37,), (live, 3), (5,))

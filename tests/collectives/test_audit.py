@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import ArgumentError, CollectiveError
+from ftmesh.algorithms import registry
 from ftmesh.errors import UnreadableError
+from ftmesh.testing import cpu_grid
 
 BOTH = P(("data", "model"))
 X = np.ones((12, 12, 4), np.float32)
@@ -96,7 +98,7 @@ PLANTED = [
     (an_all_gather, "lax.all_gather", "all-gather", 6 * ALL, "call plan.all_gather"),
     (an_all_to_all, "lax.all_to_all", "all-to-all", ALL, "exchange along another mesh axis"),
     (a_permutation, "lax.ppermute", "collective-permute", ALL, "it may cross failed chips"),
-    (a_maximum, "lax.pmax", "all-reduce", ALL, "take the maximum of plan.all_gather(x, 'data')"),
+    (a_maximum, "lax.pmax", "all-reduce", ALL, "call plan.pmax"),
     (one_in_a_scan, "lax.psum", "all-reduce", ALL, "call plan.psum or plan.pmean"),
     (one_in_a_branch, "lax.psum", "all-reduce", ALL, "call plan.psum or plan.pmean"),
 ]
@@ -311,3 +313,40 @@ frontend_attributes={kernel_metadata={
     assert list(ftmesh.audit(with_kernel, "data", mesh=mesh)) == list(
         ftmesh.audit(FOREIGN, "data", mesh=mesh)
     )
+
+
+def gathered_and_scattered(plan):
+    def step(x):
+        gathered = plan.all_gather(x, "data", tiled=True)
+        return plan.psum_scatter(gathered * 2, "data", tiled=True)
+
+    specs = {"in_specs": P("data"), "out_specs": P("data")}
+    run = jax.jit(jax.shard_map(step, mesh=plan.jax_mesh("data"), **specs))
+    program = run.lower(np.ones(12, np.float32)).compile()
+    lines = [line_of(gathered_and_scattered, f"plan.{name}") for name in ("all_ga", "psum_sc")]
+    return lines, ftmesh.audit(program, "data")
+
+
+def test_whole_all_reduces_for_uneven_owners():
+    """Those of a given schedule are named; a plan that may choose takes even owners."""
+    topology = cpu_grid("4x2", failed="2x1@0,0")  # six chips
+    even = ftmesh.plan(topology, "flood")
+    lines, report = gathered_and_scattered(even)
+    assert not report.whole
+    assert "whole all-reduce" not in f"{report}{even}"
+    schedule = registry.build_schedule(topology, "row_pair")  # eight chunks
+    given = ftmesh.Plan.from_schedule(schedule, topology)
+    lines, report = gathered_and_scattered(given)
+    assert not report
+    assert report.whole
+    assert {*report.whole} <= {*lines}
+    assert f"run the whole all-reduce of the plan, twice the data, as at {report.whole[0]}" in str(
+        report
+    )
+    assert "all_gather run the whole all-reduce, twice the data: this one leaves" in str(given)
+    for algorithm in ("auto", "tree"):
+        plan = ftmesh.plan(topology, algorithm, payload_bytes=4_000, executor="ppermute")
+        assert plan.algorithm == "tree"
+        assert "run another plan, print(plan.with_reduce_scatter): this one has no" in str(plan)
+        assert plan.with_reduce_scatter.schedule.owns_evenly
+        assert not gathered_and_scattered(plan)[1].whole

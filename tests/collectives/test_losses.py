@@ -25,7 +25,7 @@ from tests.support.losses import (
     groups,
     make_batch,
 )
-from tests.support.more import more
+from tests.support.more import more_case
 from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler", "x64")
@@ -82,32 +82,42 @@ def expected_of(loss, args):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(*args)
 
 
+def by_plan(loss, plan, args):
+    return jax.jit(plan.value_and_grad(loss, has_aux=True, replicated=2))(*args)
+
+
+def on_the_native_path(loss, plan, args):
+    """Plain JAX, with the batch sharded along the plan's mesh."""
+    weights, batch, key = args
+    mesh = plan.jax_mesh("data")
+    placed = jax.device_put((weights, key), NamedSharding(mesh, P()))
+    rows = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(placed[0], rows, placed[1])
+
+
+@pytest.mark.parametrize("executor", ["xla", more_case("ppermute")])  # xla compiles in half
 @pytest.mark.parametrize(
-    ("executor", "size"),
-    [
-        ("xla", 26),  # compiled in half the time
-        pytest.param("ppermute", 26, marks=(pytest.mark.slow, more)),
-        slow("ppermute", 24),
-    ],
+    "table", [*QUICK, *map(more_case, SLOW)], ids=lambda table: next(iter(table))
 )
-@pytest.mark.parametrize("table", [*QUICK, *map(slow, SLOW)], ids=lambda table: next(iter(table)))
-def test_equal(table, executor, size):
+def test_a_batch_that_the_chips_do_not_divide(table, executor):
     """In float64 but for one loss, so that sums in another order make no difference that counts."""
-    args = WEIGHTS, make_batch(size), jax.random.key(KEY_SEED)
-    loss, plan = partial(total, table), make_plan(executor)
-    result = jax.jit(plan.value_and_grad(loss, has_aux=True, replicated=2))(*args)
+    args = WEIGHTS, make_batch(26), jax.random.key(KEY_SEED)
+    loss = partial(total, table)
+    result = by_plan(loss, make_plan(executor), args)
     assert not differences(result, expected_of(loss, args))
 
 
-@pytest.mark.parametrize("table", [QUICK[-1], *map(slow, [*QUICK[:-1], *SLOW])])
-def test_equal_on_the_native_path(plan, table):
-    """Plain JAX, with the batch sharded along the plan's mesh."""
-    weights, batch, key = WEIGHTS, make_batch(24), jax.random.key(KEY_SEED)
-    mesh, loss = plan.jax_mesh("data"), partial(total, table)
-    placed = jax.device_put((weights, key), NamedSharding(mesh, P()))
-    rows = jax.device_put(batch, NamedSharding(mesh, P("data")))
-    result = jax.jit(jax.value_and_grad(loss, has_aux=True))(placed[0], rows, placed[1])
-    assert not differences(result, expected_of(loss, (weights, batch, key)))
+@pytest.mark.parametrize(
+    "table",
+    [QUICK[-1], *map(slow, [*QUICK[:-1], *SLOW])],
+    ids=lambda table: next(iter(table)),
+)
+def test_by_a_schedule_and_on_the_native_path(plan, table):
+    args = WEIGHTS, make_batch(24), jax.random.key(KEY_SEED)
+    loss = partial(total, table)
+    expected = expected_of(loss, args)
+    assert not differences(by_plan(loss, plan, args), expected)
+    assert not differences(on_the_native_path(loss, plan, args), expected)
 
 
 @pytest.mark.parametrize("size", [24, 26])

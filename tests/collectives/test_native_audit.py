@@ -223,7 +223,7 @@ def test_permutations_and_exchanges(topology):
 
     entry = problem_of(topology, mesh, far)
     assert entry.problem == "its step from chip (1, 0) to (1, 3) crosses failed chips or links"
-    assert entry.advice.startswith("permute between neighbours on plan.jax_mesh('data')")
+    assert entry.advice.startswith("call plan.ppermute, or permute between neighbours")
 
     def two_on(x):
         return lax.ppermute(x, "data", [(0, 2), (3, 4)])
@@ -235,7 +235,7 @@ def test_permutations_and_exchanges(topology):
         return lax.all_to_all(x, "data", 1, 1, tiled=True)
 
     entry = problem_of(topology, mesh, exchange)
-    assert entry.advice.startswith("exchange along another mesh axis")
+    assert entry.advice.startswith("call plan.all_to_all")
     assert entry.problem == "it sends between all pairs of chips, also across failed ones"
     whole = Topology.from_devices(topology.all_devices[:12], shape="4x3")
     assert not ftmesh.audit(compiled(ring_mesh(whole), exchange), "data", plan=whole)

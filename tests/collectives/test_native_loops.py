@@ -6,6 +6,7 @@ import pytest
 import ftmesh
 from ftmesh.testing import cpu_grid
 from tests.collectives.test_loops import MESH, train
+from tests.support.more import more_case
 from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -23,7 +24,7 @@ def plan():
         ("jit_linen", {}),
         ("jit_nnx", {}),
         ("over_shard_map", {}),
-        slow("scan_transformer", {}),
+        more_case("scan_transformer", {}),
         slow("scan_transformer", {"fsdp": True}),
     ],
     ids=["jit_linen", "jit_nnx", "over_shard_map", "scan_transformer", "scan_transformer_fsdp"],

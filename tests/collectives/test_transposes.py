@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
-from ftmesh.collectives.group_sum import ChipGroups
+from ftmesh.collectives.all_reduce import ChipGroups
 from ftmesh.collectives.reduce_scatter import gather_rows, scatter_rows
 from ftmesh.testing import cpu_grid
 

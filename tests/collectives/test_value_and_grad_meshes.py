@@ -82,6 +82,25 @@ def test_weights_sharded_along_the_only_axis(even):
     assert result[1].sharding.spec == P("data")
 
 
+@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=str)
+def test_axes_of_one_device_beside_the_plan(even, kind):
+    """As configurations of many axes have them, of which most are of size 1."""
+    rng = np.random.default_rng(0)
+    w, x, y = (np.float32(rng.normal(size=shape)) for shape in (12, (24, 12), 24))
+
+    def loss_of(w, x, y):
+        return ((x @ w - y) ** 2).mean()
+
+    names, specs = ("data", "expert"), P(("data", "expert"))
+    mesh = Mesh(even.jax_mesh("data").devices.reshape(12, 1), names, axis_types=(kind, kind))
+    args = put(mesh, (w, x, y), (specs,) * 3)
+    given = specs if kind == AUTO else None
+    program, result = compiled(even.value_and_grad(loss_of, specs=given), *args)
+    assert_close(result, jax.value_and_grad(loss_of)(w, x, y))
+    ftmesh.audit(program, "data").require_none()
+    assert result[1].sharding.is_equivalent_to(args[0].sharding, 1)
+
+
 def test_shardings_as_specs(plan):
     mesh, args = placed((AUTO, AUTO), WEIGHTS)
     specs = jax.tree.map(lambda weight: weight.sharding, args[0])
