@@ -7,6 +7,9 @@ A run leaves these files in its folder:
     run/used-2-0.jsonl      what process 0 read in generation 2, by step
     out/weights.npz         the last weights
     log                     output of all processes
+
+If an engine starts all hosts again, generations count from 1 again. Here they count on, from 1001
+after the first such start, and so on.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import numpy as np
 # the last or between, changes them by at least 1.1e-2 after 60 steps; after 6000, with a lower
 # learning rate, by 2.1e-5 from the middle and 7e-4 from the end.
 TOLERANCE = 1e-5
+PER_START = 1000  # generations from one start by an engine to the next
 
 Event = dict[str, Any]
 
@@ -38,16 +42,18 @@ class Run:
     events: list[Event]
     faults: list[Event]  # that struck
     planted: str = ""  # faults that should have struck
+    starts: tuple[float, ...] = (0.0,)  # when an engine has started all hosts
 
     @staticmethod
     def read(folder: Path, status: int | None, planted: str = "") -> Run:
         """Read the run in a folder."""
-        events = _lines(folder / "events.jsonl")
+        events, starts = _count_on(_lines(folder / "events.jsonl"))
         struck = _lines(folder / "run" / "faults.jsonl")
         return Run(
             folder=folder,
             status=status,
-            events=sorted(events, key=lambda event: event["time"]),
+            events=events,
+            starts=starts,
             faults=struck or [event for event in events if event["event"] == "fault"],
             planted=planted,
         )
@@ -62,13 +68,16 @@ class Run:
         return len({str(event.get("failed") or "") for event in self.named("epoch")} | {""}) > 1
 
     def generations(self) -> list[tuple[int, int]]:
-        """Return, in order, each generation that committed a step, and the step it started from."""
+        """Return, in order, each generation that committed a step, and the step it started from.
+
+        The first generation of a start may have committed none: the next one then starts there too.
+        """
         continued = {event["epoch"] for event in self.named("goes on")}
         started = {event["epoch"]: event["from_step"] for event in self.named("epoch")}
         return sorted(
             (generation, step)
             for generation, step in {1: 0, **started}.items()
-            if generation in continued or generation == 1
+            if generation in continued or generation % PER_START == 1
         )
 
 
@@ -115,7 +124,7 @@ def _check_used_once(run: Run, steps: int, num_examples: int) -> Iterator[str]:
     """
     counts = np.zeros(num_examples, np.int64)
     generations = run.generations()
-    used = {generation: _used_in(run.folder / "run", generation) for generation, _ in generations}
+    used = {generation: _used_in(run, generation) for generation, _ in generations}
     for step in range(1, steps + 1):
         generation = max(generation for generation, first in generations if first < step)
         examples = used[generation].get(step, [])
@@ -129,14 +138,31 @@ def _check_used_once(run: Run, steps: int, num_examples: int) -> Iterator[str]:
         yield f"{len(doubled)} examples were used more than once: {doubled[:5].tolist()}"
 
 
-def _used_in(folder: Path, generation: int) -> dict[int, list[int]]:
+def _used_in(run: Run, generation: int) -> dict[int, list[int]]:
     """Return the examples that all processes read, by step; of a step read twice, the last."""
     used: dict[int, list[int]] = {}
-    for file in folder.glob(f"used-{generation}-*.jsonl"):
-        own = {line["step"]: line["examples"] for line in _lines(file)}
+    start, number = divmod(generation, PER_START)
+    begin, end = (*run.starts, float("inf"))[start : start + 2]
+    for file in (run.folder / "run").glob(f"used-{number}-*.jsonl"):
+        lines = [line for line in _lines(file) if begin <= line.get("time", begin) < end]
+        own = {line["step"]: line["examples"] for line in lines}
         for step, examples in own.items():
             used.setdefault(step, []).extend(examples)
     return used
+
+
+def _count_on(events: list[Event]) -> tuple[list[Event], tuple[float, ...]]:
+    """Return events by time, with generations that count on, and the times of starts."""
+    starts, counted, started = [0.0], [], False
+    for event in sorted(events, key=lambda event: event["time"]):
+        if event["event"] == "started" and event["epoch"] == 1:
+            if started:
+                starts.append(event["time"])
+            started = True
+        if "epoch" in event:
+            event = {**event, "epoch": event["epoch"] + PER_START * (len(starts) - 1)}
+        counted.append(event)
+    return counted, tuple(starts)
 
 
 def _check_weights(run: Run, reference: Path, exact: bool) -> Iterator[str]:

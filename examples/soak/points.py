@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from threading import local
@@ -54,7 +55,8 @@ class PointBatches(Batches[Points]):
         self._read.points = []
         batch = super().__getitem__(step)
         if self._used is not None:
-            line = json.dumps({"step": step + 1, "examples": self._read.points})
+            read = {"step": step + 1, "examples": self._read.points, "time": time.time()}
+            line = json.dumps(read)
             with open(self._used, "ab", buffering=0) as file:  # one atomic write
                 file.write(f"{line}\n".encode())
         return batch

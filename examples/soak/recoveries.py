@@ -8,12 +8,15 @@ from statistics import median
 
 from rich.table import Table
 
+from examples.common.report import metrics_lines
 from examples.soak.checks import Run
+from examples.soak.cluster_faults import HARMLESS, KINDS, parse_cluster_faults
 from ftmesh.testing.fault_spec import parse_faults
 
-IN_PLACE, RESTARTED, RAN_ON, ENDED, SILENT = "in place", "restarted", "ran on", "ended", "silent"
-HOW = (IN_PLACE, RESTARTED, RAN_ON, ENDED)
-MILD = ("slow", "wrong", "full")  # kinds that may not interrupt a run
+IN_PLACE, RESTARTED, STARTED_AGAIN = "in place", "restarted", "started again"
+RAN_ON, ENDED, SILENT = "ran on", "ended", "silent"
+HOW = (IN_PLACE, RESTARTED, STARTED_AGAIN, RAN_ON, ENDED)
+MILD = ("slow", "wrong", "full", *HARMLESS)  # kinds that may not interrupt a run
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,13 @@ def find_recoveries(run: Run) -> list[Recovery]:
             for event in later
         )
         went_on = [event for event in later if event["event"] == "goes on"]
-        if stopped and went_on:
+        again = next((start for start in run.starts if start > fault["time"]), None)
+        if stopped and again and not (went_on and went_on[0]["time"] < again):
+            # All hosts were started again by the engine, at once or after other failures.
+            steps = [s["time"] for s in metrics_lines(run.folder / "out" / "metrics.jsonl")]
+            first = min((at for at in steps if at > again), default=again)
+            recoveries.append(Recovery(*what, STARTED_AGAIN, first - fault["time"]))
+        elif stopped and went_on:
             first = went_on[0]
             epoch = [event for event in run.named("epoch") if event["epoch"] == first["epoch"]]
             how = IN_PLACE if epoch and epoch[-1]["in_place"] else RESTARTED
@@ -50,12 +59,19 @@ def find_recoveries(run: Run) -> list[Recovery]:
         else:
             recoveries.append(Recovery(*what, ENDED if stopped and run.status != 0 else RAN_ON))
     struck = [(fault["kind"], fault["moment"]) for fault in run.faults]
-    for planted in parse_faults(run.planted):
-        if (planted.kind, planted.moment) in struck:
-            struck.remove((planted.kind, planted.moment))
+    for planted in _planted(run.planted):
+        if planted in struck:
+            struck.remove(planted)
         else:
-            recoveries.append(Recovery(planted.kind, planted.moment, SILENT))
+            recoveries.append(Recovery(*planted, SILENT))
     return recoveries
+
+
+def _planted(text: str) -> list[tuple[str, str]]:
+    """Return the kind and the moment of each fault that was planted."""
+    if text.partition("@")[0] in KINDS:
+        return [(fault.kind, fault.moment) for fault in parse_cluster_faults(text)]
+    return [(fault.kind, fault.moment) for fault in parse_faults(text)]
 
 
 def recovery_table(recoveries: Iterable[Recovery]) -> Table:
@@ -67,11 +83,11 @@ def recovery_table(recoveries: Iterable[Recovery]) -> Table:
         table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     by_fault: dict[str, list[Recovery]] = {}
     for recovery in recoveries:
-        by_fault.setdefault(f"{recovery.kind} {recovery.moment}", []).append(recovery)
+        by_fault.setdefault(f"{recovery.kind} {recovery.moment}".strip(), []).append(recovery)
     for name, group in sorted(by_fault.items()):
         table.add_row(name, *_cells(group))
     everything = [recovery for group in by_fault.values() for recovery in group]
-    for how in (IN_PLACE, RESTARTED):
+    for how in (IN_PLACE, RESTARTED, STARTED_AGAIN):
         table.add_row(f"all {how}", *_cells([x for x in everything if x.how == how]))
     table.add_row("all", *_cells(everything))
     return table

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from examples.common.arguments import positive, seconds
 from examples.soak.checks import Run, check
+from examples.soak.hosts import can_make_hosts
 from examples.soak.pod import HOST_SHAPES, PHASE_LIMIT, Pod, step_seconds
 from examples.soak.recoveries import Recovery, find_recoveries, recovery_table
 from examples.soak.train import PRESETS
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if folder.exists() and any(folder.iterdir()):
             raise ArgumentError(f"{folder} is not empty: give another folder")
-        soak = Soak(args, folder, console)
+        soak = make_soak(args, folder, console)
         try:
             soak.one_long_run() if args.every else soak.many_runs()
         except KeyboardInterrupt:
@@ -50,12 +51,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def make_soak(args: argparse.Namespace, folder: Path, console: Console) -> Soak:
+    """Return what runs the soak that is asked for."""
+    if args.engine is None:
+        return Soak(args, folder, console)
+    from examples.soak.cluster import ENGINES, ClusterSoak
+
+    if args.every or args.restart or args.in_place or args.jobs > 1:
+        raise ArgumentError("--every, --jobs, --in-place and --restart are not for --engine")
+    missing = [] if can_make_hosts() else ["root and network namespaces"]
+    missing += ENGINES[args.engine].missing_programs()
+    if missing:
+        raise ArgumentError(f"--engine {args.engine} needs {', '.join(missing)}")
+    return ClusterSoak(args, folder, console)
+
+
 class Soak:
     """Runs under faults, the errors found in them, and how they recovered."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, console: Console) -> None:
         self.args, self.folder, self.console = args, folder, console
-        self.faults = parse_faults(args.faults or "", hosts=args.hosts, steps=args.steps - 1)
+        words = "" if args.engine else args.faults or ""
+        self.faults = parse_faults(words, hosts=args.hosts, steps=args.steps - 1)
         self.options = ("--restart",) if args.restart else ()
         self.errors: list[str] = []
         self.recoveries: list[Recovery] = []
@@ -146,13 +163,17 @@ class Soak:
         errors = check(
             run, steps=pod.steps, num_examples=examples, reference=reference, exact=exact
         )
+        self.count(run, errors, is_kept=reference is None)
+
+    def count(self, run: Run, errors: Sequence[str], *, is_kept: bool) -> None:
+        """Count a run with its errors; remove its files if it has none and they are not needed."""
         self.num_runs += 1
         self.recoveries += find_recoveries(run)
         self.goodputs += [event["goodput"] for event in run.named("done") if "goodput" in event]
         if errors:
             faults = run.planted or "no fault"
             self.errors.append(f"{faults}: {'; '.join(errors)} (see {run.folder})")
-        elif not self.args.keep and reference is not None:
+        elif not self.args.keep and not is_kept:
             shutil.rmtree(run.folder, ignore_errors=True)
 
     def report(self) -> int:
@@ -198,7 +219,8 @@ arguments.
 
 examples: scripts/soak --minutes 10 --seed 1
           scripts/soak --runs 1 --faults 'kill@2:30; stop@0:45:collective'
-          scripts/soak --minutes 10 --every 120     one long run, for its goodput""",
+          scripts/soak --minutes 10 --every 120     one long run, for its goodput
+          scripts/soak --engine slurm --runs 1 --faults 'power@0:30; agent@2:recovery'""",
     )
     parser.add_argument(
         "--minutes", type=seconds, metavar="M", help=f"start no run after M minutes ({MINUTES:g})"
@@ -246,6 +268,11 @@ examples: scripts/soak --minutes 10 --seed 1
         type=seconds,
         metavar="SECONDS",
         help="one run of --minutes, with a fault every SECONDS seconds",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("slurm", "ray"),
+        help="run under a real engine on four hosts, as network namespaces; needs root",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument(

@@ -35,7 +35,8 @@ from examples.common.trainer import State, StepOptions, Trainer, make_trainer
 from examples.soak.points import CLASSES, SIZE, PointBatches, Points, used_file
 from ftmesh.collectives import BatchShares, weighted_sum
 from ftmesh.command_line import Parser
-from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
+from ftmesh.elastic.attempt import Attempt
+from ftmesh.elastic.elastic_group import ElasticGroup
 from ftmesh.optim import lamb, matrix_mask
 from ftmesh.topology.topology import Topology
 
@@ -67,13 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return start("soak", parser, PRESETS, train, argv)
 
 
-def train(
-    config: Config,
-    topology: Topology,
-    args: argparse.Namespace,
-    group: ElasticGroup = SINGLE_PROCESS,
-) -> Report:
-    """Train, as one process of `group`."""
+def train(config: Config, attempt: Attempt, args: argparse.Namespace) -> Report:
+    """Train to the end, or until a host is lost."""
+    topology, group = attempt.topology, attempt.group
     log = start_log(args, group)
     steps = args.steps or config.steps
     points, _ = open_data(
@@ -100,7 +97,7 @@ def train(
         remake=remake,
         finished=partial(save_weights, Path(args.out)) if args.out and group.is_primary else ignore,
     )
-    return run(job, args, log)
+    return run(job, attempt, args, log)
 
 
 def soak_trainer(

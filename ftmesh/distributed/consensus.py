@@ -1,13 +1,15 @@
 """Consensus: one mesh, one plan and one program in all processes of a run.
 
-Processes that run different programs would wait for each other for ever.
+Processes that run different programs would wait for each other forever.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +26,7 @@ from ftmesh.planning.plan import Plan
 from ftmesh.planning.profiles import LinkArgument, find_costs
 from ftmesh.planning.selection import AUTO
 from ftmesh.schedule.files import dumps, load
-from ftmesh.topology.notation import Failed, format_failed
+from ftmesh.topology.notation import format_failed
 from ftmesh.topology.topology import Topology
 
 
@@ -60,18 +62,10 @@ def agree_on_mesh(group: ProcessGroup, topology: Topology) -> None:
     )
 
 
-def agreed_topology(
-    group: ProcessGroup,
-    *,
-    shape: str | None = None,
-    failed: Failed = None,
-    failed_links: str = "",
-    wrap: bool | Sequence[bool] | None = None,
-) -> Topology:
-    """Return `Topology.from_devices(jax.devices(), ...)`, checked to be the same everywhere."""
-    topology = Topology.from_devices(
-        jax.devices(), shape=shape, failed=failed, failed_links=failed_links, wrap=wrap
-    )
+def agreed_topology(group: ProcessGroup, topology: Topology | None = None) -> Topology:
+    """Return `topology`, by default that of all devices, checked to be the same everywhere."""
+    if topology is None:
+        topology = Topology.from_devices(jax.devices())
     agree_on_code(group)
     agree_on_mesh(group, topology)
     return topology
@@ -100,7 +94,7 @@ def agreed_plan(
         planner: Called in place of `ftmesh.plan`, for one that caches plans.
 
     Raises:
-        ClusterError: Members passed different arguments, or one did not come.
+        ClusterError: Members passed different arguments, or one did not call this in time.
     """
     options: dict[str, Any] = {
         "payload_bytes": payload_bytes,
@@ -125,7 +119,7 @@ def agreed_plan(
         raise problem
     own = planner(topology, algorithm, **planning) if group.is_primary else None
     chosen = group.broadcast((own.executor, own.is_auto) if own else ("", False), "the executor")
-    if chosen[0] == XLA:  # a ring takes less time to find than to load
+    if chosen[0] == XLA:  # a ring is computed faster than it is loaded
         agreed = plan(topology, executor=XLA, **options)
     else:
         data = group.broadcast(dumps(own.schedule) if own else b"", "the schedule")
@@ -152,6 +146,35 @@ def agree_on_program(
     if not group.is_single_process:
         group.agree({name: program_digest(lowered)})
     return lowered
+
+
+class AgreedSteps:
+    """Steps at which all processes do something: every `every` steps, or some seconds apart.
+
+    Args:
+        group: The processes.
+        purpose: What they do, for messages.
+        done: Steps that are done.
+        every: Interval in steps; None to choose by time.
+    """
+
+    def __init__(self, group: ProcessGroup, purpose: str, done: int, every: int | None) -> None:
+        self._group, self._purpose, self._every = group, purpose, every
+        self._interval, self._since = 1, time.monotonic()
+        self.next_step = done + 1 if every is None else (done // every + 1) * every
+
+    def choose_next(self, step: int, seconds: float, value: Any = None) -> list[Any]:
+        """Choose the next step, `seconds` after `step`; return the `value` of each process."""
+        if self._every is not None:
+            self.next_step = (step // self._every + 1) * self._every
+            return [value]
+        now = time.monotonic()
+        own = [seconds, now - self._since, value]
+        wanted, elapsed, values = zip(*self._group.gather(own, self._purpose).values(), strict=True)
+        interval = math.ceil(max(wanted) * self._interval / max(*elapsed, 1e-6))
+        self._interval = max(1, min(interval, 2 * self._interval))  # the first steps are slow
+        self.next_step, self._since = step + self._interval, now
+        return list(values)
 
 
 def program_digest(lowered: jax.stages.Lowered) -> str:

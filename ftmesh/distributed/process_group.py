@@ -7,7 +7,7 @@
         if group.is_primary:
             print("printed once, by one process")
 
-Everything goes through a key-value store on the hosts, not over the chips, and has a timeout.
+All communication uses a key-value store on the hosts, not the chips, and has a timeout.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self, TypeVar
 
-from ftmesh.distributed.kv_client import KvClient
+from ftmesh.distributed.kv_store import KvClient
+from ftmesh.distributed.peer_monitor import format_processes as format_processes
 from ftmesh.distributed.shutdown import Shutdown
-from ftmesh.errors import ClusterError
+from ftmesh.errors import ClusterError, PeerLostError
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.topology import Topology
 
@@ -28,7 +29,6 @@ T = TypeVar("T")
 
 TIMEOUT = 300.0  # seconds to wait for other processes, unless a caller gives another
 _MAX_VALUE_CHARS = 200  # of a value in a message
-_MAX_NAMED = 8  # processes that a message lists
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ProcessGroup:
         return self.live_devices[0] if self.live_devices else None
 
     def for_topology(self, topology: Topology, *, with_idle: bool = False) -> Self:
-        """Return the group with `members`, `primary` and `live_devices` as `topology` needs them.
+        """Return the group with `members`, `primary` and `live_devices` for `topology`.
 
         Args:
             topology: The mesh of the run. Its live devices are in the program.
@@ -99,7 +99,7 @@ class ProcessGroup:
         """Wait until all members have called this with the same `name`.
 
         Raises:
-            ClusterError: Some did not within `timeout` seconds; the message lists them.
+            PeerLostError: Some did not call it within `timeout` seconds; the message lists them.
         """
         if self.kv is not None:
             self._exchange(self.kv, self._key(self.kv, f"barrier/{name}"), b"", name, timeout)
@@ -157,7 +157,7 @@ class ProcessGroup:
     ) -> T:
         """Call `function` in the primary, then in the others. Returns each process's own result.
 
-        For work that leaves something behind for the others, such as an index of the data.
+        For work whose result the others use, such as an index of the data.
         """
         if not self.is_primary:
             self.barrier(name, timeout=timeout)
@@ -204,7 +204,7 @@ class ProcessGroup:
         if not kv.barrier(f"{key}-meet", self.members, timeout):
             missing = set(self.members) - set(kv.get_by_process(key))
             who = f"{format_processes(missing)} did not come" if missing else "not all came"
-            raise ClusterError(f"{who} to {purpose} within {timeout:g} s")
+            raise PeerLostError(f"{who} to {purpose} within {timeout:g} s")
 
     def _get(
         self, kv: KvClient, key: str, owner: int, purpose: str, timeout: float | None
@@ -212,26 +212,11 @@ class ProcessGroup:
         timeout = self.timeout if timeout is None else timeout
         value = kv.get(key, timeout)
         if value is None:
-            raise ClusterError(f"process {owner} did not send {purpose} within {timeout:g} s")
+            raise PeerLostError(f"process {owner} did not send {purpose} within {timeout:g} s")
         return value
 
 
 SINGLE_PROCESS = ProcessGroup()
-
-
-def format_processes(processes: Iterable[int]) -> str:
-    """Name processes in a message.
-
-    >>> format_processes([3]), format_processes([2, 0, 1])
-    ('process 3', 'processes 0, 1 and 2')
-    """
-    numbers = sorted(processes)
-    if len(numbers) == 1:
-        return f"process {numbers[0]}"
-    if len(numbers) > _MAX_NAMED:
-        named = ", ".join(map(str, numbers[:_MAX_NAMED]))
-        return f"processes {named} and {len(numbers) - _MAX_NAMED} more"
-    return f"processes {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def find_difference(facts_by_process: Mapping[int, Mapping[str, str]]) -> str | None:

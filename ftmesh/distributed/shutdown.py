@@ -1,4 +1,4 @@
-"""Shutdown: processes exit together, or learn within seconds why one of them failed.
+"""Shutdown: processes exit together, within seconds after one of them fails, with its reason.
 
 A thread that waits for a chip cannot be interrupted. So a watcher thread in each process polls the
 key-value store for the entry of a process that has failed, prints its reason and ends its own
@@ -11,6 +11,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -19,15 +20,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Self
 
-from ftmesh.distributed.kv_client import KvClient
-from ftmesh.errors import FtmeshError
+from ftmesh.distributed.kv_store import KvClient
+from ftmesh.distributed.peer_monitor import PeerMonitor
+from ftmesh.errors import PEER_LOST, FtmeshError
 
 POLL_SECONDS = 0.5  # between two reads of the key-value store
 KV_TIMEOUT = 2.0  # for one read or write of it
 GRACE_SECONDS = 10.0  # for others to read why, and for the callbacks of `before_exit`
+VERDICT_SECONDS = 2.0  # after an error, for the news of a lost process
 _ABORT, _READ, _LEFT, _DONE = (f"ftmesh/{name}" for name in ("abort", "read", "left", "end"))
 _SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "received SIGTERM"}
 
@@ -36,7 +39,7 @@ class Shutdown:
     """How one process of several exits.
 
     `log` is called with the line that says why this process exits early, `disconnect` last in an
-    orderly exit, to disconnect from JAX's service.
+    orderly exit, to disconnect from JAX's service. `peers` notices lost processes.
     """
 
     def __init__(
@@ -47,9 +50,12 @@ class Shutdown:
         *,
         log: Callable[[str], None],
         disconnect: Callable[[], None],
+        peers: PeerMonitor | None = None,
     ) -> None:
+        self._peers = peers
         self._shared_kv, self._process, self._num_processes = kv, process, num_processes
         self._log_line, self._disconnect = log, disconnect
+        self.on_sigterm: Callable[[], None] | None = None  # called instead of an early exit
         self._callbacks: list[Callable[[], Any]] = []
         self._exit_lock = threading.Lock()  # held by the thread that ends the process
         self._stopped = threading.Event()
@@ -68,6 +74,9 @@ class Shutdown:
                     self._old_handlers[number] = signal.signal(number, self._on_signal)
         atexit.register(self._at_exit)
         self._watcher.start()
+        if self._peers is not None:
+            self._peers.on_lost = self.lose
+            self._peers.expect_beats()
         return self
 
     def before_exit(self, callback: Callable[[], Any]) -> None:
@@ -87,6 +96,8 @@ class Shutdown:
     def _stop_watching(self) -> None:
         self._claim_exit()
         self._stopped.set()
+        if self._peers is not None:
+            self._peers.stop()
         atexit.unregister(self._at_exit)
         if self._old_handlers:
             signal.set_wakeup_fd(-1)
@@ -101,21 +112,35 @@ class Shutdown:
 
         If another process failed before, its reason is printed: this error is likely a consequence.
         """
+        self._await_verdict(error)
         self._claim_exit()
         abort = self._read_abort()
         if abort is not None:
             self._follow(abort)
         reason, status = describe(error)
-        if not isinstance(error, (FtmeshError, KeyboardInterrupt, SystemExit)):
+        if _is_foreign(error):
             with contextlib.suppress(Exception):
                 traceback.print_exception(error)
         self._log(reason)
         self._lead(reason, status)
 
+    def _await_verdict(self, error: BaseException) -> None:
+        """Wait: if a collective failed since a peer was lost, the monitor exits meanwhile."""
+        if self._peers is not None and _is_foreign(error):
+            time.sleep(VERDICT_SECONDS)
+
     def abort(self, reason: str, status: int) -> NoReturn:
         """End all processes; the others print `reason`."""
         self._claim_exit()
         self._lead(reason, status)
+
+    def lose(self, lost: frozenset[int], reason: str) -> None:
+        """Exit because processes were lost; called by the peer monitor, in its thread."""
+        if self._exit_lock.acquire(blocking=False):
+            self._block_main_thread()
+            self._log(reason)
+            abort = {"process": self._process, "reason": reason, "lost": sorted(lost)}
+            self._exit(PEER_LOST, {**abort, "status": PEER_LOST})
 
     def _claim_exit(self) -> None:
         """Become the thread that ends the process, or block if another thread is."""
@@ -127,15 +152,21 @@ class Shutdown:
         self._exit(status, {"process": self._process, "reason": reason, "status": status})
 
     def _follow(self, abort: Any) -> NoReturn:
-        self._log(f"process {abort['process']}: {abort['reason']}")
+        leader = "" if "lost" in abort else f"process {abort['process']}: "
+        self._log(f"{leader}{abort['reason']}")
         self._exit(abort["status"], abort)
 
     def _exit(self, status: int, abort: Any) -> NoReturn:
         """Exit without the interpreter's cleanup, which could wait for a chip for ever."""
+        lost = set(abort.get("lost", ()))
         try:
-            run_with_timeout(KV_TIMEOUT, lambda: self._kv.put(_ABORT, json.dumps(abort).encode()))
+            if 0 not in lost:
+                entry = json.dumps(abort).encode()
+                run_with_timeout(KV_TIMEOUT, lambda: self._kv.put(_ABORT, entry))
             run_with_timeout(GRACE_SECONDS, self._run_callbacks)
-            run_with_timeout(2 * GRACE_SECONDS, lambda: self._wait_for_turn(abort["process"]))
+            if 0 not in lost:
+                wait = functools.partial(self._wait_for_turn, abort["process"], lost)
+                run_with_timeout(2 * GRACE_SECONDS, wait)
             self._flush()
         finally:
             os._exit(status)
@@ -145,10 +176,10 @@ class Shutdown:
             with contextlib.suppress(Exception):
                 stream.flush()
 
-    def _wait_for_turn(self, leader: int) -> None:
+    def _wait_for_turn(self, leader: int, lost: set[int]) -> None:
         """Wait for those that exit first: the leader, and before process 0 everyone."""
         self._kv.put(f"{_READ}/{self._process}", b"")
-        processes = set(range(self._num_processes))
+        processes = set(range(self._num_processes)) - lost
         if self._process == leader:
             self._wait_for(_READ, processes)
         elif leader != 0:
@@ -186,7 +217,7 @@ class Shutdown:
         self._woken.settimeout(POLL_SECONDS)
         while not self._stopped.is_set():
             number = self._next_signal()
-            if number is not None:
+            if number is not None and not self._defers(number):
                 self._stopped.wait(POLL_SECONDS)  # the main thread may handle it by itself
                 if self._exit_lock.acquire(blocking=False):
                     self._block_main_thread()
@@ -219,14 +250,22 @@ class Shutdown:
         if self._blocks_main_thread:
             self._blocks_main_thread = False
             threading.Event().wait()
+        if self._defers(number) and self.on_sigterm is not None:
+            self.on_sigterm()
+            return
         if self._exit_lock.locked():  # a second signal: exit at once
             os._exit(128 + number)
         raise KeyboardInterrupt(signal.Signals(number))
+
+    def _defers(self, number: int) -> bool:
+        return number == signal.SIGTERM and self.on_sigterm is not None
 
     def _at_exit(self) -> None:
         """Handle an interpreter that ends outside of the group's `with` block."""
         if not self._stopped.is_set():
             error = getattr(sys, "last_value", None)
+            if error is not None:
+                self._await_verdict(error)
             self._claim_exit()
             self._lead(*(("exited before the end", 1) if error is None else describe(error)))
 
@@ -246,6 +285,10 @@ def describe(error: BaseException) -> tuple[str, int]:
     return f"{type(error).__name__}: {message}", 1
 
 
+def _is_foreign(error: BaseException) -> bool:
+    return not isinstance(error, (FtmeshError, KeyboardInterrupt, SystemExit))
+
+
 def run_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
     """Return what `function` returns; None if it fails or takes longer than `seconds`."""
     results: list[Any] = []
@@ -258,3 +301,20 @@ def run_with_timeout(seconds: float, function: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(seconds)
     return results[0] if results else None
+
+
+@contextlib.contextmanager
+def deferred_sigterm(shutdown: Shutdown | None, then: Callable[[], None]) -> Iterator[None]:
+    """Call `then` at SIGTERM, in the main thread, instead of exiting."""
+    before = None
+    if shutdown is not None:
+        shutdown.on_sigterm = then
+    elif threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, lambda *_: then())
+    try:
+        yield
+    finally:
+        if shutdown is not None:
+            shutdown.on_sigterm = None
+        elif before is not None:
+            signal.signal(signal.SIGTERM, before)

@@ -1,46 +1,39 @@
-"""Start: this process joins the others of its run.
+"""Startup: this process joins the others of its run.
 
     with initialize("10.0.0.1:8476", num_processes=4, process_id=2) as group:
         ...
 
-No arguments are needed on Cloud TPU, Slurm and GKE, where JAX knows them, nor under ``ftmesh
-launch``, which sets ``FTMESH_COORDINATOR``, ``FTMESH_NUM_PROCESSES`` and ``FTMESH_PROCESS_ID``.
-Without any of these the process runs alone.
-
-Before JAX's coordination service starts, all processes report to process 0 at the same address
-(`call_roll`), and learn who is missing or that two have the same index. JAX's service would end
-them with a stack trace, and not say who is missing.
+No arguments are needed under an engine that says which process this is (`engines`), nor under
+``ftmesh launch``, which sets ``FTMESH_COORDINATOR``, ``FTMESH_NUM_PROCESSES`` and
+``FTMESH_PROCESS_ID``. Without any of these the process runs alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import json
+import importlib.util
 import os
-import re
-import socket
 import threading
-import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
 from ftmesh import command_line
-from ftmesh.distributed.kv_client import KvClient
-from ftmesh.distributed.process_group import TIMEOUT, ProcessGroup, format_processes
+from ftmesh.distributed.engines import detect
+from ftmesh.distributed.handshake import MAKE_SECRET, find_secret
+from ftmesh.distributed.kv_store import KvClient
+from ftmesh.distributed.peer_monitor import SILENCE_SECONDS, PeerMonitor, forward_to_service
+from ftmesh.distributed.process_group import TIMEOUT, ProcessGroup
+from ftmesh.distributed.roll_call import call_roll, is_loopback, join_address
+from ftmesh.distributed.roll_call import split_address as split_address
 from ftmesh.distributed.shutdown import Shutdown
-from ftmesh.errors import ArgumentError, ClusterError
+from ftmesh.errors import PEER_LOST, ArgumentError, ClusterError
 from ftmesh.execute import _compat
 
 CONTROLLER_ADDRESS = "FTMESH_STEWARD"  # environment variable; set by `ftmesh launch --failures`
 MAX_TIMEOUT = 1e6  # seconds
 _HEARTBEAT_SECONDS = 100  # of silence after which JAX takes a process for dead
-_MAX_LINE_BYTES = 4096  # of the roll call; a longer line is not one of ours
-_HELLO_SECONDS = 2.0  # for a process that has connected to send its index
-_RETRY_SECONDS = 0.1  # between two attempts to reach process 0
 
 
 def initialize(
@@ -53,11 +46,11 @@ def initialize(
 ) -> ProcessGroup:
     """Join the other processes. Call it before JAX is used for anything else.
 
-    Processes that have called ``jax.distributed.initialize`` are taken as they are.
+    If ``jax.distributed`` is already initialized, its processes are used.
 
     Args:
         coordinator_address: ``HOST:PORT`` of process 0.
-        num_processes: How many processes there are.
+        num_processes: Number of processes.
         process_id: Index of this process.
         timeout: Seconds for all processes to join, and default timeout of the group's waits.
         name: Prefix of lines on stderr.
@@ -66,51 +59,72 @@ def initialize(
         The group. Use it in a ``with`` block: an error in one process ends all, with its reason.
 
     Raises:
-        ArgumentError: Some but not all of the three are known, or one is out of range.
+        ArgumentError: Some but not all of the first three are known, or one is out of range.
         ClusterError: Not all processes joined, or JAX is already in use.
     """
     check_timeout(timeout)
     if _compat.coordination_client() is not None:
-        return _joined_group(*_compat.process_id_and_count(), timeout, name)
-    address, number, process = find_processes(
-        coordinator_address, num_processes, process_id, timeout
-    )
+        process, number = _compat.process_id_and_count()
+        return _joined_group(process, number, timeout, process_logger(name, process))
+    address, count, index = find_processes(coordinator_address, num_processes, process_id, timeout)
     if os.environ.get(CONTROLLER_ADDRESS) and address is not None:
         raise ClusterError(
             "this process was started by `ftmesh launch --failures`: call "
             "ftmesh.elastic.initialize() instead of ftmesh.distributed.initialize()"
         )
-    if address is None or number is None or process is None or number == 1:
+    if address is None or count is None or index is None or count == 1:
         return ProcessGroup(timeout=timeout)
-    host, port = split_address(address)
-    if not 0 <= process < number:
-        raise ArgumentError(f"process {process} of {number}: indices go from 0 to {number - 1}")
+    split_address(address)
+    if not 0 <= index < count:
+        raise ArgumentError(f"process {index} of {count}: indices go from 0 to {count - 1}")
     if _compat.backends_are_initialized():
         raise ClusterError("JAX was used before initialize, and cannot join other processes now")
+    return _join(address, count, index, timeout, process_logger(name, index))
+
+
+def _join(
+    address: str, number: int, process: int, timeout: float, log: Callable[[str], None]
+) -> ProcessGroup:
+    """Call the roll, then start JAX's service and client at addresses that the roll call used."""
+    secret, silence = find_secret(os.environ), _silence_seconds()
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    roll = call_roll(address, process, number, timeout=timeout, secret=secret, bind=bind, log=log)
+    if process == 0 and not secret and not is_loopback(roll.host):
+        log(f"without a secret, anyone on the network can join: make one by {MAKE_SECRET}")
+
+    def exit_process(_: frozenset[int], line: str) -> None:
+        log(line)
+        os._exit(PEER_LOST)
+
+    peers = PeerMonitor(process, roll.connections, exit_process, silence=silence).start()
+    service = roll.coordinator
+    if process != 0:
+        service = forward_to_service(split_address(service))
     jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
-    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{port}")
-    if _is_loopback(host):
-        bind = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
-        _compat.bind_cpu_collectives(host)
-    call_roll(address, process, number, bind=bind, timeout=timeout)
-    with _exit_after(timeout, process_logger(name, process)):
+    _compat.bind_cpu_collectives(roll.host)
+    with _exit_after(timeout, log):
         jax.distributed.initialize(
-            address,
+            service,
             number,
             process,
-            coordinator_bind_address=bind,
+            coordinator_bind_address=roll.bind,
             initialization_timeout=max(1, round(timeout)) + 5,
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=max(1, round(timeout)),
         )
         jax.devices()  # exchanges the devices of all processes
-    return _joined_group(process, number, timeout, name)
+    return _joined_group(process, number, timeout, log, peers)
 
 
-def _joined_group(process: int, num_processes: int, timeout: float, name: str) -> ProcessGroup:
-    kv, log = KvClient(_compat.coordination_client()), process_logger(name, process)
-    disconnect = jax.distributed.shutdown
-    shutdown = Shutdown(kv, process, num_processes, log=log, disconnect=disconnect)
+def _joined_group(
+    process: int,
+    num_processes: int,
+    timeout: float,
+    log: Callable[[str], None],
+    peers: PeerMonitor | None = None,
+) -> ProcessGroup:
+    kv, disconnect = KvClient(_compat.coordination_client()), jax.distributed.shutdown
+    shutdown = Shutdown(kv, process, num_processes, log=log, disconnect=disconnect, peers=peers)
     members = tuple(range(num_processes))
     return ProcessGroup(process, num_processes, timeout, members, kv=kv, shutdown=shutdown.start())
 
@@ -132,26 +146,68 @@ def find_processes(
     process_id: int | None,
     timeout: float,
 ) -> tuple[str | None, int | None, int | None]:
-    """Return what is given, set in the environment, or known to JAX; (None, None, None) if alone.
+    """Return the given values, else those of variables, engines or JAX; three None if alone.
 
     Raises:
-        ArgumentError: Only some of the three are known, or a variable is not a number.
+        ArgumentError: There are several processes, and not all of the three are known, or a
+            variable is not a number.
     """
-    known = {
-        "coordinator address": coordinator_address or os.environ.get("FTMESH_COORDINATOR"),
-        "number of processes": _integer(num_processes, "FTMESH_NUM_PROCESSES"),
-        "index of this process": _integer(process_id, "FTMESH_PROCESS_ID"),
-    }
-    missing = [what for what, value in known.items() if value is None]
-    if len(missing) == len(known):
-        return _compat.detect_processes(timeout)
-    if missing:
+    given = (
+        coordinator_address or os.environ.get("FTMESH_COORDINATOR"),
+        _integer(num_processes, "FTMESH_NUM_PROCESSES"),
+        _integer(process_id, "FTMESH_PROCESS_ID"),
+    )
+    if None not in given:
+        return given
+    address, number, process = given
+    nothing = None, None, None
+    if number == 1:
+        return nothing
+    if given == nothing and _is_known_to_jax():
+        found = _compat.detect_processes(timeout)
+        if None not in found:
+            return found
+    placement = detect(os.environ)
+    if placement is None:
+        if given == nothing:
+            return nothing
+        names = ("coordinator address", "number of processes", "index of this process")
         raise ArgumentError(
-            f"the {missing[0]} is not given: give coordinator address, number of processes and "
-            "index of this process, or none of them"
+            f"the {names[given.index(None)]} is not given, and no engine has set it: give "
+            "coordinator address, number of processes and index of this process, or none of them"
         )
-    address, number, process = known.values()
-    return str(address), int(number or 0), int(process or 0)
+    if number is None and placement.count == 1:
+        return nothing
+    if address is None and placement.first_host is None:
+        raise ArgumentError(
+            f"{placement.engine} has started process {placement.index} of {placement.count}, and "
+            "does not say where process 0 runs: set FTMESH_COORDINATOR to its HOST:PORT in all"
+        )
+    return (
+        address or join_address(str(placement.first_host), placement.port),
+        placement.count if number is None else number,
+        placement.index if process is None else process,
+    )
+
+
+def _is_known_to_jax() -> bool:
+    """True where JAX asks services that know more than variables: of Cloud TPU, of Kubernetes."""
+    try:
+        placement = detect(os.environ)
+    except ArgumentError:
+        is_pod = "JOB_COMPLETION_INDEX" in os.environ and "JOBSET_NAME" not in os.environ
+        return is_pod and importlib.util.find_spec("kubernetes") is not None
+    if placement is None:
+        return "KUBERNETES_SERVICE_HOST" not in os.environ
+    return placement.engine == "Cloud TPU"
+
+
+def _silence_seconds() -> float:
+    text = os.environ.get("FTMESH_HEARTBEAT_TIMEOUT", str(SILENCE_SECONDS))
+    try:
+        return command_line.number(2, MAX_TIMEOUT)(text)
+    except ArgumentTypeError as error:
+        raise ArgumentError(f"FTMESH_HEARTBEAT_TIMEOUT: {error}") from None
 
 
 def _integer(given: int | None, variable: str) -> int | None:
@@ -166,29 +222,13 @@ def _integer(given: int | None, variable: str) -> int | None:
         raise ArgumentError(f"{variable} is {text!r:.40}, not a number") from None
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Split an address such as ``10.0.0.1:8476`` or ``[::1]:8476`` into host and port."""
-    host, _, port = address.rpartition(":")
-    is_host = bool(host) and (":" not in host or (host[0], host[-1]) == ("[", "]"))
-    is_port = re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536
-    if not is_host or not is_port:
-        raise ArgumentError(f"{address!r:.60} is not a coordinator address: give HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
 @contextlib.contextmanager
 def _exit_after(timeout: float, log: Callable[[str], None]) -> Iterator[None]:
     """Exit if the block takes longer than `timeout`. JAX would, with a stack trace."""
 
     def exit_process() -> None:
         log(f"not all processes joined within {timeout:g} s of the roll call")
-        os._exit(2)
+        os._exit(PEER_LOST)
 
     timer = threading.Timer(timeout, exit_process)
     timer.daemon = True
@@ -199,105 +239,3 @@ def _exit_after(timeout: float, log: Callable[[str], None]) -> Iterator[None]:
         raise ClusterError(f"JAX cannot join the processes: {error}") from error
     finally:
         timer.cancel()
-
-
-# Roll call --------------------------------------------------------------------------------------
-
-
-def call_roll(address: str, process: int, num_processes: int, *, bind: str, timeout: float) -> None:
-    """Return once all processes have reached process 0 at `address`; it listens at `bind`.
-
-    Raises:
-        ClusterError: In every process, if one is missing or two have the same index.
-    """
-    deadline = time.monotonic() + timeout
-    if process == 0:
-        problem = _collect_reports(bind, num_processes, deadline, timeout)
-    else:
-        problem = _report(address, process, num_processes, deadline, timeout)
-    if problem is not None:
-        raise ClusterError(problem)
-
-
-def _collect_reports(bind: str, num_processes: int, deadline: float, timeout: float) -> str | None:
-    """In process 0: wait for all others, and send each of them the result."""
-    arrived: set[int] = set()
-    problem = None
-    with _server(bind) as server, contextlib.ExitStack() as stack:
-        connections: list[socket.socket] = []
-        while problem is None and len(arrived) < num_processes - 1:
-            server.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                connection = stack.enter_context(server.accept()[0])
-            except TimeoutError:
-                missing = set(range(1, num_processes)) - arrived
-                problem = f"{format_processes(missing)} did not connect within {timeout:g} s"
-                break
-            connection.settimeout(_HELLO_SECONDS)
-            hello = _read_line(connection)
-            process, total = hello.get("process"), hello.get("num_processes")
-            if type(process) is not int or type(total) is not int:
-                connection.close()  # a stranger, or one of ours that was slow and tries again
-                continue
-            connections.append(connection)
-            problem = _check_report(arrived, process, total, num_processes)
-            arrived.add(process)
-        answer = json.dumps({"problem": problem}).encode() + b"\n"
-        for connection in connections:
-            with contextlib.suppress(OSError):  # it is gone; the next wait reports it
-                connection.sendall(answer)
-    return problem
-
-
-def _server(bind: str) -> socket.socket:
-    host, port = split_address(bind)
-    dual_stack = host == "::" and socket.has_dualstack_ipv6()
-    if host == "::" and not dual_stack:
-        host = ""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, dualstack_ipv6=dual_stack)
-    except OSError as error:
-        problem = f"process 0 cannot listen at {bind}: {error.strerror}; give another port"
-        raise ClusterError(problem) from error
-
-
-def _check_report(arrived: set[int], process: int, total: int, num_processes: int) -> str | None:
-    if total != num_processes:
-        return (
-            f"process {process} was given {total} processes and process 0 was given "
-            f"{num_processes}: give all of them the same number"
-        )
-    if process in arrived or process == 0:
-        return f"two processes have the index {process}: give each its own, from 0 on"
-    return None
-
-
-def _report(
-    address: str, process: int, num_processes: int, deadline: float, timeout: float
-) -> str | None:
-    """In the others: report to process 0 and return the problem it sends, if any."""
-    hello = json.dumps({"process": process, "num_processes": num_processes}).encode() + b"\n"
-    while (left := deadline - time.monotonic()) > 0:
-        with contextlib.suppress(OSError, UnicodeError):
-            with socket.create_connection(split_address(address), timeout=left) as connection:
-                connection.sendall(hello)
-                connection.settimeout(left + 2 * _HELLO_SECONDS)  # process 0 knows who is missing
-                answer = _read_line(connection)
-            if "problem" in answer:
-                return None if answer["problem"] is None else str(answer["problem"])
-        time.sleep(_RETRY_SECONDS)  # process 0 is not there yet, or another program is
-    return (
-        f"no answer at {address} within {timeout:g} s, where process 0 should be: check that it "
-        "runs and that the address is right"
-    )
-
-
-def _read_line(connection: socket.socket) -> dict[str, Any]:
-    """Return the JSON object that the other side sends; empty if it sends something else."""
-    try:
-        with connection.makefile("rb") as file:
-            message = json.loads(file.readline(_MAX_LINE_BYTES))
-    except (OSError, ValueError):
-        return {}
-    return message if isinstance(message, dict) else {}

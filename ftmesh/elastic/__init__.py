@@ -1,7 +1,7 @@
 """Training that survives lost hosts: workers, a controller, and checkpoints in host memory.
 
 ``ftmesh launch --failures N -- COMMAND`` runs a command under a controller. In the command,
-`initialize` connects to it and `run_generations` calls the training again after each failure.
+`attempts` runs a training loop again after each failure, from where it was.
 """
 
 from typing import TYPE_CHECKING
@@ -9,27 +9,21 @@ from typing import TYPE_CHECKING
 from ftmesh.optional_deps import lazy_attributes
 
 if TYPE_CHECKING:
-    from ftmesh.elastic.controller_client import GenerationChanged as GenerationChanged
-    from ftmesh.elastic.controller_client import Paused as Paused
+    from ftmesh.elastic.attempt import Attempt as Attempt
+    from ftmesh.elastic.attempt import attempts as attempts
     from ftmesh.elastic.elastic_group import ElasticGroup as ElasticGroup
     from ftmesh.elastic.elastic_group import initialize as initialize
-    from ftmesh.elastic.elastic_group import run_generations as run_generations
     from ftmesh.elastic.local_pod import run_pod as run_pod
-    from ftmesh.elastic.peer_checkpoint import PeerCheckpoint as PeerCheckpoint
-    from ftmesh.elastic.supervisor import Policy as Policy
-    from ftmesh.elastic.supervisor import Supervisor as Supervisor
+    from ftmesh.elastic.step_sampler import StepSampler as StepSampler
 else:  # the programs in this package must start without JAX
     __getattr__ = lazy_attributes(
         __name__,
         {
+            "Attempt": "ftmesh.elastic.attempt",
             "ElasticGroup": "ftmesh.elastic.elastic_group",
-            "GenerationChanged": "ftmesh.elastic.controller_client",
-            "Paused": "ftmesh.elastic.controller_client",
-            "PeerCheckpoint": "ftmesh.elastic.peer_checkpoint",
-            "Policy": "ftmesh.elastic.supervisor",
-            "Supervisor": "ftmesh.elastic.supervisor",
+            "StepSampler": "ftmesh.elastic.step_sampler",
+            "attempts": "ftmesh.elastic.attempt",
             "initialize": "ftmesh.elastic.elastic_group",
-            "run_generations": "ftmesh.elastic.elastic_group",
             "run_pod": "ftmesh.elastic.local_pod",
         },
     )

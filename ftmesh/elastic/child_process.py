@@ -1,34 +1,53 @@
-"""The processes that a launcher starts: workers, the reaper and sidecars."""
+"""The processes that a launcher starts: workers, the reaper and sidecars, and what they are given.
+
+Workers get environment variables, and each host has a block of the mesh.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from ftmesh.elastic import coordination_service, reaper
-from ftmesh.elastic.peer_store import store_command
-from ftmesh.elastic.pod_environment import Environment
+from ftmesh.elastic import reaper
 from ftmesh.elastic.rpc import LOOPBACK, free_port
-from ftmesh.errors import ClusterError
+from ftmesh.errors import ArgumentError, ClusterError
+from ftmesh.topology.notation import Block, format_shape, parse_shape
+
+Environment = Mapping[str, str]
 
 RECHECK_SECONDS = 0.01  # after a kill
 POLL_SECONDS = 0.05  # for changes that no file descriptor reports
 PORT_ATTEMPTS = 5  # to find a port for the service
 SIDECAR_EXIT_SECONDS = 1.0  # before a sidecar is killed
 
-RecordPid = Callable[[str, int, int], None]  # kind, host, pid
-
 # The command waits for a line, so that the reaper knows of it first; without one it never runs.
 _GATE = 'read -r go && exec "$@" </dev/null'
 
+# JAX's service in a process that outlives workers, and has only jaxlib to import. The controller
+# notices lost workers long before its heartbeats do.
+_SERVICE = """
+import sys
+from jaxlib import _jax
+service = _jax.get_distributed_runtime_service(
+    sys.argv[1], int(sys.argv[2]), heartbeat_timeout=100, shutdown_timeout=5, recoverable=True
+)
+print("up", flush=True)
+sys.stdin.read()
+service.shutdown()
+"""
+
 
 class ChildProcess:
-    """A command in a session of its own: signals reach all it starts, a terminal's reach none."""
+    """A command in its own session: signals sent to it reach all its processes; Ctrl-C does not."""
 
     def __init__(
         self, number: int, command: Sequence[str], env: Environment, *, kill_after: float
@@ -74,12 +93,12 @@ class ChildProcess:
         reaper.send(self.pid, signum, signal.SIGCONT)  # a stopped process would not react
 
     def kill_if_due(self) -> None:
-        """Kill it if its time to end is over, again while anything is left."""
+        """Kill it once its time to end is over; repeat while any of its processes is left."""
         if not self.is_gone and time.monotonic() >= self._kill_at:
             reaper.send(self.pid, signal.SIGKILL)
 
     def poll(self) -> bool:
-        """Update `status` and `is_gone`; return whether the command has exited since the last."""
+        """Update `status` and `is_gone`; return True if the command has just exited."""
         has_exited = self.status is None and self._popen.poll() is not None
         if has_exited:
             code = self._popen.returncode
@@ -91,7 +110,7 @@ class ChildProcess:
         return has_exited
 
     def seconds_to_poll(self) -> float:
-        """Return how long no call of `poll` or `kill_if_due` is needed unless `exit_fd` says so."""
+        """Return the seconds until `poll` is due, unless `exit_fd` is readable before."""
         if self.is_gone:
             return float("inf")
         to_kill = max(self._kill_at - time.monotonic(), RECHECK_SECONDS)
@@ -114,7 +133,7 @@ class ChildProcess:
 
 
 class Reaper:
-    """Kills the processes it watches if this process ends without doing so."""
+    """Kills the processes that it watches if this process ends first."""
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
@@ -138,7 +157,7 @@ class Reaper:
         self._send(f"-{process.pid}\n")
 
     def close(self) -> None:
-        """Have it kill what it still watches, and wait for that."""
+        """Make it kill all processes that it watches, and wait for that."""
         self._stdin.close()
         self._popen.wait()
 
@@ -151,14 +170,15 @@ class Sidecar:
     """A process that prints a line when it is up, and exits when its stdin closes."""
 
     name = "a peer store"
+    exit_seconds = SIDECAR_EXIT_SECONDS
 
-    def __init__(self, command: list[str], env: Environment) -> None:
+    def __init__(self, command: list[str], env: Environment, *, shows_errors: bool = False) -> None:
         self._popen = subprocess.Popen(
             command,
             env={**os.environ, **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=None if shows_errors else subprocess.DEVNULL,
             text=True,
             start_new_session=True,
         )
@@ -169,7 +189,7 @@ class Sidecar:
         self.first_line = self._stdout.readline().strip()
         if not self.first_line:
             self.close()
-            raise ClusterError(f"{self.name} exited before it was up: is its port or address free?")
+            raise ClusterError(f"{self.name} exited during start: is its port or address free?")
 
     @property
     def has_exited(self) -> bool:
@@ -181,7 +201,7 @@ class Sidecar:
         with contextlib.suppress(OSError):
             self._stdin.close()
         try:
-            self._popen.wait(SIDECAR_EXIT_SECONDS)
+            self._popen.wait(self.exit_seconds)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
@@ -193,46 +213,24 @@ class CoordinationService(Sidecar):
 
     name = "JAX's coordination service"
 
-    def __init__(self, num_processes: int, env: Environment, record_pid: RecordPid) -> None:
+    def __init__(self, num_processes: int, env: Environment, host: str = LOOPBACK) -> None:
         for attempts_left in reversed(range(PORT_ATTEMPTS)):
-            self.address = f"{LOOPBACK}:{free_port()}"
-            command = [sys.executable, coordination_service.__file__, self.address]
+            self.address = f"{host}:{free_port(host)}"
+            command = [sys.executable, "-c", _SERVICE, self.address, str(num_processes)]
             try:
-                super().__init__([*command, str(num_processes)], env)
+                super().__init__(command, env)
                 break
             except ClusterError:  # another process took the port
                 if not attempts_left:
                     raise
-        record_pid("service", 0, self.pid)
 
 
-class PeerStoreProcesses:
-    """A peer store for each host."""
-
-    def __init__(self, env: Environment, record_pid: RecordPid) -> None:
-        self._env, self._record_pid = env, record_pid
-        self._stores: dict[int, Sidecar] = {}
-
-    def start_missing(self, hosts: Iterable[int]) -> None:
-        """Start an empty store for each host that has none."""
-        for host in hosts:
-            if host in self._stores and not self._stores[host].has_exited:
-                continue
-            if host in self._stores:
-                self._stores[host].close()
-            self._stores[host] = Sidecar(store_command(), self._env)
-            self._record_pid("keeper", host, self._stores[host].pid)
-
-    @property
-    def addresses(self) -> str:
-        """Their addresses, as in ``0=127.0.0.1:2000,1=...``."""
-        stores = sorted(self._stores.items())
-        return ",".join(f"{host}={store.first_line}" for host, store in stores)
-
-    def close(self) -> None:
-        """End all stores."""
-        for store in self._stores.values():
-            store.close()
+def record_pid(run_dir: Path, kind: str, host: int, pid: int) -> None:
+    """Write the pid of a process to `run_dir`, for people and fault injection."""
+    name = kind if kind == "service" else f"{kind}-{host}"
+    record = {"kind": kind, "host": host, "pid": pid}
+    with contextlib.suppress(OSError):  # a full disk must not end the run
+        (run_dir / "pids" / f"{name}.json").write_text(json.dumps(record))
 
 
 def _open_pidfd(pid: int) -> int | None:
@@ -243,3 +241,146 @@ def _open_pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except OSError:  # a sandbox that does not allow it
         return None
+
+
+# Environments and blocks of the mesh ------------------------------------------------------------
+
+DEVICES_FLAG = "--xla_force_host_platform_device_count"
+MAX_HOSTS, MAX_DEVICES = 256, 4096
+
+# On a host of a real cluster JAX would take the processes for that cluster's.
+CLUSTER_VARIABLES = (
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "KUBERNETES_SERVICE_HOST",
+    "TPU_",
+    "MEGASCALE_",
+    "JAX_COORDINATOR_PORT",
+    "JAX_LOCAL_DEVICE_IDS",
+    "JAX_PARTITION_INDEX",
+    "JAX_SLICE_INDEX",
+    "JAX_NUM_CPU_DEVICES",  # would override the flag
+)
+
+
+def check_pod(hosts: int, devices_per_host: int) -> None:
+    """Raise ArgumentError for a pod without devices, or one too large to emulate."""
+    if hosts < 1 or devices_per_host < 1:
+        raise ArgumentError(
+            f"a pod of {hosts} hosts with {devices_per_host} devices: both must be 1 or more"
+        )
+    if hosts > MAX_HOSTS or hosts * devices_per_host > MAX_DEVICES:
+        raise ArgumentError(
+            f"{hosts} hosts with {devices_per_host} devices are too many for one machine: each "
+            f"host is a process; at most {MAX_HOSTS} hosts and {MAX_DEVICES:,} devices in all"
+        )
+
+
+def environments(
+    hosts: int,
+    devices_per_host: int,
+    *,
+    mesh: str | None = None,
+    env: Environment | Sequence[Environment] | None = None,
+) -> list[dict[str, str]]:
+    """Return the environment of each process of a pod, with the variables `env`."""
+    check_pod(hosts, devices_per_host)
+    num_devices = hosts * devices_per_host
+    if mesh is not None and math.prod(parse_shape(mesh)) != num_devices:
+        raise ArgumentError(
+            f"mesh {mesh} has {math.prod(parse_shape(mesh))} chips, but {hosts} hosts with "
+            f"{devices_per_host} devices have {num_devices}: both must be equal"
+        )
+    added = [env or {}] * hosts if env is None or isinstance(env, Mapping) else list(env)
+    if len(added) != hosts:
+        raise ArgumentError(f"{len(added)} environments for {hosts} hosts: give one for each")
+    coordinator = f"{LOOPBACK}:{free_port()}"
+    shared = {
+        "FTMESH_COORDINATOR": coordinator,
+        "FTMESH_NUM_PROCESSES": str(hosts),
+        "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # by default JAX listens on all interfaces
+        **({} if mesh is None else {"FTMESH_MESH": mesh}),
+    }
+    return [
+        emulated_environment(devices_per_host, {**shared, "FTMESH_PROCESS_ID": str(i), **own})
+        for i, own in enumerate(added)
+    ]
+
+
+def emulated_environment(devices: int, env: Environment, flags: str = "") -> dict[str, str]:
+    """Return the environment of a process with CPU devices, `env` and the XLA flags `flags`."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(CLUSTER_VARIABLES)}
+    flags = f"{own.get('XLA_FLAGS', '')} {flags}"
+    return {
+        **own,
+        **_proxy_variables(own),
+        "JAX_COORDINATOR_ADDRESS": env["FTMESH_COORDINATOR"],
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": _with_devices(flags, devices),
+        "TPU_SKIP_MDS_QUERY": "1",  # on a TPU host JAX would ask a server which host it is
+        "PYTHONUNBUFFERED": "1",
+        **env,
+    }
+
+
+def _proxy_variables(env: Environment) -> dict[str, str]:
+    """Exclude loopback from proxies, which would make JAX wait for ever."""
+    if not any("_proxy" in name.lower() for name in env):
+        return {}
+    excluded = ",".join(filter(None, [env.get("no_proxy") or env.get("NO_PROXY"), LOOPBACK]))
+    return {"no_proxy": excluded, "NO_PROXY": excluded}
+
+
+def _with_devices(flags: str, devices: int) -> str:
+    if flags.strip() and not flags.lstrip().startswith("-"):
+        raise ArgumentError(f"XLA_FLAGS names a file, {flags}: put the flags themselves there")
+    others = [flag for flag in flags.split() if not flag.startswith(f"{DEVICES_FLAG}=")]
+    return " ".join([*others, f"{DEVICES_FLAG}={devices}"])
+
+
+@dataclass(frozen=True)
+class HostLayout:
+    """A mesh and the block of it that each host has."""
+
+    mesh: str
+    blocks: tuple[Block, ...]
+
+    @staticmethod
+    def create(mesh: str, host_shape: str | None, hosts: int, devices_per_host: int) -> HostLayout:
+        """Lay hosts out one after another, x first; without `host_shape`, each has rows."""
+        shape = parse_shape(mesh)
+        check_pod(hosts, devices_per_host)
+        if host_shape is None:
+            block = _row_block(shape, devices_per_host)
+        else:
+            block = parse_shape(host_shape)
+            block += (1,) * (len(shape) - len(block))
+        grid = [size // part for size, part in zip(shape, block, strict=False)]
+        fits = len(block) == len(shape) and not any(
+            s % p for s, p in zip(shape, block, strict=True)
+        )
+        if not fits or math.prod(grid) != hosts or math.prod(block) != devices_per_host:
+            raise ArgumentError(
+                f"{hosts} hosts of {format_shape(block)}, each with {devices_per_host} devices, do "
+                f"not fill mesh {mesh}: give another --host-shape, such as 2x2"
+            )
+        blocks = []
+        for index in range(hosts):
+            corner = []
+            for count, part in zip(grid, block, strict=True):
+                index, position = divmod(index, count)
+                corner.append(position * part)
+            blocks.append(Block(block, tuple(corner)))
+        return HostLayout(format_shape(shape), tuple(blocks))
+
+
+def _row_block(shape: Sequence[int], devices: int) -> tuple[int, ...]:
+    """Return the block that `devices` fill row by row, if there is one."""
+    block = []
+    for size in shape:
+        part = min(size, devices)
+        block.append(part)
+        devices = -(-devices // part)
+    return tuple(block)

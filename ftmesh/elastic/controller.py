@@ -1,8 +1,8 @@
 """Controller: decides who takes part, commits steps, and notices lost and stuck workers.
 
 Every worker has a connection to it and reports what it does. A step is committed once all members
-have its results. When a worker is lost there is a new generation: the others learn who is left and
-which step was committed last, and continue from there in place; if they cannot, all are restarted.
+have its results. When a worker is lost a new generation begins: the others receive the members and
+the last committed step, and continue from it in place; if they cannot, all are restarted.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
+from ftmesh.distributed.kv_store import KvStore
 from ftmesh.elastic.controller_client import Membership
-from ftmesh.elastic.events import Recovery
 from ftmesh.elastic.heartbeats import WAITING_PHASES, Member, ProgressMonitor, Verdict
-from ftmesh.elastic.kv_store import KvStore
 from ftmesh.elastic.rpc import Channel, ChannelClosed
+from ftmesh.elastic.run_log import Recovery
 from ftmesh.errors import NOT_FOUND, UNAVAILABLE, USAGE, VERIFICATION_FAILED
 
 CLOSED_SECONDS = 0.5  # from a closed connection to a lost worker; also to write stacks
@@ -28,7 +28,8 @@ _PERMANENT = {USAGE, UNAVAILABLE, VERIFICATION_FAILED, NOT_FOUND}  # a retry can
 class Controller:
     """The controller of one start of the workers, which begins `generation`.
 
-    `log_event` is called with an event's name and facts, `kill` with the index of a process. With
+    `log_event` is called with an event's name and facts, `kill` with the index of a process,
+    `write_stacks` with that and the pid of a process that should write its stack traces. With
     `in_place`, survivors continue in their processes once all have joined. `quarantined` are
     unhealthy chips, as blocks.
     """
@@ -41,6 +42,7 @@ class Controller:
         monitor: ProgressMonitor,
         log_event: Callable[..., None],
         kill: Callable[[int], None],
+        write_stacks: Callable[[int, int], None] = lambda process, pid: None,
         in_place: bool = True,
         quarantined: str = "",
         highest_step: int = 0,
@@ -56,6 +58,7 @@ class Controller:
         self.generation_began = time.monotonic()
         self.recovery = recovery or Recovery()
         self._log_event, self._kill, self._monitor = log_event, kill, monitor
+        self._write_stacks = write_stacks
         self._lock = threading.RLock()
         self._kv = KvStore()
         self._ready: dict[int, set[int]] = {}  # step -> processes that have its results
@@ -236,17 +239,18 @@ class Controller:
             all_wait = all(member.phase in WAITING_PHASES for member in active.values())
             longest = max((member.activity(now).seconds for member in failed), default=0.0)
             if longest > CLOSED_SECONDS and all_wait and not stuck:
-                reason = f"a collective failed and no worker is lost: {failed[0].error}"
+                reason = f"a collective failed, but no worker is lost: {failed[0].error}"
                 self.decide("restart", reason)
 
     def _handle_stuck(self, stuck: set[int], now: float) -> None:
-        """Have stuck workers write their stacks; a moment later they count as lost."""
+        """Make stuck workers write their stack traces; shortly after, they count as lost."""
         for process, member in self.members.items():
             if process not in stuck:
                 member.stacks_at = None
             elif member.stacks_at is None:
                 member.stacks_at = now
-                member.write_stacks()
+                if member.pid is not None:
+                    self._write_stacks(process, member.pid)
         due = {}
         for process in stuck:
             member = self.members[process]
@@ -264,7 +268,7 @@ class Controller:
             self._lose(due)
 
     def _is_silent(self, member: Member, now: float) -> bool:
-        """True if not even the heartbeat thread is heard of."""
+        """True if not even heartbeats arrive."""
         silence = now - member.last_heard
         return member.channel is not None and silence > self._monitor.silence_timeout
 
@@ -287,6 +291,8 @@ class Controller:
             what = {"how": how, "step": member.step, "phase": member.phase}
             self._log_event("failed", epoch=self.generation, **who, **what)
             self._kill(process)
+            if member.channel is not None:
+                member.channel.close()  # it exits, even if its agent does not end it
         if not self.members:
             self.decide("restart", "no worker is left")
         elif some_left or not (self.in_place and self._all_joined):
@@ -298,7 +304,7 @@ class Controller:
             self._begin_generation(reason, noticed_after=now - last_signs if stuck else 0.0)
 
     def _quarantine(self, member: Member, chips: str, reason: str) -> None:
-        """Have the same workers continue without unhealthy chips."""
+        """Begin a generation with the same workers, without unhealthy chips."""
         known = list(filter(None, self.quarantined.split(";")))
         new = [block for block in chips.split(";") if block not in known]
         if not new:
@@ -338,7 +344,7 @@ class Controller:
                     member.send({"over": action, "reason": reason})
 
     def pause(self, reason: str) -> None:
-        """Have all workers save their state and exit at the next commit, to be restarted."""
+        """Make all workers save their state and exit at the next commit, to be restarted."""
         with self._lock:
             self._pause_reason = reason
 

@@ -1,7 +1,7 @@
 """Controller client: a worker's control connection to the controller.
 
 The worker reports what it is doing; the controller sends commits and generations. A new generation
-ends every wait in here with `GenerationChanged`, so no worker waits for a lost one. If the
+ends every wait of the client with `GenerationChanged`, so no worker waits for a lost one. If the
 controller is gone, or ends the run, the worker exits at once.
 """
 
@@ -56,7 +56,6 @@ class ControllerClient:
     ) -> None:
         self.membership = membership
         self.first_generation = membership.generation
-        self.held_state: Any = None  # what the worker takes into the next generation
         self._channel, self._on_end = channel, on_end
         self._next: Membership | None = None
         self._committed, self._then = 0, "go on"
@@ -95,9 +94,9 @@ class ControllerClient:
     # To the controller ------------------------------------------------------------------------
 
     def report_phase(self, phase: str, step: int = 0) -> None:
-        """Report what this worker does from now on, a phase of `heartbeats.PHASE_TIMEOUTS`.
+        """Report the phase that this worker enters, one of `heartbeats.PHASE_TIMEOUTS`.
 
-        Phases of every step go out with the next heartbeat, and cost the step nothing.
+        Phases of each step are sent with the next heartbeat, and do not delay the step.
         """
         self.check_generation()
         if (phase, step) != self._phase:
@@ -141,17 +140,17 @@ class ControllerClient:
         self._wait_for_generation()
 
     def quarantine(self, chips: str, reason: str) -> NoReturn:
-        """Have the next generation run without unhealthy chips, given as blocks."""
+        """Begin a generation without unhealthy chips, given as blocks."""
         self._send({"quarantine": chips, "reason": reason})
         self._wait_for_generation()
 
     def request_restart(self, reason: str) -> NoReturn:
-        """Have all workers started again: this one cannot continue in place."""
+        """Request a restart of all workers: this one cannot continue in place."""
         self._send({"restart": reason})
         self._wait_for_end()
 
     def request_end(self, reason: str) -> NoReturn:
-        """End the run: a restart would not help."""
+        """Request the end of the run: a restart would not help."""
         self._send({"end": reason})
         self._wait_for_end()
 
@@ -178,7 +177,7 @@ class ControllerClient:
     def call_kv(
         self, operation: str, key: str, value: bytes = b"", *, timeout: float, **arguments: Any
     ) -> tuple[dict[str, Any], bytes] | None:
-        """Call `kv_store.KvStore` in the controller. Returns None after `timeout` seconds."""
+        """Call the `KvStore` of the controller. Returns None after `timeout` seconds."""
         self.check_generation()
         call_id = next(self._call_ids)
         scoped = f"{self.membership.generation}/{key}"

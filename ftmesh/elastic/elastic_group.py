@@ -1,10 +1,7 @@
 """ElasticGroup: a process group that survives the loss of workers.
 
-    with elastic.initialize() as group:
-        run_generations(group, train)
-
-Under ``ftmesh launch --failures`` a controller starts a new generation when a worker is lost, and
-`run_generations` calls `train` again with the group of the others. Without a controller an
+Under ``ftmesh launch --failures`` and ``ftmesh run`` a controller starts a new generation when a
+worker is lost, and `recover` returns the group of the others. Without a controller an
 `ElasticGroup` is a plain `ProcessGroup` in its first generation.
 """
 
@@ -18,11 +15,11 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self
 
 import jax
 
-from ftmesh.distributed.kv_client import KvClient
+from ftmesh.distributed.kv_store import KvClient
 from ftmesh.distributed.process_group import TIMEOUT, ProcessGroup
 from ftmesh.distributed.shutdown import GRACE_SECONDS, Shutdown, run_with_timeout
 from ftmesh.distributed.startup import (
@@ -36,11 +33,10 @@ from ftmesh.distributed.startup import initialize as initialize_group
 from ftmesh.elastic.controller_client import RESTART_STATUS, ControllerClient, GenerationChanged
 from ftmesh.errors import CheckpointError, ClusterError, PlanError, TrainingError
 from ftmesh.execute import _compat
+from ftmesh.testing import fault_injection
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.notation import parse_blocks
 from ftmesh.topology.topology import Topology
-
-T = TypeVar("T")
 
 REPLY_TIMEOUT = 30.0  # seconds for a reply that needs no other worker
 LEAVE_TIMEOUT = 3600.0  # for all workers to be done
@@ -56,8 +52,13 @@ class ElasticGroup(ProcessGroup):
 
     @property
     def generation(self) -> int:
-        """How often the members have changed, counted from 1."""
+        """Number of the current generation, from 1."""
         return 1 if self.controller is None else self.controller.membership.generation
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if this process has lost others since it was started."""
+        return self.controller is not None and self.generation > self.controller.first_generation
 
     def report_phase(self, phase: str, step: int = 0) -> None:
         """Tell the controller what this worker does from now on, for `step`.
@@ -80,7 +81,7 @@ class ElasticGroup(ProcessGroup):
     def live_topology(self, topology: Topology) -> Topology:
         """Return `topology` without the chips of lost workers and without quarantined chips.
 
-        If that is in several components, the largest one is returned: no sum can cross between.
+        If the live chips are not connected, returns the largest component.
         """
         if self.controller is None:
             return topology
@@ -106,14 +107,21 @@ def initialize(
 ) -> ElasticGroup:
     """Join the other processes, and the controller if ``ftmesh launch --failures`` started this.
 
-    The arguments are those of `ftmesh.distributed.initialize`. Use the group in a ``with`` block.
+    The arguments are those of `ftmesh.distributed.initialize`. Pass the group to `attempts`, or use
+    it in a ``with`` block.
     """
+    fault_injection.inject("start")
     if os.environ.get(CONTROLLER_ADDRESS) and _compat.coordination_client() is None:
         check_timeout(timeout)
         address, number, process = find_processes(
             coordinator_address, num_processes, process_id, timeout
         )
         if address is not None and number is not None and process is not None:
+            if _compat.backends_are_initialized():
+                raise ClusterError(
+                    "JAX was used before this process has joined the others: import what you like, "
+                    "but make no array and ask for no device before"
+                )
             return _join_controller(address, number, process, timeout, name)
     group = initialize_group(
         coordinator_address, num_processes, process_id, timeout=timeout, name=name
@@ -121,41 +129,57 @@ def initialize(
     return ElasticGroup(**vars(group))
 
 
-def run_generations(group: ElasticGroup, train: Callable[[ElasticGroup], T]) -> T:
-    """Call `train(group)`, again in every new generation; return what it returns in the end.
+def join(timeout: float) -> ElasticGroup:
+    """As `initialize`; if ``jax.distributed`` is initialized, use its processes.
 
-    A failed collective is reported to the controller, which finds out who caused it. If there is no
-    plan for the chips that are left, all workers are restarted: lost hosts may come back. A
+    Raises:
+        ClusterError: ``jax.distributed`` is initialized in a process that a controller waits for.
+    """
+    client = _compat.coordination_client()
+    if client is None:
+        return initialize(timeout=timeout)
+    if os.environ.get(CONTROLLER_ADDRESS):
+        raise ClusterError(
+            "jax.distributed is initialized, and this process was started by `ftmesh run` or "
+            "`ftmesh launch --failures`: remove jax.distributed.initialize(), which ftmesh replaces"
+        )
+    process, number = _compat.process_id_and_count()  # the caller starts and ends them
+    return ElasticGroup(process, number, timeout, tuple(range(number)), kv=KvClient(client))
+
+
+def recover(group: ElasticGroup, error: BaseException) -> ElasticGroup:
+    """Return the group to continue with after `error`, once the controller has decided.
+
+    A failed collective is reported to the controller, which decides which worker caused it. If
+    there is no plan for the remaining chips, all workers are restarted: lost hosts may return. A
     `TrainingError` ends the run.
 
-    Args:
-        group: The group that `initialize` returned.
-        train: Trains with the members of the group it is given, to the end of the run.
+    Raises:
+        BaseException: `error` itself, if it is this worker's own, or there is no controller.
     """
-    while True:
-        controller = group.controller
-        try:
-            return train(group)
-        except GenerationChanged:
-            pass
-        except PlanError as error:
-            if controller is None or group.generation == controller.first_generation:
-                raise
-            controller.request_restart(f"no plan for the chips that are left: {error}")
-        except TrainingError as error:
-            if controller is None:
-                raise
-            controller.request_end(str(error))
-        except (ClusterError, CheckpointError) as error:
-            if controller is None or group.generation == 1:
-                raise
-            controller.request_restart(str(error))
-        except jax.errors.JaxRuntimeError as error:
-            if controller is None:
-                raise
-            with contextlib.suppress(GenerationChanged):
-                controller.report_failure(error)
-        group = group.in_next_generation()
+    controller = group.controller
+    if controller is None:
+        raise error
+    if _is_caused_by(error, GenerationChanged):
+        pass
+    elif isinstance(error, PlanError) and group.is_in_place:
+        controller.request_restart(f"no plan for the chips that are left: {error}")
+    elif isinstance(error, TrainingError):
+        controller.request_end(str(error))
+    elif isinstance(error, (ClusterError, CheckpointError)) and group.generation > 1:
+        controller.request_restart(str(error))
+    elif _is_caused_by(error, jax.errors.JaxRuntimeError):
+        with contextlib.suppress(GenerationChanged):
+            controller.report_failure(error)
+    else:
+        raise error
+    return group.in_next_generation()
+
+
+def _is_caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error is not None
 
 
 class ControllerKvClient(KvClient):
@@ -202,7 +226,7 @@ class ControllerKvClient(KvClient):
 
 
 class ElasticShutdown(Shutdown):
-    """How a worker exits that others outlive: it tells the controller why, and none follow it."""
+    """How a worker exits alone: it tells the controller why, and the others continue."""
 
     def __init__(self, process: int, log: Callable[[str], None]) -> None:
         super().__init__(None, process, 1, log=log, disconnect=jax.distributed.shutdown)
@@ -255,7 +279,8 @@ def _join_controller(
     )
     shutdown.start()
     jax.config.update("jax_enable_preemption_service", False)  # it handles SIGTERM itself
-    _compat.bind_cpu_collectives(split_address(coordinator_address)[0])
+    own_address = os.environ.get("FTMESH_ADDRESS") or split_address(coordinator_address)[0]
+    _compat.bind_cpu_collectives(own_address)
     try:
         _compat.join_coordination_service(coordinator_address, num_processes, process, timeout)
         jax.devices()

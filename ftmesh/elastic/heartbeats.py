@@ -1,14 +1,12 @@
-"""Heartbeats: what workers were last seen doing, and which of them is stuck.
+"""Heartbeats: the last reported phase of each worker, and which workers are stuck.
 
-A worker that is alive and does nothing holds up all others, which then wait in the middle of a step
-or for its commit. So a worker that waits for others is never to blame while another does not wait.
+A worker that makes no progress blocks all others, which then wait inside a step or for its commit.
+So a waiting worker is not to blame while another one does not wait.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 from argparse import ArgumentTypeError
 from collections import deque
@@ -26,7 +24,7 @@ STEPS_REMEMBERED = 50
 SILENCE_SECONDS = 5.0  # without a heartbeat, plus twice the timeout of a collective
 SLACK_SECONDS = 1.0  # added to every timeout, for a busy machine
 
-# What a worker can be doing, and for how many seconds the first time.
+# The phases of a worker, and the default timeout of each in seconds.
 PHASE_TIMEOUTS = {
     "start": 300.0,
     "plan": 300.0,
@@ -45,7 +43,7 @@ WAITING_PHASES = ("agree", "commit", "failed")  # for the other workers or the c
 
 @dataclass(frozen=True)
 class Activity:
-    """What a worker was last seen doing, and for how many seconds."""
+    """The last phase that a worker reported, and for how many seconds."""
 
     phase: str
     seconds: float
@@ -58,7 +56,7 @@ class Member:
 
     process: int
     host: int
-    chips: str  # its block of the mesh
+    chips: str  # its block of the mesh; empty if only its devices know
     channel: Channel | None = None
     pid: int | None = None
     phase: str = "start"
@@ -72,7 +70,7 @@ class Member:
     stacks_at: float | None = None  # when its stacks were written
 
     def activity(self, now: float) -> Activity:
-        """Return what it was last seen doing."""
+        """Return its last reported phase."""
         return Activity(self.phase, now - self.since, self.step)
 
     def send(self, message: dict[str, Any], data: bytes = b"") -> None:
@@ -81,14 +79,9 @@ class Member:
             with contextlib.suppress(OSError):
                 self.channel.send(message, data)
 
-    def write_stacks(self) -> None:
-        """Have it write the stacks of its threads; `faulthandler` does that without Python."""
-        if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self.pid, signal.SIGUSR1)
-
     def __str__(self) -> str:
-        return f"host {self.host} (process {self.process}, chips {self.chips})"
+        chips = f", chips {self.chips}" if self.chips else ""
+        return f"host {self.host} (process {self.process}{chips})"
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,7 @@ class Verdict:
 
 @dataclass
 class ProgressMonitor:
-    """How long each phase may take, and who is stuck.
+    """Computes the timeout of each phase, and which workers are stuck.
 
     A phase that is not in `phase_timeouts` has the seconds in `PHASE_TIMEOUTS` or ten times the
     longest that it took. Once a step was seen, steps have ten times their median.
@@ -140,9 +133,9 @@ class ProgressMonitor:
         return SLACK_SECONDS + max(first, self.collective_timeout + SLOWDOWN * longest)
 
     def find_stuck(self, activities: Mapping[int, Activity]) -> set[int]:
-        """Return the workers to blame for no progress; none if there is progress or all wait.
+        """Return the workers that block the run; none if there is progress or all wait.
 
-        Inside a step nobody can see who waits for whom. So a worker that is late in a step is not
+        Inside a step it is unknown who waits for whom. So a worker that is late in a step is not
         to blame while another is late elsewhere or has not reached the step. Once a collective of a
         step has failed, a worker that has not reached that step is late.
         """

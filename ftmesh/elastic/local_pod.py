@@ -9,9 +9,15 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from ftmesh.elastic.child_process import POLL_SECONDS, ChildProcess, Reaper
-from ftmesh.elastic.pod_environment import Environment, environments
+from ftmesh.elastic.child_process import (
+    POLL_SECONDS,
+    ChildProcess,
+    Environment,
+    Reaper,
+    environments,
+)
 from ftmesh.errors import ArgumentError
 
 GRACE_SECONDS = 30.0  # for the others to exit after one has failed
@@ -79,15 +85,14 @@ def run_pod(
     return results
 
 
-class Pod:
-    """Processes that are one JAX program, each with the devices of one host.
+class Processes:
+    """A command in several processes, one for each environment, that run inside a ``with`` block.
 
-    They run inside the ``with`` block. Leaving it kills what is left, and so does the end of this
-    process, even by SIGKILL.
+    Leaving the block kills what is left, and so does the end of this process, even by SIGKILL.
 
     Args:
-        command, hosts, devices_per_host, mesh, env: As for `run_pod`.
-        flags: XLA flags to add.
+        command: What each process runs.
+        environments: The environment of each.
         on_output: Called with the index of a process, 1 for stdout or 2 for stderr, and data, which
             is empty at the end.
         kill_after: Seconds from SIGTERM to SIGKILL.
@@ -96,18 +101,14 @@ class Pod:
     def __init__(
         self,
         command: Sequence[str],
+        environments: Sequence[Environment],
         *,
-        hosts: int,
-        devices_per_host: int,
-        mesh: str | None = None,
-        env: Environment | Sequence[Environment] | None = None,
-        flags: str = "",
         on_output: OnOutput | None = None,
         kill_after: float = KILL_SECONDS,
     ) -> None:
         if os.name != "posix":
             raise ArgumentError("a pod of processes needs Linux or macOS")
-        self._environments = environments(hosts, devices_per_host, mesh=mesh, env=env, flags=flags)
+        self._environments = list(environments)
         self._command, self._kill_after = list(command), kill_after
         for environment in self._environments:
             check_command(self._command, environment.get("PATH"))
@@ -123,7 +124,7 @@ class Pod:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __enter__(self) -> Pod:
+    def __enter__(self) -> Self:
         """Start all processes, or none."""
         try:
             self._reaper = Reaper()
@@ -166,7 +167,7 @@ class Pod:
         timeout: float | None = None,
         on_failure: Callable[[ChildProcess], None] | None = None,
     ) -> None:
-        """Pass output on until all processes have exited, within `timeout` seconds.
+        """Forward output until all processes have exited, within `timeout` seconds.
 
         The first that fails while others run is passed to `on_failure`; the others have `grace`
         seconds to exit.
@@ -185,7 +186,7 @@ class Pod:
     def wait(
         self, timeout: float | None = None, *, until: Callable[[], bool] | None = None
     ) -> bool:
-        """Pass output on until all have exited, or `until` is true; False after `timeout`."""
+        """Forward output until all have exited, or `until` is true; False after `timeout`."""
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while not (until() if until else not self.is_running):
             left = deadline - time.monotonic()
@@ -195,7 +196,7 @@ class Pod:
         return True
 
     def poll(self, seconds: float) -> list[ChildProcess]:
-        """Pass output on for at most `seconds`; return the processes that have exited."""
+        """Forward output for at most `seconds`; return the processes that have exited."""
         seconds = min([seconds, *(process.seconds_to_poll() for process in self.processes)])
         exited = []
         for key, _ in self._selector.select(max(seconds, 0)):
@@ -209,7 +210,7 @@ class Pod:
         return ended
 
     def enforce(self) -> None:
-        """End and kill what is due. For an `on_output` that blocks; `poll` does it as well."""
+        """End and kill processes that are due, while `on_output` blocks; `poll` does it too."""
         if time.monotonic() >= self._end_at and self.is_running and not self._is_ending:
             self.timed_out = self.first_failed is None
             self.end()
@@ -234,7 +235,7 @@ class Pod:
             self._reaper.close()
 
     def _forward(self, process: ChildProcess, stream: int) -> bool:
-        """Pass output on; return whether there may be more."""
+        """Forward output; return True if there may be more."""
         file = process.streams[stream]
         if file.closed:
             return False
@@ -247,7 +248,7 @@ class Pod:
         return bool(data)
 
     def _update(self, process: ChildProcess) -> bool:
-        """Return whether a process has exited since the last time; pass on its last output."""
+        """Return True if a process has exited since the last call; forward its last output."""
         if process.is_gone:
             return False
         has_exited = process.poll()
@@ -261,7 +262,7 @@ class Pod:
         return has_exited
 
     def _drain(self, process: ChildProcess) -> None:
-        """Pass on all that a process wrote; end its output if nothing of it is left."""
+        """Forward all that a process wrote; end its output if none of its processes is left."""
         for stream, file in process.streams.items():
             for _ in range(MAX_READS):
                 if not self._forward(process, stream):
@@ -272,6 +273,29 @@ class Pod:
                 self._on_output(process.number, stream, b"")
         if process.is_gone and self._reaper is not None:
             self._reaper.forget(process)
+
+
+class Pod(Processes):
+    """Processes that are one JAX program, each with the CPU devices of one emulated host.
+
+    Args:
+        command, hosts, devices_per_host, mesh, env: As for `run_pod`.
+        on_output, kill_after: As for `Processes`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        hosts: int,
+        devices_per_host: int,
+        mesh: str | None = None,
+        env: Environment | Sequence[Environment] | None = None,
+        on_output: OnOutput | None = None,
+        kill_after: float = KILL_SECONDS,
+    ) -> None:
+        all_env = environments(hosts, devices_per_host, mesh=mesh, env=env)
+        super().__init__(command, all_env, on_output=on_output, kill_after=kill_after)
 
 
 def check_command(command: Sequence[str], path: str | None) -> None:

@@ -1,4 +1,4 @@
-"""PeerCheckpoint: checkpoints in the memory of hosts, for the time when some hosts are lost.
+"""PeerCheckpoint: checkpoints in the memory of hosts, which survive the loss of some hosts.
 
 Each process puts its part of a checkpoint into the peer store of its own host and of the `copies`
 hosts after it. That many hosts may be lost at once, and more unless they are neighbours. A blob is
@@ -9,6 +9,7 @@ host holds ``(1 + copies) * (keep + 1)`` parts, and one more while it receives o
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from ftmesh.checkpoint.files import (
 )
 from ftmesh.checkpoint.manifest import Manifest
 from ftmesh.checkpoint.restore import restore_newest
-from ftmesh.checkpoint.snapshot import Snapshot, Snapshotter
+from ftmesh.checkpoint.snapshot import PartnerCopies, Snapshot, Snapshotter
 from ftmesh.elastic.peer_store import Holders, PeerStores
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.topology.devices import process_of
@@ -59,8 +60,8 @@ class PeerCheckpoint:
 
     Args:
         addresses: Address of the peer store of each host.
-        host, process: Those of this process.
-        secret: What all processes of the run know.
+        host, process: Indices of this host and process.
+        secret: The secret of the run.
         generation: The current generation.
         copies: On how many other hosts each part is kept.
         keep: How many complete checkpoints are kept.
@@ -87,6 +88,7 @@ class PeerCheckpoint:
         self.copies, self.keep = copies, keep
         self._process_of, self._say = process_of, say or command_line.say
         self.stores = PeerStores(addresses, host, secret, timeout, self._say)
+        self.seconds = 0.0  # that it took to send the last checkpoint
         self._last_step = -1
         self._saving: Future[int] | None = None
         self._thread = ThreadPoolExecutor(1, "peer checkpoint")
@@ -95,7 +97,7 @@ class PeerCheckpoint:
     def from_environment(
         process: int, generation: int, say: Callable[[str], None]
     ) -> PeerCheckpoint | None:
-        """Return the one that ``ftmesh launch --failures`` provides; None without peer stores."""
+        """Return a client of the peer stores that the environment names; None without any."""
         text = os.environ.get("FTMESH_KEEPERS")
         if not text:
             return None
@@ -116,6 +118,7 @@ class PeerCheckpoint:
         *,
         full_types: Any = None,
         devices: Sequence[Any] | None = None,
+        copies: PartnerCopies | None = None,
     ) -> None:
         """Start to save `state` after `step`. Waits for the previous save, not for this one.
 
@@ -123,6 +126,7 @@ class PeerCheckpoint:
             step: Later than the last one of this generation.
             state: A pytree of arrays.
             full_types, devices: As for `ftmesh.checkpoint`.
+            copies: Of what devices that are lost had.
         """
         self.finish()
         if step <= self._last_step:
@@ -130,8 +134,8 @@ class PeerCheckpoint:
                 f"step {step} is not after step {self._last_step}, which generation "
                 f"{self.generation} has saved: go back in a new generation"
             )
-        snapshotter = Snapshotter(self.process, self._process_of, devices, full_types)
-        snapshot = snapshotter.finite_snapshot(step, state)
+        snapshotter = Snapshotter(self.process, self._process_of, devices, full_types, copies)
+        snapshot = snapshotter.snapshot(step, state)
         self._last_step = step
         self._saving = self._thread.submit(self._put, snapshot)
 
@@ -144,12 +148,12 @@ class PeerCheckpoint:
     ) -> tuple[int, Any] | None:
         """Return step and state of the newest complete checkpoint; None if there is none.
 
-        Later checkpoints of earlier generations are dropped: nobody may continue from them.
+        Drops later checkpoints of earlier generations: no process may continue from them.
 
         Args:
             like: A state with the shapes, dtypes and shardings to restore to.
             full_types: As for `save`.
-            agree: Called with a summary, to check that all processes found the same.
+            agree: Called with a summary, to check that all processes restore the same.
         """
         self.finish()
         holders, saved_steps = self._saved_steps()
@@ -196,7 +200,7 @@ class PeerCheckpoint:
 
     def _put(self, snapshot: Snapshot) -> int:
         """In a thread: put this process's part. The first process also drops old checkpoints."""
-        manifest = snapshot.manifest
+        begin, manifest = time.monotonic(), snapshot.manifest
         saved = SavedStep(manifest.step, self.generation)
         copies = wanted = min(1 + self.copies, len(self.stores.hosts))
         if self.process in manifest.processes:
@@ -210,6 +214,7 @@ class PeerCheckpoint:
                 )
         if self.process == manifest.processes[0]:
             self._drop_old()
+        self.seconds = time.monotonic() - begin
         return copies
 
     def _drop_old(self) -> None:
@@ -223,7 +228,7 @@ class PeerCheckpoint:
                 self.stores.drop(saved.prefix)
 
     def _saved_steps(self) -> tuple[Holders, list[SavedStep]]:
-        """Return who holds which blobs, and the checkpoints these belong to, newest first."""
+        """Return which stores hold which blobs, and the checkpoints of the blobs, newest first."""
         holders = self.stores.holders("state/")
         return holders, sorted({SavedStep.from_blob_name(name) for name in holders}, reverse=True)
 

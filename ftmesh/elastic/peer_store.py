@@ -23,6 +23,7 @@ from ftmesh.errors import ClusterError
 
 CAPACITY = 1 << 32  # bytes
 MAX_BLOB_BYTES = 1 << 36
+CONNECT_SECONDS = 2.0  # to a store; a host that is gone is not waited for
 MIN_CHECKSUM_RATE = 1e8  # bytes per second that a store checks at least
 MAX_THREADS = 16  # that ask stores at once
 MAX_NAME_CHARS = 200
@@ -48,8 +49,8 @@ class RequestRejected(ClusterError):  # noqa: N818
 class PeerStores:
     """The peer stores of all hosts, some of which may be gone.
 
-    The store of this host comes first, then those after it. One that does not answer within
-    `timeout` seconds is not asked again; `say` is called if it is lost or rejects a request.
+    The store of this host comes first, then those after it. A store that does not answer within
+    `timeout` seconds is not used again; `say` is called if it is lost or rejects a request.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class PeerStore:
                 self._channel = connect(
                     self.address,
                     self._secret,
-                    timeout=self.timeout,
+                    timeout=min(self.timeout, CONNECT_SECONDS),
                     stall=self.timeout,
                     max_data=MAX_BLOB_BYTES,
                 )

@@ -7,6 +7,7 @@ is a limit on processor time and on memory.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,6 @@ from ftmesh.algorithms import registry
 from ftmesh.distributed.consensus import agree_on_program, program_digest
 from ftmesh.elastic.elastic_group import ElasticGroup
 from ftmesh.errors import FtmeshError
-from ftmesh.execute.types import DTypeLike
 from ftmesh.planning.make_plan import plan
 from ftmesh.planning.plan import Plan
 from ftmesh.planning.profiles import LinkArgument, find_costs
@@ -26,39 +26,24 @@ from ftmesh.topology.topology import Topology
 
 CPU_SECONDS = 60.0  # of processor time per mesh
 MAX_CACHED_BYTES = 256 * 10**6  # of plans
+STEP = "the program of a step"
+
+Rebuild = Callable[[Topology, ElasticGroup], tuple[Any, Sequence[Any]]]
 
 _plans: dict[Any, Plan] = {}
-_programs: dict[tuple[str, Topology], tuple[str, Any]] = {}  # name, mesh -> digest, compiled
-_latest = [0]  # counts calls of `prepare_for_host_loss`
+_programs: dict[Topology, tuple[str, Any]] = {}  # mesh -> digest, compiled
+_latest = [0]  # counts calls of `rebuild_for_host_loss`
 
 
 def cached_plan(
-    topology: Topology,
-    algorithm: str,
-    *,
-    payload_bytes: int = 100_000_000,
-    wire_dtype: DTypeLike = "float32",
-    link: LinkArgument = None,
-    with_idle: bool = False,
-    reduce_scatter: bool = False,
-    executor: str = "auto",
+    topology: Topology, algorithm: str, *, link: LinkArgument = None, **options: Any
 ) -> Plan:
     """Return `ftmesh.plan` of these arguments, from this process's cache if it is there."""
     network = find_costs(topology, link).network
-    options = (payload_bytes, wire_dtype, with_idle, reduce_scatter, executor)
-    key = (topology.without_devices(), network, algorithm, *options)
+    key = topology.without_devices(), network, algorithm, *sorted(options.items())
     cached = _plans.get(key)
     if cached is None:
-        cached = plan(
-            topology,
-            algorithm,
-            payload_bytes=payload_bytes,
-            wire_dtype=wire_dtype,
-            link=link,
-            with_idle=with_idle,
-            reduce_scatter=reduce_scatter,
-            executor=executor,
-        )
+        cached = plan(topology, algorithm, link=link, **options)
         if sum(p.schedule.num_bytes for p in [cached, *_plans.values()]) <= MAX_CACHED_BYTES:
             _plans[key] = cached
     if cached.topology != topology:  # the same chips with other devices
@@ -67,38 +52,38 @@ def cached_plan(
 
 
 def agreed_program(
-    group: ElasticGroup, name: str, jitted: Any, inputs: Sequence[Any], topology: Topology
+    group: ElasticGroup, jitted: Any, inputs: Sequence[Any], topology: Topology
 ) -> Any:
     """Check that `jitted` is the same program in all processes, and return what to call.
 
-    Where workers may be lost, that is the program that `compile_for` compiled ahead of time, or one
-    that is compiled now.
+    Where workers may be lost, that is the program that was compiled ahead of time, or one that is
+    compiled now.
     """
     if group.is_single_process:
         return jitted
-    ahead = _programs.get((name, topology))
+    ahead = _programs.get(topology)
     _programs.clear()  # they take memory
     if ahead is not None:
         digest, compiled = ahead
-        group.agree({name: digest})
+        group.agree({STEP: digest})
         return compiled
-    lowered = agree_on_program(group, name, jitted, inputs)
+    lowered = agree_on_program(group, STEP, jitted, inputs)
     return jitted if group.controller is None else lowered.compile()
 
 
-def compile_for(topology: Topology, name: str, jitted: Any, inputs: Sequence[Any]) -> None:
-    """Compile a program for the time when `agreed_program` asks for it on this mesh."""
-    lowered = jitted.lower(*inputs)
-    _programs[name, topology] = program_digest(lowered), lowered.compile()
-
-
-def prepare_for_host_loss(
-    topology: Topology, prepare: Callable[[Topology], Any], *, cpu_seconds: float = CPU_SECONDS
+def rebuild_for_host_loss(
+    topology: Topology,
+    group: ElasticGroup,
+    rebuild: Rebuild,
+    *,
+    ahead: bool,
+    cpu_seconds: float = CPU_SECONDS,
 ) -> threading.Thread:
-    """Call `prepare` in a thread with what is left of `topology` when each host is lost.
+    """Call `rebuild` in a thread with what is left of `topology` when each host is lost.
 
-    Its `FtmeshError`s are ignored. No call is begun that would likely exceed `cpu_seconds` of
-    processor time for all. A later call of this function stops the thread.
+    With `ahead`, what it returns is compiled for `agreed_program`. Its `FtmeshError`s are ignored.
+    Otherwise no call is begun that would likely exceed `cpu_seconds` of processor time for all. A
+    later call of this function stops the thread.
     """
     _latest[0] += 1
     own = _latest[0]
@@ -107,13 +92,15 @@ def prepare_for_host_loss(
         begin, longest = time.thread_time(), 0.0
         for left in _fast_first(topologies_without_a_host(topology)):
             before = time.thread_time()
-            if own != _latest[0] or before - begin + longest > cpu_seconds:
+            is_over = before - begin + longest > cpu_seconds and not ahead
+            if own != _latest[0] or is_over:
                 return
-            try:
-                prepare(left)
-            except FtmeshError:
-                continue  # not every mesh has a plan
-            longest = max(longest, time.thread_time() - before)
+            with contextlib.suppress(FtmeshError):  # not every mesh has a plan
+                jitted, inputs = rebuild(left, group)
+                if ahead and group.process in {process_of(device) for device in left.devices}:
+                    lowered = jitted.lower(*inputs)
+                    _programs[left] = program_digest(lowered), lowered.compile()
+                longest = max(longest, time.thread_time() - before)
 
     thread = threading.Thread(target=run, name="ftmesh precompile", daemon=True)
     thread.start()

@@ -1,20 +1,12 @@
 """Messages between two processes of a run, over TCP.
 
-A frame is a JSON object and some bytes, each with its length; nothing received can run code. Both
-ends prove that they know the secret of the run before the first frame:
-
-    listener  "ftmesh/1", a nonce
-    caller    "ftmesh/1", a nonce, HMAC(secret, "caller" and both nonces)
-    listener  HMAC(secret, "listener" and both nonces)
-
-The secret itself is never sent, and a recorded handshake cannot be replayed. At most 72 bytes are
-read from a stranger. After the handshake the connection is trusted, and not encrypted.
+A frame is a JSON object and some bytes, each with its length; nothing received can run code. Before
+the first frame both ends prove that they know the secret of the run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import io
 import json
 import math
@@ -28,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ftmesh.distributed.handshake import Acceptor, call
 from ftmesh.errors import ArgumentError, ClusterError
 
 LOOPBACK = "127.0.0.1"
@@ -35,20 +28,13 @@ PORTS = range(20_000, 30_000)  # below those that systems give to outgoing conne
 MAX_HEADER_BYTES = 1 << 20  # the JSON of a frame
 MAX_DATA_BYTES = 1 << 24
 STALL_SECONDS = 30.0  # without progress in the middle of a frame
-HANDSHAKE_SECONDS = 5.0
-MAX_HANDSHAKES = 256  # at once; with one more, the oldest is dropped
 BACKLOG = 1024  # connections that the system queues
-CLOSE_SECONDS = 1.0  # for the connection that wakes a closing listener
-RETRY_SECONDS = 0.05  # after a failed accept
-MAGIC = b"ftmesh/1"
-NONCE_BYTES = 32
-PROOF_BYTES = 32
 
 _LENGTHS = struct.Struct(">IQ")  # of the JSON, of the data
 
 
 class ChannelClosed(ClusterError, ConnectionError):  # noqa: N818
-    """The other end is gone, or does not speak the protocol."""
+    """The other end is gone, or violates the protocol."""
 
 
 class Channel:
@@ -75,6 +61,11 @@ class Channel:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def own_host(self) -> str:
+        """The address of this end, by which the other end reaches this host."""
+        return str(self._socket.getsockname()[0])
 
     def send(self, message: dict[str, Any], data: bytes | memoryview = b"") -> None:
         """Send a frame."""
@@ -155,7 +146,7 @@ def connect(
     max_data: int = MAX_DATA_BYTES,
     stall: float = STALL_SECONDS,
 ) -> Channel:
-    """Connect to the listener at ``host:port``; raise ChannelClosed if none knows the secret."""
+    """Connect to the listener at ``host:port``; raise ChannelClosed unless it knows the secret."""
     host, colon, port = address.rpartition(":")
     if not colon or not re.fullmatch("[0-9]{1,5}", port) or not secret:
         raise ArgumentError(f"give host:port and a secret to connect, not {address!r:.60}")
@@ -178,6 +169,7 @@ class Listener:
     """Accepts connections from processes that know the secret.
 
     `on_channel` is called with each channel, in a thread of its own, and closes the channel.
+    `on_stranger` is called with the address of each rejected caller, and the reason.
     """
 
     def __init__(
@@ -188,17 +180,14 @@ class Listener:
         host: str = LOOPBACK,
         port: int = 0,
         max_data: int = MAX_DATA_BYTES,
+        on_stranger: Callable[[str, str], None] = lambda peer, reason: None,
     ) -> None:
         if not secret:
             raise ArgumentError("a listener without a secret would admit anyone: give one")
-        self._on_channel, self._secret, self._max_data = on_channel, secret, max_data
-        self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, None] = {}  # in a handshake, the oldest first
-        self._closed = threading.Event()
-        self._socket = _listening_socket(host, port)
-        self.address = "{}:{}".format(*self._socket.getsockname()[:2])
-        self._thread = threading.Thread(target=self._accept, daemon=True, name="listener")
-        self._thread.start()
+        self._on_channel, self._max_data = on_channel, max_data
+        server = _listening_socket(host, port)
+        self.address = "{}:{}".format(*server.getsockname()[:2])
+        self._acceptor = Acceptor(server, secret, self._open_channel, on_stranger)
 
     def __enter__(self) -> Listener:
         return self
@@ -208,75 +197,38 @@ class Listener:
 
     def close(self) -> None:
         """Accept no more connections; channels that were handed over stay open."""
-        self._closed.set()
-        _shut(self._socket)  # wakes the thread on Linux; elsewhere a connection does
-        with contextlib.suppress(OSError):
-            socket.create_connection(self._socket.getsockname(), CLOSE_SECONDS).close()
-        self._thread.join()
-        self._socket.close()
-        with self._lock:
-            for stranger in self._strangers:
-                _shut(stranger)
+        self._acceptor.close()
 
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                stranger, _ = self._socket.accept()
-            except OSError:
-                self._closed.wait(RETRY_SECONDS)
-                continue
-            with self._lock:
-                self._strangers[stranger] = None
-                if len(self._strangers) > MAX_HANDSHAKES:
-                    oldest = next(iter(self._strangers))
-                    del self._strangers[oldest]
-                    _shut(oldest)  # and its thread closes it
-            try:
-                threading.Thread(target=self._admit, args=(stranger,), daemon=True).start()
-            except RuntimeError:  # no more threads
-                self._forget(stranger)
-                stranger.close()
-
-    def _admit(self, stranger: socket.socket) -> None:
+    def _open_channel(self, connection: socket.socket) -> None:
         try:
-            answer(stranger, self._secret, seconds=HANDSHAKE_SECONDS)
-            channel = Channel(stranger, max_data=self._max_data)
-        except OSError:
-            stranger.close()
-            return
-        finally:
-            self._forget(stranger)
-        if self._closed.is_set():
-            channel.close()
+            channel = Channel(connection, max_data=self._max_data)
+        except OSError:  # it has gone meanwhile
+            connection.close()
         else:
             self._on_channel(channel)
 
-    def _forget(self, stranger: socket.socket) -> None:
-        with self._lock:
-            self._strangers.pop(stranger, None)
 
-
-def free_port() -> int:
-    """Return a free loopback port that the system gives to no outgoing connection."""
+def free_port(host: str = LOOPBACK) -> int:
+    """Return a free port outside the range of outgoing connections."""
     for _ in range(1000):
         port = PORTS[secrets.randbelow(len(PORTS))]
         with socket.socket() as probe:
             try:
-                probe.bind((LOOPBACK, port))
+                probe.bind((host, port))
             except OSError:
                 continue
             return port
-    raise ArgumentError(f"no port from {PORTS[0]} to {PORTS[-1]} is free at {LOOPBACK}")
+    raise ArgumentError(f"no port from {PORTS[0]} to {PORTS[-1]} is free at {host}")
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:
-    """Listen, by default on a port that the system gives to no outgoing connection.
+    """Listen, by default on a port outside the range of outgoing connections.
 
     Otherwise a caller of a listener that is gone could be connected to itself or another program.
     """
     for _ in range(100):
         try:
-            return socket.create_server((host, port or free_port()), backlog=BACKLOG)
+            return socket.create_server((host, port or free_port(host)), backlog=BACKLOG)
         except OSError:  # another process took the port
             if port:
                 raise
@@ -286,55 +238,3 @@ def _listening_socket(host: str, port: int) -> socket.socket:
 def _shut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-
-
-# Handshake ------------------------------------------------------------------------------------
-
-
-def call(connection: socket.socket, secret: str, *, seconds: float) -> None:
-    """Do the caller's part. Raises OSError unless the listener knows the secret."""
-    deadline, ours = time.monotonic() + seconds, secrets.token_bytes(NONCE_BYTES)
-    _check_magic(connection, deadline)
-    theirs = _read_exactly(connection, NONCE_BYTES, deadline)
-    connection.sendall(MAGIC + ours + proof(secret, b"caller", theirs, ours))
-    _check_proof(connection, proof(secret, b"listener", theirs, ours), deadline)
-
-
-def answer(connection: socket.socket, secret: str, *, seconds: float) -> None:
-    """Do the listener's part. Raises OSError unless the caller knows the secret."""
-    deadline, ours = time.monotonic() + seconds, secrets.token_bytes(NONCE_BYTES)
-    connection.settimeout(seconds)
-    connection.sendall(MAGIC + ours)
-    _check_magic(connection, deadline)
-    theirs = _read_exactly(connection, NONCE_BYTES, deadline)
-    _check_proof(connection, proof(secret, b"caller", ours, theirs), deadline)
-    connection.sendall(proof(secret, b"listener", ours, theirs))
-
-
-def proof(secret: str, role: bytes, listener_nonce: bytes, caller_nonce: bytes) -> bytes:
-    """Return what only a process that knows the secret can send in this role."""
-    return hmac.digest(secret.encode(), role + listener_nonce + caller_nonce, "sha256")
-
-
-def _check_magic(connection: socket.socket, deadline: float) -> None:
-    if _read_exactly(connection, len(MAGIC), deadline) != MAGIC:
-        raise OSError("it speaks another protocol")
-
-
-def _check_proof(connection: socket.socket, expected: bytes, deadline: float) -> None:
-    if not hmac.compare_digest(_read_exactly(connection, PROOF_BYTES, deadline), expected):
-        raise OSError("it does not know the secret")
-
-
-def _read_exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise OSError("it took too long")
-        connection.settimeout(left)
-        part = connection.recv(size - len(data))
-        if not part:
-            raise OSError("it closed the connection")
-        data += part
-    return data

@@ -10,7 +10,7 @@ import ftmesh
 from ftmesh import Topology
 from ftmesh.cost.links import KernelModel
 from ftmesh.distributed.consensus import agree_on_mesh, agreed_plan
-from ftmesh.distributed.kv_client import KvClient
+from ftmesh.distributed.kv_store import KvClient
 from ftmesh.distributed.process_group import SINGLE_PROCESS
 from ftmesh.distributed.startup import initialize
 from ftmesh.errors import ArgumentError, ClusterError

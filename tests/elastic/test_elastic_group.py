@@ -21,7 +21,6 @@ def test_without_a_controller_it_is_a_plain_group_in_its_first_generation():
         group.report_phase("step", 3)
         topology = cpu_grid("2x2")
         assert group.live_topology(topology) is topology
-        assert elastic.run_generations(group, lambda group: group.process) == 0
 
 
 def test_plain_initialize_under_a_controller_is_an_error(monkeypatch):

@@ -217,7 +217,7 @@ class TestProcess:
                 client.get("a")
             with pytest.raises(ClusterError, match=f"nothing answers at {client.address}"):
                 client.put("a", b"1")
-            assert time.monotonic() - begin < 5
+            assert time.monotonic() - begin < 30  # half of the timeout
 
     def test_a_stopped_store_is_noticed_in_time(self):
         with running_stores(1) as stores, stores[0].client(timeout=60) as client:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from ftmesh import PlanError, Topology
-from ftmesh.elastic import precompile
+from ftmesh.elastic import ElasticGroup, precompile
 from ftmesh.testing import cpu_grid
 
 
@@ -39,11 +39,20 @@ def spin(seconds):
         pass
 
 
+def prepare(topology, rebuild, **options):
+    """Call `rebuild` with what is left of a topology, in a thread that is returned."""
+
+    def rebuild_step(left, group):
+        return rebuild(left), ()
+
+    return precompile.rebuild_for_host_loss(
+        topology, ElasticGroup(), rebuild_step, ahead=False, **options
+    )
+
+
 def prepare_all(topology, do=lambda left: None, **options):
     seen = []
-    precompile.prepare_for_host_loss(
-        topology, lambda left: (seen.append(left), do(left)), **options
-    ).join()
+    prepare(topology, lambda left: (seen.append(left), do(left)), **options).join()
     return seen
 
 
@@ -101,9 +110,9 @@ def test_a_newer_mesh_stops_the_thread():
     def do(left):
         seen.append(left)
         if len(seen) == 2:
-            precompile.prepare_for_host_loss(ODD, lambda left: None).join()
+            prepare(ODD, lambda left: None).join()
 
-    precompile.prepare_for_host_loss(ODD, do).join()
+    prepare(ODD, do).join()
     assert len(seen) == 2
 
 

@@ -13,7 +13,7 @@ from ftmesh.distributed.consensus import agreed_topology
 from ftmesh.health.doctor import examine
 from ftmesh.health.probe_programs import Probes
 from ftmesh.health.replica_check import check_replicas
-from ftmesh.testing.unhealthy import UnhealthySpec
+from ftmesh.testing.emulation import UnhealthySpec
 
 
 def main():

@@ -17,7 +17,6 @@ import optax
 
 from examples.common.arguments import start, step_options
 from examples.common.loop import Job, open_data, run, start_log
-from ftmesh.elastic.elastic_group import SINGLE_PROCESS
 from ftmesh.errors import DataError
 from tests.support.linear import BATCH, PointBatches, first, linear_trainer
 from tests.support.watching import DeviceWatcher
@@ -39,7 +38,8 @@ class TroubledBatches(PointBatches):
         return super().example(index, place)
 
 
-def train(config, topology, args, group=SINGLE_PROCESS):
+def train(config, attempt, args):
+    topology, group = attempt.topology, attempt.group
     log = start_log(args, group)
     open_data(group, lambda: range(47 if TROUBLE == "less data" else 48), lambda: range(48))
     rate = 0.125 if TROUBLE == "another program" else 0.25
@@ -67,7 +67,7 @@ def train(config, topology, args, group=SINGLE_PROCESS):
     )
     if TROUBLE == "full disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
-    return run(job, args, log)
+    return run(job, attempt, args, log)
 
 
 def main():

@@ -105,7 +105,7 @@ def test_process_0_is_killed_in_a_collective_and_its_host_comes_back(undisturbed
     assert grown == (False, 16, "", "host memory", 0)
     (lost,) = run.named("failed")
     assert (lost["host"], lost["chips"], lost["how"]) == (0, BLOCKS[0], "ended by SIGKILL")
-    assert lost["phase"] in ("read", "step", "commit")
+    assert lost["phase"] in ("read", "step", "commit", "save")
     assert run.named("restart")[-1]["why"] == "lost hosts come back"
     assert not list(tmp_path.glob("saved*"))
 
@@ -157,7 +157,7 @@ def test_a_power_cut_in_the_middle_of_a_checkpoint(undisturbed, tmp_path):
         wait_until(lambda: faults.exists() and all(part.exists() for part in parts), TIMEOUT)
         assert {record["kind"] for record in recorded_processes(tmp_path / "run")} == {
             "worker",
-            "keeper",
+            "store",
             "service",
         }
     finally:

@@ -50,6 +50,14 @@ MAPPED = "0000000000000000FFFF0000"  # IPv4 in IPv6
             "--hosts 2 --devices-per-host 2 --mesh 2x2 --failures 1 --limits compile=inf true",
             "'compile=inf' is not a timeout",
         ),
+        *(
+            (f"--hosts 2 --devices-per-host 2 {option} true", "has no effect without --failures N")
+            for option in ("--collective-limit 5", "--strikes 2", "--backoff 0", "--grow-back 0")
+        ),
+        (
+            "--hosts 2 --devices-per-host 2 --mesh 2x2 --failures 1 --grace 5 true",
+            "--grace has no effect with --failures N",
+        ),
         ("-- true", "required: --hosts, --devices-per-host"),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ftmesh.elastic.local_pod import run_pod
+from tests.support.more import more_case
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -20,13 +21,13 @@ def run(what, who):
 @pytest.mark.parametrize(
     ("what", "who", "status", "reason"),
     [
-        ("raises before the block", 0, 1, "ValueError: outside"),
+        more_case("raises before the block", 0, 1, "ValueError: outside"),
         ("raises before the block", 1, 1, "ValueError: outside"),
         ("raises", 0, 1, "ValueError: inside"),
         ("leaves early", 1, 3, "exited before the end, with status 3"),
         ("says a word", 0, 1, "that was all"),
         ("cannot speak", 0, 1, "ValueError: unheard here"),
-        ("cannot speak", 1, 1, "ValueError: unheard here"),
+        more_case("cannot speak", 1, 1, "ValueError: unheard here"),
         ("is interrupted twice", 1, 130, "interrupted"),
     ],
 )

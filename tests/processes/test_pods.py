@@ -94,7 +94,7 @@ class TestOutput:
         pod = f"""
             import signal
             from ftmesh.elastic.local_pod import Pod
-            from ftmesh.elastic.output_lines import OutputPrinter
+            from ftmesh.elastic.run_log import OutputPrinter
             signal.signal(signal.SIGTERM, lambda *_: pod.end())
             pod = Pod({program(flood)!r}, hosts=1, devices_per_host=1, kill_after=0.5,
                       on_output=OutputPrinter(1, lambda: pod.enforce()))

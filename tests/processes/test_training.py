@@ -15,12 +15,12 @@ import pytest
 from linear_train import Config
 
 from examples.common.arguments import start
-from examples.common.loop import run, start_log
 from examples.common.report import read_metrics
 from examples.common.trainer import StepOptions
 from ftmesh import Topology
 from ftmesh.elastic.local_pod import run_pod
-from tests.support.linear import arguments, linear_job, linear_trainer
+from tests.support.linear import linear_job, linear_trainer
+from tests.support.linear import train as train_alone
 from tests.support.more import more
 from tests.support.watching import DeviceWatcher
 
@@ -53,7 +53,7 @@ def alone(failed, *argv, mesh="4x4", steps=STEPS, **options):
         steps=steps,
         steps_per_eval=3,
     )
-    report = run(job, arguments(*argv), start_log(arguments(*argv)))
+    report = train_alone(job, *argv)
     return report.losses, report.evaluations
 
 

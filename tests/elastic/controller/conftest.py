@@ -1,8 +1,5 @@
 """Fixtures: a controller with connected workers, and short timeouts."""
 
-import signal
-import time
-
 import pytest
 
 from ftmesh.elastic import controller as module
@@ -20,19 +17,17 @@ def short_timeouts(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def stacks():
-    """The times at which workers were asked for their stacks; this process stands in for all."""
-    times = []
-    old = signal.signal(signal.SIGUSR1, lambda *_: times.append(time.monotonic()))
-    yield times
-    signal.signal(signal.SIGUSR1, old)
+    """The processes that were asked for their stacks."""
+    return []
 
 
 @pytest.fixture
-def make():
+def make(stacks):
     harnesses = []
 
     def make_harness(*args, **options):
-        harnesses.append(ControllerHarness(*args, **options))
+        ask = lambda process, pid: stacks.append(process)  # noqa: E731
+        harnesses.append(ControllerHarness(*args, write_stacks=ask, **options))
         return harnesses[-1]
 
     yield make_harness

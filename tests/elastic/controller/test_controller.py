@@ -5,8 +5,8 @@ import time
 import pytest
 
 from ftmesh.elastic import controller as module
-from ftmesh.elastic.events import Recovery
 from ftmesh.elastic.heartbeats import Verdict
+from ftmesh.elastic.run_log import Recovery
 from tests.support.controllers import TIMEOUT, wait_until
 
 

@@ -6,15 +6,8 @@ from functools import partial
 
 import pytest
 
-from ftmesh.elastic.rpc import (
-    MAGIC,
-    MAX_HANDSHAKES,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    ChannelClosed,
-    connect,
-    proof,
-)
+from ftmesh.distributed.handshake import MAGIC, MAX_HANDSHAKES, NONCE_BYTES, PROOF_BYTES, proof
+from ftmesh.elastic.rpc import ChannelClosed, connect
 from tests.support.controllers import SECRET, TIMEOUT
 
 
@@ -143,8 +136,9 @@ class TestInvalidMessages:
         worker = four.workers.pop(2)
         four.controller.process_ended(2, "ended by SIGKILL", 137)
         four.receive_generation()
-        worker.send(generation=2, ready=2)
-        worker.send(generation=2, restart="from the grave")
+        with contextlib.suppress(ChannelClosed):  # the controller closes it
+            worker.send(generation=2, ready=2)
+            worker.send(generation=2, restart="from the grave")
         worker.channel.close()
         four.join(1).commit(2)
         assert four.controller.verdict is None

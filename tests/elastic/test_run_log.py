@@ -1,13 +1,16 @@
-"""EventLog: a line for people, a line of JSON for programs, and what failures cost."""
+"""The events of a run, and the output of its processes."""
 
 import json
+import os
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from ftmesh.elastic.events import EventLog, describe_event
+from ftmesh.elastic import run_log
+from ftmesh.elastic.run_log import EventLog, LineSplitter, OutputPrinter, describe_event
 
 GENERATION = {
     "epoch": 3,
@@ -180,3 +183,102 @@ def test_lines_of_several_threads_are_complete(events, file):
     for thread in threads:
         thread.join()
     assert sorted(line["hosts"][99] for line in read(file)) == sorted([*range(4)] * 50)
+
+
+# The output of processes ------------------------------------------------------------------------
+
+
+def feed_all(*pieces):
+    splitter = LineSplitter()
+    return [splitter.feed(piece) for piece in pieces]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([b"one\ntwo\n"], [[b"one", b"two"]]),
+        ([b"o", b"ne\ntw", b"o\n"], [[], [b"one"], [b"two"]]),
+        ([b"no newline", b""], [[], [b"no newline"]]),
+        ([b"\n\n", b""], [[b"", b""], []]),
+        ([b"windows\r\n", b"and torn\r", b"\n"], [[b"windows"], [], [b"and torn"]]),
+        ([b"\xff\x00\n"], [[b"\xff\x00"]]),
+        ([b"\r10%", b"\r20", b"%\r30%", b"\n"], [[], [], [], [b"30%"]]),
+        ([b"10%\r", b"20%\r", b""], [[], [], [b"20%"]]),
+    ],
+)
+def test_lines(pieces, lines):
+    assert feed_all(*pieces) == lines
+
+
+def test_a_long_progress_bar_is_shown_now_and_then(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(run_log.time, "monotonic", lambda: now)
+    splitter, shown = LineSplitter(), []
+    for percent in range(100):
+        shown += splitter.feed(f"\r{percent}%".encode())
+        now += 0.5
+    assert shown == [b"19%", b"39%", b"59%", b"79%"]  # the last complete state
+    assert splitter.feed(b"\n") == [b"99%"]
+
+
+def test_long_lines_are_split(monkeypatch):
+    monkeypatch.setattr(run_log, "MAX_LINE_BYTES", 10)
+    assert feed_all(b"a" * 25, b"b\n") == [[b"a" * 10, b"a" * 10], [b"aaaaab"]]
+    bar = LineSplitter()
+    for _ in range(1000):
+        assert bar.feed(b"\rstate") == []
+    assert bar.feed(b"\n") == [b"state"]
+
+
+@pytest.mark.parametrize(
+    ("env", "shown"),
+    [
+        ({"TERM": "xterm"}, b"\033[35m[ 2]\033[0m step\r\n"),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, b"[ 2] step\r\n"),
+        ({"TERM": "dumb"}, b"[ 2] step\r\n"),
+    ],
+)
+def test_colours_on_a_terminal(monkeypatch, env, shown):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    master, slave = os.openpty()
+    with open(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        OutputPrinter(11, lambda: None)(2, 1, b"step\n")
+        assert os.read(master, 100) == shown
+    os.close(master)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_is_reported_once(monkeypatch, capfd):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        printer = OutputPrinter(1, lambda: None)
+        for _ in range(3):
+            printer(0, 1, b"step\n")
+    assert capfd.readouterr().err == "ftmesh: output is lost: No space left on device\n"
+
+
+def test_a_closed_stream(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stderr", None)
+    printer = OutputPrinter(1, lambda: None)
+    printer(0, 2, b"dropped\n")
+    printer(0, 1, b"step\n")
+    assert capfd.readouterr() == ("[0] step\n", "")
+
+
+def test_output_that_nobody_reads_is_dropped_at_the_end(monkeypatch):
+    """A signal must end the program whose output it is."""
+    read, write = os.pipe()
+    calls = []
+    with open(read, "rb"), open(write, "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        printer = OutputPrinter(
+            1, lambda: calls.append("blocked"), is_ending=lambda: len(calls) > 1
+        )
+        for _ in range(300):  # more than the pipe holds
+            printer(0, 1, b"x" * 1000 + b"\n")
+            if len(calls) > 1:
+                break
+        assert calls == ["blocked", "blocked"]

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from ftmesh.elastic.pod_environment import HostLayout, environments
+from ftmesh.elastic.child_process import HostLayout, environments
 from ftmesh.errors import ArgumentError, TopologyError
 
 

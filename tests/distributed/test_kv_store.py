@@ -2,7 +2,7 @@
 
 import pytest
 
-from ftmesh.elastic.kv_store import KvStore
+from ftmesh.distributed.kv_store import KvStore
 
 
 class Caller:
