@@ -53,14 +53,14 @@ if TYPE_CHECKING:
     from ftmesh.layout.batch_shares import batch_padding as batch_padding
     from ftmesh.layout.batch_shares import nearest_batch_size as nearest_batch_size
     from ftmesh.layout.batch_shares import pad_batch as pad_batch
-    from ftmesh.tpu.compiler_options import compiler_options as compiler_options
+    from ftmesh.tpu.compiler import compiler_options as compiler_options
 
 # These import JAX, so they are loaded when they are first asked for.
 _WITH_JAX = {
     "all_gather": "ftmesh.collectives",
     "audit": "ftmesh.collectives.audit",
     "batch_padding": "ftmesh.layout.batch_shares",
-    "compiler_options": "ftmesh.tpu.compiler_options",
+    "compiler_options": "ftmesh.tpu.compiler",
     "nearest_batch_size": "ftmesh.layout.batch_shares",
     "pad_batch": "ftmesh.layout.batch_shares",
     "pmean": "ftmesh.collectives",

@@ -23,14 +23,17 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 EXIT_STATUS_HELP = """\
 exit status:
   0    success
-  1    doctor, selftest: a chip or a link is unhealthy, or something is not right
+  1    doctor, selftest: a chip or a link is unhealthy, or a check failed
   2    bad command line: an argument, a mesh, or an output that cannot be written
   65   verification failed: a schedule or a sum is wrong
   66   no such file or folder
   69   rejected: no such plan, a damaged file, or not enough data or memory
   70   a bug in ftmesh, with a traceback to report
+  75   start it again
+  76   another process of the run was lost or is missing: start all again
+  77   too few hosts are left
   130  interrupted
-  141  the reader of the output has closed it
+  141  the output pipe was closed
 """
 
 _MAX_LINE = 600  # characters
@@ -75,7 +78,7 @@ def number(least: float, most: float = 1e6) -> Callable[[str], float]:
 
 def add_process_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add --coordinator, --num-processes and --process-id, for runs with several processes."""
-    text = "one per host; not needed on Cloud TPU, Slurm and GKE, nor under 'ftmesh launch'"
+    text = "one per host; not needed under engines that say which process this is"
     group = parser.add_argument_group("several processes", text)
     add = group.add_argument
     add("--coordinator", metavar="HOST:PORT", help="address of process 0")

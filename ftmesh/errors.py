@@ -3,9 +3,15 @@
 A message says what was given, what the rule is, and what to do instead.
 """
 
-# Exit statuses of commands, listed by `ftmesh --help`. Those above 2 are EX_DATAERR, EX_NOINPUT
-# and EX_UNAVAILABLE of sysexits.h.
+# Exit statuses, which `ftmesh --help` lists. Engines decide by them whether to start again.
+#   0                done
+#   2, 65, 66, 69    your mistake, or your data: the same again would fail again (sysexits.h)
+#   75               restart me (EX_TEMPFAIL)
+#   76               a peer was lost, or is missing
+#   77               out of hosts: too few are left
+#   128 + n          ended by signal n
 USAGE, VERIFICATION_FAILED, NOT_FOUND, UNAVAILABLE = 2, 65, 66, 69
+RESTART, PEER_LOST, OUT_OF_HOSTS = 75, 76, 77
 
 
 class FtmeshError(Exception):
@@ -96,6 +102,12 @@ class TrainingError(FtmeshError):
 
 class ClusterError(FtmeshError):
     """Processes disagree, or one of them is missing, late or has failed."""
+
+
+class PeerLostError(ClusterError):
+    """A process of the run is gone, or did not come in time; a restart of all may cure it."""
+
+    status = PEER_LOST
 
 
 class MissingExtraError(FtmeshError, ImportError):

@@ -1,4 +1,4 @@
-"""How much memory this process may still use."""
+"""Checks that a task fits in the memory of this process or of a device."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ftmesh.errors import MissingExtraError
 EXTRAS = {
     "optim": ("optax",),
     "nn": ("flax",),
-    "examples": ("google", "google_crc32c", "grain", "PIL", "rich", "tokenizers"),
+    "examples": ("google", "google_crc32c", "grain", "orbax", "PIL", "rich", "tokenizers"),
     "plots": ("matplotlib",),
     "test": ("libtpu",),
 }

@@ -1,13 +1,29 @@
 """Files are written atomically, and outputs are checked before work."""
 
+import argparse
+import contextlib
+import io
 import os
 import stat
+import sys
 import threading
+from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
+import ftmesh
+from examples.common.arguments import add_run, check_run
+from examples.llm.checkpoints import open_manager
+from ftmesh.checkpoint import Checkpoints
+from ftmesh.checkpoint.restore import read_tensors
+from ftmesh.cli.main import main
+from ftmesh.cost.profile import Profile
+from ftmesh.draw import plots
+from ftmesh.elastic.elastic_group import SINGLE_PROCESS
 from ftmesh.errors import ArgumentError
 from ftmesh.files import (
+    check_local,
     check_output_files,
     check_output_folder,
     read_bounded,
@@ -159,3 +175,94 @@ def test_read_bounded(tmp_path):
             read_bounded(path, 10)
     with pytest.raises(FileNotFoundError):
         read_bounded(tmp_path / "b", 3)
+
+
+@pytest.mark.parametrize(
+    "path", ["gs://bucket/run", "s3://b", "file:///tmp/x", Path("gs://bucket/run"), "a+b-c.1:/x"]
+)
+def test_urls_are_no_local_paths(path):
+    with pytest.raises(ArgumentError, match=r"://.* is a URL, and only local or mounted folders"):
+        check_local(path)
+
+
+@pytest.mark.parametrize(
+    "path", ["", "run", "./gs:/run", "/gs://run", "C:/run", "a:b", b"gs://run"]
+)
+def test_local_paths(path):
+    check_local(path)
+
+
+PLAN = ftmesh.plan(ftmesh.Topology.grid("2x2"), "ring")
+URL = "gs://bucket/run"
+
+
+def command(line):
+    """Run a command, and raise what it prints for a bad command line."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        status = main(line.split())
+    if status == ArgumentError.status:
+        raise ArgumentError(printed.getvalue())
+
+
+def trainer(option):
+    parser = argparse.ArgumentParser()
+    add_run(parser, ["tiny"])
+    check_run(parser.parse_args([option, URL]))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: Checkpoints(URL),
+        lambda: Checkpoints(Path(URL)),
+        lambda: read_tensors(URL),
+        lambda: ftmesh.save(PLAN.schedule, URL),
+        lambda: ftmesh.load(URL),
+        lambda: ftmesh.plan(PLAN.topology, link=f"{URL}.json"),
+        lambda: ftmesh.plan(PLAN.topology, link=Path(f"{URL}.json")),
+        lambda: Profile.load(URL),
+        lambda: plots.save(Figure(), f"{URL}.svg"),
+        lambda: write_text(URL, ""),
+        lambda: command(f"plan 4x4 --out {URL}"),
+        lambda: command(f"draw 4x4 --svg {URL}"),
+        lambda: command(f"view 4x4 --out {URL}"),
+        lambda: command(f"simulate 4x4 --plot {URL}.svg"),
+        lambda: command(f"advise 4x4 --plot {URL}.svg"),
+        lambda: command(f"selftest 2x2 --out {URL}"),
+        *(
+            lambda option=option: command(
+                f"launch --hosts 2 --devices-per-host 1 --mesh 2x1 --failures 1 {option} {URL} -- x"
+            )
+            for option in ("--run-dir", "--events")
+        ),
+        *(
+            lambda option=option: trainer(option)
+            for option in ("--checkpoint-dir", "--out", "--mllog", "--data")
+        ),
+    ],
+)
+def test_what_takes_a_path_rejects_urls_and_writes_nothing(use, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=f"{URL}.* is a URL"):
+        use()
+    assert names(tmp_path) == []
+
+
+def test_advice_for_urls(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for use in (lambda: Checkpoints(URL), lambda: trainer("--checkpoint-dir")):
+        with pytest.raises(ArgumentError, match=r"with orbax.checkpoint.CheckpointManager"):
+            use()
+    monkeypatch.setenv("FTMESH_CACHE_DIR", URL)
+    with pytest.raises(ArgumentError, match="set FTMESH_CACHE_DIR to a local folder"):
+        ftmesh.plan(ftmesh.Topology.grid("2x2"))
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("url", ["none://bucket/run", "gs://bucket/run"])
+def test_checkpoints_by_orbax_name_the_url_they_cannot_open(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ArgumentError, match=f"cannot open {url}.*that etils.epath takes"):
+        open_manager(url, SINGLE_PROCESS, every=1, keep=1)
+    assert names(tmp_path) == []

@@ -14,7 +14,7 @@ import pytest
 import ftmesh
 from ftmesh.algorithms import ring
 from ftmesh.errors import ScheduleFileError
-from ftmesh.npz import NotNpzError, NpzReader
+from ftmesh.files import NotNpzError, NpzReader
 
 
 def member(shape, dtype="<i4", data=b"", header=None):

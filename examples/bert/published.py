@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ftmesh.checkpoint.restore import first_difference
 from ftmesh.errors import DataError, DataNotFoundError
-from ftmesh.npz import NpzReader
+from ftmesh.files import NpzReader
 
 _LAYER = {
     "query": "attention/self/query",

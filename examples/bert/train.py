@@ -23,8 +23,7 @@ from examples.common.loop import Job, open_data, run, start_log
 from examples.common.report import Report
 from examples.common.trainer import Trainer
 from ftmesh.command_line import Parser
-from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
-from ftmesh.topology.topology import Topology
+from ftmesh.elastic.attempt import Attempt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,13 +53,9 @@ def add_bert(parser: argparse.ArgumentParser) -> None:
     add_bert_step(parser)
 
 
-def train(
-    config: Config,
-    topology: Topology,
-    args: argparse.Namespace,
-    group: ElasticGroup = SINGLE_PROCESS,
-) -> Report:
-    """Train, as one process of `group`."""
+def train(config: Config, attempt: Attempt, args: argparse.Namespace) -> Report:
+    """Train to the end, or until a host is lost."""
+    topology, group = attempt.topology, attempt.group
     config = replace(config, packed=args.packed)
     log = start_log(args, group)
 
@@ -108,7 +103,7 @@ def train(
         validation=make_batches(eval_sequences),
         remake=make_trainer,
     )
-    report = run(job, args, log)
+    report = run(job, attempt, args, log)
     if group.is_primary:
         baseline = unigram_accuracy(sequences, eval_sequences)
         print(f"bert: always predicting the commonest word has accuracy {baseline:.4f}")

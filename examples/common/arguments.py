@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,23 +11,21 @@ import jax
 
 from examples.common.data_parallel import PSUM
 from examples.common.reader import MAX_DAMAGED
-from examples.common.reshard import publish_shards
 from examples.common.trainer import StepOptions
 from ftmesh import command_line
 from ftmesh.algorithms.registry import current_name
+from ftmesh.checkpoint.checkpoints import USE_ORBAX
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.command_line import MAX_SEED, number, run_command, whole_number
-from ftmesh.distributed.consensus import agree_on_code, agree_on_mesh
 from ftmesh.distributed.process_group import TIMEOUT
 from ftmesh.distributed.startup import MAX_TIMEOUT
-from ftmesh.elastic.controller_client import ControllerClient, Paused
-from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup, initialize, run_generations
-from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
+from ftmesh.elastic.attempt import Attempt, attempts
+from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup, initialize
 from ftmesh.errors import ArgumentError
 from ftmesh.execute.lowering import EXECUTORS, PALLAS
-from ftmesh.files import check_output_files, check_output_folder
+from ftmesh.files import check_local, check_output_files, check_output_folder
 from ftmesh.planning.selection import ALGORITHMS, AUTO
-from ftmesh.testing import cpu_grid, fault_injection
+from ftmesh.testing import cpu_grid
 from ftmesh.topology.damage import CoordFrame, environment_failed_chips
 from ftmesh.topology.topology import Topology
 from ftmesh.units import parse_bytes
@@ -43,7 +40,7 @@ _IDENTITY = ("coordinator", "num_processes", "process_id")
 _PER_PROCESS = {*_IDENTITY, "data", "checkpoint_dir", "mllog", "out", "init"}
 
 
-Train = Callable[[Any, Topology, argparse.Namespace, ElasticGroup], Any]
+Train = Callable[[Any, Attempt, argparse.Namespace], Any]
 
 
 def start(
@@ -53,15 +50,13 @@ def start(
     train: Train,
     argv: Sequence[str] | None,
 ) -> int:
-    """Parse the command line and train; return the exit status.
-
-    Processes without a live device wait for the end.
+    """Parse the command line and train through failures; return the exit status.
 
     Args:
         name: Starts the one line that an error is printed as.
         parser: With the arguments of one trainer only.
         presets: Configurations by name; dataclasses with a field `batch`.
-        train: Called with configuration, topology, arguments and group.
+        train: Called with configuration, attempt and arguments; again after a loss.
         argv: The command line (default: that of the process).
     """
     add_run(parser, presets)
@@ -69,55 +64,45 @@ def start(
 
     def run() -> None:
         check_run(args)
-        fault_injection.inject("start")
-        with join_as(args, name) as group, contextlib.suppress(Paused):
-            run_generations(group, lambda group: _generation(group, args, presets, train))
+
+        def topology(group: ElasticGroup) -> Topology:
+            agree_on_arguments(group, args)
+            return topology_from(args, group)
+
+        for attempt in start_attempts(join_as(args, name), args, topology):
+            with attempt as run:
+                run.group.report_phase("plan")
+                if run.is_primary:  # the only process that writes them
+                    check_output_folder(args.out)
+                    check_output_files(args.mllog)
+                train(config_from(args, presets), run, args)
 
     interrupted = "interrupted; --resume continues from the last checkpoint"
     return run_command(name, run, interrupted=interrupted)
 
 
-def check_run(args: argparse.Namespace) -> None:
-    """Raise for arguments of `add_run` that would fail later."""
-    parse_bytes(args.bucket)
-    check_output_folder(args.checkpoint_dir)
-
-
-def _generation(
-    group: ElasticGroup, args: argparse.Namespace, presets: Mapping[str, Any], train: Train
-) -> None:
-    """Train with the current processes, until the run ends or they change."""
-    group.report_phase("agree")
-    if group.controller is not None and args.idle:
-        raise ArgumentError(
-            "--idle keeps the devices of failed chips in the program, but those of lost hosts are "
-            "gone: leave it out if hosts may be lost"
-        )
-    agree_on_code(group)
-    agree_on_arguments(group, args)
-    topology = group.live_topology(topology_from(args, group))
-    agree_on_mesh(group, topology)
-    group = group.for_topology(topology, with_idle=args.idle)
-    if group.is_primary:  # the only process that writes them
-        check_output_folder(args.out)
-        check_output_files(args.mllog)
-    if group.is_member:
-        group.report_phase("plan")
-        with jax.default_device(group.default_device):
-            train(config_from(args, presets), topology, args, group)
-    elif group.controller is not None:
-        _stand_by(group, group.controller)
-
-
-def _stand_by(group: ElasticGroup, controller: ControllerClient) -> None:
-    """Wait for the next generation without a chip, after publishing the shards held."""
-    peer_checkpoint = PeerCheckpoint.from_environment(
-        group.process, group.generation, say=lambda line: None
+def start_attempts(
+    group: ElasticGroup, args: argparse.Namespace, topology: Callable[[ElasticGroup], Topology]
+) -> Iterator[Attempt]:
+    """Return `ftmesh.elastic.attempts` with the arguments of `add_run`."""
+    return attempts(
+        group,
+        topology=topology,
+        with_idle=args.idle,
+        copy_every=args.copy_every,
+        check_every=args.check_every,
+        shard_copies=not args.no_copies,
+        two_states=args.two_states,
     )
-    if controller.held_state is not None and peer_checkpoint is not None:
-        with peer_checkpoint:
-            publish_shards(controller.held_state, group, peer_checkpoint.stores)
-    controller.stand_by()
+
+
+def check_run(args: argparse.Namespace) -> None:
+    """Raise ArgumentError for arguments of `add_run` that would fail later."""
+    parse_bytes(args.bucket)
+    check_local(args.checkpoint_dir or "", USE_ORBAX)
+    check_output_folder(args.checkpoint_dir)
+    for name in ("data", "init", "mllog", "out"):
+        check_local(getattr(args, name, None) or "")
 
 
 def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
@@ -178,24 +163,12 @@ def add_step(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         default=f"{BUCKET_BYTES // 2**20}MiB",
         help="with --overlap, bytes of gradients summed at a time (default: %(default)s)",
     )
-    _add_failures(parser)
-
-
-def _add_failures(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that matter only under a controller."""
-    group = parser.add_argument_group("fault tolerance", "under 'ftmesh launch --failures N'")
-    group.add_argument(
+    parser.add_argument(
         "--donate",
         action="store_true",
-        help="donate the state to a step, as runs without fault tolerance do: devices hold one "
-        "state instead of two, and after a failure the steps since the last --copy-every are "
-        "repeated (default: no step is)",
-    )
-    group.add_argument(
-        "--no-copies",
-        action="store_true",
-        help="keep no copy of each chip's optimizer shard on another host: after losing a host the "
-        "run goes back to a copy in host memory, or to a checkpoint",
+        help="under 'ftmesh launch --failures', donate the state to a step, as other runs do: "
+        "devices hold one state instead of three, and after a failure the steps since the last "
+        "copy to host memory are repeated",
     )
 
 
@@ -209,7 +182,6 @@ def step_options(args: argparse.Namespace) -> StepOptions:
         overlap=args.overlap,
         bucket_bytes=parse_bytes(args.bucket),
         keeps_state=not args.donate,
-        copies=not args.no_copies,
     )
 
 
@@ -267,11 +239,11 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     parser.add_argument(
         "--copy-every",
-        type=whole_number(0),
-        default=0,
+        type=positive,
         metavar="N",
         help="copy the state to the memory of two hosts every N steps, under 'ftmesh launch "
-        "--failures': restarted processes continue from there (0: never)",
+        "--failures': restarted processes continue from there (default: as often as takes 1 %% of "
+        "the time)",
     )
     parser.add_argument(
         "--check-every",
@@ -286,6 +258,12 @@ def add_run(parser: argparse.ArgumentParser, presets: Iterable[str]) -> None:
         action="store_true",
         help="commit a step before the next one starts, under 'ftmesh launch --failures': devices "
         "hold two states instead of three, and wait briefly after each step",
+    )
+    parser.add_argument(
+        "--no-copies",
+        action="store_true",
+        help="keep no copy of each chip's optimizer shard on another host: after losing a host the "
+        "run goes back to a copy in host memory, or to a checkpoint",
     )
     parser.add_argument(
         "--compile-ahead",

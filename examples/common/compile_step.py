@@ -1,8 +1,8 @@
-"""Compile a training step for TPUs without having any, and report memory and overlap.
+"""Compile a training step for TPUs on a machine without TPUs; report memory and overlap.
 
     report = compile_step(resnet50_trainer(config, topology))
 
-Nothing runs: the topology's devices may be those of `ftmesh.tpu.slices.tpu_devices`.
+Nothing runs: the topology's devices may be those of `ftmesh.tpu.compiler.tpu_devices`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ftmesh.tpu.compiled_rounds import (
     overlap,
     total_cycles,
 )
-from ftmesh.tpu.cycles import Cycles
-from ftmesh.tpu.slices import tpu_devices
+from ftmesh.tpu.compiler import tpu_devices
+from ftmesh.tpu.estimated_cycles import Cycles
 from ftmesh.units import format_bytes
 
 

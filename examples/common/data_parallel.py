@@ -20,28 +20,28 @@ import optax
 from jax import lax
 
 from examples.common.device_arrays import AXIS, SHARDED, DeviceArrays
+from ftmesh.collectives.all_reduce import ChipGroups
 from ftmesh.collectives.gradients import (
     BUCKET_BYTES,
     backward_order,
     with_mean_gradients,
 )
-from ftmesh.collectives.group_sum import ChipGroups
 from ftmesh.distributed.consensus import agreed_plan
 from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
 from ftmesh.elastic.precompile import cached_plan
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute.lowering import PALLAS, PPERMUTE, XLA
 from ftmesh.layout.batch_shares import BatchShares
-from ftmesh.optim.replicated import ReplicatedOptimizer
+from ftmesh.optim.optimizers import ReplicatedOptimizer
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.planning.make_plan import plan
 from ftmesh.planning.plan import Plan
 from ftmesh.planning.selection import AUTO
 from ftmesh.testing import shard_map_on_one_device
-from ftmesh.topology.devices import platform_of, process_of
-from ftmesh.topology.ranks import Ranks, backup_ranks, jax_mesh
+from ftmesh.topology.devices import platform_of
+from ftmesh.topology.ranks import Ranks, jax_mesh
 from ftmesh.topology.topology import Topology
-from ftmesh.tpu.compiler_options import compiler_options
+from ftmesh.tpu.compiler import compiler_options
 
 PSUM = "psum"  # in place of an algorithm: lax.psum, which needs no plan
 _EXECUTORS = {PALLAS: " in a Pallas kernel", XLA: " by XLA"}
@@ -58,7 +58,6 @@ class DataParallel(DeviceArrays):
     reduce_scatter: bool = False  # gradients go to owners
     bucket_bytes: int = BUCKET_BYTES
     keeps_state: bool = False  # a step does not donate the state before it
-    partners: tuple[int, ...] | None = None  # by rank: the rank with a copy of its shard
 
     def __post_init__(self) -> None:
         if self.overlap and self.plan is None:
@@ -81,7 +80,6 @@ class DataParallel(DeviceArrays):
         bucket_bytes: int = BUCKET_BYTES,
         group: ElasticGroup = SINGLE_PROCESS,
         keeps_state: bool = True,
-        copies: bool = True,
         reduce_scatter: bool = False,
         executor: str = AUTO,
     ) -> DataParallel:
@@ -101,7 +99,6 @@ class DataParallel(DeviceArrays):
             bucket_bytes: Size of a bucket with `overlap`.
             group: The processes that own the devices.
             keeps_state: If hosts may be lost, do not donate the state to a step.
-            copies: If hosts may be lost, keep a copy of each shard on another host.
             reduce_scatter: Gradients go to owners, so a plan must have a reduce-scatter; so it must
                 with `overlap`.
             executor: As for `ftmesh.plan`.
@@ -125,7 +122,6 @@ class DataParallel(DeviceArrays):
             )
             small_plan = _small_plan(gradient_plan)
         mesh = jax_mesh(topology, axis_name, with_idle=with_idle) if topology.devices else None
-        is_elastic = group.controller is not None
         return DataParallel(
             ranks,
             mesh,
@@ -136,8 +132,7 @@ class DataParallel(DeviceArrays):
             overlap=overlap,
             reduce_scatter=reduce_scatter,
             bucket_bytes=bucket_bytes,
-            keeps_state=is_elastic and keeps_state,
-            partners=_partners(topology) if is_elastic and copies and not with_idle else None,
+            keeps_state=group.controller is not None and keeps_state,
         )
 
     @property
@@ -175,12 +170,6 @@ class DataParallel(DeviceArrays):
     def mean(self, tree: Any) -> Any:
         """Average a few numbers, such as losses, over the live ranks."""
         return jax.tree.map(lambda total: total / self.ranks.num_live, self.sum(tree))
-
-    def copies(self, tree: Any) -> Any:
-        """Send this rank's shard to its partner; return the shard that this rank copies."""
-        assert self.partners is not None
-        pairs = list(enumerate(self.partners))
-        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis_name, pairs), tree)
 
     def _zero_if_idle(self, tree: Any) -> Any:
         if not self.ranks.with_idle:
@@ -296,13 +285,6 @@ class DataParallel(DeviceArrays):
             if self.overlap
             else None,
         )
-
-
-def _partners(topology: Topology) -> tuple[int, ...] | None:
-    """Return a rank on another host for each rank; None if there are too few."""
-    hosts = [process_of(device) for device in Ranks(topology).devices]
-    ranks = backup_ranks(topology, hosts) if len(set(hosts)) > 1 else None
-    return None if ranks is None else tuple(ranks.tolist())
 
 
 def _small_plan(large: Plan) -> Plan:

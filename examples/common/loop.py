@@ -8,44 +8,33 @@ read the loss first.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from examples.common.mllog import MLLog
 from examples.common.reader import Batches, Reader
 from examples.common.report import Report
-from examples.common.restore import restore_or_init
-from examples.common.sdc_check import apply_faults
-from examples.common.step_commit import StepCommit
 from examples.common.trainer import State, Trainer
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.command_line import say
+from ftmesh.elastic.attempt import Attempt
 from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
-from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
-from ftmesh.elastic.precompile import (
-    CPU_SECONDS,
-    agreed_program,
-    compile_for,
-    prepare_for_host_loss,
-)
-from ftmesh.errors import CheckpointError
+from ftmesh.errors import CheckpointError, CheckpointNotFoundError
 from ftmesh.testing import fault_injection
-from ftmesh.topology.devices import process_of
 from ftmesh.topology.topology import Topology
 from ftmesh.units import format_time
 
 Data = TypeVar("Data", bound=Sized)
 OPEN_TIMEOUT = 3600.0  # seconds; without an index, one process scans all of the data
 SAVE_TIMEOUT = 3600.0  # for the last checkpoint of the slowest process
-STEP = "the program of a step"
 SEE_TIMEOUT = 10.0  # for a new file to be visible to all processes
 SEE_INTERVAL = 0.1
 
@@ -90,7 +79,7 @@ def open_data(
 ) -> tuple[Data, Data]:
     """Open the training and validation data, and check that all processes have the same sizes.
 
-    One process opens it first and leaves an index to the others.
+    One process opens it first and writes an index for the others.
     """
     data = group.primary_first(
         lambda: (train(), validation()), "open the data", timeout=OPEN_TIMEOUT
@@ -100,34 +89,29 @@ def open_data(
     return data
 
 
-def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
+def run(job: Job, attempt: Attempt, args: argparse.Namespace, log: MLLog) -> Report:
     """Train `job` with the arguments of `examples.common.arguments.add_run`."""
-    trainer, group = job.trainer, job.trainer.parallel.group
+    trainer, group = job.trainer, attempt.group
     resumes = args.resume or group.generation > 1
     job.train.check_memory()
     group.report_phase("compile")
     fault_injection.inject("compile")
-    topology = trainer.parallel.ranks.topology
-    train_step = agreed_program(group, STEP, trainer.step, trainer.inputs, topology)
+    rebuild = None if job.remake is None else partial(_rebuild, job.remake)
+    train_step = attempt.compile(
+        trainer.step, trainer.inputs, rebuild=rebuild, ahead=args.compile_ahead
+    )
     with ExitStack() as stack:
         group.report_phase("restore")
         checkpoints = _open_checkpoints(group, args, stack) if args.checkpoint_dir else None
-        peer_checkpoint = _open_peer_checkpoint(group, stack)
-        step_commit = StepCommit(
-            trainer,
-            peer_checkpoint,
-            checkpoints,
-            copy_every=args.copy_every,
-            check_every=args.check_every,
-            two_states=args.two_states,
-            is_saved=partial(_is_saved, job, args),
+        if checkpoints and args.resume and checkpoints.latest_step is None:
+            raise CheckpointNotFoundError(f"{checkpoints.folder} has no checkpoint to resume from")
+        done, saved = attempt.restore(
+            trainer.saved,
+            init=lambda: trainer.to_saved(job.first()),
+            full_types=trainer.full_types,
+            checkpoints=checkpoints,
         )
-        _warn_without_copies(trainer, args)
-        if group.generation > 1:
-            fault_injection.inject("recovery")
-        done, state, source = restore_or_init(
-            trainer, job.first, peer_checkpoint, checkpoints, resumes=resumes
-        )
+        state = trainer.from_saved(saved)
         if done >= job.total_steps and group.generation == 1:
             raise CheckpointError(
                 f"the checkpoint is of step {done}, and the run ends at step {job.total_steps}: "
@@ -148,48 +132,51 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
                 total_steps=job.total_steps,
                 first_step=done,
                 unit=job.train.unit,
-                title=_title(job),
+                title=_title(job, group),
                 resume=resumes,
                 show=group.is_primary,
                 eager=group.controller is not None,
             )
         )
         if group.generation > 1:
-            live = trainer.parallel.ranks.topology.num_live
-            report.generation(done, group.generation, live=live, source=source)
+            live = attempt.topology.num_live
+            report.generation(done, group.generation, live=live, source=attempt.source)
         batches = stack.enter_context(
             Reader(job.train, first_step=done, max_damaged=args.max_damaged)
         )
-        step_commit.begin(done, state, source, partial(_report_step, job, report))
-        if group.controller is not None:
-            _prepare(job, topology, compile_ahead=args.compile_ahead)
         block = done + 1  # first step since the last evaluation
         reached = False
         if group.generation > 1 and done:  # the failure may have come before the step's checkpoint
             if checkpoints and _is_saved(job, args, done):
-                _save(trainer, checkpoints, done, state)
+                _save(attempt, checkpoints, done, saved)
             if _is_evaluated(job, done):
-                reached = _evaluate(job, state, done, report, log)
+                reached = _evaluate(job, attempt, state, done, report, log)
+        waiting: list[tuple[int, Any]] = []  # steps that are not reported yet, with their losses
         for step in range(done + 1, job.total_steps + 1) if not reached else ():
             if step == block:
                 log.start("block", first_epoch_num=job.epoch(step), epoch_count=_epochs(job, step))
             group.report_phase("read", step)
             batch = trainer.parallel.feed(next(batches))
-            fault_injection.inject("step", step)
             group.report_phase("step", step)
             state, loss = train_step(state, batch)
-            fault_injection.inject("collective", step)
-            state = apply_faults(step, state)
-            step_commit.add(step, state, loss)
-            if checkpoints and _is_saved(job, args, step):
-                step_commit.settle()
+            state = _with_faults(step, state)
+            is_saved = checkpoints is not None and _is_saved(job, args, step)
+            pauses = is_saved or _is_evaluated(job, step)
+            phase = "evaluate" if pauses else "read"
+            if is_saved or group.controller is not None:
+                saved = trainer.to_saved(state)
+            attempt.commit(step, saved, loss=loss, wait=pauses, phase=phase)
+            waiting.append((step, loss))
+            is_last_committed = pauses or group.controller is None
+            while len(waiting) > (not is_last_committed):  # the step before is committed
+                _report_step(job, report, *waiting.pop(0))
+            if checkpoints and is_saved:
                 report.settle()  # a state with a bad loss must not be saved
-                _save(trainer, checkpoints, step, state)
+                _save(attempt, checkpoints, step, saved)
             if _is_evaluated(job, step):
-                step_commit.settle()
                 log.stop("block", first_epoch_num=job.epoch(block))
                 block = step + 1
-                reached = _evaluate(job, state, step, report, log)
+                reached = _evaluate(job, attempt, state, step, report, log)
             if reached:
                 break
         log.stop("run", status="success" if reached else "aborted")
@@ -201,39 +188,34 @@ def run(job: Job, args: argparse.Namespace, log: MLLog) -> Report:
     return report
 
 
+def _rebuild(
+    remake: Callable[..., Trainer], topology: Topology, group: ElasticGroup
+) -> tuple[Any, Sequence[Any]]:
+    trainer = remake(topology, group=group)
+    return trainer.step, trainer.inputs
+
+
+def _with_faults(step: int, state: State) -> State:
+    """Corrupt the parameters on this process's first chip if fault injection asks for it."""
+    if not fault_injection.corrupts_gradient(step):
+        return state
+    unhealthy = jax.local_devices()[0]
+
+    def corrupt(leaf: jax.Array) -> jax.Array:
+        shards = [
+            jax.device_put(np.asarray(shard.data) * 1.001, unhealthy)
+            if shard.device == unhealthy
+            else shard.data
+            for shard in leaf.addressable_shards
+        ]
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+    return state._replace(params=jax.tree.map(corrupt, state.params))
+
+
 def _report_step(job: Job, report: Report, step: int, loss: Any) -> None:
     parallel, lr = job.trainer.parallel, job.trainer.lr_schedule(step - 1)
     report.step(step, parallel.local(loss), examples=job.train.batch, lr=lr)
-
-
-def _prepare(job: Job, topology: Topology, *, compile_ahead: bool) -> None:
-    """In the background, plan for the loss of each host, and compile if asked to.
-
-    Plans are needed by the primary process: the first one, or the second once that is lost.
-    """
-    group, remake = job.trainer.parallel.group, job.remake
-    if remake is None or not (compile_ahead or group.process in group.members[:2]):
-        return
-
-    def prepare_for(left: Topology) -> None:
-        trainer = remake(left, group=replace(group, kv=None))
-        if compile_ahead and group.process in {process_of(device) for device in left.devices}:
-            compile_for(left, STEP, trainer.step, trainer.inputs)
-
-    cpu_seconds = math.inf if compile_ahead else CPU_SECONDS
-    prepare_for_host_loss(topology, prepare_for, cpu_seconds=cpu_seconds)
-
-
-def _warn_without_copies(trainer: Trainer, args: argparse.Namespace) -> None:
-    """Warn that a lost host takes its shards of the state with it."""
-    parallel = trainer.parallel
-    wants = parallel.group.controller is not None and trainer.full_types and not args.no_copies
-    if wants and parallel.partners is None and parallel.group.is_primary:
-        say(
-            "the optimizer's shards have no copies on other hosts, which have too few chips for "
-            "them: if a host is lost, the run goes back to host memory (--copy-every) or to a "
-            "checkpoint"
-        )
 
 
 def _check_shared(group: ElasticGroup, checkpoints: Checkpoints) -> None:
@@ -281,40 +263,30 @@ def _is_evaluated(job: Job, step: int) -> bool:
     return step == job.total_steps or step % job.steps_per_eval == 0
 
 
-def _open_peer_checkpoint(group: ElasticGroup, stack: ExitStack) -> PeerCheckpoint | None:
-    """Open the in-memory checkpoints, if there are peer stores."""
-    if group.controller is None:
-        return None
-    peer_checkpoint = PeerCheckpoint.from_environment(group.process, group.generation, say)
-    if peer_checkpoint is not None:
-        stack.enter_context(peer_checkpoint)
-        group.before_exit(peer_checkpoint.finish)
-    return peer_checkpoint
-
-
-def _save(trainer: Trainer, checkpoints: Checkpoints, step: int, state: State) -> None:
+def _save(attempt: Attempt, checkpoints: Checkpoints, step: int, state: State) -> None:
     """Start to write a checkpoint. A run under a controller survives a full disk."""
-    group = trainer.parallel.group
-    group.report_phase("save", step)
+    group = attempt.group
     if group.controller is not None and checkpoints.latest_step == step:
         return  # saved in an earlier generation
     try:
-        trainer.save(checkpoints, step, state)
+        attempt.save(checkpoints, step, state)
     except CheckpointError as error:
         if group.controller is None:
             raise
         say(f"process {group.process}: {error}; continuing without this checkpoint")
 
 
-def _evaluate(job: Job, state: State, step: int, report: Report, log: MLLog) -> bool:
+def _evaluate(
+    job: Job, attempt: Attempt, state: State, step: int, report: Report, log: MLLog
+) -> bool:
     """Evaluate and report; return True if the target is reached."""
     report.settle()
-    job.trainer.parallel.group.report_phase("evaluate", step)
+    attempt.group.report_phase("evaluate", step)
     fault_injection.inject("evaluate", step)
     epoch = job.epoch(step)
     with log.interval("eval", epoch_num=epoch):
         local = _accuracy(job, state)
-        accuracy: float = job.trainer.parallel.group.broadcast(local, "the accuracy")
+        accuracy: float = attempt.group.broadcast(local, "the accuracy")
         log.event("eval_accuracy", accuracy, epoch_num=epoch)
     report.evaluation(step, accuracy=accuracy)
     return accuracy >= job.target
@@ -354,9 +326,8 @@ def _epochs(job: Job, step: int) -> int:
     return job.epoch(last) - job.epoch(step) + 1
 
 
-def _title(job: Job) -> str:
-    parallel = job.trainer.parallel
-    on = f"{'at last ' if parallel.group.generation > 1 else ''}on {parallel.ranks.topology}"
+def _title(job: Job, group: ElasticGroup) -> str:
+    on = f"{'at last ' if group.generation > 1 else ''}on {job.trainer.parallel.ranks.topology}"
     return f"{job.benchmark}, batches of {job.train.batch} {job.train.unit}, {on}"
 
 

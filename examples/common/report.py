@@ -43,7 +43,7 @@ class Report:
             and ``run.svg``; None writes nothing.
         total_steps: Length of the run.
         first_step: Number of steps done before.
-        unit: What examples are called in rates.
+        unit: Name of an example in rates.
         title: Of the plot.
         resume: Append to the metrics.
         show: Show progress on the terminal: true in one process of a run.

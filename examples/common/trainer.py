@@ -22,10 +22,8 @@ import optax
 
 from examples.common.data_parallel import DataParallel
 from examples.common.device_arrays import REPLICATED, SHARDED
-from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.collectives.gradients import BUCKET_BYTES
 from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
-from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
 from ftmesh.layout.batch_shares import BatchShares
 from ftmesh.optim.sharded import ShardedOptimizer
 from ftmesh.planning.selection import AUTO
@@ -38,7 +36,6 @@ class State(NamedTuple):
     params: Any
     stats: Any  # one row per rank; () for a model without statistics
     optimizer: Any
-    copies: Any = ()  # of another rank's shard of `optimizer`, if hosts may be lost
 
 
 LARGE_MODEL = 2**20  # parameters: of a smaller model, all tensors of the optimizer are sharded
@@ -56,7 +53,6 @@ class StepOptions:
     overlap: bool = False
     bucket_bytes: int = BUCKET_BYTES
     keeps_state: bool = True
-    copies: bool = True
 
     def data_parallel(
         self,
@@ -77,7 +73,6 @@ class StepOptions:
             bucket_bytes=self.bucket_bytes,
             group=group,
             keeps_state=self.keeps_state,
-            copies=self.copies and self.sharded,
             reduce_scatter=self.sharded,
             executor=self.executor,
         )
@@ -95,32 +90,18 @@ class Trainer:
     mean_stats: Any  # stats of all ranks -> stats for evaluation
     evaluate: Any  # params, mean stats, batch -> number right, number of answers
     own_stats: Any  # mean stats -> the same row for every rank
-    copies: Any  # optimizer state -> copies of it at partners
     inputs: tuple[State, Any]  # types and shardings of the arguments of `step`
-    saved: State  # types and shardings of a checkpoint
+    saved: State  # types and shardings of what `to_saved` returns
     full_types: State | None = None  # of the state of a sharded optimizer, before sharding
 
-    def save(self, checkpoints: Checkpoints | PeerCheckpoint, step: int, state: State) -> None:
-        """Start to save a state, with the mean of its statistics."""
-        mean = state._replace(stats=self.mean_stats(state.stats), copies=())
-        devices = self.parallel.live_devices
-        checkpoints.save(step, mean, full_types=self.full_types, devices=devices)
-
-    def restore(self, checkpoints: Checkpoints | PeerCheckpoint) -> tuple[int, State] | None:
-        """Return the step and state of the newest valid checkpoint, if any."""
-
-        def agree(step: str) -> None:
-            self.parallel.group.agree({"the step to resume from": step})
-
-        restored = checkpoints.restore(self.saved, full_types=self.full_types, agree=agree)
-        if restored is None or not restored[0]:
-            return None
-        return restored[0], self.from_saved(restored[1])
+    def to_saved(self, state: State) -> State:
+        """Return a state that any mesh can continue from: with the mean of its statistics."""
+        has_stats = bool(jax.tree.leaves(state.stats))
+        return state._replace(stats=self.mean_stats(state.stats)) if has_stats else state
 
     def from_saved(self, saved: State) -> State:
-        """Turn a state as checkpoints hold it into one for `step`."""
-        copies = self.copies(saved.optimizer)
-        return saved._replace(stats=self.own_stats(saved.stats), copies=copies)
+        """Return a state for `step`."""
+        return saved._replace(stats=self.own_stats(saved.stats))
 
 
 def make_trainer(
@@ -161,25 +142,15 @@ def make_trainer(
         order=parallel.backward_order(loss, params, stats, own_batch),
         min_size=SMALL if num_params >= LARGE_MODEL else 0,
     )
-    has_copies = isinstance(optimizer, ShardedOptimizer) and parallel.partners is not None
     optimizer_specs = optimizer.specs(params)
-    specs = State(REPLICATED, SHARDED, optimizer_specs, SHARDED if has_copies else ())
+    specs = State(REPLICATED, SHARDED, optimizer_specs)
     batch_specs = jax.tree.map(lambda _: SHARDED, row)
     init_optimizer = parallel.jit(optimizer.init, in_specs=(REPLICATED,), out_specs=optimizer_specs)
-
-    is_cut = [spec == SHARDED for spec in jax.tree.leaves(optimizer_specs)]
-
-    def rank_copies(inner: Any) -> Any:
-        own = [x for x, cut in zip(jax.tree.leaves(inner), is_cut, strict=True) if cut]
-        return parallel.copies(own) if has_copies else ()
-
-    copies = parallel.jit(rank_copies, in_specs=(optimizer_specs,), out_specs=specs.copies)
 
     def first(params: Any, stats: Any) -> State:
         params = parallel.put(params)
         stats = parallel.put(_as_rows(stats, parallel.num_ranks), SHARDED)
-        inner = init_optimizer(params)
-        return State(params, stats, inner, copies(inner))
+        return State(params, stats, init_optimizer(params))
 
     def rank_step(state: State, batch: Any) -> tuple[State, jax.Array]:
         def rank_loss(params: Any) -> tuple[jax.Array, Any]:
@@ -187,8 +158,7 @@ def make_trainer(
 
         (value, stats), grads = optimizer.value_and_grad(rank_loss, has_aux=True)(state.params)
         params, inner = optimizer.apply(grads, state.optimizer, state.params)
-        new_state = State(params, _as_rows(stats, 1), inner, rank_copies(inner))
-        return new_state, parallel.mean(value)
+        return State(params, _as_rows(stats, 1), inner), parallel.mean(value)
 
     def rank_evaluate(params: Any, stats: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         counts: tuple[jax.Array, jax.Array] = parallel.sum(count_right(params, stats, batch))
@@ -197,13 +167,12 @@ def make_trainer(
     def rank_mean_stats(stats: Any) -> Any:
         return parallel.mean(_own_row(stats))
 
-    inner = init_optimizer.eval_shape(params)
     state = State(
         params,
         jax.eval_shape(lambda stats: _as_rows(stats, parallel.num_ranks), stats),
-        inner,
-        copies.eval_shape(inner),
+        init_optimizer.eval_shape(params),
     )
+    is_sharded = SHARDED in jax.tree.leaves(optimizer_specs)
     return Trainer(
         parallel=parallel,
         shares=shares,
@@ -222,13 +191,12 @@ def make_trainer(
         own_stats=parallel.jit(
             lambda stats: _as_rows(stats, 1), in_specs=(REPLICATED,), out_specs=SHARDED
         ),
-        copies=copies,
         inputs=parallel.with_shardings((state, batch), (specs, batch_specs)),
         saved=parallel.with_shardings(
-            state._replace(stats=stats, copies=()), specs._replace(stats=REPLICATED, copies=())
+            state._replace(stats=stats), specs._replace(stats=REPLICATED)
         ),
-        full_types=State(None, None, optimizer.full_types(params), None)
-        if isinstance(optimizer, ShardedOptimizer) and any(is_cut)
+        full_types=State(None, None, optimizer.full_types(params))
+        if isinstance(optimizer, ShardedOptimizer) and is_sharded
         else None,
     )
 

@@ -23,8 +23,7 @@ from examples.resnet50.data import Batches
 from examples.resnet50.images import open_images
 from examples.resnet50.trainer import first_state, resnet50_trainer
 from ftmesh.command_line import Parser
-from ftmesh.elastic.elastic_group import SINGLE_PROCESS, ElasticGroup
-from ftmesh.topology.topology import Topology
+from ftmesh.elastic.attempt import Attempt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,13 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return start("resnet50", parser, PRESETS, train, argv)
 
 
-def train(
-    config: Config,
-    topology: Topology,
-    args: argparse.Namespace,
-    group: ElasticGroup = SINGLE_PROCESS,
-) -> Report:
-    """Train, as one process of `group`."""
+def train(config: Config, attempt: Attempt, args: argparse.Namespace) -> Report:
+    """Train to the end, or until a host is lost."""
+    topology, group = attempt.topology, attempt.group
     log = start_log(args, group)
 
     # Data: opened first, so that errors come before anything is compiled.
@@ -78,7 +73,7 @@ def train(
         validation=make_batches(eval_images),
         remake=make_trainer,
     )
-    return run(job, args, log)
+    return run(job, attempt, args, log)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``ftmesh advise``: compare strategies for failed boards, and recommend one."""
+"""``ftmesh advise``: compare strategies for failed boards, or replicas of a model."""
 
 from __future__ import annotations
 
@@ -6,18 +6,35 @@ import argparse
 import json
 import statistics
 import textwrap
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from ftmesh.cli import arguments
 from ftmesh.command_line import MAX_SEED, whole_number
+from ftmesh.errors import ArgumentError
 from ftmesh.files import check_output_files
 from ftmesh.planning import advise
 from ftmesh.planning.advise import IDLE, DamageComparison, LeafChipCosts, Outcome, TrainingJob
+from ftmesh.planning.job_model import (
+    EVERY_CHIP,
+    MAX_WASTE,
+    STATE_BYTES,
+    WEIGHT_BYTES,
+    ReplicaOption,
+    best_replicas,
+    replica_options,
+)
 from ftmesh.topology.notation import format_failed
 from ftmesh.topology.topology import Topology
-from ftmesh.units import format_time, parse_bytes, parse_time
+from ftmesh.units import format_bytes, format_time, parse_bytes, parse_time
 
+REPLICA_MODEL = (
+    f"State: {STATE_BYTES} bytes per weight, for float32 weights and gradients and the two moments "
+    "of Adam, sharded over the chips of a replica. Activations come on top.",
+    "Gathers: the weights in bfloat16, in the forward and the backward pass, and the scatter of "
+    "float32 gradients, among the chips of a replica. Sums: their float32 gradients over replicas. "
+    "Both simulated, one after the other, each as one collective.",
+)
 MAX_RUNS, MAX_SPARES = 10_000, 100_000
 COLUMNS = {"per_chip": 15, "slower": 13, "thrown_away": 13, "restarting": 12, "waiting": 9}
 
@@ -29,8 +46,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="compare strategies for failed boards: wait, shrink, keep spares, route around",
         description="Simulate failures and repairs under four strategies for a failed board: wait "
         "for the repair, continue on the largest intact sub-mesh, keep hot spares, or route around "
-        "the hole. With --failed, recommend what to do now. Times are written 0.5us, 50ms, 10min, "
-        "8h or 90d.",
+        "the hole. With --failed, recommend what to do now. With --model-bytes, compare instead "
+        "the tiles of chips that replicas of a model may have. Times are written 0.5us, 50ms, "
+        "10min, 8h or 90d.",
         epilog="example: ftmesh advise 16x32 --failed 4x2@6,14 --mtbf 3000d --repair 8h "
         "--checkpoint 30min --step 43ms --payload 102MB --tpu v3",
     )
@@ -52,6 +70,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     seed = "random seed of the failures"
     arguments.add_option(parser, "--seed", "N", seed, 0, whole_number(0, MAX_SEED))
     arguments.add_option(parser, "--plot", "FILE", "plot where the time goes (needs matplotlib)")
+    size = "bytes of a model's weights in float32, as 8GB: compare replicas instead"
+    arguments.add_option(parser, "--model-bytes", "SIZE", size)
+    memory = "memory of a chip for weights, gradients and optimizer: recommend a replica that fits"
+    arguments.add_option(parser, "--memory", "SIZE", memory)
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
@@ -59,6 +81,11 @@ def run(args: argparse.Namespace) -> None:
     """Simulate, and print the table and the recommendation."""
     check_output_files(args.plot)
     damaged = arguments.topology_of(args)
+    if args.model_bytes is not None:
+        _compare_replicas(args, damaged)
+        return
+    if args.memory is not None:
+        raise ArgumentError("--memory says which replicas fit: give --model-bytes too")
     job = _training_job(args, replace(damaged, failed=frozenset(), failed_links=frozenset()))
     horizon, progress = parse_time(args.horizon), partial(arguments.Progress(), what="runs")
     outcomes = advise.simulate_strategies(
@@ -88,6 +115,61 @@ def run(args: argparse.Namespace) -> None:
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
     if args.plot:
         print(f"wrote {args.plot}")
+
+
+def _compare_replicas(args: argparse.Namespace, topology: Topology) -> None:
+    """Print the replicas that a model may have, and which of them to take."""
+    if args.plot:
+        raise ArgumentError("--plot shows strategies: leave it out with --model-bytes")
+    model_bytes, network = parse_bytes(args.model_bytes), arguments.network_of(args)
+    memory = None if args.memory is None else parse_bytes(args.memory)
+    options = replica_options(topology, model_bytes, network)
+    best = None if memory is None else best_replicas(options, memory)
+    if args.json:
+        rows = [{**asdict(one), "fits": memory and one.fits(memory)} for one in options]
+        print(json.dumps({"options": rows, "best": best and best.tile}, indent=2))
+        return
+    print(
+        f"{topology}: {format_bytes(model_bytes)} of float32 weights, "
+        f"{format_bytes(STATE_BYTES // WEIGHT_BYTES * model_bytes)} of state\n"
+        f"  {'replica':<9}{'replicas':>9}{'live chips wasted':>19}{'state per chip':>16}{'fits':>6}"
+        f"{'gathers':>10}{'sums':>10}"
+    )
+    for one in options:
+        fits = "" if memory is None else "yes" if one.fits(memory) else "no"
+        by = f"  {one.algorithm}" if one.algorithm else ""
+        print(
+            f"  {one.tile:<9}{one.replicas:>9}{one.wasted:>19}{format_bytes(one.state_bytes):>16}"
+            f"{fits:>6}{_or_none(one.gather_seconds):>10}{_or_none(one.sum_seconds):>10}{by}"
+        )
+    print(textwrap.fill(_replica_advice(options, best, memory), 100))
+    print()
+    for text in REPLICA_MODEL:
+        print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
+
+
+def _or_none(seconds: float) -> str:
+    return format_time(seconds) if seconds else "none"
+
+
+def _replica_advice(
+    options: list[ReplicaOption], best: ReplicaOption | None, memory: int | None
+) -> str:
+    if best is None or memory is None:
+        return "Advice: give --memory, what the state may take of a chip, for a recommendation."
+    state = f"{format_bytes(best.state_bytes)} of {format_bytes(memory)}"
+    if best.tile == EVERY_CHIP:
+        return (
+            f"Advice: one replica over all {best.chips} live chips, {state} on each: no tile fits "
+            f"that wastes at most {MAX_WASTE:.0%} of them."
+        )
+    return (
+        f"Advice: replicas of {best.tile}, {state} on each chip. Of the tiles that fit, they waste "
+        f"the fewest live chips, {best.wasted}, and with that few have the fastest collectives, "
+        f"{format_time(best.seconds)} a step. One replica over all live chips takes "
+        f"{format_time(options[-1].seconds)}, but pads weights to {options[-1].chips} shards, "
+        "gathers each layer from all of them, and seldom continues in place after a loss."
+    )
 
 
 def _training_job(args: argparse.Namespace, full_mesh: Topology) -> TrainingJob:

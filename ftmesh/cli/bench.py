@@ -161,7 +161,10 @@ def _real_mesh(args: argparse.Namespace, group: ProcessGroup, payload: int) -> T
 
     shape = Topology.from_devices(jax.devices(), failed="").shape
     wrap = parse_wrap_axes(args.wrap, shape)
-    topology = agreed_topology(group, failed=args.failed, failed_links=args.failed_links, wrap=wrap)
+    topology = Topology.from_devices(
+        jax.devices(), failed=args.failed, failed_links=args.failed_links, wrap=wrap
+    )
+    agreed_topology(group, topology)
     options = ("payloads", "repeats", "algorithms", "compare", "kernel")
     group.agree({f"--{name}": getattr(args, name) for name in options})
     check_payload_memory(topology, payload, "give smaller --payloads")

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     if args.executor != PALLAS:
         _compile(args, payload_bytes, None)
         return
-    from ftmesh.tpu.kernel_bundles import dump_bundles
+    from ftmesh.tpu.compile_report import dump_bundles
 
     with tempfile.TemporaryDirectory() as folder:
         dump_bundles(folder)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _compile(args: argparse.Namespace, payload_bytes: int, bundles: str | None) -> None:
     from ftmesh.tpu.compile_report import compile_report
-    from ftmesh.tpu.slices import parse_slice, tpu_devices
+    from ftmesh.tpu.compiler import parse_slice, tpu_devices
 
     stages = arguments.Stages()
     wrap = parse_wrap_axes(args.wrap, parse_slice(args.slice)[1].shape)

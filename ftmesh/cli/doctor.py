@@ -19,7 +19,7 @@ from ftmesh.errors import ArgumentError
 
 if TYPE_CHECKING:
     from ftmesh.distributed.process_group import ProcessGroup
-    from ftmesh.health.findings import Findings
+    from ftmesh.health.examination import Findings
     from ftmesh.topology.topology import Topology
 
 _MAX_WIDTH = 32  # chips per row in a drawing
@@ -89,14 +89,18 @@ def _joined(args: argparse.Namespace) -> AbstractContextManager[ProcessGroup]:
 
 
 def _topology(args: argparse.Namespace, group: ProcessGroup) -> Topology:
+    import jax
+
     from ftmesh.distributed.consensus import agreed_topology
     from ftmesh.testing import cpu_grid
+    from ftmesh.topology.topology import Topology
 
     damage = {"failed": args.failed, "failed_links": args.failed_links}
     if args.emulate:
         return cpu_grid(args.mesh, **damage)
     group.agree({"--timeout": args.timeout, "--slow": args.slow, "--one-by-one": args.one_by_one})
-    return agreed_topology(group, shape=args.mesh, **damage)
+    mesh = Topology.from_devices(jax.devices(), shape=args.mesh, **damage)
+    return agreed_topology(group, mesh)
 
 
 def _examine(args: argparse.Namespace, topology: Topology, group: ProcessGroup) -> Findings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -15,15 +16,15 @@ from types import FrameType
 from typing import Any
 
 from ftmesh.command_line import number, say, whole_number
-from ftmesh.elastic.child_process import ChildProcess
-from ftmesh.elastic.events import EventLog
+from ftmesh.elastic.agent import LocalAgents
+from ftmesh.elastic.agent_pool import AgentPool
+from ftmesh.elastic.child_process import ChildProcess, HostLayout
 from ftmesh.elastic.heartbeats import parse_phase_timeouts
-from ftmesh.elastic.local_pod import Pod, check_command
-from ftmesh.elastic.output_lines import OutputPrinter
-from ftmesh.elastic.pod_environment import HostLayout
+from ftmesh.elastic.local_pod import GRACE_SECONDS, Pod, check_command
+from ftmesh.elastic.run_log import EventLog, OutputPrinter
 from ftmesh.elastic.supervisor import Policy, Supervisor
 from ftmesh.errors import ArgumentError
-from ftmesh.files import check_output_folder
+from ftmesh.files import check_local, check_output_folder
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -61,28 +62,29 @@ example: ftmesh launch --hosts 4 --devices-per-host 4 --mesh 4x4 -- python train
         ("--devices-per-host", "CPU devices of each process"),
     ):
         parser.add_argument(name, metavar="N", type=whole, required=True, help=text)
-    _add_option(parser, "--mesh", "MESH", str, None, "shape of all devices together, x first: 4x4")
-    grace = "time for the others to exit after one has failed"
-    _add_option(parser, "--grace", "SECONDS", number(0), 30.0, grace)
-    _add_option(parser, "--timeout", "SECONDS", number(0), None, "end the run after this time")
-    _add_failure_options(parser)
+    add_option(parser, "--mesh", "MESH", str, None, "shape of all devices together, x first: 4x4")
+    grace = "time for the other processes to exit after one fails"
+    add_option(parser, "--grace", "SECONDS", number(0), GRACE_SECONDS, grace)
+    add_option(parser, "--timeout", "SECONDS", number(0), None, "end the run after this time")
+    add_failure_options(parser)
     parser.add_argument(
         "program", metavar="COMMAND", nargs=argparse.REMAINDER, help="what each process runs"
     )
 
 
-def _add_failure_options(parser: argparse.ArgumentParser) -> None:
+def add_failure_options(parser: argparse.ArgumentParser, *, failures: int = 0) -> None:
+    """Add the options of `Policy`."""
     policy = Policy()
     group = parser.add_argument_group("fault tolerance")
-    option = partial(_add_option, group)
-    option("--failures", "N", whole_number(0), 0, "survive N failures of hosts")
+    option = partial(add_option, group)
+    option("--failures", "N", whole_number(0), failures, "survive N failures of hosts")
     group.add_argument(
         "--restart",
         action="store_true",
         help="restart all processes after every failure, as TPUs require (default: in place)",
     )
     option("--host-shape", "WxH", str, None, "block of the mesh of each host", "whole rows")
-    text = "timeout of a collective; a step is stuck after this and ten times its usual time"
+    text = "timeout of a collective; a step is stuck after this plus ten times the median step"
     option("--collective-limit", "SECONDS", number(1), policy.collective_timeout, text)
     text = "timeouts of phases, as in start=60,compile=600"
     option("--limits", "PHASE=SECONDS", str, None, text, "docs/failures.md lists them")
@@ -94,7 +96,7 @@ def _add_failure_options(parser: argparse.ArgumentParser) -> None:
         "SECONDS",
         number(0),
         None,
-        "restart with lost hosts after this time",
+        "restart to take lost hosts back, this long after losing them",
         "never",
     )
     option("--events", "FILE", Path, None, "append a JSON line for each event")
@@ -103,7 +105,7 @@ def _add_failure_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_option(
+def add_option(
     parser: argparse._ActionsContainer,
     name: str,
     metavar: str,
@@ -112,7 +114,8 @@ def _add_option(
     text: str,
     no_default: str = "none",
 ) -> None:
-    shown = no_default if default is None else f"{default:g}"
+    """Add an option whose help says its default."""
+    shown = no_default if default is None else f"{default:g}" if default != "auto" else default
     text = f"{text} (default: {shown})"
     parser.add_argument(name, metavar=metavar, type=kind, default=default, help=text)
 
@@ -123,19 +126,71 @@ def run(args: argparse.Namespace) -> int:
         del args.program[0]
     if args.failures:
         return _run_with_failures(args)
-    for name in ("restart", "host_shape", "limits", "grow_back", "events", "run_dir"):
-        if getattr(args, name):
+    policy = Policy()
+    unused = {
+        "restart": False,
+        "host_shape": None,
+        "collective_limit": policy.collective_timeout,
+        "limits": None,
+        "strikes": policy.strikes,
+        "backoff": policy.backoff,
+        "grow_back": None,
+        "events": None,
+        "run_dir": None,
+    }
+    for name, default in unused.items():
+        if getattr(args, name) != default:
             raise ArgumentError(f"--{name.replace('_', '-')} has no effect without --failures N")
     return _run_once(args)
 
 
 def _run_with_failures(args: argparse.Namespace) -> int:
+    if args.grace != GRACE_SECONDS:
+        raise ArgumentError("--grace has no effect with --failures N: see --limits")
     if args.mesh is None:
         raise ArgumentError("--failures needs --mesh, to know which chips a host has")
     check_output_folder(args.run_dir)
+    check_local(args.events or "")
     check_command(args.program, os.environ.get("PATH"))  # before files are created
     layout = HostLayout.create(args.mesh, args.host_shape, args.hosts, args.devices_per_host)
-    policy = Policy(
+    policy = policy_from(args)
+    with ExitStack() as stack:
+        run_dir = args.run_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if not args.run_dir:
+            stack.callback(print_stacks, run_dir)
+        events = EventLog(log, args.events)
+        stack.callback(events.close)
+        pool = stack.enter_context(AgentPool(args.hosts, secrets.token_hex(32)))
+        supervisor = Supervisor(pool, layout, policy, events, run_dir.resolve())
+        printer = OutputPrinter(args.hosts, lambda: agents.enforce(), is_ending=lambda: received)
+        unread: list[BrokenPipeError] = []
+
+        def print_output(host: int, stream: int, data: bytes) -> None:
+            try:
+                printer(host, stream, b"" if unread else data)
+            except BrokenPipeError as error:  # the reader of the output is gone
+                unread.append(error)
+                supervisor.end(signal.SIGTERM)
+
+        agents = LocalAgents(
+            pool,
+            args.program,
+            run_dir=run_dir.resolve(),
+            devices=args.devices_per_host,
+            flags=policy.xla_flags,
+            on_output=print_output,
+        )
+        with forward_signals(supervisor.end) as received, agents:
+            status = supervisor.run(timeout=args.timeout)
+    if received:
+        log(f"ended by {received[0].name}")
+    return 128 + signal.SIGPIPE if unread else status
+
+
+def policy_from(args: argparse.Namespace) -> Policy:
+    """Return the policy that the options give."""
+    return Policy(
         failures=args.failures,
         in_place=not args.restart,
         collective_timeout=args.collective_limit,
@@ -143,29 +198,12 @@ def _run_with_failures(args: argparse.Namespace) -> int:
         strikes=args.strikes,
         backoff=args.backoff,
         grow_back=args.grow_back,
+        min_hosts=getattr(args, "min_hosts", None),
+        join_timeout=getattr(args, "join_timeout", Policy.join_timeout),
     )
-    with ExitStack() as stack:
-        run_dir = args.run_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if not args.run_dir:
-            stack.callback(_print_stacks, run_dir)
-        events = EventLog(_say, args.events)
-        stack.callback(events.close)
-        printer = OutputPrinter(args.hosts, lambda: supervisor.enforce())
-        supervisor = Supervisor(
-            args.program, layout, policy, events, run_dir.resolve(), on_output=printer
-        )
-        try:
-            with _forward_signals(supervisor.end) as received:
-                status = supervisor.run(timeout=args.timeout)
-        except BrokenPipeError:  # the reader of the output is gone
-            return 128 + signal.SIGPIPE
-    if received:
-        _say(f"ended by {received[0].name}")
-    return status
 
 
-def _print_stacks(run_dir: Path) -> None:
+def print_stacks(run_dir: Path) -> None:
     """Print the stacks of stuck workers from a folder that is about to be deleted."""
     for file in sorted(run_dir.glob("stacks-*.txt")):
         text = file.read_text(errors="replace")
@@ -179,30 +217,30 @@ def _run_once(args: argparse.Namespace) -> int:
         hosts=args.hosts,
         devices_per_host=args.devices_per_host,
         mesh=args.mesh,
-        on_output=OutputPrinter(args.hosts, lambda: pod.enforce()),
+        on_output=OutputPrinter(args.hosts, lambda: pod.enforce(), is_ending=lambda: received),
     )
 
     def on_failure(first: ChildProcess) -> None:
         how = f"process {first.number} failed {_how_failed(first)}"
-        _say(f"{how}; the others have {args.grace:g} s to exit")
+        log(f"{how}; the others have {args.grace:g} s to exit")
 
     try:
-        with _forward_signals(pod.end) as received, pod:
+        with forward_signals(pod.end) as received, pod:
             pod.run(grace=args.grace, timeout=args.timeout, on_failure=on_failure)
     except BrokenPipeError:  # the reader of the output is gone
         return 128 + signal.SIGPIPE
     first = pod.first_failed
     if received:
-        _say(f"ended by {received[0].name}")
+        log(f"ended by {received[0].name}")
     elif first is not None:
-        _say(f"process {first.number} failed first, {_how_failed(first)}; {_ended(pod)}")
+        log(f"process {first.number} failed first, {_how_failed(first)}; {_ended(pod)}")
     elif pod.timed_out:
-        _say(f"timed out after {args.timeout:g} s; {_ended(pod)}")
+        log(f"timed out after {args.timeout:g} s; {_ended(pod)}")
     return 128 + received[0] if received else pod.status
 
 
 @contextmanager
-def _forward_signals(end: Callable[[signal.Signals], None]) -> Iterator[list[signal.Signals]]:
+def forward_signals(end: Callable[[signal.Signals], None]) -> Iterator[list[signal.Signals]]:
     """Call `end` for signals that end this command, with SIGKILL for the second; yield them."""
     received: list[signal.Signals] = []
 
@@ -236,5 +274,6 @@ def _ended(pod: Pod) -> str:
     return f"had to end {', '.join(ended)}" if ended else "the others exited by themselves"
 
 
-def _say(text: str) -> None:
+def log(text: str) -> None:
+    """Print a line to stderr."""
     say(f"ftmesh: {text}")

@@ -14,7 +14,7 @@ from ftmesh.command_line import EXIT_STATUS_HELP, Parser, run_command, say
 
 _NAMES = (
     "plan", "verify", "draw", "simulate", "limits", "paper", "advise", "compile", "bench",
-    "doctor", "selftest", "launch", "view",
+    "doctor", "selftest", "launch", "run", "view",
 )  # fmt: skip
 COMMANDS = {name: import_module(f"ftmesh.cli.{name}") for name in _NAMES}
 

@@ -18,7 +18,7 @@ from ftmesh.cli.arguments import Progress, add_option
 from ftmesh.command_line import add_process_arguments, number, say
 from ftmesh.errors import USAGE, ArgumentError
 from ftmesh.files import check_output_folder
-from ftmesh.selftest.settings import LIMIT, TIMEOUT, Settings
+from ftmesh.selftest.context import LIMIT, TIMEOUT, Settings
 from ftmesh.units import check_bytes, parse_bytes
 
 FOLDER = "ftmesh-selftest"

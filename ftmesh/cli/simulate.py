@@ -19,9 +19,13 @@ from ftmesh.errors import ArgumentError, PlanError
 from ftmesh.execute.lowering import XLA
 from ftmesh.files import check_output_files
 from ftmesh.planning.advise import leaf_chip_costs
-from ftmesh.planning.optimizer_cost import MEMORY_TRAFFIC, known_memory_bandwidth, optimizer_costs
+from ftmesh.planning.job_model import MEMORY_TRAFFIC, known_memory_bandwidth, optimizer_costs
 from ftmesh.planning.plan_cache import cached_schedule, kernel_schedule
-from ftmesh.planning.selection import ALGORITHMS, AUTO, select_algorithm
+from ftmesh.planning.selection import (
+    ALGORITHMS,
+    AUTO,
+    select_algorithm,
+)
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.topology.tiles import TiledTopology
 from ftmesh.topology.topology import Topology

@@ -15,8 +15,7 @@ from ftmesh.planning.selection import ALGORITHMS, AUTO
 from ftmesh.schedule.files import load
 from ftmesh.topology.topology import Topology
 from ftmesh.units import parse_bytes
-from ftmesh.view.page import render_page
-from ftmesh.view.scene import ALL, build_scene, build_schedule_scene
+from ftmesh.view.page import ALL, build_scene, build_schedule_scene, render_page
 
 DEFAULT_OUT = "view.html"
 MAX_PORT = 65535

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from numpy.typing import NDArray
 
 from ftmesh.health.replica_check import digest, digest_words
-from ftmesh.testing.unhealthy import HEALTHY, UnhealthySpec
+from ftmesh.testing.emulation import HEALTHY, UnhealthySpec
 from ftmesh.topology.devices import platform_of
 from ftmesh.topology.topology import Topology
 

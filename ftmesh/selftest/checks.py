@@ -18,12 +18,16 @@ from ftmesh.execute.lowering import PALLAS, XLA
 from ftmesh.health.doctor import examine
 from ftmesh.planning.make_plan import plan
 from ftmesh.selftest.context import ONE_DEVICE, CheckContext, left_out, result_from
-from ftmesh.selftest.correctness import check_collectives, executors_and_algorithms
-from ftmesh.selftest.hops import check_hops
+from ftmesh.selftest.correctness import (
+    check_collectives,
+    check_gradients,
+    check_optimizer,
+    check_trainer,
+    executors_and_algorithms,
+)
 from ftmesh.selftest.journal import CheckResult, Problem
-from ftmesh.selftest.speed import check_speed
+from ftmesh.selftest.speed import check_hops, check_speed
 from ftmesh.selftest.timing import AXIS, describe_devices
-from ftmesh.selftest.training import check_gradients, check_optimizer, check_trainer
 from ftmesh.topology.devices import process_of
 from ftmesh.topology.notation import Coord, format_coord, format_links
 from ftmesh.topology.ring_order import RingOrder, ring_order

@@ -17,11 +17,12 @@ from pathlib import Path
 
 from ftmesh.command_line import one_line
 from ftmesh.elastic.child_process import ChildProcess, Reaper
+from ftmesh.errors import PEER_LOST, RESTART
 from ftmesh.planning.profiles import PROFILE_VARIABLE
+from ftmesh.selftest.context import Settings
 from ftmesh.selftest.journal import DIED, HUNG, LEFT_OUT, NO_TIME, Event, Journal
-from ftmesh.selftest.settings import Settings
 
-PARTED, AGAIN = 75, 76  # exit statuses of a worker: others did not come; a new worker is needed
+PARTED, AGAIN = PEER_LOST, RESTART  # of a worker: others did not come; a new one is needed
 KILLED = 128 + signal.SIGKILL
 MARGIN = 10.0  # seconds for processes that wait for one that was killed
 START_SECONDS = 60.0  # for Python, JAX and the devices to start

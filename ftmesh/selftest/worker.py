@@ -22,7 +22,7 @@ from ftmesh.elastic.elastic_group import ElasticGroup, initialize
 from ftmesh.errors import ClusterError, FtmeshError, MissingExtraError
 from ftmesh.optional_deps import missing_extra
 from ftmesh.selftest.checks import Check, list_checks
-from ftmesh.selftest.context import CheckContext, left_out
+from ftmesh.selftest.context import CheckContext, Settings, left_out
 from ftmesh.selftest.journal import (
     FAILED,
     LEFT_OUT,
@@ -34,7 +34,6 @@ from ftmesh.selftest.journal import (
     merge_histories,
     merge_results,
 )
-from ftmesh.selftest.settings import Settings
 from ftmesh.selftest.supervise import AGAIN, MARGIN, PARTED
 from ftmesh.testing import cpu_grid
 from ftmesh.topology.damage import CoordFrame, failed_chips
@@ -92,7 +91,8 @@ def _topology(settings: Settings, group: ElasticGroup) -> Topology:
         sizes = CoordFrame.for_grid(settings.mesh).shape
         return cpu_grid(settings.mesh, wrap=parse_wrap_axes(settings.wrap, sizes), **damage)
     shape = Topology.from_devices(jax.devices(), failed="").shape
-    return agreed_topology(group, wrap=parse_wrap_axes(settings.wrap, shape), **damage)
+    wrap = parse_wrap_axes(settings.wrap, shape)
+    return agreed_topology(group, Topology.from_devices(jax.devices(), wrap=wrap, **damage))
 
 
 @dataclass

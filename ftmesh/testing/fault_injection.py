@@ -23,6 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ftmesh.execute import _compat
 from ftmesh.testing.fault_spec import ANY_PROCESS, STEPLESS_MOMENTS, Fault, parse_faults
 
 VARIABLE, RUN_DIR = "FTMESH_FAULTS", "FTMESH_RUN_DIR"
@@ -37,7 +38,7 @@ _DESCRIPTIONS = {
     "wrong": "a wrong gradient of host {host}",
     "torn": "a torn file and kill -9 of host {host}",
     "full": "no disk space for host {host}",
-    "keeper": "kill -9 of host {host} and its peer store",
+    "store": "kill -9 of host {host} and its peer store",
     "service": "kill -9 of the coordination service by host {host}",
     "all": "kill -9 of all workers by host {host}",
 }
@@ -197,8 +198,9 @@ def _load_or_record(text: str, hosts: int, run_dir: Path | None) -> tuple[float,
 
 def _injector() -> FaultInjector:
     env = os.environ
-    host = env.get("FTMESH_HOST") or env.get("FTMESH_PROCESS_ID") or "0"
-    hosts = env.get("FTMESH_NUM_PROCESSES") or "1"
+    joined = _compat.process_id_and_count()  # under an engine that sets variables of its own
+    host = env.get("FTMESH_HOST") or env.get("FTMESH_PROCESS_ID") or joined[0]
+    hosts = env.get("FTMESH_NUM_PROCESSES") or joined[1]
     return _cached_injector(env[VARIABLE], int(host), int(hosts), env.get(RUN_DIR, ""))
 
 
@@ -235,8 +237,8 @@ def perform(kind: str, host: int, run_dir: Path | None) -> None:
                 time.sleep(3600)
         case "raise":
             raise InjectedError(f"a fault was injected here, in host {host}")
-        case "keeper":
-            _kill_processes(run_dir, "keeper", host)
+        case "store":
+            _kill_processes(run_dir, "store", host)
             os.kill(pid, signal.SIGKILL)
         case "service":
             _kill_processes(run_dir, "service")
@@ -272,7 +274,7 @@ def _kill_processes(run_dir: Path | None, kind: str, host: int | None = None) ->
 
 
 def recorded_processes(run_dir: Path | None) -> list[dict[str, Any]]:
-    """List the live processes of a run: their kind (worker, keeper or service), host and pid."""
+    """List the live processes of a run: their kind (worker, store or service), host and pid."""
     files = [] if run_dir is None else sorted((run_dir / "pids").glob("*.json"))
     processes = [json.loads(file.read_text()) for file in files]
     return [process for process in processes if _belongs_to_run(process["pid"], run_dir)]

@@ -13,7 +13,7 @@ Join several with ``;``. The kinds:
     hold              a thread holds the interpreter forever, so no Python code runs
     stuck             the calling thread blocks forever; other threads continue
     raise             an unexpected exception
-    keeper            the process and the peer store of its host are killed
+    store             the process and the peer store of its host are killed
     service, all      JAX's coordination service is killed; all workers are killed
     slow              some steps take longer, by the seconds given
     wrong             the first chip of the process computes a wrong gradient
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from ftmesh.errors import ArgumentError
 
-FATAL_KINDS = ("kill", "stop", "segv", "hold", "keeper", "service", "all")
+FATAL_KINDS = ("kill", "stop", "segv", "hold", "store", "service", "all")
 MOMENTS = (
     "start", "compile", "step", "collective", "commit", "checkpoint", "evaluate", "recovery",
 )  # fmt: skip

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from ftmesh.execute.hlo_text import Computations, Instruction, parse_computations
 from ftmesh.execute.lowering import Loop
-from ftmesh.tpu.cycles import (
+from ftmesh.tpu.estimated_cycles import (
     PERMUTE,
     UNKNOWN_TRIP_COUNT,
     Cycles,

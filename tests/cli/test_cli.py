@@ -179,6 +179,24 @@ def test_advise_without_failures_and_with_a_quick_repair(run):
     assert "too short to be worth a restart" in " ".join(text.split())
 
 
+def test_advise_on_replicas(run):
+    mesh = "advise", "8x8", "--failed", "2x2@2,2", "--model-bytes", "5GB"
+    status, text, _ = run(*mesh, "--memory", "6GB", "--tpu", "v6e")
+    assert status == 0
+    assert "5 GB of float32 weights, 20 GB of state" in text
+    assert "State: 16 bytes per weight" in text
+    (row,) = (line.split() for line in text.splitlines() if line.startswith("  2x2 "))
+    assert row[:5] == ["2x2", "15", "0", "5", "GB"]
+    assert row[5] == "yes"
+    assert "Advice: replicas of 2x2, 5 GB of 6 GB on each chip." in text
+    assert "Advice: give --memory" in run(*mesh)[1]
+    text = run(*mesh, "--memory", "500MB")[1]
+    assert "Advice: one replica over all 60 live chips" in text
+    data = json.loads(run(*mesh, "--memory", "6GB", "--json")[1])
+    assert data["best"] == "2x2"
+    assert [one["fits"] for one in data["options"]] == [False, False, *[True] * 5]
+
+
 def test_advise_on_one_chip(run):
     status, text, _ = run("advise", "1x1", "--runs", "1", "--json")
     assert (status, json.loads(text)["boards"]) == (0, 1)

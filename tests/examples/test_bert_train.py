@@ -17,10 +17,11 @@ from examples.bert.model import init, predict
 from examples.bert.published import to_published
 from examples.bert.train import add_bert, main, train
 from examples.bert.trainer import bert_options, bert_trainer, make_model
-from examples.common.arguments import add_run, step_options
+from examples.common.arguments import add_run, start_attempts, step_options
 from examples.common.records import make_example, write_records
 from ftmesh import Topology
 from ftmesh.checkpoint.checkpoints import Checkpoints
+from ftmesh.elastic import ElasticGroup
 from ftmesh.testing import cpu_grid
 from tests.support.more import more
 
@@ -50,7 +51,11 @@ def arguments(*argv):
 
 
 def run(*argv, config=SMALL, topology=HOLE):
-    return train(config, topology, arguments(*argv))
+    args = arguments(*argv)
+    for attempt in start_attempts(ElasticGroup(), args, lambda group: topology):
+        with attempt:
+            report = train(config, attempt, args)
+    return report
 
 
 def losses(*argv, **settings):
@@ -127,7 +132,8 @@ def test_the_moments_match_one_device(tmp_path):
     whole = replace(step_options(args), sharded=False)
     trainer = examples.bert.train.bert_trainer(SMALL, HOLE, whole, **bert_options(args))
     with Checkpoints(tmp_path, resume=True) as checkpoints:
-        _, found = trainer.restore(checkpoints)
+        _, saved = checkpoints.restore(trainer.saved, full_types=trainer.full_types)
+    found = trainer.from_saved(saved)
     adam = found.optimizer[0]
     assert int(adam.count) == 1
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from examples.bert import train as bert
-from examples.common.arguments import add_run
+from examples.common.arguments import add_run, start_attempts
 from examples.resnet50 import train as resnet50
+from ftmesh.elastic import ElasticGroup
 from ftmesh.testing import cpu_grid
 from tests.support.more import more
 
@@ -22,7 +23,10 @@ def losses(trainer, *argv, **smaller):
     add_run(parser, trainer.PRESETS)
     args = parser.parse_args([*argv, "--steps", "3", "--emulate", "many"])
     config = replace(trainer.PRESETS["tiny"], batch=24, **smaller)
-    return trainer.train(config, cpu_grid("2x2"), args).losses
+    for attempt in start_attempts(ElasticGroup(), args, lambda group: cpu_grid("2x2")):
+        with attempt:
+            report = trainer.train(config, attempt, args)
+    return report.losses
 
 
 @more

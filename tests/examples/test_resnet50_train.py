@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 import examples.resnet50.train
-from examples.common.arguments import add_run, step_options
+from examples.common.arguments import add_run, start_attempts, step_options
 from examples.common.records import make_example, write_records
 from examples.common.report import read_metrics
 from examples.resnet50.config import PRESETS
@@ -25,6 +25,7 @@ from examples.resnet50.train import main, train
 from examples.resnet50.trainer import make_lr_schedule, make_model, make_optimizer, resnet50_trainer
 from ftmesh import FtmeshError, Topology
 from ftmesh.checkpoint.checkpoints import Checkpoints
+from ftmesh.elastic import ElasticGroup
 from ftmesh.errors import TrainingError
 from ftmesh.testing import cpu_grid
 from tests.support.more import more
@@ -54,7 +55,11 @@ def arguments(*argv):
 
 
 def losses(*argv, config=SMALL, topology=HOLE):
-    return train(config, topology, arguments(*argv)).losses
+    args = arguments(*argv)
+    for attempt in start_attempts(ElasticGroup(), args, lambda group: topology):
+        with attempt:
+            report = train(config, attempt, args)
+    return report.losses
 
 
 @pytest.mark.slow
@@ -149,7 +154,8 @@ def test_the_first_update_matches_one_device(tmp_path):
     options = step_options(arguments())
     trainer = examples.resnet50.train.resnet50_trainer(config, HOLE, options)
     with Checkpoints(tmp_path, resume=True) as checkpoints:
-        _, found = trainer.restore(checkpoints)
+        _, saved = checkpoints.restore(trainer.saved, full_types=trainer.full_types)
+    found = trainer.from_saved(saved)
 
     images = open_images(None, "train", size=8, num_classes=10, num_images=config.train_images)
     batch, _ = Batches(images, size=8, batch=config.batch, num_steps=1, seed=0)[0]

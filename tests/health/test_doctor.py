@@ -9,7 +9,7 @@ from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.health.doctor import examine
 from ftmesh.health.probe_programs import Probes
 from ftmesh.testing import cpu_grid
-from ftmesh.testing.unhealthy import UnhealthySpec, release_silent
+from ftmesh.testing.emulation import UnhealthySpec, release_silent
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 

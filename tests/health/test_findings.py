@@ -3,7 +3,7 @@
 import json
 
 from ftmesh import Topology
-from ftmesh.health.findings import Finding, Findings
+from ftmesh.health.examination import Finding, Findings
 
 MESH = Topology.grid("4x4", failed="1x1@3,3")
 

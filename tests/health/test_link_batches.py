@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 
 from ftmesh import Topology
-from ftmesh.health.probe_links import batches, undirected_links
+from ftmesh.health.doctor import batches, undirected_links
 
 MESHES = [
     ("16x32", {}, 4),

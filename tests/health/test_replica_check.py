@@ -12,7 +12,7 @@ from ftmesh import Topology, jax_mesh
 from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.health.replica_check import check_replicas, digest, digest_words
 from ftmesh.testing import cpu_grid
-from ftmesh.testing.unhealthy import UnhealthySpec
+from ftmesh.testing.emulation import UnhealthySpec
 from ftmesh.topology.ranks import Ranks
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ftmesh import Topology
-from ftmesh.selftest.hops import TimedHop, find_hops, hop_latency, judge_wrap, time_hops
+from ftmesh.selftest.speed import TimedHop, find_hops, hop_latency, judge_wrap, time_hops
 from ftmesh.testing import cpu_grid
 
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from examples.common.arguments import add_run
+from examples.common.arguments import add_run, start_attempts
 from examples.common.data_parallel import DataParallel
-from examples.common.loop import Job
+from examples.common.loop import Job, run, start_log
 from examples.common.reader import Batches
 from examples.common.trainer import StepOptions, make_trainer
 from ftmesh.collectives import BatchShares, weighted_sum
@@ -123,6 +123,15 @@ def arguments(*argv):
     parser = argparse.ArgumentParser()
     add_run(parser, ["tiny"])
     return parser.parse_args([*argv, "--emulate", "one"])
+
+
+def train(job, *argv):
+    """Train in this process; return the report."""
+    args, topology = arguments(*argv), job.trainer.parallel.ranks.topology
+    for attempt in start_attempts(job.trainer.parallel.group, args, lambda group: topology):
+        with attempt:
+            report = run(job, attempt, args, start_log(args))
+    return report
 
 
 def descent(steps):

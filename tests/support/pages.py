@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ftmesh.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + DOCS
 LANGUAGES = ("python", "console", "diff", "text", "{eval-rst}", "{toctree}")
 FENCED = re.compile(

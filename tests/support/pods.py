@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from jax._src.lib import _jax
 
-from ftmesh.distributed.kv_client import KvClient
+from ftmesh.distributed.kv_store import KvClient
 from ftmesh.distributed.process_group import ProcessGroup
 from ftmesh.elastic.rpc import free_port
 

@@ -126,7 +126,8 @@ def on_one_device(plan, loss, args, *, has_aux=False):
     batch = tuple(range(1, len(args)))
     traced = TracedLoss.trace(known, ArgumentRoles((0,), (), batch), args, "data")
     replicated = [jax.sharding.PartitionSpec()] * len(traced.weight_inputs)
-    program = PartitionedLoss.find(traced, ranks).rank_program(ranks, replicated)
+    partitioned = PartitionedLoss.find(traced, ranks, [None] * len(replicated))
+    program = partitioned.rank_program(ranks, replicated)
     run = shard_map_on_one_device(
         lambda *arrays: tuple(program.run(*arrays)),
         num_ranks=plan.program.num_ranks,

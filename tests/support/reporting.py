@@ -22,7 +22,7 @@ def report_for(payload, topology):
         "-c",
         "import json, sys, jax, ftmesh\n"
         "from ftmesh.tpu.compile_report import compile_report\n"
-        "from ftmesh.tpu.slices import tpu_devices\n"
+        "from ftmesh.tpu.compiler import tpu_devices\n"
         "from ftmesh.testing import cpu_grid\n"
         f"plan = ftmesh.plan({topology}, 'row_pair')\n"
         f"report = compile_report(plan, {payload})\n"

@@ -1,6 +1,5 @@
 """A sharded LAMB state on a damaged 4x4 mesh, and the tensors in it."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +23,9 @@ class ShardedSetup(NamedTuple):
 SHAPES = {"kernel": (13, 7), "tiles": (40, 64), "bias": (300,), "one": (1,), "last": (5, 9, 3)}
 
 
-def sharded_setup(failed="", partners=None):
-    """Set up LAMB on 4x4; with `partners`, ranks have copies of each other's shards."""
-    parallel = replace(DataParallel.create(cpu_grid("4x4", failed=failed)), partners=partners)
+def sharded_setup(failed=""):
+    """Set up LAMB on 4x4."""
+    parallel = DataParallel.create(cpu_grid("4x4", failed=failed))
     optimizer = parallel.optimizer(lamb(0.1, weight_decay=0.01))
     params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in SHAPES.items()}
     specs = optimizer.specs(params)
@@ -36,7 +35,7 @@ def sharded_setup(failed="", partners=None):
 
 
 def random_state(setup, seed=1):
-    """Return a random state, and the copies of it that partners have."""
+    """Return a random state."""
     rng = np.random.default_rng(seed)
 
     def filled(like):
@@ -44,11 +43,7 @@ def random_state(setup, seed=1):
         numbers = np.asarray(values).astype(like.dtype)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda index: numbers[index])
 
-    state = jax.tree.map(filled, setup.like)
-    if setup.parallel.partners is None:
-        return state, ()
-    copy = setup.parallel.jit(setup.parallel.copies, in_specs=(SHARDED,), out_specs=SHARDED)
-    return state, copy(sharded_arrays(state))
+    return jax.tree.map(filled, setup.like)
 
 
 def sharded_arrays(state):

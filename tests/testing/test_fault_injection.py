@@ -199,13 +199,13 @@ def recorded(run_dir, kind, host, env=None):
 @pytest.mark.parametrize(
     ("kind", "killed", "status"),
     [
-        ("keeper", {"keeper-1"}, -signal.SIGKILL),
+        ("store", {"store-1"}, -signal.SIGKILL),
         ("service", {"service-0"}, 0),
         ("all", {"worker-0", "worker-2"}, -signal.SIGKILL),
     ],
 )
 def test_other_processes_of_the_run(tmp_path, kind, killed, status):
-    names = ["keeper-0", "keeper-1", "service-0", "worker-0", "worker-2"]
+    names = ["store-0", "store-1", "service-0", "worker-0", "worker-2"]
     with contextlib.ExitStack() as stack:
         others = {}
         for name in names:
@@ -272,3 +272,18 @@ def test_without_faults_nothing_is_read(monkeypatch):
     pieces = [1]
     assert fault_injection.limit_writes(1, pieces, Path("x")) is pieces
     fault_injection.after_write(1, Path("x"))
+
+
+def test_processes_that_another_engine_has_started(monkeypatch):
+    """They have none of the launcher's variables, and all counted as process 0."""
+    for name in ("FTMESH_HOST", "FTMESH_PROCESS_ID", "FTMESH_NUM_PROCESSES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FTMESH_FAULTS", "raise@2:30")
+    for process in (1, 2):
+        joined = (process, 4)
+        monkeypatch.setattr(fault_injection._compat, "process_id_and_count", lambda j=joined: j)
+        if process == 2:
+            with pytest.raises(RuntimeError):
+                fault_injection.inject("step", 30)
+        else:
+            fault_injection.inject("step", 30)

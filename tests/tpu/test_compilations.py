@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from ftmesh.tpu import slices
+from ftmesh.tpu import compiler
 from tests.support.reporting import report_for, run_json, tree_source
 
 needs_libtpu = pytest.mark.skipif(
-    not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
+    not compiler.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
 )
 
 LANES = {"ring": 2, "row_pair": 4}
@@ -124,8 +124,8 @@ SHARDED_UPDATE = """
 import json, re, jax, optax, ftmesh
 from jax.sharding import NamedSharding, PartitionSpec as P
 from ftmesh.execute.hlo_text import parse_computations, type_bytes
-from ftmesh.tpu.cycles import estimate
-from ftmesh.tpu.slices import tpu_devices
+from ftmesh.tpu.estimated_cycles import estimate
+from ftmesh.tpu.compiler import tpu_devices
 
 topology = ftmesh.Topology.from_devices(tpu_devices("v6e:4x4"), failed="2x2@2,2")
 plan = ftmesh.plan(topology, executor="xla")

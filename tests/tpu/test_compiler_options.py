@@ -7,7 +7,7 @@ import pytest
 import ftmesh
 from ftmesh import ArgumentError, FtmeshError, TopologyError, TopologyWarning
 from ftmesh.cli.main import main
-from ftmesh.tpu import slices
+from ftmesh.tpu import compiler
 
 FOUR = {"xla_max_concurrent_async_collective_permutes": "4"}
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
@@ -67,15 +67,15 @@ def test_options_are_a_fresh_dict():
 
 
 def test_missing_libtpu(monkeypatch):
-    monkeypatch.setattr(slices, "has_libtpu", lambda: False)
+    monkeypatch.setattr(compiler, "has_libtpu", lambda: False)
     with pytest.raises(FtmeshError, match=r"pip install libtpu \(x86_64 Linux only\)"):
-        slices.tpu_devices("v6e:16x16")
+        compiler.tpu_devices("v6e:16x16")
 
 
 @pytest.mark.parametrize("name", ["", "v6e", "16x16", "v6e:16by16", "v6e:999x999", "v6e:4x4 "])
 def test_a_bad_slice_is_rejected_before_anything_is_loaded(name):
     with pytest.raises(TopologyError, match=r"is not a TPU slice.*v6e:16x16"):
-        slices.tpu_devices(name)
+        compiler.tpu_devices(name)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_bad_slice_is_rejected_before_anything_is_loaded(name):
     ],
 )
 def test_bad_input_gets_one_line_and_a_status(capsys, monkeypatch, argv, says):
-    monkeypatch.setattr(slices, "has_libtpu", lambda: False)
+    monkeypatch.setattr(compiler, "has_libtpu", lambda: False)
     try:
         status = main(argv.split())
     except SystemExit as stop:

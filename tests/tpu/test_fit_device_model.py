@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ftmesh import ArgumentError
-from ftmesh.tpu import slices
+from ftmesh.tpu import compiler
 from ftmesh.tpu.compile_report import CompileReport
 from ftmesh.tpu.compiled_rounds import CompiledLoop
-from ftmesh.tpu.cycles import Cycles, RoundCycles
+from ftmesh.tpu.estimated_cycles import Cycles, RoundCycles
 from tests.support.reporting import run_json
 
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "fit_device_model")
@@ -76,7 +76,7 @@ def test_bad_input_gets_one_line_and_a_status(capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
+    not compiler.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
 )
 def test_a_device_model_is_fitted():
     fit = run_json(SCRIPT, "v6e:4x4", "--failed", "2x2@0,0", "--json")

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from ftmesh import ArgumentError
-from ftmesh.tpu.kernel_bundles import BundleLoop, dump_bundles, parse_bundles, read_bundles
+from ftmesh.tpu.compile_report import BundleLoop, dump_bundles, parse_bundles, read_bundles
 
 # The compiler's format, with made-up instructions: two bundles, a loop of 9 steps with a copy of 17
 # vector registers in it, and a last bundle.

@@ -9,13 +9,13 @@ from jax.sharding import PartitionSpec as P
 
 import ftmesh
 from ftmesh import Topology
-from ftmesh.tpu import slices
+from ftmesh.tpu import compiler
 from tests.support.reporting import run_json
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
+        not compiler.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
     ),
 ]
 
@@ -41,7 +41,7 @@ def test_sums_go_around_the_circuit(name, failed, devices):
 
 @pytest.mark.parametrize(("swap", "listed"), [(False, 0), (True, 1)])
 def test_an_order_with_one_swap_is_noticed(swap, listed):
-    topology = Topology.from_devices(slices.tpu_devices("v6e:8x8"), failed="2x2@2,2")
+    topology = Topology.from_devices(compiler.tpu_devices("v6e:8x8"), failed="2x2@2,2")
     plan = ftmesh.plan(topology, executor="xla")
     devices = plan.jax_mesh("data").devices.copy()
     if swap:

@@ -4,15 +4,17 @@ On a damaged slice it waits for each of XLA's own collectives, and for a kernel 
 kernel on a SparseCore that sends to a neighbour is started, and awaited after the matrix products.
 """
 
+import jax
 import pytest
 
-from ftmesh.tpu import slices
+from ftmesh.tpu import compiler
+from tests.support.more import more_case
 from tests.support.reporting import run_json
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
+        not compiler.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
     ),
 ]
 SLICES = [("v6e:8x8", "2x2@2,2"), ("v5p:4x4x4", "2x2x1@0,0,0"), ("tpu7x:4x4x4", "2x2x1@0,0,0")]
@@ -24,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu, tpu_sc as plsc
 from jax.sharding import NamedSharding, PartitionSpec as P
-from ftmesh.tpu.slices import tpu_devices
+from ftmesh.tpu.compiler import tpu_devices
 
 name, failed, how = sys.argv[1:]
 topology = ftmesh.Topology.from_devices(tpu_devices(name), failed=failed)
@@ -72,7 +74,13 @@ program = jax.jit(step).lower(
     sharded((mesh.size * 4096, 4096), P("data"), "bfloat16"),
     sharded((4096, 4096), P(), "bfloat16"),
 ).compile(compiler_options=ftmesh.compiler_options(name, overlap=True))
-entry = program.as_text().partition("ENTRY")[2]
+try:
+    entry = program.as_text().partition("ENTRY")[2]
+except jax.errors.JaxRuntimeError as error:
+    if "async-update instruction should have 1 operands" not in str(error):
+        raise
+    print(json.dumps("unread"))
+    sys.exit()
 print(json.dumps([
     "product" if "dot_general" in line else opcode
     for line, opcode in re.findall(r"^(.*? = .*? ([a-z][a-z-]*)\\(.*)$", entry, re.M)
@@ -85,7 +93,10 @@ print(json.dumps([
 
 def schedule(name, failed, how):
     """Matrix products and parts of the sum in the order in which the compiler runs them."""
-    return run_json("-c", STEP, name, failed, how)
+    order = run_json("-c", STEP, name, failed, how)
+    if order == "unread":
+        pytest.skip(f"JAX {jax.__version__} cannot print asynchronous kernels of this libtpu")
+    return order
 
 
 @pytest.mark.parametrize(("name", "failed"), SLICES)
@@ -94,8 +105,16 @@ def test_a_kernel_on_a_sparse_core_runs_beside_matrix_products(name, failed):
     assert order == ["custom-call-start", *["product"] * 6, "custom-call-done"]
 
 
-@pytest.mark.parametrize("how", ["kernel", "all-reduce", "all-gather"])
-@pytest.mark.parametrize(("name", "failed"), SLICES)
+@pytest.mark.parametrize(
+    ("name", "failed", "how"),
+    [
+        more_case(*SLICES[0], "kernel"),  # the slowest to compile
+        *((*slice_, "kernel") for slice_ in SLICES[1:]),
+        *((*SLICES[1], how) for how in ("all-reduce", "all-gather")),
+        *(more_case(*slice_, "all-reduce") for slice_ in SLICES[::2]),
+        *(more_case(*slice_, "all-gather") for slice_ in SLICES[::2]),
+    ],
+)
 def test_other_sums_run_by_themselves(name, failed, how):
     """If the compiler learns to overlap one of them, this fails."""
     order = schedule(name, failed, how)

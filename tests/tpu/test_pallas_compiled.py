@@ -2,11 +2,11 @@
 
 import pytest
 
-from ftmesh.tpu import slices
+from ftmesh.tpu import compiler
 from tests.support.reporting import run_json
 
 pytestmark = pytest.mark.skipif(
-    not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
+    not compiler.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
 )
 HOLE = "2x2@2,2"
 
@@ -16,7 +16,7 @@ def compile_for(name, failed, algorithm, *options, payload=100_000_000):
     code = (
         "import json, sys, ftmesh\n"
         "from ftmesh.tpu.compile_report import compile_report\n"
-        "from ftmesh.tpu.slices import tpu_devices\n"
+        "from ftmesh.tpu.compiler import tpu_devices\n"
         f"topology = ftmesh.Topology.from_devices(tpu_devices({name!r}), failed={failed!r})\n"
         f"plan = ftmesh.plan(topology, {algorithm!r}, executor='pallas', **{dict(options)!r})\n"
         "unit = plan.program.num_chunks * 4096\n"
@@ -60,7 +60,7 @@ def test_one_kernel(name, algorithm, devices):
 DTYPES = """
 import json, sys, jax, ftmesh
 from jax.sharding import NamedSharding, PartitionSpec as P
-from ftmesh.tpu.slices import tpu_devices
+from ftmesh.tpu.compiler import tpu_devices
 jax.config.update("jax_enable_x64", sys.argv[1] == "64")
 topology = ftmesh.Topology.from_devices(tpu_devices("v6e:4x4"), failed="2x2@0,0")
 plan = ftmesh.plan(topology, "ring", executor="pallas")
@@ -96,7 +96,7 @@ import json, sys, jax, jax.numpy as jnp, ftmesh
 from jax.sharding import NamedSharding, PartitionSpec as P
 from ftmesh.execute import primitives
 from ftmesh.execute.context import NO_CAST, WireDtypes
-from ftmesh.tpu.slices import tpu_devices
+from ftmesh.tpu.compiler import tpu_devices
 name, failed, algorithm, payload, wire = sys.argv[1:]
 topology = ftmesh.Topology.from_devices(tpu_devices(name), failed=failed)
 plan = ftmesh.plan(topology, algorithm, executor="pallas")
@@ -157,7 +157,7 @@ def test_reduce_scatter_and_all_gather(name, wire):
 BETWEEN_OTHER_WORK = """
 import json, re, sys, time, jax, ftmesh
 from jax.sharding import NamedSharding, PartitionSpec as P
-from ftmesh.tpu.slices import tpu_devices
+from ftmesh.tpu.compiler import tpu_devices
 name, failed, algorithm, payload = sys.argv[1:]
 topology = ftmesh.Topology.from_devices(tpu_devices(name), failed=failed)
 plan = ftmesh.plan(topology, algorithm, executor="pallas")
@@ -216,7 +216,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from ftmesh.tpu.slices import tpu_devices
+from ftmesh.tpu.compiler import tpu_devices
 has_barrier, writes = (word in sys.argv[1:] for word in ("barrier", "writes"))
 held = jax.ShapeDtypeStruct((400_000, 128), "float32")  # more than fits in VMEM
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ftmesh import TopologyError
-from ftmesh.tpu import slices
+from ftmesh.tpu import compiler
 from tests.support.reporting import run_json
 
 SLICES = {
@@ -26,7 +26,7 @@ SLICES = {
 
 LISTED = """
 import json, sys, ftmesh
-from ftmesh.tpu.slices import tpu_devices
+from ftmesh.tpu.compiler import tpu_devices
 layouts = {}
 for name in sys.argv[1:]:
     topology = ftmesh.Topology.from_devices(tpu_devices(name))
@@ -41,7 +41,7 @@ print(json.dumps(layouts))
 
 
 @pytest.mark.skipif(
-    not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
+    not compiler.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
 )
 def test_slices_as_libtpu_lists_them():
     assert run_json("-c", LISTED, *SLICES) == {name: list(known) for name, known in SLICES.items()}
@@ -61,10 +61,10 @@ def test_slices_as_libtpu_lists_them():
     ],
 )
 def test_libtpu_is_told_of_wrap_links(name, hosts, wrap):
-    generation, frame = slices.parse_slice(name)
-    wraps = slices.slice_wraps(generation, frame.shape)
+    generation, frame = compiler.parse_slice(name)
+    wraps = compiler.slice_wraps(generation, frame.shape)
     expected = {} if hosts is None else {"chips_per_host_bounds": hosts, "wrap": wrap}
-    assert slices.wrap_options(frame, wraps) == expected
+    assert compiler.wrap_options(frame, wraps) == expected
 
 
 class Listed:
@@ -88,11 +88,11 @@ def test_what_is_given_wins(monkeypatch, name, wrap, told):
         asked.append((topology_name, options.get("wrap")))
         return Listed
 
-    monkeypatch.setattr(slices, "has_libtpu", lambda: True)
-    monkeypatch.setattr(slices.topologies, "get_topology_desc", get_topology_desc)
-    for variable in slices._ENVIRONMENT:
+    monkeypatch.setattr(compiler, "has_libtpu", lambda: True)
+    monkeypatch.setattr(compiler.topologies, "get_topology_desc", get_topology_desc)
+    for variable in compiler._ENVIRONMENT:
         monkeypatch.setenv(variable, "")
-    slices.tpu_devices(name, wrap=wrap)
+    compiler.tpu_devices(name, wrap=wrap)
     assert asked == [told]
     with pytest.raises(TopologyError, match="needs one entry for each axis"):
-        slices.tpu_devices(name, wrap=[True])
+        compiler.tpu_devices(name, wrap=[True])

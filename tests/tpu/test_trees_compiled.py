@@ -4,14 +4,14 @@ from importlib.metadata import version
 
 import pytest
 
-from ftmesh.tpu import slices
+from ftmesh.tpu import compiler
 from tests.support.more import more
 from tests.support.reporting import run_json
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not slices.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
+        not compiler.has_libtpu(), reason="libtpu, the TPU compiler, exists for x86_64 Linux only"
     ),
 ]
 HOLE = ("--failed", "2x2@2,2")

@@ -88,4 +88,4 @@ def test_on_one_device() -> None:
     plan = ftmesh.plan(testing.cpu_grid("4x4", failed="1x1@0,0"))
     testing.on_one_device(lambda x: combine(plan, x, {"w": x}))(np.ones((15, 3)))
     with elastic.initialize() as group:
-        print(elastic.run_generations(group, train))
+        print(train(group))

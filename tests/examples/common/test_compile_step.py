@@ -23,8 +23,8 @@ from ftmesh import Topology
 from ftmesh.errors import ArgumentError
 from ftmesh.testing import cpu_grid
 from ftmesh.tpu.compiled_rounds import CompiledLoop, Overlap
-from ftmesh.tpu.cycles import Cycles, RoundCycles
-from ftmesh.tpu.slices import has_libtpu
+from ftmesh.tpu.compiler import has_libtpu
+from ftmesh.tpu.estimated_cycles import Cycles, RoundCycles
 from tests.support.more import more
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")

@@ -47,18 +47,6 @@ def test_auto_leaves_sums_to_xla_unless_they_overlap(options, executor, monkeypa
         assert plan.with_reduce_scatter is plan
 
 
-def test_partners_are_on_other_hosts():
-    """Ranks follow the ring, and so must the hosts of their devices: here boxes of 2x2 chips."""
-    tpus = [Tpu(n, process_index=n % 4 // 2 + 2 * (n // 8)) for n in range(16)]
-    topology = Topology.from_devices(tpus, shape="4x4", failed="1x2@0,1")
-    partners = data_parallel._partners(topology)
-    hosts = [device.process_index for device in Ranks(topology).devices]
-    assert sorted(partners) == list(range(14))
-    assert all(hosts[rank] != hosts[partner] for rank, partner in enumerate(partners))
-    in_grid_order = [device.process_index for device in topology.devices]
-    assert any(in_grid_order[a] == in_grid_order[b] for a, b in enumerate(partners))
-
-
 def sum_and_mean(parallel, x):
     run = parallel.jit(
         lambda x: (parallel.sum(x[0]), parallel.mean(x[0])), in_specs=(P("data"),), out_specs=P()

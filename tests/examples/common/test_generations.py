@@ -5,14 +5,15 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from examples.common.arguments import start_attempts
 from examples.common.loop import run, start_log
-from examples.common.step_commit import StepCommit
 from examples.common.trainer import StepOptions
+from ftmesh import elastic
 from ftmesh.elastic import controller_client
-from ftmesh.elastic.controller_client import ControllerClient, Paused
-from ftmesh.elastic.elastic_group import ControllerKvClient, ElasticGroup, run_generations
+from ftmesh.elastic.controller_client import RESTART_STATUS, ControllerClient
+from ftmesh.elastic.elastic_group import ControllerKvClient, ElasticGroup
 from ftmesh.elastic.rpc import ChannelClosed
-from ftmesh.errors import ArgumentError, ClusterError, PlanError
+from ftmesh.errors import ClusterError, PlanError
 from ftmesh.testing import cpu_grid
 from tests.support.controllers import TIMEOUT, ControllerHarness, wait_until
 from tests.support.linear import arguments, descent, linear_job, linear_trainer
@@ -57,19 +58,16 @@ def connected(**options):
         harness.close()
 
 
-def train(group, *argv):
+def train(group, *argv, nan_at=None):
     """Train through all generations; return the last state."""
     args, states = arguments(*argv), []
-
-    def train_generation(group):
-        topology = group.live_topology(cpu_grid("2x2"))
-        options = StepOptions(keeps_state=not args.donate)
-        trainer = linear_trainer(topology, options, group=group.for_topology(topology))
-        job = linear_job(trainer, steps=STEPS)
-        object.__setattr__(job, "finished", states.append)
-        run(job, args, start_log(args, group))
-
-    run_generations(group, train_generation)
+    for attempt in start_attempts(group, args, lambda group: cpu_grid("2x2")):
+        with attempt:
+            options = StepOptions(keeps_state=not args.donate)
+            trainer = linear_trainer(attempt.topology, options, group=attempt.group)
+            job = linear_job(trainer, steps=STEPS, nan_at=nan_at)
+            object.__setattr__(job, "finished", states.append)
+            run(job, attempt, args, start_log(args, attempt.group))
     return states[-1]
 
 
@@ -92,15 +90,29 @@ def test_a_chip_that_computes_wrong_is_quarantined(peer_stores, monkeypatch):
         assert generation_facts(harness) == [(1, 4, "start", 0, 0), (2, 3, "devices", 3, 0)]
         (quarantined,) = harness.events_named("masked")
         assert (quarantined["chips"], quarantined["epoch"]) == ("1x1@0,0", 1)
-        assert harness.controller.committed == group.controller.held_state.step == STEPS
+        assert harness.controller.committed == STEPS
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_on_healthy_chips_ends_the_run(monkeypatch):
+    monkeypatch.setattr(controller_client, "DECISION_TIMEOUT", 0.05)  # it would be ended by now
+    with connected() as (harness, group):
+        with pytest.raises(ClusterError, match="no decision"):
+            train(group, nan_at=4)
+        wait_until(lambda: harness.controller.verdict)
+        verdict = harness.controller.verdict
+        assert verdict.action == "end"
+        assert "the loss of step 4 is nan, and all chips are healthy" in verdict.reason
+        assert harness.controller.committed == 3
 
 
 @pytest.mark.slow
 def test_a_pause_saves_the_state_for_the_next_start(peer_stores):
     with connected() as (harness, group):
         harness.controller.pause("a host comes back")
-        with pytest.raises(Paused):
+        with pytest.raises(SystemExit) as caught:
             train(group)
+        assert caught.value.code == RESTART_STATUS
         assert harness.controller.committed == 1
     with connected(start=2, highest_step=1) as (harness, group):
         state = train(group)
@@ -108,26 +120,24 @@ def test_a_pause_saves_the_state_for_the_next_start(peer_stores):
     assert_descended(state)
 
 
-class TestDonatedStates:
-    def test_need_copies(self):
-        with connected() as (_, group):
-            trainer = linear_trainer(cpu_grid("2x1"), StepOptions(keeps_state=False), group=group)
-            with pytest.raises(ArgumentError, match="give --copy-every"):
-                StepCommit(trainer, None, None, is_saved=lambda step: False)
+@pytest.mark.slow
+def test_of_donated_states_only_copied_steps_are_committed(peer_stores, monkeypatch):
+    committed = []
+    with connected() as (_, group):
+        commit = group.controller.commit
+        monkeypatch.setattr(
+            group.controller, "commit", lambda step: (committed.append(step), commit(step))[1]
+        )
+        assert_descended(train(group, "--donate", "--copy-every", "2"))
+        assert committed == [2, 4, 6]
+    names = peer_stores[0].names("state/1/")
+    assert {name.split("/")[2] for name in names} >= {"4", "6"}
 
-    @pytest.mark.slow
-    def test_only_copied_steps_are_committed(self, peer_stores, monkeypatch):
-        committed = []
-        with connected() as (_, group):
-            commit = group.controller.commit
-            monkeypatch.setattr(
-                group.controller, "commit", lambda step: (committed.append(step), commit(step))[1]
-            )
-            assert_descended(train(group, "--donate", "--copy-every", "2"))
-            assert committed == [2, 4, 6]
-            assert group.controller.held_state is None
-        names = peer_stores[0].names("state/1/")
-        assert {name.split("/")[2] for name in names} >= {"4", "6"}
+
+def run_attempts(group, train_generation):
+    for attempt in elastic.attempts(group, topology=lambda group: cpu_grid("2x2")):
+        with attempt:
+            train_generation(attempt.group)
 
 
 class TestNoPlan:
@@ -142,7 +152,7 @@ class TestNoPlan:
 
         with connected() as (harness, group):
             with pytest.raises(ClusterError, match="no decision from the controller"):
-                run_generations(group, train_generation)
+                run_attempts(group, train_generation)
             wait_until(lambda: harness.controller.verdict)
             verdict = harness.controller.verdict
             assert verdict.action == "restart"
@@ -154,7 +164,7 @@ class TestNoPlan:
             raise PlanError("there is none")
 
         with connected() as (harness, group), pytest.raises(PlanError):
-            run_generations(group, train_generation)
+            run_attempts(group, train_generation)
         assert harness.controller.verdict is None
 
 

@@ -10,13 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from examples.common.loop import run, start_log
 from examples.common.lr_schedules import poly_decay
 from examples.common.trainer import StepOptions
 from ftmesh import Topology
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.errors import CheckpointError, TrainingError
-from tests.support.linear import RATE, arguments, descent, first, linear_job, linear_trainer
+from tests.support.linear import RATE, descent, first, linear_job, linear_trainer, train
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -26,11 +25,6 @@ HOLE = Topology.grid("4x4", failed="2x2@0,0")
 @pytest.fixture(scope="module")
 def trainer(quick_compiler):
     return linear_trainer(HOLE)
-
-
-def trained(job, *argv):
-    args = arguments(*argv)
-    return run(job, args, start_log(args))
 
 
 @pytest.fixture
@@ -72,7 +66,7 @@ def watched(monkeypatch):
 @pytest.mark.slow
 def test_between_two_steps_only_the_previous_loss_is_read(watched):
     trainer, looks = watched
-    trained(linear_job(trainer, steps=6))
+    train(linear_job(trainer, steps=6))
     between = [(started, step) for started, step in looks if 1 <= started < 6]
     assert between == [(2, 1), (3, 2), (4, 3), (5, 4)]
     assert (6, 5) in looks
@@ -81,7 +75,7 @@ def test_between_two_steps_only_the_previous_loss_is_read(watched):
 
 def test_logged_learning_rates_match_the_steps(watched, tmp_path):
     trainer, _ = watched
-    trained(linear_job(trainer, steps=4), "--out", str(tmp_path))
+    train(linear_job(trainer, steps=4), "--out", str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rates = [line["lr"] for line in lines if "lr" in line]
     assert rates == pytest.approx([0, RATE / 2, RATE, RATE * 6 / 7])
@@ -103,7 +97,7 @@ def with_moments(quick_compiler):
             Topology.grid("3x1"), StepOptions(algorithm="psum"), kind=optax.adam
         ),
     }
-    return trainers, trained(linear_job(trainers["whole"], steps=8)).losses
+    return trainers, train(linear_job(trainers["whole"], steps=8)).losses
 
 
 class TestResume:
@@ -114,19 +108,19 @@ class TestResume:
 
     def test_losses_match_one_run(self, with_moments, tmp_path):
         trainers, wanted = with_moments
-        found = dict(trained(linear_job(trainers["sharded"], steps=2), *self.argv(tmp_path)).losses)
+        found = dict(train(linear_job(trainers["sharded"], steps=2), *self.argv(tmp_path)).losses)
         for steps, name in ((4, "whole"), (8, "sharded")):
             job = linear_job(trainers[name], steps=steps)
-            found |= trained(job, *self.argv(tmp_path, "--resume")).losses
+            found |= train(job, *self.argv(tmp_path, "--resume")).losses
         assert list(found) == list(range(1, 9))
         np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-5)
 
     def test_a_torn_last_checkpoint(self, with_moments, tmp_path, capsys):
         trainers, wanted = with_moments
-        trained(linear_job(trainers["sharded"], steps=5), *self.argv(tmp_path))
+        train(linear_job(trainers["sharded"], steps=5), *self.argv(tmp_path))
         os.truncate(tmp_path / "5" / "0.bin", 100)
         job = linear_job(trainers["sharded"], steps=6)
-        report = trained(job, *self.argv(tmp_path, "--resume"))
+        report = train(job, *self.argv(tmp_path, "--resume"))
         assert list(report.losses) == [5, 6]
         assert report.losses[6] == pytest.approx(wanted[6], rel=1e-5)
         said = capsys.readouterr().err
@@ -136,7 +130,7 @@ class TestResume:
         (tmp_path / "5").mkdir()
         job = linear_job(with_moments[0]["whole"], steps=6)
         with pytest.raises(CheckpointError, match="has no checkpoint to resume from"):
-            trained(job, *self.argv(tmp_path, "--resume"))
+            train(job, *self.argv(tmp_path, "--resume"))
 
     def test_a_folder_that_is_a_file_is_an_early_error(self, with_moments, tmp_path):
         (tmp_path / "file").touch()
@@ -144,7 +138,7 @@ class TestResume:
         with pytest.raises(
             CheckpointError, match=r"cannot write checkpoints to .*file: File exists"
         ):
-            trained(job, *self.argv(tmp_path / "file"))
+            train(job, *self.argv(tmp_path / "file"))
 
 
 class TestNotFinite:
@@ -152,13 +146,13 @@ class TestNotFinite:
 
     def stopped(self, folder, job, message):
         with pytest.raises(TrainingError, match=message):
-            trained(job, "--checkpoint-dir", str(folder), "--checkpoint-every", "2")
+            train(job, "--checkpoint-dir", str(folder), "--checkpoint-every", "2")
         with Checkpoints(folder, resume=True) as checkpoints:
             assert checkpoints.latest_step == 2
 
     def goes_on(self, folder, trainer):
         argv = ("--checkpoint-dir", str(folder), "--checkpoint-every", "2", "--resume")
-        report = trained(linear_job(trainer, steps=6), *argv)
+        report = train(linear_job(trainer, steps=6), *argv)
         assert list(report.losses) == [3, 4, 5, 6]
         np.testing.assert_allclose(list(report.losses.values()), descent(6)[1][2:], rtol=1e-4)
 

@@ -25,7 +25,7 @@ def meshes(quick_compiler):
 
 @pytest.fixture(scope="module")
 def first(meshes):
-    state, _ = random_state(meshes[16])
+    state = random_state(meshes[16])
     return state, tensor_bytes(meshes[16], state)
 
 

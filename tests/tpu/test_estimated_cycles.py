@@ -12,7 +12,7 @@ from ftmesh.tpu.compiled_rounds import (
     describe_loops,
     total_cycles,
 )
-from ftmesh.tpu.cycles import Cycles, RoundCycles, segments
+from ftmesh.tpu.estimated_cycles import Cycles, RoundCycles, segments
 from ftmesh.units import format_bytes
 
 # What the TPU compiler writes, with fewer instructions: a round that was unrolled into the main
