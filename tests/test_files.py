@@ -253,6 +253,7 @@ def test_advice_for_urls(tmp_path, monkeypatch):
     for use in (lambda: Checkpoints(URL), lambda: trainer("--checkpoint-dir")):
         with pytest.raises(ArgumentError, match=r"with orbax.checkpoint.CheckpointManager"):
             use()
+    ftmesh.plan(ftmesh.Topology.grid("2x2"))  # what is known already is not looked up again
     monkeypatch.setenv("FTMESH_CACHE_DIR", URL)
     with pytest.raises(ArgumentError, match="set FTMESH_CACHE_DIR to a local folder"):
         ftmesh.plan(ftmesh.Topology.grid("2x2"))

@@ -9,6 +9,7 @@ from ftmesh.execute.lowering import EXECUTORS, PALLAS, PPERMUTE, PPERMUTE_UNROLL
 from ftmesh.execute.types import DTypeLike
 from ftmesh.planning.candidates import make_schedule, prove_schedule
 from ftmesh.planning.plan import Plan
+from ftmesh.planning.plan_cache import cache_folder
 from ftmesh.planning.profiles import LinkArgument, find_costs
 from ftmesh.planning.selection import (
     AUTO,
@@ -88,6 +89,7 @@ def plan(
             'ftmesh.Topology.grid("8x8"), or Topology.from_devices(jax.devices())'
         )
     check_executor(executor, (AUTO, *EXECUTORS))
+    cache_folder()  # a bad setting is an error also where nothing needs to be read
     payload_bytes, wire = check_bytes(payload_bytes), wire_dtype_name(wire_dtype)
     links, measured = find_costs(topology, link)
 
