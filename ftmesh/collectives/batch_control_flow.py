@@ -103,7 +103,7 @@ def scan(scope: Scope, eqn: Any) -> None:
     scope.sum_partial(*consts, *xs)
     if any(layout.is_rows and layout.dim == 0 for layout in scope.layouts_of(xs)):
         raise MixedExamplesError("goes through the examples one by one")
-    x_layouts = tuple(x.at(x.dim - 1) if x.has_dim else x for x in scope.layouts_of(xs))
+    x_layouts = tuple(x.moved_to(x.dim - 1) if x.has_dim else x for x in scope.layouts_of(xs))
     const_layouts = scope.layouts_of(consts)
     facts = [*map(scope.fact, consts), *[NOTHING] * (num_carry + len(xs))]
     inits = scope.layouts_of(eqn.invars[num_consts:split])
@@ -135,7 +135,7 @@ def scan(scope: Scope, eqn: Any) -> None:
         )  # fmt: skip
         return [*last, *ys]
 
-    outs = [*carry, *(y.at(y.dim + 1) if y.has_dim else y for y in y_layouts)]
+    outs = [*carry, *(y.moved_to(y.dim + 1) if y.has_dim else y for y in y_layouts)]
     scope.emit(eqn, outs, run)
 
 
@@ -383,7 +383,7 @@ def rearrange(scope: Scope, eqn: Any) -> None:
             raise MixedExamplesError("cuts examples along other axes of the mesh")
         if not params["tiled"]:
             dim = layout.dim - (scattered is not None and scattered < layout.dim)
-            layout = layout.at(dim + (gathered is not None and gathered <= dim))
+            layout = layout.moved_to(dim + (gathered is not None and gathered <= dim))
 
     def run(x: Any) -> list[Any]:
         if eqn.primitive.name == "all_gather_invariant":

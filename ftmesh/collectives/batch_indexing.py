@@ -104,20 +104,20 @@ def gather(scope: Scope, eqn: Any) -> None:
         wanted = [SAME, index_rows]
         for dim, index_dim in batching.items():
             if index_dim == index_rows.dim:
-                wanted[0] = index_rows.at(dim)
-        scope.emit_as_is(eqn, [index_rows.at(batch_dims[index_rows.dim])], wanted)
+                wanted[0] = index_rows.moved_to(dim)
+        scope.emit_as_is(eqn, [index_rows.moved_to(batch_dims[index_rows.dim])], wanted)
         return
     if rows.dim in batching:
-        at = rows.at(batching[rows.dim])
+        at = rows.moved_to(batching[rows.dim])
         if index_rows.is_rows and index_rows != at:
             raise MixedExamplesError("picks from examples by the indices of others")
-        scope.emit_as_is(eqn, [rows.at(batch_dims[at.dim])], [rows, at])
+        scope.emit_as_is(eqn, [rows.moved_to(batch_dims[at.dim])], [rows, at])
         return
     if rows.dim in numbers.start_index_map:
         own = _find_own_index(scope, indices, numbers.start_index_map, operand, rows)
         if own is None or sizes[rows.dim] != 1 or (index_rows.is_rows and index_rows.dim != own[0]):
             raise MixedExamplesError("picks examples by index")
-        at, columns = rows.at(own[0]), [own[1]]
+        at, columns = rows.moved_to(own[0]), [own[1]]
 
         def run(x: Any, index: Any) -> list[Any]:
             return bind(
@@ -126,7 +126,7 @@ def gather(scope: Scope, eqn: Any) -> None:
 
         if index_rows.is_rows and index_rows != at:
             raise MixedExamplesError("picks examples by index")
-        scope.emit(eqn, [rows.at(batch_dims[at.dim])], run)
+        scope.emit(eqn, [rows.moved_to(batch_dims[at.dim])], run)
         return
     if index_rows.is_rows or rows.dim in numbers.collapsed_slice_dims:
         raise MixedExamplesError("picks from examples by the indices of others")
@@ -136,7 +136,7 @@ def gather(scope: Scope, eqn: Any) -> None:
     offset = sum(dim not in removed for dim in range(rows.dim))
     local = list(sizes)
     local[rows.dim] = scope.ranks.length(rows)
-    out = rows.at(numbers.offset_dims[offset])
+    out = rows.moved_to(numbers.offset_dims[offset])
     scope.emit_as_is(eqn, [out], None, slice_sizes=tuple(local))
 
 
@@ -220,7 +220,7 @@ class ScatterPlaces:
                 raise MixedExamplesError("writes examples to the rows of others")
             layout = index_rows if index_rows.is_rows else update_rows
             return [
-                SAME, layout.at(index_dim), layout.at(self.scatter_dims[index_dim])
+                SAME, layout.moved_to(index_dim), layout.moved_to(self.scatter_dims[index_dim])
             ], []  # fmt: skip
         return self._along_window(rows, update_rows), []
 
@@ -228,7 +228,11 @@ class ScatterPlaces:
         return update_rows.is_rows and update_rows.dim in self.numbers.update_window_dims
 
     def _along(self, rows: BatchLayout, dim: int, index_dim: int) -> list[BatchLayout]:
-        return [rows.at(dim), rows.at(index_dim), rows.at(self.scatter_dims[index_dim])]
+        return [
+            rows.moved_to(dim),
+            rows.moved_to(index_dim),
+            rows.moved_to(self.scatter_dims[index_dim]),
+        ]
 
     def _along_window(self, rows: BatchLayout, update_rows: BatchLayout) -> list[BatchLayout]:
         """Examples are a dimension that is written as a whole."""
@@ -241,4 +245,4 @@ class ScatterPlaces:
         if at < 0 or is_indexed or self.operand.aval.shape[dim] != self.updates.aval.shape[at]:
             raise MixedExamplesError("writes to some of the examples")
         layout = rows if rows.is_rows else update_rows
-        return [layout.at(dim), SAME, layout.at(at)]
+        return [layout.moved_to(dim), SAME, layout.moved_to(at)]

@@ -69,7 +69,7 @@ class BatchLayout:
     def is_same(self) -> bool:
         return self.spread == Spread.SAME
 
-    def at(self, dim: int) -> BatchLayout:
+    def moved_to(self, dim: int) -> BatchLayout:
         """The same rows or shard along another dimension."""
         return replace(self, dim=dim)
 

@@ -45,7 +45,7 @@ def reduce(scope: Scope, eqn: Any) -> None:
         return
     if layout.dim not in axes:
         below = sum(axis < layout.dim for axis in axes)
-        scope.emit_as_is(eqn, [layout.at(layout.dim - below)], None)
+        scope.emit_as_is(eqn, [layout.moved_to(layout.dim - below)], None)
         return
     is_bitwise = name in ("reduce_and", "reduce_or") and dtype != np.bool_
     if name == "reduce_xor" or is_bitwise:
@@ -68,7 +68,7 @@ def argmax(scope: Scope, eqn: Any) -> None:
     if layout.is_rows and layout.dim in axes:
         raise MixedExamplesError("picks one of all examples")
     if layout.is_rows:
-        layout = layout.at(layout.dim - sum(axis < layout.dim for axis in axes))
+        layout = layout.moved_to(layout.dim - sum(axis < layout.dim for axis in axes))
     scope.emit_as_is(eqn, [layout], None)
 
 
@@ -129,14 +129,14 @@ def dot_general(scope: Scope, eqn: Any) -> None:
         if rows.dim not in pairs[first]:
             continue
         index = list(pairs[first]).index(rows.dim)
-        matching = rows.at(pairs[1 - first][index])
+        matching = rows.moved_to(pairs[1 - first][index])
         if other.is_rows and other != matching:
             raise MixedExamplesError("multiplies each example with others")
         wanted = [rows, matching] if first == 0 else [matching, rows]
         if kind == "sum":
             _sum_products(scope, eqn, wanted)
         else:
-            scope.emit_as_is(eqn, [rows.at(index)], wanted)
+            scope.emit_as_is(eqn, [rows.moved_to(index)], wanted)
         return
     if other.is_rows:
         raise MixedExamplesError("multiplies each example with others")
@@ -145,7 +145,7 @@ def dot_general(scope: Scope, eqn: Any) -> None:
     dim = num_batch + sum(d not in used for d in range(rows.dim))
     if first == 1:
         dim += eqn.invars[0].aval.ndim - num_batch - len(contracting[0])
-    scope.emit_as_is(eqn, [rows.at(dim)], None)
+    scope.emit_as_is(eqn, [rows.moved_to(dim)], None)
 
 
 def _sum_products(scope: Scope, eqn: Any, wanted: Sequence[BatchLayout]) -> None:
@@ -170,10 +170,12 @@ def convolve(scope: Scope, eqn: Any) -> None:
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     if images.is_rows and images.dim == numbers.lhs_spec[0] and kernel.is_same:
         if params["batch_group_count"] == 1:
-            scope.emit_as_is(eqn, [images.at(numbers.out_spec[0])], None)
+            scope.emit_as_is(eqn, [images.moved_to(numbers.out_spec[0])], None)
             return
     elif images.is_rows and images.dim == numbers.lhs_spec[1] and groups == 1:
-        wanted = images.at(numbers.rhs_spec[1])  # the derivative by a kernel sums over examples
+        wanted = images.moved_to(
+            numbers.rhs_spec[1]
+        )  # the derivative by a kernel sums over examples
         if kernel.is_same or kernel == wanted:
             _sum_products(scope, eqn, [images, wanted])
             return

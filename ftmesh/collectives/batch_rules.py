@@ -201,7 +201,7 @@ def broadcast_in_dim(scope: Scope, eqn: Any) -> None:
     if not layout.is_rows:
         scope.emit_as_is(eqn, [layout], None)
         return
-    rows = layout.at(eqn.params["broadcast_dimensions"][layout.dim])
+    rows = layout.moved_to(eqn.params["broadcast_dimensions"][layout.dim])
     scope.emit_as_is(eqn, [rows], None, shape=scope.ranks.local_shape(shape, rows))
 
 
@@ -235,7 +235,7 @@ def reshape(scope: Scope, eqn: Any) -> None:
 @rule("transpose")
 def transpose(scope: Scope, eqn: Any) -> None:
     layout = scope.layout(eqn.invars[0])
-    new = layout.at(eqn.params["permutation"].index(layout.dim)) if layout.has_dim else layout
+    new = layout.moved_to(eqn.params["permutation"].index(layout.dim)) if layout.has_dim else layout
     scope.emit_as_is(eqn, [new], None)
 
 
@@ -243,7 +243,7 @@ def transpose(scope: Scope, eqn: Any) -> None:
 def squeeze(scope: Scope, eqn: Any) -> None:
     layout = scope.layout(eqn.invars[0])
     if layout.has_dim:
-        layout = layout.at(_dim_without(layout.dim, eqn.params["dimensions"]))
+        layout = layout.moved_to(_dim_without(layout.dim, eqn.params["dimensions"]))
     scope.emit_as_is(eqn, [layout], None)
 
 
@@ -367,7 +367,7 @@ def stack(scope: Scope, eqn: Any) -> None:
     scope.sum_partial(*eqn.invars)
     rows = common_rows(scope, eqn)
     assert rows is not None
-    scope.emit_as_is(eqn, [rows.at(rows.dim + (axis <= rows.dim))], [rows] * len(layouts))
+    scope.emit_as_is(eqn, [rows.moved_to(rows.dim + (axis <= rows.dim))], [rows] * len(layouts))
 
 
 @rule("unstack")
@@ -376,7 +376,7 @@ def unstack(scope: Scope, eqn: Any) -> None:
     if layout.is_rows:
         if layout.dim == axis:
             raise MixedExamplesError("takes examples apart")
-        layout = layout.at(_dim_without(layout.dim, [axis]))
+        layout = layout.moved_to(_dim_without(layout.dim, [axis]))
     scope.emit_as_is(eqn, [layout] * len(eqn.outvars), None)
 
 

@@ -142,7 +142,8 @@ def time_sums(
         expected = np.zeros(size, np.float32)
         for rank in range(mesh.size):
             expected += rank_values(rank, mesh.size, size)
-        inputs = {each: _input(each, size) for each in {one.mesh for one in contenders}}
+        meshes = {contender.mesh for contender in contenders}
+        inputs = {mesh: _input(mesh, size) for mesh in meshes}
         calls = []
         for contender in contenders:
             progress(done, total, f"checking {contender.name}, {format_bytes(payload)}")

@@ -32,7 +32,7 @@ def longest_cycle(num_vertices: int, edges: Sequence[Edge], at_most: int) -> lis
     >>> longest_cycle(5, [(0, 1), (1, 2), (2, 3), (3, 0), (3, 4)], 5)
     [0, 1, 2, 3]
     """
-    sweep = _Sweep.of(num_vertices, edges)
+    sweep = _Sweep.from_edges(num_vertices, edges)
     best: list[int] = []
     for width in _WIDTHS:
         work = width * len(edges) * sweep.num_slots
@@ -57,7 +57,7 @@ class _Sweep:
     num_slots: int
 
     @staticmethod
-    def of(num_vertices: int, edges: Sequence[Edge]) -> _Sweep:
+    def from_edges(num_vertices: int, edges: Sequence[Edge]) -> _Sweep:
         later: list[list[int]] = [[] for _ in range(num_vertices)]
         last = list(range(num_vertices))
         for a, b in {(min(edge), max(edge)) for edge in edges}:

@@ -46,11 +46,11 @@ function want(request) {
   const nameIn = (scene) => (state.wanted === "auto" ? scene.auto : state.wanted);
   const has = (scene) =>
     scene.algorithms.some((entry) => entry.algorithm === nameIn(scene) && entry.schedule);
-  const found = [state.scene, ...given.scenes].find(
+  const ready = [state.scene, ...given.scenes].find(
     (scene) => keyOf(sceneRequest(scene)) === keyOf(request) && has(scene),
   );
-  if (found && !(given.plans_at && isForAnother(found))) {
-    show(found, { algorithm: nameIn(found) });
+  if (ready && !(given.plans_at && isForAnother(ready))) {
+    show(ready, { algorithm: nameIn(found) });
   } else if (given.plans_at) {
     ask({ ...request, algorithm: state.wanted, payload_bytes: state.payloadBytes });
   } else {

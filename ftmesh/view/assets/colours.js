@@ -10,16 +10,16 @@ function readColours() {
     return getComputedStyle(probe).color;
   };
   const names = "stage muted link chip low high done failed cursor add copy".split(" ");
-  const found = Object.fromEntries(names.map((name) => [name, colour(name)]));
+  const colours = Object.fromEntries(names.map((name) => [name, colour(name)]));
   const [cool, warm, hot] = ["cool", "warm", "hot"].map(colour);
   probe.remove();
-  found.heat = Array.from({ length: LEVELS }, (_, i) => {
+  colours.heat = Array.from({ length: LEVELS }, (_, i) => {
     const t = (2 * i) / (LEVELS - 1);
     return t < 1 ? mixed(cool, warm, t) : mixed(warm, hot, t - 1);
   });
-  const shade = (_, i) => word(mixed(found.low, found.high, i / (SHADES - 1)));
-  found.shades = Uint32Array.from({ length: SHADES }, shade);
-  return found;
+  const shade = (_, i) => word(mixed(colours.low, colours.high, i / (SHADES - 1)));
+  colours.shades = Uint32Array.from({ length: SHADES }, shade);
+  return colours;
 }
 
 // Red, green and blue of a colour as browsers compute it, rgb(1, 2, 3).

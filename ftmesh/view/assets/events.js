@@ -40,7 +40,7 @@ mesh.addEventListener("blur", () => {
 mesh.addEventListener("keydown", (event) => {
   const [axis, by] = STEPS[event.key] ?? [];
   if (axis !== undefined && axis < state.places.shape.length) {
-    const there = state.cursor === null ? 0 : state.places.beside(state.cursor, axis, by);
+    const there = state.cursor === null ? 0 : state.places.neighbour(state.cursor, axis, by);
     if (there !== null && event.shiftKey && state.cursor !== null) {
       change({ cable: state.places.cableOf(state.cursor, there) });
     } else if (there !== null) {

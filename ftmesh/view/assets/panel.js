@@ -1,4 +1,4 @@
-// Panel: what stands beside the mesh, as text: the algorithms, the round, what is wrong.
+// Panel: the text next to the mesh: the algorithms, the round, what is wrong.
 
 const byId = (id) => document.getElementById(id);
 

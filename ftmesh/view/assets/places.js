@@ -1,10 +1,10 @@
 // Places: where chips and links stand on the page, in units of the distance between two chips.
 //
 // x goes across and y down; a third axis is a row of layers. A link to a chip that does not stand
-// beside is a stub at either end: over the edge, or aslant to another layer.
+// next to it is a stub at either end: over the edge, or aslant to another layer.
 
 const HALF = 0.31; // of a chip
-const LANE = 0.1; // how far the two ways of a link lie beside its middle
+const LANE = 0.1; // how far the two ways of a link lie from its middle
 const ASLANT = 0.42;
 const OVER = 0.66; // from a chip at the edge to the end of its stub
 
@@ -55,7 +55,7 @@ class Places {
     const spans = [];
     for (let place = 0; place < this.num; place++) {
       this.shape.forEach((size, axis) => {
-        const next = this.beside(place, axis, 1);
+        const next = this.neighbour(place, axis, 1);
         if (next === null) return;
         const cable = this.cables.push([place, next]) - 1;
         this.linkIds.set(place * this.num + next, 2 * cable);
@@ -67,7 +67,7 @@ class Places {
     this.lines = this.trimmed();
   }
 
-  beside(place, axis, step) {
+  neighbour(place, axis, step) {
     const coord = coordOf(place, this.shape);
     coord[axis] += step;
     const size = this.shape[axis];

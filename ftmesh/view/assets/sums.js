@@ -1,8 +1,8 @@
 // Sums: the all-reduce itself, done by the page on numbers of its own, and counted.
 //
 // Every chip begins with a random number for each chunk. Transfers add and copy those, modulo 2^32,
-// and beside them the number of contributions that went in. A chunk is complete at a chip where
-// both are those of the full sum; nothing that Python said about the schedule comes into it.
+// together with the number of contributions that went in. A chunk is complete at a chip where both
+// are those of the full sum; nothing that Python said about the schedule comes into it.
 
 class Sums {
   constructor(schedule, numRanks) {
