@@ -19,7 +19,7 @@ PACKAGES = [
     "units",
     "files",
     "command_line",
-    "memory_limits",
+    "memory_checks",
     "topology",
     "schedule",
     "algorithms",
@@ -69,7 +69,11 @@ ALSO_WITHOUT_JAX = {
 # Beyond NumPy, JAX and the standard library.
 EXTRAS = {
     "matplotlib": {"draw.plots"},
-    "scipy": {"topology.ranks", "cost.round_bounds", "algorithms.flood_groups"},  # which JAX brings
+    "scipy": {
+        "topology.ranks",
+        "cost.round_bounds",
+        "algorithms.grouped_flood",
+    },  # which JAX brings
     "optax": {
         "optim",
         "planning.bound_collectives",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ftmesh
-from ftmesh.algorithms import ring
+from ftmesh.algorithms import rings
 from ftmesh.errors import ScheduleFileError
 from ftmesh.files import NotNpzError, NpzReader
 
@@ -85,7 +85,7 @@ def test_objects_are_never_unpickled():
 @pytest.fixture
 def bomb(tmp_path):
     """A schedule file that would unpack to a thousand times its size."""
-    ftmesh.save(ring.build_schedule(ftmesh.Topology.grid("4x4")), tmp_path / "a.npz")
+    ftmesh.save(rings.build_schedule(ftmesh.Topology.grid("4x4")), tmp_path / "a.npz")
     with np.load(tmp_path / "a.npz") as file:
         arrays = dict(file)
 
@@ -132,7 +132,7 @@ def test_a_zip_bomb_is_rejected_by_its_headers(bomb, monkeypatch, name, message)
 
 def test_control_characters_are_not_printed(tmp_path):
     path = tmp_path / "a.npz"
-    ftmesh.save(ring.build_schedule(ftmesh.Topology.grid("4x4")), path)
+    ftmesh.save(rings.build_schedule(ftmesh.Topology.grid("4x4")), path)
     with np.load(path) as file:
         arrays = dict(file)
     meta = json.loads(str(arrays["meta"]))
@@ -149,7 +149,7 @@ def test_control_characters_are_not_printed(tmp_path):
 
 def test_a_missing_permission_is_not_damage(tmp_path, monkeypatch):
     path = tmp_path / "a.npz"
-    ftmesh.save(ring.build_schedule(ftmesh.Topology.grid("4x4")), path)
+    ftmesh.save(rings.build_schedule(ftmesh.Topology.grid("4x4")), path)
 
     def denied(*_, **__):
         raise PermissionError(13, "Permission denied")

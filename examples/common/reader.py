@@ -28,7 +28,7 @@ from absl import flags
 from numpy.typing import NDArray
 
 from ftmesh.errors import DataError, RecordError
-from ftmesh.memory_limits import check_memory
+from ftmesh.memory_checks import check_memory
 
 MAX_DAMAGED = 0.01  # fraction of all examples
 MIN_SKIPPED = 10  # a small data set may have this many damaged examples

@@ -12,7 +12,7 @@ round. Beyond that, choices are pseudo-random, so that neighbours do not come to
 chunks. Where damage leaves chips in a row, the chunks that come in at its two ends must differ too,
 and looking further ahead helps.
 
-On large meshes chips form groups, and only one chip of each floods (`flood_groups`).
+On large meshes chips form groups, and only one chip of each floods (`grouped_flood`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.algorithms import flood_groups
+from ftmesh.algorithms import grouped_flood
 from ftmesh.algorithms.building_blocks import check_one_part, mirrored_all_reduce
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Ints, make_transfers
@@ -61,7 +61,7 @@ def build_schedule(topology: Topology) -> Schedule:
     """Return the schedule: a flood from all chips at once, and before it the same backwards."""
     check_one_part(topology)
     if topology.num_live > GROUPED_CHIPS:
-        phases, owner = flood_groups.build_phases(topology)
+        phases, owner = grouped_flood.build_phases(topology)
         return mirrored_all_reduce(topology, "flood", len(owner), phases, owner)
     sources = lane_sources(topology)
     share = chunks_per_chip(sources)

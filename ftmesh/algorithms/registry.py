@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ftmesh.algorithms import flood, ring, row_pair, tree
+from ftmesh.algorithms import flood, rings, row_pair, tree
 from ftmesh.errors import PlanError
 from ftmesh.schedule.files import RENAMED_ALGORITHMS
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
@@ -18,11 +18,11 @@ from ftmesh.topology.topology import Topology
 from ftmesh.units import format_bytes
 
 ALGORITHMS: dict[str, Callable[[Topology], Schedule]] = {
-    "two_dim": ring.build_two_dim,
+    "two_dim": rings.build_two_dim,
     "row_pair": row_pair.build_schedule,
-    "ring": ring.build_schedule,
-    "multi_ring": ring.build_multi_ring,
-    "chain": ring.build_chain,
+    "ring": rings.build_schedule,
+    "multi_ring": rings.build_multi_ring,
+    "chain": rings.build_chain,
     "flood": flood.build_schedule,
     "tree": tree.build_schedule,
 }

@@ -25,9 +25,14 @@ from typing import Any
 import jax
 
 from ftmesh import command_line
-from ftmesh.checkpoint.files import MANIFEST_FILE, CheckpointReader, process_file_names, write_part
 from ftmesh.checkpoint.restore import restore_newest
 from ftmesh.checkpoint.snapshot import Snapshot, Snapshotter
+from ftmesh.checkpoint.storage import (
+    MANIFEST_FILE,
+    CheckpointReader,
+    process_file_names,
+    write_part,
+)
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.files import check_local
 from ftmesh.testing import fault_injection

@@ -59,8 +59,8 @@ class Piece(NamedTuple):
 class Tensor:
     """An array by name; if `buffer` is given, it is stored there from element `start` on.
 
-    With `width` that is an element of each chunk, of which the tensor fills so many; with `grid`
-    these are the elements of a block.
+    With `width`, `start` is an offset within every chunk, and the tensor fills `width` elements of
+    each. With `grid`, those elements are one block of the array.
     """
 
     name: str

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ftmesh.checkpoint.files import CheckpointReader
 from ftmesh.checkpoint.manifest import describe_tensors, is_key, named_leaves
 from ftmesh.checkpoint.snapshot import PartnerCopies, block_holders
+from ftmesh.checkpoint.storage import CheckpointReader
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.files import check_local
 from ftmesh.layout.flat_shards import flatten_tensor, unflatten_tensor

@@ -13,7 +13,7 @@ from ftmesh.cli import arguments
 from ftmesh.cli.arguments import Progress, add_option
 from ftmesh.command_line import add_process_arguments, whole_number
 from ftmesh.errors import ArgumentError
-from ftmesh.memory_limits import check_memory
+from ftmesh.memory_checks import check_memory
 from ftmesh.schedule.files import load
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.selftest.timing import (

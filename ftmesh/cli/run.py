@@ -28,7 +28,7 @@ from ftmesh.cli.launch import (
     print_stacks,
 )
 from ftmesh.command_line import number, whole_number
-from ftmesh.distributed.engines import Placement, detect
+from ftmesh.distributed.cluster_env import Placement, detect
 from ftmesh.distributed.handshake import find_secret
 from ftmesh.elastic.agent import PROBE_SECONDS, Agent
 from ftmesh.elastic.agent_pool import AgentPool

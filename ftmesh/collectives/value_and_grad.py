@@ -84,8 +84,9 @@ def value_and_grad(
             `jax.device_put`. Each device sums its own shard along other axes. In jit, the operation
             that takes a weight which is sharded along `axis_name` gathers it by the plan, layer by
             layer in a scan, and its gradient is scattered; a weight that is sharded along other
-            axes too is gathered before the loss. Where the axis is bound, they are the rank's own:
-            name them so without check_vma, where types do not tell. Explicit axes need no `specs`.
+            axes too is gathered before the loss. Inside shard_map these are the rank's own
+            shards; with check_vma=False name them here, because types do not show them. Explicit
+            axes need no `specs`.
         mesh: The mesh to run on in jit. By default that of `jax.set_mesh`, of the arguments, or of
             the plan. Arrays stay sharded along axes other than `axis_name`.
         reduce_aux: Called on each rank with its aux; returns what is the same on all ranks. In jit

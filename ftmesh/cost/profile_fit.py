@@ -66,8 +66,8 @@ class SumLoad:
         sent_bytes: Bytes that a device sends in all rounds.
         copied_bytes: The payload, once for every round; what rounds that do not update it in place
             copy.
-        links_s: Seconds on the links alone, by the hop times; of XLA's ring without its hops, and
-            of a kernel at least the time of its memory.
+        links_s: Seconds on the links alone, by the hop times. For XLA's ring without `hops_s`; for
+            a kernel at least the time of its memory.
         hops_s: Seconds that the data of XLA's ring are under way if it waits for every hop.
     """
 

@@ -88,8 +88,8 @@ def partial_sum_dtype(wire: str, *, depth: int, sums: str | None = None) -> str:
 def schedule_partial_dtype(schedule: Schedule, wire_dtype: str) -> str:
     """The dtype in which the partial sums of `schedule` travel.
 
-    A schedule that is no reduce-scatter followed by an all-gather does not tell partial sums from
-    results, so everything travels as it is added.
+    If it is not a reduce-scatter followed by an all-gather, partial sums and results cannot be told
+    apart, so everything is sent in the dtype of the sums.
     """
     if not isinstance(schedule, SplitSchedule):
         return accumulation_dtype(wire_dtype)

@@ -3,7 +3,7 @@
     with initialize("10.0.0.1:8476", num_processes=4, process_id=2) as group:
         ...
 
-No arguments are needed under an engine that says which process this is (`engines`), nor under
+No arguments are needed under an engine that says which process this is (`cluster_env`), nor under
 ``ftmesh launch``, which sets ``FTMESH_COORDINATOR``, ``FTMESH_NUM_PROCESSES`` and
 ``FTMESH_PROCESS_ID``. Without any of these the process runs alone.
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from ftmesh import command_line
-from ftmesh.distributed.engines import detect
+from ftmesh.distributed.cluster_env import detect
 from ftmesh.distributed.handshake import MAKE_SECRET, find_secret
 from ftmesh.distributed.kv_store import KvClient
 from ftmesh.distributed.peer_monitor import SILENCE_SECONDS, PeerMonitor, forward_to_service

@@ -29,7 +29,7 @@ from typing import Literal
 
 import numpy as np
 
-from ftmesh.algorithms import ring, row_pair
+from ftmesh.algorithms import rings, row_pair
 from ftmesh.errors import ScheduleError, TopologyError
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import Schedule, SplitSchedule
@@ -352,7 +352,7 @@ def _phase(schedule: Schedule, index: int) -> list[Panel]:
 
 def _two_dim(*phases: int) -> list[Panel]:
     """Phases with both halves of the payload, which take different routes."""
-    schedule = ring.build_two_dim(FULL)
+    schedule = rings.build_two_dim(FULL)
     return [phase_panel(schedule, index) for index in phases]
 
 
@@ -385,12 +385,12 @@ def _numbered(panels: list[Panel]) -> list[Panel]:
 FIGURES: dict[int, Callable[[], list[Panel]]] = {
     1: lambda: _routes(FULL, dimension_order, "routes along x, then along y"),
     2: lambda: _routes(DAMAGED, around_failures, "routes around damage"),
-    3: lambda: _phase(ring.build_schedule(FULL), 0),
+    3: lambda: _phase(rings.build_schedule(FULL), 0),
     4: lambda: _two_dim(0, 1),
     5: lambda: _numbered(_two_dim(0, 1, 2, 3)),
     6: lambda: _phase(row_pair.build_schedule(FULL), 0),
     7: lambda: _phase(row_pair.build_schedule(FULL), 1),
-    8: lambda: _phase(ring.build_schedule(DAMAGED), 0),
+    8: lambda: _phase(rings.build_schedule(DAMAGED), 0),
     9: lambda: _phase(row_pair.build_schedule(DAMAGED), 0),
     10: lambda: _numbered(_forwarding_steps()),
 }

@@ -15,16 +15,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ftmesh import command_line
-from ftmesh.checkpoint.files import (
+from ftmesh.checkpoint.manifest import Manifest
+from ftmesh.checkpoint.restore import restore_newest
+from ftmesh.checkpoint.snapshot import PartnerCopies, Snapshot, Snapshotter
+from ftmesh.checkpoint.storage import (
     MANIFEST_FILE,
     CheckpointReader,
     load_json,
     process_file_names,
     process_files,
 )
-from ftmesh.checkpoint.manifest import Manifest
-from ftmesh.checkpoint.restore import restore_newest
-from ftmesh.checkpoint.snapshot import PartnerCopies, Snapshot, Snapshotter
 from ftmesh.elastic.peer_store import Holders, PeerStores
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 from ftmesh.topology.devices import process_of

@@ -82,8 +82,8 @@ def rebuild_for_host_loss(
     """Call `rebuild` in a thread with what is left of `topology` when each host is lost.
 
     With `ahead`, what it returns is compiled for `agreed_program`. Its `FtmeshError`s are ignored.
-    Otherwise no call is begun that would likely exceed `cpu_seconds` of processor time for all. A
-    later call of this function stops the thread.
+    Otherwise it stops when one more call would probably take the CPU time of all past
+    `cpu_seconds`. A later call of this function stops the thread.
     """
     _latest[0] += 1
     own = _latest[0]

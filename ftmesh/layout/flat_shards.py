@@ -238,9 +238,9 @@ def _state_form(
 ) -> StateForm:
     """As `state_form`.
 
-    `init` is traced with a length for each parameter that no other has, so a leaf of the state
-    shows by its length which parameter it belongs to. If masks depend on sizes, the name of a leaf
-    shows it. What has another shape than its parameter belongs to none, and is replicated.
+    `init` is traced with a unique length for each parameter, which tells the parameter of a state
+    leaf. If that changes the tree, because masks depend on sizes, leaves are matched by path. A
+    leaf of another shape than its parameter's belongs to none, and is replicated.
     """
     marked = [
         jax.ShapeDtypeStruct((*(1 for _ in t.shape[1:]), _FIRST_LENGTH + i), t.dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ftmesh.algorithms import registry
-from ftmesh.algorithms.ring import along_ring_order
+from ftmesh.algorithms.rings import along_ring_order
 from ftmesh.cost.executors import kernel_seconds, native_obstacle, native_ring_seconds
 from ftmesh.cost.links import Network
 from ftmesh.cost.lower_bounds import limits

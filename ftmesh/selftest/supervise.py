@@ -75,7 +75,7 @@ def supervise(settings: Settings, log: Path, progress: Progress) -> Ending:
         if outside >= MAX_OUTSIDE:
             return Ending(_why_no_start(watch.events))
         if partings >= MAX_PARTINGS:
-            return Ending("the processes parted too often")
+            return Ending("the processes lost contact with each other too often")
 
 
 def _why_no_start(events: list[Event]) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ftmesh.algorithms.registry import ALGORITHMS
 from ftmesh.errors import ArgumentError, PlanError, RoutingError, VerificationError
 from ftmesh.execute.lowering import PALLAS, PPERMUTE, XLA
-from ftmesh.memory_limits import check_device_memory, check_memory
+from ftmesh.memory_checks import check_device_memory, check_memory
 from ftmesh.planning.make_plan import plan
 from ftmesh.planning.plan import Plan
 from ftmesh.schedule.schedule import Schedule

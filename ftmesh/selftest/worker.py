@@ -1,8 +1,8 @@
 """The worker of a self-test: joins the other processes, and runs the checks one after another.
 
-Before each check all processes meet, so that they are in the same one, and after it they exchange
-what they found. A worker that is left alone ends itself, and so do the others: their parents start
-new ones, which exchange their journals first, so that all go on with the same check.
+All processes synchronize before each check, and exchange results after it. A worker that is left
+alone ends itself, and so do the others: their parents start new ones, which exchange their journals
+first, so that all go on with the same check.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import pairwise, permutations, product
 
 from ftmesh.errors import PlanError
-from ftmesh.topology.circuits import join_circuits, wrapping_axes
+from ftmesh.topology.join_circuits import join_circuits, wrapping_axes
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.topology import Link, Topology
 

@@ -6,7 +6,7 @@ import pytest
 
 import ftmesh
 from ftmesh import PlanError, Topology, VerificationError, verify
-from ftmesh.algorithms import registry, ring
+from ftmesh.algorithms import registry, rings
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import SplitSchedule
 
@@ -70,10 +70,10 @@ def test_two_chips_that_wrap_have_one_cable():
 def test_a_closed_line_with_one_failure_is_an_open_line(damage):
     topo = Topology.grid("8", wrap=True, **damage)
     order = [3, 2, 1, 0, 7, 6, 5, 4] if "failed_links" in damage else [2, 1, 0, 7, 6, 5, 4]
-    assert ring.line_order(topo) == [(x,) for x in order]
+    assert rings.line_order(topo) == [(x,) for x in order]
     schedule = check(topo)
     assert schedule.num_rounds == 2 * (len(order) - 1)
-    assert [topo.coords[rank] for rank in schedule.owner] == ring.line_order(topo)
+    assert [topo.coords[rank] for rank in schedule.owner] == rings.line_order(topo)
 
 
 def test_lines_left_by_damage_on_any_mesh():
@@ -82,7 +82,7 @@ def test_lines_left_by_damage_on_any_mesh():
         .X..
         .XX.
     """)
-    assert ring.line_order(bent) == [
+    assert rings.line_order(bent) == [
         (0, 2), (0, 1), (0, 0), (1, 0), (2, 0), (2, 1), (3, 1), (3, 2),
     ]  # fmt: skip
     assert check(bent).phases[0].name == "chain, reduce-scatter"
@@ -125,7 +125,7 @@ def test_the_error_for_a_broken_line_names_its_parts(topo, says):
 )
 def test_meshes_that_are_not_a_line_raise(topo, says):
     with pytest.raises(PlanError, match=says):
-        ring.build_chain(topo)
+        rings.build_chain(topo)
 
 
 def test_a_missing_round_is_found():

@@ -9,11 +9,11 @@ import pytest
 
 import ftmesh
 from ftmesh import PlanError, Topology, verify
-from ftmesh.algorithms import registry, ring
+from ftmesh.algorithms import registry, rings
 from ftmesh.algorithms.building_blocks import bidirectional_rings
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.schedule import addition_depth
-from ftmesh.topology.circuits import axis_links, join_circuits, wrapping_axes
+from ftmesh.topology.join_circuits import axis_links, join_circuits, wrapping_axes
 
 TORI = [*product(range(3, 8), repeat=2), (4, 13), (3, 20), (3, 3, 3), (3, 4, 5), (4, 4, 8)]
 PARTIAL_TORI = [  # with an axis of two chips, or one that does not wrap
@@ -78,7 +78,7 @@ def test_axes_without_rings_add_no_circuit(shape, wrap, count):
 )
 def test_meshes_it_does_not_work_on_raise(topo, says):
     with pytest.raises(PlanError, match=says):
-        ring.build_multi_ring(topo)
+        rings.build_multi_ring(topo)
 
 
 def test_circuits_that_no_square_joins_raise():

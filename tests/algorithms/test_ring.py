@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from ftmesh import PlanError, Topology
-from ftmesh.algorithms import ring
+from ftmesh.algorithms import rings
 from tests.support.proving import check
 
 
 class TestRing:
     def test_the_snake_of_figure_3(self):
-        assert ring.find_circuit(Topology.grid("4x4")) == [
+        assert rings.find_circuit(Topology.grid("4x4")) == [
             (0, 0), (1, 0), (2, 0), (3, 0), (3, 1), (2, 1), (1, 1),
             (1, 2), (2, 2), (3, 2), (3, 3), (2, 3), (1, 3), (0, 3), (0, 2), (0, 1),
         ]  # fmt: skip
 
     def test_every_link_of_the_circuit_is_used_both_ways_in_every_round(self):
-        schedule = ring.build_schedule(Topology.grid("6x6", failed="2x2@2,2"))
+        schedule = rings.build_schedule(Topology.grid("6x6", failed="2x2@2,2"))
         first = schedule.phases[0]
         assert set(schedule.link_loads(first).values()) == {31}
         assert len(schedule.link_loads(first)) == 2 * 32
@@ -44,7 +44,7 @@ class TestRing:
     )
     def test_meshes_it_does_not_work_on_raise(self, topo, says):
         with pytest.raises(PlanError, match=says):
-            ring.build_schedule(topo)
+            rings.build_schedule(topo)
 
     def test_a_failed_link_that_is_not_on_the_circuit(self):
         check(Topology.grid("8x8", failed_links="2,1-2,2"), "ring")
@@ -63,7 +63,7 @@ class TestRing:
     def test_circuits_with_wrapping_links_on_tori(self, shape, wrap, failed):
         topo = Topology.grid(shape, wrap=wrap, failed=failed)
         check(topo, "ring")
-        walk = ring.find_circuit(topo)
+        walk = rings.find_circuit(topo)
         steps = [max(map(abs, np.subtract(a, b))) for a, b in pairwise([*walk, walk[0]])]
         assert max(steps) > 1
 

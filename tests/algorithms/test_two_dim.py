@@ -3,13 +3,13 @@
 import pytest
 
 from ftmesh import PlanError, Topology
-from ftmesh.algorithms import ring
+from ftmesh.algorithms import rings
 from tests.support.proving import check
 
 
 class TestTwoDim:
     def test_both_halves_move_pieces_of_one_size_on_the_mesh_of_the_paper(self):
-        schedule = ring.build_two_dim(Topology.grid("16x32"))
+        schedule = rings.build_two_dim(Topology.grid("16x32"))
         assert set(schedule.phases[0].transfers.count.tolist()) == {16}
         assert schedule.num_rounds == 4 * 31
         assert schedule.is_neighbour_only
@@ -22,7 +22,7 @@ class TestTwoDim:
         assert len(set(schedule.owner.tolist())) == schedule.topology.num_live
 
     def test_every_link_is_used_both_ways_in_every_round_on_a_3d_torus(self):
-        schedule = ring.build_two_dim(Topology.grid("4x4x4", wrap=True))
+        schedule = rings.build_two_dim(Topology.grid("4x4x4", wrap=True))
         assert [phase.num_rounds for phase in schedule.reduce_scatter] == [3, 3, 3]
         for phase, chunks in zip(schedule.reduce_scatter, (16, 4, 1), strict=True):
             loads = schedule.link_loads(phase)
@@ -34,10 +34,10 @@ class TestTwoDim:
         ]
 
     def test_pieces_have_one_size_if_a_side_is_twice_another(self):
-        schedule = ring.build_two_dim(Topology.grid("4x4x8", wrap=True))
+        schedule = rings.build_two_dim(Topology.grid("4x4x8", wrap=True))
         assert [phase.counts for phase in schedule.reduce_scatter] == [[16], [4], [1]]
         assert schedule.num_rounds == 6 * 7
 
     def test_damage_raises(self):
         with pytest.raises(PlanError, match="every row and column whole"):
-            ring.build_two_dim(Topology.grid("8x8", failed="2x2@2,2"))
+            rings.build_two_dim(Topology.grid("8x8", failed="2x2@2,2"))

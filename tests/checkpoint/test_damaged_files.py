@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ftmesh.checkpoint.files import CheckpointReader, dump_json, load_json, write_part
 from ftmesh.checkpoint.manifest import Buffer, Manifest, Piece, Tensor
+from ftmesh.checkpoint.storage import CheckpointReader, dump_json, load_json, write_part
 from ftmesh.errors import CheckpointError, DamagedCheckpointError
 
 F32 = np.dtype(np.float32)

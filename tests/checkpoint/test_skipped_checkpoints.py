@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
-from ftmesh.checkpoint.files import dump_json, load_json
+from ftmesh.checkpoint.storage import dump_json, load_json
 from ftmesh.errors import CheckpointError, TrainingError
 from tests.support.checkpointing import flip_bit, restore, save_steps, saved_steps, small_state
 

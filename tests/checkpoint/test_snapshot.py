@@ -12,10 +12,10 @@ import optax
 import pytest
 
 import ftmesh
-from ftmesh.checkpoint.files import CheckpointReader, write_part
 from ftmesh.checkpoint.manifest import Manifest, describe_tensors
 from ftmesh.checkpoint.restore import restore_state
 from ftmesh.checkpoint.snapshot import Snapshotter
+from ftmesh.checkpoint.storage import CheckpointReader, write_part
 from ftmesh.errors import ArgumentError, DamagedCheckpointError
 from ftmesh.testing import cpu_grid
 from tests.support.known_state import (

@@ -218,7 +218,7 @@ class TestKubernetes:
 
     def test_its_pods_find_each_other(self):
         """The variables are those that ftmesh reads."""
-        from ftmesh.distributed.engines import detect
+        from ftmesh.distributed.cluster_env import detect
 
         job = self.job_set["spec"]["replicatedJobs"][0]
         spec = job["template"]["spec"]

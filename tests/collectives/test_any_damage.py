@@ -5,7 +5,7 @@ import pytest
 
 import ftmesh
 from ftmesh import Topology
-from ftmesh.algorithms import flood_groups
+from ftmesh.algorithms import grouped_flood
 from ftmesh.algorithms.building_blocks import mirrored_all_reduce
 from ftmesh.testing import on_one_device
 
@@ -29,7 +29,7 @@ def test_integer_collectives_are_exact(topology):
 @pytest.mark.parametrize("topology", MESHES, ids=str)
 def test_floods_in_groups_are_exact(topology):
     """As on thousands of chips: here five shares travel together, and some alone."""
-    phases, owner = flood_groups.build_phases(topology, 5)
+    phases, owner = grouped_flood.build_phases(topology, 5)
     assert len(owner) % 5
     assert len(phases) == 2
     schedule = mirrored_all_reduce(topology, "flood", len(owner), phases, owner)

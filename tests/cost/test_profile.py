@@ -9,7 +9,7 @@ import pytest
 
 from ftmesh import ArgumentError, TiledTopology
 from ftmesh.algorithms import registry
-from ftmesh.algorithms.ring import along_ring_order
+from ftmesh.algorithms.rings import along_ring_order
 from ftmesh.cost.links import KernelModel
 from ftmesh.cost.profile import MAX_FILE_BYTES, Profile
 from ftmesh.cost.profile_fit import HopTimes, SumLoad, TimedSum, fit_network, fitted_seconds

@@ -6,7 +6,16 @@ import pytest
 
 from ftmesh.distributed.startup import find_processes, initialize
 from ftmesh.errors import ArgumentError, ClusterError
-from tests.distributed.test_engines import HYDRA, JOBSET, MPIRUN, POD, SBATCH, SRUN, TORCHRUN, TPU
+from tests.distributed.test_cluster_env import (
+    HYDRA,
+    JOBSET,
+    MPIRUN,
+    POD,
+    SBATCH,
+    SRUN,
+    TORCHRUN,
+    TPU,
+)
 
 ALONE = (None, None, None)
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from ftmesh.algorithms import ring, row_pair
+from ftmesh.algorithms import rings, row_pair
 from ftmesh.draw import (
     Arrow,
     Panel,
@@ -51,9 +51,9 @@ def folded(topology, line):
 
 
 SCHEDULES = {
-    "ring": lambda: ring.build_schedule(grid("6x4", "2x2@2,0")),
-    "two_dim": lambda: ring.build_two_dim(grid("6x4")),
-    "two_dim, wrapping": lambda: ring.build_two_dim(grid("4x4", wrap=True)),
+    "ring": lambda: rings.build_schedule(grid("6x4", "2x2@2,0")),
+    "two_dim": lambda: rings.build_two_dim(grid("6x4")),
+    "two_dim, wrapping": lambda: rings.build_two_dim(grid("4x4", wrap=True)),
     "row_pair": lambda: row_pair.build_schedule(grid("4x6")),
     "row_pair, damaged": lambda: row_pair.build_schedule(grid("6x6", "2x2@2,2")),
     "by hand": chips_off_the_ring,
@@ -70,7 +70,7 @@ class TestText:
         assert draw_text(panel) == drawing.strip("\n")
 
     def test_one_direction_of_a_ring(self):
-        schedule = ring.build_schedule(Topology.from_drawing("..XX\n..XX\n....\n...."))
+        schedule = rings.build_schedule(Topology.from_drawing("..XX\n..XX\n....\n...."))
         self.check(
             phase_panel(schedule, 0, half=0),
             """
@@ -89,7 +89,7 @@ o live   X failed   → arrives
 
     def test_both_directions_of_a_ring_in_one_round(self):
         self.check(
-            phase_panel(ring.build_schedule(grid("2x4")), 1, round=6),
+            phase_panel(rings.build_schedule(grid("2x4")), 1, round=6),
             """
 ring on 2x4: Hamiltonian ring, all-gather, round 6
    0   1
@@ -229,7 +229,7 @@ class TestPanels:
             assert set().union(*arrows) == whole
 
     def test_halves_of_a_ring_are_its_two_directions(self):
-        schedule = ring.build_schedule(grid("6x6"))
+        schedule = rings.build_schedule(grid("6x6"))
         one, other = (
             {arrow.route for arrow in phase_panel(schedule, 0, half=half).arrows} for half in (0, 1)
         )
@@ -252,7 +252,7 @@ class TestPanels:
                 assert row != {colour[0, y - 1]}
 
     def test_halves_on_different_rings_differ_in_colour(self):
-        panel = phase_panel(ring.build_two_dim(grid("4x4")), 0)
+        panel = phase_panel(rings.build_two_dim(grid("4x4")), 0)
         colours = {"red": 0, "blue": 1}
         for arrow in panel.arrows:
             moved = [a != b for a, b in zip(arrow.route[0], arrow.route[-1], strict=True)]
@@ -295,7 +295,7 @@ class TestPanels:
         with pytest.raises(ScheduleError, match="rounds 0 to 2"):
             phase_panel(schedule, 0, round=3)
         with pytest.raises(ScheduleError, match=r"lane 2 does not exist: .* has lanes 0 to 1"):
-            phase_panel(ring.build_schedule(grid("2x2")), 0, lane=2)
+            phase_panel(rings.build_schedule(grid("2x2")), 0, lane=2)
 
 
 class TestSvg:

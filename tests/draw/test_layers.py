@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ftmesh import Topology
-from ftmesh.algorithms import ring
+from ftmesh.algorithms import rings
 from ftmesh.algorithms.registry import build_schedule
 from ftmesh.cli.main import main
 from ftmesh.draw import draw_svg, draw_text, phase_panel, routes_panel
@@ -17,7 +17,7 @@ DAMAGED = Topology.grid("4x2x2", failed="2x2x1@0,0,0", failed_links="1,0,1-1,1,1
 
 
 def test_a_ring_through_two_layers():
-    panel = phase_panel(ring.build_schedule(DAMAGED), 0, half=0)
+    panel = phase_panel(rings.build_schedule(DAMAGED), 0, half=0)
     assert (
         draw_text(panel)
         == """

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from ftmesh import Phase, Schedule, ScheduleError, SplitSchedule, Topology
-from ftmesh.algorithms import ring, row_pair
+from ftmesh.algorithms import rings, row_pair
 from ftmesh.schedule.transfers import COPY, make_transfers
 
 SQUARE = Topology.grid("2x2")
@@ -87,7 +87,7 @@ def test_inconsistent_schedules_raise(changes, says):
 
 
 def test_transfers_and_owners_are_read_only():
-    schedule = ring.build_schedule(SQUARE)
+    schedule = rings.build_schedule(SQUARE)
     with pytest.raises(ValueError, match="read-only"):
         schedule.phases[0].transfers.src[0] = 3
     with pytest.raises(ValueError, match="read-only"):
@@ -116,7 +116,7 @@ def test_str_has_a_line_per_phase():
 
 
 def test_describe_round():
-    schedule = ring.build_schedule(SQUARE)
+    schedule = rings.build_schedule(SQUARE)
     assert schedule.describe_round(0).splitlines() == [
         "round 0 (Hamiltonian ring, reduce-scatter), 8 transfers",
         "  lane 0: (0, 0) -> (1, 0)  add chunk 0",
@@ -144,4 +144,4 @@ def test_link_loads_follow_routes():
         ((0, 2), (1, 2)): 3,
     }
     assert not schedule.is_neighbour_only
-    assert ring.build_schedule(SQUARE).is_neighbour_only
+    assert rings.build_schedule(SQUARE).is_neighbour_only

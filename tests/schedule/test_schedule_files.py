@@ -8,7 +8,7 @@ import pytest
 
 import ftmesh
 from ftmesh import ScheduleError, ScheduleFileError, Topology, VerificationError
-from ftmesh.algorithms import ring, row_pair
+from ftmesh.algorithms import rings, row_pair
 from ftmesh.algorithms.registry import ALGORITHMS
 from ftmesh.schedule.transfers import COLUMN_NAMES
 
@@ -46,7 +46,7 @@ def test_save_and_load(name, path):
 
 @pytest.mark.parametrize(("old", "new"), [("colours", "multi_ring"), ("line", "chain")])
 def test_old_names_of_algorithms_are_read(old, new, path):
-    arrays = arrays_of(ring.build_schedule(HOLE), path)
+    arrays = arrays_of(rings.build_schedule(HOLE), path)
     meta = json.loads(str(arrays["meta"])) | {"algorithm": old}
     rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
     assert ftmesh.load(path).algorithm == new
@@ -85,7 +85,7 @@ def test_the_columns_and_meta_of_the_format(path):
     assert (np.diff(arrays["round"]) >= 0).all()
 
 
-@pytest.mark.parametrize("algorithm", [ring, row_pair])
+@pytest.mark.parametrize("algorithm", [rings, row_pair])
 def test_numpy_alone_can_replay_the_file(algorithm, path):
     arrays = arrays_of(algorithm.build_schedule(HOLE), path)
     num_chunks = json.loads(str(arrays["meta"]))["num_chunks"]
@@ -110,7 +110,7 @@ def test_numpy_alone_can_replay_the_file(algorithm, path):
 
 
 def test_a_file_without_phases_gets_default_phases(path):
-    schedule = ring.build_schedule(HOLE)
+    schedule = rings.build_schedule(HOLE)
     arrays = arrays_of(schedule, path)
     meta = json.loads(str(arrays["meta"]))
     del meta["phases"], meta["devices_per_chip"]
@@ -131,13 +131,13 @@ class TestDamagedFiles:
 
     @pytest.mark.parametrize("keep", [0.02, 0.5, 0.98])
     def test_truncated(self, path, keep):
-        ftmesh.save(ring.build_schedule(HOLE), path)
+        ftmesh.save(rings.build_schedule(HOLE), path)
         full = path.read_bytes()
         path.write_bytes(full[: int(keep * len(full))])
         self.check_rejected(path, "damaged or truncated|not a plain .npz")
 
     def test_a_flipped_byte(self, path):
-        ftmesh.save(ring.build_schedule(HOLE), path)
+        ftmesh.save(rings.build_schedule(HOLE), path)
         raw = bytearray(path.read_bytes())
         raw[len(raw) // 3] ^= 0xFF
         path.write_bytes(bytes(raw))
@@ -148,12 +148,12 @@ class TestDamagedFiles:
         self.check_rejected(path, "pickled")
 
     def test_pickled_inside(self, path):
-        arrays = arrays_of(ring.build_schedule(HOLE), path)
+        arrays = arrays_of(rings.build_schedule(HOLE), path)
         rewrite(path, arrays | {"owner": np.array([{}], object)})
         self.check_rejected(path, "pickled")
 
     def test_another_version(self, path):
-        arrays = arrays_of(ring.build_schedule(HOLE), path)
+        arrays = arrays_of(rings.build_schedule(HOLE), path)
         meta = json.loads(str(arrays["meta"])) | {"format": "ftmesh.schedule/2"}
         rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
         self.check_rejected(
@@ -179,7 +179,7 @@ class TestDamagedFiles:
         ],
     )
     def test_inconsistent(self, path, change, says):
-        rewrite(path, change(arrays_of(ring.build_schedule(HOLE), path)))
+        rewrite(path, change(arrays_of(rings.build_schedule(HOLE), path)))
         self.check_rejected(path, says)
 
     @pytest.mark.parametrize(
@@ -199,13 +199,13 @@ class TestDamagedFiles:
         ],
     )
     def test_bad_values_in_meta(self, path, key, value):
-        arrays = arrays_of(ring.build_schedule(HOLE), path)
+        arrays = arrays_of(rings.build_schedule(HOLE), path)
         meta = json.loads(str(arrays["meta"])) | {key: value}
         rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
         self.check_rejected(path, f"'meta' has {key} ")
 
     def test_a_failed_link_with_its_high_end_first(self, path):
-        arrays = arrays_of(ring.build_schedule(HOLE), path)
+        arrays = arrays_of(rings.build_schedule(HOLE), path)
         meta = json.loads(str(arrays["meta"])) | {"failed_links": [[[1, 0], [0, 0]]]}
         rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
         loaded = ftmesh.load(path)
@@ -213,20 +213,20 @@ class TestDamagedFiles:
         assert not loaded.is_neighbour_only  # a hop now leads around that link
 
     def test_rows_before_the_first_round(self, path):
-        arrays = arrays_of(ring.build_schedule(HOLE), path)
+        arrays = arrays_of(rings.build_schedule(HOLE), path)
         row = {"round": -1, "lane": 0, "src": 0, "dst": 1, "chunk": 0, "count": 1, "op": 1}
         more = {k: np.concatenate(([v], arrays[k])).astype(np.int32) for k, v in row.items()}
         rewrite(path, arrays | more)
         self.check_rejected(path, "not sorted by round, starting at 0")
 
     def test_more_chunks_than_the_rows_can_move(self, path):
-        arrays = arrays_of(ring.build_schedule(HOLE), path)
+        arrays = arrays_of(rings.build_schedule(HOLE), path)
         meta = json.loads(str(arrays["meta"])) | {"num_chunks": 60_000_000}
         rewrite(path, arrays | {"meta": np.array(json.dumps(meta))})
         self.check_rejected(path, "need 1,920,000,000 or more")
 
     def test_owners_without_a_reduce_scatter(self, path):
-        arrays = arrays_of(ring.build_schedule(HOLE), path)
+        arrays = arrays_of(rings.build_schedule(HOLE), path)
         rewrite(path, arrays | {"rounds_in_reduce_scatter": np.int32(0)})
         self.check_rejected(
             path, "reduce-scatter must end where a phase ends.* is 0", ScheduleError
@@ -237,12 +237,12 @@ class TestDamagedFiles:
         self.check_rejected(tmp_path / "plan.npy", "single array")
 
     def test_an_invalid_round(self, path):
-        arrays = arrays_of(ring.build_schedule(HOLE), path)
+        arrays = arrays_of(rings.build_schedule(HOLE), path)
         rewrite(path, arrays | {"dst": arrays["src"]})
         self.check_rejected(path, "round 0, lane 0.*cannot send to itself", ScheduleError)
 
     def test_a_wrong_sum(self, path):
-        arrays = arrays_of(ring.build_schedule(HOLE), path)
+        arrays = arrays_of(rings.build_schedule(HOLE), path)
         rewrite(path, arrays | {"op": np.zeros_like(arrays["op"])})
         self.check_rejected(path, "2 times", VerificationError)
         assert ftmesh.load(path, verify=False).num_chunks == 64
@@ -250,7 +250,7 @@ class TestDamagedFiles:
 
 def test_save_leaves_nothing_if_writing_fails(tmp_path):
     with pytest.raises(ScheduleFileError, match="cannot write"):
-        ftmesh.save(ring.build_schedule(HOLE), tmp_path / "nowhere" / "plan.npz")
+        ftmesh.save(rings.build_schedule(HOLE), tmp_path / "nowhere" / "plan.npz")
     with pytest.raises(ScheduleFileError, match="it is not a file"):
-        ftmesh.save(ring.build_schedule(HOLE), tmp_path)
+        ftmesh.save(rings.build_schedule(HOLE), tmp_path)
     assert list(tmp_path.iterdir()) == []

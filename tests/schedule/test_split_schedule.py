@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftmesh import Phase, Schedule, SplitSchedule, Topology, VerificationError, verify
-from ftmesh.algorithms import registry, ring, row_pair
+from ftmesh.algorithms import registry, rings, row_pair
 from ftmesh.schedule.proofs import check_sets, replay, uncounted_chunks, ungathered_chunks
 from ftmesh.schedule.schedule import RankSchedule
 from ftmesh.schedule.transfers import ADD, COPY, RingRule, join_transfers, make_transfers
@@ -48,9 +48,9 @@ def reads_leftovers():
 
 
 def test_a_schedule_is_three_programs_or_one():
-    assert verify(ring.build_schedule(HOLE)).programs == PROGRAMS
+    assert verify(rings.build_schedule(HOLE)).programs == PROGRAMS
     assert "the all-gather alone brings them to all" in str(verify(row_pair.build_schedule(HOLE)))
-    all_reduce = Schedule(HOLE, "ring", 64, ring.build_schedule(HOLE).phases)
+    all_reduce = Schedule(HOLE, "ring", 64, rings.build_schedule(HOLE).phases)
     assert verify(all_reduce).programs == ("all-reduce",)
     assert "an all-reduce only" in str(verify(all_reduce))
 
@@ -77,7 +77,7 @@ def test_an_all_gather_that_reads_too_early():
     verify(by_hand(reduce_scatter, [(0, 0, 0, 1, 0), (0, 1, 0, 2, 0), (1, 0, 1, 3, 0)], owner=[0]))
 
 
-@pytest.mark.parametrize("algorithm", [ring, row_pair])
+@pytest.mark.parametrize("algorithm", [rings, row_pair])
 def test_the_reduce_scatter_must_end_with_a_phase(algorithm):
     """One that ends inside a phase could not be lowered."""
     good = algorithm.build_schedule(HOLE)
@@ -227,8 +227,8 @@ def test_ungathered_chunks_are_those_that_a_run_does_not_gather(schedule):
 
 
 def test_depth_is_the_longest_chain_of_additions():
-    assert ring.build_schedule(HOLE).depth == 31
-    assert ring.build_two_dim(Topology.grid("4x4")).depth == 6
+    assert rings.build_schedule(HOLE).depth == 31
+    assert rings.build_two_dim(Topology.grid("4x4")).depth == 6
     chain = by_hand([(0, 0, 0, 1, 0), (1, 0, 1, 3, 0), (2, 0, 3, 2, 0)],
                     [(0, 0, 2, 3, 0), (1, 0, 3, 1, 0), (2, 0, 1, 0, 0)], [2])  # fmt: skip
     assert (chain.depth, verify(chain).depth) == (3, 3)
@@ -241,17 +241,17 @@ def test_a_ring_rule_equals_its_transfers():
     rule = RingRule(np.array([[0, 1, 3], [2, 5, 4]], np.int32), np.array([0, 6], np.int32), 0, 2)
     phase = Phase("round", (rule,))
     rows = Phase("round", phase.transfers)
-    for rings, same in ((phase, rows), (phase.mirrored("m"), rows.mirrored("m"))):
-        assert rings.is_same(same)
-        assert rings.pairs == same.pairs
-        assert rings.traffic == same.traffic
-        assert rings.extent == same.extent == (5, 12)
-        assert [rings.chunks_moved(op) for op in (ADD, COPY)] == [
+    for ring, same in ((phase, rows), (phase.mirrored("m"), rows.mirrored("m"))):
+        assert ring.is_same(same)
+        assert ring.pairs == same.pairs
+        assert ring.traffic == same.traffic
+        assert ring.extent == same.extent == (5, 12)
+        assert [ring.chunks_moved(op) for op in (ADD, COPY)] == [
             same.chunks_moved(op) for op in (ADD, COPY)
         ]
         for chunk in (0, 5, 11):
             assert all(
-                map(np.array_equal, rings.transfers_of_chunk(chunk), same.transfers_of_chunk(chunk))
+                map(np.array_equal, ring.transfers_of_chunk(chunk), same.transfers_of_chunk(chunk))
             )
     assert rule.owned_chunks.tolist() == [[2, 4, 0], [8, 10, 6]]
 

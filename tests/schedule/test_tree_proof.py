@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftmesh import Phase, Schedule, Topology, VerificationError
-from ftmesh.algorithms import ring, tree
+from ftmesh.algorithms import rings, tree
 from ftmesh.schedule.proofs import check_sets, unspanned_chunks
 from ftmesh.schedule.schedule import RankSchedule
 from ftmesh.schedule.transfers import ADD, COPY, join_transfers, make_transfers
@@ -23,8 +23,8 @@ def set_error(ranks, chunks):
 
 
 def test_rings_without_a_reduce_scatter_are_trees():
-    rings = ring.build_schedule(Topology.grid("4x4", failed="2x2@0,0"))
-    schedule = Schedule(rings.topology, "ring", rings.num_chunks, rings.phases)
+    ring = rings.build_schedule(Topology.grid("4x4", failed="2x2@0,0"))
+    schedule = Schedule(ring.topology, "ring", ring.num_chunks, ring.phases)
     assert not len(unspanned_chunks(RankSchedule.from_schedule(schedule)))
 
 

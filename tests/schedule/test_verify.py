@@ -14,7 +14,7 @@ from ftmesh import (
     VerificationError,
     verify,
 )
-from ftmesh.algorithms import ring, row_pair
+from ftmesh.algorithms import rings, row_pair
 from ftmesh.schedule import proofs
 from ftmesh.schedule.proofs import replay
 from ftmesh.schedule.schedule import RankSchedule
@@ -22,7 +22,7 @@ from ftmesh.schedule.transfers import ADD, COPY, Transfers, join_transfers, make
 from ftmesh.topology.routing import dimension_order
 
 TOPO = Topology.grid("6x6", failed="2x2@2,2")
-SCHEDULES = {"ring": ring.build_schedule(TOPO), "row_pair": row_pair.build_schedule(TOPO)}
+SCHEDULES = {"ring": rings.build_schedule(TOPO), "row_pair": row_pair.build_schedule(TOPO)}
 
 
 def with_transfers(schedule, phase, transfers):
@@ -161,7 +161,7 @@ def test_a_failed_link():
         return (src, dst)
 
     broken = Topology.grid("2x2", failed_links="0,0-1,0")
-    good = ring.build_schedule(Topology.grid("2x2"))
+    good = rings.build_schedule(Topology.grid("2x2"))
     schedule = SplitSchedule(broken, "ring", 8, good.phases, good.owner, 3)
     with pytest.raises(VerificationError, match=r"round 0 .*crosses failed link \(0, 0\)-\(1, 0\)"):
         verify(schedule, router=straight)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from ftmesh.algorithms import registry
-from ftmesh.algorithms.ring import along_ring_order
+from ftmesh.algorithms.rings import along_ring_order
 from ftmesh.cost.device_model import DeviceModel
 from ftmesh.cost.executors import kernel_seconds, native_ring_seconds
 from ftmesh.cost.links import NETWORKS, KernelModel, Network

@@ -7,8 +7,8 @@ import numpy as np
 
 from examples.common.data_parallel import DataParallel
 from examples.common.device_arrays import REPLICATED, SHARDED
-from ftmesh.checkpoint.files import CheckpointReader, process_files
 from ftmesh.checkpoint.snapshot import Snapshotter
+from ftmesh.checkpoint.storage import CheckpointReader, process_files
 from ftmesh.optim import lamb
 from ftmesh.testing import cpu_grid
 

@@ -1,8 +1,8 @@
-"""Floods of large meshes: groups of chips collect their shares at one chip, which floods them.
+"""The flood of large meshes: groups gather their shares at one chip, which broadcasts them.
 
 Where every chip floods its own share, a mesh of 9,000 chips takes 1,500 rounds each way. Here
-neighbours along the ring of ranks form groups. A group's shares are collected at its *head*, and
-flood from there several at a time, along a spanning tree of shortest paths. Run backwards, sums
+neighbours along the ring of ranks form groups. Each group gathers its shares at its *head*, which
+broadcasts several at a time along a spanning tree of shortest paths. Run backwards, sums
 arrive at the heads and are handed to their owners.
 
 An all-gather brings everything to every chip, so it takes at least as long as the chip with the

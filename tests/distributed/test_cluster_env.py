@@ -2,7 +2,7 @@
 
 import pytest
 
-from ftmesh.distributed.engines import PORTS, detect, first_host_in
+from ftmesh.distributed.cluster_env import PORTS, detect, first_host_in
 from ftmesh.errors import ArgumentError
 
 SRUN = {  # of Slurm 22.05, task 1 of `srun -N3`

@@ -1,4 +1,4 @@
-"""Engines: the index of this process and their number, from the environment variables of an engine.
+"""Reads this process's index and the number of processes from the variables of its cluster engine.
 
 If several engines have set variables, the inner one wins. They are tried in this order:
 torchrun and similar, Open MPI, MPICH and Intel MPI (PMI), PRRTE (PMIx), Slurm, Cloud TPU,

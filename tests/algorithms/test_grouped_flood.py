@@ -5,7 +5,7 @@ import pytest
 
 import ftmesh
 from ftmesh import Topology, VerificationError, verify
-from ftmesh.algorithms import flood_groups, registry
+from ftmesh.algorithms import grouped_flood, registry
 from ftmesh.algorithms.building_blocks import mirrored_all_reduce
 from ftmesh.schedule.phase import Phase
 from ftmesh.schedule.proofs import check_sets, uncounted_chunks, ungathered_chunks
@@ -17,7 +17,7 @@ from tests.algorithms.test_flood import random_damages
 
 
 def grouped(topology, size=None):
-    phases, owner = flood_groups.build_phases(topology, size)
+    phases, owner = grouped_flood.build_phases(topology, size)
     return mirrored_all_reduce(topology, "flood", len(owner), phases, owner)
 
 
@@ -84,7 +84,7 @@ def test_trees_span_the_mesh_and_use_links_evenly():
     topology = Topology.grid("4x4x8", failed="2x2x1@0,0,0", wrap=True)
     graph = LinkGraph.from_topology(topology)
     roots = np.arange(graph.num_ranks, dtype=np.int32)
-    trees = flood_groups.grow_trees(graph, roots, np.ones(len(roots), np.intp))
+    trees = grouped_flood.grow_trees(graph, roots, np.ones(len(roots), np.intp))
     for root, tree in enumerate(trees):
         assert (tree == -1).nonzero()[0].tolist() == [root]
         reached = {root}

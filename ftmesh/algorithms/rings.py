@@ -36,8 +36,8 @@ from ftmesh.algorithms.building_blocks import (
 from ftmesh.errors import PlanError
 from ftmesh.schedule.schedule import Schedule
 from ftmesh.schedule.transfers import Ints, Transfers, join_transfers
-from ftmesh.topology.circuits import axis_links, join_circuits, wrapping_axes
 from ftmesh.topology.hamiltonian import find_circuit
+from ftmesh.topology.join_circuits import axis_links, join_circuits, wrapping_axes
 from ftmesh.topology.notation import Coord
 from ftmesh.topology.ring_order import ring_order
 from ftmesh.topology.topology import Topology
