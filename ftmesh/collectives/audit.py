@@ -50,6 +50,9 @@ KINDS = (
 )
 
 
+MAX_SOURCES, MAX_NAME = 4, 160  # that are printed of a collective
+
+
 @dataclass(frozen=True)
 class AuditEntry:
     """A collective of the compiled program, what is wrong with it and what to do about it."""
@@ -64,11 +67,29 @@ class AuditEntry:
     seconds: float | None = None  # each time it runs, on the plan's network, if in a good order
 
     def __str__(self) -> str:
-        source = ", ".join(self.sources) or "an unknown line"
+        source = _some(self.sources) or "an unknown line"
         cost = "" if self.seconds is None else f", {format_time(self.seconds)}"
         head = f"{self.kind} of {format_bytes(self.num_bytes)} along {', '.join(self.axes)}{cost}"
-        lines = [f"{head}, from {source}", self.op_name or "(no name)", self.problem, self.advice]
+        lines = [
+            f"{head}, from {source}",
+            _short(self.op_name) or "(no name)",
+            self.problem,
+            self.advice,
+        ]
         return "\n    ".join(filter(None, lines))
+
+
+def _some(sources: Sequence[str]) -> str:
+    """The first of many source lines, and how many there are."""
+    others = len(sources) - MAX_SOURCES
+    if others <= 1:
+        return ", ".join(sources)
+    return ", ".join((*sources[:MAX_SOURCES], f"and {others} more lines"))
+
+
+def _short(op_name: str) -> str:
+    """A name of moderate length; the compiler joins those of all that it combines."""
+    return op_name if len(op_name) <= MAX_NAME else f"{op_name[:MAX_NAME]}..."
 
 
 @dataclass(frozen=True)

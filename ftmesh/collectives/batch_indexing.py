@@ -146,6 +146,9 @@ def scatter(scope: Scope, eqn: Any) -> None:
     scope.sum_partial(indices)
     is_sum = eqn.primitive.name == "scatter-add"
     layouts = scope.layouts_of(eqn.invars)
+    if all(layout.is_same for layout in layouts):  # also a rank's own, in a shard_map
+        scope.emit_as_is(eqn, [SAME], None)
+        return
     if not any(layout.is_rows for layout in layouts):
         if is_sum:
             scope.emit_as_is(eqn, [PARTIAL], [PARTIAL, SAME, PARTIAL])

@@ -69,7 +69,15 @@ def elementwise(scope: Scope, eqn: Any) -> None:
         return
     if eqn.primitive.name.startswith("random_"):
         check_keys(eqn)
-    if any(atom.aval.ndim not in (0, eqn.outvars[0].aval.ndim) for atom in eqn.invars):
+    is_gamma = eqn.primitive.name == "random_gamma"
+    if is_gamma and eqn.invars[0].aval.ndim <= rows.dim:
+        raise MixedExamplesError(
+            "draws for all examples from one key, which depends on how many they are (use a key "
+            "for each: jax.vmap over jax.random.split)"
+        )
+    if not is_gamma and any(
+        atom.aval.ndim not in (0, eqn.outvars[0].aval.ndim) for atom in eqn.invars
+    ):
         raise MixedExamplesError("has operands of different ranks")
     scope.emit_as_is(eqn, [rows] * len(eqn.outvars), aligned(eqn, rows))
 

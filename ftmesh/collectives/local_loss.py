@@ -38,13 +38,17 @@ class Loss:
     has_aux: bool
     weighted: bool
 
-    def value_and_grads(self, args: tuple[PyTree, ...], examples: LocalExamples | None) -> Any:
+    def value_and_grads(
+        self, args: tuple[PyTree, ...], examples: LocalExamples | None, axis_name: AxisName
+    ) -> Any:
         """Return a number to be averaged, its weight or None, the gradients, and aux."""
 
         def scalar_loss(*args: PyTree) -> Any:
             output, aux = self.value_and_aux(args)
             total, weight = self._reduce(output, examples)
-            return total, (weight, aux)
+            # Of a number that the loss has summed over ranks, JAX would take the derivative once,
+            # and not once per rank.
+            return _compat.as_varying(total, axis_name), (weight, aux)
 
         run = jax.value_and_grad(scalar_loss, argnums=self.argnums, has_aux=True)
         (total, (weight, aux)), grads = run(*args)
@@ -144,9 +148,9 @@ class OverRanks:
 
     @property
     def key(self) -> Hashable:
-        """Equal for equal options on the same plan, as long as it exists."""
+        """Equal for equal options on the same plan, which it keeps."""
         dtypes = str(self.wire_dtype), str(self.accumulate_dtype)
-        return id(self.plan), self.axis_name, self.bucket_bytes, dtypes
+        return self.plan, self.axis_name, self.bucket_bytes, dtypes
 
     def mean(self, x: PyTree, specs: Specs = None, own: Sequence[bool] | None = None) -> PyTree:
         """Average over ranks. Leaves that are sharded along the axis are scattered.
@@ -257,7 +261,7 @@ def mean_value_and_grads(
     for i in loss.argnums:  # JAX would sum the gradient of a replicated leaf itself
         local[i] = jax.tree.map(lambda leaf: _compat.as_varying(leaf, ranks.axis_name), args[i])
     run = value_and_grads or loss.value_and_grads
-    total, weight, grads, aux = run(tuple(local), examples)
+    total, weight, grads, aux = run(tuple(local), examples, ranks.axis_name)
     own = [False] * (1 if weight is None else 2) + list(is_own or [False] * _num_leaves(grads))
     if specs is not None:
         specs = (REPLICATED, REPLICATED, broadcast_specs(specs, grads))

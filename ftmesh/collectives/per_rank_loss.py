@@ -28,7 +28,7 @@ from ftmesh.collectives.local_loss import (
 )
 from ftmesh.collectives.partitioning import REPLICATED, MeshContext, restrict_spec, typed_spec
 from ftmesh.errors import ArgumentError
-from ftmesh.execute.types import PyTree, Specs
+from ftmesh.execute.types import AxisName, PyTree, Specs
 from ftmesh.layout.batch_shares import BatchShares
 
 SAME, MEAN, ROWS = "same", "mean", "rows"  # what becomes of an array of aux
@@ -61,11 +61,11 @@ def mean_over_ranks(
         has_padding = bool(shares.global_batch % len(shares.live))
         return tuple(local), LocalExamples(positions >= 0, scale, has_padding)
 
-    def value_and_grads(args: tuple[PyTree, ...], examples: LocalExamples) -> Any:
+    def value_and_grads(args: tuple[PyTree, ...], examples: LocalExamples, axis: AxisName) -> Any:
         """Call the loss with Explicit axes as Explicit again."""
 
         def run(args: tuple[PyTree, ...], weights: Any) -> Any:
-            return loss.value_and_grads(args, replace(examples, weights=weights))
+            return loss.value_and_grads(args, replace(examples, weights=weights), axis)
 
         return context.with_explicit_axes(run, (types, REPLICATED))(args, examples.weights)
 

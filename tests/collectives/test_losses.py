@@ -14,18 +14,18 @@ from jax.sharding import PartitionSpec as P
 import ftmesh
 from ftmesh import ArgumentError
 from ftmesh.testing import cpu_grid
-from tests.support import losses
+from tests.support import rejected_losses
 from tests.support.losses import (
     AUX,
     EQUAL,
     MICROBATCHES,
-    REJECTED,
     TABLES,
     WEIGHTS,
     groups,
     make_batch,
 )
 from tests.support.more import more_case
+from tests.support.rejected_losses import REJECTED
 from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler", "x64")
@@ -132,8 +132,8 @@ def test_rejected_with_the_line(plan, name, size):
             jax.random.key(KEY_SEED),
         )
     file, line = re.search(r" at (\w+\.py):(\d+) ", str(raised.value)).groups()
-    assert file == "losses.py"
-    assert piece in linecache.getline(losses.__file__, int(line))
+    assert file == "rejected_losses.py"
+    assert piece in linecache.getline(rejected_losses.__file__, int(line))
 
 
 def test_the_table_is_long_and_in_groups():

@@ -222,6 +222,25 @@ class TestBoundAxis:
         assert_close(result, jax.value_and_grad(loss)(*ARGS))
         ftmesh.audit(program, "data").require_none()
 
+    @pytest.mark.parametrize("weighted", [False, True])
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_a_loss_that_is_summed_over_ranks_already(self, even, weighted, check_vma):
+        """As for one that was written for `jax.grad`, with a `pmean` in it."""
+
+        def averaged(*args):
+            if not weighted:
+                return lax.pmean(loss(*args), "data")
+            return lax.psum(losses(*args).sum(), "data"), lax.psum(len(args[1]), "data")
+
+        mapped = jax.shard_map(
+            even.value_and_grad(averaged, weighted=weighted),
+            mesh=even.jax_mesh("data"),
+            in_specs=SPECS,
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+        assert_close(jax.jit(mapped)(*ARGS), jax.value_and_grad(loss)(*ARGS))
+
     def test_aux_is_local(self, even):
         mapped = jax.shard_map(
             lambda *args: even.value_and_grad(lambda *args: (loss(*args), args[1]), has_aux=True)(
