@@ -181,7 +181,11 @@ def test_a_host_without_a_link():
 @needs_hosts
 @pytest.mark.parametrize(
     ("names", "address", "has_secret"),
-    [(debian_names, "h0", False), (debian_names, "10.66.0.1", True), (no_names, None, True)],
+    [
+        (debian_names, "h0", False),
+        more_case(debian_names, "10.66.0.1", True),
+        (no_names, None, True),
+    ],
 )
 def test_names_that_lead_nowhere(names, address, has_secret, tmp_path):
     """Collectives listen where a host reaches process 0, not where its own name leads."""

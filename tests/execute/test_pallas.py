@@ -18,7 +18,7 @@ from ftmesh.execute.lowering import lower
 from ftmesh.execute.pallas_tables import PAGE_ROUNDS, SLOTS, split_loops
 from ftmesh.schedule.transfers import ADD, COPY
 from ftmesh.testing import cpu_grid, on_one_device
-from tests.support.more import more
+from tests.support.more import more, more_case
 from tests.support.on_devices import per_rank
 from tests.support.pallas_programs import (
     by_both_executors,
@@ -71,7 +71,7 @@ def test_sums_have_the_same_bits(case):
 
 
 @slow
-@pytest.mark.parametrize("algorithm", ["ring", "row_pair"])
+@pytest.mark.parametrize("algorithm", [more_case("ring"), "row_pair"])
 def test_integers_are_exact(algorithm):
     plan = ftmesh.plan(cpu_grid("4x4", failed="2x2@2,2"), algorithm, executor="pallas")
     x = buffers_of(plan.program, np.int32)

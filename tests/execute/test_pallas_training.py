@@ -87,7 +87,7 @@ def test_sums_in_the_backward_pass(plan):
         more_case({}),
         {"wire_dtype": "bfloat16"},
         more_case({"overlap": True, "bucket_bytes": 100}),
-        {"specs": SHARDED},
+        more_case({"specs": SHARDED}),
     ],
     ids=str,
 )

@@ -137,7 +137,7 @@ def test_in_place(loop, plain, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["nnx", more_case("linen"), "shard_map", more_case("hsdp")])
+@pytest.mark.parametrize("loop", ["shard_map", *map(more_case, ["nnx", "linen", "hsdp"])])
 def test_restart(loop, plain, tmp_path):
     """With the same mesh the weights are those of an undisturbed run to the bit."""
     undisturbed = PodRun(tmp_path / "undisturbed", loop, "2 x 2")

@@ -79,7 +79,8 @@ def test_different_source_of_ftmesh(tmp_path):
     assert_all_print("the source of ftmesh: process 0 has .*; process 1 has", lines, statuses)
 
 
-@pytest.mark.slow  # the roll call is tested by itself
+@more  # the roll call is tested by itself
+@pytest.mark.slow
 def test_a_process_that_is_missing():
     lines, statuses = run_with_trouble("--steps", "2", "--limit", "20", hosts=3, trouble="late")
     assert lines == ["linear: process 1 did not connect within 20 s", "", lines[0]]

@@ -74,9 +74,15 @@ def test_what_is_wrong_is_not_timed(tmp_path):
         "flood",
     ]
     assert not (tmp_path / "out" / "profile.json").exists()
-    status, checks, _ = selftest(tmp_path / "again", *arguments, env=environment(tmp_path))
+
+
+@more
+@pytest.mark.slow
+def test_a_profile_of_all_algorithms(tmp_path):
+    arguments = ("2x2", "--only", "right: ppermute tree,topology,speed", "--payloads", "64B,64KB")
+    status, _, _ = selftest(tmp_path, *arguments, env=environment(tmp_path))
     assert status == 0
-    profile = json.loads((tmp_path / "again" / "out" / "profile.json").read_text())
+    profile = json.loads((tmp_path / "out" / "profile.json").read_text())
     assert {(one["executor"], one["algorithm"]) for one in profile["sums"]} == {
         ("xla", "ring"), ("ppermute", "two_dim"), ("ppermute", "row_pair"), ("ppermute", "ring"),
         ("ppermute", "chain"), ("ppermute", "flood"), ("ppermute", "tree"),
@@ -210,6 +216,7 @@ def test_two_processes_of_which_one_is_killed(tmp_path):
     assert "**right: ppermute flood** (died): process 1 died" in report
 
 
+@more
 @pytest.mark.slow
 def test_four_processes_hang_together_and_go_on(tmp_path):
     only = f"topology,chips,{RING},right: ppermute tree"

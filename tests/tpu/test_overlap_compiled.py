@@ -99,7 +99,7 @@ def schedule(name, failed, how):
     return order
 
 
-@pytest.mark.parametrize(("name", "failed"), SLICES)
+@pytest.mark.parametrize(("name", "failed"), [*SLICES[1:], more_case(*SLICES[0])])
 def test_a_kernel_on_a_sparse_core_runs_beside_matrix_products(name, failed):
     order = schedule(name, failed, "sparse core")
     assert order == ["custom-call-start", *["product"] * 6, "custom-call-done"]

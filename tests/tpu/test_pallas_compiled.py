@@ -3,6 +3,7 @@
 import pytest
 
 from ftmesh.tpu import compiler
+from tests.support.more import more_case
 from tests.support.reporting import run_json
 
 pytestmark = pytest.mark.skipif(
@@ -137,8 +138,19 @@ print(json.dumps(report))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["v4:4x4x1", "v5p:4x4x1", "v6e:8x8", "tpu7x:4x4x1"])
+@pytest.mark.parametrize(
+    ("name", "wire"),
+    [
+        ("v4:4x4x1", "float32"),
+        more_case("v4:4x4x1", "bfloat16"),
+        more_case("v5p:4x4x1", "float32"),
+        ("v5p:4x4x1", "bfloat16"),
+        ("v6e:8x8", "float32"),
+        more_case("v6e:8x8", "bfloat16"),
+        more_case("tpu7x:4x4x1", "float32"),
+        ("tpu7x:4x4x1", "bfloat16"),
+    ],
+)
 def test_reduce_scatter_and_all_gather(name, wire):
     """Each is one kernel; between other work it needs its buffer, and a rounded one to gather.
 

@@ -151,6 +151,7 @@ def test_sharded_lamb_takes_less_memory():
     assert whole["argument_bytes"] - shared["argument_bytes"] > 0.8 * moments
 
 
+@more
 @pytest.mark.slow
 @needs_libtpu
 def test_a_step_in_a_kernel():
