@@ -40,6 +40,7 @@ from ftmesh.elastic.peer_checkpoint import PeerCheckpoint
 from ftmesh.elastic.step_commit import HeldStep, Load, Options, StepCommit, newest_state
 from ftmesh.errors import ArgumentError
 from ftmesh.planning.plan import Plan
+from ftmesh.planning.profiles import LinkArgument
 from ftmesh.testing import fault_injection
 from ftmesh.topology.notation import format_failed
 from ftmesh.topology.ranks import jax_mesh
@@ -195,16 +196,34 @@ class Attempt:
             )
         return Mesh(devices.reshape(sizes), names)
 
-    def plan(self, algorithm: str = "auto", **options: Any) -> Plan:
+    def plan(
+        self,
+        algorithm: str = "auto",
+        *,
+        payload_bytes: int = 100_000_000,
+        wire_dtype: Any = "float32",
+        link: LinkArgument = None,
+        reduce_scatter: bool = False,
+        executor: str = "auto",
+        planner: Callable[..., Plan] = precompile.cached_plan,
+    ) -> Plan:
         """Return a plan for the live chips, the same in all processes.
 
-        Args:
-            algorithm: As for `ftmesh.plan`, as are the `options`.
-            **options: Those of `ftmesh.distributed.agreed_plan`.
+        Arguments are those of `ftmesh.distributed.agreed_plan`. Whether idle chips get results is
+        an option of `attempts`.
         """
-        with_idle = self._options.with_idle
-        options = {"planner": precompile.cached_plan, "with_idle": with_idle, **options}
-        plan = agreed_plan(self.group, self.topology, algorithm, **options)
+        plan = agreed_plan(
+            self.group,
+            self.topology,
+            algorithm,
+            payload_bytes=payload_bytes,
+            wire_dtype=wire_dtype,
+            link=link,
+            with_idle=self._options.with_idle,
+            reduce_scatter=reduce_scatter,
+            executor=executor,
+            planner=planner,
+        )
         self.group.report_phase("compile")
         return plan
 

@@ -5,19 +5,32 @@ from dataclasses import astuple, fields, replace
 
 import pytest
 
-from examples import fleet
-from examples.fleet import DAY, Event, Fleet, LeaveOutHosts, Outcome, Replicas, compare, simulate
+from examples.fleet import simulation
+from examples.fleet.__main__ import main
+from examples.fleet.simulation import (
+    DAY,
+    Event,
+    Fleet,
+    LeaveOutHosts,
+    Outcome,
+    Replicas,
+    compare,
+    simulate,
+)
 from ftmesh.errors import ArgumentError
 from tests.support.more import more_case
 from tests.support.pages import ROOT, read_blocks
 
 SMALL = Fleet(cubes=8, spares=1, replica=2, restart=0.0, lost=0.0, quorum=0.0, batch=0.0, network=1)
 FEW = replace(Fleet(), cubes=32)
-ONE_HOST = [Event(1 * DAY, 3, fleet.HOST, False, 1), Event(5 * DAY, 3, fleet.HOST, False, -1)]
+ONE_HOST = [
+    Event(1 * DAY, 3, simulation.HOST, False, 1),
+    Event(5 * DAY, 3, simulation.HOST, False, -1),
+]
 
 
 def outcomes(model, events, days=10):
-    return {kind(model).name: simulate(kind(model), events, days) for kind in fleet.STRATEGIES}
+    return {kind(model).name: simulate(kind(model), events, days) for kind in simulation.STRATEGIES}
 
 
 def total(outcome):
@@ -57,7 +70,7 @@ def test_restarts_and_lost_steps():
 
 
 def test_a_cable_idles_a_cube_and_no_chip_of_ftmesh():
-    events = [event._replace(kind=fleet.CABLE) for event in ONE_HOST]
+    events = [event._replace(kind=simulation.CABLE) for event in ONE_HOST]
     results = outcomes(replace(SMALL, sums=0.0), events)
     assert results["drop the cube"].idle == pytest.approx(0.05)
     assert results["ftmesh"].idle == 0
@@ -66,7 +79,7 @@ def test_a_cable_idles_a_cube_and_no_chip_of_ftmesh():
 
 
 def test_repairs_that_wait_come_back_with_the_next_failure():
-    later = [Event(7 * DAY, 5, fleet.HOST, False, 1)]
+    later = [Event(7 * DAY, 5, simulation.HOST, False, 1)]
     model = replace(SMALL, sums=0.0, batch=30 * DAY)
     outcome = simulate(LeaveOutHosts(model), ONE_HOST + later, 10)
     assert outcome.idle == pytest.approx((0.6 + 0.3) / 128)
@@ -96,8 +109,8 @@ def test_histories_are_those_of_the_seed():
 
 def test_every_assumption_matters():
     base = {name: o.per_chip for name, o in compare(FEW, days=60, runs=1).items()}
-    for name in fleet.VARIED:
-        changed = compare(fleet.vary(FEW, name, 2.0), days=60, runs=1)
+    for name in simulation.VARIED:
+        changed = compare(simulation.vary(FEW, name, 2.0), days=60, runs=1)
         assert any(changed[key].per_chip != base[key] for key in base), name
 
 
@@ -117,10 +130,10 @@ def test_wrong_assumptions(change, message):
 
 
 def test_the_command(capsys):
-    assert fleet.main(["--cubes", "16", "--days", "30", "--runs", "1", "--json"]) == 0
+    assert main(["--cubes", "16", "--days", "30", "--runs", "1", "--json"]) == 0
     shares = json.loads(capsys.readouterr().out)["as assumed"]
     assert set(shares) == {"drop the cube", "spare cubes", "replicas", "ftmesh"}
-    assert fleet.main(["--cubes", "16", "--days", "9", "--runs", "1", "--sensitivity"]) == 0
+    assert main(["--cubes", "16", "--days", "9", "--runs", "1", "--sensitivity"]) == 0
     assert "repair x 0.5" in capsys.readouterr().out
 
 
@@ -133,7 +146,7 @@ def test_replicas_stop_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], more_case(["--sensitivity"])], ids=" ".join)
 def test_the_page_shows_what_the_command_prints(capsys, arguments):
-    assert fleet.main(arguments) == 0
+    assert main(arguments) == 0
     printed = capsys.readouterr().out
     page = (ROOT / "docs" / "fleet.md").read_text()
     tables = [block.text for block in read_blocks(page) if block.language == "text"]
