@@ -132,7 +132,7 @@ class ShardEvaluator:
     def output_state(self, form: StateForm, values: Sequence[Value]) -> PyTree:
         """Return a state of that form, given a value for each leaf."""
         return form.tree.unflatten(
-            self._array(value).astype(type_.dtype)
+            lax.convert_element_type(self._array(value), type_.dtype)
             if param is None
             else self._own(value, param, type_.dtype).reshape(
                 self.layout.leaves[param].stored_shape

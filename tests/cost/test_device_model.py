@@ -260,6 +260,7 @@ def test_lower_bounds_of_wires_and_devices(capsys):
     assert both[0] == both[1]
 
 
+@pytest.mark.slow
 def test_simulate_prints_both_times_or_the_wires_alone(capsys):
     command = ["simulate", "8x8", "--failed", "2x2@2,2", "--tpu", "v6e", "--algorithm", "ring"]
     found = []

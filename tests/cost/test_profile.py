@@ -91,6 +91,7 @@ class TestFit:
         launch = profile.network().device_model.launch
         assert launch == pytest.approx(TRUE.device_model.launch, rel=0.2)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("noise", [0.0, 0.05])
     def test_choices_are_those_of_the_true_network(self, noise):
         """On damages and for payloads that were not timed."""

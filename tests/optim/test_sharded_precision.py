@@ -29,6 +29,7 @@ def apply_sgd(means, dtype):
     return jax.device_get(optax.apply_updates(weights, updates))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "failed", "algorithm"), LARGE[:2])
 def test_a_step_of_sgd(shape, failed, algorithm):
     plan = large_plan(shape, failed, algorithm)
