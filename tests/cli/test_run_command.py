@@ -13,6 +13,7 @@ import pytest
 
 import ftmesh
 from ftmesh.cli.main import main
+from ftmesh.elastic.local_pod import TIMED_OUT
 from ftmesh.elastic.rpc import PORTS, ChannelClosed, Listener, free_port
 
 TIMEOUT = 180  # seconds for what takes one or two
@@ -62,13 +63,14 @@ def test_half_a_cluster_is_a_mistake(options, env, message, monkeypatch, capsys)
     assert message in capsys.readouterr().err
 
 
-def run(*words, **env):
+def run(*words, stdin=None, **env):
     root = str(Path(ftmesh.__file__).parent.parent)
     # A command that starts itself again and again must find an end.
     limited = ["sh", "-c", 'ulimit -t 20; exec "$@"', "sh", sys.executable, "-m", "ftmesh", "run"]
     return subprocess.run(
         [*limited, *words],
         env={**os.environ, "PYTHONPATH": root, **env},
+        stdin=stdin,
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -150,3 +152,14 @@ def _serve(channel, hellos):
                 hellos.append(frame[0]["agent"])
                 channel.send({"host": 0})
                 channel.send({"over": 3})
+
+
+def test_a_controller_that_ends_before_its_agent():
+    """Its thread that waits for the end of the agent must not be in the way of its exit."""
+    words = ["--controller-only", "--hosts", "2", "--join", f"127.0.0.1:{free_port()}"]
+    read, write = os.pipe()
+    done = run(*words, "--timeout", "0.1", stdin=read, FTMESH_CONTROLLER_OF_AGENT="1")
+    os.close(read)
+    os.close(write)
+    assert done.returncode == TIMED_OUT, done.stderr
+    assert done.stderr.count("\n") == 1  # that not all hosts have come
