@@ -63,7 +63,7 @@ def test_half_a_cluster_is_a_mistake(options, env, message, monkeypatch, capsys)
     assert message in capsys.readouterr().err
 
 
-def run(*words, stdin=None, **env):
+def run(*words, stdin=None, stderr=subprocess.PIPE, **env):
     root = str(Path(ftmesh.__file__).parent.parent)
     # A command that starts itself again and again must find an end.
     limited = ["sh", "-c", 'ulimit -t 20; exec "$@"', "sh", sys.executable, "-m", "ftmesh", "run"]
@@ -71,7 +71,8 @@ def run(*words, stdin=None, **env):
         [*limited, *words],
         env={**os.environ, "PYTHONPATH": root, **env},
         stdin=stdin,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         timeout=TIMEOUT,
         check=False,
@@ -163,3 +164,11 @@ def test_a_controller_that_ends_before_its_agent():
     os.close(write)
     assert done.returncode == TIMED_OUT, done.stderr
     assert done.stderr.count("\n") == 1  # that not all hosts have come
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_failure_while_the_disk_of_the_log_is_full(tmp_path):
+    fails_once = f"[ -e {tmp_path}/failed ] || {{ touch {tmp_path}/failed; exit 3; }}; echo done"
+    with open("/dev/full", "w") as full:
+        done = run("--hosts", "1", "--backoff", "0", "--", "sh", "-c", fails_once, stderr=full)
+    assert (done.returncode, done.stdout) == (0, "done\n")
