@@ -18,7 +18,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +186,24 @@ class Checkpoints:
         finally:
             self._writing = None
 
+    def wait(self) -> None:
+        """Wait until everything is written. An error is left for `finish` and the next `save`."""
+        if self._writing is not None:
+            wait([self._writing])
+
+    def discard_incomplete(self, first_step: int) -> None:
+        """Delete the files of all processes of incomplete checkpoints from `first_step` on.
+
+        One process does that while none writes: no old file may pass for a part that is missing
+        when those steps are written again.
+        """
+        for step in self._steps():
+            if step >= first_step and not self._is_complete(step):
+                folder = self._step_folder(step)
+                numbered = [path for path in folder.iterdir() if _is_part(path)]
+                for path in (folder / MANIFEST_FILE, *numbered):
+                    _delete(path)
+
     def discard_after(self, last_step: int) -> None:
         """Delete this process's files of later steps, which are incomplete or damaged.
 
@@ -250,6 +268,10 @@ class Checkpoints:
     def _print(self, line: str) -> None:
         if self.process == 0:
             command_line.say(line)
+
+
+def _is_part(path: Path) -> bool:
+    return path.stem.isdecimal() and path.name in process_file_names(int(path.stem))
 
 
 def _delete(path: Path) -> None:
