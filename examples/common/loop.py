@@ -265,15 +265,12 @@ def _is_evaluated(job: Job, step: int) -> bool:
 
 def _save(attempt: Attempt, checkpoints: Checkpoints, step: int, state: State) -> None:
     """Start to write a checkpoint. A run under a controller survives a full disk."""
-    group = attempt.group
-    if group.controller is not None and checkpoints.latest_step == step:
-        return  # saved in an earlier generation
     try:
         attempt.save(checkpoints, step, state)
     except CheckpointError as error:
-        if group.controller is None:
+        if attempt.group.controller is None:
             raise
-        say(f"process {group.process}: {error}; continuing without this checkpoint")
+        say(f"process {attempt.group.process}: {error}; continuing without this checkpoint")
 
 
 def _evaluate(

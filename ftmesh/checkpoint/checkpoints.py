@@ -97,7 +97,15 @@ class Checkpoints:
     @property
     def latest_step(self) -> int | None:
         """The step of the last complete checkpoint, or None."""
-        return next(filter(self._is_complete, self._steps()), None)
+        return next(filter(self.is_complete, self._steps()), None)
+
+    def is_complete(self, step: int) -> bool:
+        """True if all processes have written their parts of the checkpoint of `step`."""
+        try:
+            CheckpointReader(self._step_folder(step))
+        except DamagedCheckpointError:
+            return False
+        return True
 
     def save(
         self,
@@ -126,7 +134,7 @@ class Checkpoints:
         self.finish()
         folder = self._step_folder(step)
         own_list = folder / process_file_names(self.process)[1]
-        if own_list.exists() and self._is_complete(step):  # otherwise others may be ahead
+        if own_list.exists() and self.is_complete(step):  # otherwise others may be ahead
             raise CheckpointError(f"{folder} exists already, and is not overwritten")
         snapshotter = Snapshotter(self.process, self._process_of, devices, full_types)
         snapshot = snapshotter.finite_snapshot(step, state)
@@ -198,7 +206,7 @@ class Checkpoints:
         when those steps are written again.
         """
         for step in self._steps():
-            if step >= first_step and not self._is_complete(step):
+            if step >= first_step and not self.is_complete(step):
                 folder = self._step_folder(step)
                 numbered = [path for path in folder.iterdir() if _is_part(path)]
                 for path in (folder / MANIFEST_FILE, *numbered):
@@ -241,13 +249,6 @@ class Checkpoints:
         numbers = [int(name) for name in names if name.isdecimal()]
         return sorted((step for step in numbers if str(step) in names), reverse=True)
 
-    def _is_complete(self, step: int) -> bool:
-        try:
-            CheckpointReader(self._step_folder(step))
-        except DamagedCheckpointError:
-            return False
-        return True
-
     def _write(self, snapshot: Snapshot) -> None:
         """Write this process's part; the first process also deletes what is too old."""
         manifest = snapshot.manifest
@@ -259,7 +260,7 @@ class Checkpoints:
             write_part(folder, manifest, self.process, pieces)
             fault_injection.after_write(manifest.step, file)
         if self.process == manifest.processes[0]:
-            kept = list(filter(self._is_complete, self._steps()))[: self.keep]
+            kept = list(filter(self.is_complete, self._steps()))[: self.keep]
             for step in self._steps():
                 if kept and step < kept[-1]:
                     _delete(self._step_folder(step) / MANIFEST_FILE)  # first: then it is incomplete

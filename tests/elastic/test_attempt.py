@@ -17,7 +17,7 @@ from ftmesh.checkpoint.restore import _processes_by_block, is_deleted, move_stat
 from ftmesh.distributed.consensus import AgreedSteps
 from ftmesh.elastic.controller_client import GenerationChanged
 from ftmesh.elastic.elastic_group import ElasticGroup, recover
-from ftmesh.errors import ArgumentError, ClusterError, TrainingError
+from ftmesh.errors import ArgumentError, CheckpointError, ClusterError, TrainingError
 from ftmesh.testing import cpu_grid
 from tests.support.pods import process_groups, run_in_all
 
@@ -136,6 +136,20 @@ class TestCheckpoints:
     def test_of_ftmesh(self, tmp_path):
         assert self.train(tmp_path, [2, 4]) == 0
         assert self.train(tmp_path, []) == 4
+
+    def test_of_a_step_that_is_repeated(self, tmp_path):
+        """It is complete already, and another generation writes the same."""
+        self.train(tmp_path, [2])
+        with Checkpoints(tmp_path, resume=True) as checkpoints:
+            run = next(elastic.attempts())
+            state = {"w": jnp.zeros(2), "epoch": 2}
+            with pytest.raises(CheckpointError, match="exists already"):
+                run.save(checkpoints, 2, state)
+            run.group = ElasticGroup(controller=FakeController())
+            assert run.group.generation == 2
+            run.save(checkpoints, 2, state)
+            run.save(checkpoints, 3, {"w": jnp.full(2, 3.0), "epoch": 3})
+        assert self.train(tmp_path, []) == 3
 
     def test_a_damaged_one_is_skipped(self, tmp_path):
         """The step is that of the state."""
