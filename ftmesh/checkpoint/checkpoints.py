@@ -166,6 +166,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: The checkpoint is of another model or optimizer.
+            DamagedCheckpointError: There are checkpoints, and all are damaged. None is discarded.
         """
         self.finish()
         restored = restore_newest(
@@ -177,6 +178,11 @@ class Checkpoints:
             log=self._log,
             agree=agree,
         )
+        if restored is None and (latest := self.latest_step) is not None:
+            raise DamagedCheckpointError(
+                f"all checkpoints in {self.folder} are damaged, the last of step {latest}: give "
+                "another folder to begin again"
+            )
         self.discard_after(restored[0] if restored else -1)
         return restored or (0, like)
 
