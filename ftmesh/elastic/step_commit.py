@@ -13,7 +13,7 @@ import operator
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from ftmesh import command_line
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.checkpoint.manifest import describe_tensors
 from ftmesh.checkpoint.restore import (
+    devices_of,
     first_difference,
     is_deleted,
     move_state,
@@ -325,12 +326,17 @@ def _from_devices(
     difference = first_difference(describe_tensors(*ours), describe_tensors(*theirs))
     if difference:
         raise CheckpointError(f"the state on the devices is another: {difference}")
-    local, complete = surviving_parts(held.state, group.members, held.copies)
-    if local:
-        return held.step, move_state(*theirs, *ours), "devices"
+    present = {d for d in jax.devices() if process_of(d) in group.members}
+    healthy = present & devices_of(like)
+    for trusted in (healthy, present):  # what only an unhealthy chip has may still be right
+        local, complete = surviving_parts(held.state, group.members, held.copies, trusted)
+        if local:
+            return held.step, move_state(*theirs, *ours), "devices"
+        if complete and peers is not None:
+            break
     if peers is None or not complete:
         return None
-    _save_parts(group, peers, held)
+    _save_parts(group, peers, held, list(trusted))
     restored = peers.restore(like, full_types=full_types, agree=partial(_agree, group))
     if restored is None or restored[0] != held.step:
         raise CheckpointError(f"a part of step {held.step} was lost")
@@ -351,10 +357,11 @@ def _common_held(group: ElasticGroup, held: HeldStep | None) -> HeldStep | None:
     return held if len(set(steps)) == 1 else None
 
 
-def _save_parts(group: ElasticGroup, peers: PeerCheckpoint, held: HeldStep) -> None:
-    """Save the shards that the remaining processes have, and the copies of lost ones."""
-    own = [d for d in jax.devices() if process_of(d) in group.members]
+def _save_parts(
+    group: ElasticGroup, peers: PeerCheckpoint, held: HeldStep, devices: Sequence[Any]
+) -> None:
+    """Save the shards that `devices` have, and their copies of lost ones."""
     types = held.full_types
-    peers.save(held.step, held.state, full_types=types, devices=own, copies=held.copies)
+    peers.save(held.step, held.state, full_types=types, devices=devices, copies=held.copies)
     peers.finish()
     group.barrier("the parts of the state")

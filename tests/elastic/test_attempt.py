@@ -289,6 +289,23 @@ class TestHeldStates:
             np.testing.assert_array_equal(*both)
         np.testing.assert_array_equal(new["host"], [0, 1])
 
+    def test_moves_from_healthy_devices(self):
+        """The copy of a chip that is left out may be wrong; what it alone has is kept."""
+        old = self.state_on(jax.devices()[:4], (2, 2), P("x"))
+        unhealthy = jax.devices()[3]
+        for name in ("cut", "whole"):
+            parts = [x.data + (x.device == unhealthy) for x in old[name].addressable_shards]
+            sharding = old[name].sharding
+            old[name] = jax.make_array_from_single_device_arrays(
+                old[name].shape, sharding, [part.astype(old[name].dtype) for part in parts]
+            )
+        new = move_state(old, None, self.state_on(jax.devices()[:3]), None)
+        np.testing.assert_array_equal(new["cut"], np.arange(48.0).reshape(12, 4))
+        np.testing.assert_array_equal(new["whole"], np.ones(3))
+        alone = self.state_on(jax.devices()[:4])
+        new = move_state(alone, None, self.state_on(jax.devices()[:3]), None)
+        np.testing.assert_array_equal(new["cut"], np.arange(48.0).reshape(12, 4))
+
     def test_donated_states_are_noticed(self):
         state = self.state_on(jax.devices()[:2])
         assert not is_deleted(state)
@@ -313,6 +330,18 @@ class TestHeldStates:
         holding = [set(own) for own, _ in _processes_by_block(array, {})]
         each = all(processes <= own for own in holding)
         assert (each, all(processes & own for own in holding)) == expected
+
+    def test_survivors_on_healthy_devices(self, monkeypatch):
+        """Two hosts of two chips each have the state; one chip of the first is unhealthy."""
+        numbers = {device: number // 2 for number, device in enumerate(jax.devices())}
+        monkeypatch.setattr("ftmesh.checkpoint.restore.process_of", numbers.get)
+        devices = jax.devices()[:4]
+        cut = self.state_on(devices, (2, 2), P("y"))["cut"]
+        blocks = list(_processes_by_block(cut, {}, set(devices[1:])))
+        assert [holding for holding, _ in blocks] == [{1}, {0, 1}]
+        partners = {devices[1]: devices[0], devices[3]: devices[2]}
+        blocks = _processes_by_block(cut, partners, set(devices[1:]))
+        assert [both for _, both in blocks] == [{1}, {0, 1}]
 
     def test_survivors_with_copies(self, monkeypatch):
         """Each host has copies of the next one's shards."""

@@ -1,6 +1,5 @@
 """The state that a generation continues from, and what it leaves of earlier ones."""
 
-import operator
 from contextlib import ExitStack
 
 import jax
@@ -20,12 +19,14 @@ from ftmesh.errors import CheckpointError
 from tests.support.peer_stores import SECRET, running_stores
 from tests.support.pods import process_groups, run_in_all
 
-process_of = operator.attrgetter("id")  # a device for each process
+
+def process_of(device):
+    return device.id % 2
 
 
-def state(value):
-    """An array that is cut over both processes."""
-    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+def state(value, devices=slice(2)):
+    """An array that is cut over both processes; of four devices, two have each half."""
+    mesh = Mesh(np.array(jax.devices()[devices]).reshape(-1, 2), ("copy", "x"))
     return {"w": jax.device_put(jnp.full(4, float(value)), NamedSharding(mesh, P("x")))}
 
 
@@ -73,14 +74,14 @@ class Processes:
             stores[process].save(step, state(step))
             stores[process].finish()
 
-    def newest(self, held=None):
+    def newest(self, held=None, like=None):
         """The step, value and source that both processes continue from, or their errors."""
 
         def find(group):
             own = self.checkpoints[group.process]
             step, found, source = newest_state(
-                group, self.peers[group.process], held, state(0), None, None, own, own.latest_step,
-                None,
+                group, self.peers[group.process], held, like or state(0), None, None, own,
+                own.latest_step, None,
             )  # fmt: skip
             return step, float(found["w"][0]), source
 
@@ -139,6 +140,17 @@ class TestHeld:
         with Processes(tmp_path, stores, 2, first=1) as run:
             run.save(run.checkpoints, 50)
             assert run.newest(HeldStep(49, state(49))) == [(49, 49.0, "devices")] * 2
+
+    def test_it_is_saved_from_healthy_chips(self, tmp_path, stores):
+        """The first chip is out, and its copy of the first half wrong."""
+        held = state(49, slice(4))
+        shards = held["w"].addressable_shards
+        held["w"] = jax.make_array_from_single_device_arrays(
+            (4,), held["w"].sharding, [x.data + (x.device.id == 0) for x in shards]
+        )
+        with Processes(tmp_path, stores, 2, first=1) as run:
+            found = run.newest(HeldStep(49, held), state(0, slice(2, 4)))
+            assert found == [(49, 49.0, "devices")] * 2
 
     def test_a_lost_part(self, tmp_path, stores, monkeypatch):
         monkeypatch.setattr(step_commit, "_save_parts", lambda *arguments: None)
