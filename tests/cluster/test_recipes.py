@@ -15,6 +15,7 @@ from examples.soak.cluster import install_commands
 from examples.soak.cluster_faults import agents, send
 from examples.soak.ray_cluster import Ray
 from examples.soak.slurm import Slurm
+from tests.support.checkpointing import flip_bit
 from tests.support.hosts import needs_hosts, network
 from tests.support.more import more_case
 
@@ -271,3 +272,22 @@ def _known(parsed, given, path=""):
             else _known(inner, value, f"{path}.{name}".lstrip("."))
         )
     ]
+
+
+def test_a_step_is_that_of_its_state(tmp_path, monkeypatch, capsys):
+    """The newest checkpoint is damaged: the run goes on from the one before."""
+    spec = importlib.util.spec_from_file_location("cluster_train", RECIPES / "train.py")
+    train = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train)
+
+    def lines(folder, steps):
+        words = ["--steps", str(steps), "--every", "2", "--checkpoints", str(tmp_path / folder)]
+        monkeypatch.setattr("sys.argv", ["train.py", *words])
+        train.main()
+        return capsys.readouterr().out.splitlines()
+
+    expected = lines("undamaged", 6)
+    assert lines("damaged", 4) == expected[:2]
+    flip_bit(tmp_path / "damaged" / "4" / "0.bin")
+    assert lines("damaged", 6) == expected[1:]
+    assert lines("damaged", 6) == []
