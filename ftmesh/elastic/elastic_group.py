@@ -193,6 +193,9 @@ class ControllerKvClient(KvClient):
         """As `KvClient.put`."""
         return bool(self._call("put", key, value)[0]["is_new"])
 
+    def drop_old(self, key: str, process: int) -> None:
+        """As `KvClient.drop_old`; the store does it by itself."""
+
     def get(self, key: str, timeout: float) -> bytes | None:
         """As `KvClient.get`."""
         reply = self._controller.call_kv("get", key, timeout=timeout)
