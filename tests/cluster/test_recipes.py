@@ -1,5 +1,6 @@
 """The recipes of ``examples/cluster``, under the real engines where they are installed."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -169,6 +170,35 @@ def test_ssh(hosts, env, tmp_path):
             for daemon in daemons:
                 daemon.wait()
     assert last_step(run_dir) == STEPS
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["connected", "between two starts"])
+def test_ssh_ends_with_the_script(tmp_path, signum, moment):
+    """A program that is called ssh stands in for the connections."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    wait = "exec sleep 600" if moment == "connected" else "exit 255"
+    ssh.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\n{wait}\n")
+    ssh.chmod(0o755)
+    script = subprocess.Popen(
+        [str(RECIPES / "ssh" / "train.sh"), "h0,h1", "true"],
+        env={**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}", "RUN_DIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    try:
+        pids = tmp_path / "pids"
+        wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        time.sleep(0.2)
+        begin = time.monotonic()
+        script.send_signal(signum)  # jobs in the background ignore that of a terminal
+        assert script.wait(TIMEOUT) == 143
+        assert time.monotonic() - begin < 4  # it does not wait for the next start
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids.read_text().split())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+        script.wait()
 
 
 @needs("systemd-analyze")
