@@ -165,14 +165,14 @@ def run(job: Job, attempt: Attempt, args: argparse.Namespace, log: MLLog) -> Rep
             phase = "evaluate" if pauses else "read"
             if is_saved or group.controller is not None:
                 saved = trainer.to_saved(state)
-            attempt.commit(step, saved, loss=loss, wait=pauses, phase=phase)
+            is_ending = attempt.commit(step, saved, loss=loss, wait=pauses, phase=phase)
             waiting.append((step, loss))
-            is_last_committed = pauses or group.controller is None
+            is_last_committed = pauses or is_ending or group.controller is None
             while len(waiting) > (not is_last_committed):  # the step before is committed
                 _report_step(job, report, *waiting.pop(0))
-            if checkpoints and is_saved:
+            if checkpoints and (is_saved or is_ending):
                 report.settle()  # a state with a bad loss must not be saved
-                _save(attempt, checkpoints, step, saved)
+                _save(attempt, checkpoints, step, trainer.to_saved(state))
             if _is_evaluated(job, step):
                 log.stop("block", first_epoch_num=job.epoch(block))
                 block = step + 1
