@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import math
 import os
@@ -138,9 +139,10 @@ def one_line(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print one line on stderr, unless that is closed."""
+    """Print one line on stderr, unless that is closed or its disk is full: no run may end by it."""
     if sys.stderr is not None:
-        print(one_line(text), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(one_line(text), file=sys.stderr, flush=True)
 
 
 def _report(name: str, text: str, status: int) -> int:

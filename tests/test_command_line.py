@@ -21,6 +21,7 @@ from ftmesh.command_line import (
     whole_number,
 )
 from ftmesh.errors import (
+    USAGE,
     ArgumentError,
     CheckpointNotFoundError,
     DataError,
@@ -189,3 +190,9 @@ def test_full_stdout():
     assert done.returncode == 69
     assert done.stderr.endswith("No space left on device\n")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_full_stderr():
+    """The status says what a line cannot."""
+    assert shell("plan 4x4 --failed 9,9 2> /dev/full").returncode == USAGE

@@ -7,7 +7,6 @@ checkpoint when all hosts are started again.
 """
 
 import argparse
-import functools
 from typing import Any
 
 import jax
@@ -57,8 +56,7 @@ def main() -> None:
             rows = NamedSharding(run.mesh(), P("data"))
             state = {"params": params, "adam": tx.init(params)}
             state = jax.device_put(state, NamedSharding(rows.mesh, P()))
-            load = functools.partial(load_newest, checkpoints, state)
-            first, state = run.restore(state, latest_step=checkpoints.latest_step, load=load)
+            first, state = run.restore(state, checkpoints=checkpoints)
             own = sampler.for_sharding(rows)  # the examples of this process
             for step in range(first, args.steps):
                 parts = xs[own[step]], ys[own[step]], own.mask
@@ -69,16 +67,12 @@ def main() -> None:
                     for part in parts
                 ]
                 state, loss = train_step(state, *batch)
-                is_ending = run.commit(step + 1, state)
-                if is_ending or (step + 1) % args.every == 0:
-                    checkpoints.save(step + 1, state)
+                is_saved = (step + 1) % args.every == 0
+                is_ending = run.commit(step + 1, state, wait=is_saved)
+                if is_ending or is_saved:
+                    run.save(checkpoints, step + 1, state)
                     if run.is_primary:
                         print(f"step {step + 1}: loss {loss:.4f}", flush=True)
-
-
-def load_newest(checkpoints: Checkpoints, state: Any, step: int) -> Any:
-    """Return the state of the newest checkpoint."""
-    return checkpoints.restore(state)[1]
 
 
 if __name__ == "__main__":

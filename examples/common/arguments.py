@@ -93,6 +93,7 @@ def start_attempts(
         check_every=args.check_every,
         shard_copies=not args.no_copies,
         two_states=args.two_states,
+        defer_sigterm=bool(args.checkpoint_dir),  # else there is nothing to save
     )
 
 

@@ -165,14 +165,14 @@ def run(job: Job, attempt: Attempt, args: argparse.Namespace, log: MLLog) -> Rep
             phase = "evaluate" if pauses else "read"
             if is_saved or group.controller is not None:
                 saved = trainer.to_saved(state)
-            attempt.commit(step, saved, loss=loss, wait=pauses, phase=phase)
+            is_ending = attempt.commit(step, saved, loss=loss, wait=pauses, phase=phase)
             waiting.append((step, loss))
-            is_last_committed = pauses or group.controller is None
+            is_last_committed = pauses or is_ending or group.controller is None
             while len(waiting) > (not is_last_committed):  # the step before is committed
                 _report_step(job, report, *waiting.pop(0))
-            if checkpoints and is_saved:
+            if checkpoints and (is_saved or is_ending):
                 report.settle()  # a state with a bad loss must not be saved
-                _save(attempt, checkpoints, step, saved)
+                _save(attempt, checkpoints, step, trainer.to_saved(state))
             if _is_evaluated(job, step):
                 log.stop("block", first_epoch_num=job.epoch(block))
                 block = step + 1
@@ -265,15 +265,12 @@ def _is_evaluated(job: Job, step: int) -> bool:
 
 def _save(attempt: Attempt, checkpoints: Checkpoints, step: int, state: State) -> None:
     """Start to write a checkpoint. A run under a controller survives a full disk."""
-    group = attempt.group
-    if group.controller is not None and checkpoints.latest_step == step:
-        return  # saved in an earlier generation
     try:
         attempt.save(checkpoints, step, state)
     except CheckpointError as error:
-        if group.controller is None:
+        if attempt.group.controller is None:
             raise
-        say(f"process {group.process}: {error}; continuing without this checkpoint")
+        say(f"process {attempt.group.process}: {error}; continuing without this checkpoint")
 
 
 def _evaluate(

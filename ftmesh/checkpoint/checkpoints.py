@@ -18,7 +18,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,15 @@ class Checkpoints:
     @property
     def latest_step(self) -> int | None:
         """The step of the last complete checkpoint, or None."""
-        return next(filter(self._is_complete, self._steps()), None)
+        return next(filter(self.is_complete, self._steps()), None)
+
+    def is_complete(self, step: int) -> bool:
+        """True if all processes have written their parts of the checkpoint of `step`."""
+        try:
+            CheckpointReader(self._step_folder(step))
+        except DamagedCheckpointError:
+            return False
+        return True
 
     def save(
         self,
@@ -126,7 +134,7 @@ class Checkpoints:
         self.finish()
         folder = self._step_folder(step)
         own_list = folder / process_file_names(self.process)[1]
-        if own_list.exists() and self._is_complete(step):  # otherwise others may be ahead
+        if own_list.exists() and self.is_complete(step):  # otherwise others may be ahead
             raise CheckpointError(f"{folder} exists already, and is not overwritten")
         snapshotter = Snapshotter(self.process, self._process_of, devices, full_types)
         snapshot = snapshotter.finite_snapshot(step, state)
@@ -158,6 +166,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: The checkpoint is of another model or optimizer.
+            DamagedCheckpointError: There are checkpoints, and all are damaged. None is discarded.
         """
         self.finish()
         restored = restore_newest(
@@ -169,6 +178,11 @@ class Checkpoints:
             log=self._log,
             agree=agree,
         )
+        if restored is None and (latest := self.latest_step) is not None:
+            raise DamagedCheckpointError(
+                f"all checkpoints in {self.folder} are damaged, the last of step {latest}: give "
+                "another folder to begin again"
+            )
         self.discard_after(restored[0] if restored else -1)
         return restored or (0, like)
 
@@ -185,6 +199,24 @@ class Checkpoints:
             ) from error
         finally:
             self._writing = None
+
+    def wait(self) -> None:
+        """Wait until everything is written. An error is left for `finish` and the next `save`."""
+        if self._writing is not None:
+            wait([self._writing])
+
+    def discard_incomplete(self, first_step: int) -> None:
+        """Delete the files of all processes of incomplete checkpoints from `first_step` on.
+
+        One process does that while none writes: no old file may pass for a part that is missing
+        when those steps are written again.
+        """
+        for step in self._steps():
+            if step >= first_step and not self.is_complete(step):
+                folder = self._step_folder(step)
+                numbered = [path for path in folder.iterdir() if _is_part(path)]
+                for path in (folder / MANIFEST_FILE, *numbered):
+                    _delete(path)
 
     def discard_after(self, last_step: int) -> None:
         """Delete this process's files of later steps, which are incomplete or damaged.
@@ -223,13 +255,6 @@ class Checkpoints:
         numbers = [int(name) for name in names if name.isdecimal()]
         return sorted((step for step in numbers if str(step) in names), reverse=True)
 
-    def _is_complete(self, step: int) -> bool:
-        try:
-            CheckpointReader(self._step_folder(step))
-        except DamagedCheckpointError:
-            return False
-        return True
-
     def _write(self, snapshot: Snapshot) -> None:
         """Write this process's part; the first process also deletes what is too old."""
         manifest = snapshot.manifest
@@ -241,7 +266,7 @@ class Checkpoints:
             write_part(folder, manifest, self.process, pieces)
             fault_injection.after_write(manifest.step, file)
         if self.process == manifest.processes[0]:
-            kept = list(filter(self._is_complete, self._steps()))[: self.keep]
+            kept = list(filter(self.is_complete, self._steps()))[: self.keep]
             for step in self._steps():
                 if kept and step < kept[-1]:
                     _delete(self._step_folder(step) / MANIFEST_FILE)  # first: then it is incomplete
@@ -250,6 +275,10 @@ class Checkpoints:
     def _print(self, line: str) -> None:
         if self.process == 0:
             command_line.say(line)
+
+
+def _is_part(path: Path) -> bool:
+    return path.stem.isdecimal() and path.name in process_file_names(int(path.stem))
 
 
 def _delete(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,12 +127,22 @@ def is_deleted(state: Any) -> bool:
     return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 
+def devices_of(state: Any) -> set[Any]:
+    """Return the devices on which a state of arrays or types is placed."""
+    placed = (x for x in jax.tree.leaves(state) if getattr(x, "committed", True))
+    shardings = (getattr(leaf, "sharding", None) for leaf in placed)
+    return set[Any]().union(*(sharding.device_set for sharding in shardings if sharding))
+
+
 def surviving_parts(
-    state: Any, processes: Iterable[int], copies: PartnerCopies | None = None
+    state: Any,
+    processes: Iterable[int],
+    copies: PartnerCopies | None = None,
+    devices: Container[Any] | None = None,
 ) -> tuple[bool, bool]:
     """Return whether each of these processes has all of a state, and whether all together do.
 
-    `copies` of blocks count for the second.
+    `copies` of blocks count for the second. If `devices` are given, what others have does not.
     """
     left, each, together = set(processes), True, True
     for leaf in named_leaves(state):
@@ -141,37 +151,45 @@ def surviving_parts(
             continue
         has_copies = copies is not None and leaf.name in copies.places
         partners = copies.partners if copies is not None and has_copies else {}
-        for holding, with_copies in _processes_by_block(array, partners):
+        for holding, with_copies in _processes_by_block(array, partners, devices):
             each &= left <= holding
             together &= not left.isdisjoint(with_copies)
     return each, together
 
 
 def _processes_by_block(
-    array: jax.Array, partners: Mapping[Any, Any]
+    array: jax.Array, partners: Mapping[Any, Any], that_count: Container[Any] | None = None
 ) -> Iterator[tuple[set[int], set[int]]]:
     """Yield, for each block, which processes have it, and which have it or a copy."""
     for devices in block_holders(array.sharding, array.shape):
-        copies = (partners[device] for device in devices if device in partners)
-        holding = set(map(process_of, devices))
-        yield holding, holding | set(map(process_of, copies))
+        copies = [partners[device] for device in devices if device in partners]
+        holding, with_copies = (
+            {process_of(device) for device in own if that_count is None or device in that_count}
+            for own in (devices, [*devices, *copies])
+        )
+        yield holding, with_copies
 
 
 def move_state(state: Any, full_types: Any, like: Any, like_full_types: Any) -> Any:
-    """Return a state on the devices of `like`, from those of this process, which have all of it."""
+    """Return a state on the devices of `like`, from those of this process, which have all of it.
+
+    What devices of `like` have is taken from them: the others may be unhealthy.
+    """
     old = {leaf.name: leaf for leaf in named_leaves(state, full_types)}
+    devices = devices_of(like)
 
     def tensor(name: str) -> NDArray[Any]:
-        value = _to_host(old[name].leaf)
+        value = _to_host(old[name].leaf, devices)
         return unflatten_tensor(value, old[name].shape) if old[name].is_flat else value
 
     return _restore_leaves(tensor, like, like_full_types)
 
 
-def _to_host(leaf: Any) -> NDArray[Any]:
+def _to_host(leaf: Any, preferred: Container[Any]) -> NDArray[Any]:
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)
-    shards = {str(shard.index): shard for shard in leaf.addressable_shards}.values()
+    ordered = sorted(leaf.addressable_shards, key=lambda shard: shard.device in preferred)
+    shards = {str(shard.index): shard for shard in ordered}.values()  # the last of each
     blocks = [(s.index, jax.random.key_data(s.data) if is_key(leaf) else s.data) for s in shards]
     first = blocks[0][1]
     whole = np.empty((*leaf.shape, *first.shape[leaf.ndim :]), first.dtype)

@@ -229,7 +229,8 @@ def _run_controller(
 
 
 def _exit_with_parent(is_over: threading.Event) -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # sys.stdin has a lock, which an exit of the interpreter needs
+        pass
     if is_over.is_set():  # the agent here has heard it first; the others must, too
         time.sleep(FAREWELL_SECONDS)
     os._exit(RESTART)

@@ -45,20 +45,28 @@ def find_secret(environ: Mapping[str, str]) -> str:
     """
     secret, source = environ.get("FTMESH_SECRET", ""), "FTMESH_SECRET"
     if not secret and (name := environ.get("FTMESH_SECRET_FILE")):
-        secret, source = _read_secret(name), f"FTMESH_SECRET_FILE: {name}"
+        folder = environ.get("CREDENTIALS_DIRECTORY")
+        is_credential = bool(folder) and _is_in(name, str(folder))
+        secret = _read_secret(name, 0o007 if is_credential else 0o077)
+        source = f"FTMESH_SECRET_FILE: {name}"
     if not (secret.isascii() and secret.isprintable()):  # workers get it as a variable
         raise ArgumentError(f"{source} is not printable ASCII: make {MAKE_SECRET}")
     return secret
 
 
-def _read_secret(name: str) -> str:
+def _is_in(name: str, folder: str) -> bool:
+    """True for a credential of systemd: what others see as access of a group is that of its ACL."""
+    return os.path.dirname(os.path.realpath(name)) == os.path.realpath(folder)
+
+
+def _read_secret(name: str, forbidden_mode: int) -> str:
     try:
         with open(name, "rb", opener=_open_at_once) as file:
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(MAX_SECRET_BYTES) if stat.S_ISREG(mode) else b""
     except OSError as error:
         raise ArgumentError(f"FTMESH_SECRET_FILE: {name}: {error.strerror}") from error
-    if mode & 0o077:
+    if mode & forbidden_mode:
         raise ArgumentError(
             f"FTMESH_SECRET_FILE: others can read {name} (mode {mode & 0o777:o}): chmod 600 it"
         )

@@ -35,6 +35,15 @@ class KvClient:
             return True
         return False
 
+    def drop_old(self, key: str, process: int) -> None:
+        """Delete the entry of this process for the use of a name two before `key`.
+
+        A process comes to a use once all have come to the one before it, and so have read that.
+        """
+        name, _, count = key.rpartition("/")
+        with _Suppress("NOT_FOUND"):
+            self._client.key_value_delete(f"{name}/{int(count) - 2}/{process}")
+
     def get(self, key: str, timeout: float) -> bytes | None:
         """Wait up to `timeout` seconds for an entry. Returns None if it does not appear."""
         with _Suppress("DEADLINE_EXCEEDED"):

@@ -200,6 +200,7 @@ class ProcessGroup:
         self, kv: KvClient, key: str, value: bytes, purpose: str, timeout: float | None
     ) -> None:
         timeout = self.timeout if timeout is None else timeout
+        kv.drop_old(key, self.process)
         kv.put(f"{key}/{self.process}", value)
         if not kv.barrier(f"{key}-meet", self.members, timeout):
             missing = set(self.members) - set(kv.get_by_process(key))

@@ -256,13 +256,7 @@ class Agent:
         for thread in threads:
             thread.start()
         try:
-            while True:
-                message = self._next(inbox)
-                if message is None:
-                    self._say(
-                        f"host {self._host} lost contact with the controller and ends its worker"
-                    )
-                    return None
+            while (message := self._next(inbox)) is not None:
                 if "over" in message:
                     return int(message["over"])
                 self._handle(message)
@@ -272,19 +266,20 @@ class Agent:
                     told_to_leave = True
                 if time.monotonic() > self._leave_at:
                     return 128 + (self._signal or signal.SIGTERM)
-        except ChannelClosed:
-            return None
+            self._say(f"host {self._host} lost contact with the controller and ends its worker")
+        except ChannelClosed:  # by a send; what came before is still read
+            threads[0].join(CONNECT_SECONDS)
         finally:
             stopped.set()
             channel.close()
             self._end_worker()
+        return next((int(last["over"]) for last in inbox.queue if last and "over" in last), None)
 
     def _next(self, inbox: queue.Queue[dict[str, Any] | None]) -> dict[str, Any] | None:
         """Return the next message, empty if there is none now; None if the controller is lost."""
-        try:
+        with contextlib.suppress(queue.Empty):
             return inbox.get(timeout=0 if self._pod else POLL_SECONDS)
-        except queue.Empty:
-            return {}
+        return {}
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         if "env" in message:

@@ -348,8 +348,13 @@ class Attempt:
         return self._commits.add(step, state, loss, copy=copy, wait=wait, phase=phase)
 
     def save(self, checkpoints: Checkpoints, step: int, state: Any) -> None:
-        """Start to write a checkpoint, from which `restore` continues on any mesh."""
+        """Start to write a checkpoint, from which `restore` continues on any mesh.
+
+        One that an earlier generation has completed, before this one repeated the step, is kept.
+        """
         self.group.report_phase("save", step)
+        if self.group.generation > 1 and checkpoints.is_complete(step):
+            return
         HeldStep(step, state, self._full_types).save(checkpoints, self.topology)
 
     def __exit__(

@@ -204,11 +204,13 @@ class Controller:
             member = self.started[process]
             if member.has_left or process not in self.members:
                 return
-            if member.error:
-                how = f"{how}: {member.error}"
-            if status == 0:
+            if status == 0 and member.channel is None:
                 self._leave(member)  # it may be a program that knows of no controller
                 return
+            if status == 0:  # as of `python train.py | tee log`, whatever python's is
+                how = f"{how} before the end of the run"
+            if member.error:
+                how = f"{how}: {member.error}"
             if status in _PERMANENT and self.committed == 0 and self.first_generation == 1:
                 self.decide("end", f"{member} {how}")
             self._lose({process: how})

@@ -31,6 +31,7 @@ from ftmesh.distributed.startup import (
 )
 from ftmesh.distributed.startup import initialize as initialize_group
 from ftmesh.elastic.controller_client import RESTART_STATUS, ControllerClient, GenerationChanged
+from ftmesh.elastic.rpc import MAX_DATA_BYTES
 from ftmesh.errors import CheckpointError, ClusterError, PlanError, TrainingError
 from ftmesh.execute import _compat
 from ftmesh.testing import fault_injection
@@ -41,6 +42,8 @@ from ftmesh.topology.topology import Topology
 REPLY_TIMEOUT = 30.0  # seconds for a reply that needs no other worker
 LEAVE_TIMEOUT = 3600.0  # for all workers to be done
 DISCONNECT_TIMEOUT = 5.0  # for JAX to disconnect from its service
+PART_BYTES = MAX_DATA_BYTES // 4  # of a value in the store: other messages pass in between
+_IN_PARTS = b"\0parts "  # and how many; no other value begins so
 RESTART_GRACE_SECONDS = 1.5  # for the callbacks of `before_exit` when all are restarted
 
 
@@ -190,18 +193,26 @@ class ControllerKvClient(KvClient):
         self._controller = controller
 
     def put(self, key: str, value: bytes) -> bool:
-        """As `KvClient.put`."""
+        """As `KvClient.put`; a value that is longer than a message may be is put in parts."""
+        if len(value) > PART_BYTES:
+            parts = range(0, len(value), PART_BYTES)
+            for number, start in enumerate(parts):
+                self._call("put", f"{key}-{number}", value[start : start + PART_BYTES])
+            value = _IN_PARTS + str(len(parts)).encode()
         return bool(self._call("put", key, value)[0]["is_new"])
+
+    def drop_old(self, key: str, process: int) -> None:
+        """As `KvClient.drop_old`; the store does it by itself."""
 
     def get(self, key: str, timeout: float) -> bytes | None:
         """As `KvClient.get`."""
         reply = self._controller.call_kv("get", key, timeout=timeout)
-        return None if reply is None else reply[1]
+        return None if reply is None else self._whole(key, reply[1])
 
     def try_get(self, key: str) -> bytes | None:
         """As `KvClient.try_get`."""
         message, value = self._call("try_get", key)
-        return value if message["exists"] else None
+        return self._whole(key, value) if message["exists"] else None
 
     def get_by_process(self, key: str) -> dict[int, bytes]:
         """As `KvClient.get_by_process`."""
@@ -217,6 +228,12 @@ class ControllerKvClient(KvClient):
         members = sorted(processes)
         reply = self._controller.call_kv("barrier", key, timeout=timeout, processes=members)
         return reply is not None
+
+    def _whole(self, key: str, value: bytes) -> bytes:
+        if not value.startswith(_IN_PARTS):
+            return value
+        count = int(value.removeprefix(_IN_PARTS))
+        return b"".join(self._call("get", f"{key}-{number}")[1] for number in range(count))
 
     def _call(self, operation: str, key: str, value: bytes = b"") -> tuple[dict[str, Any], bytes]:
         reply = self._controller.call_kv(operation, key, value, timeout=REPLY_TIMEOUT)

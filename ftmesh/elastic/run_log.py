@@ -247,8 +247,7 @@ class OutputPrinter:
     def _drop(self, error: OSError) -> None:
         if not self._has_dropped:
             self._has_dropped = True
-            with contextlib.suppress(OSError):
-                say(f"ftmesh: output is lost: {error.strerror}")
+            say(f"ftmesh: output is lost: {error.strerror}")
 
 
 class LineSplitter:

@@ -13,8 +13,9 @@ import operator
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -25,6 +26,7 @@ from ftmesh import command_line
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.checkpoint.manifest import describe_tensors
 from ftmesh.checkpoint.restore import (
+    devices_of,
     first_difference,
     is_deleted,
     move_state,
@@ -272,25 +274,33 @@ def newest_state(
 ) -> tuple[int, Any, str]:
     """Return how many steps are done, the state after them, and its source: see `Attempt.restore`.
 
-    `latest_step` is that of a checkpoint, which `checkpoints` or `load` restores.
+    `latest_step` is that of a checkpoint, which `checkpoints` or `load` restores. What an earlier
+    generation has left of a checkpoint that is not complete is deleted.
     """
     held = _common_held(group, last_held)
-    if held is not None:
-        ours, theirs = (like, full_types), (held.state, held.full_types)
-        difference = first_difference(describe_tensors(*ours), describe_tensors(*theirs))
-        if difference:
-            raise CheckpointError(f"the state on the devices is another: {difference}")
-        local, complete = surviving_parts(held.state, group.members, held.copies)
-        if local:
-            return held.step, move_state(*theirs, *ours), "devices"
-        if complete and peers is not None:
-            _save_parts(group, peers, held)
-        else:
-            held = None
+    found = None if held is None else _from_devices(group, peers, held, like, full_types)
+    if found is None:
+        found = _from_stores(group, peers, like, full_types, init, checkpoints, latest_step, load)
+    if checkpoints is not None:
+        checkpoints.wait()
+        group.barrier("the last writes of checkpoints")
+        if group.is_primary:
+            checkpoints.discard_incomplete(found[0])
+        group.barrier("the next writes of checkpoints")
+    return found
 
-    def agree(found: str) -> None:
-        group.agree({"the step to continue from": found})
 
+def _from_stores(
+    group: ElasticGroup,
+    peers: PeerCheckpoint | None,
+    like: Any,
+    full_types: Any,
+    init: Callable[[], Any] | None,
+    checkpoints: Checkpoints | None,
+    latest_step: int | None,
+    load: Load | None,
+) -> tuple[int, Any, str]:
+    """Return the newer state of host memory and checkpoint, or the first one."""
     newest = {"checkpoint": latest_step}
     if peers is not None and group.generation > 1:
         newest["host memory"] = peers.latest_step
@@ -302,12 +312,39 @@ def newest_state(
             if load is None:
                 raise ArgumentError(f"process {group.primary} has a checkpoint: give load=")
             return step, load(step), source
-        restored = store.restore(like, full_types=full_types, agree=agree)
-        if restored and restored[0] and (held is None or held.step == restored[0]):
-            return *restored, "devices" if held is not None else source
-        if held is not None:
-            raise CheckpointError(f"a part of step {held.step} was lost")
+        restored = store.restore(like, full_types=full_types, agree=partial(_agree, group))
+        if restored and restored[0]:
+            return *restored, source
     return 0, like if init is None else init(), "start"
+
+
+def _from_devices(
+    group: ElasticGroup, peers: PeerCheckpoint | None, held: HeldStep, like: Any, full_types: Any
+) -> tuple[int, Any, str] | None:
+    """Return the state that the processes hold; None if a part of it was lost with others."""
+    ours, theirs = (like, full_types), (held.state, held.full_types)
+    difference = first_difference(describe_tensors(*ours), describe_tensors(*theirs))
+    if difference:
+        raise CheckpointError(f"the state on the devices is another: {difference}")
+    present = {d for d in jax.devices() if process_of(d) in group.members}
+    healthy = present & devices_of(like)
+    for trusted in (healthy, present):  # what only an unhealthy chip has may still be right
+        local, complete = surviving_parts(held.state, group.members, held.copies, trusted)
+        if local:
+            return held.step, move_state(*theirs, *ours), "devices"
+        if complete and peers is not None:
+            break
+    if peers is None or not complete:
+        return None
+    _save_parts(group, peers, held, list(trusted))
+    restored = peers.restore(like, full_types=full_types, agree=partial(_agree, group))
+    if restored is None or restored[0] != held.step:
+        raise CheckpointError(f"a part of step {held.step} was lost")
+    return *restored, "devices"
+
+
+def _agree(group: ElasticGroup, found: str) -> None:
+    group.agree({"the step to continue from": found})
 
 
 def _common_held(group: ElasticGroup, held: HeldStep | None) -> HeldStep | None:
@@ -320,10 +357,11 @@ def _common_held(group: ElasticGroup, held: HeldStep | None) -> HeldStep | None:
     return held if len(set(steps)) == 1 else None
 
 
-def _save_parts(group: ElasticGroup, peers: PeerCheckpoint, held: HeldStep) -> None:
-    """Save the shards that the remaining processes have, and the copies of lost ones."""
-    own = [d for d in jax.devices() if process_of(d) in group.members]
+def _save_parts(
+    group: ElasticGroup, peers: PeerCheckpoint, held: HeldStep, devices: Sequence[Any]
+) -> None:
+    """Save the shards that `devices` have, and their copies of lost ones."""
     types = held.full_types
-    peers.save(held.step, held.state, full_types=types, devices=own, copies=held.copies)
+    peers.save(held.step, held.state, full_types=types, devices=devices, copies=held.copies)
     peers.finish()
     group.barrier("the parts of the state")

@@ -11,7 +11,7 @@ import pytest
 
 from ftmesh.checkpoint.checkpoints import Checkpoints
 from ftmesh.checkpoint.storage import dump_json, load_json
-from ftmesh.errors import CheckpointError, TrainingError
+from ftmesh.errors import CheckpointError, DamagedCheckpointError, TrainingError
 from tests.support.checkpointing import flip_bit, restore, save_steps, saved_steps, small_state
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -141,10 +141,15 @@ class TestDamaged:
         flip_bit(tmp_path / "6" / "0.bin")
         assert restore(tmp_path)[0] == 6
 
-    def test_without_an_undamaged_checkpoint_the_step_is_0(self, tmp_path):
-        save_steps(tmp_path, 4)
+    def test_without_an_undamaged_checkpoint_nothing_is_deleted(self, tmp_path):
+        """Whoever resumes a run does not want to begin again, and may have another copy."""
+        save_steps(tmp_path, 4, 8)
+        for step in (4, 8):
+            flip_bit(tmp_path / str(step) / "0.bin")
+        with pytest.raises(DamagedCheckpointError, match=r"all .* are damaged, the last of step 8"):
+            restore(tmp_path)
         flip_bit(tmp_path / "4" / "0.bin")
-        assert restore(tmp_path)[0] == 0
+        assert restore(tmp_path)[0] == 4
 
     def test_lines_go_to_stderr(self, tmp_path, capsys):
         (tmp_path / "9").mkdir()

@@ -13,6 +13,7 @@ import pytest
 
 import ftmesh
 from ftmesh.cli.main import main
+from ftmesh.elastic.local_pod import TIMED_OUT
 from ftmesh.elastic.rpc import PORTS, ChannelClosed, Listener, free_port
 
 TIMEOUT = 180  # seconds for what takes one or two
@@ -62,14 +63,16 @@ def test_half_a_cluster_is_a_mistake(options, env, message, monkeypatch, capsys)
     assert message in capsys.readouterr().err
 
 
-def run(*words, **env):
+def run(*words, stdin=None, stderr=subprocess.PIPE, **env):
     root = str(Path(ftmesh.__file__).parent.parent)
     # A command that starts itself again and again must find an end.
     limited = ["sh", "-c", 'ulimit -t 20; exec "$@"', "sh", sys.executable, "-m", "ftmesh", "run"]
     return subprocess.run(
         [*limited, *words],
         env={**os.environ, "PYTHONPATH": root, **env},
-        capture_output=True,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         timeout=TIMEOUT,
         check=False,
@@ -150,3 +153,22 @@ def _serve(channel, hellos):
                 hellos.append(frame[0]["agent"])
                 channel.send({"host": 0})
                 channel.send({"over": 3})
+
+
+def test_a_controller_that_ends_before_its_agent():
+    """Its thread that waits for the end of the agent must not be in the way of its exit."""
+    words = ["--controller-only", "--hosts", "2", "--join", f"127.0.0.1:{free_port()}"]
+    read, write = os.pipe()
+    done = run(*words, "--timeout", "0.1", stdin=read, FTMESH_CONTROLLER_OF_AGENT="1")
+    os.close(read)
+    os.close(write)
+    assert done.returncode == TIMED_OUT, done.stderr
+    assert done.stderr.count("\n") == 1  # that not all hosts have come
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_failure_while_the_disk_of_the_log_is_full(tmp_path):
+    fails_once = f"[ -e {tmp_path}/failed ] || {{ touch {tmp_path}/failed; exit 3; }}; echo done"
+    with open("/dev/full", "w") as full:
+        done = run("--hosts", "1", "--backoff", "0", "--", "sh", "-c", fails_once, stderr=full)
+    assert (done.returncode, done.stdout) == (0, "done\n")

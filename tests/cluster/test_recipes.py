@@ -1,5 +1,6 @@
 """The recipes of ``examples/cluster``, under the real engines where they are installed."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -15,6 +16,7 @@ from examples.soak.cluster import install_commands
 from examples.soak.cluster_faults import agents, send
 from examples.soak.ray_cluster import Ray
 from examples.soak.slurm import Slurm
+from tests.support.checkpointing import flip_bit
 from tests.support.hosts import needs_hosts, network
 from tests.support.more import more_case
 
@@ -170,6 +172,35 @@ def test_ssh(hosts, env, tmp_path):
     assert last_step(run_dir) == STEPS
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["connected", "between two starts"])
+def test_ssh_ends_with_the_script(tmp_path, signum, moment):
+    """A program that is called ssh stands in for the connections."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    wait = "exec sleep 600" if moment == "connected" else "exit 255"
+    ssh.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\n{wait}\n")
+    ssh.chmod(0o755)
+    script = subprocess.Popen(
+        [str(RECIPES / "ssh" / "train.sh"), "h0,h1", "true"],
+        env={**os.environ, "PATH": f"{ssh.parent}:{os.environ['PATH']}", "RUN_DIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    try:
+        pids = tmp_path / "pids"
+        wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        time.sleep(0.2)
+        begin = time.monotonic()
+        script.send_signal(signum)  # jobs in the background ignore that of a terminal
+        assert script.wait(TIMEOUT) == 143
+        assert time.monotonic() - begin < 4  # it does not wait for the next start
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids.read_text().split())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+        script.wait()
+
+
 @needs("systemd-analyze")
 def test_systemd_unit():
     unit = RECIPES / "ssh" / "ftmesh-agent.service"
@@ -271,3 +302,22 @@ def _known(parsed, given, path=""):
             else _known(inner, value, f"{path}.{name}".lstrip("."))
         )
     ]
+
+
+def test_a_step_is_that_of_its_state(tmp_path, monkeypatch, capsys):
+    """The newest checkpoint is damaged: the run goes on from the one before."""
+    spec = importlib.util.spec_from_file_location("cluster_train", RECIPES / "train.py")
+    train = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train)
+
+    def lines(folder, steps):
+        words = ["--steps", str(steps), "--every", "2", "--checkpoints", str(tmp_path / folder)]
+        monkeypatch.setattr("sys.argv", ["train.py", *words])
+        train.main()
+        return capsys.readouterr().out.splitlines()
+
+    expected = lines("undamaged", 6)
+    assert lines("damaged", 4) == expected[:2]
+    flip_bit(tmp_path / "damaged" / "4" / "0.bin")
+    assert lines("damaged", 6) == expected[1:]
+    assert lines("damaged", 6) == []

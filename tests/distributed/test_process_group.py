@@ -1,5 +1,6 @@
 """Processes agree, exchange values, wait for each other, and name who is missing."""
 
+import time
 from dataclasses import dataclass, replace
 
 import jax
@@ -79,6 +80,21 @@ def test_gather(four):
     assert values == [{0: [0, ""], 1: [1, "a"], 2: [2, "aa"], 3: [3, "aaa"]}] * 4
     again = run_in_all(lambda c: c.gather(-c.process, "letters"), four)
     assert again == [{0: 0, 1: -1, 2: -2, 3: -3}] * 4
+
+
+def test_entries_that_all_have_read_are_deleted(four):
+    """A run that gathers once a second must not fill the memory of the service."""
+
+    def gather(group):
+        for use in range(6):
+            time.sleep(0.02 * ((group.process + use) % 4))  # others are ahead
+            assert group.gather(use, "a pace") == dict.fromkeys(range(4), use)
+            group.agree({"a pace": use})
+            group.barrier("a pace")
+        return group.kv._client.key_value_dir_get("ftmesh/gather/a pace")
+
+    for entries in run_in_all(gather, four):
+        assert {key.split("/")[-2] for key, _ in entries} <= {"5", "6"}
 
 
 def test_a_missing_process_is_named(four):

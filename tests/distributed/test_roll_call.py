@@ -350,3 +350,23 @@ def test_a_port_that_is_taken():
 def test_invalid_addresses(address):
     with pytest.raises(ArgumentError, match="is not a coordinator address: give HOST:PORT"):
         call_roll(address, 1, 2, timeout=1)
+
+
+def test_a_secret_that_systemd_gives(tmp_path):
+    """Its access list for the user of the unit appears as the access of a group."""
+    credentials = tmp_path / "credentials"
+    credentials.mkdir()
+    (tmp_path / "link").symlink_to(credentials)
+    for folder in (credentials, tmp_path):
+        (folder / "secret").write_text("abc\n")
+        (folder / "secret").chmod(0o440)
+    variables = {"FTMESH_SECRET_FILE": str(credentials / "secret")}
+    with pytest.raises(ArgumentError, match=r"others can read .* \(mode 440\)"):
+        find_secret(variables)
+    variables["CREDENTIALS_DIRECTORY"] = str(tmp_path / "link")
+    assert find_secret(variables) == "abc"
+    with pytest.raises(ArgumentError, match="others can read"):
+        find_secret({**variables, "FTMESH_SECRET_FILE": str(tmp_path / "secret")})
+    (credentials / "secret").chmod(0o444)
+    with pytest.raises(ArgumentError, match=r"others can read .* \(mode 444\)"):
+        find_secret(variables)

@@ -244,6 +244,31 @@ class TestLostController:
         assert status == [3]
         assert len(started) == 1
 
+    def test_the_end_of_the_run_is_known_though_a_send_fails_first(self, make, monkeypatch):
+        """The agent was busy with output when the controller ended; it must not take over."""
+        agent, started, lines = make
+        agent._command = ["echo", "busy"]
+        status, is_busy, is_closed = [], threading.Event(), threading.Event()
+
+        def on_output(stream, data):
+            is_busy.set()
+            assert is_closed.wait(TIMEOUT)
+
+        monkeypatch.setattr(agent, "_on_output", on_output)
+        pool = AgentPool(2, SECRET)
+        thread = threading.Thread(target=lambda: status.append(agent.run(pool.address, 5)))
+        with pool, joined(pool, "a", 0):
+            thread.start()
+            wait_until(lambda: len(pool.present) == 2)
+            self.announce(pool, agent)
+            pool.send(1, {"start": 1, "env": {"FTMESH_COORDINATOR": "none"}})
+            assert is_busy.wait(TIMEOUT)
+            pool.dismiss(3)
+        time.sleep(0.2)  # for its thread that listens
+        is_closed.set()
+        thread.join(TIMEOUT)
+        assert (status, started, lines) == ([3], [], [])
+
 
 class TestFirstConnection:
     def agent(self, folder, lines, secret=SECRET):

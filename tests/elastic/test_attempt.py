@@ -17,7 +17,7 @@ from ftmesh.checkpoint.restore import _processes_by_block, is_deleted, move_stat
 from ftmesh.distributed.consensus import AgreedSteps
 from ftmesh.elastic.controller_client import GenerationChanged
 from ftmesh.elastic.elastic_group import ElasticGroup, recover
-from ftmesh.errors import ArgumentError, ClusterError, TrainingError
+from ftmesh.errors import ArgumentError, CheckpointError, ClusterError, TrainingError
 from ftmesh.testing import cpu_grid
 from tests.support.pods import process_groups, run_in_all
 
@@ -136,6 +136,20 @@ class TestCheckpoints:
     def test_of_ftmesh(self, tmp_path):
         assert self.train(tmp_path, [2, 4]) == 0
         assert self.train(tmp_path, []) == 4
+
+    def test_of_a_step_that_is_repeated(self, tmp_path):
+        """It is complete already, and another generation writes the same."""
+        self.train(tmp_path, [2])
+        with Checkpoints(tmp_path, resume=True) as checkpoints:
+            run = next(elastic.attempts())
+            state = {"w": jnp.zeros(2), "epoch": 2}
+            with pytest.raises(CheckpointError, match="exists already"):
+                run.save(checkpoints, 2, state)
+            run.group = ElasticGroup(controller=FakeController())
+            assert run.group.generation == 2
+            run.save(checkpoints, 2, state)
+            run.save(checkpoints, 3, {"w": jnp.full(2, 3.0), "epoch": 3})
+        assert self.train(tmp_path, []) == 3
 
     def test_a_damaged_one_is_skipped(self, tmp_path):
         """The step is that of the state."""
@@ -275,6 +289,23 @@ class TestHeldStates:
             np.testing.assert_array_equal(*both)
         np.testing.assert_array_equal(new["host"], [0, 1])
 
+    def test_moves_from_healthy_devices(self):
+        """The copy of a chip that is left out may be wrong; what it alone has is kept."""
+        old = self.state_on(jax.devices()[:4], (2, 2), P("x"))
+        unhealthy = jax.devices()[3]
+        for name in ("cut", "whole"):
+            parts = [x.data + (x.device == unhealthy) for x in old[name].addressable_shards]
+            sharding = old[name].sharding
+            old[name] = jax.make_array_from_single_device_arrays(
+                old[name].shape, sharding, [part.astype(old[name].dtype) for part in parts]
+            )
+        new = move_state(old, None, self.state_on(jax.devices()[:3]), None)
+        np.testing.assert_array_equal(new["cut"], np.arange(48.0).reshape(12, 4))
+        np.testing.assert_array_equal(new["whole"], np.ones(3))
+        alone = self.state_on(jax.devices()[:4])
+        new = move_state(alone, None, self.state_on(jax.devices()[:3]), None)
+        np.testing.assert_array_equal(new["cut"], np.arange(48.0).reshape(12, 4))
+
     def test_donated_states_are_noticed(self):
         state = self.state_on(jax.devices()[:2])
         assert not is_deleted(state)
@@ -299,6 +330,18 @@ class TestHeldStates:
         holding = [set(own) for own, _ in _processes_by_block(array, {})]
         each = all(processes <= own for own in holding)
         assert (each, all(processes & own for own in holding)) == expected
+
+    def test_survivors_on_healthy_devices(self, monkeypatch):
+        """Two hosts of two chips each have the state; one chip of the first is unhealthy."""
+        numbers = {device: number // 2 for number, device in enumerate(jax.devices())}
+        monkeypatch.setattr("ftmesh.checkpoint.restore.process_of", numbers.get)
+        devices = jax.devices()[:4]
+        cut = self.state_on(devices, (2, 2), P("y"))["cut"]
+        blocks = list(_processes_by_block(cut, {}, set(devices[1:])))
+        assert [holding for holding, _ in blocks] == [{1}, {0, 1}]
+        partners = {devices[1]: devices[0], devices[3]: devices[2]}
+        blocks = _processes_by_block(cut, partners, set(devices[1:]))
+        assert [both for _, both in blocks] == [{1}, {0, 1}]
 
     def test_survivors_with_copies(self, monkeypatch):
         """Each host has copies of the next one's shards."""

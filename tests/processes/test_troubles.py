@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ftmesh
+from ftmesh.checkpoint import Checkpoints
 from ftmesh.elastic.local_pod import Pod, run_pod
 from tests.support.more import more
 
@@ -127,3 +128,22 @@ def test_a_signal_in_the_middle_of_a_run(number):
     word = "received SIGTERM" if number == signal.SIGTERM else "interrupted"
     assert f"linear: process 1: {word}\n" in output[1].decode()
     assert f"linear: process 0: process 1: {word}\n" in output[0].decode()
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_process_saves_a_checkpoint_of_all(tmp_path):
+    command = [sys.executable, str(HERE / "linear_train.py"), "--steps", "100000"]
+    command += ["--checkpoint-dir", str(tmp_path), "--checkpoint-every", "100000"]
+    output = bytearray()
+
+    def collect(process, stream, data):
+        output.extend(data)
+
+    env = {"PYTHONPATH": PATHS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    with Pod(command, hosts=2, devices_per_host=4, mesh="4x2", env=env, on_output=collect) as pod:
+        assert pod.wait(END, until=lambda: b"after step 9" in output)
+        os.kill(pod.processes[1].pid, signal.SIGTERM)
+        assert pod.wait(END), output
+    assert [process.status for process in pod.processes] == [128 + signal.SIGTERM] * 2, output
+    with Checkpoints(tmp_path, resume=True) as checkpoints:
+        assert checkpoints.latest_step >= 9

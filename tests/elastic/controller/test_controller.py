@@ -347,6 +347,24 @@ class TestLeaving:
         harness.controller.process_ended(1, "ended with status 0", 0)
         assert harness.controller.verdict == Verdict("end", "", is_orderly=True)
 
+    def test_status_0_of_a_worker_that_is_not_done(self, four):
+        """A shell that runs `python train.py | tee log` has the status of tee."""
+        four.commit(1)
+        lost = four.lose(2, "ended with status 0", 0)
+        assert lost[:2] == (2, [0, 1, 3])
+        (event,) = four.events_named("failed")
+        assert event["how"] == "ended with status 0 before the end of the run"
+        four.join(1).commit(2)
+        four.lose(3)  # others count as before
+        assert four.controller.verdict is None
+
+    def test_status_0_of_a_worker_that_is_done(self, four):
+        four.workers[2].send(leave=True)
+        four.settle()
+        four.controller.process_ended(2, "ended with status 0", 0)
+        assert four.controller.verdict is None
+        assert four.events_named("failed") == []
+
     def test_such_a_program_fails_after_another_has_ended(self, make):
         harness = make(hosts=2)
         harness.controller.process_ended(0, "ended with status 0", 0)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from dataclasses import replace
 
 import jax
@@ -179,3 +180,27 @@ class TestNotFinite:
     def test_the_last_step(self, trainer, tmp_path):
         job = linear_job(trainer, steps=3, nan_at=3)
         self.stopped(tmp_path, job, "the loss of step 3 is nan")
+
+
+def test_sigterm_saves_a_checkpoint(trainer, tmp_path):
+    """Though none is due, the run continues from the step at which it was ended."""
+
+    def step(state, batch):
+        if len(made) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        made.append(batch)
+        return trainer.step(state, batch)
+
+    made = []
+    job, argv = (
+        linear_job(replace(trainer, step=step), steps=9),
+        ("--checkpoint-dir", str(tmp_path)),
+    )
+    with pytest.raises(SystemExit) as caught:
+        train(job, *argv)
+    assert (caught.value.code, len(made)) == (128 + signal.SIGTERM, 4)
+    with Checkpoints(tmp_path, resume=True) as checkpoints:
+        assert checkpoints.latest_step == 3
+        _, saved = checkpoints.restore(trainer.saved, full_types=trainer.full_types)
+    for name, expected in descent(3)[0].items():
+        np.testing.assert_allclose(trainer.from_saved(saved).params[name], expected, rtol=1e-5)
